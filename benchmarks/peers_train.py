@@ -13,7 +13,7 @@ from benchmarks.step_config import configuration
 from deskside.budget.shape import num_params
 from deskside.probe.point import RandomRows, memory_peaks, quantile, random_batches
 from deskside.train import environment_record
-from deskside.train.loop.device_timer import DeviceEvent
+from deskside.train.loop.step import DeviceEvent
 
 
 def measure(spec: dict[str, Any]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from deskside.probe.point import (
 )
 from deskside.train import environment_record
 from deskside.train.objective import NextToken
-from deskside.train.prepare.dry_step import MicroBatch
+from deskside.train.prepare.batch_size_finder import MicroBatch
 
 PROFILED_STEPS = 3
 HOT_STEPS = 5  # minimum number of steps, however slow

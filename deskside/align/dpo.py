@@ -38,8 +38,7 @@ from deskside.data.reading.loader import Batch
 from deskside.kernels.attention import AttentionContext
 from deskside.model.transformer import Transformer
 from deskside.train.objective import Batches, Evaluation, Feed, Loss, RowDataset, Session
-from deskside.train.prepare.dry_step import RowShape
-from deskside.train.prepare.time_budget import MEASURE_SHARE, REPORT_SHARE, SAMPLE_SHARE
+from deskside.train.prepare.preflight import MEASURE_SHARE, REPORT_SHARE, SAMPLE_SHARE
 from deskside.utils.errors import RunError
 from deskside.utils.files import replace_atomically
 
@@ -124,7 +123,12 @@ class Dpo:
         return _PairLoader(self, cast(PairRows, dataset), feed)
 
     def dry_batch(
-        self, dataset: RowShape, rows: int, passes_everywhere: int, device: torch.device, document_mask: bool
+        self,
+        dataset: RowDataset,
+        rows: int,
+        passes_everywhere: int,
+        device: torch.device,
+        document_mask: bool,
     ) -> Batch:
         texts = [full_row_texts(dataset.sequence_length, 2, dataset.vocab_size) for _ in range(rows)]
         return self._batch(cast(PairRows, dataset), texts, None, rows * passes_everywhere, device)

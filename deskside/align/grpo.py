@@ -60,8 +60,7 @@ from deskside.data.tokenizer import load as load_tokenizer
 from deskside.kernels.attention import AttentionContext
 from deskside.model.transformer import Transformer
 from deskside.train.objective import Batches, Evaluation, Feed, Loss, RowDataset, Session
-from deskside.train.prepare.dry_step import RowShape
-from deskside.train.prepare.time_budget import MEASURE_SHARE, REPORT_SHARE, SAMPLE_SHARE
+from deskside.train.prepare.preflight import MEASURE_SHARE, REPORT_SHARE, SAMPLE_SHARE
 from deskside.utils.errors import RunError, UsageError
 
 REFERENCE = "reference.safetensors"  # in the run directory: the initial weights, for align.kl
@@ -212,7 +211,12 @@ class Grpo:
         return _RolloutLoader(self, cast(Questions, dataset), feed)
 
     def dry_batch(
-        self, dataset: RowShape, rows: int, passes_everywhere: int, device: torch.device, document_mask: bool
+        self,
+        dataset: RowDataset,
+        rows: int,
+        passes_everywhere: int,
+        device: torch.device,
+        document_mask: bool,
     ) -> Batch:
         texts = [full_row_texts(dataset.sequence_length, 1, dataset.vocab_size) for _ in range(rows)]
         made = [Sampled(tuple(row[0].tokens[1:].tolist()), (-1.0,) * row[0].scored, True) for row in texts]

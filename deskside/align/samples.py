@@ -8,7 +8,7 @@ from deskside.align.sft import BEFORE, answers, read_questions
 from deskside.model.transformer import Transformer
 from deskside.precision.lora import is_adapted
 from deskside.train.objective import Session
-from deskside.train.prepare.time_budget import SAMPLE_SHARE
+from deskside.train.prepare.preflight import SAMPLE_SHARE
 
 
 def keep_before(session: Session, questions: Path) -> float:

@@ -22,7 +22,7 @@ from deskside.model.transformer import Transformer
 from deskside.precision.lora import is_adapted
 from deskside.run.directory import RunDirectory
 from deskside.train.objective import Evaluation, NextToken, Session
-from deskside.train.prepare.time_budget import SAMPLE_SHARE
+from deskside.train.prepare.preflight import SAMPLE_SHARE
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.parsing import Unreadable, json_value
 

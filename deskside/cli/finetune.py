@@ -22,8 +22,7 @@ from deskside.config.duration import Duration
 from deskside.config.run import RunConfig
 from deskside.data.corpus.progress_bar import limited
 from deskside.run.directory import RunDirectory
-from deskside.train.prepare.preflight import set_cublas_workspace
-from deskside.train.prepare.time_budget import too_short
+from deskside.train.prepare.preflight import set_cublas_workspace, too_short
 from deskside.utils.errors import UsageError
 
 ROUND_VOCABULARY = 64  # tensor cores like a multiple of it
@@ -166,9 +165,7 @@ class FinetuneRun:
 
         return training_run.start(
             config,
-            Path(options.runs),
-            options.name,
-            f"{Path(source).resolve().name}-{self.name}",
+            (Path(options.runs), options.name, f"{Path(source).resolve().name}-{self.name}"),
             shlex.join(["deskside", self.name, *self.argv]),
             InitialWeights.of_chat(loaded, source, config, fresh_tokens),
             objective=objective_of(config),

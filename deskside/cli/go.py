@@ -240,9 +240,7 @@ class Pipeline:
                     status = training_run.resume(self.run.path, pilot).status
                 else:
                     command = str(self.state.data["command"])
-                    status = training_run.start(
-                        config, Path(), None, "", command, None, pilot, self.run
-                    ).status
+                    status = training_run.start(config, self.run, command, watch=pilot).status
             except UsageError as error:
                 # The user gave --hours; that it became the length of the schedule is an internal detail.
                 option, short, why = str(error).partition(TOO_SHORT)

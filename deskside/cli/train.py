@@ -96,9 +96,7 @@ def run(argv: Sequence[str]) -> int:
     else:
         outcome = training_run.start(
             config,
-            Path(options.runs),
-            options.name,
-            _default_name(options),
+            (Path(options.runs), options.name, _default_name(options)),
             shlex.join(["deskside", "train", *argv]),
             InitialWeights.of(source, str(options.init)) if source is not None else None,
             watch=ReportFollows(),

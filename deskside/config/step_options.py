@@ -1,41 +1,20 @@
-"""The fields of `budget.step_spec.StepSpec` that a configuration decides.
+"""The fields of `budget.step_spec.StepOptions` that a configuration decides, by name.
 
 The planner and training both build a `StepSpec` from a `RunConfig`. Fields that depend neither on the card nor on the
 micro-batch come from here, so that both model the same step.
 """
 
 from collections.abc import Collection
-from typing import TypedDict
+from typing import Any
 
 from deskside.budget.format_costs import LowKind, Precision
-from deskside.budget.step_spec import AdapterSpec, Checkpointing, CopiesKept, OptimizerName, StateFormat
+from deskside.budget.step_spec import AdapterSpec
 from deskside.config.dimensions import adaptable, projections
 from deskside.config.recipes import Recipe
 from deskside.config.run import RunConfig
 
 
-class ConfiguredOptions(TypedDict):
-    """Fields of `budget.step_spec.StepOptions` that do not depend on the precision."""
-
-    optimizer: OptimizerName
-    states: StateFormat
-    offload_optimizer: bool
-    activation_checkpointing: Checkpointing
-    loss_chunk_tokens: int
-    adapter: AdapterSpec | None
-
-
-class FormatOptions(TypedDict):
-    """Fields of `budget.step_spec.StepOptions` that depend on the precision."""
-
-    precision: Precision
-    native: frozenset[LowKind]
-    kept_weights: float
-    fp8_head: bool
-    copies: CopiesKept
-
-
-def step_options(config: RunConfig) -> ConfiguredOptions:
+def step_options(config: RunConfig) -> dict[str, Any]:
     """Return the options that do not depend on the precision."""
     adapter = None
     if asked := config.adapter:
@@ -58,7 +37,7 @@ def recipe_of(config: RunConfig, precision: Precision) -> Recipe:
 
 def format_options(
     config: RunConfig, precision: Precision, native: Collection[LowKind], fused: bool
-) -> FormatOptions:
+) -> dict[str, Any]:
     """Return the options that depend on the precision.
 
     native: formats that the card's tensor cores run; fused: fused sublayers compute the blocks. Only they keep

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from deskside.kernels.functional import give_context
-from deskside.train.loop.device_timer import DeviceEvent
+from deskside.train.loop.step import DeviceEvent
 from deskside.utils.child_process import is_out_of_memory
 from deskside.utils.errors import RunError, UsageError
 

@@ -24,10 +24,10 @@ from deskside.model.transformer import Transformer
 from deskside.optim.build import build
 from deskside.precision.convert import convert
 from deskside.train.loop.step import Stepper
+from deskside.train.objective import TrainContext
 from deskside.train.parallel import World
 from deskside.train.prepare.attention_backends import AttentionBackends
 from deskside.train.prepare.setup import prepare_execution
-from deskside.train.train_context import TrainContext
 
 # Loss and worst gradient against float64, several times what is seen: 1e-6 and 1e-5 in fp32, 3e-4 and 2e-2 in bf16.
 TOLERANCE = {"fp32": 1e-3, "bf16": 8e-2}

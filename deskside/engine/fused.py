@@ -15,9 +15,7 @@ from deskside.kernels.decode import into_cache
 from deskside.kernels.fused import QkvLayout
 from deskside.model.block import MLP, Attention, Block, CachedBlocks, LayerCache
 from deskside.model.transformer import Transformer
-from deskside.ops.attention import attention
-from deskside.ops.composite import AddNormLinear
-from deskside.ops.norm import RMSNorm
+from deskside.ops.composite import AddNormLinear, RMSNorm, attention
 
 
 class FusedBlocks(CachedBlocks):

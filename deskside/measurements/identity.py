@@ -8,7 +8,6 @@ import contextlib
 import hashlib
 import importlib.util
 import os
-import platform
 import re
 from dataclasses import dataclass, field
 from functools import cache
@@ -66,19 +65,13 @@ def this_machine() -> Machine:
     if gpu is not None:
         card, (memory, free), driver, watts = gpu
         return Machine(card, "cuda", memory, 0, driver, watts, torch, cuda, triton, code(), free)
-    from deskside.utils.child_process import cpu_cores  # imports what a GPU's identity does not need
+    from deskside.utils.child_process import (  # imports what a GPU's identity does not need
+        cpu_cores,
+        cpu_name,
+    )
 
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Machine(cpu_name(), "cpu", memory, cpu_cores(), None, None, torch, None, triton, code())
-
-
-def cpu_name() -> str:
-    """Return the CPU's name as the system tells it."""
-    with contextlib.suppress(OSError):
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text("utf-8"), re.MULTILINE)
-        if found:
-            return found[1].strip()
-    return platform.processor() or platform.machine() or "CPU"
 
 
 @cache

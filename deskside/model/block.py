@@ -14,17 +14,20 @@ from deskside.config.model import ModelConfig
 from deskside.kernels.attention import AttentionContext
 from deskside.kernels.decode import paged_attention
 from deskside.model.cache import KVCache, Places
-from deskside.ops.attention import attention, rotate
 from deskside.ops.composite import (
     AddNormLinear,
     AttentionSublayer,
     GatedLinear,
+    LayerNorm,
     MLPSublayer,
+    Norm,
+    RMSNorm,
+    attention,
     make_projections,
+    rotate,
 )
 from deskside.ops.linear import Linear
 from deskside.ops.moe import Experts, MixtureOfExperts
-from deskside.ops.norm import Norm, RMSNorm, make_norm
 
 Rotation = tuple[Tensor, Tensor]  # cos and sin, each (B or 1, T, 1, C / 2)
 
@@ -184,4 +187,6 @@ AS_WRITTEN = CachedBlocks()
 
 def hidden_norm(config: ModelConfig) -> Norm:
     """Return the configured norm over the residual stream."""
-    return make_norm(config.norm, config.hidden_size, config.norm_eps, config.norm_bias)
+    if config.norm == "layernorm":
+        return LayerNorm(config.hidden_size, config.norm_eps, config.norm_bias)
+    return RMSNorm(config.hidden_size, config.norm_eps)

@@ -4,7 +4,6 @@ Each logical tensor draws from a generator of its own, seeded by (seed, name), o
 same model whether projections are fused or not, on any device, and whatever is added to the architecture elsewhere.
 """
 
-import hashlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from deskside.config.model import ModelConfig
 from deskside.model.transformer import Transformer
 from deskside.ops.logical import LogicalTensor, logical_tensors
 from deskside.utils.child_process import cpu_cores
+from deskside.utils.splitmix import seed_of
 
 MOST_THREADS = 8  # that draw at once, each with memory for a tensor
 OUTPUT_PROJECTIONS = ("o_proj.weight", "down_proj.weight")
@@ -26,13 +26,12 @@ class InitOptions:
     """Options of the initialization. The defaults are recommended.
 
     embedding_std: None is the configuration's initializer_range. head_std: standard deviation of an untied head.
-    matrix_gain: factor on 1 / sqrt(fan-in). output: initialization of projections that write to the residual stream.
+    output: initialization of projections that write to the residual stream; "fan_in" as of those that read it.
     """
 
     embedding_std: float | None = None
     head_std: float = 0.001
-    matrix_gain: float = 1.0
-    output: Literal["zero", "fan_in", "depth"] = "zero"
+    output: Literal["zero", "fan_in"] = "zero"
 
 
 @torch.no_grad()
@@ -63,8 +62,7 @@ def initialize(model: Transformer, seed: int, options: InitOptions | None = None
       unit-scale inputs at unit scale whatever the width (LeCun et al. 1998; the width rule of muP, Yang et al. 2022,
       arXiv 2203.03466). Uniform, because no entry begins as an outlier.
     - Matrices that write to the stream (o, down): zero. Each sublayer then begins as the identity, and the depth of the
-      model does not change the size of the first steps (Zhang et al. 2019, arXiv 1901.09321). "depth" is GPT-2's
-      1 / sqrt(2 * layers) instead.
+      model does not change the size of the first steps (Zhang et al. 2019, arXiv 1901.09321).
     - The router: normal, initializer_range, so that all experts begin nearly equally likely.
     - An untied head: normal, head_std, so that the first prediction is nearly uniform and the first loss is
       log(vocab_size). Not zero, or nothing below the head would get a gradient in the first step.
@@ -89,8 +87,8 @@ def _fill(
     tensor: LogicalTensor, scratch: torch.Tensor, model: Transformer, seed: int, options: InitOptions
 ) -> None:
     """Set one tensor. scratch: float32 of its shape on the CPU, for what is drawn."""
-    view, fan_in = tensor.view, tensor.view.shape[-1]
-    generator = torch.Generator().manual_seed(_seed_of(seed, tensor.name))
+    view = tensor.view
+    generator = torch.Generator().manual_seed(seed_of(seed, tensor.name))
     embedding_std = model.config.initializer_range if options.embedding_std is None else options.embedding_std
 
     def normal(std: float) -> None:
@@ -109,13 +107,5 @@ def _fill(
     elif tensor.name.endswith(OUTPUT_PROJECTIONS) and options.output == "zero":
         view.zero_()
     else:
-        std = options.matrix_gain * fan_in**-0.5
-        if tensor.name.endswith(OUTPUT_PROJECTIONS) and options.output == "depth":
-            std /= (2 * model.config.num_hidden_layers) ** 0.5
-        bound = 3**0.5 * std
+        bound = 3**0.5 * tensor.view.shape[-1] ** -0.5
         view.copy_(scratch.uniform_(-bound, bound, generator=generator))
-
-
-def _seed_of(seed: int, name: str) -> int:
-    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") % 2**63

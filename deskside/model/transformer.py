@@ -10,14 +10,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from deskside.budget.shape import flops_per_token, kv_bytes_per_token
+from deskside.budget.shape import kv_bytes_per_token
 from deskside.config.model import ModelConfig
 from deskside.kernels.attention import AttentionContext, Requirements, prepare
 from deskside.kernels.cross_entropy import CHUNK_TOKENS, ReplacedRows, token_losses
 from deskside.model.block import AS_WRITTEN, Block, CachedBlocks, LayerCache, Rotation, hidden_norm
 from deskside.model.cache import KVCache
-from deskside.ops.attention import rope_table
-from deskside.ops.composite import AddNormLinear
+from deskside.ops.composite import AddNormLinear, rope_table
 from deskside.ops.linear import Embedding, HeadLoss, Linear
 from deskside.ops.logical import logical_tensors
 from deskside.ops.moe import load_balancing_loss
@@ -216,10 +215,6 @@ class Transformer(nn.Module):
         for tensor in logical_tensors(self):
             counts[_group(tensor.name)] += tensor.view.numel()
         return counts
-
-    def flops_per_token(self, sequence_length: int) -> float:
-        """FLOPs of forward and backward per token; the convention is `deskside.budget.shape`'s."""
-        return flops_per_token(self.config, sequence_length)
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> float:
         """Bytes that the key-value cache needs per token of one row, over all layers."""

@@ -1,4 +1,4 @@
-"""The operators that a block is written in: AddNormLinear, GatedLinear, and the sublayers that they form.
+"""The operators that a block is written in: norms, rotary attention, AddNormLinear, GatedLinear, and the sublayers.
 
 AddNormLinear and GatedLinear each cover element-wise work that ends in a GEMM, so that one kernel can do all of the
 element-wise work. Both return logical projections (q, k, v; gate, up) whether their weights are fused or not, so the
@@ -12,13 +12,89 @@ of an operator or of a whole sublayer.
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deskside.kernels.functional import ACTIVATIONS
+from deskside.kernels.attention import AttentionContext, backend_named
+from deskside.kernels.functional import ACTIVATIONS, at_least_float32
 from deskside.ops.linear import Linear
-from deskside.ops.norm import Norm, RMSNorm
 
 Activation = Literal["silu", "gelu", "gelu_new", "relu2"]
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32. (..., size) -> (..., size), dtype of x.
+
+    Zhang and Sennrich 2019 (arXiv 1910.07467).
+    """
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        dtype = at_least_float32(x)
+        return F.rms_norm(x.to(dtype), self.weight.shape, self.weight.to(dtype), self.eps).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.numel()}, eps={self.eps}"
+
+
+class LayerNorm(nn.Module):
+    """(x - mean) / sqrt(var + eps) * weight + bias over the last dimension, in float32. Shape and dtype of x.
+
+    Ba et al. 2016 (arXiv 1607.06450).
+    """
+
+    def __init__(self, size: int, eps: float, bias: bool):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(size))
+        self.bias = nn.Parameter(torch.empty(size)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        dtype = at_least_float32(x)
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return F.layer_norm(x.to(dtype), self.weight.shape, self.weight.to(dtype), bias, self.eps).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.numel()}, eps={self.eps}, bias={self.bias is not None}"
+
+
+Norm = RMSNorm | LayerNorm
+
+
+def attention(q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, context: AttentionContext) -> Tensor:
+    """Compute (B, T, H, C), (B, T, K, C), (B, T, K, C) -> (B, T, H, C) with the backend of a prepared `context`."""
+    return backend_named(context.backend).function(q_BTHC, k_BTKC, v_BTKC, context)
+
+
+def rope_table(positions: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return cos and sin, each (positions, head_dim / 2) in float32; on the meta device only their shapes."""
+    if device.type == "meta":
+        # Arithmetic on meta tensors imports torch._dynamo, which takes more than a second.
+        shapes = torch.empty(2, positions, head_dim // 2, dtype=torch.float32, device=device)
+        return shapes[0], shapes[1]
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+    frequencies = 1.0 / theta**exponents
+    angles = torch.arange(positions, dtype=torch.float32, device=device)[:, None] * frequencies
+    return angles.cos(), angles.sin()
+
+
+def rotate(x_BTHC: Tensor, cos_BT1c: Tensor, sin_BT1c: Tensor) -> Tensor:
+    """Rotary position embedding: rotate every pair of channels by its angle (Su et al. 2021, arXiv 2104.09864).
+
+    The angle is proportional to the position, so that the dot product of q and k depends on their distance alone.
+    Channels c and c + C/2 form a pair with angle position * theta^(-2c/C). This is Hugging Face's half-rotation layout,
+    so Qwen and Llama weights need no permutation on import or export. cos and sin have C/2 channels and broadcast over
+    rows and heads.
+    """
+    dtype = at_least_float32(x_BTHC)
+    first, second = x_BTHC.to(dtype).chunk(2, dim=-1)
+    cos, sin = cos_BT1c.to(dtype), sin_BT1c.to(dtype)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_BTHC.dtype)
 
 
 def make_projections(
@@ -53,7 +129,9 @@ class AddNormLinear(nn.Module):
         residual_BTD, normed_BTD = self.add_norm(residual_BTD, delta_BTD)
         outputs: list[Tensor] = []
         for projection in self.projections:
-            outputs.extend(split_slices(projection, projection(normed_BTD)))
+            assert isinstance(projection, Linear)
+            output, sizes = projection(normed_BTD), [s.stop - s.start for s in projection.slices]
+            outputs.extend(output.split(sizes, dim=-1) if len(sizes) > 1 else (output,))
         return residual_BTD, tuple(outputs)
 
     def add_norm(self, residual_BTD: Tensor, delta_BTD: Tensor) -> tuple[Tensor, Tensor]:
@@ -84,14 +162,6 @@ def activate(activation: Activation, *inputs: Tensor) -> Tensor:
     """activation(gate) * up for two inputs, activation(up) for one."""
     hidden = ACTIVATIONS[activation](inputs[0])
     return hidden * inputs[1] if len(inputs) == 2 else hidden
-
-
-def split_slices(projection: nn.Module, output: Tensor) -> tuple[Tensor, ...]:
-    """The output of a fused Linear, (..., rows), as one view per logical slice."""
-    assert isinstance(projection, Linear)
-    if len(projection.slices) == 1:
-        return (output,)
-    return output.split([s.stop - s.start for s in projection.slices], dim=-1)
 
 
 class AttentionSublayer(nn.Module):

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deskside.kernels.cross_entropy import CHUNK_TOKENS, ReplacedRows, linear_cross_entropy
+from deskside.kernels.cross_entropy import ReplacedRows, linear_cross_entropy
 from deskside.kernels.stored_weights import embedding
 
 
@@ -28,7 +28,23 @@ class Slice:
     stop: int
 
 
-class Linear(nn.Module):
+class _Table(nn.Module):
+    """A weight that may serve as the head's table, (vocabulary, hidden)."""
+
+    weight: nn.Parameter
+
+    @property
+    def table(self) -> Tensor:
+        """The weight, with `replaced_rows` in place."""
+        return self.weight
+
+    @property
+    def replaced_rows(self) -> ReplacedRows | None:
+        """(ids, rows) that replace rows of `weight`. A subclass may have some."""
+        return None
+
+
+class Linear(_Table):
     """y = x W^T + b, where W stacks one or more named projections along its rows.
 
     weight: (sum of rows, in_features); bias: (sum of rows,) or None. `role` is "matrix" for block weights and "head"
@@ -58,22 +74,12 @@ class Linear(nn.Module):
             return y if bias is None else y + bias
         return F.linear(x, self.weight.to(x.dtype), bias)
 
-    @property
-    def table(self) -> Tensor:
-        """The weight of a head, (vocabulary, hidden), with `replaced_rows` in place."""
-        return self.weight
-
-    @property
-    def replaced_rows(self) -> ReplacedRows | None:
-        """(ids, rows) that replace rows of `weight`. A subclass may have some."""
-        return None
-
     def extra_repr(self) -> str:
         names = ", ".join(f"{s.name}={s.stop - s.start}" for s in self.slices)
         return f"in={self.in_features}, {names}, bias={self.bias is not None}"
 
 
-class Embedding(nn.Module):
+class Embedding(_Table):
     """A table lookup. weight: (entries, hidden_size); tokens of any shape -> (*shape, hidden_size).
 
     `output_dtype` (None: the weight's) is the dtype of the residual stream, and so of the whole forward pass.
@@ -93,16 +99,6 @@ class Embedding(nn.Module):
         """Use the table as a tied head: (..., hidden_size) -> (..., entries)."""
         return F.linear(hidden, self.weight.to(hidden.dtype))
 
-    @property
-    def table(self) -> Tensor:
-        """The weight, with `replaced_rows` in place."""
-        return self.weight
-
-    @property
-    def replaced_rows(self) -> ReplacedRows | None:
-        """(ids, rows) that replace rows of `weight`. A subclass may have some."""
-        return None
-
 
 class HeadLoss(nn.Module):
     """Summed cross-entropy of a linear head, as one operator that never materializes the logits of a whole batch."""
@@ -111,28 +107,11 @@ class HeadLoss(nn.Module):
         super().__init__()
         self.forward_override: Callable[..., Tensor] | None = None
 
-    def forward(
-        self,
-        hidden_ND: Tensor,
-        weight_VD: nn.Parameter,
-        targets_N: Tensor,
-        softcap: float | None = None,
-        z_loss: float = 0.0,
-        chunk_tokens: int = CHUNK_TOKENS,
-        rows: ReplacedRows | None = None,
-    ) -> Tensor:
+    def forward(self, hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, **options: Any) -> Tensor:
         """See `linear_cross_entropy`. An override need not support `rows`, and raises TypeError if it does not."""
-        function = self.forward_override or linear_cross_entropy
-        options: dict[str, Any] = {} if rows is None else {"rows": rows}
-        return function(
-            hidden_ND,
-            weight_VD,
-            targets_N,
-            softcap=softcap,
-            z_loss=z_loss,
-            chunk_tokens=chunk_tokens,
-            **options,
-        )
+        if options.get("rows") is None:
+            options.pop("rows", None)
+        return (self.forward_override or linear_cross_entropy)(hidden_ND, weight_VD, targets_N, **options)
 
 
 def make_slices(outputs: Sequence[tuple[str, int]]) -> tuple[Slice, ...]:

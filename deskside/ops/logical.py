@@ -13,9 +13,9 @@ from typing import Literal
 
 from torch import Tensor, nn
 
+from deskside.ops.composite import LayerNorm, RMSNorm
 from deskside.ops.linear import Embedding, Linear
 from deskside.ops.moe import Experts
-from deskside.ops.norm import LayerNorm, RMSNorm
 
 Kind = Literal["matrix", "head", "embedding", "position", "norm", "bias"]
 

@@ -13,7 +13,7 @@ A sharded parameter (FSDP2's DTensor) is updated as its local shard: AdamW works
 would not stay the same blocks on another number of GPUs, so 8-bit and offloaded state is for whole weights.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -167,41 +167,19 @@ class AdamW:
             skip = torch.zeros_like(steps[0])
         torch._foreach_add_(steps, [1 - skip] * len(steps))
         rule = Rule(group.lr, self.betas, self.eps, group.weight_decay)
-        jobs = []
-        for info, step in zip(infos, steps, strict=True):
-            shard = local(info.parameter.detach())
-            p, g = shard.view(-1), local(gradient_of(info)).reshape(-1)
-            state = {key: local(t).view(-1) for key, t in self.state[info.name].items() if key != STEP}
-            for part in pieces(p.numel()) if self.streamer is not None else [slice(0, p.numel())]:
-                scales = slice(part.start // BLOCK, blocks(part.stop))
-                jobs.append(
-                    OffloadJob(
-                        [t[scales if key in (FIRST_MAX, SECOND_MAX) else part] for key, t in state.items()],
-                        partial(
-                            _update,
-                            keys=tuple(state),
-                            p=p[part],
-                            g=g[part],
-                            step=step,
-                            skip=skip,
-                            rule=rule,
-                            fused=self._fused(info.parameter),
-                            factor=self.factor,
-                        ),
-                    )
-                )
-        return jobs
+        pairs = zip(infos, steps, strict=True)
+        return [job for info, step in pairs for job in self._jobs_of(info, step, skip, rule)]
 
+    def _jobs_of(self, info: ParameterInfo, step: Tensor, skip: Tensor, rule: Rule) -> Iterator[OffloadJob]:
+        p, g = local(info.parameter.detach()).view(-1), local(gradient_of(info)).reshape(-1)
+        state = {key: local(t).view(-1) for key, t in self.state[info.name].items() if key != STEP}
+        fused, factor = self._fused(info.parameter), self.factor
 
-def _update(
-    held: Sequence[Tensor],
-    keys: tuple[str, ...],
-    p: Tensor,
-    g: Tensor,
-    step: Tensor,
-    skip: Tensor,
-    rule: Rule,
-    fused: bool,
-    factor: Tensor | None,
-) -> None:
-    adamw_update(p, g, dict(zip(keys, held, strict=True)), step, skip, rule, fused, factor)
+        def update(part: slice, held: Sequence[Tensor]) -> None:
+            moments = dict(zip(state, held, strict=True))
+            adamw_update(p[part], g[part], moments, step, skip, rule, fused, factor)
+
+        for part in pieces(p.numel()) if self.streamer is not None else [slice(0, p.numel())]:
+            scales = slice(part.start // BLOCK, blocks(part.stop))
+            held = [t[scales if key in (FIRST_MAX, SECOND_MAX) else part] for key, t in state.items()]
+            yield OffloadJob(held, partial(update, part))

@@ -32,16 +32,9 @@ class Optimizer:
         parameters: list[ParameterInfo],
         adamw: AdamW,
         muon: Muon | None = None,
-        muon_peak_lr: float = 0.0,
-        muon_peak_decay: float = 0.0,
         streamer: Streamer | None = None,
     ):
-        self.parameters = parameters
-        self.adamw = adamw
-        self.muon = muon
-        self.streamer = streamer
-        self._muon_peak_lr = muon_peak_lr
-        self._muon_peak_decay = muon_peak_decay
+        self.parameters, self.adamw, self.muon, self.streamer = parameters, adamw, muon, streamer
         self._ready = False
 
     def set_progress(self, lr_factor: float, progress: float, step: int) -> None:
@@ -52,14 +45,7 @@ class Optimizer:
         for group in self.adamw.groups:
             group.lr = group.peak_lr * lr_factor
         if self.muon is not None:
-            config = self.muon.config
-            self.muon.lr = self._muon_peak_lr * lr_factor
-            remaining = (
-                1 - min(max(progress, 0.0), 1.0) if config.weight_decay_schedule == "linear to zero" else 1.0
-            )
-            self.muon.weight_decay = self._muon_peak_decay * remaining
-            risen = min(step / config.momentum_warmup_steps, 1.0) if config.momentum_warmup_steps else 1.0
-            self.muon.momentum = config.momentum_start + (config.momentum - config.momentum_start) * risen
+            self.muon.set_progress(lr_factor, progress, step)
         self._ready = True
 
     def step(self, skip: Tensor | None = None) -> None:
@@ -208,6 +194,7 @@ def build(
     def of(*roles: Role) -> list[ParameterInfo]:
         return [info for info in parameters if info.role in roles]
 
+    muon = None
     if isinstance(config, AdamWConfig):
         lr, decay = config.lr * s.embedding_lr, config.weight_decay * s.weight_decay
         groups = [
@@ -216,29 +203,18 @@ def build(
             AdamWGroup("adapters", of("adapter"), config.lr, config.weight_decay),
             AdamWGroup("rows", of("rows"), config.lr, 0.0),
         ]
-        return Optimizer(parameters, _adamw(groups, config, streamer, fused), streamer=streamer)
-    if of("adapter", "rows"):
-        raise UsageError("muon is for whole matrices, adapters are trained by adamw; use --optim.name adamw")
-    groups = [
-        AdamWGroup("embedding", of("embedding", "position"), config.embedding_lr * s.embedding_lr, 0.0),
-        AdamWGroup("head", of("head"), config.head_lr * s.embedding_lr, 0.0),
-        AdamWGroup("scalar", of("vector"), config.scalar_lr * s.lr, 0.0),
-    ]
-    return Optimizer(
-        parameters,
-        _adamw(groups, config, streamer, fused),
-        Muon(of("matrix"), config, streamer, fused),
-        config.lr * s.lr,
-        config.weight_decay * s.weight_decay,
-        streamer,
-    )
-
-
-def _adamw(
-    groups: list[AdamWGroup],
-    config: AdamWConfig | MuonConfig,
-    streamer: Streamer | None,
-    fused: bool | None,
-) -> AdamW:
+    else:
+        if of("adapter", "rows"):
+            raise UsageError(
+                "muon is for whole matrices, adapters are trained by adamw; use --optim.name adamw"
+            )
+        groups = [
+            AdamWGroup("embedding", of("embedding", "position"), config.embedding_lr * s.embedding_lr, 0.0),
+            AdamWGroup("head", of("head"), config.head_lr * s.embedding_lr, 0.0),
+            AdamWGroup("scalar", of("vector"), config.scalar_lr * s.lr, 0.0),
+        ]
+        muon = Muon(of("matrix"), config, streamer, fused)
+        muon.peak_lr, muon.peak_weight_decay = config.lr * s.lr, config.weight_decay * s.weight_decay
     filled = [group for group in groups if group.parameters]
-    return AdamW(filled, config.betas, config.eps, config.states, streamer, fused)
+    adamw = AdamW(filled, config.betas, config.eps, config.states, streamer, fused)
+    return Optimizer(parameters, adamw, muon, streamer)

@@ -1,30 +1,21 @@
 """Which optimiser a parameter belongs to, read from the module that owns it.
 
 Modules say what their weights are, with two attributes that anything may carry (a precision recipe's replacement of a
-Linear too): `role` ("matrix", "head", "embedding", "position") for the parameter `weight`, and `slices`, the rows of
-the projections that a fused weight stacks. Where a module has several stacked weights (experts), `slices` maps each
-one's attribute to its slices. Parameters of one dimension are vectors, whoever owns them. Modules of the roles
-"adapter" and "rows" (single rows of a frozen table) say so of everything in them.
+Linear too): `role` ("matrix", "head", "embedding", "position") for the parameter `weight`, and `slices`, the rows
+`start:stop` of the projections that a fused weight stacks. Where a module has several stacked weights (experts),
+`slices` maps each one's attribute to its slices. Parameters of one dimension are vectors, whoever owns them. Modules of
+the roles "adapter" and "rows" (single rows of a frozen table) say so of everything in them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal
 
 from torch import nn
 
 from deskside.utils.errors import UsageError
 
 Role = Literal["matrix", "embedding", "position", "head", "vector", "adapter", "rows"]
-
-
-class RowSlice(Protocol):
-    """Rows `start:stop` of a weight (of each expert's, where it stacks experts). `ops.linear.Slice` is one."""
-
-    @property
-    def start(self) -> int: ...
-    @property
-    def stop(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -93,7 +84,7 @@ def _explained(module: nn.Module) -> Iterator[tuple[nn.Parameter, Role, tuple[tu
 
 
 def _checked(
-    parameter: nn.Parameter, role: Role, slices: Sequence[RowSlice], attribute: str
+    parameter: nn.Parameter, role: Role, slices: Sequence[Any], attribute: str
 ) -> tuple[nn.Parameter, Role, tuple[tuple[int, int], ...]]:
     if role not in ("matrix", "embedding", "position", "head"):
         raise UsageError(f"'{role}' is not a role of a weight: use matrix, head, embedding or position")

@@ -12,6 +12,15 @@ What surrounds Newton-Schulz reads and writes each tensor once, on CUDA in two T
 bytes per weight before, 10 after and 2 for the rows' sizes. Of the 74M block weights of `124m` that is 1.9 GB, 0.45 ms
 at 4.2 TB/s. Nothing is compiled by torch.compile, which would cost seconds before the first step.
 
+Newton-Schulz finds the nearest matrix whose singular values are all one. An odd polynomial of a matrix changes its
+singular values and keeps its singular vectors. Iterating X <- a X + b X (X^T X) + c X (X^T X)^2 with suited (a, b, c)
+drives every singular value towards one, and needs only GEMMs, in which bfloat16 is good enough. There are two sets:
+
+- `polar_express` (Amsel et al., arXiv 2505.16932, algorithm 1): each iteration uses the best polynomial for the
+  interval that the one before left, for singular values from 1e-3 of the largest up.
+- `quintic` (Jordan et al. 2024, kellerjordan.github.io/posts/muon): one polynomial, steepest at zero; singular values
+  end between about 0.7 and 1.2 rather than at one.
+
 Row normalisation is NorMuon's (arXiv 2510.05491): each row of the update is divided by its running size, then the
 whole update gets its old Frobenius norm back. It acts along the longer side, because orthogonalisation has already made
 the vectors along the shorter side equally long.
@@ -28,7 +37,7 @@ full, every rank does the same iteration, and each writes back its own rows. Mom
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -36,15 +45,28 @@ from torch import Tensor
 from deskside.config.optim import MuonConfig
 from deskside.kernels.muon import apply, look_ahead
 from deskside.optim.groups import ParameterInfo
-from deskside.optim.newton_schulz import coefficients, orthogonalize
 from deskside.optim.offload import OffloadJob, Streamer, host_zeros, pieces
 from deskside.optim.sharded import first_row, full_like, gradient_of, is_sharded, local
 
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
-
 STACK_ELEMENTS = 2**26
 """Largest stack. Beyond this a bigger batch is no faster, and its temporaries would decide the peak memory."""
+
+Coefficients = tuple[tuple[float, float, float], ...]
+
+_POLAR_EXPRESS: Coefficients = (
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+    (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+    (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
+)
+_POLAR_EXPRESS_LIMIT = (1.875, -1.25, 0.375)
+_QUINTIC = (3.4445, -4.775, 2.0315)
+
+SAFETY = 1.01
+"""Rounding may push a singular value above the interval, where the polynomials grow without bound: room for 1 %."""
 
 
 @dataclass(frozen=True)
@@ -67,10 +89,6 @@ class _Slice:
     def tall(self) -> tuple[int, int]:
         return max(self.shape), min(self.shape)
 
-    def rows_of(self, stack: Tensor) -> Tensor:
-        """This slice's place in a stack (experts, long, short), turned to (experts, rows, columns)."""
-        return stack if self.shape == self.tall else stack.mT
-
     @property
     def scale(self) -> float:
         """sqrt(max(1, rows / columns))."""
@@ -90,8 +108,8 @@ class _Stack:
 
     def places(self, stack: Tensor) -> list[Tensor]:
         """The stack (batch, long, short) as one (experts, rows, columns) view per slice."""
-        parts = stack.split(self.slices[0].experts)
-        return [s.rows_of(part) for s, part in zip(self.slices, parts, strict=True)]
+        parts = zip(self.slices, stack.split(self.slices[0].experts), strict=True)
+        return [part if s.shape == s.tall else part.mT for s, part in parts]
 
 
 class Muon:
@@ -111,19 +129,36 @@ class Muon:
         self.parameters = parameters
         self.config = config
         self.streamer = streamer
-        self.lr = 0.0
-        self.weight_decay = 0.0
+        self.lr = self.peak_lr = 0.0
+        self.weight_decay = self.peak_weight_decay = 0.0
         self.momentum = config.momentum
         self.momentum_of: dict[str, Tensor] = {}
         self._fused = fused
         self._coefficients = coefficients(config.coefficients, config.ns_steps)
         self._stacks = _make_stacks(parameters)
 
+    def set_progress(self, lr_factor: float, progress: float, step: int) -> None:
+        """See `Optimizer.set_progress`."""
+        config = self.config
+        self.lr = self.peak_lr * lr_factor
+        remaining = (
+            1 - min(max(progress, 0.0), 1.0) if config.weight_decay_schedule == "linear to zero" else 1.0
+        )
+        self.weight_decay = self.peak_weight_decay * remaining
+        risen = min(step / config.momentum_warmup_steps, 1.0) if config.momentum_warmup_steps else 1.0
+        self.momentum = config.momentum_start + (config.momentum - config.momentum_start) * risen
+
     def create_state(self) -> None:
         """Zero momentum and row sizes, where they do not exist yet."""
         for info in self.parameters:
             if info.name not in self.momentum_of:
-                self.momentum_of[info.name] = self._zero_momentum(info.parameter)
+                parameter = info.parameter
+                dtype = _working_dtype(parameter) if self.config.states == "float32" else torch.bfloat16
+                self.momentum_of[info.name] = (
+                    host_zeros(parameter.shape, dtype, parameter.device)
+                    if self.streamer is not None
+                    else torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+                )
         if self.config.normalize == "neuron":
             for stack in self._stacks:
                 if stack.row_sizes is None:
@@ -146,12 +181,6 @@ class Muon:
             directions = self._streamed_directions(self.streamer, skip)
         for stack in self._stacks:
             self._update_stack(stack, directions, skip)
-
-    def _zero_momentum(self, parameter: Tensor) -> Tensor:
-        dtype = _working_dtype(parameter) if self.config.states == "float32" else torch.bfloat16
-        if self.streamer is not None:
-            return host_zeros(parameter.shape, dtype, parameter.device)
-        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
 
     def _streamed_directions(self, streamer: Streamer, skip: Tensor) -> dict[str, Tensor]:
         """Advances momentum that lies on the host, piece by piece. What is to be made orthogonal, by parameter."""
@@ -177,10 +206,9 @@ class Muon:
         for s, place in zip(stack.slices, stack.places(x), strict=True):
             name, parameter = s.info.name, s.info.parameter
             if is_sharded(parameter):
-                if name not in whole:
-                    whole[name] = _gathered(
-                        self._sharded_direction(s.info, directions, skip, fused), parameter, x
-                    )
+                if name not in whole:  # gathered in the iteration's dtype, which halves the traffic
+                    direction = self._sharded_direction(s.info, directions, skip, fused)
+                    whole[name] = full_like(direction.to(x.dtype), parameter)
                 place.copy_(s.part_of(whole[name]))
             elif self.streamer is not None:
                 place.copy_(s.part_of(directions[name]))
@@ -280,11 +308,6 @@ def _make_stacks(parameters: list[ParameterInfo]) -> list[_Stack]:
     return stacks
 
 
-def _gathered(shard: Tensor, parameter: "DTensor", like: Tensor) -> Tensor:
-    """The full tensor of a direction; gathered in the iteration's dtype, which halves the traffic."""
-    return full_like(shard.to(like.dtype), parameter)
-
-
 def _three(whole: Tensor) -> Tensor:
     """(experts, rows, columns) of a tensor shaped like a parameter."""
     return whole if whole.ndim == 3 else whole.unsqueeze(0)
@@ -308,3 +331,26 @@ def _working_dtype(weight: Tensor) -> torch.dtype:
 
 def _iteration_dtype(weight: Tensor) -> torch.dtype:
     return torch.bfloat16 if weight.is_cuda and weight.dtype != torch.float64 else _working_dtype(weight)
+
+
+def coefficients(kind: Literal["polar_express", "quintic"], steps: int) -> Coefficients:
+    """The polynomial (a, b, c) of each of `steps` iterations."""
+    if kind == "quintic":
+        return (_QUINTIC,) * steps
+    safe = tuple((a / SAFETY, b / SAFETY**3, c / SAFETY**5) for a, b, c in _POLAR_EXPRESS)
+    return (safe + (_POLAR_EXPRESS_LIMIT,) * steps)[:steps]
+
+
+def orthogonalize(x: Tensor, polynomials: Coefficients) -> Tensor:
+    """(batch, rows >= columns) -> the same shape and dtype, singular values near one. A zero matrix stays zero.
+
+    Tall, so that the products X^T X are of the smaller size; the caller transposes wide matrices.
+    """
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=wide)
+    x = x * (1 / (norm * SAFETY + 1e-12)).to(x.dtype)
+    for a, b, c in polynomials:
+        gram = x.mT @ x
+        step = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, x, step, beta=a)
+    return x

@@ -67,18 +67,13 @@ class Streamer:
         self._buffers: list[Tensor] = []
         self._free: list[torch.cuda.Event | None] = [None] * BUFFERS
 
-    @property
-    def buffer_bytes(self) -> int:
-        """Return the bytes of the buffers on the device."""
-        return sum(buffer.nbytes for buffer in self._buffers)
-
     def run(self, jobs: Sequence[OffloadJob]) -> None:
         """Queue all jobs. Nothing waits for the device; `wait` before the host reads the state."""
         if self.device.type != "cuda":
             for job in jobs:
                 job.update(job.held)
             return
-        up, down = self._prepare(max(_footprint(job.held) for job in jobs))
+        up, down = self._prepare(max(sum(_aligned(t.nbytes) for t in job.held) for job in jobs))
         compute = torch.cuda.current_stream(self.device)
         up.wait_stream(down)  # the last step's results must have arrived
         for number, job in enumerate(jobs):
@@ -118,10 +113,6 @@ class Streamer:
 def pieces(elements: int) -> list[slice]:
     """Slices of at most PIECE that cover so many elements."""
     return [slice(start, min(start + PIECE, elements)) for start in range(0, elements, PIECE)]
-
-
-def _footprint(held: Sequence[Tensor]) -> int:
-    return sum(_aligned(tensor.nbytes) for tensor in held)
 
 
 def _aligned(size: int) -> int:

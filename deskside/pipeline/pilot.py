@@ -20,8 +20,8 @@ from deskside.data.reading.rows import PackedDataset
 from deskside.pipeline.pipeline_state import PipelineState, damaged
 from deskside.run.directory import RunDirectory
 from deskside.train.loop.callbacks import Callback, Terminal
-from deskside.train.loop.stop import StopSignal
 from deskside.train.objective import RowDataset
+from deskside.utils.signals import StopSignal
 
 FILE = "pilot.json"
 SHARE, LONGEST = 0.05, 0.3  # of the run: the pilot's length, and its maximum while the curve is too short

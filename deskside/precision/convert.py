@@ -13,17 +13,18 @@ import contextlib
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from deskside.config.dimensions import NATIVE_FP4_UNIT, UNIT, uncovered_reason
 from deskside.config.recipes import Recipe, recipe_named
-from deskside.ops.composite import AddNormLinear, AttentionSublayer, MLPSublayer
+from deskside.config.sections import PrecisionConfig
+from deskside.ops.composite import AddNormLinear, AttentionSublayer, MLPSublayer, RMSNorm
 from deskside.ops.linear import Embedding, HeadLoss, Linear
-from deskside.ops.norm import RMSNorm
 from deskside.precision import backends, fused_sublayers
-from deskside.precision.fused_sublayers import FusedAttention, FusedMLP
+from deskside.precision.fused_sublayers import FusedAttention, FusedMLP, FusedSublayer
 from deskside.precision.hardware_caps import HardwareCaps, hardware_caps
 from deskside.precision.head import QuantizedHead
 from deskside.precision.lora import Adapter, adapter_of
@@ -34,30 +35,27 @@ from deskside.precision.scales import DelayedScales
 from deskside.utils.errors import UsageError
 
 Sublayer = AttentionSublayer | MLPSublayer
-Plan = FusedAttention | FusedMLP
 
 
 class QuantizedModel:
-    """A model that was converted to a recipe. `fused`: BF16 steps use the fused sublayers too, where they are
-    covered."""
+    """A model that was converted to a recipe. `fused`: BF16 steps use the fused sublayers too, where they are covered.
+
+    `scales` are those of delayed scaling, which a resumed run needs. `backend`: another library that implements the
+    recipe, or None.
+    """
 
     def __init__(self, model: nn.Module, recipe: Recipe, shared: Shared, fused: bool):
         self.model, self.recipe, self.shared, self.fused = model, recipe, shared, fused
+        self.scales = shared.scales
         self.active = True
-        self.backend: backends.PrecisionBackend | None = None  # another library that implements the recipe
-        self._sublayers: list[tuple[Sublayer, Plan | None, Plan]] = []
+        self.backend: backends.PrecisionBackend | None = None
+        # Each with its plan in the recipe, None where it stays in BF16, and its plan in BF16.
+        self._sublayers: list[tuple[Sublayer, FusedSublayer | None, FusedSublayer]] = []
         self._linears: list[tuple[Linear, Callable[[Tensor], Tensor]]] = []
         self._plans: list[QuantizedLinear] = []
         self._norm: AddNormLinear | None = None
         self._head: tuple[HeadLoss, QuantizedHead] | None = None
         self._dropout = any(isinstance(module, Adapter) and module.dropout for module in model.modules())
-
-    @property
-    def quantized_layers(self) -> int:
-        """Number of Linear layers whose products are in fewer than 16 bits."""
-        if self.backend is not None:
-            return len(self._linears)
-        return sum(not plan.plain for plan in self._plans)
 
     def begin_step(self, step: int) -> None:
         """Begin step number `step`. Its random numbers are a function of the step."""
@@ -66,20 +64,10 @@ class QuantizedModel:
         if self._dropout:
             torch.manual_seed(self.shared.draws.next())  # a function of seed and step, as all draws are
 
-    def agree(self, largest: Callable[[Tensor], Tensor]) -> None:
-        """Share the amax of all replicas, so that they get the same scales and detect the same overflow.
-
-        `largest`: computes the maximum over all replicas in place."""
-        self.shared.scales.agree(largest)
-
-    def trouble(self) -> Tensor:
-        """Return a float32 scalar: 0, or NaN if saturation has hidden a non-finite value."""
-        return self.shared.scales.trouble()
-
     def end_step(self) -> None:
         """The step is over, and weights have changed. A BF16 step leaves the history of delayed scales as it is. What
-        dry steps saw stays in it until `reset_scales`."""
-        self.shared.scales.end_step(keep=self.active)
+        dry steps saw stays in it until `scales.reset`."""
+        self.scales.end_step(keep=self.active)
         self.shared.round += 1
 
     def use(self, active: bool) -> None:
@@ -118,73 +106,108 @@ class QuantizedModel:
             sublayer is module and (self.fused or plan is not None) for sublayer, plan, _ in self._sublayers
         )
 
-    def reset_scales(self) -> None:
-        """Reset the amax history of delayed scaling."""
-        self.shared.scales.reset()
-
     def forget_weights(self) -> None:
         """Drop converted weights, because the weights changed without a new version or the memory is needed."""
         for plan in self._plans:
-            plan.converted.forget()
+            plan.converted.kept = None
         if self._head is not None:
-            self._head[1].converted.forget()
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the history of delayed scales, which a resumed run needs; empty for other recipes."""
-        return self.shared.scales.state_dict()
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Raises RunError for the state of another recipe."""
-        self.shared.scales.load_state_dict(state)
-
-    def remove(self) -> None:
-        """Restore the ordinary forward, in the dtype of the weights."""
-        restore(self.model)
+            self._head[1].converted.kept = None
 
     def _set(self) -> None:
         for sublayer, plan, plain in self._sublayers:
-            sublayer.forward_override = (
-                plan if self.active and plan is not None else (plain if self.fused else None)
-            )
+            override: Any = plan if self.active and plan is not None else (plain if self.fused else None)
+            sublayer.forward_override = override
             if isinstance(sublayer, AttentionSublayer):
                 sublayer.accepts_no_delta = sublayer.forward_override is not None
-        for linear, execution in self._linears:
-            linear.forward_override = execution if self.active else None
+        for linear, override in self._linears:
+            linear.forward_override = override if self.active else None
         if self._head is not None:
-            loss, plan_of_head = self._head
-            loss.forward_override = plan_of_head if self.active else None
+            loss, head = self._head
+            loss.forward_override = head if self.active else None
         if self._norm is not None:
             self._norm.forward_override = partial(
                 fused_sublayers.add_norm, fused_sublayers.rms_norm(self._norm.norm)
             )
 
+    # Construction
+
+    def _attach(self, keep: Collection[str]) -> None:
+        """Plan every sublayer and Linear. keep: names of projections that stay in BF16."""
+        recipe = self.recipe
+        plain = recipe_named("fp32" if recipe.name == "fp32" else "bf16")
+        modules = list(self.model.modules())
+        layers = sum(isinstance(module, AttentionSublayer) for module in modules)
+        first, last = recipe.kept_blocks(layers)
+        layer = -1
+        fused_linears: set[int] = set()
+        for module in modules:
+            if isinstance(module, AttentionSublayer):
+                layer += 1
+            kept = layers > 0 and (layer < first or layer >= layers - last)
+            if (
+                self.backend is None
+                and isinstance(module, AttentionSublayer | MLPSublayer)
+                and not_covered(module) is None
+            ):
+                build = FusedAttention if isinstance(module, AttentionSublayer) else FusedMLP
+                one, two = module.input.projections[0], _last_linear(module)
+                assert isinstance(one, Linear)
+                fused_linears.update((id(one), id(two)))
+                in_bf16, low = build(module, self._linear(one, plain), self._linear(two, plain)), None
+                if not kept and recipe.quantized:
+                    first_plan, second_plan = (
+                        self._linear(linear, plain if _named(linear, keep) else recipe)
+                        for linear in (one, two)
+                    )
+                    low = build(module, first_plan, second_plan)
+                self._sublayers.append((module, low, in_bf16))
+            elif not isinstance(module, Linear) or not recipe.quantized or id(module) in fused_linears:
+                continue
+            elif module.role == "matrix" and not kept and not _named(module, {*keep, "router"}):
+                self._linears.append((module, self._override(module)))
+        finals = [m for m in modules if isinstance(m, AddNormLinear) and not len(m.projections)]
+        if self.fused and self._sublayers and finals and _is_pre_rmsnorm(finals[-1]):
+            self._norm = finals[-1]
+
+    def _override(self, linear: Linear) -> Callable[[Tensor], Tensor]:
+        """Return the `forward_override` of a Linear outside of the fused sublayers."""
+        if self.backend is None:
+            return partial(fused_sublayers.linear, self._linear(linear, self.recipe))
+        _check_size(linear, self.recipe)
+        return self.backend.execution(linear)
+
+    def _linear(self, linear: Linear, recipe: Recipe) -> QuantizedLinear:
+        _check_size(linear, recipe, self.shared.units.fp4)
+        self._plans.append(QuantizedLinear(linear, recipe, self.shared, len(self._plans)))
+        return self._plans[-1]
+
 
 def convert(
     model: nn.Module,
     recipe: Recipe | str,
+    options: PrecisionConfig | None = None,
     *,
     fused: bool = False,
     native: bool = True,
-    cache: bool = True,
-    accumulate_inside: bool = False,
-    head: bool = False,
     head_native: bool | None = None,
-    keep: Collection[str] = (),
     seed: int = 0,
-    backend: str = "deskside",
     found: HardwareCaps | None = None,
 ) -> QuantizedModel:
     """Convert a model to a recipe in place. Parameters and optimizer state do not change.
 
-    fused: use the fused sublayers in BF16 too, where they cover the architecture. native: FP8 products on tensor cores,
-    else emulated with the same numbers. cache: convert weights once per optimizer step. accumulate_inside: add
-    weight gradients to `grad` inside of BF16 products. head: the output head in FP8 too; head_native: its products on
-    tensor cores, None: as those of the layers. keep: names of projections that stay in BF16. seed: of stochastic
-    rounding and random transforms. backend: whose layers carry a quantised recipe out; another library's take none of
-    fused, native, cache and accumulate_inside. found: what the card takes natively besides plain FP8; None: ask it.
     Raises UsageError for a recipe that does not exist, a layer whose size its formats cannot take, or a backend that is
     not there.
+
+    Args:
+        options: What else the run asks for; its `name` is not read. Another backend's layers take neither `fused` nor
+            `native`, `weight_cache` and `accumulate`.
+        fused: Use the fused sublayers in BF16 too, where they cover the architecture.
+        native: FP8 products on tensor cores, else emulated with the same numbers.
+        head_native: The same for an FP8 head; None: as the layers.
+        seed: Of stochastic rounding and random transforms.
+        found: What the card takes natively besides plain FP8; None: ask it.
     """
+    options = options or PrecisionConfig()
     recipe = recipe_named(recipe) if isinstance(recipe, str) else recipe
     restore(model)
     for module in model.modules():
@@ -192,21 +215,29 @@ def convert(
             # A frozen table is in bfloat16; float32 must not begin with that dtype.
             wide = torch.promote_types(module.weight.dtype, torch.float32)
             module.output_dtype = wide if recipe.name == "fp32" else torch.bfloat16
-    shared = Shared(Draws(seed), DelayedScales(recipe.amax_history), native, cache, accumulate_inside)
+    shared = Shared(
+        Draws(seed),
+        DelayedScales(recipe.amax_history),
+        native,
+        options.weight_cache,
+        options.accumulate == "fused",
+    )
     device = next(model.parameters()).device
     if native and recipe.quantized:
         shared.units = hardware_caps(device) if found is None else found
-    applied = QuantizedModel(model, recipe, shared, fused)
-    if backend != "deskside" and recipe.quantized:
-        applied.backend = backends.load(backend, recipe, device)
-    _plan(applied, keep)
-    if head:
+    converted = QuantizedModel(model, recipe, shared, fused)
+    if options.backend != "deskside" and recipe.quantized:
+        converted.backend = backends.load(options.backend, recipe, device)
+    if reason := refused(recipe, device):
+        raise UsageError(f"precision {recipe.name}: {reason}")
+    converted._attach(options.keep)
+    if options.head == "fp8":
         losses = [module for module in model.modules() if isinstance(module, HeadLoss)]
         head_native = native if head_native is None else head_native
-        applied._head = (losses[0], QuantizedHead(shared, head_native)) if losses else None
+        converted._head = (losses[0], QuantizedHead(shared, head_native)) if losses else None
     shared.scales.build(device)
-    applied._set()
-    return applied
+    converted._set()
+    return converted
 
 
 def restore(model: nn.Module) -> None:
@@ -229,11 +260,11 @@ def refused(recipe: Recipe, device: torch.device) -> str | None:
 
 def not_covered(sublayer: Sublayer) -> str | None:
     """Return why the fused sublayers do not cover this one, or None if they do."""
-    last = sublayer.output if isinstance(sublayer, AttentionSublayer) else sublayer.output.projection
-    linears = [module for module in (*sublayer.input.projections, last) if isinstance(module, Linear)]
+    projections = sublayer.input.projections
+    linears = [module for module in (*projections, _last_linear(sublayer)) if isinstance(module, Linear)]
     return uncovered_reason(
-        rmsnorm_first=_simple(sublayer.input),
-        num_projections=len(sublayer.input.projections),
+        rmsnorm_first=_is_pre_rmsnorm(sublayer.input),
+        num_projections=len(projections),
         bias=any(linear.bias is not None for linear in linears),
         adapters=any(
             isinstance(m, Linear) and (adapter_of(m) is not None or m.weight is None)
@@ -243,39 +274,8 @@ def not_covered(sublayer: Sublayer) -> str | None:
     )
 
 
-def _plan(applied: QuantizedModel, keep: Collection[str]) -> None:
-    recipe = applied.recipe
-    if reason := refused(recipe, next(applied.model.parameters()).device):
-        raise UsageError(f"precision {recipe.name}: {reason}")
-    plain = recipe_named("fp32" if recipe.name == "fp32" else "bf16")
-    modules = list(applied.model.modules())
-    layers = sum(isinstance(module, AttentionSublayer) for module in modules)
-    first, last = recipe.kept_blocks(layers)
-    layer = -1
-    covered: set[int] = set()
-    for module in modules:
-        if isinstance(module, AttentionSublayer):
-            layer += 1
-        own = applied.backend is None
-        if own and isinstance(module, AttentionSublayer | MLPSublayer) and not_covered(module) is None:
-            two = _linears_of(module)
-            covered.update(id(linear) for linear in two)
-            kept = layer < first or layer >= layers - last or not recipe.quantized
-            plans = [_linear(applied, linear, plain) for linear in two]
-            other = None
-            if not kept:
-                other = [_linear(applied, one, plain if _named(one, keep) else recipe) for one in two]
-            build = FusedAttention if isinstance(module, AttentionSublayer) else FusedMLP
-            applied._sublayers.append(
-                (module, build(module, *other) if other else None, build(module, *plans))  # type: ignore[arg-type]
-            )
-        elif isinstance(module, Linear) and recipe.quantized and id(module) not in covered:
-            kept = layers > 0 and (layer < first or layer >= layers - last)
-            if module.role == "matrix" and not kept and not _named(module, {*keep, "router"}):
-                applied._linears.append((module, _execution(applied, module)))
-    finals = [m for m in modules if isinstance(m, AddNormLinear) and not len(m.projections)]
-    if applied.fused and applied._sublayers and finals and _simple(finals[-1]):
-        applied._norm = finals[-1]
+def _last_linear(sublayer: Sublayer) -> Linear:
+    return sublayer.output if isinstance(sublayer, AttentionSublayer) else sublayer.output.projection
 
 
 def _named(linear: Linear, names: Collection[str]) -> bool:
@@ -283,30 +283,8 @@ def _named(linear: Linear, names: Collection[str]) -> bool:
     return any(s.name in names for s in linear.slices)
 
 
-def _simple(operator: AddNormLinear) -> bool:
-    """Return whether the fused kernel supports this add and norm."""
+def _is_pre_rmsnorm(operator: AddNormLinear) -> bool:
     return isinstance(operator.norm, RMSNorm) and operator.position == "pre"
-
-
-def _linears_of(sublayer: Sublayer) -> tuple[Linear, Linear]:
-    first = sublayer.input.projections[0]
-    last = sublayer.output if isinstance(sublayer, AttentionSublayer) else sublayer.output.projection
-    assert isinstance(first, Linear)
-    return first, last
-
-
-def _execution(applied: QuantizedModel, linear: Linear) -> Callable[[Tensor], Tensor]:
-    if applied.backend is None:
-        return partial(fused_sublayers.linear, _linear(applied, linear, applied.recipe))
-    _check_size(linear, applied.recipe)
-    return applied.backend.execution(linear)
-
-
-def _linear(applied: QuantizedModel, linear: Linear, recipe: Recipe) -> QuantizedLinear:
-    _check_size(linear, recipe, applied.shared.units.fp4)
-    plan = QuantizedLinear(linear, recipe, applied.shared, len(applied._plans))
-    applied._plans.append(plan)
-    return plan
 
 
 def _check_size(linear: Linear, recipe: Recipe, fp4: bool = False) -> None:

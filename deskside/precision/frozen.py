@@ -219,13 +219,6 @@ def _in_16_bits(model: nn.Module) -> None:
             parameter.data = parameter.data.to(torch.bfloat16)
 
 
-def require_adapters(model: nn.Module) -> None:
-    """Raises UsageError, saying why, for a model with frozen weights and nothing that trains."""
-    frozen = [module for module in model.modules() if isinstance(module, FrozenLinear)]
-    if frozen and not any(parameter.requires_grad for parameter in model.parameters()):
-        raise UsageError(DOES_NOT_TRAIN.format(frozen[0].format))
-
-
 def stored_bytes(model: nn.Module) -> int:
     """Bytes of all weights as they are stored, frozen ones included, tied ones once."""
     tensors = {t.untyped_storage().data_ptr(): t for t in [*model.parameters(), *model.buffers()]}

@@ -24,8 +24,7 @@ from deskside.kernels import fused
 from deskside.kernels.attention import AttentionContext
 from deskside.kernels.attention.manual_backward import SavedAttention, attention_backward, attention_forward
 from deskside.kernels.fused import Fp8, QkvLayout
-from deskside.ops.composite import AttentionSublayer, MLPSublayer
-from deskside.ops.norm import RMSNorm
+from deskside.ops.composite import AttentionSublayer, MLPSublayer, RMSNorm
 from deskside.precision.quantized_linear import QuantizedLinear
 from deskside.precision.quantized_operand import QuantizedOperand
 
@@ -33,10 +32,10 @@ Rotation = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class FusedMLP:
-    """Fused MLP sublayer. `recompute`: save only the residual and recompute the rest in the backward."""
+class FusedSublayer:
+    """A sublayer with its two quantized layers. With `recompute`, the backward recomputes all but the residual."""
 
-    sublayer: MLPSublayer
+    sublayer: Any
     first: QuantizedLinear
     second: QuantizedLinear
     recompute: bool = False
@@ -44,6 +43,44 @@ class FusedMLP:
     @cached_property
     def norm(self) -> RMSNorm:
         return rms_norm(self.sublayer.input.norm)
+
+    def add_norm(self, residual: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor | Fp8, Tensor]:
+        """Return residual + delta, its norm as the first layer reads it, and the norm's 1 / RMS."""
+        return fused.add_norm(residual, delta, self.norm.weight, self.norm.eps, self.first.x.cast)
+
+    def second_backward(
+        self, grad_delta_BTD: Tensor, kept: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Through the second layer: (gradient of its input, of its weight)."""
+        plan = self.second
+        rows, kept_grad = plan.g.split(_flat(grad_delta_BTD))
+        grad = plan.input_gradient(rows, grad_delta_BTD.dtype)
+        return grad, plan.weight_gradient(plan.g.columns_of(kept_grad), plan.x.columns_of(kept))
+
+    def first_backward(
+        self,
+        grad_inner: Tensor | Fp8,
+        kept: tuple[Tensor, ...],
+        saved: tuple[Tensor, Tensor, Tensor],
+        grad_residual_BTD: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Through the first layer and the norm: (gradient of residual and delta, of the norm's weight, of the weight).
+
+        saved: the residual, the norm's 1 / RMS and its weight.
+        """
+        plan, (residual, rstd, norm_weight) = self.first, saved
+        rows, kept_grad = plan.g.split(grad_inner)
+        grad_normed = plan.input_gradient(rows, residual.dtype)
+        grad_weight = plan.weight_gradient(plan.g.columns_of(kept_grad), plan.x.columns_of(kept))
+        grad_residual = None if grad_residual_BTD is None else _flat(grad_residual_BTD)
+        grad, grad_norm = fused.add_norm_backward(grad_normed, residual, rstd, norm_weight, grad_residual)
+        return grad, grad_norm.to(norm_weight.dtype), grad_weight
+
+
+class FusedMLP(FusedSublayer):
+    """Fused MLP sublayer."""
+
+    sublayer: MLPSublayer
 
     @cached_property
     def gate(self) -> bool:
@@ -51,29 +88,15 @@ class FusedMLP:
 
     def __call__(self, residual_BTD: Tensor, delta_BTD: Tensor) -> tuple[Tensor, Tensor]:
         """(residual, delta) -> (residual, delta)."""
-        residual_BTD, delta_BTD = _MLP.apply(
-            self,
-            residual_BTD,
-            delta_BTD,
-            self.norm.weight,
-            self.first.linear.weight,
-            self.second.linear.weight,
-        )
+        weights = (self.norm.weight, self.first.linear.weight, self.second.linear.weight)
+        residual_BTD, delta_BTD = _MLP.apply(self, residual_BTD, delta_BTD, *weights)
         return residual_BTD, delta_BTD
 
 
-@dataclass(frozen=True)
-class FusedAttention:
-    """Fused attention sublayer. `recompute`: as in `FusedMLP`."""
+class FusedAttention(FusedSublayer):
+    """Fused attention sublayer."""
 
     sublayer: AttentionSublayer
-    first: QuantizedLinear
-    second: QuantizedLinear
-    recompute: bool = False
-
-    @cached_property
-    def norm(self) -> RMSNorm:
-        return rms_norm(self.sublayer.input.norm)
 
     @cached_property
     def layout(self) -> QkvLayout:
@@ -89,17 +112,17 @@ class FusedAttention:
         context: AttentionContext,
     ) -> tuple[Tensor, Tensor]:
         """(residual, delta) -> (residual, delta). `context` is prepared; rotation: (B or 1, T, 1, C / 2) each."""
-        sublayer = self.sublayer
+        angles = None if rotation is None else tuple(t.flatten(0, 2) for t in rotation)
+        q_norm, k_norm = self.sublayer.q_norm, self.sublayer.k_norm
         residual_BTD, delta_BTD = _Attention.apply(
             self,
-            context,
-            None if rotation is None else tuple(t.flatten(0, 2) for t in rotation),
+            (context, angles),
             residual_BTD,
             delta_BTD,
             self.norm.weight,
             self.first.linear.weight,
-            None if sublayer.q_norm is None else sublayer.q_norm.weight,
-            None if sublayer.k_norm is None else sublayer.k_norm.weight,
+            None if q_norm is None else q_norm.weight,
+            None if k_norm is None else k_norm.weight,
             self.second.linear.weight,
         )
         return residual_BTD, delta_BTD
@@ -127,22 +150,15 @@ def _mlp(plan: FusedMLP, normed: Tensor | Fp8, dtype: torch.dtype) -> tuple[Quan
 class _MLP(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        plan: FusedMLP,
-        residual_BTD: Tensor,
-        delta_BTD: Tensor,
-        norm_weight: Tensor,
-        first_weight: Tensor,
-        second_weight: Tensor,
+        ctx: Any, plan: FusedMLP, residual_BTD: Tensor, delta_BTD: Tensor, *weights: Tensor
     ) -> tuple[Tensor, Tensor]:
+        """weights: the norm's, the first and the second layer's, which `plan` knows; they are here for autograd."""
         shape = residual_BTD.shape
-        residual, normed, rstd = fused.add_norm(
-            _flat(residual_BTD), _flat(delta_BTD), norm_weight, plan.norm.eps, plan.first.x.cast
-        )
+        residual, normed, rstd = plan.add_norm(_flat(residual_BTD), _flat(delta_BTD))
         rows, state = _mlp(plan, normed, residual.dtype)
         delta = plan.second.output(rows, residual.dtype)
         ctx.plan, ctx.shape, ctx.state = plan, shape, None if plan.recompute else state
-        ctx.save_for_backward(residual, rstd, norm_weight)
+        ctx.save_for_backward(residual, rstd, weights[0])
         ctx.set_materialize_grads(False)
         return residual.view(shape), delta.view(shape)
 
@@ -150,19 +166,16 @@ class _MLP(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         plan: FusedMLP = ctx.plan
         grad_residual, grad_delta = grads
-        residual, rstd, norm_weight = ctx.saved_tensors
+        saved = ctx.saved_tensors
         state, ctx.state = ctx.state, None
         if state is None:
-            normed = fused.add_norm(residual, None, norm_weight, plan.norm.eps, plan.first.x.cast)[1]
-            state = _mlp(plan, normed, residual.dtype)[1]
+            state = _mlp(plan, plan.add_norm(saved[0], None)[1], saved[0].dtype)[1]
         assert grad_delta is not None
-        grad_hidden, grad_second = _second_backward(plan.second, grad_delta, state.hidden)
+        grad_hidden, grad_second = plan.second_backward(grad_delta, state.hidden)
         kind, cast = plan.sublayer.output.activation, plan.first.g.cast
         grad_inner = fused.gated_backward(grad_hidden, state.inner, kind, plan.gate, cast)
         del grad_hidden
-        grad, grad_norm, grad_first = _first_backward(
-            plan.first, grad_inner, state.normed, residual, rstd, norm_weight, grad_residual
-        )
+        grad, grad_norm, grad_first = plan.first_backward(grad_inner, state.normed, saved, grad_residual)
         grad = grad.view(ctx.shape)
         return None, grad, grad, grad_norm, grad_first, grad_second
 
@@ -206,25 +219,21 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any,
         plan: FusedAttention,
-        context: AttentionContext,
-        angles: tuple[Tensor, Tensor] | None,
+        how: tuple[AttentionContext, tuple[Tensor, Tensor] | None],
         residual_BTD: Tensor,
         delta_BTD: Tensor | None,
-        norm_weight: Tensor,
-        first_weight: Tensor,
-        q_weight: Tensor | None,
-        k_weight: Tensor | None,
-        second_weight: Tensor,
+        *weights: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        shape = residual_BTD.shape
-        delta = None if delta_BTD is None else _flat(delta_BTD)
-        residual, normed, rstd = fused.add_norm(
-            _flat(residual_BTD), delta, norm_weight, plan.norm.eps, plan.first.x.cast
+        """weights: the norm's, the first layer's, of q's and k's norm, and the second layer's, as in `_MLP`."""
+        shape, (context, angles) = residual_BTD.shape, how
+        norm_weight, _, q_weight, k_weight, _ = weights
+        residual, normed, rstd = plan.add_norm(
+            _flat(residual_BTD), None if delta_BTD is None else _flat(delta_BTD)
         )
         rows, state = _attention(plan, context, shape[0], angles, normed, residual.dtype)
         delta = plan.second.output(rows, residual.dtype)
         ctx.plan, ctx.shape, ctx.state = plan, shape, None if plan.recompute else state
-        ctx.how = (context, angles)
+        ctx.how = how
         ctx.save_for_backward(residual, rstd, norm_weight, q_weight, k_weight)
         ctx.set_materialize_grads(False)
         return residual_BTD if delta_BTD is None else residual.view(shape), delta.view(shape)
@@ -234,13 +243,13 @@ class _Attention(torch.autograd.Function):
         plan: FusedAttention = ctx.plan
         layout, (context, angles), batch = plan.layout, ctx.how, ctx.shape[0]
         grad_residual, grad_delta = grads
-        residual, rstd, norm_weight, q_weight, k_weight = ctx.saved_tensors
+        *saved, q_weight, k_weight = ctx.saved_tensors
         state, ctx.state = ctx.state, None
         if state is None:
-            normed = fused.add_norm(residual, None, norm_weight, plan.norm.eps, plan.first.x.cast)[1]
-            state = _attention(plan, context, batch, angles, normed, residual.dtype)[1]
+            normed = plan.add_norm(saved[0], None)[1]
+            state = _attention(plan, context, batch, angles, normed, saved[0].dtype)[1]
         assert grad_delta is not None
-        grad_o, grad_second = _second_backward(plan.second, grad_delta, state.o)
+        grad_o, grad_second = plan.second_backward(grad_delta, state.o)
         grad_o_BTHC = grad_o.view(batch, -1, layout.heads, layout.head_dim)
         grad_q, grad_k, grad_v = (_tokens_first(g) for g in attention_backward(state.attention, grad_o_BTHC))
         del grad_o, grad_o_BTHC
@@ -248,42 +257,10 @@ class _Attention(torch.autograd.Function):
             (grad_q, grad_k, grad_v), state.qkv, q_weight, k_weight, angles, layout, plan.first.g.cast
         )
         del grad_q, grad_k, grad_v
-        grad, grad_norm, grad_first = _first_backward(
-            plan.first, grad_qkv, state.normed, residual, rstd, norm_weight, grad_residual
-        )
+        grad, grad_norm, grad_first = plan.first_backward(grad_qkv, state.normed, tuple(saved), grad_residual)
         grad = grad.view(ctx.shape)
-        return (
-            *(None,) * 3,
-            *(grad, grad if ctx.needs_input_grad[4] else None, grad_norm, grad_first),
-            *(grad_q_weight, grad_k_weight, grad_second),
-        )
-
-
-def _second_backward(
-    plan: QuantizedLinear, grad_delta_BTD: Tensor, kept: tuple[Tensor, ...]
-) -> tuple[Tensor, Tensor | None]:
-    """Through the second layer: (gradient of its input, of its weight)."""
-    rows, kept_grad = plan.g.split(_flat(grad_delta_BTD))
-    grad = plan.input_gradient(rows, grad_delta_BTD.dtype)
-    return grad, plan.weight_gradient(plan.g.columns_of(kept_grad), plan.x.columns_of(kept))
-
-
-def _first_backward(
-    plan: QuantizedLinear,
-    grad_inner: Tensor | Fp8,
-    kept: tuple[Tensor, ...],
-    residual: Tensor,
-    rstd: Tensor,
-    norm_weight: Tensor,
-    grad_residual_BTD: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Through the first layer and the norm: (gradient of residual and delta, of the norm's weight, of the weight)."""
-    rows, kept_grad = plan.g.split(grad_inner)
-    grad_normed = plan.input_gradient(rows, residual.dtype)
-    grad_weight = plan.weight_gradient(plan.g.columns_of(kept_grad), plan.x.columns_of(kept))
-    grad_residual = None if grad_residual_BTD is None else _flat(grad_residual_BTD)
-    grad, grad_norm = fused.add_norm_backward(grad_normed, residual, rstd, norm_weight, grad_residual)
-    return grad, grad_norm.to(norm_weight.dtype), grad_weight
+        of_delta = grad if ctx.needs_input_grad[3] else None
+        return None, None, grad, of_delta, grad_norm, grad_first, grad_q_weight, grad_k_weight, grad_second
 
 
 class _AddNorm(torch.autograd.Function):

@@ -89,27 +89,17 @@ class _Loss(torch.autograd.Function):
             turned: Tensor | None = None  # (V, last - first)
             for start in range(first, last, chunk_tokens):
                 part = slice(start, min(start + chunk_tokens, last))
-                logits = product(
-                    "output",
-                    QuantizedOperand(hidden.rows[part], inverse),
-                    weight_rows,
-                    hidden_ND.dtype,
-                    native,
-                )
-                of_chunk, rows = kernel(logits, targets_N[part], softcap, z_loss, GRADIENT_SCALE)
+                rows = QuantizedOperand(hidden.rows[part], inverse)
+                logits = product("output", rows, weight_rows, hidden_ND.dtype, native)
+                of_chunk, grads = kernel(logits, targets_N[part], softcap, z_loss, GRADIENT_SCALE)
                 losses.append(of_chunk)
                 del logits
-                d_hidden[part] = product(
-                    "input_gradient",
-                    QuantizedOperand(rows, grad_scale),
-                    weight_columns,
-                    hidden_ND.dtype,
-                    native,
-                )
+                rows = QuantizedOperand(grads, grad_scale)
+                d_hidden[part] = product("input_gradient", rows, weight_columns, hidden_ND.dtype, native)
                 if turned is None:
-                    turned = rows.new_empty(rows.shape[1], last - first)
-                fused.transpose(rows, turned[:, part.start - first : part.stop - first])
-                del rows
+                    turned = grads.new_empty(grads.shape[1], last - first)
+                fused.transpose(grads, turned[:, part.start - first : part.stop - first])
+                del grads, rows
             assert turned is not None
             columns = QuantizedOperand(turned, grad_scale, transposed=True)
             inputs = QuantizedOperand(hidden.columns[:, first:last], inverse, transposed=True)

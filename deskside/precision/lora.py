@@ -17,26 +17,25 @@ These are two small GEMMs and one pass over y. A and B are stored in float32; th
 are how a model learns new special tokens without training its whole vocabulary.
 """
 
-import contextlib
-import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deskside.config.sections import AdapterConfig
+from deskside.config.sections import PROJECTIONS, AdapterConfig
 from deskside.kernels.cross_entropy import ReplacedRows
 from deskside.kernels.stored_weights import embedding
 from deskside.ops.linear import Embedding, Linear, Slice
 from deskside.utils.errors import UsageError
+from deskside.utils.splitmix import seed_of
 
 
 class Adapter(nn.Module):
     """(x, y) -> y + scale (x A^T) B^T. x: (..., in), y: (..., rows of the whole weight).
 
     a: projection -> (rank, in); b: projection -> (its rows, rank). A is drawn like the default weight of nn.Linear
-    and B is zero, so a new adapter has no effect. While `active` is False, it is skipped.
+    and B is zero, so a new adapter has no effect.
     """
 
     role = "adapter"
@@ -53,7 +52,7 @@ class Adapter(nn.Module):
     ):
         super().__init__()
         self.rows, self.adapted, self.rank = rows, tuple(slices), rank
-        self.scale, self.dropout, self.active = scale, dropout, True
+        self.scale, self.dropout = scale, dropout
         a = {s.name: torch.empty(rank, in_features, device=device) for s in slices}
         b = {s.name: torch.zeros(s.stop - s.start, rank, device=device) for s in slices}
         self.a = nn.ParameterDict({name: nn.Parameter(values) for name, values in a.items()})
@@ -69,8 +68,6 @@ class Adapter(nn.Module):
             b.zero_()
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        if not self.active:
-            return y
         # Evaluation runs without gradients and leaves the model's mode as it is.
         if self.dropout and self.training and torch.is_grad_enabled():
             x = F.dropout(x, self.dropout)
@@ -107,7 +104,7 @@ class Adapter(nn.Module):
 class TrainedRows(nn.Module):
     """Trainable replacements for rows of a frozen table. rows: (n, D) float32; ids: (n,) int64.
 
-    They start as copies of the table's rows. While `active` is False, the table's own rows are used.
+    They start as copies of the table's rows.
     """
 
     role = "rows"
@@ -122,30 +119,25 @@ class TrainedRows(nn.Module):
         self.register_buffer("ids", index, persistent=False)
         self.register_buffer("place", place, persistent=False)
         self.rows = nn.Parameter(table_VD.detach()[index].to(torch.float32, copy=True))
-        self.active = True
 
     def forward(self, tokens: Tensor, x: Tensor) -> Tensor:
         """Replace the embeddings x (*tokens' shape, D) of the tokens that have a row here."""
-        if not self.active:
-            return x
         place = self.place[tokens]
         return torch.where((place >= 0)[..., None], self.rows[place.clamp(min=0)].to(x.dtype), x)
 
     def into(self, table_VD: Tensor) -> Tensor:
         """Return a copy of the table with these rows in it, differentiable in both."""
-        return table_VD.index_copy(0, self.ids, self.rows.to(table_VD.dtype)) if self.active else table_VD
+        return table_VD.index_copy(0, self.ids, self.rows.to(table_VD.dtype))
 
     def logits(self, hidden: Tensor, logits: Tensor) -> Tensor:
         """Replace the logits (..., V) of the tokens that have a row here."""
-        if not self.active:
-            return logits
         own = F.linear(hidden, self.rows.to(hidden.dtype))
         return logits.index_copy(-1, self.ids, own)
 
     @property
-    def pair(self) -> tuple[Tensor, Tensor] | None:
-        """(ids, rows) as `linear_cross_entropy` takes them, or None while inactive."""
-        return (self.ids, self.rows) if self.active else None
+    def pair(self) -> tuple[Tensor, Tensor]:
+        """(ids, rows) as `linear_cross_entropy` takes them."""
+        return self.ids, self.rows
 
     def extra_repr(self) -> str:
         return f"{len(self.ids)} of {len(self.place)}"
@@ -229,20 +221,6 @@ def is_adapted(model: nn.Module) -> bool:
     return any(isinstance(module, Adapter | TrainedRows) for module in model.modules())
 
 
-@contextlib.contextmanager
-def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Context manager in which the model computes as before fine-tuning, without its adapters."""
-    found = [module for module in model.modules() if isinstance(module, Adapter | TrainedRows)]
-    before = [module.active for module in found]
-    for module in found:
-        module.active = False
-    try:
-        yield
-    finally:
-        for module, active in zip(found, before, strict=True):
-            module.active = active
-
-
 def attach(model: nn.Module, config: AdapterConfig, seed: int, trained_tokens: Sequence[int] = ()) -> None:
     """Freeze `model` in place, unless it is frozen already, and add an adapter to every projection in `config.targets`.
 
@@ -263,7 +241,8 @@ def attach(model: nn.Module, config: AdapterConfig, seed: int, trained_tokens: S
     for path, module in model.named_modules():
         if not isinstance(module, Linear) or module.role != "matrix":
             continue
-        slices = [s for s in module.slices if s.name != "router" and _wanted(s.name, config)]
+        targets = PROJECTIONS if config.targets == "all" else config.targets
+        slices = [s for s in module.slices if s.name in targets]
         if not slices:
             continue
         adapter = Adapter(
@@ -273,9 +252,9 @@ def attach(model: nn.Module, config: AdapterConfig, seed: int, trained_tokens: S
             config.rank,
             config.scale,
             config.dropout,
-            _device(module),
+            next(t for t in (*module.parameters(), *module.buffers())).device,
         )
-        adapter.reset(_generator(seed, path))
+        adapter.reset(torch.Generator().manual_seed(seed_of(seed, f"{path}.adapter")))
         add_adapter(module, adapter)
         count += len(slices)
     if not count:
@@ -301,16 +280,3 @@ def _train_rows(model: nn.Module, tokens: Sequence[int]) -> None:
                     f"the vocabulary has {module.weight.shape[0]} entries, none of them is {ids[-1]}"
                 )
             add_trained_rows(module, ids)
-
-
-def _wanted(name: str, config: AdapterConfig) -> bool:
-    return config.targets == "all" or name in config.targets
-
-
-def _device(module: Linear) -> torch.device:
-    return next(t for t in (*module.parameters(), *module.buffers())).device
-
-
-def _generator(seed: int, path: str) -> torch.Generator:
-    digest = hashlib.blake2b(f"{seed}:{path}.adapter".encode(), digest_size=8).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest, "little") % 2**63)

@@ -7,11 +7,16 @@ two `emulated` operands whose float32 result is multiplied by both global scales
 
 The variants differ in a few places only, all named by `config.recipes.Operand`:
   scaling         16x16: one scale for a tile, so that a matrix and its transpose are the same numbers.
-  hadamard        rotates the values before anything else (hadamard.py).
+  hadamard        rotates the values before anything else.
   scale_up        block scales rounded up: no value is clipped, which makes stochastic rounding unbiased.
   four_over_six   each block's largest value is mapped to 6 or to 4, whichever has the smaller squared error.
   eden            MS-EDEN: values to nearest, then the scales of 128 values are corrected by <x, x> / <x, q>, which
                   undoes the shrinking of rounding under a random rotation, and rounded stochastically.
+
+The random Hadamard transform: each group of 16 or 128 values along the summed dimension is multiplied by diag(signs)
+H / sqrt(size), H the Sylvester Hadamard matrix. That is a rotation: applied to both operands it cancels in their
+product, and it spreads an outlier over its group, so that a block scale is not spent on one value. Size 16 with one
+fixed vector of signs is NVIDIA's (2509.25149); size 128 with signs drawn anew makes MS-EDEN unbiased (2601.22813).
 
 The order of operations is that of NVIDIA's reference (transformer-engine 2.20), to the bit; divisions are correctly
 rounded ones, also on a card (a Python number as divisor would become a multiplication there). A tensor that holds NaN
@@ -21,8 +26,10 @@ Sources: NVIDIA 2025 (arXiv 2509.25149); four over six, Cook et al. 2025 (2512.0
 (2601.22813), with the correction taken over true values, block scales included, as EDEN's proof has it.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -38,8 +45,9 @@ from deskside.precision.formats import (
     e4m3_up,
     to_fp8,
 )
-from deskside.precision.hadamard import Along, hadamard, nvidia_signs
 from deskside.utils.errors import UsageError
+
+Along = Literal["columns", "rows"]
 
 BLOCK = 16
 EDEN_GROUP = 128
@@ -47,6 +55,7 @@ EDEN_GROUP = 128
 # because a little clipping costs less than the coarser steps that avoid it (MS-EDEN's paper).
 EDEN_OVERRIDE = 17 / 16 * 0.93
 FLOAT_MAX = torch.finfo(torch.float32).max
+_NVIDIA_NEGATIVE = 0xD7E8  # bit i: is sign i of transformer-engine's fixed vector of 16 negative?
 
 
 @dataclass(frozen=True)
@@ -311,3 +320,35 @@ def _noise(
 def _like(x: Tensor, value: float) -> Tensor:
     """A float32 number on x's device: a tensor, so that a division by it is a division."""
     return torch.full((), value, dtype=torch.float32, device=x.device)
+
+
+def nvidia_signs(device: torch.device) -> Tensor:
+    """(16,) float32 +-1, the same in every layer and step. Made by arithmetic: no copy from the host."""
+    negative = (_NVIDIA_NEGATIVE >> torch.arange(16, device=device)) & 1
+    return (1 - 2 * negative).float()
+
+
+def draw_signs(size: int, device: torch.device, generator: torch.Generator | None = None) -> Tensor:
+    """(size,) float32, each +1 or -1."""
+    return torch.randint(0, 2, (size,), device=device, generator=generator).float() * 2 - 1
+
+
+def hadamard(x_NK: Tensor, signs_S: Tensor, along: Along) -> Tensor:
+    """Transform groups of S = len(signs) values, a power of two, within rows ("columns") or down the rows ("rows").
+
+    Size 16 gives x's dtype, as NVIDIA's kernels round the transformed values to bfloat16; a larger one float32. Sums
+    are float32. S must divide that dimension: `check_divisible` says so to a person.
+    """
+    (N, K), S = x_NK.shape, len(signs_S)
+    R = 1 if along == "columns" else K  # in memory S values of a group are R apart
+    # Scaled before the sums, which overflow otherwise from 2e37 on. A power of two changes no bit of them.
+    first = 0.5 ** math.ceil(math.log2(S) / 2)
+    x_GSR = x_NK.float().reshape(-1, S, R) * (signs_S.float() * first).view(S, 1)
+    half = 1
+    while half < S:
+        pair = x_GSR.view(-1, S // (2 * half), 2, half, R)
+        a, b = pair.unbind(2)
+        x_GSR = torch.stack((a + b, a - b), dim=2).view(-1, S, R)
+        half *= 2
+    result = (x_GSR * (S**-0.5 / first)).view(N, K)
+    return result.to(x_NK.dtype) if S == 16 else result

@@ -17,7 +17,7 @@ from deskside.kernels import fused
 from deskside.kernels.fused import Cast
 from deskside.precision import nvfp4
 from deskside.precision.formats import DTYPE
-from deskside.precision.hadamard import Along, draw_signs
+from deskside.precision.nvfp4 import Along, draw_signs
 from deskside.utils import splitmix
 
 PLAIN = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from deskside.config.recipes import Recipe, recipe_named
+from deskside.config.sections import PrecisionConfig
 from deskside.kernels.functional import give_context, gradients
 from deskside.ops.linear import Embedding, Linear
 from deskside.precision.convert import convert, refused
@@ -103,7 +104,8 @@ def _check(
     if reason := refused(recipe, device):
         return CheckResult(False, {}, reason)
     model = _Gemm().to(device)
-    applied = convert(model, recipe, native=native, backend=backend, found=found)
+    options = PrecisionConfig(backend=backend)
+    applied = convert(model, recipe, options, native=native, found=found)
 
     def gemm(x: Tensor, weight: Tensor) -> Tensor:
         with torch.no_grad():

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from deskside.kernels.attention import Requirements, choose
 from deskside.kernels.matmul_peak import measure_matmul_peak
-from deskside.train.loop.device_timer import DeviceEvent
+from deskside.train.loop.step import DeviceEvent
 from deskside.utils.errors import RunError
 
 TOKENS = {"cuda": 16384, "cpu": 512}  # rows of the products, as of a micro-batch

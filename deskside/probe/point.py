@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -20,18 +20,15 @@ from deskside.budget.scaling import scales
 from deskside.budget.shape import flops_per_token, num_params
 from deskside.config import merge
 from deskside.config.run import RunConfig
-from deskside.config.schedule import Stage
 from deskside.data.reading.loader import Batch
 from deskside.kernels.matmul_peak import measure_matmul_peak
 from deskside.optim.build import build
 from deskside.train import environment_record, parallel
-from deskside.train.loop.device_timer import DeviceEvent
-from deskside.train.loop.step import StepMetrics, Stepper
+from deskside.train.loop.step import DeviceEvent, StepMetrics, Stepper
+from deskside.train.objective import RowDataset, TrainContext
 from deskside.train.prepare import attention_backends, setup
-from deskside.train.prepare.batch_size_finder import BatchSizeFinder
-from deskside.train.prepare.dry_step import MicroBatch, rows_per_rank
+from deskside.train.prepare.batch_size_finder import BatchSizeFinder, MicroBatch, StageWork, rows_per_rank
 from deskside.train.prepare.step_planning import modelled_memory_gib
-from deskside.train.train_context import TrainContext
 
 WARMUP_SECONDS = {"cuda": 2.0, "cpu": 1.0}
 MEASURED_SECONDS = {"cuda": 4.0, "cpu": 4.0}
@@ -52,15 +49,6 @@ class RandomRows:
     def max_boundaries(self, rows: int) -> int:
         """Every row is one document."""
         return rows
-
-
-@dataclass(frozen=True)
-class RandomStage:
-    """The only stage of a point."""
-
-    stage: Stage
-    tokens_per_step: int
-    dataset: RandomRows
 
 
 def configuration(spec: dict[str, Any]) -> RunConfig:
@@ -144,7 +132,8 @@ def make_ready(config: RunConfig, mark: Callable[[str], None] = lambda done: Non
         notes.append,
     )
     rows = RandomRows(config.batch.sequence_length, config.model.vocab_size)
-    (fit,), _ = finder.find([RandomStage(config.stages()[0], config.batch.tokens, rows)], None)
+    length, tokens = config.batch.sequence_length, config.batch.tokens
+    (fit,) = finder.find([StageWork(1.0, length, None, tokens, cast(RowDataset, rows))])
     mark("compiled and fitted")
     return Ready(config, recipe, stepper, fit, facts, native, execution.mode, peak, notes)
 

@@ -5,7 +5,7 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 
 import deskside
 from deskside.engine.kv_budget import allowed_bytes
-from deskside.utils.child_process import cpu_cores
+from deskside.utils.child_process import cpu_cores, cpu_name
 
 
 def describe(device: torch.device, folder: Path) -> dict[str, Any]:
@@ -24,14 +24,17 @@ def describe(device: torch.device, folder: Path) -> dict[str, Any]:
         "python": sys.version.split()[0],
         "torch": torch.__version__,
         "platform": platform.platform(),
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "cpu_cores": cpu_cores(),
         "torch_threads": torch.get_num_threads(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "disk_free_gib": round(shutil.disk_usage(folder).free / 2**30, 1),
         "device": device.type,
-        "packages": _versions("triton", "transformers", "tokenizers", "numpy", "safetensors"),
+        "packages": dict.fromkeys(("triton", "transformers", "tokenizers", "numpy", "safetensors")),
     }
+    for package in facts["packages"]:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            facts["packages"][package] = metadata.version(package)
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         facts["gpu"] = {
@@ -47,6 +50,15 @@ def describe(device: torch.device, folder: Path) -> dict[str, Any]:
     return facts
 
 
+SLOWED = (
+    pynvml.nvmlClocksThrottleReasonSwPowerCap
+    | pynvml.nvmlClocksThrottleReasonHwSlowdown
+    | pynvml.nvmlClocksThrottleReasonSwThermalSlowdown
+    | pynvml.nvmlClocksThrottleReasonHwThermalSlowdown
+    | pynvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown
+)
+
+
 class Sensors:
     """Watts, degrees Celsius and throttling of one GPU by NVML; all None where NVML has no answer."""
 
@@ -59,24 +71,18 @@ class Sensors:
 
     def read(self) -> dict[str, Any]:
         """{"watts", "celsius", "throttled"}; throttled means slowed by heat or power, not by an idle GPU."""
-        if self._handle is None:
-            return {"watts": None, "celsius": None, "throttled": None}
-        slow = (
-            pynvml.nvmlClocksThrottleReasonSwPowerCap
-            | pynvml.nvmlClocksThrottleReasonHwSlowdown
-            | pynvml.nvmlClocksThrottleReasonSwThermalSlowdown
-            | pynvml.nvmlClocksThrottleReasonHwThermalSlowdown
-            | pynvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown
-        )
-        try:
-            return {
-                "watts": round(pynvml.nvmlDeviceGetPowerUsage(self._handle) / 1000, 1),
-                "celsius": pynvml.nvmlDeviceGetTemperature(self._handle, pynvml.NVML_TEMPERATURE_GPU),
-                "throttled": bool(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._handle) & slow),
-            }
-        except pynvml.NVMLError:  # some consumer boards answer only part of this
-            self._handle = None
-            return {"watts": None, "celsius": None, "throttled": None}
+        if self._handle is not None:
+            try:
+                return {
+                    "watts": round(pynvml.nvmlDeviceGetPowerUsage(self._handle) / 1000, 1),
+                    "celsius": pynvml.nvmlDeviceGetTemperature(self._handle, pynvml.NVML_TEMPERATURE_GPU),
+                    "throttled": bool(
+                        pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._handle) & SLOWED
+                    ),
+                }
+            except pynvml.NVMLError:  # some consumer boards answer only part of this
+                self._handle = None
+        return {"watts": None, "celsius": None, "throttled": None}
 
 
 class Meter:
@@ -115,31 +121,6 @@ def _driver_facts(device: torch.device) -> dict[str, Any]:
         }
     except pynvml.NVMLError as error:
         return {"driver": f"unknown ({error})", "power_limit_watts": None}
-
-
-def _cpu_name() -> str:
-    with contextlib.suppress(OSError):
-        for line in _lines("/proc/cpuinfo"):
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
-
-
-def _lines(path: str) -> Iterator[str]:
-    with open(path, encoding="utf-8") as file:
-        yield from file
-
-
-def _versions(*names: str) -> dict[str, str | None]:
-    from importlib import metadata
-
-    found: dict[str, str | None] = {}
-    for name in names:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = None
-    return found
 
 
 def reset_peak_memory(device: torch.device) -> None:

@@ -31,17 +31,22 @@ from deskside.kernels.attention import AttentionContext
 from deskside.model.transformer import Transformer
 from deskside.precision.convert import QuantizedModel
 from deskside.run.directory import RunDirectory
+from deskside.train.loop.guard import Guard
 from deskside.train.parallel import World
 from deskside.train.prepare.attention_backends import AttentionBackends
-from deskside.train.prepare.dry_step import RowShape, worst_case_batch
-from deskside.train.prepare.time_budget import SAMPLE_SHARE, UNLIMITED, TimeBudget
+from deskside.train.prepare.preflight import SAMPLE_SHARE, UNLIMITED, TimeBudget
 from deskside.train.state import finalize
 from deskside.utils.errors import UsageError
 
 
-class RowDataset(RowShape, Protocol):
+class RowDataset(Protocol):
     """A split, cut into rows of one length; `PackedDataset` is one. An epoch is `num_rows` rows."""
 
+    @property
+    def sequence_length(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    def max_boundaries(self, rows: int) -> int: ...
     @property
     def num_rows(self) -> int: ...
     @property
@@ -158,7 +163,12 @@ class Objective(Protocol):
 
     def loader(self, dataset: RowDataset, feed: Feed) -> Batches: ...
     def dry_batch(
-        self, dataset: RowShape, rows: int, passes_everywhere: int, device: torch.device, document_mask: bool
+        self,
+        dataset: RowDataset,
+        rows: int,
+        passes_everywhere: int,
+        device: torch.device,
+        document_mask: bool,
     ) -> Batch:
         """Return the largest possible micro-batch, without reading data. The batch size search measures memory with
         it."""
@@ -175,6 +185,23 @@ class Objective(Protocol):
     def samples(self, session: Session, model: Transformer) -> list[dict[str, Any]]:
         """Return samples of the finished model, each {"prompt", "text", ...}. Called on rank 0, where `model` is
         unsharded."""
+
+
+def worst_case_batch(
+    dataset: RowDataset, rows: int, passes_everywhere: int, device: torch.device, document_mask: bool
+) -> Batch:
+    """Return random tokens in every position, one document per row, in the shapes of the loader's batches."""
+    length = dataset.sequence_length
+    generator = torch.Generator().manual_seed(0)
+    tokens_BT = torch.randint(dataset.vocab_size, (rows, length), generator=generator).to(device)
+    cu_seqlens = positions_BT = None
+    if document_mask:
+        cu_seqlens = torch.full((dataset.max_boundaries(rows) + 1,), rows * length, dtype=torch.int32)
+        cu_seqlens[: rows + 1] = torch.arange(rows + 1) * length
+        cu_seqlens = cu_seqlens.to(device)
+        positions_BT = torch.arange(length).expand(rows, length).contiguous().to(device)
+    valid = rows * length
+    return Batch(tokens_BT, tokens_BT, cu_seqlens, positions_BT, valid, valid * passes_everywhere)
 
 
 class NextToken:
@@ -210,7 +237,12 @@ class NextToken:
         return Loader(cast(PackedDataset, dataset), **vars(feed))
 
     def dry_batch(
-        self, dataset: RowShape, rows: int, passes_everywhere: int, device: torch.device, document_mask: bool
+        self,
+        dataset: RowDataset,
+        rows: int,
+        passes_everywhere: int,
+        device: torch.device,
+        document_mask: bool,
     ) -> Batch:
         return worst_case_batch(dataset, rows, passes_everywhere, device, document_mask)
 
@@ -272,3 +304,21 @@ class NextToken:
         dataset = cast(PackedDataset, session.validation)
         seconds = session.budget.share(SAMPLE_SHARE)
         return finalize.samples(model, dataset, session.run, session.config.seed, seconds)
+
+
+@dataclass(kw_only=True)
+class TrainContext:
+    """A model that is ready to train in this process, and what its components share.
+
+    The step, the trainer and the checkpointer take it instead of its parts.
+    """
+
+    config: RunConfig
+    world: World
+    model: Transformer
+    attention: AttentionBackends
+    precision: QuantizedModel
+    objective: Objective = field(default_factory=NextToken)
+
+    def __post_init__(self) -> None:
+        self.guard = Guard(self.config.guard)

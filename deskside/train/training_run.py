@@ -12,40 +12,34 @@ import torch
 
 import deskside
 from deskside.budget.scaling import scales
-from deskside.budget.shape import flops_per_token
 from deskside.config.run import SCHEMA_VERSION, RunConfig
 from deskside.kernels.matmul_peak import measure_matmul_peak
 from deskside.optim.build import Optimizer, build
 from deskside.run.directory import RunDirectory
 from deskside.train import environment_record, parallel
-from deskside.train.loop.callbacks import Callback, MetricsFile, RunLog, Terminal, check_trackers, trackers
+from deskside.train.loop.callbacks import Callback, RunLog, Terminal, check_trackers, trackers
 from deskside.train.loop.clock import Clock, StepPlan
 from deskside.train.loop.step import Stepper
-from deskside.train.loop.stop import StopSignal
 from deskside.train.loop.trainer import RunLength, StageWork, Trainer, TrainProgress
-from deskside.train.objective import Evaluation, NextToken, Objective, Session
+from deskside.train.objective import Evaluation, NextToken, Objective, Session, TrainContext
 from deskside.train.parallel import World
 from deskside.train.prepare import setup
 from deskside.train.prepare.attention_backends import choose_attention
 from deskside.train.prepare.batch_size_finder import BatchSizeFinder
-from deskside.train.prepare.dry_step import MicroBatch
-from deskside.train.prepare.preflight import check_start
+from deskside.train.prepare.preflight import MEASURE_SHARE, TimeBudget, check_start
 from deskside.train.prepare.step_planning import (
-    final_evaluation,
     first_facts,
     first_plan,
     mean_tokens,
     modelled_memory_gib,
     recorded_plan,
 )
-from deskside.train.prepare.time_budget import MEASURE_SHARE, TimeBudget
 from deskside.train.state import finalize
 from deskside.train.state.checkpointer import Checkpointer
 from deskside.train.state.init_weights import InitialWeights, keep_tokenizer
-from deskside.train.state.lora_run import facts as adapter_facts
-from deskside.train.train_context import TrainContext
 from deskside.utils import signals
 from deskside.utils.errors import RunError, UsageError
+from deskside.utils.signals import StopSignal
 
 
 @dataclass(frozen=True)
@@ -65,26 +59,24 @@ class RunOutcome:
 
 def start(
     config: RunConfig,
-    root: Path,
-    name: str | None,
-    default_name: str,
+    where: RunDirectory | tuple[Path, str | None, str],
     command: str,
     initial: InitialWeights | None = None,
     watch: Callback | None = None,
-    into: RunDirectory | None = None,
     objective: Objective | None = None,
 ) -> RunOutcome:
-    """Start a new run, in a new directory or in an existing one (`into`).
+    """Start a new run.
 
+    where: an existing directory, or the folder, name and default name of a new one (`RunDirectory.create`).
     objective: None is pretraining; otherwise it has to be the one that `config.align` names.
     """
     check_start(config)
     objective = _checked(objective, config, "start it with that command")
     world = parallel.join(config.compute.device, config.parallel.mode)
     try:
-        path = [""]
+        run = None
         if world.first:
-            run = into or RunDirectory.create(root, name, default_name)
+            run = where if isinstance(where, RunDirectory) else RunDirectory.create(*where)
             run.write_json(
                 "run.json",
                 {
@@ -99,16 +91,13 @@ def start(
                     "config": config.model_dump(mode="json"),
                 },
             )
-            path = [str(run.path)]
-        if world.size > 1:
-            torch.distributed.broadcast_object_list(path, src=0)
-        run = RunDirectory(Path(path[0]))
+        run = RunDirectory(Path(world.shared(lambda: str(run.path if run else ""))))
         try:
             with run.held(world.first):
                 return _Run(run, config, world, objective, initial, False, watch or Callback()).execute()
         except BaseException:
             # A run that failed or was interrupted before it had a plan has nothing worth keeping.
-            if world.first and into is None and not (run.path / "plan.json").exists():
+            if world.first and isinstance(where, tuple) and not (run.path / "plan.json").exists():
                 shutil.rmtree(run.path, ignore_errors=True)
             raise
     finally:
@@ -130,8 +119,7 @@ def resume(path: Path, watch: Callback | None = None, objective: Objective | Non
         )
     check_start(config)
     # Replicas may resume with another number of processes, including one; shards may not.
-    mode = "shard" if config.parallel.mode == "shard" else "auto"
-    world = parallel.join(config.compute.device, mode)
+    world = parallel.join(config.compute.device, "shard" if config.parallel.mode == "shard" else "auto")
     try:
         with run.held(world.first):
             begun = world.shared(run.has_begun)
@@ -178,17 +166,21 @@ class _Run:
     def execute(self) -> RunOutcome:
         """Run all phases. Every rank calls this."""
         self.set_up()
-        stages = self.find_batch_sizes()
-        self.begin_objective(stages)
-        plan = self.plan_steps(stages)
-        self.stepper.optimizer = self.build_optimizer(self.facts["scaling_tokens"], mean_tokens(stages))
+        finder = BatchSizeFinder(self.config, self.stepper, self.modelled_memory, self.log.say, self.budget)
+        self.micro_batches = finder.find(self.stages, self.recorded.get("fit"))
+        self.begin_objective()
+        plan = self.plan_steps(self.stages)
+        self.stepper.optimizer = self.build_optimizer(self.facts["scaling_tokens"], mean_tokens(self.stages))
         checkpointer = Checkpointer(self.context, self.stepper.optimizer, self.clock, self.log)
         restored = self.restore(checkpointer) if self.resumed else None
-        self.write_environment()
+        restored_step = restored.step if restored else None
+        if self.world.first:
+            environment = environment_record.describe(self.world.device, self.run.path)
+            peak = round(self.meter.peak_flops / 1e12, 2)
+            environment["matmul_peak_tflops"] = {"value": peak, "source": "measured"}
+            self.run.write_json("environment.json", environment)
         self.write_plan(plan)
         progress = restored or self.save_first(checkpointer, plan)
-        restored_step = restored.step if restored else None
-
         length = RunLength(
             plan,
             self.clock,
@@ -197,10 +189,13 @@ class _Run:
             decided_until=self.decided_until,
             journal=self.write_plan,
         )
-        self.open_loggers(progress, plan)
+        if self.world.first:
+            resolved = self.config.model_dump(mode="json")
+            terminal = Terminal(progress.step, plan.total_steps(progress.step))
+            self.log.loggers = [terminal, *trackers(self.config.track, self.run, resolved), self.callback]
         trainer = Trainer(
             self.stepper,
-            stages,
+            self.stages,
             length,
             progress,
             checkpointer,
@@ -211,9 +206,8 @@ class _Run:
         status = self.train(trainer)
         if status != "finished":
             return self.stopped(status, trainer)
-        if (
-            trainer.progress.step != restored_step
-        ):  # else it was stopped after its last step and has that checkpoint
+        # A run that was stopped after its last step has that checkpoint.
+        if trainer.progress.step != restored_step:
             checkpointer.save(trainer.progress, self.clock.seconds())
         # The evaluated and exported model has the configuration's window and precision, not the last stage's.
         self.stepper.set_window(None)
@@ -234,11 +228,12 @@ class _Run:
         )
         setup.check_execution(config, world, recipe)
         data = setup.ensure_data(config, world, self.log.say)
-        self.stage_plans = setup.open_stages(config, data, self.objective)
+        self.stages = setup.open_stages(config, data, self.objective)
         self.validation = self.objective.open(config, data, "val", config.batch.sequence_length)
         self.check_data(data)
-        start = setup.Start(self.initial, self.run.path, self.resumed, self.log.say)
-        model = setup.build_model(config, world, recipe, start)
+        model = setup.build_model(
+            config, world, recipe, setup.Start(self.initial, self.run.path, self.resumed, self.log.say)
+        )
         attention, self.attention_facts = world.shared(
             lambda: choose_attention(
                 config, model, world, config.batch.sequence_length, recorded.get("attention")
@@ -283,28 +278,9 @@ class _Run:
         scaling = scales(hidden, round(step_tokens), total_tokens, self.config.optim.name)
         return build(self.context.model, self.config.optim, scaling)
 
-    def find_batch_sizes(self) -> list[StageWork]:
-        """Find the micro-batch of every stage by dry steps, which also measure its step time."""
-        finder = BatchSizeFinder(self.config, self.stepper, self.modelled_memory, self.log.say, self.budget)
-        self.micro_batches: list[MicroBatch]
-        self.micro_batches, seconds = finder.find(self.stage_plans, self.recorded.get("fit"))
-        return [
-            StageWork(
-                until=plan.stage.until,
-                sequence_length=plan.stage.sequence_length,
-                tokens_per_step=plan.tokens_per_step,
-                micro_rows=micro_batch.micro_rows,
-                window=plan.stage.window,
-                dataset=plan.dataset,
-                dry_seconds=dry,
-                flops_per_token=flops_per_token(self.config.model, plan.stage.sequence_length),
-            )
-            for plan, micro_batch, dry in zip(self.stage_plans, self.micro_batches, seconds, strict=True)
-        ]
-
-    def begin_objective(self, stages: list[StageWork]) -> None:
+    def begin_objective(self) -> None:
         """Start the objective, add its time per step to the stages, and measure how long an evaluation takes."""
-        last = stages[-1]
+        last = self.stages[-1]
         self.session = Session(
             self.run,
             self.config,
@@ -320,7 +296,7 @@ class _Run:
             last.dry_seconds * last.sequence_length / last.tokens_per_step,
         )
         self.objective.begin(self.session)
-        for stage in stages:
+        for stage in self.stages:
             stage.dry_seconds += self.world.agreed([self.objective.seconds_beside_step()])[0]
         self.rehearse_evaluation(last.micro_rows * self.config.batch.sequence_length * self.world.size)
         self.before = self.evaluate_before()
@@ -350,21 +326,13 @@ class _Run:
             "compile": self.execution_mode,
         }
         self.facts |= {"before": self.before} if self.before else {}
-        self.facts |= (
-            {"adapter": adapter_facts(self.context.model, self.config)} if self.config.adapter else {}
-        )
+        if self.config.adapter is not None:
+            self.facts["adapter"] = setup.adapter_facts(self.context.model, self.config.adapter)
         return plan
 
     def write_plan(self, plan: StepPlan) -> None:
         if self.world.first:
             self.run.write_json("plan.json", {**self.facts, "revisions": plan.to_json()})
-
-    def write_environment(self) -> None:
-        if self.world.first:
-            environment = environment_record.describe(self.world.device, self.run.path)
-            peak = round(self.meter.peak_flops / 1e12, 2)
-            environment["matmul_peak_tflops"] = {"value": peak, "source": "measured"}
-            self.run.write_json("environment.json", environment)
 
     def modelled_memory(self, micro_tokens: int) -> float:
         """Return the predicted peak memory of a step in GiB."""
@@ -410,18 +378,6 @@ class _Run:
 
     # Training
 
-    def open_loggers(self, progress: TrainProgress, plan: StepPlan) -> None:
-        """Open the run's loggers on rank 0."""
-        if self.world.first:
-            resolved = self.config.model_dump(mode="json")
-            terminal = Terminal(progress.step, plan.total_steps(progress.step))
-            self.log.loggers = [
-                MetricsFile(self.run),
-                terminal,
-                *trackers(self.config.track, self.run, resolved),
-                self.callback,
-            ]
-
     def train(self, trainer: Trainer) -> str:
         """Run the training loop. Return "finished" or the name of the signal that stopped it."""
         environment_record.reset_peak_memory(self.world.device)
@@ -445,9 +401,14 @@ class _Run:
     # Evaluation
 
     def final_evaluation(self) -> tuple[float, int | None]:
-        """Return the seconds of the final evaluation, and its tokens if the run is too short for all of them."""
-        tokens = self.validation.num_tokens
-        return final_evaluation(self.length, self.clock.kind, self.evaluation_seconds, tokens)
+        """Return the seconds of the final evaluation, and its tokens if the run is too short for all of them.
+
+        It gets at most `MEASURE_SHARE` of a length in wall-clock time.
+        """
+        whole, limit = self.evaluation_seconds, self.wall_limit()
+        if limit is None or whole <= (most := MEASURE_SHARE * limit):
+            return whole, None
+        return most, max(1, int(self.validation.num_tokens * most / whole))
 
     def evaluate_before(self) -> dict[str, Any] | None:
         """Evaluate the initial weights if the objective asks for it. A resumed run has the result recorded."""
@@ -487,24 +448,34 @@ class _Run:
         self.log.event(
             f"final evaluation: {evaluation.tokens:,} of {self.validation.num_tokens:,} validation tokens"
         )
-        speed, flops = trainer.tokens_per_second(), trainer.flops_per_second()
-        totals = finalize.Totals(
-            steps=trainer.progress.step,
-            tokens=trainer.progress.tokens,
-            seconds=self.clock.seconds(),
-            tokens_per_second=speed,
-            mfu=self.meter.mfu(flops) if flops else None,
-            peak_memory_gib=environment_record.peak_memory_gib(self.world.device),
-            peak_reserved_gib=environment_record.peak_reserved_gib(self.world.device),
-        )
+        seconds, device = self.clock.seconds(), self.world.device
+        peak_memory_gib = environment_record.peak_memory_gib(device)
         model = finalize.whole_model(self.context.model, self.world)
         if not self.world.first:
             return {}
-        if evaluation.baselines is not None:
-            evaluation.summary.update(evaluation.baselines())
-        summary = finalize.summarise(self.config, model, totals, evaluation.summary, self.precision_facts)
-        summary |= {"before": self.before} if self.before else {}
-        summary["samples"] = self.objective.samples(self.session, model)
+        flops, groups = trainer.flops_per_second(), model.num_params()
+        summary = {
+            "schema_version": 1,
+            "status": "finished",
+            **({"objective": self.config.align.name} if self.config.align else {}),
+            **evaluation.summary,
+            **(evaluation.baselines() if evaluation.baselines is not None else {}),
+            "steps": trainer.progress.step,
+            "tokens": trainer.progress.tokens,
+            "seconds": seconds,
+            "clock": self.clock.kind,
+            "tokens_per_second": trainer.tokens_per_second(),
+            # Both qualify the speed: an emulated format runs at another speed than a native one.
+            "precision": self.precision_facts["chosen"],
+            "emulated": not self.precision_facts["native"],
+            "mfu": self.meter.mfu(flops) if flops else None,
+            "peak_memory_gib": peak_memory_gib,
+            "peak_reserved_gib": environment_record.peak_reserved_gib(device),
+            "parameters": sum(groups.values()),
+            "parameters_by_group": groups,
+            **({"before": self.before} if self.before else {}),
+            "samples": self.objective.samples(self.session, model),
+        }
         self.log.event(finalize.export(self.run, model))
         summary |= self.callback.outcome(summary)
         self.run.write_json("summary.json", summary)

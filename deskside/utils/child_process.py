@@ -12,6 +12,8 @@ import contextlib
 import json
 import math
 import os
+import platform
+import re
 import signal
 import subprocess
 import sys
@@ -73,18 +75,21 @@ def run(
             finally:
                 _end(process)  # its compile workers, and on Ctrl-C the child too
         seconds = time.monotonic() - began
+        code = process.returncode
+        reason = f"the process ended with exit code {code} and no answer"
+        if code < 0:
+            reason = f"the process was ended by {signal.Signals(-code).name}"
         if answer.exists():
             try:
                 result = json_value(answer.read_bytes())
-                found = result["status"], result["value"], result["error"]
+                return Outcome(result["status"], result["value"], result["error"], seconds, _tail(log))
             except (
                 Unreadable,
                 KeyError,
                 TypeError,
             ) as error:  # killed, or the disk was full, while it was writing
-                return Outcome("failed", None, f"its result is damaged ({error})", seconds, _tail(log))
-            return Outcome(*found, seconds, _tail(log))
-        return Outcome("failed", None, _ending(process.returncode), seconds, _tail(log))
+                reason = f"its result is damaged ({error})"
+        return Outcome("failed", None, reason, seconds, _tail(log))
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -102,12 +107,6 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 def _tail(log: Path) -> str:
     return log.read_bytes()[-STDERR_TAIL:].decode(errors="replace")
-
-
-def _ending(code: int) -> str:
-    if code < 0:
-        return f"the process was ended by {signal.Signals(-code).name}"
-    return f"the process ended with exit code {code} and no answer"
 
 
 def _child(target: str, answer: Path) -> None:
@@ -132,6 +131,15 @@ def _write(answer: Path, result: dict[str, Any]) -> None:
     partial = answer.with_suffix(".tmp")
     partial.write_text(json.dumps(result), encoding="utf-8")
     partial.rename(answer)
+
+
+def cpu_name() -> str:
+    """Return the CPU's name as the system tells it."""
+    with contextlib.suppress(OSError):
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text("utf-8"), re.MULTILINE)
+        if found:
+            return found[1].strip()
+    return platform.processor() or platform.machine() or "CPU"
 
 
 def cpu_cores(cgroup: Path = CGROUP) -> int:

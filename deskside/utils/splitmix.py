@@ -4,6 +4,8 @@ It maps a counter to well-mixed bits, so random numbers can be a pure function o
 state has to be stored, and the numbers do not change with a library's version.
 """
 
+import hashlib
+
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: the increment of SplitMix64's counter
 FIRST, SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # multipliers of the finalizer
 MASK = (1 << 64) - 1
@@ -19,3 +21,9 @@ def finalize(x: int) -> int:
 def mix(x: int) -> int:
     """Return the output of SplitMix64 for counter state `x`."""
     return finalize((x + GOLDEN) & MASK)
+
+
+def seed_of(seed: int, name: str) -> int:
+    """Return a seed below 2^63 that is a function of a seed and a name, for what is drawn once per tensor."""
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") % 2**63

@@ -437,7 +437,7 @@ def test_an_objective_belongs_to_its_command(place: Path) -> None:
         data={"path": str(place / "text"), "document_mask": True},
     )
     with pytest.raises(UsageError, match="a run of deskside sft"):
-        training_run.start(config, place / "runs", "x", "x", "a test")
+        training_run.start(config, (place / "runs", "x", "x"), "a test")
     plain = tiny_run.config(place / "text", model=MODEL)
     with pytest.raises(UsageError, match="a run of deskside train"):
-        training_run.start(plain, place / "runs", "x", "x", "a test", objective=Sft())
+        training_run.start(plain, (place / "runs", "x", "x"), "a test", objective=Sft())

@@ -13,7 +13,7 @@ from deskside.budget.step_spec import StepSpec
 from deskside.config.model import ModelConfig
 from deskside.kernels.attention import AttentionContext
 from deskside.model.transformer import Transformer
-from deskside.optim.newton_schulz import coefficients, orthogonalize
+from deskside.optim.muon import coefficients, orthogonalize
 from deskside.train.prepare.setup import recompute
 
 SMALL = {

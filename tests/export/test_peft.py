@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 
 from deskside.export.peft import save_peft, to_peft
-from deskside.precision.lora import adapters_off
 from deskside.utils.errors import UsageError
 from deskside.weights import frozen_base
 from deskside.weights.hf import save_hf, to_hf
@@ -53,12 +52,11 @@ def test_peft_imports_in_this_environment() -> None:
 def test_output_gradients_and_merge_are_peft_s(case: Case, peft: Any, tmp_path: Path) -> None:
     adapter, tokens, shape = case
     model, options = trained(adapter, tokens, **shape)
-    with adapters_off(model):
-        before = model(TOKENS).detach()
     frozen, _ = trained(adapter, (), **shape)
     for module in frozen.modules():
         if getattr(module, "adapter", None) is not None:
             module.adapter = None
+    before = frozen(TOKENS).detach()
     save_hf(merged(frozen), model.config, None, tmp_path / "base")
     save_peft(model, options, str(tmp_path / "base"), tmp_path / "adapter")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)

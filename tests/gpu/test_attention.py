@@ -17,7 +17,7 @@ from deskside.kernels.attention import (
     prepare,
 )
 from deskside.kernels.attention.choose import worst_error
-from deskside.ops.attention import attention
+from deskside.ops.composite import attention
 from tests.gpu import card
 
 pytestmark = card.NEEDS_CARD

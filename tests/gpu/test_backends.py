@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from deskside.config.sections import PrecisionConfig
 from deskside.kernels.attention import AttentionContext
 from deskside.ops.linear import Embedding, Linear
 from deskside.precision import check, convert
@@ -54,14 +55,14 @@ def or_skip(recipe: str, backend: str) -> Any:
         pytest.skip(str(refusal))
 
 
-def products(recipe: str, passes: int = 1, **options: Any) -> tuple[Tensor, ...]:
+def products(recipe: str, passes: int = 1, backend: Any = "deskside") -> tuple[Tensor, ...]:
     """Output, input gradient and weight gradient, the gradients summed over micro-batches."""
     torch.manual_seed(0)
     model = nn.Sequential(Embedding(512, 256), Linear(256, [("a", 128), ("b", 256)]))
     for parameter in model.parameters():
         nn.init.normal_(parameter)
     model = model.to(DEVICE)
-    applied = convert(model, recipe, **options)
+    applied = convert(model, recipe, PrecisionConfig(backend=backend))
     generator = torch.Generator().manual_seed(1)
     grads = [torch.randn(512, 384, generator=generator).to(DEVICE).bfloat16() for _ in range(passes)]
     output = torch.empty(0)

@@ -4,8 +4,7 @@ import time
 
 import torch
 
-from deskside.train.loop.device_timer import DeviceEvent
-from deskside.train.loop.step import StepMetrics
+from deskside.train.loop.step import DeviceEvent, StepMetrics
 from tests.gpu.card import DEVICE, NEEDS_CARD, spin
 
 pytestmark = NEEDS_CARD

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from deskside.precision.hadamard import draw_signs
-from deskside.precision.nvfp4 import quantize
+from deskside.precision.nvfp4 import draw_signs, quantize
 from tests.gpu.card import DEVICE, NEEDS_CARD
 from tests.precision.test_nvfp4 import DISTRIBUTIONS, VARIANTS, draw
 

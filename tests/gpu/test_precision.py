@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from deskside.config.recipes import RECIPES, Operand
+from deskside.config.sections import PrecisionConfig
 from deskside.kernels import fused
 from deskside.kernels.attention import AttentionContext, document_positions
 from deskside.model.transformer import Transformer
@@ -238,7 +239,7 @@ def steps(
         applied.begin_step(step)
         low, found = backward(model, SDPA)
         made.append((low, *error_and_slope(found, truth)))
-        assert float(applied.trouble()) == 0
+        assert float(applied.scales.trouble()) == 0
         applied.end_step()
     return made
 
@@ -251,7 +252,7 @@ def test_what_is_recomputed_is_the_same(name: str) -> None:
     made = []
     for rung in ("none", "block"):
         applied.recompute(rung)
-        applied.reset_scales()
+        applied.scales.reset()
         for step in range(1, OWN_STEPS + 2):
             applied.begin_step(step)
             made.append(backward(model, AttentionContext(backend="reference"))[1])
@@ -267,7 +268,7 @@ def test_converted_weights_are_kept_for_a_step_and_no_longer(name: str) -> None:
     for cache in (True, False):
         model = on_card(make())
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-        applied = convert(model, everywhere(name), fused=True, cache=cache)
+        applied = convert(model, everywhere(name), PrecisionConfig(weight_cache=cache), fused=True)
         losses[cache] = []
         for step in (1, 2, 3):
             applied.begin_step(step)
@@ -287,7 +288,7 @@ def test_weight_gradients_are_added_inside_of_their_product() -> None:
     model = on_card(fresh())
     truth = None
     for inside in (False, True):
-        convert(model, "bf16", fused=True, accumulate_inside=inside)
+        convert(model, "bf16", PrecisionConfig(accumulate="fused" if inside else "native"), fused=True)
         found = backward(model, SDPA, passes=4)[1]
         truth = truth or {n: t.double() for n, t in found.items()}
         assert worst(found, truth) < 5e-3
@@ -308,7 +309,7 @@ def test_the_head_in_fp8(native: bool) -> None:
         native_fp8()
     model = on_card(fresh(vocab_size=4096))
     loss, truth = backward(model, SDPA)
-    convert(model, "fp8-delayed", fused=True, native=native, head=True).begin_step(1)
+    convert(model, "fp8-delayed", PrecisionConfig(head="fp8"), fused=True, native=native).begin_step(1)
     low, found = backward(model, SDPA)
     error, slope = error_and_slope(found, truth)
     assert low == pytest.approx(loss, rel=1e-3)
@@ -322,13 +323,13 @@ def test_a_weight_that_is_not_finite_is_trouble(value: float) -> None:
     for step in range(1, OWN_STEPS + 1):
         applied.begin_step(step)
         backward(model, SDPA)
-        assert float(applied.trouble()) == 0
+        assert float(applied.scales.trouble()) == 0
         applied.end_step()
     with torch.no_grad():
         next(iter(model.layers[1].mlp.parameters()))[:4] = value  # type: ignore[union-attr]
     applied.begin_step(3)
     backward(model, SDPA)
-    assert not bool(applied.trouble() == 0)
+    assert not bool(applied.scales.trouble() == 0)
 
 
 @pytest.mark.parametrize(

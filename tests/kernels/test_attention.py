@@ -27,7 +27,7 @@ from deskside.kernels.attention import (
 )
 from deskside.kernels.attention.context import register
 from deskside.model import transformer
-from deskside.ops.attention import attention
+from deskside.ops.composite import attention
 from deskside.utils.errors import RunError, UsageError
 
 

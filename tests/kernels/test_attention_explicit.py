@@ -20,7 +20,7 @@ from deskside.kernels.attention import (
     prepare,
 )
 from deskside.kernels.attention.context import register
-from deskside.ops.attention import attention
+from deskside.ops.composite import attention
 from deskside.utils.errors import RunError
 from tests.kernels.test_attention import CASES, cut
 

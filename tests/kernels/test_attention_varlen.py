@@ -11,7 +11,7 @@ import torch.nn.attention.varlen
 from torch import Tensor
 
 from deskside.kernels.attention import BACKENDS, AttentionContext, varlen
-from deskside.ops.attention import attention
+from deskside.ops.composite import attention
 from tests.kernels.test_attention import cut, tensors
 
 BOUNDARIES = cut(11, [[4, 7], [11]])

@@ -75,9 +75,9 @@ def test_every_tensor_is_drawn_by_a_generator_of_its_own() -> None:
 
 def test_output_option() -> None:
     model = Transformer(ModelConfig(**TINY))
-    initialize(model, 0, InitOptions(output="depth", matrix_gain=2.0, head_std=0.5))
+    initialize(model, 0, InitOptions(output="fan_in", head_std=0.5))
     down = model.layers[0].mlp.output.projection.weight
-    assert float(down.detach().std()) == pytest.approx(2 * 48**-0.5 / 2, rel=0.1)
+    assert float(down.detach().std()) == pytest.approx(48**-0.5, rel=0.1)
     assert float(model.head_weight.detach().std()) == pytest.approx(0.5, rel=0.1)
 
 

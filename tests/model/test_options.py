@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from deskside.kernels.attention import AttentionContext
-from deskside.ops.attention import attention, rotate
+from deskside.ops.composite import attention, rotate
 from deskside.ops.logical import logical_tensors
 from tests.model.tiny import LEARNED, MOE, WINDOWS, make, tokens
 

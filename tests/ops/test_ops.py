@@ -9,12 +9,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from deskside.kernels.functional import ACTIVATIONS
-from deskside.ops.attention import rope_table, rotate
-from deskside.ops.composite import AddNormLinear, GatedLinear, make_projections
+from deskside.ops.composite import AddNormLinear, GatedLinear, RMSNorm, make_projections, rope_table, rotate
 from deskside.ops.linear import Linear
 from deskside.ops.logical import logical_tensors
 from deskside.ops.moe import Experts, MixtureOfExperts, load_balancing_loss
-from deskside.ops.norm import RMSNorm
 
 
 def randomised(module: nn.Module, seed: int = 0) -> nn.Module:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.optim import _muon
 
-from deskside.optim.newton_schulz import SAFETY, coefficients, orthogonalize
+from deskside.optim.muon import SAFETY, coefficients, orthogonalize
 
 
 def polar(x: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from deskside.pipeline.pilot import RECENTRE, TARGET, Pilot, better_band
 from deskside.pipeline.pipeline_state import PipelineState
 from deskside.run.directory import RunDirectory
 from deskside.train import training_run
-from deskside.train.loop.stop import StopSignal
+from deskside.utils.signals import StopSignal
 from tests.train import tiny_run
 from tests.train.tiny_run import rows
 
@@ -41,7 +41,7 @@ def train(
     state = road(folder, hours)
     config = tiny_run.config(data, **{"schedule": {"length": f"{STEPS} steps"}, **changes})
     pilot = Pilot(state, config, plan or {}, target)
-    outcome = training_run.start(config, folder, None, "", "a test", watch=pilot, into=state.run)
+    outcome = training_run.start(config, state.run, "a test", watch=pilot)
     return pilot, outcome
 
 
@@ -150,7 +150,7 @@ def test_a_pilot_that_was_broken_off_ends_in_the_next_process(data: Path, tmp_pa
     state = road(tmp_path)
     config = tiny_run.config(data, schedule={"length": "200 steps"}, checkpoint={"every": "5 steps"})
     first = Stopping(state, config, {}, None)
-    assert training_run.start(config, tmp_path, None, "", "t", watch=first, into=state.run).status == "enough"
+    assert training_run.start(config, state.run, "t", watch=first).status == "enough"
     assert first.found is None and not (tmp_path / "run" / "pilot.json").exists()
     second = Pilot(state, config, {}, None)
     assert training_run.resume(tmp_path / "run", second).status == "finished"
@@ -265,9 +265,7 @@ def test_who_has_asked_for_a_stop_gets_it(data: Path, tmp_path: Path) -> None:
 
     state = road(tmp_path)
     config = tiny_run.config(data, schedule={"length": f"{STEPS} steps"})
-    outcome = training_run.start(
-        config, tmp_path, None, "", "t", watch=Stopped(state, config, {}, 0.01), into=state.run
-    )
+    outcome = training_run.start(config, state.run, "t", watch=Stopped(state, config, {}, 0.01))
     assert outcome.status == "SIGTERM" and Pilot(state, config, {}, 0.01).decision == TARGET
 
 

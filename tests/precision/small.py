@@ -12,6 +12,7 @@ from deskside.config.recipes import Recipe, recipe_named
 from deskside.kernels.attention import AttentionContext
 from deskside.model.init import InitOptions, initialize
 from deskside.model.transformer import Transformer
+from deskside.precision.convert import QuantizedModel
 
 # Widths are multiples of 128, as the recipes with a Hadamard transform of 128 need; so are the tokens of a pass.
 SIZES: dict[str, Any] = {
@@ -26,6 +27,11 @@ SIZES: dict[str, Any] = {
 }
 B, T = 4, 64
 Gradients = dict[str, Tensor]
+
+
+def quantized_layers(applied: QuantizedModel) -> int:
+    """Linear layers whose products are in fewer than 16 bits."""
+    return len(applied._linears) if applied.backend else sum(not plan.plain for plan in applied._plans)
 
 
 def fresh(**changes: Any) -> Transformer:

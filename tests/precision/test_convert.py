@@ -25,11 +25,11 @@ from deskside.optim.build import build
 from deskside.precision.convert import convert, refused, restore
 from deskside.precision.selfcheck import check
 from deskside.train.loop.step import Stepper
+from deskside.train.objective import TrainContext
 from deskside.train.parallel import World
 from deskside.train.prepare.attention_backends import AttentionBackends
-from deskside.train.train_context import TrainContext
 from deskside.utils.errors import UsageError
-from tests.precision.small import SIZES, backward, everywhere, fresh, make, tokens, worst
+from tests.precision.small import SIZES, backward, everywhere, fresh, make, quantized_layers, tokens, worst
 
 QUANTIZED = [name for name, recipe in RECIPES.items() if recipe.quantized]
 
@@ -49,7 +49,7 @@ def test_restore_leaves_no_trace(name: str, fused: bool) -> None:
     with torch.no_grad():
         before = model(tokens())
     weights = {n: p.clone() for n, p in model.named_parameters()}
-    convert(model, everywhere(name), fused=fused, native=False, head=True).begin_step(1)
+    convert(model, everywhere(name), PrecisionConfig(head="fp8"), fused=fused, native=False).begin_step(1)
     backward(model)
     restore(model)
     assert executions(model) == []
@@ -80,7 +80,7 @@ def test_kept_blocks_compute_in_bf16(shares: tuple[float, float], layers: int, k
     recipe = replace(RECIPES["nvfp4"], keep_first=shares[0], keep_last=shares[1])
     applied = convert(model, recipe, fused=True, native=False)
     assert recipe.kept_blocks(layers) == kept
-    assert applied.quantized_layers == 4 * (layers - sum(kept))
+    assert quantized_layers(applied) == 4 * (layers - sum(kept))
     plain = [block.attn.forward_override.first.plain for block in model.layers]
     assert plain == [True] * kept[0] + [False] * (layers - sum(kept)) + [True] * kept[1]
 
@@ -97,8 +97,10 @@ def test_kept_blocks_are_as_written_where_bf16_is_not_fused() -> None:
 @pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
 def test_projections_that_stay_in_bf16(keep: tuple[str, ...], left: int, norm: str) -> None:
     """One of a fused weight keeps the whole of it; by halves, and layer by layer where they do not cover the model."""
-    applied = convert(fresh(norm=norm), everywhere("fp8-tensorwise"), fused=True, native=False, keep=keep)
-    assert applied.quantized_layers == left
+    applied = convert(
+        fresh(norm=norm), everywhere("fp8-tensorwise"), PrecisionConfig(keep=keep), fused=True, native=False
+    )
+    assert quantized_layers(applied) == left
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -106,7 +108,9 @@ def test_projections_that_stay_in_bf16(keep: tuple[str, ...], left: int, norm: s
 def test_what_the_planner_counts_as_kept_is_kept(keep: tuple[str, ...], fused: bool) -> None:
     model = fresh(fused_qkv=fused, fused_gate_up=fused)
     inside = [m for block in model.layers for m in block.modules() if isinstance(m, Linear)]
-    applied = convert(model, everywhere("fp8-tensorwise"), fused=fused, native=False, keep=keep)
+    applied = convert(
+        model, everywhere("fp8-tensorwise"), PrecisionConfig(keep=keep), fused=fused, native=False
+    )
     low = sum(p.linear.weight.numel() for p in applied._plans if not p.plain)
     whole = sum(m.weight.numel() for m in inside)
     config = RunConfig(
@@ -212,7 +216,7 @@ def test_evaluation_is_in_bf16_and_changes_nothing(name: str) -> None:
                 with applied.high_precision(), torch.no_grad():
                     assert torch.equal(model.loss(tokens(), tokens(1)), wanted)
                 assert applied.active
-        runs.append((gradients, {n: t.clone() for n, t in applied.state_dict().items()}))
+        runs.append((gradients, {n: t.clone() for n, t in applied.scales.state_dict().items()}))
     assert worst(runs[1][0], {n: t.double() for n, t in runs[0][0].items()}) == 0
     assert runs[0][1].keys() == runs[1][1].keys()
     assert all(torch.equal(t, runs[1][1][n]) for n, t in runs[0][1].items())
@@ -269,12 +273,12 @@ def test_steps_in_bf16_leave_no_mark_in_the_scales() -> None:
     applied.begin_step(1)
     backward(model, AttentionContext(backend="sdpa"))
     applied.end_step()
-    assert applied.shared.scales.steps == 0
+    assert applied.scales.steps == 0
     applied.use(True)
     applied.begin_step(2)
     backward(model)
     applied.end_step()
-    assert applied.shared.scales.steps == 1 and bool(applied.shared.scales.history[0].any())
+    assert applied.scales.steps == 1 and bool(applied.scales.history[0].any())
 
 
 @pytest.mark.parametrize(
@@ -288,11 +292,11 @@ def test_a_weight_that_is_not_finite_reaches_loss_gradients_or_trouble(name: str
     for step in range(1, 4 if name == "fp8-delayed" else 2):
         applied.begin_step(step)
         backward(model)
-        assert float(applied.trouble()) == 0
+        assert float(applied.scales.trouble()) == 0
         applied.end_step()
     with torch.no_grad():
         model.layers[1].mlp.input.projections[0].weight[3, 4] = value
     applied.begin_step(4)
     loss, gradients = backward(model)
-    seen = [torch.tensor(loss), applied.trouble(), *gradients.values()]
+    seen = [torch.tensor(loss), applied.scales.trouble(), *gradients.values()]
     assert not all(bool(Tensor.isfinite(t).all()) for t in seen)

@@ -10,7 +10,17 @@ from deskside.kernels.attention import AttentionContext, document_positions
 from deskside.model.block import Block
 from deskside.ops.composite import AttentionSublayer
 from deskside.precision.convert import convert, not_covered, restore
-from tests.precision.small import B, T, backward, error_and_slope, everywhere, fresh, make, worst
+from tests.precision.small import (
+    B,
+    T,
+    backward,
+    error_and_slope,
+    everywhere,
+    fresh,
+    make,
+    quantized_layers,
+    worst,
+)
 
 QUANTIZED = [name for name, recipe in RECIPES.items() if recipe.quantized]
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -84,7 +94,7 @@ def test_what_is_recomputed_is_the_same_to_the_bit(name: str, what: str) -> None
     made = []
     for rung in ("none", what):
         applied.recompute(rung)
-        applied.reset_scales()
+        applied.scales.reset()
         for step in (1, 2, 3):
             applied.begin_step(step)
             made.append(backward(model)[1])
@@ -123,7 +133,7 @@ def test_gradient_errors_lie_within_their_band(name: str) -> None:
     model = fresh()
     loss, truth = backward(model)
     applied = convert(model, everywhere(name), fused=True, native=False)
-    assert applied.quantized_layers == (0 if name == "bf16" else 4 * len(model.layers))
+    assert quantized_layers(applied) == (0 if name == "bf16" else 4 * len(model.layers))
     least, most = BANDS.get(name) or BANDS[name.partition("-")[0]]
     for step in (1, 2, 3):
         applied.begin_step(step)
@@ -202,7 +212,7 @@ def test_single_layers_take_what_the_halves_do_not_cover(changes: dict[str, Any]
     model = fresh(**changes)
     truth = {n: t.double() for n, t in backward(model)[1].items()}
     applied = convert(model, everywhere("fp8-tensorwise"), native=False)
-    assert applied.quantized_layers == 4 * len(model.layers)
+    assert quantized_layers(applied) == 4 * len(model.layers)
     applied.begin_step(1)
     error, slope = error_and_slope(backward(model)[1], truth)
     assert BANDS["fp8"][0] < error < BANDS["fp8"][1] and slope == pytest.approx(1, abs=0.01)

@@ -15,8 +15,16 @@ import deskside.data
 from deskside.config.recipes import RECIPES, Operand
 from deskside.ops.linear import Linear
 from deskside.precision.formats import e2m1_decode, pack
-from deskside.precision.hadamard import Along, draw_signs, hadamard, nvidia_signs
-from deskside.precision.nvfp4 import Quantized, check_divisible, check_operand, quantize
+from deskside.precision.nvfp4 import (
+    Along,
+    Quantized,
+    check_divisible,
+    check_operand,
+    draw_signs,
+    hadamard,
+    nvidia_signs,
+    quantize,
+)
 from deskside.utils.errors import UsageError
 from tests.model.tiny import make
 from tests.precision import te_reference

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from deskside.config.recipes import RECIPES
+from deskside.ops.composite import LayerNorm, RMSNorm
 from deskside.ops.linear import Embedding, Linear
-from deskside.ops.norm import LayerNorm, RMSNorm
 from deskside.precision import head
 from deskside.precision.convert import convert, restore
 from deskside.precision.quantized_linear import Shared

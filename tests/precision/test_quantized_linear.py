@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from deskside.config.recipes import RECIPES
+from deskside.config.sections import PrecisionConfig
 from deskside.model.transformer import Transformer
 from deskside.precision.convert import QuantizedModel, convert
 from deskside.precision.quantized_linear import QuantizedLinear
-from tests.precision.small import backward, everywhere, fresh, make, worst
+from tests.precision.small import backward, everywhere, fresh, make, quantized_layers, worst
 
 QUANTIZED = [name for name, recipe in RECIPES.items() if recipe.quantized]
 RECIPES_WITH_COPIES = ["bf16", *QUANTIZED]
@@ -61,7 +62,9 @@ def test_without_the_cache_the_numbers_are_the_same(name: str) -> None:
     found = []
     for cache in (True, False):
         model = fresh(num_hidden_layers=2)
-        applied = convert(model, everywhere(name), fused=True, native=False, cache=cache)
+        applied = convert(
+            model, everywhere(name), PrecisionConfig(weight_cache=cache), fused=True, native=False
+        )
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         for step in (1, 2, 3):
             loss, gradients = run(model, applied, step, 2)
@@ -128,7 +131,8 @@ def test_a_changed_weight_is_seen_in_the_next_step(name: str, change: Callable[[
 
 def uncached(model: Transformer, name: str, step: int) -> tuple[float, dict[str, Tensor]]:
     """The same step by a recipe that has nothing to remember."""
-    return run(model, convert(model, everywhere(name), fused=True, native=False, cache=False), step, 1)
+    options = PrecisionConfig(weight_cache=False)
+    return run(model, convert(model, everywhere(name), options, fused=True, native=False), step, 1)
 
 
 def test_a_version_is_enough_within_a_step() -> None:
@@ -186,7 +190,7 @@ def test_evaluation_leaves_no_copies_behind(name: str, fused: bool) -> None:
 
 def test_a_late_switch_to_bf16_drops_what_is_quantised() -> None:
     model = fresh()
-    applied = convert(model, everywhere("nvfp4"), fused=True, native=False, head=False)
+    applied = convert(model, everywhere("nvfp4"), fused=True, native=False)
     run(model, applied, 1, 1)
     applied.use(False)
     assert not held(applied)
@@ -198,14 +202,14 @@ def test_blocks_kept_in_bf16_have_one_plan_for_both() -> None:
     model = fresh()
     recipe: Any = RECIPES["nvfp4"]  # keeps the first and the last of three
     applied = convert(model, recipe, fused=True, native=False)
-    assert applied.quantized_layers == 4
+    assert quantized_layers(applied) == 4
     run(model, applied, 1, 1)
     assert [plan.plain for plan in held(applied)].count(False) == 4 and len(held(applied)) == 12
 
 
 def test_the_heads_weight_is_converted_once_per_step_too() -> None:
     model, passes = fresh(), 4
-    applied = convert(model, everywhere("fp8-delayed"), fused=True, native=False, head=True)
+    applied = convert(model, everywhere("fp8-delayed"), PrecisionConfig(head="fp8"), fused=True, native=False)
     for step in (1, 2):
         run(model, applied, step, passes)
     weights = 4 * len(model.layers)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from deskside.config.recipes import RECIPES, Operand
-from deskside.precision.hadamard import Along
+from deskside.precision.nvfp4 import Along
 from deskside.precision.quantized_operand import (
     Draws,
     QuantizedOperand,

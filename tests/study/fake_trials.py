@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 
 from deskside.study.execute.trial_process import STOPPED, Order
-from deskside.train.loop.stop import StopSignal
 from deskside.utils.errors import RunError, UsageError
+from deskside.utils.signals import StopSignal
 
 TARGET = "tests.study.fake_trials:act"
 ROOT = Path(__file__).parents[2]

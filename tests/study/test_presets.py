@@ -167,5 +167,5 @@ def test_every_quick_arm_trains_here(name: str, tmp_path: Path) -> None:
 
     study = with_overrides(parse_spec.load(name), {"data": {"path": str(tmp_path / "data")}})
     for arm in expand(study, budget=budget(steps=2)).arms:
-        outcome = training_run.start(arm.config, tmp_path / "runs", arm.id, arm.id, "a test", None)
+        outcome = training_run.start(arm.config, (tmp_path / "runs", arm.id, arm.id), "a test")
         assert (outcome.status, outcome.summary["steps"]) == ("finished", 2), arm.id

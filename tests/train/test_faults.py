@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from deskside.config.run import RunConfig
+from deskside.run.directory import RunDirectory
 from deskside.utils.errors import RunError
 from deskside.utils.files import fingerprint
 from deskside.weights import checkpoint as files
@@ -134,15 +135,15 @@ def broken_off(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("broken")
     config = tiny_run.config(data, schedule={"length": "30 steps"})
     tiny_run.train(folder, config, "straight")
-    original = tiny_run.training_run.MetricsFile.on_step
+    original = RunDirectory.append_metrics
 
-    def on_step(self: object, row: dict[str, object], total: int) -> None:
-        original(self, row, total)  # type: ignore[arg-type]
+    def append_metrics(self: RunDirectory, row: dict[str, object]) -> None:
+        original(self, row)
         if row["step"] == 25:
             raise Stopped
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiny_run.training_run.MetricsFile, "on_step", on_step)
+        patch.setattr(RunDirectory, "append_metrics", append_metrics)
         with pytest.raises(Stopped):
             tiny_run.train(folder, config, "run")
     assert tiny_run.checkpoints(folder / "run") == ["step-000000010", "step-000000020"]

@@ -84,7 +84,7 @@ def poisoned(root: Path, config: tiny_run.RunConfig) -> None:
 
     def forward_backward(stepper: Stepper, batches: Any) -> torch.Tensor:
         total = original(stepper, batches)
-        scales = stepper.precision.shared.scales
+        scales = stepper.precision.scales
         if stepper.world.rank == 1 and stepper.optimizer_step == 7:  # type: ignore[attr-defined]
             scales.amax[3] = float("inf")
         return total

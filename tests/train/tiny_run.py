@@ -96,7 +96,7 @@ class VirtualTime:
 def train(root: Path, config: RunConfig, name: str = "run", **given: Any) -> RunOutcome:
     """A new run in this process."""
     deskside.STARTED = time.perf_counter()
-    return training_run.start(config, root, name, "run", "a test", **given)
+    return training_run.start(config, (root, name, "run"), "a test", **given)
 
 
 def resume(run: Path) -> RunOutcome:

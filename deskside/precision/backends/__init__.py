@@ -5,18 +5,17 @@ float32 weight, which receives the gradient. The rest of the model runs its ordi
 for Deskside's own recipes only. Neither library is imported before it is requested.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call
 
 from deskside.config.recipes import Recipe
 from deskside.ops.linear import Linear
 from deskside.utils.errors import UsageError
-
-_T = TypeVar("_T")
 
 
 class PrecisionBackend(Protocol):
@@ -32,21 +31,30 @@ class PrecisionBackend(Protocol):
 
 
 def load(name: str, recipe: Recipe, device: torch.device) -> PrecisionBackend:
-    """The backend "torchao" or "transformer-engine" for a recipe on a device.
+    """Return the backend "torchao" or "transformer-engine" for one of its recipes (`config.sections.BACKEND_RECIPES`).
 
-    Raises UsageError where the package is missing, has no counterpart of the recipe, or cannot run it on this device.
+    Raises UsageError where the package is missing or cannot run the recipe on this device.
     """
     if name == "torchao":
         from deskside.precision.backends.torchao import Torchao
 
         return Torchao(recipe, device)
-    if name == "transformer-engine":
-        from deskside.precision.backends.transformer_engine import TransformerEngine
+    from deskside.precision.backends.transformer_engine import TransformerEngine
 
-        return TransformerEngine(recipe, device)
-    raise UsageError(
-        f"precision.backend: '{name}' does not exist; use one of deskside, torchao, transformer-engine"
-    )
+    return TransformerEngine(recipe, device)
+
+
+def lent(linear: Linear, layer: nn.Module) -> Callable[[Tensor], Tensor]:
+    """Return x (N, in) -> (N, out) by a library's layer without storage, which is lent the weight of `linear`.
+
+    A closure and not a module, so that the layer that holds it shows no parameters but its own.
+    """
+
+    def call(x: Tensor) -> Tensor:
+        output: Tensor = functional_call(layer, {"weight": linear.weight}, (x,))
+        return output
+
+    return call
 
 
 def not_in_checkpoints(name: str, recipe: Recipe) -> str | None:
@@ -57,16 +65,6 @@ def not_in_checkpoints(name: str, recipe: Recipe) -> str | None:
         return "the state of its random numbers"
     delayed = any(o.scaling == "delayed" for p in recipe.products for o in (p.left, p.right))
     return "the history of its scales" if delayed else None
-
-
-def counterpart(backend: str, known: Mapping[str, _T], recipe: Recipe) -> _T:
-    """Return a library's counterpart of a recipe. Raises UsageError naming the recipes that it has."""
-    if recipe.name not in known:
-        raise UsageError(
-            f"precision.backend: {backend} has no recipe {recipe.name}; use one of {', '.join(known)}, or backend "
-            f"deskside"
-        )
-    return known[recipe.name]
 
 
 def missing(backend: str, extra: str, why: object) -> UsageError:

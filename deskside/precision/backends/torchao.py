@@ -12,52 +12,35 @@ In a model that computes in BF16 its weight gradients leave the product in BF16,
 import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from deskside.config.recipes import Recipe
 from deskside.ops.linear import Linear
-from deskside.precision.backends import counterpart, missing
+from deskside.precision.backends import lent, missing
 
 RECIPES = {"fp8-tensorwise": "tensorwise", "fp8-rowwise": "rowwise"}
 
 
 class Torchao:
-    """Raises UsageError when torchao is missing or has no counterpart of the recipe. On a CPU it emulates."""
+    """Raises UsageError when torchao is missing. On a CPU it emulates."""
 
     def __init__(self, recipe: Recipe, device: torch.device):
-        name = counterpart("torchao", RECIPES, recipe)
         try:
             self._float8: Any = import_module("torchao.float8")
         except ImportError as error:
             raise missing("torchao", "torchao", error) from None
-        config = self._float8.Float8LinearConfig.from_recipe_name(name)
+        config = self._float8.Float8LinearConfig.from_recipe_name(RECIPES[recipe.name])
         # torch's own scaled product is a plain loop on a CPU.
         self._config = replace(config, emulate=device.type != "cuda")
 
     def execution(self, linear: Linear) -> Callable[[Tensor], Tensor]:
-        """See `Backend`."""
         shape = nn.Linear(linear.in_features, linear.out_features, bias=False, device="meta")
-        return _Execution(linear, self._float8.convert_to_float8_training(shape, config=self._config))
+        return lent(linear, self._float8.convert_to_float8_training(shape, config=self._config))
 
     def region(self) -> AbstractContextManager[None]:
-        """torchao keeps no state between passes."""
-        return contextlib.nullcontext()
-
-
-@dataclass(frozen=True, eq=False)
-class _Execution:
-    """Not a module, so that the layer that holds it shows no parameters but its own."""
-
-    linear: Linear
-    layer: nn.Module
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x (N, in) -> (N, out) in x's dtype."""
-        output: Tensor = functional_call(self.layer, {"weight": self.linear.weight}, (x,))
-        return output
+        return contextlib.nullcontext()  # it keeps no state between passes

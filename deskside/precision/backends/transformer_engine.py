@@ -15,48 +15,40 @@ steps that settle its micro-batch, before the first real one.
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.func import functional_call
+from torch import Tensor
 
 from deskside.config.recipes import Recipe
 from deskside.ops.linear import Linear
-from deskside.precision.backends import counterpart, missing
+from deskside.precision.backends import lent, missing
 from deskside.utils.errors import UsageError
 
 NAME = "transformer-engine"
 NVFP4_MULTIPLE = 32  # what its NVFP4 products sum over, in both sizes of a weight
 
 
-def _delayed(recipes: Any, recipe: Recipe) -> Any:
-    return recipes.DelayedScaling(
+# The counterparts of our recipes, from transformer_engine.common.recipe.
+RECIPES: dict[str, Callable[[Any, Recipe], Any]] = {
+    "fp8-delayed": lambda recipes, recipe: recipes.DelayedScaling(
         fp8_format=recipes.Format.HYBRID, amax_history_len=recipe.amax_history, amax_compute_algo="max"
-    )
-
-
-def _current(recipes: Any, recipe: Recipe) -> Any:
-    return recipes.Float8CurrentScaling(fp8_format=recipes.Format.HYBRID, use_power_2_scales=False)
-
-
-def _nvfp4(recipes: Any, recipe: Recipe) -> Any:
+    ),
+    "fp8-tensorwise": lambda recipes, recipe: recipes.Float8CurrentScaling(
+        fp8_format=recipes.Format.HYBRID, use_power_2_scales=False
+    ),
     # Said explicitly, for the defaults come from the environment and a recipe's name must mean one thing.
-    return recipes.NVFP4BlockScaling(
+    "nvfp4": lambda recipes, recipe: recipes.NVFP4BlockScaling(
         disable_rht=False, disable_stochastic_rounding=False, disable_2d_quantization=False
-    )
-
-
-RECIPES = {"fp8-delayed": _delayed, "fp8-tensorwise": _current, "nvfp4": _nvfp4}
+    ),
+}
 
 
 class TransformerEngine:
-    """Raises UsageError when the package is missing, has no counterpart of the recipe, or refuses this card."""
+    """Raises UsageError when the package is missing or refuses this card."""
 
     def __init__(self, recipe: Recipe, device: torch.device):
-        build = counterpart(NAME, RECIPES, recipe)
         try:
             self._te: Any = import_module("transformer_engine.pytorch")
             recipes = import_module("transformer_engine.common.recipe")
@@ -71,11 +63,10 @@ class TransformerEngine:
             raise UsageError(
                 f"precision.backend: {NAME} cannot run {recipe.name} on this card ({reason}); use backend deskside"
             )
-        self._recipe = build(recipes, recipe)
+        self._recipe = RECIPES[recipe.name](recipes, recipe)
         self._inside = False
 
     def execution(self, linear: Linear) -> Callable[[Tensor], Tensor]:
-        """See `Backend`."""
         sizes = {"in": linear.in_features, "out": linear.out_features}
         for side, size in sizes.items():
             if self._fp4 and size % NVFP4_MULTIPLE:
@@ -87,7 +78,13 @@ class TransformerEngine:
         layer = self._te.Linear(
             linear.in_features, linear.out_features, bias=False, params_dtype=torch.float32, device="meta"
         )
-        return _Execution(self, linear, layer)
+        product = lent(linear, layer)
+
+        def call(x: Tensor) -> Tensor:
+            with self.region(), torch.autocast(x.device.type, dtype=x.dtype):
+                return product(x)
+
+        return call
 
     @contextlib.contextmanager
     def region(self) -> Iterator[None]:
@@ -101,18 +98,3 @@ class TransformerEngine:
                 yield
         finally:
             self._inside = False
-
-
-@dataclass(frozen=True, eq=False)
-class _Execution:
-    """Not a module, so that the layer that holds it shows no parameters but its own."""
-
-    backend: TransformerEngine
-    linear: Linear
-    layer: nn.Module
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x (N, in) -> (N, out) in x's dtype."""
-        with self.backend.region(), torch.autocast(x.device.type, dtype=x.dtype):
-            output: Tensor = functional_call(self.layer, {"weight": self.linear.weight}, (x,))
-        return output

@@ -26,9 +26,9 @@ from deskside.study.execute.study_progress import RemainingTime, Screen
 from deskside.study.execute.trial_process import FULL, STOPPED, Child, Ended, Order, read_answer
 from deskside.study.results import Results
 from deskside.study.spec.expand import PlannedArm
-from deskside.train.loop.stop import StopSignal
 from deskside.train.prepare.preflight import check_start
 from deskside.utils.errors import RunError, UsageError
+from deskside.utils.signals import StopSignal
 
 TARGET = "deskside.study.execute.trial_process:train"
 POLL = 0.1  # seconds

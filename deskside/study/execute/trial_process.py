@@ -199,9 +199,7 @@ def train(order: Order) -> tuple[str, str]:
     if order.resume:
         outcome = training_run.resume(run)
     else:
-        outcome = training_run.start(
-            config, run.parent, None, run.name, order.command, into=RunDirectory(run)
-        )
+        outcome = training_run.start(config, RunDirectory(run), order.command)
     if outcome.status != "finished":
         return STOPPED, f"stopped by {outcome.status}"
     bpb = outcome.summary["val_bpb"]

@@ -1,8 +1,8 @@
 """Callbacks and loggers: everything that observes the steps of a run.
 
-A `StepLogger` receives every step's row of metrics. A `Callback` is also told when training begins, may request a stop,
-and can reserve time for work after the run; `deskside go` follows its run with one. `RunLog` bundles a run's loggers
-and its events file. Only rank 0 has loggers.
+A `Callback` receives every step's row of metrics, is told when training begins, may request a stop, and can reserve
+time for work after the run; `deskside go` follows its run with one. `RunLog` bundles a run's callbacks with its files
+of metrics and events. Only rank 0 has callbacks.
 """
 
 import importlib
@@ -11,26 +11,19 @@ import sys
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from deskside.config.sections import TrackConfig
 from deskside.run.directory import RunDirectory
-from deskside.train.loop.stop import StopSignal
 from deskside.train.objective import RowDataset
-from deskside.train.prepare.time_budget import REPORT_SECONDS, REPORT_SHARE
+from deskside.train.prepare.preflight import REPORT_SECONDS, REPORT_SHARE
 from deskside.utils.errors import UsageError
+from deskside.utils.signals import StopSignal
 
 LINE_SECONDS = 10.0  # between plain lines, where there is no terminal to draw a bar on
-
-
-class StepLogger(Protocol):
-    """Receives the row of metrics of each step."""
-
-    def on_step(self, row: dict[str, Any], total_steps: int) -> None: ...
-    def close(self) -> None: ...
 
 
 class Callback:
@@ -73,7 +66,7 @@ class RunLog:
 
     def __init__(self, run: RunDirectory, active: bool = True):
         self.run, self.active = run, active
-        self.loggers: Sequence[StepLogger] = ()
+        self.loggers: Sequence[Callback] = ()
 
     def event(self, text: str) -> None:
         """Write a line to the events file."""
@@ -87,7 +80,9 @@ class RunLog:
             Terminal.say(text)
 
     def step(self, row: dict[str, Any], total_steps: int) -> None:
-        """Pass a step's metrics to all loggers."""
+        """Append a step's metrics to metrics.jsonl and pass them to all loggers."""
+        if self.active:
+            self.run.append_metrics(row)
         for logger in self.loggers:
             logger.on_step(row, total_steps)
 
@@ -96,20 +91,7 @@ class RunLog:
             logger.close()
 
 
-class MetricsFile:
-    """Writes one JSON object per step to metrics.jsonl. Evaluation results are in the rows of their steps."""
-
-    def __init__(self, run: RunDirectory):
-        self.run = run
-
-    def on_step(self, row: dict[str, Any], total_steps: int) -> None:
-        self.run.append_metrics(row)
-
-    def close(self) -> None:
-        pass
-
-
-class Terminal:
+class Terminal(Callback):
     """A progress bar with loss, speed and time left, or plain lines if standard error is not a terminal."""
 
     def __init__(self, first_step: int, total_steps: int):
@@ -164,7 +146,7 @@ class Terminal:
         Console(stderr=True, highlight=False).print(text, markup=False, soft_wrap=True)
 
 
-class TensorBoard:
+class TensorBoard(Callback):
     """Writes TensorBoard events to the run directory."""
 
     def __init__(self, run: RunDirectory):
@@ -180,7 +162,7 @@ class TensorBoard:
         self._writer.close()
 
 
-class Tracker:
+class Tracker(Callback):
     """Logs to Weights & Biases or trackio, which share one interface."""
 
     def __init__(self, package: str, project: str, run: RunDirectory, config: dict[str, Any]):

@@ -168,7 +168,7 @@ class Clock:
 class Position:
     """Position in a run, in the three units of a duration."""
 
-    step: int
+    steps: int
     tokens: int
     seconds: float
 
@@ -184,10 +184,7 @@ class Every:
         """Return whether a boundary was crossed since the last time this returned True."""
         if self.every is None:
             return False
-        amount = {"steps": now.step, "tokens": now.tokens, "seconds": now.seconds}[self.every.unit]
-        before = {"steps": self._last.step, "tokens": self._last.tokens, "seconds": self._last.seconds}[
-            self.every.unit
-        ]
+        amount, before = getattr(now, self.every.unit), getattr(self._last, self.every.unit)
         if self.every.unit == "seconds":
             reached = amount - before >= self.every.value
         else:

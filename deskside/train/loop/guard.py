@@ -6,10 +6,10 @@ recent steps. It excludes the newest step, which the host has not read yet when 
 therefore does not depend on host timing, and a resumed run skips exactly the same steps.
 """
 
+import math
 import statistics
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,15 +23,6 @@ MINIMUM_HISTORY = 16  # norms needed before a spike can be detected
 
 class Diverged(RunError):
     """The run was stopped because rolling back to a checkpoint no longer helped."""
-
-
-@dataclass(frozen=True)
-class StepCheck:
-    """Result of checking one step."""
-
-    skipped: bool
-    reason: str | None
-    too_many: bool
 
 
 class Guard:
@@ -57,21 +48,22 @@ class Guard:
         good = loss * 0 + norm.abs() <= limit
         return 1 - good.to(torch.float32)
 
-    def record(self, step: int, loss: float, norm: float, skipped: bool) -> StepCheck:
-        """Record a finished step and return its `StepCheck`."""
+    @property
+    def too_many(self) -> bool:
+        """True if so many steps in a row were skipped that the run has to go back."""
+        return self._in_a_row >= self.config.max_skips
+
+    def record(self, step: int, loss: float, norm: float, skipped: bool) -> str | None:
+        """Record a finished step. Return why it was skipped, or None."""
         if not skipped:
             self._norms.append((step, norm))
             self._in_a_row = 0
-            return StepCheck(False, None, False)
+            return None
         self._in_a_row += 1
-        finite = loss == loss and norm == norm and abs(loss) != float("inf") and norm != float("inf")
-        reason = (
-            f"gradient norm {norm:.3g} is above {self.limit(step):.3g}, {self.config.spike_factor:g} times the recent "
-            f"median"
-            if finite
-            else f"loss {loss} or gradient norm {norm} is not finite"
-        )
-        return StepCheck(True, reason, self._in_a_row >= self.config.max_skips)
+        if not (math.isfinite(loss) and norm < math.inf):
+            return f"loss {loss} or gradient norm {norm} is not finite"
+        limit, factor = self.limit(step), self.config.spike_factor
+        return f"gradient norm {norm:.3g} is above {limit:.3g}, {factor:g} times the recent median"
 
     def state(self) -> dict[str, Any]:
         return {"norms": [list(entry) for entry in self._norms], "in_a_row": self._in_a_row}

@@ -1,5 +1,6 @@
 """One optimizer step: micro-batches -> loss -> backward -> finite check -> update. Never synchronizes with the GPU."""
 
+import time
 from collections.abc import Sequence
 
 import torch
@@ -9,11 +10,38 @@ from deskside.data.reading.loader import Batch
 from deskside.kernels.attention import AttentionContext
 from deskside.model.block import Block
 from deskside.optim.build import Optimizer
-from deskside.train.loop.device_timer import DeviceEvent
-from deskside.train.objective import Loss
+from deskside.train.objective import Loss, TrainContext
 from deskside.train.parallel import set_last_micro_batch, sum_gradients
-from deskside.train.train_context import TrainContext
 from deskside.utils.errors import RunError
+
+
+class DeviceEvent:
+    """A timestamp in stream order: a CUDA event on a GPU, ``time.perf_counter()`` on a CPU.
+
+    The host runs ahead of the GPU, so a host timer measures when results are read, not when work ran.
+    """
+
+    def __init__(self, device: torch.device):
+        self._event: torch.cuda.Event | None = None
+        self._host = 0.0
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record()
+        else:  # CPU work has finished when the call that did it returns
+            self._host = time.perf_counter()
+
+    def synchronize(self) -> None:
+        """Block until all work recorded before this event has finished."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def seconds_since(self, start: "DeviceEvent") -> float:
+        """Return the seconds between `start` and this event. Blocks until this event has completed."""
+        if self._event is None:
+            return self._host - start._host
+        assert start._event is not None
+        self._event.synchronize()
+        return float(start._event.elapsed_time(self._event)) / 1e3
 
 
 class StepMetrics:
@@ -93,8 +121,8 @@ class Stepper:
         sum_gradients(self.parameters, self.world)
         self.world.summed(sums)
         total = sums[0]
-        self.precision.agree(self.world.largest)
-        norm = self.optimizer.clip_and_norm(self.grad_clip) + self.precision.trouble()
+        self.precision.scales.agree(self.world.largest)
+        norm = self.optimizer.clip_and_norm(self.grad_clip) + self.precision.scales.trouble()
         skip = torch.ones_like(total) if dry else self.guard.skip(total, norm, step)
         self.optimizer.step(skip)
         self.optimizer.zero_grad()

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from deskside.budget.shape import flops_per_token
 from deskside.data.reading.loader import Batch
 from deskside.optim.lr_schedule import lr_factor
 from deskside.train.loop.callbacks import RunLog
@@ -25,28 +26,14 @@ from deskside.train.loop.clock import (
     remaining_steps,
     should_revise,
 )
-from deskside.train.loop.device_timer import DeviceEvent
 from deskside.train.loop.guard import Diverged
-from deskside.train.loop.step import StepMetrics, Stepper
-from deskside.train.loop.stop import StopSignal
-from deskside.train.objective import Batches, Feed, RowDataset
+from deskside.train.loop.step import DeviceEvent, StepMetrics, Stepper
+from deskside.train.objective import Batches, Feed
+from deskside.train.prepare.batch_size_finder import StageWork
+from deskside.utils.signals import StopSignal
 
 RECENT_STEPS = 20  # step times that the throughput estimate uses
 MEASURED_STEPS = 5  # steps before measured times replace the estimate from the dry step
-
-
-@dataclass
-class StageWork:
-    """One stage of the run: its rows, its batch, and the step time in seconds that the dry step measured."""
-
-    until: float
-    sequence_length: int
-    tokens_per_step: int
-    micro_rows: int
-    window: int | None
-    dataset: RowDataset
-    dry_seconds: float
-    flops_per_token: float
 
 
 @dataclass
@@ -118,6 +105,7 @@ class Trainer:
         self.plan, self.clock, self.progress = length.plan, length.clock, progress
         self.checkpointer, self.log = checkpointer, log
         self.evaluate, self.complete_row = evaluate, complete_row
+        self._flops = [flops_per_token(self.config.model, stage.sequence_length) for stage in stages]
         self._start_intervals()
         self.recent: deque[float] = deque(maxlen=RECENT_STEPS)
         self.timed_seconds, self.timed_tokens, self.timed_flops, self.paused_seconds = 0.0, 0, 0.0, 0.0
@@ -176,7 +164,9 @@ class Trainer:
         done = self.plan.done(step)
         if not (must_stop or evaluate or save or done):
             return False
-        row = self._finish_pending()
+        assert self._pending is not None
+        pending, self._pending = self._pending, None
+        row = self._read(pending)
         paused = time.perf_counter()
         self.clock.stop()
         if evaluate and not done:
@@ -249,7 +239,7 @@ class Trainer:
         """Wait for a step's metrics and complete its row. Raises TooManySkips."""
         row = step.row
         loss, norm, skipped = step.metrics.read()
-        check = self.stepper.guard.record(row["step"], loss, norm, skipped)
+        why_skipped = self.stepper.guard.record(row["step"], loss, norm, skipped)
         tokens_per_second = flops_per_second = None
         if self._last_end is not None:
             seconds = step.metrics.end.seconds_since(self._last_end)
@@ -257,25 +247,19 @@ class Trainer:
             if step.stage == self._stage:  # the first step of a new stage may be pending already
                 self.recent.append(seconds)
             tokens_per_second = stage.tokens_per_step / seconds
-            flops_per_second = tokens_per_second * stage.flops_per_token
+            flops_per_second = tokens_per_second * self._flops[step.stage]
             self.timed_seconds += seconds
             self.timed_tokens += stage.tokens_per_step
-            self.timed_flops += stage.tokens_per_step * stage.flops_per_token
+            self.timed_flops += stage.tokens_per_step * self._flops[step.stage]
         self._last_end = step.metrics.end
-        if check.skipped:
-            self.log.event(f"step {row['step']} skipped: {check.reason}")
-        if check.too_many:
+        if skipped:
+            self.log.event(f"step {row['step']} skipped: {why_skipped}")
+        if self.stepper.guard.too_many:
             raise TooManySkips(f"{self.config.guard.max_skips} steps in a row had to be skipped")
         row |= {"seconds": self.clock.seconds(), "loss": loss, "grad_norm": norm}
-        row |= {"skipped": check.skipped, "tokens_per_second": tokens_per_second}
+        row |= {"skipped": skipped, "tokens_per_second": tokens_per_second}
         row |= self.stepper.objective.row(step.metrics.extra(), step.metrics.count)
         return self.complete_row(row, flops_per_second)
-
-    def _finish_pending(self) -> dict[str, Any]:
-        """Wait for the pending step and return its row, which is not logged yet."""
-        assert self._pending is not None
-        pending, self._pending = self._pending, None
-        return self._read(pending)
 
     def _log(self, row: dict[str, Any]) -> None:
         self.log.step(row, self.plan.total_steps(row["step"]))
@@ -307,7 +291,10 @@ class Trainer:
         if self.clock.kind == "wall" and self.timed_seconds:
             left *= self.timed_seconds / (self.timed_seconds + self.paused_seconds)
         progress, planned = self.plan.progress(step), self.plan.total_steps(step) - step
-        estimate = remaining_steps(left, progress, [s.until for s in self.stages], self._stage_seconds())
+        # Dry-step times of all stages, scaled by this stage's measured time.
+        factor = self._step_seconds() / self.stages[self._stage].dry_seconds
+        stage_seconds = [stage.dry_seconds * factor for stage in self.stages]
+        estimate = remaining_steps(left, progress, [s.until for s in self.stages], stage_seconds)
         # The limit is hard: even if much time was lost at once, the decay may exceed it by OVERRUN only.
         floor = min(decay_steps(step, progress), int(OVERRUN * limit / self._step_seconds()))
         if estimate < floor:
@@ -330,11 +317,6 @@ class Trainer:
         if not self._is_measured():
             return self.stages[self._stage].dry_seconds
         return statistics.median(self.recent)
-
-    def _stage_seconds(self) -> list[float]:
-        """Return the seconds per step of every stage: dry-step times, scaled by this stage's measured time."""
-        factor = self._step_seconds() / self.stages[self._stage].dry_seconds
-        return [stage.dry_seconds * factor for stage in self.stages]
 
     def _start_intervals(self) -> None:
         start = self.position()

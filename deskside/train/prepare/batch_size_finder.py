@@ -1,46 +1,125 @@
 """Find the largest micro-batch that fits in memory.
 
-Each candidate runs a dry step on the worst-case batch. The dry step also compiles the model and gives the first
-estimate of the step time. If it runs out of memory, the micro-batch is halved and gradient accumulation doubled, so the
-effective batch size never changes. The result is recorded in plan.json, and a resumed run does not search again.
+Each candidate runs a dry step: a whole step, with optimizer state, on a batch in which every position counts. It runs
+two passes if the step has several, because the gradients of the first are in memory during the second. The dry step
+also compiles the model and gives the first estimate of the step time. If it runs out of memory, the next smaller
+divisor of the rows is tried with more gradient accumulation, so the effective batch size never changes. The result is
+recorded in plan.json, and a resumed run does not search again.
 """
 
 import contextlib
+import gc
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
 from deskside.config.run import RunConfig
-from deskside.config.schedule import Stage
 from deskside.train import environment_record
 from deskside.train.loop.step import Stepper
-from deskside.train.prepare.dry_step import (
-    CPU_MICRO_TOKENS,
-    MicroBatch,
-    RowShape,
-    candidates,
-    find_micro_batch,
-    free_failed_attempt,
-    rows_per_rank,
-)
-from deskside.train.prepare.time_budget import DRY_SHARE, UNLIMITED, TimeBudget
+from deskside.train.objective import RowDataset
+from deskside.train.parallel import World
+from deskside.train.prepare.preflight import DRY_SHARE, UNLIMITED, TimeBudget
+from deskside.utils.errors import RunError, UsageError
 
+CPU_MICRO_TOKENS = 8192  # a CPU has no memory limit to find, and larger batches only leave its caches
 TIMED_DRY_STEPS = 2
 BATCHING = 4  # largest speed-up of a row from being computed in a batch
 MAX_OVERCOMMIT = 1.3  # skip candidates predicted to need more than this multiple of the free memory
 
 
-class StageRows(Protocol):
-    """A stage and the rows of its steps. `setup.StagePlan` is one."""
+@dataclass
+class StageWork:
+    """One stage of the run: its rows and its batch, and what the dry steps found: rows per pass, seconds per step."""
 
-    @property
-    def stage(self) -> Stage: ...
-    @property
-    def tokens_per_step(self) -> int: ...
-    @property
-    def dataset(self) -> RowShape: ...
+    until: float
+    sequence_length: int
+    window: int | None
+    tokens_per_step: int
+    dataset: RowDataset
+    micro_rows: int = 0
+    dry_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Rows per forward pass on one process, gradient accumulation steps, and the attempts that led to them."""
+
+    micro_rows: int
+    accumulation: int
+    attempts: tuple[dict[str, Any], ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def candidates(rows: int, largest: int) -> list[int]:
+    """Return divisors of `rows` up to `largest`, descending, each at most half of the previous one."""
+    divisors = [n for n in range(min(rows, max(1, largest)), 0, -1) if rows % n == 0]
+    chosen: list[int] = []
+    for n in divisors:
+        if not chosen or 2 * n <= chosen[-1] or n == 1:
+            chosen.append(n)
+    return chosen
+
+
+def rows_per_rank(tokens: int, sequence_length: int, world: World) -> int:
+    """Return the rows of one optimizer step on one process. Raises UsageError if they cannot be divided evenly."""
+    rows = tokens // sequence_length
+    if rows % world.size:
+        raise UsageError(
+            f"batch.tokens: {tokens} is {rows} rows, which {world.size} processes cannot share evenly; "
+            f"use a multiple of {world.size * sequence_length}"
+        )
+    return rows // world.size
+
+
+def find_micro_batch(
+    dry_step: Callable[[int], float],
+    rows: int,
+    largest: int,
+    log: Callable[[str], None],
+    free_memory: Callable[[], None],
+) -> MicroBatch:
+    """Run `dry_step(micro_rows)`, which returns seconds, with fewer and fewer rows until it fits in memory.
+
+    If one process runs out of memory, `dry_step` raises torch.OutOfMemoryError on all of them; `free_memory` then frees
+    what the attempt left. Raises RunError if a single row does not fit.
+    """
+    attempts: list[dict[str, Any]] = []
+    for micro_rows in candidates(rows, largest):
+        try:
+            seconds = dry_step(micro_rows)
+        except torch.OutOfMemoryError as error:
+            reason = str(error).split(".")[0]
+            error.__traceback__ = None  # it references the frames, and so the tensors, of the failed step
+        else:
+            attempts.append({"micro_rows": micro_rows, "fits": True, "seconds": seconds})
+            return MicroBatch(micro_rows, rows // micro_rows, tuple(attempts))
+        attempts.append({"micro_rows": micro_rows, "fits": False, "seconds": None})
+        free_memory()
+        if micro_rows > 1:
+            log(
+                f"{micro_rows} rows do not fit ({reason}): trying fewer per pass and more passes; "
+                f"the batch stays the same"
+            )
+    raise RunError(
+        "out of memory with a single row: use a smaller model, a shorter --batch.sequence_length, "
+        "--compute.activation_checkpointing block or a smaller --compute.loss_chunk_tokens"
+    )
+
+
+def free_failed_attempt(device: torch.device) -> None:
+    """Free the memory of a failed attempt, including the code compiled for its shape."""
+    gc.collect()
+    # Importing it takes seconds, and nothing was compiled before it is imported.
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 class BatchSizeFinder:
@@ -65,9 +144,9 @@ class BatchSizeFinder:
         self.world = stepper.world
 
     def find(
-        self, stages: Sequence[StageRows], recorded: Sequence[dict[str, Any]] | None = None
-    ) -> tuple[list[MicroBatch], list[float]]:
-        """Return the micro-batch and the measured step time (seconds) of each stage.
+        self, stages: Sequence[StageWork], recorded: Sequence[dict[str, Any]] | None = None
+    ) -> list[MicroBatch]:
+        """Return the micro-batch of each stage. Sets the stages' `micro_rows` and `dry_seconds`.
 
         `recorded` holds the result of an earlier run. It is reused if it still divides this run's rows, because a
         resumed run must compute the same sums.
@@ -75,22 +154,23 @@ class BatchSizeFinder:
         self.stepper.optimizer.create_state()  # so that its memory is in use during the search
         self.stepper.optimizer.set_progress(0.0, 0.0, 0)
         self.stepper.precision.use(True)
-        found, seconds = [], []
-        for index, plan in enumerate(stages):
-            rows = rows_per_rank(plan.tokens_per_step, plan.stage.sequence_length, self.world)
-            self.stepper.set_window(plan.stage.window)
+        found = []
+        for index, stage in enumerate(stages):
+            rows = rows_per_rank(stage.tokens_per_step, stage.sequence_length, self.world)
+            self.stepper.set_window(stage.window)
             if not recorded:
-                self.check_step_time(plan, rows)
-            found.append(self.find_for_stage(plan, rows, recorded[index] if recorded else None))
+                self.check_step_time(stage, rows)
+            found.append(self.find_for_stage(stage, rows, recorded[index] if recorded else None))
+            stage.micro_rows = found[-1].micro_rows
             if self.uses_bf16_steps and self.objective_reserved_bytes():
                 # `reserve_memory` emptied torch's cache. This step fills it again, before free memory is measured.
                 with self.stepper.precision.high_precision():
-                    self.dry_step(found[-1].micro_rows, plan.dataset, rows)
-            seconds.append(self.step_seconds(plan, rows, found[-1]))
-        self.stepper.precision.reset_scales()  # the dry steps did not see the run's data
-        return found, seconds
+                    self.dry_step(stage.micro_rows, stage.dataset, rows)
+            stage.dry_seconds = self.step_seconds(stage, rows, found[-1])
+        self.stepper.precision.scales.reset()  # the dry steps did not see the run's data
+        return found
 
-    def step_seconds(self, plan: StageRows, rows: int, found: MicroBatch) -> float:
+    def step_seconds(self, stage: StageWork, rows: int, found: MicroBatch) -> float:
         """Return the seconds of a step: the faster of up to two dry steps, else the estimate from the search.
 
         A run whose length is given in time takes only the dry steps that its budget allows. The first step on a GPU
@@ -103,10 +183,10 @@ class BatchSizeFinder:
         affordable = int(min(TIMED_DRY_STEPS, self.budget.share(DRY_SHARE) / max(1e-9, estimate)))
         fewest = 0 if self.world.device.type == "cpu" and fitted else 1
         steps = max(fewest, int(self.world.agreed([affordable])[0]))
-        times = [self.dry_step(found.micro_rows, plan.dataset, rows) for _ in range(steps)]
+        times = [self.dry_step(found.micro_rows, stage.dataset, rows) for _ in range(steps)]
         return min(times, default=estimate)
 
-    def check_step_time(self, plan: StageRows, rows: int) -> None:
+    def check_step_time(self, stage: StageWork, rows: int) -> None:
         """Raise UsageError early if a single step takes longer than the whole run may.
 
         One row is timed alone; larger batches are faster per row, but by less than `BATCHING` times. GPUs are not
@@ -114,10 +194,10 @@ class BatchSizeFinder:
         """
         if self.budget.limit is None or self.world.device.type != "cpu":
             return
-        took = self.dry_step(1, plan.dataset, 1)
+        took = self.dry_step(1, stage.dataset, 1)
         if not self.world.agreed([float(rows * took / BATCHING > self.budget.left())])[0]:
             return
-        took = min(took, self.dry_step(1, plan.dataset, 1))  # the first one allocates
+        took = min(took, self.dry_step(1, stage.dataset, 1))  # the first one allocates
         if self.world.agreed([float(rows * took / BATCHING > self.budget.left())])[0]:
             why = f"one row takes {took:.1f} s, and a step has {rows} rows"
             raise self.budget.too_short(why, rows * took / 2)
@@ -128,15 +208,15 @@ class BatchSizeFinder:
         formats = self.stepper.formats
         return formats.warmup_steps > 0 or formats.bf16_from is not None
 
-    def find_for_stage(self, plan: StageRows, rows: int, recorded: dict[str, Any] | None) -> MicroBatch:
+    def find_for_stage(self, stage: StageWork, rows: int, recorded: dict[str, Any] | None) -> MicroBatch:
         """Return the micro-batch of one stage with `rows` rows per step on this process."""
 
         def dry(micro_rows: int) -> float:
             if self.uses_bf16_steps:
                 # BF16 steps keep more bytes for the backward pass than FP8 steps, and have to fit as well.
                 with self.stepper.precision.high_precision():
-                    self.dry_step(micro_rows, plan.dataset, min(rows, 2 * micro_rows))
-            return self.dry_step(micro_rows, plan.dataset, min(rows, 2 * micro_rows))
+                    self.dry_step(micro_rows, stage.dataset, min(rows, 2 * micro_rows))
+            return self.dry_step(micro_rows, stage.dataset, min(rows, 2 * micro_rows))
 
         # With another number of processes than before, the rows divide differently.
         if recorded and recorded["micro_rows"] * recorded["accumulation"] == rows:
@@ -148,7 +228,7 @@ class BatchSizeFinder:
             with self.reserve_memory():
                 return dry(micro_rows)
 
-        first, device = self.first_candidate(plan, rows), self.world.device
+        first, device = self.first_candidate(stage, rows), self.world.device
         return find_micro_batch(dry_with_reserve, rows, first, self.log, lambda: free_failed_attempt(device))
 
     @contextlib.contextmanager
@@ -176,7 +256,7 @@ class BatchSizeFinder:
             return 0
         return self.stepper.objective.keeps_bytes(self.config, self.stepper.model)
 
-    def dry_step(self, micro_rows: int, dataset: RowShape, rows: int) -> float:
+    def dry_step(self, micro_rows: int, dataset: RowDataset, rows: int) -> float:
         """Run a step of `rows` rows that changes no weight; return its seconds. Raises torch.OutOfMemoryError."""
         passes = rows // micro_rows
         masked, device = self.config.data.document_mask, self.world.device
@@ -190,9 +270,9 @@ class BatchSizeFinder:
             raise
         return time.perf_counter() - began
 
-    def first_candidate(self, plan: StageRows, rows: int) -> int:
+    def first_candidate(self, stage: StageWork, rows: int) -> int:
         """Return the rows to try first: as configured, else predicted to fit (GPU), else cache-sized (CPU)."""
-        length = plan.stage.sequence_length
+        length = stage.sequence_length
         if self.config.batch.micro_tokens != "auto":
             return self.config.batch.micro_tokens // length
         if self.world.device.type == "cpu":

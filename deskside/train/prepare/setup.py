@@ -1,5 +1,6 @@
 """Build a model that is ready to train on this machine: data, precision, compilation, sharding."""
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import wraps
@@ -12,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from deskside.config.recipes import recipe_named
 from deskside.config.run import RunConfig
-from deskside.config.schedule import Stage
+from deskside.config.sections import AdapterConfig
 from deskside.data.corpus.heldout import warnings
 from deskside.data.corpus.prepare import prepare
 from deskside.data.reading.shards import read_index
@@ -21,15 +22,18 @@ from deskside.model.transformer import Transformer
 from deskside.ops.composite import AttentionSublayer, MLPSublayer
 from deskside.precision.backends import not_in_checkpoints
 from deskside.precision.convert import QuantizedModel, convert, not_covered
+from deskside.precision.frozen import stored_bytes
 from deskside.precision.hardware_caps import NONE, HardwareCaps, hardware_caps
-from deskside.precision.selfcheck import check, check_head
+from deskside.precision.lora import trained_parameters
+from deskside.precision.selfcheck import CheckResult, check, check_head
 from deskside.train import parallel
-from deskside.train.objective import Objective, RowDataset
+from deskside.train.objective import Objective
 from deskside.train.parallel import World
+from deskside.train.prepare.batch_size_finder import StageWork
 from deskside.train.prepare.check_step import check_block
-from deskside.train.state import lora_run
 from deskside.train.state.init_weights import InitialWeights
 from deskside.utils.errors import RunError, UsageError
+from deskside.weights import frozen_base
 from deskside.weights.checkpoint_files import load_weights
 
 Say = Callable[[str], None]
@@ -77,8 +81,7 @@ def choose_recipe(
         raise UsageError(f"precision.name: {wanted} fails its self-check here: {result.reason}; use another")
     wanted = recipe_named(wanted).name
     if recipe_named(wanted).quantized and not result.native:
-        why = f" ({result.reason.removeprefix('emulated: ')})" if result.reason else ""
-        say(f"{wanted} is emulated on this device{why}: right numbers, at no more than BF16's speed")
+        _say_emulated(wanted, result, say)
     if kept := not_in_checkpoints(config.backend, recipe_named(wanted)):
         say(f"{config.backend} keeps {kept} to itself: a resumed run is not the same to the last bit")
     facts = {"chosen": wanted, "asked": name, "errors": dict(result.errors), "native": result.native}
@@ -110,11 +113,15 @@ def _check_head(device: torch.device, way: bool | None, layers: bool, say: Say) 
     if not head.ok:
         raise UsageError(f"precision.head: fp8 fails its self-check here: {head.reason}; use bf16")
     if not head.native:
-        why = f" ({head.reason.removeprefix('emulated: ')})" if head.reason else ""
-        say(f"the head's FP8 is emulated on this device{why}: right numbers, at no more than BF16's speed")
+        _say_emulated("the head's FP8", head, say)
     elif not layers:
         say("the head's products run in FP8 on tensor cores")
     return {"native": head.native, "errors": dict(head.errors)}
+
+
+def _say_emulated(what: str, result: CheckResult, say: Say) -> None:
+    why = f" ({result.reason.removeprefix('emulated: ')})" if result.reason else ""
+    say(f"{what} is emulated on this device{why}: right numbers, at no more than BF16's speed")
 
 
 @dataclass(frozen=True)
@@ -135,14 +142,24 @@ def build_model(config: RunConfig, world: World, recipe: str, start: Start | Non
     initial = start.initial if start is not None else None
     if config.adapter is not None:
         if start is not None and start.resumed:
-            model = lora_run.reopen(config, start.run_dir, world.device)
+            model = frozen_base.reopen(start.run_dir, config.model, config.adapter, config.seed, world.device)
+        elif initial is None:
+            raise UsageError(
+                "adapter: there is nothing to adapt; give trained weights with --init RUN|HF_DIR"
+            )
         else:
-            weights, fresh = (initial.weights, initial.fresh) if initial is not None else (None, ())
-            model = lora_run.make(config, weights, world.device, fresh)
+            model = frozen_base.make(
+                config.model, config.adapter, config.seed, initial.weights, world.device, initial.fresh
+            )
             if start is not None and world.first:
-                lora_run.keep_base(model, start.run_dir)
+                frozen_base.keep(model, start.run_dir)
         if start is not None:
-            start.say(lora_run.sentence(model, config))
+            facts = adapter_facts(model, config.adapter)
+            start.say(
+                f"adapters of rank {facts['rank']}: {facts['trained_parameters']:,} parameters train, "
+                f"{facts['frozen_bytes'] / 2**20:,.0f} MiB of weights are frozen in {facts['base']}; blocks run "
+                f"unfused, because {facts['fused']}"
+            )
     else:
         model = allocate(config.model, world.device)
         initialize(model, config.seed)
@@ -150,6 +167,19 @@ def build_model(config: RunConfig, world: World, recipe: str, start: Start | Non
             load_weights(model, initial.weights)
     convert(model, "fp32" if recipe == "fp32" else "bf16")
     return model
+
+
+def adapter_facts(model: Transformer, adapter: AdapterConfig) -> dict[str, Any]:
+    """Return what plan.json records of a run with adapters."""
+    trained = trained_parameters(model)
+    return {
+        "rank": adapter.rank,
+        "scale": adapter.scale,
+        "base": adapter.base,
+        "trained_parameters": trained,
+        "frozen_bytes": stored_bytes(model) - 4 * trained,
+        "fused": "the fused sublayers do not support adapters",
+    }
 
 
 @dataclass(frozen=True)
@@ -180,19 +210,16 @@ def prepare_execution(
     mode = execution_mode(config, model, world, recipe)
     if mode == "fused" and world.device.type == "cuda":
         check_block(model)
+    cache = config.precision.weight_cache and not world.sharded
     precision = convert(
         model,
         config.precision.recipe(recipe),
+        config.precision.model_copy(update={"weight_cache": cache}),
         fused=mode == "fused",
         native=native,
-        cache=config.precision.weight_cache and not world.sharded,
-        accumulate_inside=config.precision.accumulate == "fused",
-        head=config.precision.head == "fp8",
         head_native=facts["head"]["native"] if "head" in facts else None,
-        keep=config.precision.keep,
-        seed=config.seed
-        + world.rank,  # stochastic rounding must differ between replicas, or its noise would not average out
-        backend=backend,
+        # Stochastic rounding must differ between replicas, or its noise would not average out.
+        seed=config.seed + world.rank,
         found=HardwareCaps(**facts["units"]) if "units" in facts else None,
     )
     what = config.compute.activation_checkpointing
@@ -221,9 +248,9 @@ def _backend(config: RunConfig, recipe: str) -> str:
 
 def execution_mode(config: RunConfig, model: Transformer, world: World, recipe: str) -> str:
     """Return the execution mode (see `Execution`). Raises UsageError for an unsupported combination."""
-    if config.adapter is not None:
-        return lora_run.execution_mode(config, world.device)
     mode: str = config.compute.compile
+    if config.adapter is not None:
+        return mode if mode != "auto" else "block" if world.device.type == "cuda" else "off"
     backend = _backend(config, recipe)
     quantized = recipe_named(recipe).quantized
     if backend != "deskside":
@@ -240,7 +267,10 @@ def execution_mode(config: RunConfig, model: Transformer, world: World, recipe: 
             )
         return mode
     if mode == "auto":
-        return _best_mode(model, world, quantized)
+        covered = _why_not_fused(model) is None
+        if world.device.type != "cuda":
+            return "fused" if quantized and covered else "off"
+        return "fused" if covered else ("off" if quantized else "block")
     if mode == "fused" and (reason := _why_not_fused(model)):
         raise UsageError(f"compute.compile: fused does not cover this model ({reason}); use auto")
     return mode
@@ -258,13 +288,6 @@ def _count_passes(model: Transformer, precision: QuantizedModel) -> None:
     model.hidden_and_router = inside  # type: ignore[method-assign]
 
 
-def _best_mode(model: Transformer, world: World, quantized: bool) -> str:
-    covered = _why_not_fused(model) is None
-    if world.device.type != "cuda":
-        return "fused" if quantized and covered else "off"
-    return "fused" if covered else ("off" if quantized else "block")
-
-
 def _why_not_fused(model: Transformer) -> str | None:
     """Return why the fused sublayers do not cover this model, or None if they do."""
     for block in model.layers:
@@ -278,8 +301,6 @@ def _why_not_fused(model: Transformer) -> str | None:
 
 def be_deterministic(config: RunConfig) -> None:
     """Use deterministic kernels only. Raises RunError if CUBLAS_WORKSPACE_CONFIG was not set before torch started."""
-    import os
-
     if not config.deterministic:
         return
     torch.use_deterministic_algorithms(True)
@@ -287,20 +308,15 @@ def be_deterministic(config: RunConfig) -> None:
         raise RunError("deterministic: start with CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment")
 
 
-@dataclass(frozen=True)
-class StagePlan:
-    """A stage of the configuration and its data, before the micro-batch size is known."""
-
-    stage: Stage
-    tokens_per_step: int
-    dataset: RowDataset
-
-
-def open_stages(config: RunConfig, path: Path, objective: Objective) -> list[StagePlan]:
+def open_stages(config: RunConfig, path: Path, objective: Objective) -> list[StageWork]:
     """Open the training split, packed for the sequence length of every stage."""
     return [
-        StagePlan(
-            stage, config.stage_tokens(stage), objective.open(config, path, "train", stage.sequence_length)
+        StageWork(
+            until=stage.until,
+            sequence_length=stage.sequence_length,
+            window=stage.window,
+            tokens_per_step=config.stage_tokens(stage),
+            dataset=objective.open(config, path, "train", stage.sequence_length),
         )
         for stage in config.stages()
     ]

@@ -12,8 +12,8 @@ from deskside.config.run import RunConfig
 from deskside.config.step_options import format_options, recipe_of, step_options
 from deskside.run.directory import RunDirectory
 from deskside.train.loop.clock import Revision, StepPlan, remaining_steps
-from deskside.train.loop.trainer import StageWork
-from deskside.train.prepare.time_budget import MARGIN, MEASURE_SHARE, WANTED_STEPS, too_short
+from deskside.train.prepare.batch_size_finder import StageWork
+from deskside.train.prepare.preflight import MARGIN, WANTED_STEPS, too_short
 from deskside.utils.errors import RunError
 
 
@@ -55,7 +55,7 @@ def first_facts(
     """Return the entries of plan.json for the first plan: the length and the predictions."""
     first = plan.revisions[0]
     step_seconds = mean_over_run(stages, [stage.dry_seconds for stage in stages])
-    tokens = planned_tokens(first.remaining, stages)
+    tokens = max(1, round(first.remaining * mean_tokens(stages)))
     return {
         "length": str(config.schedule.length),
         "clock": config.schedule.clock,
@@ -94,22 +94,6 @@ def recorded_plan(run: RunDirectory) -> dict[str, Any]:
             f"{run.path / 'plan.json'}: is damaged; restore it, or start another run from this one's model ({run.path})"
         )
     return plan
-
-
-def final_evaluation(
-    length: Duration, clock: str, whole_seconds: float, whole_tokens: int
-) -> tuple[float, int | None]:
-    """(seconds, tokens at most) of the final evaluation: the whole validation split, unless that would take more than
-    `MEASURE_SHARE` of a length in wall-clock time."""
-    most = MEASURE_SHARE * length.value if length.unit == "seconds" and clock == "wall" else math.inf
-    if whole_seconds <= most:
-        return whole_seconds, None
-    return most, max(1, int(whole_tokens * most / whole_seconds))
-
-
-def planned_tokens(steps: int, stages: Sequence[StageWork]) -> int:
-    """Tokens of `steps` steps spread over the stages."""
-    return max(1, round(steps * mean_tokens(stages)))
 
 
 def modelled_memory_gib(

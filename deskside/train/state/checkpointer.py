@@ -18,7 +18,7 @@ from deskside.optim.groups import clean_name
 from deskside.train.loop.callbacks import RunLog
 from deskside.train.loop.clock import Clock, Every, Position
 from deskside.train.loop.trainer import TrainProgress
-from deskside.train.train_context import TrainContext
+from deskside.train.objective import TrainContext
 from deskside.utils.errors import RunError
 from deskside.weights import checkpoint as files
 from deskside.weights.checkpoint_files import OPTIMIZER, WEIGHTS, Checkpoint, folder_name, load_weights
@@ -58,7 +58,7 @@ class Checkpointer:
         """Write a checkpoint and delete those that are no longer kept. Raises RunError if writing fails."""
         self.optimizer.create_state()  # also before the first step: a rollback to step 0 must reset it
         tensors, data = self.optimizer.state_dict_flat()
-        tensors |= {PRECISION + name: tensor for name, tensor in self.precision.state_dict().items()}
+        tensors |= {PRECISION + name: tensor for name, tensor in self.precision.scales.state_dict().items()}
         state = _State(
             schema_version=1,
             step=progress.step,
@@ -106,7 +106,7 @@ class Checkpointer:
             place = torch.device("cpu") if self.config.optim.offload else self.world.device
             tensors = files.load_tensors(found, OPTIMIZER, place)
             own = {name: tensors.pop(name) for name in list(tensors) if name.startswith(PRECISION)}
-            self.precision.load_state_dict({name.removeprefix(PRECISION): own[name] for name in own})
+            self.precision.scales.load_state_dict({name.removeprefix(PRECISION): own[name] for name in own})
             self.optimizer.load_state_dict_flat(tensors, state.optimizer)
         self.guard.restore(state.guard.model_dump())
         self.clock.restore(state.clock_seconds)

@@ -2,15 +2,11 @@
 
 import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from deskside.config.run import RunConfig
 from deskside.data.reading.rows import PackedDataset
 from deskside.data.tokenizer import load as load_tokenizer
 from deskside.engine.generate import events
@@ -28,52 +24,6 @@ SAMPLES = 3
 PROMPT_TOKENS = 8
 SAMPLE_TOKENS = 80
 SAMPLE_TEMPERATURE = 0.8
-
-
-@dataclass(frozen=True)
-class Totals:
-    """Totals of a training run. peak_reserved_gib: peak of the GPU's caching allocator, None on a CPU."""
-
-    steps: int
-    tokens: int
-    seconds: float
-    tokens_per_second: float | None
-    mfu: float | None
-    peak_memory_gib: float
-    peak_reserved_gib: float | None
-
-
-def summarise(
-    config: RunConfig,
-    model: Transformer,
-    totals: Totals,
-    measured: Mapping[str, Any],
-    precision: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Return the contents of summary.json.
-
-    measured: the final evaluation; precision: the facts of `setup.choose_recipe`.
-    """
-    groups = model.num_params()
-    return {
-        "schema_version": 1,
-        "status": "finished",
-        **({"objective": config.align.name} if config.align else {}),
-        **measured,
-        "steps": totals.steps,
-        "tokens": totals.tokens,
-        "seconds": totals.seconds,
-        "clock": config.schedule.clock,
-        "tokens_per_second": totals.tokens_per_second,
-        # Both qualify the speed: an emulated format runs at another speed than a native one.
-        "precision": precision["chosen"],
-        "emulated": not precision["native"],
-        "mfu": totals.mfu,
-        "peak_memory_gib": totals.peak_memory_gib,
-        "peak_reserved_gib": totals.peak_reserved_gib,
-        "parameters": sum(groups.values()),
-        "parameters_by_group": groups,
-    }
 
 
 def samples(
@@ -99,19 +49,10 @@ def samples(
             new[event.row].append(event.token)
         if time.perf_counter() > until:
             break
-    return [
-        {
-            "prompt": tokenizer.decode(prompt, skip_special_tokens=True),
-            "text": _continuation(tokenizer, prompt, tokens),
-        }
-        for prompt, tokens in zip(prompts, new, strict=True)
-    ]
-
-
-def _continuation(tokenizer: Any, prompt: Sequence[int], new: Sequence[int]) -> str:
-    """The new text alone. Decoded with the prompt, because a token may hold part of a character."""
-    whole = tokenizer.decode([*prompt, *new], skip_special_tokens=True)
-    return str(whole[len(tokenizer.decode(list(prompt), skip_special_tokens=True)) :])
+    texts = [tokenizer.decode(prompt, skip_special_tokens=True) for prompt in prompts]
+    # New tokens are decoded with the prompt, because a token may hold part of a character.
+    whole = [tokenizer.decode(p + n, skip_special_tokens=True) for p, n in zip(prompts, new, strict=True)]
+    return [{"prompt": text, "text": w[len(text) :]} for text, w in zip(texts, whole, strict=True)]
 
 
 def export(run: RunDirectory, model: Transformer) -> str:
@@ -132,11 +73,10 @@ def whole_model(model: Transformer, world: World) -> Transformer:
         return merged(model)
     if not world.sharded:
         return model
-    tensors: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        tensors[name] = (
-            parameter.full_tensor().cpu() if hasattr(parameter, "full_tensor") else parameter.detach().cpu()
-        )
+    tensors: dict[str, Tensor] = {
+        name: parameter.full_tensor().cpu() if hasattr(parameter, "full_tensor") else parameter.detach().cpu()
+        for name, parameter in model.named_parameters()
+    }
     copy = Transformer(model.config)
     load_weights(copy, tensors)
     return copy.to(torch.device("cpu"))

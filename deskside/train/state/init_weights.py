@@ -28,8 +28,7 @@ class InitialWeights:
 
     @classmethod
     def of(cls, loaded: Loaded, source: str) -> "InitialWeights":
-        weights = {name: parameter.detach() for name, parameter in loaded.model.named_parameters()}
-        return cls(source, weights, loaded.tokenizer.get_vocab(with_added_tokens=True))
+        return cls(source, _weights(loaded), loaded.tokenizer.get_vocab(with_added_tokens=True))
 
     @classmethod
     def recorded(cls, run: RunDirectory, config: RunConfig) -> "InitialWeights | None":
@@ -64,9 +63,9 @@ class InitialWeights:
     ) -> "InitialWeights":
         """Return a model's weights with the vocabulary of the run's chat data. fresh: tokens that the model lacks."""
         assert config.data.path is not None
-        weights = {name: parameter.detach() for name, parameter in loaded.model.named_parameters()}
         tokens = load_tokenizer(Path(config.data.path)).get_vocab(with_added_tokens=True)
-        return cls(source, grown(weights, config.model.vocab_size, fresh), tokens, tuple(fresh))
+        weights = grown(_weights(loaded), config.model.vocab_size, fresh)
+        return cls(source, weights, tokens, tuple(fresh))
 
     def check_tokenizer(self, data: Path) -> None:
         """Raises UsageError unless the prepared data has the tokens of these weights."""
@@ -77,6 +76,10 @@ class InitialWeights:
                 f"--init {self.source}: has another tokenizer than {data} ({len(odd)} tokens differ); prepare "
                 f"the data with it: deskside data prepare ... --tokenizer {self.source}"
             )
+
+
+def _weights(loaded: Loaded) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach() for name, parameter in loaded.model.named_parameters()}
 
 
 def keep_tokenizer(data: Path, run: RunDirectory) -> None:

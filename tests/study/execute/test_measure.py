@@ -210,9 +210,7 @@ def counted(config: RunConfig) -> int:
         model = Transformer(config.model)
     model.to_empty(device="cpu")
     asked = config.precision
-    applied = convert(
-        model, asked.recipe(), fused=True, native=False, head=asked.head == "fp8", keep=asked.keep
-    )
+    applied = convert(model, asked.recipe(), asked, fused=True, native=False)
     total = sum(plan.linear.weight.numel() for plan in applied._plans if not plan.plain)
     return total + (model.num_params()["head"] if applied._head is not None else 0)
 

@@ -17,8 +17,8 @@ from deskside.run.directory import RunDirectory
 from deskside.train import objective, training_run
 from deskside.train.loop.callbacks import Callback
 from deskside.train.loop.clock import Clock
-from deskside.train.loop.stop import StopSignal
 from deskside.train.state import finalize
+from deskside.utils.signals import StopSignal
 from tests.train import tiny_run
 from tests.train.tiny_run import curve
 
@@ -54,7 +54,7 @@ class Notes(Callback):
 
 def start(root: Path, config: Any, watch: Callback, name: str = "run") -> training_run.RunOutcome:
     deskside.STARTED = time.perf_counter()
-    return training_run.start(config, root, name, "run", "a test", watch=watch)
+    return training_run.start(config, (root, name, "run"), "a test", watch=watch)
 
 
 def test_it_sees_every_row_and_adds_to_the_summary(data: Path, tmp_path: Path) -> None:
@@ -105,12 +105,12 @@ def test_into_a_directory_that_was_made_for_it(data: Path, tmp_path: Path) -> No
     run = RunDirectory.create(tmp_path, "made", "made")
     (run.path / "go.json").write_text("{}")
     config = tiny_run.config(data, schedule={"length": "3 steps"})
-    outcome = training_run.start(config, tmp_path, None, "other", "a test", into=run)
+    outcome = training_run.start(config, run, "a test")
     assert outcome.run.path == run.path and not (tmp_path / "other").exists()
     failing = RunDirectory.create(tmp_path, "failing", "failing")
     impossible = tiny_run.config(data, model={"vocab_size": 10}, schedule={"length": "3 steps"})
     with pytest.raises(Exception, match="vocab_size"):
-        training_run.start(impossible, tmp_path, None, "other", "a test", into=failing)
+        training_run.start(impossible, failing, "a test")
     assert failing.path.is_dir()
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from deskside.config.sections import TrackConfig
 from deskside.run.directory import RunDirectory
-from deskside.train.loop.callbacks import MetricsFile, Terminal, check_trackers, trackers
+from deskside.train.loop.callbacks import RunLog, Terminal, check_trackers, trackers
 from deskside.utils.errors import UsageError
 
 
@@ -123,8 +123,7 @@ def test_tensorboard_gets_the_numbers_of_each_step(tmp_path: Path, monkeypatch: 
 
 def test_the_metrics_file_gets_every_step(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
-    hook = MetricsFile(run)
-    for step in (1, 2):
-        hook.on_step(row(step), 2)
-    hook.close()
+    for log in (RunLog(run), RunLog(run, active=False)):
+        for step in (1, 2):
+            log.step(row(step), 2)
     assert [r["step"] for r in run.read_metrics()] == [1, 2]

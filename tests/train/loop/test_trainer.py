@@ -19,6 +19,7 @@ from deskside.data.reading.rows import PackedDataset
 from deskside.data.tokenizer import load as load_tokenizer
 from deskside.evaluate.bpb import evaluate_dataset
 from deskside.precision import CheckResult
+from deskside.run.directory import RunDirectory
 from deskside.train import objective
 from deskside.train.loop.guard import Diverged
 from deskside.train.loop.step import StepMetrics, Stepper
@@ -212,15 +213,15 @@ def test_a_run_that_went_back_resumes_exactly(
     class Stopped(BaseException):
         pass
 
-    original = tiny_run.training_run.MetricsFile.on_step
+    original = RunDirectory.append_metrics
 
-    def on_step(self: Any, row: dict[str, Any], total: int) -> None:
-        original(self, row, total)
+    def append_metrics(self: RunDirectory, row: dict[str, Any]) -> None:
+        original(self, row)
         if row["step"] == 36:
             raise Stopped
 
     with monkeypatch.context() as patch:
-        patch.setattr(tiny_run.training_run.MetricsFile, "on_step", on_step)
+        patch.setattr(RunDirectory, "append_metrics", append_metrics)
         with pytest.raises(Stopped):
             tiny_run.train(tmp_path, config)
     tiny_run.resume(tmp_path / "run")

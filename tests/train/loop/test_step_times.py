@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 import torch
 
+from deskside.budget.shape import flops_per_token
 from deskside.train.loop import trainer
 from deskside.train.loop.clock import Clock, Revision, StepPlan
-from deskside.train.loop.device_timer import DeviceEvent
 from deskside.train.loop.guard import Guard
-from deskside.train.loop.stop import StopSignal
-from deskside.train.loop.trainer import RunLength, StageWork, Trainer, TrainProgress
+from deskside.train.loop.step import DeviceEvent
+from deskside.train.loop.trainer import RunLength, Trainer, TrainProgress
 from deskside.train.parallel import World
+from deskside.train.prepare.batch_size_finder import StageWork
+from deskside.utils.signals import StopSignal
 from tests.train import tiny_run
 
 STEPS, TOKENS, EVALUATION = 11, 256, 3.0
@@ -108,7 +110,7 @@ def run(device: Device, rows: Rows, monkeypatch: pytest.MonkeyPatch) -> Trainer:
         set_window=lambda _: None,
         run=device.step,
     )
-    stage: Any = StageWork(1.0, 32, TOKENS, 8, None, SimpleNamespace(), device.work, 6.0)  # type: ignore[arg-type]
+    stage: Any = StageWork(1.0, 32, None, TOKENS, SimpleNamespace(), 8, device.work)  # type: ignore[arg-type]
     length = RunLength(StepPlan([Revision(0, 0.0, STEPS, 0.0, None, "planned")]), Clock("wall", 0.0))
     log: Any = SimpleNamespace(event=lambda _: None, step=rows.on_step)
     trained = Trainer(
@@ -148,7 +150,8 @@ def test_every_step_has_its_own_time(
     assert [TOKENS / row["tokens_per_second"] for row in rows] == pytest.approx(expected, rel=1e-4)
     assert [row["step"] for row in rows if "val_bpb" in row] == [5, 10]
     assert trained.tokens_per_second() == pytest.approx(STEPS * TOKENS / sum(expected), rel=1e-4)
-    assert trained.flops_per_second() == pytest.approx(6 * STEPS * TOKENS / sum(expected), rel=1e-4)
+    flops = flops_per_token(trained.config.model, 32)
+    assert trained.flops_per_second() == pytest.approx(flops * STEPS * TOKENS / sum(expected), rel=1e-4)
 
 
 def test_moments_of_a_cpu_are_a_stopwatch() -> None:

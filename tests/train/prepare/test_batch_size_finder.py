@@ -18,15 +18,15 @@ from deskside.data.reading.loader import Batch
 from deskside.data.reading.rows import PackedDataset
 from deskside.train import environment_record
 from deskside.train.loop.step import Stepper
+from deskside.train.objective import RowDataset, worst_case_batch
 from deskside.train.parallel import World
-from deskside.train.prepare.batch_size_finder import BatchSizeFinder, StageRows
-from deskside.train.prepare.dry_step import (
+from deskside.train.prepare.batch_size_finder import (
+    BatchSizeFinder,
     MicroBatch,
-    RowShape,
+    StageWork,
     candidates,
     find_micro_batch,
     rows_per_rank,
-    worst_case_batch,
 )
 from deskside.utils.errors import RunError, UsageError
 from tests.train import tiny_run
@@ -161,8 +161,7 @@ class Switch:
     def use(self, active: bool) -> None:
         self.active = active
 
-    def reset_scales(self) -> None:
-        """No scales to forget."""
+    scales = SimpleNamespace(reset=nothing)
 
     @contextlib.contextmanager
     def high_precision(self) -> Iterator[None]:
@@ -179,18 +178,18 @@ def test_steps_in_bf16_of_a_quantised_run_have_to_fit_too(precision: dict[str, A
     switch, tried = Switch(), list[tuple[int, bool]]()
 
     class OnCard(BatchSizeFinder):
-        def dry_step(self, micro_rows: int, dataset: RowShape, rows: int) -> float:
+        def dry_step(self, micro_rows: int, dataset: RowDataset, rows: int) -> float:
             tried.append((micro_rows, switch.active))
             if micro_rows > (8 if switch.active else 4):
                 raise torch.OutOfMemoryError("CUDA out of memory.")
             return 1.0
 
-        def first_candidate(self, plan: StageRows, rows: int) -> int:
+        def first_candidate(self, stage: StageWork, rows: int) -> int:
             return 8
 
     stepper = SimpleNamespace(world=World(CPU), precision=switch, formats=config.precision)
     finder = OnCard(config, cast(Stepper, stepper), lambda tokens: 0.0, lambda line: None)
-    found = finder.find_for_stage(cast(StageRows, SimpleNamespace(dataset=None)), 16, None)
+    found = finder.find_for_stage(cast(StageWork, SimpleNamespace(dataset=None)), 16, None)
     assert found.micro_rows == (4 if precision else 8)
     assert switch.active and tried[-1] == (found.micro_rows, True)
 
@@ -214,14 +213,14 @@ def test_what_the_objective_will_keep_has_room_beside_the_steps(monkeypatch: pyt
     monkeypatch.setattr(environment_record, "free_memory_gib", lambda device: 100 / 2**30)
 
     class OnCard(BatchSizeFinder):
-        def dry_step(self, micro_rows: int, dataset: RowShape, rows: int) -> float:
+        def dry_step(self, micro_rows: int, dataset: RowDataset, rows: int) -> float:
             assert len(card) == (1 if keeps else 0)
             if 10 * micro_rows + keeps > 100:
                 raise torch.OutOfMemoryError("CUDA out of memory.")
             return 1.0
 
     monkeypatch.setattr("deskside.train.prepare.batch_size_finder.free_failed_attempt", lambda device: None)
-    stage = SimpleNamespace(stage=SimpleNamespace(sequence_length=32), dataset=None)
+    stage = SimpleNamespace(sequence_length=32, dataset=None)
     for keeps, expected in ((0, 8), (30, 4), (70, 2), (85, 1), (200, None)):
         stepper = SimpleNamespace(
             world=World(torch.device("cuda")),
@@ -233,9 +232,9 @@ def test_what_the_objective_will_keep_has_room_beside_the_steps(monkeypatch: pyt
         finder = OnCard(config, cast(Stepper, stepper), lambda tokens: 10 * tokens / 2**35, lambda line: None)
         if expected is None:
             with pytest.raises(RunError, match="single row"):
-                finder.find_for_stage(cast(StageRows, stage), 8, None)
+                finder.find_for_stage(cast(StageWork, stage), 8, None)
         else:
-            assert finder.find_for_stage(cast(StageRows, stage), 8, None).micro_rows == expected
+            assert finder.find_for_stage(cast(StageWork, stage), 8, None).micro_rows == expected
         assert not card
 
 
@@ -246,10 +245,10 @@ def test_what_steps_in_bf16_take_is_in_the_cache_when_others_look(keeps: int, be
     switch, ran = Switch(), list[bool]()
 
     class OnCard(BatchSizeFinder):
-        def find_for_stage(self, plan: StageRows, rows: int, recorded: Any) -> MicroBatch:
+        def find_for_stage(self, stage: StageWork, rows: int, recorded: Any) -> MicroBatch:
             return MicroBatch(rows, 1, ())
 
-        def dry_step(self, micro_rows: int, dataset: RowShape, rows: int) -> float:
+        def dry_step(self, micro_rows: int, dataset: RowDataset, rows: int) -> float:
             ran.append(switch.active)
             return 1.0
 
@@ -263,9 +262,7 @@ def test_what_steps_in_bf16_take_is_in_the_cache_when_others_look(keeps: int, be
         optimizer=SimpleNamespace(create_state=nothing, set_progress=lambda *_: None),
         set_window=lambda window: None,
     )
-    stage = SimpleNamespace(
-        stage=SimpleNamespace(sequence_length=32, window=None), tokens_per_step=256, dataset=None
-    )
+    stage = SimpleNamespace(sequence_length=32, window=None, tokens_per_step=256, dataset=None)
     finder = OnCard(config, cast(Stepper, stepper), lambda tokens: 0.0, lambda line: None)
-    finder.find([cast(StageRows, stage)], None)
+    finder.find([cast(StageWork, stage)], None)
     assert ran == [*before, True, True]

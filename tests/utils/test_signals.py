@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from deskside.train.loop.stop import StopSignal
+from deskside.utils.signals import StopSignal
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
