@@ -2,7 +2,11 @@
 
 `_attend`: one program per row, key-value head and span of SPAN tokens; programs of spans that the row has not reached,
 or that lie before its window, end at once, so that the grid can be as long as the longest row may become and one CUDA
-graph serves all lengths. `_join` makes one softmax of a row's spans.
+graph serves all lengths. `_join` makes one softmax of a row's spans:
+
+    keys of a row   |---- span 0 ----|---- span 1 ----|-- span 2 --|
+    _attend              o_0, l_0         o_1, l_1       o_2, l_2     l_i: log2 of the span's sum of exponentials
+    _join           o = sum_i 2^(l_i - m) o_i / sum_i 2^(l_i - m),  m = max_i l_i
 """
 
 import torch
@@ -71,6 +75,7 @@ def _attend(  # type: ignore[no-untyped-def]
         if WINDOWED:
             seen = seen & (key[None, :] > position[:, None] - window)
         scores = tl.where(seen, scores, float("-inf"))
+        # Softmax in one pass: what has been added up so far was relative to the old peak, and shrinks to the new one.
         highest = tl.maximum(peak, tl.max(scores, axis=1))
         base = tl.where(highest == float("-inf"), 0.0, highest)  # a query that has seen nothing yet
         weights = tl.exp2(scores - base[:, None])

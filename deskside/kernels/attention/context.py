@@ -107,7 +107,7 @@ class AttentionBackend:
     )  # devices where `choose` must be asked for it
     for_masks: bool = False  # worth trying, and compiling, only where there are windows or documents
     prepare: Callable[[AttentionContext, int, int, torch.device], Any] = no_preparation
-    pair: FwdBwd | None = None  # None: `explicit.py` runs `function` under autograd instead
+    pair: FwdBwd | None = None  # None: `manual_backward.py` runs `function` under autograd instead
     package: str | None = None  # an optional distribution that it needs; also the name of deskside's extra
 
     def why_not(self, need: Requirements) -> str | None:
