@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal, get_args
 
-from deskside.facts.tables import toml_file
+from deskside.facts.data_files import toml_file
 from deskside.utils.errors import UsageError
 
 Kind = Literal["measured", "arithmetic", "open"]

@@ -16,7 +16,7 @@ import re
 from dataclasses import dataclass
 from functools import cache, cached_property
 
-from deskside.facts.tables import csv_rows
+from deskside.facts.data_files import csv_rows
 from deskside.utils.errors import UsageError
 
 # How far the memory that a driver reports may be from the table: it keeps up to 3 % back, ECC is in the table.

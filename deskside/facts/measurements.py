@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
+from deskside.facts.data_files import csv_rows
 from deskside.facts.gpus import Gpu, find
-from deskside.facts.tables import csv_rows
 
 Precision = Literal["bf16", "fp8", "mxfp8", "int8", "nf4"]
 MemoryKind = Literal["allocated", "reserved", "process", "unclear", ""]

@@ -6,8 +6,8 @@ it ("published 2026-03, ..."), and a price that the user gives wins.
 
 from dataclasses import dataclass
 
+from deskside.facts.data_files import toml_file
 from deskside.facts.gpus import Gpu
-from deskside.facts.tables import toml_file
 
 
 @dataclass(frozen=True)

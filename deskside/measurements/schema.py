@@ -74,7 +74,7 @@ class PointMeasurement(_Record):
     device: Device = "cuda"
 
 
-class Outcome(_Record):
+class RowOutcome(_Record):
     """The fields of every row, also of one whose measurement failed."""
 
     error: str
@@ -87,7 +87,7 @@ def damage(row: Mapping[str, Any]) -> str:
     key, spec = row["key"], row["key"]["spec"]
     wrong = (
         _not_plain("key.machine", key["machine"])
-        or _invalid(Outcome, row, "")
+        or _invalid(RowOutcome, row, "")
         or _invalid(MachineKey, key["machine"], "key.machine")
     )
     if wrong or row["status"] != "ok":

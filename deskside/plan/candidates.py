@@ -23,7 +23,6 @@ from deskside.budget.scaling import best_batch_tokens
 from deskside.budget.shape import matmul_params, num_params
 from deskside.budget.step_spec import Checkpointing, OptimizerName, Precision
 from deskside.config import merge, presets
-from deskside.config.model import ModelConfig
 from deskside.config.run import RunConfig
 from deskside.plan.estimate import (
     Range,
@@ -35,7 +34,7 @@ from deskside.plan.estimate import (
     of_config,
     pass_sizes,
 )
-from deskside.plan.request import DEEPEST, SPLIT, PlanRequest, longer
+from deskside.plan.request import DEEPEST, SPLIT, CandidateModel, PlanRequest, longer
 from deskside.utils.errors import UsageError
 from deskside.utils.format import duration
 
@@ -60,19 +59,6 @@ NOTHING_LEARNED = 8.0  # bits per byte, when every byte is as likely as any othe
 # Before the first step, when nothing was measured here. On an H200 machine it was 20 to 48 s for one stage
 # (docs/log.md); a desktop's processor compiles more slowly, and three stages compile three times.
 SETUP_SECONDS = 90.0
-
-
-@dataclass(frozen=True)
-class CandidateModel:
-    """A model that could be trained. preset: its name for `deskside train`; layers: its configuration layers."""
-
-    preset: str
-    layers: tuple[dict[str, Any], ...]
-    config: RunConfig
-
-    @property
-    def model(self) -> ModelConfig:
-        return self.config.model
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ SPLIT = {"pretraining": 0.85, "sft": 0.08, "evaluation": 0.03, "margin": 0.04}
 
 @dataclass(kw_only=True)
 class PlanQuestion:
-    """What the user asks, unchecked: the options of `deskside plan`. Counts may be text such as 3B or 1.5e9."""
+    """The options of `deskside plan`, unchecked. Counts may be text such as 3B or 1.5e9."""
 
     gpu: str | None = None
     here: bool = False
@@ -109,17 +109,24 @@ class PlanCard:
 
 
 @dataclass(frozen=True)
-class Given:
-    """The model that was asked about.
+class CandidateModel:
+    """A model that could be trained. preset: the argument of `deskside train`; layers: its configuration layers, the
+    command line's options last."""
 
-    label: as the user wrote it; preset: the argument of `deskside train`; layers: configuration layers, the command
-    line's options last; own: the dotted keys that were set explicitly.
-    """
-
-    label: str
     preset: str
     layers: tuple[dict[str, Any], ...]
     config: RunConfig
+
+    @property
+    def model(self) -> ModelConfig:
+        return self.config.model
+
+
+@dataclass(frozen=True)
+class Given(CandidateModel):
+    """The model that was asked about. label: as the user wrote it; own: the dotted keys that were set explicitly."""
+
+    label: str
     own: frozenset[str]
 
 
@@ -396,7 +403,7 @@ def _given(q: PlanQuestion, overrides: Mapping[str, Any]) -> Given | None:
             raise UsageError(STAGES_DECIDE)
         layers = [*layers, longer(q.sequence, config, own)]
         config = merge.build(layers)
-    return Given(label, preset, tuple(layers), config, own)
+    return Given(preset, tuple(layers), config, label, own)
 
 
 def longer(sequence: int, config: RunConfig, own: frozenset[str] = frozenset()) -> dict[str, Any]:

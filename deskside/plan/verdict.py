@@ -19,7 +19,6 @@ from deskside.plan.candidates import (
     TOO_LONG,
     TOO_SMALL,
     Candidate,
-    CandidateModel,
     batch_tokens,
     bpb,
     candidate,
@@ -41,7 +40,7 @@ from deskside.plan.remedies import (
     minimum_over_changes,
     remedies,
 )
-from deskside.plan.request import PlanRequest
+from deskside.plan.request import Given, PlanRequest
 from deskside.utils.format import count, duration, gib
 
 Answer = Literal["yes", "yes-if", "no"]
@@ -71,14 +70,13 @@ class ModelVerdict:
 def judge(request: PlanRequest) -> ModelVerdict:
     """Return the verdict on the given model. The request must have one."""
     assert request.given is not None
-    shape = CandidateModel(request.given.preset, request.given.layers, request.given.config)
-    asked = _asked(request, shape)
+    asked = _asked(request, request.given)
     found, answer, reasons = _memory(request, asked)
     needed = tuple(remedies(replace(request, overrides={}), asked)) if asked.fits != "fits" else ()
     if found is None:
         would = [remedy.what for remedy in needed if remedy.kind in ("hardware", "other model")]
         return ModelVerdict("no", [*reasons, f"what would do: {'; or '.join(would)}"], asked, None, needed)
-    chosen = candidate(request, shape, found)
+    chosen = candidate(request, request.given, found)
     if chosen is None:
         return ModelVerdict("no", [*reasons, _out_of_reach(request, found)], asked, None, needed)
     if chosen.seconds[1] > LONGEST_SECONDS:
@@ -93,18 +91,17 @@ def judge(request: PlanRequest) -> ModelVerdict:
     return ModelVerdict(answer, reasons, asked, chosen, needed)
 
 
-def _asked(request: PlanRequest, shape: CandidateModel) -> StepEstimate:
+def _asked(request: PlanRequest, given: Given) -> StepEstimate:
     """Return the requested run. Options that were not set: the best batch for its tokens, the micro-batch that fits."""
-    assert request.given is not None
-    base = setting_of(request, shape.config)
-    capacity, own = request.card.memory_bytes, request.given.own
+    base = setting_of(request, given.config)
+    capacity, own = request.card.memory_bytes, given.own
 
     def run(setting: Setting) -> StepEstimate:
         if "batch.micro_tokens" in own and setting.micro_tokens <= setting.tokens_per_step:
             return estimate(setting, request.calibration, capacity)
         return fitted(setting, request.calibration, capacity)
 
-    by_stage = any(stage.batch_tokens for stage in shape.config.schedule.stages)
+    by_stage = any(stage.batch_tokens for stage in given.config.schedule.stages)
     if "batch.tokens" in own or by_stage or len(base.stages) > 1:
         check_shared(base)
         return run(base)

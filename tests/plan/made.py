@@ -48,7 +48,7 @@ def given(preset: str, **overrides: Any) -> Given:
     """A preset with options by hand, as `ask` makes it."""
     layers = [*presets.layers(preset), overrides]
     own = frozenset(".".join(path) for path in merge.merge(layers)[1])
-    return Given(preset, preset, tuple(layers), merge.build(layers), own)
+    return Given(preset, tuple(layers), merge.build(layers), preset, own)
 
 
 def ask(
