@@ -191,7 +191,7 @@ class _Run:
         )
         if self.world.first:
             resolved = self.config.model_dump(mode="json")
-            terminal = Terminal(progress.step, plan.total_steps(progress.step))
+            terminal = Terminal(progress.step, plan.total_steps(progress.step), self.length.unit == "seconds")
             self.log.loggers = [terminal, *trackers(self.config.track, self.run, resolved), self.callback]
         trainer = Trainer(
             self.stepper,

@@ -199,3 +199,14 @@ def test_bundled_texts_come_with_their_licence(made: MadeRun, tmp_path: Path) ->
     front = model_card(load_model(copy(made, tmp_path / "b", config=config)), "hf", "float32", print)
     assert yaml.safe_load(front.split("---")[1])["language"] == ["bn", "hi", "ml", "mr", "ta", "te"]
     assert len(sources) == 6 and all(s.licence for s in sources.values())
+
+
+def test_languages_of_mostly_untagged_data_are_not_claimed(made: MadeRun, tmp_path: Path) -> None:
+    from deskside.data.corpus.prepare import prepare
+
+    names, data = ["bundled:tiny_shakespeare.txt", "bundled:tiny_indic.jsonl"], tmp_path / "data"
+    prepare(names, data, vocab_size=300, val_fraction=0.1, workers=1, quiet=True)
+    config = made.config.model_dump(mode="json")
+    config["data"] |= {"path": str(data), "sources": names}
+    text = model_card(load_model(copy(made, tmp_path, config=config)), "hf", "float32", print)
+    assert "language" not in yaml.safe_load(text.split("---")[1])

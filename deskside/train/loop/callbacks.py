@@ -92,9 +92,13 @@ class RunLog:
 
 
 class Terminal(Callback):
-    """A progress bar with loss, speed and time left, or plain lines if standard error is not a terminal."""
+    """A progress bar with loss, speed and time left, or plain lines if standard error is not a terminal.
 
-    def __init__(self, first_step: int, total_steps: int):
+    estimated: the length is a time, so the number of steps changes with the speed; it is shown as ~500.
+    """
+
+    def __init__(self, first_step: int, total_steps: int, estimated: bool):
+        self._about = "~" if estimated else ""
         self.console = Console(stderr=True)
         self._bar: Progress | None = None
         self._last_line = 0.0
@@ -102,7 +106,7 @@ class Terminal(Callback):
         self._first_step, self._started = first_step, time.monotonic()
         if self.console.is_terminal:
             self._bar = Progress(
-                TextColumn("step {task.completed}/{task.total}"),
+                TextColumn(f"step {{task.completed}}/{self._about}{{task.total}}"),
                 BarColumn(bar_width=None),
                 TextColumn("{task.fields[numbers]}"),
                 TimeRemainingColumn(),
@@ -124,8 +128,9 @@ class Terminal(Callback):
         elif time.monotonic() - self._last_line >= LINE_SECONDS or row["step"] == total_steps:
             self._last_line = time.monotonic()
             share = f" ({row['step'] / max(1, total_steps):.0%})"
+            about = self._about if row["step"] < total_steps else ""
             print(
-                f"step {row['step']}/{total_steps}{share}  {numbers}{self._times(row['step'], total_steps)}",
+                f"step {row['step']}/{about}{total_steps}{share}  {numbers}{self._times(row['step'], total_steps)}",
                 file=sys.stderr,
                 flush=True,
             )

@@ -20,14 +20,18 @@ def row(step: int, **given: Any) -> dict[str, Any]:
     return {"step": step, "loss": 2.5, "tokens_per_second": 1234.0, **given}
 
 
-def test_plain_lines_come_now_and_then_and_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
-    terminal = Terminal(0, 500)
+@pytest.mark.parametrize("estimated", [False, True])
+def test_plain_lines_come_now_and_then_and_at_the_end(
+    estimated: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    terminal = Terminal(0, 500, estimated)
     for step in range(1, 501):
         terminal.on_step(row(step, **({"val_bpb": 1.25} if step == 200 else {})), 500)
     terminal.close()
     lines = capsys.readouterr().err.splitlines()
     time = r"  \d:\d\d:\d\d elapsed, \d:\d\d:\d\d left"
-    assert re.fullmatch(r"step 1/500 \(0%\)  loss 2.500  1,234 tok/s" + time, lines[0])
+    total = "~500" if estimated else "500"
+    assert re.fullmatch(rf"step 1/{total} \(0%\)  loss 2.500  1,234 tok/s" + time, lines[0])
     last = r"step 500/500 \(100%\)  loss 2.500  val 1.250 bpb  1,234 tok/s"
     assert (
         re.fullmatch(last + time.replace(r"\d:\d\d:\d\d left", "0:00:00 left"), lines[-1]) and len(lines) < 5
