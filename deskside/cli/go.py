@@ -21,8 +21,7 @@ from deskside.config import merge
 from deskside.config.duration import HOURS
 from deskside.pipeline.pipeline_state import FILE, PipelineState, damaged, tail_seconds
 from deskside.pipeline.state_schema import MAX_GIB, MAX_HOURS, PHASES
-from deskside.run.directory import RunDirectory
-from deskside.run.paths import reached, reached_by
+from deskside.run.directory import RunDirectory, reached, reached_by
 from deskside.train.prepare.preflight import set_cublas_workspace
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.signals import exit_code

@@ -3,8 +3,7 @@
 import streamlit as st
 
 from deskside.dashboard import file_cache, plotly_charts, tables
-from deskside.dashboard.literal import literal
-from deskside.dashboard.sidebar import Context, StudySelection, all_groups_key, group_key
+from deskside.dashboard.sidebar import Context, StudySelection, all_groups_key, group_key, literal
 from deskside.report import study_text
 from deskside.run.record import number
 from deskside.study.stats.metrics import metric_named

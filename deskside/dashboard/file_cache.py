@@ -90,6 +90,14 @@ def study(path: Path) -> Study | None:
     return replace(read, results=as_it_is(read.results, path))
 
 
+def readable(found: Found) -> dict[Path, Results]:
+    """Return the studies whose results can be read, by their directories."""
+    read = {path: study(path) for path in found.studies}
+    return {
+        path: known.results for path, known in read.items() if known is not None and known.results is not None
+    }
+
+
 def _study(path: Path) -> Study | None:
     read = studies.read_study(path)
     if read is None or read.results is None:

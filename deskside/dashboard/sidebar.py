@@ -7,12 +7,12 @@ from pathlib import Path
 import streamlit as st
 
 from deskside.dashboard import file_cache
-from deskside.dashboard.literal import literal
 from deskside.dashboard.scan import Found
-from deskside.dashboard.studies import Study, card_name
+from deskside.dashboard.studies import card_name
 from deskside.study.results import INTERRUPTED, Arm, Results, status_text
-from deskside.utils.format import plural
+from deskside.utils.format import plural, printable
 
+SPECIAL = re.compile(r"([\\`*_{}\[\]<>#!|~$:&^=])")
 MAX_OPEN_FILTERS = 6  # a study with more factors gets its filters folded
 
 
@@ -70,21 +70,23 @@ def show(root: Path, found: Found) -> StudySelection | None:
     with st.sidebar:
         st.title("deskside")
         st.caption(f"studies and runs below `{root.name or root}`", help=str(root))
-        studies = [study for path in found.studies if (study := file_cache.study(path)) and study.results]
-        choices: list[Study | None] = sorted(studies, key=_updated, reverse=True)
-        if found.own_runs:
-            choices.append(None)
+        studies = file_cache.readable(found)
+        names = {
+            _name(path, root): path
+            for path in sorted(studies, key=lambda path: studies[path].updated, reverse=True)
+        }
+        outside = f"runs outside of studies ({len(found.own_runs):,})"
+        choices = [*names, *([outside] if found.own_runs else [])]
         if not choices:
             st.caption("No study or run was found.")
             st.button("Look again")
             return None
-        names = [_name(choice, root, len(found.own_runs)) for choice in choices]
-        place = names.index(st.selectbox("study", names, key="study"))
-        chosen, name = choices[place], names[place]
-        if chosen is not None and chosen.results is not None:
-            whole, folder = chosen.results, chosen.path
+        name = st.selectbox("study", choices, key="study")
+        folder = names.get(name)
+        if folder is not None:
+            whole = studies[folder]
         else:
-            whole, folder = file_cache.runs(found.own_runs, file_cache.live_runs(found.own_runs), root), None
+            whole = file_cache.runs(found.own_runs, file_cache.live_runs(found.own_runs), root)
         _keep_group(whole, name)
         results = _selected(name, whole, _filters(whole, name))
         groups = f", in {len(whole.groups)} groups" if len(whole.groups) > 1 else ""
@@ -122,14 +124,7 @@ def _keep_group(whole: Results, study: str) -> None:
     st.session_state[all_groups_key(study)] = st.session_state.get(all_groups_key(study), True)
 
 
-def _updated(study: Study | None) -> str:
-    return study.results.updated if study and study.results else ""
-
-
-def _name(study: Study | None, root: Path, runs: int) -> str:
-    if study is None:
-        return f"runs outside of studies ({runs:,})"
-    path = study.path
+def _name(path: Path, root: Path) -> str:
     return str(path.relative_to(root)) if path != root and path.is_relative_to(root) else path.resolve().name
 
 
@@ -242,3 +237,14 @@ def _matches(arm: Arm, filters: Filters) -> bool:
 def _normalized(name: str) -> str:
     """Return letters and digits alone, so that "medium gqa on" finds "medium, GQA on" and "medium-gqa_on"."""
     return " ".join(re.findall(r"\w+", name.casefold().replace("_", " ")))
+
+
+def literal(text: str) -> str:
+    """Return the text on one line with every character escaped that CommonMark gives a meaning.
+
+    A study may come from another person. Read as Markdown, a label could embed an image, which the browser would fetch
+    from any address, or show a link that looks like one of the page's own.
+    Streamlit still turns a bare address into a link to that address, and the name of an icon into the icon, because it
+    looks for both after unescaping. Neither fetches anything by itself.
+    """
+    return SPECIAL.sub(r"\\\1", " ".join(printable(text).split()))

@@ -15,7 +15,7 @@ from deskside.data.reading.rows import PackedDataset
 from deskside.engine.device import say
 from deskside.evaluate.bpb import BitsPerByte, evaluate_dataset, evaluate_text
 from deskside.kernels.attention import Requirements, choose
-from deskside.run.paths import reached_by
+from deskside.run.directory import reached_by
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.files import fingerprint
 from deskside.weights.load import Loaded

@@ -8,7 +8,7 @@ the original.
 from collections.abc import Callable
 
 from deskside.config.run import RunConfig
-from deskside.run.paths import reached
+from deskside.run.directory import reached
 from deskside.train.state.init_weights import grown
 from deskside.utils.errors import RunError, UsageError
 from deskside.weights import frozen_base

@@ -15,16 +15,16 @@ last line, which readers skip and a resumed run removes.
 import contextlib
 import fcntl
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from deskside.config.align import GrpoConfig
 from deskside.config.base import first_problem
 from deskside.config.run import SCHEMA_VERSION, RunConfig
-from deskside.run.paths import reached_by
 from deskside.utils import strict_json
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.files import append_line, sync, write_atomically, write_error
@@ -200,3 +200,28 @@ class RunDirectory:
         kept = [row for row in rows if row["step"] <= step]
         write_atomically(self.metrics, "".join(json.dumps(row) + "\n" for row in kept))
         return len(rows) - len(kept)
+
+
+def reached(path: str, directory: object) -> str:
+    """Resolve a path of a configuration, which refers to the directory where the run was started.
+
+    directory: that directory, if known. A path that no longer exists there, because the tree was moved,
+    is also looked up from the current directory.
+    """
+    if not isinstance(directory, str) or Path(path).is_absolute() or Path(directory) == Path.cwd():
+        return path
+    there = Path(directory) / path
+    return path if not there.exists() and Path(path).exists() else str(there)
+
+
+def reached_by(config: RunConfig, run: Mapping[str, Any]) -> RunConfig:
+    """Return the configuration with the paths of its data and reward file resolved. run: the content of run.json."""
+    directory = run.get("directory")
+    if config.data.path is not None:
+        data = config.data.model_copy(update={"path": reached(config.data.path, directory)})
+        config = config.model_copy(update={"data": data})
+    if isinstance(config.align, GrpoConfig) and ".py:" in config.align.reward:
+        file, _, function = config.align.reward.rpartition(":")
+        align = config.align.model_copy(update={"reward": f"{reached(file, directory)}:{function}"})
+        config = config.model_copy(update={"align": align})
+    return config

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from deskside.data.reading.shards import DatasetIndex, read_index
-from deskside.run.paths import reached
+from deskside.run.directory import reached
 from deskside.run.record import MISSING, mapping, number, read_metrics, read_object
 from deskside.utils.errors import RunError, UsageError
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
-from deskside.dashboard.literal import literal
+from deskside.dashboard.sidebar import literal
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import pytest
 from streamlit.testing.v1 import AppTest
 
 import deskside.dashboard
-from deskside.dashboard.literal import literal
 from deskside.dashboard.page import TABS
+from deskside.dashboard.sidebar import literal
 from tests.dashboard import made_up
 
 APP = Path(deskside.dashboard.__file__).with_name("page.py")

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from deskside.config.run import RunConfig
-from deskside.run.paths import reached, reached_by
+from deskside.run.directory import reached, reached_by
 
 
 @pytest.fixture

@@ -4,8 +4,7 @@ import streamlit as st
 
 from deskside.dashboard import plotly_charts
 from deskside.dashboard.components import chart, seeds_note, usable
-from deskside.dashboard.literal import literal
-from deskside.dashboard.sidebar import Context
+from deskside.dashboard.sidebar import Context, literal
 from deskside.report import study_text
 from deskside.study.results import Results
 from deskside.study.stats.metrics import metric_named

@@ -4,9 +4,8 @@ import streamlit as st
 
 from deskside.dashboard import file_cache
 from deskside.dashboard.components import empty_state
-from deskside.dashboard.literal import literal
-from deskside.dashboard.sidebar import Context
-from deskside.dashboard.studies import Study, card_name
+from deskside.dashboard.sidebar import Context, literal
+from deskside.dashboard.studies import card_name
 from deskside.study.narrative.findings import GOALS, by_group, unfinished
 from deskside.study.results import OPEN, Results
 from deskside.utils.format import plural
@@ -17,7 +16,7 @@ def show(context: Context) -> None:
     if context.selection is None:
         empty_state(context)
         return
-    studies = [s for path in context.found.studies if (s := file_cache.study(path)) is not None and s.results]
+    studies = file_cache.readable(context.found)
     st.header("What the data says")
     if not studies:
         st.info(
@@ -26,20 +25,21 @@ def show(context: Context) -> None:
         )
         return
     first, second = st.columns(2)
-    cards = list(dict.fromkeys(card_name(_results(study).machine) for study in studies))
+    cards = list(dict.fromkeys(card_name(results.machine) for results in studies.values()))
     picked = context.selection.card
     card = first.selectbox(
         "card", cards, index=cards.index(picked) if picked in cards else 0, key="insights-card"
     )
     goal = second.selectbox("goal", list(GOALS), key="insights-goal")
     selected = context.selection.folder
-    for study in studies:
-        results = _results(study)
-        if card_name(results.machine) != card:
-            continue
-        if study.path == selected:
-            results = context.selection.results
-        _study(results, study.path == selected and context.selection.hidden > 0, goal)
+    for path, results in studies.items():
+        if card_name(results.machine) == card:
+            chosen = path == selected
+            _study(
+                context.selection.results if chosen else results,
+                chosen and context.selection.hidden > 0,
+                goal,
+            )
     st.caption(
         "Only statements that the intervals support. Each study holds for the card, model sizes and budget that it ran "
         "with; others may differ."
@@ -63,8 +63,3 @@ def _study(results: Results, filtered: bool, goal: str) -> None:
         waiting = sum(trial.status in OPEN for arm in results.arms for trial in arm.trials)
         more = f"; {plural(waiting, 'trial')} to come" if waiting else ""
         st.write(f"Nothing to compare yet: no two arms have finished trials of the same seed{more}.")
-
-
-def _results(study: Study) -> Results:
-    assert study.results is not None
-    return study.results

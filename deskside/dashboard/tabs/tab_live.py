@@ -4,9 +4,8 @@ import streamlit as st
 
 from deskside.dashboard import file_cache, plotly_charts
 from deskside.dashboard.components import COMMANDS, chart
-from deskside.dashboard.literal import literal
 from deskside.dashboard.runs import RunProgress, progress
-from deskside.dashboard.sidebar import Context
+from deskside.dashboard.sidebar import Context, literal
 from deskside.dashboard.studies import card_name
 from deskside.report import study_text
 from deskside.run.record import MetricsLog, RunRecord, series
@@ -47,16 +46,13 @@ def _live(root: str) -> None:
 
 
 def _studies(root: str) -> None:
-    for path in file_cache.found(root).studies:
-        study = file_cache.study(path)
-        if study is None or study.results is None or study.results.complete:
-            continue
-        trials = [trial for arm in study.results.arms for trial in arm.trials]
+    for results in file_cache.readable(file_cache.found(root)).values():
+        trials = [trial for arm in results.arms for trial in arm.trials]
         open_ = sum(trial.status in OPEN for trial in trials)
-        if trials:
+        if trials and not results.complete:
             st.progress(
                 1 - open_ / len(trials),
-                text=f"study {literal(study.results.name)}: {len(trials) - open_} of {len(trials)} trials have ended",
+                text=f"study {literal(results.name)}: {len(trials) - open_} of {len(trials)} trials have ended",
             )
 
 

@@ -6,8 +6,7 @@ import streamlit as st
 
 from deskside.dashboard import file_cache, illustrations
 from deskside.dashboard.components import chart, empty_state, problems, sentence
-from deskside.dashboard.literal import literal
-from deskside.dashboard.sidebar import Context, StudySelection
+from deskside.dashboard.sidebar import Context, StudySelection, literal
 from deskside.study.results import Group, status_text
 from deskside.utils.format import plural
 

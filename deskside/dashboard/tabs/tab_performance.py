@@ -6,8 +6,7 @@ import streamlit as st
 
 from deskside.dashboard import file_cache, plotly_charts
 from deskside.dashboard.components import chart, metric_charts, usable
-from deskside.dashboard.literal import literal
-from deskside.dashboard.sidebar import Context, StudySelection
+from deskside.dashboard.sidebar import Context, StudySelection, literal
 from deskside.report import study_text
 from deskside.run.record import number
 from deskside.study.results import Arm, Trial

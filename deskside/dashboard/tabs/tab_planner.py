@@ -1,6 +1,6 @@
 """Planner tab: `deskside plan` with controls, and its predictions against the measurements."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import streamlit as st
@@ -24,28 +24,14 @@ MAX_RUNS = 200
 MAX_DRAWN = 30
 
 
-@dataclass(frozen=True)
-class PlannerInput:
-    """Values of the controls."""
-
-    card: str
-    kind: str
-    amount: float
-    model: str
-    cards: int
-    precision: str
-    sequence: int
-    price: float
-
-
 def show(context: Context) -> None:
     """Draw the tab."""
     st.header("What can be trained")
     with st.form("planner"):
-        asked = _controls()
+        asked = _controls(str(context.root / "probes"))
         st.form_submit_button("Plan", type="primary")
     try:
-        plan = _plan(asked, str(context.root / "probes"))
+        plan = _plan(asked)
     except (UsageError, RunError) as error:
         st.error(str(error))
     else:
@@ -53,44 +39,41 @@ def show(context: Context) -> None:
     _accuracy(context)
 
 
-def _controls() -> PlannerInput:
+def _controls(probes: str) -> PlanQuestion:
     first, second, third = st.columns(3)
-    card = first.selectbox("card", [*(gpu.name for gpu in gpus()), HERE], index=_usual(), key="plan-card")
+    names = [gpu.name for gpu in gpus()]
+    usual = next((i for i, name in enumerate(names) if "4090" in name and "aptop" not in name), 0)
+    card = first.selectbox("card", [*names, HERE], index=usual, key="plan-card")
     kind = second.selectbox("budget in", list(BUDGETS), key="plan-kind")
     amount = third.number_input("budget", 0.01, 1e6, BUDGETS["hours"], key="plan-amount")
     model = first.selectbox("model", [SEARCH, *presets.names()], key="plan-model")
     cards = second.number_input("cards in one machine", 1, 64, 1, key="plan-cards")
     precision = third.selectbox("precision", ["automatic", *RECIPES], key="plan-precision")
+    rows = [0, 512, 1024, 2048, 4096, 8192]
     sequence = first.selectbox(
-        "tokens per row", [0, 512, 1024, 2048, 4096, 8192], format_func=_sequence, key="plan-rows"
+        "tokens per row",
+        rows,
+        format_func=lambda row: f"{row:,}" if row else "as in the preset",
+        key="plan-rows",
     )
     price = second.number_input("price of electricity, $ per kWh", 0.0, 10.0, 0.30, 0.01, key="plan-price")
-    return PlannerInput(card, kind, amount, model, int(cards), precision, sequence, price)
-
-
-def _sequence(tokens: int) -> str:
-    return f"{tokens:,}" if tokens else "as in the preset"
-
-
-def _usual() -> int:
-    return next((i for i, gpu in enumerate(gpus()) if "4090" in gpu.name and "aptop" not in gpu.name), 0)
+    return PlanQuestion(
+        gpu=None if card == HERE else card,
+        here=card == HERE,
+        hours=amount if kind == "hours" else None,
+        tokens=amount * 1e9 if kind == "billion tokens" else None,
+        loss=amount if kind == "bits per byte to reach" else None,
+        preset=None if model == SEARCH else model,
+        gpus=int(cards),
+        precision=None if precision == "automatic" else precision,
+        sequence=sequence or None,
+        price_kwh=price,
+        probes=probes,
+    )
 
 
 @st.cache_data(ttl=60, max_entries=32, show_spinner="planning")
-def _plan(asked: PlannerInput, probes: str) -> dict[str, Any]:
-    question = PlanQuestion(
-        gpu=None if asked.card == HERE else asked.card,
-        here=asked.card == HERE,
-        hours=asked.amount if asked.kind == "hours" else None,
-        tokens=asked.amount * 1e9 if asked.kind == "billion tokens" else None,
-        loss=asked.amount if asked.kind == "bits per byte to reach" else None,
-        preset=None if asked.model == SEARCH else asked.model,
-        gpus=asked.cards,
-        precision=None if asked.precision == "automatic" else asked.precision,
-        sequence=asked.sequence or None,
-        price_kwh=asked.price,
-        probes=probes,
-    )
+def _plan(question: PlanQuestion) -> dict[str, Any]:
     return make_plan(ask(question)).to_json()
 
 
@@ -100,7 +83,10 @@ def _answer(plan: dict[str, Any]) -> None:
     st.markdown("\n".join(f"- {reason}" for reason in plan["reasons"]).replace("$", "\\$"))
     if plan["bands"]:
         st.subheader("Bands (modelled)")
-        st.dataframe(_bands(plan["bands"]), width="stretch")
+        named = {
+            f"{b['name']}{' (recommended)' if b['recommended'] else ''}": _band(b) for b in plan["bands"]
+        }
+        st.dataframe(named, width="stretch")
     memory, speed = plan["memory"], plan["speed"]
     first, second = st.columns(2)
     if memory:
@@ -148,29 +134,22 @@ def _answer(plan: dict[str, Any]) -> None:
         st.dataframe(rows, hide_index=True, width="stretch")
 
 
-def _bands(bands: list[dict[str, Any]]) -> dict[str, dict[str, str]]:
-    return {band["name"] + (" (recommended)" if band["recommended"] else ""): _band(band) for band in bands}
-
-
 def _band(band: dict[str, Any]) -> dict[str, str]:
-    speed, memory, cost = (
-        band["speed"]["tokens_per_second"],
-        band["memory"]["needed"],
-        band["cost"],
-    )
-    money = cost.get("electricity") or {}
+    """Return the table column of one band."""
+
+    def ranged(value: dict[str, float], form: Callable[[float], str]) -> str:
+        return f"{form(value['expected'])} ({form(value['low'])} to {form(value['high'])})"
+
+    money = band["cost"].get("electricity") or {}
     loss = band.get("loss")  # of pretraining alone
+    quality = f"{loss['expected']:.3f} ({loss['low']:.2f} to {loss['high']:.2f})" if loss else ""
     return {
         "model": f"{band['model']['preset']} ({count(band['model']['params'])} parameters)",
         "tokens": count(band["tokens"]),
-        **(
-            {"bits per byte": f"{loss['expected']:.3f} ({loss['low']:.2f} to {loss['high']:.2f})"}
-            if loss
-            else {}
-        ),
+        **({"bits per byte": quality} if loss else {}),
         "precision": band["precision"] + (", emulated" if band["speed"]["emulated"] else ""),
-        "tokens/s": f"{speed['expected']:,.0f} ({speed['low']:,.0f} to {speed['high']:,.0f})",
-        "memory": f"{gib(memory['expected'])} ({gib(memory['low'])} to {gib(memory['high'])})",
+        "tokens/s": ranged(band["speed"]["tokens_per_second"], "{:,.0f}".format),
+        "memory": ranged(band["memory"]["needed"], gib),
         "pretraining": duration(band["time"]["pretraining_seconds"]["expected"]),
         "electricity": dollars(money["usd"]) if money else "not known",
     }

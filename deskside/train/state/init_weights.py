@@ -10,8 +10,7 @@ from deskside.config.run import RunConfig
 from deskside.data.chat.chat_template import CHAT_FILES
 from deskside.data.chat.renderer import TEMPLATE
 from deskside.data.tokenizer import load as load_tokenizer
-from deskside.run.directory import RunDirectory
-from deskside.run.paths import reached
+from deskside.run.directory import RunDirectory, reached
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.files import write_atomically
 from deskside.weights.load import Loaded, load_model
