@@ -6,7 +6,7 @@ Streamlit's own `cache_data` copies a cached value at every use, about a millise
 
 import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,9 +36,9 @@ class Cache:
     def __init__(self, size: int, lock: threading.RLock):
         self._size = size
         self._lock = lock
-        self._values: dict[tuple[str, str], tuple[Hashable, Any]] = {}
+        self._values: dict[tuple[str, str], tuple[object, Any]] = {}
 
-    def get(self, kind: str, name: str, key: Hashable, read: Callable[[], Value]) -> Value:
+    def get(self, kind: str, name: str, key: object, read: Callable[[], Value]) -> Value:
         """Return the value of this kind and name, which is read if it is not cached or its key has changed."""
         with self._lock:
             known = self._values.get((kind, name))
@@ -117,7 +117,9 @@ def brief(path: Path) -> RunRecord:
 
 def plan(path: Path) -> dict[str, Any]:
     """Return a run's plan.json."""
-    return _small.get("plan", str(path), stamp(path, "plan.json"), lambda: studies.read_plan(path))
+    return _small.get(
+        "plan", str(path), stamp(path, "plan.json"), lambda: record.read_object(path / "plan.json")[0]
+    )
 
 
 def newest_metrics(path: Path) -> MetricsLog:
@@ -142,6 +144,6 @@ def runs(own: tuple[FoundRun, ...], live: frozenset[Path], root: Path) -> Result
     )
 
 
-def selected(name: str, key: Hashable, select: Callable[[], Results]) -> Results:
+def selected(name: str, key: object, select: Callable[[], Results]) -> Results:
     """Return the part of the study `name` that the filters leave, which is computed if its key has changed."""
     return _large.get("selected", name, key, select)

@@ -19,7 +19,6 @@ from deskside.report.chart_data import (
     ChartRow,
     Interval,
     RowChart,
-    ScatterPoint,
     bar_chart,
     curve,
     forest_chart,
@@ -183,7 +182,9 @@ def bars(arms: Sequence[Arm], key: str, limit: tuple[float, str] | None = None) 
         hoverinfo="skip",
     )
     if data.limit is not None:
-        _add_limit(figure, data.limit)
+        at, name = data.limit
+        annotation = {"text": name, "xanchor": "right"}
+        figure.add_vline(x=at, line={"dash": "dash", "color": VERMILION}, annotation=annotation)
     legend = data.clipped or any(row.arm.emulated for row, _ in rows)
     apply_layout(figure, 110 + rows_height(labels), barmode="overlay", bargap=0.25, showlegend=legend)
     _set_axis(figure.update_xaxes, data.axis)
@@ -193,11 +194,6 @@ def bars(arms: Sequence[Arm], key: str, limit: tuple[float, str] | None = None) 
 
 def _measured(data: RowChart) -> list[tuple[ChartRow, Interval]]:
     return [(row, row.interval) for row in data.rows if row.interval is not None]
-
-
-def _add_limit(figure: go.Figure, limit: tuple[float, str]) -> None:
-    annotation = {"text": limit[1], "xanchor": "right"}
-    figure.add_vline(x=limit[0], line={"dash": "dash", "color": VERMILION}, annotation=annotation)
 
 
 def forest(results: Results, key: str) -> go.Figure | None:
@@ -250,8 +246,28 @@ def bubbles(results: Results, across: str, up: str) -> go.Figure | None:
     figure = go.Figure()
     for emulated in (False, True):
         part = [point for point in data.points if point.arm.emulated is emulated]
-        if part:
-            _add_bubbles(figure, part, emulated, (across, up))
+        if not part:
+            continue
+        figure.add_scatter(
+            x=[point.x.mean for point in part],
+            y=[point.y.mean for point in part],
+            error_x=error_bars([point.x for point in part]),
+            error_y=error_bars([point.y for point in part]),
+            mode="markers+text",
+            text=[f"<b>{point.number}</b>" for point in part],
+            textposition="top left" if emulated else "top right",
+            cliponaxis=False,
+            name=EMULATED if emulated else NATIVE,
+            marker={
+                "size": [8 + 16 * point.size**0.5 for point in part],
+                "color": ORANGE if emulated else SKY,
+                "symbol": "diamond" if emulated else "circle",
+                "opacity": 0.85,
+                "line": {"color": EDGE, "width": [3 if point.on_front else 0.8 for point in part]},
+            },
+            hovertext=["<br>".join(hover_text(point.arm, key) for key in (across, up)) for point in part],
+            hoverinfo="text",
+        )
     points = data.points
     add_arrows(figure, [point.x for point in points], [point.y.mean for point in points])
     add_arrows(figure, [point.y for point in points], [point.x.mean for point in points], vertical=True)
@@ -259,31 +275,6 @@ def bubbles(results: Results, across: str, up: str) -> go.Figure | None:
     _set_axis(figure.update_xaxes, data.x)
     _set_axis(figure.update_yaxes, data.y)
     return figure
-
-
-def _add_bubbles(
-    figure: go.Figure, points: list[ScatterPoint], emulated: bool, keys: tuple[str, str]
-) -> None:
-    figure.add_scatter(
-        x=[point.x.mean for point in points],
-        y=[point.y.mean for point in points],
-        error_x=error_bars([point.x for point in points]),
-        error_y=error_bars([point.y for point in points]),
-        mode="markers+text",
-        text=[f"<b>{point.number}</b>" for point in points],
-        textposition="top left" if emulated else "top right",
-        cliponaxis=False,
-        name=EMULATED if emulated else NATIVE,
-        marker={
-            "size": [8 + 16 * point.size**0.5 for point in points],
-            "color": ORANGE if emulated else SKY,
-            "symbol": "diamond" if emulated else "circle",
-            "opacity": 0.85,
-            "line": {"color": EDGE, "width": [3 if point.on_front else 0.8 for point in points]},
-        },
-        hovertext=["<br>".join(hover_text(point.arm, key) for key in keys) for point in points],
-        hoverinfo="text",
-    )
 
 
 def fronts_in(results: Results, first: str, second: str) -> list[Front]:

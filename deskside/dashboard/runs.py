@@ -1,13 +1,11 @@
 """RunProgress of live runs, and predictions of finished runs against their measurements."""
 
-import itertools
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
-from deskside.run.record import MetricsLog, RunRecord, mapping, number, series
+from deskside.run.record import MetricsLog, RunRecord, mapping, number, step_seconds
 from deskside.study.results import Results
 
 WINDOW = 20  # steps over which the current speed is taken
@@ -56,20 +54,9 @@ def progress(record: RunRecord, log: MetricsLog, now: float | None = None) -> Ru
             if (recent or key.startswith("val_")) and (value := number(row[key])) is not None
         }
     step = int(values["step"]) if "step" in values else None
-    total, pace = record.total_steps, _pace(log)
+    total, pace = record.total_steps, step_seconds(log.rows[-WINDOW - 1 :])
     left = None if step is None or total is None or pace is None else max(0, total - step) * pace
     return RunProgress(step, total, left, now - log.modified if log.modified else None, values)
-
-
-def _pace(log: MetricsLog) -> float | None:
-    """Return the median seconds per step of the last steps, which ignores an evaluation between two of them."""
-    steps, seconds = series(log.rows[-WINDOW - 1 :], "seconds", "step")
-    paces = [
-        (t1 - t0) / (s1 - s0)
-        for (s0, t0), (s1, t1) in itertools.pairwise(zip(steps, seconds, strict=True))
-        if s1 > s0 and t1 > t0
-    ]
-    return median(paces) if paces else None
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import streamlit as st
 
 from deskside.dashboard import file_cache
 from deskside.dashboard.scan import Found
-from deskside.dashboard.studies import card_name
+from deskside.run.record import machine_name
 from deskside.study.results import INTERRUPTED, Arm, Results, status_text
 from deskside.utils.format import plural, printable
 
@@ -94,7 +94,9 @@ def show(root: Path, found: Found) -> StudySelection | None:
             f"{len(results.arms)} of {plural(len(whole.arms), 'arm' if folder else 'run')} shown{groups}"
         )
         st.button("Read again")
-    card = card_name(whole.machine) if folder else ", ".join(sorted({a.levels["card"] for a in whole.arms}))
+    card = (
+        machine_name(whole.machine) if folder else ", ".join(sorted({a.levels["card"] for a in whole.arms}))
+    )
     return StudySelection(name, folder, results, whole, card)
 
 
@@ -172,17 +174,7 @@ def _selected(name: str, whole: Results, filters: Filters) -> Results:
     if filters.seeds is None:
         return select(whole, filters)
     interrupted = sum(trial.status == INTERRUPTED for arm in whole.arms for trial in arm.trials)
-    levels = tuple(sorted(filters.levels.items()))
-    key = (
-        whole.updated,
-        interrupted,
-        filters.groups,
-        levels,
-        filters.statuses,
-        filters.seeds,
-        filters.search,
-    )
-    return file_cache.selected(name, key, lambda: select(whole, filters))
+    return file_cache.selected(name, (whole.updated, interrupted, filters), lambda: select(whole, filters))
 
 
 def statuses(arm: Arm) -> set[str]:

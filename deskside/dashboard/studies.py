@@ -1,11 +1,10 @@
 """Studies as they are on disk, and single runs in the shape of a study."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from deskside.run.record import RunRecord, mapping, number, read_object, read_run, text
+from deskside.run.record import RunRecord, machine_name, mapping, number, read_run, text
 from deskside.study import results as study_results
 from deskside.study.results import INTERRUPTED, Arm, Estimate, Factor, Group, Results, Trial
 from deskside.study.stats.metrics import BY_KEY
@@ -45,11 +44,6 @@ def _claims_to_be_study(path: Path) -> bool:
         return True
 
 
-def read_plan(path: Path) -> dict[str, Any]:
-    """Return a run's plan.json, or {} if it cannot be read."""
-    return read_object(path / "plan.json")[0]
-
-
 def read_curve(path: Path) -> tuple[list[dict[str, float | None]], list[str]]:
     """Return a run's full curve in the form of `Trial.curve`, and sentences about missing parts of it.
 
@@ -65,13 +59,6 @@ def summary_metrics(record: RunRecord) -> dict[str, float]:
     """Return the metrics of a study that a run's summary has, by their keys."""
     known = {key: number(record.summary.get(key)) for key in BY_KEY}
     return {key: value for key, value in known.items() if value is not None}
-
-
-def card_name(machine: Mapping[str, Any]) -> str:
-    """Return the GPU, or else the CPU, that environment.json or a study's machine names."""
-    gpu = machine.get("gpu")
-    name = text(gpu) or text(mapping(gpu).get("name"))
-    return name or text(machine.get("cpu")) or text(machine.get("device")) or "unknown machine"
 
 
 def runs_as_results(records: Iterable[RunRecord], live: frozenset[Path], root: Path) -> Results:
@@ -98,7 +85,7 @@ def _arm(record: RunRecord, live: frozenset[Path], root: Path) -> Arm:
     name = str(path.relative_to(root)) if inside else path.name
     status = "running" if path in live else "finished" if record.finished else INTERRUPTED
     reasons = [*record.missing, *(["not finished"] if status == INTERRUPTED else [])]
-    card, seed = card_name(record.environment), number(record.config.get("seed"))
+    card, seed = machine_name(record.environment), number(record.config.get("seed"))
     optimizer = text(mapping(record.config.get("optim")).get("name"))
     levels = {"precision": record.precision, "optimizer": optimizer, "card": card}
     trial = Trial(

@@ -1,12 +1,19 @@
 """The section of a run's report that compares the plan with the measurement."""
 
-import itertools
-import statistics
 from collections.abc import Sequence
 from typing import Any
 
 from deskside.report.document import Block, Details, Table
-from deskside.run.record import RunRecord, mapping, number, objects, text
+from deskside.run.record import (
+    RunRecord,
+    first_number,
+    mapping,
+    number,
+    objects,
+    planned_steps,
+    step_seconds,
+    text,
+)
 from deskside.utils.format import UNKNOWN, count, elapsed, value_text
 
 PROVENANCE = ("measured", "modelled", "published")
@@ -134,33 +141,24 @@ def _comparison(record: RunRecord) -> Table:
     revisions = objects(record.plan.get("revisions"))
     first = revisions[0] if revisions else {}
     revised = revisions[-1] if len(revisions) > 1 else {}
-    points = [(number(row.get("step")), number(row.get("seconds"))) for row in record.metrics]
-    known = [(step, seconds) for step, seconds in points if step is not None and seconds is not None]
-    # The median over neighboring rows ignores a resume or an evaluation between two of them.
-    times = [(t1 - t0) / (s1 - s0) for (s0, t0), (s1, t1) in itertools.pairwise(known) if s1 > s0 and t1 > t0]
-
-    def measured(in_summary: str, in_metrics: str) -> float | None:
-        value = number(record.summary.get(in_summary))
-        return value if value is not None else record.last(in_metrics)
-
-    planned_steps = number(initial.get("steps"))
-    planned_steps = _total_steps(first) if planned_steps is None else planned_steps
-    step_seconds = _first_number(initial, "step_seconds") or _first_number(first, "step_seconds")
+    steps = number(initial.get("steps"))
+    steps = planned_steps(first) if steps is None else steps
+    expected_seconds = first_number(initial, "step_seconds") or first_number(first, "step_seconds")
     rows = [
-        ("steps", count(planned_steps), count(_total_steps(revised)), count(measured("steps", "step"))),
-        ("tokens", count(number(initial.get("tokens"))), "", count(measured("tokens", "tokens"))),
-        ("time", elapsed(number(initial.get("seconds"))), "", elapsed(measured("seconds", "seconds"))),
+        ("steps", count(steps), count(planned_steps(revised)), count(record.newest("steps", "step"))),
+        ("tokens", count(number(initial.get("tokens"))), "", count(record.newest("tokens", "tokens"))),
+        ("time", elapsed(number(initial.get("seconds"))), "", elapsed(record.newest("seconds", "seconds"))),
         (
             "time per step",
-            elapsed(step_seconds),
-            elapsed(_first_number(revised, "step_seconds")),
-            elapsed(statistics.median(times) if times else None),
+            elapsed(expected_seconds),
+            elapsed(first_number(revised, "step_seconds")),
+            elapsed(step_seconds(record.metrics)),
         ),
         (
             "peak memory",
-            _gib(_first_number(initial, "memory_gib", "peak_memory_gib")),
+            _gib(first_number(initial, "memory_gib", "peak_memory_gib")),
             "",
-            _gib(measured("peak_memory_gib", "memory_gib")),
+            _gib(record.newest("peak_memory_gib", "memory_gib")),
         ),
     ]
     if revised:
@@ -174,7 +172,7 @@ def _revisions(revisions: list[dict[str, Any]]) -> Table:
             count(number(revision.get("step"))),
             elapsed(number(revision.get("elapsed_seconds"))),
             elapsed(number(revision.get("step_seconds"))),
-            count(_total_steps(revision)),
+            count(planned_steps(revision)),
             text(revision.get("reason")),
         )
         for revision in revisions
@@ -222,15 +220,6 @@ def _choices(plan: dict[str, Any]) -> list[Block]:
         table = Table(("quantity", "value", "source"), everything)
         blocks.append(Details("Everything that was chosen at the start, and why", [table]))
     return blocks
-
-
-def _total_steps(revision: dict[str, Any]) -> float | None:
-    step, remaining = number(revision.get("step")), _first_number(revision, "remaining", "remaining_steps")
-    return None if step is None or remaining is None else step + remaining
-
-
-def _first_number(values: dict[str, Any], *keys: str) -> float | None:
-    return next((value for key in keys if (value := number(values.get(key))) is not None), None)
 
 
 def _gib(value: float | None) -> str:

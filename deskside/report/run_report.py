@@ -118,17 +118,16 @@ def commands(record: RunRecord) -> list[str]:
 def _glance(record: RunRecord) -> list[Block]:
     summary = record.summary
 
-    def newest(in_summary: str, in_metrics: str) -> float | None:
-        value = number(summary.get(in_summary))
-        return value if value is not None else record.last(in_metrics)
-
     def nats(value: float | None) -> str:
         return UNKNOWN if value is None else f"{value:.4f} nats per token"
 
     parameters = summary.get("parameters")
     total = number(mapping(parameters).get("total")) if isinstance(parameters, dict) else number(parameters)
-    mfu, memory = newest("mfu", "mfu"), newest("peak_memory_gib", "memory_gib")
-    before, seconds = number(mapping(summary.get("before")).get("val_loss")), newest("seconds", "seconds")
+    mfu, memory = record.newest("mfu", "mfu"), record.newest("peak_memory_gib", "memory_gib")
+    before, seconds = (
+        number(mapping(summary.get("before")).get("val_loss")),
+        record.newest("seconds", "seconds"),
+    )
     clock = text(summary.get("clock")) or text(record.plan.get("clock"))
     rows = [
         ("status", text(summary.get("status")) or "not finished", ""),
@@ -140,11 +139,11 @@ def _glance(record: RunRecord) -> list[Block]:
         ),
         ("training loss, last step", nats(record.last("loss")), "measured"),
         ("parameters", count(total), "measured"),
-        ("tokens trained on", count(newest("tokens", "tokens")), "measured"),
-        ("steps", count(newest("steps", "step")), "measured"),
+        ("tokens trained on", count(record.newest("tokens", "tokens")), "measured"),
+        ("steps", count(record.newest("steps", "step")), "measured"),
         ("time", elapsed(seconds) + (f" ({clock})" if clock and seconds is not None else ""), "measured"),
         ("precision", recipe_used(record.plan) or UNKNOWN, ""),
-        ("tokens per second", count(newest("tokens_per_second", "tokens_per_second")), "measured"),
+        ("tokens per second", count(record.newest("tokens_per_second", "tokens_per_second")), "measured"),
         (
             "model FLOPs utilization",
             UNKNOWN if mfu is None else f"{100 * mfu:.1f} %",
@@ -211,8 +210,10 @@ def _configuration(record: RunRecord) -> list[Block]:
     if not record.config:
         return ["The configuration is unknown."]
     given, defaults = flatten(record.config), _defaults(record.config)
+    # A part that a plain run does not have has no defaults.
+    absent = {key: "(none)" if key.split(".")[0] in OPTIONAL_PARTS else "(unknown option)" for key in given}
     changed = [
-        (key, value_text(value), value_text(defaults[key]) if key in defaults else _no_default(key))
+        (key, value_text(value), value_text(defaults[key]) if key in defaults else absent[key])
         for key, value in given.items()
         if key not in defaults or defaults[key] != value
     ]
@@ -221,10 +222,6 @@ def _configuration(record: RunRecord) -> list[Block]:
         first = Table(("option", "this run", "default"), changed)
     whole = Table(("option", "value"), [(key, value_text(value)) for key, value in given.items()])
     return [first, Details("The whole configuration", [whole])]
-
-
-def _no_default(key: str) -> str:
-    return "(none)" if key.split(".")[0] in OPTIONAL_PARTS else "(unknown option)"
 
 
 def _defaults(config: dict[str, Any]) -> dict[str, Any]:

@@ -6,10 +6,9 @@ from pathlib import Path
 
 from deskside.report.canvas import Plot, save
 from deskside.report.chart_data import front_axes
-from deskside.report.charts import bars, bubbles, forest, front
+from deskside.report.charts import bars, bubbles, forest, front, heat_maps
 from deskside.report.curves import curves
 from deskside.report.document import Image
-from deskside.report.heat_map import heat_maps
 from deskside.report.study_text import measured_arms
 from deskside.study.results import Group, Results
 from deskside.study.stats.metrics import ENERGY, MEMORY, PRIMARY, SPEED

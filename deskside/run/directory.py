@@ -57,8 +57,7 @@ class RunDirectory:
     @classmethod
     def create(cls, root: Path, name: str | None, default: str) -> "RunDirectory":
         """Create a directory. A given name must be free; the default gets a number if it is not."""
-        if name is not None and (not name or name in (".", "..") or "/" in name or "\\" in name):
-            raise UsageError(f"--name {name!r}: must be a plain folder name")
+        cls.check_name(root, name)
         path, number = root / (name or default), 2
         try:
             root.mkdir(parents=True, exist_ok=True)
@@ -100,9 +99,7 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def alone(self, lock: str, doing: str) -> Iterator[None]:
-        """Lock the file `lock` of the run. Raises UsageError if another process, which is `doing` something, holds
-        it.
-        """
+        """Lock the file `lock` of the run. Raises UsageError if another process, `doing` something, holds it."""
         with (self.path / lock).open("w") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -127,10 +124,7 @@ class RunDirectory:
         return value
 
     def config(self) -> RunConfig:
-        """Return the run's configuration with its paths resolved.
-
-        Raises RunError if run.json is invalid.
-        """
+        """Return the run's configuration with its paths resolved. Raises RunError if run.json is invalid."""
         run = self.read_json("run.json")
         try:
             config = RunConfig.model_validate(run["config"])

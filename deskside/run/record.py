@@ -5,8 +5,10 @@ that is missing or damaged: readers get what could be read, and a list of proble
 directory at all is an error. Code that continues a run uses `RunDirectory`, which is strict.
 """
 
+import itertools
 import math
 import os
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -99,10 +101,8 @@ class RunRecord:
     def total_steps(self) -> int | None:
         """Steps of the whole run by the last revision of its plan."""
         revisions = objects(self.plan.get("revisions"))
-        if not revisions:
-            return None
-        step, remaining = number(revisions[-1].get("step")), number(revisions[-1].get("remaining"))
-        return None if step is None or remaining is None else int(step + remaining)
+        total = planned_steps(revisions[-1]) if revisions else None
+        return None if total is None else int(total)
 
     def series(self, key: str, across: str = "tokens") -> tuple[list[float], list[float]]:
         """Return (`across`, `key`) of every logged step that has a finite value of both."""
@@ -112,6 +112,11 @@ class RunRecord:
         """Return the newest finite value of a metric."""
         values = self.series(key)[1]
         return values[-1] if values else None
+
+    def newest(self, in_summary: str, in_metrics: str) -> float | None:
+        """Return a number of the summary, or the newest one of a metric."""
+        value = number(self.summary.get(in_summary))
+        return value if value is not None else self.last(in_metrics)
 
 
 def read_run(path: Path) -> RunRecord:
@@ -228,6 +233,25 @@ def series(rows: list[dict[str, Any]], key: str, across: str) -> tuple[list[floa
     return [x for x, _ in known], [y for _, y in known]
 
 
+def step_seconds(rows: list[dict[str, Any]]) -> float | None:
+    """Return the median seconds per step, which ignores a resume or an evaluation between two rows."""
+    points = zip(*series(rows, "seconds", "step"), strict=True)
+    pairs = itertools.pairwise(points)
+    times = [(t1 - t0) / (s1 - s0) for (s0, t0), (s1, t1) in pairs if s1 > s0 and t1 > t0]
+    return statistics.median(times) if times else None
+
+
+def planned_steps(revision: Mapping[str, Any]) -> float | None:
+    """Return the total steps that a revision of the plan expects."""
+    step, remaining = number(revision.get("step")), first_number(revision, "remaining", "remaining_steps")
+    return None if step is None or remaining is None else step + remaining
+
+
+def first_number(values: Mapping[str, Any], *keys: str) -> float | None:
+    """Return the first of these values that is a finite number."""
+    return next((value for key in keys if (value := number(values.get(key))) is not None), None)
+
+
 def number(value: object) -> float | None:
     """Return a finite number as a float, or None for anything else."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -257,3 +281,10 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         nested = isinstance(value, Mapping) and value
         flat |= flatten(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
     return flat
+
+
+def machine_name(machine: Mapping[str, Any], otherwise: str = "unknown machine") -> str:
+    """Return the GPU, or else the CPU, that environment.json or a study's machine names."""
+    gpu = machine.get("gpu")
+    name = text(gpu) or text(mapping(gpu).get("name"))
+    return name or text(machine.get("cpu")) or text(machine.get("device")) or otherwise

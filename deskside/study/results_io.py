@@ -72,9 +72,7 @@ def write(results: Results, folder: Path) -> None:
 
 
 def write_parquet(results: Results, path: Path) -> None:
-    """Write one row per trial: study, group, arm, status, ..., level_FACTOR for every factor, and every metric
-    (null if it was not measured).
-    """
+    """Write one row per trial: study, group, arm, ..., level_FACTOR, and every metric (null if not measured)."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from deskside.dashboard.runs import progress, run_predictions, trial_predictions
-from deskside.dashboard.studies import read_plan
-from deskside.run.record import MetricsLog, read_brief, read_metrics
+from deskside.run.record import MetricsLog, read_brief, read_metrics, read_object
 from deskside.study.stats.compare import compare
 from tests.dashboard import made_up
 from tests.study import made
@@ -40,7 +39,10 @@ def test_a_run_that_has_not_begun_knows_nothing(tmp_path: Path) -> None:
 def test_predictions_stand_beside_what_came(tmp_path: Path) -> None:
     made_up.run(tmp_path / "done")
     made_up.run(tmp_path / "open", finished=False)
-    runs = [(read_brief(path), read_plan(path)) for path in (tmp_path / "done", tmp_path / "open")]
+    runs = [
+        (read_brief(path), read_object(path / "plan.json")[0])
+        for path in (tmp_path / "done", tmp_path / "open")
+    ]
     rows = {row.quantity: row for row in run_predictions(runs)}
     assert {row.name for row in rows.values()} == {"done"}
     speed = rows["speed, tokens/s"]

@@ -17,9 +17,8 @@ from PIL import Image
 
 from deskside.report.canvas import Plot, wrapped
 from deskside.report.chart_data import most_different
-from deskside.report.charts import bars, bubbles, forest, front
+from deskside.report.charts import bars, bubbles, forest, front, heat_maps
 from deskside.report.curves import curves
-from deskside.report.heat_map import heat_maps
 from deskside.report.study_figures import draw, plots
 from deskside.study.results import Arm, Factor, Group, Results
 from deskside.study.stats.compare import compare

@@ -5,7 +5,7 @@ import streamlit as st
 from deskside.dashboard import file_cache
 from deskside.dashboard.components import empty_state
 from deskside.dashboard.sidebar import Context, literal
-from deskside.dashboard.studies import card_name
+from deskside.run.record import machine_name
 from deskside.study.narrative.findings import GOALS, by_group, unfinished
 from deskside.study.results import OPEN, Results
 from deskside.utils.format import plural
@@ -25,7 +25,7 @@ def show(context: Context) -> None:
         )
         return
     first, second = st.columns(2)
-    cards = list(dict.fromkeys(card_name(results.machine) for results in studies.values()))
+    cards = list(dict.fromkeys(machine_name(results.machine) for results in studies.values()))
     picked = context.selection.card
     card = first.selectbox(
         "card", cards, index=cards.index(picked) if picked in cards else 0, key="insights-card"
@@ -33,7 +33,7 @@ def show(context: Context) -> None:
     goal = second.selectbox("goal", list(GOALS), key="insights-goal")
     selected = context.selection.folder
     for path, results in studies.items():
-        if card_name(results.machine) == card:
+        if machine_name(results.machine) == card:
             chosen = path == selected
             _study(
                 context.selection.results if chosen else results,

@@ -6,9 +6,8 @@ from deskside.dashboard import file_cache, plotly_charts
 from deskside.dashboard.components import COMMANDS, chart
 from deskside.dashboard.runs import RunProgress, progress
 from deskside.dashboard.sidebar import Context, literal
-from deskside.dashboard.studies import card_name
 from deskside.report import study_text
-from deskside.run.record import MetricsLog, RunRecord, series
+from deskside.run.record import MetricsLog, RunRecord, machine_name, series
 from deskside.study.results import OPEN
 from deskside.utils.format import elapsed, plural
 
@@ -71,7 +70,10 @@ def _run(record: RunRecord, log: MetricsLog, shown: str) -> None:
         left = f"{elapsed(now.seconds_left)} left" if now.seconds_left is not None else "time left unknown"
         of = f" of {now.total:,}" if now.total else ""
         st.progress(share or 0.0, text=f"step {now.step if now.step is not None else 0:,}{of}; {left}")
-        told = [card_name(record.environment), record.precision + (" (emulated)" if record.emulated else "")]
+        told = [
+            machine_name(record.environment),
+            record.precision + (" (emulated)" if record.emulated else ""),
+        ]
         if now.silent_seconds is not None and now.silent_seconds > SILENT_SECONDS:
             told.append(f"no step for {elapsed(now.silent_seconds)}")
         st.caption(" · ".join(literal(word) for word in [*told, *record.missing, log.problem] if word))

@@ -19,10 +19,8 @@ from deskside.run.record import number, read_metrics, read_object
 CURVE_POINTS = 200
 ROWS_PER_TEXT = 1.25  # upper bound of tokens in rows (padding and document ends included) per token of text
 LAST_SHARE = 0.05  # the training loss is the mean over this share of the logged steps
-SETTLING_SECONDS, SETTLING_SHARE = (
-    10.0,
-    0.2,
-)  # excluded at the start, while clocks and power settle; the smaller of both
+# Excluded at the start, while clocks and power settle: the smaller of both.
+SETTLING_SECONDS, SETTLING_SHARE = 10.0, 0.2
 
 
 @dataclass(frozen=True)
@@ -162,9 +160,7 @@ def _whole_split(summary: Mapping[str, Any], config: RunConfig) -> bool:
 
 
 def _curve(steps: Sequence[_Step], final_bpb: float | None) -> list[dict[str, float | None]]:
-    """Thin the curve to CURVE_POINTS points. Evaluated points and the last point are kept; it gets the final
-    evaluation.
-    """
+    """Thin the curve to CURVE_POINTS points, among them evaluated ones and the last, which gets `final_bpb`."""
     points: list[dict[str, float | None]] = [
         {
             "tokens": step.tokens,

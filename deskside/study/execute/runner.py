@@ -76,21 +76,20 @@ class Runner:
         for arm, seed in self.plan.trials():
             run, past = self.folder.run(arm.id, seed), self.journal.of(arm.id, seed)
             if past.attempts and past.status not in FINAL:
-                self.reconcile_one(arm.id, seed, run, past.status)
+                # It was running, or it was stopped and then resumed outside the study.
+                answer = read_answer(run) or ("", "")
+                if answer[0] in FINAL:
+                    self.journal.ended(arm.id, seed, *answer, None)
+                elif (run / "summary.json").exists():
+                    self.journal.ended(arm.id, seed, "finished", "", None)
+                elif past.status == "running":
+                    self.journal.ended(
+                        arm.id, seed, "pending", "the study was killed while the trial ran", None
+                    )
+                if (now := self.journal.of(arm.id, seed).status) in FINAL:
+                    self.tidy(run, now)
             if self.journal.of(arm.id, seed).status in FINAL:
                 self.measured[arm.id, seed] = measure(run, arm.config)
-
-    def reconcile_one(self, arm: str, seed: int, run: Path, status: str) -> None:
-        """Record how a trial ended that was running, or that was stopped and then resumed outside the study."""
-        answer = read_answer(run) or ("", "")
-        if answer[0] in FINAL:
-            self.journal.ended(arm, seed, *answer, None)
-        elif (run / "summary.json").exists():
-            self.journal.ended(arm, seed, "finished", "", None)
-        elif status == "running":
-            self.journal.ended(arm, seed, "pending", "the study was killed while the trial ran", None)
-        if (now := self.journal.of(arm, seed).status) in FINAL:
-            self.tidy(run, now)
 
     def remaining(self, again: Sequence[str] = ()) -> list[Trial]:
         """Return the trials to run, in order: those not done, and those with a status in `again`."""
@@ -246,7 +245,11 @@ def prepare_all(arms: Sequence[PlannedArm], say: Callable[[str], None]) -> None:
         if (Path(path) / "index.json").exists():
             continue
         before = first.setdefault(path, arm)
-        if _made_of(before) != _made_of(arm):
+        made_of = [
+            (one.config.data.sources, one.config.data.val_fraction, one.config.model.vocab_size)
+            for one in (before, arm)
+        ]
+        if made_of[0] != made_of[1]:
             raise UsageError(
                 f"data.path: {path}: arms {before.id} and {arm.id} would prepare it differently; give each its own "
                 f"data.path, or prepare it with: deskside data prepare"
@@ -255,8 +258,3 @@ def prepare_all(arms: Sequence[PlannedArm], say: Callable[[str], None]) -> None:
         data, vocabulary = arm.config.data, arm.config.model.vocab_size
         say(f"preparing {', '.join(data.sources)} into {path}")
         prepare(list(data.sources), path, vocab_size=vocabulary, val_fraction=data.val_fraction, seed=1)
-
-
-def _made_of(arm: PlannedArm) -> tuple[object, ...]:
-    data = arm.config.data
-    return tuple(data.sources), data.val_fraction, arm.config.model.vocab_size

@@ -13,15 +13,15 @@ import contextlib
 import fcntl
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
-from deskside.config.run import RunConfig
+from deskside.config.base import first_problem
 from deskside.run.directory import RunDirectory
-from deskside.study.results import Factor, Group
 from deskside.study.spec.expand import Expansion, PlannedArm, trials
 from deskside.utils import strict_json
 from deskside.utils.errors import RunError, UsageError
@@ -74,12 +74,12 @@ class StudyPlan(Expansion):
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of study.json."""
-        whole = {"schema_version": SCHEMA_VERSION, **{k: v for k, v in vars(self).items() if k != "arms"}}
-        whole["groups"] = [asdict(group) for group in self.groups]
-        whole["claims"] = list(self.claims)
-        whole["arms"] = [{**vars(arm), "config": arm.config.model_dump(mode="json")} for arm in self.arms]
-        whole["order"] = [[arm.id, seed] for arm, seed in self.trials()]
-        return whole
+        order = [[arm.id, seed] for arm, seed in self.trials()]
+        return {
+            "schema_version": SCHEMA_VERSION,
+            **_adapter().dump_python(self, mode="json"),
+            "order": order,
+        }
 
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> "StudyPlan":
@@ -88,16 +88,12 @@ class StudyPlan(Expansion):
             raise ValueError(
                 f"schema version {plain['schema_version']}; this deskside reads {SCHEMA_VERSION}"
             )
-        values = {key: value for key, value in plain.items() if key not in ("schema_version", "order")}
-        values["claims"] = tuple(plain["claims"])
-        values["groups"] = [
-            Group(**{**group, "factors": [Factor(**factor) for factor in group["factors"]]})
-            for group in plain["groups"]
-        ]
-        values["arms"] = [
-            PlannedArm(**{**arm, "config": RunConfig.model_validate(arm["config"])}) for arm in plain["arms"]
-        ]
-        return cls(**values)
+        return _adapter().validate_python(plain)
+
+
+@cache
+def _adapter() -> TypeAdapter[StudyPlan]:
+    return TypeAdapter(StudyPlan)
 
 
 class StudyFolder:
@@ -139,7 +135,11 @@ class StudyFolder:
             raise UsageError(
                 f"{self.path}: is not a study (no study.json); begin one with: deskside study STUDY --out DIR"
             ) from None
-        except (OSError, ValueError, KeyError, TypeError, ValidationError) as error:
+        except ValidationError as error:
+            raise RunError(
+                f"{path}: is damaged ({first_problem(error)}); restore it, or begin another study"
+            ) from None
+        except (OSError, ValueError, KeyError, TypeError) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise RunError(f"{path}: is damaged ({reason}); restore it, or begin another study") from None
 

@@ -105,9 +105,7 @@ def plan_json(
 
 
 def changes(study: StudySpec, arm: PlannedArm, baseline: PlannedArm) -> dict[str, Any]:
-    """Return the keys that the study sets for this arm or its baseline and whose values differ, with the arm's
-    values.
-    """
+    """Return the keys, of those that the study sets for an arm or its baseline, that differ, with the arm's values."""
     group = next(group for group in study.groups if group.name == arm.group)
     mine, other = (flatten(one.config.model_dump(mode="json")) for one in (arm, baseline))
     layers = [

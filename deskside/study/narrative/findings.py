@@ -8,6 +8,7 @@ measured are reported as such.
 
 from collections.abc import Iterator
 
+from deskside.run.record import machine_name
 from deskside.study.results import (
     EXACT,
     NO_DIFFERENCE,
@@ -98,13 +99,6 @@ def by_group(results: Results, goal: str) -> list[tuple[Group, list[str]]]:
     return told
 
 
-def machine_name(results: Results) -> str:
-    """Return the name of the GPU, or of the CPU."""
-    gpu = results.machine.get("gpu")
-    name = gpu.get("name") if isinstance(gpu, dict) else results.machine.get("cpu")
-    return str(name) if name else "this machine"
-
-
 def _best(results: Results, goal: str, metric: Metric, arms: list[Arm]) -> str:
     sign = 1 if metric.better == "higher" else -1
     best = max(arms, key=lambda arm: sign * arm.estimates[metric.key].mean)
@@ -113,7 +107,8 @@ def _best(results: Results, goal: str, metric: Metric, arms: list[Arm]) -> str:
         for other in (BY_KEY[key] for key in GOALS.values())
         if other is not metric and other.key in best.estimates
     ]
-    line = f"On {machine_name(results)}, {SUPERLATIVES[goal]}: {best.label}, {value(best, metric, interval=True)}"
+    card = machine_name(results.machine, "this machine")
+    line = f"On {card}, {SUPERLATIVES[goal]}: {best.label}, {value(best, metric, interval=True)}"
     line += f", at {_listed(also)}" if also else ""
     line += f"{emulation(metric.key, best, results)}."
     if len(arms) == 1:
@@ -222,6 +217,7 @@ def value(arm: Arm, metric: Metric, interval: bool = False) -> str:
 
 
 def _listed(parts: list[str]) -> str:
+    """Return "a, b and c"."""
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 

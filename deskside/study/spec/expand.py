@@ -29,9 +29,7 @@ MAX_NAME = 200  # characters of an arm's name; a file system allows 255, and the
 
 @dataclass(frozen=True)
 class PlannedArm:
-    """One configuration to run. levels: factor -> level. baseline: id of the arm that it is compared with. config:
-    resolved, without a seed of its own. budget: as text.
-    """
+    """One configuration to run. levels: factor -> level. baseline: an arm's id. config: resolved. budget: as text."""
 
     id: str
     label: str
@@ -44,9 +42,7 @@ class PlannedArm:
 
 @dataclass(frozen=True)
 class Expansion:
-    """The arms of a study. excluded: one line, with the reason, per excluded combination. seeds: number of seeds by
-    group.
-    """
+    """The arms of a study. excluded: a line with the reason per excluded combination. seeds: their number by group."""
 
     groups: list[Group]
     arms: list[PlannedArm]
@@ -75,7 +71,15 @@ def expand(
     if only:
         arms = _select(study, arms, only)
     present = {arm.group for arm in arms}
-    groups = [_described(group, budget or group.budget) for group in study.groups if group.name in present]
+    groups = []
+    for group in study.groups:
+        if group.name in present:
+            factors = [Factor(f.name, f.label, [level.name for level in f.levels]) for f in group.factors]
+            given = budget or group.budget
+            words = given.words if given is not None else ""
+            groups.append(
+                Group(group.name, group.title, group.base, group.design, words, factors, list(group.within))
+            )
     left_out = [line for group in groups for line in excluded[group.name]]
     return Expansion(
         groups, arms, left_out, {g.name: seeds or g.seeds for g in study.groups if g.name in present}
@@ -301,10 +305,3 @@ def _named(arms: Sequence[PlannedArm], text: str) -> set[str]:
         hint = f"did you mean {near[0]}?" if near else "list them with --dry-run"
         raise UsageError(f"--only {text}: unknown arm or group; {hint}")
     return found
-
-
-def _described(group: GroupSpec, budget: Budget | None) -> Group:
-    """Return the group as results.json has it."""
-    factors = [Factor(f.name, f.label, [level.name for level in f.levels]) for f in group.factors]
-    words = budget.words if budget is not None else ""
-    return Group(group.name, group.title, group.base, group.design, words, factors, list(group.within))

@@ -13,7 +13,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping
 
-from deskside.study.results import Arm, Group, Interaction, Results
+from deskside.study.results import EXACT, TOO_FEW, Arm, Group, Interaction, Results
 from deskside.study.stats.statistics import LOG_ROUNDING, by_seed, mean_interval, relative
 
 CROSSED_METRICS = ("val_bpb", "tokens_per_second", "peak_memory_gib")
@@ -77,12 +77,15 @@ def _interaction(
     most = max(len(setting) for setting in settings)
     seeds = next(list(setting) for setting in settings if len(setting) == most)
     used = [setting for setting in settings if list(setting) == seeds]
-    values = [math.fsum(_effect(setting[seed]) for setting in used) / len(used) for seed in seeds]
+
+    def effect_of(cells: Cells) -> float:
+        neither, second, first_only, both = (math.log(cell) for cell in cells)
+        return (both - first_only) - (second - neither)
+
+    values = [math.fsum(effect_of(setting[seed]) for setting in used) / len(used) for seed in seeds]
     size = mean_interval(values, LOG_ROUNDING)
     exact = len(seeds) > 1 and all(len(set(setting.values())) == 1 for setting in used)
     effect = 0.0 if abs(size.mean) < LOG_ROUNDING else relative(size.mean)
-    low = None if size.low is None else relative(size.low)
-    high = None if size.high is None else relative(size.high)
     names = [group.factors[place].name for place in places]
     made = Interaction(
         group=group.name,
@@ -91,10 +94,10 @@ def _interaction(
         second=names[1],
         levels=dict(zip(names, levels, strict=True)),
         effect=effect,
-        low=effect if exact else low,
-        high=effect if exact else high,
+        low=effect if exact else None if size.low is None else relative(size.low),
+        high=effect if exact else None if size.high is None else relative(size.high),
         n=size.n,
-        verdict="exact" if exact else "too few seeds",
+        verdict=EXACT if exact else TOO_FEW,
     )
     return made, None if exact else size.p
 
@@ -123,8 +126,3 @@ def _settings(
         if whole:
             found.append(whole)
     return found
-
-
-def _effect(cells: Cells) -> float:
-    neither, second, first, both = (math.log(cell) for cell in cells)
-    return (both - first) - (second - neither)
