@@ -57,9 +57,9 @@ class RunDirectory:
     @classmethod
     def create(cls, root: Path, name: str | None, default: str) -> "RunDirectory":
         """Create a directory. A given name must be free; the default gets a number if it is not."""
-        cls.check_name(root, name)
         path, number = root / (name or default), 2
         try:
+            cls.check_name(root, name)
             root.mkdir(parents=True, exist_ok=True)
             while True:
                 try:
