@@ -1,4 +1,4 @@
-"""What the kernels need of a model: sizes that divide as a recipe needs, and the layers that fused kernels cover.
+"""Requirements on a model: sizes that divide as its recipe needs, and layers that the fused kernels cover.
 
 FP8 products take sizes that are multiples of 16 in every dimension; NVFP4 has blocks of 16, and a Hadamard transform
 works on 16 or 128 values, along the dimension that a product sums over. That dimension is, for y = x W^T, the columns

@@ -1,4 +1,4 @@
-"""What is checked before torch is imported, and the time that a run of limited length may spend before its first step.
+"""Checks before torch is imported, and the time that a run of limited length may spend before its first step.
 
 Set-up (reading data, dry steps, the reference of DPO, the first answers of GRPO, the first measurement) counts against
 `--hours`. Each part measures a small slice, and does only what fits its share; a run whose first step cannot fit is
