@@ -5,6 +5,10 @@ graphs) stays allocated, so it is limited to what the largest training step leav
 has run; then the largest possible sampling is rehearsed, and afterwards the memory of a training step must still be
 available, because torch gives memory that training has released to any other user.
 
+Training keeps float32 weights and casts each where it is used. A step of decoding would cast all of them for one token
+of each row, which costs several times what the step does. So the copy has the dtype of the activations. Its tensors
+stay where they are, because CUDA graphs hold their addresses.
+
 The end token is part of an answer, because ending must be learned too. So the engine does not know the end tokens:
 the sampler watches each answer, and cancels its request after one.
 """
@@ -18,14 +22,14 @@ from functools import partial
 import torch
 
 from deskside.budget.shape import Shape, kv_bytes_per_token
+from deskside.engine.device import SHARE, allowed_bytes
 from deskside.engine.engine import PAGE_SIZE, PREFILL_TOKENS, Engine
-from deskside.engine.graphs import WARM_UP, bucket
-from deskside.engine.kv_budget import SHARE, allowed_bytes
 from deskside.engine.requests import Request
 from deskside.engine.sampling import Sampling
-from deskside.engine.weights import for_inference, inference_copy, refresh
+from deskside.engine.steps import WARM_UP, bucket
+from deskside.model.init import allocate
 from deskside.model.transformer import Transformer
-from deskside.utils.errors import RunError
+from deskside.utils.errors import RunError, UsageError
 from deskside.weights.merge_adapters import merge_into, merged
 
 MOST_ROWS = 256
@@ -243,3 +247,35 @@ def copy_of(model: Transformer, adapted: bool) -> Transformer:
         return inference_copy(model)
     dtype = model.activation_dtype
     return for_inference(merged(model, model.embed.weight.device, dtype), dtype)
+
+
+@torch.no_grad()
+def inference_copy(model: Transformer) -> Transformer:
+    """Return a copy to sample from, with weights of two and more dimensions in the dtype of the activations."""
+    copy = allocate(model.config, model.embed.weight.device, model.activation_dtype)
+    refresh(copy, model)
+    return for_inference(copy, model.activation_dtype)
+
+
+def for_inference(copy: Transformer, dtype: torch.dtype) -> Transformer:
+    """Prepare a model for inference, with activations in `dtype`."""
+    copy.embed.output_dtype = dtype
+    if copy.position is not None:
+        copy.position.output_dtype = dtype
+    return copy.requires_grad_(False).eval()
+
+
+@torch.no_grad()
+def refresh(copy: Transformer, model: Transformer) -> None:
+    """Overwrite the copy's weights with the model's. An engine over it then has to forget: `Engine.weights_changed`.
+
+    Raises UsageError when the two do not have the same parameters.
+    """
+    mine, theirs = dict(copy.named_parameters()), dict(model.named_parameters())
+    if mine.keys() != theirs.keys():
+        other = sorted(mine.keys() ^ theirs.keys())[0]
+        raise UsageError(
+            f"{other}: only one of the two models has this parameter; merge adapters before generating"
+        )
+    for name, parameter in mine.items():
+        parameter.copy_(theirs[name])

@@ -138,7 +138,7 @@ def answers(
         seed=0,
     ):
         if event.token is not None:
-            said[event.row].append(event.token)
+            said[event.request].append(event.token)
         if time.perf_counter() > until:
             break
     return [

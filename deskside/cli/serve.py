@@ -10,9 +10,8 @@ import torch
 
 from deskside.cli.options import Command, option
 from deskside.cli.shared_options import ModelOption
-from deskside.engine.device import Device, device_of, dtype_of, say
+from deskside.engine.device import Device, cache_tokens, device_of, dtype_of, say
 from deskside.engine.engine import PAGE_SIZE, Engine
-from deskside.engine.kv_budget import cache_tokens
 from deskside.utils.errors import RunError, UsageError
 from deskside.weights.load import Loaded, load_model
 

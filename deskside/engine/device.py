@@ -1,25 +1,29 @@
-"""Where and in what numbers a command of this package computes, and what it says while it does."""
+"""The device, number format and memory that a command generates with, and its messages on standard error."""
 
 import sys
 from typing import Literal
 
 import torch
 
+from deskside.model.transformer import Transformer
 from deskside.precision.selfcheck import check
 from deskside.utils.errors import UsageError
 
 Device = Literal["auto", "cpu", "cuda"]
+# Share of the free memory that a KV cache takes at most. A cache that takes all of it leaves none for activations, so
+# that the first long prompt would run out of memory.
+SHARE = 0.85
 
 
 def device_of(name: Device) -> torch.device:
-    """auto: cuda where there is one. Raises UsageError where a GPU is asked for and torch finds none."""
+    """Return a device; auto is cuda if there is one. Raises UsageError for cuda where torch finds no GPU."""
     if name == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: torch finds no GPU here; use --device cpu")
     return torch.device(name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
 
 
 def dtype_of(device: torch.device) -> torch.dtype:
-    """bfloat16 on a GPU that computes it right, else float32."""
+    """Return bfloat16 on a GPU that passes its self-check, else float32."""
     if device.type == "cpu":
         return torch.float32
     result = check("bf16", device)
@@ -30,5 +34,27 @@ def dtype_of(device: torch.device) -> torch.dtype:
 
 
 def say(line: str) -> None:
-    """A line for the person, apart from results."""
+    """Print a message on standard error, apart from results."""
     print(line, file=sys.stderr, flush=True)
+
+
+def allowed_bytes(device: torch.device) -> int:
+    """Return the bytes that this process may use on its GPU, including what torch has already reserved."""
+    free, total = torch.cuda.mem_get_info(device)
+    allowed = int(total * torch.cuda.get_per_process_memory_fraction(device))
+    return min(free + torch.cuda.memory_reserved(device), allowed)
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Return the bytes that this process can still allocate on a GPU, including torch's cache; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    return allowed_bytes(device) - torch.cuda.memory_allocated(device)
+
+
+def cache_tokens(model: Transformer, wanted: int, least: int) -> int:
+    """Return `wanted` tokens of keys and values, or as many as fit the GPU, but at least `least`."""
+    free = free_bytes(model.embed.weight.device)
+    if free is None:
+        return max(least, wanted)
+    return max(least, min(wanted, int(SHARE * free / model.kv_bytes_per_token(model.activation_dtype))))

@@ -26,13 +26,19 @@ from torch import Tensor
 
 from deskside.engine import steps
 from deskside.engine.counter_rng import stream_of
-from deskside.engine.graphs import Graphs, bucket
 from deskside.engine.pages import Key, Pages, keys_of
-from deskside.engine.requests import Event, Reason, Request, SampleOutput, check_prompt
+from deskside.engine.requests import (
+    Event,
+    PendingBatch,
+    Reason,
+    Request,
+    RowState,
+    SampleOutput,
+    check_prompt,
+)
 from deskside.engine.sampling import NOT_FINITE, Settings, width_of
-from deskside.engine.sequence import PendingBatch, RowState
 from deskside.engine.speculate import speculate
-from deskside.engine.steps import Forward, Slots
+from deskside.engine.steps import Forward, Graphs, PromptParts, Slots, bucket
 from deskside.engine.text import TextStream
 from deskside.kernels.decode import in_kernel
 from deskside.model.transformer import Transformer
@@ -298,17 +304,15 @@ class Engine:
         how = self._how(rows)
         for row, part in zip(rows, parts, strict=True):
             row.done += len(part)
-        output = steps.prefill(
-            self._forwards,
-            self._slots,
+        prompts = PromptParts(
             self._slots.to_device([row.slot for row in rows]),
             self._slots.to_device(tokens),
             self._slots.to_device([len(part) for part in parts]),
             self._slots.to_device([int(row.prompted) for row in rows]),
             max(row.done for row in rows),
             fresh,
-            how,
         )
+        output = steps.prefill(self._forwards, self._slots, prompts, how)
         for row in rows:
             self._learn(row, row.keys[: row.done // self.page_size])
         self._launch([row if row.prompted else None for row in rows], output.packed(), how.logprobs)

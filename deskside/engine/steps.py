@@ -5,7 +5,7 @@ lanes (slots), updates the state in place and returns its `Output`. It never syn
 step can be queued before the host has seen the tokens of this one, and a step can be captured in a CUDA graph.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,9 @@ from deskside.kernels.decode import KERNEL_DTYPES
 from deskside.model.block import AS_WRITTEN, CachedBlocks
 from deskside.model.cache import KVCache, pool
 from deskside.model.transformer import Transformer
+
+WARM_UP = 2  # steps of a kind that are not captured
+BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 
 
 class Forward:
@@ -165,31 +168,36 @@ class Slots:
         self.state_S3[self.nobody].zero_()
 
 
-def prefill(
-    forwards: tuple[Forward, ...],
-    slots: Slots,
-    lanes_B: Tensor,
-    tokens_BT: Tensor,
-    counts_B: Tensor,
-    complete_B: Tensor,
-    bound: int,
-    fresh: bool,
-    how: How,
-) -> Output:
-    """Parts of prompts. Rows whose prompt is complete with it get their first token; the others' output means nothing.
+@dataclass(frozen=True)
+class PromptParts:
+    """Parts of the prompts of some lanes: tokens_BT padded, counts_B real ones, complete_B (int64) 1 where it is the
+    last part. bound: tokens of the longest row with its part. fresh: nothing of these rows is in the cache."""
 
-    forwards: the model, and the one that drafts for it, whose logits are not used. complete_B: int64, 0 or 1.
+    lanes_B: Tensor
+    tokens_BT: Tensor
+    counts_B: Tensor
+    complete_B: Tensor
+    bound: int
+    fresh: bool
+
+
+def prefill(forwards: tuple[Forward, ...], slots: Slots, parts: PromptParts, how: How) -> Output:
+    """Compute parts of prompts. Rows with a complete prompt get their first token; the others' output means nothing.
+
+    forwards: the model, and the one that drafts for it, whose logits are not used.
     """
+    lanes_B, counts_B = parts.lanes_B, parts.counts_B
     _, length_B, drawn_B = slots.take(lanes_B)
     table_BN = slots.table_SN[lanes_B]
     logits_BV, *_ = [
-        forward.prefill(tokens_BT, counts_B, table_BN, length_B, bound, fresh) for forward in forwards
+        forward.prefill(parts.tokens_BT, counts_B, table_BN, length_B, parts.bound, parts.fresh)
+        for forward in forwards
     ]
     drawn = _draw(slots, lanes_B, logits_BV, drawn_B, how)
-    slots.put(lanes_B, drawn.safe_token_B, length_B + counts_B, drawn_B + complete_B)
+    slots.put(lanes_B, drawn.safe_token_B, length_B + counts_B, drawn_B + parts.complete_B)
     if how.penalised:
         assert slots.seen_SV is not None
-        slots.seen_SV[lanes_B, drawn.safe_token_B] |= complete_B.bool()
+        slots.seen_SV[lanes_B, drawn.safe_token_B] |= parts.complete_B.bool()
     return Output.of(drawn)
 
 
@@ -207,3 +215,56 @@ def decode(forward: Forward, slots: Slots, lanes_B: Tensor, bound: int, how: How
 def _draw(slots: Slots, lanes_B: Tensor, logits_BV: Tensor, count_B: Tensor, how: How) -> Drawn:
     settings = slots.settings[lanes_B]
     return draw(logits_BV, settings, how.width, count_B, slots.seen_by(lanes_B, how), how.logprobs)
+
+
+# CUDA graphs
+
+
+def bucket(lanes: int) -> int:
+    """Return the number of lanes that a step with this many rows runs for."""
+    return next((size for size in BUCKETS if lanes <= size), -(-lanes // 32) * 32)
+
+
+@dataclass
+class _Captured:
+    graph: torch.cuda.CUDAGraph
+    lanes_B: Tensor
+    output: Tensor
+
+
+class Graphs:
+    """CUDA graphs of steps: the host queues one graph instead of a few hundred kernels.
+
+    A graph is captured for each number of lanes, rounded up to a bucket, and each way to draw. The first steps of a
+    kind run as they are written: that compiles the kernels, which a capture may not do. Graphs share one pool of
+    memory, because they run one after the other and what comes out of one is copied to the host before the next
+    begins. Captured memory lives as long as this object.
+    """
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._captured: dict[Hashable, _Captured] = {}
+        self._runs: dict[Hashable, int] = {}
+
+    def run(self, kind: Hashable, lanes_B: Tensor, step: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return step(lanes): packed output, from its graph where there is one.
+
+        `step` must do the same for every call of this kind.
+        """
+        captured = self._captured.get(kind)
+        if captured is None:
+            runs = self._runs[kind] = self._runs.get(kind, 0) + 1
+            if runs <= WARM_UP:
+                return step(lanes_B)
+            captured = self._captured[kind] = self._capture(lanes_B, step)
+        captured.lanes_B.copy_(lanes_B)
+        captured.graph.replay()
+        return captured.output
+
+    def _capture(self, lanes_B: Tensor, step: Callable[[Tensor], Tensor]) -> _Captured:
+        mine_B = lanes_B.clone()
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may use the device meanwhile, as a server's do.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            output = step(mine_B)
+        return _Captured(graph, mine_B, output)

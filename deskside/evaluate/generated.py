@@ -4,8 +4,8 @@ from collections.abc import Callable, Collection, Sequence
 
 from tokenizers import Tokenizer
 
+from deskside.engine.device import cache_tokens
 from deskside.engine.engine import PAGE_SIZE, Engine
-from deskside.engine.kv_budget import cache_tokens
 from deskside.engine.requests import Request, SampleOutput
 from deskside.evaluate.items import Item
 from deskside.evaluate.likelihood import CACHE_BYTES

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from deskside.data.chat.renderer import Renderer
-from deskside.engine.kv_budget import cache_tokens
+from deskside.engine.device import cache_tokens
 from deskside.model.block import CachedBlocks
 from deskside.model.cache import KVCache, pool
 from deskside.model.transformer import Transformer

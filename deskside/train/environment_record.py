@@ -13,7 +13,7 @@ import pynvml
 import torch
 
 import deskside
-from deskside.engine.kv_budget import allowed_bytes
+from deskside.engine.device import allowed_bytes
 from deskside.utils.child_process import cpu_cores, cpu_name
 
 

@@ -30,10 +30,10 @@ from deskside.config.run import RunConfig
 from deskside.config.sections import AdapterConfig
 from deskside.data.chat import chat_template
 from deskside.engine import counter_rng
+from deskside.engine.device import SHARE
 from deskside.engine.engine import Engine
-from deskside.engine.graphs import WARM_UP
-from deskside.engine.kv_budget import SHARE
 from deskside.engine.sampling import Settings, draw, width_of
+from deskside.engine.steps import WARM_UP
 from deskside.kernels.attention import AttentionContext
 from deskside.model.transformer import Transformer
 from deskside.precision.lora import attach, is_adapted

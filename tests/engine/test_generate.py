@@ -7,7 +7,8 @@ import torch
 
 from deskside.config.model import ModelConfig
 from deskside.engine.counter_rng import stream_of
-from deskside.engine.generate import Result, events, generate
+from deskside.engine.generate import events, generate
+from deskside.engine.requests import Reason, SampleOutput
 from deskside.engine.sampling import ALL, GREEDY, Sampling, Settings, draw
 from deskside.model.transformer import Transformer
 from deskside.utils.errors import UsageError
@@ -66,6 +67,10 @@ def plain(
     return tokens[len(prompt) :]
 
 
+def ended(tokens: list[int], reason: Reason, prompt_tokens: int) -> SampleOutput:
+    return SampleOutput(prompt_tokens, tokens, reason=reason)
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_greedy_batch_equals_the_uncached_loop(name: str) -> None:
     model = make(**VARIANTS[name])
@@ -95,23 +100,23 @@ def test_rows_that_end_early_do_not_disturb_the_others() -> None:
     eos = next(token for token in alone[0] if token not in alone[3] + alone[1] + alone[2])
     stop = next(token for token in alone[1] if token not in alone[3] + alone[0] + alone[2])
     results = generate(model, prompts, max_new_tokens=30, eos_tokens=[eos], stop_tokens=[stop])
-    assert results[0] == Result(alone[0][: alone[0].index(eos)], "eos", 3)
-    assert results[1] == Result(alone[1][: alone[1].index(stop)], "stop", 2)
-    assert results[2] == Result(alone[2], "length", 60)
+    assert results[0] == ended(alone[0][: alone[0].index(eos)], "eos", 3)
+    assert results[1] == ended(alone[1][: alone[1].index(stop)], "stop", 2)
+    assert results[2] == ended(alone[2], "length", 60)
     assert len(alone[2]) == 4
-    assert results[3] == Result(alone[3], "length", 2)
+    assert results[3] == ended(alone[3], "length", 2)
 
 
 def test_context_limit() -> None:
     model = make()
     full = [3] * SHAPE["max_position_embeddings"]
     assert generate(model, [full, full[:-1]], max_new_tokens=9) == [
-        Result([], "length", 64),
-        Result(plain(model, full[:-1], 1), "length", 63),
+        ended([], "length", 64),
+        ended(plain(model, full[:-1], 1), "length", 63),
     ]
     with pytest.raises(UsageError, match="65 tokens do not fit the model's 64 positions"):
         generate(model, [[1], [*full, 3]], max_new_tokens=1)
-    assert generate(model, [[1]], max_new_tokens=0) == [Result([], "length", 1)]
+    assert generate(model, [[1]], max_new_tokens=0) == [ended([], "length", 1)]
     assert generate(model, [], max_new_tokens=3) == []
 
 

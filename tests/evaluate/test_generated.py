@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from deskside.data.corpus.sources import BadInputLog
-from deskside.engine import kv_budget
+from deskside.engine import device
 from deskside.engine.engine import PAGE_SIZE, Engine
 from deskside.engine.generate import generate
 from deskside.engine.sampling import GREEDY
@@ -64,8 +64,8 @@ def test_a_full_card_writes_the_same_with_a_smaller_cache(
 
     monkeypatch.setattr(generated, "Engine", Noted)
     found = write(made.model, made.tokenizer, prompts, task, eos_tokens=[])
-    free = 2 * PAGE_SIZE * made.model.kv_bytes_per_token(torch.float32) / kv_budget.SHARE
-    monkeypatch.setattr(kv_budget, "free_bytes", lambda device: int(free) + 10)
+    free = 2 * PAGE_SIZE * made.model.kv_bytes_per_token(torch.float32) / device.SHARE
+    monkeypatch.setattr(device, "free_bytes", lambda device: int(free) + 10)
     assert write(made.model, made.tokenizer, prompts, task, eos_tokens=[]) == found
     assert sizes == [12 * PAGE_SIZE, 2 * PAGE_SIZE]
 

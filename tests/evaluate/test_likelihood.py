@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from deskside.data.chat.renderer import Renderer
-from deskside.engine import kv_budget
+from deskside.engine import device
 from deskside.evaluate.likelihood import PAGE, Encoder, Likelihood, Pair, likelihoods
 from deskside.model.cache import pool
 from deskside.model.transformer import Transformer
@@ -85,7 +85,7 @@ def test_a_full_card_is_given_smaller_batches(made: Made, monkeypatch: pytest.Mo
     whole = max(pages)
     pages.clear()
     monkeypatch.setattr(
-        kv_budget, "free_bytes", lambda device: 200 * made.model.kv_bytes_per_token(torch.float32)
+        device, "free_bytes", lambda device: 200 * made.model.kv_bytes_per_token(torch.float32)
     )
     for a, b in zip(before, check(made.model, pairs(1), 100_000), strict=True):
         assert a.logprob == pytest.approx(b.logprob, rel=2e-6, abs=2e-5)

@@ -46,7 +46,7 @@ def samples(
         seed=seed,
     ):
         if event.token is not None:
-            new[event.row].append(event.token)
+            new[event.request].append(event.token)
         if time.perf_counter() > until:
             break
     texts = [tokenizer.decode(prompt, skip_special_tokens=True) for prompt in prompts]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from deskside.engine import kv_budget
+from deskside.engine import device
 from tests.engine.test_generate import make
 
 
@@ -19,15 +19,15 @@ def test_free_is_what_nobody_has_and_what_torch_does_not_use(
     answers: dict[str, Any] = {**given, "get_per_process_memory_fraction": share}
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, partial(lambda found, *_: found, answer))
-    assert kv_budget.free_bytes(torch.device("cuda")) == free
-    assert kv_budget.free_bytes(torch.device("cpu")) is None
+    assert device.free_bytes(torch.device("cuda")) == free
+    assert device.free_bytes(torch.device("cpu")) is None
 
 
 def test_a_cache_leaves_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make(num_hidden_layers=2)
     each = model.kv_bytes_per_token(torch.float32)
-    assert kv_budget.cache_tokens(model, 1000, 32) == 1000
-    monkeypatch.setattr(kv_budget, "free_bytes", lambda device: 1000 * each)
-    assert kv_budget.cache_tokens(model, 500, 32) == 500
-    assert kv_budget.cache_tokens(model, 1000, 32) == 850
-    assert kv_budget.cache_tokens(model, 1000, 900) == 900
+    assert device.cache_tokens(model, 1000, 32) == 1000
+    monkeypatch.setattr(device, "free_bytes", lambda device: 1000 * each)
+    assert device.cache_tokens(model, 500, 32) == 500
+    assert device.cache_tokens(model, 1000, 32) == 850
+    assert device.cache_tokens(model, 1000, 900) == 900

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from deskside.align.sampler import inference_copy, refresh
 from deskside.engine.engine import Engine
 from deskside.engine.requests import Request
-from deskside.engine.weights import inference_copy, refresh
 from deskside.precision.convert import convert
 from deskside.utils.errors import UsageError
 from tests.engine.test_generate import VARIANTS, make
