@@ -29,7 +29,7 @@ from deskside.align.answers import AnswerBatch, check_compute, full_row_texts, l
 from deskside.align.losses import pair_scores
 from deskside.align.preference_data import PairRows
 from deskside.align.prepared import SAMPLES_FILE, told
-from deskside.align.samples import keep_before, with_before
+from deskside.align.samples import SampledAnswers
 from deskside.config.align import DpoConfig
 from deskside.config.run import RunConfig
 from deskside.config.sections import ComputeConfig
@@ -55,7 +55,7 @@ class PairBatch(AnswerBatch):
     reference_SL: Tensor
 
 
-class Dpo:
+class Dpo(SampledAnswers):
     """The DPO objective; see the module and `train.objective.Objective`."""
 
     name, command, extras, measured_first = "dpo", "deskside dpo", EXTRAS, True
@@ -65,11 +65,11 @@ class Dpo:
         self.opened: dict[str, PairRows] = {}
         self.reference: dict[str, NDArray[np.float32]] = {}  # scored tokens of all texts, by split
         self.train: list[PairRows] = []  # of every stage
-        self.sampling_seconds = 0.0
 
     def open(self, config: RunConfig, path: Path, split: str, sequence_length: int) -> PairRows:
         check_compute(config)
         self.opened[split] = PairRows(path, split, sequence_length, config.model.vocab_size)
+        self.questions = path / SAMPLES_FILE
         if split == "train":
             self.train.append(self.opened[split])
         return self.opened[split]
@@ -108,16 +108,7 @@ class Dpo:
         if not session.resumed:
             if session.world.first:
                 session.run.write_json(REFERENCE, {"key": key, **({"rows": rows} if rows else {})})
-            self.sampling_seconds = keep_before(session, self.opened["val"].directory / SAMPLES_FILE)
-
-    def seconds_beside_step(self) -> float:
-        return 0.0
-
-    def samples_seconds(self) -> float:
-        return self.sampling_seconds
-
-    def keeps_bytes(self, config: RunConfig, model: Transformer) -> int:
-        return 0
+            self.sample_before(session)
 
     def loader(self, dataset: RowDataset, feed: Feed) -> Batches:
         return _PairLoader(self, cast(PairRows, dataset), feed)
@@ -178,26 +169,12 @@ class Dpo:
         )
         return Evaluation(row, {**row, "val_pairs": int(pairs)}, said, int(seen) * rows.sequence_length)
 
-    def samples(self, session: Session, model: Transformer) -> list[dict[str, Any]]:
-        return with_before(session, model, self.opened["val"].directory / SAMPLES_FILE)
-
     # Parts
 
     def _compare(self, logprobs_SL: Tensor, batch: PairBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss of each pair, and the sums of the reported metrics."""
         tokens_S = batch.mask_SL.sum(1)
-        mine_S, reference_S = logprobs_SL.sum(1), batch.reference_SL.sum(1)
-        found = pair_scores(
-            mine_S[0::2],
-            mine_S[1::2],
-            reference_S[0::2],
-            reference_S[1::2],
-            tokens_S[0::2],
-            tokens_S[1::2],
-            loss=self.options.loss,
-            beta=self.options.beta,
-            label_smoothing=self.options.label_smoothing,
-        )
+        found = pair_scores(logprobs_SL.sum(1), batch.reference_SL.sum(1), tokens_S, self.options)
         margin_P = found.chosen_reward_P - found.rejected_reward_P
         apart_SL = logprobs_SL.detach() - batch.reference_SL
         extra = {

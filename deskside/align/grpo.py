@@ -3,7 +3,7 @@ and make those with a reward above their group's mean more likely.
 
 A row of the configured batch is one answer with its question, so a step has batch.tokens / batch.sequence_length
 answers, in whole groups; in the forward pass, answers are packed into fewer rows. The `tokens` of a run count whole
-rows, filled or not. policy.py has the loss and its options.
+rows, filled or not. losses.py has the loss and its options.
 
 The answers of a step are sampled by the weights before it (or `steps_per_rollout` steps ago), with random numbers
 that depend only on the seed and on the position of the answer in the run, so a resumed run samples the same
@@ -20,7 +20,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -38,7 +38,7 @@ from deskside.align.answers import (
     pack_units,
 )
 from deskside.align.grpo_data import Question, Questions
-from deskside.align.policy import advantages, policy_terms
+from deskside.align.losses import advantages, policy_terms
 from deskside.align.prepared import SAMPLES_FILE, told
 from deskside.align.rollouts import Rollout, RolloutLog
 from deskside.align.sampler import (
@@ -50,7 +50,7 @@ from deskside.align.sampler import (
     copy_of,
     memory_for_sampling,
 )
-from deskside.align.samples import keep_before, with_before
+from deskside.align.samples import SampledAnswers
 from deskside.budget.shape import num_params
 from deskside.config.align import GrpoConfig
 from deskside.config.run import RunConfig
@@ -87,7 +87,7 @@ class RolloutBatch(AnswerBatch):
     cut_off_S: Tensor
 
 
-class Grpo:
+class Grpo(SampledAnswers):
     """The GRPO objective; see the module and `train.objective.Objective`."""
 
     name, command, extras, measured_first = "grpo", "deskside grpo", EXTRAS, True
@@ -97,7 +97,7 @@ class Grpo:
         self.rewards = rewards.parse(options.reward)
         self.opened: dict[str, Questions] = {}
         self.reference: Transformer | None = None
-        self.rollout_seconds = self.sampling_seconds = 0.0
+        self.rollout_seconds = 0.0
 
     def open(self, config: RunConfig, path: Path, split: str, sequence_length: int) -> Questions:
         check_compute(config)
@@ -110,6 +110,7 @@ class Grpo:
         self.opened[split] = Questions(
             path, split, sequence_length, options.group, options.answer_tokens, config.model.vocab_size
         )
+        self.questions = path / SAMPLES_FILE
         return self.opened[split]
 
     def begin(self, session: Session) -> None:
@@ -150,15 +151,10 @@ class Grpo:
                 self.sampler.rehearse(self.opened["train"].vocab_size)
             if session.budget.limit is not None:
                 self._fit_into_time(session)
-        if not session.resumed:
-            self.sampling_seconds = keep_before(session, self.opened["val"].directory / SAMPLES_FILE)
-        session.world.barrier()
+        self.sample_before(session)
 
     def seconds_beside_step(self) -> float:
         return self.rollout_seconds / self.options.steps_per_rollout
-
-    def samples_seconds(self) -> float:
-        return self.sampling_seconds
 
     def _fit_into_time(self, session: Session) -> None:
         """Measure the speed of sampling, to get its time in a step and the number of held-out questions that fit.
@@ -235,13 +231,8 @@ class Grpo:
             batch.sampled_SL,
             batch.advantage_S,
             batch.mask_SL & batch.learnt_S[:, None],
-            clip_low=options.clip_low,
-            clip_high=options.clip_high,
-            ratio=options.ratio,
-            average=options.average,
-            longest=options.answer_tokens,
-            kl=options.kl,
-            reference_SL=batch.reference_SL,
+            options,
+            batch.reference_SL,
         )
         apart_SL = (found.logprobs_SL.detach() - batch.sampled_SL) * batch.mask_SL
         extra = {
@@ -297,9 +288,6 @@ class Grpo:
         return Evaluation(
             row, {**row, "val_questions": int(count)}, said, int(count) * questions.sequence_length
         )
-
-    def samples(self, session: Session, model: Transformer) -> list[dict[str, Any]]:
-        return with_before(session, model, self.opened["val"].directory / SAMPLES_FILE)
 
     # Sampling
 

@@ -1,5 +1,6 @@
-"""Losses on preference pairs, from the log-probabilities of whole answers.
+"""The losses of preference pairs and of sampled answers.
 
+Pairs (DPO and its variants), from the log-probabilities of whole answers:
 h = (log p(chosen) - log ref(chosen)) - (log p(rejected) - log ref(rejected)), each summed over an answer's tokens:
 
     sigmoid       -log sigmoid(beta h)                      DPO, Rafailov et al. 2023, arXiv 2305.18290
@@ -9,15 +10,36 @@ h = (log p(chosen) - log ref(chosen)) - (log p(rejected) - log ref(rejected)), e
     sigmoid_norm  -log sigmoid(beta h')                     so that long answers do not dominate
 
 IPO uses means, as in its authors' results and in TRL, so its beta has another scale than DPO's.
+
+Sampled answers (GRPO and its variants), from the log-probabilities of their tokens:
+
+    GRPO     Shao et al. 2024, arXiv 2402.03300     DAPO     Yu et al. 2025, arXiv 2503.14476
+    Dr.GRPO  Liu et al. 2025, arXiv 2503.20783      GSPO     Zheng et al. 2025, arXiv 2507.18071
+
+With the ratio r = p(token) / p_sampled(token), the advantage A of the token's answer, and clipping to [1 - low, 1 +
+high], the loss of a token is -min(r A, clip(r) A) + kl * k3. The variants are options:
+
+    advantage  (reward - mean of the group) / its standard deviation, or without the division (Dr.GRPO: dividing favors
+               questions that are nearly always or nearly never solved)
+    ratio      per token, or the geometric mean over the answer (GSPO)
+    clip_high  a value above clip_low lets unlikely tokens grow further (DAPO: 0.28 and 0.2)
+    average    "sequence": mean over an answer's tokens, then over answers (GRPO)
+               "token": mean over all tokens of the step (DAPO)
+               "fixed": sum divided by the maximum answer length, then mean over answers (Dr.GRPO: no length bias)
+
+k3 = exp(ref - p) - (ref - p) - 1 is a non-negative, unbiased estimate of KL(p || ref) for tokens sampled from p
+(Schulman 2020, "Approximating KL divergence").
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-PairLoss = Literal["sigmoid", "ipo", "sigmoid_norm"]
+from deskside.config.align import DpoConfig, GrpoConfig
+
+STD_FLOOR = 1e-4  # added to a group's standard deviation, as in TRL
 
 
 @dataclass(frozen=True)
@@ -31,29 +53,89 @@ class PairScores:
     rejected_reward_P: Tensor
 
 
-def pair_scores(
-    chosen_P: Tensor,
-    rejected_P: Tensor,
-    chosen_reference_P: Tensor,
-    rejected_reference_P: Tensor,
-    chosen_tokens_P: Tensor,
-    rejected_tokens_P: Tensor,
-    *,
-    loss: PairLoss,
-    beta: float,
-    label_smoothing: float = 0.0,
-) -> PairScores:
-    """Compute the loss and the implicit rewards of P pairs.
+def pair_scores(logprobs_S: Tensor, reference_S: Tensor, tokens_S: Tensor, options: DpoConfig) -> PairScores:
+    """Compute the loss and the implicit rewards of P pairs; answers 2p and 2p + 1 are chosen and rejected.
 
-    chosen_P ...: summed log-probabilities of the answers under model and reference. tokens: their lengths.
+    logprobs_S, reference_S: summed log-probabilities of the answers under model and reference. tokens_S: their lengths.
     """
-    chosen_ratio_P, rejected_ratio_P = chosen_P - chosen_reference_P, rejected_P - rejected_reference_P
+    beta = options.beta
+    ratio_S = logprobs_S - reference_S
+    chosen_ratio_P, rejected_ratio_P = ratio_S[0::2], ratio_S[1::2]
     rewards = beta * chosen_ratio_P.detach(), beta * rejected_ratio_P.detach()
-    if loss != "sigmoid":
-        chosen_ratio_P = chosen_ratio_P / chosen_tokens_P.clamp(min=1)
-        rejected_ratio_P = rejected_ratio_P / rejected_tokens_P.clamp(min=1)
+    if options.loss != "sigmoid":
+        chosen_ratio_P = chosen_ratio_P / tokens_S[0::2].clamp(min=1)
+        rejected_ratio_P = rejected_ratio_P / tokens_S[1::2].clamp(min=1)
     h_P = chosen_ratio_P - rejected_ratio_P
-    if loss == "ipo":
+    if options.loss == "ipo":
         return PairScores((h_P - 1 / (2 * beta)).square(), *rewards)
     right_P, wrong_P = -F.logsigmoid(beta * h_P), -F.logsigmoid(-beta * h_P)
-    return PairScores((1 - label_smoothing) * right_P + label_smoothing * wrong_P, *rewards)
+    return PairScores((1 - options.label_smoothing) * right_P + options.label_smoothing * wrong_P, *rewards)
+
+
+def advantages(rewards_GS: Tensor, scale: bool) -> Tensor:
+    """Convert the rewards of G groups of S answers to advantages (G, S). They are zero if a group's rewards are
+    equal.
+
+    scale: divide by the group's sample standard deviation (S - 1). Raises ValueError for groups of one.
+    """
+    if rewards_GS.shape[1] < 2:
+        raise ValueError("a group needs at least two answers")
+    centred_GS = rewards_GS - rewards_GS.mean(1, keepdim=True)
+    # The mean of equal numbers may differ from them by rounding.
+    same_G1 = rewards_GS.amax(1, keepdim=True) == rewards_GS.amin(1, keepdim=True)
+    centred_GS = centred_GS.masked_fill(same_G1, 0.0)
+    return centred_GS / (rewards_GS.std(1, keepdim=True) + STD_FLOOR) if scale else centred_GS
+
+
+@dataclass(frozen=True)
+class PolicyTerms:
+    """loss: a sum, to be divided by the step's number of answers, or of tokens for average "token".
+
+    clipped_SL: bool, tokens whose clipping is active, which have no gradient. kl_SL: k3, zero without a reference.
+    """
+
+    loss: Tensor
+    clipped_SL: Tensor
+    kl_SL: Tensor
+
+
+def policy_terms(
+    logprobs_SL: Tensor,
+    sampled_SL: Tensor,
+    advantage_S: Tensor,
+    mask_SL: Tensor,
+    options: GrpoConfig,
+    reference_SL: Tensor | None = None,
+) -> PolicyTerms:
+    """Return the loss of S answers of up to L tokens.
+
+    Args:
+        logprobs_SL: Log-probabilities of the model in training.
+        sampled_SL: Log-probabilities at sampling, at the same temperature.
+        mask_SL: bool, the tokens that count.
+        reference_SL: Log-probabilities of the reference, for options.kl > 0.
+    """
+    logprobs_SL = logprobs_SL.masked_fill(~mask_SL, 0.0)
+    sampled_SL = sampled_SL.masked_fill(~mask_SL, 0.0)
+    tokens_S1 = mask_SL.sum(1, keepdim=True).clamp(min=1)
+    log_ratio_SL = logprobs_SL - sampled_SL
+    if options.ratio == "sequence":
+        log_ratio_SL = (log_ratio_SL.sum(1, keepdim=True) / tokens_S1).expand_as(log_ratio_SL)
+    ratio_SL, advantage_S1 = log_ratio_SL.exp(), advantage_S[:, None]
+    bounded_SL = ratio_SL.clamp(1 - options.clip_low, 1 + options.clip_high)
+    cost_SL = -torch.minimum(ratio_SL * advantage_S1, bounded_SL * advantage_S1)
+    clipped_SL = ((ratio_SL < 1 - options.clip_low) & (advantage_S1 < 0)) | (
+        (ratio_SL > 1 + options.clip_high) & (advantage_S1 > 0)
+    )
+    kl_SL = torch.zeros_like(cost_SL)
+    if reference_SL is not None:
+        apart_SL = reference_SL.masked_fill(~mask_SL, 0.0) - logprobs_SL
+        kl_SL = apart_SL.exp() - apart_SL - 1
+        if options.kl:
+            cost_SL = cost_SL + options.kl * kl_SL
+    weighted_SL = cost_SL * mask_SL
+    if options.average == "sequence":
+        weighted_SL = weighted_SL / tokens_S1
+    elif options.average == "fixed":
+        weighted_SL = weighted_SL / options.answer_tokens
+    return PolicyTerms(weighted_SL.sum(), clipped_SL & mask_SL, kl_SL.detach() * mask_SL)

@@ -158,7 +158,7 @@ class FinetuneRun:
         """Train and return a `training_run.RunOutcome`. `fresh_tokens` have no trained embedding yet."""
         options, source = self.options, str(self.options.source)
         set_cublas_workspace(config)
-        from deskside.align.registry import objective_of
+        from deskside.align import objective_of
         from deskside.train import training_run
         from deskside.train.loop.callbacks import ReportFollows
         from deskside.train.state.init_weights import InitialWeights
@@ -185,7 +185,7 @@ class FinetuneRun:
                 f"{options.resume}"
             )
         set_cublas_workspace(config)
-        from deskside.align.registry import objective_of
+        from deskside.align import objective_of
         from deskside.train import training_run
         from deskside.train.loop.callbacks import ReportFollows
 

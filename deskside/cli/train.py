@@ -86,7 +86,7 @@ def run(argv: Sequence[str]) -> int:
     from deskside.train.state.init_weights import InitialWeights
 
     if options.resume is not None:
-        from deskside.align.registry import objective_of
+        from deskside.align import objective_of
 
         outcome = training_run.resume(Path(options.resume), ReportFollows(), objective_of(config))
         if config.align is not None:

@@ -80,7 +80,7 @@ class DpoConfig(_Objective):
 
 
 class GrpoConfig(_Objective):
-    """Group-relative policy optimisation on questions whose answers can be checked (see `align/policy.py`).
+    """Group-relative policy optimisation on questions whose answers can be checked (see `align/losses.py`).
 
     A row of the batch is a sampled answer with its question: batch.tokens / batch.sequence_length answers a step.
     """

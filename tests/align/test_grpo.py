@@ -11,7 +11,7 @@ import torch
 from deskside.align import answers, grpo, samples
 from deskside.align.grpo import Grpo, RolloutBatch, passes
 from deskside.align.grpo_data import Question, Questions, prepare_questions
-from deskside.align.policy import policy_terms
+from deskside.align.losses import policy_terms
 from deskside.align.prepared import Spec
 from deskside.align.rewards import final_number
 from deskside.align.rollouts import Rollout, RolloutLog
@@ -430,7 +430,7 @@ def test_packing_and_micro_batches_do_not_change_the_loss(average: Any, taught: 
         mine = logprobs[len(rollout.question.tokens) - 1 :][None]
         terms = policy_terms(
             mine, torch.tensor([rollout.sampled.logprobs]), torch.tensor([rollout.advantage]),
-            torch.ones_like(mine, dtype=torch.bool), clip_high=0.28, average=average, longest=9,
+            torch.ones_like(mine, dtype=torch.bool), GrpoConfig(average=average, answer_tokens=9),
         )  # fmt: skip
         alone += float(terms.loss)
     alone /= sum(len(r.sampled.tokens) for r in rollouts) if average == "token" else len(rollouts)

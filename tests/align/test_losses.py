@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from deskside.align.losses import pair_scores
+from deskside.config.align import DpoConfig
 from tests.align import trl_oracle
 
 B, T, V = 6, 12, 40  # three pairs
@@ -24,11 +25,15 @@ def made() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def ours(logits: Tensor, reference: Tensor, tokens: Tensor, mask: Tensor, **options: Any) -> Any:
-    def summed(of: Tensor) -> tuple[Tensor, ...]:
-        logprobs = of[:, :-1].log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]
-        return (logprobs * mask[:, 1:]).sum(1).chunk(2)
+    def paired(of: Tensor) -> Tensor:
+        """TRL has all chosen answers before all rejected ones."""
+        return of.view(2, -1).T.flatten()
 
-    return pair_scores(*summed(logits), *summed(reference), *mask.sum(1).chunk(2), **options)
+    def summed(of: Tensor) -> Tensor:
+        logprobs = of[:, :-1].log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]
+        return paired((logprobs * mask[:, 1:]).sum(1))
+
+    return pair_scores(summed(logits), summed(reference), paired(mask.sum(1)), DpoConfig(**options))
 
 
 @pytest.mark.parametrize("loss", ["sigmoid", "ipo", "sigmoid_norm"])

@@ -18,7 +18,7 @@ import torch
 from benchmarks.serve_load import served
 from deskside.cli.serve import ServeOptions, _engine
 from deskside.cli.serve import run as run_serve
-from deskside.engine import device
+from deskside.engine import device as engine_device
 from deskside.engine.generate import generate
 from deskside.engine.sampling import Sampling
 from deskside.utils.errors import UsageError
@@ -417,7 +417,7 @@ def test_the_cache_leaves_a_card_room_to_compute_in(
     wanted = _engine(loaded, ServeOptions(model=str(chatty), max_batch=4)).free_tokens
     assert capsys.readouterr().err == ""
     each = loaded.model.kv_bytes_per_token(torch.float32)
-    monkeypatch.setattr(device, "free_bytes", lambda device: int(64 * each / device.SHARE) + 1)
+    monkeypatch.setattr(engine_device, "free_bytes", lambda device: int(64 * each / engine_device.SHARE) + 1)
     assert _engine(loaded, ServeOptions(model=str(chatty), max_batch=4)).free_tokens == 64 < wanted
     said = capsys.readouterr().err
     assert "64 tokens" in said and f"{wanted:,}" in said

@@ -8,10 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from deskside.align.policy import STD_FLOOR, advantages, policy_terms
+from deskside.align.losses import STD_FLOOR, advantages, policy_terms
+from deskside.config.align import GrpoConfig
 from tests.align import trl_oracle
 
 S, L, V = 8, 9, 30
+PLAIN = GrpoConfig(average="sequence", clip_high=0.2)
 AVERAGES = {"sequence": "grpo", "token": "dapo", "fixed": "dr_grpo"}
 
 
@@ -42,8 +44,9 @@ def test_as_trl_computes_it(average: str, ratio: str, kl: float, clip: tuple[flo
     (wanted_grad,) = torch.autograd.grad(wanted, logits)
     logprobs = logits.log_softmax(-1).gather(2, tokens[..., None])[..., 0]
     found = policy_terms(
-        logprobs, sampled, advantage, mask, average=average, clip_low=clip[0], clip_high=clip[1],
-        longest=L, reference_SL=reference if kl else None, **options,
+        logprobs, sampled, advantage, mask,
+        GrpoConfig(average=average, clip_low=clip[0], clip_high=clip[1], answer_tokens=L, **options),
+        reference if kl else None,
     )  # fmt: skip
     loss = found.loss / (mask.sum() if average == "token" else S)
     (grad,) = torch.autograd.grad(loss, logits)
@@ -60,7 +63,7 @@ def test_as_trl_computes_it(average: str, ratio: str, kl: float, clip: tuple[flo
 def test_clipped_tokens_have_no_gradient() -> None:
     logits, tokens, mask, advantage, sampled, _ = made(0.6)
     logprobs = logits.log_softmax(-1).gather(2, tokens[..., None])[..., 0].detach().requires_grad_()
-    found = policy_terms(logprobs, sampled, advantage, mask)
+    found = policy_terms(logprobs, sampled, advantage, mask, PLAIN)
     (grad,) = torch.autograd.grad(found.loss, logprobs)
     assert found.clipped_SL.any()
     assert not grad[found.clipped_SL].any()
@@ -70,7 +73,7 @@ def test_clipped_tokens_have_no_gradient() -> None:
 def test_on_policy_the_gradient_is_the_policy_gradient() -> None:
     logits, tokens, mask, advantage, _, _ = made(0.0)
     logprobs = logits.log_softmax(-1).gather(2, tokens[..., None])[..., 0]
-    found = policy_terms(logprobs, logprobs.detach(), advantage, mask, average="token")
+    found = policy_terms(logprobs, logprobs.detach(), advantage, mask, GrpoConfig(average="token"))
     (grad,) = torch.autograd.grad(found.loss, logits, retain_graph=True)
     (wanted,) = torch.autograd.grad(-(logprobs * mask * advantage[:, None]).sum(), logits)
     torch.testing.assert_close(grad, wanted)
@@ -79,9 +82,13 @@ def test_on_policy_the_gradient_is_the_policy_gradient() -> None:
 def test_padding_may_hold_anything() -> None:
     logits, tokens, mask, advantage, sampled, _ = made(0.1)
     logprobs = logits.log_softmax(-1).gather(2, tokens[..., None])[..., 0].detach()
-    clean = policy_terms(logprobs, sampled, advantage, mask)
+    clean = policy_terms(logprobs, sampled, advantage, mask, PLAIN)
     dirty = policy_terms(
-        logprobs.masked_fill(~mask, float("nan")), sampled.masked_fill(~mask, float("inf")), advantage, mask
+        logprobs.masked_fill(~mask, float("nan")),
+        sampled.masked_fill(~mask, float("inf")),
+        advantage,
+        mask,
+        PLAIN,
     )
     assert clean.loss == dirty.loss
 
