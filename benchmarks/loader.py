@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from deskside.data.reading.loader import Loader
+from deskside.data.reading.loader import Feed, Loader
 from deskside.data.reading.rows import PackedDataset
 
 REQUIRED = 5e6
@@ -57,9 +57,11 @@ def main() -> int:
     results = []
     for sequence in options.sequence:
         begin = time.perf_counter()
-        dataset = PackedDataset.open(options.data, "train", sequence)
+        dataset = PackedDataset(options.data, "train", sequence)
         opened = time.perf_counter() - begin
-        with Loader(dataset, 0, 0, options.rows, options.micro, device=options.device) as loader:
+        with Loader(
+            dataset, Feed(0, 0, options.rows, options.micro, device=torch.device(options.device))
+        ) as loader:
             tokens, seconds = measure(loader, options.seconds)
         speed = tokens / seconds
         results.append(

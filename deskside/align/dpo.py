@@ -34,10 +34,10 @@ from deskside.config.align import DpoConfig
 from deskside.config.run import RunConfig
 from deskside.config.sections import ComputeConfig
 from deskside.data.corpus.progress_bar import ProgressBar
-from deskside.data.reading.loader import Batch
+from deskside.data.reading.loader import Batch, Feed
 from deskside.kernels.attention import AttentionContext
 from deskside.model.transformer import Transformer
-from deskside.train.objective import Batches, Evaluation, Feed, Loss, RowDataset, Session
+from deskside.train.objective import Batches, Evaluation, Loss, RowDataset, Session
 from deskside.train.prepare.preflight import MEASURE_SHARE, REPORT_SHARE, SAMPLE_SHARE
 from deskside.utils.errors import RunError
 from deskside.utils.files import replace_atomically

@@ -55,11 +55,11 @@ from deskside.budget.shape import num_params
 from deskside.config.align import GrpoConfig
 from deskside.config.run import RunConfig
 from deskside.config.sections import ComputeConfig
-from deskside.data.reading.loader import Batch
+from deskside.data.reading.loader import Batch, Feed
 from deskside.data.tokenizer import load as load_tokenizer
 from deskside.kernels.attention import AttentionContext
 from deskside.model.transformer import Transformer
-from deskside.train.objective import Batches, Evaluation, Feed, Loss, RowDataset, Session
+from deskside.train.objective import Batches, Evaluation, Loss, RowDataset, Session
 from deskside.train.prepare.preflight import MEASURE_SHARE, REPORT_SHARE, SAMPLE_SHARE
 from deskside.utils.errors import RunError, UsageError
 

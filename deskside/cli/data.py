@@ -180,7 +180,7 @@ def _show(options: ShowOptions) -> int:
     index = shards.read_index(directory)
     facts: dict[str, Any] = {}
     for name, split in index.splits.items():
-        packed = {t: PackedDataset.open(directory, name, t) for t in _SEQUENCES}
+        packed = {t: PackedDataset(directory, name, t) for t in _SEQUENCES}
         facts[name] = {
             "documents": split.documents,
             "tokens": split.tokens,

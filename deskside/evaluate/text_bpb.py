@@ -158,7 +158,7 @@ def _dataset(loaded: Loaded, config: RunConfig | None, given: str | None, length
         raise UsageError(
             f"{path}: the run's data is not there any more; give --data DIR (prepared data) or --text FILE"
         )
-    dataset = PackedDataset.open(path, split="val", sequence_length=length)
+    dataset = PackedDataset(path, split="val", sequence_length=length)
     if dataset.index.tokenizer.checksum != fingerprint(loaded.tokenizer_dir / "tokenizer.json")[1]:
         raise UsageError(
             f"{path}: was made with another tokenizer than the model's; give the text itself with --text FILE"

@@ -24,7 +24,7 @@ from torch import Tensor
 from deskside.config.run import RunConfig
 from deskside.config.sections import ComputeConfig
 from deskside.data.corpus.baselines import baselines_of_rows
-from deskside.data.reading.loader import Batch, Loader, evaluated_rows
+from deskside.data.reading.loader import Batch, Feed, Loader, evaluated_rows
 from deskside.data.reading.rows import PackedDataset
 from deskside.evaluate.bpb import BitsPerByte, evaluate_dataset, max_rows_of
 from deskside.kernels.attention import AttentionContext
@@ -63,21 +63,6 @@ class Batches(Protocol):
 
     def __iter__(self) -> Iterator[list[Batch]]: ...
     def close(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class Feed:
-    """Rows and destination of a loader: the arguments of `data.reading.loader.Loader` except the dataset."""
-
-    seed: int
-    start_row: int
-    rows_per_step: int
-    micro_batch_rows: int
-    rank: int
-    world_size: int
-    device: torch.device
-    document_mask: bool
-    prefetch: int
 
 
 @dataclass(frozen=True)
@@ -212,7 +197,7 @@ class NextToken:
 
     def open(self, config: RunConfig, path: Path, split: str, sequence_length: int) -> PackedDataset:
         weights = dict(config.data.weights) if split == "train" and config.data.weights else None
-        dataset = PackedDataset.open(path, split=split, sequence_length=sequence_length, weights=weights)
+        dataset = PackedDataset(path, split=split, sequence_length=sequence_length, weights=weights)
         needed = dataset.index.tokenizer.vocab_size
         if needed > config.model.vocab_size:
             raise UsageError(
@@ -234,7 +219,7 @@ class NextToken:
         return 0
 
     def loader(self, dataset: RowDataset, feed: Feed) -> Batches:
-        return Loader(cast(PackedDataset, dataset), **vars(feed))
+        return Loader(cast(PackedDataset, dataset), feed)
 
     def dry_batch(
         self,

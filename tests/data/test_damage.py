@@ -87,7 +87,7 @@ def test_index(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
         for command in ("verify", "show"):
             run([command, str(small)])
         for split in ("train", "val"):
-            PackedDataset.open(small, split, 64)
+            PackedDataset(small, split, 64)
 
     assert check(small / "index.json", use) > 300
 

@@ -135,7 +135,7 @@ def validation_streams(dataset: PackedDataset) -> list[list[int]]:
 @pytest.mark.parametrize("micro_rows", [1, 5])
 def test_dataset_equals_the_oracle(setting: Setting, micro_rows: int) -> None:
     """With masked documents every piece stands alone, whatever it is packed with."""
-    dataset = PackedDataset.open(setting.data, "val", LENGTH)
+    dataset = PackedDataset(setting.data, "val", LENGTH)
     streams = validation_streams(dataset)
     sums = [oracle_nats(setting, stream, setting.end) for stream in streams]
     nats, tokens = sum(n for n, _ in sums), sum(t for _, t in sums)
@@ -150,7 +150,7 @@ def test_dataset_equals_the_oracle(setting: Setting, micro_rows: int) -> None:
 
 
 def test_text_and_dataset_agree(setting: Setting) -> None:
-    dataset = PackedDataset.open(setting.data, "val", LENGTH)
+    dataset = PackedDataset(setting.data, "val", LENGTH)
     texts = [setting.tokenizer.decode(stream[1:-1]) for stream in validation_streams(dataset)]
     by_text = evaluate_text(
         setting.model,
@@ -168,7 +168,7 @@ def test_text_and_dataset_agree(setting: Setting) -> None:
 @pytest.mark.parametrize("world_size", [2, 3, 7])
 def test_processes_share_the_work(setting: Setting, world_size: int) -> None:
     """Each process runs the model equally often; the sums are those of one process."""
-    dataset = PackedDataset.open(setting.data, "val", LENGTH)
+    dataset = PackedDataset(setting.data, "val", LENGTH)
     whole = evaluate_dataset(setting.model, dataset, micro_rows=3, device="cpu")
     parts: list[torch.Tensor] = []
     calls = []
@@ -208,7 +208,7 @@ def test_processes_share_the_work(setting: Setting, world_size: int) -> None:
 
 
 def test_max_tokens_takes_about_as_many(setting: Setting) -> None:
-    dataset = PackedDataset.open(setting.data, "val", LENGTH)
+    dataset = PackedDataset(setting.data, "val", LENGTH)
     result = evaluate_dataset(setting.model, dataset, micro_rows=2, device="cpu", max_tokens=4 * LENGTH)
     assert 2 * LENGTH < result.tokens <= 4 * LENGTH
     assert result.bpb > 0

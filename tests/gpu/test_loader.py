@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from deskside.data.reading.loader import Batch, Loader
+from deskside.data.reading.loader import Batch, Feed, Loader
 from deskside.data.reading.rows import PackedDataset
 from tests.gpu.card import DEVICE, NEEDS_CARD, spin
 
@@ -27,7 +27,9 @@ def contents(batch: Batch) -> dict[str, Any]:
 def consume(dataset: PackedDataset, device: str, late: str, document_mask: bool) -> list[dict[str, Any]]:
     """STEPS steps of two micro-batches. `late`: who is behind, the "copies", the "card", the "host" or "nobody"."""
     taken = []
-    with Loader(dataset, 1, 0, 12, 6, device=device, document_mask=document_mask) as loader:
+    with Loader(
+        dataset, Feed(1, 0, 12, 6, device=torch.device(device), document_mask=document_mask)
+    ) as loader:
         for _ in range(STEPS):
             if late == "copies":
                 with torch.cuda.stream(loader._stream):  # what has been asked for arrives a millisecond later
@@ -46,7 +48,7 @@ def consume(dataset: PackedDataset, device: str, late: str, document_mask: bool)
 @pytest.mark.parametrize("document_mask", [True, False])
 @pytest.mark.parametrize("late", ["nobody", "host", "card", "copies"])
 def test_batches_are_those_of_the_cpu(late: str, document_mask: bool, prepared: Path) -> None:
-    dataset = PackedDataset.open(prepared, "train", 128)
+    dataset = PackedDataset(prepared, "train", 128)
     expected = consume(dataset, "cpu", "nobody", document_mask)
     got = consume(dataset, DEVICE, late, document_mask)
     for number, (mine, theirs) in enumerate(zip(got, expected, strict=True)):

@@ -245,7 +245,7 @@ def test_what_a_new_start_would_have_left(data: Path, tmp_path: Path) -> None:
     state = road(tmp_path, hours=1.0)
     pilot = Pilot(state, tiny_run.config(data), {"pretrain_seconds": 3500.0}, None)
     deskside.STARTED -= 100.0  # setting up
-    validation = PackedDataset.open(data, split="val", sequence_length=32)
+    validation = PackedDataset(data, split="val", sequence_length=32)
     pilot.begin(state.run, StopSignal(), validation)
     assert pilot.setup_seconds == pytest.approx(100.0, abs=0.5)
     deskside.STARTED -= 200.0  # the first steps

@@ -23,6 +23,8 @@ from numpy.typing import NDArray
 from deskside.data.reading.rows import IGNORE, PackedDataset, RowBatch
 from deskside.utils.errors import UsageError
 
+CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -58,60 +60,59 @@ class _Filled:
     valid_step: int
 
 
+@dataclass(frozen=True)
+class Feed:
+    """The rows of a loader, and where they go.
+
+    seed: of the order. start_row: position in the global order of the first step's first row (0 for a new run).
+    rows_per_step: rows of one optimizer step over all ranks. document_mask: give cu_seqlens and positions, so that
+    documents in a row do not see each other. prefetch: steps that are filled ahead.
+    """
+
+    seed: int
+    start_row: int
+    rows_per_step: int
+    micro_batch_rows: int
+    rank: int = 0
+    world_size: int = 1
+    device: torch.device = CPU
+    document_mask: bool = True
+    prefetch: int = 2
+
+
 class Loader:
     """Iterates optimizer steps without end, each a list of micro-batches (`Batch`).
 
-    Args:
-        dataset: the packed rows.
-        seed: of the order.
-        start_row: position in the global order of the first step's first row (0 for a new run).
-        rows_per_step: rows of one optimizer step over all ranks.
-        micro_batch_rows: rows of one micro-batch.
-        document_mask: give cu_seqlens and positions, so that documents in a row do not see each other.
-        prefetch: steps that are filled ahead.
-
-    Raises:
-        UsageError: rows_per_step does not divide into ranks and micro-batches.
+    Raises UsageError if the rows of a step do not divide into ranks and micro-batches.
     """
 
-    def __init__(
-        self,
-        dataset: PackedDataset,
-        seed: int,
-        start_row: int,
-        rows_per_step: int,
-        micro_batch_rows: int,
-        rank: int = 0,
-        world_size: int = 1,
-        device: torch.device | str = "cpu",
-        document_mask: bool = True,
-        prefetch: int = 2,
-    ) -> None:
+    def __init__(self, dataset: PackedDataset, feed: Feed) -> None:
+        rows_per_step, micro_batch_rows, world_size = (
+            feed.rows_per_step,
+            feed.micro_batch_rows,
+            feed.world_size,
+        )
         if rows_per_step < 1 or micro_batch_rows < 1 or rows_per_step % (world_size * micro_batch_rows):
             raise UsageError(
                 f"{rows_per_step} rows per step do not divide into {world_size} process(es) x micro-batches of "
                 f"{micro_batch_rows} rows. Choose a step of a multiple of {world_size * micro_batch_rows} rows."
             )
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank {rank} of {world_size}")
-        self.dataset, self.seed, self.device = dataset, seed, torch.device(device)
-        self.rows_per_step, self.micro_rows, self.document_mask = (
-            rows_per_step,
-            micro_batch_rows,
-            document_mask,
-        )
-        self._rank, self._rank_rows = rank, rows_per_step // world_size
-        self._next_row = start_row
+        if not 0 <= feed.rank < world_size:
+            raise ValueError(f"rank {feed.rank} of {world_size}")
+        self.dataset, self.feed, self.device = dataset, feed, feed.device
+        self.micro_rows = micro_batch_rows
+        self._rank_rows = rows_per_step // world_size
+        self._next_row = feed.start_row
         self._cu_length = dataset.max_boundaries(micro_batch_rows) + 1
         cuda = self.device.type == "cuda"
         self._stream = torch.cuda.Stream(self.device) if cuda else None
-        self._free = [self._allocate() for _ in range(prefetch + 1)] if cuda else []
+        self._free = [self._allocate() for _ in range(feed.prefetch + 1)] if cuda else []
         self._copying: deque[_Buffers] = deque()
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="deskside-loader")
         self._ahead: deque[Future[_Filled]] = deque()
         self._closed = False
-        for step in range(max(1, prefetch)):
-            self._fill_later(start_row + step * rows_per_step)
+        for step in range(max(1, feed.prefetch)):
+            self._fill_later(feed.start_row + step * rows_per_step)
 
     def __iter__(self) -> Iterator[list[Batch]]:
         return self
@@ -121,8 +122,8 @@ class Loader:
             raise StopIteration
         filled = self._ahead[0].result()  # re-raises an exception of the thread
         self._ahead.popleft()
-        self._fill_later(self._next_row + (len(self._ahead) + 1) * self.rows_per_step)
-        self._next_row += self.rows_per_step
+        self._fill_later(self._next_row + (len(self._ahead) + 1) * self.feed.rows_per_step)
+        self._next_row += self.feed.rows_per_step
         return self._to_device(filled)
 
     def close(self) -> None:
@@ -161,15 +162,13 @@ class Loader:
 
     def _fill(self, row: int, buffers: _Buffers) -> _Filled:
         """Fill a buffer, in the thread. row: position of the step in the global order."""
-        mine = row + self._rank * self._rank_rows
-        inputs, targets, positions = (t.numpy() for t in buffers.rows_3RT)
-        rows = self.dataset.rows(
-            self.seed, np.arange(mine, mine + self._rank_rows), (inputs, targets, positions)
-        )
+        mine = row + self.feed.rank * self._rank_rows
+        positions = np.arange(mine, mine + self._rank_rows)
+        rows = self.dataset.rows(self.feed.seed, positions, buffers.rows_3RT.numpy())
         cu = buffers.cu_MN.numpy()
         for m in range(len(cu)):
             cu_seqlens(rows, m * self.micro_rows, (m + 1) * self.micro_rows, cu[m])
-        everyone = self.dataset.valid_at(self.seed, np.arange(row, row + self.rows_per_step))
+        everyone = self.dataset.valid_at(self.feed.seed, np.arange(row, row + self.feed.rows_per_step))
         valid = rows.valid.reshape(-1, self.micro_rows).sum(axis=1)
         return _Filled(buffers, valid.tolist(), int(everyone.sum()))
 
@@ -195,8 +194,8 @@ class Loader:
                 Batch(
                     tokens_BT,
                     targets_BT,
-                    cu_MN[m] if self.document_mask else None,
-                    positions_BT if self.document_mask else None,
+                    cu_MN[m] if self.feed.document_mask else None,
+                    positions_BT if self.feed.document_mask else None,
                     valid,
                     filled.valid_step,
                 )

@@ -57,46 +57,17 @@ class Truncation:
 
 
 class PackedDataset:
-    """One split of a prepared data set, packed for one sequence length. Create it with `open`.
+    """One split of a prepared data set, checked (see `shards.check`) and packed for one sequence length.
 
-    Conversations are never split into pieces: what does not fit into a row is left out, and `cut` counts it.
+    weights: mixes sources and languages (see `mixing`). Conversations are never split into pieces: what does not fit
+    into a row is left out, and `cut` counts it.
+
+    Raises: UsageError: no data set, no such split, or invalid lengths or weights. RunError: the data is damaged.
     """
 
     def __init__(
-        self,
-        directory: Path,
-        split: str,
-        index: shards.DatasetIndex,
-        names: list[str],
-        packings: list[Packing],
-        mixture: Mixture,
-        tokens: list[NDArray[Any]],
-        sequence_length: int,
-        masks: list[NDArray[np.uint8]] | None = None,
-        cut: Truncation | None = None,
+        self, path: str | Path, split: str, sequence_length: int, weights: dict[str, float] | None = None
     ) -> None:
-        self.directory, self.split, self.index = directory, split, index
-        self.component_names, self.packings, self.mixture = names, packings, mixture
-        self.sequence_length = sequence_length
-        self._tokens = tokens
-        self._base = np.cumsum([0, *(len(t) for t in tokens)])[:-1]
-        self._count_up = np.arange(sequence_length, dtype=np.int64)
-        self._row_tokens = [p.row_tokens() for p in packings]
-        self._masks, self.cut = masks, cut or Truncation()
-        self._row_valid = self._row_tokens
-        if masks is not None:
-            self._row_valid = [self._learnt_by_row(p, _learnt_before(masks)) for p in packings]
-
-    @classmethod
-    def open(
-        cls, path: str | Path, split: str, sequence_length: int, weights: dict[str, float] | None = None
-    ) -> PackedDataset:
-        """Open, check (see `shards.check`) and pack a data set. weights: mixes sources and languages (see
-        `mixing`).
-
-        Raises: UsageError: no data set, no such split, or invalid lengths or weights. RunError: the data is
-        damaged.
-        """
         directory = Path(path).expanduser()
         index = shards.check(directory)
         if split not in index.splits:
@@ -105,42 +76,59 @@ class PackedDataset:
             )
         if sequence_length < 2:
             raise UsageError(f"sequence length {sequence_length}: at least 2.")
-        info = index.splits[split]
-        tokens, starts, lengths, tags, marked = [], [], [], [], []
-        base = 0
-        for shard in info.shards:
-            tokens.append(shards.open_tokens(directory, shard, index.dtype))
+        self.directory, self.split, self.index, self.sequence_length = (
+            directory,
+            split,
+            index,
+            sequence_length,
+        )
+        tables = []
+        self._tokens: list[NDArray[Any]] = []
+        masks: list[NDArray[np.uint8]] = []
+        bases = [0]
+        for shard in index.splits[split].shards:
+            self._tokens.append(shards.open_tokens(directory, shard, index.dtype))
             table = shards.open_table(directory, shard)
-            starts.append(table["start"] + base)
-            lengths.append(np.diff(table["start"], append=shard.tokens - 1))
-            tags.append(table["tag"])
-            base += shard.tokens
+            length = np.diff(table["start"], append=shard.tokens - 1)
+            tables.append((table["start"] + bases[-1], length, table["tag"]))
+            bases.append(bases[-1] + shard.tokens)
             if (mask := shards.open_mask(directory, shard)) is not None:
-                marked.append(mask)
-        start, length, tag = np.concatenate(starts), np.concatenate(lengths), np.concatenate(tags)
-        masks = marked if len(marked) == len(tokens) else None
-        cut = Truncation()
-        if masks is not None:
-            start, length, keep, cut = _within_a_row(start, length, sequence_length, masks)
+                masks.append(mask)
+        start, length, tag = (np.concatenate(column) for column in zip(*tables, strict=True))
+        self._base = np.array(bases[:-1])
+        self._masks = masks if len(masks) == len(self._tokens) else None
+        self.cut = Truncation()
+        learnt_before = np.zeros(1, np.int64)
+        if self._masks is not None:
+            # [tokens + 1]: the learned tokens before each position of the stream
+            learnt_before = np.concatenate(([0], np.cumsum(np.concatenate(masks), dtype=np.int64)))
+            start, length, keep, self.cut = _within_a_row(start, length, sequence_length, learnt_before)
             tag = tag[keep]
             if not len(start):
                 raise UsageError(
                     f"{directory}: no conversation of the {split} split has anything to learn in its first "
                     f"{sequence_length} tokens. Take longer rows (--batch.sequence_length)."
                 )
+        names, values, of_document = ["all"], [1.0], np.zeros(len(tag), dtype=np.int64)
         if weights:
             names, values, owner = components(index.tags, np.unique(tag).tolist(), weights)
             of_document = owner[tag]
-        else:
-            names, values, of_document = ["all"], [1.0], np.zeros(len(tag), dtype=np.int64)
-        packings = []
+        self.component_names, self.mixture = names, Mixture.of(values)
+        self.packings: list[Packing] = []
         for number, name in enumerate(names):
             mine = of_document == number
             if not mine.any():
                 raise UsageError(f"weight {name}: no document of it in the {split} split. Give it weight 0.")
-            packings.append(pack(start[mine], length[mine], sequence_length))
-        mixture = Mixture.of(values)
-        return cls(directory, split, index, names, packings, mixture, tokens, sequence_length, masks, cut)
+            self.packings.append(pack(start[mine], length[mine], sequence_length))
+        self._count_up = np.arange(sequence_length, dtype=np.int64)
+        self._row_tokens = [p.row_tokens() for p in self.packings]
+        self._row_valid = self._row_tokens
+        if self._masks is not None:
+            self._row_valid = []
+            for packing in self.packings:
+                first = packing.start + 1
+                learnt = learnt_before[first + packing.length] - learnt_before[first]
+                self._row_valid.append(np.add.reduceat(learnt, packing.row_start[:-1]))
 
     @property
     def vocab_size(self) -> int:
@@ -216,41 +204,21 @@ class PackedDataset:
             valid[mine] = self._row_valid[number][row[mine]]
         return valid
 
-    def rows(
-        self,
-        seed: int,
-        positions: NDArray[np.int64],
-        out: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]] | None = None,
-    ) -> RowBatch:
-        """Return the rows at these positions of the shuffled, endless order. out: arrays [n, T] to fill."""
+    def rows(self, seed: int, positions: NDArray[np.int64], out: NDArray[np.int64] | None = None) -> RowBatch:
+        """Return the rows at these positions of the shuffled, endless order. out: an array [3, n, T] to fill."""
         return self._gather(*self.locate(seed, positions), out)
 
     def plain_rows(self, numbers: NDArray[np.int64]) -> RowBatch:
         """Return rows by number, 0 to num_rows - 1, in packing order."""
         ends = np.cumsum([p.num_rows for p in self.packings])
         component = np.searchsorted(ends, numbers, side="right")
-        return self._gather(component, numbers - np.concatenate(([0], ends))[component], None)
-
-    def _learnt_by_row(self, packing: Packing, before: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the targets of each row of packed conversations."""
-        first = packing.start + 1
-        learnt = before[first + packing.length] - before[first]
-        return np.add.reduceat(learnt, packing.row_start[:-1])
+        return self._gather(component, numbers - np.concatenate(([0], ends))[component])
 
     def _gather(
-        self,
-        component: NDArray[np.int64],
-        row: NDArray[np.int64],
-        out: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]] | None,
+        self, component: NDArray[np.int64], row: NDArray[np.int64], out: NDArray[np.int64] | None = None
     ) -> RowBatch:
         n, width = len(row), self.sequence_length
-        if out is None:
-            out = (
-                np.empty((n, width), np.int64),
-                np.empty((n, width), np.int64),
-                np.empty((n, width), np.int64),
-            )
-        inputs, targets, positions = out
+        inputs, targets, positions = np.empty((3, n, width), np.int64) if out is None else out
         eos = self.index.tokenizer.eos_id
         boundaries: list[int] = []
         row_boundaries = np.zeros(n + 1, dtype=np.int64)
@@ -289,21 +257,16 @@ class PackedDataset:
         )
 
 
-def _learnt_before(masks: list[NDArray[np.uint8]]) -> NDArray[np.int64]:
-    """Return the number of learned tokens before each position of the stream, shape [tokens + 1]."""
-    return np.concatenate(([0], np.cumsum(np.concatenate(masks), dtype=np.int64)))
-
-
 def _within_a_row(
-    start: NDArray[np.int64], length: NDArray[np.int64], width: int, masks: list[NDArray[np.uint8]]
+    start: NDArray[np.int64], length: NDArray[np.int64], width: int, before: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_], Truncation]:
     """Return (start, length, kept, cut) of conversations as pieces of at most a row.
 
-    The last token is only a target, so a conversation of n tokens is a piece of n - 1.
+    The last token is only a target, so a conversation of n tokens is a piece of n - 1. before: the number of learned
+    tokens before each position.
     """
     length = length - 1
     fits = np.minimum(length, width)
-    before = _learnt_before(masks)
     keep = (fits > 0) & (before[start + 1 + fits] > before[start + 1])
     cut = Truncation(int((keep & (length > width)).sum()), int((~keep).sum()))
     return start[keep], fits[keep], keep, cut

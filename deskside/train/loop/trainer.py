@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from deskside.budget.shape import flops_per_token
-from deskside.data.reading.loader import Batch
+from deskside.data.reading.loader import Batch, Feed
 from deskside.optim.lr_schedule import lr_factor
 from deskside.train.loop.callbacks import RunLog
 from deskside.train.loop.clock import (
@@ -28,7 +28,7 @@ from deskside.train.loop.clock import (
 )
 from deskside.train.loop.guard import Diverged
 from deskside.train.loop.step import DeviceEvent, StepMetrics, Stepper
-from deskside.train.objective import Batches, Feed
+from deskside.train.objective import Batches
 from deskside.train.prepare.batch_size_finder import StageWork
 from deskside.utils.signals import StopSignal
 

@@ -14,7 +14,7 @@ import pytest
 from deskside.data.chat.chat_template import ChatTemplate
 from deskside.data.chat.prepare_chat import NO_CONVERSATION, REFUSED, ChatSpec, cache_key, prepare_chat, told
 from deskside.data.reading import shards
-from deskside.data.reading.loader import Loader
+from deskside.data.reading.loader import Feed, Loader
 from deskside.data.reading.rows import IGNORE, PackedDataset
 from deskside.utils.errors import RunError, UsageError
 from tests.data import chat_tokenizer
@@ -79,20 +79,20 @@ def pieces(dataset: PackedDataset) -> list[tuple[tuple[int, ...], tuple[int, ...
 def test_packing_changes_no_target(prepared: Path, tokenizer: Path) -> None:
     """Every piece of every row is a whole conversation with its own targets, and every conversation stands once."""
     whole = expected(tokenizer, conversations(120))
-    both = [p for split in ("train", "val") for p in pieces(PackedDataset.open(prepared, split, 256))]
+    both = [p for split in ("train", "val") for p in pieces(PackedDataset(prepared, split, 256))]
     assert len(both) == len(whole) == len(set(both)) and dict(both) == whole
     index = shards.read_index(prepared)
     assert len(index.splits["train"].shards) > 1  # so that packing crosses shards
     assert (
         index.chat is not None
-        and index.chat.learnt_tokens["train"] == PackedDataset.open(prepared, "train", 256).num_tokens
+        and index.chat.learnt_tokens["train"] == PackedDataset(prepared, "train", 256).num_tokens
     )
 
 
 def test_a_conversation_longer_than_a_row_ends_there(prepared: Path, tokenizer: Path) -> None:
     width = 24
-    dataset = PackedDataset.open(prepared, "train", width)
-    train = {p[0]: p[1] for p in pieces(PackedDataset.open(prepared, "train", 256))}
+    dataset = PackedDataset(prepared, "train", width)
+    train = {p[0]: p[1] for p in pieces(PackedDataset(prepared, "train", 256))}
     short = {
         ids[:width]: targets[:width]
         for ids, targets in train.items()
@@ -106,8 +106,8 @@ def test_a_conversation_longer_than_a_row_ends_there(prepared: Path, tokenizer: 
 
 
 def test_the_loader_counts_targets(prepared: Path) -> None:
-    dataset = PackedDataset.open(prepared, "train", 64)
-    with Loader(dataset, seed=0, start_row=0, rows_per_step=4, micro_batch_rows=2) as loader:
+    dataset = PackedDataset(prepared, "train", 64)
+    with Loader(dataset, Feed(0, 0, rows_per_step=4, micro_batch_rows=2)) as loader:
         for _, batches in zip(range(5), loader, strict=False):
             counts = [int((b.targets_BT != IGNORE).sum()) for b in batches]
             assert [b.num_valid for b in batches] == counts
@@ -132,7 +132,7 @@ def test_order_and_place_of_the_files_decide_nothing(tmp_path: Path, tokenizer: 
     held = []
     for number, spec in enumerate(specs):
         prepare_chat(spec, tokenizer, tmp_path / str(number), quiet=True)
-        held.append(sorted(pieces(PackedDataset.open(tmp_path / str(number), "val", 256))))
+        held.append(sorted(pieces(PackedDataset(tmp_path / str(number), "val", 256))))
     assert held[0] == held[1] and held[0]
     (tmp_path / "other").mkdir()
     moved = ChatSpec((write(tmp_path / "other" / "a.jsonl", found),))
@@ -147,7 +147,7 @@ def test_parquet_is_read_like_jsonl(tmp_path: Path, tokenizer: Path) -> None:
     prepare_chat(ChatSpec((str(tmp_path / "a.parquet"),)), tokenizer, tmp_path / "p", quiet=True)
     prepare_chat(ChatSpec((write(tmp_path / "a.jsonl", found),)), tokenizer, tmp_path / "j", quiet=True)
     for split in ("train", "val"):
-        a, b = (pieces(PackedDataset.open(tmp_path / d, split, 256)) for d in ("p", "j"))
+        a, b = (pieces(PackedDataset(tmp_path / d, split, 256)) for d in ("p", "j"))
         assert a == b
 
 
@@ -177,7 +177,7 @@ def test_a_template_without_an_end_of_turn_gets_the_end_of_text(tmp_path: Path) 
     source = write(tmp_path / "a.jsonl", conversations(30))
     index = prepare_chat(ChatSpec((source,)), tokenizer, tmp_path / "data", quiet=True)
     assert index.chat is not None and index.chat.turn_end is None
-    for _, targets in pieces(PackedDataset.open(tmp_path / "data", "train", 256)):
+    for _, targets in pieces(PackedDataset(tmp_path / "data", "train", 256)):
         assert targets[-1] == index.tokenizer.eos_id
 
 
@@ -189,10 +189,10 @@ def test_a_damaged_mask_is_found(tmp_path: Path, tokenizer: Path) -> None:
     content[7] ^= 1
     path.write_bytes(content)
     with pytest.raises(RunError, match=r"mask\.bin fails its checksum"):
-        PackedDataset.open(tmp_path / "data", "train", 64)
+        PackedDataset(tmp_path / "data", "train", 64)
     path.unlink()
     with pytest.raises(RunError, match=r"mask\.bin is missing"):
-        PackedDataset.open(tmp_path / "data", "train", 64)
+        PackedDataset(tmp_path / "data", "train", 64)
 
 
 @pytest.mark.parametrize(
@@ -216,4 +216,4 @@ def test_nothing_to_learn_from_is_one_line(
 
 def test_rows_too_short_for_any_answer(prepared: Path) -> None:
     with pytest.raises(UsageError, match="Take longer rows"):
-        PackedDataset.open(prepared, "train", 2)
+        PackedDataset(prepared, "train", 2)

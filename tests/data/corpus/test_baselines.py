@@ -19,7 +19,7 @@ from deskside.utils.errors import RunError
 
 
 def test_all_rows_have_the_baselines_of_the_split(prepared: Path) -> None:
-    dataset = PackedDataset.open(prepared, "val", 64)
+    dataset = PackedDataset(prepared, "val", 64)
     found = baselines_of_rows(dataset, evaluated_rows(dataset, None))
     split = dataset.index.splits["val"]
     assert found["unigram_bpb"] == pytest.approx(split.unigram_bpb, rel=1e-9)
@@ -27,7 +27,7 @@ def test_all_rows_have_the_baselines_of_the_split(prepared: Path) -> None:
 
 
 def test_some_rows_have_their_own(prepared: Path) -> None:
-    dataset = PackedDataset.open(prepared, "val", 64)
+    dataset = PackedDataset(prepared, "val", 64)
     numbers = evaluated_rows(dataset, 5)
     targets = dataset.plain_rows(numbers).targets
     coder = bpe.load(prepared)
@@ -46,10 +46,10 @@ def test_counts_that_are_gone_or_damaged(prepared: Path, tmp_path: Path) -> None
     shutil.copytree(prepared, copy)
     numbers = np.array([0])
     (copy / TRAIN_COUNTS).unlink()  # as of data that an earlier version prepared
-    assert baselines_of_rows(PackedDataset.open(copy, "val", 64), numbers)["unigram_bpb"] is None
+    assert baselines_of_rows(PackedDataset(copy, "val", 64), numbers)["unigram_bpb"] is None
     (copy / TRAIN_COUNTS).write_bytes(b"damaged")
     with pytest.raises(RunError, match=TRAIN_COUNTS):
-        baselines_of_rows(PackedDataset.open(copy, "val", 64), numbers)
+        baselines_of_rows(PackedDataset(copy, "val", 64), numbers)
 
 
 def test_bytes_of_tokens(prepared: Path) -> None:

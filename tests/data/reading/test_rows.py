@@ -16,7 +16,7 @@ T = 64
 
 @pytest.fixture(scope="module")
 def dataset(prepared: Path) -> PackedDataset:
-    return PackedDataset.open(prepared, "train", T)
+    return PackedDataset(prepared, "train", T)
 
 
 def stream(dataset: PackedDataset) -> list[np.ndarray]:
@@ -70,7 +70,7 @@ def test_order_is_a_pure_function_of_position(dataset: PackedDataset) -> None:
 
 
 def test_validation_bytes_are_exact(prepared: Path) -> None:
-    val = PackedDataset.open(prepared, "val", T)
+    val = PackedDataset(prepared, "val", T)
     targets = val.plain_rows(np.arange(val.num_rows)).targets
     assert val.token_bytes is val.token_bytes  # read once
     counted = val.token_bytes[targets[targets != IGNORE]].sum(dtype=np.int64)
@@ -78,7 +78,7 @@ def test_validation_bytes_are_exact(prepared: Path) -> None:
 
 
 def test_mixture_takes_from_each_language_in_proportion(prepared: Path) -> None:
-    mixed = PackedDataset.open(prepared, "train", T, weights={"en": 3, "hi": 1})
+    mixed = PackedDataset(prepared, "train", T, weights={"en": 3, "hi": 1})
     component, _ = mixed.locate(0, np.arange(4096))
     assert np.bincount(component).tolist() == [3072, 1024]
     coder = bpe.load(prepared)
@@ -91,10 +91,10 @@ def test_mixture_takes_from_each_language_in_proportion(prepared: Path) -> None:
     assert sorted(seen.tolist()) == list(range(smallest)), (
         "one epoch of a component holds each of its rows once"
     )
-    only = PackedDataset.open(prepared, "train", T, weights={"en": 0, "hi": 1})
-    everything = PackedDataset.open(prepared, "train", T)
+    only = PackedDataset(prepared, "train", T, weights={"en": 0, "hi": 1})
+    everything = PackedDataset(prepared, "train", T)
     assert (
-        only.num_tokens + PackedDataset.open(prepared, "train", T, {"en": 1, "hi": 0}).num_tokens
+        only.num_tokens + PackedDataset(prepared, "train", T, {"en": 1, "hi": 0}).num_tokens
         == everything.num_tokens
     )
 
@@ -110,10 +110,10 @@ def test_boundaries_never_exceed_their_bound(dataset: PackedDataset, rows: int) 
 
 def test_wrong_openings(prepared: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="not a prepared data set"):
-        PackedDataset.open(tmp_path, "train", T)
+        PackedDataset(tmp_path, "train", T)
     with pytest.raises(UsageError, match=r"no split 'test'. It has: train, val"):
-        PackedDataset.open(prepared, "test", T)
+        PackedDataset(prepared, "test", T)
     with pytest.raises(UsageError, match="at least 2"):
-        PackedDataset.open(prepared, "train", 1)
+        PackedDataset(prepared, "train", 1)
     with pytest.raises(UsageError, match="weight fr"):
-        PackedDataset.open(prepared, "train", T, {"fr": 1})
+        PackedDataset(prepared, "train", T, {"fr": 1})

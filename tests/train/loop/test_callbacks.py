@@ -157,7 +157,7 @@ def test_a_short_run_evaluates_what_there_is_time_for(
     monkeypatch.setattr(objective, "evaluate_dataset", evaluate_dataset)
     config = tiny_run.config(data, schedule={"length": "20s", "clock": clock})
     summary = start(tmp_path, config, Notes()).summary
-    split = PackedDataset.open(data, split="val", sequence_length=32)
+    split = PackedDataset(data, split="val", sequence_length=32)
     whole, baselines = split.num_tokens, split.index.splits["val"]
     if clock == "wall":
         # gzip and unigrams are those of the part that the model was evaluated on.
@@ -200,7 +200,7 @@ def test_every_process_evaluates_the_same_at_the_end(data: Path, tmp_path: Path)
     child = tiny_run.call(with_its_own_stopwatch, tmp_path, config, log=tmp_path / "log", ranks=2)
     assert child.wait() == 0, child.text()
     first, second = (json.loads((tmp_path / f"limits-{rank}.json").read_text("utf-8")) for rank in (0, 1))
-    whole = PackedDataset.open(data, split="val", sequence_length=32).num_tokens
+    whole = PackedDataset(data, split="val", sequence_length=32).num_tokens
     assert first == second and first[-1] == pytest.approx(0.1 * whole, rel=0.2)
 
 

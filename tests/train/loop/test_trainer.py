@@ -109,7 +109,7 @@ class Poison:
         poison = self
 
         def following(loader: Loader) -> list[Batch]:
-            position = loader._next_row // loader.rows_per_step
+            position = loader._next_row // loader.feed.rows_per_step
             batches = original_next(loader)
             position_of.update({id(b): position for b in batches})
             poison.kept = batches  # so that no id is used again while it counts
@@ -267,7 +267,7 @@ def test_evaluation_on_the_way_is_that_of_the_weights_then(data: Path, tmp_path:
     run, summary = outcome.run.path, outcome.summary
     found = {r["step"]: r["val_bpb"] for r in rows(run) if "val_bpb" in r}
     assert list(found) == [10, 20]
-    validation = PackedDataset.open(data, split="val", sequence_length=32)
+    validation = PackedDataset(data, split="val", sequence_length=32)
     for step, expected in (*found.items(), (30, summary["val_bpb"])):
         model = load_model(run / "checkpoints" / f"step-{step:09d}").model
         assert evaluate_dataset(model, validation, micro_rows=4, device="cpu").bpb == pytest.approx(
