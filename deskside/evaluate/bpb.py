@@ -15,7 +15,6 @@ predicted exactly once, and a longer row gives a lower number, because fewer tok
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -34,17 +33,19 @@ from deskside.utils.errors import RunError, UsageError
 NARROWEST = (
     32  # tokens; pieces of text are padded to a power of two from here on, so that shapes rarely change
 )
+AS_IS = AttentionContext()
 
-Reduce = Callable[[Tensor], object]
+
+@dataclass(frozen=True)
+class Share:
+    """A process's share of an evaluation. reduce: sums a float64 tensor over all processes, in place."""
+
+    rank: int = 0
+    size: int = 1
+    reduce: Callable[[Tensor], object] | None = None
 
 
-class AttentionNames(Protocol):
-    """Names of attention backends, for full and for windowed layers (None: the same)."""
-
-    @property
-    def full(self) -> str: ...
-    @property
-    def windowed(self) -> str | None: ...
+ALONE = Share()
 
 
 @dataclass(frozen=True)
@@ -76,37 +77,33 @@ def evaluate_dataset(
     dataset: PackedDataset,
     *,
     micro_rows: int,
-    device: torch.device | str,
     max_tokens: int | None = None,
-    attention: AttentionNames | None = None,
+    attention: AttentionContext = AS_IS,
     document_mask: bool = False,
-    rank: int = 0,
-    world_size: int = 1,
-    reduce: Reduce | None = None,
+    share: Share = ALONE,
     tick: Callable[[int], object] | None = None,
 ) -> BitsPerByte:
     """Measure bits per byte of a packed split, `micro_rows` rows at a time.
 
-    max_tokens: about as many, in rows spread evenly over the split; None takes all. document_mask: documents that are
-    packed into one row do not see each other; off, they do, as in training without it.
-    With more than one process each takes its share of the batches; `reduce` sums a float64 tensor over all of them, in
-    place. Every process runs the model equally often, because sharded models wait for each other. `tick` is called
+    max_tokens: about as many, in rows spread evenly over the split; None takes all. attention: names the backends.
+    document_mask: documents that are packed into one row do not see each other; off, they do, as in training without
+    it. share: every process runs the model equally often, because sharded models wait for each other. `tick` is called
     with each batch's number of targets, for a progress bar.
     Raises UsageError when the split holds no text, RunError when the model's output is not finite.
     """
+    device = model.embed.weight.device
     bytes_V = torch.from_numpy(dataset.token_bytes.astype(np.int64)).to(device)
     batches = validation_batches(dataset, micro_rows, "cpu", max_rows_of(dataset, max_tokens), document_mask)
     totals = torch.zeros(5, dtype=torch.float64)
-    for batch, counted in _share(batches, rank, world_size):
+    for batch, counted in _batches_of(batches, share):
         targets_BT = batch.targets_BT.to(device)
         if not counted:
             targets_BT = torch.full_like(targets_BT, IGNORE)
         bytes_BT = torch.where(targets_BT == IGNORE, 0, bytes_V[targets_BT.clamp(min=0)])
-        context = _context(attention)
-        positions_BT = None
+        context, positions_BT = attention, None
         if batch.cu_seqlens is not None and batch.positions_BT is not None:
             length = batch.tokens_BT.shape[1]
-            context = replace(context, cu_seqlens=batch.cu_seqlens.to(device), max_seqlen=length)
+            context = replace(attention, cu_seqlens=batch.cu_seqlens.to(device), max_seqlen=length)
             positions_BT = batch.positions_BT.to(device)
         losses_BT = model.token_losses(batch.tokens_BT.to(device), targets_BT, context, positions_BT)
         text_BT = bytes_BT > 0
@@ -115,8 +112,8 @@ def evaluate_dataset(
         totals += torch.cat([sums, torch.stack([losses_BT.double().sum(), all_BT.double().sum()]).cpu()])
         if tick is not None:
             tick(batch.num_valid)
-    if reduce is not None:
-        reduce(totals)
+    if share.reduce is not None:
+        share.reduce(totals)
     return _result(totals, "the validation split")
 
 
@@ -133,8 +130,7 @@ def evaluate_text(
     *,
     sequence_length: int,
     batch_tokens: int,
-    device: torch.device | str,
-    attention: AttentionNames | None = None,
+    attention: AttentionContext = AS_IS,
 ) -> BitsPerByte:
     """Measure bits per byte of plain documents. Each begins with `start_token` and is independent of the others.
 
@@ -145,6 +141,7 @@ def evaluate_text(
         raise UsageError(
             f"sequence length {sequence_length}: this model takes 2 to {model.config.max_position_embeddings} tokens"
         )
+    device = model.embed.weight.device
     totals = torch.zeros(3, dtype=torch.float64)
     text_bytes = 0
 
@@ -157,27 +154,21 @@ def evaluate_text(
     pieces = _pieces(counted(), tokenizer, start_token, sequence_length)
     for inputs, targets in _rectangles(pieces, sequence_length, batch_tokens, start_token):
         targets_BT = torch.from_numpy(targets).to(device)
-        losses_BT = model.token_losses(torch.from_numpy(inputs).to(device), targets_BT, _context(attention))
+        losses_BT = model.token_losses(torch.from_numpy(inputs).to(device), targets_BT, attention)
         text_BT = targets_BT != IGNORE
         totals += _sums(losses_BT, torch.zeros_like(targets_BT), text_BT)
     totals[1] = text_bytes
     return _result(totals, "the input")
 
 
-def _context(attention: AttentionNames | None) -> AttentionContext:
-    if attention is None:
-        return AttentionContext()
-    return AttentionContext(backend=attention.full, window_backend=attention.windowed)
-
-
-def _share(batches: Iterable[Batch], rank: int, world_size: int) -> Iterator[tuple[Batch, bool]]:
-    """Yield this rank's batches. Ranks with fewer batches repeat the last one, which is not counted."""
+def _batches_of(batches: Iterable[Batch], share: Share) -> Iterator[tuple[Batch, bool]]:
+    """Yield this process's batches. Processes with fewer batches repeat the last one, which is not counted."""
     number, last = 0, None
     for number, last in enumerate(batches, start=1):
-        if (number - 1) % world_size == rank:
+        if (number - 1) % share.size == share.rank:
             yield last, True
-    over = number % world_size
-    if over and rank >= over and last is not None:
+    over = number % share.size
+    if over and share.rank >= over and last is not None:
         yield last, False
 
 
@@ -219,14 +210,10 @@ def _rectangles(
         width = min(sequence_length, max(NARROWEST, 1 << (len(piece[0]) - 1).bit_length()))
         group = waiting.setdefault(width, [])
         group.append(piece)
-        if len(group) == _rows(batch_tokens, width):
+        if len(group) == max(1, batch_tokens // width):
             yield _padded(waiting.pop(width), len(group), width, padding)
     for width, group in waiting.items():
-        yield _padded(group, _rows(batch_tokens, width), width, padding)
-
-
-def _rows(batch_tokens: int, width: int) -> int:
-    return max(1, batch_tokens // width)
+        yield _padded(group, max(1, batch_tokens // width), width, padding)
 
 
 def _padded(

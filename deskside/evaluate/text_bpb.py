@@ -14,7 +14,7 @@ from deskside.data.corpus.sources import BadInputLog, Source, iter_documents
 from deskside.data.reading.rows import PackedDataset
 from deskside.engine.device import say
 from deskside.evaluate.bpb import BitsPerByte, evaluate_dataset, evaluate_text
-from deskside.kernels.attention import Requirements, choose
+from deskside.kernels.attention import AttentionContext, Requirements, choose
 from deskside.run.directory import reached_by
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.files import fingerprint
@@ -65,7 +65,6 @@ def measure(
             _texts(text),
             sequence_length=length,
             batch_tokens=batch_tokens,
-            device=device,
             attention=attention,
         )
         return TextBpb(result, {}, text, length)
@@ -77,7 +76,6 @@ def measure(
             loaded.model,
             dataset,
             micro_rows=max(1, min(batch_tokens // length, dataset.num_rows)),
-            device=device,
             attention=attention,
             document_mask=masked,
             tick=bar.advance,
@@ -115,15 +113,9 @@ def has_data(config: RunConfig | None) -> bool:
     return True
 
 
-@dataclass(frozen=True)
-class _Attention:
-    full: str
-    windowed: str | None
-
-
 def _attention(
     loaded: Loaded, length: int, batch_tokens: int, documents: bool, device: torch.device
-) -> _Attention:
+) -> AttentionContext:
     """Choose the fastest correct attention backends at this shape, for full and windowed layers."""
     config = loaded.config
     windows = {config.layer_window(layer) for layer in range(config.num_hidden_layers)}
@@ -141,7 +133,8 @@ def _attention(
             documents=documents,
         )
         names[window is not None] = choose(need).name
-    return _Attention(names.get(False, names.get(True, "reference")), names.get(True))
+    full = names.get(False, names.get(True, "reference"))
+    return AttentionContext(backend=full, window_backend=names.get(True))
 
 
 def _dataset(loaded: Loaded, config: RunConfig | None, given: str | None, length: int) -> PackedDataset:

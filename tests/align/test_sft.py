@@ -179,7 +179,7 @@ def test_the_loss_is_that_of_transformers(finished: Path) -> None:
     # Float32 gives the loss of a token to about 1e-6, and after this training it is only 0.004 nats.
     expected = pytest.approx(theirs, rel=1e-5, abs=1e-6 * counted)
     assert ours == expected
-    found = evaluate_dataset(mine, dataset, micro_rows=2, device="cpu", document_mask=True)
+    found = evaluate_dataset(mine, dataset, micro_rows=2, document_mask=True)
     assert found.target_nats == expected and found.targets == counted
     summary = json.loads((finished / "summary.json").read_text())
     assert summary["val_loss"] * counted == expected

@@ -16,7 +16,7 @@ from deskside.config.model import ModelConfig
 from deskside.data import tokenizer as bpe
 from deskside.data.corpus.prepare import prepare
 from deskside.data.reading.rows import PackedDataset
-from deskside.evaluate.bpb import BitsPerByte, evaluate_dataset, evaluate_text
+from deskside.evaluate.bpb import BitsPerByte, Share, evaluate_dataset, evaluate_text
 from deskside.model.init import InitOptions, initialize
 from deskside.model.transformer import Transformer
 from deskside.utils.errors import RunError, UsageError
@@ -116,7 +116,6 @@ def test_text_equals_the_oracle(setting: Setting) -> None:
             setting.texts,
             sequence_length=LENGTH,
             batch_tokens=batch_tokens,
-            device="cpu",
         )
         assert (result.tokens, result.bytes) == (tokens, size)
         assert result.nats == pytest.approx(nats, rel=1e-6)
@@ -140,11 +139,11 @@ def test_dataset_equals_the_oracle(setting: Setting, micro_rows: int) -> None:
     sums = [oracle_nats(setting, stream, setting.end) for stream in streams]
     nats, tokens = sum(n for n, _ in sums), sum(t for _, t in sums)
     size = sum(len(setting.tokenizer.decode(stream).encode()) for stream in streams)
-    result = evaluate_dataset(setting.model, dataset, micro_rows=micro_rows, device="cpu", document_mask=True)
+    result = evaluate_dataset(setting.model, dataset, micro_rows=micro_rows, document_mask=True)
     assert (result.tokens, result.bytes) == (tokens, size)
     assert result.nats == pytest.approx(nats, rel=1e-6)
     assert result.tokens == dataset.num_tokens - len(streams)  # each document's end is not counted
-    seen = evaluate_dataset(setting.model, dataset, micro_rows=micro_rows, device="cpu")
+    seen = evaluate_dataset(setting.model, dataset, micro_rows=micro_rows)
     assert (seen.tokens, seen.bytes) == (tokens, size)
     assert seen.nats != pytest.approx(nats, rel=1e-6)  # here they see each other
 
@@ -159,9 +158,8 @@ def test_text_and_dataset_agree(setting: Setting) -> None:
         texts,
         sequence_length=LENGTH,
         batch_tokens=256,
-        device="cpu",
     )
-    by_dataset = evaluate_dataset(setting.model, dataset, micro_rows=4, device="cpu", document_mask=True)
+    by_dataset = evaluate_dataset(setting.model, dataset, micro_rows=4, document_mask=True)
     assert by_text.bpb == pytest.approx(by_dataset.bpb, rel=1e-6)
 
 
@@ -169,7 +167,7 @@ def test_text_and_dataset_agree(setting: Setting) -> None:
 def test_processes_share_the_work(setting: Setting, world_size: int) -> None:
     """Each process runs the model equally often; the sums are those of one process."""
     dataset = PackedDataset(setting.data, "val", LENGTH)
-    whole = evaluate_dataset(setting.model, dataset, micro_rows=3, device="cpu")
+    whole = evaluate_dataset(setting.model, dataset, micro_rows=3)
     parts: list[torch.Tensor] = []
     calls = []
     forward = setting.model.token_losses
@@ -192,10 +190,7 @@ def test_processes_share_the_work(setting: Setting, world_size: int) -> None:
                 setting.model,
                 dataset,
                 micro_rows=3,
-                device="cpu",
-                rank=rank,
-                world_size=world_size,
-                reduce=gather,
+                share=Share(rank, world_size, gather),
             )
     finally:
         del setting.model.token_losses
@@ -209,7 +204,7 @@ def test_processes_share_the_work(setting: Setting, world_size: int) -> None:
 
 def test_max_tokens_takes_about_as_many(setting: Setting) -> None:
     dataset = PackedDataset(setting.data, "val", LENGTH)
-    result = evaluate_dataset(setting.model, dataset, micro_rows=2, device="cpu", max_tokens=4 * LENGTH)
+    result = evaluate_dataset(setting.model, dataset, micro_rows=2, max_tokens=4 * LENGTH)
     assert 2 * LENGTH < result.tokens <= 4 * LENGTH
     assert result.bpb > 0
 
@@ -223,7 +218,6 @@ def test_no_text_and_broken_weights_are_said(setting: Setting) -> None:
             texts,
             sequence_length=length,
             batch_tokens=64,
-            device="cpu",
         )
 
     with pytest.raises(UsageError, match="holds no text"):

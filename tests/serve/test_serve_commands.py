@@ -26,7 +26,7 @@ def test_eval_of_a_run_is_its_validation(made: MadeRun, capsys: pytest.CaptureFi
     assert run_eval([str(made.path), "--json", "--device", "cpu"]) == 0
     found = json.loads(capsys.readouterr().out)
     dataset = PackedDataset(str(made.config.data.path), "val", 64)
-    expected = evaluate_dataset(made.model, dataset, micro_rows=4, device="cpu")
+    expected = evaluate_dataset(made.model, dataset, micro_rows=4)
     assert found["bpb"] == pytest.approx(expected.bpb, rel=1e-5)
     assert found["loss"] == pytest.approx(expected.loss, rel=1e-5)
     assert (found["tokens"], found["bytes"], found["tasks"]) == (expected.tokens, expected.bytes, {})

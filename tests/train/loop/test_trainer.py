@@ -270,9 +270,7 @@ def test_evaluation_on_the_way_is_that_of_the_weights_then(data: Path, tmp_path:
     validation = PackedDataset(data, split="val", sequence_length=32)
     for step, expected in (*found.items(), (30, summary["val_bpb"])):
         model = load_model(run / "checkpoints" / f"step-{step:09d}").model
-        assert evaluate_dataset(model, validation, micro_rows=4, device="cpu").bpb == pytest.approx(
-            expected, rel=1e-6
-        )
+        assert evaluate_dataset(model, validation, micro_rows=4).bpb == pytest.approx(expected, rel=1e-6)
     assert found[10] > found[20] > summary["val_bpb"]
     assert json.loads((run / "summary.json").read_text()) == summary
 
