@@ -71,10 +71,23 @@ class Channel:
 
 
 _SCALARS = (int, float, str)
-_SEQUENCES = (list, tuple, set, frozenset, collections.deque)
-_DATES = (datetime.datetime, datetime.date, datetime.time)  # a datetime is a date, too: it comes first
-_SEQUENCE_NAMED: dict[str, Any] = {kind.__name__: kind for kind in _SEQUENCES}
-_DATE_NAMED: dict[str, Any] = {kind.__name__: kind for kind in _DATES}
+_SEQUENCES = {kind.__name__: kind for kind in (list, tuple, set, frozenset, collections.deque)}
+# By tag: a type, and the attributes that its constructor takes.
+_BY_FIELDS: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "complex": (complex, ("real", "imag")),
+    "range": (range, ("start", "stop", "step")),
+    "fraction": (Fraction, ("numerator", "denominator")),
+    "timedelta": (datetime.timedelta, ("days", "seconds", "microseconds")),
+}
+# By tag: types that travel as text, the function that writes it, and the one that reads it.
+_BY_TEXT: dict[str, tuple[Any, Callable[[Any], str], Callable[[str], Any]]] = {
+    "bytes": ((bytes, bytearray), lambda value: bytes(value).hex(), bytes.fromhex),
+    "decimal": (Decimal, str, Decimal),
+    # A datetime is a date, too: it comes first.
+    "datetime": (datetime.datetime, datetime.datetime.isoformat, datetime.datetime.fromisoformat),
+    "date": (datetime.date, datetime.date.isoformat, datetime.date.fromisoformat),
+    "time": (datetime.time, datetime.time.isoformat, datetime.time.fromisoformat),
+}
 _BUILTIN_TYPES = {kind: name for name, kind in vars(builtins).items() if isinstance(kind, type)}
 
 
@@ -85,26 +98,17 @@ def encode(value: Any, refer: Callable[[Any], Any]) -> Any:
     for scalar in _SCALARS:
         if isinstance(value, scalar):
             return scalar(value)
-    for kind in _SEQUENCES:
+    for tag, kind in _SEQUENCES.items():
         if isinstance(value, kind):
-            return {kind.__name__: [encode(v, refer) for v in value]}
+            return {tag: [encode(v, refer) for v in value]}
     if isinstance(value, dict):
         return {"dict": [[encode(k, refer), encode(v, refer)] for k, v in dict.items(value)]}
-    if isinstance(value, bytes | bytearray):
-        return {"bytes": bytes(value).hex()}
-    if isinstance(value, complex):
-        return {"complex": [value.real, value.imag]}
-    if isinstance(value, range):
-        return {"range": [value.start, value.stop, value.step]}
-    if isinstance(value, Decimal):
-        return {"decimal": str(value)}
-    if isinstance(value, Fraction):
-        return {"fraction": [value.numerator, value.denominator]}
-    for date in _DATES:
-        if isinstance(value, date):
-            return {date.__name__: value.isoformat()}
-    if isinstance(value, datetime.timedelta):
-        return {"timedelta": [value.days, value.seconds, value.microseconds]}
+    for tag, (kind, fields) in _BY_FIELDS.items():
+        if isinstance(value, kind):
+            return {tag: [getattr(value, field) for field in fields]}
+    for tag, (kind, write, _) in _BY_TEXT.items():
+        if isinstance(value, kind):
+            return {tag: write(value)}
     if isinstance(value, type) and value in _BUILTIN_TYPES:
         return {"type": _BUILTIN_TYPES[value]}
     return refer(value)
@@ -127,28 +131,17 @@ def _decode(value: Any, resolve: Callable[[str, Any], Any]) -> Any:
             raise ValueError("a list without a tag")
         return value
     ((tag, inner),) = value.items()
-    if tag in _SEQUENCE_NAMED:
-        return _SEQUENCE_NAMED[tag]([_decode(v, resolve) for v in inner])
+    if tag in _SEQUENCES:
+        return _SEQUENCES[tag]([_decode(v, resolve) for v in inner])
     if tag == "dict":
         return {_decode(k, resolve): _decode(v, resolve) for k, v in inner}
-    if tag == "bytes":
-        return bytes.fromhex(inner)
-    if tag == "complex":
-        real, imaginary = inner
-        return complex(real, imaginary)
-    if tag == "range":
-        start, stop, step = inner
-        return range(start, stop, step)
-    if tag == "decimal":
-        return Decimal(inner)
-    if tag == "fraction":
-        top, bottom = inner
-        return Fraction(top, bottom)
-    if tag in _DATE_NAMED:
-        return _DATE_NAMED[tag].fromisoformat(inner)
-    if tag == "timedelta":
-        days, seconds, microseconds = inner
-        return datetime.timedelta(days, seconds, microseconds)
+    if tag in _BY_FIELDS:
+        kind, fields = _BY_FIELDS[tag]
+        if len(inner) != len(fields):
+            raise ValueError(f"a {tag} of {len(inner)} values")
+        return kind(*inner)
+    if tag in _BY_TEXT:
+        return _BY_TEXT[tag][2](inner)
     if tag == "type":
         found = getattr(builtins, inner)
         if not isinstance(found, type):

@@ -243,76 +243,48 @@ class Remote:
             raise AttributeError(name)  # protocols of copy, pickle and others look for these
         return _judge(self).request("getattr", self, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        _judge(self).request("setattr", self, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        _judge(self).request("delattr", self, name)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _judge(self).request("call", self, *args, **kwargs)
-
-    def __getitem__(self, key: Any) -> Any:
-        return _judge(self).request("getitem", self, key)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        _judge(self).request("setitem", self, key, value)
-
-    def __delitem__(self, key: Any) -> None:
-        _judge(self).request("delitem", self, key)
-
     def __iter__(self) -> Any:
         return iter(_judge(self).request("iter", self))
 
-    def __len__(self) -> int:
-        return _judge(self).request("len", self)
-
-    def __bool__(self) -> bool:
-        return _judge(self).request("bool", self)
-
-    def __hash__(self) -> int:
-        return _judge(self).request("hash", self)
-
-    def __str__(self) -> str:
-        return _judge(self).request("str", self)
-
-    def __repr__(self) -> str:
-        return _judge(self).request("repr", self)
-
     def __instancecheck__(self, value: Any) -> bool:
         return isinstance(value, Remote) and bool(_judge(self).request("isinstance", value, self))
-
-    def __eq__(self, other: object) -> Any:
-        return _between(self, other, "eq")
-
-    def __ne__(self, other: object) -> Any:
-        return _between(self, other, "ne")
-
-    def __lt__(self, other: Any) -> Any:
-        return _between(self, other, "lt")
-
-    def __le__(self, other: Any) -> Any:
-        return _between(self, other, "le")
-
-    def __gt__(self, other: Any) -> Any:
-        return _between(self, other, "gt")
-
-    def __ge__(self, other: Any) -> Any:
-        return _between(self, other, "ge")
-
-    def __add__(self, other: Any) -> Any:
-        return _between(self, other, "add")
-
-    def __sub__(self, other: Any) -> Any:
-        return _between(self, other, "sub")
-
-    def __mul__(self, other: Any) -> Any:
-        return _between(self, other, "mul")
 
 
 def _judge(remote: Remote) -> Judge:
     return object.__getattribute__(remote, "_judge")
 
 
-def _between(mine: Remote, other: Any, operation: str) -> Any:
-    return _judge(mine).request(operation, mine, other) if isinstance(other, Remote) else NotImplemented
+def _requests(operation: str) -> Callable[..., Any]:
+    """Return a method of `Remote` that has the solution carry out an operation."""
+
+    def method(self: Remote, *args: Any, **kwargs: Any) -> Any:
+        return _judge(self).request(operation, self, *args, **kwargs)
+
+    return method
+
+
+def _compares(operation: str) -> Callable[..., Any]:
+    """Return a method of `Remote` for an operation between two of the solution's objects."""
+
+    def method(self: Remote, other: Any) -> Any:
+        return _judge(self).request(operation, self, other) if isinstance(other, Remote) else NotImplemented
+
+    return method
+
+
+for _name in [
+    "call",
+    "setattr",
+    "delattr",
+    "getitem",
+    "setitem",
+    "delitem",
+    "len",
+    "bool",
+    "hash",
+    "str",
+    "repr",
+]:
+    setattr(Remote, f"__{_name}__", _requests(_name))
+for _name in ["eq", "ne", "lt", "le", "gt", "ge", "add", "sub", "mul"]:
+    setattr(Remote, f"__{_name}__", _compares(_name))
