@@ -15,12 +15,13 @@ from deskside.data.corpus.records import iter_records
 from deskside.data.corpus.sources import BadInputLog, Source
 from deskside.evaluate.datasets import READERS
 from deskside.evaluate.tasks import (
+    FIELDS,
     HUB,
+    TEMPLATES,
     Choice,
     CodeTask,
     CompletionTask,
     Generated,
-    Match,
     Number,
     Schema,
     SelectedTask,
@@ -181,23 +182,13 @@ def _gold(value: object, count: int) -> int:
 
 def _fields(task: Task) -> tuple[str, ...]:
     """Return the fields that a record must have."""
-    templates = [task.prompt]
-    names: list[str] = [] if task.shots_same is None else [task.shots_same]
-    if isinstance(task, Choice):
-        names += [task.gold, *([task.choices] if isinstance(task.choices, str) else [])]
-        templates += [] if isinstance(task.choices, str) else task.choices
-    elif isinstance(task, Schema):
-        names += [task.gold, task.options]
-    elif isinstance(task, (CompletionTask, Number, Match, CodeTask)):
-        templates.append(task.answer)
-    if isinstance(task, Number):
-        templates.append(task.reference)
-    elif isinstance(task, Match):
-        names.append(task.references)
-    elif isinstance(task, CodeTask):
-        templates += [task.tests, task.chat_prompt, task.entry_point, task.helpers]
-    for template in templates:
-        for _, name, _, _ in Formatter().parse(template):
-            if name:
-                names.append(name.split("[")[0].split(".")[0])
+    names = []
+    for role in type(task).model_fields:
+        value = getattr(task, role)
+        if role in FIELDS or (role == "choices" and isinstance(value, str)):
+            names += [] if value is None else [value]
+        elif role in TEMPLATES:
+            for template in [value] if isinstance(value, str) else value:
+                found = (name for _, name, _, _ in Formatter().parse(template) if name)
+                names += [name.split("[")[0].split(".")[0] for name in found]
     return tuple(dict.fromkeys(names))

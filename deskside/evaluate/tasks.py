@@ -23,6 +23,7 @@ from deskside.utils.parsing import Unreadable, toml_table
 
 HUB = "hf:"
 DEPTH = 3  # folders below the one that is given
+FIELDS = {"shots_same", "gold", "options", "references"}  # name a field of a record
 TEMPLATES = {"prompt", "choices", "answer", "reference", "tests", "chat_prompt", "entry_point", "helpers"}
 WHERE = (
     "give --tasks-dir DIR, a folder with llm-foundry's scripts/eval/local_data or files like them, "
