@@ -15,7 +15,6 @@ from deskside.cli.options import Command, choose, option
 from deskside.cli.output import print_json
 from deskside.cli.shared_options import JsonOption
 from deskside.data.corpus.heldout import warnings
-from deskside.data.corpus.sources import SizeLimits
 from deskside.data.reading import shards
 from deskside.utils.errors import UsageError
 from deskside.utils.signals import number_of
@@ -99,28 +98,21 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _prepare(options: PrepareOptions) -> int:
+    from deskside.data.corpus import analyze
     from deskside.data.corpus.prepare import prepare
 
     try:
-        report = prepare(
-            options.sources,
-            options.out,
-            field=options.field,
-            vocab_size=options.vocab_size,
-            tokenizer=options.tokenizer,
-            val_sources=options.val,
-            val_fraction=options.val_fraction,
-            on_bad=options.on_bad,
-            workers=options.workers,
-            resume=options.resume,
-            seed=options.seed,
-            limits=_limits(options.max_line_mb),
+        names = ("field", "vocab_size", "tokenizer", "val_fraction", "on_bad", "workers", "resume", "seed")
+        same = {name: getattr(options, name) for name in names}
+        chosen = analyze.PrepareOptions(
+            **same, val_sources=options.val, line_limit=_line_limit(options.max_line_mb)
         )
+        report = prepare(options.sources, options.out, chosen)
     except KeyboardInterrupt as error:
         print("interrupted; run the same command again to continue", file=sys.stderr)
         return 128 + number_of(error)
     if options.json:
-        print_json(report.as_dict())
+        print_json(vars(report))
         return 0
     for split in sorted(report.tokens):
         size, tokens = report.text_bytes[split], report.tokens[split]
@@ -140,10 +132,10 @@ def _prepare(options: PrepareOptions) -> int:
     return 0
 
 
-def _limits(megabytes: float) -> SizeLimits:
+def _line_limit(megabytes: float) -> int:
     if not 0.001 <= megabytes <= 16_384:
         raise UsageError(f"--max-line-mb {megabytes:g}: give 0.001 to 16384 (megabytes).")
-    return SizeLimits(int(megabytes * 1e6))
+    return int(megabytes * 1e6)
 
 
 def _print_left_out(bad: Mapping[str, Any], ignored: Mapping[str, Any], duplicates: int) -> None:

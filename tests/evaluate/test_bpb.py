@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from deskside.config.model import ModelConfig
 from deskside.data import tokenizer as bpe
+from deskside.data.corpus.analyze import PrepareOptions
 from deskside.data.corpus.prepare import prepare
 from deskside.data.reading.rows import PackedDataset
 from deskside.evaluate.bpb import BitsPerByte, Share, evaluate_dataset, evaluate_text
@@ -60,10 +61,7 @@ def setting(tmp_path_factory: pytest.TempPathFactory) -> Setting:
     prepare(
         [str(folder / "text.jsonl")],
         folder / "data",
-        vocab_size=300,
-        val_fraction=0.4,
-        workers=1,
-        quiet=True,
+        PrepareOptions(vocab_size=300, val_fraction=0.4, workers=1, quiet=True),
     )
     tokenizer = bpe.load(folder / "data")
     config = ModelConfig(

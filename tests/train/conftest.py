@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from deskside.data.corpus.analyze import PrepareOptions
 from deskside.data.corpus.prepare import prepare
 from deskside.train import training_run
 from deskside.train.state import finalize
@@ -17,7 +18,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("corpus")
     write_text(folder / "text.txt")
     out = folder / "data"
-    prepare([str(folder / "text.txt")], out, vocab_size=300, val_fraction=0.1, workers=1, quiet=True)
+    prepare(
+        [str(folder / "text.txt")],
+        out,
+        PrepareOptions(vocab_size=300, val_fraction=0.1, workers=1, quiet=True),
+    )
     return out
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any
 
 import xxhash
@@ -12,7 +13,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 
 from deskside.data.corpus.heldout import Holdout, HoldoutPlanner, few_cut, long_cut, text_hash
 from deskside.data.corpus.progress_bar import ProgressBar
-from deskside.data.corpus.sources import BadInputLog, Document, OnBad, SizeLimits, Source, iter_documents
+from deskside.data.corpus.sources import LINE_LIMIT, BadInputLog, Document, OnBad, Source, iter_documents
 from deskside.data.reading.shards import MAX_TAGS, LeftOut
 from deskside.data.tokenizer import spans
 from deskside.utils.errors import UsageError
@@ -20,12 +21,29 @@ from deskside.utils.errors import UsageError
 _OTHER = ("other", "")  # shared by all pairs beyond MAX_TAGS
 
 
-@dataclass(frozen=True)
-class Reading:
-    """Options of reading sources: the field that holds the text, and the maximum length of a line."""
+@dataclass(frozen=True, kw_only=True)
+class PrepareOptions:
+    """Options of `prepare.prepare`.
 
-    text_field: str = "text"
-    limits: SizeLimits = field(default_factory=SizeLimits)
+    tokenizer: an existing one; None trains one of `vocab_size` on a sample of `sample_bytes`. val_sources: used for
+    validation instead of a share; training documents with the same text are left out and counted. val_fraction: share
+    of documents for validation; `heldout` chooses them, and has the default. workers: number of processes (default:
+    one per core). line_limit: see `sources`.
+    """
+
+    field: str = "text"
+    vocab_size: int = 32768
+    tokenizer: str | Path | None = None
+    val_sources: Sequence[str] = ()
+    val_fraction: float | None = None
+    on_bad: OnBad = "skip"
+    workers: int | None = None
+    resume: bool = True
+    seed: int = 0
+    line_limit: int = LINE_LIMIT
+    shard_bytes: int = 32 << 20
+    sample_bytes: int = 80 << 20
+    quiet: bool = False
 
 
 @dataclass(frozen=True, order=True)
@@ -117,29 +135,21 @@ class Splitter:
 
 
 def analyze(
-    sources: list[Source],
-    val_sources: list[Source],
-    *,
-    reading: Reading,
-    fraction: float | None,
-    seed: int,
-    on_bad: OnBad,
-    sampler: TextSampler | None,
-    quiet: bool,
+    sources: list[Source], val_sources: list[Source], options: PrepareOptions, sampler: TextSampler | None
 ) -> Analysis:
     """Read everything once, fill the sampler, and return the counts and the split.
 
     Raises UsageError if there is nothing to train on, or for bad input if `on_bad` is "refuse".
     """
-    logs = {"train": BadInputLog(on_bad), "val": BadInputLog(on_bad)}
+    logs = {"train": BadInputLog(options.on_bad), "val": BadInputLog(options.on_bad)}
     tags: dict[tuple[str, str], int] = {}
-    held_out, val_text_bytes = validation_texts(val_sources, logs["val"], reading, tags)
+    held_out, val_text_bytes = validation_texts(val_sources, logs["val"], options, tags)
     if val_sources and not held_out:
         raise UsageError(f"the validation sources hold no document {_reasons(logs['val'])}.")
     documents = text_bytes = 0
-    planner = HoldoutPlanner(seed, 0 if held_out else fraction)
-    with ProgressBar("read", None, "MB", quiet=quiet) as bar:
-        for document in documents_of(sources, logs["train"], reading):
+    planner = HoldoutPlanner(options.seed, 0 if held_out else options.val_fraction)
+    with ProgressBar("read", None, "MB", quiet=options.quiet) as bar:
+        for document in documents_of(sources, logs["train"], options):
             note_tag(tags, document)
             pair = (document.source, document.lang)
             source, lang = pair if pair in tags else _OTHER
@@ -151,7 +161,8 @@ def analyze(
                 continue
             planner.add(text, key, (("lang", lang), ("source", source), ("file", document.group)))
             if sampler is not None:
-                sampler.add(text, key, few_cut(text, fraction) if planner.few else len(text), long_cut(text))
+                few = few_cut(text, options.val_fraction) if planner.few else len(text)
+                sampler.add(text, key, few, long_cut(text))
     if documents == 0:
         raise UsageError(f"the sources hold no document {_reasons(logs['train'])}.")
     if planner.documents == 0:
@@ -170,12 +181,12 @@ def analyze(
 def validation_texts(
     val_sources: list[Source],
     log: BadInputLog,
-    reading: Reading,
+    options: PrepareOptions,
     tags: dict[tuple[str, str], int] | None = None,
 ) -> tuple[frozenset[bytes], int]:
     """Return the hashes and the total size of all texts of the validation sources. tags: collects their tags."""
     keys, size = set(), 0
-    for document in documents_of(val_sources, log, reading):
+    for document in documents_of(val_sources, log, options):
         keys.add(text_hash(document.data))
         size += len(document.data)
         if tags is not None:
@@ -183,9 +194,9 @@ def validation_texts(
     return frozenset(keys), size
 
 
-def documents_of(sources: Iterable[Source], log: BadInputLog, reading: Reading) -> Iterator[Document]:
+def documents_of(sources: Iterable[Source], log: BadInputLog, options: PrepareOptions) -> Iterator[Document]:
     for source in sources:
-        yield from iter_documents(source, log, text_field=reading.text_field, limits=reading.limits)
+        yield from iter_documents(source, log, text_field=options.field, line_limit=options.line_limit)
 
 
 def note_tag(tags: dict[tuple[str, str], int], document: Document) -> int:
@@ -199,8 +210,7 @@ def note_tag(tags: dict[tuple[str, str], int], document: Document) -> int:
 def _reasons(log: BadInputLog) -> str:
     if not log.total:
         return "(they are empty)"
-    first = "; ".join(f"{n} x {reason}, first {log.examples[reason][0]}" for reason, n in log.counts.items())
-    return f"that can be used ({first})"
+    return f"that can be used ({log.firsts()})"
 
 
 def _ignored(sources: list[Source]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from deskside.data import tokenizer as bpe
 from deskside.data.corpus import output_folder
 from deskside.data.corpus.analyze import (
     Analysis,
-    Reading,
+    PrepareOptions,
     Splitter,
     TextSampler,
     analyze,
@@ -47,16 +47,15 @@ from deskside.data.corpus.prepare_state import PrepareState, check_owned, differ
 from deskside.data.corpus.process_pool import Task, WorkerDied, WorkerPool
 from deskside.data.corpus.progress_bar import ProgressBar
 from deskside.data.corpus.shard_worker import ShardCutter, ShardJob, make_shard, start_worker
-from deskside.data.corpus.sources import BadInputLog, OnBad, SizeLimits, Source
+from deskside.data.corpus.sources import BadInputLog, Source
 from deskside.data.reading import shards
 from deskside.data.reading.shards import DatasetIndex, ShardInfo, SplitInfo, TagInfo, TokenizerInfo
 from deskside.utils.child_process import cpu_cores
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.files import fingerprint, write_error
 
-SHARD_BYTES = 32 << 20
-SAMPLE_BYTES = 80 << 20
 VALIDATION = 2  # version of the rules that choose the split
+DEFAULTS = PrepareOptions()
 
 
 @dataclass(frozen=True)
@@ -78,81 +77,55 @@ class Report:
     kept: int
     seconds: float
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
-
-def prepare(
-    sources: Sequence[str],
-    out: str | Path,
-    *,
-    field: str = "text",
-    vocab_size: int = 32768,
-    tokenizer: str | Path | None = None,
-    val_sources: Sequence[str] = (),
-    val_fraction: float | None = None,
-    on_bad: OnBad = "skip",
-    workers: int | None = None,
-    resume: bool = True,
-    seed: int = 0,
-    limits: SizeLimits | None = None,
-    shard_bytes: int = SHARD_BYTES,
-    sample_bytes: int = SAMPLE_BYTES,
-    quiet: bool = False,
-) -> Report:
+def prepare(sources: Sequence[str], out: str | Path, options: PrepareOptions = DEFAULTS) -> Report:
     """Prepare a data set in the directory `out`; see the module's docstring.
-
-    Args:
-        val_fraction: Share of documents for validation; `heldout` chooses them, and has the default.
-        val_sources: Used for validation instead; training documents with the same text are left out and counted.
-        workers: Number of processes (default: one per core).
 
     Raises: UsageError: wrong arguments, refused input, nothing to read, or `out` holds something else. RunError:
     the tokenizer is damaged, the disk is full, or a worker process died.
     """
     begin = time.monotonic()
+    fraction, workers = options.val_fraction, options.workers
     if not sources:
         raise UsageError(
             "no source given. Name a file, a directory, hf:owner/name or bundled:tiny_shakespeare.txt."
         )
-    if val_fraction is not None and not 0 <= val_fraction < 1:
-        raise UsageError(f"--val-fraction {val_fraction}: give a number from 0 up to, but not including, 1.")
+    if fraction is not None and not 0 <= fraction < 1:
+        raise UsageError(f"--val-fraction {fraction}: give a number from 0 up to, but not including, 1.")
     if workers is not None and workers < 1:
         raise UsageError(f"--workers {workers}: at least 1.")
-    reading = Reading(field, limits or SizeLimits())
-    train_list, val_list = [Source.parse(s) for s in sources], [Source.parse(s) for s in val_sources]
+    train_list, val_list = ([Source.parse(s) for s in names] for names in (sources, options.val_sources))
     arguments: dict[str, Any] = {
         "sources": [s.identity() for s in train_list],
         "val_sources": [s.identity() for s in val_list],
-        "field": field,
-        "val_fraction": val_fraction,
-        "on_bad": on_bad,
-        "seed": seed,
-        "shard_bytes": shard_bytes,
-        "max_line_bytes": reading.limits.line,
+        **{
+            name: getattr(options, name)
+            for name in ("field", "val_fraction", "on_bad", "seed", "shard_bytes")
+        },
+        "max_line_bytes": options.line_limit,
         "validation": VALIDATION,
     }
-    if tokenizer is None:
-        arguments |= {"vocab_size": vocab_size, "sample_bytes": sample_bytes}
-        bpe.check_size(vocab_size)
+    if options.tokenizer is None:
+        arguments |= {"vocab_size": options.vocab_size, "sample_bytes": options.sample_bytes}
+        bpe.check_size(options.vocab_size)
     else:
-        given, _ = bpe.load_for_data(tokenizer)  # before a corpus is read
+        given, _ = bpe.load_for_data(options.tokenizer)  # before a corpus is read
         arguments["tokenizer"] = xxhash.xxh3_128_hexdigest(given.to_str().encode("utf-8"))
     out = Path(out)
     old = open_state(out)
-    replaced = None if resume or old is None or old.scan is None else old
+    replaced = None if options.resume or old is None or old.scan is None else old
     if replaced:
         check_owned(out, replaced)
         shards.clear_temporary(out)
     target = out.resolve()  # replace the target of a symbolic link
     new = target.with_name(f".{target.name}.new")
-    work = _Work(new if replaced else out, arguments, train_list, val_list, reading, on_bad, quiet)
+    work = _Work(new if replaced else out, arguments, train_list, val_list, options)
     work.open(discard=replaced is not None)
     try:
         complete = work.complete()
         if complete is None:
-            work.first_pass(tokenizer, vocab_size, TextSampler(sample_bytes, seed), val_fraction, seed)
-            work.second_pass(workers or cpu_cores(), shard_bytes)
+            work.first_pass()
+            work.second_pass(workers or cpu_cores())
             complete = work.finish()
     except UsageError:
         work.undo()
@@ -177,9 +150,7 @@ class _Work:
     arguments: dict[str, Any]
     sources: list[Source]
     val_sources: list[Source]
-    reading: Reading
-    on_bad: OnBad
-    quiet: bool
+    options: PrepareOptions
     found: Analysis | None = None
     done: dict[str, ShardInfo] = dataclasses.field(default_factory=dict)
     names: dict[str, list[str]] = dataclasses.field(default_factory=lambda: {"val": [], "train": []})
@@ -248,45 +219,31 @@ class _Work:
         (self.out / shards.INDEX).unlink()
         return None
 
-    def first_pass(
-        self,
-        given: str | Path | None,
-        vocab_size: int,
-        sampler: TextSampler,
-        fraction: float | None,
-        seed: int,
-    ) -> None:
+    def first_pass(self) -> None:
         """Analyze the sources and make the tokenizer. The state gets the analysis after the tokenizer is written."""
         if self.found is not None and (self.out / "tokenizer.json").is_file():
             return
-        sample = sampler if given is None else None
-        found = analyze(
-            self.sources,
-            self.val_sources,
-            reading=self.reading,
-            fraction=fraction,
-            seed=seed,
-            on_bad=self.on_bad,
-            sampler=sample,
-            quiet=self.quiet,
-        )
+        options, given = self.options, self.options.tokenizer
+        sampler = TextSampler(options.sample_bytes, options.seed)
+        found = analyze(self.sources, self.val_sources, options, sampler if given is None else None)
         try:
             if given is not None:
                 bpe.copy(given, self.out)
             else:
-                if not self.quiet:
+                if not options.quiet:
                     print(f"train tokenizer: on {sampler.held / 1e6:,.1f} MB", file=sys.stderr, flush=True)
-                bar = not self.quiet and sys.stderr.isatty()
-                bpe.save(bpe.train(sampler.texts(found.holdout), vocab_size, progress=bar), self.out)
+                bar = not options.quiet and sys.stderr.isatty()
+                bpe.save(bpe.train(sampler.texts(found.holdout), options.vocab_size, progress=bar), self.out)
         except OSError as error:
             raise write_error(self.out / "tokenizer.json", error) from error
         self.found = found
         self.done = {}
         self.save()
 
-    def second_pass(self, workers: int, shard_bytes: int) -> None:
+    def second_pass(self, workers: int) -> None:
         """Make every missing shard."""
         assert self.found is not None
+        shard_bytes = self.options.shard_bytes
         coder = bpe.load(self.out)
         eos_id = bpe.end_of_text(coder, self.out)[1]
         lengths = bpe.token_bytes(coder)
@@ -299,8 +256,8 @@ class _Work:
         start_worker(*settings)
         running: list[tuple[Task[ShardInfo], ShardJob]] = []
         try:
-            with several as pool, ProgressBar("tokenise", total / 1e6, "MB", quiet=self.quiet) as bar:
-                for job in self._jobs(shard_bytes):
+            with several as pool, ProgressBar("tokenise", total / 1e6, "MB", quiet=self.options.quiet) as bar:
+                for job in self._jobs():
                     if self._is_made(job):
                         self.kept += 1
                         bar.advance(job.text_bytes / 1e6)
@@ -320,19 +277,19 @@ class _Work:
                 "--workers; it continues with the next shard."
             ) from error
 
-    def _jobs(self, shard_bytes: int) -> Iterator[ShardJob]:
+    def _jobs(self) -> Iterator[ShardJob]:
         """Yield both splits, cut into shards, always in the same way for the same text. Validation comes first."""
         assert self.found is not None
         log = BadInputLog()  # already counted by the first pass
-        held_out, _ = validation_texts(self.val_sources, log, self.reading)
+        held_out, _ = validation_texts(self.val_sources, log, self.options)
         splitter = Splitter(self.found.holdout, held_out)
         tags = {pair: i for i, pair in enumerate(self.found.tags)}
         gzip = GzipMeter()
-        groups = {split: ShardCutter(split, shard_bytes) for split in ("val", "train")}
-        for document in documents_of(self.val_sources, log, self.reading):
+        groups = {split: ShardCutter(split, self.options.shard_bytes) for split in ("val", "train")}
+        for document in documents_of(self.val_sources, log, self.options):
             gzip.add(document.data)
             yield from groups["val"].add(document.data, note_tag(tags, document))
-        for document in documents_of(self.sources, log, self.reading):
+        for document in documents_of(self.sources, log, self.options):
             tag = note_tag(tags, document)
             for split, text in zip(("train", "val"), splitter.divide(document.data), strict=True):
                 if text and split == "val":

@@ -12,7 +12,7 @@ A source is named by a *spec string*:
 Input that cannot be read goes to a `BadInputLog`, which either counts it ("skip") or stops with an error that names it
 ("refuse"). Nothing is dropped without being counted.
 
-`SizeLimits.line` bounds a line or document, and with it the memory: a longer line, parquet cell or hub row is bad
+`line_limit` bounds a line or document, and with it the memory: a longer line, parquet cell or hub row is bad
 input, and a longer text file is read as several documents, cut at ends of lines.
 """
 
@@ -49,6 +49,7 @@ BINARY = "binary data, not text"
 
 TEXT_KINDS = (".txt", ".md")
 _KINDS = (*TEXT_KINDS, ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+LINE_LIMIT = 256_000_000  # bytes of one line, text file, parquet cell or hub row
 _EXAMPLES = 5
 _PARQUET_BATCH = 8 << 20  # bytes of a batch of rows of average size
 _BINARY_SHARE = 0.1  # share of control characters; 100 KB of text has a handful at most
@@ -67,13 +68,6 @@ _HINTS = {
     **dict.fromkeys((".csv", ".tsv"), "write it as .jsonl or .parquet with the text in one field"),
     **dict.fromkeys((".zip", ".tar", ".tgz", ".7z"), "unpack it first"),
 }
-
-
-@dataclass(frozen=True)
-class SizeLimits:
-    """Maximum length in bytes of one line, text file, parquet cell or hub row."""
-
-    line: int = 256_000_000
 
 
 @dataclass(slots=True)
@@ -237,13 +231,13 @@ def _parse_bundled(spec: str) -> Source:
 
 
 def iter_documents(
-    source: Source, bad: BadInputLog, *, text_field: str = "text", limits: SizeLimits | None = None
+    source: Source, bad: BadInputLog, *, text_field: str = "text", line_limit: int = LINE_LIMIT
 ) -> Iterator[Document]:
     """Yield the documents of one source in a fixed order; bad input goes to `bad`.
 
     Raises UsageError for bad input if `bad.on_bad` is "refuse", and for a hub data set that cannot be reached.
     """
-    reader = _Reader(bad, text_field, limits or SizeLimits())
+    reader = _Reader(bad, text_field, line_limit)
     if source.hub is not None:
         for row, record in enumerate(iter_hub_rows(source), start=1):
             yield from reader.record(record, source.tag, f"{source.spec}:{row}", source.spec)
@@ -263,22 +257,20 @@ def iter_documents(
             bad.add(MISSING, str(path), error.strerror or str(error))
 
 
-def iter_json(path: Path, bad: BadInputLog, limits: SizeLimits | None = None) -> Iterator[tuple[str, object]]:
+def iter_json(path: Path, bad: BadInputLog) -> Iterator[tuple[str, object]]:
     """Yield the lines of a .jsonl file as (file:line, value); lines that are not JSON in UTF-8 go to `bad`."""
-    for number, raw in _lines(path, bad, limits or SizeLimits()):
+    for number, raw in _lines(path, bad, LINE_LIMIT):
         origin = f"{path}:{number}"
         found = _parse(raw, number, origin, bad, None)
         if found is not None:
             yield origin, found[0]
 
 
-def _lines(path: Path, bad: BadInputLog, limits: SizeLimits) -> Iterator[tuple[int, bytearray]]:
+def _lines(path: Path, bad: BadInputLog, limit: int) -> Iterator[tuple[int, bytearray]]:
     return iter_lines(
         path,
-        limits.line,
-        lambda number, size: bad.add(
-            TOO_LONG, f"{path}:{number}", f"{size:,} bytes, at most {limits.line:,}"
-        ),
+        limit,
+        lambda number, size: bad.add(TOO_LONG, f"{path}:{number}", f"{size:,} bytes, at most {limit:,}"),
         lambda number, reason: bad.add(TRUNCATED, str(path), f"after line {number}: {reason}"),
     )
 
@@ -332,12 +324,12 @@ class _Reader:
 
     bad: BadInputLog
     text_field: str
-    limits: SizeLimits
+    line_limit: int
 
     def document(self, data: bytes, source: str, lang: str, origin: str, group: str) -> Iterator[Document]:
         """Yield the document, unless it is empty, too long or not text. `data` is UTF-8."""
-        if len(data) > self.limits.line:
-            self.bad.add(TOO_LONG, origin, f"{len(data):,} bytes, at most {self.limits.line:,}")
+        if len(data) > self.line_limit:
+            self.bad.add(TOO_LONG, origin, f"{len(data):,} bytes, at most {self.line_limit:,}")
         elif not (data[:CHUNK].decode("utf-8", "ignore").strip() or data.decode("utf-8").strip()):
             self.bad.add(EMPTY, origin)
         elif is_binary(data):
@@ -351,7 +343,7 @@ class _Reader:
         with path.open("rb") as file:
             if file.read(3) != b"\xef\xbb\xbf":
                 file.seek(0)
-            data, part = file.read(self.limits.line), 0
+            data, part = file.read(self.line_limit), 0
             if not data:
                 self.bad.add(EMPTY, str(path))
             while data:
@@ -365,10 +357,10 @@ class _Reader:
                     self.bad.add(NOT_UTF8, origin, f"byte {position}")
                 else:
                     yield from self.document(data, source.tag, "", origin, group)
-                data = more + file.read(self.limits.line - len(more))
+                data = more + file.read(self.line_limit - len(more))
 
     def jsonl(self, path: Path, tag: str) -> Iterator[Document]:
-        for number, raw in _lines(path, self.bad, self.limits):
+        for number, raw in _lines(path, self.bad, self.line_limit):
             origin = f"{path}:{number}"
             found = _parse(raw, number, origin, self.bad, self.text_field)
             if found is not None:

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from deskside.config.recipes import recipe_named
 from deskside.config.run import RunConfig
 from deskside.config.sections import AdapterConfig
+from deskside.data.corpus.analyze import PrepareOptions
 from deskside.data.corpus.heldout import warnings
 from deskside.data.corpus.prepare import prepare
 from deskside.data.reading.shards import read_index
@@ -48,9 +49,9 @@ def ensure_data(config: RunConfig, world: World, say: Say) -> Path:
         prepare(
             list(config.data.sources),
             path,
-            vocab_size=config.model.vocab_size,
-            val_fraction=config.data.val_fraction,
-            seed=config.seed,
+            PrepareOptions(
+                vocab_size=config.model.vocab_size, val_fraction=config.data.val_fraction, seed=config.seed
+            ),
         )
     world.barrier()
     if world.first and config.align is None and (path / "index.json").is_file():

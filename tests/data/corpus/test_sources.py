@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from deskside.data.corpus import sources
 from deskside.data.corpus.records import iter_records
-from deskside.data.corpus.sources import BadInputLog, Document, SizeLimits, Source, iter_documents
+from deskside.data.corpus.sources import BadInputLog, Document, Source, iter_documents
 from deskside.utils.errors import UsageError
 
 
@@ -199,12 +199,12 @@ def test_what_is_too_long_is_named_and_the_rest_is_read(tmp_path: Path, name: st
         pack = {"z": gzip.compress, "t": zstandard.ZstdCompressor().compress}.get(name[-1], bytes)
         path.write_bytes(pack(data))
     log = BadInputLog()
-    found = list(iter_documents(Source.parse(str(path)), log, limits=SizeLimits(1000)))
+    found = list(iter_documents(Source.parse(str(path)), log, line_limit=1000))
     assert [d.text for d in found] == ["one", "two", "é" * 100]
     assert log.counts == {sources.TOO_LONG: 2}
     assert [place.split(" ")[0][-2:] for place in log.examples[sources.TOO_LONG]] == [":2", ":4"]
     with pytest.raises(UsageError, match=r":2 .*--max-line-mb"):
-        list(iter_documents(Source.parse(str(path)), BadInputLog("refuse"), limits=SizeLimits(1000)))
+        list(iter_documents(Source.parse(str(path)), BadInputLog("refuse"), line_limit=1000))
 
 
 @given(st.text(alphabet="ab \né", max_size=200), st.integers(4, 50))
@@ -215,7 +215,7 @@ def test_a_text_file_over_the_limit_is_several_documents(
     path = tmp_path_factory.mktemp("parts") / "a.txt"
     path.write_bytes(text.encode())
     log = BadInputLog()
-    found = list(iter_documents(Source.parse(str(path)), log, limits=SizeLimits(limit)))
+    found = list(iter_documents(Source.parse(str(path)), log, line_limit=limit))
     assert "".join("".join(d.text for d in found).split()) == "".join(text.split())
     assert all(len(d.data) <= limit for d in found) and set(log.counts) <= {sources.EMPTY}
     for document in found[:-1]:
