@@ -20,11 +20,12 @@ from __future__ import annotations
 
 import glob as globbing
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from deskside.data.corpus.lines import CHUNK, LONG_LINE, iter_lines, parse_long, utf8_error
 from deskside.utils.errors import UsageError
@@ -237,42 +238,70 @@ def iter_documents(
 
     Raises UsageError for bad input if `bad.on_bad` is "refuse", and for a hub data set that cannot be reached.
     """
-    reader = _Reader(bad, text_field, line_limit)
-    if source.hub is not None:
-        for row, record in enumerate(iter_hub_rows(source), start=1):
-            yield from reader.record(record, source.tag, f"{source.spec}:{row}", source.spec)
-        return
-    for place, reason in source.unreadable:
-        bad.add(MISSING, place, reason)
-    for path in source.paths:
-        kind = kind_of(path)
-        try:
-            if kind in TEXT_KINDS:
-                yield from reader.text(path, source)
-            elif kind == ".parquet":
-                yield from reader.parquet(path, source.tag)
-            else:
-                yield from reader.jsonl(path, source.tag)
-        except OSError as error:  # missing, forbidden, a folder, a loop of links, an unreadable disk
-            bad.add(MISSING, str(path), error.strerror or str(error))
+    return _DocumentReader(bad, text_field, line_limit).items(source)
 
 
-def iter_json(path: Path, bad: BadInputLog) -> Iterator[tuple[str, object]]:
-    """Yield the lines of a .jsonl file as (file:line, value); lines that are not JSON in UTF-8 go to `bad`."""
-    for number, raw in _lines(path, bad, LINE_LIMIT):
-        origin = f"{path}:{number}"
-        found = _parse(raw, number, origin, bad, None)
-        if found is not None:
-            yield origin, found[0]
+Item = TypeVar("Item")
 
 
-def _lines(path: Path, bad: BadInputLog, limit: int) -> Iterator[tuple[int, bytearray]]:
-    return iter_lines(
-        path,
-        limit,
-        lambda number, size: bad.add(TOO_LONG, f"{path}:{number}", f"{size:,} bytes, at most {limit:,}"),
-        lambda number, reason: bad.add(TRUNCATED, str(path), f"after line {number}: {reason}"),
-    )
+class Reader(ABC, Generic[Item]):
+    """Reads the items of a source; a subclass makes them from records, text files and parquet files.
+
+    long_field: a field whose text may be very long (see `parse_long`), or None.
+    """
+
+    long_field: str | None = None
+
+    def __init__(self, bad: BadInputLog, line_limit: int = LINE_LIMIT) -> None:
+        self.bad, self.line_limit = bad, line_limit
+
+    def items(self, source: Source) -> Iterator[Item]:
+        """Yield the items of one source in a fixed order; bad input goes to the log."""
+        if source.hub is not None:
+            for row, record in enumerate(_hub_rows(source), start=1):
+                yield from self.record(record, source.tag, f"{source.spec}:{row}", source.spec)
+            return
+        for place, reason in source.unreadable:
+            self.bad.add(MISSING, place, reason)
+        for path in source.paths:
+            kind = kind_of(path)
+            try:
+                if kind in TEXT_KINDS:
+                    yield from self.text(path, source)
+                elif kind == ".parquet":
+                    if not path.exists():
+                        raise FileNotFoundError(2, "No such file", str(path))
+                    yield from self.parquet(path, source.tag)
+                else:
+                    yield from self.jsonl(path, source.tag)
+            except OSError as error:  # missing, forbidden, a folder, a loop of links, an unreadable disk
+                self.bad.add(MISSING, str(path), error.strerror or str(error))
+
+    def jsonl(self, path: Path, tag: str) -> Iterator[Item]:
+        bad, limit = self.bad, self.line_limit
+        lines = iter_lines(
+            path,
+            limit,
+            lambda number, size: bad.add(TOO_LONG, f"{path}:{number}", f"{size:,} bytes, at most {limit:,}"),
+            lambda number, reason: bad.add(TRUNCATED, str(path), f"after line {number}: {reason}"),
+        )
+        for number, raw in lines:
+            origin = f"{path}:{number}"
+            found = _parse(raw, number, origin, bad, self.long_field)
+            if found is not None:
+                yield from self.record(found[0], tag, origin, str(path))
+
+    @abstractmethod
+    def record(self, record: object, tag: str, origin: str, group: str) -> Iterator[Item]:
+        """Yield the item of a record, if it has one."""
+
+    @abstractmethod
+    def text(self, path: Path, source: Source) -> Iterator[Item]:
+        """Yield the items of a text file."""
+
+    @abstractmethod
+    def parquet(self, path: Path, tag: str) -> Iterator[Item]:
+        """Yield the items of a parquet file that exists."""
 
 
 def _parse(
@@ -318,13 +347,10 @@ def is_binary(data: bytes) -> bool:
     return len(data) - rest > _BINARY_SHARE * len(data)
 
 
-@dataclass(frozen=True)
-class _Reader:
-    """Converts files and records to documents."""
-
-    bad: BadInputLog
-    text_field: str
-    line_limit: int
+class _DocumentReader(Reader[Document]):
+    def __init__(self, bad: BadInputLog, text_field: str, line_limit: int) -> None:
+        super().__init__(bad, line_limit)
+        self.text_field = self.long_field = text_field
 
     def document(self, data: bytes, source: str, lang: str, origin: str, group: str) -> Iterator[Document]:
         """Yield the document, unless it is empty, too long or not text. `data` is UTF-8."""
@@ -359,13 +385,6 @@ class _Reader:
                     yield from self.document(data, source.tag, "", origin, group)
                 data = more + file.read(self.line_limit - len(more))
 
-    def jsonl(self, path: Path, tag: str) -> Iterator[Document]:
-        for number, raw in _lines(path, self.bad, self.line_limit):
-            origin = f"{path}:{number}"
-            found = _parse(raw, number, origin, self.bad, self.text_field)
-            if found is not None:
-                yield from self.record(found[0], tag, origin, str(path))
-
     def record(self, record: object, tag: str, origin: str, group: str) -> Iterator[Document]:
         """Yield the document of one record, whose text is `str`, or validated UTF-8."""
         if not isinstance(record, dict) or self.text_field not in record:
@@ -389,8 +408,6 @@ class _Reader:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        if not path.exists():
-            raise FileNotFoundError(2, "No such file", str(path))
         try:
             table = pq.ParquetFile(path, buffer_size=CHUNK, pre_buffer=False)
         except (pa.ArrowInvalid, OSError) as error:
@@ -448,7 +465,7 @@ def _batch_rows(table: pq.ParquetFile) -> int:
     return max(1, min(1024, int(_PARQUET_BATCH / max(1.0, mean))))
 
 
-def iter_hub_rows(source: Source) -> Iterator[Any]:
+def _hub_rows(source: Source) -> Iterator[Any]:
     """Stream the rows of a hub data set. Raises UsageError if it cannot be read."""
     import datasets
 
