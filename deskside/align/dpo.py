@@ -28,7 +28,7 @@ from deskside.align import answers
 from deskside.align.answers import AnswerBatch, check_compute, full_row_texts, lay_out, moved
 from deskside.align.losses import pair_scores
 from deskside.align.preference_data import PairRows
-from deskside.align.prepared import SAMPLES_FILE, told
+from deskside.align.prepared import told
 from deskside.align.samples import SampledAnswers
 from deskside.config.align import DpoConfig
 from deskside.config.run import RunConfig
@@ -69,7 +69,7 @@ class Dpo(SampledAnswers):
     def open(self, config: RunConfig, path: Path, split: str, sequence_length: int) -> PairRows:
         check_compute(config)
         self.opened[split] = PairRows(path, split, sequence_length, config.model.vocab_size)
-        self.questions = path / SAMPLES_FILE
+        self.folder = path
         if split == "train":
             self.train.append(self.opened[split])
         return self.opened[split]

@@ -39,7 +39,7 @@ from deskside.align.answers import (
 )
 from deskside.align.grpo_data import Question, Questions
 from deskside.align.losses import advantages, policy_terms
-from deskside.align.prepared import SAMPLES_FILE, told
+from deskside.align.prepared import told
 from deskside.align.rollouts import Rollout, RolloutLog
 from deskside.align.sampler import (
     SHARE,
@@ -110,7 +110,7 @@ class Grpo(SampledAnswers):
         self.opened[split] = Questions(
             path, split, sequence_length, options.group, options.answer_tokens, config.model.vocab_size
         )
-        self.questions = path / SAMPLES_FILE
+        self.folder = path
         return self.opened[split]
 
     def begin(self, session: Session) -> None:

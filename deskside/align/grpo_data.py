@@ -14,13 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deskside.align.preference_data import question_of
-from deskside.align.prepared import Indexed, Made, Maker, Spec, open_index
+from deskside.align.prepared import Made, PreparedSplit, Spec, make_folder
 from deskside.data.chat.chat_template import ChatTemplate
 from deskside.data.chat.renderer import NotRendered
 from deskside.data.reading.shuffle import endless
 from deskside.utils.errors import UsageError
-
-FIELDS = ("prompt", "answer")
 
 
 @dataclass(frozen=True)
@@ -33,11 +31,8 @@ class Question:
 
 
 def prepare_questions(spec: Spec, system: str | None, tokenizer: Path, out: Path) -> dict[str, Any]:
-    """Write the folder `out` and return its index. system: the system message of questions without one.
-
-    Raises UsageError for wrong sources or if no question is usable, RunError if the folder cannot be written.
-    """
-    return Maker(spec, FIELDS, partial(_question, system), _write).make(tokenizer, out)
+    """Write the folder `out` and return its index; see `make_folder`. system: the message of questions without one."""
+    return make_folder(spec, tokenizer, out, ("prompt", "answer"), partial(_question, system), _write)
 
 
 def _question(system: str | None, template: ChatTemplate, end: int | None, fields: dict[str, Any]) -> Made:
@@ -59,7 +54,7 @@ def _write(folder: Path, split: str, questions: list[dict[str, Any]]) -> tuple[s
     return f"{split}.jsonl", {"count": len(questions)}
 
 
-class Questions(Indexed):
+class Questions(PreparedSplit):
     """One split. A row is one answer to a question: `group` consecutive rows are answers to the same question.
 
     Questions that leave less than `answer_tokens` in a row are left out; `left_out` counts them.
@@ -69,10 +64,9 @@ class Questions(Indexed):
         self, path: Path, split: str, sequence_length: int, group: int, answer_tokens: int, vocabulary: int
     ):
         """Raises UsageError if no question fits, RunError if the data is damaged."""
-        self.directory, self.split, self.sequence_length = path, split, sequence_length
+        super().__init__(path, split, sequence_length, "questions", vocabulary)
         self.group, self.answer_tokens = group, answer_tokens
-        self.index = open_index(path, "questions", vocabulary)
-        text = (path / self.index["splits"][split]["file"]).read_text("utf-8")
+        text = self.file.read_text("utf-8")
         every = [
             Question(q["prompt"], q["answer"], tuple(q["tokens"]))
             for q in map(json.loads, text.split("\n")[:-1])

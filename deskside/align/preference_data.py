@@ -15,21 +15,16 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 from deskside.align.answers import Text, pack_units
-from deskside.align.prepared import Indexed, Made, Maker, Spec, open_index
+from deskside.align.prepared import Made, PreparedSplit, Spec, make_folder
 from deskside.data.chat.chat_template import ChatTemplate
 from deskside.data.chat.renderer import NotRendered, checked_messages
 from deskside.data.reading.shuffle import endless
 from deskside.utils.errors import UsageError
 
-FIELDS = ("prompt", "chosen", "rejected")
-
 
 def prepare_pairs(spec: Spec, tokenizer: Path, out: Path) -> dict[str, Any]:
-    """Write the folder `out` and return its index. tokenizer: a folder written by `chat_template.make`.
-
-    Raises UsageError for wrong sources or if no pair is usable, RunError if the folder cannot be written.
-    """
-    return Maker(spec, FIELDS, _pair, _write).make(tokenizer, out)
+    """Write the folder `out` and return its index; see `make_folder`."""
+    return make_folder(spec, tokenizer, out, ("prompt", "chosen", "rejected"), _pair, _write)
 
 
 def question_of(prompt: Any) -> list[dict[str, Any]]:
@@ -86,7 +81,7 @@ def _write(folder: Path, split: str, pairs: list[tuple[Text, Text]]) -> tuple[st
     return f"{split}.safetensors", {"count": len(pairs), "tokens": len(tokens)}
 
 
-class PairRows(Indexed):
+class PairRows(PreparedSplit):
     """One split of a prepared folder, packed for one sequence length. Text 2p is pair p's chosen answer, 2p + 1 the
     rejected one.
 
@@ -95,9 +90,8 @@ class PairRows(Indexed):
 
     def __init__(self, path: Path, split: str, sequence_length: int, vocabulary: int):
         """Raises UsageError if no pair fits, RunError if the data is damaged."""
-        self.directory, self.split, self.sequence_length = path, split, sequence_length
-        self.index = open_index(path, "preference", vocabulary)
-        arrays = load_file(path / self.index["splits"][split]["file"])
+        super().__init__(path, split, sequence_length, "preference", vocabulary)
+        arrays = load_file(self.file)
         self._tokens, self._start, self._answer = arrays["tokens"], arrays["start"], arrays["answer"]
         rooms = np.diff(self._start) - 1
         pair_rooms = rooms[0::2] + rooms[1::2]
@@ -120,10 +114,6 @@ class PairRows(Indexed):
     @property
     def num_rows(self) -> int:
         return len(self.rows)
-
-    @property
-    def num_pairs(self) -> int:
-        return int(self._pairs_of_row.sum())
 
     @property
     def num_tokens(self) -> int:

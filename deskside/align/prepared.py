@@ -8,7 +8,7 @@ NAME/index.json   content, sources and checksums      NAME/tokenizer.json, chat_
 import contextlib
 import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -17,12 +17,18 @@ import xxhash
 
 from deskside.data import tokenizer as bpe
 from deskside.data.chat.chat_template import ChatTemplate
-from deskside.data.chat.prepare_chat import SAMPLE_CHARACTERS, SAMPLES, SAMPLES_FILE, new_folder
+from deskside.data.chat.prepare_chat import (
+    SAMPLE_CHARACTERS,
+    SAMPLES,
+    content_key_of,
+    new_folder,
+    write_samples,
+)
 from deskside.data.chat.renderer import ROW_FIELDS, NotRendered, refuse_row_fields
 from deskside.data.corpus.heldout import is_validation
 from deskside.data.corpus.process_pool import in_order
 from deskside.data.corpus.progress_bar import ProgressBar
-from deskside.data.corpus.records import Record, content_key, iter_records
+from deskside.data.corpus.records import iter_records
 from deskside.data.corpus.sources import BadInputLog, Source
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.files import fingerprint
@@ -49,14 +55,15 @@ class Spec:
 
     def key(self, tokenizer: Path) -> str:
         """Return a short cache key of the content of everything that determines the folder. Raises UsageError."""
-        parts = [content_key([Source.parse(s) for s in names]) for names in (self.sources, self.val_sources)]
-        parts += [(tokenizer / name).read_text("utf-8") for name in ("tokenizer.json", "chat_template.jinja")]
-        parts.append(
-            repr(
-                (VERSION, RENDERED, self.kind, self.val_fraction, self.most_held_out, self.seed, self.options)
-            )
-        )
-        return xxhash.xxh3_64_hexdigest("\0".join(parts).encode())
+        rest = (VERSION, RENDERED, self.kind, self.val_fraction, self.most_held_out, self.seed, self.options)
+        return content_key_of((self.sources, self.val_sources), tokenizer, rest)
+
+    def fraction(self, count: int) -> float:
+        """Return the share of `count` items to hold out."""
+        if self.val_fraction is not None:
+            return self.val_fraction
+        share = min(0.05, self.most_held_out / max(1, count))
+        return max(share, min(0.1, FEWEST_HELD_OUT / max(1, count)))
 
 
 @dataclass
@@ -89,108 +96,90 @@ def _made(item: Make, end: int | None, template: ChatTemplate, fields: dict[str,
         return str(error)
 
 
-@dataclass
-class Maker:
-    """The builder of a folder.
+def make_folder(
+    spec: Spec,
+    tokenizer: Path,
+    out: Path,
+    fields: tuple[str, ...],
+    item: Make,
+    write: Callable[[Path, str, list[Any]], tuple[str, dict[str, Any]]],
+) -> dict[str, Any]:
+    """Write the folder `out`, which must not exist, and return its index.
 
-    `item` converts a record to `Made`, given the template and the token that must end an answer if the template
-    writes none; it raises NotRendered for unusable records. `write` writes the values of a split to a file and
-    returns its name, and facts for the index.
+    tokenizer: a folder written by `chat_template.make`. fields: of a record. item: converts a record to `Made`, given
+    the template and the token that must end an answer if the template writes none; it raises NotRendered for unusable
+    records. write: writes the values of a split to a file and returns its name, and facts for the index.
+
+    Raises UsageError for wrong sources or if no item is usable, RunError if the folder cannot be written, and then
+    leaves nothing.
     """
+    noun = NOUN[spec.kind]
+    log, duplicates = BadInputLog(), 0
+    if not spec.sources:
+        raise UsageError(
+            f"--data: no {noun}s were given; give a .jsonl or .parquet file, a folder or hf:owner/name"
+        )
+    with new_folder(tokenizer, out) as new:
+        template, coder = ChatTemplate(new), bpe.load(new)
+        eos = bpe.end_of_text(coder, new)[1]
+        work = partial(_made, item, eos if template.turn_end is None else None)
+        with ProgressBar("render", _count(spec, fields), f"{noun}s") as bar:
 
-    spec: Spec
-    fields: tuple[str, ...]
-    item: Make
-    write: Callable[[Path, str, list[Any]], tuple[str, dict[str, Any]]]
-    log: BadInputLog = field(default_factory=BadInputLog)
-    duplicates: int = 0
+            def made_of(names: Iterable[str]) -> Iterator[Made]:
+                every = (Source.parse(name) for name in names)
+                records = (r for source in every for r in iter_records(source, fields, log, ROW_FIELDS))
+                found = in_order(((r, r.fields) for r in records), work, template, partial(ChatTemplate, new))
+                with contextlib.closing(found):
+                    for record, made in found:
+                        bar.advance(1)
+                        if isinstance(made, Made):
+                            yield made
+                        else:
+                            log.add(f"no {noun} that can be used", record.origin, made)
 
-    def make(self, tokenizer: Path, out: Path) -> dict[str, Any]:
-        """Write the folder `out`, which must not exist. Raises UsageError and RunError, and then leaves nothing."""
-        noun = NOUN[self.spec.kind]
-        if not self.spec.sources:
-            raise UsageError(
-                f"--data: no {noun}s were given; give a .jsonl or .parquet file, a folder or hf:owner/name"
-            )
-        if out.exists():
-            raise UsageError(f"{out}: exists already; remove it, or give another --data.path")
-        with new_folder(tokenizer, out) as new:
-            template, coder = ChatTemplate(new), bpe.load(new)
-            eos = bpe.end_of_text(coder, new)[1]
-            work = partial(_made, self.item, eos if template.turn_end is None else None)
-            with ProgressBar("render", self._count(), f"{noun}s") as bar:
+            val = list(made_of(spec.val_sources))
+            everything = list(made_of(spec.sources))
+        asked = {made.question for made in val}
+        train = []
+        fraction = spec.fraction(len(everything)) if not val else 0.0
+        for made in everything:
+            if made.question in asked and spec.val_sources:
+                duplicates += 1
+            elif is_validation(made.question.encode(), spec.seed, fraction):
+                val.append(made)
+            else:
+                train.append(made)
+        if train and not val:  # too few for the share to select one
+            train, val = train[:-1], train[-1:]
+        splits = {}
+        for name, items in (("train", train), ("val", val)):
+            if not items:
+                why = f" ({log.firsts()})" if log.total else "; give more, or held-out ones with --align.val"
+                raise UsageError(f"--data: no {noun} is left for the {name} split{why}")
+            file, facts = write(new, name, [made.value for made in items])
+            splits[name] = {"file": file, "checksum": fingerprint(new / file)[1], **facts}
+        write_samples(new, [made.sample for made in val if made.sample][:SAMPLES])
+        index = {
+            "schema_version": VERSION,
+            "kind": spec.kind,
+            "key": spec.key(tokenizer),
+            "vocab_size": max(coder.get_vocab(with_added_tokens=True).values()) + 1,
+            "eos_id": eos,
+            "tokenizer": fingerprint(new / "tokenizer.json")[1],
+            "splits": splits,
+            "left_out": log.as_dict(),
+            "duplicates_of_validation": duplicates,
+        }
+        (new / "index.json").write_text(json.dumps(index, indent=1, ensure_ascii=False) + "\n", "utf-8")
+    return index
 
-                def made_of(names: Iterable[str]) -> Iterator[Made]:
-                    items = ((record, record.fields) for record in self._records(names))
-                    found = in_order(items, work, template, partial(ChatTemplate, new))
-                    with contextlib.closing(found):
-                        for record, made in found:
-                            bar.advance(1)
-                            if isinstance(made, Made):
-                                yield made
-                            else:
-                                self._refuse(record, made)
 
-                val = list(made_of(self.spec.val_sources))
-                everything = list(made_of(self.spec.sources))
-            asked = {made.question for made in val}
-            train = []
-            fraction = self._fraction(len(everything)) if not val else 0.0
-            for made in everything:
-                if made.question in asked and self.spec.val_sources:
-                    self.duplicates += 1
-                elif is_validation(made.question.encode(), self.spec.seed, fraction):
-                    val.append(made)
-                else:
-                    train.append(made)
-            if train and not val:  # too few for the share to select one
-                train, val = train[:-1], train[-1:]
-            splits = {}
-            for name, items in (("train", train), ("val", val)):
-                if not items:
-                    raise UsageError(f"--data: no {noun} is left for the {name} split{self._why()}")
-                file, facts = self.write(new, name, [made.value for made in items])
-                splits[name] = {"file": file, "checksum": fingerprint(new / file)[1], **facts}
-            samples = [made.sample for made in val if made.sample][:SAMPLES]
-            (new / SAMPLES_FILE).write_text(json.dumps(samples, ensure_ascii=False, indent=1) + "\n", "utf-8")
-            index = {
-                "schema_version": VERSION,
-                "kind": self.spec.kind,
-                "key": self.spec.key(tokenizer),
-                "vocab_size": max(coder.get_vocab(with_added_tokens=True).values()) + 1,
-                "eos_id": eos,
-                "tokenizer": fingerprint(new / "tokenizer.json")[1],
-                "splits": splits,
-                "left_out": self.log.as_dict(),
-                "duplicates_of_validation": self.duplicates,
-            }
-            (new / "index.json").write_text(json.dumps(index, indent=1, ensure_ascii=False) + "\n", "utf-8")
-        return index
-
-    def _count(self) -> int | None:
-        """Return the number of records, for the progress bar; None if counting would need a download."""
-        sources = [Source.parse(name) for name in (*self.spec.val_sources, *self.spec.sources)]
-        if any(source.hub is not None for source in sources):
-            return None
-        return sum(1 for source in sources for _ in iter_records(source, self.fields, BadInputLog()))
-
-    def _fraction(self, count: int) -> float:
-        if self.spec.val_fraction is not None:
-            return self.spec.val_fraction
-        share = min(0.05, self.spec.most_held_out / max(1, count))
-        return max(share, min(0.1, FEWEST_HELD_OUT / max(1, count)))
-
-    def _records(self, names: Iterable[str]) -> Iterator[Record]:
-        for name in names:
-            yield from iter_records(Source.parse(name), self.fields, self.log, ROW_FIELDS)
-
-    def _refuse(self, record: Record, why: str) -> None:
-        self.log.add(f"no {NOUN[self.spec.kind]} that can be used", record.origin, why)
-
-    def _why(self) -> str:
-        if not self.log.total:
-            return "; give more, or held-out ones with --align.val"
-        return f" ({self.log.firsts()})"
+def _count(spec: Spec, fields: tuple[str, ...]) -> int | None:
+    """Return the number of records, for the progress bar; None if counting would need a download."""
+    sources = [Source.parse(name) for name in (*spec.val_sources, *spec.sources)]
+    if any(source.hub is not None for source in sources):
+        return None
+    return sum(1 for source in sources for _ in iter_records(source, fields, BadInputLog()))
 
 
 def open_index(path: Path, kind: Kind, vocabulary: int) -> dict[str, Any]:
@@ -223,10 +212,13 @@ def key_of(path: Path) -> str | None:
         return None
 
 
-class Indexed:
-    """Facts about a split from the folder's `index`."""
+class PreparedSplit:
+    """One split of a prepared folder, for rows of one length, and the facts that its `index` has."""
 
-    index: dict[str, Any]
+    def __init__(self, path: Path, split: str, sequence_length: int, kind: Kind, vocabulary: int):
+        self.directory, self.split, self.sequence_length = path, split, sequence_length
+        self.index = open_index(path, kind, vocabulary)
+        self.file = path / self.index["splits"][split]["file"]
 
     @property
     def vocab_size(self) -> int:
@@ -238,13 +230,9 @@ class Indexed:
 
     @property
     def fingerprint(self) -> str:
-        return data_fingerprint(self.index)
-
-
-def data_fingerprint(index: dict[str, Any]) -> str:
-    """Return a checksum of the content of all splits, independent of their location."""
-    parts = [index["tokenizer"], *(split["checksum"] for split in index["splits"].values())]
-    return xxhash.xxh3_128_hexdigest("\n".join(parts).encode())
+        """Return a checksum of the content of all splits, independent of their location."""
+        parts = [self.index["tokenizer"], *(split["checksum"] for split in self.index["splits"].values())]
+        return xxhash.xxh3_128_hexdigest("\n".join(parts).encode())
 
 
 def told(index: dict[str, Any], say: Callable[[str], None]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from deskside.config.run import RunConfig
 from deskside.data.chat.chat_template import ChatTemplate
+from deskside.data.chat.prepare_chat import SAMPLES_FILE
 from deskside.data.chat.renderer import NotRendered
 from deskside.data.tokenizer import load as load_tokenizer
 from deskside.engine.generate import events
@@ -26,7 +27,7 @@ BEFORE = "samples_before.json"
 class SampledAnswers:
     """A base class of objectives that sample answers to held-out questions before and after the run."""
 
-    questions: Path  # a file of conversations, each with an answer at its end; set by `open`
+    folder: Path  # the prepared data, with a file of conversations that end with an answer; set by `open`
     sampling_seconds = 0.0
 
     def samples_seconds(self) -> float:
@@ -58,7 +59,8 @@ class SampledAnswers:
         return found
 
     def _answers(self, session: Session, model: Transformer) -> list[dict[str, Any]]:
-        conversations = read_questions(self.questions) if self.questions.is_file() else []
+        path = self.folder / SAMPLES_FILE
+        conversations = read_questions(path) if path.is_file() else []
         return answers(model, session.run, conversations, session.budget.share(SAMPLE_SHARE))
 
 

@@ -10,7 +10,7 @@ from typing import cast
 
 from deskside.align.samples import SampledAnswers
 from deskside.config.run import RunConfig
-from deskside.data.chat.prepare_chat import SAMPLES_FILE, told
+from deskside.data.chat.prepare_chat import told
 from deskside.data.reading.rows import PackedDataset
 from deskside.train.objective import Evaluation, NextToken, Session
 from deskside.utils.errors import UsageError
@@ -29,7 +29,7 @@ class Sft(SampledAnswers, NextToken):
         if dataset.index.chat is None:
             raise UsageError(f"data.path: {path} holds text, not conversations; give those with --data")
         self.opened.append(dataset)
-        self.questions = dataset.directory / SAMPLES_FILE
+        self.folder = dataset.directory
         return dataset
 
     def begin(self, session: Session) -> None:

@@ -21,11 +21,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import xxhash
 
 from deskside.data import tokenizer as bpe
 from deskside.data.chat.chat_template import ChatTemplate, Tokens, Turns
-from deskside.data.chat.renderer import ROW_FIELDS, NotRendered, checked_messages, refuse_row_fields
+from deskside.data.chat.renderer import ROW_FIELDS, TEMPLATE, NotRendered, checked_messages, refuse_row_fields
+from deskside.data.corpus.analyze import note_tag
 from deskside.data.corpus.heldout import is_validation
 from deskside.data.corpus.prepare import sum_up
 from deskside.data.corpus.process_pool import in_order
@@ -33,7 +35,7 @@ from deskside.data.corpus.progress_bar import ProgressBar
 from deskside.data.corpus.records import Record, content_key, iter_records
 from deskside.data.corpus.sources import BadInputLog, Source
 from deskside.data.reading import shards
-from deskside.data.reading.shards import MAX_TAGS, ChatInfo, DatasetIndex, EncodedDocument, TagInfo
+from deskside.data.reading.shards import ChatInfo, DatasetIndex, EncodedDocument, TagInfo
 from deskside.utils.errors import UsageError
 from deskside.utils.files import fingerprint, write_error
 
@@ -62,10 +64,15 @@ def cache_key(spec: ChatSpec, tokenizer: Path) -> str:
     Only the name of a hub data set is included, so a change there goes unnoticed. Raises UsageError as
     `Source.parse`.
     """
-    parts = [content_key([Source.parse(s) for s in names]) for names in (spec.sources, spec.val_sources)]
-    parts += [(tokenizer / name).read_text("utf-8") for name in ("tokenizer.json", "chat_template.jinja")]
-    parts += [repr((VERSION, spec.val_fraction, spec.turns, spec.seed))]
-    return xxhash.xxh3_64_hexdigest("\0".join(parts).encode())
+    rest = (VERSION, spec.val_fraction, spec.turns, spec.seed)
+    return content_key_of((spec.sources, spec.val_sources), tokenizer, rest)
+
+
+def content_key_of(sources: Iterable[Sequence[str]], tokenizer: Path, rest: tuple[object, ...]) -> str:
+    """Return a short key of the content of sources and of a tokenizer with its chat template, and of `rest`."""
+    parts = [content_key([Source.parse(s) for s in names]) for names in sources]
+    parts += [(tokenizer / name).read_text("utf-8") for name in ("tokenizer.json", TEMPLATE)]
+    return xxhash.xxh3_64_hexdigest("\0".join([*parts, repr(rest)]).encode())
 
 
 def prepare_chat(
@@ -79,15 +86,18 @@ def prepare_chat(
         raise UsageError(
             "--data: no conversations were given; give a .jsonl or .parquet file, a folder or hf:owner/name"
         )
-    if out.exists():
-        raise UsageError(f"{out}: exists already; remove it, or give another --data.path")
     with new_folder(tokenizer, out) as new:
         return _Maker(spec, new, quiet, shard_tokens, cache_key(spec, tokenizer)).make()
 
 
 @contextlib.contextmanager
 def new_folder(tokenizer: Path, out: Path) -> Iterator[Path]:
-    """Yield a temporary folder beside `out` with the tokenizer's files, which is renamed to `out` on success."""
+    """Yield a temporary folder beside `out` with the tokenizer's files, which is renamed to `out` on success.
+
+    Raises UsageError if `out` exists, RunError if the disk is full.
+    """
+    if out.exists():
+        raise UsageError(f"{out}: exists already; remove it, or give another --data.path")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         new = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=shards.TEMPORARY, dir=out.parent))
@@ -103,6 +113,12 @@ def new_folder(tokenizer: Path, out: Path) -> Iterator[Path]:
         raise write_error(out, error) from error
     finally:
         shutil.rmtree(new, ignore_errors=True)
+
+
+def write_samples(folder: Path, conversations: list[Any]) -> None:
+    """Write held-out conversations that a run samples answers to."""
+    text = json.dumps(conversations, ensure_ascii=False, indent=1) + "\n"
+    (folder / SAMPLES_FILE).write_text(text, "utf-8")
 
 
 @dataclass
@@ -224,15 +240,12 @@ class _Maker:
                 REFUSED, record.origin, found
             )
             return
+        ids, mask = found.ids, found.mask
         if self.template.turn_end is None:  # otherwise the model would not learn to stop
-            found = _with_end(found, self.eos_id)
-        pair = (record.source, record.lang)
-        if pair not in self.tags and len(self.tags) >= MAX_TAGS:
-            pair = ("other", "")
-        tag = self.tags.setdefault(pair, len(self.tags))
-        split.documents.append(EncodedDocument(found.ids, tag, found.mask))
-        split.tokens += len(found.ids)
-        split.learnt += int(found.mask.sum())
+            ids, mask = np.append(ids, np.uint32(self.eos_id)), np.append(mask, np.uint8(1))
+        split.documents.append(EncodedDocument(ids, note_tag(self.tags, record.source, record.lang), mask))
+        split.tokens += len(ids)
+        split.learnt += int(mask.sum())
         split.text_bytes += max(1, sum(len(m["content"].encode()) for m in messages))
         split.digest.update(one.key)
         self.last_only += found.last_only
@@ -266,9 +279,7 @@ class _Maker:
                 raise UsageError(
                     f"--data: no conversation is left for the {name} split {why}; give more, or others with --val"
                 )
-        (self.out / SAMPLES_FILE).write_text(
-            json.dumps(self.samples, ensure_ascii=False, indent=1) + "\n", "utf-8"
-        )
+        write_samples(self.out, self.samples)
         index = DatasetIndex(
             schema_version=shards.SCHEMA_VERSION,
             dtype=shards.dtype_for(len(self.lengths)),
@@ -314,12 +325,6 @@ def told(index: DatasetIndex, say: Callable[[str], None]) -> None:
             say(f"left out: {left['count']:,} x {reason}, first {left['first'][0]}")
     if index.duplicates_of_validation:
         say(f"left out: {index.duplicates_of_validation:,} copies of held-out conversations")
-
-
-def _with_end(found: Tokens, end: int) -> Tokens:
-    import numpy as np
-
-    return Tokens(np.append(found.ids, np.uint32(end)), np.append(found.mask, np.uint8(1)), found.last_only)
 
 
 def _reasons(log: BadInputLog) -> str:

@@ -150,7 +150,7 @@ def analyze(
     planner = HoldoutPlanner(options.seed, 0 if held_out else options.val_fraction)
     with ProgressBar("read", None, "MB", quiet=options.quiet) as bar:
         for document in documents_of(sources, logs["train"], options):
-            note_tag(tags, document)
+            note_tag(tags, document.source, document.lang)
             pair = (document.source, document.lang)
             source, lang = pair if pair in tags else _OTHER
             key, text = text_hash(document.data), document.data
@@ -190,7 +190,7 @@ def validation_texts(
         keys.add(text_hash(document.data))
         size += len(document.data)
         if tags is not None:
-            note_tag(tags, document)
+            note_tag(tags, document.source, document.lang)
     return frozenset(keys), size
 
 
@@ -199,9 +199,9 @@ def documents_of(sources: Iterable[Source], log: BadInputLog, options: PrepareOp
         yield from iter_documents(source, log, text_field=options.field, line_limit=options.line_limit)
 
 
-def note_tag(tags: dict[tuple[str, str], int], document: Document) -> int:
-    """Return the number of a document's (source, lang) pair; pairs beyond the limit share one."""
-    pair = (document.source, document.lang)
+def note_tag(tags: dict[tuple[str, str], int], source: str, lang: str) -> int:
+    """Return the number of a (source, lang) pair; pairs beyond the limit share one."""
+    pair = (source, lang)
     if pair not in tags and len(tags) >= MAX_TAGS:
         pair = _OTHER
     return tags.setdefault(pair, len(tags))

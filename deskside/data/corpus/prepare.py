@@ -288,9 +288,9 @@ class _Work:
         groups = {split: ShardCutter(split, self.options.shard_bytes) for split in ("val", "train")}
         for document in documents_of(self.val_sources, log, self.options):
             gzip.add(document.data)
-            yield from groups["val"].add(document.data, note_tag(tags, document))
+            yield from groups["val"].add(document.data, note_tag(tags, document.source, document.lang))
         for document in documents_of(self.sources, log, self.options):
-            tag = note_tag(tags, document)
+            tag = note_tag(tags, document.source, document.lang)
             for split, text in zip(("train", "val"), splitter.divide(document.data), strict=True):
                 if text and split == "val":
                     gzip.add(text)
