@@ -139,18 +139,18 @@ def save(tokenizer: Tokenizer, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     # Not tokenizer.save: it reports a full disk as a bare Exception.
     (directory / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
-    _write_config(directory, end_of_text(tokenizer)[0])
+    write_config(directory, default_config(end_of_text(tokenizer)[0]))
 
 
-def _write_config(directory: Path, end: str) -> None:
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": end,
-        "eos_token": end,
-        "pad_token": end,
-        "clean_up_tokenization_spaces": False,
-    }
-    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+def default_config(end: str) -> dict[str, Any]:
+    """Return the content of tokenizer_config.json for a tokenizer with this end-of-text token."""
+    names = dict.fromkeys(("bos_token", "eos_token", "pad_token"), end)
+    return {"tokenizer_class": "PreTrainedTokenizerFast", **names, "clean_up_tokenization_spaces": False}
+
+
+def write_config(directory: Path, config: dict[str, Any]) -> None:
+    text = json.dumps(config, indent=2) + "\n"
+    (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")
 
 
 def load_for_data(source: str | Path) -> tuple[Tokenizer, str]:
@@ -176,7 +176,7 @@ def copy(source: str | Path, directory: Path) -> None:
     if config.is_file():
         shutil.copyfile(config, directory / "tokenizer_config.json")
     else:
-        _write_config(directory, end)
+        write_config(directory, default_config(end))
 
 
 def token_bytes(tokenizer: Tokenizer) -> NDArray[np.uint32]:

@@ -24,7 +24,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,7 +42,7 @@ from deskside.data.chat.renderer import (
 from deskside.utils.errors import UsageError
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    pass
 
 CHAT_FILES = ("tokenizer_config.json", TEMPLATE, "generation_config.json")
 DEFAULT_TEMPLATE = (
@@ -105,7 +105,10 @@ class ChatTemplate:
         mask: list[int] = []
         at = 0
         for begin, end in spans:
-            end = self._turn_end(text, begin, end)
+            # A turn ends after its last special token; white space after that belongs to the next part.
+            marks = self._renderer.special.finditer(text, begin, end)
+            after = max((found.end() for found in marks), default=end)
+            end = after if not text[after:end].strip() else end
             for part, learnt in ((text[at:begin], 0), (text[begin:end], 1)):
                 new = self._renderer.ids(part)
                 ids += new
@@ -155,11 +158,6 @@ class ChatTemplate:
                 ) from None
             return first[: at + len(prompt)]
 
-    def _turn_end(self, text: str, begin: int, end: int) -> int:
-        """Return the end of a turn: after its last special token; white space after that belongs to the next part."""
-        after = max((found.end() for found in self._renderer.special.finditer(text, begin, end)), default=end)
-        return after if not text[after:end].strip() else end
-
 
 # A tokenizer for conversations
 
@@ -189,17 +187,21 @@ def make(source: Path, out: Path, template: str | None) -> ChatTokenizer:
     added: dict[str, int] = {}
     fresh: list[int] = []
     if text is None:
+        from tokenizers import AddedToken
+
         known = coder.get_vocab(with_added_tokens=True)
-        _add_special(coder, bpe.CHAT_TOKENS)
-        fresh = [_id(coder, token) for token in bpe.CHAT_TOKENS]
+        coder.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in bpe.CHAT_TOKENS])
+        vocabulary = coder.get_vocab(with_added_tokens=True)
+        fresh = [vocabulary[token] for token in bpe.CHAT_TOKENS]
         added = {t: n for t, n in zip(bpe.CHAT_TOKENS, fresh, strict=True) if t not in known}
     out.mkdir(parents=True, exist_ok=True)
     coder.encode_special_tokens = False
     (out / "tokenizer.json").write_text(coder.to_str(pretty=True), encoding="utf-8")
     (out / TEMPLATE).write_text(DEFAULT_TEMPLATE if text is None else text, encoding="utf-8")
-    (out / "tokenizer_config.json").write_text(
-        json.dumps(_settings(source, end), indent=2) + "\n", encoding="utf-8"
-    )
+    settings = tokenizer_settings(source)
+    settings.pop("chat_template", None)
+    settings.pop("added_tokens_decoder", None)  # tokenizer.json has them, the new ones included
+    bpe.write_config(out, {**bpe.default_config(end), **settings})
     turn_end = ChatTemplate(out).turn_end
     # transformers pads with the first one and compares with it, so it must be the end-of-turn token.
     ends = list(dict.fromkeys([turn_end, end_id] if turn_end is not None else [end_id]))
@@ -207,30 +209,3 @@ def make(source: Path, out: Path, template: str | None) -> ChatTokenizer:
     (out / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
     size = max(coder.get_vocab(with_added_tokens=True).values()) + 1
     return ChatTokenizer(added, tuple(fresh), size, turn_end, text is None)
-
-
-def _id(coder: Tokenizer, token: str) -> int:
-    number = coder.token_to_id(token)
-    assert number is not None  # added just now
-    return int(number)
-
-
-def _add_special(coder: Tokenizer, tokens: Sequence[str]) -> None:
-    from tokenizers import AddedToken
-
-    coder.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in tokens])
-
-
-def _settings(source: Path, end: str) -> dict[str, Any]:
-    """Return the source's tokenizer_config.json without its template."""
-    settings = tokenizer_settings(source)
-    settings.pop("chat_template", None)
-    settings.pop("added_tokens_decoder", None)  # tokenizer.json has them, the new ones included
-    defaults = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": end,
-        "eos_token": end,
-        "pad_token": end,
-        "clean_up_tokenization_spaces": False,
-    }
-    return {**defaults, **settings}

@@ -31,7 +31,7 @@ NAMED_TOKENS = (
     "eos_token",
     "pad_token",
     "unk_token",
-)  # that a template may write by their names
+)  # a template may write them by these names
 ROLES = ("system", "user", "assistant", "tool", "developer")  # known wherever a template writes them
 FIELDS = frozenset({"role", "content", "name"})  # of a message
 ROW_FIELDS = (
@@ -73,7 +73,9 @@ class Renderer:
         self._special_ids = frozenset(special.values())
         self._escaping = Escaping(list(special))
         self.special = self._escaping.pattern
-        self._named = _named_tokens(folder)
+        settings = {name: tokenizer_settings(folder).get(name) for name in NAMED_TOKENS}
+        texts = {name: t.get("content") if isinstance(t, dict) else t for name, t in settings.items()}
+        self._named = {name: text for name, text in texts.items() if isinstance(text, str) and text}
         self._names_shown: dict[str, bool] = {}
 
     def text(self, messages: Sequence[Message], reply: bool) -> str:
@@ -157,7 +159,12 @@ class Renderer:
                 f"message {number}: the chat template does not know the role {str(role)[:40]!r}; it knows "
                 f"{', '.join(sorted(self.roles))}"
             )
-        if message.get("name") is not None and not self._shows_name(role):
+        if message.get("name") is None:
+            return
+        if role not in self._names_shown:
+            named = {"role": role, "content": "text", "name": _TRIAL}
+            self._names_shown[role] = self._shows(named) is True
+        if not self._names_shown[role]:
             raise NotRendered(
                 f"message {number}: the chat template does not write the name of a message of the role {role!r}; "
                 "leave it out"
@@ -173,12 +180,6 @@ class Renderer:
         return frozenset(
             role for role in candidates if self._shows({"role": role, "content": _TRIAL}) is not False
         )
-
-    def _shows_name(self, role: str) -> bool:
-        if role not in self._names_shown:
-            shown = self._shows({"role": role, "content": "text", "name": _TRIAL})
-            self._names_shown[role] = shown is True
-        return self._names_shown[role]
 
     def _shows(self, message: Message) -> bool | None:
         """Return whether _TRIAL in a message appears in some short conversation; None if all of them are refused."""
@@ -300,14 +301,6 @@ def tokenizer_settings(folder: Path) -> dict[str, Any]:
     """Return tokenizer_config.json, or {} if it is missing. Raises RunError if it is not a JSON object."""
     file = folder / "tokenizer_config.json"
     return json_object(file) if file.is_file() else {}
-
-
-def _named_tokens(folder: Path) -> dict[str, str]:
-    """Return those of NAMED_TOKENS that tokenizer_config.json has."""
-    settings = tokenizer_settings(folder)
-    found = {name: settings.get(name) for name in NAMED_TOKENS}
-    texts = {name: t.get("content") if isinstance(t, dict) else t for name, t in found.items()}
-    return {name: text for name, text in texts.items() if isinstance(text, str) and text}
 
 
 def _compared_roles(template: str) -> set[str]:

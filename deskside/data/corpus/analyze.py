@@ -167,13 +167,14 @@ def analyze(
         raise UsageError(f"the sources hold no document {_reasons(logs['train'])}.")
     if planner.documents == 0:
         raise UsageError("every training document is also in the validation sources.")
+    ignored = [name for source in (*sources, *val_sources) for name in source.ignored]
     return Analysis(
         documents=documents,
         text_bytes=text_bytes,
         val_text_bytes=val_text_bytes,
         tags=list(tags),
         bad_input={split: log.as_dict() for split, log in logs.items() if log.total},
-        ignored_files=_ignored([*sources, *val_sources]),
+        ignored_files={"count": len(ignored), "first": ignored[:5]} if ignored else {},
         holdout=planner.plan(),
     )
 
@@ -211,8 +212,3 @@ def _reasons(log: BadInputLog) -> str:
     if not log.total:
         return "(they are empty)"
     return f"that can be used ({log.firsts()})"
-
-
-def _ignored(sources: list[Source]) -> dict[str, Any]:
-    names = [name for source in sources for name in source.ignored]
-    return {"count": len(names), "first": names[:5]} if names else {}

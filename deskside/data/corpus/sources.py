@@ -153,9 +153,20 @@ class Source:
         if not spec:
             raise UsageError("'': an empty text names no source.")
         if spec.startswith("hf:"):
-            return _parse_hub(spec)
+            name, *rest = spec.removeprefix("hf:").split(":")
+            if len(rest) > 2 or name.count("/") != 1 or not all(name.split("/")):
+                raise UsageError(
+                    f"{spec}: write hf:owner/name, hf:owner/name:config or hf:owner/name:config:split."
+                )
+            config, split = [*rest, "", ""][:2]
+            return cls(spec, name, hub=(name, config or None, split or "train"))
         if spec.startswith("bundled:"):
-            return _parse_bundled(spec)
+            name = spec.removeprefix("bundled:")
+            folder = Path(str(files("deskside.data") / "bundled"))
+            names = sorted(p.name for p in folder.iterdir() if kind_of(p))
+            if name not in names:
+                raise UsageError(f"{spec}: no such bundled text. Bundled: {', '.join(names)}.")
+            return cls(spec, _stem(Path(name)), (folder / name,))
         path = Path(spec).expanduser()
         if path.is_dir():
             found, unreadable = _walk(path)
@@ -211,24 +222,6 @@ def _of_files(
     read = set(known)
     ignored = tuple(str(p) for p in found if p not in read)
     return Source(spec, tag, known, ignored=ignored, unreadable=tuple(unreadable))
-
-
-def _parse_hub(spec: str) -> Source:
-    parts = spec.removeprefix("hf:").split(":")
-    if len(parts) > 3 or parts[0].count("/") != 1 or not all(parts[0].split("/")):
-        raise UsageError(f"{spec}: write hf:owner/name, hf:owner/name:config or hf:owner/name:config:split.")
-    config = parts[1] if len(parts) > 1 and parts[1] else None
-    split = parts[2] if len(parts) > 2 and parts[2] else "train"
-    return Source(spec, parts[0], hub=(parts[0], config, split))
-
-
-def _parse_bundled(spec: str) -> Source:
-    name = spec.removeprefix("bundled:")
-    folder = Path(str(files("deskside.data") / "bundled"))
-    names = sorted(p.name for p in folder.iterdir() if kind_of(p))
-    if name not in names:
-        raise UsageError(f"{spec}: no such bundled text. Bundled: {', '.join(names)}.")
-    return Source(spec, _stem(Path(name)), (folder / name,))
 
 
 def iter_documents(

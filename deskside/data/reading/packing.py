@@ -50,10 +50,6 @@ class Packing:
             return np.zeros(self.num_rows, dtype=np.int64)
         return np.add.reduceat(self.length, self.row_start[:-1], dtype=np.int64)
 
-    def row_pieces(self) -> NDArray[np.int64]:
-        """Return the pieces in each row, shape [rows]."""
-        return np.diff(self.row_start)
-
 
 def cut(
     start: NDArray[np.int64], length: NDArray[np.int64], sequence_length: int

@@ -21,7 +21,7 @@ from deskside.data import tokenizer
 from deskside.data.reading import shards
 from deskside.data.reading.mixing import Mixture, components
 from deskside.data.reading.packing import Packing, pack
-from deskside.data.reading.shuffle import key_of, permute
+from deskside.data.reading.shuffle import endless
 from deskside.utils.errors import UsageError
 
 IGNORE = -100  # the target of padding, ignored by the loss
@@ -172,7 +172,7 @@ class PackedDataset:
         """Return the maximum number of pieces and paddings in any `rows` consecutive rows of the order."""
         counts = []
         for packing, filled in zip(self.packings, self._row_tokens, strict=True):
-            segments = packing.row_pieces() + (filled < self.sequence_length)
+            segments = np.diff(packing.row_start) + (filled < self.sequence_length)
             most = np.sort(segments)[::-1][:rows]
             # Consecutive positions can be in different epochs of a component, so a row may occur more than once.
             counts.append(np.repeat(most, rows // packing.num_rows + 2))
@@ -185,12 +185,7 @@ class PackedDataset:
         for number in np.unique(component).tolist():
             mine = component == number
             rows = self.packings[number].num_rows
-            epoch, inside = np.divmod(count[mine], rows)
-            found = np.empty_like(inside)
-            for e in np.unique(epoch).tolist():
-                key = key_of(seed, e, self.sequence_length, number)
-                found[epoch == e] = permute(inside[epoch == e], rows, key)
-            row[mine] = found
+            row[mine] = endless(count[mine], rows, seed, self.sequence_length, number)
         return component, row
 
     def valid_at(self, seed: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -306,13 +306,10 @@ def shard_problem(directory: Path, shard: ShardInfo, *, checksums: bool) -> str:
     mask = directory / shard.mask if shard.mask is not None else None
     if mask is not None and (not mask.is_file() or mask.stat().st_size != shard.tokens):
         return f"{mask.name} is missing or has not {shard.tokens} bytes"
-    if checksums:
-        if fingerprint(binary)[1] != shard.checksum:
-            return f"{binary.name} fails its checksum"
-        if fingerprint(table)[1] != shard.table_checksum:
-            return f"{table.name} fails its checksum"
-        if mask is not None and fingerprint(mask)[1] != shard.mask_checksum:
-            return f"{mask.name} fails its checksum"
+    files = ((binary, shard.checksum), (table, shard.table_checksum), (mask, shard.mask_checksum))
+    for file, wanted in files if checksums else ():
+        if file is not None and fingerprint(file)[1] != wanted:
+            return f"{file.name} fails its checksum"
     return ""
 
 

@@ -59,14 +59,14 @@ def _mix_array(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return out
 
 
-def endless(positions: NDArray[np.int64], count: int, seed: int, length: int) -> NDArray[np.int64]:
+def endless(positions: NDArray[np.int64], count: int, seed: int, *key: int) -> NDArray[np.int64]:
     """Return the items at these positions of an endless order of `count` items, reshuffled in every epoch.
 
-    length: of the rows; each length has an order of its own.
+    key: such as the length of the rows; each key has an order of its own.
     """
     epoch, inside = np.divmod(np.asarray(positions, np.int64), count)
     found = np.empty_like(inside)
     for e in np.unique(epoch).tolist():
         mine = epoch == e
-        found[mine] = permute(inside[mine], count, key_of(seed, e, length))
+        found[mine] = permute(inside[mine], count, key_of(seed, e, *key))
     return found
