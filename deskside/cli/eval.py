@@ -27,7 +27,6 @@ from deskside.evaluate.run_task import (
     check_chat,
     core,
     evaluate,
-    prepare,
 )
 from deskside.evaluate.tasks import TaskSelection, select
 from deskside.evaluate.text_bpb import TextBpb, has_data, measure, run_config
@@ -193,7 +192,7 @@ def _prepared(options: EvalOptions, selection: TaskSelection) -> list[Prepared]:
     """Read the data of all tasks before any work, and report damaged records."""
     if selection.left_out:
         say(f"no data in {options.tasks_dir} for: {', '.join(selection.left_out)}")
-    tasks = [prepare(chosen, options.chat) for chosen in selection.chosen]
+    tasks = [Prepared(chosen, options.chat) for chosen in selection.chosen]
     for each in tasks:
         if each.bad.total:
             first = next(f"{reason}, {places[0]}" for reason, places in each.bad.examples.items())

@@ -91,21 +91,16 @@ def core(results: Sequence[TaskResult]) -> Core | None:
     return Core(value, low, high, tuple(r.chosen.name for r in members))
 
 
-@dataclass(frozen=True)
 class Prepared:
-    """A task with its items, their examples, and the damaged records of its data."""
+    """A task with its items, their examples, and the damaged records of its data.
 
-    chosen: SelectedTask
-    items: Sequence[Item]
-    examples: Examples
-    bad: BadInputLog
+    Raises UsageError for no item, or too few for the examples.
+    """
 
-
-def prepare(chosen: SelectedTask, chat: bool = False) -> Prepared:
-    """Read a task's data. Raises UsageError for no item, or too few for the examples."""
-    bad = BadInputLog()
-    items = read(chosen, bad, chat=chat)
-    return Prepared(chosen, items, Examples(chosen, items), bad)
+    def __init__(self, chosen: SelectedTask, chat: bool = False) -> None:
+        self.chosen, self.bad = chosen, BadInputLog()
+        self.items = read(chosen, self.bad, chat=chat)
+        self.examples = Examples(chosen, self.items)
 
 
 def evaluate(
@@ -125,10 +120,12 @@ def evaluate(
     numbers = limited(items, limit, chosen.task.spread)
     taken = [items[number] for number in numbers]
     before = [prepared.examples.before(number) for number in numbers]
+    more: dict[str, Any] = {}
     if isinstance(chosen.task, Generated):
-        right, more, records = _generated(subject, chosen.task, taken, before, tick)
+        records = _generated(subject, chosen.task, taken, before, tick)
     else:
-        right, more, records = _likely(subject, chosen.task, taken, before, tick)
+        records, more = _likely(subject, chosen.task, taken, before, tick)
+    right = sum(record["right"] for record in records)
     records = [
         {"task": chosen.name, "index": number, "origin": item.origin, **record}
         for record, number, item in zip(records, numbers, taken, strict=True)
@@ -152,8 +149,8 @@ def _likely(
     items: Sequence[Item],
     before: Sequence[str],
     tick: Callable[[int], object] | None,
-) -> tuple[int, dict[str, Any], list[dict[str, Any]]]:
-    """Evaluate items by log-likelihood."""
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return a record for each item, judged by log-likelihood, and further numbers of all of them."""
     texts = []
     for item, shown in zip(items, before, strict=True):
         for context, continuation in item.pairs(task, shown):
@@ -168,17 +165,13 @@ def _likely(
     if isinstance(task, CompletionTask):
         mean = math.fsum(record["logprobs"][0] for record in records) / len(records)
         # Past e^700 a float ends, and so does any meaning.
-        return (
-            sum(record["right"] for record in records),
-            {"perplexity": math.exp(-mean) if mean > -700 else None},
-            records,
-        )
+        return records, {"perplexity": math.exp(-mean) if mean > -700 else None}
     names = ("acc", "acc_norm", "acc_bytes") if isinstance(task, Choice) else ("acc",)
     more: dict[str, Any] = {
         name: sum(record[name] == record["gold"] for record in records) / len(records) for name in names
     }
     more["score"] = task.score if isinstance(task, Choice) else "acc"
-    return sum(record["right"] for record in records), more, records
+    return records, more
 
 
 def _record(
@@ -189,21 +182,16 @@ def _record(
     logprobs = [each.logprob for each in found]
     if isinstance(task, CompletionTask):
         return {"logprobs": logprobs, "right": found[0].greedy}
-    record: dict[str, Any] = {"gold": item.gold, "logprobs": logprobs, "acc": _best(logprobs)}
-    chosen = record["acc"]
+    lengths = {"acc": [1] * len(logprobs)}
     if isinstance(task, Choice):
-        record["acc_norm"] = _best(
-            [p / len(answer) for p, answer in zip(logprobs, item.answers, strict=True)]
-        )
-        record["acc_bytes"] = _best(
-            [p / len(answer.encode()) for p, answer in zip(logprobs, item.answers, strict=True)]
-        )
-        chosen = record[task.score]
+        lengths["acc_norm"] = [len(answer) for answer in item.answers]
+        lengths["acc_bytes"] = [len(answer.encode()) for answer in item.answers]
+    record: dict[str, Any] = {"gold": item.gold, "logprobs": logprobs}
+    for name, sizes in lengths.items():
+        per_size = [p / size for p, size in zip(logprobs, sizes, strict=True)]
+        record[name] = per_size.index(max(per_size))
+    chosen = record[task.score] if isinstance(task, Choice) else record["acc"]
     return {**record, "right": chosen == item.gold}
-
-
-def _best(values: Sequence[float]) -> int:
-    return max(range(len(values)), key=lambda n: (values[n], -n))
 
 
 def _generated(
@@ -212,8 +200,8 @@ def _generated(
     items: Sequence[Item],
     before: Sequence[str],
     tick: Callable[[int], object] | None,
-) -> tuple[int, dict[str, Any], list[dict[str, Any]]]:
-    """Evaluate items by generated answers."""
+) -> list[dict[str, Any]]:
+    """Return a record for each item, judged by a generated answer."""
     prompts = subject.encoder.prompts(
         [shown + item.contexts[0] for item, shown in zip(items, before, strict=True)]
     )
@@ -227,11 +215,10 @@ def _generated(
         tick=tick,
     )
     verdicts = judge(task, items, texts, subject.chat)
-    records = [
+    return [
         {"text": text, "right": verdict.passed, "judged": verdict.reason}
         for text, verdict in zip(texts, verdicts, strict=True)
     ]
-    return sum(verdict.passed for verdict in verdicts), {}, records
 
 
 def check_chat(chosen: Sequence[SelectedTask], chat: bool) -> None:

@@ -197,8 +197,8 @@ def select(names: Sequence[str], folder: str | None, shots: int | None = None) -
     found = _listing(root) if root is not None else []
     wanted: dict[str, tuple[bool, bool]] = {}  # name -> (must have data, with CORE's examples)
     for name in names:
-        members = [name] if name in tasks else _members(name, tasks)
-        for member in members:
+        group = [each for each, task in tasks.items() if name == "all" or task.core_shots is not None]
+        for member in [name] if name in tasks else group:
             before = wanted.get(member, (False, False))
             wanted[member] = (before[0] or name in tasks, before[1] or name == "core")
     chosen, left_out = [], []
@@ -215,10 +215,6 @@ def select(names: Sequence[str], folder: str | None, shots: int | None = None) -
     if not chosen:
         raise UsageError(f"--tasks-dir {folder}: holds the data of none of these tasks; {WHERE}")
     return TaskSelection(tuple(chosen), tuple(left_out))
-
-
-def _members(group: str, tasks: Mapping[str, Task]) -> list[str]:
-    return [name for name, task in tasks.items() if group == "all" or task.core_shots is not None]
 
 
 def _source(name: str, task: Task, root: Path | None, found: Sequence[Path], needed: bool) -> str | None:
@@ -245,19 +241,15 @@ def _listing(root: Path) -> list[Path]:
     found = []
     level = [root]
     for _ in range(DEPTH + 1):
-        entries = sorted(path for folder in level for path in _entries(folder))
+        try:
+            entries = sorted(path for folder in level for path in folder.iterdir())
+        except OSError as error:
+            raise UsageError(
+                f"{error.filename}: cannot be listed ({error.strerror}); give --tasks-dir another folder"
+            ) from None
         found += [path for path in entries if path.is_file() and kind_of(path) not in (None, ".txt")]
         level = [path for path in entries if path.is_dir() and not path.name.startswith(".")]
     return found
-
-
-def _entries(folder: Path) -> list[Path]:
-    try:
-        return list(folder.iterdir())
-    except OSError as error:
-        raise UsageError(
-            f"{folder}: cannot be listed ({error.strerror}); give --tasks-dir another folder"
-        ) from None
 
 
 def _own(root: Path, tasks: Mapping[str, Task]) -> dict[str, Task]:

@@ -1,6 +1,5 @@
 """Bits per byte of a loaded model on its run's validation data, other prepared data, or a text."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,11 +57,12 @@ def measure(
         )
     if text is not None:
         attention = _attention(loaded, length, batch_tokens, False, device)
+        strict = BadInputLog("refuse", remedy="Fix it, or leave it out.")
         result = evaluate_text(
             loaded.model,
             loaded.tokenizer,
             loaded.start_token,
-            _texts(text),
+            (document.text for document in iter_documents(Source.parse(text), strict)),
             sequence_length=length,
             batch_tokens=batch_tokens,
             attention=attention,
@@ -157,10 +157,3 @@ def _dataset(loaded: Loaded, config: RunConfig | None, given: str | None, length
             f"{path}: was made with another tokenizer than the model's; give the text itself with --text FILE"
         )
     return dataset
-
-
-def _texts(spec: str) -> Iterator[str]:
-    for document in iter_documents(
-        Source.parse(spec), BadInputLog("refuse", remedy="Fix it, or leave it out.")
-    ):
-        yield document.text
