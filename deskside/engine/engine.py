@@ -19,6 +19,7 @@ there has then computed one token in vain, which is dropped. An engine belongs t
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from tokenizers import Tokenizer
@@ -49,13 +50,19 @@ PREFILL_TOKENS = 4096  # of prompts in one step, padding included
 PAD_TO = 16  # prompts in one step are padded to a multiple of this
 
 
+class Draft(NamedTuple):
+    """A smaller model with the same tokenizer, which proposes `tokens` tokens a step (speculate.py)."""
+
+    model: Transformer
+    tokens: int = 4
+
+
 class Engine:
     """Continuous batching over one model.
 
     max_batch: rows that run at once. max_tokens: tokens of prompts and answers that the cache holds for all of them.
-    tokenizer: makes text of tokens (Event.text), and is needed for stop strings. draft: a smaller model with the same
-    tokenizer, which proposes `drafts` tokens a step (speculate.py). graphs: None captures CUDA graphs where the step
-    allows it: on CUDA, without experts (whose products may need the host), attention in the kernel.
+    tokenizer: makes text of tokens (Event.text), and is needed for stop strings. graphs: None captures CUDA graphs
+    where the step allows it: on CUDA, without experts (whose products may need the host), attention in the kernel.
     Raises UsageError for sizes that cannot be.
     """
 
@@ -66,13 +73,18 @@ class Engine:
         max_batch: int = 16,
         max_tokens: int = 32768,
         tokenizer: Tokenizer | None = None,
-        draft: Transformer | None = None,
-        drafts: int = 4,
+        draft: Draft | None = None,
         page_size: int = PAGE_SIZE,
         prefill_tokens: int = PREFILL_TOKENS,
         graphs: bool | None = None,
     ):
-        for name, value in (("max_batch", max_batch), ("page_size", page_size), ("drafts", drafts)):
+        self.drafts = draft.tokens if draft is not None else 0
+        sizes = {
+            "max_batch": max_batch,
+            "page_size": page_size,
+            "draft": 1 if draft is None else draft.tokens,
+        }
+        for name, value in sizes.items():
             if value < 1:
                 raise UsageError(f"{name}: {value} must be at least 1")
         if max_tokens < page_size or prefill_tokens < 1:
@@ -81,23 +93,22 @@ class Engine:
             )
         self.limit = model.config.max_position_embeddings
         if draft is not None:
-            if draft.config.vocab_size != model.config.vocab_size:
+            if draft.model.config.vocab_size != model.config.vocab_size:
                 raise UsageError(
-                    f"draft: its vocabulary has {draft.config.vocab_size} tokens and the model's "
+                    f"draft: its vocabulary has {draft.model.config.vocab_size} tokens and the model's "
                     f"{model.config.vocab_size}; take a model with the same tokenizer"
                 )
-            self.limit = min(self.limit, draft.config.max_position_embeddings)
+            self.limit = min(self.limit, draft.model.config.max_position_embeddings)
         self.vocabulary = model.config.vocab_size
         self.device = model.embed.weight.device
         self.max_batch, self.page_size, self.prefill_tokens = max_batch, page_size, prefill_tokens
-        self.drafts = drafts if draft is not None else 0
         self._tokenizer = tokenizer
         most = -(-self.limit // page_size)
         count = min(max_tokens // page_size, max_batch * most)
         self._per_row = min(most, count)  # pages
         self._longest = min(self.limit, self._per_row * page_size)  # that a row can become here
         self._pages = Pages(count)
-        models = [model] if draft is None else [model, draft]
+        models = [model] if draft is None else [model, draft.model]
         self._forwards = tuple(Forward(each, count, page_size, self._longest) for each in models)
         if graphs is None:
             graphs = self.device.type == "cuda" and all(self._capturable(f) for f in self._forwards)

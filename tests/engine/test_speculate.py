@@ -9,7 +9,7 @@ import pytest
 import torch
 from scipy import stats
 
-from deskside.engine.engine import Engine
+from deskside.engine.engine import Draft, Engine
 from deskside.engine.requests import Request
 from deskside.engine.sampling import ALL, GREEDY, Sampling, Settings, candidates, penalise
 from deskside.model.transformer import Transformer
@@ -58,7 +58,7 @@ def test_sequences_have_the_models_distribution(sampling: Sampling, drafts: int)
     model = make(**TINY)
     draft = make_draft(model, 0.3)
     prompt, n = [1, 3], 6_000
-    engine = Engine(model, max_batch=500, max_tokens=10_000, draft=draft, drafts=drafts, page_size=4)
+    engine = Engine(model, max_batch=500, max_tokens=10_000, draft=Draft(draft, drafts), page_size=4)
     (answers,) = engine.run([Request(tuple(prompt), NEW, sampling, seed=11, samples=n)])
     found: dict[tuple[int, ...], int] = {}
     for answer in answers:
@@ -93,7 +93,7 @@ def pair(name: str) -> tuple[Transformer, Transformer]:
 def test_greedy_equals_plain_decoding(name: str, sampling: Sampling) -> None:
     """In a batch of unequal lengths, up to the last position, with fewer rows than prompts."""
     model, draft = pair(name)
-    engine = Engine(model, max_batch=3, max_tokens=256, draft=draft, drafts=3, page_size=4, prefill_tokens=16)
+    engine = Engine(model, max_batch=3, max_tokens=256, draft=Draft(draft, 3), page_size=4, prefill_tokens=16)
     free = engine.free_tokens
     prompts = [*PROMPTS, [7] * 58]
     answers = engine.run([Request(tuple(prompt), 25, sampling) for prompt in prompts])
@@ -106,7 +106,7 @@ def test_greedy_equals_plain_decoding(name: str, sampling: Sampling) -> None:
 def test_fewer_steps_than_tokens_and_all_drafts_of_the_model_itself_are_taken() -> None:
     model, _ = pair("gqa")
     for proposer, most in ((model, 6), (make_draft(model, 0.005), 15)):
-        engine = Engine(model, max_batch=1, max_tokens=64, draft=proposer, drafts=4)
+        engine = Engine(model, max_batch=1, max_tokens=64, draft=Draft(proposer, 4))
         engine.submit(Request((5, 17, 3), 25))
         steps = 0
         while not engine.idle:
@@ -119,9 +119,9 @@ def test_a_row_is_the_same_alone_and_in_company_and_log_probabilities_are_the_mo
     model, draft = pair("gqa")
     sampling = Sampling(0.9, top_k=20)
     asked = [Request(tuple(prompt), 12, sampling, seed=4, logprobs=True) for prompt in PROMPTS]
-    together = Engine(model, max_batch=4, max_tokens=256, draft=draft, drafts=3).run(asked)
+    together = Engine(model, max_batch=4, max_tokens=256, draft=Draft(draft, 3)).run(asked)
     for request, (answer,) in zip(asked, together, strict=True):
-        engine = Engine(model, max_batch=1, max_tokens=64, draft=draft, drafts=3)
+        engine = Engine(model, max_batch=1, max_tokens=64, draft=Draft(draft, 3))
         ((alone,),) = engine.run([request])
         assert alone.tokens == answer.tokens
         tokens = torch.tensor([[*request.prompt, *answer.tokens]])
@@ -138,7 +138,7 @@ def test_a_row_is_the_same_alone_and_in_company_and_log_probabilities_are_the_mo
 def test_ends_within_what_was_drafted() -> None:
     model, _ = pair("gqa")
     tokens = plain(model, [5, 17, 3], 20)
-    engine = Engine(model, max_batch=1, max_tokens=64, draft=model, drafts=6)
+    engine = Engine(model, max_batch=1, max_tokens=64, draft=Draft(model, 6))
     for length in (1, 2, 5, 8):
         ((answer,),) = engine.run([Request((5, 17, 3), length)])
         assert answer.tokens == tokens[:length]
@@ -149,11 +149,11 @@ def test_ends_within_what_was_drafted() -> None:
 def test_a_row_that_fills_the_whole_cache() -> None:
     """The last drafts would stand beyond its last page, and in the cache there is no further one."""
     model, draft = pair("gqa")
-    engine = Engine(model, max_batch=2, max_tokens=32, draft=draft, drafts=5, page_size=4)
+    engine = Engine(model, max_batch=2, max_tokens=32, draft=Draft(draft, 5), page_size=4)
     ((answer,),) = engine.run([Request((5, 17, 3), 29)])
     assert answer.tokens == plain(model, [5, 17, 3], 29)
 
 
 def test_another_vocabulary_is_refused() -> None:
     with pytest.raises(UsageError, match="vocabulary has 90 tokens and the model's 97"):
-        Engine(make(), draft=make(vocab_size=90))
+        Engine(make(), draft=Draft(make(vocab_size=90)))

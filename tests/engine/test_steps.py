@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from deskside.engine.engine import Engine
+from deskside.engine.engine import Draft, Engine
 from deskside.engine.fused import FusedBlocks, covers_attention, covers_mlp
 from deskside.engine.requests import Request
 from deskside.engine.sampling import GREEDY, Sampling
@@ -69,7 +69,7 @@ def as_on_a_gpu(model: Transformer, **options: Any) -> Engine:
 def test_one_step_ahead_gives_the_same(drafted: bool) -> None:
     """Rows end by length, by a token that the host learns about a step late, and by cancellation."""
     model = make(num_hidden_layers=2)
-    draft = make(num_hidden_layers=1) if drafted else None
+    draft = Draft(make(num_hidden_layers=1)) if drafted else None
     engine = as_on_a_gpu(model, max_batch=3, max_tokens=200, page_size=4, prefill_tokens=16, draft=draft)
     free = engine.free_tokens
     prompts = [*PROMPTS, [9, 9, 4], [33], [5, 17, 3, 8]]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from deskside.engine.counter_rng import DRAW, exponentials, stream_of
-from deskside.engine.engine import Engine
+from deskside.engine.engine import Draft, Engine
 from deskside.engine.fused import FusedBlocks
 from deskside.engine.generate import generate
 from deskside.engine.requests import Request
@@ -110,7 +110,7 @@ def test_rows_that_end_by_a_token_the_host_sees_late() -> None:
 def test_speculative_greedy_equals_plain(name: str) -> None:
     model, draft = card_model(name), card_model(name, num_hidden_layers=1)
     for proposer in (draft, model):
-        engine = Engine(model, max_batch=3, max_tokens=256, page_size=16, draft=proposer, drafts=3)
+        engine = Engine(model, max_batch=3, max_tokens=256, page_size=16, draft=Draft(proposer, 3))
         assert engine._graphs is not None
         asked = [Request(tuple(prompt), NEW, logprobs=True) for prompt in PROMPTS]
         for request, (answer,) in zip(asked, engine.run(asked), strict=True):

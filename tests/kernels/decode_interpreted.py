@@ -7,7 +7,7 @@ from torch import Tensor
 
 from deskside.engine import fused
 from deskside.engine.counter_rng import PROPOSE, exponentials, stream_of
-from deskside.engine.engine import Engine
+from deskside.engine.engine import Draft, Engine
 from deskside.engine.requests import Request
 from deskside.kernels import decode, decode_triton
 from deskside.kernels.fused.reference import QkvLayout
@@ -98,8 +98,8 @@ def engine(found: dict[str, float]) -> None:
         mock.patch.object(decode, "in_kernel", lambda rows, pool: True),
         mock.patch.object(fused, "into_cache", decode_triton.into_cache),
     ):
-        for draft in (None, model):
-            made = Engine(model, max_batch=2, max_tokens=96, page_size=16, draft=draft, drafts=2)
+        for draft in (None, Draft(model, 2)):
+            made = Engine(model, max_batch=2, max_tokens=96, page_size=16, draft=draft)
             for forward in made._forwards:
                 forward._blocks = fused.FusedBlocks(model)
             answers = made.run([Request(tuple(prompt), 5) for prompt in prompts])
