@@ -73,7 +73,10 @@ class Left:
 
     def check(self, device: torch.device) -> None:
         """Raise RunError if the memory in use now does not leave `again`."""
-        held = torch.cuda.memory_allocated(device) + _of_graphs()
+        # CUDA graphs reserve memory that nothing else can use.
+        graphs = [s for s in torch.cuda.memory_snapshot() if s["segment_pool_id"] != (0, 0)]
+        held = torch.cuda.memory_allocated(device)
+        held += sum(s["total_size"] - s["allocated_size"] for s in graphs)
         short = held + self.again - allowed_bytes(device)
         if short > 0:
             raise RunError(
@@ -81,12 +84,6 @@ class Left:
                 "smaller --batch.micro_tokens, or a shorter --batch.sequence_length"
             )
         torch.cuda.empty_cache()  # release sampling's memory, whose fragments may not fit training
-
-
-def _of_graphs() -> int:
-    """Return the bytes reserved by CUDA graphs, which nothing else can use."""
-    segments = torch.cuda.memory_snapshot()
-    return sum(s["total_size"] - s["allocated_size"] for s in segments if s["segment_pool_id"] != (0, 0))
 
 
 def cached_tokens(row_tokens: int) -> int:

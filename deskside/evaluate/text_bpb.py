@@ -99,18 +99,31 @@ def run_config(loaded: Loaded) -> RunConfig | None:
 
 def has_data(config: RunConfig | None) -> bool:
     """Return whether a run's own validation data can be measured besides the tasks; say so where it cannot."""
-    path = config.data.path if config is not None else None
-    if config is None or path is None:
+    if config is None or config.data.path is None:
         return False
-    if config.data_kind not in TEXT:
-        say(
-            f"no bits per byte: the run was trained on {DATA_NOUNS[config.data_kind]}; --text FILE measures a text"
-        )
-        return False
-    if not Path(path).is_dir():
-        say(f"no bits per byte: the run's data is not at {path} any more")
+    try:
+        _own_data(config)
+    except UsageError as error:
+        say(f"no bits per byte: {error}")
         return False
     return True
+
+
+def _own_data(config: RunConfig | None) -> str:
+    """Return the path of a run's own data. Raises UsageError if it has no bits per byte, or is not there."""
+    path = config.data.path if config else None
+    if config is not None and config.data_kind not in TEXT:
+        raise UsageError(
+            f"this run was trained on {DATA_NOUNS[config.data_kind]}, which have no bits per byte; give --tasks NAME, "
+            "--text FILE or --data DIR (prepared text)"
+        )
+    if path is None:
+        raise UsageError("this model brings no validation data; give --text FILE or --data DIR")
+    if not Path(path).is_dir():
+        raise UsageError(
+            f"{path}: the run's data is not there any more; give --data DIR (prepared data) or --text FILE"
+        )
+    return str(path)
 
 
 def _attention(
@@ -139,18 +152,7 @@ def _attention(
 
 def _dataset(loaded: Loaded, config: RunConfig | None, given: str | None, length: int) -> PackedDataset:
     """Open the validation split, checked to be of the model's tokenizer."""
-    path = given or (config.data.path if config else None)
-    if given is None and config is not None and config.data_kind not in TEXT:
-        raise UsageError(
-            f"this run was trained on {DATA_NOUNS[config.data_kind]}, which have no bits per byte; give --tasks NAME, "
-            "--text FILE or --data DIR (prepared text)"
-        )
-    if path is None:
-        raise UsageError("this model brings no validation data; give --text FILE or --data DIR")
-    if given is None and not Path(path).is_dir():
-        raise UsageError(
-            f"{path}: the run's data is not there any more; give --data DIR (prepared data) or --text FILE"
-        )
+    path = given or _own_data(config)
     dataset = PackedDataset(path, split="val", sequence_length=length)
     if dataset.index.tokenizer.checksum != fingerprint(loaded.tokenizer_dir / "tokenizer.json")[1]:
         raise UsageError(
