@@ -104,7 +104,7 @@ def _prepare(options: PrepareOptions) -> int:
     try:
         names = ("field", "vocab_size", "tokenizer", "val_fraction", "on_bad", "workers", "resume", "seed")
         same = {name: getattr(options, name) for name in names}
-        chosen = analyze.PrepareOptions(
+        chosen = analyze.CorpusOptions(
             **same, val_sources=options.val, line_limit=_line_limit(options.max_line_mb)
         )
         report = prepare(options.sources, options.out, chosen)

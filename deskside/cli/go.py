@@ -198,7 +198,7 @@ class Pipeline:
         """Prepare a preset's own text before the plan, whose loss is bounded by the baselines on that text."""
         if self.options["data"] is not None:
             return
-        from deskside.data.corpus.analyze import PrepareOptions
+        from deskside.data.corpus.analyze import CorpusOptions
         from deskside.data.corpus.prepare import prepare
         from deskside.pipeline import phases
 
@@ -211,7 +211,7 @@ class Pipeline:
         prepare(
             list(data.sources),
             data.path,
-            PrepareOptions(vocab_size=vocabulary, val_fraction=data.val_fraction, seed=config.seed),
+            CorpusOptions(vocab_size=vocabulary, val_fraction=data.val_fraction, seed=config.seed),
         )
 
     def train(self) -> PipelineState | None:

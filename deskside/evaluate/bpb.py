@@ -37,7 +37,7 @@ AS_IS = AttentionContext()
 
 
 @dataclass(frozen=True)
-class Share:
+class WorkShare:
     """A process's share of an evaluation. reduce: sums a float64 tensor over all processes, in place."""
 
     rank: int = 0
@@ -45,7 +45,7 @@ class Share:
     reduce: Callable[[Tensor], object] | None = None
 
 
-ALONE = Share()
+ALONE = WorkShare()
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def evaluate_dataset(
     max_tokens: int | None = None,
     attention: AttentionContext = AS_IS,
     document_mask: bool = False,
-    share: Share = ALONE,
+    share: WorkShare = ALONE,
     tick: Callable[[int], object] | None = None,
 ) -> BitsPerByte:
     """Measure bits per byte of a packed split, `micro_rows` rows at a time.
@@ -161,7 +161,7 @@ def evaluate_text(
     return _result(totals, "the input")
 
 
-def _batches_of(batches: Iterable[Batch], share: Share) -> Iterator[tuple[Batch, bool]]:
+def _batches_of(batches: Iterable[Batch], share: WorkShare) -> Iterator[tuple[Batch, bool]]:
     """Yield this process's batches. Processes with fewer batches repeat the last one, which is not counted."""
     number, last = 0, None
     for number, last in enumerate(batches, start=1):

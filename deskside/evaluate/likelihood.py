@@ -9,8 +9,8 @@ cache. The cache's pages are then shared by the group's rows (model/cache.py), w
 and a continuation each; continuations of one token need one row together. Logits are made where a continuation's token
 is predicted and nowhere else. So four endings after ten examples cost little more than one.
 
-Groups are sorted by length, the longest first: little padding, and what does not fit the memory is known at once. What
-stands beside a row changes its numbers by rounding only.
+Groups are sorted by length, the longest first: little padding, and what does not fit the memory is known at once.
+The other rows of a batch change the numbers of a row by rounding only.
 """
 
 import math

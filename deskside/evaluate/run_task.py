@@ -177,8 +177,10 @@ def _likely(
 def _record(
     task: Choice | Schema | CompletionTask, item: Item, found: Sequence[Likelihood]
 ) -> dict[str, Any]:
-    """What one item's answers got. acc, acc_norm and acc_bytes are the numbers of the chosen answers; of equal ones the
-    first is chosen, as in lm-eval."""
+    """Return the results of one item's answers.
+
+    acc, acc_norm and acc_bytes are the numbers of the chosen answers; of equal ones the first is chosen, as in lm-eval.
+    """
     logprobs = [each.logprob for each in found]
     if isinstance(task, CompletionTask):
         return {"logprobs": logprobs, "right": found[0].greedy}

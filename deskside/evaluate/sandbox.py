@@ -56,7 +56,7 @@ SERVER = ("-m", "deskside.evaluate.sandboxed.fork_server")
 
 @dataclass(frozen=True)
 class SandboxResult:
-    """Whether the tests passed, and why not: an exception, or what stopped them."""
+    """The verdict of the tests. reason: why they failed, an exception or what stopped them."""
 
     passed: bool
     reason: str

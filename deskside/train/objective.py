@@ -26,7 +26,7 @@ from deskside.config.sections import ComputeConfig
 from deskside.data.corpus.baselines import baselines_of_rows
 from deskside.data.reading.loader import Batch, Feed, Loader, evaluated_rows
 from deskside.data.reading.rows import PackedDataset
-from deskside.evaluate.bpb import BitsPerByte, Share, evaluate_dataset, max_rows_of
+from deskside.evaluate.bpb import BitsPerByte, WorkShare, evaluate_dataset, max_rows_of
 from deskside.kernels.attention import AttentionContext
 from deskside.model.transformer import Transformer
 from deskside.precision.convert import QuantizedModel
@@ -281,7 +281,7 @@ class NextToken:
                 backend=session.attention.full, window_backend=session.attention.windowed
             ),
             document_mask=session.config.data.document_mask,
-            share=Share(session.world.rank, session.world.size, session.world.summed),
+            share=WorkShare(session.world.rank, session.world.size, session.world.summed),
         )
 
     def samples(self, session: Session, model: Transformer) -> list[dict[str, Any]]:

@@ -8,12 +8,12 @@ import contextlib
 import errno
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import xxhash
 
-from deskside.utils.errors import RunError
+from deskside.utils.errors import RunError, UsageError
 
 
 @contextlib.contextmanager
@@ -81,3 +81,55 @@ def fingerprint(path: Path) -> tuple[int, str]:
         while block := file.read(1 << 22):
             digest.update(block)
     return path.stat().st_size, digest.hexdigest()
+
+
+# Folders that this program wrote, replaced without deleting files that it did not write
+
+
+def unowned_files(folder: Path, own: Collection[str]) -> list[str]:
+    """Return the sorted names in `folder` that are not plain files listed in `own`; none if there is no folder."""
+    if not folder.is_dir():
+        return []
+    return sorted(entry.name for entry in folder.iterdir() if entry.name not in own or not entry.is_file())
+
+
+def refuse_fixed(out: Path) -> None:
+    """Raise UsageError for a folder that cannot be renamed, or that is some process's working directory."""
+    target = out.resolve()
+    for fixed, what in (
+        (target.is_mount(), "a mount point"),
+        (Path.cwd().is_relative_to(target), "where you are"),
+    ):
+        if fixed:
+            raise UsageError(f"--out {out}: is {what}, and so cannot be replaced. Give another directory.")
+
+
+def replace_folder(target: Path, new: Path, own: Collection[str]) -> None:
+    """Rename `new`, a folder beside `target`, to `target`. Files of the old one that are listed in `own` are deleted.
+
+    The old folder is intact after a failure at any moment, and files that are not listed are kept.
+
+    Neither path may be a symbolic link. Raises OSError if a folder cannot be renamed, and RunError if the old one
+    got other files since `unowned_files` was called; they are kept, and the message says where.
+    """
+    if not target.exists():
+        os.rename(new, target)
+        return
+    old = new.with_name(f"{new.name}.old")
+    os.rename(target, old)
+    try:
+        os.rename(new, target)
+    except OSError:
+        os.rename(old, target)
+        raise
+    delete_files(old, own)
+    try:
+        old.rmdir()
+    except OSError:
+        raise RunError(f"{target}: was replaced; what else it held by then is kept in {old}") from None
+
+
+def delete_files(folder: Path, own: Collection[str]) -> None:
+    """Delete the files listed in `own`."""
+    for name in own:
+        (folder / name).unlink(missing_ok=True)

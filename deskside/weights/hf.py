@@ -19,12 +19,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from deskside.config.model import ModelConfig
-from deskside.data.corpus import output_folder as folders
 from deskside.data.tokenizer import end_of_text
 from deskside.data.tokenizer import load as load_tokenizer
 from deskside.model.init import allocate
 from deskside.model.transformer import Transformer
 from deskside.ops.logical import LogicalTensor, logical_tensors
+from deskside.utils import files as folders
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.files import fingerprint
 from deskside.utils.parsing import json_object
@@ -270,7 +270,7 @@ def replaced_when_complete(out_dir: Path, size: int = 0) -> Iterator[Path]:
     """Yield a temporary directory that is renamed to `out_dir` at the end, and deleted on an error.
 
     size: bytes to be written. Raises RunError if the disk has less free space, otherwise as `check_out` and
-    `output_folder.replace` do.
+    `files.replace_folder` do.
     """
     if out_dir.exists():
         folders.refuse_fixed(out_dir)
@@ -280,7 +280,7 @@ def replaced_when_complete(out_dir: Path, size: int = 0) -> Iterator[Path]:
     partial = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}.", suffix=".partial", dir=out_dir.parent))
     try:
         yield partial
-        folders.replace(out_dir, partial, check_out(out_dir))
+        folders.replace_folder(out_dir, partial, check_out(out_dir))
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

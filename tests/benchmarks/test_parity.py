@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks import parity, parity_jobs, parity_plots, parity_results, parity_run
-from deskside.data.corpus.analyze import PrepareOptions
+from deskside.data.corpus.analyze import CorpusOptions
 from deskside.data.corpus.prepare import prepare
 from deskside.data.reading.shards import read_index
 from deskside.utils.errors import UsageError
@@ -24,7 +24,7 @@ SMALL = "--preset demo --gpus cpu --model.num_hidden_layers 3 --batch.tokens 512
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("data") / "play"
-    prepare([BUNDLED], path, PrepareOptions(vocab_size=1024, val_fraction=0.01, seed=1))
+    prepare([BUNDLED], path, CorpusOptions(vocab_size=1024, val_fraction=0.01, seed=1))
     return path
 
 

@@ -9,7 +9,7 @@ from benchmarks import step, step_table
 from benchmarks.step_config import configuration
 from deskside.budget.shape import num_params
 from deskside.config.model import ModelConfig
-from deskside.data.corpus.analyze import PrepareOptions
+from deskside.data.corpus.analyze import CorpusOptions
 from deskside.data.corpus.prepare import prepare
 from deskside.utils.errors import UsageError
 
@@ -59,7 +59,7 @@ def test_real_tokens_and_muon(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     text.write_text(
         "\n\n".join(f"document {i}: " + "the quick brown fox " * (i % 17 + 3) for i in range(400))
     )
-    prepare([str(text)], tmp_path / "data", PrepareOptions(vocab_size=300, val_fraction=0.1, seed=1))
+    prepare([str(text)], tmp_path / "data", CorpusOptions(vocab_size=300, val_fraction=0.1, seed=1))
     file = tmp_path / "step.json"
     words = f"{SMALL} --precision fp32 --optimizer muon --data {tmp_path / 'data'} --json {file}".split()
     assert step.main(words) == 0

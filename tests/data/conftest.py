@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from deskside.data.corpus.analyze import PrepareOptions
+from deskside.data.corpus.analyze import CorpusOptions
 from deskside.data.corpus.prepare import prepare
 from tests.data.data_corpus import make_corpus
 
@@ -20,6 +20,6 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     prepare(
         [str(folder / "corpus.jsonl")],
         out,
-        PrepareOptions(vocab_size=400, val_fraction=0.1, workers=1, shard_bytes=60_000, quiet=True),
+        CorpusOptions(vocab_size=400, val_fraction=0.1, workers=1, shard_bytes=60_000, quiet=True),
     )
     return out

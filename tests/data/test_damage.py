@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from deskside.cli.data import run
-from deskside.data.corpus.analyze import PrepareOptions
+from deskside.data.corpus.analyze import CorpusOptions
 from deskside.data.corpus.prepare import prepare
 from deskside.data.reading import shards
 from deskside.data.reading.rows import PackedDataset
@@ -79,7 +79,7 @@ def small(tmp_path: Path) -> Path:
     (tmp_path / "more").mkdir()
     shutil.move(tmp_path / "corpus.jsonl", tmp_path / "more")
     (tmp_path / "more" / "picture.png").write_bytes(b"")
-    prepare([str(tmp_path / "more")], tmp_path / "out", PrepareOptions(vocab_size=300, workers=1, quiet=True))
+    prepare([str(tmp_path / "more")], tmp_path / "out", CorpusOptions(vocab_size=300, workers=1, quiet=True))
     return tmp_path / "out"
 
 
@@ -96,7 +96,7 @@ def test_index(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_prepare(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def use() -> None:
         (small / "index.json").unlink(missing_ok=True)
-        prepare([str(small.parent / "more")], small, PrepareOptions(vocab_size=300, workers=1, quiet=True))
+        prepare([str(small.parent / "more")], small, CorpusOptions(vocab_size=300, workers=1, quiet=True))
 
     state = small / "prepare.json"
     assert check(state, use) > 200
@@ -117,6 +117,6 @@ def test_tokenizer_config(small: Path, content: bytes, tmp_path: Path) -> None:
         prepare(
             [str(small.parent / "more")],
             tmp_path / "new",
-            PrepareOptions(tokenizer=small, workers=1, quiet=True),
+            CorpusOptions(tokenizer=small, workers=1, quiet=True),
         )
     assert not (tmp_path / "new").exists()

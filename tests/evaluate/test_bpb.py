@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from deskside.config.model import ModelConfig
 from deskside.data import tokenizer as bpe
-from deskside.data.corpus.analyze import PrepareOptions
+from deskside.data.corpus.analyze import CorpusOptions
 from deskside.data.corpus.prepare import prepare
 from deskside.data.reading.rows import PackedDataset
-from deskside.evaluate.bpb import BitsPerByte, Share, evaluate_dataset, evaluate_text
+from deskside.evaluate.bpb import BitsPerByte, WorkShare, evaluate_dataset, evaluate_text
 from deskside.model.init import InitOptions, initialize
 from deskside.model.transformer import Transformer
 from deskside.utils.errors import RunError, UsageError
@@ -61,7 +61,7 @@ def setting(tmp_path_factory: pytest.TempPathFactory) -> Setting:
     prepare(
         [str(folder / "text.jsonl")],
         folder / "data",
-        PrepareOptions(vocab_size=300, val_fraction=0.4, workers=1, quiet=True),
+        CorpusOptions(vocab_size=300, val_fraction=0.4, workers=1, quiet=True),
     )
     tokenizer = bpe.load(folder / "data")
     config = ModelConfig(
@@ -188,7 +188,7 @@ def test_processes_share_the_work(setting: Setting, world_size: int) -> None:
                 setting.model,
                 dataset,
                 micro_rows=3,
-                share=Share(rank, world_size, gather),
+                share=WorkShare(rank, world_size, gather),
             )
     finally:
         del setting.model.token_losses

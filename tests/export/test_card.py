@@ -188,14 +188,14 @@ def test_an_earlier_checkpoint_is_not_credited_with_the_last_ones_numbers(
 
 
 def test_bundled_texts_come_with_their_licence(made: MadeRun, tmp_path: Path) -> None:
-    from deskside.data.corpus.analyze import PrepareOptions
+    from deskside.data.corpus.analyze import CorpusOptions
     from deskside.data.corpus.prepare import prepare
 
     data = tmp_path / "data"
     prepare(
         ["bundled:tiny_indic.jsonl"],
         data,
-        PrepareOptions(vocab_size=300, val_fraction=0.1, workers=1, quiet=True),
+        CorpusOptions(vocab_size=300, val_fraction=0.1, workers=1, quiet=True),
     )
     config = made.config.model_dump(mode="json")
     config["data"] |= {"path": str(data), "sources": ["bundled:tiny_indic.jsonl"]}

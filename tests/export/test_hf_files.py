@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from deskside.config.model import ModelConfig
-from deskside.data.corpus import output_folder
 from deskside.model.transformer import Transformer
+from deskside.utils import files
 from deskside.utils.errors import RunError, UsageError
 from deskside.weights.hf import load_hf, save_hf
 from deskside.weights.hf_config import from_hf_config, to_hf_config
@@ -215,13 +215,13 @@ def test_a_file_that_comes_while_the_export_is_written_is_kept(
 ) -> None:
     model = random_model()
     out = save_hf(model, model.config, None, tmp_path / "hf")
-    delete = output_folder.delete
+    delete = files.delete_files
 
     def late(old: Path, own: set[str]) -> None:
         (old / "thesis.txt").write_text("years of work")
         delete(old, own)
 
-    monkeypatch.setattr(output_folder, "delete", late)
+    monkeypatch.setattr(files, "delete_files", late)
     with pytest.raises(RunError, match=r"was replaced; what else it held by then is kept in .*\.old"):
         save_hf(model, model.config, None, out)
     kept = [p for p in tmp_path.rglob("*") if p.name == "thesis.txt"]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from deskside.config.run import RunConfig
 from deskside.data import tokenizer as bpe
-from deskside.data.corpus.analyze import PrepareOptions
+from deskside.data.corpus.analyze import CorpusOptions
 from deskside.data.corpus.prepare import prepare
 from deskside.model.init import InitOptions, initialize
 from deskside.model.transformer import Transformer
@@ -27,7 +27,7 @@ def make(folder: Path) -> MadeRun:
     source = folder / "text.jsonl"
     source.write_text("".join(json.dumps({"text": TEXT * (i % 3 + 1)}) + "\n" for i in range(30)), "utf-8")
     data = folder / "data"
-    prepare([str(source)], data, PrepareOptions(vocab_size=300, val_fraction=0.2, workers=1, quiet=True))
+    prepare([str(source)], data, CorpusOptions(vocab_size=300, val_fraction=0.2, workers=1, quiet=True))
     config = RunConfig.model_validate(
         {
             "model": {

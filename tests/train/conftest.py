@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from deskside.data.corpus.analyze import PrepareOptions
+from deskside.data.corpus.analyze import CorpusOptions
 from deskside.data.corpus.prepare import prepare
 from deskside.train import training_run
 from deskside.train.state import finalize
@@ -21,7 +21,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     prepare(
         [str(folder / "text.txt")],
         out,
-        PrepareOptions(vocab_size=300, val_fraction=0.1, workers=1, quiet=True),
+        CorpusOptions(vocab_size=300, val_fraction=0.1, workers=1, quiet=True),
     )
     return out
 

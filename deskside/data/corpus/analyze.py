@@ -22,7 +22,7 @@ _OTHER = ("other", "")  # shared by all pairs beyond MAX_TAGS
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrepareOptions:
+class CorpusOptions:
     """Options of `prepare.prepare`.
 
     tokenizer: an existing one; None trains one of `vocab_size` on a sample of `sample_bytes`. val_sources: used for
@@ -135,7 +135,7 @@ class Splitter:
 
 
 def analyze(
-    sources: list[Source], val_sources: list[Source], options: PrepareOptions, sampler: TextSampler | None
+    sources: list[Source], val_sources: list[Source], options: CorpusOptions, sampler: TextSampler | None
 ) -> Analysis:
     """Read everything once, fill the sampler, and return the counts and the split.
 
@@ -182,7 +182,7 @@ def analyze(
 def validation_texts(
     val_sources: list[Source],
     log: BadInputLog,
-    options: PrepareOptions,
+    options: CorpusOptions,
     tags: dict[tuple[str, str], int] | None = None,
 ) -> tuple[frozenset[bytes], int]:
     """Return the hashes and the total size of all texts of the validation sources. tags: collects their tags."""
@@ -195,7 +195,7 @@ def validation_texts(
     return frozenset(keys), size
 
 
-def documents_of(sources: Iterable[Source], log: BadInputLog, options: PrepareOptions) -> Iterator[Document]:
+def documents_of(sources: Iterable[Source], log: BadInputLog, options: CorpusOptions) -> Iterator[Document]:
     for source in sources:
         yield from iter_documents(source, log, text_field=options.field, line_limit=options.line_limit)
 

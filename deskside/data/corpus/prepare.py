@@ -30,10 +30,9 @@ from typing import Any
 import xxhash
 
 from deskside.data import tokenizer as bpe
-from deskside.data.corpus import output_folder
 from deskside.data.corpus.analyze import (
     Analysis,
-    PrepareOptions,
+    CorpusOptions,
     Splitter,
     TextSampler,
     analyze,
@@ -52,10 +51,10 @@ from deskside.data.reading import shards
 from deskside.data.reading.shards import DatasetIndex, ShardInfo, SplitInfo, TagInfo, TokenizerInfo
 from deskside.utils.child_process import cpu_cores
 from deskside.utils.errors import RunError, UsageError
-from deskside.utils.files import fingerprint, write_error
+from deskside.utils.files import delete_files, fingerprint, replace_folder, write_error
 
 VALIDATION = 2  # version of the rules that choose the split
-DEFAULTS = PrepareOptions()
+DEFAULTS = CorpusOptions()
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ class Report:
     seconds: float
 
 
-def prepare(sources: Sequence[str], out: str | Path, options: PrepareOptions = DEFAULTS) -> Report:
+def prepare(sources: Sequence[str], out: str | Path, options: CorpusOptions = DEFAULTS) -> Report:
     """Prepare a data set in the directory `out`; see the module's docstring.
 
     Raises: UsageError: wrong arguments, refused input, nothing to read, or `out` holds something else. RunError:
@@ -134,7 +133,7 @@ def prepare(sources: Sequence[str], out: str | Path, options: PrepareOptions = D
         shards.clear_temporary(work.out)
     if replaced:
         try:
-            output_folder.replace(target, new, replaced.own_files)
+            replace_folder(target, new, replaced.own_files)
         except OSError as error:
             raise RunError(
                 f"--out {out}: cannot be replaced ({error.strerror}). The new data is in {new}."
@@ -150,7 +149,7 @@ class _Work:
     arguments: dict[str, Any]
     sources: list[Source]
     val_sources: list[Source]
-    options: PrepareOptions
+    options: CorpusOptions
     found: Analysis | None = None
     done: dict[str, ShardInfo] = dataclasses.field(default_factory=dict)
     names: dict[str, list[str]] = dataclasses.field(default_factory=lambda: {"val": [], "train": []})
@@ -178,7 +177,7 @@ class _Work:
                     "Give another --out, or --no-resume to replace it."
                 )
             check_owned(self.out, state)
-            output_folder.delete(self.out, state.own_files)
+            delete_files(self.out, state.own_files)
         self.fresh, self.created = True, not self.out.exists()
         try:
             self.out.mkdir(parents=True, exist_ok=True)
@@ -197,7 +196,7 @@ class _Work:
     def undo(self) -> None:
         """Delete what this call started before it failed on a usage error, so that it does not block the next one."""
         if self.fresh:
-            output_folder.delete(self.out, self.state.own_files)
+            delete_files(self.out, self.state.own_files)
             if self.created:
                 shards.clear_temporary(self.out)
                 with contextlib.suppress(OSError):

@@ -9,12 +9,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from deskside.config.base import Part, first_problem
-from deskside.data.corpus import output_folder
 from deskside.data.corpus.analyze import Analysis
 from deskside.data.corpus.baselines import TRAIN_COUNTS
 from deskside.data.reading import shards
 from deskside.data.reading.shards import ShardInfo
 from deskside.utils.errors import RunError, UsageError
+from deskside.utils.files import refuse_fixed, unowned_files
 from deskside.utils.parsing import json_value
 
 STATE = "prepare.json"
@@ -72,17 +72,13 @@ def open_state(out: Path) -> PrepareState | None:
 
 def check_owned(out: Path, state: PrepareState) -> None:
     """Raise UsageError unless `out` can be replaced as a whole: it has only files of this preparation."""
-    left = [
-        name
-        for name in output_folder.unowned_files(out, state.own_files)
-        if not name.endswith(shards.TEMPORARY)
-    ]
+    left = [name for name in unowned_files(out, state.own_files) if not name.endswith(shards.TEMPORARY)]
     if left:
         raise UsageError(
             f"--out {out}: holds {left[0]}, which `deskside data prepare` did not write and which --no-resume would "
             "delete. Move it away, or give another --out."
         )
-    output_folder.refuse_fixed(out)
+    refuse_fixed(out)
 
 
 def difference(before: dict[str, Any], now: dict[str, Any]) -> str:

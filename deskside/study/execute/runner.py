@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from deskside.data.corpus.analyze import PrepareOptions
+from deskside.data.corpus.analyze import CorpusOptions
 from deskside.data.corpus.prepare import prepare
 from deskside.run.directory import RunDirectory
 from deskside.study import results_io
@@ -258,5 +258,5 @@ def prepare_all(arms: Sequence[PlannedArm], say: Callable[[str], None]) -> None:
     for path, arm in first.items():
         data, vocabulary = arm.config.data, arm.config.model.vocab_size
         say(f"preparing {', '.join(data.sources)} into {path}")
-        options = PrepareOptions(vocab_size=vocabulary, val_fraction=data.val_fraction, seed=1)
+        options = CorpusOptions(vocab_size=vocabulary, val_fraction=data.val_fraction, seed=1)
         prepare(list(data.sources), path, options)

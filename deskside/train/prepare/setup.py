@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from deskside.config.recipes import recipe_named
 from deskside.config.run import RunConfig
 from deskside.config.sections import AdapterConfig
-from deskside.data.corpus.analyze import PrepareOptions
+from deskside.data.corpus.analyze import CorpusOptions
 from deskside.data.corpus.heldout import warnings
 from deskside.data.corpus.prepare import prepare
 from deskside.data.reading.shards import read_index
@@ -49,7 +49,7 @@ def ensure_data(config: RunConfig, world: World, say: Say) -> Path:
         prepare(
             list(config.data.sources),
             path,
-            PrepareOptions(
+            CorpusOptions(
                 vocab_size=config.model.vocab_size, val_fraction=config.data.val_fraction, seed=config.seed
             ),
         )

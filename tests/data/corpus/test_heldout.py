@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deskside.data.corpus import heldout
-from deskside.data.corpus.analyze import PrepareOptions
+from deskside.data.corpus.analyze import CorpusOptions
 from deskside.data.corpus.heldout import HoldoutPlanner, is_validation, text_hash, warnings
 from deskside.data.corpus.prepare import prepare
 from deskside.data.reading import shards
@@ -40,14 +40,14 @@ def test_480_documents_of_many_languages(tmp_path: Path) -> None:
     records.append({"text": "two of two " * 30, "lang": "two", "source": "s1"})
     rng.shuffle(records)
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-    report = prepare([str(tmp_path / "a.jsonl")], tmp_path / "out", PrepareOptions(**SMALL))
+    report = prepare([str(tmp_path / "a.jsonl")], tmp_path / "out", CorpusOptions(**SMALL))
     assert 0.05 < report.text_bytes["val"] / sum(report.text_bytes.values()) < 0.2
     assert {lang for _, lang in languages(tmp_path / "out", "val")} == {f"l{i}" for i in range(7)} | {"two"}
     assert {source for source, _ in languages(tmp_path / "out", "val")} == {"s0", "s1", "s2"}
     assert [w for w in report.warnings if "rare" in w] == report.warnings
     # A share that a person asked for is kept to, but for what represents a language; and said to be too little.
     least = prepare(
-        [str(tmp_path / "a.jsonl")], tmp_path / "least", PrepareOptions(val_fraction=1e-9, **SMALL)
+        [str(tmp_path / "a.jsonl")], tmp_path / "least", CorpusOptions(val_fraction=1e-9, **SMALL)
     )
     assert 8 <= least.documents["val"] <= 11 and "too little" in least.warnings[0]
     assert languages(tmp_path / "least", "train") >= {("s0", "rare")}
@@ -59,7 +59,7 @@ def test_every_file_is_represented_and_order_does_not_matter(tmp_path: Path) -> 
     names = [str(tmp_path / f"{i}.jsonl") for i in range(4)]
     found = []
     for order, out in ((names, "a"), (names[::-1], "b")):
-        prepare(order, tmp_path / out, PrepareOptions(val_fraction=1e-9, tokenizer=None, **SMALL))
+        prepare(order, tmp_path / out, CorpusOptions(val_fraction=1e-9, tokenizer=None, **SMALL))
         found.append(shards.read_index(tmp_path / out).splits["val"])
     assert found[0].documents == found[1].documents >= 4 and found[0].text_bytes == found[1].text_bytes
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from deskside.data import tokenizer as bpe
 from deskside.data.corpus import shard_worker
-from deskside.data.corpus.analyze import PrepareOptions, TextSampler
+from deskside.data.corpus.analyze import CorpusOptions, TextSampler
 from deskside.data.corpus.heldout import Holdout, tail_cut, text_hash
 from deskside.data.corpus.prepare import Report, prepare
 from deskside.data.reading import shards
@@ -87,17 +87,17 @@ def test_index_counts_and_baselines(prepared: Path) -> None:
 
 
 def test_processes_make_the_same_files(corpus: Path, tmp_path: Path) -> None:
-    prepare([str(corpus)], tmp_path / "one", PrepareOptions(**SMALL))
-    prepare([str(corpus)], tmp_path / "two", PrepareOptions(**{**SMALL, "workers": 2}))
+    prepare([str(corpus)], tmp_path / "one", CorpusOptions(**SMALL))
+    prepare([str(corpus)], tmp_path / "two", CorpusOptions(**{**SMALL, "workers": 2}))
     assert files_of(tmp_path / "one") == files_of(tmp_path / "two")
     assert multiprocessing.active_children() == []
 
 
 def test_split_is_stable_when_sources_are_added(corpus: Path, tmp_path: Path) -> None:
     make_corpus(tmp_path / "more.jsonl", 200, seed=7)
-    prepare([str(corpus)], tmp_path / "a", PrepareOptions(val_fraction=0.1, **SMALL))
+    prepare([str(corpus)], tmp_path / "a", CorpusOptions(val_fraction=0.1, **SMALL))
     prepare(
-        [str(tmp_path / "more.jsonl"), str(corpus)], tmp_path / "b", PrepareOptions(val_fraction=0.1, **SMALL)
+        [str(tmp_path / "more.jsonl"), str(corpus)], tmp_path / "b", CorpusOptions(val_fraction=0.1, **SMALL)
     )
     assert set(texts_of(tmp_path / "a", "val")) <= set(texts_of(tmp_path / "b", "val"))
     assert not set(texts_of(tmp_path / "b", "val")) & set(texts_of(tmp_path / "b", "train"))
@@ -106,13 +106,13 @@ def test_split_is_stable_when_sources_are_added(corpus: Path, tmp_path: Path) ->
 def test_one_document_gives_its_tail(tmp_path: Path) -> None:
     text = "".join(f"line {i} of the only book\n" for i in range(4000))
     (tmp_path / "book.txt").write_text(text)
-    prepare([str(tmp_path / "book.txt")], tmp_path / "out", PrepareOptions(**SMALL))
+    prepare([str(tmp_path / "book.txt")], tmp_path / "out", CorpusOptions(**SMALL))
     train, val = texts_of(tmp_path / "out", "train"), texts_of(tmp_path / "out", "val")
     assert train[0] + val[0] == text and val[0].startswith("line ")
     assert len(val[0]) == pytest.approx(len(text) / 10, rel=0.01)
     with pytest.raises(UsageError, match="too short"):
         (tmp_path / "tiny.txt").write_text("a")
-        prepare([str(tmp_path / "tiny.txt")], tmp_path / "tiny", PrepareOptions(**SMALL))
+        prepare([str(tmp_path / "tiny.txt")], tmp_path / "tiny", CorpusOptions(**SMALL))
 
 
 @given(st.text(alphabet="ab \n", min_size=1, max_size=100), st.integers(1, 100))
@@ -123,16 +123,16 @@ def test_tail_cut_stays_inside(text: str, tail: int) -> None:
 
 def test_few_documents_give_their_tails(tmp_path: Path) -> None:
     records = make_corpus(tmp_path / "few.jsonl", 8)
-    prepare([str(tmp_path / "few.jsonl")], tmp_path / "out", PrepareOptions(**SMALL))
+    prepare([str(tmp_path / "few.jsonl")], tmp_path / "out", CorpusOptions(**SMALL))
     train, val = texts_of(tmp_path / "out", "train"), texts_of(tmp_path / "out", "val")
     assert len(train) == 8 and {r["text"] for r in records} <= {a + b for a in train for b in ["", *val]}
     assert len(val) >= 4 and 0.05 < sum(map(len, val)) / sum(map(len, train)) < 0.2
     (tmp_path / "short.jsonl").write_text('{"text": "x"}\n{"text": "y"}\n')
-    prepare([str(tmp_path / "short.jsonl")], tmp_path / "short", PrepareOptions(**SMALL))
+    prepare([str(tmp_path / "short.jsonl")], tmp_path / "short", CorpusOptions(**SMALL))
     assert sorted(texts_of(tmp_path / "short", "val") + texts_of(tmp_path / "short", "train")) == ["x", "y"]
     (tmp_path / "same.jsonl").write_text('{"text": "x"}\n' * 3)
     with pytest.raises(UsageError, match="too short"):
-        prepare([str(tmp_path / "same.jsonl")], tmp_path / "same", PrepareOptions(**SMALL))
+        prepare([str(tmp_path / "same.jsonl")], tmp_path / "same", CorpusOptions(**SMALL))
 
 
 def test_validation_sources_are_kept_out_of_training(corpus: Path, tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_validation_sources_are_kept_out_of_training(corpus: Path, tmp_path: Pat
     held = [{"text": f"  {records[i]['text']}\n"} for i in (3, 50, 51)] + [{"text": "only in validation"}]
     (tmp_path / "val.jsonl").write_text("".join(json.dumps(r) + "\n" for r in held))
     report = prepare(
-        [str(corpus)], tmp_path / "out", PrepareOptions(val_sources=[str(tmp_path / "val.jsonl")], **SMALL)
+        [str(corpus)], tmp_path / "out", CorpusOptions(val_sources=[str(tmp_path / "val.jsonl")], **SMALL)
     )
     assert report.duplicates_of_validation == 3
     train = set(texts_of(tmp_path / "out", "train"))
@@ -149,7 +149,7 @@ def test_validation_sources_are_kept_out_of_training(corpus: Path, tmp_path: Pat
 
 
 def test_no_validation_when_asked(corpus: Path, tmp_path: Path) -> None:
-    report = prepare([str(corpus)], tmp_path / "out", PrepareOptions(val_fraction=0, **SMALL))
+    report = prepare([str(corpus)], tmp_path / "out", CorpusOptions(val_fraction=0, **SMALL))
     assert set(report.tokens) == {"train"} and report.gzip_bpb is None
 
 
@@ -165,7 +165,7 @@ def test_validation_text_does_not_train_the_tokenizer(tmp_path: Path) -> None:
     prepare(
         [str(tmp_path / "train.jsonl")],
         tmp_path / "out",
-        PrepareOptions(val_sources=[str(tmp_path / "val.jsonl")], **SMALL),
+        CorpusOptions(val_sources=[str(tmp_path / "val.jsonl")], **SMALL),
     )
     assert not any("zyz" in token for token in bpe.load(tmp_path / "out").get_vocab())
 
@@ -173,36 +173,36 @@ def test_validation_text_does_not_train_the_tokenizer(tmp_path: Path) -> None:
 def test_bad_input_is_counted_in_report_and_index(corpus: Path, tmp_path: Path) -> None:
     with corpus.open("ab") as file:
         file.write(b'{"text": "caf\xe9"}\n{"body": 1}\n{"text": ""}\n{"te')
-    report = prepare([str(corpus), str(tmp_path / "no.txt")], tmp_path / "out", PrepareOptions(**SMALL))
+    report = prepare([str(corpus), str(tmp_path / "no.txt")], tmp_path / "out", CorpusOptions(**SMALL))
     counts = {reason: entry["count"] for reason, entry in report.bad_input["train"].items()}
     assert sum(counts.values()) == 5 and report.bad_input == shards.read_index(tmp_path / "out").bad_input
     assert f"{corpus}:301" in report.bad_input["train"]["not UTF-8"]["first"][0]
     with pytest.raises(UsageError, match=r"corpus\.jsonl:301.*not UTF-8"):
-        prepare([str(corpus)], tmp_path / "refused", PrepareOptions(on_bad="refuse", **SMALL))
+        prepare([str(corpus)], tmp_path / "refused", CorpusOptions(on_bad="refuse", **SMALL))
 
 
 @pytest.mark.parametrize("content", [b"", b"\n\n", b'{"body": 1}\n'])
 def test_nothing_to_read(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "empty.jsonl").write_bytes(content)
     with pytest.raises(UsageError, match="the sources hold no document"):
-        prepare([str(tmp_path / "empty.jsonl")], tmp_path / "out", PrepareOptions(**SMALL))
+        prepare([str(tmp_path / "empty.jsonl")], tmp_path / "out", CorpusOptions(**SMALL))
 
 
 def test_again_keeps_everything_and_other_arguments_are_refused(corpus: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    first = prepare([str(corpus)], out, PrepareOptions(**SMALL))
+    first = prepare([str(corpus)], out, CorpusOptions(**SMALL))
     before = files_of(out)
-    again = prepare([str(corpus)], out, PrepareOptions(**SMALL))
+    again = prepare([str(corpus)], out, CorpusOptions(**SMALL))
     assert (again.made, again.kept) == (0, first.made) and files_of(out) == before
     with pytest.raises(UsageError, match=r"other arguments \(vocab_size: 400 -> 500\)"):
-        prepare([str(corpus)], out, PrepareOptions(**{**SMALL, "vocab_size": 500}))
+        prepare([str(corpus)], out, CorpusOptions(**{**SMALL, "vocab_size": 500}))
     with corpus.open("a") as file:
         file.write('{"text": "more"}\n')
     with pytest.raises(UsageError, match="other arguments"):
-        prepare([str(corpus)], out, PrepareOptions(**SMALL))
+        prepare([str(corpus)], out, CorpusOptions(**SMALL))
     assert files_of(out) == before
     assert (
-        prepare([str(corpus)], out, PrepareOptions(resume=False, **{**SMALL, "vocab_size": 300})).vocab_size
+        prepare([str(corpus)], out, CorpusOptions(resume=False, **{**SMALL, "vocab_size": 300})).vocab_size
         == 300
     )
 
@@ -213,9 +213,9 @@ def test_foreign_directories_are_left_alone(corpus: Path, tmp_path: Path) -> Non
     (out / "thesis.txt").write_text("precious")
     for resume in (True, False):
         with pytest.raises(UsageError, match="holds no prepared data"):
-            prepare([str(corpus)], out, PrepareOptions(resume=resume, **SMALL))
+            prepare([str(corpus)], out, CorpusOptions(resume=resume, **SMALL))
     with pytest.raises(UsageError, match="is a file"):
-        prepare([str(corpus)], out / "thesis.txt", PrepareOptions(**SMALL))
+        prepare([str(corpus)], out / "thesis.txt", CorpusOptions(**SMALL))
     assert (out / "thesis.txt").read_text() == "precious"
 
 
@@ -226,14 +226,14 @@ FOREIGN = ["prepare-notes.json", "train-notes.txt", "train-00099.bin", "val-resu
 @pytest.mark.parametrize("name", FOREIGN)
 def test_replacing_refuses_where_a_person_has_put_files(name: str, corpus: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    prepare([str(corpus)], out, PrepareOptions(**SMALL))
+    prepare([str(corpus)], out, CorpusOptions(**SMALL))
     (out / name).parent.mkdir(exist_ok=True)
     (out / name).write_text("precious")
-    assert prepare([str(corpus)], out, PrepareOptions(**SMALL)).made == 0
+    assert prepare([str(corpus)], out, CorpusOptions(**SMALL)).made == 0
     before = {p: p.read_bytes() for p in out.rglob("*") if p.is_file()}
     what = re.escape(f"holds {name.split('/')[0]}, which `deskside data prepare` did not write")
     with pytest.raises(UsageError, match=what):
-        prepare([str(corpus)], out, PrepareOptions(resume=False, **{**SMALL, "vocab_size": 300}))
+        prepare([str(corpus)], out, CorpusOptions(resume=False, **{**SMALL, "vocab_size": 300}))
     assert {p: p.read_bytes() for p in out.rglob("*") if p.is_file()} == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["corpus.jsonl", "out"]
 
@@ -242,21 +242,21 @@ def test_a_prepare_json_of_something_else(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "prepare.json").write_text('{"recipe": "soup"}')
     for resume in (True, False):
         with pytest.raises(RunError, match=r"prepare\.json: is damaged, or was not written by"):
-            prepare([str(corpus)], tmp_path, PrepareOptions(resume=resume, **SMALL))
+            prepare([str(corpus)], tmp_path, CorpusOptions(resume=resume, **SMALL))
     assert (tmp_path / "prepare.json").read_text() == '{"recipe": "soup"}'
 
 
 def test_sources_inside_out_survive(corpus: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    prepare([str(corpus)], out, PrepareOptions(**SMALL))
+    prepare([str(corpus)], out, CorpusOptions(**SMALL))
     corpus.rename(out / "train-corpus.jsonl")
     for resume in (True, False):
         with pytest.raises(UsageError):
-            prepare([str(out / "train-corpus.jsonl")], out, PrepareOptions(resume=resume, **SMALL))
+            prepare([str(out / "train-corpus.jsonl")], out, CorpusOptions(resume=resume, **SMALL))
     (out / "train-corpus.jsonl").rename(corpus)
     # Its own tokenizer, too, is read before it is replaced.
     report = prepare(
-        [str(corpus)], out, PrepareOptions(tokenizer=out, resume=False, val_fraction=0.3, **SMALL)
+        [str(corpus)], out, CorpusOptions(tokenizer=out, resume=False, val_fraction=0.3, **SMALL)
     )
     assert report.vocab_size > 300 and not shards.verify(out).damaged
 
@@ -269,7 +269,7 @@ def test_the_old_data_stays_until_the_new_is_whole(
     if link:
         (tmp_path / "disk").mkdir()
         out.symlink_to(tmp_path / "disk", target_is_directory=True)
-    prepare([str(corpus)], out, PrepareOptions(**SMALL))
+    prepare([str(corpus)], out, CorpusOptions(**SMALL))
     (out / f"train-00099.bin{shards.TEMPORARY}").write_bytes(b"half")  # of a kill
     before = {name: data for name, data in files_of(out).items() if not name.endswith(shards.TEMPORARY)}
     again = {**SMALL, "vocab_size": 300}
@@ -285,11 +285,11 @@ def test_the_old_data_stays_until_the_new_is_whole(
     with monkeypatch.context() as patch:
         patch.setattr("deskside.data.corpus.prepare.make_shard", make)
         with pytest.raises(_StopHere):
-            prepare([str(corpus)], out, PrepareOptions(resume=False, **again))
+            prepare([str(corpus)], out, CorpusOptions(resume=False, **again))
     assert files_of(out) == before
-    report = prepare([str(corpus)], out, PrepareOptions(resume=False, **again))
+    report = prepare([str(corpus)], out, CorpusOptions(resume=False, **again))
     assert (report.kept, report.out) == (2, str(out))
-    prepare([str(corpus)], tmp_path / "straight", PrepareOptions(**again))
+    prepare([str(corpus)], tmp_path / "straight", CorpusOptions(**again))
     assert files_of(out) == files_of(tmp_path / "straight") and out.is_symlink() == link
     assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
 
@@ -297,18 +297,18 @@ def test_the_old_data_stays_until_the_new_is_whole(
 def test_the_working_directory_is_not_replaced(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prepare([str(corpus)], tmp_path / "out", PrepareOptions(**SMALL))
+    prepare([str(corpus)], tmp_path / "out", CorpusOptions(**SMALL))
     monkeypatch.chdir(tmp_path / "out")
-    assert prepare([str(corpus)], ".", PrepareOptions(**SMALL)).made == 0
+    assert prepare([str(corpus)], ".", CorpusOptions(**SMALL)).made == 0
     with pytest.raises(UsageError, match=r"--out \.: is where you are, and so cannot be replaced"):
-        prepare([str(corpus)], ".", PrepareOptions(resume=False, **SMALL))
+        prepare([str(corpus)], ".", CorpusOptions(resume=False, **SMALL))
 
 
 def test_other_arguments_for_a_broken_off_replacement(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
-    prepare([str(corpus)], out, PrepareOptions(**SMALL))
+    prepare([str(corpus)], out, CorpusOptions(**SMALL))
 
     def refuse(*args: object) -> None:
         raise OSError(16, "Device or resource busy")
@@ -317,11 +317,11 @@ def test_other_arguments_for_a_broken_off_replacement(
         monkeypatch.context() as patch,
         pytest.raises(RunError, match=r"busy.*The new data is in .*\.out\.new"),
     ):
-        patch.setattr("deskside.data.corpus.output_folder.os.rename", refuse)
-        prepare([str(corpus)], out, PrepareOptions(resume=False, **{**SMALL, "vocab_size": 310}))
+        patch.setattr("deskside.utils.files.os.rename", refuse)
+        prepare([str(corpus)], out, CorpusOptions(resume=False, **{**SMALL, "vocab_size": 310}))
     assert shards.read_index(out).arguments["vocab_size"] == 400
     assert (
-        prepare([str(corpus)], out, PrepareOptions(resume=False, **{**SMALL, "vocab_size": 300})).vocab_size
+        prepare([str(corpus)], out, CorpusOptions(resume=False, **{**SMALL, "vocab_size": 300})).vocab_size
         == 300
     )
     assert sorted(p.name for p in tmp_path.iterdir()) == ["corpus.jsonl", "out"]
@@ -331,13 +331,13 @@ def test_a_mistake_does_not_stand_in_the_way_of_the_next_try(corpus: Path, tmp_p
     bad, out = tmp_path / "bad.jsonl", tmp_path / "out"
     bad.write_text('{"text": "x"}\n' * 3)
     with pytest.raises(UsageError, match="too short"):
-        prepare([str(bad)], out, PrepareOptions(**SMALL))
+        prepare([str(bad)], out, CorpusOptions(**SMALL))
     assert not out.exists()
     out.mkdir()
     with pytest.raises(UsageError, match="the sources hold no document"):
-        prepare([str(bad)], out, PrepareOptions(field="body", **SMALL))
+        prepare([str(bad)], out, CorpusOptions(field="body", **SMALL))
     assert list(out.iterdir()) == []
-    assert prepare([str(corpus)], out, PrepareOptions(**SMALL)).made > 0
+    assert prepare([str(corpus)], out, CorpusOptions(**SMALL)).made > 0
 
 
 def test_other_arguments_are_welcome_until_something_is_made(
@@ -348,27 +348,27 @@ def test_other_arguments_are_welcome_until_something_is_made(
 
     with monkeypatch.context() as patch, pytest.raises(_StopHere):
         patch.setattr("deskside.data.corpus.prepare.analyze", stop)
-        prepare([str(corpus)], tmp_path / "out", PrepareOptions(**SMALL))
+        prepare([str(corpus)], tmp_path / "out", CorpusOptions(**SMALL))
     assert (tmp_path / "out" / "prepare.json").exists()
     assert (
-        prepare([str(corpus)], tmp_path / "out", PrepareOptions(**{**SMALL, "vocab_size": 300})).vocab_size
+        prepare([str(corpus)], tmp_path / "out", CorpusOptions(**{**SMALL, "vocab_size": 300})).vocab_size
         == 300
     )
 
 
 def test_a_damaged_shard_alone_is_made_again(corpus: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    made = prepare([str(corpus)], out, PrepareOptions(**SMALL)).made
+    made = prepare([str(corpus)], out, CorpusOptions(**SMALL)).made
     before = files_of(out)
     for name in ("train-00001.bin", "val-00000.idx.npy"):
         data = bytearray((out / name).read_bytes())
         data[-3] ^= 1
         (out / name).write_bytes(data)
-    again = prepare([str(corpus)], out, PrepareOptions(**SMALL))
+    again = prepare([str(corpus)], out, CorpusOptions(**SMALL))
     assert (again.made, again.kept) == (2, made - 2) and files_of(out) == before
     (out / "tokenizer.json").write_text("{}")
     with pytest.raises(RunError, match=r"tokenizer\.json is damaged"):
-        prepare([str(corpus)], out, PrepareOptions(**SMALL))
+        prepare([str(corpus)], out, CorpusOptions(**SMALL))
 
 
 @pytest.mark.parametrize("after", [0, 1, 3])
@@ -389,11 +389,11 @@ def test_interrupted_after_some_shards(
 
     monkeypatch.setattr("deskside.data.corpus.prepare.make_shard", make)
     with pytest.raises(_StopHere):
-        prepare([str(corpus)], out, PrepareOptions(**SMALL))
+        prepare([str(corpus)], out, CorpusOptions(**SMALL))
     assert not list(out.glob(f"*{shards.TEMPORARY}")) and not (out / "index.json").exists()
     monkeypatch.undo()
-    assert prepare([str(corpus)], out, PrepareOptions(**SMALL)).kept == after
-    prepare([str(corpus)], tmp_path / "straight", PrepareOptions(**SMALL))
+    assert prepare([str(corpus)], out, CorpusOptions(**SMALL)).kept == after
+    prepare([str(corpus)], tmp_path / "straight", CorpusOptions(**SMALL))
     assert files_of(out) == files_of(tmp_path / "straight")
 
 
@@ -411,19 +411,19 @@ def test_full_disk(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(os, "fsync", fsync)
     with pytest.raises(RunError, match=r"No space left.*free some space"):
-        prepare([str(corpus)], out, PrepareOptions(**SMALL))
+        prepare([str(corpus)], out, CorpusOptions(**SMALL))
     assert not list(out.glob(f"*{shards.TEMPORARY}"))
     monkeypatch.undo()
-    assert prepare([str(corpus)], out, PrepareOptions(**SMALL)).kept > 0
+    assert prepare([str(corpus)], out, CorpusOptions(**SMALL)).kept > 0
     assert shards.verify(out).damaged == {}
 
 
 def _kill_run(corpus: Path, out: Path, delay: float, signal_number: int) -> None:
     code = (
-        "import sys\nfrom deskside.data.corpus.analyze import PrepareOptions\n"
+        "import sys\nfrom deskside.data.corpus.analyze import CorpusOptions\n"
         "from deskside.data.corpus.prepare import prepare\n"
         "if __name__ == '__main__':\n"
-        "    options = PrepareOptions(vocab_size=400, workers=2, shard_bytes=60_000, quiet=True)\n"
+        "    options = CorpusOptions(vocab_size=400, workers=2, shard_bytes=60_000, quiet=True)\n"
         "    prepare([sys.argv[1]], sys.argv[2], options)\n"
     )
     script = out.parent / "run.py"
@@ -454,14 +454,14 @@ def _check_kills(corpus: Path, tmp_path: Path, seed: int, kills: int) -> None:
     out = tmp_path / "out"
     for _ in range(kills):
         _kill_run(corpus, out, float(rng.uniform(0.4, 1.6)), signal.SIGKILL)
-    report: Report = prepare([str(corpus)], out, PrepareOptions(**SMALL))
+    report: Report = prepare([str(corpus)], out, CorpusOptions(**SMALL))
     assert report.made + report.kept == sum(len(s.shards) for s in shards.read_index(out).splits.values())
-    prepare([str(corpus)], tmp_path / "straight", PrepareOptions(**SMALL))
+    prepare([str(corpus)], tmp_path / "straight", CorpusOptions(**SMALL))
     assert files_of(out) == files_of(tmp_path / "straight")
 
 
 def test_existing_tokenizer(corpus: Path, prepared: Path, tmp_path: Path) -> None:
-    prepare([str(corpus)], tmp_path / "out", PrepareOptions(tokenizer=prepared, **SMALL))
+    prepare([str(corpus)], tmp_path / "out", CorpusOptions(tokenizer=prepared, **SMALL))
     ours, theirs = shards.read_index(tmp_path / "out"), shards.read_index(prepared)
     assert ours.tokenizer == theirs.tokenizer
 
@@ -479,7 +479,7 @@ def test_existing_tokenizer(corpus: Path, prepared: Path, tmp_path: Path) -> Non
 )
 def test_wrong_arguments(corpus: Path, tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        prepare([str(corpus)], tmp_path / "out", PrepareOptions(**{**SMALL, **arguments}))
+        prepare([str(corpus)], tmp_path / "out", CorpusOptions(**{**SMALL, **arguments}))
     with pytest.raises(UsageError, match="no source"):
         prepare([], tmp_path / "out")
     with pytest.raises(UsageError, match="an empty text names no source"):
