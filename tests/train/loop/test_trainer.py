@@ -14,7 +14,7 @@ import torch
 
 from deskside.config.run import RunConfig
 from deskside.config.sections import PrecisionConfig
-from deskside.data.reading.loader import Batch, Loader
+from deskside.data.reading.loader import Batch, Feed, Loader
 from deskside.data.reading.rows import PackedDataset
 from deskside.data.tokenizer import load as load_tokenizer
 from deskside.evaluate.bpb import evaluate_dataset
@@ -195,9 +195,8 @@ def test_going_back_to_the_beginning_clears_the_optimizer(
     assert "went back to step 0" in events(run)
 
     class Later(Loader):
-        def __init__(self, *args: Any, **given: Any) -> None:
-            given["start_row"] += 8 * given["rows_per_step"]
-            super().__init__(*args, **given)
+        def __init__(self, dataset: PackedDataset, feed: Feed) -> None:
+            super().__init__(dataset, replace(feed, start_row=feed.start_row + 8 * feed.rows_per_step))
 
     monkeypatch.setattr(objective, "Loader", Later)
     assert curve(tiny_run.train(tmp_path, config, "later").run.path) == curve(run)
