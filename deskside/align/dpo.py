@@ -48,9 +48,7 @@ EXTRAS: tuple[str, ...] = ("chosen_reward", "rejected_reward", "accuracy", "kl",
 
 @dataclass(frozen=True)
 class PairBatch(AnswerBatch):
-    """A batch in which texts 2p and 2p + 1 are a pair. reference_SL: the reference's log-probabilities of its
-    tokens.
-    """
+    """A batch in which texts 2p and 2p + 1 are a pair. reference_SL: log-probabilities of the reference."""
 
     reference_SL: Tensor
 
@@ -298,9 +296,7 @@ class Dpo(SampledAnswers):
         return self.opened["train"].directory / "reference" / f"{key}.safetensors"
 
     def _key(self, session: Session) -> str:
-        """Return a key of weights, data and activation dtype. It is recorded, because a resumed run has other
-        weights.
-        """
+        """Return a key of weights, data and activation dtype, which is recorded: a resumed run has other weights."""
         digest = xxhash.xxh3_128(self.opened["train"].fingerprint.encode())
         digest.update(f"{session.model.activation_dtype} {self.opened['train'].sequence_length}".encode())
         for name, tensor in sorted(session.model.state_dict().items()):

@@ -292,9 +292,7 @@ class Grpo(SampledAnswers):
     # Sampling
 
     def roll_out(self, questions: Sequence[Question], positions: Sequence[int], seed: int) -> list[Rollout]:
-        """Sample and score answers with the present weights, in whole groups. A question is repeated for each
-        answer.
-        """
+        """Sample and score answers with the present weights. A question is repeated for each answer of its group."""
         self.sampler.renew()
         made = self.sampler.sample(
             [q.tokens for q in questions],

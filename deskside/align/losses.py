@@ -44,9 +44,7 @@ STD_FLOOR = 1e-4  # added to a group's standard deviation, as in TRL
 
 @dataclass(frozen=True)
 class PairScores:
-    """Results of P pairs, each (P,) float32: the loss, and the implicit rewards beta (log p - log ref) of both
-    answers.
-    """
+    """Results of P pairs, each (P,) float32. Rewards are implicit: beta (log p - log ref) of both answers."""
 
     loss_P: Tensor
     chosen_reward_P: Tensor

@@ -92,9 +92,7 @@ def cached_tokens(row_tokens: int) -> int:
 
 
 def answers_bytes(shape: Shape, dtype: torch.dtype, rows: int, row_tokens: int) -> int:
-    """Return the bytes of `rows` answers: keys and values, and the sampling workspace of a graph of that many
-    lanes.
-    """
+    """Return the bytes of `rows` answers: keys, values, and the sampling workspace of a graph with as many lanes."""
     cached = cached_tokens(row_tokens) * kv_bytes_per_token(shape, dtype.itemsize)
     return int(rows * cached) + bucket(rows) * DRAWN_BYTES * shape.vocab_size
 

@@ -197,9 +197,7 @@ class _Maker:
         return self._finish()
 
     def _first_pass(self, sources: Sequence[Source], have_val: bool) -> tuple[int, float, bytes | None]:
-        """Return the number of conversations, the share to hold out, and the one to hold out if the share selects
-        none.
-        """
+        """Return the number of conversations, the share to hold out, and the one held out if it selects none."""
         keys = [one.key for one in self._conversations(sources, "train")]
         if not keys:
             raise UsageError(f"--data: no conversation {_reasons(self.logs['train'])}")

@@ -161,9 +161,7 @@ class _Work:
     created: bool = False  # and its folder
 
     def open(self, *, discard: bool) -> None:
-        """Resume the preparation in `out`, or start one. One with other arguments is an error, or deleted with
-        `discard`.
-        """
+        """Resume the preparation in `out` or start one; refuse one with other arguments, or `discard` it."""
         state = open_state(self.out)
         if state is not None and state.scan is not None:
             what = difference(state.arguments, self.arguments)

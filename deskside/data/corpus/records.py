@@ -50,9 +50,7 @@ def iter_records(
 
 
 def content_key(sources: Sequence[Source]) -> str:
-    """Return a checksum of the sources' content, independent of their location; for a hub data set only of its
-    name.
-    """
+    """Return a checksum of the content of sources, wherever they are; of a hub data set only of its name."""
     digest = xxhash.xxh3_128()
     for source in sources:
         digest.update(

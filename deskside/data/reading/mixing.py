@@ -22,9 +22,7 @@ PERIOD = 1024
 
 @dataclass(frozen=True)
 class Mixture:
-    """component [period]: the owner of each row. rank [period]: its index among that component's rows. count
-    [components].
-    """
+    """component [period]: owner of each row; rank [period]: its index among them; count [components]: their rows."""
 
     component: NDArray[np.int64]
     rank: NDArray[np.int64]

@@ -48,9 +48,7 @@ class RowBatch:
 
 @dataclass(frozen=True)
 class Truncation:
-    """Conversations that do not fit into rows: `shortened` to a row, and left out because `nothing` in it is
-    learned.
-    """
+    """Conversations longer than a row: `shortened` to one, or left out because `nothing` is learned in it."""
 
     shortened: int = 0
     nothing: int = 0

@@ -109,9 +109,7 @@ class TokenizerInfo(Part):
 
 
 class ChatInfo(Part):
-    """Facts about conversations: the end-of-turn token, learned tokens by split, and how many teach only their last
-    turn.
-    """
+    """Facts about conversations: end-of-turn token, learned tokens by split, and how many teach only the last turn."""
 
     turn_end: NonNegativeInt | None
     learnt_tokens: dict[str, NonNegativeInt]
@@ -401,9 +399,7 @@ def open_mask(directory: Path, shard: ShardInfo) -> NDArray[np.uint8] | None:
 
 
 def open_table(directory: Path, shard: ShardInfo) -> NDArray[Any]:
-    """Return the document table of a shard, shape [documents], fields `start` and `tag`. Raises RunError if it is
-    invalid.
-    """
+    """Return the document table of a shard, [documents] of `start` and `tag`. Raises RunError if it is invalid."""
     try:
         table: NDArray[Any] = np.load(directory / shard.table, allow_pickle=False)
         sound = table.dtype == DOCUMENT and table.shape == (shard.documents,)
