@@ -52,11 +52,6 @@ class PlannedBand:
         return self.candidate.estimate
 
     @property
-    def tokens(self) -> int:
-        """Expected tokens."""
-        return int(self.candidate.tokens[1])
-
-    @property
     def loss(self) -> Range:
         return self.candidate.loss
 

@@ -34,7 +34,7 @@ def test_what_fits_is_a_yes_and_needs_no_remedy() -> None:
     assert plan.remedies == ()
     best = plan.best
     assert best is not None and len(plan.bands) == 1
-    assert best.tokens == 1_000_000_000
+    assert best.candidate.tokens[1] == 1_000_000_000
     assert merge.build([best.config]).schedule.length is not None
 
 
