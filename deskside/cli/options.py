@@ -89,14 +89,8 @@ def option(
         positional: Whether it is an argument without a name.
         may_be_empty: Whether '' is a value. For a path it is a mistake.
     """
-    metadata = {
-        "help": help,
-        "name": name,
-        "metavar": metavar,
-        "positional": positional,
-        "empty": may_be_empty,
-    }
-    return field(default=default, metadata=metadata)
+    about = {"help": help, "name": name, "metavar": metavar, "positional": positional, "empty": may_be_empty}
+    return field(default=default, metadata=about)
 
 
 @dataclass(frozen=True)
@@ -151,10 +145,7 @@ class Command(Generic[Options]):
         """Return the argparse parser of all options. Values are text, and options that are not given are absent."""
         parser = _Parser(prog=self.prog, add_help=False, allow_abbrev=False, exit_on_error=False)
         parser.add_argument("-h", "--help", nargs="?", const="", default=argparse.SUPPRESS, metavar="GROUP")
-        for title, actions in self._groups().items():
-            group = parser.add_argument_group(title)
-            for flags, settings in actions:
-                group.add_argument(*flags, **settings)
+        _add(parser, self._groups())
         return parser
 
     def help(self, group: str = "") -> str:
@@ -165,48 +156,44 @@ class Command(Generic[Options]):
             raise UsageError(
                 f"--help {group}: no such group of options; groups are {', '.join([*groups, 'all'])}"
             )
-        shown: dict[str, list[Any]] = {} if group not in ("", "all") else {"options": own}
+        shown: Groups = {}
+        description = epilog = None
+        if group in ("", "all"):
+            shown["options"] = own
+            text = inspect.cleandoc(self.options.__doc__ or "").splitlines()
+            description = "\n".join(textwrap.fill(line, _columns(), subsequent_indent="  ") for line in text)
+        else:
+            shown[f"{group} ({_about(group, self.align)})"] = groups[group]
         if group == "all":
             shown |= groups
-        elif group:
-            shown[f"{group} ({_about(group, self.align)})"] = groups[group]
-        elif self.common:
-            flags = [f"--{key.replace('_', '-')}" for key in self.common]
+        if not group and self.common:
             every = {flag: each for actions in groups.values() for each in actions for flag in each[0]}
-            shown["common configuration options"] = [every[flag] for flag in flags]
-        fields = [each for each in _ordered_fields(self.options) if each.metadata["positional"]]
-        positional = [
-            each.metadata["metavar"]
-            if each.default is dataclasses.MISSING
-            else f"[{each.metadata['metavar']}]"
-            for each in fields
-        ]
-        epilog = None
-        if groups and not group:
+            shown["common configuration options"] = [every[_flag(key)] for key in self.common]
+        if not group and groups:
             epilog = f"More options: {self.prog} --help GROUP. Groups: {', '.join(groups)}, all."
+            epilog = textwrap.fill(epilog, _columns())
+        words = [self.prog]
+        for own_field in _ordered_fields(self.options):
+            name = own_field.metadata["metavar"]
+            if own_field.metadata["positional"]:
+                words.append(name if own_field.default is dataclasses.MISSING else f"[{name}]")
         parser = argparse.ArgumentParser(
-            usage=" ".join([self.prog, *positional, "[options]"]).replace("%", "%%"),
-            description=None
-            if group not in ("", "all")
-            else _filled(inspect.cleandoc(self.options.__doc__ or "")),
-            epilog=epilog and textwrap.fill(epilog, _columns()),
+            usage=" ".join([*words, "[options]"]).replace("%", "%%"),
+            description=description,
+            epilog=epilog,
             add_help=False,
             formatter_class=_Formatter,
         )
-        for title, actions in shown.items():
-            section = parser.add_argument_group(title)
-            for flags, settings in actions:
-                section.add_argument(*flags, **settings)
+        _add(parser, shown)
         return parser.format_help()
 
     # The options
 
-    def _groups(self) -> dict[str, list[tuple[tuple[str, ...], dict[str, Any]]]]:
-        """Return the arguments of `add_argument` for all options: the command's own, then each configuration part."""
-        groups: dict[str, list[Any]] = {"options": []}
+    def _groups(self) -> "Groups":
+        """Return all options: the command's own, then those of each configuration part."""
         hints = get_type_hints(self.options, include_extras=True)
-        for own in _ordered_fields(self.options):
-            groups["options"].append(_own_argument(own, hints[own.name]))
+        own = [_own_argument(field, hints[field.name]) for field in _ordered_fields(self.options)]
+        groups: Groups = {"options": own}
         if not self.configuration:
             return groups
         if self.align is not None:  # before the other groups: it is what the command is about
@@ -235,7 +222,7 @@ class Command(Generic[Options]):
         given: dict[str, Any] = {}
         hints = get_type_hints(self.options, include_extras=True)
         for own in dataclasses.fields(self.options):  # type: ignore[arg-type]
-            label = own.metadata["metavar"] if own.metadata["positional"] else _flag(own)
+            label = own.metadata["metavar"] if own.metadata["positional"] else _own_flag(own)
             value = getattr(parsed, own.name, None)
             if value is None or value == []:
                 if own.default is dataclasses.MISSING:
@@ -267,9 +254,8 @@ class Command(Generic[Options]):
         if not word.startswith("-"):
             return UsageError(f"'{word}': unexpected argument; options are written --key value")
         flag = word.split("=")[0]
-        known = [
-            f for actions in self._groups().values() for flags, _ in actions for f in flags if f[0] == "-"
-        ]
+        every = [name for actions in self._groups().values() for flags, _ in actions for name in flags]
+        known = [name for name in every if name.startswith("-")]
         near = nearest_option(flag, known)
         hint = f"did you mean {near}?" if near else f"see {self.prog} --help"
         return UsageError(f"{typed.get(flag, flag)}: there is no such option; {hint}")
@@ -353,45 +339,57 @@ def _ordered_fields(kind: type) -> list[dataclasses.Field[Any]]:
     return sorted(fields, key=lambda f: (not f.metadata["positional"], declared_in[f.name]))
 
 
-def _flag(own: dataclasses.Field[Any]) -> str:
-    return "--" + (own.metadata["name"] or own.name).replace("_", "-")
+# The arguments of `add_argument` for every option, by group.
+Argument = tuple[tuple[str, ...], dict[str, Any]]
+Groups = dict[str, list[Argument]]
 
 
-def _own_argument(own: dataclasses.Field[Any], hint: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """Return the arguments of `add_argument` for one of the command's own options."""
+def _add(parser: argparse.ArgumentParser, groups: Groups) -> None:
+    for title, arguments in groups.items():
+        section = parser.add_argument_group(title)
+        for flags, settings in arguments:
+            about = settings["help"].replace("%", "%%")  # argparse formats help texts with %
+            section.add_argument(*flags, **{**settings, "help": about, "default": argparse.SUPPRESS})
+
+
+def _flag(key: str) -> str:
+    return "--" + key.replace("_", "-")
+
+
+def _own_flag(own: dataclasses.Field[Any]) -> str:
+    return _flag(own.metadata["name"] or own.name)
+
+
+def _own_argument(own: dataclasses.Field[Any], hint: Any) -> Argument:
     kind = get_args(hint)[0] if get_origin(hint) is Annotated else hint
-    about, flag = own.metadata["help"], _flag(own)
+    about, flag = own.metadata["help"], _own_flag(own)
     if kind is bool:
-        if own.default:
-            flag = f"--no-{flag[2:]}"
-        settings = {"dest": own.name, "action": "store_const", "const": not own.default}
-        return (flag,), {**settings, "default": argparse.SUPPRESS, "help": _escaped(about)}
+        flag = f"--no-{flag[2:]}" if own.default else flag
+        return (flag,), {"dest": own.name, "action": "store_const", "const": not own.default, "help": about}
     if own.default is dataclasses.MISSING:
         about += " (required)"
     elif own.default not in (None, ()):
         about += f" (default: {own.default})"
-    label, choices = _metavar(own.metadata["metavar"] or metavar(kind))
-    settings = {"metavar": label, "help": _escaped(about + choices), "default": argparse.SUPPRESS}
+    settings = _described(own.metadata["metavar"] or metavar(kind), about)
     if own.metadata["positional"]:
         return (own.name,), {**settings, "nargs": "*" if kind == _WORDS else "?"}
-    settings["dest"] = own.name
-    return (flag,), settings | ({"nargs": "*", "action": "extend"} if kind == _WORDS else {})
+    more = {"nargs": "*", "action": "extend"} if kind == _WORDS else {}
+    return (flag,), {"dest": own.name, **settings, **more}
 
 
-def _config_argument(path: Path, info: FieldInfo) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """Return the arguments of `add_argument` for one key of the configuration."""
+def _config_argument(path: Path, info: FieldInfo) -> Argument:
     key = ".".join(path)
     about = f"{info.description or ''} {_default(path, info)}".strip()
     chooses = len(path) == 2 and path[1] == "name" and len(_alternatives(path[0])) > 1
     name = "{" + ",".join(map(_tag, _alternatives(path[0]))) + "}" if chooses else metavar(info.annotation)
-    label, choices = _metavar(name)
-    settings = {
-        "dest": key,
-        "metavar": label,
-        "default": argparse.SUPPRESS,
-        "help": _escaped(about + choices),
-    }
-    return (f"--{key.replace('_', '-')}",), settings
+    return (_flag(key),), {"dest": key, **_described(name, about)}
+
+
+def _described(name: str, about: str) -> dict[str, Any]:
+    """Return metavar and help. A metavar that is too long for the option's column is listed in the help."""
+    if len(name) <= _WIDEST_METAVAR:
+        return {"metavar": name, "help": about}
+    return {"metavar": "NAME", "help": f"{about}; one of {name.strip('{}').replace(',', ', ')}"}
 
 
 def metavar(annotation: Any) -> str:
@@ -409,21 +407,6 @@ def metavar(annotation: Any) -> str:
         return "|".join(dict.fromkeys(metavar(a) for a in inner if a is not type(None)))
     name = getattr(annotation, "__name__", "value")
     return {"int": "INT", "float": "NUMBER", "str": "TEXT", "bool": "true|false"}.get(name, name.upper())
-
-
-def _metavar(name: str) -> tuple[str, str]:
-    """Return the metavar, and a note for the help text if it is too long for the option's column."""
-    if len(name) <= _WIDEST_METAVAR:
-        return name, ""
-    return "NAME", "; one of " + name.strip("{}").replace(",", ", ")
-
-
-def _escaped(text: str) -> str:
-    return text.replace("%", "%%")  # argparse formats help texts with %
-
-
-def _filled(text: str) -> str:
-    return "\n".join(textwrap.fill(line, _columns(), subsequent_indent="  ") for line in text.splitlines())
 
 
 # Keys of the configuration
