@@ -98,20 +98,16 @@ def _preload(root: Path, host: str, port: int) -> None:
 
     It waits for the server to listen, since earlier it would only delay the server's start.
     """
-    while not _is_listening(host, port):
-        time.sleep(WAIT_SECONDS)
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=1).close()
+            break
+        except OSError:
+            time.sleep(WAIT_SECONDS)
     from deskside.dashboard import file_cache
     from deskside.dashboard.tabs import tab_overview  # noqa: F401
 
     file_cache.preload(root)
-
-
-def _is_listening(host: str, port: int) -> bool:
-    try:
-        socket.create_connection((host, port), timeout=1).close()
-    except OSError:
-        return False
-    return True
 
 
 def _free_port(host: str, wanted: int | None) -> int:

@@ -15,8 +15,9 @@ from typing import Any, ClassVar
 
 import deskside
 from deskside.cli.options import Command, option
-from deskside.cli.output import note, print_json, print_next, speed, stopped_summary
+from deskside.cli.output import finish, note
 from deskside.cli.shared_options import RunOptions, set_length
+from deskside.cli.train import resume
 from deskside.config import merge
 from deskside.config.duration import Duration
 from deskside.config.run import RunConfig
@@ -184,13 +185,7 @@ class FinetuneRun:
                 f"{options.resume}: was made by deskside {made_by}; continue it with: deskside {made_by} --resume "
                 f"{options.resume}"
             )
-        set_cublas_workspace(config)
-        from deskside.align import objective_of
-        from deskside.train import training_run
-        from deskside.train.loop.callbacks import ReportFollows
-
-        outcome = training_run.resume(Path(options.resume), ReportFollows(), objective_of(config))
-        return finish(outcome, made_by, options.json)
+        return resume(Path(options.resume), config, options.json)
 
 
 # Parts of a command
@@ -307,52 +302,3 @@ def default_optimizer(hidden_size: int, given: dict[str, Any]) -> dict[str, Any]
     lr = 1e-4 * 768 / hidden_size
     optimizer: dict[str, Any] = {"name": "adamw", "lr": lr, "betas": [0.9, 0.95], "weight_decay": 0.0}
     return {**optimizer, "lr": 10 * lr} if "adapter" in given else {**optimizer, "scale": False}
-
-
-# The result
-
-
-def finish(outcome: Any, name: str, as_json: bool) -> int:
-    """Write the report of a fine-tuned run, print its result and return the exit code."""
-    if outcome.first and outcome.status == "finished":
-        from deskside.report.write import write_report
-
-        page = write_report(outcome.run.path)
-        if as_json:
-            print_json(outcome.summary)
-        else:
-            _print_outcome(outcome.run.path, name, outcome.summary, page)
-    elif outcome.first and as_json:
-        print_json(stopped_summary(outcome.run, outcome.status))
-    return int(outcome.exit_code)
-
-
-def summary_line(name: str, summary: dict[str, Any]) -> str:
-    """Return the held-out result of an objective in one line."""
-    before = summary["before"]
-    if name == "dpo":
-        return (
-            f"preference accuracy {before['val_accuracy']:.1%} -> {summary['val_accuracy']:.1%} "
-            f"({summary['val_pairs']:,} held-out pairs), margin {summary['val_margin']:.3f}, "
-            f"KL {summary['val_kl']:.4f} per token"
-        )
-    if name == "grpo":
-        return (
-            f"mean reward {before['val_reward']:.3f} -> {summary['val_reward']:.3f} "
-            f"({summary['val_questions']:,} held-out questions), {summary['val_answer_tokens']:.0f} tokens per answer"
-        )
-    return f"{before['val_loss']:.3f} -> {summary['val_loss']:.3f} nats per assistant token"
-
-
-def _print_outcome(path: Path, name: str, summary: dict[str, Any], page: Path) -> None:
-    print(f"held out    {summary_line(name, summary)}")
-    print(
-        f"trained     {summary['steps']:,} steps, {summary['tokens']:,} tokens in {summary['seconds']:.0f} s"
-    )
-    print(f"speed       {speed(summary)}")
-    for sample in summary["samples"]:
-        print(f"\n{sample['prompt']}")
-        for label, key in (("before", "before"), ("after", "text"), ("wanted", "reference")):
-            if key in sample:
-                print(f"  {label}: {' '.join(sample[key].split())[:200]}")
-    print_next(page, f"chat {path}", f"export {path} --to hf --out my-model")

@@ -1,4 +1,4 @@
-"""What commands print: JSON, the speed of a run, the next commands."""
+"""Output of the commands: JSON, the result of a run, the next commands."""
 
 import os
 import shlex
@@ -20,12 +20,77 @@ def note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def stopped_summary(run: Any, signal: str) -> dict[str, Any]:
-    """Return the JSON of a run that a signal stopped; `steps` are those of its last checkpoint."""
-    from deskside.weights.checkpoint_files import find
+def finish(outcome: Any, objective: str | None, as_json: bool) -> int:
+    """Write the report of a `training_run.RunOutcome`, print its result and return the exit code.
 
-    saved = [checkpoint.step for checkpoint in find(run.checkpoints)[:1]]
-    return {"status": "stopped", "signal": signal, "run": str(run.path), "steps": saved[0] if saved else None}
+    objective: sft, dpo or grpo; None after pretraining.
+    """
+    if outcome.first and outcome.status == "finished":
+        from deskside.report.write import write_report
+
+        page = write_report(outcome.run.path)
+        if as_json:
+            print_json(outcome.summary)
+        elif objective is None:
+            _print_pretrained(outcome.run.path, outcome.summary, page)
+        else:
+            _print_finetuned(outcome.run.path, objective, outcome.summary, page)
+    elif outcome.first and as_json:
+        from deskside.weights.checkpoint_files import find
+
+        saved = find(outcome.run.checkpoints)
+        steps = saved[0].step if saved else None  # of the last checkpoint
+        path = str(outcome.run.path)
+        print_json({"status": "stopped", "signal": outcome.status, "run": path, "steps": steps})
+    return int(outcome.exit_code)
+
+
+def _print_pretrained(path: Path, summary: dict[str, Any], page: Path) -> None:
+    def number(value: float | None) -> str:
+        return "not known" if value is None else f"{value:.3f}"
+
+    print(f"validation  {number(summary['val_bpb'])} bits per byte")
+    print(f"gzip -9     {number(summary['gzip_bpb'])} bits per byte on the same text")
+    print(f"unigram     {number(summary['unigram_bpb'])} bits per byte on the same text")
+    print(
+        f"trained     {summary['tokens']:,} tokens in {summary['seconds']:.0f} s ({summary['clock']} clock)"
+    )
+    print(f"speed       {speed(summary)}")
+    for number_, sample in enumerate(summary["samples"], 1):
+        print(f"\nsample {number_}: {sample['prompt']!r} ->")
+        print("\n".join(f"  {line}" for line in sample["text"].splitlines()))
+    print_next(page, f"chat {path}", f"eval {path}", f"export {path} --to hf --out my-model")
+
+
+def _print_finetuned(path: Path, name: str, summary: dict[str, Any], page: Path) -> None:
+    print(f"held out    {_held_out(name, summary)}")
+    print(
+        f"trained     {summary['steps']:,} steps, {summary['tokens']:,} tokens in {summary['seconds']:.0f} s"
+    )
+    print(f"speed       {speed(summary)}")
+    for sample in summary["samples"]:
+        print(f"\n{sample['prompt']}")
+        for label, key in (("before", "before"), ("after", "text"), ("wanted", "reference")):
+            if key in sample:
+                print(f"  {label}: {' '.join(sample[key].split())[:200]}")
+    print_next(page, f"chat {path}", f"export {path} --to hf --out my-model")
+
+
+def _held_out(name: str, summary: dict[str, Any]) -> str:
+    """Return the held-out result of an objective in one line."""
+    before = summary["before"]
+    if name == "dpo":
+        return (
+            f"preference accuracy {before['val_accuracy']:.1%} -> {summary['val_accuracy']:.1%} "
+            f"({summary['val_pairs']:,} held-out pairs), margin {summary['val_margin']:.3f}, "
+            f"KL {summary['val_kl']:.4f} per token"
+        )
+    if name == "grpo":
+        return (
+            f"mean reward {before['val_reward']:.3f} -> {summary['val_reward']:.3f} "
+            f"({summary['val_questions']:,} held-out questions), {summary['val_answer_tokens']:.0f} tokens per answer"
+        )
+    return f"{before['val_loss']:.3f} -> {summary['val_loss']:.3f} nats per assistant token"
 
 
 def speed(summary: dict[str, Any]) -> str:

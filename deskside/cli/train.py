@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from deskside.cli.options import Command, option
-from deskside.cli.output import print_json, print_next, speed, stopped_summary
+from deskside.cli.output import finish, print_json
 from deskside.cli.shared_options import RunOptions, name_of_preset, set_length
 from deskside.config import merge, presets
 from deskside.config.duration import Duration
@@ -75,43 +75,36 @@ def run(argv: Sequence[str]) -> int:
         config = _configure(options, given, source)
     if options.dry_run:
         return _show(config, options.json)
-    if options.resume is None:
-        check_start(config)
-        if not int(os.environ.get("RANK", "0")):  # another rank may have made it already
-            RunDirectory.check_name(Path(options.runs), options.name)
+    if options.resume is not None:
+        return resume(Path(options.resume), config, options.json)
+    check_start(config)
+    if not int(os.environ.get("RANK", "0")):  # another rank may have made it already
+        RunDirectory.check_name(Path(options.runs), options.name)
     set_cublas_workspace(config)
 
     from deskside.train import training_run
     from deskside.train.loop.callbacks import ReportFollows
     from deskside.train.state.init_weights import InitialWeights
 
-    if options.resume is not None:
-        from deskside.align import objective_of
+    outcome = training_run.start(
+        config,
+        (Path(options.runs), options.name, _default_name(options)),
+        shlex.join(["deskside", "train", *argv]),
+        InitialWeights.of(source, str(options.init)) if source is not None else None,
+        watch=ReportFollows(),
+    )
+    return finish(outcome, None, options.json)
 
-        outcome = training_run.resume(Path(options.resume), ReportFollows(), objective_of(config))
-        if config.align is not None:
-            from deskside.cli.finetune import finish
 
-            return finish(outcome, config.align.name, options.json)
-    else:
-        outcome = training_run.start(
-            config,
-            (Path(options.runs), options.name, _default_name(options)),
-            shlex.join(["deskside", "train", *argv]),
-            InitialWeights.of(source, str(options.init)) if source is not None else None,
-            watch=ReportFollows(),
-        )
-    if outcome.first and outcome.status == "finished":
-        from deskside.report.write import write_report
+def resume(path: Path, config: RunConfig, as_json: bool) -> int:
+    """Continue a run of any objective, and return the exit code. Raises UsageError and RunError."""
+    set_cublas_workspace(config)
+    from deskside.align import objective_of
+    from deskside.train import training_run
+    from deskside.train.loop.callbacks import ReportFollows
 
-        page = write_report(outcome.run.path)
-        if options.json:
-            print_json(outcome.summary)
-        else:
-            _print_outcome(outcome.run.path, outcome.summary, page)
-    elif outcome.first and options.json:
-        print_json(stopped_summary(outcome.run, outcome.status))
-    return outcome.exit_code
+    outcome = training_run.resume(path, ReportFollows(), objective_of(config))
+    return finish(outcome, config.align and config.align.name, as_json)
 
 
 def _configure(options: TrainOptions, given: dict[str, Any], source: Any) -> RunConfig:
@@ -219,20 +212,3 @@ def _planned(config: RunConfig) -> tuple[int | None, int]:
         return None, 0
     steps = int(length.value) if length.unit == "steps" else max(1, math.ceil(length.value / mean))
     return steps, int(steps * mean)
-
-
-def _print_outcome(path: Path, summary: dict[str, Any], page: Path) -> None:
-    def number(value: float | None) -> str:
-        return "not known" if value is None else f"{value:.3f}"
-
-    print(f"validation  {number(summary['val_bpb'])} bits per byte")
-    print(f"gzip -9     {number(summary['gzip_bpb'])} bits per byte on the same text")
-    print(f"unigram     {number(summary['unigram_bpb'])} bits per byte on the same text")
-    print(
-        f"trained     {summary['tokens']:,} tokens in {summary['seconds']:.0f} s ({summary['clock']} clock)"
-    )
-    print(f"speed       {speed(summary)}")
-    for number_, sample in enumerate(summary["samples"], 1):
-        print(f"\nsample {number_}: {sample['prompt']!r} ->")
-        print("\n".join(f"  {line}" for line in sample["text"].splitlines()))
-    print_next(page, f"chat {path}", f"eval {path}", f"export {path} --to hf --out my-model")

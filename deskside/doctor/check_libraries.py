@@ -49,11 +49,11 @@ def transformer_engine(recipe: str, device: str) -> Result:
     settings = getattr(import_module("transformer_engine.common.recipe"), recipe)()
 
     def context() -> AbstractContextManager[Any]:
-        entered: AbstractContextManager[Any]
-        if hasattr(te, "autocast"):  # fp8_autocast until 2.8
-            entered = te.autocast(enabled=True, recipe=settings)
-        else:
-            entered = te.fp8_autocast(enabled=True, fp8_recipe=settings)
+        old = not hasattr(te, "autocast")  # until 2.8
+        enter = te.fp8_autocast if old else te.autocast
+        entered: AbstractContextManager[Any] = enter(
+            enabled=True, **{"fp8_recipe" if old else "recipe": settings}
+        )
         return entered
 
     def make(inputs: int, outputs: int) -> nn.Module:
@@ -151,7 +151,8 @@ def _linear(
         output = layer(leaf)
     output.backward(grad.to(dtype).contiguous())
     assert leaf.grad is not None
-    got = {"output": output, "input gradient": leaf.grad, "weight gradient": _gradient(parameter)}
+    weight_grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    got = {"output": output, "input gradient": leaf.grad, "weight gradient": weight_grad}
     truth = {
         "output": x.double() @ weight.double().T,
         "input gradient": grad.double() @ weight.double(),
@@ -170,7 +171,3 @@ def _linear(
 
     seconds = median_seconds(both, device, runs=5)
     return result | {"speed": speed(6 * rows * inputs * outputs / seconds, "FLOP/s")}
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

@@ -44,11 +44,8 @@ def examine(quick: bool, say: Say = lambda _: None, seconds: float = float("inf"
         raise TimeoutError(f"the doctor was not done after {seconds:.0f} s")
     if outcome.status != "ok":
         problem = f"torch does not start here: {outcome.error}"
-        fix = {
-            "severity": "stops training",
-            "problem": problem,
-            "remedy": "install torch again: pip install --force-reinstall torch",
-        }
+        remedy = "install torch again: pip install --force-reinstall torch"
+        fix = {"severity": "stops training", "problem": problem, "remedy": remedy}
         found |= {"trains": False, "why": problem, "machine": {}, "checks": [], "use": [], "fix": [fix]}
         return found | {"power": None, "stderr": outcome.stderr, "seconds": _since(began)}
     facts = outcome.value

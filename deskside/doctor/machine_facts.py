@@ -36,9 +36,7 @@ def collect() -> dict[str, Any]:
         "cudnn": torch.backends.cudnn.version() if device.type == "cuda" else None,
         "cudnn_package": _first_version("nvidia-cudnn-cu13", "nvidia-cudnn-cu12"),
         "cuda_error": cuda_error,
-        "gpus": [_gpu(torch.device("cuda", i), memory) for i in range(torch.cuda.device_count())]
-        if device.type == "cuda"
-        else [],
+        "gpus": [] if cuda_error else [_gpu(index, memory) for index in range(torch.cuda.device_count())],
         "visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
         "architectures": torch.cuda.get_arch_list(),
         "memory_available_gib": _gib(_memory_available()),
@@ -72,27 +70,23 @@ def _memory_before_cuda(driver: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _gpu(device: torch.device, before: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def _gpu(index: int, before: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    device = torch.device("cuda", index)
     properties = torch.cuda.get_device_properties(device)
     uuid = str(properties.uuid)
     uuid = uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"
     free, total = torch.cuda.mem_get_info(device)
-    memory = before.get(uuid) or {
-        "total_bytes": total,
-        "free_bytes": free,
-        "used_bytes": None,
-        "processes": [],
-    }
+    unseen = {"total_bytes": total, "free_bytes": free, "used_bytes": None, "processes": []}
     card = nvml.NvmlDevice.of(device)
     sheet = of_device(properties.name, properties.total_memory)
     return {
-        "index": device.index,
+        "index": index,
         "name": properties.name,
         "uuid": uuid,
         "compute_capability": f"{properties.major}.{properties.minor}",
         "multiprocessors": properties.multi_processor_count,
         "usable_bytes": total,
-        **memory,
+        **(before.get(uuid) or unseen),
         "power": card.power() if card else {},
         "pcie": card.pcie() if card else {},
         "data_sheet": None

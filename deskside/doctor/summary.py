@@ -162,13 +162,14 @@ def _checks(checks: Sequence[Mapping[str, Any]]) -> Table:
         if rows:
             table.add_row(Text(group, "bold"))
         for check in rows:
-            ratio = check.get("to_bf16")
+            ratio, errors = check.get("to_bf16"), (check.get("errors") or {}).values()
+            worst = "not finite" if None in errors else f"{max(errors):.1e}" if errors else ""
             table.add_row(
                 Text(f"  {check['name']}"),
                 Text(check["verdict"], STYLES[check["verdict"]]),
                 _measured(check),
                 "" if ratio is None else f"{ratio:.2f}" if ratio >= 0.01 else "<0.01",
-                _worst(check),
+                worst,
             )
     return table
 
@@ -180,15 +181,6 @@ def _measured(check: Mapping[str, Any]) -> str:
     if "native" in details:
         return "native" if details["native"] else "emulated"
     return rate(check.get("speed"))
-
-
-def _worst(check: Mapping[str, Any]) -> str:
-    errors = check.get("errors")
-    if not errors:
-        return ""
-    if any(error is None for error in errors.values()):
-        return "not finite"
-    return f"{max(errors.values()):.1e}"
 
 
 def _reasons(checks: Sequence[Mapping[str, Any]]) -> Iterator[Text]:

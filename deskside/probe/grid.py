@@ -25,10 +25,8 @@ STEP_FLOPS = {"cuda": 4e14, "cpu": 4e10}
 WARMUP_SECONDS = {"cuda": 2.0, "cpu": 0.5}
 COUNTED_SECONDS = {"cuda": 4.0, "cpu": 2.0}
 WARMUP_STEPS, COUNTED_STEPS, DRY_STEPS = 2, 5, 3
-STATE_BYTES, STATES_SHARE = (
-    18,
-    0.5,
-)  # of a parameter under AdamW: weight, gradient, two moments, bfloat16 copy
+STATE_BYTES = 18  # of a parameter under AdamW: weight, gradient, two moments, bfloat16 copy
+STATES_SHARE = 0.5  # of the card's memory
 CPU_VOCABULARY = 1024
 OPTION_DISTANCE = 0.6  # between two options, where the longest way along sizes or sequences is 1
 CORNERS = ((0.0, 0.0), (1.0, 1.0), (0.0, 1.0), (1.0, 0.0))  # of (size, sequence length), the cheapest first
@@ -69,11 +67,8 @@ class Point:
     @property
     def options(self) -> tuple[str, str, str]:
         """Precision, optimizer, activation checkpointing."""
-        return (
-            str(self.spec["precision"]),
-            str(self.spec["optimizer"]),
-            str(self.spec["activation_checkpointing"]),
-        )
+        spec = self.spec
+        return str(spec["precision"]), str(spec["optimizer"]), str(spec["activation_checkpointing"])
 
     @property
     def shape(self) -> str:
@@ -91,11 +86,17 @@ class Point:
 
     def title(self) -> str:
         """Return a one-line description: shape, parameters, sequence length, options."""
-        precision, optimizer, checkpointing = self.options
-        words = [self.shape, count(num_params(self.model)), f"T {self.sequence_length}", optimizer]
-        words += [precision] if precision != "auto" else []
-        words += [f"checkpointing {checkpointing}"] if checkpointing != "none" else []
-        return ", ".join(words)
+        words = [self.shape, count(num_params(self.model)), f"T {self.sequence_length}"]
+        return ", ".join([*words, option_words(self.options, "checkpointing ")])
+
+
+def option_words(options: tuple[str, str, str], before_checkpointing: str = "") -> str:
+    """Return the options of a point without those that are defaults, such as "muon, fp8-rowwise, block"."""
+    precision, optimizer, checkpointing = options
+    words = [optimizer]
+    words += [precision] if precision != "auto" else []
+    words += [f"{before_checkpointing}{checkpointing}"] if checkpointing != "none" else []
+    return ", ".join(words)
 
 
 def make_point(

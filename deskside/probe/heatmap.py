@@ -19,7 +19,7 @@ from matplotlib.patches import Rectangle
 
 from deskside.budget.shape import num_params
 from deskside.measurements.store import Row
-from deskside.probe.grid import Point
+from deskside.probe.grid import Point, option_words
 from deskside.utils.errors import RunError
 from deskside.utils.format import GIB, count, gib_digits
 
@@ -58,7 +58,8 @@ def draw(rows: Sequence[tuple[Point, Row]], card: str, path: Path) -> None:
     Points of different options share one pair of panels where no two fall on the same cell, and then say their options
     in the cell; else every combination of options has a pair of its own.
     """
-    shapes = _shapes(rows)
+    smallest_first = sorted(rows, key=lambda row: num_params(row[0].model))
+    shapes = list(dict.fromkeys(_label(point) for point, _ in smallest_first))
     lengths = sorted({point.sequence_length for point, _ in rows})
     groups = _groups(rows)
     size = (
@@ -86,10 +87,13 @@ def _groups(rows: Sequence[tuple[Point, Row]]) -> list[tuple[str, Cells]]:
     together: Cells = {(_label(point), point.sequence_length): (point, row) for point, row in rows}
     if len(together) == len(rows):
         kinds = {point.options for point, _ in rows}
-        return [(_options(*kinds) if len(kinds) == 1 else "", together)]
+        return [(option_words(*kinds) if len(kinds) == 1 else "", together)]
     groups: dict[str, Cells] = {}
     for point, row in rows:
-        groups.setdefault(_options(point.options), {})[_label(point), point.sequence_length] = (point, row)
+        groups.setdefault(option_words(point.options), {})[_label(point), point.sequence_length] = (
+            point,
+            row,
+        )
     return list(groups.items())
 
 
@@ -120,7 +124,7 @@ def _panel(
                 Rectangle((x - 0.5, y - 0.5), 1, 1, facecolor="white", edgecolor="#999999", hatch=hatch, lw=0)
             )
         if not title:
-            text += "\n" + _options(point.options)
+            text += "\n" + option_words(point.options)
         box: dict[str, Any] | None = (
             None if row["status"] == "ok" else {"facecolor": "white", "edgecolor": "none", "pad": 1}
         )
@@ -145,16 +149,5 @@ def _norm(known: list[float], logarithmic: bool) -> Normalize:
     return LogNorm(low, max(high, 1.5 * low)) if logarithmic else Normalize(0, high)
 
 
-def _shapes(rows: Sequence[tuple[Point, Row]]) -> list[str]:
-    """Return the labels of the models, smallest first."""
-    return list(dict.fromkeys(_label(p) for p, _ in sorted(rows, key=lambda r: num_params(r[0].model))))
-
-
 def _label(point: Point) -> str:
     return f"{point.shape}\n{count(num_params(point.model))}"
-
-
-def _options(options: tuple[str, str, str]) -> str:
-    precision, optimizer, checkpointing = options
-    words = [optimizer, *([] if precision == "auto" else [precision])]
-    return ", ".join(words + ([] if checkpointing == "none" else [checkpointing]))

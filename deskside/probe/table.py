@@ -12,13 +12,12 @@ from rich.text import Text
 
 from deskside.budget.shape import num_params
 from deskside.measurements.store import Row
-from deskside.probe.grid import Point
+from deskside.probe.grid import Point, option_words
 from deskside.probe.sweep import ProbeResult
-from deskside.utils.format import count, gib_digits, hours
+from deskside.utils.format import count, gib_digits, hours, plural
 
 TOKENS_PER_PARAMETER = 20  # rule of thumb of Hoffmann et al. 2022 (arXiv 2203.15556); counts all parameters
 DAY = 86400.0
-GIB = 2**30
 SPEED_COLUMNS = (
     "shape", "param", "seq", "micro\nx acc", "tokens\nper s", "±\n%", "step\nms", "MFU",
     "GiB alloc\n/reserved", "W", "",
@@ -61,18 +60,17 @@ def reasons(findings: Sequence[ProbeResult]) -> list[str]:
             lines.append(
                 f"unstable: {title}: a loss or gradient was not finite; a run with these settings would fail"
             )
-    if any(
-        f.row is not None and f.status == "ok" and f.row["result"].get("device") == "cpu" for f in findings
-    ):
+    measured = [f.row["result"] for f in findings if f.row is not None and f.status == "ok"]
+    if any(result.get("device") == "cpu" for result in measured):
         lines.append(
             "GiB: all memory of the process, libraries included, since a CPU has no allocator of its own"
         )
     if any(finding.status == "oom" for finding in findings):
         lines.append("oom: not even a micro-batch of one row fits; measured")
     skipped = Counter(f.row["error"] for f in findings if f.row is not None and f.status == "skipped")
-    lines += [f"skipped: {_points(number)}: {reason}" for reason, number in skipped.items()]
+    lines += [f"skipped: {plural(number, 'point')}: {reason}" for reason, number in skipped.items()]
     if missing := sum(finding.row is None for finding in findings):
-        lines.append(f"no time: {_points(missing)}; run the same command again to measure them")
+        lines.append(f"no time: {plural(missing, 'point')}; run the same command again to measure them")
     return lines
 
 
@@ -115,28 +113,19 @@ def _measured(result: dict[str, Any]) -> tuple[str, ...]:
 
 def _days(findings: Sequence[ProbeResult]) -> Table:
     table = _table("modelled: a day at the measured speed")
-    for name in (
-        "shape",
-        "params",
-        "seq",
-        "options",
-        "tokens\nin 24 h",
-        "hours for 20\ntokens per parameter",
-    ):
+    names = ("shape", "params", "seq", "options", "tokens\nin 24 h", "hours for 20\ntokens per parameter")
+    for name in names:
         table.add_column(name, justify="left" if name in ("shape", "options") else "right", no_wrap=True)
     for finding in findings:
         if finding.row is None or finding.status != "ok":
             continue
         point = finding.point
         numbers = derived(point, finding.row)
-        precision, optimizer, checkpointing = point.options
-        options = [optimizer, *([precision] if precision != "auto" else [])]
-        options += [checkpointing] if checkpointing != "none" else []
         table.add_row(
             point.shape,
             count(num_params(point.model)),
             str(point.sequence_length),
-            ", ".join(options),
+            option_words(point.options),
             count(numbers["tokens_per_24h"]),
             hours(numbers["hours_for_20_tokens_per_parameter"]),
         )
@@ -165,7 +154,3 @@ def memory(result: dict[str, Any]) -> str:
     """Return peak allocated / peak reserved memory in GiB; only the resident set on a CPU."""
     allocated, reserved = result["peak_allocated_bytes"], result["peak_reserved_bytes"]
     return gib_digits(allocated) + ("" if reserved is None else f"/{gib_digits(reserved)}")
-
-
-def _points(number: int) -> str:
-    return "1 point" if number == 1 else f"{number} points"

@@ -35,9 +35,7 @@ from deskside.weights.load import Loaded
 
 T = TypeVar("T")
 RETRY_SECONDS = 1
-SHORT_CHARACTERS = (
-    1 << 14
-)  # up to this length (about 10 ms of tokenization) texts do not queue behind longer ones
+SHORT_CHARACTERS = 1 << 14  # texts up to this length (10 ms of tokenization) do not queue behind longer ones
 HEADERS = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
 
 
@@ -270,6 +268,7 @@ class PendingResponse:
         self._worker, self._requests, self._writer, self._usage = worker, requests, writer, usage
         self._news: asyncio.Queue[tuple[int, EngineMessage]] = asyncio.Queue()
         self._left = sum(request.samples for request in requests)
+        self._prompts = [len(request.prompt) for request in requests]  # in tokens
         self._futures: list[RequestFuture] = []
         try:
             for number, request in enumerate(requests):
@@ -280,10 +279,6 @@ class PendingResponse:
 
     def _hear(self, number: int, message: EngineMessage) -> None:
         self._news.put_nowait((number, message))
-
-    @property
-    def _prompts(self) -> list[int]:
-        return [len(request.prompt) for request in self._requests]
 
     def cancel(self) -> None:
         """Cancel unfinished requests."""

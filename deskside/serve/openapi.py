@@ -149,8 +149,8 @@ def document(places: int, max_tokens: int, vocabulary: int, roles: Collection[st
     for name in (ChatRequest.__name__, CompletionRequest.__name__):
         properties = schemas[name]["properties"]
         for field, most in (("max_tokens", max_tokens), ("max_completion_tokens", max_tokens), ("n", places)):
-            if field in properties:
-                _bound(properties[field], "maximum", most)
+            for part in _inside(properties.get(field), "integer"):
+                part["maximum"] = min(most, part.get("maximum", most))
     if roles:
         schemas[RequestMessage.__name__]["properties"]["role"]["enum"] = sorted(roles)
     prompt = schemas[CompletionRequest.__name__]["properties"]["prompt"]
@@ -227,12 +227,6 @@ def _refusal(number: str) -> dict[str, Any]:
 
 def _content(model: type[BaseModel]) -> dict[str, Any]:
     return {"content": {"application/json": {"schema": {"$ref": SCHEMAS + model.__name__}}}}
-
-
-def _bound(schema: dict[str, Any], key: str, value: int) -> None:
-    """Set a bound of the integers of a field."""
-    for part in _inside(schema, "integer"):
-        part[key] = min(value, part.get(key, value))
 
 
 def _inside(schema: Any, kind: str) -> list[dict[str, Any]]:

@@ -10,9 +10,7 @@ from deskside.data.tokenizer import longest_token
 from deskside.utils.errors import UsageError
 from deskside.weights.load import Loaded
 
-PREFIX_CHARACTERS = (
-    16  # for each token that may be taken: what is encoded of a long text to see whether it is too long
-)
+PREFIX_CHARACTERS = 16  # per token of the maximum: the prefix that is encoded to see if a text is too long
 
 
 class TooLong(UsageError):

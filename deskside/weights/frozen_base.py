@@ -78,7 +78,11 @@ def make(
     for number, block in enumerate(model.layers):
         fill(f"layers.{number}", block, torch.bfloat16 if adapter.base == "bf16" else torch.float32)
         freeze(block, adapter.base)
-    fill("", _without_blocks(model), torch.bfloat16)
+    rest = nn.Module()  # everything but the blocks, under the same names
+    for name, module in model.named_children():
+        if module is not model.layers:
+            rest.add_module(name, module)
+    fill("", rest, torch.bfloat16)
     model.reset_buffers()
     attach(model, adapter, seed, trained_tokens)
     return model
@@ -139,21 +143,19 @@ def is_made_from(
     facts = _verify(run_dir)
     frozen = _frozen(make(config, adapter, seed, weights, "cpu", facts.trained_tokens))
     with safe_open(run_dir / BASE, "pt") as stored:  # one tensor at a time
-        return set(stored.keys()) == frozen.keys() and all(
-            _same_bits(tensor, stored.get_tensor(name)) for name, tensor in frozen.items()
-        )
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+        if set(stored.keys()) != frozen.keys():
+            return False
+        for name, ours in frozen.items():
+            theirs = stored.get_tensor(name)
+            if ours.dtype != theirs.dtype or ours.shape != theirs.shape:
+                return False
+            if not torch.equal(ours.reshape(-1).view(torch.uint8), theirs.reshape(-1).view(torch.uint8)):
+                return False
+    return True
 
 
 def _verify(run_dir: Path) -> BaseFacts:
-    """Check base.safetensors against base.json, and return base.json. Raises RunError if they differ or are
-    missing.
-    """
+    """Check base.safetensors against base.json, which is returned. Raises RunError if they differ or are missing."""
     path = run_dir / BASE
     try:
         facts = BaseFacts.model_validate_json((run_dir / FACTS).read_bytes())
@@ -175,12 +177,3 @@ def _frozen(model: Transformer) -> dict[str, Tensor]:
     trained = {clean_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
     named = ((clean_name(name), tensor) for name, tensor in model.state_dict().items())
     return {name: tensor.contiguous() for name, tensor in named if name not in trained}
-
-
-def _without_blocks(model: Transformer) -> nn.Module:
-    """Return a module with everything except the blocks, under the same names."""
-    rest = nn.Module()
-    for name, module in model.named_children():
-        if module is not model.layers:
-            rest.add_module(name, module)
-    return rest

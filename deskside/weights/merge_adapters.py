@@ -55,7 +55,8 @@ def merge_into(
         source = given[path]
         for leaf, parameter in target.named_parameters(recurse=False):
             given_weight = None
-            if original is not None and not _trains(source, leaf):
+            own = source._parameters.get(leaf)
+            if original is not None and (own is None or not own.requires_grad):  # else it trains as a whole
                 given_weight = original[f"{path}.{leaf}"]
             if leaf != "weight":
                 parameter.copy_(getattr(source, leaf) if given_weight is None else given_weight)
@@ -122,12 +123,6 @@ def read_adapted(
     model = frozen_base.reopen(run_dir, config.model, config.adapter, config.seed, device)
     load_file_into(model, checkpoint, device, trained_only=True)
     return model
-
-
-def _trains(module: nn.Module, leaf: str) -> bool:
-    """Return whether a parameter trains as a whole, not through an adapter."""
-    parameter = dict(module.named_parameters(recurse=False)).get(leaf)
-    return parameter is not None and parameter.requires_grad
 
 
 def _weight(module: nn.Module, device: torch.device, original: torch.Tensor | None = None) -> torch.Tensor:

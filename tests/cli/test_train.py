@@ -8,8 +8,8 @@ import pytest
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from deskside.budget.shape import flops_per_token
-from deskside.cli import train as train_command
 from deskside.cli.main import main
+from deskside.cli.output import speed
 from deskside.config.run import RunConfig
 from tests.serve.made_run import MadeRun, make
 
@@ -274,4 +274,4 @@ def test_two_speeds_say_what_they_are_of(rate: float | None, said: str) -> None:
         "precision": "bf16",
         "emulated": True,
     }
-    assert train_command.speed(summary) == said
+    assert speed(summary) == said
