@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,8 @@ from deskside.cli.finetune import (
     FinetuneDefaults,
     FinetuneOptions,
     FinetuneRun,
+    PreparedData,
     default_batch,
-    prepared_examples,
 )
 from deskside.cli.options import Command
 from deskside.config.align import DpoConfig
@@ -40,15 +41,14 @@ class DpoRun(FinetuneRun):
     command = COMMAND
     example = "pairs.jsonl"
 
-    def prepare(self, tokenizer: Path) -> Path:
+    def data(self, tokenizer: Path) -> PreparedData:
         from deskside.align.preference_data import prepare_pairs
-        from deskside.align.prepared import Spec
+        from deskside.align.prepared import Spec, key_of
 
         align = self.align
         spec = Spec("preference", align.data, align.val, align.val_fraction, most_held_out=500)
-        return prepared_examples(
-            self.given, spec, "pairs", tokenizer, lambda out: prepare_pairs(spec, tokenizer, out)
-        )
+        prepare = partial(prepare_pairs, spec, tokenizer)
+        return PreparedData(align.data[0], "pairs", "pairs", spec.key(tokenizer), key_of, prepare)
 
     def recipe(self, loaded: Any, data: Path, vocabulary: int) -> FinetuneDefaults:
         from deskside.align.prepared import open_index

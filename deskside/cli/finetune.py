@@ -69,6 +69,46 @@ class FinetuneDefaults:
     more: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class PreparedData:
+    """Training data that a run prepares, or finds from an earlier run.
+
+    Attributes:
+        source: The first source, which names the folder.
+        kind: Kind of the data in the folder's name.
+        noun: Name of the examples in messages.
+        key: Identifies the data and the tokenizer.
+        key_of: Returns the key of a prepared folder, None if it has none.
+        prepare: Prepares the data in a folder.
+    """
+
+    source: str
+    kind: str
+    noun: str
+    key: str
+    key_of: Callable[[Path], str | None]
+    prepare: Callable[[Path], object]
+
+    def folder(self, asked: str | None) -> Path:
+        """Return the folder with the data, by default one in data/. Rank 0 prepares it, other ranks wait for it.
+
+        Raises UsageError if --data.path, which is `asked`, holds something else.
+        """
+        name = Path(self.source.removeprefix("hf:").rstrip("/")).name.split(":")[0].split(".")[0] or "data"
+        path = Path("data") / f"{name}-{self.kind}-{self.key}" if asked is None else Path(asked)
+        index, deadline = path / "index.json", time.monotonic() + WAIT_SECONDS
+        while not index.is_file() and int(os.environ.get("RANK", "0")) and time.monotonic() < deadline:
+            time.sleep(0.5)
+        if not index.is_file():
+            self.prepare(path)
+        if self.key_of(path) not in (self.key, None):
+            raise UsageError(
+                f"--data.path {path}: holds other {self.noun}, or is for another tokenizer; give another path, or "
+                f"leave it out"
+            )
+        return path
+
+
 class FinetuneRun:
     """One fine-tuning command, from its arguments to its report."""
 
@@ -84,8 +124,8 @@ class FinetuneRun:
     def check(self) -> None:
         """Check the objective's own options before anything is loaded. Raises UsageError."""
 
-    def prepare(self, tokenizer: Path) -> Path:
-        """Return the folder of the prepared data, prepared now or by an earlier run."""
+    def data(self, tokenizer: Path) -> PreparedData:
+        """Return the data of the objective."""
         raise NotImplementedError
 
     def recipe(self, loaded: Any, data: Path, vocabulary: int) -> FinetuneDefaults:
@@ -111,7 +151,7 @@ class FinetuneRun:
         with tempfile.TemporaryDirectory() as folder:
             chat = _chat_tokenizer(loaded, self.align.template, Path(folder))
             with _time_limit(wall_limit(given)):
-                data = self.prepare(Path(folder))
+                data = self.data(Path(folder)).folder(given.get("data", {}).get("path"))
         config = self._configure(loaded, data, chat.vocab_size)
         if data.parent == Path("data") and not int(os.environ.get("RANK", "0")):  # the user named no folder
             note(f"data: prepared in {data}; later runs reuse it")
@@ -235,44 +275,6 @@ def _chat_tokenizer(loaded: Any, template: str | None, folder: Path) -> Any:
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"--align.template {template}: cannot be read ({error})") from None
     return chat_template.make(loaded.tokenizer_dir, folder, text)
-
-
-def default_data_folder(source: str, kind: str, key: str) -> Path:
-    """Return where data prepared from `source` is kept; `key` identifies the data and the tokenizer."""
-    name = Path(source.removeprefix("hf:").rstrip("/")).name.split(":")[0]
-    return Path("data") / f"{name.split('.')[0] or 'data'}-{kind}-{key}"
-
-
-def find_or_prepare(path: Path, prepare: Callable[[Path], object]) -> Path:
-    """Return `path` once it holds prepared data. Rank 0 prepares it if it does not exist, the other ranks wait."""
-    index = path / "index.json"
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not index.is_file() and int(os.environ.get("RANK", "0")) and time.monotonic() < deadline:
-        time.sleep(0.5)
-    if not index.is_file():
-        prepare(path)
-    return path
-
-
-def prepared_examples(
-    given: dict[str, Any], spec: Any, kind: str, tokenizer: Path, prepare: Callable[[Path], object]
-) -> Path:
-    """Return the folder of the examples that an `align.prepared.Spec` names.
-
-    Raises UsageError if --data.path holds something else.
-    """
-    from deskside.align.prepared import key_of
-
-    key = spec.key(tokenizer)
-    asked = given.get("data", {}).get("path")
-    path = find_or_prepare(
-        Path(asked) if asked is not None else default_data_folder(spec.sources[0], kind, key), prepare
-    )
-    if key_of(path) not in (key, None):
-        raise UsageError(
-            f"--data.path {path}: holds other {kind}, or is for another tokenizer; give another path, or leave it out"
-        )
-    return path
 
 
 def default_batch(

@@ -332,7 +332,7 @@ class Pipeline:
 def _check_can_confirm(options: GoOptions) -> None:
     """Raise UsageError if the plan needs a confirmation that cannot be asked for."""
     if not options.yes and not sys.stdin.isatty():
-        raise UsageError("stdin is not a terminal, so nobody can confirm the plan; pass --yes")
+        raise UsageError("stdin is not a terminal, so the plan cannot be confirmed; pass --yes")
 
 
 def _started(options: GoOptions, given: dict[str, Any], argv: Sequence[str]) -> PipelineState:

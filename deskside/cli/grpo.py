@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from deskside.cli.finetune import COMMON, FinetuneDefaults, FinetuneOptions, FinetuneRun, prepared_examples
+from deskside.cli.finetune import COMMON, FinetuneDefaults, FinetuneOptions, FinetuneRun, PreparedData
 from deskside.cli.options import Command, option
 from deskside.config.align import GrpoConfig
 from deskside.utils.errors import UsageError
@@ -53,26 +54,17 @@ class GrpoRun(FinetuneRun):
 
         rewards.parse(self.align.reward)
 
-    def prepare(self, tokenizer: Path) -> Path:
+    def data(self, tokenizer: Path) -> PreparedData:
         from deskside.align.grpo_data import prepare_questions
-        from deskside.align.prepared import Spec
+        from deskside.align.prepared import Spec, key_of
 
         align = self.align
+        options = (("system", align.system),)
         spec = Spec(
-            "questions",
-            align.data,
-            align.val,
-            align.val_fraction,
-            most_held_out=200,
-            options=(("system", align.system),),
+            "questions", align.data, align.val, align.val_fraction, most_held_out=200, options=options
         )
-        return prepared_examples(
-            self.given,
-            spec,
-            "questions",
-            tokenizer,
-            lambda out: prepare_questions(spec, align.system, tokenizer, out),
-        )
+        prepare = partial(prepare_questions, spec, align.system, tokenizer)
+        return PreparedData(align.data[0], "questions", "questions", spec.key(tokenizer), key_of, prepare)
 
     def recipe(self, loaded: Any, data: Path, vocabulary: int) -> FinetuneDefaults:
         questions, asked, align = self.options.questions, self.given.get("batch", {}), self.align

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,11 @@ from deskside.cli.finetune import (
     FinetuneDefaults,
     FinetuneOptions,
     FinetuneRun,
+    PreparedData,
     default_batch,
-    default_data_folder,
-    find_or_prepare,
 )
 from deskside.cli.options import Command
 from deskside.config.align import SftConfig
-from deskside.utils.errors import UsageError
 
 
 @dataclass(kw_only=True)
@@ -44,24 +43,20 @@ class SftRun(FinetuneRun):
     example = "chats.jsonl"
     length = "3 epochs"
 
-    def prepare(self, tokenizer: Path) -> Path:
+    def data(self, tokenizer: Path) -> PreparedData:
         from deskside.data.chat.prepare_chat import ChatSpec, cache_key, prepare_chat
         from deskside.data.reading.shards import read_index
 
         align = self.align
         spec = ChatSpec(align.data, align.val, align.val_fraction, align.turns)
+
+        def key_of(path: Path) -> str | None:
+            index = read_index(path)
+            return None if index.chat is None else str(index.arguments.get("key"))
+
         key = cache_key(spec, tokenizer)
-        asked = self.given.get("data", {}).get("path")
-        path = find_or_prepare(
-            Path(asked) if asked is not None else default_data_folder(align.data[0], "chat", key),
-            lambda out: prepare_chat(spec, tokenizer, out),
-        )
-        if (found := read_index(path)).chat is not None and found.arguments.get("key") != key:
-            raise UsageError(
-                f"--data.path {path}: holds other conversations, or is for another tokenizer; give another path, or "
-                f"leave it out"
-            )
-        return path
+        prepare = partial(prepare_chat, spec, tokenizer)
+        return PreparedData(align.data[0], "chat", "conversations", key, key_of, prepare)
 
     def recipe(self, loaded: Any, data: Path, vocabulary: int) -> FinetuneDefaults:
         from deskside.data.reading.shards import read_index

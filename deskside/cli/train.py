@@ -104,7 +104,7 @@ def resume(path: Path, config: RunConfig, as_json: bool) -> int:
     from deskside.train.loop.callbacks import ReportFollows
 
     outcome = training_run.resume(path, ReportFollows(), objective_of(config))
-    return finish(outcome, config.align and config.align.name, as_json)
+    return finish(outcome, config.align.name if config.align is not None else None, as_json)
 
 
 def _configure(options: TrainOptions, given: dict[str, Any], source: Any) -> RunConfig:

@@ -1,9 +1,9 @@
 """Matrix products of torch and of the precision recipes, and memory: numbers first, then the rate of the device.
 
 A linear layer has three products: the output x w^T, the input gradient g w, the weight gradient g^T x. Each is computed
-as training would and compared with float64. For the scaled formats two errors are told apart: against the values
-that codes and scales stand for, which only a wrong kernel can make large, and against the operands before rounding,
-which is what a training step on them would get. Recipes are checked by their own layers.
+as training would and compared with float64. For the scaled formats two errors are reported: against the dequantized
+operands, which only a wrong kernel can make large, and against the operands before rounding, which is the error of a
+training step. Recipes are checked by their own layers.
 """
 
 import math

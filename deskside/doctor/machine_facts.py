@@ -76,7 +76,7 @@ def _gpu(index: int, before: dict[str, dict[str, Any]]) -> dict[str, Any]:
     uuid = str(properties.uuid)
     uuid = uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"
     free, total = torch.cuda.mem_get_info(device)
-    unseen = {"total_bytes": total, "free_bytes": free, "used_bytes": None, "processes": []}
+    unseen: dict[str, Any] = {"total_bytes": total, "free_bytes": free, "used_bytes": None, "processes": []}
     card = nvml.NvmlDevice.of(device)
     sheet = of_device(properties.name, properties.total_memory)
     return {

@@ -87,7 +87,7 @@ def _groups(rows: Sequence[tuple[Point, Row]]) -> list[tuple[str, Cells]]:
     together: Cells = {(_label(point), point.sequence_length): (point, row) for point, row in rows}
     if len(together) == len(rows):
         kinds = {point.options for point, _ in rows}
-        return [(option_words(*kinds) if len(kinds) == 1 else "", together)]
+        return [(option_words(kinds.pop()) if len(kinds) == 1 else "", together)]
     groups: dict[str, Cells] = {}
     for point, row in rows:
         groups.setdefault(option_words(point.options), {})[_label(point), point.sequence_length] = (

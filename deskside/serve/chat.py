@@ -59,7 +59,7 @@ class Conversation:
 
     @property
     def plain(self) -> bool:
-        """Whether the model has no chat template and continues text."""
+        """True if the model has no chat template and continues text."""
         return not self._prompts.chats
 
     def reset(self) -> None:

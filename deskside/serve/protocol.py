@@ -2,7 +2,7 @@
 
 Fields and meanings are those of OpenAI's reference (platform.openai.com/docs/api-reference). `top_k`, `min_p` and
 `repetition_penalty` are additions that vLLM and others use under the same names. A field that would change the answer
-and that this server cannot obey is refused, never ignored; so is a field that nobody knows. Types are strict: "1" is no
+and that this server does not support is refused, never ignored; so is an unknown field. Types are strict: "1" is no
 number.
 
 Every number, text and list has a bound here, so that nothing unbounded reaches the engine. The bounds are part of the
@@ -102,8 +102,8 @@ class TextPart(_Strict):
 class RequestMessage(_Strict):
     """One message of a conversation.
 
-    The fields that take only null or an empty list stand in messages that OpenAI's clients send back as they got them.
-    A name is refused where the model's chat template does not write it.
+    OpenAI's clients send back the messages that they received; the fields that take only null or an empty list occur
+    in those. A name is refused where the model's chat template does not write it.
     """
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
@@ -154,7 +154,7 @@ class _Common(_Strict):
 
     @property
     def usage_in_stream(self) -> bool:
-        """Whether a stream ends with the counts of tokens."""
+        """True if a stream ends with token counts."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     def sampling(self) -> Sampling:

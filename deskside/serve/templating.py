@@ -29,7 +29,7 @@ class Prompts:
 
     def __init__(self, loaded: Loaded, longest: int | None = None):
         self._start, self._longest = loaded.start_token, longest
-        # A copy of its own: the way it treats special tokens is changed.
+        # A copy, because its treatment of special tokens is changed.
         self._coder = Tokenizer.from_str(loaded.tokenizer.to_str())
         self._coder.no_truncation()
         self._coder.no_padding()
@@ -41,7 +41,7 @@ class Prompts:
 
     @property
     def chats(self) -> bool:
-        """Whether the model has a chat template."""
+        """True if the model has a chat template."""
         return self._renderer is not None
 
     @property
@@ -67,14 +67,14 @@ class Prompts:
         return self._checked(self._renderer.ids(text))
 
     def _check_bytes(self, text: str) -> None:
-        """Every token stands for a bounded number of bytes, so very long texts need not be encoded at all."""
+        """Refuse a text by its bytes: a token has a maximum number of them, so very long texts need no encoding."""
         if self._longest is not None and self._token_bytes is not None:
             least = len(text.encode()) // self._token_bytes
             if least > self._longest:
                 raise TooLong(least, self._longest)
 
     def _check_prefix(self, text: str, encode: Callable[[str], list[int]]) -> None:
-        """A beginning with twice the tokens that are taken: the last word of it may become fewer in the whole text."""
+        """Refuse a text by a prefix with twice the maximum. The last word of a prefix may take more tokens."""
         if self._longest is None:
             return
         size = PREFIX_CHARACTERS * self._longest

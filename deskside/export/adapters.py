@@ -1,12 +1,16 @@
-"""Export of a run's adapters to a directory that peft.PeftModel.from_pretrained loads on top of the base model.
+"""Exports of a run with adapters: the adapters alone, or their merge into the original weights.
 
-The directory has adapter_config.json and adapter_model.safetensors in the layout of the PEFT library: `lora_A` and
-`lora_B` of every projection under Hugging Face's module names, and the trained embedding rows of new tokens as
-trainable_token_indices.
+`save_peft` writes a directory that peft.PeftModel.from_pretrained loads on top of the base model. It has
+adapter_config.json and adapter_model.safetensors in the layout of the PEFT library: `lora_A` and `lora_B` of every
+projection under Hugging Face's module names, and the trained embedding rows of new tokens as trainable_token_indices.
+
+A run with adapters keeps its base in BF16, INT8 or NF4. If the original is still available, `merge_into_original`
+avoids that rounding. Freezing the original again must reproduce the run's base bit for bit, which proves that it is
+the original.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +18,19 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from deskside.config.run import RunConfig
 from deskside.config.sections import AdapterConfig
 from deskside.model.transformer import Transformer
 from deskside.precision.lora import adapter_of, trained_rows_of
-from deskside.utils.errors import UsageError
+from deskside.run.directory import reached
+from deskside.train.state.init_weights import grown
+from deskside.utils.errors import RunError, UsageError
+from deskside.weights import frozen_base
+from deskside.weights.checkpoint_files import Damaged, find
 from deskside.weights.hf import hf_name, replaced_when_complete, seal
 from deskside.weights.hf_families import family_of
+from deskside.weights.load import Loaded, load_model
+from deskside.weights.merge_adapters import merge_into, read_adapted
 
 PREFIX = "base_model.model."
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -91,3 +102,44 @@ def save_peft(
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
         seal(folder, about, card)
     return out_dir
+
+
+class Unavailable(Exception):
+    """The original weights cannot be used; the message gives the reason."""
+
+
+def merge_into_original(loaded: Loaded, warn: Callable[[str], None]) -> str:
+    """Overwrite a loaded run's weights with its adapters merged into the original weights; return their path.
+
+    Needs memory for the original in float32 and for its frozen form. Raises Unavailable.
+    """
+    run_dir = loaded.run_dir
+    assert run_dir is not None
+    config = RunConfig.model_validate(loaded.run["config"])
+    assert config.adapter is not None
+    checkpoint = next((c for c in find(run_dir / "checkpoints") if c.step == loaded.step), None)
+    if checkpoint is None:
+        raise Unavailable("the run has no checkpoint, so its adapters are not at hand apart")
+    source = loaded.run.get("init")
+    if not isinstance(source, str):
+        raise Unavailable("the run does not say which model it was started from")
+    path = reached(source, loaded.run.get("directory"))
+    try:
+        original = load_model(path, warn=warn)
+        weights = {name: parameter.detach() for name, parameter in original.model.named_parameters()}
+        if config.align is not None:
+            fresh = loaded.run.get("fresh")
+            if not isinstance(fresh, list) or not all(type(token) is int for token in fresh):
+                raise Unavailable("the run does not say which tokens it added to the original")
+            weights = grown(weights, config.model.vocab_size, fresh)
+        same = frozen_base.is_made_from(run_dir, config.model, config.adapter, config.seed, weights)
+        model = read_adapted(run_dir, checkpoint, config, "cpu")
+    except (UsageError, RunError, Damaged) as error:
+        raise Unavailable(f"the original cannot be used: {error}") from None
+    if not same:
+        raise Unavailable(
+            f"{path} is not the original to the last bit: rounded to {config.adapter.base} here, it differs from what "
+            "the run kept"
+        )
+    merge_into(loaded.model, model, weights)
+    return path
