@@ -21,7 +21,7 @@ from deskside.config import merge
 from deskside.config.duration import HOURS
 from deskside.pipeline.pipeline_state import FILE, PipelineState, damaged, tail_seconds
 from deskside.pipeline.state_schema import MAX_GIB, MAX_HOURS, PHASES
-from deskside.run.directory import RunDirectory, reached, reached_by
+from deskside.run.directory import RunDirectory, reached_by
 from deskside.train.prepare.preflight import set_cublas_workspace
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.signals import exit_code
@@ -134,6 +134,12 @@ class Pipeline:
         self.run.event(text)
         print(text, file=sys.stderr, flush=True)
 
+    def request(self) -> Any:
+        """Return the `phases.PipelineRequest` of the recorded options."""
+        from deskside.pipeline.phases import PipelineRequest
+
+        return PipelineRequest.of(self.state.hours, self.options)
+
     # The phases
 
     def doctor(self) -> None:
@@ -155,7 +161,7 @@ class Pipeline:
 
         machine = this_machine()
         left = phases.allowance(self.state.hours, machine.device) - self.state.seconds()
-        result = phases.probe(machine, open_store(self._request().probes), left, self.say)
+        result = phases.probe(machine, open_store(self.request().probes), left, self.say)
         self.state.keep("probe", result)
         if result["status"] == "skipped":
             self.say(f"probe: skipped: {result['reason']}")
@@ -182,7 +188,7 @@ class Pipeline:
             raise _out_of_time(self.state)
         self._prepare_data()
         seconds = self.state.left() - self.state.tail()
-        result, whole = phases.plan(self._request(), seconds)
+        result, whole = phases.plan(self.request(), seconds)
         for line in phases.lines(result):
             self.say(line)
         if whole is not None:
@@ -202,7 +208,7 @@ class Pipeline:
         from deskside.data.corpus.prepare import prepare
         from deskside.pipeline import phases
 
-        config = merge.build([phases.preset_config(self._request())])
+        config = merge.build([phases.preset_config(self.request())])
         data = config.data
         if data.path is None or not data.sources or (Path(data.path) / "index.json").exists():
             return
@@ -284,23 +290,6 @@ class Pipeline:
 
     # Helpers
 
-    def _request(self) -> Any:
-        from deskside.pipeline.phases import PipelineRequest
-
-        options = self.options
-        preset, data, begun_in = options["preset"], options["data"], options.get("directory")
-        if preset is not None and preset.endswith(".toml"):
-            preset = reached(preset, begun_in)
-        return PipelineRequest(
-            hours=self.state.hours,
-            preset=preset,
-            data=None if data is None else reached(data, begun_in),
-            given=options["given"],
-            memory_gib=options["gpu_budget"],
-            probes=reached(options["probes"], begun_in),
-            length=options.get("length"),
-        )
-
     def _limit_memory(self, device: str) -> None:
         limit = self.options["gpu_budget"]
         if limit is None or device == "cpu":
@@ -368,16 +357,18 @@ def _started(options: GoOptions, given: dict[str, Any], argv: Sequence[str]) -> 
         )
     from deskside.pipeline import phases
 
-    request = phases.PipelineRequest(
-        options.hours,
-        options.preset,
-        options.corpus,
-        given,
-        options.gpu_budget,
-        options.probes,
+    kept = {
+        "preset": options.preset,
         # "5 steps", from {"steps": "5"}
-        merge.merge([{"schedule": lengths}])[0]["schedule"]["length"] if lengths else None,
-    )
+        "length": merge.merge([{"schedule": lengths}])[0]["schedule"]["length"] if lengths else None,
+        "data": options.corpus,
+        "given": given,
+        "gpu_budget": options.gpu_budget,
+        "target_loss": options.target_loss,
+        "probes": options.probes,
+        "directory": str(Path.cwd()),
+    }
+    request = phases.PipelineRequest.of(options.hours, kept)
     if options.corpus is not None:
         phases.vocabulary(options.corpus)  # raises if it is not prepared data
     if options.preset is None and options.corpus is None:
@@ -403,16 +394,6 @@ def _started(options: GoOptions, given: dict[str, Any], argv: Sequence[str]) -> 
         on = f", or continue with: deskside go --resume {path}" if (path / FILE).exists() else ""
         raise UsageError(f"{path} exists; choose another --name{on}")
     run = RunDirectory.create(Path(options.runs), options.name, name_of_preset(options.preset or "go"))
-    kept = {
-        "preset": options.preset,
-        "length": request.length,
-        "data": options.corpus,
-        "given": given,
-        "gpu_budget": options.gpu_budget,
-        "target_loss": options.target_loss,
-        "probes": options.probes,
-        "directory": str(Path.cwd()),
-    }
     return PipelineState.begin(run, options.hours, kept, shlex.join(["deskside", "go", *argv]))
 
 

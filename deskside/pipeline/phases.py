@@ -22,6 +22,7 @@ from deskside.plan.request import PlanQuestion, PlanRequest, ask
 from deskside.plan.result import Plan, PlannedBand
 from deskside.probe.grid import CARD_SECONDS, calibration_points, estimate_seconds
 from deskside.probe.sweep import ProbeResult, Sweep
+from deskside.run.directory import reached
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.format import count, duration, gib
 from deskside.utils.signals import Interrupted
@@ -157,6 +158,22 @@ class PipelineRequest:
     memory_gib: float | None
     probes: str
     length: str | None = None
+
+    @classmethod
+    def of(cls, hours: float, options: Mapping[str, Any]) -> "PipelineRequest":
+        """Return the request of the options in go.json, with paths from the directory where it was started."""
+        preset, data, begun_in = options["preset"], options["data"], options.get("directory")
+        if preset is not None and preset.endswith(".toml"):
+            preset = reached(preset, begun_in)
+        return cls(
+            hours=hours,
+            preset=preset,
+            data=None if data is None else reached(data, begun_in),
+            given=options["given"],
+            memory_gib=options["gpu_budget"],
+            probes=reached(options["probes"], begun_in),
+            length=options.get("length"),
+        )
 
 
 def plan(request: PipelineRequest, pretrain_seconds: float) -> tuple[Result, Plan | None]:
