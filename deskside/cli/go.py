@@ -19,6 +19,9 @@ from deskside.cli.output import print_json, print_next
 from deskside.cli.shared_options import JsonOption, name_of_preset
 from deskside.config import merge
 from deskside.config.duration import HOURS
+from deskside.measurements.identity import this_machine
+from deskside.measurements.store import open_store
+from deskside.pipeline import phases
 from deskside.pipeline.pipeline_state import FILE, PipelineState, damaged, tail_seconds
 from deskside.pipeline.state_schema import MAX_GIB, MAX_HOURS, PHASES
 from deskside.run.directory import RunDirectory, reached_by
@@ -134,18 +137,13 @@ class Pipeline:
         self.run.event(text)
         print(text, file=sys.stderr, flush=True)
 
-    def request(self) -> Any:
-        """Return the `phases.PipelineRequest` of the recorded options."""
-        from deskside.pipeline.phases import PipelineRequest
-
-        return PipelineRequest.of(self.state.hours, self.options)
+    def request(self) -> phases.PipelineRequest:
+        """Return the request of the recorded options."""
+        return phases.PipelineRequest.of(self.state.hours, self.options)
 
     # The phases
 
     def doctor(self) -> None:
-        from deskside.measurements.identity import this_machine
-        from deskside.pipeline import phases
-
         machine = this_machine()
         allowed = phases.doctor_allowance(self.state.hours, machine) - self.state.seconds()
         result = phases.doctor(machine, allowed, self.say)
@@ -155,10 +153,6 @@ class Pipeline:
             raise RunError(f"training cannot work here: {result['reason']}; see deskside doctor")
 
     def probe(self) -> None:
-        from deskside.measurements.identity import this_machine
-        from deskside.measurements.store import open_store
-        from deskside.pipeline import phases
-
         machine = this_machine()
         left = phases.allowance(self.state.hours, machine.device) - self.state.seconds()
         result = phases.probe(machine, open_store(self.request().probes), left, self.say)
@@ -181,8 +175,6 @@ class Pipeline:
 
     def _planned(self) -> dict[str, Any]:
         """Plan the remaining time and print the plan. Raises RunError if there is no feasible one."""
-        from deskside.pipeline import phases
-
         seconds = self.state.left() - self.state.tail()
         if seconds <= 0:
             raise _out_of_time(self.state)
@@ -206,7 +198,6 @@ class Pipeline:
             return
         from deskside.data.corpus.analyze import CorpusOptions
         from deskside.data.corpus.prepare import prepare
-        from deskside.pipeline import phases
 
         config = merge.build([phases.preset_config(self.request())])
         data = config.data
@@ -222,8 +213,6 @@ class Pipeline:
 
     def train(self) -> PipelineState | None:
         """Train until the run is finished or stopped. Returns the state of the run that replaces it, if any."""
-        from deskside.pipeline import phases
-
         if (self.run.path / "summary.json").exists():
             return None
         plan, target = self.state.result("plan"), self.options["target_loss"]
@@ -355,8 +344,6 @@ def _started(options: GoOptions, given: dict[str, Any], argv: Sequence[str]) -> 
             f"--hours: {options.hours:g} h{TOO_SHORT}starting took {begun:.0f} s, and {tail:.0f} s are reserved for "
             f"samples and the report"
         )
-    from deskside.pipeline import phases
-
     kept = {
         "preset": options.preset,
         # "5 steps", from {"steps": "5"}
@@ -383,11 +370,8 @@ def _started(options: GoOptions, given: dict[str, Any], argv: Sequence[str]) -> 
         tuned = "adapter" if "adapter" in given else None
     if tuned is not None:
         raise UsageError(f"{tuned}: deskside go only pretrains; fine-tune the result with deskside sft")
-    if options.gpu_budget is not None:
-        from deskside.measurements.identity import this_machine
-
-        if this_machine().device == "cpu":
-            raise UsageError("--gpu-budget: this machine has no GPU; leave it out")
+    if options.gpu_budget is not None and this_machine().device == "cpu":
+        raise UsageError("--gpu-budget: this machine has no GPU; leave it out")
     _check_can_confirm(options)
     path = Path(options.runs) / (options.name or "")
     if options.name is not None and path.exists():
