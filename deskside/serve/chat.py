@@ -14,6 +14,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 
+from deskside.engine.device import say
 from deskside.engine.engine import PAGE_SIZE, Engine
 from deskside.engine.requests import Reason, Request
 from deskside.engine.sampling import Sampling
@@ -185,9 +186,9 @@ def converse(loaded: Loaded, options: ChatOptions, prompt: str | None) -> int:
         with contextlib.suppress(ImportError):  # line editing, where Python has it
             import readline  # noqa: F401
         at = "" if loaded.step is None else f", step {loaded.step}"
-        _say(f"{loaded.name}{at}. /help lists the commands.")
+        say(f"{loaded.name}{at}. /help lists the commands.")
     if conversation.plain:
-        _say(PLAIN)
+        say(PLAIN)
     interrupted = False
     while True:
         try:
@@ -203,7 +204,7 @@ def converse(loaded: Loaded, options: ChatOptions, prompt: str | None) -> int:
             if interrupted or not terminal:
                 return 0
             interrupted = True
-            _say("Ctrl-C again leaves.")
+            say("Ctrl-C again leaves.")
             continue
         interrupted = False
         if line.startswith("/"):
@@ -215,7 +216,7 @@ def converse(loaded: Loaded, options: ChatOptions, prompt: str | None) -> int:
         except UsageError as error:
             if not terminal:
                 raise
-            _say(str(error))  # a person can write another message
+            say(str(error))  # a person can write another message
 
 
 def _next_line() -> str:
@@ -241,11 +242,11 @@ def _answer(conversation: Conversation, said: str) -> bool:
         reply.close()
     print(flush=True)
     if stopped:
-        _say("(stopped)")
+        say("(stopped)")
     elif conversation.reason == "length" and sys.stdin.isatty():
-        _say(f"(stopped after {conversation.options.max_new_tokens} tokens or at the model's last position)")
+        say(f"(stopped after {conversation.options.max_new_tokens} tokens or at the model's last position)")
     if conversation.forgotten and sys.stdin.isatty():
-        _say("(the conversation is longer than the model can see: its beginning was left out)")
+        say("(the conversation is longer than the model can see: its beginning was left out)")
     return stopped
 
 
@@ -257,25 +258,21 @@ def _command(conversation: Conversation, line: str) -> bool:
         return False
     if name == "/reset":
         conversation.reset()
-        _say("(forgotten)")
+        say("(forgotten)")
     elif name == "/save" and rest:
         try:
             with Path(rest).expanduser().open("x", encoding="utf-8") as file:
                 file.write(conversation.transcript())
-            _say(f"saved to {rest}")
+            say(f"saved to {rest}")
         except FileExistsError:
-            _say(f"{rest}: is there already; give a new name")
+            say(f"{rest}: is there already; give a new name")
         except (OSError, ValueError, RuntimeError) as error:  # a zero byte, an unknown ~user
             reason = error.strerror if isinstance(error, OSError) else error
-            _say(f"{rest}: cannot be written: {reason}")
+            say(f"{rest}: cannot be written: {reason}")
     elif name == "/save":
-        _say("/save FILE: which file?")
+        say("/save FILE: which file?")
     elif name == "/help":
-        _say(HELP)
+        say(HELP)
     else:
-        _say(f"{name}: there is no such command\n{HELP}")
+        say(f"{name}: there is no such command\n{HELP}")
     return True
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

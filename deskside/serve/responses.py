@@ -57,9 +57,12 @@ class ResponseWriter:
             choices.append(
                 {"index": index, **content, "logprobs": given, "finish_reason": FINISH[answer.reason]}
             )
-        count = sum(len(answer.tokens) for answer in answers)
-        kind = "chat.completion" if self.chat else "text_completion"
-        return {**self._head, "object": kind, "choices": choices, "usage": usage(prompts, count)}
+        return {
+            **self._head,
+            "object": "chat.completion" if self.chat else "text_completion",
+            "choices": choices,
+            "usage": usage(prompts, sum(len(answer.tokens) for answer in answers)),
+        }
 
     def first(self, index: int) -> bytes:
         """Return the first chunk of a choice in a chat stream."""
@@ -77,13 +80,14 @@ class ResponseWriter:
 
     def counts(self, prompts: Sequence[int], completion: int) -> bytes:
         """Return the last chunk of a stream, with token counts."""
-        kind = "chat.completion.chunk" if self.chat else "text_completion"
-        return sse({**self._head, "object": kind, "choices": [], "usage": usage(prompts, completion)})
+        return self._sse([], {"usage": usage(prompts, completion)})
 
     def _chunk(self, index: int, content: dict[str, Any], given: Any, finish: str | None) -> bytes:
+        return self._sse([{"index": index, **content, "logprobs": given, "finish_reason": finish}], {})
+
+    def _sse(self, choices: list[dict[str, Any]], more: dict[str, Any]) -> bytes:
         kind = "chat.completion.chunk" if self.chat else "text_completion"
-        choice = {"index": index, **content, "logprobs": given, "finish_reason": finish}
-        return sse({**self._head, "object": kind, "choices": [choice]})
+        return sse({**self._head, "object": kind, "choices": choices, **more})
 
     def _logprobs(self, tokens: Sequence[int], logprobs: Sequence[float], offset: int) -> dict[str, Any]:
         """Return tokens as text with log-probabilities. A partial character is shown as U+FFFD."""

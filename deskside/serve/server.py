@@ -7,15 +7,15 @@ import signal
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import uvicorn
 
 from deskside.engine.device import say
 from deskside.engine.engine import Engine
+from deskside.serve.app import Service, make_app
+from deskside.serve.request_guard import MAX_HEAD, ClientLimits, RequestGuard, connection_class
+from deskside.serve.worker import Worker
 from deskside.weights.load import Loaded
-
-if TYPE_CHECKING:
-    from deskside.serve.request_guard import ClientLimits
-
 
 GRACE_SECONDS = 10  # for running answers after the server was asked to stop
 # Idle connections stay open longer than clients keep theirs (httpx, and so OpenAI's client: 5 s). Otherwise both sides
@@ -36,17 +36,11 @@ class ServerOptions:
     max_tokens: int
     hosts: frozenset[str] | None
     token: str | None
-    limits: "ClientLimits"
+    limits: ClientLimits
 
 
 def serve(loaded: Loaded, engine: Engine, options: ServerOptions, listening: socket.socket) -> None:
     """Answer requests on a bound socket until SIGINT or SIGTERM."""
-    import uvicorn
-
-    from deskside.serve.app import Service, make_app
-    from deskside.serve.request_guard import MAX_HEAD, RequestGuard, connection_class
-    from deskside.serve.worker import Worker
-
     _quiet()
     name = options.name
     longest = min(loaded.config.max_position_embeddings, engine.free_tokens)

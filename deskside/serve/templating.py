@@ -51,9 +51,8 @@ class Prompts:
 
     def text(self, text: str) -> list[int]:
         """Return the start token and the tokens of a text, in which no special token is parsed. Raises TooLong."""
-        self._check_bytes(text)
-        self._check_prefix(text, lambda part: encode_plain(self._coder, part, self._special))
-        return self._checked([self._start, *encode_plain(self._coder, text, self._special)])
+        tokens = self._encode(text, text, lambda part: encode_plain(self._coder, part, self._special))
+        return self._checked([self._start, *tokens])
 
     def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return the prompt tokens of a conversation, up to the assistant's turn.
@@ -62,26 +61,26 @@ class Prompts:
         """
         assert self._renderer is not None  # chats
         text = self._renderer.text(messages, reply=True)
-        self._check_bytes(self._renderer.plain(text))
-        self._check_prefix(text, self._renderer.ids)
-        return self._checked(self._renderer.ids(text))
+        return self._checked(self._encode(text, self._renderer.plain(text), self._renderer.ids))
 
-    def _check_bytes(self, text: str) -> None:
-        """Refuse a text by its bytes: a token has a maximum number of them, so very long texts need no encoding."""
-        if self._longest is not None and self._token_bytes is not None:
-            least = len(text.encode()) // self._token_bytes
-            if least > self._longest:
-                raise TooLong(least, self._longest)
+    def _encode(self, text: str, plain: str, encode: Callable[[str], list[int]]) -> list[int]:
+        """Encode a text. Raises TooLong for one that is far too long, before all of it is encoded.
 
-    def _check_prefix(self, text: str, encode: Callable[[str], list[int]]) -> None:
-        """Refuse a text by a prefix with twice the maximum. The last word of a prefix may take more tokens."""
-        if self._longest is None:
-            return
-        size = PREFIX_CHARACTERS * self._longest
+        plain: the text without special tokens.
+        """
+        longest = self._longest
+        if longest is None:
+            return encode(text)
+        if self._token_bytes is not None:  # a token has a maximum number of bytes
+            least = len(plain.encode()) // self._token_bytes
+            if least > longest:
+                raise TooLong(least, longest)
+        size = PREFIX_CHARACTERS * longest
         if len(text) > 2 * size:
             tokens = len(encode(text[:size]))
-            if tokens > 2 * self._longest:
-                raise TooLong(tokens, self._longest)
+            if tokens > 2 * longest:  # twice, because the last word of a prefix may take more tokens
+                raise TooLong(tokens, longest)
+        return encode(text)
 
     def _checked(self, tokens: list[int]) -> list[int]:
         if self._longest is not None and len(tokens) > self._longest:
