@@ -14,7 +14,7 @@ from pathlib import Path
 
 import deskside.dashboard
 from deskside.cli.options import Command, option
-from deskside.cli.shared_options import is_loopback
+from deskside.cli.shared_options import addresses, is_loopback
 from deskside.utils.errors import UsageError
 
 FIRST_PORT, TRIED = 8501, 20
@@ -126,12 +126,7 @@ def _free_port(host: str, wanted: int | None) -> int:
 
 
 def _why_taken(host: str, port: int) -> str | None:
-    try:
-        places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except socket.gaierror as error:
-        raise UsageError(
-            f"--host: {host} is not an address: {error.strerror}; leave it out to serve this machine only"
-        ) from None
+    places = addresses(host, port)
     for family, kind, protocol, _, address in places:
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

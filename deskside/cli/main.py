@@ -17,7 +17,7 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from typing import Any, TextIO, cast
 
@@ -75,10 +75,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return _run(arguments)
             finally:
                 sys.stdout.flush()
-        except UsageError as error:
-            return _failed(error, 2, debug)
-        except RunError as error:
-            return _failed(error, 1, debug)
+        except (UsageError, RunError) as error:
+            if debug:
+                raise
+            print(f"deskside: {error}", file=sys.stderr)
+            return 2 if isinstance(error, UsageError) else 1
         except KeyboardInterrupt as error:
             number = signals.number_of(error)
             by = "" if number == signal.SIGINT else f" by {signal.Signals(number).name}"
@@ -127,12 +128,21 @@ def _run(arguments: list[str]) -> int:
     if len(arguments) > 1 and arguments[0] == "help":
         arguments = [arguments[1], *arguments[2:], "--help"]
     if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(USAGE.format(commands=_list()), end="")
+        width = max(map(len, COMMANDS))
+        lines = [f"  {name:<{width}} {about}" for name, (_, _, about) in COMMANDS.items()]
+        print(USAGE.format(commands="\n".join(lines)), end="")
         return 0
     if arguments[0] == "--version":
         print(__version__)
         return 0
-    return _command(arguments[0])(arguments[1:])
+    if arguments[0] not in COMMANDS:
+        from deskside.cli.options import nearest_command
+
+        raise UsageError(
+            f"{arguments[0]}: there is no such command; {nearest_command(arguments[0], COMMANDS)}"
+        )
+    module, function, _ = COMMANDS[arguments[0]]
+    return int(getattr(import_module(module), function)(arguments[1:]))
 
 
 class _Stream:
@@ -189,25 +199,3 @@ def _streams() -> Iterator[None]:
             yield
         finally:
             sys.stdin, sys.stdout, sys.stderr = before
-
-
-def _command(name: str) -> Callable[[Sequence[str]], int]:
-    if name not in COMMANDS:
-        from deskside.cli.options import nearest_command
-
-        raise UsageError(f"{name}: there is no such command; {nearest_command(name, COMMANDS)}")
-    module, function, _ = COMMANDS[name]
-    command: Callable[[Sequence[str]], int] = getattr(import_module(module), function)
-    return command
-
-
-def _failed(error: Exception, code: int, debug: bool) -> int:
-    if debug:
-        raise error
-    print(f"deskside: {error}", file=sys.stderr)
-    return code
-
-
-def _list() -> str:
-    width = max(len(name) for name in COMMANDS)
-    return "\n".join(f"  {name:<{width}} {what}" for name, (_, _, what) in COMMANDS.items())

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from deskside.cli.options import Command, option
-from deskside.cli.shared_options import ModelOption
+from deskside.cli.shared_options import ModelOption, addresses, is_loopback
 from deskside.engine.device import Device, cache_tokens, device_of, dtype_of, say
 from deskside.engine.engine import PAGE_SIZE, Engine
 from deskside.utils.errors import RunError, UsageError
@@ -63,7 +63,6 @@ def run(argv: Sequence[str]) -> int:
             raise UsageError(f"--{name.replace('_', '-')} {value}: must be at least 1")
     if importlib.util.find_spec("fastapi") is None or importlib.util.find_spec("uvicorn") is None:
         raise UsageError("serve needs fastapi and uvicorn: pip install 'deskside[serve]'")
-    from deskside.cli.shared_options import is_loopback
     from deskside.serve.request_guard import ClientLimits
     from deskside.serve.server import ServerOptions, serve
 
@@ -110,14 +109,7 @@ def _bind(host: str, port: int) -> socket.socket:
     """Return a bound socket that does not listen yet: clients are refused until the model is loaded."""
     if not 0 <= port <= 65535:
         raise UsageError(f"--port: {port} is not a port; give 0 to 65535")
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except (socket.gaierror, UnicodeError) as error:
-        raise UsageError(
-            f"--host: {host} is not an address: {error}; leave it out to serve this machine only"
-        ) from None
+    family, kind, protocol, _, address = addresses(host, port)[0]
     bound = socket.socket(family, kind, protocol)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

@@ -1,6 +1,7 @@
 """Options that several commands share, and the lengths of a run."""
 
 import ipaddress
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,16 @@ def set_length(given: dict[str, Any], options: RunOptions, default: str | None =
 def name_of_preset(preset: str) -> str:
     """Return the name of a preset, or of its .toml file, for a run directory."""
     return Path(preset).stem if preset.endswith(".toml") else preset
+
+
+def addresses(host: str, port: int) -> list[tuple[Any, ...]]:
+    """Return what `socket.getaddrinfo` finds for an address to listen on. Raises UsageError."""
+    try:
+        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (socket.gaierror, UnicodeError) as error:
+        raise UsageError(
+            f"--host: {host} is not an address: {error}; leave it out to serve this machine only"
+        ) from None
 
 
 def is_loopback(host: str) -> bool:
