@@ -111,127 +111,74 @@ def essential(facts: Mapping[str, Any]) -> list[Check]:
 
 def all_checks(facts: Mapping[str, Any], quick: bool) -> list[Check]:
     """Return the checks for this machine; with `quick` plain matmuls, memory, attention and eager steps only."""
-    on = {"device": _device(facts)}
+    cuda = facts["device"] == "cuda"
+    device = "cuda:0" if cuda else "cpu"  # with an index, which some torch functions require
+    checks: list[Check] = []
+
+    def add(
+        id: str,
+        group: str,
+        name: str,
+        target: str,
+        arguments: Mapping[str, Any],
+        child: str,
+        minutes: float = 1,
+        known: Mapping[str, Any] | None = None,
+    ) -> None:
+        given = {**arguments, "device": device}
+        checks.append(Check(id, group, name, target, given, child, minutes * MINUTE, known))
+
     together = "quick" if quick else "plain"
-    checks = [
-        Check("bf16", "matmul", "BF16", f"{GEMM}:plain", {"dtype": "bf16"} | on, together),
-        Check("fp16", "matmul", "FP16", f"{GEMM}:plain", {"dtype": "fp16"} | on, together),
-        Check("fp32", "matmul", "FP32", f"{GEMM}:plain", {"dtype": "fp32"} | on, together),
-        Check("copy", "memory", "device copy", f"{GEMM}:copy", on, together),
-    ]
-    if quick:
-        checks.append(
-            Check("attention", "attention", "fastest, full", f"{ATTENTION}:quick_choice", on, together)
-        )
-    else:
-        checks[3:3] = [
-            Check(id, "matmul", name, f"{GEMM}:scaled", {"format_name": id} | on, shared, 2 * MINUTE)
-            for id, name, shared in (
-                ("fp8_tensor", "torch FP8 tensor", "fp8"),
-                ("fp8_row", "torch FP8 row", "fp8"),
-                ("mxfp8", "torch MXFP8", "mxfp8"),
-                ("nvfp4", "torch NVFP4", "nvfp4"),
-            )
-        ] + _recipes(on)
-        checks += _attention(facts)
-    shared = "quick" if quick else "step"
-    for name in ("fp32", "bf16"):
-        arguments = {"precision": name} | on
-        checks.append(
-            Check(f"step_{name}", "training", f"{name.upper()} step", f"{TRAIN}:step", arguments, shared)
-        )
+    for dtype in ("bf16", "fp16", "fp32"):
+        add(dtype, "matmul", dtype.upper(), f"{GEMM}:plain", {"dtype": dtype}, together)
     if not quick:
-        checks += [*_executions(facts), *_libraries(_device(facts))]
-    return checks
-
-
-def _recipes(on: Mapping[str, str]) -> list[Check]:
-    """Return a check of every quantized training recipe and of the FP8 head. Recipes of one format share kernels."""
-    return [
-        Check(
-            f"recipe_{name}",
-            "precision",
-            name,
-            f"{GEMM}:recipe",
-            {"name": name, **on},
-            "recipes nvfp4" if "nvfp4" in recipe.formats else "recipes fp8",
-            5 * MINUTE,
-        )
-        for name, recipe in RECIPES.items()
-        if recipe.quantized
-    ] + [Check("head_fp8", "precision", "FP8 head", f"{GEMM}:head", on, "recipes fp8", 5 * MINUTE)]
-
-
-def _device(facts: Mapping[str, Any]) -> str:
-    """Return the first GPU with its index, which some torch functions require."""
-    return "cuda:0" if facts["device"] == "cuda" else "cpu"
-
-
-def _attention(facts: Mapping[str, Any]) -> list[Check]:
-    """Return checks of every attention backend with and without a window, except declared limitations."""
-    checks = []
-    for backend in facts["attention_backends"]:
-        name = backend["name"]
-        for kind, id, label in (("full", "", ""), ("window", "_window", ", window")):
-            declared = None
-            if backend[kind] is not None:
-                declared = {"verdict": "unsupported", "reason": backend[kind], "declared": True}
-            arguments = {"backend": name, "window": kind == "window", "device": _device(facts)}
-            checks.append(
-                Check(
-                    f"attention_{name}{id}",
-                    "attention",
-                    f"{name}{label}",
-                    f"{ATTENTION}:check",
-                    arguments,
-                    f"attention {name}",
-                    5 * MINUTE,
-                    declared,
-                )
-            )
-    return checks
-
-
-def _executions(facts: Mapping[str, Any]) -> list[Check]:
-    """Return checks of the ways to run a step faster than eager: the fused kernels and torch.compile."""
-    precision = "bf16" if facts["device"] == "cuda" else "fp32"
-    on = {"precision": precision, "device": _device(facts)}
-    no_compiler = facts["device"] == "cpu" and facts["cxx_compiler"] is None
-    return [
-        Check(
-            "fused",
-            "training",
-            f"hand-written, {precision.upper()}",
-            f"{TRAIN}:executed",
-            {"mode": "fused", **on},
-            "fused",
-            5 * MINUTE,
-        ),
-        Check(
-            "compile",
-            "training",
-            f"torch.compile, {precision.upper()}",
-            f"{TRAIN}:executed",
-            {"mode": "block", **on},
-            "compile",
-            5 * MINUTE,
-            {"verdict": "unsupported", "reason": NO_COMPILER} if no_compiler else None,
-        ),
-    ]
-
-
-def _libraries(device: str) -> list[Check]:
-    checks = []
+        for id, name, child in (
+            ("fp8_tensor", "torch FP8 tensor", "fp8"),
+            ("fp8_row", "torch FP8 row", "fp8"),
+            ("mxfp8", "torch MXFP8", "mxfp8"),
+            ("nvfp4", "torch NVFP4", "nvfp4"),
+        ):
+            add(id, "matmul", name, f"{GEMM}:scaled", {"format_name": id}, child, 2)
+        for name, recipe in RECIPES.items():
+            if recipe.quantized:  # recipes of one format share kernels
+                child = "recipes nvfp4" if "nvfp4" in recipe.formats else "recipes fp8"
+                add(f"recipe_{name}", "precision", name, f"{GEMM}:recipe", {"name": name}, child, 5)
+        add("head_fp8", "precision", "FP8 head", f"{GEMM}:head", {}, "recipes fp8", 5)
+    add("copy", "memory", "device copy", f"{GEMM}:copy", {}, together)
+    if quick:
+        add("attention", "attention", "fastest, full", f"{ATTENTION}:quick_choice", {}, together)
+    else:
+        for backend in facts["attention_backends"]:
+            name = backend["name"]
+            for kind, id, label in (
+                ("full", f"attention_{name}", name),
+                ("window", f"attention_{name}_window", f"{name}, window"),
+            ):
+                known = None
+                if (reason := backend[kind]) is not None:
+                    known = {"verdict": "unsupported", "reason": reason, "declared": True}
+                arguments = {"backend": name, "window": kind == "window"}
+                add(id, "attention", label, f"{ATTENTION}:check", arguments, f"attention {name}", 5, known)
+    for name in ("fp32", "bf16"):
+        child = "quick" if quick else "step"
+        add(f"step_{name}", "training", f"{name.upper()} step", f"{TRAIN}:step", {"precision": name}, child)
+    if quick:
+        return checks
+    # The ways to run a step faster than eager.
+    precision = "bf16" if cuda else "fp32"
+    for id, label, mode in (("fused", "hand-written", "fused"), ("compile", "torch.compile", "block")):
+        known = None
+        if id == "compile" and not cuda and facts["cxx_compiler"] is None:
+            known = {"verdict": "unsupported", "reason": NO_COMPILER}
+        arguments = {"mode": mode, "precision": precision}
+        add(id, "training", f"{label}, {precision.upper()}", f"{TRAIN}:executed", arguments, id, 5, known)
     for library in LIBRARIES:
         if not is_installed(library.module):
-            result = {"verdict": "not installed", "reason": library.pip}
-            checks.append(Check(library.package, "libraries", library.package, precomputed_result=result))
+            known = {"verdict": "not installed", "reason": library.pip}
+            checks.append(Check(library.package, "libraries", library.package, precomputed_result=known))
             continue
         for id, name, function, arguments in library.uses:
-            target = f"{USE}:{function}"
-            checks.append(
-                Check(id, "libraries", name, target, arguments | {"device": device}, id, 4 * MINUTE)
-            )
+            add(id, "libraries", name, f"{USE}:{function}", arguments, id, 4)
     return checks
 
 

@@ -106,7 +106,7 @@ def test_an_unexpected_error_is_told_in_its_own_words() -> None:
 def test_what_is_not_installed_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     absent = check_list.Library("no_such_module_here", "absent", "pip install absent", (("a", "a", "a", {}),))
     monkeypatch.setattr(check_list, "LIBRARIES", (absent,))
-    (check,) = check_list._libraries("cpu")
+    (check,) = [c for c in check_list.all_checks(FACTS, quick=False) if c.group == "libraries"]
     (found,) = run_all([check], lambda _: None)
     assert (found["verdict"], found["reason"], found["name"]) == (
         "not installed",
