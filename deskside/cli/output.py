@@ -36,7 +36,7 @@ def finish(outcome: Any, objective: str | None, as_json: bool) -> int:
         else:
             _print_finetuned(outcome.run.path, objective, outcome.summary, page)
     elif outcome.first and as_json:
-        from deskside.weights.checkpoint_files import find
+        from deskside.weights.checkpoint import find
 
         saved = find(outcome.run.checkpoints)
         steps = saved[0].step if saved else None  # of the last checkpoint

@@ -26,7 +26,7 @@ from deskside.run.directory import reached
 from deskside.train.state.init_weights import grown
 from deskside.utils.errors import RunError, UsageError
 from deskside.weights import frozen_base
-from deskside.weights.checkpoint_files import Damaged, find
+from deskside.weights.checkpoint import Damaged, find
 from deskside.weights.hf import hf_name, replaced_when_complete, seal
 from deskside.weights.hf_families import family_of
 from deskside.weights.load import Loaded, load_model

@@ -24,7 +24,7 @@ from deskside.model.init import allocate
 from deskside.model.transformer import Transformer
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.parsing import json_object
-from deskside.weights.checkpoint_files import (
+from deskside.weights.checkpoint import (
     MANIFEST,
     NAME,
     Checkpoint,

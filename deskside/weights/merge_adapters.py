@@ -23,7 +23,7 @@ from deskside.precision.lora import adapter_of, trained_rows_of
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.parsing import json_object
 from deskside.weights import frozen_base
-from deskside.weights.checkpoint_files import Checkpoint, find, load_file_into, newest_readable, verify
+from deskside.weights.checkpoint import Checkpoint, find, load_file_into, newest_readable, verify
 
 
 @torch.no_grad()

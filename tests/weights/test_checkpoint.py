@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from deskside.utils.errors import RunError
 from deskside.weights import checkpoint as files
-from deskside.weights.checkpoint_files import OPTIMIZER, WEIGHTS, Checkpoint, Damaged
+from deskside.weights.checkpoint import OPTIMIZER, WEIGHTS, Checkpoint, Damaged
 
 NAMES = ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]
 

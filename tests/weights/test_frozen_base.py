@@ -16,7 +16,7 @@ from deskside.precision.frozen import FrozenLinear
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.files import fingerprint
 from deskside.weights import frozen_base
-from deskside.weights.checkpoint_files import WEIGHTS, files_of, folder_name
+from deskside.weights.checkpoint import WEIGHTS, files_of, folder_name
 from deskside.weights.load import load_model
 from deskside.weights.merge_adapters import merge_into, merged, open_adapted, read_adapted
 from tests.budget.test_adapters import Live

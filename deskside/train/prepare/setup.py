@@ -35,7 +35,7 @@ from deskside.train.prepare.check_step import check_block
 from deskside.train.state.init_weights import InitialWeights
 from deskside.utils.errors import RunError, UsageError
 from deskside.weights import frozen_base
-from deskside.weights.checkpoint_files import load_weights
+from deskside.weights.checkpoint import load_weights
 
 Say = Callable[[str], None]
 

@@ -21,7 +21,7 @@ from deskside.train.loop.trainer import TrainProgress
 from deskside.train.objective import TrainContext
 from deskside.utils.errors import RunError
 from deskside.weights import checkpoint as files
-from deskside.weights.checkpoint_files import OPTIMIZER, WEIGHTS, Checkpoint, folder_name, load_weights
+from deskside.weights.checkpoint import OPTIMIZER, WEIGHTS, Checkpoint, folder_name, load_weights
 
 PRECISION = "precision/"  # prefix of the recipe's own state in the optimizer's file
 

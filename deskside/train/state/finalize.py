@@ -16,7 +16,7 @@ from deskside.precision.lora import is_adapted
 from deskside.run.directory import RunDirectory
 from deskside.train.parallel import World
 from deskside.utils.errors import UsageError
-from deskside.weights.checkpoint_files import load_weights
+from deskside.weights.checkpoint import load_weights
 from deskside.weights.hf import save_hf
 from deskside.weights.merge_adapters import merged
 
