@@ -177,17 +177,13 @@ def _type_of(tensor: GgufTensor, dtype: GgufType) -> "gguf.GGMLQuantizationType"
 def _values(parts: list[Tensor], stacked: bool, heads: int | None, flip: bool) -> NDArray[np.float32]:
     tensor = torch.stack(parts) if stacked else parts[0]
     tensor = tensor.detach().to("cpu", torch.float32)
-    if heads is not None:
-        tensor = _interleaved(tensor, heads)
+    if (
+        heads is not None
+    ):  # rows of a head from (first halves, second halves) to pairs, for interleaved rotation
+        halves = tensor.reshape(heads, 2, tensor.shape[0] // heads // 2, *tensor.shape[1:])
+        tensor = halves.transpose(1, 2).reshape(tensor.shape)
     values: NDArray[np.float32] = (tensor.T if flip else tensor).contiguous().numpy()
     return values
-
-
-def _interleaved(tensor: Tensor, heads: int) -> Tensor:
-    """Reorder the rows of each head from (first halves, second halves) to pairs, for interleaved rotation."""
-    rest = tensor.shape[1:]
-    halves = tensor.reshape(heads, 2, tensor.shape[0] // heads // 2, *rest)
-    return halves.transpose(1, 2).reshape(tensor.shape)
 
 
 def _encoded(tensor: GgufTensor, kind: "gguf.GGMLQuantizationType") -> NDArray[Any]:
