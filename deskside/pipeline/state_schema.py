@@ -62,11 +62,11 @@ class PhaseResult(Strict):
     model_config = ConfigDict(extra="allow")
 
 
-class DoctorResult(PhaseResult):
+class DoctorRecord(PhaseResult):
     status: Literal["fit", "unfit", "skipped"]
 
 
-class ProbeResult(PhaseResult):
+class ProbeRecord(PhaseResult):
     status: Literal["measured", "stored", "nothing", "skipped"]
 
 
@@ -124,8 +124,8 @@ class SkippedPlan(PhaseResult):
 class PhaseResults(Strict):
     """Results of the finished phases."""
 
-    doctor: DoctorResult | None = None
-    probe: ProbeResult | None = None
+    doctor: DoctorRecord | None = None
+    probe: ProbeRecord | None = None
     plan: Annotated[MadePlan | SkippedPlan, Field(discriminator="status")] | None = None
 
     @model_validator(mode="before")
