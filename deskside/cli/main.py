@@ -17,7 +17,7 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from typing import Any, TextIO, cast
 
@@ -135,14 +135,17 @@ def _run(arguments: list[str]) -> int:
     if arguments[0] == "--version":
         print(__version__)
         return 0
-    if arguments[0] not in COMMANDS:
+    return _command(arguments[0])(arguments[1:])
+
+
+def _command(name: str) -> Callable[[Sequence[str]], int]:
+    if name not in COMMANDS:
         from deskside.cli.options import nearest_command
 
-        raise UsageError(
-            f"{arguments[0]}: there is no such command; {nearest_command(arguments[0], COMMANDS)}"
-        )
-    module, function, _ = COMMANDS[arguments[0]]
-    return int(getattr(import_module(module), function)(arguments[1:]))
+        raise UsageError(f"{name}: there is no such command; {nearest_command(name, COMMANDS)}")
+    module, function, _ = COMMANDS[name]
+    command: Callable[[Sequence[str]], int] = getattr(import_module(module), function)
+    return command
 
 
 class _Stream:
