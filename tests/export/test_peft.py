@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from deskside.export.adapters import save_peft, to_peft
+from deskside.export.peft import save_peft, to_peft
 from deskside.utils.errors import UsageError
 from deskside.weights import frozen_base
 from deskside.weights.hf import save_hf, to_hf
