@@ -34,7 +34,7 @@ from benchmarks.planner_compare import (
     work_of,
 )
 from deskside.budget.operators import step_operators
-from deskside.measurements.identity import code, this_machine
+from deskside.measurements.identity import code_version, this_machine
 from deskside.utils import child_process
 
 # The H200 that the constants were fitted on: published rate of a large matrix product, bandwidth of the data sheet.
@@ -200,7 +200,8 @@ def report(points: list[Path], gpu: str, probes: Path | None, out: Path | None) 
         *glance,
         "",
         *planner_tables.prose(
-            f"Generated on {datetime.now(UTC).date()} by deskside {code()}. Do not edit; run the command again:",
+            f"Generated on {datetime.now(UTC).date()} by deskside {code_version()}. "
+            "Do not edit; run the command again:",
         ),
         "",
         f"    {command} --gpu {gpu} --out {out}",

@@ -1,16 +1,16 @@
-"""Host time of an optimizer step: launching its kernels, which a step of small passes waits for.
+"""Host time of an optimizer step: the time the CPU needs to launch the step's kernels.
 
-A pass launches the same kernels whatever its number of tokens: on an H200 with `124m` some 480, in BF16
-(docs/performance.md, "Small passes"). The time for that depends on the recipe, on the number of layers, and
-on the processor. With `H` the host's seconds and `D` the device's, a step takes
+The number of launches of a pass does not depend on its number of tokens (about 480 for `124m` in BF16 on an H200;
+docs/performance.md, "Small passes"), so with small passes the GPU waits for the host. Launch time depends on the
+recipe, the number of layers and the processor. If the host needs `H` seconds and the device `D`, a step takes
 
-    (D^p + H^p)^(1/p),   p = OVERLAP
+    (D^p + H^p)^(1/p),   p = HostTimes.overlap
 
-which is the larger of the two where they are far apart, and more than either where they are alike, because in
-every pass there are parts in which the device is ahead and parts in which the host is. Constants:
-`benchmarks/planner_fit.py`, from steps on hosts with 64 virtual Xeon cores (docs/data/2026-11-22-release).
-Other processors differ: `deskside probe` measures the host and corrects `factor`; without that,
-`plan/estimate.py` widens the range.
+seconds. p = 1 would mean that host and device take turns, p -> infinity that they overlap perfectly: max(D, H). With a
+large finite p, the step is close to the maximum when D and H differ much, and longer than both when they are similar,
+because the device waits in some parts of a pass and the host in others. The constants were fitted by
+`benchmarks/planner_fit.py` to steps on hosts with 64 virtual Xeon cores (docs/data/2026-11-22-release). On other
+processors, `deskside probe` measures the host and sets `factor`; without a probe, `plan/estimate.py` widens the range.
 """
 
 from dataclasses import dataclass, replace
@@ -20,23 +20,26 @@ from deskside.budget.shape import Shape
 from deskside.budget.step_spec import StepSpec
 from deskside.budget.terms import Term, leaf
 
-# Share of a pass's launches that recomputation repeats: all of the forward, a third, or about half of that.
+# Share of a pass's launches that activation checkpointing repeats. The forward is a third of a pass; attention and MLP
+# are about half of the forward each.
 REPEATED = {"none": 0.0, "attention": 1 / 6, "mlp": 1 / 6, "block": 1 / 3}
 
 
 @dataclass(frozen=True)
 class HostTimes:
-    """Seconds of the host on the reference machine.
+    """Host seconds on the reference machine, and the factor of this machine.
 
     Attributes:
-        bf16, delayed, rowwise: One layer in one pass. NVFP4 uses `delayed`: no measured step waited for its host.
-        tensorwise: `delayed`, plus the difference measured without a card (docs/performance.md, "Small passes").
-        uncached: Extra time of a layer whose weights are converted at each use.
-        step, muon: The rest of a step, and Muon's update. No measured step waited for the latter.
-        attention: One layer in one pass of compiled blocks with recomputed attention, the only case in which the host
-            delayed compiled blocks.
-        overlap: `p` above.
-        factor: Time of this machine's host relative to the reference.
+        bf16, delayed, rowwise: Seconds per layer and pass with fused sublayers. NVFP4 uses `delayed`, because no
+            host-bound NVFP4 step was measured.
+        tensorwise: `delayed` plus the difference measured without a GPU (docs/performance.md, "Small passes").
+        uncached: Additional seconds per layer and pass if weights are converted at each use.
+        step: Seconds per step outside the layers.
+        muon: Additional seconds per step of Muon's update. No host-bound step with Muon was measured.
+        compiled_attention: Seconds per layer and pass of compiled blocks that recompute attention. No other compiled
+            blocks were host-bound.
+        overlap: The exponent `p` above.
+        factor: Host time of this machine relative to the reference.
     """
 
     bf16: float = 2.05e-3
@@ -46,51 +49,60 @@ class HostTimes:
     uncached: float = 0.14e-3
     step: float = 6.8e-3
     muon: float = 8.0e-3
-    attention: float = 2.3e-3
+    compiled_attention: float = 2.3e-3
     overlap: float = 9.5
     factor: float = 1.0
 
-    def times(self, factor: float) -> "HostTimes":
-        """Return these times with every one multiplied."""
+    def scaled(self, factor: float) -> "HostTimes":
+        """Return the times of a host that takes `factor` times as long."""
         return replace(self, factor=self.factor * factor)
 
-    def of_layer(self, spec: StepSpec) -> float:
-        """Return the seconds of one layer in one pass, recomputation left out."""
+    def layer_seconds(self, spec: StepSpec) -> float:
+        """Return the reference seconds of one fused layer in one pass, without recomputation."""
         if not quantized(spec.precision):
             return self.bf16
         by_recipe = {"fp8-tensorwise": self.tensorwise, "fp8-rowwise": self.rowwise}
-        each = by_recipe.get(spec.precision, self.delayed)
-        return each + (self.uncached if spec.copies == "use" else 0.0)
+        seconds = by_recipe.get(spec.precision, self.delayed)
+        return seconds + (self.uncached if spec.copies == "use" else 0.0)
 
 
 def host_seconds(shape: Shape, spec: StepSpec, host: HostTimes) -> float:
-    """Return the host's seconds of a step, or 0 where it was never seen to delay one."""
+    """Return the host seconds of a step, or 0 for compiled blocks that were never host-bound."""
     layers: float = shape.num_hidden_layers * spec.accumulation
-    if isinstance(host.factor, Term):
+    if isinstance(host.factor, Term):  # the planner's explanation shows the product under one name
         layers = leaf("layers x passes", layers)
     if not spec.fused:
-        return host.factor * layers * host.attention if spec.activation_checkpointing == "attention" else 0.0
-    again = 1 + REPEATED[spec.activation_checkpointing]
-    rest = host.step + (host.muon if spec.optimizer == "muon" else 0.0)
-    return host.factor * (layers * host.of_layer(spec) * again + rest)
+        return (
+            host.factor * layers * host.compiled_attention
+            if spec.activation_checkpointing == "attention"
+            else 0.0
+        )
+    repeats = 1 + REPEATED[spec.activation_checkpointing]
+    per_step = host.step + (host.muon if spec.optimizer == "muon" else 0.0)
+    return host.factor * (layers * host.layer_seconds(spec) * repeats + per_step)
 
 
-def together(device: float, host: float, overlap: float) -> float:
-    """Return the seconds of a step from those of the device and of the host."""
+def overlapped_seconds(device: float, host: float, overlap: float) -> float:
+    """Return the seconds of a step from its device seconds and host seconds."""
     longer, shorter = max(device, host), min(device, host)
     if longer == 0.0:
         return 0.0
     return longer * (1.0 + (shorter / longer) ** overlap) ** (1.0 / overlap)
 
 
-def device_part(step: float, host: float, overlap: float) -> float:
-    """Return the device's seconds of a measured step. Raises ValueError where the host alone takes as long."""
+def device_seconds(step: float, host: float, overlap: float) -> float:
+    """Return the device seconds of a measured step, the inverse of `overlapped_seconds`.
+
+    Raises ValueError if the host takes as long as the step.
+    """
     if host >= step:
-        raise ValueError(f"a step of {step:g} s cannot hold {host:g} s of the host")
+        raise ValueError(f"host time {host:g} s is not shorter than the step, {step:g} s")
     return step * (1.0 - (host / step) ** overlap) ** (1.0 / overlap)
 
 
-def host_share(step: float, waited: float, overlap: float) -> float:
-    """Return how much of a small change of the host's time changes a step of which the device waits `waited` seconds
-    for the host: 0 not at all, 1 in proportion."""
+def host_sensitivity(step: float, waited: float, overlap: float) -> float:
+    """Return d log(step) / d log(host): 0 if host time does not matter, 1 if step time is proportional to it.
+
+    waited: the seconds of the step in which the device waits for the host.
+    """
     return 1.0 - ((step - waited) / step) ** overlap

@@ -22,7 +22,7 @@ power limits are in them too.
 from dataclasses import dataclass, field, replace
 
 from deskside.budget.format_costs import EMULATED
-from deskside.budget.host import HostTimes, host_seconds, together
+from deskside.budget.host import HostTimes, host_seconds, overlapped_seconds
 from deskside.budget.operators import PRODUCTS, TRAFFIC, Operator, step_operators
 from deskside.budget.shape import Shape
 from deskside.budget.step_spec import StepSpec
@@ -158,7 +158,9 @@ def step_seconds(shape: Shape, spec: StepSpec, rates: Rates) -> dict[str, float]
     for operator in step_operators(shape, spec):
         seconds[operator.item] += operator_seconds(operator, rates, spec)
     device = sum(seconds.values())
-    seconds["host"] = together(device, host_seconds(shape, spec, rates.host), rates.host.overlap) - device
+    seconds["host"] = (
+        overlapped_seconds(device, host_seconds(shape, spec, rates.host), rates.host.overlap) - device
+    )
     return seconds
 
 

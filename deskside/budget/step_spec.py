@@ -88,7 +88,7 @@ class StepSpec(StepOptions):
             )
 
     def quantized_share(self, layers: int) -> float:
-        """Return the share of the blocks' weights that is quantized if the precision is."""
+        """Return the share of the weights of all blocks that a quantized precision quantizes."""
         return (1 - self.kept_blocks / layers) * (1 - self.kept_weights)
 
     @property

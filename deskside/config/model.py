@@ -1,7 +1,7 @@
-"""The shape of a model, in Hugging Face's field names.
+"""Architecture of a model, with Hugging Face's field names.
 
 The default is exactly Qwen3's architecture (pre-RMSNorm, RoPE, grouped-query attention, QK-norm, SwiGLU, no bias);
-with `num_experts` it is exactly Qwen3-MoE's. Every other option exists because a study compares it.
+with `num_experts` it is exactly Qwen3-MoE's. The other options exist because studies compare them.
 """
 
 from typing import Annotated, Literal
@@ -10,21 +10,23 @@ from pydantic import Field, PositiveFloat, TypeAdapter, ValidationError, model_v
 
 from deskside.config.base import Part
 
-Size = Annotated[int, Field(gt=0, le=1 << 27)]  # beyond any model, within what torch can count
-_WHOLE = TypeAdapter(Size)
+Size = Annotated[
+    int, Field(gt=0, le=1 << 27)
+]  # larger than in any model; products of two sizes fit into int64
+_SIZE = TypeAdapter(Size)
 
 
 class ModelConfig(Part):
-    """Architecture of one decoder-only transformer. Raises pydantic.ValidationError for shapes that cannot be."""
+    """Architecture of one decoder-only transformer. Raises pydantic.ValidationError if options contradict."""
 
     vocab_size: Size = Field(32768, description="entries of the embedding table")
     hidden_size: Size = Field(768, description="width of the residual stream")
     num_hidden_layers: Size = Field(12, le=10_000, description="number of blocks")
     num_attention_heads: Size = Field(12, description="query heads")
     num_key_value_heads: Size = Field(
-        3, description="key and value heads: equal to the query heads is MHA, 1 is MQA"
+        3, description="key-value heads; as many as query heads is MHA, 1 is MQA"
     )
-    head_dim: Size = Field(64, description="channels per head; left out: hidden_size / num_attention_heads")
+    head_dim: Size = Field(64, description="channels per head; if omitted: hidden_size / num_attention_heads")
     intermediate_size: Size = Field(2048, description="width of the MLP")
     max_position_embeddings: Size = Field(2048, description="longest sequence")
 
@@ -48,9 +50,13 @@ class ModelConfig(Part):
     )
     qk_norm: bool = Field(True, description="RMSNorm over head_dim of queries and keys, before RoPE")
 
-    tie_word_embeddings: bool = Field(False, description="the head shares the embedding's weight")
-    sliding_window: Size | None = Field(None, description="tokens that a window layer sees, itself included")
-    window_pattern: str | None = Field(None, description="S (window) and L (full) per layer, repeated: SSSL")
+    tie_word_embeddings: bool = Field(False, description="the output head shares the embedding's weight")
+    sliding_window: Size | None = Field(
+        None, description="tokens that a query sees in a window layer, itself included"
+    )
+    window_pattern: str | None = Field(
+        None, description="S (window) or L (full) for each layer, repeated: SSSL"
+    )
     final_logit_softcapping: PositiveFloat | None = Field(
         None, description="logits become cap * tanh(logits / cap)"
     )
@@ -70,18 +76,18 @@ class ModelConfig(Part):
     @model_validator(mode="before")
     @classmethod
     def _derive_head_dim(cls, data: object) -> object:
-        """head_dim left out is the hidden size shared evenly by the heads, as in Hugging Face's configs."""
+        """Set an omitted head_dim to hidden_size / num_attention_heads, as in Hugging Face's configs."""
         if not isinstance(data, dict) or data.get("head_dim") is not None:
             return data
         data = {key: value for key, value in data.items() if key != "head_dim"}
         defaults = cls.model_fields
         try:
-            hidden = _WHOLE.validate_python(data.get("hidden_size", defaults["hidden_size"].default))
-            heads = _WHOLE.validate_python(
+            hidden = _SIZE.validate_python(data.get("hidden_size", defaults["hidden_size"].default))
+            heads = _SIZE.validate_python(
                 data.get("num_attention_heads", defaults["num_attention_heads"].default)
             )
         except ValidationError:
-            return data  # the fields themselves are about to say what is wrong
+            return data  # the validation of the fields reports the error
         if hidden % heads:
             raise ValueError(
                 f"hidden_size: {hidden} is not divisible by {heads} heads; change one, or set head_dim yourself"
@@ -89,12 +95,13 @@ class ModelConfig(Part):
         return {**data, "head_dim": hidden // heads}
 
     @model_validator(mode="after")
-    def _possible(self) -> "ModelConfig":
+    def _check_combinations(self) -> "ModelConfig":
         heads, kv = self.num_attention_heads, self.num_key_value_heads
         if heads % kv:
-            fits = [n for n in range(1, heads + 1) if heads % n == 0]
+            divisors = [n for n in range(1, heads + 1) if heads % n == 0]
             raise ValueError(
-                f"num_key_value_heads: {heads} heads cannot be shared evenly by {kv} key-value heads; use one of {fits}"
+                f"num_key_value_heads: {heads} heads cannot be shared evenly by {kv} key-value heads; "
+                f"use one of {divisors}"
             )
         if self.position_embedding == "rope" and self.head_dim % 2:
             raise ValueError(
@@ -110,14 +117,14 @@ class ModelConfig(Part):
                 f"{given}: has no effect without {missing}; set both (window_pattern SSSL, sliding_window 512)"
             )
         if self.window_pattern == "":
-            raise ValueError("window_pattern: it is empty; write one letter per layer, such as SSSL")
+            raise ValueError("window_pattern: must not be empty; write one letter per layer, such as SSSL")
         if self.window_pattern is not None and set(self.window_pattern) - {"S", "L"}:
             raise ValueError(
-                f"window_pattern: '{self.window_pattern}' may hold only S (window) and L (full), such as SSSL"
+                f"window_pattern: '{self.window_pattern}' may contain only S (window) and L (full), such as SSSL"
             )
         if self.num_experts and self.num_experts_per_tok > self.num_experts:
             raise ValueError(
-                f"num_experts_per_tok: {self.num_experts_per_tok} of {self.num_experts} experts is impossible; lower it"
+                f"num_experts_per_tok: {self.num_experts_per_tok} exceeds num_experts = {self.num_experts}; lower it"
             )
         return self
 

@@ -1,7 +1,7 @@
 """Length of a run, and the schedule of its learning rate and batch shape.
 
-Everything is a function of progress, the share of the run that is done, so a schedule holds whatever the
-length is counted in. `optim/schedule.py` computes it.
+All values are functions of progress, the completed fraction of the run, so a schedule works with a length in time,
+tokens, steps or epochs. `optim/schedule.py` evaluates it.
 """
 
 from typing import Annotated, Any, Literal
@@ -12,8 +12,8 @@ from deskside.config.base import Part
 from deskside.config.duration import Duration
 
 
-def _warmup(given: Any) -> Any:
-    """0.02 and "0.02" are fractions of the run, 0 is none, everything else is a Duration (40 is 40 steps)."""
+def _parse_warmup(given: Any) -> Any:
+    """Return a fraction of the run for 0.02 or "0.02", 0.0 for 0 (no warm-up), else a Duration (40 is 40 steps)."""
     if isinstance(given, str):
         try:
             number = float(given)
@@ -31,21 +31,23 @@ def _warmup(given: Any) -> Any:
     return given
 
 
-Warmup = Annotated[Duration | float, BeforeValidator(_warmup)]
+Warmup = Annotated[Duration | float, BeforeValidator(_parse_warmup)]
 
 
 class Stage(Part):
-    """A part of the run with a sequence length, batch and window of its own."""
+    """A part of the run with its own sequence length, batch and window."""
 
     until: float = Field(
-        gt=0, le=1, description="share of the run where this stage ends; the last one's is 1.0"
+        gt=0,
+        le=1,
+        description="progress at which this stage ends, as a fraction of the run; 1.0 for the last stage",
     )
     sequence_length: PositiveInt = Field(description="tokens per row in this stage")
     batch_tokens: PositiveInt | None = Field(
-        None, description="tokens per step in this stage; unset: the run's"
+        None, description="tokens per step in this stage; if unset, batch.tokens"
     )
     window: PositiveInt | None = Field(
-        None, description="attention window of the window layers; unset: the model's"
+        None, description="attention window of the window layers, in tokens; if unset, model.sliding_window"
     )
 
 
@@ -55,16 +57,18 @@ class _Schedule(Part):
     )
     clock: Literal["wall", "training"] = Field(
         "wall",
-        description="what a length in time counts: wall is everything since the process started; "
-        "training is the training steps alone (compile, evaluation and checkpoints excluded)",
+        description="clock for a length in time: wall counts everything since the process started; "
+        "training counts the training steps only (without compilation, evaluation and checkpoints)",
     )
     warmup: Warmup = Field(
         0.02, description="steps, or fraction of the run, over which the learning rate rises from 0"
     )
-    stages: tuple[Stage, ...] = Field((), description="sequence length, batch and window by share of the run")
+    stages: tuple[Stage, ...] = Field(
+        (), description="parts of the run with their own sequence length, batch, window"
+    )
 
     @model_validator(mode="after")
-    def _common(self) -> "_Schedule":
+    def _check_warmup_and_stages(self) -> "_Schedule":
         if isinstance(self.warmup, Duration) and self.length is not None and self.warmup.unit != "steps":
             if self.warmup.unit != self.length.unit:
                 raise ValueError(
@@ -84,21 +88,21 @@ class _Schedule(Part):
 
 
 class WsdConfig(_Schedule):
-    """Warm-up, stable, decay (Hu et al., arXiv 2404.06395)."""
+    """Warm-up, constant learning rate, decay (WSD; Hu et al., arXiv 2404.06395)."""
 
-    name: Literal["wsd"] = Field("wsd", description="which schedule: wsd, cosine or constant")
+    name: Literal["wsd"] = Field("wsd", description="learning-rate schedule: wsd, cosine or constant")
     decay: float = Field(
-        0.65, ge=0, le=1, description="fraction of the run, at its end, over which the rate falls"
+        0.65, ge=0, le=1, description="fraction of the run, at its end, over which the learning rate decays"
     )
     decay_shape: Literal["linear", "1-sqrt"] = Field(
-        "linear", description="shape of the fall (1-sqrt: arXiv 2405.18392)"
+        "linear", description="shape of the decay (1-sqrt: arXiv 2405.18392)"
     )
     final_lr_fraction: float = Field(
         0.05, ge=0, le=1, description="learning rate at the end, as a fraction of the peak"
     )
 
     @model_validator(mode="after")
-    def _fits(self) -> "WsdConfig":
+    def _check_decay(self) -> "WsdConfig":
         if isinstance(self.warmup, float) and self.warmup + self.decay > 1:
             raise ValueError(
                 f"warmup: {self.warmup} and decay {self.decay} together exceed the run; lower one of them"
@@ -107,18 +111,20 @@ class WsdConfig(_Schedule):
 
 
 class CosineConfig(_Schedule):
-    """Warm-up, then half a cosine (Loshchilov and Hutter, arXiv 1608.03983)."""
+    """Warm-up, then cosine decay (Loshchilov and Hutter, arXiv 1608.03983)."""
 
-    name: Literal["cosine"] = Field("cosine", description="which schedule: wsd, cosine or constant")
+    name: Literal["cosine"] = Field("cosine", description="learning-rate schedule: wsd, cosine or constant")
     final_lr_fraction: float = Field(
         0.1, ge=0, le=1, description="learning rate at the end, as a fraction of the peak"
     )
 
 
 class ConstantConfig(_Schedule):
-    """Warm-up, then the peak until the end."""
+    """Warm-up, then a constant learning rate."""
 
-    name: Literal["constant"] = Field("constant", description="which schedule: wsd, cosine or constant")
+    name: Literal["constant"] = Field(
+        "constant", description="learning-rate schedule: wsd, cosine or constant"
+    )
 
 
 ScheduleConfig = Annotated[WsdConfig | CosineConfig | ConstantConfig, Field(discriminator="name")]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from deskside.budget.running_costs import CapPoint, cap_table
-from deskside.facts.gpus import Gpu, of_device
+from deskside.facts.gpus import Gpu, find_device
 
 Facts = Mapping[str, Any]
 Results = Sequence[Mapping[str, Any]]
@@ -351,7 +351,7 @@ def power(facts: Facts) -> dict[str, Any] | None:
     if not facts["gpus"]:
         return None
     gpu = facts["gpus"][0]
-    sheet: Gpu | None = of_device(gpu["name"], gpu["usable_bytes"])
+    sheet: Gpu | None = find_device(gpu["name"], gpu["usable_bytes"])
     points = [] if sheet is None else [_cap(point) for point in cap_table(sheet)]
     limits = ("limit_watts", "default_watts", "lowest_watts", "highest_watts")
     return {

@@ -1,9 +1,9 @@
-"""Matrix products of torch and of the precision recipes, and memory: numbers first, then the rate of the device.
+"""Checks of matrix products, of the precision recipes and of memory: first the results, then the speed.
 
 A linear layer has three products: the output x w^T, the input gradient g w, the weight gradient g^T x. Each is computed
-as training would and compared with float64. For the scaled formats two errors are reported: against the dequantized
-operands, which only a wrong kernel can make large, and against the operands before rounding, which is the error of a
-training step. Recipes are checked by their own layers.
+as in training and compared with float64. For the scaled formats two errors are reported. The error relative to the
+product of the dequantized operands is large only if a kernel is wrong. The error relative to the product of the
+unrounded operands includes quantization; a training step has this error. Recipes are checked by their own layers.
 """
 
 import math

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from deskside.doctor import check_attention, nvml
-from deskside.facts.gpus import of_device
+from deskside.facts.gpus import find_device
 from deskside.train import environment_record
 
 GIB = 2**30
@@ -78,7 +78,7 @@ def _gpu(index: int, before: dict[str, dict[str, Any]]) -> dict[str, Any]:
     free, total = torch.cuda.mem_get_info(device)
     unseen: dict[str, Any] = {"total_bytes": total, "free_bytes": free, "used_bytes": None, "processes": []}
     card = nvml.NvmlDevice.of(device)
-    sheet = of_device(properties.name, properties.total_memory)
+    sheet = find_device(properties.name, properties.total_memory)
     return {
         "index": index,
         "name": properties.name,

@@ -1,14 +1,14 @@
-"""The data sheets of graphics cards, corrected: `gpus.csv` beside this file, one row per card.
+"""Table of GPUs with corrected data-sheet values: `gpus.csv` beside this file, one row per card.
 
-What marketing prints is not what training gets. The columns hold dense rates with FP32 accumulation, which is what
-PyTorch's BF16 matrix products use: an RTX 4090 makes 165 TFLOP/s, not the 330 of FP16 accumulation, because GeForce
-cards accumulate in FP32 at half rate (512 FLOP per multiprocessor and clock). Sparse rates are nowhere. The notes
-keep the wrong figures that circulate. `measured` is what somebody's large BF16 matrix product reached: GeForce cards
-reach their sheet or pass it, since they boost above the nameplate clock; data centre cards reach half to 87 %.
+Rates are dense and with FP32 accumulation, which PyTorch's BF16 matrix products use, never the sparse or
+FP16-accumulate rates from marketing material. An RTX 4090 has 165 TFLOP/s, not 330, because GeForce cards accumulate in
+FP32 at half rate (512 FLOP per multiprocessor and clock). The notes mention wrong figures that circulate.
+`measured_bf16_flops` is the rate that others measured with a large BF16 matrix product. GeForce cards reach or exceed
+their data sheet, since they boost above their specified clock; data centre cards reach 50 to 87 %.
 
-A card is named by its model and, where several were sold under it, by the variant: "4090", "rtx4090" and
-"NVIDIA GeForce RTX 4090" are one card, "5090 laptop" is another one than "5090", and "h100" is refused because PCIe
-and SXM differ by a third. A card that is not in the table is never taken for its neighbour.
+A name consists of the model and, if the model has several variants, the variant: "4090", "rtx4090" and
+"NVIDIA GeForce RTX 4090" name the same card, "5090 laptop" is not "5090", and "h100" is refused as ambiguous because
+PCIe and SXM differ by a third. A card that is not in the table is never replaced by a similar one.
 """
 
 import difflib
@@ -19,13 +19,14 @@ from functools import cache, cached_property
 from deskside.facts.data_files import csv_rows
 from deskside.utils.errors import UsageError
 
-# How far the memory that a driver reports may be from the table: it keeps up to 3 % back, ECC is in the table.
+# Accepted ratios of the memory that a driver reports to that of the table, where ECC is already subtracted. The driver
+# reserves up to 3 %.
 REPORTED_SHARE = (0.93, 1.02)
 # Transfers per second and lane (PCI-SIG).
 PCIE_TRANSFERS = {"4.0": 16e9, "5.0": 32e9}
-# Words that a person may write and that tell no card from another.
-NOISE = ("nvidia", "geforce", "amd", "instinct", "quadro", "rtx", "gpu", "graphics", "card")
-# Field -> (column, factor), where the table has another name or unit.
+# Words that a name may contain and that do not distinguish cards.
+IGNORED_WORDS = ("nvidia", "geforce", "amd", "instinct", "quadro", "rtx", "gpu", "graphics", "card")
+# (column, factor) of the fields that have another name or unit in the table.
 COLUMNS = {
     "boost_hz": ("boost_mhz", 1e6),
     "bandwidth": ("bandwidth_gb_s", 1e9),
@@ -41,19 +42,30 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class Gpu:
-    """One card as its corrected data sheet has it. SI units: FLOP/s, bytes, bytes/s, watts, hertz.
+    """One row of the table. Rates are dense, in FLOP/s; bandwidths are in bytes/s.
 
-    memory_gb: as sold; visible_mib: what can be seen, where it is much less: L4 and L40S lose 1/16 to ECC, and
-    GB10's 128 GB are decimal. bf16_flops: dense, FP32 accumulation. fp16_accumulate_flops: FP16 inputs and FP16
-    accumulation. fp8_flops: FP32 accumulation. None: the card has no such unit, or nothing is known
-    (laptops). flops_per_clock: of one multiprocessor, BF16; bf16_flops is multiprocessors x boost_hz x
-    flops_per_clock within 9 % (GeForce 3 %). half_rate_fp32_accumulate: FP32 accumulation runs at half of the
-    FP16 rate; None where it is not known. measured_bf16_flops: a large matrix product as others timed it,
-    measured_source says who. certainty: high, medium or low (laptops: their power limit decides, so only a
-    measurement is good). note: traps. fabric_bandwidth: to all other cards of a machine together, each way, over
-    NVLink or Infinity Fabric, None where cards exchange over PCIe. NVLink bridges between two cards are extras, left
-    out. must, may: the words that a name must have, in one of several sets, and those that it may have; device_names:
-    what drivers call it.
+    Attributes:
+        memory_gb: Memory as sold.
+        visible_mib: Visible memory, if it is much less: L4 and L40S lose 1/16 to ECC, and GB10's 128 GB are decimal.
+        bandwidth: Memory bandwidth.
+        bf16_flops, fp8_flops, fp4_flops: Rates with FP32 accumulation. None: the card has no such unit, or the rate is
+            unknown (laptops).
+        fp16_accumulate_flops: Rate with FP16 inputs and FP16 accumulation.
+        half_rate_fp32_accumulate: FP32 accumulation runs at half of the FP16 rate. None: unknown.
+        measured_bf16_flops, measured_source: Rate of a large matrix product, and who measured it.
+        watts: Power limit.
+        msrp_usd: List price when the card was new.
+        certainty: "high", "medium" or "low". Laptops are low: their rates depend on the power limit that the maker set.
+        note: Known errors of other sources.
+        flops_per_clock: BF16 FLOPs per multiprocessor and clock. multiprocessors x boost_hz x flops_per_clock is
+            bf16_flops within 9 % (GeForce 3 %).
+        pcie: Generation and lanes, such as "4.0 x16".
+        fabric_bandwidth: NVLink or Infinity Fabric to all other cards of a machine in total, per direction. None: the
+            cards communicate over PCIe. Optional NVLink bridges between two cards are not included.
+        link_source: Source of pcie and fabric_bandwidth.
+        must, may: Words of a name, separated by spaces. A name contains all words of one of the sets in `must`, which
+            are separated by "|", and may contain those of `may`.
+        device_names: Names that drivers report, separated by "|".
     """
 
     name: str
@@ -86,23 +98,24 @@ class Gpu:
 
     @cached_property
     def memory_bytes(self) -> int:
-        """Memory in bytes, GiB as NVIDIA and AMD sell it. The driver keeps up to 3 % more for itself."""
+        """Memory in bytes, of which the driver reserves up to 3 %. Vendors sell GiB as GB."""
         return int(self.visible_mib * 2**20 if self.visible_mib else float(self.memory_gb) * 2**30)
 
     @property
     def pcie_bandwidth(self) -> float:
-        """Bytes/s to the host, each way, of a link such as "4.0 x16", less the 128b/130b coding."""
+        """Bytes/s between card and host, per direction."""
         generation, _, lanes = self.pcie.partition(" x")
+        # A transfer is one bit per lane; the 128b/130b line code sends 130 bits for 128 bits of data.
         return PCIE_TRANSFERS[generation] * int(lanes) * 128 / 130 / 8
 
     @property
     def geforce(self) -> bool:
-        """A consumer card of NVIDIA, laptops included."""
+        """Whether this is an NVIDIA consumer card, laptops included."""
         return self.half_rate_fp32_accumulate is True
 
     @property
     def rocm(self) -> bool:
-        """A card of AMD, whose software is ROCm."""
+        """Whether this is an AMD card, which needs ROCm."""
         return self.compute_capability.startswith("gfx")
 
     @property
@@ -110,44 +123,49 @@ class Gpu:
         return "Laptop" in self.name
 
     def is_named(self, text: str) -> bool:
-        """Return whether `text` (letters and digits only) is made of this card's words, in any order, each at most
-        once."""
-        may = frozenset([*self.may.split(), *NOISE, f"{self.memory_gb}gb", f"{self.memory_gb}g"])
+        """Return whether `text`, in lower-case letters and digits only, is a name of this card: all its required words
+        and any of the optional ones, in any order, each at most once.
+        """
+        may = frozenset([*self.may.split(), *IGNORED_WORDS, f"{self.memory_gb}gb", f"{self.memory_gb}g"])
         return any(_spells(text, frozenset(words.split()), may) for words in self.must.split("|"))
 
 
 @cache
 def gpus() -> tuple[Gpu, ...]:
-    """Return every card of the table."""
+    """Return all cards of the table."""
     return csv_rows("gpus.csv", Gpu, COLUMNS)
 
 
 @cache
 def find(name: str) -> Gpu:
     """Return the card with this name. Case, spaces, hyphens, the order of the words and the vendor's name do
-    not matter; a memory size ("4060 ti 16gb") or a form ("a100 80gb sxm") tells variants apart.
+    not matter; a memory size ("4060 ti 16gb") or a form factor ("a100 80gb sxm") distinguishes variants.
 
-    Raises UsageError with the nearest names when there is none, with all that it could be when there are several.
+    Raises UsageError with the closest names if no card matches, or with all matches if there are several.
     """
     text = re.sub(r"[^a-z0-9]", "", name.lower()).replace("mobile", "laptop").replace("notebook", "laptop")
     found = [gpu for gpu in gpus() if gpu.is_named(text)]
     if len(found) == 1:
         return found[0]
     if found:
-        raise UsageError(f"{name}: which one: {', '.join(gpu.name for gpu in found)}? Write the whole name")
+        raise UsageError(
+            f"{name}: matches several cards: {', '.join(gpu.name for gpu in found)}; write the full name"
+        )
     plain = {re.sub(r"[^a-z0-9]", "", gpu.name.lower()): gpu.name for gpu in gpus()}
     near = difflib.get_close_matches(text, plain, n=3, cutoff=0.0)
     if not text:
-        raise UsageError("the name of the card is empty; write for example rtx4090")
+        raise UsageError("the name of the card is empty; write a name such as rtx4090")
     raise UsageError(
         f"{name}: no such card in the table; the nearest are "
-        f"{', '.join(plain[key] for key in near)}. A card that is not in it can be measured with `deskside probe`"
+        f"{', '.join(plain[key] for key in near)}. `deskside probe` can measure a card that is not in the table"
     )
 
 
-def of_device(name: str, memory_bytes: int) -> Gpu | None:
-    """Return the card that torch or NVML calls `name`, with the memory that it reports. None when it is not surely one
-    of the table: another name (a slice of a card, an H100 NVL), or another memory size than the one that is known."""
+def find_device(name: str, memory_bytes: int) -> Gpu | None:
+    """Return the card that torch or NVML reports as `name` with this memory.
+
+    None if the name is not in the table (a MIG slice, an H100 NVL) or the memory differs from the table's.
+    """
     text = name.strip().casefold().removeprefix("nvidia ")
     low, high = REPORTED_SHARE
     found = [
@@ -159,6 +177,7 @@ def of_device(name: str, memory_bytes: int) -> Gpu | None:
 
 
 def _spells(text: str, must: frozenset[str], may: frozenset[str]) -> bool:
+    """Return whether `text` can be split into all words of `must` and some of `may`, each used at most once."""
     if not text:
         return not must
     return any(

@@ -1,9 +1,12 @@
-"""The element-wise part of the chunked cross-entropy on a card: loss, and the gradient of the logits.
+"""Triton kernel for the element-wise part of the chunked cross-entropy: the loss and the gradient of the logits.
 
-One program takes one row of logits and reads it twice: for the largest and the sum of exponentials, and for the
-gradient, which finds it in the cache, because what has been read twice leaves first. Instructions are a limit as much
-as bytes, so there are few per entry: exponents are to the base of 2, everything that multiplies a probability is in
-its exponent, and the target's entry is corrected afterwards instead of being compared with every column.
+Each program handles one row of logits and reads it twice: once for the maximum and the sum of exponentials (online
+softmax), and once for the gradient. The second read mostly hits the L2 cache, because it marks its data evict_first, so
+that finished rows are evicted before rows that are still needed.
+
+The kernel is limited by instructions as much as by memory bandwidth, so it computes little per entry: exponentials have
+base 2, as the GPU computes them; factors of a probability are added to its exponent; and the -1 of the target's entry
+is applied once at the end, so that no column index is compared with the target.
 """
 
 import torch

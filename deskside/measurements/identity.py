@@ -1,7 +1,7 @@
-"""Which machine this is, as far as a measurement depends on it. Imports no torch, and answers in a few milliseconds.
+"""Identity of the machine: the properties that a measurement depends on.
 
-Where there is a GPU, and a torch that can use it, it is the one that torch calls cuda:0; NVML is asked about it.
-Else it is the CPU.
+If torch can use a GPU, the properties are those of the GPU that torch calls cuda:0, as NVML reports them. Otherwise
+they are those of the CPU. Torch itself is not imported, so this takes only a few milliseconds.
 """
 
 import contextlib
@@ -18,20 +18,26 @@ from typing import Any
 import deskside
 from deskside.utils.errors import RunError, UsageError
 
-# The packages whose code an optimizer step runs. Their digest stands for the commit: editing a document or a command
-# throws no measurement away, and a checkout with edits is noticed.
-STEP = ("kernels", "ops", "model", "precision", "optim")
+# Packages whose code runs in an optimizer step. A measurement is keyed by a digest of them instead of the commit, so
+# that changes of documentation or commands do not invalidate it, and uncommitted changes of a step do.
+STEP_PACKAGES = ("kernels", "ops", "model", "precision", "optim")
 
 
 @dataclass(frozen=True)
 class Machine:
     """The machine that a measurement is valid for.
 
-    card: the GPU's name by NVML, or the CPU's; device: cuda or cpu; memory_bytes: of the GPU, usable, or of the host;
-    cores: that this process may use, 0 for a GPU; driver, cuda, triton: None where there is none; power_limit_watts:
-    as set, None where the card does not tell; code: deskside's version and a digest of the code that a step runs;
-    free_bytes: of the GPU's memory when it was asked, None for a CPU. It changes by the minute: no part of the key, and
-    two machines that differ only in it are equal.
+    Attributes:
+        card: Name of the GPU in NVML, or of the CPU.
+        device: "cuda" or "cpu".
+        memory_bytes: Usable memory of the GPU, or memory of the host.
+        cores: CPU cores that this process may use; 0 for a GPU.
+        driver: Version of the GPU driver; None for a CPU.
+        power_limit_watts: Current power limit; None if the card does not report one.
+        torch, cuda, triton: Versions; None if not installed.
+        code: deskside's version and a digest of the code that a step runs.
+        free_bytes: Free memory of the GPU at the time of the query; None for a CPU. It changes constantly, so it is
+            not part of the key and is ignored in comparisons.
     """
 
     card: str
@@ -47,7 +53,7 @@ class Machine:
     free_bytes: int | None = field(default=None, compare=False)
 
     def key(self) -> dict[str, Any]:
-        """Return the machine's part of a row's key, JSON."""
+        """Return the part of a measurement's key that identifies the machine, as a JSON object."""
         fields = ("cores", "driver", "power_limit_watts", "torch", "cuda", "triton", "code")
         memory = {"memory_gib": round(self.memory_bytes / 2**30)}
         return {"card": self.card, **memory, **{name: getattr(self, name) for name in fields}}
@@ -56,38 +62,38 @@ class Machine:
 def this_machine() -> Machine:
     """Return the machine that this process would train on.
 
-    Raises UsageError when several different GPUs are visible and it is not told which one torch will call the first,
-    RunError when there is an NVIDIA driver that gives no answer.
+    Raises UsageError if the machine has different GPUs and the environment does not determine which one is cuda:0, and
+    RunError if the NVIDIA driver does not respond.
     """
-    torch, cuda = _torch()
-    gpu = _gpu() if cuda else None
+    torch, cuda = _torch_versions()
+    gpu = _first_gpu() if cuda else None
     triton = _version("triton")
     if gpu is not None:
         card, (memory, free), driver, watts = gpu
-        return Machine(card, "cuda", memory, 0, driver, watts, torch, cuda, triton, code(), free)
-    from deskside.utils.child_process import (  # imports what a GPU's identity does not need
+        return Machine(card, "cuda", memory, 0, driver, watts, torch, cuda, triton, code_version(), free)
+    from deskside.utils.child_process import (  # slow to import, and only needed without a GPU
         cpu_cores,
         cpu_name,
     )
 
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Machine(cpu_name(), "cpu", memory, cpu_cores(), None, None, torch, None, triton, code())
+    return Machine(cpu_name(), "cpu", memory, cpu_cores(), None, None, torch, None, triton, code_version())
 
 
 @cache
-def code() -> str:
-    """deskside's version, and a digest of the code that a training step runs."""
+def code_version() -> str:
+    """Return deskside's version and a digest of the code that a training step runs, as `VERSION+DIGEST`."""
     digest = hashlib.sha256()
     root = Path(deskside.__file__).parent
-    files = [path for package in STEP for path in sorted((root / package).rglob("*.py"))]
+    files = [path for package in STEP_PACKAGES for path in sorted((root / package).rglob("*.py"))]
     train = root / "train"
     for path in [*files, train / "loop" / "step.py", train / "prepare" / "setup.py"]:
         digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return f"{deskside.__version__}+{digest.hexdigest()[:12]}"
 
 
-def _torch() -> tuple[str, str | None]:
-    """torch's version and the CUDA version that it was built for, read from its files without importing it."""
+def _torch_versions() -> tuple[str, str | None]:
+    """Return the versions of torch and of its CUDA, read from torch/version.py because importing torch is slow."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return "not installed", None
@@ -103,9 +109,8 @@ def _version(package: str) -> str | None:
     return None
 
 
-def _gpu() -> tuple[str, tuple[int, int], str, int | None] | None:
-    """Return (name, usable and free bytes, driver, power limit in watts) of the GPU that torch will call cuda:0; None
-    without one."""
+def _first_gpu() -> tuple[str, tuple[int, int], str, int | None] | None:
+    """Return (name, (usable bytes, free bytes), driver, power limit in watts) of cuda:0, None if no GPU is visible."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None and chosen.split(",")[0].strip() in ("", "-1"):
         return None
@@ -116,26 +121,30 @@ def _gpu() -> tuple[str, tuple[int, int], str, int | None] | None:
     except pynvml.NVMLError as error:
         if Path("/proc/driver/nvidia/version").exists():
             raise RunError(
-                f"there is an NVIDIA driver, but it gives no answer ({error}); see that nvidia-smi works"
+                f"the NVIDIA driver does not respond ({error}); check that nvidia-smi works"
             ) from None
         return None
     try:
         count = pynvml.nvmlDeviceGetCount()
         if count == 0:
             return None
-        handle = _first(pynvml, chosen, count)
+        handle = _first_handle(pynvml, chosen, count)
         driver, name = pynvml.nvmlSystemGetDriverVersion(), pynvml.nvmlDeviceGetName(handle)
-        return name, _memory(pynvml, handle), driver, _power_limit(pynvml, handle)
+        return name, _usable_and_free_bytes(pynvml, handle), driver, _power_limit(pynvml, handle)
     except pynvml.NVMLError as error:
         raise RunError(
-            f"the GPU cannot be identified: NVML says {error}; see that nvidia-smi works"
+            f"the GPU cannot be identified: NVML reports {error}; check that nvidia-smi works"
         ) from None
     finally:
         pynvml.nvmlShutdown()
 
 
-def _first(pynvml: Any, chosen: str | None, count: int) -> Any:
-    """NVML's handle of cuda:0. NVML counts by PCI bus, CUDA the fastest first unless it is told otherwise."""
+def _first_handle(pynvml: Any, chosen: str | None, count: int) -> Any:
+    """Return NVML's handle of cuda:0.
+
+    NVML orders GPUs by PCI bus; CUDA puts the fastest first unless CUDA_DEVICE_ORDER=PCI_BUS_ID. If all GPUs have the
+    same name, the order does not matter.
+    """
     first = chosen.split(",")[0].strip() if chosen else "0"
     if not first.isdecimal():
         return pynvml.nvmlDeviceGetHandleByUUID(first)
@@ -143,21 +152,20 @@ def _first(pynvml: Any, chosen: str | None, count: int) -> Any:
     names = list(dict.fromkeys(pynvml.nvmlDeviceGetName(handle) for handle in handles))
     if len(names) > 1 and os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
         raise UsageError(
-            f"this machine has different GPUs ({', '.join(names)}); say which one to use with "
-            f"CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=N, N as nvidia-smi counts"
+            f"this machine has different GPUs ({', '.join(names)}); choose one with "
+            f"CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=N, where N is the index in nvidia-smi"
         )
     if int(first) >= count:
         raise UsageError(f"CUDA_VISIBLE_DEVICES={chosen}: there is no GPU {first}, only 0 to {count - 1}")
     return handles[int(first)]
 
 
-def _memory(pynvml: Any, handle: Any) -> tuple[int, int]:
-    """Return bytes that programs may use, the whole less what the driver keeps for itself; and those that are free
-    now."""
+def _usable_and_free_bytes(pynvml: Any, handle: Any) -> tuple[int, int]:
+    """Return the total memory less what the driver reserves, and the memory that is free now."""
     try:
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
         return int(memory.total - memory.reserved), int(memory.free)
-    except pynvml.NVMLError:  # a driver older than this question
+    except pynvml.NVMLError:  # older drivers do not support version 2 and do not report what they reserve
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
         return int(memory.total), int(memory.free)
 
@@ -165,5 +173,5 @@ def _memory(pynvml: Any, handle: Any) -> tuple[int, int]:
 def _power_limit(pynvml: Any, handle: Any) -> int | None:
     try:
         return round(pynvml.nvmlDeviceGetPowerManagementLimit(handle) / 1000)
-    except pynvml.NVMLError:  # laptops and some boards do not tell
+    except pynvml.NVMLError:  # laptops and some boards do not report a limit
         return None

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from deskside.budget.host import HostTimes, device_part, host_seconds
+from deskside.budget.host import HostTimes, device_seconds, host_seconds
 from deskside.budget.operators import PRODUCTS, TRAFFIC, Group, step_operators
 from deskside.budget.speed import Rates, operator_seconds
 from deskside.budget.step_spec import StepSpec
@@ -102,7 +102,7 @@ def _is_informative(row: Mapping[str, Any]) -> bool:
     rated = ("bf16", "fp32") if result.get("device") == "cpu" else ("bf16",)
     if result.get("precision", "bf16") not in rated:
         return False
-    host = HostTimes().times(_host_factor([row]) or 1.0)
+    host = HostTimes().scaled(_host_factor([row]) or 1.0)
     return host_seconds(*_step(row), host) < 0.9 * float(result["step_seconds"]["median"])
 
 
@@ -151,7 +151,7 @@ def _measured(
     else:
         raise UsageError("this device was measured without its bandwidth; measure it with: deskside probe")
     host_factor = _host_factor(points)
-    start = replace(start, host=start.host.times(host_factor or 1.0))
+    start = replace(start, host=start.host.scaled(host_factor or 1.0))
     factors, spread = _fit(points, start, PRIOR_SPREAD["cpu" if device == "cpu" else "cuda"])
     # Use on the device is read at the end, when torch may have returned some memory: at least 0.
     overhead = [
@@ -195,7 +195,7 @@ def _fit(
         for operator in step_operators(shape, spec):
             parts[_column(operator.group)] += operator_seconds(operator, start, spec)
         host = host_seconds(shape, spec, start.host)
-        seconds = device_part(float(row["result"]["step_seconds"]["median"]), host, start.host.overlap)
+        seconds = device_seconds(float(row["result"]["step_seconds"]["median"]), host, start.host.overlap)
         table.append([part / seconds for part in parts[:3]])
         rest.append(1 - parts[3] / seconds)
     A, b = np.array(table), np.array(rest)

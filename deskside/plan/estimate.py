@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from deskside.budget.format_costs import LowKind, emulated, quantized
-from deskside.budget.host import host_share
+from deskside.budget.host import host_sensitivity
 from deskside.budget.memory import Memory, training_memory
 from deskside.budget.shape import flops_per_token
 from deskside.budget.speed import Rates, step_seconds
@@ -129,8 +129,7 @@ class StepEstimate:
     """Memory and speed of a setting on one card.
 
     memory: of the stage that needs the most; memory_bytes: everything that must be in the card's memory, the CUDA
-    context included; step: seconds of a mean step by item; host_share: how much of a change of the host's time changes
-    the step's.
+    context included; step: seconds of a mean step by item; host_sensitivity: d log(step seconds) / d log(host seconds).
     """
 
     setting: Setting
@@ -139,7 +138,7 @@ class StepEstimate:
     capacity: int
     step: dict[str, float]
     tokens_per_second: Range
-    host_share: float = 0.0
+    host_sensitivity: float = 0.0
 
     @property
     def speed_spread(self) -> float:
@@ -150,7 +149,7 @@ class StepEstimate:
     @property
     def host_bound(self) -> bool:
         """True if launching kernels takes most of a step, not the device's work."""
-        return self.host_share >= HOST_BOUND
+        return self.host_sensitivity >= HOST_BOUND
 
     @property
     def step_seconds(self) -> float:
@@ -182,12 +181,12 @@ def estimate(
     memory = memory or peak_memory(setting)
     step = setting_seconds(setting, calibration.rates)
     total = sum(step.values())
-    by_host = host_share(total, step["host"], calibration.rates.host.overlap)
+    sensitivity = host_sensitivity(total, step["host"], calibration.rates.host.overlap)
     # A calibration of one GPU says nothing about the link between several or about the host. Their times may be off by
     # half, which adds to the calibration's spread as independent errors.
     spread = calibration.speed_spread
-    if by_host:
-        spread = math.hypot(spread, HOST_SPREAD[calibration.host_measured] * by_host)
+    if sensitivity:
+        spread = math.hypot(spread, HOST_SPREAD[calibration.host_measured] * sensitivity)
     if setting.gpus > 1:
         spread = math.hypot(spread, LINK_SPREAD * (step["communication"] / total))
     spread = min(spread, WIDEST_SPREAD)
@@ -199,7 +198,7 @@ def estimate(
         capacity=capacity,
         step=step,
         tokens_per_second=(speed * (1 - spread), speed, speed * (1 + spread)),
-        host_share=by_host,
+        host_sensitivity=sensitivity,
     )
 
 

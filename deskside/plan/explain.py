@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from deskside.budget.host import host_seconds, together
+from deskside.budget.host import host_seconds, overlapped_seconds
 from deskside.budget.loss import LAW, expected_bpb
 from deskside.budget.memory import RESERVED_BYTES, RESERVED_SHARE, explain_memory
 from deskside.budget.operators import Operator, step_operators
@@ -216,7 +216,9 @@ def _host(rates: Rates, shown: StepEstimate) -> list[Line]:
         lines += explained(f"host, rows of {stage.sequence_length}", host, "s")
         busy = sum(s for name, s in step_seconds(shape, spec, rates).items() if name != "host")
         device, overlap = leaf("device", busy), leaf("p", rates.host.overlap)
-        lines += explained("  waited for", together(device, leaf("host", host), overlap) - device, "s")
+        lines += explained(
+            "  waited for", overlapped_seconds(device, leaf("host", host), overlap) - device, "s"
+        )
         mean = mean + leaf("share", stage.share) * leaf("waited for", lines[-1].value)
     if not lines:
         return explained("host", 0.0, "s", nothing="the device is not known to wait for the host here")

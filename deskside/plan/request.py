@@ -327,7 +327,7 @@ def _card(q: PlanQuestion) -> tuple[PlanCard, list[probe_store.Row], list[str]]:
         )
         return (card, *_measured_elsewhere(store, gpu))
     machine = probe_store.this_machine()
-    found = gpus.of_device(machine.card, machine.memory_bytes) if machine.device == "cuda" else None
+    found = gpus.find_device(machine.card, machine.memory_bytes) if machine.device == "cuda" else None
     notes = []
     memory, source = machine.memory_bytes, "measured: reported by this machine"
     if machine.free_bytes is not None and machine.free_bytes < memory:
@@ -360,13 +360,13 @@ def _measured_elsewhere(store: probe_store.Store, gpu: Gpu) -> tuple[list[probe_
         machine = row["key"]["machine"]
         name, gib = machine.get("card"), machine.get("memory_gib")
         known = isinstance(name, str) and isinstance(gib, (int, float))
-        return known and gpus.of_device(name, int(gib * 2**30)) == gpu
+        return known and gpus.find_device(name, int(gib * 2**30)) == gpu
 
     rows = [row for row in store.rows() if is_it(row)]
     if not rows:
         return [], store.notes()
     machine = probe_store.this_machine()
-    if machine.device == "cuda" and gpus.of_device(machine.card, machine.memory_bytes) == gpu:
+    if machine.device == "cuda" and gpus.find_device(machine.card, machine.memory_bytes) == gpu:
         return store.require(machine), store.notes(machine)
     newest = rows[-1]["key"]["machine"]
     used = [row for row in rows if row["key"]["machine"] == newest]

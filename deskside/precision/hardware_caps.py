@@ -2,27 +2,31 @@
 
 fp4: NVFP4 operands go to the tensor cores directly (compute capability 10.x and 12.x). The self-check verifies the
 results and falls back to emulation.
-mxfp8: on 12.x, FP8 products are issued as MXFP8 with unit scales. GeForce cards run plain FP8 with float32
-accumulation at half rate but block-scaled FP8 at full rate, with the same numbers. Both are timed when a run starts,
-and the faster correct one is used. The run records the choice for its other processes and for a resume. We had no
-such GPU: tests compile these paths and inspect their code, and at run time both checks above guard them.
+mxfp8: on 12.x, FP8 products can run as MXFP8 whose block scales are all 1, which leaves the values unchanged. GeForce
+cards run plain FP8 with float32 accumulation at half rate, but block-scaled FP8 at full rate. Both are timed when a run
+starts, and the faster one is used if its result is correct. The run records the choice for its other processes and for
+a resume.
+
+These paths were never run on such a GPU. Tests compile them and inspect the generated code; the self-check and the
+comparison with the plain product protect a run.
 """
 
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import Tensor
 
-SIZE = 2048
-RUNS = 5
-AGREEMENT = 1e-2  # relative; both sum in float32 and round to bfloat16
+SIZE = 2048  # rows and columns of the operands of the timed product
+RUNS = 5  # timed runs; the median counts
+AGREEMENT = 1e-2  # relative error between both products; both accumulate in float32 and round to bfloat16
 
 
 @dataclass(frozen=True)
 class HardwareCaps:
-    """fp4: NVFP4 natively. mxfp8: FP8 as MXFP8 with unit scales."""
+    """Formats to run on the tensor cores. fp4: NVFP4. mxfp8: FP8 operands as MXFP8 with unit scales."""
 
     fp4: bool = False
     mxfp8: bool = False
@@ -32,8 +36,11 @@ NONE = HardwareCaps()
 
 
 def hardware_caps(device: torch.device, mxfp8: bool | None = None) -> HardwareCaps:
-    """Return the capabilities of a device. mxfp8: the result of an earlier trial. None: on compute capability 12.x two
-    products are timed, which takes milliseconds once they are compiled."""
+    """Return the capabilities of a device.
+
+    mxfp8: the recorded result of an earlier timing. If None, the two FP8 products are timed on compute capability 12.x,
+    which takes milliseconds once they are compiled.
+    """
     if device.type != "cuda" or torch.version.hip is not None:
         return HardwareCaps()
     major = torch.cuda.get_device_capability(device)[0]
@@ -45,6 +52,7 @@ def hardware_caps(device: torch.device, mxfp8: bool | None = None) -> HardwareCa
 
 @cache
 def _mxfp8_is_faster(device: torch.device) -> bool:
+    """Return whether MXFP8 products agree with plain FP8 products on this device and are faster."""
     from deskside.kernels.nvfp4.native import fp8_matmul
 
     generator = torch.Generator(device).manual_seed(0)
@@ -56,19 +64,18 @@ def _mxfp8_is_faster(device: torch.device) -> bool:
     def plain() -> Tensor:
         return torch._scaled_mm(left, right.T, one, one, out_dtype=torch.bfloat16)
 
-    def blocks() -> Tensor:
+    def block_scaled() -> Tensor:
         return fp8_matmul(left, right, one)
 
     try:
-        expected, got = plain().float(), blocks().float()
+        expected, got = plain().float(), block_scaled().float()
     except RuntimeError:
-        return False  # a card or a library that cannot do one of them: plain products are judged by the self-check
+        return False  # one of them is not supported here; the self-check tests the plain product
     agrees = bool((got - expected).norm() <= AGREEMENT * expected.norm())
-    return agrees and _milliseconds(blocks) < _milliseconds(plain)
+    return agrees and _milliseconds(block_scaled) < _milliseconds(plain)
 
 
-def _milliseconds(function: object) -> float:
-    assert callable(function)
+def _milliseconds(function: Callable[[], Tensor]) -> float:
     times = []
     for _ in range(RUNS):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

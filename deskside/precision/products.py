@@ -1,7 +1,7 @@
 """The three products of a linear layer, on operands in any format.
 
 Native: FP8 operands go to the tensor cores through torch._scaled_mm, or as MXFP8 with unit scales where that is faster
-(units.py), and packed NVFP4 through a Triton kernel. Emulated: FP8 codes are exact in bfloat16, as
+(hardware_caps.py), and packed NVFP4 through a Triton kernel. Emulated: FP8 codes are exact in bfloat16, as
 NVFP4's code x block scale is, so that an ordinary bfloat16 product with float32 sums and the scales in its epilogue
 gives the same numbers, up to the order of sums, on any card and on a CPU.
 """

@@ -13,8 +13,8 @@ from deskside.run.record import RunRecord, number, series
 
 HEIGHT = 3.2  # inches
 PALE = "#9a9a9a"
-# Metrics of objectives other than the next token, drawn where they were logged: key, title, unit.
-OBJECTIVES = (
+# Metrics that only DPO and GRPO log: key, title, unit.
+OBJECTIVE_METRICS = (
     ("reward", "Mean reward of a step's answers", "reward"),
     ("answer_tokens", "Length of answers", "tokens"),
     ("entropy", "Entropy of the policy", "nats per token"),
@@ -24,29 +24,30 @@ OBJECTIVES = (
 
 
 def draw(record: RunRecord, folder: Path) -> tuple[list[Image], list[str]]:
-    """Draw every plot that the record has points for into `folder`.
+    """Draw each plot for which the record has data, as a PNG file in `folder`.
 
-    Returns the images in reading order, and a sentence for each plot that could not be drawn. Raises OSError if the
-    folder cannot be written.
+    Returns the images in reading order, and a sentence for each plot without data. Raises OSError if the folder cannot
+    be written.
     """
 
-    def metric_plot(key: str, label: str, exact: bool = False) -> Callable[[Axes], str]:
-        return lambda axes: _metric(record, axes, key, label, smooth=not exact, from_zero=exact)
+    # Noisy metrics get a running median; the others are smooth, and their axis starts at 0.
+    def metric_plot(key: str, label: str, noisy: bool = True) -> Callable[[Axes], str]:
+        return lambda axes: _metric(record, axes, key, label, smooth=noisy, from_zero=not noisy)
 
     plots: list[tuple[str, str, str, Callable[[Axes], str]]] = [
         ("loss", "Training loss", "loss", metric_plot("loss", "loss (nats per token)")),
         ("val_bpb", "Validation bits per byte", "val_bpb", lambda axes: _validation(record, axes)),
         ("throughput", "Throughput", "tokens_per_second", lambda axes: _throughput(record, axes)),
-        ("memory", "Peak memory", "memory_gib", metric_plot("memory_gib", "peak memory (GiB)", True)),
-        ("learning_rate", "Learning rate", "lr", metric_plot("lr", "learning rate", True)),
+        ("memory", "Peak memory", "memory_gib", metric_plot("memory_gib", "peak memory (GiB)", noisy=False)),
+        ("learning_rate", "Learning rate", "lr", metric_plot("lr", "learning rate", noisy=False)),
     ]
-    objectives = [one for one in OBJECTIVES if record.series(one[0])[0]]
-    if objectives:
-        plots[1:2] = [(key, title, key, metric_plot(key, unit)) for key, title, unit in objectives]
+    logged = [metric for metric in OBJECTIVE_METRICS if record.series(metric[0])[0]]
+    if logged:  # DPO and GRPO have no bits per byte; their metrics replace that plot
+        plots[1:2] = [(key, title, key, metric_plot(key, unit)) for key, title, unit in logged]
     images, absent = [], []
     for name, title, key, plot in plots:
         path = folder / f"{name}.png"
-        if not record.series(key)[0] and not (name == "val_bpb" and _final(record)):
+        if not record.series(key)[0] and not (name == "val_bpb" and _final_validation(record)):
             absent.append(f"No plot of {title.lower()}: it was not logged.")
             path.unlink(missing_ok=True)  # a plot of an earlier report would no longer match this run
             continue
@@ -61,7 +62,7 @@ def draw(record: RunRecord, folder: Path) -> tuple[list[Image], list[str]]:
 def _label_axes(axes: Axes, record: RunRecord) -> None:
     axes.set_xlabel("training tokens")
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    final = _final(record)
+    final = _final_validation(record)
     ends = [*record.series("step")[0], *([final[0]] if final else [])]
     axes.set_xlim(0, max(ends, default=0) * 1.02 or 1)  # one range for all plots of a run
     if axes.get_legend_handles_labels()[0]:
@@ -69,13 +70,13 @@ def _label_axes(axes: Axes, record: RunRecord) -> None:
 
 
 def _line(axes: Axes, x: list[float], y: list[float], label: str | None = None) -> None:
-    """Draw a line, with markers if there are too few points for one."""
+    """Draw a line, with markers if it has fewer than three points."""
     marker = "o" if len(x) < 3 else ""
     axes.plot(x, y, color=DARK, linewidth=1.6, marker=marker, markersize=5, label=label)
 
 
 def _metric(record: RunRecord, axes: Axes, key: str, label: str, smooth: bool, from_zero: bool) -> str:
-    """Draw one metric, with `smooth` its running median too; return the end of the caption."""
+    """Draw one metric, if `smooth` with its running median, and return what the caption adds to the title."""
     x, y = record.series(key)
     axes.set_ylabel(label)
     median = running_median(y) if smooth else None
@@ -89,12 +90,15 @@ def _metric(record: RunRecord, axes: Axes, key: str, label: str, smooth: bool, f
     if key == "lr":
         axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
     if key == "loss":
-        _cut_start(axes, y)
+        _clip_start(axes, y)
     return "" if median is None else ", with its running median"
 
 
-def _cut_start(axes: Axes, values: list[float]) -> None:
-    """Limit the view if the first steps would flatten everything after them."""
+def _clip_start(axes: Axes, values: list[float]) -> None:
+    """Clip the y axis if the losses of the first steps would compress the rest of the curve.
+
+    The highest 2 % are clipped if they stretch the axis more than 2.5 times.
+    """
     if len(values) < 20:
         return
     low, high = min(values), max(values)
@@ -104,6 +108,7 @@ def _cut_start(axes: Axes, values: list[float]) -> None:
 
 
 def _throughput(record: RunRecord, axes: Axes) -> str:
+    """Draw tokens per second, mark the throttled steps, and return what the caption adds to the title."""
     caption = _metric(record, axes, "tokens_per_second", "tokens per second", smooth=True, from_zero=True)
     axes.yaxis.set_major_formatter(EngFormatter(sep=""))
     throttled = [row for row in record.metrics if row.get("throttled") is True]
@@ -115,10 +120,11 @@ def _throughput(record: RunRecord, axes: Axes) -> str:
 
 
 def _validation(record: RunRecord, axes: Axes) -> str:
+    """Draw bits per byte with the gzip and unigram baselines, and return what the caption adds to the title."""
     x, y = record.series("val_bpb")
     if x:
         axes.plot(x, y, color=DARK, linewidth=1.6, marker="o", markersize=4.5, label="during training")
-    final = _final(record)
+    final = _final_validation(record)
     if final is not None:
         axes.plot([final[0]], [final[1]], color=DARK, linestyle="", label="at the end", marker="s", markersize=7,
                   markerfacecolor="white", markeredgewidth=1.6)  # fmt: skip
@@ -134,11 +140,11 @@ def _validation(record: RunRecord, axes: Axes) -> str:
     axes.annotate(
         f"{y[-1]:.3f}", (x[-1], y[-1]), xytext=(-2, 9), textcoords="offset points", ha="right", fontsize=9
     )
-    baselines = f", beside {' and '.join(shown)} on the same text" if shown else ""
+    baselines = f", compared with {' and '.join(shown)} on the same text" if shown else ""
     return f", lower is better{baselines}"
 
 
-def _final(record: RunRecord) -> tuple[float, float] | None:
+def _final_validation(record: RunRecord) -> tuple[float, float] | None:
     """Return (tokens, bits per byte) of the final evaluation, which covers the whole validation split."""
     tokens, bpb = (number(record.summary.get(key)) for key in ("tokens", "val_bpb"))
     return None if tokens is None or bpb is None else (tokens, bpb)

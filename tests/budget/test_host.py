@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deskside.budget.host import HostTimes, device_part, host_seconds, host_share, together
+from deskside.budget.host import HostTimes, device_seconds, host_seconds, host_sensitivity, overlapped_seconds
 from deskside.budget.speed import Rates, step_seconds
 from deskside.budget.step_spec import StepSpec
 from deskside.config.model import ModelConfig
@@ -20,26 +20,28 @@ OVERLAP = HostTimes().overlap
 def test_a_step_is_no_shorter_than_either_and_little_longer_than_the_longer(
     device: float, host: float
 ) -> None:
-    step = together(device, host, OVERLAP)
+    step = overlapped_seconds(device, host, OVERLAP)
     assert max(device, host) <= step <= max(device, host) * 2 ** (1 / OVERLAP) * (1 + 1e-9)
-    assert together(device, 0.0, OVERLAP) == pytest.approx(device)
+    assert overlapped_seconds(device, 0.0, OVERLAP) == pytest.approx(device)
 
 
 @given(SECONDS, st.floats(0.01, 0.95))
 def test_the_devices_part_of_a_step_is_found_again(device: float, share: float) -> None:
     host = share * device
-    assert device_part(together(device, host, OVERLAP), host, OVERLAP) == pytest.approx(device, rel=1e-6)
-    with pytest.raises(ValueError, match="cannot hold"):
-        device_part(host, host, OVERLAP)
+    assert device_seconds(overlapped_seconds(device, host, OVERLAP), host, OVERLAP) == pytest.approx(
+        device, rel=1e-6
+    )
+    with pytest.raises(ValueError, match="not shorter than the step"):
+        device_seconds(host, host, OVERLAP)
 
 
 @given(SECONDS, SECONDS)
-def test_the_share_is_the_derivative(device: float, host: float) -> None:
+def test_the_sensitivity_is_the_derivative(device: float, host: float) -> None:
     """d log(step) / d log(host), by a finite difference."""
-    up, down = (together(device, host * (1 + sign * 1e-5), OVERLAP) for sign in (1, -1))
+    up, down = (overlapped_seconds(device, host * (1 + sign * 1e-5), OVERLAP) for sign in (1, -1))
     slope = (math.log(up) - math.log(down)) / 2e-5
-    step = together(device, host, OVERLAP)
-    assert host_share(step, step - device, OVERLAP) == pytest.approx(slope, abs=1e-3)
+    step = overlapped_seconds(device, host, OVERLAP)
+    assert host_sensitivity(step, step - device, OVERLAP) == pytest.approx(slope, abs=1e-3)
 
 
 def test_the_host_counts_passes_and_layers_not_tokens() -> None:
@@ -64,7 +66,7 @@ def test_the_host_counts_passes_and_layers_not_tokens() -> None:
 
 def test_a_slower_host_slows_small_passes_alone() -> None:
     rates = Rates(790e12, 4.8e12)
-    slow = Rates(790e12, 4.8e12, host=HostTimes().times(2.0))
+    slow = Rates(790e12, 4.8e12, host=HostTimes().scaled(2.0))
     small, large = (StepSpec(512, 16 * n, n, copies="step", optimizer="adamw") for n in (2048, 131072))
     for spec, low, high in ((small, 1.9, 2.0), (large, 1.0, 1.001)):
         ratio = sum(step_seconds(SHAPE, spec, slow).values()) / sum(step_seconds(SHAPE, spec, rates).values())

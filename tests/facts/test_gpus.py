@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deskside.facts.gpus import NOISE, find, gpus, of_device
+from deskside.facts.gpus import IGNORED_WORDS, find, find_device, gpus
 from deskside.utils.errors import UsageError
 
 GIB = 2**30
@@ -154,7 +154,7 @@ def test_an_unknown_card_names_the_nearest(written: str, near: str) -> None:
     assert near in str(error.value) and "no such card" in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("written", ["", "  ", "-", *NOISE, "nvidia geforce rtx", "80gb"])
+@pytest.mark.parametrize("written", ["", "  ", "-", *IGNORED_WORDS, "nvidia geforce rtx", "80gb"])
 def test_a_name_that_says_nothing_is_no_card(written: str) -> None:
     with pytest.raises(UsageError):
         find(written)
@@ -197,7 +197,7 @@ def test_any_text_is_a_card_or_one_clear_line(text: str) -> None:
     ],
 )
 def test_a_device_is_known_by_its_name_and_memory(device: str, gib: float, name: str) -> None:
-    gpu = of_device(device, int(gib * GIB))
+    gpu = find_device(device, int(gib * GIB))
     assert gpu is not None and gpu.name == name
 
 
@@ -218,7 +218,7 @@ def test_a_device_is_known_by_its_name_and_memory(device: str, gib: float, name:
     ],
 )
 def test_a_device_that_is_not_surely_in_the_table_is_none(device: str, gib: float) -> None:
-    assert of_device(device, int(gib * GIB)) is None
+    assert find_device(device, int(gib * GIB)) is None
 
 
 def test_importing_and_looking_up_takes_no_torch() -> None:

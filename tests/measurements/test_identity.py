@@ -78,7 +78,7 @@ MIXED = [("NVIDIA GeForce RTX 3060", 12 * 2**30, 0, 170), ("NVIDIA GeForce RTX 4
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    monkeypatch.setattr(identity, "_torch", lambda: ("2.11.0+cu128", "12.8"))
+    monkeypatch.setattr(identity, "_torch_versions", lambda: ("2.11.0+cu128", "12.8"))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
     return monkeypatch
@@ -132,7 +132,7 @@ def test_different_cards_must_be_told_apart(cuda: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="there is no GPU 5"):
         identity.this_machine()
     cuda.setenv("CUDA_VISIBLE_DEVICES", "GPU-none")
-    with pytest.raises(RunError, match="cannot be identified: NVML says Not Found"):
+    with pytest.raises(RunError, match="cannot be identified: NVML reports Not Found"):
         identity.this_machine()
 
 
@@ -152,7 +152,7 @@ def test_without_a_driver_it_is_the_cpu(cuda: pytest.MonkeyPatch) -> None:
 def test_versions_are_those_of_torch_itself() -> None:
     import torch
 
-    assert identity._torch() == (torch.__version__, torch.version.cuda)
+    assert identity._torch_versions() == (torch.__version__, torch.version.cuda)
 
 
 def test_it_is_cheap_and_needs_no_torch() -> None:
@@ -160,7 +160,7 @@ def test_it_is_cheap_and_needs_no_torch() -> None:
 
 
 def test_the_code_is_read_once_and_is_what_a_step_runs() -> None:
-    identity.code.cache_clear()
-    assert identity.code() == identity.code()
-    assert identity.code.cache_info().misses == 1
-    assert identity.code().startswith("0.1.0+")
+    identity.code_version.cache_clear()
+    assert identity.code_version() == identity.code_version()
+    assert identity.code_version.cache_info().misses == 1
+    assert identity.code_version().startswith("0.1.0+")

@@ -216,7 +216,7 @@ def fused(spec: Row, rates: Rates, launch: float | None) -> Row:
 def test_the_probe_measures_the_host(factor: float) -> None:
     """A host of another speed is found from the seconds of launching, and the device's factors beside it."""
     start = planted("rtx4090", 1.1, 1.2, 1.0)
-    rates = replace(start, host=start.host.times(factor))
+    rates = replace(start, host=start.host.scaled(factor))
     specs = [{**spec, "activation_checkpointing": "none"} for spec in PROBED]
     rows = []
     for place, spec in enumerate(specs):

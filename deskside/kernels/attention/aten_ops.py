@@ -1,9 +1,9 @@
 """torch's cuDNN and FlashAttention kernels called without SDPA's dispatch and without autograd.
 
-Both are what SDPA and `varlen_attn` call in the end (torch 2.11 to 2.13 have the same signatures for the arguments
-used here). cuDNN takes (B, H, T, C), which is a view of (B, T, H, C) and costs no copy; its gradients have the
-strides of its inputs' order. FlashAttention takes (B, T, H, C) as it is, or (N, H, C) with document boundaries.
-There is no dropout, so the random state that they hand out is never read.
+SDPA and `varlen_attn` dispatch to these ATen operators. The arguments used here have the same signatures in torch 2.11
+to 2.13. cuDNN takes (B, H, T, C), which is a view of (B, T, H, C), so nothing is copied; its gradients have
+the strides of its inputs. FlashAttention takes (B, T, H, C), or (N, H, C) with document boundaries. Their backward
+functions take the random state of dropout as arguments, but do not use it, because there is no dropout.
 """
 
 from typing import Any
@@ -18,6 +18,7 @@ def _cudnn_forward(
     q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, context: AttentionContext
 ) -> tuple[Tensor, Kept]:
     q_BHTC, k_BKTC, v_BKTC = (tensor.detach().transpose(1, 2) for tensor in (q_BTHC, k_BTKC, v_BTKC))
+    # After v: attn_bias, compute_log_sumexp, dropout_p, is_causal, return_debug_mask.
     o_BHTC, lse, _, _, max_q, max_k, seed, offset, _ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         q_BHTC, k_BKTC, v_BKTC, None, True, 0.0, context.causal, False, scale=context.scale
     )
@@ -45,8 +46,11 @@ def _cudnn_backward(
     return dq_BTHC, dk_BTKC, dv_BTKC
 
 
-def _flash_masks(context: AttentionContext) -> dict[str, Any]:
-    """Scale and window as the kernel wants them: tokens before and after the query, None for no limit."""
+def _flash_keywords(context: AttentionContext) -> dict[str, Any]:
+    """Return the keyword arguments for scale and window.
+
+    FlashAttention limits the keys before and after a query; None is no limit. `context.window` also counts the query.
+    """
     if context.window is None:
         return {"scale": context.scale}
     after = 0 if context.causal else None
@@ -54,10 +58,11 @@ def _flash_masks(context: AttentionContext) -> dict[str, Any]:
 
 
 def flash_windowed(q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, context: AttentionContext) -> Tensor:
-    """FlashAttention with a window over whole rows, which SDPA has no argument for. Differentiable."""
+    """Differentiable FlashAttention with a window and without document boundaries. SDPA has no window argument."""
     T = q_BTHC.shape[1]
+    # After v: cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask.
     o_BTHC = torch.ops.aten._flash_attention_forward(
-        q_BTHC, k_BTKC, v_BTKC, None, None, T, T, 0.0, False, False, **_flash_masks(context)
+        q_BTHC, k_BTKC, v_BTKC, None, None, T, T, 0.0, False, False, **_flash_keywords(context)
     )[0]
     assert isinstance(o_BTHC, Tensor)
     return o_BTHC
@@ -66,24 +71,26 @@ def flash_windowed(q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, context: Atte
 def _flash_forward(
     q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, context: AttentionContext
 ) -> tuple[Tensor, Kept]:
-    """`context.prepared` holds int32 boundaries over the flattened tokens, or None for whole rows."""
+    """Forward without autograd. `context.prepared` is `context.cu_seqlens`, or None if each row is one document."""
     T, boundaries = q_BTHC.shape[1], context.prepared
     q, k, v = (tensor.detach() for tensor in (q_BTHC, k_BTKC, v_BTKC))
     longest = T
     if boundaries is not None:
         q, k, v = (tensor.flatten(0, 1) for tensor in (q, k, v))
         longest = T if context.max_seqlen is None else context.max_seqlen
-    causal = context.causal and context.window is None  # a window's right end says it otherwise
-    o, lse, state, unused, _ = torch.ops.aten._flash_attention_forward(
-        q, k, v, boundaries, boundaries, longest, longest, 0.0, causal, False, **_flash_masks(context)
+    causal = (
+        context.causal and context.window is None
+    )  # with a window, window_size_right = 0 masks the future
+    o, lse, rng_state, unused, _ = torch.ops.aten._flash_attention_forward(
+        q, k, v, boundaries, boundaries, longest, longest, 0.0, causal, False, **_flash_keywords(context)
     )
-    return o.view(q_BTHC.shape), (q, k, v, o, lse, boundaries, longest, causal, state, unused)
+    return o.view(q_BTHC.shape), (q, k, v, o, lse, boundaries, longest, causal, rng_state, unused)
 
 
 def _flash_backward(
     kept: Kept, grad_o_BTHC: Tensor, context: AttentionContext
 ) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v, o, lse, boundaries, longest, causal, state, unused = kept
+    q, k, v, o, lse, boundaries, longest, causal, rng_state, unused = kept
     gradients = torch.ops.aten._flash_attention_backward(
         grad_o_BTHC.reshape(o.shape),
         q,
@@ -97,9 +104,9 @@ def _flash_backward(
         longest,
         0.0,
         causal,
-        state,
+        rng_state,
         unused,
-        **_flash_masks(context),
+        **_flash_keywords(context),
     )
     B, T = grad_o_BTHC.shape[:2]
     dq_BTHC, dk_BTKC, dv_BTKC = (gradient.view(B, T, *gradient.shape[-2:]) for gradient in gradients)
