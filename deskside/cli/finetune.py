@@ -19,6 +19,7 @@ from deskside.cli.output import finish, note
 from deskside.cli.shared_options import RunOptions, set_length
 from deskside.cli.train import resume
 from deskside.config import merge
+from deskside.config.dimensions import padded_vocabulary
 from deskside.config.duration import Duration
 from deskside.config.run import RunConfig
 from deskside.data.corpus.progress_bar import limited
@@ -26,7 +27,6 @@ from deskside.run.directory import RunDirectory
 from deskside.train.prepare.preflight import set_cublas_workspace, too_short
 from deskside.utils.errors import UsageError
 
-ROUND_VOCABULARY = 64  # tensor cores like a multiple of it
 PREPARE_SHARE = 0.5  # of a run's time limit, for starting and preparing the data
 WAIT_SECONDS = 24 * 3600  # how long other ranks wait for rank 0 to prepare the data
 DOCUMENT_MASK: dict[str, Any] = {
@@ -175,7 +175,7 @@ class FinetuneRun:
         recipe = self.recipe(loaded, data, vocabulary)
         model = loaded.config.model_dump(mode="json")
         if vocabulary > model["vocab_size"]:
-            model["vocab_size"] = -(-vocabulary // ROUND_VOCABULARY) * ROUND_VOCABULARY
+            model["vocab_size"] = padded_vocabulary(vocabulary)
         optim = default_optimizer(model["hidden_size"], self.given)
         if "lr" in optim:
             optim["lr"] *= recipe.lr_factor

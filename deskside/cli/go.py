@@ -181,7 +181,7 @@ class Pipeline:
         self._prepare_data()
         seconds = self.state.left() - self.state.tail()
         result, whole = phases.plan(self.request(), seconds)
-        for line in phases.lines(result):
+        for line in phases.plan_lines(result):
             self.say(line)
         if whole is not None:
             self.run.write_json("planner.json", whole.to_json())

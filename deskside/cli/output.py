@@ -16,7 +16,7 @@ def print_json(value: Any, indent: int | None = None) -> None:
 
 
 def note(text: str) -> None:
-    """Print a line on standard error, which holds everything but results."""
+    """Print a line on standard error. Standard output is for results only."""
     print(text, file=sys.stderr, flush=True)
 
 

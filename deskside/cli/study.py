@@ -15,7 +15,7 @@ from deskside.cli.output import note, print_json
 from deskside.cli.shared_options import MINUTES, JsonOption
 from deskside.study.execute.devices import choose
 from deskside.study.execute.journal import FILE as JOURNAL
-from deskside.study.execute.journal import FINAL, Past, replay_file
+from deskside.study.execute.journal import FINAL, TrialHistory, replay_file
 from deskside.study.execute.study_folder import StudyFolder, StudyPlan
 from deskside.study.forecast import Here, forecast, here
 from deskside.study.results import Results
@@ -195,7 +195,7 @@ def _recorded(folder: StudyFolder, wanted: _Wanted | None, options: StudyOptions
 def _show_left(folder: StudyFolder, plan: StudyPlan, options: StudyOptions, again: list[str]) -> None:
     """Print the trials that --resume would run. Only reads the journal: another process may be writing it."""
     past = replay_file(folder.path / JOURNAL)
-    states = [(arm, seed, past.get((arm.id, seed), Past())) for arm, seed in plan.trials()]
+    states = [(arm, seed, past.get((arm.id, seed), TrialHistory())) for arm, seed in plan.trials()]
     left = [(arm, seed, one) for arm, seed, one in states if one.status not in FINAL or one.status in again]
     if options.json:
         trials = [

@@ -15,6 +15,12 @@ from deskside.config.sections import PROJECTIONS, Projection
 
 UNIT = 16  # every dimension of a quantized product
 NATIVE_FP4_UNIT = 32  # of one that tensor cores read as packed NVFP4
+VOCABULARY_UNIT = 64  # products with the output head are faster if the vocabulary size is a multiple of it
+
+
+def padded_vocabulary(tokens: int) -> int:
+    """Return the vocabulary size of a model for a tokenizer with this many tokens: the next multiple of 64."""
+    return math.ceil(tokens / VOCABULARY_UNIT) * VOCABULARY_UNIT
 
 
 def check_dimensions(

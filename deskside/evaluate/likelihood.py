@@ -1,16 +1,17 @@
 """Log-likelihood of continuations, each context computed once for all continuations that follow it.
 
-A pair of texts becomes tokens as in lm-eval (Gao et al., the Language Model Evaluation Harness), so that numbers agree:
-white space at the end of the context moves to the continuation; both are encoded together, and the continuation's
-tokens are those beyond the context's own; what does not fit the model loses its beginning.
+Texts are tokenized as in lm-eval (Gao et al., the Language Model Evaluation Harness), so that results agree: white
+space at the end of the context moves to the continuation; both are encoded together, and the continuation's tokens are
+those after the first len(encode(context)); sequences that exceed the context length are truncated from the left.
 
-The requests of one context form a group. Its context is computed once, up to the last whole page of the key-value
-cache. The cache's pages are then shared by the group's rows (model/cache.py), which hold the few tokens that are left
-and a continuation each; continuations of one token need one row together. Logits are made where a continuation's token
-is predicted and nowhere else. So four endings after ten examples cost little more than one.
+Requests with the same context form a group. The context is computed once, up to the last whole page of the key-value
+cache, and the rows of the group share these pages (model/cache.py). Each row holds the remaining tokens of the context
+and one continuation; all continuations of a single token share one row. Logits are computed only at positions that
+predict a token of a continuation. With a ten-example context, scoring four endings thus costs little more than scoring
+one.
 
-Groups are sorted by length, the longest first: little padding, and what does not fit the memory is known at once.
-The other rows of a batch change the numbers of a row by rounding only.
+Groups are sorted by length, longest first. This keeps padding small, and running out of memory shows in the first
+batch. The other rows of a batch change the results of a row only by rounding.
 """
 
 import math

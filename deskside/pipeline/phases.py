@@ -1,7 +1,8 @@
-"""The phases before training: doctor, probe and plan. Each returns plain data that is kept in go.json.
+"""The phases of `deskside go` before training: doctor, probe and plan. Each returns a dict that go.json stores.
 
-Doctor and probe may together take a tenth of the time budget, of a short one up to a minute. A phase that does not fit
-is skipped, and the reason is kept: training itself checks and measures everything it depends on.
+Doctor and probe together may take a tenth of the time budget. Short budgets get more: up to 60 s on a CPU and 90 s on a
+GPU, but at most half of the budget. A phase that does not fit is skipped, and the reason is stored. Skipping is safe,
+because training itself checks and measures everything that it depends on.
 """
 
 import math
@@ -13,6 +14,7 @@ from typing import Any
 
 from deskside.budget.shape import num_params
 from deskside.config import merge, presets
+from deskside.config.dimensions import padded_vocabulary
 from deskside.config.run import RunConfig
 from deskside.doctor.examine import examine
 from deskside.measurements.identity import Machine
@@ -27,48 +29,53 @@ from deskside.utils.errors import RunError, UsageError
 from deskside.utils.format import count, duration, gib
 from deskside.utils.signals import Interrupted
 
-SHARE = 0.1  # of the time budget, for doctor and probe together
-# A larger allowance for short budgets: enough for a quick doctor, the GPU benchmark and one probe point.
-SHORT_SHARE, SHORT_SECONDS = 0.5, {"cuda": 90.0, "cpu": 60.0}
-DOCTOR_SHARE = 0.5  # of the allowance
-DOCTOR_SECONDS = {"cuda": 20.0, "cpu": 15.0}  # a quick doctor; 12 s were measured on two busy CPU cores
-LONGEST_PROBE = 180.0
-EVALUATIONS = 6
-ROUND_VOCABULARY = 64  # tensor cores like a multiple of it
+CHECKS_SHARE = 0.1  # share of the time budget for doctor and probe together
+# For short budgets: enough seconds for a quick doctor, the GPU benchmark and one probe point, up to a larger share.
+SHORT_CHECKS_SHARE, SHORT_CHECKS_SECONDS = 0.5, {"cuda": 90.0, "cpu": 60.0}
+DOCTOR_SHARE = 0.5  # maximum share of the allowance for the doctor
+DOCTOR_SECONDS = {
+    "cuda": 20.0,
+    "cpu": 15.0,
+}  # expected for a quick doctor; measured: 12 s on two busy CPU cores
+MAX_PROBE_SECONDS = 180.0
+EVALUATIONS_OF_SHORT_RUN = 6
 
-Say = Callable[[str], None]
-Result = dict[str, Any]
+Say = Callable[[str], None]  # prints a line and records it
+Result = dict[str, Any]  # the result of a phase, JSON-compatible
 
 
 def skipped(reason: str) -> Result:
+    """Return the result of a phase that did not run."""
     return {"status": "skipped", "reason": reason}
 
 
 def allowance(hours: float, device: str) -> float:
     """Return the seconds that doctor and probe may take together."""
-    return max(SHARE * hours * 3600, min(SHORT_SHARE * hours * 3600, SHORT_SECONDS[device]))
+    return max(
+        CHECKS_SHARE * hours * 3600, min(SHORT_CHECKS_SHARE * hours * 3600, SHORT_CHECKS_SECONDS[device])
+    )
 
 
 def doctor_allowance(hours: float, machine: Machine) -> float:
-    """Return the seconds for the doctor. The probe keeps enough for its first point, which the plan depends on."""
+    """Return the seconds for the doctor: at most what leaves the probe enough for one point, which the plan needs."""
     both = allowance(hours, machine.device)
     first = calibration_points(machine.memory_bytes, machine.device)[0]
     needed = estimate_seconds(first, [], machine.device, None) + CARD_SECONDS[machine.device]
     return min(DOCTOR_SHARE * both, max(both - needed, 0.0))
 
 
-def _allowed(seconds: float) -> str:
-    return f"{max(0.0, seconds):.0f} s of the time for doctor and probe are left"
+def _time_left(seconds: float) -> str:
+    return f"only {max(0.0, seconds):.0f} s remain for doctor and probe"
 
 
 # Doctor
 
 
 def doctor(machine: Machine, seconds: float, say: Say) -> Result:
-    """Run a quick doctor if it fits in `seconds`. The status is fit, unfit or skipped."""
+    """Run a quick doctor if it fits in `seconds`. The status of the result is "fit", "unfit" or "skipped"."""
     needed = DOCTOR_SECONDS[machine.device]
     if seconds < needed:
-        return skipped(f"it takes about {needed:.0f} s, and {_allowed(seconds)}")
+        return skipped(f"it takes about {needed:.0f} s, but {_time_left(seconds)}")
     try:
         found = examine(True, lambda text: say(f"doctor: {text}"), seconds)
     except TimeoutError:
@@ -76,12 +83,12 @@ def doctor(machine: Machine, seconds: float, say: Say) -> Result:
             f"it did not finish within {seconds:.0f} s because the machine is busy; run deskside doctor later"
         )
     works = sum(check["verdict"] == "works" for check in found["checks"])
-    told = f"{works} of {len(found['checks'])} checks work"
+    summary = f"{works} of {len(found['checks'])} checks work"
     for fix in found["fix"][:1]:
-        told += f"; fix first: {fix['problem']} ({fix['remedy']})"
+        summary += f"; fix first: {fix['problem']} ({fix['remedy']})"
     return {
         "status": "fit" if found["trains"] else "unfit",
-        "reason": told if found["trains"] else found["why"],
+        "reason": summary if found["trains"] else found["why"],
         "fix": found["fix"],
         "seconds": found["seconds"],
     }
@@ -92,7 +99,7 @@ def doctor(machine: Machine, seconds: float, say: Say) -> Result:
 
 @dataclass
 class ProbeReporter:
-    """Reports the probe's progress."""
+    """Prints the probe's progress."""
 
     say: Say
 
@@ -110,23 +117,23 @@ class ProbeReporter:
 
 
 def probe(machine: Machine, store: Store, seconds: float, say: Say) -> Result:
-    """Measure the points that calibrate the planner within `seconds`, reusing stored ones."""
+    """Measure the points that calibrate the planner, in at most `seconds`. Points in the store are not repeated."""
     points = calibration_points(machine.memory_bytes, machine.device)
     stored = store.rows(machine)
     have_card = any(row["kind"] == "card" and row["status"] == "ok" for row in stored)
     measured = sum(row["kind"] == "point" and row["status"] == "ok" for row in stored)
-    seconds = min(seconds, LONGEST_PROBE)
+    seconds = min(seconds, MAX_PROBE_SECONDS)
     needed = estimate_seconds(points[0], [], machine.device, None)
     needed += 0.0 if have_card else CARD_SECONDS[machine.device]
     if seconds < needed and measured:
         return {"status": "stored", "stored": measured, "measured": 0}
     if seconds < needed:
-        return skipped(f"it needs {needed:.0f} s, and {_allowed(seconds)}")
+        return skipped(f"it needs {needed:.0f} s, but {_time_left(seconds)}")
     try:
         sweep = Sweep(store, machine, ProbeReporter(say), deadline=time.monotonic() + seconds)
         survey = sweep.measure(points)
     except Busy:
-        return skipped("another probe is measuring")
+        return skipped("another probe is running")
     if survey.interrupted:
         raise Interrupted(survey.interrupted)
     origins = [finding.origin for finding in survey.findings if finding.status == "ok"]
@@ -148,7 +155,12 @@ def probe(machine: Machine, store: Store, seconds: float, say: Say) -> Result:
 class PipelineRequest:
     """The options of `deskside go`.
 
-    given: configuration options. memory_gib: a limit. length: of the pretraining; None fills the hours.
+    Attributes:
+        data: Directory of the prepared data; None for the preset's own data.
+        given: Configuration options from the command line, as a nested dict.
+        memory_gib: Limit on the device memory that the plan may use.
+        probes: Directory of the probe store.
+        length: Length of the pretraining, in steps or tokens; None fills the hours.
     """
 
     hours: float
@@ -177,10 +189,10 @@ class PipelineRequest:
 
 
 def plan(request: PipelineRequest, pretrain_seconds: float) -> tuple[Result, Plan | None]:
-    """Return the plan of a training run of `pretrain_seconds`, as go.json keeps it and in full.
+    """Plan a training run of `pretrain_seconds`. Return the part of the plan that go.json stores, and the whole plan.
 
-    Raises RunError when the planner says no or a given length takes more time, UsageError without a preset if no plan
-    can be made.
+    If no plan can be made, a preset is trained without one (the phase is skipped); without a preset, UsageError is
+    raised. Raises RunError if the planner's verdict is "no", or if the requested length takes longer.
     """
     try:
         made = make_plan(_plan_request(request, pretrain_seconds))
@@ -190,23 +202,23 @@ def plan(request: PipelineRequest, pretrain_seconds: float) -> tuple[Result, Pla
         return {**skipped(str(error)), "config": preset_config(request)}, None
     best = made.best
     if made.verdict == "no" or best is None:
-        raise RunError(f"the plan says no: {'; '.join(made.reasons)}")
+        raise RunError(f"the planner's verdict is no: {'; '.join(made.reasons)}")
     if request.length is not None and best.candidate.seconds[1] > pretrain_seconds:
         needed = duration(best.candidate.seconds[1])
         raise RunError(
-            f"{request.length} take about {needed}, and {duration(pretrain_seconds)} of the time are left; "
-            "start again with more --hours, or with a shorter length"
+            f"training for {request.length} takes about {needed}, but only {duration(pretrain_seconds)} of the time "
+            "budget remain; start again with more --hours, or with a shorter length"
         )
     unigram = unigram_bpb(prepared_data(request))
     result = {
         "status": "made",
         "verdict": made.verdict,
         "reasons": list(made.reasons),
-        "source": f"modelled from what was {made.request.calibration.source}: {made.request.calibration.basis}",
-        "bands": [_slim(band, made, unigram) for band in made.bands] if request.preset is None else [],
-        **_slim(best, made, unigram),
+        "source": f"modelled from {made.request.calibration.source} rates: {made.request.calibration.basis}",
+        "bands": [_band_result(band, made, unigram) for band in made.bands] if request.preset is None else [],
+        **_band_result(best, made, unigram),
     }
-    # A preset that needs no change is trained unchanged; the predictions are still the planner's.
+    # With the verdict "yes", the preset fits as it is. It is trained unchanged; only the predictions are the planner's.
     if request.preset is not None and made.verdict == "yes":
         result["config"] = preset_config(request)
     return result, made
@@ -220,32 +232,31 @@ def preset_config(request: PipelineRequest) -> dict[str, Any]:
 
 
 def given_layer(request: PipelineRequest) -> dict[str, Any]:
-    """Return the configuration layer of the given options and of the data's vocabulary size."""
+    """Return the configuration layer of the given options, with a vocabulary that is large enough for the data."""
     layer: dict[str, Any] = dict(request.given)
     if request.data is not None:
         layer["data"] = {**layer.get("data", {}), "path": request.data, "sources": []}
         needed = vocabulary(request.data)
-        own = 0  # of the preset
+        preset_vocabulary = 0
         if request.preset is not None:
-            own = merge.build(presets.layers(request.preset)).model.vocab_size
-        if "vocab_size" not in layer.get("model", {}) and own < needed:
+            preset_vocabulary = merge.build(presets.layers(request.preset)).model.vocab_size
+        if "vocab_size" not in layer.get("model", {}) and preset_vocabulary < needed:
             layer["model"] = {**layer.get("model", {}), "vocab_size": needed}
     return layer
 
 
 def vocabulary(data: str) -> int:
-    """Return the vocabulary size of the data's tokenizer, rounded up."""
-    entries = _index(data).tokenizer.vocab_size
-    return -(-entries // ROUND_VOCABULARY) * ROUND_VOCABULARY
+    """Return the vocabulary size of the data's tokenizer, padded for efficient matrix products."""
+    return padded_vocabulary(_index(data).tokenizer.vocab_size)
 
 
 def unique_tokens(data: str) -> int:
-    """Return the tokens of the training split."""
+    """Return the number of tokens in the training split."""
     return _index(data).splits["train"].tokens
 
 
 def prepared_data(request: PipelineRequest) -> str | None:
-    """Return the prepared data of the run, which may be the preset's own; None if it is not prepared yet."""
+    """Return the directory of the run's data, given or from the preset; None if it is not prepared yet."""
     data = request.data
     if data is None and request.preset is not None:
         data = merge.build([*presets.for_pretraining(request.preset), given_layer(request)]).data.path
@@ -253,7 +264,7 @@ def prepared_data(request: PipelineRequest) -> str | None:
 
 
 def unigram_bpb(data: str | None) -> float | None:
-    """Return the unigram baseline of the validation text in bits per byte."""
+    """Return the bits per byte of a unigram model on the validation text; None if unknown."""
     split = None if data is None else _index(data).splits.get("val")
     return None if split is None else split.unigram_bpb
 
@@ -261,18 +272,18 @@ def unigram_bpb(data: str | None) -> float | None:
 def final_config(config: Mapping[str, Any], seconds: float, length: str | None = None) -> RunConfig:
     """Return the configuration of a run that ends after `seconds` of wall-clock time, or after a given length.
 
-    A run too short for the usual ten minutes between evaluations is evaluated `EVALUATIONS` times, unless the
-    configuration says otherwise.
+    By default, a run is evaluated every ten minutes. A run too short for that is evaluated EVALUATIONS_OF_SHORT_RUN
+    times.
     """
     schedule = {"length": f"{seconds!r}s", "clock": "wall"} if length is None else {"length": length}
     layers = [config, {"schedule": schedule}]
-    if 60 <= seconds < 600 * EVALUATIONS:
-        layers.insert(0, {"evaluate": {"every": f"{seconds / (EVALUATIONS + 1):.0f}s"}})
+    if 60 <= seconds < 600 * EVALUATIONS_OF_SHORT_RUN:
+        layers.insert(0, {"evaluate": {"every": f"{seconds / (EVALUATIONS_OF_SHORT_RUN + 1):.0f}s"}})
     return merge.build(layers)
 
 
-def lines(result: Mapping[str, Any]) -> list[str]:
-    """Return the plan in a few lines of text."""
+def plan_lines(result: Mapping[str, Any]) -> list[str]:
+    """Return the plan as a few lines of text. result: what `plan` returned first."""
     if result["status"] != "made":
         config = merge.build([result["config"]])
         return [
@@ -280,20 +291,21 @@ def lines(result: Mapping[str, Any]) -> list[str]:
             f"trains the preset without a plan: {count(num_params(config.model))} parameters, sequence "
             f"length {config.batch.sequence_length}; memory and loss are not predicted",
         ]
-    told = [f"plan, {result['source']}"]
+    text = [f"plan, {result['source']}"]
     for band in result["bands"] or [result]:
         mark = "->" if band["name"] == result["name"] else "  "
         low, expected, high = band["bpb"]
-        told.append(
+        text.append(
             f"{mark} {band['name']:<8} {band['preset']:<6} {count(band['params'])} parameters, "
             f"{count(band['tokens'][1])} tokens, {band['tokens_per_second'][1]:,.0f} tokens/s"
             + (f", {gib(band['memory_gib'][1] * 2**30)}" if "memory_gib" in band else "")
             + f", {expected:.3f} bits per byte ({low:.3f} to {high:.3f})"
         )
-    return [*told, *(f"   {reason}" for reason in result["reasons"])]
+    return [*text, *(f"   {reason}" for reason in result["reasons"])]
 
 
 def _plan_request(wanted: PipelineRequest, pretrain_seconds: float) -> PlanRequest:
+    """Return the planner's request: for the given length, or for `pretrain_seconds` without one."""
     data = prepared_data(wanted)
     tokens = None
     if wanted.length is not None:
@@ -320,11 +332,11 @@ def _plan_request(wanted: PipelineRequest, pretrain_seconds: float) -> PlanReque
 
 
 def bounded_loss(loss: Sequence[float], unigram: float | None) -> list[float]:
-    """Return (low, expected, high) bits per byte, bounded by the unigram baseline of the validation text.
+    """Return [low, expected, high] bits per byte, bounded by the loss of a unigram model on the validation text.
 
-    The scaling law is fitted to models of tens of millions of parameters. For a model of one million it may expect a
-    worse loss than token frequencies alone reach. Then only its low end says something, and the geometric mean of the
-    low end and the baseline is expected.
+    The scaling law is fitted to models with tens of millions of parameters. For a model of one million, it may predict
+    a loss above the unigram model's, which any trained model beats. Only the low end is then usable, and the expected
+    loss is the geometric mean of the low end and the unigram loss.
     """
     low, expected, high = (float(x) for x in loss)
     if unigram is None or high <= unigram:
@@ -333,24 +345,24 @@ def bounded_loss(loss: Sequence[float], unigram: float | None) -> list[float]:
     return [low, expected if expected < unigram else math.sqrt(low * unigram), unigram]
 
 
-def _slim(band: PlannedBand, made: Plan, unigram: float | None) -> Result:
-    """Return the part of a band that is compared later: predictions with ranges, and the configuration."""
-    found = band.candidate
-    slim: Result = {
+def _band_result(band: PlannedBand, made: Plan, unigram: float | None) -> Result:
+    """Return the part of a band that the pilot compares with measurements: predictions with ranges, configuration."""
+    candidate = band.candidate
+    result: Result = {
         "name": band.name,
         "preset": band.preset,
-        "params": found.params,
-        "weights": found.weights,
-        "tokens": [float(x) for x in found.tokens],
-        "tokens_per_second": [float(x) for x in found.estimate.tokens_per_second],
-        "bpb": bounded_loss(found.loss, unigram),
-        "fits": found.estimate.fits,
+        "params": candidate.params,
+        "weights": candidate.weights,
+        "tokens": [float(x) for x in candidate.tokens],
+        "tokens_per_second": [float(x) for x in candidate.estimate.tokens_per_second],
+        "bpb": bounded_loss(candidate.loss, unigram),
+        "fits": candidate.estimate.fits,
         "config": band.config,
     }
     if not made.request.card.is_cpu:  # CPU memory is not modelled
-        peak, spread = found.estimate.memory.allocated / 2**30, made.request.calibration.memory_spread
-        slim["memory_gib"] = [max(0.0, peak * (1 - spread)), peak, peak * (1 + spread)]
-    return slim
+        peak, spread = candidate.estimate.memory.allocated / 2**30, made.request.calibration.memory_spread
+        result["memory_gib"] = [max(0.0, peak * (1 - spread)), peak, peak * (1 + spread)]
+    return result
 
 
 def _index(data: str) -> Any:

@@ -25,7 +25,7 @@ from starlette.types import Receive, Scope, Send
 from deskside import __version__
 from deskside.engine.requests import Event, SampleOutput, check_prompt
 from deskside.engine.requests import Request as EngineRequest
-from deskside.serve.openapi import document
+from deskside.serve.openapi import openapi_document
 from deskside.serve.protocol import ChatRequest, CompletionRequest, Refusal, read
 from deskside.serve.responses import DONE, ResponseWriter, sse
 from deskside.serve.templating import Prompts, TooLong
@@ -66,8 +66,8 @@ def make_app(service: Service) -> FastAPI:
     text, policy = _read_page()
 
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    vocabulary = service.loaded.config.vocab_size
-    api = document(service.places, service.max_tokens, vocabulary, queue.prompts.roles)
+    vocab_size = service.loaded.config.vocab_size
+    api = openapi_document(service.places, service.max_tokens, vocab_size, queue.prompts.roles)
 
     @app.exception_handler(Refusal)
     async def refused(request: Request, refusal: Refusal) -> Response:

@@ -1,7 +1,7 @@
 """OpenAPI document of the server.
 
-Requests are the types of protocol.py, with the bounds that this server adds to theirs. Responses are described here and
-written by answers.py; tests/serve/test_fuzz.py holds both to this document.
+The request schemas are the types of protocol.py, narrowed to the limits of the running server. The response schemas are
+defined here, and responses.py produces the responses. tests/serve/test_fuzz.py checks both against this document.
 """
 
 from collections.abc import Collection
@@ -14,85 +14,85 @@ from deskside import __version__
 from deskside.serve.protocol import ChatRequest, CompletionRequest, RequestMessage
 
 SCHEMAS = "#/components/schemas/"
-REFUSALS = {
-    "400": "The request is malformed, out of bounds or asks for something that is not available; `param` names it.",
-    "401": "A token is needed.",
-    "403": "Another web page, or another host's name.",
-    "404": "No such path, or the model is not served here.",
-    "405": "The path takes another method.",
-    "408": "The body came too slowly.",
-    "413": "The body is too large.",
-    "415": "The body is not application/json.",
-    "429": "All places are taken; `retry-after` says when to come back.",
-    "500": "The request failed in the server.",
+ERROR_DESCRIPTIONS = {
+    "400": "The request is malformed, or a field is out of range or not supported; `param` names the field.",
+    "401": "The bearer token is missing or wrong.",
+    "403": "The request comes from another website, or its Host header does not name this server.",
+    "404": "The path does not exist, or this server does not serve the model.",
+    "405": "The path does not support this method.",
+    "408": "The request body arrived too slowly.",
+    "413": "The request body is too large.",
+    "415": "The request body is not application/json.",
+    "429": "The server is at capacity; `retry-after` says when to try again.",
+    "500": "The request failed because of an error in the server.",
     "503": "The server is stopping, or its device has failed.",
 }
-FOR_GET = ("401", "403", "404", "405")
+GET_ERRORS = ("401", "403", "404", "405")
 
 
-class _Exact(BaseModel):
+class _Response(BaseModel):  # fields that are not declared are an error
     model_config = ConfigDict(extra="forbid")
 
 
-class ErrorDetail(_Exact):
+class ErrorDetail(_Response):
     message: str
     type: str
     param: str | None
     code: str | None
 
 
-class Error(_Exact):
-    """Return the error responses."""
+class Error(_Response):
+    """The body of an error response."""
 
     error: ErrorDetail
 
 
-class Usage(_Exact):
+class Usage(_Response):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
 
 
-class TokenLogprob(_Exact):
+class TokenLogprob(_Response):
     token: str
     logprob: float
     bytes: list[int] | None
     top_logprobs: list[Any]
 
 
-class ChatLogprobs(_Exact):
+class ChatLogprobs(_Response):
     content: list[TokenLogprob]
     refusal: None
 
 
-class TextLogprobs(_Exact):
+class TextLogprobs(_Response):
     tokens: list[str]
     token_logprobs: list[float]
     top_logprobs: None
     text_offset: list[int]
 
 
-class AssistantMessage(_Exact):
+class AssistantMessage(_Response):
     role: Literal["assistant"]
     content: str
     refusal: None
 
 
-class ChatChoice(_Exact):
+class ChatChoice(_Response):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length"]
 
 
-class TextChoice(_Exact):
+class TextChoice(_Response):
     index: int
     text: str
     logprobs: TextLogprobs | None
     finish_reason: Literal["stop", "length"]
 
 
-class _Answer(_Exact):
+class _CompletionResponse(_Response):
     id: str
     created: int
     model: str
@@ -100,17 +100,17 @@ class _Answer(_Exact):
     usage: Usage
 
 
-class ChatCompletion(_Answer):
+class ChatCompletion(_CompletionResponse):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
 
 
-class Completion(_Answer):
+class Completion(_CompletionResponse):
     object: Literal["text_completion"]
     choices: list[TextChoice]
 
 
-class Model(_Exact):
+class Model(_Response):
     id: str
     object: Literal["model"]
     created: int
@@ -119,23 +119,27 @@ class Model(_Exact):
     chat_template: bool
 
 
-class ModelList(_Exact):
+class ModelList(_Response):
     object: Literal["list"]
     data: list[Model]
 
 
-class Health(_Exact):
+class Health(_Response):
     status: Literal["ok", "failed"]
 
 
 RESPONSES: tuple[type[BaseModel], ...] = (ChatCompletion, Completion, Model, ModelList, Health, Error)
 
 
-def document(places: int, max_tokens: int, vocabulary: int, roles: Collection[str]) -> dict[str, Any]:
-    """Return the document.
+def openapi_document(
+    max_choices: int, max_tokens: int, vocab_size: int, roles: Collection[str]
+) -> dict[str, Any]:
+    """Return the OpenAPI 3.1 document of a server with these limits.
 
-    places: choices that one request may ask for; max_tokens: of one answer; roles: of messages, empty where the model
-    has no chat template.
+    Args:
+        max_choices: Maximum number of choices, and of prompts, of one request.
+        max_tokens: Maximum number of generated tokens of one choice.
+        roles: Roles that the chat template accepts; empty if the model has no chat template.
     """
     _, definitions = models_json_schema(
         [
@@ -148,33 +152,36 @@ def document(places: int, max_tokens: int, vocabulary: int, roles: Collection[st
     schemas: dict[str, Any] = definitions["$defs"]
     for name in (ChatRequest.__name__, CompletionRequest.__name__):
         properties = schemas[name]["properties"]
-        for field, most in (("max_tokens", max_tokens), ("max_completion_tokens", max_tokens), ("n", places)):
-            for part in _inside(properties.get(field), "integer"):
-                part["maximum"] = min(most, part.get("maximum", most))
+        for field, maximum in (
+            ("max_tokens", max_tokens),
+            ("max_completion_tokens", max_tokens),
+            ("n", max_choices),
+        ):
+            _limit_integers(properties.get(field), maximum)
     if roles:
         schemas[RequestMessage.__name__]["properties"]["role"]["enum"] = sorted(roles)
     prompt = schemas[CompletionRequest.__name__]["properties"]["prompt"]
-    for token in _inside(prompt, "integer"):
-        token["maximum"] = vocabulary - 1
+    _limit_integers(prompt, vocab_size - 1)  # token IDs
     for kind in prompt["anyOf"]:
+        # An array of integers is one tokenized prompt. Every other array is a list of prompts.
         if kind["type"] == "array" and kind["items"].get("type") != "integer":
-            kind["maxItems"] = places
+            kind["maxItems"] = max_choices
     return {
         "openapi": "3.1.0",
         "info": {
             "title": "deskside serve",
             "version": __version__,
             "description": (
-                "A part of OpenAI's API, for one model. `stream_options` needs `stream`: true; `best_of` has to "
-                "equal `n`; a prompt and its answer have to fit the model."
+                "A subset of OpenAI's API, for one model. `stream_options` requires `stream`: true; `best_of` must "
+                "equal `n`; a prompt and its completion must fit the model's context length."
             ),
         },
         "paths": {
-            "/health": {"get": _get("Whether the server computes", Health, ("503",))},
-            "/v1/models": {"get": _get("The model that is served", ModelList, FOR_GET)},
+            "/health": {"get": _get("Report whether the model can run", Health, ())},
+            "/v1/models": {"get": _get("List the served model", ModelList, GET_ERRORS)},
             "/v1/models/{name}": {
                 "get": {
-                    **_get("The model of this name", Model, FOR_GET),
+                    **_get("Describe a model", Model, GET_ERRORS),
                     "parameters": [
                         {
                             "name": "name",
@@ -185,8 +192,8 @@ def document(places: int, max_tokens: int, vocabulary: int, roles: Collection[st
                     ],
                 }
             },
-            "/v1/chat/completions": {"post": _post("Answer messages", ChatRequest, ChatCompletion)},
-            "/v1/completions": {"post": _post("Continue texts", CompletionRequest, Completion)},
+            "/v1/chat/completions": {"post": _post("Create a chat completion", ChatRequest, ChatCompletion)},
+            "/v1/completions": {"post": _post("Create a text completion", CompletionRequest, Completion)},
         },
         "components": {
             "schemas": schemas,
@@ -196,44 +203,46 @@ def document(places: int, max_tokens: int, vocabulary: int, roles: Collection[st
     }
 
 
-def _get(what: str, answer: type[BaseModel], refusals: tuple[str, ...]) -> dict[str, Any]:
-    found = {number: _refusal(number) for number in refusals}
-    if answer is Health:
-        found["503"] = {"description": "The device has failed.", **_content(Health)}
-    return {"summary": what, "responses": {"200": {"description": what, **_content(answer)}, **found}}
+def _get(summary: str, response: type[BaseModel], errors: tuple[str, ...]) -> dict[str, Any]:
+    responses = {"200": {"description": summary, **_content(response)}}
+    if response is Health:  # /health has a Health body in either case
+        responses["503"] = {"description": "The device has failed.", **_content(Health)}
+    return {"summary": summary, "responses": responses | {status: _error(status) for status in errors}}
 
 
-def _post(what: str, request: type[BaseModel], answer: type[BaseModel]) -> dict[str, Any]:
-    content = _content(answer)["content"]
-    # One event: its data is a chunk in OpenAI's form, and at the end [DONE].
+def _post(summary: str, request: type[BaseModel], response: type[BaseModel]) -> dict[str, Any]:
+    content = _content(response)["content"]
+    # The schema of one server-sent event. `data` is a chunk as OpenAI defines it, or [DONE] at the end.
     event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
     stream = {"text/event-stream": {"schema": event}}
     return {
-        "summary": what,
+        "summary": summary,
         "requestBody": {"required": True, **_content(request)},
         "responses": {
             "200": {
-                "description": f"{what}: whole, or with `stream` as server-sent events.",
+                "description": "The completion: JSON, or server-sent events if `stream` is true.",
                 "content": {**content, **stream},
             },
-            **{number: _refusal(number) for number in REFUSALS},
+            **{status: _error(status) for status in ERROR_DESCRIPTIONS},
         },
     }
 
 
-def _refusal(number: str) -> dict[str, Any]:
-    return {"description": REFUSALS[number], **_content(Error)}
+def _error(status: str) -> dict[str, Any]:
+    return {"description": ERROR_DESCRIPTIONS[status], **_content(Error)}
 
 
 def _content(model: type[BaseModel]) -> dict[str, Any]:
     return {"content": {"application/json": {"schema": {"$ref": SCHEMAS + model.__name__}}}}
 
 
-def _inside(schema: Any, kind: str) -> list[dict[str, Any]]:
-    """Yield all parts of a schema that describe one JSON type."""
+def _limit_integers(schema: Any, maximum: int) -> None:
+    """Lower the maximum of all integers within a schema to `maximum`, in place."""
     if isinstance(schema, list):
-        return [found for part in schema for found in _inside(part, kind)]
-    if not isinstance(schema, dict):
-        return []
-    own = [schema] if schema.get("type") == kind else []
-    return own + [found for part in schema.values() for found in _inside(part, kind)]
+        for part in schema:
+            _limit_integers(part, maximum)
+    elif isinstance(schema, dict):
+        if schema.get("type") == "integer":
+            schema["maximum"] = min(maximum, schema.get("maximum", maximum))
+        for part in schema.values():
+            _limit_integers(part, maximum)

@@ -1,12 +1,12 @@
 """Requests of the OpenAI API and their error responses.
 
 Fields and meanings are those of OpenAI's reference (platform.openai.com/docs/api-reference). `top_k`, `min_p` and
-`repetition_penalty` are additions that vLLM and others use under the same names. A field that would change the answer
-and that this server does not support is refused, never ignored; so is an unknown field. Types are strict: "1" is no
-number.
+`repetition_penalty` are extensions with the names that vLLM and others use. A field that would change the completion
+but is not supported is rejected with an error, never ignored. Unknown fields are rejected too. Types are strict: the
+string "1" is not accepted as a number.
 
-Every number, text and list has a bound here, so that nothing unbounded reaches the engine. The bounds are part of the
-types, and so of the OpenAPI document (openapi.py).
+Every number, string and list has an upper bound, so nothing unbounded reaches the engine. The bounds are part of the
+types, and thus of the OpenAPI document (openapi.py).
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ MAX_SEED = 2**63 - 1
 MAX_MESSAGES, MAX_PARTS = 8192, 4096
 MAX_PROMPTS = 4096
 MAX_NAME = 256  # characters of names, and of other short texts
-# What to do about a field that is refused for every value that would change the answer.
+# Error messages for fields that are accepted only with a value that does not change the completion.
 REMEDIES = {
     "frequency_penalty": "is not available here; use repetition_penalty",
     "presence_penalty": "is not available here; use repetition_penalty",
@@ -102,8 +102,8 @@ class TextPart(_Strict):
 class RequestMessage(_Strict):
     """One message of a conversation.
 
-    OpenAI's clients send back the messages that they received; the fields that take only null or an empty list occur
-    in those. A name is refused where the model's chat template does not write it.
+    Fields that accept only null or an empty list occur in assistant messages that OpenAI's clients send back unchanged.
+    A name is rejected if the model's chat template does not write it.
     """
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
@@ -133,11 +133,11 @@ class _Common(_Strict):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=MIN_PENALTY, le=MAX_PENALTY)] | None = None
     max_tokens: Tokens | None = None
-    user: ShortText | None = None  # says who asks; changes nothing
+    user: ShortText | None = None  # identifies the client's user; ignored
     metadata: (
         Annotated[dict[ShortText, Annotated[str, Field(max_length=512)]], Field(max_length=16)] | None
-    ) = None  # changes nothing
-    # Taken at the value that changes nothing:
+    ) = None  # ignored
+    # Accepted only with the value that has no effect:
     frequency_penalty: Zero | None = None
     presence_penalty: Zero | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
@@ -183,7 +183,7 @@ class ChatRequest(_Common):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
     response_format: TextFormat | None = None
-    store: bool | None = None  # nothing is stored, whatever it says
+    store: bool | None = None  # ignored: nothing is stored
     tools: Nothing = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
@@ -253,7 +253,7 @@ class CompletionRequest(_Common):
         return sum(map(len, self.prompts()))
 
     def prompts(self) -> Sequence[str | list[int]]:
-        """Every prompt."""
+        """Return the prompts, also if there is only one."""
         given = self.prompt
         if isinstance(given, str):
             return [given]
@@ -268,7 +268,7 @@ Read = TypeVar("Read", bound=_Common)
 def read(kind: type[Read], body: bytes) -> Read:
     """Parse a request from JSON. Raises Refusal.
 
-    pydantic's parser wants valid UTF-8 and bounds how deep JSON may be nested.
+    pydantic's parser rejects invalid UTF-8 and deeply nested JSON.
     """
     try:
         request = kind.model_validate_json(body)
@@ -284,7 +284,7 @@ def _refused(error: ValidationError) -> Refusal:
         return Refusal(400, f"the body is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}"[:300])
     param = str(first["loc"][0]) if first["loc"] else None
     shown = None if param is None else param[:60]
-    # A union names the branch that it tried beside the path; only the fields and places are the client's.
+    # pydantic adds the tried branch of a union to the path. Keep only the fields and indices of the request.
     places = [str(part) for part in first["loc"] if isinstance(part, int) or part in FIELDS or part == param]
     where = ".".join(places)[:80] or "the body"
     if first["type"] == "extra_forbidden":

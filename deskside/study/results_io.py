@@ -1,4 +1,4 @@
-"""Writing results.json and results.parquet: trials are collected, compared and judged.
+"""Collects the trials of a study, compares them, and writes results.json and results.parquet.
 
 Both files are always rebuilt from study.json, the journal and the run directories, so nothing is lost when a study
 is killed.
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from deskside.study.claims import claim_results
-from deskside.study.execute.journal import FINAL, Key, Past
+from deskside.study.execute.journal import FINAL, Key, TrialHistory
 from deskside.study.execute.measure import Measured
 from deskside.study.execute.study_folder import StudyPlan
 from deskside.study.results import Arm, Results, Trial
@@ -23,20 +23,21 @@ from deskside.utils.files import replace_atomically, write_atomically
 JSON, PARQUET = "results.json", "results.parquet"
 
 
-def collect_trial(arm: str, seed: int, past: Past, measured: Measured | None) -> Trial:
-    """Return one trial of results.json."""
+def make_trial(arm: str, seed: int, history: TrialHistory, measured: Measured | None) -> Trial:
+    """Return a trial as results.json stores it, from its journal and its measurements."""
     metrics = dict(measured.metrics) if measured is not None else {}
-    if past.status in FINAL and past.seconds is not None:
-        metrics["total_seconds"] = past.seconds
-    known = {key: value for key, value in vars(past).items() if key != "seconds"}
+    if history.status in FINAL and history.seconds is not None:
+        metrics["total_seconds"] = history.seconds
+    from_journal = {key: value for key, value in vars(history).items() if key != "seconds"}
     curve = measured.curve if measured is not None else []
-    return Trial(
-        seed, run=f"runs/{arm}-s{seed}" if past.attempts else "", metrics=metrics, curve=curve, **known
-    )
+    run = f"runs/{arm}-s{seed}" if history.attempts else ""
+    return Trial(seed, run=run, metrics=metrics, curve=curve, **from_journal)
 
 
-def collect(plan: StudyPlan, past: Mapping[Key, Past], measured: Mapping[Key, Measured]) -> Results:
-    """Return the results of all trials so far, compared and judged."""
+def collect(
+    plan: StudyPlan, histories: Mapping[Key, TrialHistory], measured: Mapping[Key, Measured]
+) -> Results:
+    """Return the results of all trials so far, with the comparisons of arms and the verdicts on claims."""
     arms = []
     for arm in plan.arms:
         keys = [(arm.id, seed) for seed in range(1, plan.seeds[arm.group] + 1)]
@@ -45,7 +46,9 @@ def collect(plan: StudyPlan, past: Mapping[Key, Past], measured: Mapping[Key, Me
                 **{key: getattr(arm, key) for key in ("id", "label", "group", "levels", "baseline")},
                 emulated=any(measured[key].emulated for key in keys if key in measured),
                 forecast_seconds=plan.forecasts.get(arm.id),
-                trials=[collect_trial(*key, past.get(key, Past()), measured.get(key)) for key in keys],
+                trials=[
+                    make_trial(*key, histories.get(key, TrialHistory()), measured.get(key)) for key in keys
+                ],
             )
         )
     results = Results(
@@ -55,11 +58,11 @@ def collect(plan: StudyPlan, past: Mapping[Key, Past], measured: Mapping[Key, Me
         updated=datetime.now(UTC).isoformat(timespec="seconds"),
         seeds=list(range(1, max(plan.seeds.values(), default=0) + 1)),
         memory_fraction=plan.memory_fraction,
-        machine=_machine(past, measured),
+        machine=_machine(histories, measured),
         groups=plan.groups,
         arms=arms,
         complete=all(t.status in FINAL for arm in arms for t in arm.trials),
-        notes=[*(f"excluded: {line}" for line in plan.excluded), *_mixed(measured)],
+        notes=[*(f"excluded: {line}" for line in plan.excluded), *_machine_warnings(measured)],
     )
     results = compare.compare(results)
     return claim_results.judge(results, plan.claims) if plan.claims else results
@@ -72,12 +75,12 @@ def write(results: Results, folder: Path) -> None:
 
 
 def write_parquet(results: Results, path: Path) -> None:
-    """Write one row per trial: study, group, arm, ..., level_FACTOR, and every metric (null if not measured)."""
+    """Write one row per trial, with a column level_FACTOR per factor and one per metric (null if not measured)."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    of_arm, of_trial = ("group", "label", "baseline"), ("status", "reason", "device", "run")
-    names = ("study", "group", "arm", "label", "baseline", *of_trial)
+    arm_columns, trial_columns = ("group", "label", "baseline"), ("status", "reason", "device", "run")
+    names = ("study", "group", "arm", "label", "baseline", *trial_columns)
     levels = list(dict.fromkeys(f"level_{factor}" for arm in results.arms for factor in arm.levels))
     columns = [(name, pa.string()) for name in (*names, *levels)]
     columns += [("seed", pa.int64()), ("attempts", pa.int64()), ("emulated", pa.bool_())]
@@ -87,8 +90,8 @@ def write_parquet(results: Results, path: Path) -> None:
             "study": results.name,
             "arm": arm.id,
             "emulated": arm.emulated,
-            **{key: getattr(arm, key) for key in of_arm},
-            **{key: getattr(trial, key) for key in (*of_trial, "seed", "attempts")},
+            **{key: getattr(arm, key) for key in arm_columns},
+            **{key: getattr(trial, key) for key in (*trial_columns, "seed", "attempts")},
             **{f"level_{factor}": level for factor, level in arm.levels.items()},
             **trial.metrics,
         }
@@ -97,21 +100,21 @@ def write_parquet(results: Results, path: Path) -> None:
     ]
     try:
         table = pa.Table.from_pylist(rows, schema=pa.schema(columns))
-    except (pa.ArrowException, OverflowError) as error:  # an integer of a damaged file overflows its column
+    except (pa.ArrowException, OverflowError) as error:  # an integer from a damaged file may exceed int64
         raise RunError(f"{path}: cannot be written: {error}") from None
     with replace_atomically(path) as temporary:
         pq.write_table(table, temporary)
 
 
-def _machine(past: Mapping[Key, Past], measured: Mapping[Key, Measured]) -> dict[str, Any]:
-    """Return environment.json of a trial, and the names of all devices that trials ran on."""
+def _machine(histories: Mapping[Key, TrialHistory], measured: Mapping[Key, Measured]) -> dict[str, Any]:
+    """Return environment.json of the last trial that has one, and the names of all devices that trials ran on."""
     found: Sequence[dict[str, Any]] = [one.machine for one in measured.values() if one.machine]
-    devices = sorted({one.device for one in past.values() if one.device})
+    devices = sorted({one.device for one in histories.values() if one.device})
     return {**(found[-1] if found else {}), **({"devices": devices} if devices else {})}
 
 
-def _mixed(measured: Mapping[Key, Measured]) -> list[str]:
-    """Return a warning if trials ran on different machines, as after a resume on another one."""
+def _machine_warnings(measured: Mapping[Key, Measured]) -> list[str]:
+    """Return a warning if trials ran on different machines, because the study was resumed on another one."""
     names = {
         str((one.machine.get("gpu") or {}).get("name") or one.machine.get("cpu"))
         for one in measured.values()

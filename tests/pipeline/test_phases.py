@@ -102,7 +102,7 @@ def test_doctor_is_skipped_in_short_hours(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(phases, "examine", lambda quick, say, seconds: pytest.fail("it was examined"))
     assert phases.doctor(CARD, 5.0, print) == {
         "status": "skipped",
-        "reason": "it takes about 20 s, and 5 s of the time for doctor and probe are left",
+        "reason": "it takes about 20 s, but only 5 s remain for doctor and probe",
     }
 
 
@@ -149,7 +149,7 @@ def test_probe_in_short_hours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     asked = surveying(monkeypatch, child_process.Outcome("ok", None, "", 3.0))
     result = phases.probe(CARD, open_store(tmp_path / "empty"), 10.0, print)
     assert result["status"] == "skipped" and "10 s of the time" in result["reason"]
-    assert phases.probe(CARD, open_store(tmp_path / "empty"), -3.0, print)["reason"].count(" 0 s of the time")
+    assert phases.probe(CARD, open_store(tmp_path / "empty"), -3.0, print)["reason"].count(" 0 s remain")
     assert phases.probe(CARD, filled(tmp_path / "full", CARD), 10.0, print)["status"] == "stored"
     assert asked == []
 
@@ -158,7 +158,7 @@ def test_probe_waits_for_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     asked = surveying(monkeypatch, child_process.Outcome("ok", None, "", 3.0))
     with open_store(tmp_path).measuring(CARD.card):
         result = phases.probe(CARD, open_store(tmp_path), 1e6, print)
-    assert result == {"status": "skipped", "reason": "another probe is measuring"} and asked == []
+    assert result == {"status": "skipped", "reason": "another probe is running"} and asked == []
 
 
 def test_failed_points_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,8 +183,8 @@ def test_the_plan_chooses_a_model(card: Machine, data: Path, tmp_path: Path) -> 
     assert config.model.vocab_size == 320  # the tokenizer's 300, rounded up
     # The numbers are of the run that would be trained.
     assert config.model == whole.best.candidate.setting.model
-    lines = phases.lines(result)
-    assert lines[0].startswith("plan, modelled from what was published")
+    lines = phases.plan_lines(result)
+    assert lines[0].startswith("plan, modelled from published rates")
     assert sum(line.startswith("->") for line in lines) == 1
 
 
@@ -213,7 +213,7 @@ def test_a_length_is_planned_within_the_hours(length: str, card: Machine, data: 
     assert result["tokens"] == [tokens] * 3
     full, _ = phases.plan(make_request(data, tmp_path, preset="124m"), 6900.0)
     assert result["bpb"][1] > full["bpb"][1]
-    with pytest.raises(RunError, match=f"{length} take about .* and 60 s of the time are left"):
+    with pytest.raises(RunError, match=f"{length} takes about .* but only 60 s"):
         phases.plan(request, 60.0)
 
 
@@ -224,7 +224,7 @@ def test_less_memory_than_the_card_has(card: Machine, data: Path, tmp_path: Path
 
 
 def test_a_plan_that_says_no(card: Machine, data: Path, tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="the plan says no: "):
+    with pytest.raises(RunError, match="verdict is no: "):
         phases.plan(make_request(data, tmp_path, preset="1.3b", memory_gib=2.0), 6900.0)
 
 
@@ -234,7 +234,7 @@ def test_nothing_measured_on_a_cpu(data: Path, tmp_path: Path, monkeypatch: pyte
     result, whole = phases.plan(make_request(data, tmp_path, preset="124m"), 6900.0)
     assert whole is None and result["status"] == "skipped" and "this is the CPU" in result["reason"]
     assert merge.build([result["config"]]).data.path == str(data)
-    skipped, trains = phases.lines(result)
+    skipped, trains = phases.plan_lines(result)
     assert skipped.startswith("plan: skipped: Some CPU: this is the CPU")
     assert trains.startswith("trains the preset without a plan: 125M parameters, sequence length 2048;")
     with pytest.raises(UsageError, match="this is the CPU"):

@@ -92,7 +92,7 @@ def used(state: PipelineState) -> None:
     pilot = Pilot(state, config, plan, options["target_loss"])
     assert pilot.left() >= 0 and state.left() < 1e10 and isinstance(pilot.planned(), dict)
     better_band(plan, 2 * plan["tokens"][1], 1.0, 10**9, 0.9)
-    phases.lines(plan)
+    phases.plan_lines(plan)
     assert state.continued_in is None or state.continued_in.name
     if options["data"] not in (None, "x"):
         try:

@@ -23,7 +23,7 @@ from deskside.study.claims.verdicts import (
 )
 from deskside.study.results import OPEN, Arm, ClaimResult, Results
 from deskside.study.stats.metrics import BY_KEY
-from deskside.study.stats.statistics import is_exact, log_ratio, pairs, significant
+from deskside.study.stats.statistics import is_exact, log_ratio, paired_values, significant
 from deskside.utils.format import count
 
 # Metrics that emulation changes: they say nothing about hardware with native support.
@@ -111,7 +111,7 @@ def _measured(results: Results, claim: Claim) -> tuple[ClaimResult, Change | Non
     lacking = _lacking(results, claim, arm, against)
     if lacking:
         return _result(claim, "needs other hardware", lacking, scale), None
-    ours, theirs = pairs(arm, against, claim.quantity)
+    ours, theirs = paired_values(arm, against, claim.quantity)
     reason = _why_no_pair(claim, arm, against, ours, theirs)
     if reason:
         unfinished = not (arm.finished() and against.finished())
@@ -195,7 +195,7 @@ def _why_no_pair(claim: Claim, arm: Arm, against: Arm, ours: Sequence[float], th
     if not ours or min(*ours, *theirs) <= 0:
         return f"{label(claim)} was not measured in both arms with the same seed."
     if claim.quantity in OF_MEMORY:
-        sizes = [sorted(set(pair)) for pair in pairs(arm, against, "micro_tokens")]
+        sizes = [sorted(set(pair)) for pair in paired_values(arm, against, "micro_tokens")]
         if sizes[0] != sizes[1]:
             return "The arms ran with different micro-batches, so their memory cannot be compared."
     return ""

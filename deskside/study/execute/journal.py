@@ -1,7 +1,7 @@
 """journal.jsonl: when each trial started and how it ended, one line per event, append-only.
 
-A resume replays it: a trial that started and did not end was running when the study died. A kill leaves at most one
-half-written last line, which is cut off when the journal is opened again.
+`--resume` replays it: a trial that started and did not end was running when the study was killed. A kill leaves at
+most one half-written last line, which is cut off when the journal is opened again.
 """
 
 import os
@@ -24,11 +24,11 @@ Key = tuple[str, int]  # arm, seed
 
 
 @dataclass(frozen=True)
-class Past:
+class TrialHistory:
     """The history of a trial.
 
-    status: "running" if it started and did not end. seconds: lifetime of its processes since it last started
-    afresh, None if one of them was not seen to end.
+    status: "running" if it started and did not end. seconds: total lifetime of its processes since it last started
+    without a checkpoint, None if the end of one of them was not recorded.
     """
 
     status: str = "pending"
@@ -40,16 +40,16 @@ class Past:
     seconds: float | None = 0.0
 
 
-def after(before: Past, event: Mapping[str, Any]) -> Past:
+def apply_event(before: TrialHistory, event: Mapping[str, Any]) -> TrialHistory:
     """Apply an event to a trial's history. Raises KeyError, TypeError or ValueError if it is invalid."""
     spent = before.seconds
     if event["event"] == "started":
         if not event["resumed"]:
             spent = 0.0
         elif before.status == "running":
-            spent = None  # that process was not seen to end
+            spent = None  # the end of the previous process was not recorded
         attempts, device, time = before.attempts + 1, str(event["device"]), str(event["time"])
-        return Past("running", "", attempts, device, time, "", spent)
+        return TrialHistory("running", "", attempts, device, time, "", spent)
     if event["event"] != "ended" or event["status"] not in STATUSES:
         raise KeyError(f"{event['event']} {event.get('status', '')}")
     lasted = event["seconds"]
@@ -63,7 +63,7 @@ class StudyJournal:
 
     def __init__(self, folder: Path):
         self.path = folder / FILE
-        self.past = replay_file(self.path)
+        self.histories = replay_file(self.path)
         if self.path.exists():  # drop a half-written last line
             whole = self.path.read_bytes().rfind(b"\n") + 1
             os.truncate(self.path, whole)
@@ -73,21 +73,21 @@ class StudyJournal:
         self._append(arm, seed, "started", device=device, pid=pid, resumed=resumed)
 
     def ended(self, arm: str, seed: int, status: str, reason: str, seconds: float | None) -> None:
-        """Record its end. seconds: lifetime of the process, None if it was not seen to end."""
+        """Record the end of a trial's process. seconds: its lifetime, None if its end was not seen."""
         self._append(arm, seed, "ended", status=status, reason=reason, seconds=seconds)
 
-    def of(self, arm: str, seed: int) -> Past:
+    def of(self, arm: str, seed: int) -> TrialHistory:
         """Return the history of a trial."""
-        return self.past.get((arm, seed), Past())
+        return self.histories.get((arm, seed), TrialHistory())
 
     def _append(self, arm: str, seed: int, event: str, **more: Any) -> None:
         time = datetime.now(UTC).isoformat(timespec="seconds")
         entry = {"time": time, "arm": arm, "seed": seed, "event": event, **more}
         append_line(self.path, strict_json.dumps(entry))
-        self.past[arm, seed] = after(self.of(arm, seed), entry)
+        self.histories[arm, seed] = apply_event(self.of(arm, seed), entry)
 
 
-def replay_file(path: Path) -> dict[Key, Past]:
+def replay_file(path: Path) -> dict[Key, TrialHistory]:
     """Return the history of every trial, from the complete lines of a journal.
 
     Raises RunError naming a damaged line.
@@ -96,12 +96,12 @@ def replay_file(path: Path) -> dict[Key, Past]:
         content = path.read_bytes()
     except FileNotFoundError:
         return {}
-    past: dict[Key, Past] = {}
+    histories: dict[Key, TrialHistory] = {}
     for number, line in enumerate(content[: content.rfind(b"\n") + 1].splitlines(), 1):
         try:
             event = json_value(line)
             key = (str(event["arm"]), int(event["seed"]))
-            past[key] = after(past.get(key, Past()), event)
+            histories[key] = apply_event(histories.get(key, TrialHistory()), event)
         except (ValueError, KeyError, TypeError) as error:
             raise RunError(f"{path}: line {number} is damaged ({error}); delete that line") from None
-    return past
+    return histories

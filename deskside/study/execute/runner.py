@@ -194,7 +194,7 @@ class Runner:
 
     def publish(self) -> Results:
         """Write results.json and results.parquet."""
-        results = results_io.collect(self.plan, self.journal.past, self.measured)
+        results = results_io.collect(self.plan, self.journal.histories, self.measured)
         results_io.write(results, self.folder.path)
         return results
 

@@ -22,7 +22,7 @@ from deskside.study.results import (
 )
 from deskside.study.stats.equal_tokens import KEY as EQUAL_TOKENS
 from deskside.study.stats.metrics import BY_KEY, PACE, Metric
-from deskside.study.stats.statistics import log_ratio, pairs
+from deskside.study.stats.statistics import log_ratio, paired_values
 from deskside.utils.format import percent, percent_digits, percent_range
 
 GOALS = {
@@ -117,7 +117,7 @@ def _best(results: Results, goal: str, metric: Metric, arms: list[Arm]) -> str:
         return f"{line} One seed has no interval: others may be as good."
     undecided = []
     for arm in arms:
-        ours, theirs = pairs(best, arm, metric.key)
+        ours, theirs = paired_values(best, arm, metric.key)
         paired = len(ours) > 1 and min(*ours, *theirs) > 0
         if arm is not best and not (paired and log_ratio(ours, theirs).excludes_zero()):
             undecided.append(arm.label)

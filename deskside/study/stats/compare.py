@@ -21,13 +21,13 @@ from deskside.study.stats.interaction import interactions
 from deskside.study.stats.metrics import METRICS
 from deskside.study.stats.pareto import fronts
 from deskside.study.stats.statistics import (
-    by_seed,
     is_exact,
     log_ratio,
     mean_interval,
-    pairs,
-    relative,
+    paired_values,
+    relative_difference,
     significant,
+    values_by_seed,
 )
 
 
@@ -64,7 +64,7 @@ def compare(results: Results) -> Results:
 def _estimates(arm: Arm) -> dict[str, Estimate]:
     found = {}
     for metric in METRICS:
-        values = list(by_seed(arm, metric.key).values())
+        values = list(values_by_seed(arm, metric.key).values())
         if values:
             mean = mean_interval(values)
             # All metrics are non-negative, so the interval is clipped at zero, unless a value below zero was measured.
@@ -78,7 +78,7 @@ def _comparison(arm: Arm, baseline: Arm, metric: str) -> tuple[Comparison, float
 
     A comparison with a p-value gets its verdict later, among all of its family; one without has its final verdict.
     """
-    ours, theirs = pairs(arm, baseline, metric)
+    ours, theirs = paired_values(arm, baseline, metric)
     if not ours or min(*ours, *theirs) <= 0:
         return None
     n = len(ours)
@@ -97,9 +97,9 @@ def _comparison(arm: Arm, baseline: Arm, metric: str) -> tuple[Comparison, float
         difference=units.mean,
         low=units.low,
         high=units.high,
-        relative=relative(logs.mean),
-        relative_low=None if logs.low is None else relative(logs.low),
-        relative_high=None if logs.high is None else relative(logs.high),
+        relative=relative_difference(logs.mean),
+        relative_low=None if logs.low is None else relative_difference(logs.low),
+        relative_high=None if logs.high is None else relative_difference(logs.high),
         method="one seed" if n == 1 else "paired t",
         verdict=TOO_FEW,
     )

@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator, Mapping
 
 from deskside.study.results import EXACT, TOO_FEW, Arm, Group, Interaction, Results
-from deskside.study.stats.statistics import LOG_ROUNDING, by_seed, mean_interval, relative
+from deskside.study.stats.statistics import LOG_ROUNDING, mean_interval, relative_difference, values_by_seed
 
 CROSSED_METRICS = ("val_bpb", "tokens_per_second", "peak_memory_gib")
 
@@ -32,7 +32,7 @@ def interactions(results: Results) -> list[tuple[Interaction, float | None]]:
     for group in results.groups:
         cells, first = _cells(results, group)
         for metric in CROSSED_METRICS if first is not None else ():
-            numbers = {levels: by_seed(arm, metric) for levels, arm in cells.items()}
+            numbers = {levels: values_by_seed(arm, metric) for levels, arm in cells.items()}
             for here, there, levels in _pairs(group, first or ()):
                 made = _interaction(group, metric, numbers, first or (), (here, there), levels)
                 if made is not None:
@@ -85,7 +85,7 @@ def _interaction(
     values = [math.fsum(effect_of(setting[seed]) for setting in used) / len(used) for seed in seeds]
     size = mean_interval(values, LOG_ROUNDING)
     exact = len(seeds) > 1 and all(len(set(setting.values())) == 1 for setting in used)
-    effect = 0.0 if abs(size.mean) < LOG_ROUNDING else relative(size.mean)
+    effect = 0.0 if abs(size.mean) < LOG_ROUNDING else relative_difference(size.mean)
     names = [group.factors[place].name for place in places]
     made = Interaction(
         group=group.name,
@@ -94,8 +94,8 @@ def _interaction(
         second=names[1],
         levels=dict(zip(names, levels, strict=True)),
         effect=effect,
-        low=effect if exact else None if size.low is None else relative(size.low),
-        high=effect if exact else None if size.high is None else relative(size.high),
+        low=effect if exact else None if size.low is None else relative_difference(size.low),
+        high=effect if exact else None if size.high is None else relative_difference(size.high),
         n=size.n,
         verdict=EXACT if exact else TOO_FEW,
     )

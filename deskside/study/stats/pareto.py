@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from deskside.study.results import Arm, Front, Results
 from deskside.study.stats.metrics import BY_KEY
-from deskside.study.stats.statistics import is_exact, log_ratio, pairs
+from deskside.study.stats.statistics import is_exact, log_ratio, paired_values
 
 # Speed, memory and loss together, and the fronts for readers to whom memory, or speed, does not matter.
 AXES = (
@@ -56,7 +56,7 @@ def _surely_dominates(arm: Arm, other: Arm, axes: Sequence[str]) -> bool:
 
 def _least_gain(arm: Arm, other: Arm, metric: str) -> float | None:
     """Return the lower bound of the log-ratio by which `arm` is better, or None if it is unknown."""
-    ours, theirs = pairs(arm, other, metric)
+    ours, theirs = paired_values(arm, other, metric)
     if not ours or min(*ours, *theirs) <= 0:
         return None
     ratio = log_ratio(ours, theirs)

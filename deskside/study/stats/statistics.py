@@ -1,13 +1,14 @@
-"""Statistics of a few seeds: paired differences, Student's interval, and the control of false discoveries.
+"""Statistics over a few seeds: paired differences, Student's t interval, and control of the false discovery rate.
 
-Every analysis of a study starts from one number per seed: the value of an arm, its difference to the baseline with the
-same seed, or a difference of such differences. Pairing by seed removes what the seed does to both arms (data order,
-initial weights), and leaves independent numbers, so that one-sample methods suffice.
+Every analysis of a study starts from one number per seed: the value of an arm, its difference from the baseline with
+the same seed, or a difference of such differences. Pairing by seed cancels the effects that a seed has on both arms
+(data order, initial weights) and leaves independent numbers, so one-sample methods suffice.
 
-Why not a bootstrap: with three numbers, the percentile bootstrap's nominal 95 % interval covers 74 %. BCa is no better,
-and the studentized bootstrap divides by zero in one resample of nine. Pooling the variance of all arms gives narrower
-intervals, but they cover the noisy arm, which is the one in doubt, too rarely. Student's interval covers 93 to 97 %
-from two seeds on in everything that was tried (docs/statistics.md, reproduced by `python -m benchmarks.coverage`).
+Student's interval was chosen by its coverage, the share of simulated studies in which a nominal 95 % interval contains
+the true value. It covers 93 to 97 % with two or more seeds in every simulation. With three numbers, the percentile
+bootstrap covers 74 %, BCa is no better, and the studentized bootstrap divides by zero in one resample out of nine.
+Pooling the variance of all arms gives narrower intervals, but they cover too rarely for the arm with the most noise
+(docs/statistics.md, reproduced by `python -m benchmarks.coverage`).
 """
 
 import math
@@ -18,19 +19,20 @@ from scipy.special import stdtr, stdtrit
 
 from deskside.study.results import Arm
 
-CONFIDENCE = 0.95  # of every interval
+CONFIDENCE = 0.95  # confidence level of every interval
 FALSE_DISCOVERY_RATE = 1 - CONFIDENCE
 
-# Logarithms and their differences are accurate to a few units of 2^-52 times their size. A smaller spread is rounding.
+# Lower bound of the standard deviation of log-ratios. Float64 logarithms have relative errors of a few times 2^-52, so
+# a smaller deviation is only rounding.
 LOG_ROUNDING = 1e-12
 
-# Metrics that follow from the configuration alone: one trial gives the exact value.
+# Metrics that the configuration alone determines: one trial gives the exact value.
 DETERMINISTIC = ("parameters", "parameters_quantized")
 
 
 @dataclass(frozen=True)
 class MeanInterval:
-    """A mean with its confidence interval, and the p-value of a mean of zero. low, high and p are None for n = 1."""
+    """A mean, its confidence interval, and the p-value for a true mean of 0. low, high and p are None for n = 1."""
 
     mean: float
     low: float | None
@@ -44,53 +46,54 @@ class MeanInterval:
 
 
 def mean_interval(values: Sequence[float], rounding: float = 0.0) -> MeanInterval:
-    """Return the mean of independent numbers with Student's interval (1908), n - 1 degrees of freedom.
+    """Return the mean of independent numbers with Student's t interval (1908) with n - 1 degrees of freedom.
 
     This is `scipy.stats.ttest_1samp`, except that the result does not depend on the order of the numbers, that large
-    numbers do not overflow, and that the spread has a lower bound.
+    numbers do not overflow, and that the standard deviation has a lower bound.
 
     Args:
-        rounding: Error of each number as it is stored. A smaller spread counts as this large, so that two
-            computations of one number never differ significantly.
+        rounding: Rounding error of each number, the lower bound of the standard deviation. Without it, two
+            computations of the same quantity could differ significantly.
     """
     n = len(values)
     if n == 0:
         raise ValueError("no numbers")
-    # The perplexity of a diverged run may overflow when it is squared. Dividing by a power of two is exact.
+    # Without scaling, the square of a diverged run's perplexity may overflow. Dividing by a power of two is exact.
     scale = math.ldexp(1.0, math.frexp(max(map(abs, values)))[1] - 1)
     mean = scale * (math.fsum(value / scale for value in values) / n)
     if n == 1:
         return MeanInterval(mean, None, None, None, 1)
     squares = math.fsum(((value - mean) / scale) ** 2 for value in values)
     deviation = scale * math.sqrt(squares / (n - 1))
-    error = max(deviation, rounding) / math.sqrt(n)
-    if error == 0:
+    standard_error = max(deviation, rounding) / math.sqrt(n)
+    if standard_error == 0:
         return MeanInterval(mean, mean, mean, 1.0 if mean == 0 else 0.0, n)
-    half = float(stdtrit(n - 1, (1 + CONFIDENCE) / 2)) * error
-    return MeanInterval(mean, mean - half, mean + half, 2 * float(stdtr(n - 1, -abs(mean) / error)), n)
+    half_width = float(stdtrit(n - 1, (1 + CONFIDENCE) / 2)) * standard_error
+    p = 2 * float(stdtr(n - 1, -abs(mean) / standard_error))
+    return MeanInterval(mean, mean - half_width, mean + half_width, p, n)
 
 
 def significant(p_values: Sequence[float], rate: float = FALSE_DISCOVERY_RATE) -> list[bool]:
-    """Decide which of many differences are significant, by the step-up rule of Benjamini and Hochberg (1995).
+    """Return which of many differences are significant, by the step-up rule of Benjamini and Hochberg (1995).
 
     On average, at most the share `rate` of the significant differences are false. If no difference is real, the
-    probability of even one is at most `rate`. The rule remains valid for comparisons with a common baseline, which are
-    positively dependent (Benjamini and Yekutieli 2001).
+    probability that any is called significant is at most `rate`. The rule remains valid for comparisons with a common
+    baseline, which are positively dependent (Benjamini and Yekutieli 2001).
     """
     from scipy.stats import false_discovery_control  # a slow import, which a dry run does not need
 
     return [bool(p <= rate) for p in false_discovery_control(p_values)] if p_values else []
 
 
-def by_seed(arm: Arm, metric: str) -> dict[int, float]:
-    """Return seed -> value for the finished trials in which the metric was measured and is finite."""
+def values_by_seed(arm: Arm, metric: str) -> dict[int, float]:
+    """Return {seed: value} of the finished trials in which the metric was measured and is finite."""
     found = {trial.seed: trial.metrics[metric] for trial in arm.finished() if metric in trial.metrics}
     return {seed: found[seed] for seed in sorted(found) if math.isfinite(found[seed])}
 
 
-def pairs(arm: Arm, baseline: Arm, metric: str) -> tuple[list[float], list[float]]:
-    """Return the values of both arms for the seeds that both have, ordered by seed."""
-    ours, theirs = by_seed(arm, metric), by_seed(baseline, metric)
+def paired_values(arm: Arm, baseline: Arm, metric: str) -> tuple[list[float], list[float]]:
+    """Return the values of each arm for the seeds that both have, in the same order of seeds."""
+    ours, theirs = values_by_seed(arm, metric), values_by_seed(baseline, metric)
     common = [seed for seed in ours if seed in theirs]
     return [ours[seed] for seed in common], [theirs[seed] for seed in common]
 
@@ -101,13 +104,16 @@ def log_ratio(ours: Sequence[float], theirs: Sequence[float]) -> MeanInterval:
     return mean_interval(logs, LOG_ROUNDING)
 
 
-def relative(log: float) -> float:
-    """Convert a log-ratio to a relative difference: 0.05 is 5 % more. Overflow is clipped."""
-    return math.expm1(min(log, 709.0))
+def relative_difference(log: float) -> float:
+    """Convert a log-ratio to a relative difference: 0.05 is 5 % more."""
+    return math.expm1(min(log, 709.0))  # exp overflows a float64 above 709.78
 
 
 def is_exact(metric: str, *arms: Sequence[float]) -> bool:
-    """Return whether the seed has no effect: every arm has one value, to the last digit, over at least two seeds."""
+    """Return whether the seed has no effect: each arm has the same value, to the last digit, for all its seeds.
+
+    At least two seeds are required, except for metrics that the configuration determines.
+    """
     if any(len(set(values)) != 1 for values in arms):
         return False
     return metric in DETERMINISTIC or all(len(values) > 1 for values in arms)

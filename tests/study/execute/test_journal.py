@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deskside.study.execute.journal import FILE, FINAL, Past, StudyJournal, replay_file
+from deskside.study.execute.journal import FILE, FINAL, StudyJournal, TrialHistory, replay_file
 from deskside.utils.errors import RunError
 
 ENDINGS = st.sampled_from([*FINAL, "pending"])
@@ -45,7 +45,7 @@ def test_a_journal_cut_anywhere_tells_of_the_whole_lines(
     folder = tmp_path_factory.mktemp("journal")
     journal = write(folder, events)
     path = folder / FILE
-    assert replay_file(path) == journal.past
+    assert replay_file(path) == journal.histories
     content = path.read_bytes() if path.exists() else b""
     cut = data.draw(st.integers(0, len(content)))
     path.write_bytes(content[:cut])
@@ -53,14 +53,14 @@ def test_a_journal_cut_anywhere_tells_of_the_whole_lines(
     reopened = StudyJournal(folder)
     expected = tmp_path_factory.mktemp("expected")
     times = [json.loads(line)["time"] for line in content.splitlines()]
-    assert strip(reopened.past) == strip(write(expected, events[:whole]).past)
+    assert strip(reopened.histories) == strip(write(expected, events[:whole]).histories)
     # What is appended now is a line of its own.
     reopened.ended("new", 1, "failed", "", 1.0)
     assert replay_file(path)["new", 1].status == "failed"
     assert len(path.read_bytes().splitlines()) == whole + 1 <= len(times) + 1
 
 
-def strip(past: dict[Any, Past]) -> dict[Any, tuple[Any, ...]]:
+def strip(past: dict[Any, TrialHistory]) -> dict[Any, tuple[Any, ...]]:
     """Without the times, which differ."""
     return {key: (p.status, p.reason, p.attempts, p.seconds, p.device) for key, p in past.items()}
 
@@ -68,7 +68,7 @@ def strip(past: dict[Any, Past]) -> dict[Any, tuple[Any, ...]]:
 @settings(max_examples=60, deadline=None)
 @given(histories())
 def test_counts_and_states(tmp_path_factory: pytest.TempPathFactory, events: list[tuple[Any, ...]]) -> None:
-    past = write(tmp_path_factory.mktemp("journal"), events).past
+    past = write(tmp_path_factory.mktemp("journal"), events).histories
     for key, one in past.items():
         own = [event for event in events if event[:2] == key]
         assert one.attempts == sum(event[2] == "started" for event in own)
@@ -94,4 +94,4 @@ def test_damage_is_named_by_its_line(tmp_path: Path) -> None:
 
 
 def test_no_journal_is_no_past(tmp_path: Path) -> None:
-    assert StudyJournal(tmp_path).of("a", 1) == Past() and not (tmp_path / FILE).exists()
+    assert StudyJournal(tmp_path).of("a", 1) == TrialHistory() and not (tmp_path / FILE).exists()

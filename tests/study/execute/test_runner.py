@@ -322,8 +322,8 @@ def test_a_trial_that_hears_nothing_is_ended_at_last(
     with pytest.raises(ZeroDivisionError):
         runner.run(runner.remaining())
     state = StudyJournal(folder.path)
-    assert [one.status for one in state.past.values()] == ["pending"]
-    assert all(one.status not in FINAL for one in state.past.values())
+    assert [one.status for one in state.histories.values()] == ["pending"]
+    assert all(one.status not in FINAL for one in state.histories.values())
 
 
 def running_long(folder: StudyFolder) -> bool:
