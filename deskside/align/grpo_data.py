@@ -17,7 +17,7 @@ from deskside.align.preference_data import question_of
 from deskside.align.prepared import Made, PreparedSplit, Spec, make_folder
 from deskside.data.chat.chat_template import ChatTemplate
 from deskside.data.chat.renderer import NotRendered
-from deskside.data.reading.shuffle import endless
+from deskside.data.reading.shuffle import endless_shuffle
 from deskside.utils.errors import UsageError
 
 
@@ -96,5 +96,5 @@ class Questions(PreparedSplit):
 
     def at(self, seed: int, positions: NDArray[np.int64]) -> list[Question]:
         """Return the questions at these positions of their endless shuffled order."""
-        found = endless(positions, len(self.questions), seed, self.sequence_length)
+        found = endless_shuffle(positions, len(self.questions), seed, self.sequence_length)
         return [self.questions[n] for n in found.tolist()]

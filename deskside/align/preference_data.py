@@ -18,7 +18,7 @@ from deskside.align.answers import Text, pack_units
 from deskside.align.prepared import Made, PreparedSplit, Spec, make_folder
 from deskside.data.chat.chat_template import ChatTemplate
 from deskside.data.chat.renderer import NotRendered, checked_messages
-from deskside.data.reading.shuffle import endless
+from deskside.data.reading.shuffle import endless_shuffle
 from deskside.utils.errors import UsageError
 
 
@@ -134,7 +134,7 @@ class PairRows(PreparedSplit):
 
     def pairs_at(self, seed: int, positions: NDArray[np.int64]) -> list[NDArray[np.int64]]:
         """Return the pairs of the rows at these positions of the endless shuffled order."""
-        found = endless(positions, self.num_rows, seed, self.sequence_length)
+        found = endless_shuffle(positions, self.num_rows, seed, self.sequence_length)
         return [self.rows[row] for row in found.tolist()]
 
     def texts_of(self, rows: Sequence[NDArray[np.int64]]) -> list[list[Text]]:

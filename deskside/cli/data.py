@@ -14,7 +14,7 @@ from typing import Any, Literal
 from deskside.cli.options import Command, choose, option
 from deskside.cli.output import print_json
 from deskside.cli.shared_options import JsonOption
-from deskside.data.corpus.heldout import warnings
+from deskside.data.corpus.heldout import validation_warnings
 from deskside.data.reading import shards
 from deskside.utils.errors import UsageError
 from deskside.utils.signals import number_of
@@ -188,7 +188,7 @@ def _show(options: ShowOptions) -> int:
         return 0
     _print_tables(index, facts)
     _print_left_out(index.bad_input, index.ignored_files, index.duplicates_of_validation)
-    for line in warnings(index):
+    for line in validation_warnings(index):
         print(f"warning: {line}")
     return 0
 

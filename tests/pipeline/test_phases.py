@@ -148,7 +148,7 @@ def test_probe_measures_what_is_not_stored(tmp_path: Path, monkeypatch: pytest.M
 def test_probe_in_short_hours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = surveying(monkeypatch, child_process.Outcome("ok", None, "", 3.0))
     result = phases.probe(CARD, open_store(tmp_path / "empty"), 10.0, print)
-    assert result["status"] == "skipped" and "10 s of the time" in result["reason"]
+    assert result["status"] == "skipped" and "10 s remain" in result["reason"]
     assert phases.probe(CARD, open_store(tmp_path / "empty"), -3.0, print)["reason"].count(" 0 s remain")
     assert phases.probe(CARD, filled(tmp_path / "full", CARD), 10.0, print)["status"] == "stored"
     assert asked == []

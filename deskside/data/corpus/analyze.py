@@ -11,7 +11,13 @@ from typing import Annotated, Any
 import xxhash
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from deskside.data.corpus.heldout import Holdout, HoldoutPlanner, few_cut, long_cut, text_hash
+from deskside.data.corpus.heldout import (
+    Holdout,
+    HoldoutPlanner,
+    start_if_chosen,
+    start_if_tails,
+    text_hash,
+)
 from deskside.data.corpus.progress_bar import ProgressBar
 from deskside.data.corpus.sources import LINE_LIMIT, BadInputLog, Document, OnBad, Source, iter_documents
 from deskside.data.reading.shards import MAX_TAGS, LeftOut
@@ -27,7 +33,7 @@ class CorpusOptions:
 
     tokenizer: an existing one; None trains one of `vocab_size` on a sample of `sample_bytes`. val_sources: used for
     validation instead of a share; training documents with the same text are left out and counted. val_fraction: share
-    of documents for validation; `heldout` chooses them, and has the default. workers: number of processes (default:
+    of documents for validation; `heldout` has the rule and the default. workers: number of processes (default:
     one per core). line_limit: see `sources`.
     """
 
@@ -48,15 +54,15 @@ class CorpusOptions:
 
 @dataclass(frozen=True, order=True)
 class _Piece:
-    """A piece of a document in a sample, ordered by falling rank. few, long: the document's cuts, see `heldout`."""
+    """A piece of a document in a sample, in descending order of rank. end: where it ends in the document."""
 
     rank: int
     number: int
     key: bytes
     data: bytes = field(compare=False)
     end: int = field(compare=False)
-    few: int = field(compare=False)
-    long: int = field(compare=False)
+    start_if_tails: int = field(compare=False)
+    start_if_chosen: int = field(compare=False)
 
 
 @dataclass
@@ -72,13 +78,17 @@ class TextSampler:
     _heap: list[_Piece] = field(default_factory=list)
     _ceiling: int = 1 << 64
 
-    def add(self, text: bytes, key: bytes, few: int, long: int) -> None:
-        """Add the pieces of a document. few, long: where validation would begin in it, see `heldout`."""
+    def add(self, text: bytes, key: bytes, if_tails: int, if_chosen: int) -> None:
+        """Add the pieces of a document.
+
+        if_tails, if_chosen: where validation would start in it, as `heldout` defines for these two cases. Which of
+        them applies is known only after the whole corpus has been read.
+        """
         for i, (start, end) in enumerate(spans(text, 1 << 13)):
             rank = xxhash.xxh3_64_intdigest(key + i.to_bytes(8, "little"), seed=self.seed + 1)
             if rank >= self._ceiling:
                 continue
-            heapq.heappush(self._heap, _Piece(-rank, i, key, text[start:end], end, few, long))
+            heapq.heappush(self._heap, _Piece(-rank, i, key, text[start:end], end, if_tails, if_chosen))
             self.held += end - start
             while self.held > self.limit and len(self._heap) > 1:
                 dropped = heapq.heappop(self._heap)
@@ -89,10 +99,10 @@ class TextSampler:
     def texts(self, holdout: Holdout) -> Iterator[str]:
         """Yield the sample in a fixed order, without validation text."""
         for piece in sorted(self._heap, reverse=True):
-            if not (holdout.tails or holdout.chosen(piece.key)):
+            if not (holdout.tails or holdout.is_chosen(piece.key)):
                 yield piece.data.decode("utf-8")
                 continue
-            cut = piece.few if holdout.tails else piece.long
+            cut = piece.start_if_tails if holdout.tails else piece.start_if_chosen
             # A document below 16 KiB is a single piece, with the cut inside it.
             before = cut - (piece.end - len(piece.data))
             if before > 0:
@@ -130,7 +140,7 @@ class Splitter:
         if key in self.held_out:
             self.duplicates += 1
             return b"", b""
-        cut = self.holdout.cut(text, key)
+        cut = self.holdout.validation_start(text, key)
         return text[:cut], text[cut:]
 
 
@@ -161,8 +171,8 @@ def analyze(
                 continue
             planner.add(text, key, (("lang", lang), ("source", source), ("file", document.group)))
             if sampler is not None:
-                few = few_cut(text, options.val_fraction) if planner.few else len(text)
-                sampler.add(text, key, few, long_cut(text))
+                if_tails = start_if_tails(text, options.val_fraction) if planner.few else len(text)
+                sampler.add(text, key, if_tails, start_if_chosen(text))
     if documents == 0:
         raise UsageError(f"the sources hold no document {_reasons(logs['train'])}.")
     if planner.documents == 0:

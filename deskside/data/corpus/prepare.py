@@ -41,11 +41,11 @@ from deskside.data.corpus.analyze import (
     validation_texts,
 )
 from deskside.data.corpus.baselines import GzipMeter, token_counts, unigram_bits, write_train_counts
-from deskside.data.corpus.heldout import warnings
+from deskside.data.corpus.heldout import validation_warnings
 from deskside.data.corpus.prepare_state import PrepareState, check_owned, difference, open_state, write_state
 from deskside.data.corpus.process_pool import Task, WorkerDied, WorkerPool
 from deskside.data.corpus.progress_bar import ProgressBar
-from deskside.data.corpus.shard_worker import ShardCutter, ShardJob, make_shard, start_worker
+from deskside.data.corpus.shard_worker import ShardBatcher, ShardJob, make_shard, start_worker
 from deskside.data.corpus.sources import BadInputLog, Source
 from deskside.data.reading import shards
 from deskside.data.reading.shards import DatasetIndex, ShardInfo, SplitInfo, TagInfo, TokenizerInfo
@@ -282,19 +282,19 @@ class _Work:
         splitter = Splitter(self.found.holdout, held_out)
         tags = {pair: i for i, pair in enumerate(self.found.tags)}
         gzip = GzipMeter()
-        groups = {split: ShardCutter(split, self.options.shard_bytes) for split in ("val", "train")}
+        batchers = {split: ShardBatcher(split, self.options.shard_bytes) for split in ("val", "train")}
         for document in documents_of(self.val_sources, log, self.options):
             gzip.add(document.data)
-            yield from groups["val"].add(document.data, note_tag(tags, document.source, document.lang))
+            yield from batchers["val"].add(document.data, note_tag(tags, document.source, document.lang))
         for document in documents_of(self.sources, log, self.options):
             tag = note_tag(tags, document.source, document.lang)
             for split, text in zip(("train", "val"), splitter.divide(document.data), strict=True):
                 if text and split == "val":
                     gzip.add(text)
                 if text:
-                    yield from groups[split].add(text, tag)
-        for group in groups.values():
-            yield from group.rest()
+                    yield from batchers[split].add(text, tag)
+        for batcher in batchers.values():
+            yield from batcher.flush()
         if list(tags) != self.found.tags:
             raise _changed(self.out)
         self.duplicates = splitter.duplicates
@@ -394,7 +394,7 @@ def _report(out: Path, work: _Work, index: DatasetIndex, seconds: float) -> Repo
         bad_input=index.bad_input,
         ignored_files=index.ignored_files,
         duplicates_of_validation=index.duplicates_of_validation,
-        warnings=warnings(index),
+        warnings=validation_warnings(index),
         made=work.made,
         kept=work.kept,
         seconds=seconds,

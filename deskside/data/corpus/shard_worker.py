@@ -1,4 +1,4 @@
-"""Tokenization of one shard: jobs are cut from the stream of documents by the reader, and run in worker processes."""
+"""Tokenization in shards: the reading process groups documents into jobs, and worker processes run the jobs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class ShardJob:
-    """The UTF-8 texts of one shard, with a tag each. key: a checksum of the texts. text_bytes: their size."""
+    """The texts of one shard, in UTF-8.
+
+    tags: for each text, the index of its (source, language) in the data set's tags. text_bytes: total size of the
+    texts. key: checksum of the texts.
+    """
 
     split: str
     name: str
@@ -31,8 +35,8 @@ class ShardJob:
     key: str
 
 
-class ShardCutter:
-    """Collects the documents of one split until they fill a shard."""
+class ShardBatcher:
+    """Groups the documents of one split into jobs of at least `shard_bytes` bytes of text; the last may be smaller."""
 
     def __init__(self, split: str, shard_bytes: int) -> None:
         self.split, self.limit = split, shard_bytes
@@ -46,14 +50,16 @@ class ShardCutter:
         self.digest = xxhash.xxh3_128()
 
     def add(self, text: bytes, tag: int) -> Iterator[ShardJob]:
+        """Add a document. Yields a job if it fills the shard."""
         self.texts.append(text)
         self.tags.append(tag)
         self.size += len(text)
         self.digest.update(text_hash(text))
         if self.size >= self.limit:
-            yield from self.rest()
+            yield from self.flush()
 
-    def rest(self) -> Iterator[ShardJob]:
+    def flush(self) -> Iterator[ShardJob]:
+        """Yield a job of the documents collected so far, if any."""
         if self.texts:
             name = f"{self.split}-{self.number:05d}"
             yield ShardJob(self.split, name, self.texts, self.tags, self.size, self.digest.hexdigest())
@@ -62,42 +68,42 @@ class ShardCutter:
 
 
 @dataclass
-class _Tools:
+class _WorkerState:
     directory: Path
     eos_id: int
     dtype: str
     tokenizer: Tokenizer
-    lengths: NDArray[np.uint32]
+    token_bytes: NDArray[np.uint32]  # shape [vocab]
 
 
-_tools: _Tools | None = None  # set by start_worker, once per process
+_state: _WorkerState | None = None  # set by start_worker, once per process
 
 
 def start_worker(directory: str, eos_id: int, dtype: str) -> None:
-    """Load the tokenizer of this preparation."""
-    global _tools
+    """Initialize this process: load the tokenizer in `directory`, to which `make_shard` writes."""
+    global _state
     coder = tokenizer.load(directory)
-    _tools = _Tools(Path(directory), eos_id, dtype, coder, tokenizer.token_bytes(coder))
+    _state = _WorkerState(Path(directory), eos_id, dtype, coder, tokenizer.token_bytes(coder))
 
 
 def make_shard(job: ShardJob) -> shards.ShardInfo:
-    """Tokenize and write one shard, which `shards.publish` then renames.
+    """Tokenize and write one shard, under temporary names that `shards.publish` replaces by the final ones.
 
     Raises RunError if it cannot be written.
     """
-    if _tools is None:
+    if _state is None:
         raise RuntimeError("start_worker has not been called in this process")
     documents = [
-        shards.EncodedDocument(tokenizer.encode(_tools.tokenizer, text, _tools.dtype), tag)
+        shards.EncodedDocument(tokenizer.encode(_state.tokenizer, text, _state.dtype), tag)
         for text, tag in zip(job.texts, job.tags, strict=True)
     ]
     return shards.write_shard(
-        _tools.directory,
+        _state.directory,
         job.name,
         documents,
-        eos_id=_tools.eos_id,
-        dtype=_tools.dtype,
+        eos_id=_state.eos_id,
+        dtype=_state.dtype,
         text_bytes=job.text_bytes,
-        lengths=_tools.lengths,
+        lengths=_state.token_bytes,
         key=job.key,
     )

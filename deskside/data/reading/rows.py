@@ -21,7 +21,7 @@ from deskside.data import tokenizer
 from deskside.data.reading import shards
 from deskside.data.reading.mixing import Mixture, components
 from deskside.data.reading.packing import Packing, pack
-from deskside.data.reading.shuffle import endless
+from deskside.data.reading.shuffle import endless_shuffle
 from deskside.utils.errors import UsageError
 
 IGNORE = -100  # the target of padding, ignored by the loss
@@ -183,7 +183,7 @@ class PackedDataset:
         for number in np.unique(component).tolist():
             mine = component == number
             rows = self.packings[number].num_rows
-            row[mine] = endless(count[mine], rows, seed, self.sequence_length, number)
+            row[mine] = endless_shuffle(count[mine], rows, seed, self.sequence_length, number)
         return component, row
 
     def valid_at(self, seed: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:

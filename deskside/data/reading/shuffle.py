@@ -1,8 +1,11 @@
-"""Random-access shuffling: a keyed permutation computed per position, without a table or a random stream.
+"""Shuffling with random access: a keyed permutation of 0..n-1 that is computed for each position separately.
 
-A Feistel network turns any mixing function into a permutation of 2^(2h) numbers. Results outside 0..n-1 are mapped
-again until they are inside ("cycle walking"; Black and Rogaway 2002), which gives a permutation of n. The mixing
-function is written out in 64-bit integers, so the order never changes with a library's version.
+It needs neither a table of n entries nor the state of a random generator. A Feistel network of rounds
+(L, R) -> (R, L ^ f(R)) permutes the numbers of 2h bits for any function f, because each round can be inverted:
+L and R are its halves of h bits. With 2^(2h) >= n, results outside 0..n-1 are passed through the network again until
+they are inside ("cycle walking"; Black and Rogaway 2002). This gives a permutation of 0..n-1, and since 2^(2h) < 4n
+for n > 1, it takes fewer than four passes on average. f is written out in 64-bit integers, so that the order does not
+depend on the version of a library.
 """
 
 from __future__ import annotations
@@ -10,13 +13,13 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from deskside.utils.splitmix import GOLDEN, MASK, mix
+from deskside.utils.splitmix import FIRST, GOLDEN, MASK, SECOND, mix
 
-_ROUNDS = 8
+_ROUNDS = 8  # with a random f, four suffice (Luby and Rackoff 1988)
 
 
-def key_of(*parts: int) -> int:
-    """Combine several integers to one 64-bit key; their order matters."""
+def combine_keys(*parts: int) -> int:
+    """Combine several integers into one 64-bit key. Their order matters."""
     key = 0
     for part in parts:
         key = mix(key ^ mix(part & MASK))
@@ -24,26 +27,27 @@ def key_of(*parts: int) -> int:
 
 
 def permute(position: NDArray[np.int64], n: int, key: int) -> NDArray[np.int64]:
-    """Return the image of each position (0 <= position < n) under the permutation of n that `key` selects; int64.
+    """Apply the permutation of 0..n-1 that `key` selects to each position. Returns int64 of the same shape.
 
     Raises ValueError for a position outside 0..n-1.
     """
     position = np.asarray(position, dtype=np.int64)
     if position.size and (int(position.min()) < 0 or int(position.max()) >= n):
         raise ValueError(f"positions must lie in 0..{n - 1}")
-    half = max(1, ((n - 1).bit_length() + 1) // 2)
+    half_bits = max(1, ((n - 1).bit_length() + 1) // 2)
     keys = [np.uint64(mix(key + i)) for i in range(_ROUNDS)]
-    out = _feistel(position.astype(np.uint64).ravel(), half, keys)
+    out = _feistel(position.astype(np.uint64).ravel(), half_bits, keys)
     outside = np.flatnonzero(out >= n)
     while len(outside):
-        again = _feistel(out[outside], half, keys)
+        again = _feistel(out[outside], half_bits, keys)
         out[outside] = again
         outside = outside[again >= n]
     return out.astype(np.int64).reshape(position.shape)
 
 
-def _feistel(x: NDArray[np.uint64], half: int, keys: list[np.uint64]) -> NDArray[np.uint64]:
-    bits, low = np.uint64(half), np.uint64((1 << half) - 1)
+def _feistel(x: NDArray[np.uint64], half_bits: int, keys: list[np.uint64]) -> NDArray[np.uint64]:
+    """Permute the numbers of 2 * half_bits bits, with one round per key."""
+    bits, low = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
     left, right = x >> bits, x & low
     for key in keys:
         left, right = right, left ^ (_mix_array(right ^ key) & low)
@@ -51,22 +55,22 @@ def _feistel(x: NDArray[np.uint64], half: int, keys: list[np.uint64]) -> NDArray
 
 
 def _mix_array(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """`mix` on an array; unsigned array arithmetic wraps."""
+    """`splitmix.mix` of each element. Arithmetic of unsigned arrays wraps at 2^64, as the finalizer requires."""
     x = x + np.uint64(GOLDEN)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(FIRST)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(SECOND)
     out: NDArray[np.uint64] = x ^ (x >> np.uint64(31))
     return out
 
 
-def endless(positions: NDArray[np.int64], count: int, seed: int, *key: int) -> NDArray[np.int64]:
-    """Return the items at these positions of an endless order of `count` items, reshuffled in every epoch.
+def endless_shuffle(positions: NDArray[np.int64], count: int, seed: int, *key: int) -> NDArray[np.int64]:
+    """Return the items, 0..count-1, at these positions of an endless order that is reshuffled in every epoch.
 
-    key: such as the length of the rows; each key has an order of its own.
+    The order depends on the seed and on `key`, such as the sequence length.
     """
     epoch, inside = np.divmod(np.asarray(positions, np.int64), count)
     found = np.empty_like(inside)
     for e in np.unique(epoch).tolist():
         mine = epoch == e
-        found[mine] = permute(inside[mine], count, key_of(seed, e, *key))
+        found[mine] = permute(inside[mine], count, combine_keys(seed, e, *key))
     return found

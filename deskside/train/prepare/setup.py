@@ -15,7 +15,7 @@ from deskside.config.recipes import recipe_named
 from deskside.config.run import RunConfig
 from deskside.config.sections import AdapterConfig
 from deskside.data.corpus.analyze import CorpusOptions
-from deskside.data.corpus.heldout import warnings
+from deskside.data.corpus.heldout import validation_warnings
 from deskside.data.corpus.prepare import prepare
 from deskside.data.reading.shards import read_index
 from deskside.model.init import allocate, initialize
@@ -55,7 +55,7 @@ def ensure_data(config: RunConfig, world: World, say: Say) -> Path:
         )
     world.barrier()
     if world.first and config.align is None and (path / "index.json").is_file():
-        for line in warnings(read_index(path)):
+        for line in validation_warnings(read_index(path)):
             say(f"warning: {line}")
     return path
 

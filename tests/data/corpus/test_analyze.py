@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deskside.data.corpus.analyze import Splitter, TextSampler
-from deskside.data.corpus.heldout import HoldoutPlanner, few_cut, long_cut, text_hash
+from deskside.data.corpus.heldout import HoldoutPlanner, start_if_chosen, start_if_tails, text_hash
 
 DOCUMENT = st.text("ab \nहि", min_size=30, max_size=300).map(lambda text: ("word " + text) * 60)
 
@@ -16,7 +16,9 @@ def test_a_sample_without_limit_is_the_text_that_is_trained_on(documents: list[s
     for text in (document.encode() for document in documents):
         key = text_hash(text)
         planner.add(text, key, [])
-        sampler.add(text, key, few_cut(text, None) if planner.few else len(text), long_cut(text))
+        sampler.add(
+            text, key, start_if_tails(text, None) if planner.few else len(text), start_if_chosen(text)
+        )
     splitter = Splitter(holdout := planner.plan())
     trained = b"".join(splitter.divide(document.encode())[0] for document in documents)
     sample = "".join(sampler.texts(holdout)).encode()

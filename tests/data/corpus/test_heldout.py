@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from deskside.data.corpus import heldout
 from deskside.data.corpus.analyze import CorpusOptions
-from deskside.data.corpus.heldout import HoldoutPlanner, is_validation, text_hash, warnings
+from deskside.data.corpus.heldout import HoldoutPlanner, is_validation, text_hash, validation_warnings
 from deskside.data.corpus.prepare import prepare
 from deskside.data.reading import shards
 from tests.data.data_corpus import make_corpus
@@ -104,9 +104,9 @@ def test_a_long_document_gives_its_last_million_bytes() -> None:
     long = b"a line of a book\n" * 200_000
     documents = [b"%d" % i for i in range(20)]
     holdout = plan([long, *documents], 0.9999)
-    cut = holdout.cut(long, text_hash(long))
+    cut = holdout.validation_start(long, text_hash(long))
     assert 900_000 < len(long) - cut <= 1_000_000 and long[cut:].startswith(b"a line")
-    assert holdout.cut(documents[0], text_hash(documents[0])) == 0
+    assert holdout.validation_start(documents[0], text_hash(documents[0])) == 0
 
 
 @given(st.text(alphabet=" \n\t\x1cab\u00a0\u3000é", max_size=60), st.booleans())
@@ -121,6 +121,6 @@ def test_no_warning_for_enough_and_none_without_validation(prepared: Path) -> No
     index = shards.read_index(prepared)
     splits = dict(index.splits)
     splits["val"] = splits["val"].model_copy(update={"text_bytes": 60_000})
-    assert warnings(index.model_copy(update={"splits": splits})) == []
-    assert "too little" in warnings(index)[0]
-    assert warnings(index.model_copy(update={"splits": {"train": splits["train"]}})) == []
+    assert validation_warnings(index.model_copy(update={"splits": splits})) == []
+    assert "too little" in validation_warnings(index)[0]
+    assert validation_warnings(index.model_copy(update={"splits": {"train": splits["train"]}})) == []

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from deskside.data import tokenizer as bpe
 from deskside.data.corpus import shard_worker
 from deskside.data.corpus.analyze import CorpusOptions, TextSampler
-from deskside.data.corpus.heldout import Holdout, tail_cut, text_hash
+from deskside.data.corpus.heldout import Holdout, tail_start, text_hash
 from deskside.data.corpus.prepare import Report, prepare
 from deskside.data.reading import shards
 from deskside.utils.errors import RunError, UsageError
@@ -117,8 +117,8 @@ def test_one_document_gives_its_tail(tmp_path: Path) -> None:
 
 @given(st.text(alphabet="ab \n", min_size=1, max_size=100), st.integers(1, 100))
 @settings(deadline=None)
-def test_tail_cut_stays_inside(text: str, tail: int) -> None:
-    assert 0 <= tail_cut(text.encode(), tail) <= len(text)
+def test_tail_start_stays_inside(text: str, tail: int) -> None:
+    assert 0 <= tail_start(text.encode(), tail) <= len(text)
 
 
 def test_few_documents_give_their_tails(tmp_path: Path) -> None:
@@ -506,10 +506,10 @@ def test_sample_does_not_depend_on_order(order: list[int]) -> None:
 
 def test_fractions_nest() -> None:
     keys = [text_hash(b"%d" % i) for i in range(4000)]
-    small = {k for k in keys if Holdout(0, 0.01).chosen(k)}
-    large = {k for k in keys if Holdout(0, 0.05).chosen(k)}
+    small = {k for k in keys if Holdout(0, 0.01).is_chosen(k)}
+    large = {k for k in keys if Holdout(0, 0.05).is_chosen(k)}
     assert small < large and 120 < len(large) < 280
-    assert {k for k in keys if Holdout(1, 0.05).chosen(k)} != large
+    assert {k for k in keys if Holdout(1, 0.05).is_chosen(k)} != large
 
 
 def test_preparing_does_not_import_torch() -> None:
