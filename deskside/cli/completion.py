@@ -25,14 +25,14 @@ class CompletionOptions:
 
 
 COMMAND = Command("completion", CompletionOptions)
-PATHS = ("DIR", "FILE", "RUN", "STUDY", "SOURCE", "PRESET")  # in a metavar: the value may be a path
+PATH_METAVARS = ("DIR", "FILE", "RUN", "STUDY", "SOURCE", "PRESET")  # file names complete these
 
 
 def all_commands() -> Iterator[tuple[Command[Any], str]]:
-    """Yield every command with its line of help. Imports all of them."""
+    """Yield every command and its one-line description. Imports the modules of all commands."""
     for module, _, about in main.COMMANDS.values():
         found = import_module(module)
-        if hasattr(found, "COMMANDS"):  # `data` has commands of its own
+        if hasattr(found, "COMMANDS"):  # `data` has subcommands
             for command in found.COMMANDS.values():
                 yield command, command.options.__doc__.splitlines()[0]
         else:
@@ -54,11 +54,12 @@ def run(argv: Sequence[str]) -> int:
             parent = groups[""].add_parser(first, help=main.COMMANDS[first][2], add_help=False)
             groups[first] = parent.add_subparsers(metavar="COMMAND")
         parser = command.parser()
-        for action in parser._actions:  # the parser itself takes any text; pydantic checks the values
+        for action in parser._actions:
+            # The parser accepts any text, so the choices are read from the metavar: {a,b}, or a|b in lower case.
             metavar = str(action.metavar)
             if ("," in metavar and metavar[0] == "{") or metavar.islower():
                 action.choices = metavar.strip("{}").replace("|", ",").split(",")
-            elif any(word in metavar for word in PATHS):
+            elif any(word in metavar for word in PATH_METAVARS):
                 action.complete = shtab.FILE  # type: ignore[attr-defined]
         group = groups[first if second else ""]
         group.add_parser(second or first, help=about, parents=[parser], add_help=False)

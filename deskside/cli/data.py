@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from deskside.cli.options import Command, choose, option
+from deskside.cli.options import Command, choose_subcommand, option
 from deskside.cli.output import print_json
 from deskside.cli.shared_options import JsonOption
 from deskside.data.corpus.heldout import validation_warnings
@@ -92,7 +92,7 @@ COMMANDS: dict[str, Command[Any]] = {
 def run(argv: Sequence[str]) -> int:
     """Run `deskside data` and return the exit code. Raises UsageError and RunError."""
     summaries = {name: (each.options.__doc__ or "").splitlines()[0] for name, each in COMMANDS.items()}
-    name = choose(summaries, argv, "deskside data", "Prepare, verify and show datasets.")
+    name = choose_subcommand(summaries, argv, "deskside data", "Prepare, verify and show datasets.")
     functions: dict[str, Callable[[Any], int]] = {"prepare": _prepare, "verify": _verify, "show": _show}
     return functions[name](COMMANDS[name].parse(argv[1:]))
 

@@ -1,9 +1,9 @@
-"""Command-line options: argparse splits the line, pydantic makes the values.
+"""Parsing of command-line options with argparse, and validation of their values with pydantic.
 
-The options of a command are a dataclass whose fields are made by `option`. A command that trains also takes every
-key of the configuration as `--part.key`. argparse treats all of these as optional text, so the result holds exactly
-the keys that were given, and every wrong value becomes a UsageError of one line. The help is generated from the same
-fields. Names are written with hyphens; underscores are accepted.
+The options of a command are a dataclass whose fields are made by `option`. A command that trains also accepts every key
+of the configuration as `--part.key`. To argparse, all values are optional text. Its result therefore contains only the
+options that were given, and pydantic's error for a wrong value becomes a UsageError of one line. The help is generated
+from the same fields. Names are written with hyphens; underscores are accepted.
 """
 
 import argparse
@@ -41,12 +41,12 @@ from deskside.utils.parsing import Unreadable, toml_table
 
 Options = TypeVar("Options")
 _FINITE = ConfigDict(allow_inf_nan=False)
-_WORDS = tuple[str, ...]
+_TEXTS = tuple[str, ...]  # type of an option that takes several values
 _WIDEST_METAVAR = 40  # longer choices are listed in the help text instead
-_OBJECTIVE_ARGUMENTS = ("name", "data", "val")  # keys of an objective that the command has as its own options
+_OBJECTIVE_ARGUMENTS = ("name", "data", "val")  # keys that the command sets from its own options
 GENERAL = "general"  # the help group of configuration keys outside every part, such as seed
 
-# What other programs call an option -> ours. Only used for suggestions.
+# Option names of other programs, and ours. They are suggested, not accepted.
 SYNONYMS = {
     "learning-rate": "optim.lr",
     "optimizer": "optim.name",
@@ -86,11 +86,17 @@ def option(
         default: The value when the option is not given.
         name: Name on the command line, if it differs from the field's.
         metavar: Name of the value in the help.
-        positional: Whether it is an argument without a name.
-        may_be_empty: Whether '' is a value. For a path it is a mistake.
+        positional: Whether the value is given without the option's name.
+        may_be_empty: Whether an empty string is accepted. An empty path, for example, is a mistake.
     """
-    about = {"help": help, "name": name, "metavar": metavar, "positional": positional, "empty": may_be_empty}
-    return field(default=default, metadata=about)
+    metadata = {
+        "help": help,
+        "name": name,
+        "metavar": metavar,
+        "positional": positional,
+        "empty": may_be_empty,
+    }
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -99,7 +105,7 @@ class Command(Generic[Options]):
 
     Attributes:
         name: Name after `deskside`, such as "train" or "data prepare".
-        options: Dataclass of the command's own options. Its docstring is the head of the help.
+        options: Dataclass of the command's own options. Its docstring is shown at the top of the help.
         configuration: Whether `--part.key` is accepted for every key of `RunConfig`.
         align: The training objective, whose options are written --align.KEY.
         common: Configuration keys shown in the short help.
@@ -123,12 +129,15 @@ class Command(Generic[Options]):
         return self.parse_config(argv)[0]
 
     def parse_config(self, argv: Sequence[str]) -> tuple[Options, dict[str, Any]]:
-        """Return the command's own options and the given configuration keys, as a nested dict of unvalidated values."""
+        """Return the command's own options and the given configuration keys, as a nested dict of unvalidated values.
+
+        Raises UsageError like `parse`.
+        """
         words, typed = _hyphenated(argv)
         try:
             parsed, unknown = self.parser().parse_known_intermixed_args(words)
         except argparse.ArgumentError as error:
-            if error.message.startswith("expected"):
+            if error.message.startswith("expected"):  # argparse: "expected one argument"
                 raise UsageError(
                     f"{error.argument_name}: its value is missing; see {self.prog} --help"
                 ) from None
@@ -145,7 +154,7 @@ class Command(Generic[Options]):
         """Return the argparse parser of all options. Values are text, and options that are not given are absent."""
         parser = _Parser(prog=self.prog, add_help=False, allow_abbrev=False, exit_on_error=False)
         parser.add_argument("-h", "--help", nargs="?", const="", default=argparse.SUPPRESS, metavar="GROUP")
-        _add(parser, self._groups())
+        _add_groups(parser, self._groups())
         return parser
 
     def help(self, group: str = "") -> str:
@@ -154,7 +163,7 @@ class Command(Generic[Options]):
         own = groups.pop("options")
         if group and group != "all" and group not in groups:
             raise UsageError(
-                f"--help {group}: no such group of options; groups are {', '.join([*groups, 'all'])}"
+                f"--help {group}: there is no such group of options; groups are {', '.join([*groups, 'all'])}"
             )
         shown: Groups = {}
         description = epilog = None
@@ -167,8 +176,8 @@ class Command(Generic[Options]):
         if group == "all":
             shown |= groups
         if not group and self.common:
-            every = {flag: each for actions in groups.values() for each in actions for flag in each[0]}
-            shown["common configuration options"] = [every[_flag(key)] for key in self.common]
+            by_flag = {flags[0]: (flags, settings) for group in groups.values() for flags, settings in group}
+            shown["common configuration options"] = [by_flag[_flag(key)] for key in self.common]
         if not group and groups:
             epilog = f"More options: {self.prog} --help GROUP. Groups: {', '.join(groups)}, all."
             epilog = textwrap.fill(epilog, _columns())
@@ -184,7 +193,7 @@ class Command(Generic[Options]):
             add_help=False,
             formatter_class=_Formatter,
         )
-        _add(parser, shown)
+        _add_groups(parser, shown)
         return parser.format_help()
 
     # The options
@@ -196,7 +205,7 @@ class Command(Generic[Options]):
         groups: Groups = {"options": own}
         if not self.configuration:
             return groups
-        if self.align is not None:  # before the other groups: it is what the command is about
+        if self.align is not None:  # first, because it is the subject of the command
             groups["align"] = []
         for path, info in self._keys():
             group = path[0] if len(path) > 1 else GENERAL
@@ -204,6 +213,7 @@ class Command(Generic[Options]):
         return groups
 
     def _keys(self) -> Iterator[tuple[Path, FieldInfo]]:
+        """Yield all configuration keys that the command accepts, aliases included."""
         yield from keys()
         if self.align is not None:
             for path, info in keys(self.align, ("align",)):
@@ -218,7 +228,7 @@ class Command(Generic[Options]):
     # The values
 
     def _own_values(self, parsed: argparse.Namespace) -> Options:
-        """Validate the command's own options. Raises UsageError for a value that is missing or wrong."""
+        """Return the command's own options, validated. Raises UsageError for a missing or wrong value."""
         given: dict[str, Any] = {}
         hints = get_type_hints(self.options, include_extras=True)
         for own in dataclasses.fields(self.options):  # type: ignore[arg-type]
@@ -238,6 +248,7 @@ class Command(Generic[Options]):
         return self.options(**given)
 
     def _config_values(self, parsed: argparse.Namespace) -> dict[str, Any]:
+        """Return the given configuration keys as a nested dict."""
         result: dict[str, Any] = {}
         if not self.configuration:
             return result
@@ -251,10 +262,11 @@ class Command(Generic[Options]):
         return result
 
     def _unexpected(self, word: str, typed: Mapping[str, str]) -> UsageError:
+        """Return the error for an unknown option or argument. typed: what the user wrote for each hyphenated name."""
         if not word.startswith("-"):
             return UsageError(f"'{word}': unexpected argument; options are written --key value")
         flag = word.split("=")[0]
-        every = [name for actions in self._groups().values() for flags, _ in actions for name in flags]
+        every = [name for group in self._groups().values() for names, _ in group for name in names]
         known = [name for name in every if name.startswith("-")]
         near = nearest_option(flag, known)
         hint = f"did you mean {near}?" if near else f"see {self.prog} --help"
@@ -263,7 +275,7 @@ class Command(Generic[Options]):
 
 def nearest_option(flag: str, known: Sequence[str]) -> str | None:
     """Return the option that was probably meant: the same key elsewhere, another program's name, or a misspelling."""
-    name = "-" * 2 + flag.lstrip("-")
+    name = f"--{flag.lstrip('-')}"
     key = name[2:].rsplit(".", 1)[-1]
     synonym = f"--{SYNONYMS.get(key, '')}"
     same_key = [other for other in known if other[2:].rsplit(".", 1)[-1] == key]
@@ -274,8 +286,11 @@ def nearest_option(flag: str, known: Sequence[str]) -> str | None:
     return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.7)), None)
 
 
-def choose(commands: Mapping[str, str], argv: Sequence[str], prog: str, description: str) -> str:
-    """Return the subcommand that argv begins with. `commands` maps names to one line of help. Raises UsageError."""
+def choose_subcommand(commands: Mapping[str, str], argv: Sequence[str], prog: str, description: str) -> str:
+    """Return the name of the subcommand, the first word of argv. --help prints the help and exits.
+
+    commands: one line of help for each subcommand. Raises UsageError if it is missing or unknown.
+    """
     if argv and argv[0] in ("-h", "--help"):
         width = max(len(name) for name in commands)
         lines = "\n".join(
@@ -287,14 +302,14 @@ def choose(commands: Mapping[str, str], argv: Sequence[str], prog: str, descript
         raise SystemExit(0)
     name = prog.removeprefix("deskside ")
     if not argv:
-        raise UsageError(f"{name}: which command? one of {', '.join(commands)}")
+        raise UsageError(f"{name}: the command is missing; commands are {', '.join(commands)}")
     if argv[0] not in commands:
         raise UsageError(f"{name} {argv[0]}: there is no such command; {nearest_command(argv[0], commands)}")
     return argv[0]
 
 
 def nearest_command(given: str, names: Mapping[str, Any]) -> str:
-    """Return the hint for an unknown command."""
+    """Return a hint for an unknown command: the closest name, or all names."""
     near = difflib.get_close_matches(given, names, n=1)
     return f"did you mean {near[0]}?" if near else f"commands are {', '.join(names)}"
 
@@ -307,6 +322,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """A formatter that keeps line breaks of the description and does not list the options in the usage line."""
+
     def __init__(self, prog: str):
         super().__init__(prog, max_help_position=30, width=_columns())
 
@@ -319,7 +336,7 @@ def _columns() -> int:
 
 
 def _hyphenated(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Return argv with hyphens for underscores in the names of options, and each name as it was typed."""
+    """Return argv with hyphens instead of underscores in option names, and the typed form of each hyphenated name."""
     words, typed = [], {}
     for word in argv:
         if word.startswith("--"):
@@ -331,7 +348,10 @@ def _hyphenated(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def _ordered_fields(kind: type) -> list[dataclasses.Field[Any]]:
-    """Return the fields as the help shows them: arguments, the command's own options, then the shared ones."""
+    """Return the fields in the order of the help: positional ones, then the command's own options, then inherited ones.
+
+    Commands inherit shared options from base classes. A field belongs to the most derived class that declares it.
+    """
     declared_in: dict[str, int] = {}
     for depth, base in reversed([*enumerate(kind.__mro__)]):
         declared_in |= dict.fromkeys(vars(base).get("__annotations__", {}), depth)
@@ -339,12 +359,12 @@ def _ordered_fields(kind: type) -> list[dataclasses.Field[Any]]:
     return sorted(fields, key=lambda f: (not f.metadata["positional"], declared_in[f.name]))
 
 
-# The arguments of `add_argument` for every option, by group.
+# Names and keywords of argparse's `add_argument`, and those of all options by group of the help.
 Argument = tuple[tuple[str, ...], dict[str, Any]]
 Groups = dict[str, list[Argument]]
 
 
-def _add(parser: argparse.ArgumentParser, groups: Groups) -> None:
+def _add_groups(parser: argparse.ArgumentParser, groups: Groups) -> None:
     for title, arguments in groups.items():
         section = parser.add_argument_group(title)
         for flags, settings in arguments:
@@ -370,33 +390,35 @@ def _own_argument(own: dataclasses.Field[Any], hint: Any) -> Argument:
         about += " (required)"
     elif own.default not in (None, ()):
         about += f" (default: {own.default})"
-    settings = _described(own.metadata["metavar"] or metavar(kind), about)
+    settings = _described(own.metadata["metavar"] or _metavar(kind), about)
     if own.metadata["positional"]:
-        return (own.name,), {**settings, "nargs": "*" if kind == _WORDS else "?"}
-    more = {"nargs": "*", "action": "extend"} if kind == _WORDS else {}
+        return (own.name,), {**settings, "nargs": "*" if kind == _TEXTS else "?"}
+    more = {"nargs": "*", "action": "extend"} if kind == _TEXTS else {}
     return (flag,), {"dest": own.name, **settings, **more}
 
 
 def _config_argument(path: Path, info: FieldInfo) -> Argument:
     key = ".".join(path)
     about = f"{info.description or ''} {_default(path, info)}".strip()
-    chooses = len(path) == 2 and path[1] == "name" and len(_alternatives(path[0])) > 1
-    name = "{" + ",".join(map(_tag, _alternatives(path[0]))) + "}" if chooses else metavar(info.annotation)
+    if len(path) == 2 and path[1] == "name" and len(_alternatives(path[0])) > 1:
+        name = "{" + ",".join(map(_tag, _alternatives(path[0]))) + "}"  # this key selects a class
+    else:
+        name = _metavar(info.annotation)
     return (_flag(key),), {"dest": key, **_described(name, about)}
 
 
 def _described(name: str, about: str) -> dict[str, Any]:
-    """Return metavar and help. A metavar that is too long for the option's column is listed in the help."""
+    """Return the keywords metavar and help. Choices that are too long for a metavar are listed in the help."""
     if len(name) <= _WIDEST_METAVAR:
         return {"metavar": name, "help": about}
     return {"metavar": "NAME", "help": f"{about}; one of {name.strip('{}').replace(',', ', ')}"}
 
 
-def metavar(annotation: Any) -> str:
-    """Return how the help writes the kind of value that an annotation takes."""
+def _metavar(annotation: Any) -> str:
+    """Return the metavar of a value of this type, such as INT or {a,b}."""
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return metavar(inner[0])
+        return _metavar(inner[0])
     if origin is Literal:
         return "{" + ",".join(str(choice) for choice in inner) + "}"
     if origin in (tuple, list):
@@ -404,7 +426,7 @@ def metavar(annotation: Any) -> str:
     if origin is dict:
         return "{...}"
     if origin in (Union, types.UnionType):
-        return "|".join(dict.fromkeys(metavar(a) for a in inner if a is not type(None)))
+        return "|".join(dict.fromkeys(_metavar(a) for a in inner if a is not type(None)))
     name = getattr(annotation, "__name__", "value")
     return {"int": "INT", "float": "NUMBER", "str": "TEXT", "bool": "true|false"}.get(name, name.upper())
 
@@ -413,7 +435,7 @@ def metavar(annotation: Any) -> str:
 
 
 def _about(part: str, align: type[Part] | None) -> str:
-    """Return what a group of options is for: the alternatives, or the first sentence of its class."""
+    """Return the description of a help group: how to choose its class, or the first sentence of its only class."""
     if part == GENERAL:
         return "options outside every group"
     alternatives = [align] if part == "align" and align is not None else _alternatives(part)
@@ -423,22 +445,25 @@ def _about(part: str, align: type[Part] | None) -> str:
 
 
 def _default(path: Path, info: FieldInfo) -> str:
-    """Return the default for the help, with those of the other alternatives where they differ."""
-    first, only = _written(info.default), ""
+    """Return the default for the help.
+
+    If --PART.name selects a class, the text also says which classes have the key and which have another default.
+    """
+    first, only = _option_text(info.default), ""
     others = []
     if len(path) == 2 and path[1] != "name" and len(_alternatives(path[0])) > 1:
         alternatives = _alternatives(path[0])
         having = [a for a in alternatives if path[1] in a.model_fields]
         if having and len(having) < len(alternatives):
             only = f"{'/'.join(map(_tag, having))} only; "
-        defaults = {_tag(a): _written(a.model_fields[path[1]].default) for a in having}
+        defaults = {_tag(a): _option_text(a.model_fields[path[1]].default) for a in having}
         others = [f"; {tag}: {text}" for tag, text in defaults.items() if text != first]
     return f"({only}default: {first}{''.join(others)})" if first else ""
 
 
 @lru_cache
 def _alternatives(part: str) -> list[type[Part]]:
-    """Return the classes that a part of the configuration may have, the default one first."""
+    """Return the classes that --PART.name selects from, the default first."""
     if part == "align":
         return []
     info = RunConfig.model_fields[part]
@@ -446,10 +471,11 @@ def _alternatives(part: str) -> list[type[Part]]:
 
 
 def _tag(alternative: type[Part]) -> str:
+    """Return the value of --PART.name that selects this class."""
     return str(alternative.model_fields["name"].default)
 
 
-def _written(value: Any) -> str:
+def _option_text(value: Any) -> str:
     """Return a default as it is written on the command line, or '' for None and empty values."""
     if value in (None, (), {}, PydanticUndefined):
         return ""
@@ -461,8 +487,8 @@ def _written(value: Any) -> str:
 def _config_value(path: Path, info: FieldInfo, text: str) -> Any:
     """Convert the text of an option to the value that pydantic validates.
 
-    Tables are written as in TOML, lists as in TOML or as words with commas between them. `none` unsets a key that may
-    be None; for others, such as optim.normalize, it is an ordinary word. Everything else remains text.
+    Tables are written as in TOML, lists as in TOML or separated by commas. `none` means None for a key that may be
+    None, and is ordinary text for the others, such as optim.normalize. Everything else remains text.
     """
     is_union = get_origin(info.annotation) in (Union, types.UnionType)
     members = get_args(info.annotation) if is_union else ()
@@ -482,7 +508,7 @@ def _config_value(path: Path, info: FieldInfo, text: str) -> Any:
 
 
 def takes_list(annotation: Any) -> bool:
-    """Return whether an annotation accepts a list of plain values, which may be written with commas."""
+    """Return whether an annotation accepts a list of plain values, which may be separated by commas."""
     if get_origin(annotation) in (Union, types.UnionType, Annotated):
         return any(map(takes_list, get_args(annotation)))
     return get_origin(annotation) in (tuple, list) and not any(map(parts_of, get_args(annotation)))

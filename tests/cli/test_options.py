@@ -6,7 +6,7 @@ from typing import Literal
 
 import pytest
 
-from deskside.cli.options import Command, choose, option
+from deskside.cli.options import Command, choose_subcommand, option
 from deskside.utils.errors import UsageError
 
 
@@ -93,12 +93,12 @@ def test_help_fits(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monke
 
 def test_subcommands(capsys: pytest.CaptureFixture[str]) -> None:
     commands = {"make": "make it", "break": "break it"}
-    assert choose(commands, ["make", "--x"], "deskside thing", "Things.") == "make"
-    with pytest.raises(UsageError, match=r"^thing: which command\? one of make, break$"):
-        choose(commands, [], "deskside thing", "Things.")
+    assert choose_subcommand(commands, ["make", "--x"], "deskside thing", "Things.") == "make"
+    with pytest.raises(UsageError, match=r"^thing: the command is missing; commands are make, break$"):
+        choose_subcommand(commands, [], "deskside thing", "Things.")
     with pytest.raises(UsageError, match=r"^thing mak: there is no such command; did you mean make\?$"):
-        choose(commands, ["mak"], "deskside thing", "Things.")
+        choose_subcommand(commands, ["mak"], "deskside thing", "Things.")
     with pytest.raises(SystemExit) as stop:
-        choose(commands, ["--help"], "deskside thing", "Things.")
+        choose_subcommand(commands, ["--help"], "deskside thing", "Things.")
     assert stop.value.code == 0
     assert "break it" in capsys.readouterr().out
