@@ -7,8 +7,8 @@
   against the vendor's, not measured yet.
 - FP8 with delayed scales is converted by the kernels that produce a tensor. What that costs in traffic is what
   published llmq runs in FP8 and BF16 need per element, 12.3 against 8.39 (facts/measurements.csv).
-- FP8 with a scale of the tensor's own, or one per row, needs the largest values first: a tensor is read twice and
-  written in both layouts by kernels of its own, OWN_SCALE_BYTES per value, counted.
+- FP8 with a current scale per tensor or per row needs the largest values first: a tensor is read twice and written in
+  both layouts by separate kernels, OWN_SCALE_BYTES per value, counted.
 - NVFP4 needs the largest value of a tensor first: it is read twice and written once for each product it enters. What a
   recipe computes beyond that multiplies the time: NVFP4_WORK, fitted to one run of each, emulated on an H200
   (`benchmarks/planner_fit.py`).

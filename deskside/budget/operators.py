@@ -52,7 +52,7 @@ Group = Literal[
 
 PRODUCTS: tuple[Group, ...] = ("matmul", "head", "attention", "optimizer_matmul")
 TRAFFIC: tuple[Group, ...] = ("traffic", "quantize", "loss_traffic", "weights", "optimizer_traffic")
-# The item of a step's time that a group of operators belongs to; what is recomputed is an item of its own.
+# The item of a step's time that a group of operators belongs to; recomputation is a separate item.
 ITEM_OF: dict[Group, str] = {
     "matmul": "matmul", "head": "loss", "attention": "attention", "traffic": "traffic", "loss_traffic": "loss",
     "weights": "traffic", "quantize": "quantize", "optimizer_matmul": "optimizer", "optimizer_traffic": "optimizer",

@@ -82,7 +82,7 @@ class Rates:
     """Rates of a device, per second.
 
     matmul_flops: a large product in the activations' format, sustained, FLOP/s; bandwidth: bytes/s of its memory, read
-    plus written; low_precision_flops, fp4_flops: of a large FP8 and of an NVFP4 product, None where there is none;
+    plus written; low_precision_flops, fp4_flops: of a large FP8 and of a large NVFP4 product, None if not supported;
     single_flops: of a product in FP32, None where matmul_flops is that already; link_bandwidth: bytes/s that one GPU
     exchanges with the others while all do; host_bandwidth: to the host and back, each way with the other busy too:
     four fifths of PCIe 4 x16, modelled. compute, memory and delay multiply the times of groups of operators: this is

@@ -80,11 +80,11 @@ class StepSpec(StepOptions):
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.micro_tokens % self.sequence_length:
             raise ValueError(
-                f"micro_tokens: {self.micro_tokens} is no multiple of the sequence length {self.sequence_length}"
+                f"micro_tokens: {self.micro_tokens} is not a multiple of the sequence length {self.sequence_length}"
             )
         if self.tokens % (self.micro_tokens * self.gpus):
             raise ValueError(
-                f"tokens: {self.tokens} is no multiple of {self.gpus} x {self.micro_tokens} micro-batch tokens"
+                f"tokens: {self.tokens} is not a multiple of {self.gpus} x {self.micro_tokens} micro-batch tokens"
             )
 
     def quantized_share(self, layers: int) -> float:

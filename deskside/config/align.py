@@ -45,7 +45,8 @@ class SftConfig(_Objective):
     )
     val: Specs = Field((), description="held-out conversations; none: a share of `data`")
     val_fraction: Fraction = Field(
-        None, description="share of `data` that is held out; unset: 0.02, and of few conversations up to 0.1"
+        None,
+        description="share of `data` that is held out; if unset: 0.02, and of few conversations up to 0.1",
     )
     turns: Literal["all", "last"] = Field("all", description="assistant turns to learn from")
 
@@ -59,7 +60,7 @@ class DpoConfig(_Objective):
     data: Specs = Field((), description="pairs: .jsonl[.gz|.zst], .parquet, hf:owner/name")
     val: Specs = Field((), description="held-out pairs; none: a share of `data`")
     val_fraction: Fraction = Field(
-        None, description="share of `data` that is held out; unset: 0.05, at most 500 pairs"
+        None, description="share of `data` that is held out; if unset: 0.05, at most 500 pairs"
     )
     loss: Literal["sigmoid", "ipo", "sigmoid_norm"] = Field(
         "sigmoid", description="sigmoid is DPO; sigmoid_norm counts per token, as ipo does"
@@ -91,7 +92,7 @@ class GrpoConfig(_Objective):
     data: Specs = Field((), description="questions: .jsonl[.gz|.zst], .parquet, hf:owner/name")
     val: Specs = Field((), description="held-out questions; none: a share of `data`")
     val_fraction: Fraction = Field(
-        None, description="share of `data` that is held out; unset: 0.05, at most 200 questions"
+        None, description="share of `data` that is held out; if unset: 0.05, at most 200 questions"
     )
     system: str | None = Field(None, min_length=1, description="a system message before every question")
     reward: str = Field(

@@ -71,8 +71,8 @@ def check_dimensions(
         if micro_tokens % tokens:
             near = _nearest(micro_tokens, lambda n: n % step == 0)
             raise ValueError(
-                f"batch.micro_tokens: {micro_tokens} is no multiple of {tokens}, as {recipe.name} needs for the weight "
-                f"gradient; use {near}"
+                f"batch.micro_tokens: {micro_tokens} is not a multiple of {tokens}, as {recipe.name} needs for the "
+                f"weight gradient; use {near}"
             )
 
 
@@ -110,7 +110,7 @@ def _multiple(product: Product, unit: int) -> int:
 def _divides(key: str, size: int, by: int, recipe: Recipe) -> None:
     if size % by:
         near = _nearest(size, lambda n: n % by == 0)
-        raise ValueError(f"{key}: {size} is no multiple of {by}, as {recipe.name} needs; use {near}")
+        raise ValueError(f"{key}: {size} is not a multiple of {by}, as {recipe.name} needs; use {near}")
 
 
 def _nearest(size: int, good: Callable[[int], bool]) -> int:

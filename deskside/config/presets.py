@@ -89,7 +89,7 @@ def depth(number: int) -> dict[str, Any]:
     hidden = 64 * number
     if number < 2 or hidden % DEPTH_HEAD_DIM:
         raise UsageError(
-            f"depth {number}: hidden size {hidden} is no multiple of head_dim 128; use an even depth from 2"
+            f"depth {number}: hidden size {hidden} is not a multiple of head_dim 128; use an even depth from 2"
         )
     heads = hidden // DEPTH_HEAD_DIM
     return {

@@ -198,7 +198,7 @@ def kept_blocks(share: float, layers: int) -> int:
 
 
 def recipe_named(name: str) -> Recipe:
-    """Return a recipe by name. "fp8" is the delayed one, whose amax needs no pass of its own. Raises UsageError."""
+    """Return a recipe by name. "fp8" is delayed scaling: no separate pass for the amax. Raises UsageError."""
     name = ALIASES.get(name, name)
     if name not in RECIPES:
         raise UsageError(f"precision '{name}' does not exist; use one of {', '.join(RECIPES)}")

@@ -165,7 +165,7 @@ class RunConfig(Part):
             )
         if self.compute.compile in ("block", "model") and self.precision.backend == "deskside":
             raise ValueError(
-                f"compute.compile: {name} has kernels of its own, which {self.compute.compile} cannot compile; use auto"
+                f"compute.compile: {name} has its own kernels, which {self.compute.compile} cannot compile; use auto"
             )
         if self.parallel.mode == "shard":
             raise ValueError(

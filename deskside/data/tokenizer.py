@@ -2,7 +2,7 @@
 
 The text is split into words first, and merges never cross words. The split pattern is that of Qwen3.5's published
 tokenizer, for three reasons: combining marks (`\\p{M}`) stay with their letters, otherwise every Indic word breaks
-at each vowel sign; every digit is a token of its own, with which small models learn arithmetic best; and llama.cpp
+at each vowel sign; every digit is a separate token, with which small models learn arithmetic best; and llama.cpp
 knows the pattern by name (`qwen35`), so a GGUF export splits text exactly as training did.
 
 There is no normalizer: tokens decode to exactly the bytes of the text, so bits per byte are exact.

@@ -99,7 +99,7 @@ def compare_step(stepper: Stepper, batch: Batch, precision: str, reference_devic
 def _stepper(size: ProblemSize, precision: str, device: torch.device) -> tuple[Stepper, Batch]:
     config = RunConfig(model=_model_config(size))
     model = Transformer(config.model)
-    # Nothing may begin as zero here: what stands before a zero matrix gets no gradient to be checked.
+    # No matrix may be zero here: the layers before a zero matrix get no gradient to check.
     initialize(model, 0, InitOptions(output="fan_in", head_std=0.02))
     model = model.to(device)
     applied = convert(model, precision)

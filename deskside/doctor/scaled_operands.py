@@ -1,8 +1,8 @@
 """Operands in FP8, MXFP8 and NVFP4 for torch's scaled matmuls.
 
-Each quantizer takes a matrix (R, K) whose rows are contracted over K, and gives the codes, the scales in the layout
-of the kernel, and what both together stand for in float64, so that a kernel can be judged without its rounding of
-the operands. Plain torch, on any device; nothing here is fast.
+Each quantizer takes a matrix (R, K) whose rows are contracted over K, and returns the codes, the scales in the
+layout of the kernel, and the dequantized values in float64, so that a kernel's error can be measured without the
+rounding of the operands. Everything is plain torch, runs on any device, and is slow.
 
 Formats: OCP 8-bit floating point 1.0 (E4M3, E5M2) and Microscaling 1.0 (E8M0 scales of 32 values); NVFP4 as in NVIDIA
 2025 (arXiv 2509.25149): E2M1 codes, an E4M3 scale for 16 values, a float32 scale for the tensor. The order of block

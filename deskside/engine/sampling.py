@@ -19,8 +19,8 @@ The numbers are a function of the row's stream, its count of tokens and the toke
 the order in which candidates are looked at as little as on the rest of the batch, and the whole vocabulary is only
 sorted where a filter needs it.
 
-Every row has settings of its own, as tensors: a step runs on the device without asking what they are. What must be
-known before is how many candidates have to be ranked (`width_of`).
+Every row has its own settings, as tensors, so that a step runs on the device without reading them. Only the number of
+candidates to rank must be known before (`width_of`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -33,7 +33,7 @@ from deskside.engine import counter_rng
 from deskside.utils.errors import UsageError
 
 GREEDY_ONLY, UNRANKED, ALL = 0, -1, -2  # widths besides a number of best tokens
-NOT_FINITE = -1  # stands for a token where the logits were NaN or infinite
+NOT_FINITE = -1  # instead of a token if the logits were NaN or infinite
 # Bounds of the settings. Outside of them float32 overflows or a single term decides everything: a repetition penalty
 # of 1e-39 lets every token of the prompt win, control tokens included.
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-30, 100.0
@@ -163,7 +163,7 @@ class Drawn:
 
     @property
     def safe_token_B(self) -> Tensor:
-        """The token, or token 0 where there is none: what may index an embedding."""
+        """The token, or 0 if there is none, so that it can index an embedding."""
         return self.token_B.clamp(min=0)
 
 

@@ -247,7 +247,7 @@ class Graphs:
         self._runs: dict[Hashable, int] = {}
 
     def run(self, kind: Hashable, lanes_B: Tensor, step: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return step(lanes): packed output, from its graph where there is one.
+        """Return step(lanes): packed output, from its graph if there is one.
 
         `step` must do the same for every call of this kind.
         """

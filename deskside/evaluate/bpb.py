@@ -1,9 +1,9 @@
 """Bits per byte: how many bits the model needs for each byte of text, whatever its tokenizer.
 
-    bits per byte = sum of -log p(token) over the tokens that stand for text, in nats / ln 2 / bytes of that text
+    bits per byte = sum of -log p(token) over the tokens of the text, in nats / ln 2 / bytes of that text
 
 Loss per token cannot be compared between tokenizers, because a larger vocabulary has fewer and harder tokens for the
-same text; bytes are the same for all. Special tokens stand for no text. They are inputs, so that the first word of a
+same text; bytes are the same for all. Special tokens are not text. They are inputs, so that the first word of a
 document is predicted from the end-of-text token, but as targets they are left out of the nats as well as of the bytes:
 the end of a document is not part of its text, and other tokenizers have no such token to compare with.
 

@@ -56,7 +56,7 @@ class Likelihood:
 class Encoder:
     """Tokenizes text for an evaluation.
 
-    start_token: stands for an empty context. always_start: begin every text with it. chat: a context becomes a user's
+    start_token: replaces an empty context. always_start: begin every text with it. chat: a context becomes a user's
     message in a chat. Special tokens that its template writes are then special; those that a text spells never are.
     """
 

@@ -1,7 +1,7 @@
 """Evaluation tasks, described as data (tasks.toml), and their selection.
 
 A task says where its records are, how a record becomes a prompt, and how an answer is judged. Templates are Python's
-format strings over a record's fields. A folder of data may bring further tasks in a tasks.toml of its own.
+format strings over a record's fields. A folder of data may define further tasks in its own tasks.toml.
 """
 
 import difflib

@@ -195,9 +195,7 @@ def chunk_loss_and_grad(
     losses = (lse - picked + z_loss * lse * lse).squeeze(1)
     grad = exponentials.mul_(torch.where(valid[:, None], (1 + 2 * z_loss * lse) / total, 0.0))
     target_grad = valid[:, None].to(grad.dtype)
-    if (
-        torch.compiler.is_compiling()
-    ):  # a comparison fuses with the rest; a scatter would be a pass of its own
+    if torch.compiler.is_compiling():  # a comparison fuses with the rest; a scatter would be a separate pass
         entries = torch.arange(logits.shape[1], device=logits.device)
         grad = torch.where(entries == target, grad - target_grad, grad)
     else:

@@ -10,7 +10,7 @@ for the machine and software that it was measured on, so both are the first half
 was asked for. How long a point is measured is no part of it.
 
 Nothing is ever rewritten: a row is appended by one write under a lock and is on the disk before `add` returns, and a
-later row of the same key stands for an earlier one. A line that a crash cut off is left where it is and passed over,
+later row overrides an earlier one of the same key. A line that a crash cut off is left in place and skipped,
 with a note for its file; so is a row with a value that cannot be (`rows.py`), or whose hash is not its key's.
 
 Who measures holds a lock on .<card>.lock beside the rows, because two probes at once would measure each other.

@@ -1,7 +1,7 @@
 """Initial weights. One function sets everything, and says why for each group.
 
-Each logical tensor draws from a generator of its own, seeded by (seed, name), on the CPU. So the same seed gives the
-same model whether projections are fused or not, on any device, and whatever is added to the architecture elsewhere.
+Each logical tensor has its own generator on the CPU, seeded by (seed, name). So the same seed gives the same model
+whether projections are fused or not, on any device, and whatever is added to the architecture elsewhere.
 """
 
 import threading
@@ -78,7 +78,7 @@ def initialize(model: Transformer, seed: int, options: InitOptions | None = None
             mine.scratch = torch.empty(shape.numel())
         _fill(tensor, mine.scratch[: shape.numel()].view(shape), model, seed, options)
 
-    # Each draws from a generator of its own, on one core and without the GIL.
+    # Each tensor has its own generator, which runs on one core and without the GIL.
     with ThreadPoolExecutor(min(MOST_THREADS, cpu_cores())) as pool:
         list(pool.map(fill, logical_tensors(model)))
 

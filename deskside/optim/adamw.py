@@ -38,7 +38,7 @@ from deskside.optim.offload import OffloadJob, Streamer, host_zeros, pieces
 from deskside.optim.sharded import gradient_of, local
 
 SMALL = 4096  # elements; state of smaller weights is float32 and stays on the device
-ALONE = 2**18  # elements; a weight of as many is worth a launch of its own
+ALONE = 2**18  # elements; a weight with at least this many gets its own launch
 STEP = "step"
 
 

@@ -34,8 +34,8 @@ class ParameterInfo:
 def classify(model: nn.Module) -> list[ParameterInfo]:
     """Every trainable parameter of `model` once, in the order of `named_parameters`.
 
-    A token table that serves as the head too, because modules share it or because there is no head of its own, is a
-    "head": the gradient of the logits dominates it, and an embedding's learning rate would be far too high for it.
+    A token table that is also the output head, because modules share it or the model has no separate head, is a "head":
+    the gradient of the logits dominates it, and an embedding's learning rate would be far too high for it.
     Raises UsageError for a weight of two or more dimensions that no module explains.
     """
     known: dict[int, tuple[Role, tuple[tuple[int, int], ...]]] = {}

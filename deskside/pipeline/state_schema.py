@@ -182,7 +182,7 @@ def problem(state: Mapping[str, Any], run: Path) -> str | None:
         if other == run.absolute():
             return "continued_in: is this run itself"
         if (other / "run.json").exists() and not (other / "go.json").exists():
-            return f"continued_in: {checked.continued_in} is a run of its own"
+            return f"continued_in: {checked.continued_in} is a separate run"
     return None
 
 

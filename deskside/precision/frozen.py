@@ -13,7 +13,7 @@ A frozen 4-bit weight does not train: an update is far smaller than the step bet
 rounded away. What trains is an adapter beside it, through which the gradient of the input flows on. So memory for
 gradients and optimiser states is the adapter's, and a model's own pretraining is no use for these formats.
 
-`freeze` replaces modules; an adapter (`precision/lora.py`) stands beside the `FrozenLinear`, and `dense()` gives
+`freeze` replaces modules; an adapter (`precision/lora.py`) is added to the `FrozenLinear`, and `dense()` gives
 the weight to merge with. Frozen in "bf16" a weight stays what it is, in 16 bits.
 """
 
@@ -97,7 +97,7 @@ class FrozenLinear(Linear):
         return y if self.adapter is None else self.adapter(x, y)
 
     def dense(self, dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> Tensor:
-        """The weight (rows, in) that the codes stand for, made on `device` (None: where they are)."""
+        """The dequantized weight (rows, in), computed on `device` (None: that of the codes)."""
         stored = [tensor.to(device) for tensor in self.stored]
         return _dense(stored, self.out_features, self.in_features, dtype)
 

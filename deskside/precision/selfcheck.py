@@ -122,7 +122,7 @@ def _check(
 
 
 class _Through(torch.autograd.Function):
-    """The layer's own parameters get the gradients; here they are handed to the tensors that stand for them."""
+    """Passes the gradients of the layer's own parameters on to the tensors that replace them."""
 
     @staticmethod
     def forward(ctx: Any, model: _Gemm, x: Tensor, weight: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ def draw(rows: Sequence[tuple[Point, Row]], card: str, path: Path) -> None:
     """Write the heat maps of these rows as a PNG. Raises RunError if it cannot be written.
 
     Points of different options share one pair of panels where no two fall on the same cell, and then say their options
-    in the cell; else every combination of options has a pair of its own.
+    in the cell; otherwise every combination of options has its own pair.
     """
     smallest_first = sorted(rows, key=lambda row: num_params(row[0].model))
     shapes = list(dict.fromkeys(_label(point) for point, _ in smallest_first))

@@ -63,7 +63,7 @@ def reasons(findings: Sequence[ProbeResult]) -> list[str]:
     measured = [f.row["result"] for f in findings if f.row is not None and f.status == "ok"]
     if any(result.get("device") == "cpu" for result in measured):
         lines.append(
-            "GiB: all memory of the process, libraries included, since a CPU has no allocator of its own"
+            "GiB: all memory of the process, libraries included, since torch does not count CPU memory"
         )
     if any(finding.status == "oom" for finding in findings):
         lines.append("oom: not even a micro-batch of one row fits; measured")

@@ -1,7 +1,7 @@
 """Chat in the terminal.
 
 A chat model has a chat template beside its tokenizer; what is typed then becomes messages. A model without one only
-continues text: what is typed is added to the text so far, on a line of its own, and an empty line lets it go on.
+continues text: what is typed is added to the text so far, on a new line, and an empty line continues it.
 
 `Conversation` holds what was said and knows no terminal; `converse` is the terminal around it. One engine lives as long
 as the conversation, so of each prompt only what is new since the last one is computed.

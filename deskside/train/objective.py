@@ -83,7 +83,7 @@ class Evaluation:
     """Result of an evaluation. `row` goes into metrics.jsonl, `summary` into summary.json, `said` to the terminal.
 
     `tokens` of the split's `num_tokens` were counted: the loop scales the time by it. `baselines` computes the entries
-    of the summary that a part of the split has of its own, so that they and the model are measured on the same bytes.
+    of the summary that differ for a part of the split, so that they and the model are measured on the same bytes.
     """
 
     row: dict[str, float]

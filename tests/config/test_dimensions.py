@@ -73,14 +73,14 @@ def test_native_nvfp4_wants_twice_the_block(recipe: str, parts: dict[str, Any], 
     if key is None:
         assert reason is None
     else:
-        assert reason is not None and reason.startswith(f"{key} is no multiple of 32, as {recipe} needs")
+        assert reason is not None and reason.startswith(f"{key} is not a multiple of 32, as {recipe} needs")
 
 
 def test_the_vocabulary_counts_only_with_the_head() -> None:
     model = {"vocab_size": 32770}
     build([{"model": model, "precision": {"name": "fp8"}}])
     assert refused(model=model, precision={"name": "fp8", "head": "fp8"}).startswith(
-        "model.vocab_size: 32770 is no multiple of 16, as fp8-delayed needs; use 32768"
+        "model.vocab_size: 32770 is not a multiple of 16, as fp8-delayed needs; use 32768"
     )
 
 
@@ -97,5 +97,7 @@ def test_the_pieces_of_the_loss_count_only_with_the_head() -> None:
     """A piece's tokens are summed in the gradient of the head's weight."""
     compute = {"loss_chunk_tokens": 1000}
     build([{"compute": compute, "precision": {"name": "fp8"}}])
-    with pytest.raises(UsageError, match=r"compute\.loss_chunk_tokens: 1000 is no multiple of 16.*use 1008"):
+    with pytest.raises(
+        UsageError, match=r"compute\.loss_chunk_tokens: 1000 is not a multiple of 16.*use 1008"
+    ):
         build([{"compute": compute, "precision": {"name": "fp8", "head": "fp8"}}])

@@ -213,7 +213,7 @@ def test_a_run_that_is_none_of_this_road_is_not_written_into(
 ) -> None:
     RunDirectory.create(tmp_path, "other", "other").write_json("run.json", {})
     assert main(["go", "--resume", str(written(tmp_path / "run", {**good, "continued_in": "other"}))]) == 1
-    assert "continued_in: other is a run of its own" in capsys.readouterr().err
+    assert "continued_in: other is a separate run" in capsys.readouterr().err
     assert sorted(path.name for path in (tmp_path / "other").iterdir()) == ["checkpoints", "run.json"]
 
 

@@ -138,7 +138,9 @@ def test_two_precisions_contradict(tmp_path: Path) -> None:
 
 def test_a_model_that_does_not_divide_is_refused_before_anything_is_planned(tmp_path: Path) -> None:
     model = {"model": {"intermediate_size": 2050}}
-    with pytest.raises(UsageError, match=r"^model.intermediate_size: 2050 is no multiple of 16.* use 2048$"):
+    with pytest.raises(
+        UsageError, match=r"^model.intermediate_size: 2050 is not a multiple of 16.* use 2048$"
+    ):
         ask(gpu="rtx4090", preset="124m", precision="fp8", overrides=model, probes=str(tmp_path))
 
 

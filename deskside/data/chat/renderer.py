@@ -59,7 +59,7 @@ class Refused(NotRendered):
 class Renderer:
     """The chat template of a folder. special: a pattern that finds the tokenizer's special tokens.
 
-    tokenizer: a copy of its own, because its treatment of special tokens is changed. Raises UsageError for a folder
+    tokenizer: a private copy, because its treatment of special tokens is changed. Raises UsageError for a folder
     without a template. Not thread-safe.
     """
 
@@ -172,7 +172,7 @@ class Renderer:
 
     @cached_property
     def roles(self) -> frozenset[str]:
-        """Return the roles that the template knows: it writes their text, or raises an error of its own about them.
+        """Return the roles that the template knows: it writes their text, or raises its own error about them.
 
         Tested are the usual roles, and those that the template compares a role with.
         """

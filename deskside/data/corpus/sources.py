@@ -131,7 +131,7 @@ class BadInputLog:
 class Source:
     """A resolved spec: its files in reading order, or a data set on the hub.
 
-    tag: for documents whose record has no `source` of its own.
+    tag: for documents whose record has no `source`.
     """
 
     spec: str

@@ -33,7 +33,7 @@ class RowBatch:
 
     Within a piece the target is the document's next token, also where the document goes on in another row; in a
     conversation it is -100 unless an assistant has to learn that token. Positions count from 0 in every piece. Padding
-    holds the end-of-text token with target -100, as a piece of its own. `boundaries` holds where every piece and every
+    is a separate piece: end-of-text tokens with target -100. `boundaries` holds where every piece and every
     padding begins in the flattened n * T tokens, and row r's are boundaries[row_boundaries[r] : row_boundaries[r + 1]].
     `valid` [n] counts the targets of each row.
     """

@@ -5,7 +5,7 @@
 
 A process in this chain is killed by the kernel when the one before it ends, so nothing is left behind however the
 caller ends. The solution is forked before anybody has read the tests. Only the judge holds the descriptor of the
-verdict; each child reports on a descriptor of its own that the lock holds, and closes it before it reads what a model
+verdict; each child reports on its own descriptor that the lock holds, and closes it before it reads what a model
 wrote. Exit codes mean nothing.
 """
 

@@ -56,7 +56,7 @@ def varlen(q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, context: AttentionCon
 
 @lru_cache(maxsize=1)
 def _asks_for_gqa(function: Callable[..., Any]) -> bool:
-    """Newer torch wants grouped heads to be named; before, the kernel took them as they came."""
+    """Return whether this torch requires enable_gqa for grouped heads. Older versions accept them without it."""
     return "enable_gqa" in inspect.signature(function).parameters
 
 

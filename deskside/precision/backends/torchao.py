@@ -3,7 +3,7 @@
 torchao converts an nn.Linear, which ours is not. So each of our layers gets an nn.Linear without storage, converted by
 `convert_to_float8_training`, and lends it its weight at every call. Nothing is copied or registered twice, and a weight
 that sharding has replaced is seen. The lending is plain Python, which torch.compile traces away. This backend needs
-compiling to be fast: without it every scale and every cast is a few kernels of its own.
+compiling to be fast: without it every scale and every cast launches several kernels.
 
 The recipes of the same names differ in two places. torchao's scales of fp8-rowwise are rounded down to powers of two.
 In a model that computes in BF16 its weight gradients leave the product in BF16, where ours are float32.

@@ -1,4 +1,4 @@
-"""A trial in a process of its own, which never outlives the study.
+"""A trial in a separate process, which never outlives the study.
 
 The parent writes one line of JSON, the order, to the child's standard input and keeps the pipe open. When the study
 ends for any reason, the pipe closes, and the child saves and stops at its next step boundary. The child records how

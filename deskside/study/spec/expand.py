@@ -246,7 +246,7 @@ def _check_distinct(where: str, arms: Sequence[PlannedArm]) -> None:
         first = seen.setdefault(arm.config.model_dump_json(), arm.id)
         if first != arm.id:
             raise UsageError(
-                f"{where}: arms {first} and {arm.id} have the same configuration; give each level a key of its own"
+                f"{where}: arms {first} and {arm.id} have the same configuration; give each level a different key"
             )
 
 
