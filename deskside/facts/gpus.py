@@ -48,8 +48,8 @@ class Gpu:
         memory_gb: Memory as sold.
         visible_mib: Visible memory, if it is much less: L4 and L40S lose 1/16 to ECC, and GB10's 128 GB are decimal.
         bandwidth: Memory bandwidth.
-        bf16_flops, fp8_flops, fp4_flops: Rates with FP32 accumulation. None: the card has no such unit, or the rate is
-            unknown (laptops).
+        bf16_flops, fp8_flops, fp4_flops: Rates with FP32 accumulation. None: the tensor cores lack the format, or the
+            rate is unknown (laptops).
         fp16_accumulate_flops: Rate with FP16 inputs and FP16 accumulation.
         half_rate_fp32_accumulate: FP32 accumulation runs at half of the FP16 rate. None: unknown.
         measured_bf16_flops, measured_source: Rate of a large matrix product, and who measured it.

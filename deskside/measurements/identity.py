@@ -71,7 +71,7 @@ def this_machine() -> Machine:
     if gpu is not None:
         card, (memory, free), driver, watts = gpu
         return Machine(card, "cuda", memory, 0, driver, watts, torch, cuda, triton, code_version(), free)
-    from deskside.utils.child_process import (  # slow to import, and only needed without a GPU
+    from deskside.utils.child_process import (  # only needed without a GPU
         cpu_cores,
         cpu_name,
     )

@@ -177,7 +177,7 @@ class QuantizedModel:
         return self.backend.execution(linear)
 
     def _linear(self, linear: Linear, recipe: Recipe) -> QuantizedLinear:
-        _check_size(linear, recipe, self.shared.units.fp4)
+        _check_size(linear, recipe, self.shared.caps.fp4)
         self._plans.append(QuantizedLinear(linear, recipe, self.shared, len(self._plans)))
         return self._plans[-1]
 
@@ -191,7 +191,7 @@ def convert(
     native: bool = True,
     head_native: bool | None = None,
     seed: int = 0,
-    found: HardwareCaps | None = None,
+    caps: HardwareCaps | None = None,
 ) -> QuantizedModel:
     """Convert a model to a recipe in place. Parameters and optimizer state do not change.
 
@@ -205,7 +205,7 @@ def convert(
         native: FP8 products on tensor cores, else emulated with the same numbers.
         head_native: The same for an FP8 head; None: as the layers.
         seed: Of stochastic rounding and random transforms.
-        found: What the card takes natively besides plain FP8; None: ask it.
+        caps: Formats that the GPU supports besides plain FP8; None: `hardware_caps` of the device.
     """
     options = options or PrecisionConfig()
     recipe = recipe_named(recipe) if isinstance(recipe, str) else recipe
@@ -224,7 +224,7 @@ def convert(
     )
     device = next(model.parameters()).device
     if native and recipe.quantized:
-        shared.units = hardware_caps(device) if found is None else found
+        shared.caps = hardware_caps(device) if caps is None else caps
     converted = QuantizedModel(model, recipe, shared, fused)
     if options.backend != "deskside" and recipe.quantized:
         converted.backend = backends.load(options.backend, recipe, device)

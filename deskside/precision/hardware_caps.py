@@ -1,7 +1,7 @@
 """Low-precision formats that the GPU's tensor cores support besides plain FP8.
 
-fp4: NVFP4 operands go to the tensor cores directly (compute capability 10.x and 12.x). The self-check verifies the
-results and falls back to emulation.
+fp4: NVFP4 operands go to the tensor cores directly (compute capability 10.x and 12.x). If the self-check finds wrong
+results, NVFP4 is emulated.
 mxfp8: on 12.x, FP8 products can run as MXFP8 whose block scales are all 1, which leaves the values unchanged. GeForce
 cards run plain FP8 with float32 accumulation at half rate, but block-scaled FP8 at full rate. Both are timed when a run
 starts, and the faster one is used if its result is correct. The run records the choice for its other processes and for

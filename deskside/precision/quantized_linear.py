@@ -37,7 +37,7 @@ class Shared:
     """State that all layers of a model share. `cache`: keep converted weights; hits and misses are counted.
 
     round: incremented when weights may have changed. Their version counter does not tell: torch's fused AdamW and our
-    own kernels write to weights without incrementing it. units: formats that the GPU supports besides plain FP8.
+    own kernels write to weights without incrementing it. caps: formats that the GPU supports besides plain FP8.
     """
 
     draws: Draws
@@ -48,7 +48,7 @@ class Shared:
     hits: int = 0
     misses: int = 0
     round: int = 0
-    units: HardwareCaps = NONE
+    caps: HardwareCaps = NONE
 
 
 class Quantizer:
@@ -60,7 +60,7 @@ class Quantizer:
         self._by_row = rows == columns and rows.format in DTYPE and rows.scaling == "row"
         # Square tiles: the matrix and its transpose are the same numbers, and an emulated product takes either layout.
         tiles = rows == columns and rows.scaling == "16x16" and rows.rounding == "nearest"
-        self._one_form = tiles and not shared.units.fp4
+        self._one_form = tiles and not shared.caps.fp4
         self._slot = None
         if self._one_cast and rows.scaling == "delayed":
             self._slot = shared.scales.add(DTYPE[rows.format])
@@ -86,7 +86,7 @@ class Quantizer:
         if not self._one_cast:
             assert isinstance(x, Tensor)
             made = quantize_operand(
-                x, self.rows, "columns", self.shared.draws, self.products[0], self.shared.units.fp4
+                x, self.rows, "columns", self.shared.draws, self.products[0], self.shared.caps.fp4
             )
             if self._one_form and made.scale is not None:
                 return made, (made.values, made.scale)
@@ -106,7 +106,7 @@ class Quantizer:
         if len(kept) == 2:
             return QuantizedOperand(kept[0], kept[1], transposed=self._one_cast or self._by_row)
         return quantize_operand(
-            kept[0], self.columns, "rows", self.shared.draws, self.products[1], self.shared.units.fp4
+            kept[0], self.columns, "rows", self.shared.draws, self.products[1], self.shared.caps.fp4
         )
 
 
@@ -174,7 +174,7 @@ class QuantizedLinear:
     def _product(
         self, kind: Kind, left: QuantizedOperand, right: QuantizedOperand, dtype: torch.dtype
     ) -> Tensor:
-        return product(kind, left, right, dtype, self.shared.native, self.shared.units.mxfp8)
+        return product(kind, left, right, dtype, self.shared.native, self.shared.caps.mxfp8)
 
     def _weight(self, dtype: torch.dtype) -> tuple[QuantizedOperand, QuantizedOperand]:
         return self.converted.of(self.linear.weight, dtype if self.plain else None)

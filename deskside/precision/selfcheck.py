@@ -59,23 +59,23 @@ def check(
     device: torch.device | str,
     native: bool | None = None,
     backend: str = "deskside",
-    found: HardwareCaps | None = None,
+    caps: HardwareCaps | None = None,
 ) -> CheckResult:
     """Run the recipe's own linear layer on this device: forward and both gradients. Milliseconds, once compiled.
 
     native: True or False checks that way alone; None takes tensor cores where they pass and emulation where not, and
     the result says which. backend: whose layer it is, for a quantised recipe; another library's has one way only.
-    found: what the card takes natively besides plain FP8; None: it is asked.
+    caps: formats that the GPU supports besides plain FP8; None: `hardware_caps` of the device.
     Raises UsageError for an unknown recipe, or a backend that is not there.
     """
     asked, device = recipe_named(recipe), torch.device(device)
     if backend != "deskside" and asked.quantized:
         return _check(asked, device, device.type == "cuda", backend)
-    if found is None:
-        found = hardware_caps(device) if asked.quantized else NONE
+    if caps is None:
+        caps = hardware_caps(device) if asked.quantized else NONE
     fp8 = any(f in ("e4m3", "e5m2") for f in asked.formats)
-    may_be = device.type == "cuda" and (fp8 or ("nvfp4" in asked.formats and found.fp4))
-    return _first_right(lambda way: _check(asked, device, way, found=found), native, may_be)
+    may_be = device.type == "cuda" and (fp8 or ("nvfp4" in asked.formats and caps.fp4))
+    return _first_right(lambda way: _check(asked, device, way, caps=caps), native, may_be)
 
 
 def check_head(device: torch.device | str, native: bool | None = None) -> CheckResult:
@@ -99,13 +99,13 @@ def _check(
     device: torch.device,
     native: bool,
     backend: str = "deskside",
-    found: HardwareCaps | None = None,
+    caps: HardwareCaps | None = None,
 ) -> CheckResult:
     if reason := refused(recipe, device):
         return CheckResult(False, {}, reason)
     model = _Gemm().to(device)
     options = PrecisionConfig(backend=backend)
-    applied = convert(model, recipe, options, native=native, found=found)
+    applied = convert(model, recipe, options, native=native, caps=caps)
 
     def gemm(x: Tensor, weight: Tensor) -> Tensor:
         with torch.no_grad():

@@ -72,8 +72,8 @@ def choose_recipe(
     name = recorded.get("chosen") or config.name
     wanted = ("bf16" if device.type == "cuda" else "fp32") if name == "auto" else name
     way = False if config.native == "never" else None
-    found = _units(run, wanted, device, say, recorded)
-    result = check(wanted, device, way, config.backend, found)
+    caps = _usable_caps(run, wanted, device, say, recorded)
+    result = check(wanted, device, way, config.backend, caps)
     if not result.ok and name == "auto" and wanted != "fp32":
         say(f"bf16 fails its self-check here ({result.reason}): training in fp32")
         wanted = "fp32"
@@ -87,25 +87,25 @@ def choose_recipe(
         say(f"{config.backend} keeps {kept} to itself: a resumed run is not the same to the last bit")
     facts = {"chosen": wanted, "asked": name, "errors": dict(result.errors), "native": result.native}
     if recipe_named(wanted).quantized:
-        facts["units"] = asdict(found if result.native else NONE)
+        facts["units"] = asdict(caps if result.native else NONE)
     if config.head == "fp8":
         facts["head"] = _check_head(device, way, result.native, say)
     return wanted, facts
 
 
-def _units(
+def _usable_caps(
     run: RunConfig, recipe: str, device: torch.device, say: Say, recorded: Mapping[str, Any]
 ) -> HardwareCaps:
-    """Return the low-precision units of the GPU that this run can use."""
+    """Return the low-precision formats of the GPU that this run can use."""
     asked = run.precision
     if not recipe_named(recipe).quantized or asked.native == "never" or asked.backend != "deskside":
         return NONE
     before = recorded.get("units")
-    found = hardware_caps(device, before.get("mxfp8") if isinstance(before, dict) else None)
-    if found.fp4 and (reason := run.not_for_native_fp4()):
+    caps = hardware_caps(device, before.get("mxfp8") if isinstance(before, dict) else None)
+    if caps.fp4 and (reason := run.not_for_native_fp4()):
         say(f"NVFP4 products are emulated: on this card's tensor cores, {reason}")
-        return replace(found, fp4=False)
-    return found
+        return replace(caps, fp4=False)
+    return caps
 
 
 def _check_head(device: torch.device, way: bool | None, layers: bool, say: Say) -> dict[str, Any]:
@@ -221,7 +221,7 @@ def prepare_execution(
         head_native=facts["head"]["native"] if "head" in facts else None,
         # Stochastic rounding must differ between replicas, or its noise would not average out.
         seed=config.seed + world.rank,
-        found=HardwareCaps(**facts["units"]) if "units" in facts else None,
+        caps=HardwareCaps(**facts["units"]) if "units" in facts else None,
     )
     what = config.compute.activation_checkpointing
     if backend == "transformer-engine":

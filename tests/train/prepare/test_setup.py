@@ -33,7 +33,7 @@ def config(name: str, **parts: Any) -> RunConfig:
 
 
 class Card:
-    """The answers of a card that is not here: `layers`, `head`: what their self-checks give; `units` as it has them."""
+    """The answers of a card that is not here: `layers`, `head`: what their self-checks give; `caps`: its formats."""
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, layers: CheckResult, head: CheckResult, has: HardwareCaps
@@ -42,7 +42,7 @@ class Card:
         self.found: list[HardwareCaps] = []
         self.said: list[str] = []
 
-        def units(device: torch.device, mxfp8: bool | None = None) -> HardwareCaps:
+        def caps(device: torch.device, mxfp8: bool | None = None) -> HardwareCaps:
             self.asked.append(mxfp8)
             return has
 
@@ -50,7 +50,7 @@ class Card:
             self.found.append(found)
             return layers
 
-        monkeypatch.setattr(setup, "hardware_caps", units)
+        monkeypatch.setattr(setup, "hardware_caps", caps)
         monkeypatch.setattr(setup, "check", check)
         monkeypatch.setattr(setup, "check_head", lambda device, way: head)
 
@@ -109,7 +109,7 @@ def test_what_the_stopwatch_found_is_kept(faster: bool, monkeypatch: pytest.Monk
     world = World(torch.device("cpu"))
     model = setup.build_model(config("fp8"), world, "fp8-delayed")
     applied = setup.prepare_execution(config("fp8"), model, world, "fp8-delayed", facts).precision
-    assert applied.shared.units == HardwareCaps(fp4=True, mxfp8=faster)
+    assert applied.shared.caps == HardwareCaps(fp4=True, mxfp8=faster)
 
 
 @pytest.mark.parametrize(
