@@ -1,6 +1,7 @@
 """One torch thread per test process: the models are tiny, and two test processes share two cores."""
 
 import os
+import signal
 
 import hypothesis
 import pytest
@@ -11,6 +12,10 @@ hypothesis.settings.load_profile("deskside")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # nohup ignores SIGHUP, and a shell ignores SIGINT for what it starts in the background; children inherit both.
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
     os.environ.setdefault(
         "OMP_NUM_THREADS", "1"
     )  # for this process, its workers, and the runs that tests start

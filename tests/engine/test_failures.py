@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from deskside.engine.engine import Engine
+from deskside.engine.engine import Draft, Engine
 from deskside.engine.requests import Event, Request, SampleOutput
 from deskside.engine.sampling import GREEDY, Sampling, Settings
 from deskside.engine.steps import Forward
@@ -48,7 +48,7 @@ def test_output_that_is_not_finite_fails_its_sample_alone(
 ) -> None:
     """NaN stays in the pages that the failed rows held, and in the one for padding; it must not reach other rows."""
     model = poisoned()
-    other: dict[str, Any] = {"draft": model, "drafts": 2} if drafted else {}
+    other: dict[str, Any] = {"draft": Draft(model, 2)} if drafted else {}
     engine = Engine(model, max_batch=4, max_tokens=160, page_size=4, prefill_tokens=8, **other)
     engine._ahead = ahead
     free = engine.free_tokens

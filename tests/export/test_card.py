@@ -207,10 +207,10 @@ def test_bundled_texts_come_with_their_licence(made: MadeRun, tmp_path: Path) ->
 
 
 def test_languages_of_mostly_untagged_data_are_not_claimed(made: MadeRun, tmp_path: Path) -> None:
-    from deskside.data.corpus.prepare import prepare
+    from deskside.data.corpus.prepare import CorpusOptions, prepare
 
     names, data = ["bundled:tiny_shakespeare.txt", "bundled:tiny_indic.jsonl"], tmp_path / "data"
-    prepare(names, data, vocab_size=300, val_fraction=0.1, workers=1, quiet=True)
+    prepare(names, data, CorpusOptions(vocab_size=300, val_fraction=0.1, workers=1, quiet=True))
     config = made.config.model_dump(mode="json")
     config["data"] |= {"path": str(data), "sources": names}
     text = model_card(load_model(copy(made, tmp_path, config=config)), "hf", "float32", print)
