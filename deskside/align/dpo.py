@@ -88,7 +88,7 @@ class Dpo(SampledAnswers):
             )
             self.opened[split].restrict(count)
         path = self._reference_path(key)
-        if session.world.shared(path.is_file):
+        if session.world.broadcast_result(path.is_file):
             session.say("the reference's log-probabilities are those of an earlier run from the same weights")
         elif session.resumed:
             raise RunError(
@@ -99,12 +99,12 @@ class Dpo(SampledAnswers):
             session.say("the reference's log-probabilities of all pairs are computed once")
             with session.precision.high_precision():
                 found = {split: self._log_reference(session, rows) for split, rows in self.opened.items()}
-            if session.world.first:
+            if session.world.is_rank_zero:
                 _keep(path, found)
         session.world.barrier()
         self.reference = load_file(path)
         if not session.resumed:
-            if session.world.first:
+            if session.world.is_rank_zero:
                 session.run.write_json(REFERENCE, {"key": key, **({"rows": rows} if rows else {})})
             self.sample_before(session)
 
@@ -158,7 +158,7 @@ class Dpo(SampledAnswers):
         totals = torch.tensor(
             [*(sums[n] for n in names), pairs, seen], dtype=torch.float64, device=session.world.device
         )
-        *values, pairs, seen = session.world.summed(totals).tolist()
+        *values, pairs, seen = session.world.all_reduce_sum(totals).tolist()
         total = dict(zip(names, values, strict=True))
         row = {f"val_{k}": v for k, v in self.row(total, pairs).items()} | {"val_loss": total["loss"] / pairs}
         said = (
@@ -217,12 +217,12 @@ class Dpo(SampledAnswers):
         """Compute the reference's log-probabilities of the scored tokens of every text, concatenated."""
         found = torch.zeros(int(rows.scored_start[-1]), dtype=torch.float32)
         with ProgressBar(
-            f"reference, {rows.split}", rows.num_rows, "rows", quiet=not session.world.first
+            f"reference, {rows.split}", rows.num_rows, "rows", quiet=not session.world.is_rank_zero
         ) as bar:
             for numbers in _spread(rows, session, None):
                 self._score_reference(session, rows, numbers, found)
                 bar.advance(len(numbers) * session.world.size)
-        return np.asarray(session.world.summed(found.to(session.world.device)).cpu().numpy())
+        return np.asarray(session.world.all_reduce_sum(found.to(session.world.device)).cpu().numpy())
 
     def _score_reference(self, session: Session, rows: PairRows, numbers: list[int], found: Tensor) -> None:
         """Compute the reference's log-probabilities for these rows."""
@@ -245,7 +245,7 @@ class Dpo(SampledAnswers):
             recorded = session.run.read_json(REFERENCE)
             return str(recorded["key"]), recorded.get("rows")
         key = self._key(session)
-        if session.world.shared(self._reference_path(key).is_file):
+        if session.world.broadcast_result(self._reference_path(key).is_file):
             return key, None
         with session.precision.high_precision():
             rows = self._affordable(session)
@@ -265,7 +265,7 @@ class Dpo(SampledAnswers):
         later = budget.share(2 * SAMPLE_SHARE + REPORT_SHARE) + 3 * val_rows * pass_seconds
         step_rows = session.config.batch.tokens // train.sequence_length
         train_rows = int((budget.left() - later) / (pass_seconds + session.row_seconds))
-        val_rows, train_rows = (int(n) for n in session.world.agreed([val_rows, train_rows]))
+        val_rows, train_rows = (int(n) for n in session.world.broadcast([val_rows, train_rows]))
         if train_rows < min(step_rows, train.num_rows):
             raise budget.too_short(
                 f"a step takes {step_rows * session.row_seconds:.1f} s and the reference of its pairs "
@@ -290,7 +290,7 @@ class Dpo(SampledAnswers):
             seconds = time.perf_counter() - began
             if session.world.device.type == "cpu":
                 break
-        return session.world.agreed([seconds / (len(numbers) * session.world.size)])[0]
+        return session.world.broadcast([seconds / (len(numbers) * session.world.size)])[0]
 
     def _reference_path(self, key: str) -> Path:
         return self.opened["train"].directory / "reference" / f"{key}.safetensors"
@@ -302,7 +302,7 @@ class Dpo(SampledAnswers):
         for name, tensor in sorted(session.model.state_dict().items()):
             digest.update(name.encode())
             digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-        return str(session.world.shared(digest.hexdigest))
+        return str(session.world.broadcast_result(digest.hexdigest))
 
 
 def _spread(rows: PairRows, session: Session, max_tokens: int | None) -> Iterator[list[int]]:

@@ -167,7 +167,7 @@ class Grpo(SampledAnswers):
         pace = self.sampler.measure_pace(prompts, count, options.temperature)
         lanes = self.sampler.engine.max_batch
         seconds = pace.seconds(count, options.answer_tokens, lanes)
-        self.rollout_seconds = session.world.agreed([seconds])[0]
+        self.rollout_seconds = session.world.broadcast([seconds])[0]
         most = budget.share(MEASURE_SHARE)
         size, total = session.world.size, len(val.questions)
         asked = next(
@@ -178,11 +178,11 @@ class Grpo(SampledAnswers):
             ),
             1,
         )
-        asked = int(session.world.agreed([asked])[0])
+        asked = int(session.world.broadcast([asked])[0])
         measuring = pace.seconds(-(-asked // size), options.answer_tokens, lanes)
         later = 4 * measuring + budget.share(2 * SAMPLE_SHARE + REPORT_SHARE)
         step = self.seconds_beside_step() + self.answers_per_step * session.row_seconds
-        if session.world.agreed([float(budget.left() - later < step)])[0]:
+        if session.world.broadcast([float(budget.left() - later < step)])[0]:
             raise budget.too_short(
                 f"a step takes {step:.0f} s, {self.seconds_beside_step():.0f} s of it for {self.answers_per_step} "
                 f"answers of {options.answer_tokens} tokens, and {max(0.0, budget.left() - later):.0f} s are left",
@@ -282,7 +282,7 @@ class Grpo(SampledAnswers):
             dtype=torch.float64,
             device=world.device,
         )
-        reward, tokens, count = world.summed(totals).tolist()
+        reward, tokens, count = world.all_reduce_sum(totals).tolist()
         row = {"val_reward": reward / count, "val_answer_tokens": tokens / count}
         said = f"mean reward {row['val_reward']:.3f} on {int(count):,} held-out questions, answered greedily"
         return Evaluation(
@@ -332,7 +332,7 @@ class Grpo(SampledAnswers):
         if self.options.average == "token":
             counted = float(sum(len(r.sampled.tokens) for r in learnt))
         total = torch.tensor([counted], dtype=torch.float64, device=device)
-        everywhere = max(1, int(self.session.world.summed(total).item()))
+        everywhere = max(1, int(self.session.world.all_reduce_sum(total).item()))
         rooms = np.array([len(r.question.tokens) + len(r.sampled.tokens) - 1 for r in rollouts], np.int64)
         rows: list[list[Rollout]] = [
             [rollouts[n] for n in row] for row in pack_units(rooms, questions.sequence_length)
@@ -397,7 +397,7 @@ class Grpo(SampledAnswers):
             with torch.no_grad():
                 for name, tensor in load_file(path).items():
                     named[name].copy_(tensor)
-        elif session.world.first:
+        elif session.world.is_rank_zero:
             try:
                 save_file({name: p.detach().contiguous() for name, p in named.items()}, path)
             except OSError as error:
@@ -409,7 +409,7 @@ class Grpo(SampledAnswers):
             return
         kept = session.run.path / REWARD_FILE
         if not session.resumed:
-            if session.world.first:
+            if session.world.is_rank_zero:
                 shutil.copyfile(self.rewards.file, kept)
         elif not kept.is_file() or kept.read_bytes() != self.rewards.file.read_bytes():
             raise RunError(

@@ -42,7 +42,7 @@ class SampledAnswers:
     def sample_before(self, session: Session) -> None:
         """Save the starting model's answers in the run, unless it is resumed, and time them."""
         began = time.perf_counter()
-        if not session.resumed and session.world.first and not session.world.sharded:
+        if not session.resumed and session.world.is_rank_zero and not session.world.sharded:
             with session.precision.high_precision():
                 found = self._answers(session, session.model)
             session.run.write_json(BEFORE, {"samples": found})

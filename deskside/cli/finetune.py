@@ -201,7 +201,7 @@ class FinetuneRun:
         set_cublas_workspace(config)
         from deskside.align import objective_of
         from deskside.train import training_run
-        from deskside.train.loop.callbacks import ReportFollows
+        from deskside.train.loop.callbacks import ReserveReportTime
         from deskside.train.state.init_weights import InitialWeights
 
         return training_run.start(
@@ -210,7 +210,7 @@ class FinetuneRun:
             shlex.join(["deskside", self.name, *self.argv]),
             InitialWeights.of_chat(loaded, source, config, fresh_tokens),
             objective=objective_of(config),
-            watch=ReportFollows(),
+            watch=ReserveReportTime(),
         )
 
     def _resume(self) -> int:

@@ -25,7 +25,7 @@ def finish(outcome: Any, objective: str | None, as_json: bool) -> int:
 
     objective: sft, dpo or grpo; None after pretraining.
     """
-    if outcome.first and outcome.status == "finished":
+    if outcome.is_rank_zero and outcome.status == "finished":
         from deskside.report.write import write_report
 
         page = write_report(outcome.run.path)
@@ -35,7 +35,7 @@ def finish(outcome: Any, objective: str | None, as_json: bool) -> int:
             _print_pretrained(outcome.run.path, outcome.summary, page)
         else:
             _print_finetuned(outcome.run.path, objective, outcome.summary, page)
-    elif outcome.first and as_json:
+    elif outcome.is_rank_zero and as_json:
         from deskside.weights.checkpoint import find
 
         saved = find(outcome.run.checkpoints)

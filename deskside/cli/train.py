@@ -1,4 +1,4 @@
-"""`deskside train`: pretrain a model, or show what would run."""
+"""`deskside train`: pretrain a model, or print the configuration and schedule with --dry-run."""
 
 import math
 import os
@@ -18,7 +18,7 @@ from deskside.run.directory import RunDirectory
 from deskside.train.prepare.preflight import check_start, set_cublas_workspace
 from deskside.utils.errors import UsageError
 
-WARMUP = "warm-up ends"  # the label of that row in optim.schedule.describe
+WARMUP_ENDS = "warm-up ends"  # label of a row of optim.lr_schedule.describe
 
 
 @dataclass(kw_only=True)
@@ -37,9 +37,11 @@ class TrainOptions(RunOptions):
     preset: str | None = option(
         "a preset (see deskside presets) or a .toml file", None, metavar="PRESET", positional=True
     )
-    depth: int | None = option("model shape from the depth dial instead of a preset", None, metavar="N")
+    depth: int | None = option(
+        "number of layers; the width follows from it; instead of a preset", None, metavar="N"
+    )
     init: str | None = option("start from these weights", None, metavar="RUN|HF_DIR")
-    dry_run: bool = option("show what would run, and stop", False)
+    dry_run: bool = option("print the configuration and schedule, and do not train", False)
 
 
 COMMAND = Command(
@@ -61,37 +63,37 @@ COMMAND = Command(
 def run(argv: Sequence[str]) -> int:
     """Run `deskside train` and return the exit code. Raises UsageError and RunError."""
     options, given = COMMAND.parse_config(argv)
-    source = None
+    initial = None
     if options.init is not None:
         from deskside.weights.load import load_model
 
-        source = load_model(options.init)
+        initial = load_model(options.init)
     if options.resume is not None:
         other = ("preset", "name", "hours", "steps", "tokens", "depth", "init")
         if given or any(getattr(options, name) is not None for name in other):
             raise UsageError("--resume uses the run's own configuration; give no other options with it")
         config = RunDirectory.open(Path(options.resume)).config()
     else:
-        config = _configure(options, given, source)
+        config = _configure(options, given, initial)
     if options.dry_run:
-        return _show(config, options.json)
+        return _print_dry_run(config, options.json)
     if options.resume is not None:
         return resume(Path(options.resume), config, options.json)
     check_start(config)
-    if not int(os.environ.get("RANK", "0")):  # another rank may have made it already
+    if int(os.environ.get("RANK", "0")) == 0:  # the others may find the directory that rank 0 has just made
         RunDirectory.check_name(Path(options.runs), options.name)
     set_cublas_workspace(config)
 
     from deskside.train import training_run
-    from deskside.train.loop.callbacks import ReportFollows
+    from deskside.train.loop.callbacks import ReserveReportTime
     from deskside.train.state.init_weights import InitialWeights
 
     outcome = training_run.start(
         config,
         (Path(options.runs), options.name, _default_name(options)),
         shlex.join(["deskside", "train", *argv]),
-        InitialWeights.of(source, str(options.init)) if source is not None else None,
-        watch=ReportFollows(),
+        InitialWeights.of(initial, str(options.init)) if initial is not None else None,
+        watch=ReserveReportTime(),
     )
     return finish(outcome, None, options.json)
 
@@ -101,30 +103,34 @@ def resume(path: Path, config: RunConfig, as_json: bool) -> int:
     set_cublas_workspace(config)
     from deskside.align import objective_of
     from deskside.train import training_run
-    from deskside.train.loop.callbacks import ReportFollows
+    from deskside.train.loop.callbacks import ReserveReportTime
 
-    outcome = training_run.resume(path, ReportFollows(), objective_of(config))
+    outcome = training_run.resume(path, ReserveReportTime(), objective_of(config))
     return finish(outcome, config.align.name if config.align is not None else None, as_json)
 
 
-def _configure(options: TrainOptions, given: dict[str, Any], source: Any) -> RunConfig:
+def _configure(options: TrainOptions, given: dict[str, Any], initial: Any) -> RunConfig:
+    """Return the configuration: preset, depth or initial model, overridden by the given options."""
     if options.preset is not None and options.depth is not None:
-        raise UsageError("--depth and a preset both give a shape; give one of them")
+        raise UsageError("--depth and a preset both set the model shape; give only one of them")
     if options.preset is None and options.depth is None and options.init is None:
-        raise UsageError(f"which preset? one of {', '.join(presets.names())}, d12 ... d20, or a .toml file")
+        raise UsageError(
+            f"no preset is given; use one of {', '.join(presets.names())}, d12 ... d20, or a .toml file"
+        )
     layers: list[dict[str, Any]] = []
     if options.preset is not None:
         layers = presets.for_pretraining(options.preset)
     if options.depth is not None:
         layers = [presets.depth(options.depth)]
-    if source is not None:
-        merge.refuse_other_model(source.config, given, str(options.init))
-        layers += merge.resolved("model", source.config.model_dump(mode="json"))
+    if initial is not None:
+        merge.refuse_other_model(initial.config, given, str(options.init))
+        layers += merge.resolved("model", initial.config.model_dump(mode="json"))
     set_length(given, options)
     return merge.build([*layers, given])
 
 
 def _default_name(options: TrainOptions) -> str:
+    """Return the name of the run directory without --name."""
     if options.preset is not None:
         return name_of_preset(options.preset)
     return f"d{options.depth}" if options.depth is not None else Path(str(options.init)).name
@@ -133,7 +139,7 @@ def _default_name(options: TrainOptions) -> str:
 # The dry run
 
 
-def _show(config: RunConfig, as_json: bool) -> int:
+def _print_dry_run(config: RunConfig, as_json: bool) -> int:
     """Print the resolved configuration, parameters by group, FLOPs per token and the schedule."""
     from deskside.budget.shape import flops_per_token, parameter_groups
     from deskside.optim.lr_schedule import describe
@@ -141,15 +147,15 @@ def _show(config: RunConfig, as_json: bool) -> int:
     groups = parameter_groups(config.model)
     flops = flops_per_token(config.model, config.batch.sequence_length)
     length = config.schedule.length
-    steps, tokens = _planned(config)
-    # A warm-up in steps has no place in a run whose number of steps is not known yet.
-    unplaced = steps is None and isinstance(config.schedule.warmup, Duration)
-    rows = describe(config.schedule, steps or 10**9)
+    steps, tokens = _planned_length(config)
+    # If only the warm-up's length is known, and not the run's, its share of the run is unknown.
+    warmup_share_unknown = steps is None and isinstance(config.schedule.warmup, Duration)
+    rows = describe(config.schedule, steps or 10**9)  # any large number: the steps are then not printed
     if as_json:
         schedule = [
             {
                 "what": r.what,
-                "progress": None if unplaced and r.what == WARMUP else r.progress,
+                "progress": None if warmup_share_unknown and r.what == WARMUP_ENDS else r.progress,
                 "step": r.step if steps else None,
                 "lr_factor": r.lr_factor,
             }
@@ -189,7 +195,9 @@ def _show(config: RunConfig, as_json: bool) -> int:
         sequence = row.stage.sequence_length if row.stage else config.batch.sequence_length
         table.add_row(
             row.what,
-            str(config.schedule.warmup) if unplaced and row.what == WARMUP else f"{row.progress:.1%}",
+            str(config.schedule.warmup)
+            if warmup_share_unknown and row.what == WARMUP_ENDS
+            else f"{row.progress:.1%}",
             f"{row.step:,}" if steps else "",
             f"{row.lr_factor:.0%}",
             str(sequence),
@@ -198,17 +206,17 @@ def _show(config: RunConfig, as_json: bool) -> int:
     if steps:
         print(f"{steps:,} steps of {round(tokens / steps):,} tokens: {tokens:,} tokens")
     elif length is not None:
-        print(f"length {length}: the steps follow from the speed measured when the run starts")
+        print(f"length {length}: the number of steps depends on the speed measured when the run starts")
     else:
-        print("no length is set yet: give --hours, --steps or --tokens")
+        print("the run has no length yet; give --hours, --steps or --tokens")
     return 0
 
 
-def _planned(config: RunConfig) -> tuple[int | None, int]:
-    """Return the steps and tokens that training would plan; None and 0 for a length in time or epochs."""
-    mean = config.mean_step_tokens()
+def _planned_length(config: RunConfig) -> tuple[int | None, int]:
+    """Return the run's length in steps and in tokens; (None, 0) if it is unset, or given as time or epochs."""
+    step_tokens = config.mean_step_tokens()
     length = config.schedule.length
     if length is None or length.unit not in ("steps", "tokens"):
         return None, 0
-    steps = int(length.value) if length.unit == "steps" else max(1, math.ceil(length.value / mean))
-    return steps, int(steps * mean)
+    steps = int(length.value) if length.unit == "steps" else max(1, math.ceil(length.value / step_tokens))
+    return steps, int(steps * step_tokens)

@@ -1,4 +1,4 @@
-"""Presets: TOML files beside this one, TOML files of the user, and the `--depth` dial.
+"""Presets: TOML files beside this one, TOML files of the user, and the depth series of `--depth`.
 
 A file may build on another with `base = "124m"` or `base = "other.toml"`, looked for beside it. All files go through
 the same merge as the command line.
@@ -81,10 +81,11 @@ def _layers(name: str, folder: Path, seen: tuple[str, ...]) -> list[dict[str, An
 
 
 def depth(number: int) -> dict[str, Any]:
-    """Return the single dial: hidden size 64 x depth, heads of 128 channels, as many key-value heads as heads.
+    """Return the model of the depth series with `number` layers: hidden size 64 x depth, multi-head attention.
 
-    The dial is nanochat's (github.com/karpathy/nanochat); the block stays Qwen3's, with an MLP of 8/3 x hidden size
-    rounded up to a multiple of 128. Raises UsageError for a depth whose width is no whole number of heads.
+    Each head has 128 channels. The series is nanochat's (github.com/karpathy/nanochat); the block stays Qwen3's, with an
+    MLP of 8/3 x hidden size rounded up to a multiple of 128. Raises UsageError if the hidden size is not a multiple of
+    128.
     """
     hidden = 64 * number
     if number < 2 or hidden % DEPTH_HEAD_DIM:

@@ -1,12 +1,16 @@
-"""Rates of a card for the operator model, and the range of the resulting speed.
+"""Calibration of the operator model to a card: its rates, and the uncertainty of predictions made from them.
 
-The device's rates come from the best of three sources. Points that `deskside probe` measured on this card: three
-factors (products, traffic, fixed delays) are fitted to them by ridge regression, each drawn towards the prior, less so
-with more points. Without points: the data sheet and published measurements (`plan/published.py`). Without a data
-sheet: an error, because an unknown card is measured and never guessed.
+The device's rates come from the first of these sources that is available:
 
-The host's times are those of the reference machine (`budget/host.py`) unless the probe timed this one: the least that
-any point took to launch a step, relative to the model, is a factor on all of them.
+1. Points that `deskside probe` measured on this card. Ridge regression fits three factors to them, which multiply the
+   modelled times of matrix products, of memory traffic and of fixed delays. The prior is a factor of 1; the more
+   points, the less it weighs.
+2. The data sheet, corrected by published measurements of the architecture (`plan/published.py`).
+
+A card that has neither must be measured first (UsageError).
+
+The host's times are those of the reference machine (`budget/host.py`) unless the probe timed this machine. Then all of
+them are multiplied by one factor: the minimum over the points of measured launch time / modelled launch time.
 """
 
 import json
@@ -26,29 +30,31 @@ from deskside.utils.errors import UsageError
 
 Source = Literal["measured", "published", "modelled"]
 
-COPY_SHARE = 0.867  # a large copy's share of the data sheet's bandwidth: 4.16 of 4.8 TB/s on an H200
+COPY_SHARE = 0.867  # bandwidth of a large copy / data sheet: 4.16 of 4.8 TB/s on an H200
 CONTEXT_BYTES = 900 * 2**20  # CUDA context and library handles; 770 MiB on an H200 with torch 2.11
-NOISE = 0.03  # of one measured point
-# Standard deviation, as a share, of products, traffic and delays before anything is measured.
+NOISE = 0.03  # relative standard deviation of the step time of one measured point
+# Standard deviation of the prior of the factors on products, traffic and delays.
 PRIOR_SPREAD = {"cuda": (0.15, 0.25, 0.5), "cpu": (1.0, 2.0, 4.0)}
-FEW_ROWS = 5  # published runs of an architecture below which its range is wider
-NARROWEST, PUBLISHED_SPREAD, FEW_SPREAD = 0.08, 0.25, 0.35
-# Each architecture predicted from the others alone: nine in ten rows are within 22 %, the worst is 36.5 % off
-# (benchmarks/planner_published.py).
+# Half-widths of the range of predicted speeds, as shares: the minimum for a measured card; for a card whose
+# architecture has at least FEW_ROWS published runs; for fewer, or for a card with one measured point.
+MIN_SPREAD, PUBLISHED_SPREAD, FEW_ROWS_SPREAD = 0.08, 0.25, 0.35
+FEW_ROWS = 5
+# For an architecture without published runs. If each architecture is predicted from the others alone, nine in ten rows
+# are within 22 %, and the worst is 36.5 % off (benchmarks/planner_published.py).
 UNKNOWN_SPREAD = 0.40
 MEMORY_SPREAD = {"measured": 0.05, "published": 0.10}
-SMALLEST_FACTOR = 0.1
+MIN_FACTOR = 0.1  # lower bound of a fitted factor
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Rates of a card, with the ranges of predictions made from them.
+    """Rates of a card, and the ranges of predictions made from them.
 
     Attributes:
         speed_spread, memory_spread: Half-widths of the ranges of tokens/s and bytes, as shares.
-        basis: One line on where the rates come from.
-        overhead_bytes: Memory of a process on the card beside torch's allocator.
-        host_measured: Whether the host's times are this machine's.
+        basis: Where the rates come from, in one line.
+        overhead_bytes: Device memory of a process outside torch's allocator.
+        host_measured: Whether the host's times were measured on this machine.
     """
 
     rates: Rates
@@ -61,33 +67,40 @@ class Calibration:
 
 
 def calibrate(gpu: Gpu | None, points: Sequence[Mapping[str, Any]]) -> Calibration:
-    """Return the best calibration for a card. points: its rows of the probe store, kinds "card" and "point" alike.
+    """Return the best available calibration of a card.
 
-    Raises UsageError for a card that is in no table and was not measured.
+    gpu: its data sheet, if known. points: all of its rows in the probe store, of the kinds "card" and "point".
+    Raises UsageError for a card that has neither a data sheet nor a usable measurement.
     """
-    good = [
+    usable = [
         row for row in points if row["kind"] == "point" and row["status"] == "ok" and _is_informative(row)
     ]
     card = next(
         (row["result"] for row in reversed(points) if row["kind"] == "card" and row["status"] == "ok"), None
     )
-    if good:
-        return _measured(gpu, good, card)
+    if usable:
+        return _measured(gpu, usable, card)
     if gpu is None:
-        raise UsageError("this device is in no table and was not measured; measure it with: deskside probe")
+        raise UsageError(
+            "this device has no data sheet here and was not measured; measure it with: deskside probe"
+        )
     return _published(gpu)
 
 
 def measured_fp8_gain(rows: Sequence[Mapping[str, Any]]) -> Gain | None:
-    """Return the median speed-up of FP8 over pairs of probe points that differ in nothing else, None without a pair."""
+    """Return the median speed-up of FP8 over BF16 in points that differ only in precision; None without such points."""
     seconds: dict[str, dict[str, float]] = {}
     for row in rows:
         if row["kind"] == "point" and row["status"] == "ok":
-            asked, result = row["key"]["spec"], row["result"]
-            same = {key: value for key, value in asked.items() if key != "precision"}
-            kind = "fp8" if str(result.get("precision")).startswith("fp8-") else str(result.get("precision"))
-            by_kind = seconds.setdefault(json.dumps([same, result["micro_tokens"]], sort_keys=True), {})
-            by_kind[kind] = float(result["step_seconds"]["median"])
+            spec, result = row["key"]["spec"], row["result"]
+            others = {key: value for key, value in spec.items() if key != "precision"}
+            precision = (
+                "fp8" if str(result.get("precision")).startswith("fp8-") else str(result.get("precision"))
+            )
+            by_precision = seconds.setdefault(
+                json.dumps([others, result["micro_tokens"]], sort_keys=True), {}
+            )
+            by_precision[precision] = float(result["step_seconds"]["median"])
     gains = [found["bf16"] / found["fp8"] for found in seconds.values() if {"bf16", "fp8"} <= set(found)]
     if not gains:
         return None
@@ -96,8 +109,11 @@ def measured_fp8_gain(rows: Sequence[Mapping[str, Any]]) -> Gain | None:
 
 
 def _is_informative(row: Mapping[str, Any]) -> bool:
-    """Return whether a point tells the device's own speed: it is in the format that the device is rated in, and the
-    device does not wait for the host, which takes as long on any card."""
+    """Return whether a point measures the speed of the device.
+
+    It must use the format of the device's rated speed, and the host must launch the step in less than 90 % of the step
+    time. Otherwise the step time says more about the host than about the device.
+    """
     result = row["result"]
     rated = ("bf16", "fp32") if result.get("device") == "cpu" else ("bf16",)
     if result.get("precision", "bf16") not in rated:
@@ -107,24 +123,26 @@ def _is_informative(row: Mapping[str, Any]) -> bool:
 
 
 def _host_factor(points: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return this machine's host time relative to the reference's, None where no point timed it.
+    """Return this machine's host time relative to the reference machine's; None if no point timed it.
 
-    The least over the points counts: launching blocks when the device's queue is full, which only makes it look slower.
+    It is the minimum over the points, because launches block while the device's queue is full. A blocked launch makes
+    the host look slower, never faster.
     """
-    found = []
+    factors = []
     for row in points:
         launch = row["result"].get("launch_seconds")
         shape, spec = _step(row)
         modelled = host_seconds(shape, spec, HostTimes())
         if launch and spec.fused and modelled:
-            found.append(float(launch) / modelled)
-    return min(found, default=None)
+            factors.append(float(launch) / modelled)
+    return min(factors, default=None)
 
 
 def _published(gpu: Gpu) -> Calibration:
+    """Return the calibration of a card that was not measured, from its data sheet and published runs."""
     factor, basis = architecture_factor(gpu)
     rows = fitted().rows.get(gpu.architecture, 0)
-    spread = PUBLISHED_SPREAD if rows >= FEW_ROWS else FEW_SPREAD if rows else UNKNOWN_SPREAD
+    spread = PUBLISHED_SPREAD if rows >= FEW_ROWS else FEW_ROWS_SPREAD if rows else UNKNOWN_SPREAD
     if gpu.architecture == ANCHOR:
         spread = PUBLISHED_SPREAD
     rate = "measured and published" if gpu.measured_bf16_flops is not None else "from the data sheet"
@@ -141,19 +159,22 @@ def _published(gpu: Gpu) -> Calibration:
 def _measured(
     gpu: Gpu | None, points: Sequence[Mapping[str, Any]], card: Mapping[str, Any] | None
 ) -> Calibration:
+    """Return the calibration from measured points. card: the result of the GPU benchmark, None if it did not run."""
     device = str(points[-1]["result"].get("device", "cuda"))
     peak = statistics.median(float(row["result"]["matmul_peak_tflops"]) * 1e12 for row in points)
     if gpu is not None:
         factor, _ = architecture_factor(gpu)
-        start = replace(sheet_rates(gpu).corrected(1 / factor, 1 / factor, 1.0), matmul_flops=peak)
+        prior = replace(sheet_rates(gpu).corrected(1 / factor, 1 / factor, 1.0), matmul_flops=peak)
     elif card is not None:
-        start = Rates(peak, float(card["copy_bandwidth"]) / COPY_SHARE)
+        prior = Rates(peak, float(card["copy_bandwidth"]) / COPY_SHARE)
     else:
-        raise UsageError("this device was measured without its bandwidth; measure it with: deskside probe")
+        raise UsageError(
+            "the bandwidth of this device has not been measured; measure it with: deskside probe"
+        )
     host_factor = _host_factor(points)
-    start = replace(start, host=start.host.scaled(host_factor or 1.0))
-    factors, spread = _fit(points, start, PRIOR_SPREAD["cpu" if device == "cpu" else "cuda"])
-    # Use on the device is read at the end, when torch may have returned some memory: at least 0.
+    prior = replace(prior, host=prior.host.scaled(host_factor or 1.0))
+    factors, spread = _fit(points, prior, PRIOR_SPREAD["cpu" if device == "cpu" else "cuda"])
+    # The memory in use is read at the end of a point, when torch may have released some of its peak. Hence at least 0.
     overhead = [
         max(0, int(result["device_used_bytes"]) - int(result["peak_reserved_bytes"]))
         for result in (row["result"] for row in points)
@@ -162,7 +183,7 @@ def _measured(
     unmeasured_overhead = 0 if device == "cpu" else CONTEXT_BYTES
     count = f"{len(points)} points" if len(points) != 1 else "one point"
     return Calibration(
-        rates=start.corrected(*factors),
+        rates=prior.corrected(*factors),
         speed_spread=spread,
         memory_spread=MEMORY_SPREAD["measured"],
         source="measured",
@@ -173,41 +194,47 @@ def _measured(
 
 
 def _fit(
-    points: Sequence[Mapping[str, Any]], start: Rates, prior_spread: tuple[float, float, float]
+    points: Sequence[Mapping[str, Any]], prior: Rates, prior_spread: tuple[float, float, float]
 ) -> tuple[tuple[float, float, float], float]:
-    """Return the factors on products, traffic and delays, and the spread that is left.
+    """Return the factors on the times of products, traffic and delays, and the half-width of the speed's range.
 
-    Ridge regression of each point's step time on its three parts, in relative terms, so that each factor is drawn
-    towards 1. The spread is twice the root mean square of the leave-one-out errors, and at least NARROWEST.
+    Let p, t, d be the modelled seconds of the three groups at one point, and r those of the rest. The factors solve
+    f1 p + f2 t + f3 d = measured - r. Dividing this by the measured device seconds gives a row of A f = b whose error
+    has the standard deviation NOISE. The Gaussian prior f_k = 1 +- prior_spread_k adds the row w_k f_k = w_k, whose
+    error has the same deviation if w_k = NOISE / prior_spread_k. The least-squares solution of all rows is then the
+    maximum a posteriori estimate (ridge regression towards 1).
+
+    The half-width is twice the root mean square of the leave-one-out errors, and at least MIN_SPREAD.
     """
-    import numpy as np  # only measured cards need it, and it takes a fifth of a plan's time to import
+    import numpy as np  # imported here, because only measured cards need it and it takes a fifth of a plan's time
 
-    pull = NOISE / np.array(prior_spread)
+    weights = NOISE / np.array(prior_spread)
 
     def ridge(A: np.ndarray, b: np.ndarray) -> np.ndarray:
-        solved, *_ = np.linalg.lstsq(np.vstack([A, np.diag(pull)]), np.concatenate([b, pull]), rcond=None)
-        return solved
+        with_prior = np.vstack([A, np.diag(weights)]), np.concatenate([b, weights])
+        factors, *_ = np.linalg.lstsq(*with_prior, rcond=None)
+        return factors
 
-    table, rest = [], []
+    table, targets = [], []
     for row in points:
         shape, spec = _step(row)
-        parts = [0.0] * 4  # products, traffic, delays, and the part that no factor changes
+        parts = [0.0] * 4  # seconds of products, traffic, delays, and of what no factor multiplies
         for operator in step_operators(shape, spec):
-            parts[_column(operator.group)] += operator_seconds(operator, start, spec)
-        host = host_seconds(shape, spec, start.host)
-        seconds = device_seconds(float(row["result"]["step_seconds"]["median"]), host, start.host.overlap)
+            parts[_part_of(operator.group)] += operator_seconds(operator, prior, spec)
+        host = host_seconds(shape, spec, prior.host)
+        seconds = device_seconds(float(row["result"]["step_seconds"]["median"]), host, prior.host.overlap)
         table.append([part / seconds for part in parts[:3]])
-        rest.append(1 - parts[3] / seconds)
-    A, b = np.array(table), np.array(rest)
-    left_out = [A[i] @ ridge(np.delete(A, i, 0), np.delete(b, i)) - b[i] for i in range(len(b))]
-    spread = 2 * float(np.sqrt(np.mean(np.square(left_out))))
-    limit = FEW_SPREAD if len(b) == 1 else 1.0
-    compute, memory, delay = (float(max(SMALLEST_FACTOR, f)) for f in ridge(A, b))
-    return (compute, memory, delay), min(limit, max(NARROWEST, spread))
+        targets.append(1 - parts[3] / seconds)
+    A, b = np.array(table), np.array(targets)
+    errors = [A[i] @ ridge(np.delete(A, i, 0), np.delete(b, i)) - b[i] for i in range(len(b))]
+    spread = 2 * float(np.sqrt(np.mean(np.square(errors))))
+    max_spread = FEW_ROWS_SPREAD if len(b) == 1 else 1.0
+    compute, memory, delay = (float(max(MIN_FACTOR, f)) for f in ridge(A, b))
+    return (compute, memory, delay), min(max_spread, max(MIN_SPREAD, spread))
 
 
 def _step(row: Mapping[str, Any]) -> tuple[ModelConfig, StepSpec]:
-    """Return the model and the optimizer step of a measured point."""
+    """Return the model and the step that a point measured."""
     asked, result = row["key"]["spec"], row["result"]
     spec = StepSpec(
         sequence_length=asked["sequence_length"],
@@ -222,7 +249,8 @@ def _step(row: Mapping[str, Any]) -> tuple[ModelConfig, StepSpec]:
     return ModelConfig(**asked["model"]), spec
 
 
-def _column(group: Group) -> int:
+def _part_of(group: Group) -> int:
+    """Return the index into the parts of a step that `_fit` distinguishes."""
     if group in PRODUCTS:
         return 0
     if group in TRAFFIC:

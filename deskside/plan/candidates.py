@@ -1,6 +1,6 @@
 """The search: models that could be trained in the budget, each in the fastest way that fits.
 
-A candidate is a model shape (the depth dial, and the presets that only set a shape) with everything else decided:
+A candidate is a model shape (the depth series, and the presets that only set a shape) with everything else decided:
 stages of sequence length, optimizer, activation checkpointing, loss chunk, sharding, tokens per pass and per step.
 Options that only affect speed are chosen by the modelled speed. Two choices change how much a token teaches:
 
@@ -109,7 +109,7 @@ def shapes(request: PlanRequest) -> Iterator[CandidateModel]:
             else:
                 yield matmul_params(config.model), CandidateModel(preset, tuple(layers), config)
 
-    dial = built((f"d{number}", [presets.depth(number)]) for number in range(2, DEEPEST + 1, 2))
+    depth_series = built((f"d{number}", [presets.depth(number)]) for number in range(2, DEEPEST + 1, 2))
     named = [(name, presets.layers(name)) for name in presets.names()]
     shaped = built(
         (name, layers) for name, layers in named if all(set(layer) == {"model"} for layer in layers)
@@ -118,7 +118,7 @@ def shapes(request: PlanRequest) -> Iterator[CandidateModel]:
     # Text that is repeated many times does not suffice for a large model, and no such run was measured.
     most = math.inf if request.unique_tokens is None else MOST_WEIGHTS_PER_TOKEN * request.unique_tokens
     first = True
-    for weights, shape in heapq.merge(dial, sorted(shaped, key=by_size), key=by_size):
+    for weights, shape in heapq.merge(depth_series, sorted(shaped, key=by_size), key=by_size):
         if first or weights <= most:
             yield shape
         first = False

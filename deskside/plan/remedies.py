@@ -215,7 +215,7 @@ def _hardware(request: PlanRequest, asked: StepEstimate) -> Iterator[Remedy]:
 
 
 def _smaller_model(request: PlanRequest, asked: StepEstimate) -> Iterator[Remedy]:
-    """Yield the largest depth of the dial that fits."""
+    """Yield the largest depth of the depth series that fits."""
     asked_model = asked.setting.model
     kept = {key: getattr(asked_model, key) for key in ("vocab_size", "max_position_embeddings")}
     low, high, best = 1, DEEPEST // 2, None
@@ -231,7 +231,7 @@ def _smaller_model(request: PlanRequest, asked: StepEstimate) -> Iterator[Remedy
     if best is not None and num_params(best[1].setting.model) < num_params(asked_model):
         depth, tried = best
         size = count(num_params(tried.setting.model))
-        what = f"d{depth} ({size}), the largest of the depth dial that fits"
+        what = f"d{depth} ({size}), the largest of the depth series that fits"
         yield _remedy(what, "other model", asked, tried, "another, smaller model")
 
 

@@ -34,7 +34,7 @@ DEAREST = 1e6
 SCALES = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 # Share of a card's memory that the driver keeps: a 24 GiB RTX 4090 offers 23.5, a 32 GiB RTX 5090 31.4.
 DRIVER_SHARE = 0.02
-DEEPEST = 128  # of the depth dial: 8192 wide, 104 billion parameters
+DEEPEST = 128  # of the depth series: 8192 wide, 104 billion parameters
 SMALLEST_SEQUENCE = 16
 MOST_GPUS = 64
 MENTIONED_USE = 256 * 2**20  # bytes in use by other programs that a plan mentions
@@ -391,7 +391,7 @@ def _given(q: PlanQuestion, overrides: Mapping[str, Any]) -> Given | None:
             )
         preset = label = f"d{depth}"
         if q.depth is None:
-            label = f"{preset}, the nearest on the depth dial to {q.params} parameters"
+            label = f"{preset}, the nearest on the depth series to {q.params} parameters"
         layers = [presets.depth(depth)]
     else:
         return None

@@ -104,7 +104,7 @@ def make_ready(config: RunConfig, mark: Callable[[str], None] = lambda done: Non
 
     mark: is told when each part is done. Raises UsageError for a run that cannot be here.
     """
-    world = parallel.join(config.compute.device, "auto")
+    world = parallel.init_distributed(config.compute.device, "auto")
     torch.manual_seed(config.seed)
     notes: list[str] = []
     recipe, precision = setup.choose_recipe(config, world.device, notes.append)

@@ -281,7 +281,7 @@ class NextToken:
                 backend=session.attention.full, window_backend=session.attention.windowed
             ),
             document_mask=session.config.data.document_mask,
-            share=WorkShare(session.world.rank, session.world.size, session.world.summed),
+            share=WorkShare(session.world.rank, session.world.size, session.world.all_reduce_sum),
         )
 
     def samples(self, session: Session, model: Transformer) -> list[dict[str, Any]]:

@@ -1,11 +1,11 @@
-"""More than one process: replicas whose gradients are summed, or FSDP2 shards.
+"""Data parallelism over several processes: replicas that sum their gradients, or parameters sharded with FSDP2.
 
-Gradients of replicas are summed in fixed buckets of fixed order after the last micro-batch. torch's DDP would overlap
-that with the backward pass, but it regroups its buckets after the first step, so the order of a sum, and with it the
-last bits, would differ between a run and its resumed twin.
+Replicas sum their gradients after the last micro-batch, in buckets that never change. torch's DDP is not used: it
+overlaps the all-reduce with the backward pass, but regroups its buckets after the first step. The order of additions,
+and thus the last bits of the sums, would then differ between a run and the same run after a resume.
 
-The loss of every process is already divided by the valid tokens of all processes, so gradients are summed, not
-averaged.
+Each process already divides its loss by the number of valid tokens of all processes. Gradients are therefore summed,
+not averaged.
 """
 
 import os
@@ -19,12 +19,15 @@ from torch import Tensor, nn
 
 from deskside.utils.errors import UsageError
 
-BUCKET_ELEMENTS = 32 * 2**20
+BUCKET_ELEMENTS = 32 * 2**20  # minimum elements of one all-reduce: 128 MiB in float32
 
 
 @dataclass(frozen=True)
 class World:
-    """Rank, size and device of this process. A world of size 1 has no process group."""
+    """The rank and device of this process, and the collectives over all processes.
+
+    A world of size 1 has no process group. sharded: the model's parameters are sharded with FSDP2.
+    """
 
     device: torch.device
     rank: int = 0
@@ -32,11 +35,11 @@ class World:
     sharded: bool = False
 
     @property
-    def first(self) -> bool:
-        """True on rank 0, which writes the run directory."""
+    def is_rank_zero(self) -> bool:
+        """Whether this is rank 0, which writes the run directory."""
         return self.rank == 0
 
-    def agreed(self, numbers: Sequence[float]) -> list[float]:
+    def broadcast(self, numbers: Sequence[float]) -> list[float]:
         """Return rank 0's numbers on every rank."""
         if self.size == 1:
             return list(numbers)
@@ -44,15 +47,18 @@ class World:
         dist.broadcast(values, src=0)
         return values.tolist()
 
-    def shared(self, make: Callable[[], Any]) -> Any:
-        """Return rank 0's result of `make` on every rank. For choices that depend on timing or on a device check."""
+    def broadcast_result(self, make: Callable[[], Any]) -> Any:
+        """Call `make` on rank 0 and return its result on every rank.
+
+        Used where ranks could decide differently, because a choice depends on timing, files or a device check.
+        """
         if self.size == 1:
             return make()
-        box = [make() if self.first else None]
+        box = [make() if self.is_rank_zero else None]
         dist.broadcast_object_list(box, src=0)
         return box[0]
 
-    def smallest(self, number: int) -> int:
+    def all_reduce_min(self, number: int) -> int:
         """Return the minimum over all ranks."""
         if self.size == 1:
             return number
@@ -60,59 +66,70 @@ class World:
         dist.all_reduce(value, op=dist.ReduceOp.MIN)
         return int(value)
 
-    def summed(self, values: Tensor) -> Tensor:
-        """Sum over all ranks, in place."""
+    def all_reduce_sum(self, values: Tensor) -> Tensor:
+        """Return the sum over all ranks, computed in place."""
         if self.size > 1:
             dist.all_reduce(values)
         return values
 
-    def largest(self, values: Tensor) -> Tensor:
-        """Element-wise maximum over all ranks, in place."""
+    def all_reduce_max(self, values: Tensor) -> Tensor:
+        """Return the element-wise maximum over all ranks, computed in place."""
         if self.size > 1:
             dist.all_reduce(values, op=dist.ReduceOp.MAX)
         return values
 
     def barrier(self) -> None:
+        """Wait until every rank has called this."""
         if self.size > 1:
             dist.barrier()
 
 
-def join(device: str, mode: str) -> World:
-    """Join the process group that torchrun's environment describes, if any. Raises UsageError for an impossible one."""
+def init_distributed(device: str, mode: str) -> World:
+    """Initialize the process group from torchrun's environment variables; without them, return a world of size 1.
+
+    Args:
+        device: `compute.device`: "auto", "cuda" or "cpu".
+        mode: `parallel.mode`: "auto", "replicate" or "shard".
+
+    Raises UsageError if CUDA or several processes are required but missing, or if a process has no GPU.
+    """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     chosen = device if device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
     if chosen == "cuda" and not torch.cuda.is_available():
-        raise UsageError(
-            "compute.device: cuda was asked for, but torch finds no GPU; use --compute.device cpu"
-        )
+        raise UsageError("compute.device: cuda is set, but torch finds no GPU; use --compute.device cpu")
     if size == 1:
         if mode != "auto":
             raise UsageError(
                 f"parallel.mode: {mode} needs more than one process: torchrun --nproc-per-node N -m deskside train ..."
             )
-        # With an index, which some of torch's memory functions require.
+        # Include the index, because some of torch's memory functions require it.
         return World(
             torch.device("cuda", torch.cuda.current_device()) if chosen == "cuda" else torch.device("cpu")
         )
-    local = int(os.environ["LOCAL_RANK"])
-    if chosen == "cuda" and local >= torch.cuda.device_count():
-        raise UsageError(f"torchrun started more processes than the {torch.cuda.device_count()} GPUs here")
-    target = torch.device("cuda", local) if chosen == "cuda" else torch.device("cpu")
+    local_rank = int(os.environ["LOCAL_RANK"])
+    if chosen == "cuda" and local_rank >= torch.cuda.device_count():
+        raise UsageError(
+            f"torchrun started more processes than this machine has GPUs ({torch.cuda.device_count()})"
+        )
+    target = torch.device("cuda", local_rank) if chosen == "cuda" else torch.device("cpu")
     if chosen == "cuda":
         torch.cuda.set_device(target)
-    # Small broadcasts use gloo on the CPU, so that they never wait for the GPU.
+    # gloo for the CPU tensors of `broadcast` and `all_reduce_min`, which thus need not wait for queued GPU work.
     dist.init_process_group("cpu:gloo,cuda:nccl" if chosen == "cuda" else "gloo")
     return World(target, dist.get_rank(), dist.get_world_size(), mode == "shard")
 
 
-def leave(world: World) -> None:
-    """End the process group."""
+def destroy_distributed(world: World) -> None:
+    """Destroy the process group, if there is one."""
     if world.size > 1:
         dist.destroy_process_group()
 
 
 def shard(model: nn.Module, blocks: Iterable[nn.Module], methods: Sequence[str], world: World) -> None:
-    """Shard a model with FSDP2 over all ranks: each block, then the rest. `methods`: entry points besides forward."""
+    """Shard a model over all ranks with FSDP2: each block separately, then the remaining parameters.
+
+    methods: names of the methods besides `forward` that compute with the parameters, so FSDP2 must gather them first.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
@@ -124,28 +141,28 @@ def shard(model: nn.Module, blocks: Iterable[nn.Module], methods: Sequence[str],
         register_fsdp_forward_method(model, name)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
+            module.set_gradient_divide_factor(1.0)  # sum instead of average, as for replicas
             module.set_force_sum_reduction_for_comms(True)  # gloo supports sum only
 
 
 def reshard(model: nn.Module) -> None:
-    """Reshard after a pass without backward, which leaves the root's parameters unsharded."""
+    """Reshard after a forward pass without backward, which leaves the root module's parameters gathered."""
     from torch.distributed.fsdp import FSDPModule
 
     if isinstance(model, FSDPModule):
         model.reshard()
 
 
-def set_last_micro_batch(model: nn.Module, last: bool) -> None:
-    """Make FSDP2 reduce gradients once, with the last micro-batch."""
+def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
+    """Set whether FSDP2 reduces gradients in the next backward pass: only for the last micro-batch of a step."""
     from torch.distributed.fsdp import FSDPModule
 
     if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(last)
+        model.set_requires_gradient_sync(enabled)
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter], world: World) -> None:
-    """Sum the gradients of replicas, in place, in buckets whose order never changes."""
+    """Sum the gradients of all replicas in place, in buckets whose order never changes."""
     if world.size == 1 or world.sharded:
         return
     bucket: list[Tensor] = []
@@ -163,6 +180,7 @@ def sum_gradients(parameters: Iterable[nn.Parameter], world: World) -> None:
 
 
 def _sum_bucket(gradients: list[Tensor]) -> None:
+    """Sum gradients over all ranks in one all-reduce of their concatenation."""
     flat = torch.cat([g.reshape(-1) for g in gradients])
     dist.all_reduce(flat)
     for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):

@@ -49,7 +49,7 @@ class RunOutcome:
     run: RunDirectory
     status: str
     summary: dict[str, Any]
-    first: bool
+    is_rank_zero: bool
 
     @property
     def exit_code(self) -> int:
@@ -72,10 +72,10 @@ def start(
     """
     check_start(config)
     objective = _checked(objective, config, "start it with that command")
-    world = parallel.join(config.compute.device, config.parallel.mode)
+    world = parallel.init_distributed(config.compute.device, config.parallel.mode)
     try:
         run = None
-        if world.first:
+        if world.is_rank_zero:
             run = where if isinstance(where, RunDirectory) else RunDirectory.create(*where)
             run.write_json(
                 "run.json",
@@ -91,17 +91,17 @@ def start(
                     "config": config.model_dump(mode="json"),
                 },
             )
-        run = RunDirectory(Path(world.shared(lambda: str(run.path if run else ""))))
+        run = RunDirectory(Path(world.broadcast_result(lambda: str(run.path if run else ""))))
         try:
-            with run.held(world.first):
+            with run.held(world.is_rank_zero):
                 return _Run(run, config, world, objective, initial, False, watch or Callback()).execute()
         except BaseException:
             # A run that failed or was interrupted before it had a plan has nothing worth keeping.
-            if world.first and isinstance(where, tuple) and not (run.path / "plan.json").exists():
+            if world.is_rank_zero and isinstance(where, tuple) and not (run.path / "plan.json").exists():
                 shutil.rmtree(run.path, ignore_errors=True)
             raise
     finally:
-        parallel.leave(world)
+        parallel.destroy_distributed(world)
 
 
 def resume(path: Path, watch: Callback | None = None, objective: Objective | None = None) -> RunOutcome:
@@ -119,17 +119,19 @@ def resume(path: Path, watch: Callback | None = None, objective: Objective | Non
         )
     check_start(config)
     # Replicas may resume with another number of processes, including one; shards may not.
-    world = parallel.join(config.compute.device, "shard" if config.parallel.mode == "shard" else "auto")
+    world = parallel.init_distributed(
+        config.compute.device, "shard" if config.parallel.mode == "shard" else "auto"
+    )
     try:
-        with run.held(world.first):
-            begun = world.shared(run.has_begun)
+        with run.held(world.is_rank_zero):
+            begun = world.broadcast_result(run.has_begun)
             initial = None if begun else InitialWeights.recorded(run, config)
-            if not begun and world.first:
+            if not begun and world.is_rank_zero:
                 run.event("there is no checkpoint: starting from the beginning")
                 Terminal.say("there is no checkpoint: starting from the beginning")
             return _Run(run, config, world, objective, initial, begun, watch or Callback()).execute()
     finally:
-        parallel.leave(world)
+        parallel.destroy_distributed(world)
 
 
 def _checked(objective: Objective | None, config: RunConfig, remedy: str) -> Objective:
@@ -155,7 +157,7 @@ class _Run:
     ):
         self.run, self.config, self.world, self.objective = run, config, world, objective
         self.initial, self.resumed, self.callback = initial, resumed, callback
-        self.log = RunLog(run, world.first)
+        self.log = RunLog(run, world.is_rank_zero)
         self.recorded: dict[str, Any] = {}
         if resumed and (run.path / "plan.json").exists():
             self.recorded = recorded_plan(run)
@@ -174,7 +176,7 @@ class _Run:
         checkpointer = Checkpointer(self.context, self.stepper.optimizer, self.clock, self.log)
         restored = self.restore(checkpointer) if self.resumed else None
         restored_step = restored.step if restored else None
-        if self.world.first:
+        if self.world.is_rank_zero:
             environment = environment_record.describe(self.world.device, self.run.path)
             peak = round(self.meter.peak_flops / 1e12, 2)
             environment["matmul_peak_tflops"] = {"value": peak, "source": "measured"}
@@ -189,7 +191,7 @@ class _Run:
             decided_until=self.decided_until,
             journal=self.write_plan,
         )
-        if self.world.first:
+        if self.world.is_rank_zero:
             resolved = self.config.model_dump(mode="json")
             terminal = Terminal(progress.step, plan.total_steps(progress.step), self.length.unit == "seconds")
             self.log.loggers = [terminal, *trackers(self.config.track, self.run, resolved), self.callback]
@@ -212,7 +214,7 @@ class _Run:
         # The evaluated and exported model has the configuration's window and precision, not the last stage's.
         self.stepper.set_window(None)
         self.context.precision.use(False)
-        return RunOutcome(self.run, status, self.finish(trainer), self.world.first)
+        return RunOutcome(self.run, status, self.finish(trainer), self.world.is_rank_zero)
 
     # Set-up
 
@@ -223,7 +225,7 @@ class _Run:
         torch.manual_seed(config.seed)
         check_trackers(config.track)
         # Before data is prepared, which may take hours, refuse what this machine does not support.
-        recipe, self.precision_facts = world.shared(
+        recipe, self.precision_facts = world.broadcast_result(
             lambda: setup.choose_recipe(config, world.device, self.log.say, recorded.get("precision"))
         )
         setup.check_execution(config, world, recipe)
@@ -234,7 +236,7 @@ class _Run:
         model = setup.build_model(
             config, world, recipe, setup.Start(self.initial, self.run.path, self.resumed, self.log.say)
         )
-        attention, self.attention_facts = world.shared(
+        attention, self.attention_facts = world.broadcast_result(
             lambda: choose_attention(
                 config, model, world, config.batch.sequence_length, recorded.get("attention")
             )
@@ -269,7 +271,7 @@ class _Run:
             )
         if self.initial is not None:
             self.initial.check_tokenizer(data)
-        if self.world.first and not self.run.tokenizer.exists():
+        if self.world.is_rank_zero and not self.run.tokenizer.exists():
             keep_tokenizer(data, self.run)
 
     def build_optimizer(self, total_tokens: int, step_tokens: float) -> Optimizer:
@@ -297,7 +299,7 @@ class _Run:
         )
         self.objective.begin(self.session)
         for stage in self.stages:
-            stage.dry_seconds += self.world.agreed([self.objective.seconds_beside_step()])[0]
+            stage.dry_seconds += self.world.broadcast([self.objective.seconds_beside_step()])[0]
         self.rehearse_evaluation(last.micro_rows * self.config.batch.sequence_length * self.world.size)
         self.before = self.evaluate_before()
 
@@ -309,7 +311,7 @@ class _Run:
             plan = StepPlan.from_json(self.recorded["revisions"])
         else:
             dry = [stage.dry_seconds for stage in stages]
-            elapsed, reserve, *dry = self.world.agreed([self.clock.seconds(), self.reserve(), *dry])
+            elapsed, reserve, *dry = self.world.broadcast([self.clock.seconds(), self.reserve(), *dry])
             plan = first_plan(self.length, stages, elapsed, reserve, dry)
         micro_batches = [found.to_json() for found in self.micro_batches]
         if self.recorded:
@@ -331,7 +333,7 @@ class _Run:
         return plan
 
     def write_plan(self, plan: StepPlan) -> None:
-        if self.world.first:
+        if self.world.is_rank_zero:
             self.run.write_json("plan.json", {**self.facts, "revisions": plan.to_json()})
 
     def modelled_memory(self, micro_tokens: int) -> float:
@@ -362,7 +364,7 @@ class _Run:
                 f"{self.run.checkpoints}: the checkpoints were deleted while the run was being resumed"
             )
         step = progress.step
-        dropped = self.run.cut_metrics(step) if self.world.first else 0
+        dropped = self.run.cut_metrics(step) if self.world.is_rank_zero else 0
         self.decided_until = step + dropped
         self.world.barrier()
         self.log.say(f"resumed at step {step}" + (f"; {dropped} later steps are repeated" if dropped else ""))
@@ -396,7 +398,7 @@ class _Run:
         self.log.say(
             f"{status}: saved at step {trainer.progress.step}; resume with: {resume_command} {self.run.path}"
         )
-        return RunOutcome(self.run, status, {}, self.world.first)
+        return RunOutcome(self.run, status, {}, self.world.is_rank_zero)
 
     # Evaluation
 
@@ -425,7 +427,7 @@ class _Run:
         """
         began = self.clock.seconds()
         self.evaluate(tokens)
-        took = self.world.agreed([self.clock.seconds() - began])[0]
+        took = self.world.broadcast([self.clock.seconds() - began])[0]
         if self.world.device.type != "cpu" or took <= self.budget.share(MEASURE_SHARE / 5):
             self.evaluate(tokens)
 
@@ -439,7 +441,7 @@ class _Run:
         # Predict the final evaluation from the newest one, because the machine may have become slower.
         share = max(1.0, self.validation.num_tokens / max(1, evaluation.tokens))
         # All ranks use rank 0's time: it decides how many batches the final evaluation runs.
-        self.evaluation_seconds = self.world.agreed([(time.perf_counter() - began) * share])[0]
+        self.evaluation_seconds = self.world.broadcast([(time.perf_counter() - began) * share])[0]
         return evaluation
 
     def finish(self, trainer: Trainer) -> dict[str, Any]:
@@ -451,7 +453,7 @@ class _Run:
         seconds, device = self.clock.seconds(), self.world.device
         peak_memory_gib = environment_record.peak_memory_gib(device)
         model = finalize.whole_model(self.context.model, self.world)
-        if not self.world.first:
+        if not self.world.is_rank_zero:
             return {}
         flops, groups = trainer.flops_per_second(), model.num_params()
         summary = {

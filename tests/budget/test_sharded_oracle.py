@@ -98,7 +98,7 @@ def steps(passes: int, tied: bool, rank: int) -> dict[str, Any]:
     with Tracker([p.to_local() for p in model.parameters()]) as tracker:
         ends = []
         for done in range(passes):
-            parallel.set_last_micro_batch(model, done == passes - 1)
+            parallel.set_gradient_sync(model, done == passes - 1)
             loss, _ = model.loss_and_balance(tokens_BT, tokens_BT, chunk_tokens=TOKENS)
             loss.backward()
             del loss

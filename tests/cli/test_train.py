@@ -51,10 +51,10 @@ def dry(argv: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([], "which preset? one of 1.3b, 124m"),
+        ([], "use one of 1.3b, 124m"),
         (["125m"], "125m: no such preset; use one of 1.3b, 124m"),
         (["gone.toml"], "gone.toml: no such file"),
-        (["124m", "--depth", "12"], "--depth and a preset both give a shape"),
+        (["124m", "--depth", "12"], "--depth and a preset"),
         (["--depth", "13"], "depth 13: hidden size 832 is not a multiple of head_dim 128; use an even depth"),
         (["124m", "--data.path", "x"], "schedule.length: the run has no length; give --hours 2"),
         (["124m", "--hours", "2"], "data.path: no data was given; make some with: deskside data prepare"),

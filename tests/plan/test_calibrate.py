@@ -19,7 +19,7 @@ from deskside.budget.host import host_seconds
 from deskside.budget.memory import training_memory
 from deskside.budget.speed import Rates, step_seconds, tokens_per_second
 from deskside.facts.gpus import find
-from deskside.plan.calibrate import COPY_SHARE, NARROWEST, UNKNOWN_SPREAD, Calibration, calibrate
+from deskside.plan.calibrate import COPY_SHARE, MIN_SPREAD, UNKNOWN_SPREAD, Calibration, calibrate
 from deskside.plan.published import sheet_rates
 from deskside.utils.errors import UsageError
 
@@ -132,7 +132,7 @@ def test_one_point_is_not_trusted_too_much(spec: Row, compute: float, memory: fl
         - 1
     )
     assert errors(found, rates, [spec])[0] < 0.05
-    assert NARROWEST <= found.speed_spread <= 0.35
+    assert MIN_SPREAD <= found.speed_spread <= 0.35
     assert found.speed_spread >= min(0.35, before)
     assert found.basis == "one point measured on this card with deskside probe"
 
@@ -181,7 +181,7 @@ def test_issue_targets_hold_on_what_was_kept_out() -> None:
 def test_a_card_without_points_has_the_published_range() -> None:
     known, unknown = calibrate(find("a100 80gb sxm"), []), calibrate(find("gb10"), [])
     assert known.source == unknown.source == "published"
-    assert NARROWEST < known.speed_spread < unknown.speed_spread
+    assert MIN_SPREAD < known.speed_spread < unknown.speed_spread
     assert known.rates.delay == 1.0
     assert "not measured on this card" in known.basis
     assert known.source == "published"
@@ -257,7 +257,7 @@ def test_an_unknown_card_is_measured_never_guessed() -> None:
     rates = Rates(50e12, 500e9)
     with pytest.raises(UsageError, match="deskside probe"):
         calibrate(None, [])
-    with pytest.raises(UsageError, match="without its bandwidth"):
+    with pytest.raises(UsageError, match="bandwidth of this device"):
         calibrate(None, [point(PROBED[0], rates)])
     card = {
         "kind": "card",

@@ -22,7 +22,7 @@ WITHIN = {"adamw": 1e-5, "muon": 1e-3}
 
 def sums(folder: Path) -> None:
     """On each rank: gradients that are known, in a model whose buckets are small."""
-    world = parallel.join("cpu", "auto")
+    world = parallel.init_distributed("cpu", "auto")
     parallel.BUCKET_ELEMENTS = 50
     generator = torch.Generator().manual_seed(world.rank)
     shapes = [(3, 4), (7,), (10, 10), (2, 3, 4), (1,)]
@@ -34,10 +34,10 @@ def sums(folder: Path) -> None:
     result = {
         "before": before,
         "after": [p.grad for p in parameters],
-        "agreed": world.agreed([0.1 + world.rank, 2.0]),
-        "smallest": world.smallest(5 - world.rank),
-        "first": world.first,
-        "summed": world.summed(torch.tensor([1.0 + world.rank])),
+        "agreed": world.broadcast([0.1 + world.rank, 2.0]),
+        "smallest": world.all_reduce_min(5 - world.rank),
+        "first": world.is_rank_zero,
+        "summed": world.all_reduce_sum(torch.tensor([1.0 + world.rank])),
     }
     parameters[0].grad = None
     try:
@@ -45,7 +45,7 @@ def sums(folder: Path) -> None:
     except RuntimeError as error:
         result["error"] = str(error)
     torch.save(result, folder / f"{world.rank}.pt")
-    parallel.leave(world)
+    parallel.destroy_distributed(world)
 
 
 def test_sums_and_agreements_of_two_ranks(tmp_path: Path) -> None:
@@ -65,14 +65,14 @@ def test_sums_and_agreements_of_two_ranks(tmp_path: Path) -> None:
 
 def test_one_process_needs_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    world = parallel.join("cpu", "auto")
-    assert (world.size, world.first, world.sharded) == (1, True, False)
-    assert world.agreed([1.5]) == [1.5] and world.smallest(3) == 3
+    world = parallel.init_distributed("cpu", "auto")
+    assert (world.size, world.is_rank_zero, world.sharded) == (1, True, False)
+    assert world.broadcast([1.5]) == [1.5] and world.all_reduce_min(3) == 3
     for mode in ("shard", "replicate"):
         with pytest.raises(
             UsageError, match=rf"parallel\.mode: {mode} needs more than one process: torchrun"
         ):
-            parallel.join("cpu", mode)
+            parallel.init_distributed("cpu", mode)
 
 
 def close(run: Path, other: Path, within: float) -> None:

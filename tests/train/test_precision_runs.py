@@ -95,7 +95,7 @@ def poisoned(root: Path, config: tiny_run.RunConfig) -> None:
         stepper.optimizer_step = 0 if dry else step  # type: ignore[attr-defined]
         numbers = run(stepper, batches, step, dry)
         mine = torch.cat([p.detach().flatten() for p in stepper.parameters])
-        whole = stepper.world.largest(mine.clone())
+        whole = stepper.world.all_reduce_max(mine.clone())
         assert torch.equal(whole, mine), f"replicas differ after step {step}"
         return numbers
 

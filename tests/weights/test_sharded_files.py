@@ -35,7 +35,7 @@ def state() -> dict[str, Tensor]:
 
 def work(folder: Path, write: bool) -> None:
     """On each rank: write the shards, or read them into zeros and compare."""
-    world = parallel.join("cpu", "shard")
+    world = parallel.init_distributed("cpu", "shard")
     sharded_files.FILE_BYTES = 64
     mesh = init_device_mesh("cpu", (world.size,))
     mine = {
@@ -50,7 +50,7 @@ def work(folder: Path, write: bool) -> None:
         assert all(torch.equal(mine[name].full_tensor(), tensor) for name, tensor in model().items())
         assert all(torch.equal(rest[name], tensor) for name, tensor in state().items())
     dist.barrier()
-    parallel.leave(world)
+    parallel.destroy_distributed(world)
 
 
 @pytest.mark.parametrize("writers, readers", [(4, 2), pytest.param(2, 4, marks=pytest.mark.full)])

@@ -54,7 +54,7 @@ class Callback:
         return {}
 
 
-class ReportFollows(Callback):
+class ReserveReportTime(Callback):
     """Reserves time for the report, which the command writes after the run but within the same limit."""
 
     def reserve(self, limit: float | None) -> float:

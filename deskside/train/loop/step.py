@@ -11,7 +11,7 @@ from deskside.kernels.attention import AttentionContext
 from deskside.model.block import Block
 from deskside.optim.build import Optimizer
 from deskside.train.objective import Loss, TrainContext
-from deskside.train.parallel import set_last_micro_batch, sum_gradients
+from deskside.train.parallel import set_gradient_sync, sum_gradients
 from deskside.utils.errors import RunError
 
 
@@ -119,9 +119,9 @@ class Stepper:
         self.precision.begin_step(step)
         sums = self.forward_backward_dry(micro_batches) if dry else self.forward_backward(micro_batches)
         sum_gradients(self.parameters, self.world)
-        self.world.summed(sums)
+        self.world.all_reduce_sum(sums)
         total = sums[0]
-        self.precision.scales.agree(self.world.largest)
+        self.precision.scales.agree(self.world.all_reduce_max)
         norm = self.optimizer.clip_and_norm(self.grad_clip) + self.precision.scales.trouble()
         skip = torch.ones_like(total) if dry else self.guard.skip(total, norm, step)
         self.optimizer.step(skip)
@@ -140,7 +140,7 @@ class Stepper:
         sums = torch.zeros(1 + len(names), device=self.world.device)
         for index, batch in enumerate(micro_batches):
             if self.world.sharded:
-                set_last_micro_batch(self.model, index == len(micro_batches) - 1)
+                set_gradient_sync(self.model, index == len(micro_batches) - 1)
             found = self.loss(batch)
             loss = found.sum / valid
             sums[0] += loss.detach()
@@ -164,6 +164,6 @@ class Stepper:
                     f"out of memory while sharded ({str(error).split('.')[0]}); give a smaller --batch.micro_tokens"
                 ) from None
             failure = error
-        if not self.world.smallest(int(failure is None)):
+        if not self.world.all_reduce_min(int(failure is None)):
             raise failure or torch.OutOfMemoryError("another process is out of memory")
         return sums

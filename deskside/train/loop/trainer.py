@@ -274,7 +274,7 @@ class Trainer:
             float(self._replan()),
         ]
         if self.stepper.world.size > 1:
-            decision = self.stepper.world.agreed(decision)
+            decision = self.stepper.world.broadcast(decision)
             stop.adopt(int(decision[0]))
         return bool(decision[0]), bool(decision[1]), bool(decision[2]), int(decision[3])
 

@@ -182,7 +182,7 @@ class BatchSizeFinder:
         estimate = fitted * rows / min(rows, 2 * found.micro_rows)
         affordable = int(min(TIMED_DRY_STEPS, self.budget.share(DRY_SHARE) / max(1e-9, estimate)))
         fewest = 0 if self.world.device.type == "cpu" and fitted else 1
-        steps = max(fewest, int(self.world.agreed([affordable])[0]))
+        steps = max(fewest, int(self.world.broadcast([affordable])[0]))
         times = [self.dry_step(found.micro_rows, stage.dataset, rows) for _ in range(steps)]
         return min(times, default=estimate)
 
@@ -195,10 +195,10 @@ class BatchSizeFinder:
         if self.budget.limit is None or self.world.device.type != "cpu":
             return
         took = self.dry_step(1, stage.dataset, 1)
-        if not self.world.agreed([float(rows * took / BATCHING > self.budget.left())])[0]:
+        if not self.world.broadcast([float(rows * took / BATCHING > self.budget.left())])[0]:
             return
         took = min(took, self.dry_step(1, stage.dataset, 1))  # the first one allocates
-        if self.world.agreed([float(rows * took / BATCHING > self.budget.left())])[0]:
+        if self.world.broadcast([float(rows * took / BATCHING > self.budget.left())])[0]:
             why = f"one row takes {took:.1f} s, and a step has {rows} rows"
             raise self.budget.too_short(why, rows * took / 2)
 
@@ -243,7 +243,7 @@ class BatchSizeFinder:
             return
         with contextlib.suppress(torch.OutOfMemoryError):  # all ranks must agree before any of them raises
             block = torch.empty(wanted, dtype=torch.uint8, device=self.world.device)
-        if not self.world.smallest(int(block is not None)):
+        if not self.world.all_reduce_min(int(block is not None)):
             raise torch.OutOfMemoryError(f"no room for the {wanted / 2**30:.2f} GiB kept beside training")
         try:
             yield
@@ -281,4 +281,4 @@ class BatchSizeFinder:
         free = environment_record.free_memory_gib(self.world.device) - self.objective_reserved_bytes() / 2**30
         limit = free * (1.0 if self.world.sharded else MAX_OVERCOMMIT)
         possible = [n for n in candidates(rows, rows) if self.modelled_memory(n * length) <= limit]
-        return self.world.smallest(possible[0] if possible else 1)
+        return self.world.all_reduce_min(possible[0] if possible else 1)

@@ -44,7 +44,7 @@ def ensure_data(config: RunConfig, world: World, say: Say) -> Path:
     """Return the path of the run's prepared dataset, after preparing it from `data.sources` if it does not exist."""
     assert config.data.path is not None  # checked by `preflight.check_start`
     path = Path(config.data.path)
-    if world.first and config.data.sources and not (path / "index.json").exists():
+    if world.is_rank_zero and config.data.sources and not (path / "index.json").exists():
         say(f"preparing {', '.join(config.data.sources)} into {path}")
         prepare(
             list(config.data.sources),
@@ -54,7 +54,7 @@ def ensure_data(config: RunConfig, world: World, say: Say) -> Path:
             ),
         )
     world.barrier()
-    if world.first and config.align is None and (path / "index.json").is_file():
+    if world.is_rank_zero and config.align is None and (path / "index.json").is_file():
         for line in validation_warnings(read_index(path)):
             say(f"warning: {line}")
     return path
@@ -152,7 +152,7 @@ def build_model(config: RunConfig, world: World, recipe: str, start: Start | Non
             model = frozen_base.make(
                 config.model, config.adapter, config.seed, initial.weights, world.device, initial.fresh
             )
-            if start is not None and world.first:
+            if start is not None and world.is_rank_zero:
                 frozen_base.keep(model, start.run_dir)
         if start is not None:
             facts = adapter_facts(model, config.adapter)

@@ -71,11 +71,11 @@ class Checkpointer:
             permanent=self._permanent.due(Position(progress.step, progress.tokens, seconds)),
         ).model_dump(mode="json")
         folder = self.run.checkpoints
-        if self.world.first:
+        if self.world.is_rank_zero:
             self.run.sync_metrics()
-        if self.world.sharded or self.world.first:
+        if self.world.sharded or self.world.is_rank_zero:
             files.save(folder, progress.step, self.weights(), tensors, state, self.world.sharded)
-        if self.world.first:
+        if self.world.is_rank_zero:
             files.prune(folder, self.config.checkpoint.keep, _is_permanent)
             self.log.event(f"checkpoint of step {progress.step} saved")
         self.world.barrier()
@@ -124,7 +124,7 @@ class Checkpointer:
                 "the run has to roll back, but has no valid checkpoint; lower --optim.lr and start again"
             )
         self.clock.restore_running(seconds)
-        if self.world.first:
+        if self.world.is_rank_zero:
             self.run.cut_metrics(progress.step)
         self.world.barrier()
         return progress
@@ -142,13 +142,13 @@ class Checkpointer:
 
     def _newest_good(self) -> Checkpoint | None:
         folder, step = self.run.checkpoints, -1
-        if self.world.first:
+        if self.world.is_rank_zero:
             found = files.newest_good(folder, self.log.say)
             if found is not None:
                 step = found.step
                 for path in files.set_aside(folder, newer_than=step):
                     self.log.event(f"the damaged checkpoint was renamed to {path}")
-        step = int(self.world.agreed([float(step)])[0])
+        step = int(self.world.broadcast([float(step)])[0])
         return Checkpoint(folder / folder_name(step), step) if step >= 0 else None
 
 
