@@ -38,7 +38,7 @@ class TrainOptions(RunOptions):
         "a preset (see deskside presets) or a .toml file", None, metavar="PRESET", positional=True
     )
     depth: int | None = option(
-        "number of layers; the width follows from it; instead of a preset", None, metavar="N"
+        "number of layers, which sets the width too; instead of a preset", None, metavar="N"
     )
     init: str | None = option("start from these weights", None, metavar="RUN|HF_DIR")
     dry_run: bool = option("print the configuration and schedule, and do not train", False)
@@ -206,7 +206,7 @@ def _print_dry_run(config: RunConfig, as_json: bool) -> int:
     if steps:
         print(f"{steps:,} steps of {round(tokens / steps):,} tokens: {tokens:,} tokens")
     elif length is not None:
-        print(f"length {length}: the number of steps depends on the speed measured when the run starts")
+        print(f"length {length}: the steps depend on the speed measured when the run starts")
     else:
         print("the run has no length yet; give --hours, --steps or --tokens")
     return 0

@@ -83,9 +83,9 @@ def _layers(name: str, folder: Path, seen: tuple[str, ...]) -> list[dict[str, An
 def depth(number: int) -> dict[str, Any]:
     """Return the model of the depth series with `number` layers: hidden size 64 x depth, multi-head attention.
 
-    Each head has 128 channels. The series is nanochat's (github.com/karpathy/nanochat); the block stays Qwen3's, with an
-    MLP of 8/3 x hidden size rounded up to a multiple of 128. Raises UsageError if the hidden size is not a multiple of
-    128.
+    Each head has 128 channels. The series is nanochat's (github.com/karpathy/nanochat). The block remains Qwen3's, with
+    an MLP of 8/3 x hidden size, rounded up to a multiple of 128. Raises UsageError if the hidden size is not a multiple
+    of 128.
     """
     hidden = 64 * number
     if number < 2 or hidden % DEPTH_HEAD_DIM:

@@ -396,7 +396,7 @@ def test_packing_and_micro_batches_do_not_change_the_loss(average: Any, taught: 
     objective = Grpo(GrpoConfig(average=average, answer_tokens=9, kl=0.0))
 
     class World:
-        def summed(self, value: torch.Tensor) -> torch.Tensor:
+        def all_reduce_sum(self, value: torch.Tensor) -> torch.Tensor:
             return value
 
     class Session:

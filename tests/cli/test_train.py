@@ -51,7 +51,7 @@ def dry(argv: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([], "use one of 1.3b, 124m"),
+        ([], "no preset is given; use one of 1.3b, 124m"),
         (["125m"], "125m: no such preset; use one of 1.3b, 124m"),
         (["gone.toml"], "gone.toml: no such file"),
         (["124m", "--depth", "12"], "--depth and a preset"),
@@ -228,7 +228,7 @@ def test_dry_run_for_people(argv: list[str], here: Path, capsys: pytest.CaptureF
         assert part in shown.out
     last = {
         "demo": "length 3m: ",
-        "gpt2": "no length is set yet",
+        "gpt2": "the run has no length yet",
         "d20": "9,000 steps of ",
         "1.3b": "length 24h: ",
     }

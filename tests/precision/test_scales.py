@@ -135,7 +135,7 @@ def test_another_recipes_state_is_refused() -> None:
 
 
 def test_replicas_agree_on_the_largest() -> None:
-    """What `World.largest` does between processes, done here between two tables of slots."""
+    """What `World.all_reduce_max` does between processes, done here between two tables of slots."""
     one, other = scales(E4, E5, E4), scales(E4, E5, E4)
     for table, values in ((one, (1.0, float("nan"), 3.0)), (other, (2.0, 1.0, 0.5))):
         for slot, value in enumerate(values):
