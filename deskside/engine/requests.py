@@ -20,7 +20,7 @@ class Request:
     """One prompt and how to continue it.
 
     samples: continuations of the same prompt, which share its computation. Sample i of a request draws from the stream
-    of (seed, first_sample + i). eos_tokens and stop_tokens end a sample and are no part of it. stop_strings end it at
+    of (seed, first_sample + i). eos_tokens and stop_tokens end a sample and are not part of it. stop_strings end it at
     the token that completes one of them; that token is counted, but the text ends before the string. They need an
     engine that has a tokenizer. logprobs: events carry them. Raises UsageError for values out of range.
     """

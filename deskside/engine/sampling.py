@@ -153,7 +153,7 @@ class Drawn:
     Two natural logarithms of its probability, float32:
 
     logprob: by the model at the row's temperature (1 where it is greedy), over the whole vocabulary, before penalty
-        and filters. It is what a policy gradient needs: filters are no part of the policy.
+        and filters. It is what a policy gradient needs: filters are not part of the policy.
     sampled_logprob: by the distribution that the token was drawn from; 0 where it is greedy.
     """
 

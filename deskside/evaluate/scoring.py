@@ -16,7 +16,7 @@ _FENCE = re.compile(r"```(?:python|py)?[ \t]*\r?\n(.*?)(?:```|\Z)", re.DOTALL | 
 def number_in(text: str) -> Decimal | None:
     """Return the number in an answer: the first after the last mark ("####", "The answer is"), else the last one.
 
-    Thousands separators and dollar signs are no part of it. None where there is none.
+    Thousands separators and dollar signs are not part of it. None if there is no number.
     """
     marks = list(_MARKED.finditer(text))
     if marks:

@@ -21,7 +21,7 @@ BLOCK, FP8_BLOCK = 16384, 8192  # entries of a row at a time; chosen on an H200 
 
 @triton.jit
 def _capped(x, softcap, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """softcap * tanh(x / softcap). One return: Triton compiles what stands after a return too."""
+    """softcap * tanh(x / softcap). One return, because Triton also compiles the code after a return."""
     capped = x
     if CAPPED:
         capped = softcap * (2 * tl.sigmoid(2 * x / softcap) - 1)

@@ -7,7 +7,7 @@ A row is one measured point, or the measurement of the card itself:
 
 status: ok, oom, failed, timeout, or skipped (it was concluded, not tried, and `error` says why). A number counts only
 for the machine and software that it was measured on, so both are the first half of the key; the second half is what
-was asked for. How long a point is measured is no part of it.
+was asked for. How long a point is measured is not part of it.
 
 Nothing is ever rewritten: a row is appended by one write under a lock and is on the disk before `add` returns, and a
 later row overrides an earlier one of the same key. A line that a crash cut off is left in place and skipped,

@@ -62,8 +62,9 @@ _NVIDIA_NEGATIVE = 0xD7E8  # bit i: is sign i of transformer-engine's fixed vect
 class Quantized:
     """An (N, K) operand. Laid out as the tensor it came from, whichever dimension the blocks run along.
 
-    codes: (N, K) uint8, E2M1. block_scale: E4M3, (N, K / 16) or, along rows, (N / 16, K); one of a 16x16 tile stands
-    there 16 times. global_scale: float32, one number. After a Hadamard transform these are the rotated values.
+    codes: (N, K) uint8, E2M1. block_scale: E4M3, (N, K / 16) or, along rows, (N / 16, K); the scale of a
+    16x16 tile is repeated 16 times. global_scale: float32, one number. After a Hadamard transform these are the rotated
+    values.
     """
 
     codes: Tensor

@@ -130,7 +130,7 @@ def cast_with_scales_of_rows(x_NK: Tensor, dtype: torch.dtype) -> tuple[fused.Fp
 
 
 def largest(x: Tensor) -> Tensor:
-    """The largest magnitude, float32, in one pass. NaN where there is one."""
+    """The largest magnitude, float32, in one pass. NaN if the tensor contains one."""
     return torch.linalg.vector_norm(x, float("inf")).float()
 
 

@@ -50,13 +50,13 @@ def magnitude(values):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def larger(a, b):  # type: ignore[no-untyped-def]
-    """Element by element, the larger magnitude of two tiles; NaN where there is one."""
+    """Element by element, the larger magnitude of two tiles; NaN if either is NaN."""
     return tl.maximum(tl.abs(a), tl.abs(b), propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def largest_of(a, b, c, d):  # type: ignore[no-untyped-def]
-    """Element by element, the largest magnitude of four tiles; NaN where there is one."""
+    """Element by element, the largest magnitude of four tiles; NaN if any is NaN."""
     return larger(larger(a, b), larger(c, d))
 
 
