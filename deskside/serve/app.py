@@ -26,7 +26,7 @@ from deskside import __version__
 from deskside.engine.requests import Event, SampleOutput, check_prompt
 from deskside.engine.requests import Request as EngineRequest
 from deskside.serve.openapi import openapi_document
-from deskside.serve.protocol import ChatRequest, CompletionRequest, Refusal, read
+from deskside.serve.protocol import ApiError, ChatRequest, CompletionRequest, read
 from deskside.serve.responses import DONE, ResponseWriter, sse
 from deskside.serve.templating import Prompts, TooLong
 from deskside.serve.worker import EngineMessage, RequestFuture, Worker
@@ -69,19 +69,19 @@ def make_app(service: Service) -> FastAPI:
     vocab_size = service.loaded.config.vocab_size
     api = openapi_document(service.places, service.max_tokens, vocab_size, queue.prompts.roles)
 
-    @app.exception_handler(Refusal)
-    async def refused(request: Request, refusal: Refusal) -> Response:
-        retry = {} if refusal.retry_after is None else {"retry-after": str(refusal.retry_after)}
-        return JSONResponse(refusal.body, refusal.status, {**HEADERS, **retry})
+    @app.exception_handler(ApiError)
+    async def refused(request: Request, error: ApiError) -> Response:
+        retry = {} if error.retry_after is None else {"retry-after": str(error.retry_after)}
+        return JSONResponse(error.body, error.status, {**HEADERS, **retry})
 
     @app.exception_handler(HTTPException)
     async def no_such_path(request: Request, error: HTTPException) -> Response:
-        message = Refusal(error.status_code, f"{request.method} {request.url.path[:80]}: {error.detail}")
+        message = ApiError(error.status_code, f"{request.method} {request.url.path[:80]}: {error.detail}")
         return JSONResponse(message.body, error.status_code, {**HEADERS, **(error.headers or {})})
 
     @app.exception_handler(Exception)
     async def broken(request: Request, error: Exception) -> Response:
-        message = Refusal(500, "the server failed on this request; its own log says why")
+        message = ApiError(500, "the server failed on this request; its own log says why")
         return JSONResponse(message.body, 500, HEADERS)
 
     @app.get("/")
@@ -127,11 +127,11 @@ class _Lane:
         self.prompts = Prompts(service.loaded, service.longest - 1)
 
     def encode(self, asked: ChatRequest | CompletionRequest) -> list[list[int]]:
-        """Tokenize every prompt of a request. Raises Refusal."""
+        """Tokenize every prompt of a request. Raises ApiError."""
         name = "messages" if isinstance(asked, ChatRequest) else "prompt"
         service = self._service
         if isinstance(asked, ChatRequest) and not self.prompts.chats:
-            raise Refusal(
+            raise ApiError(
                 400, "this model has no chat template, so it cannot chat; use /v1/completions", param=name
             )
         try:
@@ -143,9 +143,9 @@ class _Lane:
                     raise TooLong(len(prompt), service.longest - 1)
                 check_prompt(prompt, service.loaded.config.vocab_size, service.longest, name)
         except TooLong as error:
-            raise Refusal(400, f"{name}: {error}", param=name, code="context_length_exceeded") from None
+            raise ApiError(400, f"{name}: {error}", param=name, code="context_length_exceeded") from None
         except UsageError as error:
-            raise Refusal(400, str(error), param=name) from None
+            raise ApiError(400, str(error), param=name) from None
         return prompts
 
 
@@ -170,9 +170,9 @@ class RequestQueue:
         }
 
     def check_model(self, name: str | None) -> None:
-        """Raise Refusal for another model than the served one."""
+        """Raise ApiError for another model than the served one."""
         if name is not None and name != self.service.name:
-            raise Refusal(
+            raise ApiError(
                 404,
                 f"model: {name[:80]} is not served here; this is {self.service.name}",
                 param="model",
@@ -180,7 +180,7 @@ class RequestQueue:
             )
 
     async def answer(self, asked: ChatRequest | CompletionRequest, request: Request) -> Response:
-        """Return the response, which may be a stream. Raises Refusal."""
+        """Return the response, which may be a stream. Raises ApiError."""
         self.check_model(asked.model)
         many = len(asked.prompts()) if isinstance(asked, CompletionRequest) else 1
         weight = many * asked.count
@@ -202,9 +202,9 @@ class RequestQueue:
     def _take(self, weight: int) -> None:
         places = self.service.places
         if weight > places:
-            raise Refusal(400, f"n: {weight} choices in one request; {places} at most", param="n")
+            raise ApiError(400, f"n: {weight} choices in one request; {places} at most", param="n")
         if self._taken + weight > places:
-            raise Refusal(
+            raise ApiError(
                 429,
                 f"all {places} places are taken; try again in a moment",
                 code="rate_limit_exceeded",
@@ -224,7 +224,7 @@ class RequestQueue:
         service = self.service
         most = service.max_tokens
         if asked.limit is not None and asked.limit > most:
-            raise Refusal(
+            raise ApiError(
                 400, f"max_tokens: {asked.limit} is more than this server's {most}", param="max_tokens"
             )
         seed = int.from_bytes(os.urandom(8)) if asked.seed is None else asked.seed % (1 << 64)
@@ -244,7 +244,7 @@ class RequestQueue:
                 for number, prompt in enumerate(prompts)
             ]
         except UsageError as error:
-            raise Refusal(400, str(error), param=str(error).partition(":")[0]) from None
+            raise ApiError(400, str(error), param=str(error).partition(":")[0]) from None
         chat = isinstance(asked, ChatRequest)
         tokenizer = service.loaded.tokenizer
         writer = ResponseWriter(chat, service.name, self._fingerprint, tokenizer, asked.wants_logprobs)
@@ -275,7 +275,7 @@ class PendingResponse:
                 self._futures.append(worker.submit(request, partial(self._hear, number)))
         except RunError as error:
             self.cancel()
-            raise Refusal(503, str(error)) from None
+            raise ApiError(503, str(error)) from None
 
     def _hear(self, number: int, message: EngineMessage) -> None:
         self._news.put_nowait((number, message))
@@ -287,7 +287,7 @@ class PendingResponse:
                 self._worker.cancel(future)
 
     async def whole(self) -> dict[str, Any]:
-        """Return the complete answer. Raises Refusal if the engine fails."""
+        """Return the complete answer. Raises ApiError if the engine fails."""
         answers = [SampleOutput(len(r.prompt)) for r in self._requests for _ in range(r.samples)]
         async for choice, event in self._events():
             answers[choice].add(event)
@@ -306,8 +306,8 @@ class PendingResponse:
                 if event.text or event.reason is not None or (event.logprob is not None):
                     yield self._writer.piece(choice, event, said[choice])
                 said[choice] += len(event.text)
-        except Refusal as refusal:
-            yield sse(refusal.body)
+        except ApiError as error:
+            yield sse(error.body)
             return
         if self._usage:
             yield self._writer.counts(self._prompts, count)
@@ -318,9 +318,9 @@ class PendingResponse:
         while self._left:
             number, message = await self._news.get()
             if isinstance(message, UsageError):
-                raise Refusal(400, str(message))
+                raise ApiError(400, str(message))
             if isinstance(message, RunError):
-                raise Refusal(503 if self._worker.failed is not None else 500, str(message))
+                raise ApiError(503 if self._worker.failed is not None else 500, str(message))
             self._left -= message.reason is not None
             yield number * samples + message.sample, message
 

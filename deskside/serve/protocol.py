@@ -44,7 +44,7 @@ REMEDIES = {
 }
 
 
-class Refusal(Exception):
+class ApiError(Exception):
     """An error response: the HTTP status, and the fields that OpenAI's clients read."""
 
     def __init__(
@@ -170,9 +170,9 @@ class _Common(_Strict):
         )
 
     def check(self) -> None:
-        """Check what types alone cannot express. Raises Refusal."""
+        """Check what types alone cannot express. Raises ApiError."""
         if self.stream_options is not None and not self.stream:
-            raise Refusal(400, "stream_options needs stream: true", param="stream_options")
+            raise ApiError(400, "stream_options needs stream: true", param="stream_options")
 
 
 class ChatRequest(_Common):
@@ -208,11 +208,11 @@ class ChatRequest(_Common):
         ) + 16 * len(self.messages)
 
     def turns(self) -> list[dict[str, Any]]:
-        """Return the messages for a chat template. Raises Refusal for an invalid conversation."""
+        """Return the messages for a chat template. Raises ApiError for an invalid conversation."""
         try:
             return checked_messages([message.model_dump() for message in self.messages])
         except NotRendered as error:
-            raise Refusal(400, f"messages: {error}", param="messages") from None
+            raise ApiError(400, f"messages: {error}", param="messages") from None
 
 
 Token = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
@@ -245,7 +245,7 @@ class CompletionRequest(_Common):
     def check(self) -> None:
         super().check()
         if self.best_of is not None and self.best_of != self.count:
-            raise Refusal(400, f"best_of {REMEDIES['best_of']}", param="best_of")
+            raise ApiError(400, f"best_of {REMEDIES['best_of']}", param="best_of")
 
     @property
     def characters(self) -> int:
@@ -266,22 +266,22 @@ Read = TypeVar("Read", bound=_Common)
 
 
 def read(kind: type[Read], body: bytes) -> Read:
-    """Parse a request from JSON. Raises Refusal.
+    """Parse a request from JSON. Raises ApiError.
 
     pydantic's parser rejects invalid UTF-8 and deeply nested JSON.
     """
     try:
         request = kind.model_validate_json(body)
     except ValidationError as error:
-        raise _refused(error) from None
+        raise _api_error(error) from None
     request.check()
     return request
 
 
-def _refused(error: ValidationError) -> Refusal:
+def _api_error(error: ValidationError) -> ApiError:
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
     if first["type"] == "json_invalid":
-        return Refusal(400, f"the body is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}"[:300])
+        return ApiError(400, f"the body is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}"[:300])
     param = str(first["loc"][0]) if first["loc"] else None
     shown = None if param is None else param[:60]
     # pydantic adds the tried branch of a union to the path. Keep only the fields and indices of the request.
@@ -289,11 +289,11 @@ def _refused(error: ValidationError) -> Refusal:
     where = ".".join(places)[:80] or "the body"
     if first["type"] == "extra_forbidden":
         name = ".".join([*places, str(first["loc"][-1])] if len(first["loc"]) > 1 else places)[:80]
-        return Refusal(400, f"{name}: there is no such field here; leave it out", param=shown)
+        return ApiError(400, f"{name}: there is no such field here; leave it out", param=shown)
     if param in REMEDIES:
-        return Refusal(400, f"{param} {REMEDIES[param]}", param=shown)
+        return ApiError(400, f"{param} {REMEDIES[param]}", param=shown)
     what = first["msg"].removeprefix("Input ")[:200]
-    return Refusal(400, f"{where}: {what[:1].lower()}{what[1:]}", param=shown)
+    return ApiError(400, f"{where}: {what[:1].lower()}{what[1:]}", param=shown)
 
 
 def _fields() -> frozenset[str]:

@@ -23,7 +23,7 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from deskside.serve.protocol import Refusal
+from deskside.serve.protocol import ApiError
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -66,8 +66,8 @@ class RequestGuard:
         try:
             self._check(scope)
             body = await self._body(scope, receive)
-        except Refusal as refusal:
-            await answer(send, refusal)
+        except ApiError as error:
+            await send_error(send, error)
             return
         if body is None:
             return  # the client has disconnected
@@ -86,24 +86,24 @@ class RequestGuard:
         headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))
         host = headers.get(b"host", b"").decode("latin-1")
         if self._hosts is not None and _name(host) not in self._hosts:
-            raise Refusal(403, "the Host header does not name this server", code="wrong_host")
+            raise ApiError(403, "the Host header does not name this server", code="wrong_host")
         origin = headers.get(b"origin")
         if origin is not None and origin.decode("latin-1").partition("://")[2].lower() != host.lower():
-            raise Refusal(403, "requests from other web pages are refused", code="cross_origin")
+            raise ApiError(403, "requests from other web pages are refused", code="cross_origin")
         if self._token is not None and scope["path"] not in OPEN:
             kind, _, given = headers.get(b"authorization", b"").partition(b" ")
             if kind.lower() != b"bearer" or not hmac.compare_digest(_digest(given.strip()), self._token):
-                raise Refusal(401, "a token is needed: Authorization: Bearer TOKEN", code="invalid_api_key")
+                raise ApiError(401, "a token is needed: Authorization: Bearer TOKEN", code="invalid_api_key")
         if scope["method"] == "POST":
             kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
             if kind != b"application/json":
-                raise Refusal(415, "the body has to be application/json (Content-Type)")
+                raise ApiError(415, "the body must be application/json (Content-Type)")
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and (len(length) > 18 or int(length) > self._limits.body_bytes):
             raise self._too_large()
 
     async def _body(self, scope: MutableMapping[str, Any], receive: Receive) -> bytes | None:
-        """Read the whole body; None if the client has disconnected. Raises Refusal."""
+        """Read the whole body; None if the client has disconnected. Raises ApiError."""
         parts: list[bytes] = []
         size = 0
         try:
@@ -119,28 +119,28 @@ class RequestGuard:
                     if not message.get("more_body", False):
                         return b"".join(parts)
         except TimeoutError:
-            raise Refusal(408, f"the body took longer than {self._limits.body_seconds:g} seconds") from None
+            raise ApiError(408, f"the body took longer than {self._limits.body_seconds:g} seconds") from None
 
-    def _too_large(self) -> Refusal:
-        return Refusal(413, f"the body is larger than {self._limits.body_bytes:,} bytes")
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"the body is larger than {self._limits.body_bytes:,} bytes")
 
 
-async def answer(send: Send, refusal: Refusal) -> None:
-    """Send a refusal, and close the connection if a body may still be in transit."""
-    body = json.dumps(refusal.body).encode()
+async def send_error(send: Send, error: ApiError) -> None:
+    """Send an error response, and close the connection if a body may still be in transit."""
+    body = json.dumps(error.body).encode()
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),
         (b"cache-control", b"no-store"),
         (b"x-content-type-options", b"nosniff"),
     ]
-    if refusal.status in (401,):
+    if error.status in (401,):
         headers.append((b"www-authenticate", b"Bearer"))
-    if refusal.retry_after is not None:
-        headers.append((b"retry-after", str(refusal.retry_after).encode()))
-    if refusal.status in (403, 408, 413, 415):
+    if error.retry_after is not None:
+        headers.append((b"retry-after", str(error.retry_after).encode()))
+    if error.status in (403, 408, 413, 415):
         headers.append((b"connection", b"close"))
-    await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
 
