@@ -109,7 +109,7 @@ def test_json_is_whole_and_alone(capsys: pytest.CaptureFixture[str], line: str) 
         ("--gpu rtx4090 --hours 3 --gpus 3 --batch.tokens 65536", "cannot share evenly"),
         ("--gpu rtx4090 --hours", "--hours: its value is missing"),
         ("--gpu rtx4090 --hors 3", "did you mean --hours"),
-        ("--gpu h100 --hours 3", "which one"),
+        ("--gpu h100 --hours 3", "several cards"),
         ("--gpu rtx4090", "--hours, --tokens, --flops or --loss"),
         ("--hours 3", "--gpu"),
         ("--gpu rtx4090 --hours 3 --explain colour", "--explain"),
