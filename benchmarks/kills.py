@@ -15,6 +15,7 @@ The result is JSON with every kill and every trial. Exit code 1 if anything was 
 """
 
 import argparse
+import functools
 import hashlib
 import json
 import multiprocessing
@@ -145,11 +146,9 @@ def _child(argv: list[str], log: str, record: str, point: str | None, at: int, s
     points = KillPoints(Path(record), point, at)
     points.install()
     if small_shards:  # several shards from little text
-        from deskside.data.corpus import prepare
+        from deskside.data.corpus import analyze
 
-        prepare.SHARD_BYTES = 30_000
-        assert prepare.prepare.__kwdefaults__ is not None
-        prepare.prepare.__kwdefaults__["shard_bytes"] = 30_000
+        analyze.CorpusOptions = functools.partial(analyze.CorpusOptions, shard_bytes=30_000)  # type: ignore[assignment,misc]
     code = main(argv)
     points.finish()
     sys.exit(code)
