@@ -267,7 +267,7 @@ def compare(files: list[Path], gpu_name: str, probes: Path | None) -> Comparison
 
 def without_host(rates: Rates) -> Rates:
     """Return the rates without the host's term, as before draws 7 and 8."""
-    return replace(rates, host=replace(rates.host, attention=0.0))
+    return replace(rates, host=replace(rates.host, compiled_attention=0.0))
 
 
 def _stored(probes: Path | None) -> list[Mapping[str, Any]]:

@@ -54,7 +54,7 @@ def test_frozen_products_are_those_of_the_stored_weight(format: Any) -> None:
         assert off(got.detach(), expected) < 0.006
     # A CPU sums the magnitudes' mean in another order and divides to another last bit, so a few codes are neighbours.
     elsewhere = freeze(source.cpu(), format)
-    assert float((layer.codes.cpu() != elsewhere.codes).double().mean()) < 1e-3  # type: ignore[operator, union-attr]
+    assert float((layer.codes.cpu() != elsewhere.codes).double().mean()) < 1e-3  # type: ignore[attr-defined, operator, union-attr]
     assert off(layer.dense().cpu(), elsewhere.dense()) < 5e-3  # type: ignore[operator]
 
 

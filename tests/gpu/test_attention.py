@@ -72,14 +72,14 @@ def views(fused_BTX: Tensor, need: Requirements) -> list[Tensor]:
 def by_autograd(fused: Tensor, need: Requirements, context: AttentionContext, compiled: bool) -> list[Tensor]:
     function = torch.compile(attention, fullgraph=True, dynamic=False) if compiled else attention
     fused = fused.detach().requires_grad_()
-    o = function(*views(fused, need), context)
+    o = function(*views(fused, need), context)  # type: ignore[call-arg]
     (gradient,) = torch.autograd.grad(o, fused, grad_of(need).to(o.dtype))
     return [o.detach(), *views(gradient, need)]
 
 
 def by_hand(fused: Tensor, need: Requirements, context: AttentionContext) -> list[Tensor]:
     with torch.no_grad():
-        o, saved = attention_forward(*views(fused, need), context)
+        o, saved = attention_forward(*views(fused, need), context)  # type: ignore[call-arg]
         return [o, *attention_backward(saved, grad_of(need).to(o.dtype))]
 
 
@@ -145,7 +145,7 @@ def busy(name: str, fused: Tensor, grad: Tensor, need: Requirements) -> float:
 
     @torch.no_grad()
     def run() -> None:
-        _, saved = attention_forward(*views(fused, need), context)
+        _, saved = attention_forward(*views(fused, need), context)  # type: ignore[call-arg]
         attention_backward(saved, grad)
 
     events = step_profile.record(run, PROFILED, need.device)

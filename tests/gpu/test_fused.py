@@ -174,20 +174,20 @@ def test_qk_norm_rope(C: int, norm: bool, rope: bool) -> None:
     angles = (turn.cos(), turn.sin()) if rope else None
     wide_weights = [None if w is None else w.double() for w in weights]
     wide_angles = None if angles is None else (angles[0].double(), angles[1].double())
-    found = fused.qk_norm_rope(qkv, *weights, angles, layout)
-    compare(found, reference.qk_norm_rope(qkv.double(), *wide_weights, wide_angles, layout))
+    found = fused.qk_norm_rope(qkv, *weights, angles, layout)  # type: ignore[call-arg]
+    compare(found, reference.qk_norm_rope(qkv.double(), *wide_weights, wide_angles, layout))  # type: ignore[call-arg]
     # Gradients as attention leaves them: tokens first, or heads first.
     grads = (random(N, 6, C), random(2, N, C).transpose(0, 1), random(N, 2, C))
-    backward = fused.qk_norm_rope_backward(grads, qkv, *weights, angles, layout)
+    backward = fused.qk_norm_rope_backward(grads, qkv, *weights, angles, layout)  # type: ignore[call-arg]
     wide = tuple(g.double() for g in grads)
     compare(
         backward,
-        reference.qk_norm_rope_backward(wide, qkv.double(), *wide_weights, wide_angles, layout, None),
+        reference.qk_norm_rope_backward(wide, qkv.double(), *wide_weights, wide_angles, layout, None),  # type: ignore[call-arg]
     )
     writes_fp8()
     ours, theirs = cast(E5), cast(E5)
-    low, *of_weights = fused.qk_norm_rope_backward(grads, qkv, *weights, angles, layout, ours)
-    truth = reference.qk_norm_rope_backward(grads, qkv, *weights, angles, layout, theirs)
+    low, *of_weights = fused.qk_norm_rope_backward(grads, qkv, *weights, angles, layout, ours)  # type: ignore[call-arg]
+    truth = reference.qk_norm_rope_backward(grads, qkv, *weights, angles, layout, theirs)  # type: ignore[call-arg]
     check_fp8(low, truth[0], ours, theirs)
     if norm:
         compare(tuple(of_weights), truth[1:], 1e-5)
