@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.planner_fit import errors, groups, section, split, unprobed
+from benchmarks.planner_fit import errors, groups, replaced, section, split, unprobed
 from benchmarks.planner_points import Point, points
 from deskside.budget.memory import instants, sublayer_gradients, training_memory
 from deskside.budget.operators import step_operators
@@ -18,6 +18,7 @@ from deskside.budget.step_spec import StepSpec
 from deskside.facts.gpus import find
 from deskside.plan.calibrate import calibrate
 from deskside.plan.estimate import estimate
+from tests.sources import ROOT
 
 RATES = unprobed()
 POINTS = points()
@@ -105,6 +106,13 @@ def test_the_report_has_every_point_and_its_data() -> None:
     for point in POINTS:
         assert point.name in text
         assert all(source in text for source in point.sources)
+
+
+def test_the_document_has_the_report_as_it_is_today() -> None:
+    text = (ROOT / "docs" / "planner-accuracy.md").read_text("utf-8")
+    assert replaced(text) == text, (
+        "run: python -m benchmarks.planner_fit section --out docs/planner-accuracy.md"
+    )
 
 
 def test_what_was_measured_with_recomputation_holds_the_weights_that_are_cached() -> None:
