@@ -285,3 +285,24 @@ def test_a_preset_is_told_with_its_true_size_and_tokens_without_an_exponent(caps
     title = out.splitlines()[0]
     assert "1.3b (1.29B parameters)" in title and "1B tokens" in title
     assert not re.search(r"[0-9]e[+-][0-9]", out)
+
+
+@pytest.mark.parametrize(
+    "line", ["--gpu rtx4090 --hours 24", "--gpu rtx3060-12gb --hours 8", "--gpu h200 --hours 1"]
+)
+def test_a_safe_model_that_needs_more_memory_says_why(line: str, capsys: Any) -> None:
+    code, out, _ = plan(capsys, f"{line} --json")
+    bands = {band["name"]: band for band in json.loads(out)["bands"]}
+    assert code == 0 and {"safe", "target"} <= bands.keys()
+    needed = {name: band["memory"]["needed"]["expected"] for name, band in bands.items()}
+    assert ("more memory" in bands["safe"]["why"]) == (needed["safe"] > needed["target"])
+
+
+def test_hours_that_go_does_not_use_name_their_command(capsys: Any) -> None:
+    """`go` pretrains and evaluates; the time for fine-tuning is left for `deskside sft`."""
+    code, out, _ = plan(capsys, "--gpu rtx4090 --hours 24")
+    told = " ".join(out.split())
+    assert code == 0 and "left for deskside sft" in told
+    assert json.loads(plan(capsys, "--gpu rtx4090 --hours 24 --json")[1])["hours"].keys() == {
+        "pretraining", "sft", "evaluation", "margin",
+    }  # fmt: skip
