@@ -242,9 +242,9 @@ class GuardConfig(Part):
     spike_factor: float = Field(
         10.0,
         gt=1,
-        description="a step is skipped when its gradient norm exceeds this times the recent median",
+        description="a step is skipped when its gradient norm exceeds this times the 90th percentile of recent norms",
     )
-    window: PositiveInt = Field(64, description="steps that the median is taken over")
+    window: PositiveInt = Field(64, description="recent steps that the percentile is taken over")
     max_skips: PositiveInt = Field(
         5, description="consecutive skipped steps before going back to the last checkpoint"
     )

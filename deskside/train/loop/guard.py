@@ -1,13 +1,17 @@
 """Skip steps with a non-finite loss or a gradient-norm spike; roll back after too many in a row.
 
 The decision is made on the device, without a host synchronization: a step whose loss or gradient norm is not finite, or
-whose norm exceeds a limit, leaves weights and optimizer state unchanged. The limit is a multiple of the median norm of
-recent steps. It excludes the newest step, which the host has not read yet when it launches the next one. The limit
-therefore does not depend on host timing, and a resumed run skips exactly the same steps.
+whose norm exceeds a limit, leaves weights and optimizer state unchanged. The limit is a multiple of the 90th percentile
+of the norms of recent steps, skipped ones included. It excludes the newest step, which the host has not read yet when
+it launches the next one. The limit therefore does not depend on host timing, and a resumed run skips exactly the same
+steps.
+
+Why not the median: once DPO has learned most pairs, the median norm falls by orders of magnitude, while a batch with a
+pair that is still wrong has the norm it always had. Such batches are not outliers, and skipping them stops the learning
+and then the run. In pretraining, norms vary little, and the two limits are nearly equal.
 """
 
 import math
-import statistics
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
@@ -19,6 +23,7 @@ from deskside.config.sections import GuardConfig
 from deskside.utils.errors import RunError
 
 MINIMUM_HISTORY = 16  # norms needed before a spike can be detected
+PERCENTILE = 0.9
 
 
 class Diverged(RunError):
@@ -35,11 +40,11 @@ class Guard:
 
     def limit(self, step: int) -> float:
         """Return the largest gradient norm allowed in step `step` (from 1); infinite while the history is short."""
-        # GRPO steps in which all answers earned the same reward have zero gradient and would bias the median.
+        # GRPO steps in which all answers earned the same reward have zero gradient and would bias the limit.
         usable = [norm for at, norm in self._norms if at <= step - 2 and norm > 0][-self.config.window :]
         if len(usable) < MINIMUM_HISTORY:
             return float("inf")
-        return self.config.spike_factor * statistics.median(usable)
+        return self.config.spike_factor * sorted(usable)[int(PERCENTILE * (len(usable) - 1))]
 
     def skip(self, loss: Tensor, norm: Tensor, step: int) -> Tensor:
         """Return 1.0 if the step must be skipped, else 0.0, as a tensor on the device."""
@@ -55,15 +60,16 @@ class Guard:
 
     def record(self, step: int, loss: float, norm: float, skipped: bool) -> str | None:
         """Record a finished step. Return why it was skipped, or None."""
-        if not skipped:
+        limit, factor = self.limit(step), self.config.spike_factor
+        if math.isfinite(norm):
             self._norms.append((step, norm))
+        if not skipped:
             self._in_a_row = 0
             return None
         self._in_a_row += 1
         if not (math.isfinite(loss) and norm < math.inf):
             return f"loss {loss} or gradient norm {norm} is not finite"
-        limit, factor = self.limit(step), self.config.spike_factor
-        return f"gradient norm {norm:.3g} is above {limit:.3g}, {factor:g} times the recent median"
+        return f"gradient norm {norm:.3g} is above {limit:.3g}, {factor:g} times the 90th percentile of recent norms"
 
     def state(self) -> dict[str, Any]:
         return {"norms": [list(entry) for entry in self._norms], "in_a_row": self._in_a_row}
