@@ -28,7 +28,7 @@ from deskside.align import answers
 from deskside.align.answers import AnswerBatch, check_compute, full_row_texts, lay_out, moved
 from deskside.align.losses import pair_scores
 from deskside.align.preference_data import PairRows
-from deskside.align.prepared import told
+from deskside.align.prepared import describe_data
 from deskside.align.samples import SampledAnswers
 from deskside.config.align import DpoConfig
 from deskside.config.run import RunConfig
@@ -73,7 +73,7 @@ class Dpo(SampledAnswers):
         return self.opened[split]
 
     def begin(self, session: Session) -> None:
-        told(self.opened["train"].index, session.say)
+        describe_data(self.opened["train"].index, session.say)
         for opened in self.opened.values():
             if opened.left_out:
                 session.say(

@@ -39,7 +39,7 @@ from deskside.align.answers import (
 )
 from deskside.align.grpo_data import Question, Questions
 from deskside.align.losses import advantages, policy_terms
-from deskside.align.prepared import told
+from deskside.align.prepared import describe_data
 from deskside.align.rollouts import Rollout, RolloutLog
 from deskside.align.sampler import (
     SHARE,
@@ -115,7 +115,7 @@ class Grpo(SampledAnswers):
 
     def begin(self, session: Session) -> None:
         self.session = session
-        told(self.opened["train"].index, session.say)
+        describe_data(self.opened["train"].index, session.say)
         for questions in self.opened.values():
             if questions.left_out:
                 session.say(

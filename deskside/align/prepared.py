@@ -235,8 +235,8 @@ class PreparedSplit:
         return xxhash.xxh3_128_hexdigest("\n".join(parts).encode())
 
 
-def told(index: dict[str, Any], say: Callable[[str], None]) -> None:
-    """Return messages for the user about the prepared data."""
+def describe_data(index: dict[str, Any], say: Callable[[str], None]) -> None:
+    """Print what the user should know about the prepared data."""
     noun, splits = NOUN[index["kind"]], index["splits"]
     say(f"{splits['train']['count']:,} {noun}s to train on, {splits['val']['count']:,} held out")
     for reason, left in index["left_out"].items():

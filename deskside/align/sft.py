@@ -10,7 +10,7 @@ from typing import cast
 
 from deskside.align.samples import SampledAnswers
 from deskside.config.run import RunConfig
-from deskside.data.chat.prepare_chat import told
+from deskside.data.chat.prepare_chat import describe_data
 from deskside.data.reading.rows import PackedDataset
 from deskside.train.objective import Evaluation, NextToken, Session
 from deskside.utils.errors import UsageError
@@ -33,7 +33,7 @@ class Sft(SampledAnswers, NextToken):
         return dataset
 
     def begin(self, session: Session) -> None:
-        told(self.opened[0].index, session.say)
+        describe_data(self.opened[0].index, session.say)
         for dataset in self.opened:
             cut, length = dataset.cut, dataset.sequence_length
             if cut.shortened or cut.nothing:

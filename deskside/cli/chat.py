@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 from deskside.cli.options import Command, option
 from deskside.cli.shared_options import ModelOption
-from deskside.engine.device import Device, device_of, dtype_of, say
+from deskside.engine.device import Device, device_of, dtype_of
 from deskside.engine.sampling import Sampling
 from deskside.serve.chat import ChatOptions, converse
+from deskside.utils.console import say
 from deskside.utils.errors import UsageError
 from deskside.weights.load import load_model
 

@@ -181,7 +181,10 @@ def _show(options: ShowOptions) -> int:
             "gzip_bpb": split.gzip_bpb,
             "unigram_bpb": split.unigram_bpb,
             "utilisation": {str(t): p.utilisation for t, p in packed.items()},
-            "tags": _per_tag(index, split),
+            "tags": [
+                {"source": index.tags[t].source, "lang": index.tags[t].lang, "documents": d, "tokens": n}
+                for t, (d, n) in split.counts_by_tag().items()
+            ],
         }
     if options.json:
         print_json({"vocab_size": index.tokenizer.vocab_size, "splits": facts})
@@ -191,19 +194,6 @@ def _show(options: ShowOptions) -> int:
     for line in validation_warnings(index):
         print(f"warning: {line}")
     return 0
-
-
-def _per_tag(index: shards.DatasetIndex, split: shards.SplitInfo) -> list[dict[str, Any]]:
-    counts: dict[int, list[int]] = {}
-    for shard in split.shards:
-        for tag, count in shard.tags.items():
-            sums = counts.setdefault(tag, [0, 0])
-            sums[0] += count.documents
-            sums[1] += count.tokens
-    return [
-        {"source": index.tags[t].source, "lang": index.tags[t].lang, "documents": d, "tokens": n}
-        for t, (d, n) in sorted(counts.items(), key=lambda item: -item[1][1])
-    ]
 
 
 def _print_tables(index: shards.DatasetIndex, facts: dict[str, Any]) -> None:

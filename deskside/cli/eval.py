@@ -15,7 +15,7 @@ from deskside.cli.output import print_json
 from deskside.cli.shared_options import JsonOption, ModelOption
 from deskside.data.chat.renderer import Renderer, own_template
 from deskside.data.corpus.progress_bar import ProgressBar
-from deskside.engine.device import Device, device_of, dtype_of, say
+from deskside.engine.device import Device, device_of, dtype_of
 from deskside.evaluate.likelihood import Encoder
 from deskside.evaluate.run_task import (
     CORE_TASKS,
@@ -31,6 +31,7 @@ from deskside.evaluate.run_task import (
 from deskside.evaluate.tasks import TaskSelection, select
 from deskside.evaluate.text_bpb import TextBpb, has_data, measure, run_config
 from deskside.utils import strict_json
+from deskside.utils.console import say
 from deskside.utils.errors import RunError, UsageError
 from deskside.weights.load import Loaded, load_model
 

@@ -17,12 +17,12 @@ from deskside.cli.output import print_json
 from deskside.cli.shared_options import JsonOption, ModelOption
 from deskside.data.corpus.progress_bar import ProgressBar
 from deskside.data.tokenizer import GGUF_PRE_TOKENIZER
-from deskside.engine.device import say
 from deskside.export.card import model_card
 from deskside.export.gguf import TYPE_NAMES, check_gguf, gguf_name, save_gguf
 from deskside.export.gguf_tokenizer import gguf_tokenizer
 from deskside.export.peft import Unavailable, merge_into_original, save_peft
 from deskside.run.record import mapping
+from deskside.utils.console import say
 from deskside.utils.errors import RunError, UsageError
 from deskside.weights.hf import check_out, save_hf
 from deskside.weights.load import Loaded, load_model

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import deskside
 from deskside.cli.options import Command, option
-from deskside.cli.output import finish, note
+from deskside.cli.output import finish
 from deskside.cli.shared_options import RunOptions, set_length
 from deskside.cli.train import resume
 from deskside.config import merge
@@ -25,6 +25,7 @@ from deskside.config.run import RunConfig
 from deskside.data.corpus.progress_bar import limited
 from deskside.run.directory import RunDirectory
 from deskside.train.prepare.preflight import set_cublas_workspace, too_short
+from deskside.utils.console import say
 from deskside.utils.errors import UsageError
 
 PREPARE_SHARE = 0.5  # of a run's time limit, for starting and preparing the data
@@ -154,7 +155,7 @@ class FinetuneRun:
                 data = self.data(Path(folder)).folder(given.get("data", {}).get("path"))
         config = self._configure(loaded, data, chat.vocab_size)
         if data.parent == Path("data") and not int(os.environ.get("RANK", "0")):  # the user named no folder
-            note(f"data: prepared in {data}; later runs reuse it")
+            say(f"data: prepared in {data}; later runs reuse it")
         return finish(self._train(config, loaded, chat.fresh), self.name, options.json)
 
     def _require_arguments(self) -> None:

@@ -15,11 +15,6 @@ def print_json(value: Any, indent: int | None = None) -> None:
     print(strict_json.dumps(value, indent=indent))
 
 
-def note(text: str) -> None:
-    """Print a line on standard error. Standard output is for results only."""
-    print(text, file=sys.stderr, flush=True)
-
-
 def finish(outcome: Any, objective: str | None, as_json: bool) -> int:
     """Write the report of a `training_run.RunOutcome`, print its result and return the exit code.
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from deskside.budget.shape import num_params
 from deskside.budget.step_spec import Checkpointing, OptimizerName
 from deskside.cli.options import Command, option
-from deskside.cli.output import note, print_json
+from deskside.cli.output import print_json
 from deskside.cli.shared_options import MINUTES, JsonOption
 from deskside.config import merge, presets
 from deskside.config.sections import PrecisionConfig
@@ -22,6 +22,7 @@ from deskside.probe.grid import LONGEST_SEQUENCE, Point, Size, calibration_point
 from deskside.probe.sweep import MEASURE_CARD, MEASURE_POINT, ProbeResult, Sweep, SweepResult
 from deskside.probe.sweep_display import watcher
 from deskside.utils import signals
+from deskside.utils.console import say
 from deskside.utils.errors import RunError, UsageError
 
 CALIBRATION_MINUTES = 3.0
@@ -82,7 +83,7 @@ def probe(options: ProbeOptions, point_target: str = MEASURE_POINT, card_target:
     if minutes is None and options.preset is None and options.depth is None:
         minutes = CALIBRATION_MINUTES
     for line in store.notes(machine):
-        note(line)
+        say(line)
     with watcher(len(points)) as watch, signals.raised():
         surveyor = Sweep(
             store,
@@ -97,7 +98,7 @@ def probe(options: ProbeOptions, point_target: str = MEASURE_POINT, card_target:
     _show(survey, machine, store, options.json)
     if survey.interrupted:
         kept = sum(finding.origin == "measured" for finding in survey.findings)
-        note(f"interrupted: {kept} points measured and stored; run the same command again to continue")
+        say(f"interrupted: {kept} points measured and stored; run the same command again to continue")
         return 128 + survey.interrupted
     _check(survey, options)
     return 0

@@ -10,8 +10,9 @@ import torch
 
 from deskside.cli.options import Command, option
 from deskside.cli.shared_options import ModelOption, addresses, is_loopback
-from deskside.engine.device import Device, cache_tokens, device_of, dtype_of, say
+from deskside.engine.device import Device, cache_tokens, device_of, dtype_of
 from deskside.engine.engine import PAGE_SIZE, Engine
+from deskside.utils.console import say
 from deskside.utils.errors import RunError, UsageError
 from deskside.weights.load import Loaded, load_model
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import deskside
 from deskside.cli.options import Command, option
-from deskside.cli.output import note, print_json
+from deskside.cli.output import print_json
 from deskside.cli.shared_options import MINUTES, JsonOption
 from deskside.study.execute.devices import choose
 from deskside.study.execute.journal import FILE as JOURNAL
@@ -23,6 +23,7 @@ from deskside.study.spec import parse_spec
 from deskside.study.spec.expand import Expansion, expand
 from deskside.study.spec.parse_spec import check_seeds
 from deskside.study.spec.spec import StudySpec
+from deskside.utils.console import say
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.signals import exit_code
 
@@ -231,22 +232,22 @@ def _run(
 
     devices = choose(options.devices, {arm.config.compute.device for arm in plan.arms})
     if text is not None:
-        prepare_all(plan.arms, note)
+        prepare_all(plan.arms, say)
         folder.create(plan, text)
-    with folder.lock(note) as lock:
+    with folder.lock(say) as lock:
         if text is None:
             folder.write(plan)
         runner = Runner(folder, plan, devices, keep_models=options.keep_models, lock=lock)
         todo = runner.remaining(again)
         if text is None:
-            prepare_all([arm for arm, _ in todo], note)
-            note(
+            prepare_all([arm for arm, _ in todo], say)
+            say(
                 f"study {plan.name}: {len(plan.trials()) - len(todo)} of {len(plan.trials())} trials are done"
             )
         try:
             stopped = runner.run(todo)
         except KeyboardInterrupt:
-            note(f"stopped; continue with: deskside study {folder.path} --resume")
+            say(f"stopped; continue with: deskside study {folder.path} --resume")
             raise
         except RunError as error:
             raise RunError(f"{error}; then continue with: deskside study {folder.path} --resume") from None
@@ -275,7 +276,7 @@ def _run(
     elif page is not None:
         _print(folder, results, page)
     if stopped is not None:
-        note(f"{stopped}: stopped; continue with: deskside study {folder.path} --resume")
+        say(f"{stopped}: stopped; continue with: deskside study {folder.path} --resume")
         return exit_code(stopped)
     if not any(arm.finished() for arm in results.arms):
         reason = next((trial.reason for arm in results.arms for trial in arm.trials if trial.reason), "")

@@ -1,12 +1,12 @@
-"""The device, number format and memory that a command generates with, and its messages on standard error."""
+"""The device, number format and memory that a command generates with."""
 
-import sys
 from typing import Literal
 
 import torch
 
 from deskside.model.transformer import Transformer
 from deskside.precision.selfcheck import check
+from deskside.utils.console import say
 from deskside.utils.errors import UsageError
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -31,11 +31,6 @@ def dtype_of(device: torch.device) -> torch.dtype:
         return torch.bfloat16
     say(f"bf16 fails its self-check here ({result.reason}): using float32")
     return torch.float32
-
-
-def say(line: str) -> None:
-    """Print a message on standard error, apart from results."""
-    print(line, file=sys.stderr, flush=True)
 
 
 def allowed_bytes(device: torch.device) -> int:

@@ -11,10 +11,10 @@ from deskside.config.run import RunConfig
 from deskside.data.corpus.progress_bar import ProgressBar
 from deskside.data.corpus.sources import BadInputLog, Source, iter_documents
 from deskside.data.reading.rows import PackedDataset
-from deskside.engine.device import say
 from deskside.evaluate.bpb import BitsPerByte, evaluate_dataset, evaluate_text
 from deskside.kernels.attention import AttentionContext, Requirements, choose
 from deskside.run.directory import reached_by
+from deskside.utils.console import say
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.files import fingerprint
 from deskside.weights.load import Loaded

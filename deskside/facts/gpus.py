@@ -110,12 +110,12 @@ class Gpu:
 
     @property
     def geforce(self) -> bool:
-        """Whether this is an NVIDIA consumer card, laptops included."""
+        """True for NVIDIA consumer cards, laptops included."""
         return self.half_rate_fp32_accumulate is True
 
     @property
     def rocm(self) -> bool:
-        """Whether this is an AMD card, which needs ROCm."""
+        """True for AMD cards, which need ROCm."""
         return self.compute_capability.startswith("gfx")
 
     @property

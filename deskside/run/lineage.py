@@ -124,20 +124,14 @@ def _index(folder: Path) -> DatasetIndex | None:
 
 def _sources(index: DatasetIndex, bundled: bool) -> list[SourceShare]:
     """Return the sources of the training split, largest first."""
-    counts: dict[int, list[int]] = {}
-    for shard in index.splits["train"].shards:
-        for tag, count in shard.tags.items():
-            sums = counts.setdefault(tag, [0, 0])
-            sums[0] += count.documents
-            sums[1] += count.tokens
     licences = _bundled_licenses() if bundled else {}
     found = []
-    for tag, (documents, tokens) in counts.items():
+    for tag, (documents, tokens) in index.splits["train"].counts_by_tag().items():
         info = index.tags[tag]
         found.append(
             SourceShare(info.source, info.lang, documents, tokens, licences.get(info.source.split(":")[0]))
         )
-    return sorted(found, key=lambda s: -s.tokens)
+    return found
 
 
 def _bundled_licenses() -> dict[str, str]:

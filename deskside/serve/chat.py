@@ -14,11 +14,11 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 
-from deskside.engine.device import say
 from deskside.engine.engine import PAGE_SIZE, Engine
 from deskside.engine.requests import Reason, Request
 from deskside.engine.sampling import Sampling
 from deskside.serve.templating import Prompts
+from deskside.utils.console import say
 from deskside.utils.errors import UsageError
 from deskside.utils.signals import Interrupted
 from deskside.weights.load import Loaded

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import uvicorn
 
-from deskside.engine.device import say
 from deskside.engine.engine import Engine
 from deskside.serve.app import Service, make_app
 from deskside.serve.request_guard import MAX_HEAD, ClientLimits, RequestGuard, connection_class
 from deskside.serve.worker import Worker
+from deskside.utils.console import say
 from deskside.weights.load import Loaded
 
 GRACE_SECONDS = 10  # for running answers after the server was asked to stop

@@ -36,7 +36,7 @@ class World:
 
     @property
     def is_rank_zero(self) -> bool:
-        """Whether this is rank 0, which writes the run directory."""
+        """True in the process that writes the run directory."""
         return self.rank == 0
 
     def broadcast(self, numbers: Sequence[float]) -> list[float]:

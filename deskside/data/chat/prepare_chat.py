@@ -304,7 +304,7 @@ class _Maker:
         return index
 
 
-def told(index: DatasetIndex, say: Callable[[str], None]) -> None:
+def describe_data(index: DatasetIndex, say: Callable[[str], None]) -> None:
     """Print what the user should know about prepared conversations."""
     assert index.chat is not None
     train, val = index.splits["train"], index.splits["val"]

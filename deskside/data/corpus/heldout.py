@@ -150,7 +150,7 @@ class HoldoutPlanner:
 
     @property
     def few(self) -> bool:
-        """Whether fewer than FEW_DOCUMENTS distinct documents have been read."""
+        """True until FEW_DOCUMENTS distinct documents have been read."""
         return len(self._keys) < FEW_DOCUMENTS
 
     def add(self, text: bytes, key: bytes, labels: Iterable[Label]) -> None:

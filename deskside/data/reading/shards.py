@@ -100,6 +100,15 @@ class SplitInfo(Part):
     gzip_bpb: NonNegativeFloat | None = None
     unigram_bpb: NonNegativeFloat | None = None
 
+    def counts_by_tag(self) -> dict[int, tuple[int, int]]:
+        """Return the documents and tokens of each tag, most tokens first."""
+        counts: dict[int, tuple[int, int]] = {}
+        for shard in self.shards:
+            for tag, count in shard.tags.items():
+                documents, tokens = counts.get(tag, (0, 0))
+                counts[tag] = (documents + count.documents, tokens + count.tokens)
+        return dict(sorted(counts.items(), key=lambda item: -item[1][1]))
+
 
 class TokenizerInfo(Part):
     checksum: str

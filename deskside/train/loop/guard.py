@@ -60,15 +60,16 @@ class Guard:
 
     def record(self, step: int, loss: float, norm: float, skipped: bool) -> str | None:
         """Record a finished step. Return why it was skipped, or None."""
-        limit, factor = self.limit(step), self.config.spike_factor
+        reason = self._reason(step, loss, norm) if skipped else None
+        self._in_a_row = self._in_a_row + 1 if skipped else 0
         if math.isfinite(norm):
             self._norms.append((step, norm))
-        if not skipped:
-            self._in_a_row = 0
-            return None
-        self._in_a_row += 1
-        if not (math.isfinite(loss) and norm < math.inf):
+        return reason
+
+    def _reason(self, step: int, loss: float, norm: float) -> str:
+        if not (math.isfinite(loss) and math.isfinite(norm)):
             return f"loss {loss} or gradient norm {norm} is not finite"
+        limit, factor = self.limit(step), self.config.spike_factor
         return f"gradient norm {norm:.3g} is above {limit:.3g}, {factor:g} times the 90th percentile of recent norms"
 
     def state(self) -> dict[str, Any]:

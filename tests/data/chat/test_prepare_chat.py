@@ -12,7 +12,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from deskside.data.chat.chat_template import ChatTemplate
-from deskside.data.chat.prepare_chat import NO_CONVERSATION, REFUSED, ChatSpec, cache_key, prepare_chat, told
+from deskside.data.chat.prepare_chat import (
+    NO_CONVERSATION,
+    REFUSED,
+    ChatSpec,
+    cache_key,
+    describe_data,
+    prepare_chat,
+)
 from deskside.data.reading import shards
 from deskside.data.reading.loader import Feed, Loader
 from deskside.data.reading.rows import IGNORE, PackedDataset
@@ -121,7 +128,7 @@ def test_held_out_conversations_are_not_trained_on(tmp_path: Path, tokenizer: Pa
     assert index.splits["val"].documents == 10 == index.duplicates_of_validation
     assert index.splits["train"].documents == 70
     lines: list[str] = []
-    told(index, lines.append)
+    describe_data(index, lines.append)
     assert "10 held out" in lines[0] and lines[-1].startswith("left out: 10 ")
 
 
