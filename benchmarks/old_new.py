@@ -63,7 +63,9 @@ def run(checkout: Path, job: str) -> dict[str, Any]:
         command = [sys.executable, "-c", LOSSES, str(out), *arguments]
         if kind != "losses":
             command = [sys.executable, "-m", f"benchmarks.{kind}", *arguments, "--json", str(out)]
-        environment = os.environ | {"PYTHONPATH": str(checkout)}
+        # Before other folders, which may hold the packages that both checkouts need.
+        found_first = os.pathsep.join([str(checkout), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = os.environ | {"PYTHONPATH": found_first}
         done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
         if done.returncode != 0 or not out.exists():
             raise RuntimeError((done.stderr or done.stdout).strip()[-1500:])

@@ -1,8 +1,8 @@
 """Measured steps of the hand-written execution (since 2026-11-21), read from docs/data, with the planner's predictions.
 
-There are three kinds: steps of `benchmarks/step.py` and `benchmarks/memory.py`, whole runs of `benchmarks/parity.py`,
-and the arms of the study `claims`. Repetitions of one configuration are one point with the median of their speeds, so
-that configurations that were repeated often do not dominate a fit.
+There are four kinds: steps of `benchmarks/step.py` and `benchmarks/memory.py`, whole runs of `benchmarks/parity.py`,
+the arms of the study `claims`, and steps of small passes that this module measured. Repetitions of one configuration
+are one point with the median of their speeds, so that configurations that were repeated often do not dominate a fit.
 
     python -m benchmarks.planner_points --out FILE [--device cpu] [--seconds 100]
 
@@ -13,13 +13,14 @@ with a message.
 """
 
 import argparse
+import gc
 import io
 import json
 import statistics
 import tarfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -34,26 +35,28 @@ from deskside.plan.estimate import Setting, of_config, peak_memory, setting_seco
 
 ROOT = Path(__file__).parents[1] / "docs/data"
 STEPS = ("2026-11-21-step", "2026-11-22-h200/step", "2026-11-22-release/step", "2026-11-22-release/memory")
+PASSES = "2026-11-23-card/passes.json"
 RUNS = ("2026-11-21-step/parity", "2026-11-22-h200/parity", "2026-11-22-release/parity")
 STUDY = "2026-11-22-release/study/claims.tar.zst"
 MEMBERS = ("run.json", "plan.json", "summary.json", "metrics.jsonl")
 FIRST_STEPS = 4  # steps that the median of a run leaves out: compilation and warm-up
 
-Kind = Literal["steps", "run", "study"]
+Kind = Literal["steps", "run", "study", "passes"]
 
 
 @dataclass(frozen=True)
 class Point:
     """One measured configuration.
 
-    speed: tokens per second, the median of `speeds`; gib: peak that torch allocated; sources: files under docs/data.
+    speed: tokens per second, the median of `speeds`; gib: peak that torch allocated, None if it includes what earlier
+    measurements in the same process left; sources: files under docs/data.
     """
 
     kind: Kind
     name: str
     setting: Setting
     speeds: tuple[float, ...]
-    gib: float
+    gib: float | None
     sources: tuple[str, ...]
 
     @property
@@ -81,7 +84,7 @@ class Point:
 def points() -> tuple[Point, ...]:
     """Return every measured configuration, in a fixed order."""
     found: dict[tuple[Kind, Setting], list[Point]] = {}
-    for point in [*_steps(), *_runs(), *_study()]:
+    for point in [*_steps(), *_runs(), *_study(), *_passes()]:
         found.setdefault((point.kind, point.setting), []).append(point)
     return tuple(_merged(same) for same in found.values())
 
@@ -93,7 +96,7 @@ def _merged(same: list[Point]) -> Point:
         first.name,
         first.setting,
         tuple(speed for point in same for speed in point.speeds),
-        max(point.gib for point in same),
+        max((point.gib for point in same if point.gib is not None), default=None),
         tuple(dict.fromkeys(source for point in same for source in point.sources)),
     )
 
@@ -187,6 +190,13 @@ def _study() -> Iterator[Point]:
         yield Point("study", arm, setting, (speed,), summary["peak_memory_gib"], (STUDY,))
 
 
+def _passes() -> Iterator[Point]:
+    for row in json.loads((ROOT / PASSES).read_text("utf-8"))["results"]:
+        point = _step(row["arm"], row["value"], PASSES)
+        name = f"{point.name}, accumulation {row['value']['accumulation']}"
+        yield replace(point, kind="passes", name=name, gib=None)
+
+
 @cache
 def _trials() -> dict[str, dict[str, str]]:
     """Return the text of each trial's files, by the trial's name."""
@@ -270,6 +280,7 @@ def main() -> None:
         except (RuntimeError, ValueError, AssertionError) as error:
             # A recipe that does not run here must not stop the others; the row records the error.
             result = {"arm": row[1], "status": "failed", "error": str(error), "value": None, "spec": spec}
+        gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         results.append(result)

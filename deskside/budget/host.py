@@ -9,7 +9,8 @@ recipe, the number of layers and the processor. If the host needs `H` seconds an
 seconds. p = 1 would mean that host and device take turns, p -> infinity that they overlap perfectly: max(D, H). With a
 large finite p, the step is close to the maximum when D and H differ much, and longer than both when they are similar,
 because the device waits in some parts of a pass and the host in others. The constants were fitted by
-`benchmarks/planner_fit.py` to steps on hosts with 64 virtual Xeon cores (docs/data/2026-11-22-release). On other
+`benchmarks/planner_fit.py` to steps on hosts with 64 virtual Xeon cores (docs/data/2026-11-22-release,
+2026-11-23-card). On other
 processors, `deskside probe` measures the host and sets `factor`; without a probe, `plan/estimate.py` widens the range.
 """
 
@@ -30,27 +31,27 @@ class HostTimes:
     """Host seconds on the reference machine, and the factor of this machine.
 
     Attributes:
-        bf16, delayed, rowwise: Seconds per layer and pass with fused sublayers. NVFP4 uses `delayed`, because no
-            host-bound NVFP4 step was measured.
-        tensorwise: `delayed` plus the difference measured without a GPU (docs/performance.md, "Small passes").
+        bf16, delayed, tensorwise, rowwise: Seconds per layer and pass with fused sublayers.
+        nvfp4: The same for NVFP4 that is emulated. Native NVFP4, which launches less, was not measured.
         uncached: Additional seconds per layer and pass if weights are converted at each use.
         step: Seconds per step outside the layers.
-        muon: Additional seconds per step of Muon's update. No host-bound step with Muon was measured.
+        muon: Additional seconds per step of Muon's update.
         compiled_attention: Seconds per layer and pass of compiled blocks that recompute attention. No other compiled
             blocks were host-bound.
         overlap: The exponent `p` above.
         factor: Host time of this machine relative to the reference.
     """
 
-    bf16: float = 2.05e-3
-    delayed: float = 2.21e-3
-    tensorwise: float = 2.7e-3
-    rowwise: float = 5.08e-3
-    uncached: float = 0.14e-3
-    step: float = 6.8e-3
-    muon: float = 8.0e-3
+    bf16: float = 1.75e-3
+    delayed: float = 2.39e-3
+    tensorwise: float = 4.11e-3
+    rowwise: float = 4.75e-3
+    nvfp4: float = 4.36e-3
+    uncached: float = 0.12e-3
+    step: float = 3.3e-3
+    muon: float = 5.5e-3
     compiled_attention: float = 2.3e-3
-    overlap: float = 9.5
+    overlap: float = 11.5
     factor: float = 1.0
 
     def scaled(self, factor: float) -> "HostTimes":
@@ -61,8 +62,12 @@ class HostTimes:
         """Return the reference seconds of one fused layer in one pass, without recomputation."""
         if not quantized(spec.precision):
             return self.bf16
-        by_recipe = {"fp8-tensorwise": self.tensorwise, "fp8-rowwise": self.rowwise}
-        seconds = by_recipe.get(spec.precision, self.delayed)
+        by_recipe = {
+            "fp8-delayed": self.delayed,
+            "fp8-tensorwise": self.tensorwise,
+            "fp8-rowwise": self.rowwise,
+        }
+        seconds = by_recipe.get(spec.precision, self.nvfp4)
         return seconds + (self.uncached if spec.copies == "use" else 0.0)
 
 

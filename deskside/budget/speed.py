@@ -71,9 +71,9 @@ class Efficiency:
 # 2026-11-21), then fitted to whole steps with a pull towards that. attention_128 was not measured: its ratio to 64 is
 # the compiled step's.
 FUSED = Efficiency(
-    matmul=0.878, head=0.908, attention_64=0.363, attention_128=0.445, traffic=0.780, weights=0.724,
-    optimizer_matmul=0.886, optimizer_traffic=0.655, loss_traffic=0.584, low_precision=0.977, layer_seconds=147e-6,
-    rowwise=0.619, windowed=0.476, muon_width=2275.0,
+    matmul=0.892, head=0.881, attention_64=0.360, attention_128=0.441, traffic=0.753, weights=0.751,
+    optimizer_matmul=0.894, optimizer_traffic=0.690, loss_traffic=0.574, low_precision=0.992, layer_seconds=196e-6,
+    rowwise=0.637, windowed=0.471, muon_width=1457.0,
 )  # fmt: skip
 
 

@@ -310,16 +310,19 @@ def _ladder(request: PlanRequest, base: Setting) -> Iterator[Setting]:
     own = request.overrides.get("compute", {})
     both = base.gpus > 1 and base.shardable and "parallel" not in request.overrides
     for sharded in (False, True) if both else (base.sharded,):
+        ways = []
         for rung, chunk in LADDER:
             if "activation_checkpointing" in own and rung != own["activation_checkpointing"]:
                 continue
             chunk = (
                 base.loss_chunk_tokens if "loss_chunk_tokens" in own else min(chunk, base.loss_chunk_tokens)
             )
-            way = replace(base, sharded=sharded, activation_checkpointing=rung, loss_chunk_tokens=chunk)
-            yield way
-        if way.has_optional_cache and "weight_cache" not in request.overrides.get("precision", {}):
-            yield replace(way, copies="use")
+            ways.append(
+                replace(base, sharded=sharded, activation_checkpointing=rung, loss_chunk_tokens=chunk)
+            )
+        yield from ways
+        if ways[0].has_optional_cache and "weight_cache" not in request.overrides.get("precision", {}):
+            yield from (replace(way, copies="use") for way in ways)
 
 
 def _ways(request: PlanRequest, shape: CandidateModel, end: int, staged: bool) -> Iterator[Candidate | None]:

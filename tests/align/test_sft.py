@@ -301,7 +301,11 @@ def test_prepared_conversations_are_used_again(place: Path, capsys: pytest.Captu
     capsys.readouterr()
     sft(place, "again-2", "--schedule.steps", "2", "--batch.tokens", "256")
     assert sorted(p.name for p in (place / "data").iterdir()) == before
-    assert "render:" not in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "render:" not in error
+    assert (
+        sum(f"data/{name} " in error.replace(";", " ") for name in before) == 1
+    )  # the user is told where it is
 
 
 @pytest.mark.full

@@ -9,6 +9,7 @@ from benchmarks import old_new
 
 STEP = """
 import json, pathlib, sys
+import installed_elsewhere
 value = {{"phases": {{"short": {{"step_ms": {{"median": {ms}}}}}}}, "optimizer_ms": 1.0, "peak_allocated_gib": None,
          "cold_start": {{"first step done": 2.0}}}}
 content = {{"results": [{{"arm": "bf16", "status": "ok", "value": value}}]}}
@@ -23,8 +24,11 @@ def checkout(folder: Path, ms: float) -> Path:
     return folder
 
 
-def test_medians_and_their_ratio(tmp_path: Path) -> None:
+def test_medians_and_their_ratio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old, new = checkout(tmp_path / "old", 10.0), checkout(tmp_path / "new", 9.0)
+    (tmp_path / "packages").mkdir()
+    (tmp_path / "packages/installed_elsewhere.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"))
     out = tmp_path / "out.json"
     arguments = [str(old), str(new), "--job", "step --preset demo", "--job", "decode", "--json", str(out)]
     assert old_new.main(arguments) == 1  # decoding fails

@@ -232,7 +232,7 @@ def test_a_trial_that_was_interrupted_goes_on_to_the_same_numbers(
     process.send_signal(number)
     assert process.wait(60) == (130 if number == signal.SIGINT else -9), log.read_text()
     if number == signal.SIGINT:
-        assert "SIGINT: stopped; go on with: deskside study studies/tiny --resume" in log.read_text()
+        assert "deskside study studies/tiny --resume" in log.read_text()
     assert main(["study", "studies/tiny", "--resume"]) == 0
     assert "resumed at step" in tiny_run.events(run)
     past = replay_file(here / "studies" / "tiny" / FILE)["depth_one", 1]
