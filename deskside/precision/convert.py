@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from deskside.config.dimensions import NATIVE_FP4_UNIT, UNIT, uncovered_reason
 from deskside.config.recipes import Recipe, recipe_named
 from deskside.config.sections import PrecisionConfig
+from deskside.kernels.nvfp4.operand import required_multiple
 from deskside.ops.composite import AddNormLinear, AttentionSublayer, MLPSublayer, RMSNorm
 from deskside.ops.linear import Embedding, HeadLoss, Linear
 from deskside.precision import backends, fused_sublayers
@@ -28,7 +29,6 @@ from deskside.precision.fused_sublayers import FusedAttention, FusedMLP, FusedSu
 from deskside.precision.hardware_caps import HardwareCaps, hardware_caps
 from deskside.precision.head import QuantizedHead
 from deskside.precision.lora import Adapter, adapter_of
-from deskside.precision.nvfp4 import multiple
 from deskside.precision.quantized_linear import QuantizedLinear, Shared
 from deskside.precision.quantized_operand import PLAIN, Draws
 from deskside.precision.scales import DelayedScales
@@ -298,7 +298,7 @@ def _check_size(linear: Linear, recipe: Recipe, fp4: bool = False) -> None:
         (NATIVE_FP4_UNIT if fp4 and f == "nvfp4" else UNIT for f in recipe.formats - PLAIN.keys()), default=1
     )
     for side, size, product in sides:
-        needed = max(every, *(multiple(o) for o in (product.left, product.right) if o.quantized), 1)
+        needed = max(every, *(required_multiple(o) for o in (product.left, product.right) if o.quantized), 1)
         if size % needed:
             raise UsageError(
                 f"precision {recipe.name}: {name} has {size} {side}put features, which must be divisible by {needed}; "

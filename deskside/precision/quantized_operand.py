@@ -15,9 +15,10 @@ from torch import Tensor
 from deskside.config.recipes import Operand
 from deskside.kernels import fused
 from deskside.kernels.fused import Cast
+from deskside.kernels.nvfp4.operand import Along
 from deskside.precision import nvfp4
 from deskside.precision.formats import DTYPE
-from deskside.precision.nvfp4 import Along, draw_signs
+from deskside.precision.nvfp4 import draw_signs
 from deskside.utils import splitmix
 
 PLAIN = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from deskside.config.recipes import Operand
+from deskside.kernels.nvfp4.operand import Along
 from deskside.precision import formats, nvfp4
 from tests.gpu.card import DEVICE, NEEDS_CARD
 from tests.kernels.nvfp4_cases import LAYOUTS, OPERANDS, data, oriented, uniform
@@ -28,7 +29,7 @@ def share(a: Tensor, b: Tensor) -> float:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
 @pytest.mark.parametrize("along", ["columns", "rows"])
 @pytest.mark.parametrize("name", OPERANDS)
-def test_equals_the_reference(name: str, along: nvfp4.Along, dtype: torch.dtype) -> None:
+def test_equals_the_reference(name: str, along: Along, dtype: torch.dtype) -> None:
     """Every value, code and scale, with the same noise. The tensor cores add a transform's values in another order."""
     from deskside.kernels.nvfp4 import quantize
 

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from deskside.config.recipes import Operand
 from deskside.kernels.nvfp4 import matmul, quantize
+from deskside.kernels.nvfp4.operand import Along
 from deskside.precision import formats, nvfp4
 from tests.kernels.nvfp4_cases import LAYOUTS, OPERANDS, PRODUCTS, data, oriented, uniform
 
@@ -23,7 +24,7 @@ WIDE: list[Case] = [
 ]
 
 
-def quantized(name: str, kind: str, along: quantize.Along, dtype: torch.dtype) -> dict[str, float]:
+def quantized(name: str, kind: str, along: Along, dtype: torch.dtype) -> dict[str, float]:
     """How many values, codes and scales differ from the reference with the same noise."""
     operand = OPERANDS[name]
     x = data(kind, (80, 192) if operand.hadamard < 128 else (128, 256)).to(dtype)
@@ -44,7 +45,7 @@ def quantized(name: str, kind: str, along: quantize.Along, dtype: torch.dtype) -
     }
 
 
-def noise(operand: Operand, x: Tensor, along: quantize.Along) -> Tensor | None:
+def noise(operand: Operand, x: Tensor, along: Along) -> Tensor | None:
     N, K = x.shape
     if operand.rounding == "stochastic":
         return uniform((N, K), SEED)

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from deskside.config.recipes import Operand
 from deskside.kernels.nvfp4 import matmul, native, quantize
-from deskside.precision.nvfp4 import Along
+from deskside.kernels.nvfp4.operand import Along
 from tests.kernels.compile_cases import CompileCase, signature
 
 

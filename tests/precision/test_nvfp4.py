@@ -13,18 +13,10 @@ from torch import Tensor
 
 import deskside.data
 from deskside.config.recipes import RECIPES, Operand
+from deskside.kernels.nvfp4.operand import Along, check_divisible, check_operand, nvidia_signs
 from deskside.ops.linear import Linear
 from deskside.precision.formats import e2m1_decode, pack
-from deskside.precision.nvfp4 import (
-    Along,
-    Quantized,
-    check_divisible,
-    check_operand,
-    draw_signs,
-    hadamard,
-    nvidia_signs,
-    quantize,
-)
+from deskside.precision.nvfp4 import Quantized, draw_signs, hadamard, quantize
 from deskside.utils.errors import UsageError
 from tests.model.tiny import make
 from tests.precision import te_reference

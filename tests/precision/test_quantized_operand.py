@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from deskside.config.recipes import RECIPES, Operand
-from deskside.precision.nvfp4 import Along
+from deskside.kernels.nvfp4.operand import Along
 from deskside.precision.quantized_operand import (
     Draws,
     QuantizedOperand,

@@ -10,21 +10,27 @@ device: maxima and scales stay on it.
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
 from deskside.config.recipes import Operand
+from deskside.kernels.nvfp4.operand import (
+    BLOCK,
+    EDEN_OVERRIDE,
+    Along,
+    check_divisible,
+    check_operand,
+    check_signs,
+    nvidia_signs,
+)
 from deskside.kernels.nvfp4.quantize_kernels import amax_kernel, quantize_kernel
 from deskside.utils.errors import UsageError
 
-Along = Literal["columns", "rows"]
-BLOCK = 16
-NVIDIA_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
-EDEN_OVERRIDE = 17 / 16 * 0.93  # as in the reference
 PROGRAMS_PER_SM = 8
+_nvidia_signs = cache(nvidia_signs)
 
 
 @dataclass(frozen=True)
@@ -182,11 +188,6 @@ def _hadamard_matrix(size: int, dtype: torch.dtype, device: torch.device) -> Ten
     return (torch.block_diag(*[matrix] * 4) if size == 16 else matrix).to(device, dtype)
 
 
-@cache
-def _nvidia_signs(device: torch.device) -> Tensor:
-    return torch.tensor(NVIDIA_SIGNS, dtype=torch.float32, device=device)
-
-
 def _check(x_NK: Tensor, operand: Operand, along: Along, signs: Tensor | None) -> None:
     if x_NK.device.type != "cuda" and not _interpreted():
         raise UsageError(
@@ -197,27 +198,6 @@ def _check(x_NK: Tensor, operand: Operand, along: Along, signs: Tensor | None) -
             "the NVFP4 quantiser takes a contiguous matrix in bfloat16 or float32; "
             f"this is {tuple(x_NK.shape)} {x_NK.dtype} with strides {x_NK.stride()}"
         )
-    if operand.format != "nvfp4" or operand.scaling not in ("1x16", "16x16"):
-        raise UsageError(
-            f"{operand.format} scaled '{operand.scaling}' is not NVFP4; NVFP4 is scaled 1x16 or 16x16"
-        )
-    if operand.rounding == "eden" and (
-        operand.hadamard != 128 or operand.scaling != "1x16" or operand.scale_up
-    ):
-        raise UsageError("rounding 'eden' needs hadamard 128, scaling 1x16 and no scale_up")
-    if operand.four_over_six and (operand.rounding != "nearest" or operand.scale_up):
-        raise UsageError("four_over_six goes with rounding 'nearest' and without scale_up")
-    N, K = x_NK.shape
-    for name, size, summed in (("rows", N, along == "rows"), ("columns", K, along == "columns")):
-        divisor = max(BLOCK, operand.hadamard) if summed else BLOCK if operand.scaling == "16x16" else 1
-        if size % divisor:
-            raise UsageError(
-                f"an NVFP4 operand of {N} x {K} needs its {name} divisible by {divisor}; pad it or keep it in bf16"
-            )
-    if operand.hadamard and signs is None and (operand.hadamard != 16 or operand.fresh_signs):
-        raise UsageError(f"a Hadamard transform of {operand.hadamard} needs its vector of signs")
-    if signs is not None and (signs.shape != (operand.hadamard,) or signs.device != x_NK.device):
-        raise UsageError(
-            f"a Hadamard transform of {operand.hadamard} needs as many signs on {x_NK.device}; "
-            f"it was given {tuple(signs.shape)} on {signs.device}"
-        )
+    check_operand(operand)
+    check_divisible("the operand", (x_NK.shape[0], x_NK.shape[1]), operand, along)
+    check_signs(operand, signs, x_NK.device)
