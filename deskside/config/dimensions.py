@@ -133,7 +133,8 @@ def uncovered_reason(
 ) -> str | None:
     """Return why the fused kernels do not cover a sublayer, or None if they do.
 
-    The planner asks this about a configuration, `precision/convert.py` and `engine/fused.py` about modules.
+    `model_uncovered_reason` asks this about a configuration, `precision/convert.py` and `engine/fused.py` about
+    modules.
 
     Args:
         rmsnorm_first: The sublayer starts with an RMSNorm whose output only its projections read.
@@ -154,8 +155,10 @@ def uncovered_reason(
     return None
 
 
-def covers_model(model: ModelConfig, adapters: bool = False) -> bool:
-    """Return whether the fused kernels cover every sublayer of a model for training. They have no experts."""
+def model_uncovered_reason(model: ModelConfig, adapters: bool = False) -> str | None:
+    """Return why the fused kernels do not cover every sublayer of a model for training, or None if they do."""
+    if model.num_experts:
+        return "it is a mixture of experts"
     rmsnorm_first = model.norm == "rmsnorm" and model.norm_position == "pre"
     attention = uncovered_reason(
         rmsnorm_first=rmsnorm_first,
@@ -170,4 +173,4 @@ def covers_model(model: ModelConfig, adapters: bool = False) -> bool:
         bias=model.mlp_bias,
         adapters=adapters,
     )
-    return attention is None and mlp is None and not model.num_experts
+    return attention or mlp

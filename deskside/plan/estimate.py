@@ -17,7 +17,7 @@ from deskside.budget.shape import flops_per_token
 from deskside.budget.speed import Rates, step_seconds
 from deskside.budget.step_spec import Precision, StepOptions, StepSpec
 from deskside.config import recipes
-from deskside.config.dimensions import covers_model
+from deskside.config.dimensions import model_uncovered_reason
 from deskside.config.model import ModelConfig
 from deskside.config.run import RunConfig
 from deskside.config.step_options import format_options, kept_shares, step_options
@@ -284,9 +284,8 @@ def in_precision(
     setting: Setting, config: RunConfig, precision: Precision, native: frozenset[LowKind]
 ) -> Setting:
     """Return the setting in another precision, with the configuration's options for it. native: formats of the card."""
-    covered = config.compute.compile in ("auto", "fused") and covers_model(
-        config.model, adapters=config.adapter is not None
-    )
+    uncovered = model_uncovered_reason(config.model, adapters=config.adapter is not None)
+    covered = config.compute.compile in ("auto", "fused") and uncovered is None
     # torch.compile does not take the layers of a quantized recipe: where no fused sublayer covers them, they run
     # eagerly.
     eager = quantized(precision) and config.precision.backend == "deskside" and not covered

@@ -228,7 +228,7 @@ class _Run:
         recipe, self.precision_facts = world.broadcast_result(
             lambda: setup.choose_recipe(config, world.device, self.log.say, recorded.get("precision"))
         )
-        setup.check_execution(config, world, recipe)
+        setup.execution_mode(config, recipe, world.device)
         data = setup.ensure_data(config, world, self.log.say)
         self.stages = setup.open_stages(config, data, self.objective)
         self.validation = self.objective.open(config, data, "val", config.batch.sequence_length)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from deskside.config.dimensions import covers_model, uncovered_reason
+from deskside.config.dimensions import model_uncovered_reason, uncovered_reason
 from deskside.config.model import ModelConfig
 
 
@@ -25,8 +25,8 @@ from deskside.config.model import ModelConfig
     ],
 )
 def test_models(shape: dict[str, Any], covered: bool) -> None:
-    assert covers_model(ModelConfig(**shape)) is covered
-    assert not covers_model(ModelConfig(**shape), adapters=True)
+    assert (model_uncovered_reason(ModelConfig(**shape)) is None) is covered
+    assert model_uncovered_reason(ModelConfig(**shape), adapters=True)
 
 
 def test_the_reason_names_the_head_dim() -> None:

@@ -7,9 +7,10 @@ import torch
 
 from deskside.budget.format_costs import Precision
 from deskside.config import merge
+from deskside.config.dimensions import model_uncovered_reason
 from deskside.model.transformer import Transformer
 from deskside.plan.estimate import of_config
-from deskside.train.parallel import World
+from deskside.precision.convert import not_covered
 from deskside.train.prepare.setup import execution_mode
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -32,9 +33,16 @@ def test_it_plans_what_training_does_on_a_card(shape: str, precision: Precision,
     config = merge.build(
         [{"model": SHAPES[shape], "precision": {"name": precision}, "compute": {"compile": compile}}]
     )
-    with torch.device("meta"):
-        model = Transformer(config.model)
-    mode = execution_mode(config, model, World(torch.device("cuda")), precision)
+    mode = execution_mode(config, precision, torch.device("cuda"))
     planned = of_config(config, 1, precision)
     assert planned.compiled == (mode != "off")
     assert planned.copies == ("step" if mode == "fused" else "pass")
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_configuration_says_what_the_modules_say(shape: str) -> None:
+    config = merge.build([{"model": SHAPES[shape]}])
+    with torch.device("meta"):
+        model = Transformer(config.model)
+    reasons = [not_covered(sublayer) for block in model.layers for sublayer in (block.attn, block.mlp)]
+    assert (model_uncovered_reason(config.model) is None) == (not any(reasons))

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from deskside.config.dimensions import model_uncovered_reason
 from deskside.config.recipes import recipe_named
 from deskside.config.run import RunConfig
 from deskside.config.sections import AdapterConfig
@@ -20,9 +21,8 @@ from deskside.data.corpus.prepare import prepare
 from deskside.data.reading.shards import read_index
 from deskside.model.init import allocate, initialize
 from deskside.model.transformer import Transformer
-from deskside.ops.composite import AttentionSublayer, MLPSublayer
 from deskside.precision.backends import not_in_checkpoints
-from deskside.precision.convert import QuantizedModel, convert, not_covered
+from deskside.precision.convert import QuantizedModel, convert
 from deskside.precision.frozen import stored_bytes
 from deskside.precision.hardware_caps import NONE, HardwareCaps, hardware_caps
 from deskside.precision.lora import trained_parameters
@@ -191,13 +191,6 @@ class Execution:
     precision: QuantizedModel
 
 
-def check_execution(config: RunConfig, world: World, recipe: str) -> None:
-    """Raise UsageError for an execution mode that this model or backend does not support, before data is prepared."""
-    with torch.device("meta"):
-        model = Transformer(config.model)
-    execution_mode(config, model, world, recipe)
-
-
 def prepare_execution(
     config: RunConfig, model: Transformer, world: World, recipe: str, facts: Mapping[str, Any] | None = None
 ) -> Execution:
@@ -208,7 +201,7 @@ def prepare_execution(
     facts = facts or {}
     native = bool(facts.get("native", True))
     backend = _backend(config, recipe)
-    mode = execution_mode(config, model, world, recipe)
+    mode = execution_mode(config, recipe, world.device)
     if mode == "fused" and world.device.type == "cuda":
         check_block(model)
     cache = config.precision.weight_cache and not world.sharded
@@ -247,11 +240,11 @@ def _backend(config: RunConfig, recipe: str) -> str:
     return config.precision.backend if recipe_named(recipe).quantized else "deskside"
 
 
-def execution_mode(config: RunConfig, model: Transformer, world: World, recipe: str) -> str:
+def execution_mode(config: RunConfig, recipe: str, device: torch.device) -> str:
     """Return the execution mode (see `Execution`). Raises UsageError for an unsupported combination."""
     mode: str = config.compute.compile
     if config.adapter is not None:
-        return mode if mode != "auto" else "block" if world.device.type == "cuda" else "off"
+        return mode if mode != "auto" else "block" if device.type == "cuda" else "off"
     backend = _backend(config, recipe)
     quantized = recipe_named(recipe).quantized
     if backend != "deskside":
@@ -261,19 +254,19 @@ def execution_mode(config: RunConfig, model: Transformer, world: World, recipe: 
                 "use none, or precision.backend deskside"
             )
         if mode == "auto":
-            return "block" if backend == "torchao" and world.device.type == "cuda" else "off"
+            return "block" if backend == "torchao" and device.type == "cuda" else "off"
         if mode == "fused" or (backend == "transformer-engine" and mode != "off"):
             raise UsageError(
                 f"compute.compile: {mode} does not go with precision.backend {backend}; use auto"
             )
         return mode
+    uncovered = model_uncovered_reason(config.model)
     if mode == "auto":
-        covered = _why_not_fused(model) is None
-        if world.device.type != "cuda":
-            return "fused" if quantized and covered else "off"
-        return "fused" if covered else ("off" if quantized else "block")
-    if mode == "fused" and (reason := _why_not_fused(model)):
-        raise UsageError(f"compute.compile: fused does not cover this model ({reason}); use auto")
+        if device.type != "cuda":
+            return "fused" if quantized and uncovered is None else "off"
+        return "fused" if uncovered is None else ("off" if quantized else "block")
+    if mode == "fused" and uncovered:
+        raise UsageError(f"compute.compile: fused does not cover this model ({uncovered}); use auto")
     return mode
 
 
@@ -287,17 +280,6 @@ def _count_passes(model: Transformer, precision: QuantizedModel) -> None:
             return forward(*args, **kwargs)
 
     model.hidden_and_router = inside  # type: ignore[method-assign]
-
-
-def _why_not_fused(model: Transformer) -> str | None:
-    """Return why the fused sublayers do not cover this model, or None if they do."""
-    for block in model.layers:
-        for sublayer in (block.attn, block.mlp):
-            if not isinstance(sublayer, AttentionSublayer | MLPSublayer):
-                return "it is a mixture of experts"
-            if reason := not_covered(sublayer):
-                return reason
-    return None
 
 
 def be_deterministic(config: RunConfig) -> None:
