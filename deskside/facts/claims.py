@@ -1,8 +1,8 @@
-"""Published claims as data: `claims.toml` beside this file, each entry checked as it is read.
+"""Published claims about training on consumer GPUs, read from `claims.toml` in this folder and validated.
 
-A claim is about an arm of a study against another ("measured"), about something that arithmetic answers
-("arithmetic"), or deskside cannot judge it and `why` gives the reason ("open"). Its keys are explained at the head of
-the file. `deskside.study.claims.claim_results` judges them.
+A "measured" claim compares two arms of a study. An "arithmetic" claim is answered by a formula. An "open" claim cannot
+be judged by deskside; its `why` gives the reason. The comment at the top of `claims.toml` explains the keys, and
+`deskside.study.claims.claim_results` judges the claims.
 """
 
 import difflib
@@ -17,19 +17,24 @@ from deskside.utils.errors import UsageError
 
 Kind = Literal["measured", "arithmetic", "open"]
 Direction = Literal["lower", "higher", "none", "about", "at most", "at least"]
-ABSOLUTE = ("about", "at most", "at least")
+VALUE_DIRECTIONS = ("about", "at most", "at least")  # directions of a claim with a `value`
 Show = Literal["percent", "times"]
 Span = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Claim:
-    """One claim. Raises ValueError for what cannot be judged.
+    """One claim. Its fields are the keys of claims.toml. Raises ValueError if the fields contradict each other.
 
-    size: (from, to), the change of `quantity` relative to `against`, -0.3 for 30 % less; None: only a direction.
-    value: (from, to) in `unit`, of claims that compare nothing. tolerance: see claims.toml. needs: what a machine must
-    have before its measurement can speak to the claim. note: how it was read. explanation: why it is not so. why: what
-    a check of an open claim would need.
+    Attributes:
+        size: Claimed change of `quantity` relative to `against` as (from, to); -0.3 is 30 % less. None: only a
+            direction is claimed.
+        value: (from, to) in `unit`, for a claim that compares no arms.
+        tolerance: Share by which a result may miss the claim; claims.toml gives the details.
+        needs: Requirements on the machine, such as "gpu" or "fp8". A measurement without them does not count.
+        note: How the claim was interpreted.
+        explanation: Why the claim is wrong. Shown only if the result contradicts it.
+        why: Why deskside cannot judge an open claim, and what a check would need.
     """
 
     id: str
@@ -60,38 +65,42 @@ class Claim:
 
     def _problem(self) -> str:
         if self.kind not in get_args(Kind) or self.direction not in get_args(Direction):
-            return f"there is no kind {self.kind} or direction {self.direction}"
+            return f"unknown kind {self.kind} or direction {self.direction}"
         if (self.kind == "open") != bool(self.why):
-            return "an open claim, and no other, says why nothing here can speak to it"
+            return "an open claim must have `why`, and no other claim may have it"
         if self.kind == "open":
             numbers = self.quantity or self.size is not None or self.value is not None
             compared = self.group or self.arm or self.against or self.formula
-            return "an open claim compares and computes nothing" if numbers or compared else ""
+            return (
+                "an open claim must not have a quantity, numbers, arms or a formula"
+                if numbers or compared
+                else ""
+            )
         if not self.quantity:
-            return "it names no quantity"
+            return "quantity is missing"
         if self.show not in get_args(Show):
-            return f"show is {' or '.join(get_args(Show))}, not {self.show}"
+            return f"show must be {' or '.join(get_args(Show))}, not {self.show}"
         if self.tolerance < 0:
-            return "tolerance is a share, 0 or more"
+            return "tolerance must be 0 or more"
         if (self.kind == "measured") != bool(self.group and self.arm) or self.arm == self.against != {}:
-            return "a measured claim, and no other, names a group and two arms of it"
+            return "a measured claim must name a group and two different arms of it, and no other claim may"
         if (self.kind == "arithmetic") != bool(self.formula):
-            return "an arithmetic claim, and no other, names a formula"
-        if (self.direction in ABSOLUTE) != (self.value is not None) or (self.value and not self.unit):
-            return "a value goes with about, at most or at least, and with a unit"
+            return "an arithmetic claim must name a formula, and no other claim may"
+        if (self.direction in VALUE_DIRECTIONS) != (self.value is not None) or (self.value and not self.unit):
+            return "a value needs a unit and the direction about, at most or at least"
         if self.kind == "measured" and self.value is not None:
-            return "a measured claim is about a change"
+            return "a measured claim must have a size, not a value"
         if self.size is not None:
             low, high = self.size
             if not -1 < low <= high:
-                return "a size rises from its first to its second number, above -1"
+                return "the two numbers of a size must be above -1 and in ascending order"
             if (self.direction, low > 0, high < 0) not in (("higher", True, False), ("lower", False, True)):
                 return f"the size and the direction {self.direction} contradict each other"
         return ""
 
     @property
-    def claimed(self) -> str:
-        """Return the claim as a table shows it: "-30 %", "0.24 times", "less", "450 W", "no change (2 %)"."""
+    def claimed_text(self) -> str:
+        """The claimed change or value as tables show it: "-30 %", "0.24 times", "less", "450 W"."""
         if self.kind == "open":
             return "as it says"
         if self.value is not None:
@@ -121,34 +130,39 @@ def _number(value: float) -> str:
 
 @cache
 def claims() -> tuple[Claim, ...]:
-    """Return every claim, in the order of the file. Raises ValueError for an entry that cannot be judged."""
+    """Return every claim, in the order of the file. Raises ValueError for an invalid entry."""
     data = toml_file("claims.toml")
-    return tuple(claim(entry, data["sources"]) for entry in data["claim"])
+    return tuple(parse_claim(entry, data["sources"]) for entry in data["claim"])
 
 
-def chosen(ids: Sequence[str], known: Sequence[Claim]) -> set[str]:
-    """Return the ids of the claims that these patterns (with * and ?) mean. Raises UsageError for one that means
-    none."""
-    names = [claim.id for claim in known]
-    found: set[str] = set()
-    for pattern in ids:
-        matched = fnmatch.filter(names, pattern)
+def matching_ids(patterns: Sequence[str], known: Sequence[Claim]) -> set[str]:
+    """Return the ids of the claims that match any of these patterns (with * and ?).
+
+    Raises UsageError for a pattern without a match.
+    """
+    ids = [claim.id for claim in known]
+    matches: set[str] = set()
+    for pattern in patterns:
+        matched = fnmatch.filter(ids, pattern)
         if not matched:
-            near = difflib.get_close_matches(pattern, names, n=1)
-            hint = f"did you mean {near[0]}?" if near else 'they are in facts/claims.toml; "*" is all of them'
+            near = difflib.get_close_matches(pattern, ids, n=1)
+            hint = f"did you mean {near[0]}?" if near else 'facts/claims.toml lists them; "*" selects all'
             raise UsageError(f"claims: {pattern}: there is no such claim; {hint}")
-        found.update(matched)
-    return found
+        matches.update(matched)
+    return matches
 
 
-def claim(entry: Mapping[str, Any], sources: Mapping[str, str]) -> Claim:
-    """Return one entry of the file. sources: short name -> title of the document. Raises ValueError, KeyError or
-    TypeError."""
+def parse_claim(entry: Mapping[str, Any], sources: Mapping[str, str]) -> Claim:
+    """Parse one entry of claims.toml. Raises ValueError, KeyError or TypeError if it is invalid.
+
+    Args:
+        sources: Short name -> title of each document.
+    """
     document, section = entry["source"]
-    plain = {**entry, "source": f"{sources[document]}, {section}", "needs": tuple(entry.get("needs", ()))}
+    fields = {**entry, "source": f"{sources[document]}, {section}", "needs": tuple(entry.get("needs", ()))}
     for key in ("size", "value"):
-        if key in plain:
-            given = plain[key]
+        if key in fields:
+            given = fields[key]
             low, high = given if isinstance(given, list) else (given, given)
-            plain[key] = (float(low), float(high))
-    return Claim(**plain)
+            fields[key] = (float(low), float(high))
+    return Claim(**fields)

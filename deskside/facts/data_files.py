@@ -1,4 +1,4 @@
-"""Reading of the CSV and TOML files beside this module."""
+"""Readers of the CSV and TOML files in this folder."""
 
 import csv
 from collections.abc import Mapping
@@ -15,26 +15,29 @@ Row = TypeVar("Row")
 def csv_rows(
     file: str, kind: type[Row], columns: Mapping[str, tuple[str, float]] | None = None
 ) -> tuple[Row, ...]:
-    """Return the rows of a CSV file as dataclasses whose fields are named like the columns.
+    """Return the rows of a CSV file as instances of the dataclass `kind`, whose fields are named like the columns.
 
-    An empty cell is "" where text is expected, else None. "yes" is True.
+    An empty cell becomes "" in a text field and None in any other. "yes" and "no" become True and False.
 
     Args:
-        columns: (column, factor) of each field that has another name or unit than its column.
+        columns: {field: (column, factor)} for the fields whose name or unit differs from the column's.
     """
     columns = columns or {}
     parsers = []
     for field in fields(kind):  # type: ignore[arg-type]
         column, factor = columns.get(field.name, (field.name, 1.0))
-        parsers.append((field.name, column, factor, set(get_args(field.type)) or {field.type}))
-    found = []
-    for row in csv.DictReader(_text(file).splitlines()):
-        found.append(kind(**{name: _cell(row[column], by, kinds) for name, column, by, kinds in parsers}))
-    return tuple(found)
+        types = set(get_args(field.type)) or {field.type}  # {float, NoneType} for `float | None`
+        parsers.append((field.name, column, factor, types))
+    rows = []
+    for cells in csv.DictReader(_text(file).splitlines()):
+        values = {name: _parse_cell(cells[column], factor, types) for name, column, factor, types in parsers}
+        rows.append(kind(**values))
+    return tuple(rows)
 
 
 @cache
 def toml_file(file: str) -> dict[str, Any]:
+    """Return the content of a TOML file in this folder."""
     return toml_table(_text(file))
 
 
@@ -42,11 +45,11 @@ def _text(file: str) -> str:
     return resources.files("deskside.facts").joinpath(file).read_text("utf-8")
 
 
-def _cell(text: str, factor: float, kinds: set[Any]) -> Any:
-    if bool in kinds:
+def _parse_cell(text: str, factor: float, types: set[Any]) -> Any:
+    if bool in types:
         return {"yes": True, "no": False, "": None}[text]
-    if not text and type(None) in kinds:
+    if not text and type(None) in types:
         return None
-    if int in kinds:
+    if int in types:
         return int(text)
-    return float(text) * factor if float in kinds else text
+    return float(text) * factor if float in types else text

@@ -1,4 +1,4 @@
-"""Table of GPUs with corrected data-sheet values: `gpus.csv` beside this file, one row per card.
+"""Table of GPUs with corrected data-sheet values, read from `gpus.csv` in this folder, one row per card.
 
 Rates are dense and with FP32 accumulation, which PyTorch's BF16 matrix products use, never the sparse or
 FP16-accumulate rates from marketing material. An RTX 4090 has 165 TFLOP/s, not 330, because GeForce cards accumulate in
@@ -19,9 +19,9 @@ from functools import cache, cached_property
 from deskside.facts.data_files import csv_rows
 from deskside.utils.errors import UsageError
 
-# Accepted ratios of the memory that a driver reports to that of the table, where ECC is already subtracted. The driver
-# reserves up to 3 %.
-REPORTED_SHARE = (0.93, 1.02)
+# Accepted range of (memory that the driver reports) / (memory in the table, without ECC bits). The driver reserves up
+# to 3 %.
+REPORTED_MEMORY_RATIO = (0.93, 1.02)
 # Transfers per second and lane (PCI-SIG).
 PCIE_TRANSFERS = {"4.0": 16e9, "5.0": 32e9}
 # Words that a name may contain and that do not distinguish cards.
@@ -63,8 +63,8 @@ class Gpu:
         fabric_bandwidth: NVLink or Infinity Fabric to all other cards of a machine in total, per direction. None: the
             cards communicate over PCIe. Optional NVLink bridges between two cards are not included.
         link_source: Source of pcie and fabric_bandwidth.
-        must, may: Words of a name, separated by spaces. A name contains all words of one of the sets in `must`, which
-            are separated by "|", and may contain those of `may`.
+        must, may: Words that `find` accepts. `must` has one or more sets of words, separated by "|"; a name of the
+            card contains every word of one set, and may also contain words of `may`. Words are separated by spaces.
         device_names: Names that drivers report, separated by "|".
     """
 
@@ -123,11 +123,14 @@ class Gpu:
         return "Laptop" in self.name
 
     def is_named(self, text: str) -> bool:
-        """Return whether `text`, in lower-case letters and digits only, is a name of this card: all its required words
-        and any of the optional ones, in any order, each at most once.
+        """Return True if `text` names this card: all its required words and any of the optional ones, in any order,
+        each at most once.
+
+        Args:
+            text: A name in lower-case letters and digits, without spaces.
         """
-        may = frozenset([*self.may.split(), *IGNORED_WORDS, f"{self.memory_gb}gb", f"{self.memory_gb}g"])
-        return any(_spells(text, frozenset(words.split()), may) for words in self.must.split("|"))
+        optional = frozenset([*self.may.split(), *IGNORED_WORDS, f"{self.memory_gb}gb", f"{self.memory_gb}g"])
+        return any(_consists_of(text, frozenset(words.split()), optional) for words in self.must.split("|"))
 
 
 @cache
@@ -144,43 +147,43 @@ def find(name: str) -> Gpu:
     Raises UsageError with the closest names if no card matches, or with all matches if there are several.
     """
     text = re.sub(r"[^a-z0-9]", "", name.lower()).replace("mobile", "laptop").replace("notebook", "laptop")
-    found = [gpu for gpu in gpus() if gpu.is_named(text)]
-    if len(found) == 1:
-        return found[0]
-    if found:
+    matches = [gpu for gpu in gpus() if gpu.is_named(text)]
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
         raise UsageError(
-            f"{name}: matches several cards: {', '.join(gpu.name for gpu in found)}; write the full name"
+            f"{name}: matches several cards: {', '.join(gpu.name for gpu in matches)}; write the full name"
         )
-    plain = {re.sub(r"[^a-z0-9]", "", gpu.name.lower()): gpu.name for gpu in gpus()}
-    near = difflib.get_close_matches(text, plain, n=3, cutoff=0.0)
     if not text:
         raise UsageError("the name of the card is empty; write a name such as rtx4090")
+    names = {re.sub(r"[^a-z0-9]", "", gpu.name.lower()): gpu.name for gpu in gpus()}
+    near = difflib.get_close_matches(text, names, n=3, cutoff=0.0)
     raise UsageError(
-        f"{name}: no such card in the table; the nearest are "
-        f"{', '.join(plain[key] for key in near)}. `deskside probe` can measure a card that is not in the table"
+        f"{name}: no such card in the table; the closest names are "
+        f"{', '.join(names[key] for key in near)}. `deskside probe` can measure a card that is not in the table"
     )
 
 
 def find_device(name: str, memory_bytes: int) -> Gpu | None:
     """Return the card that torch or NVML reports as `name` with this memory.
 
-    None if the name is not in the table (a MIG slice, an H100 NVL) or the memory differs from the table's.
+    Returns None if the name is not in the table (a MIG slice, an H100 NVL) or the memory differs from the table's.
     """
     text = name.strip().casefold().removeprefix("nvidia ")
-    low, high = REPORTED_SHARE
-    found = [
+    low, high = REPORTED_MEMORY_RATIO
+    matches = [
         gpu
         for gpu in gpus()
         if text in gpu.device_names.casefold().split("|") and low <= memory_bytes / gpu.memory_bytes <= high
     ]
-    return found[0] if len(found) == 1 else None
+    return matches[0] if len(matches) == 1 else None
 
 
-def _spells(text: str, must: frozenset[str], may: frozenset[str]) -> bool:
-    """Return whether `text` can be split into all words of `must` and some of `may`, each used at most once."""
+def _consists_of(text: str, required: frozenset[str], optional: frozenset[str]) -> bool:
+    """Return True if `text` is a concatenation of all required words and some optional ones, each used once."""
     if not text:
-        return not must
+        return not required
     return any(
-        text.startswith(word) and _spells(text[len(word) :], must - {word}, may - {word})
-        for word in must | may
+        text.startswith(word) and _consists_of(text[len(word) :], required - {word}, optional - {word})
+        for word in required | optional
     )

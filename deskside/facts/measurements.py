@@ -1,12 +1,13 @@
-"""Training runs that others measured and published: training speed and memory, one row of `measurements.csv` per run.
+"""Speed and memory of training runs that others published, read from `measurements.csv`, one row per run.
 
-The rows were read at their sources (IST-DASLab/llmq, karpathy/nanochat, mosaicml/llm-foundry, pytorch/torchtune and
-others; column `source`). They are kept as published; the note of a row says what is wrong with it. Rows that no card
-can have reached stay in the table, marked `rejected`, and a test finds exactly these.
+The rows come from IST-DASLab/llmq, karpathy/nanochat, mosaicml/llm-foundry, pytorch/torchtune and others (column
+`source`). Numbers are kept as published, and the note of a row names its errors. Rows with a speed above the card's
+peak rate are kept too, marked `rejected`; tests/facts/test_measurements.py recomputes which rows these are.
 
-Three cautions. Memory differs between versions of torch and between kinds of counting, so only a row that says how it
-counted is complete for memory. Utilization as printed has many conventions; `flops_per_token` has ours
-(`budget/shape.py`). Multi-GPU rows include communication.
+- Memory depends on the version of torch and on how it was measured, so a row without `memory_kind` is never complete
+  for memory.
+- Sources define MFU differently. `flops_per_token` uses deskside's definition (`budget/shape.py`).
+- The speed of a multi-GPU row includes communication.
 """
 
 from dataclasses import dataclass
@@ -23,14 +24,24 @@ Complete = Literal["both", "speed", "partly", "no", "reject"]
 
 @dataclass(frozen=True)
 class Measurement:
-    """One published run. None or "": not published.
+    """One published run. None or "" means that a value was not published.
 
-    gpu: as published; card: the name in our table, "" when it is none of them (the note says when the form, such as
-    SXM or PCIe, was not stated). layers ... vocab: the shape; mlp_matrices: 3 gated, 2 not; params: as published.
-    rows: sequences of one forward pass on one GPU. precision: of the matrix products (of fp8 rows the head is often
-    bf16: precision_as_published). saving: activation checkpointing and offload, in the source's words; "" none or
-    not said. tokens_per_second: of the whole run. mfu_reported: a share, in the convention of the source.
-    peak_memory_bytes: of one GPU, counted as memory_kind says.
+    Attributes:
+        gpu: Name of the GPU in the source.
+        card: Name of the GPU in gpus.csv, "" if it is not listed there. If the source did not state the form (SXM or
+            PCIe), the note says so.
+        gpus: Number of GPUs.
+        mlp_matrices: Weight matrices per MLP: 3 with a gate, 2 without.
+        params: Number of parameters in the source.
+        rows: Sequences per forward pass and GPU.
+        precision: Number format of the matrix products. In many FP8 runs the head is in BF16; then
+            `precision_as_published` says so.
+        saving: Activation checkpointing and offload in the source's words, "" if none or not stated.
+        tokens_per_second: Speed of all GPUs together.
+        mfu_reported: Utilization in the source (0.5 is 50 %), defined as in `mfu_convention`.
+        peak_memory_bytes: Peak memory of one GPU, measured as `memory_kind` says.
+        complete: Whether the row has everything that a model of speed and memory needs ("both", "speed"), only part of
+            it ("partly", "no"), or an impossible number ("reject").
     """
 
     gpu: str
@@ -67,24 +78,24 @@ class Measurement:
 
     @property
     def rejected(self) -> bool:
-        """No card can have made it."""
+        """True if the published speed is impossible on this card."""
         return self.complete == "reject"
 
     @property
-    def shaped(self) -> bool:
-        """Shape, sequence length and micro-batch are all known."""
+    def has_shape(self) -> bool:
+        """True if the model's shape, the sequence length and the micro-batch are all known."""
         sizes = (self.layers, self.hidden, self.heads, self.kv_heads, self.ffn, self.vocab)
         return None not in (*sizes, self.sequence_length, self.rows)
 
     @property
     def complete_for_speed(self) -> bool:
-        """Everything is known that a model of the speed needs."""
-        return self.complete in ("both", "speed") and self.shaped and self.tokens_per_second is not None
+        """True if the row has everything that a model of the speed needs."""
+        return self.complete in ("both", "speed") and self.has_shape and self.tokens_per_second is not None
 
     @property
     def complete_for_memory(self) -> bool:
-        """Everything is known that a model of the memory needs, the kind of counting included."""
-        return self.complete == "both" and self.shaped and self.memory_kind in ("allocated", "reserved")
+        """True if the row has everything that a model of the memory needs, including the kind of measurement."""
+        return self.complete == "both" and self.has_shape and self.memory_kind in ("allocated", "reserved")
 
     @property
     def tokens_per_second_per_gpu(self) -> float | None:
@@ -92,24 +103,27 @@ class Measurement:
 
     @property
     def flops_per_token(self) -> float | None:
-        """Forward and backward, causal attention over the full sequence: 6 x matmul weights (head included, embedding
-        not) + 6 x layers x hidden x T. Windowed runs did a little less. None when the shape is not known."""
+        """FLOPs per token of forward and backward with full causal attention; None if the shape is not known.
+
+        6 x matmul weights (with the head, without the embedding) + 6 x layers x hidden x T. Runs with windowed
+        attention computed a little less.
+        """
         L, D, H, K, F = self.layers, self.hidden, self.heads, self.kv_heads, self.ffn
-        V, T, mats = self.vocab, self.sequence_length, self.mlp_matrices
+        V, T, matrices = self.vocab, self.sequence_length, self.mlp_matrices
         if L is None or D is None or H is None or K is None or F is None:
             return None
-        if V is None or T is None or mats is None:
+        if V is None or T is None or matrices is None:
             return None
-        weights = L * (2 * D * D + 2 * D * D * K / H + mats * D * F) + D * V
+        weights = L * (2 * D * D + 2 * D * D * K / H + matrices * D * F) + D * V
         return 6 * weights + 6 * L * D * T
 
     def data_sheet(self) -> Gpu | None:
-        """Return the card's row in our table."""
+        """Return the card's row in gpus.csv, or None if it is not listed there."""
         return find(self.card) if self.card else None
 
 
 @cache
 def published() -> tuple[Measurement, ...]:
-    """Return every row, the rejected ones included."""
+    """Return every row, including the rejected ones."""
     columns = {"params": ("params_millions", 1e6), "mfu_reported": ("mfu_reported", 0.01)}
     return csv_rows("measurements.csv", Measurement, columns)

@@ -1,7 +1,7 @@
 """Power draw of cards (`power.toml`) and dated prices of renting and electricity (`prices.toml`).
 
-Prices are anchors, not quotes. Nothing here applies itself: whoever shows one of these numbers shows `Price.label` with
-it ("published 2026-03, ..."), and a price that the user gives wins.
+Prices change within weeks, so a caller that shows one must also show `Price.label` ("published 2026-03, ..."), and must
+prefer a price that the user gives.
 """
 
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ from deskside.facts.gpus import Gpu
 
 
 @dataclass(frozen=True)
-class Share:
-    """A share of something, or watts, with its range and its source."""
+class RangeWithSource:
+    """An expected value with its range and source. The functions below state the unit."""
 
     low: float
     expected: float
@@ -22,11 +22,12 @@ class Share:
 
 @dataclass(frozen=True)
 class CapSeries:
-    """Speed at several power limits, one card, one workload.
+    """Measured speed of one card and one workload at several power limits.
 
-    points: (limit in watts, speed as a share of the speed at default_watts, draw in watts), by rising limit. A draw
-    that was not published is the limit, which matrix products on GeForce cards reach. training: False for inference,
-    which loses less.
+    Attributes:
+        training: False for inference, which loses less speed at a lower limit.
+        points: (limit in watts, speed as a share of the speed at default_watts, draw in watts), in ascending order of
+            limits. If the draw was not published, it is the limit, which matrix products on GeForce cards reach.
     """
 
     card: str
@@ -40,55 +41,64 @@ class CapSeries:
 
 @dataclass(frozen=True)
 class Price:
-    """usd: per GPU-hour for rent, per kWh for electricity. what: the offer ("RunPod, on demand") or the place."""
+    """A published price.
+
+    Attributes:
+        usd: US dollars per GPU-hour of rent, or per kWh of electricity.
+        offer: Provider and terms ("RunPod, on demand"), or the country of an electricity price.
+        date: Year, month or day on which it was published.
+    """
 
     usd: float
-    what: str
+    offer: str
     date: str
     source: str
 
     @property
     def label(self) -> str:
-        """The label of the number: published, when, by whom."""
-        return f"published {self.date}: {self.what}; {self.source}"
+        """Date, offer and source, to be shown with the price."""
+        return f"published {self.date}: {self.offer}; {self.source}"
 
 
-def _share(values: list[float], source: str) -> Share:
+def _range(values: list[float], source: str) -> RangeWithSource:
     low, expected, high = values
-    return Share(low, expected, high, source)
+    return RangeWithSource(low, expected, high, source)
 
 
-def training_load(gpu: Gpu) -> Share:
-    """Return the average draw of this card in training, as a share of its limit."""
+def training_load(gpu: Gpu) -> RangeWithSource:
+    """Return the average power draw of this card in training, as a share of its power limit."""
     entries = {entry["kind"]: entry for entry in toml_file("power.toml")["load"]}
     entry = entries["geforce" if gpu.geforce else "other"]
-    return _share(entry["share"], entry["source"])
+    return _range(entry["share"], entry["source"])
 
 
-def host_watts() -> Share:
+def host_watts() -> RangeWithSource:
     """Return the watts that the computer draws without its cards."""
     entry = toml_file("power.toml")["host"]
-    return _share(entry["watts"], entry["source"])
+    return _range(entry["watts"], entry["source"])
 
 
-def supply_efficiency() -> Share:
-    """Return the share of the power at the wall that reaches the components. low: the best supply."""
+def supply_efficiency() -> RangeWithSource:
+    """Return the efficiency of the power supply (power to the components / power at the wall).
+
+    `low` is the best supply, which has the largest efficiency, because it leads to the lowest costs.
+    """
     entry = toml_file("power.toml")["supply"]
-    return _share(entry["efficiency"], entry["source"])
+    return _range(entry["efficiency"], entry["source"])
 
 
 def cap_series(gpu: Gpu) -> list[CapSeries]:
     """Return the published measurements of this card at lower power limits, training first."""
-    found = [
-        CapSeries(**{**entry, "points": tuple((w, speed, draw or w) for w, speed, draw in entry["points"])})
-        for entry in toml_file("power.toml")["cap"]
-        if entry["card"] == gpu.name
-    ]
-    return sorted(found, key=lambda series: not series.training)
+    all_series = []
+    for entry in toml_file("power.toml")["cap"]:
+        if entry["card"] == gpu.name:
+            points = tuple((limit, speed, draw or limit) for limit, speed, draw in entry["points"])
+            all_series.append(CapSeries(**{**entry, "points": points}))
+    return sorted(all_series, key=lambda series: not series.training)
 
 
-def rents(gpu: Gpu) -> list[Price]:
-    """Return every price that we have of an hour of this card; the on-demand price of the largest list comes first."""
+def rental_prices(gpu: Gpu) -> list[Price]:
+    """Return the known prices of one hour of this card; the first is an on-demand price."""
     data = toml_file("prices.toml")
     return [
         Price(usd, f"{provider}, {terms}", date, data["sources"][source])
@@ -98,8 +108,8 @@ def rents(gpu: Gpu) -> list[Price]:
     ]
 
 
-def electricity() -> list[Price]:
-    """Return household prices of a kWh by place, the cheapest first."""
+def electricity_prices() -> list[Price]:
+    """Return household prices per kWh in some countries, the cheapest first."""
     return [
         Price(entry["usd_per_kwh"], entry["place"], entry["date"], entry["source"])
         for entry in toml_file("prices.toml")["electricity"]

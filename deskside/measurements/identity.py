@@ -18,8 +18,8 @@ from typing import Any
 import deskside
 from deskside.utils.errors import RunError, UsageError
 
-# Packages whose code runs in an optimizer step. A measurement is keyed by a digest of them instead of the commit, so
-# that changes of documentation or commands do not invalidate it, and uncommitted changes of a step do.
+# Packages whose code runs in a training step. A measurement's key contains a digest of them instead of the commit, so
+# it stays valid when documentation or commands change, and becomes invalid when a step changes, committed or not.
 STEP_PACKAGES = ("kernels", "ops", "model", "precision", "optim")
 
 
@@ -36,8 +36,8 @@ class Machine:
         power_limit_watts: Current power limit; None if the card does not report one.
         torch, cuda, triton: Versions; None if not installed.
         code: deskside's version and a digest of the code that a step runs.
-        free_bytes: Free memory of the GPU at the time of the query; None for a CPU. It changes constantly, so it is
-            not part of the key and is ignored in comparisons.
+        free_bytes: Free memory of the GPU at the time of the query; None for a CPU. Not part of the key, and ignored
+            in comparisons, because it changes constantly.
     """
 
     card: str
@@ -71,10 +71,7 @@ def this_machine() -> Machine:
     if gpu is not None:
         card, (memory, free), driver, watts = gpu
         return Machine(card, "cuda", memory, 0, driver, watts, torch, cuda, triton, code_version(), free)
-    from deskside.utils.child_process import (  # only needed without a GPU
-        cpu_cores,
-        cpu_name,
-    )
+    from deskside.utils.child_process import cpu_cores, cpu_name  # only needed without a GPU
 
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Machine(cpu_name(), "cpu", memory, cpu_cores(), None, None, torch, None, triton, code_version())
@@ -111,8 +108,8 @@ def _version(package: str) -> str | None:
 
 def _first_gpu() -> tuple[str, tuple[int, int], str, int | None] | None:
     """Return (name, (usable bytes, free bytes), driver, power limit in watts) of cuda:0, None if no GPU is visible."""
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is not None and chosen.split(",")[0].strip() in ("", "-1"):
+    visible_devices = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible_devices is not None and visible_devices.split(",")[0].strip() in ("", "-1"):
         return None
     import pynvml
 
@@ -128,7 +125,7 @@ def _first_gpu() -> tuple[str, tuple[int, int], str, int | None] | None:
         count = pynvml.nvmlDeviceGetCount()
         if count == 0:
             return None
-        handle = _first_handle(pynvml, chosen, count)
+        handle = _first_handle(pynvml, visible_devices, count)
         driver, name = pynvml.nvmlSystemGetDriverVersion(), pynvml.nvmlDeviceGetName(handle)
         return name, _usable_and_free_bytes(pynvml, handle), driver, _power_limit(pynvml, handle)
     except pynvml.NVMLError as error:
@@ -139,13 +136,13 @@ def _first_gpu() -> tuple[str, tuple[int, int], str, int | None] | None:
         pynvml.nvmlShutdown()
 
 
-def _first_handle(pynvml: Any, chosen: str | None, count: int) -> Any:
-    """Return NVML's handle of cuda:0.
+def _first_handle(pynvml: Any, visible_devices: str | None, count: int) -> Any:
+    """Return NVML's handle of cuda:0. count: the number of GPUs in NVML.
 
     NVML orders GPUs by PCI bus; CUDA puts the fastest first unless CUDA_DEVICE_ORDER=PCI_BUS_ID. If all GPUs have the
     same name, the order does not matter.
     """
-    first = chosen.split(",")[0].strip() if chosen else "0"
+    first = visible_devices.split(",")[0].strip() if visible_devices else "0"
     if not first.isdecimal():
         return pynvml.nvmlDeviceGetHandleByUUID(first)
     handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
@@ -156,12 +153,14 @@ def _first_handle(pynvml: Any, chosen: str | None, count: int) -> Any:
             f"CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=N, where N is the index in nvidia-smi"
         )
     if int(first) >= count:
-        raise UsageError(f"CUDA_VISIBLE_DEVICES={chosen}: there is no GPU {first}, only 0 to {count - 1}")
+        raise UsageError(
+            f"CUDA_VISIBLE_DEVICES={visible_devices}: there is no GPU {first}; use 0 to {count - 1}"
+        )
     return handles[int(first)]
 
 
 def _usable_and_free_bytes(pynvml: Any, handle: Any) -> tuple[int, int]:
-    """Return the total memory less what the driver reserves, and the memory that is free now."""
+    """Return (total memory without the part that the driver reserves, free memory)."""
     try:
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
         return int(memory.total - memory.reserved), int(memory.free)

@@ -1,8 +1,8 @@
 """Schema of the rows of the probe store. Imports no torch.
 
-The store is text that people copy, merge and edit, and a time of zero in it would reach the planner as a number like
-any other. So every field that is read anywhere has a type and bounds, which are far outside those of any machine. Other
-fields may hold anything.
+People copy, merge and edit the store's text files, and the planner would compute with any number in them, such as a
+step time of zero. So every field that deskside reads has a type and bounds. The bounds are far wider than the values of
+any machine. Other fields may have any value.
 """
 
 import json
@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from deskside.budget.step_spec import Checkpointing, OptimizerName, Precision
 from deskside.config.model import ModelConfig
 
-_MAX_SHOWN = 40  # characters of a wrong value
+_MAX_SHOWN = 40  # characters of an invalid value in an error message
 Seconds = Annotated[float, Field(ge=1e-9, le=1e7)]
 Bytes = Annotated[int, Field(ge=0, le=2**60)]
 Tokens = Annotated[int, Field(ge=1, le=2**50)]
@@ -22,17 +22,21 @@ Device = Annotated[str, Field(pattern="^(cuda|cpu)$")]
 
 
 class _Record(BaseModel):
-    """A model that converts nothing: text is not a number, nor is true."""
+    """A model without type conversion: the text "1" and true are not accepted as numbers."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, protected_namespaces=())
 
 
 class MachineKey(_Record):
+    """The part of `Machine.key()` that is read back."""
+
     card: str
     memory_gib: Annotated[int, Field(ge=0, le=2**20)]
 
 
 class PointSpec(_Record):
+    """The setting of a training measurement."""
+
     sequence_length: Annotated[int, Field(ge=1, le=2**27)]
     tokens: Tokens
     optimizer: OptimizerName = "muon"
@@ -75,44 +79,44 @@ class PointMeasurement(_Record):
 
 
 class RowOutcome(_Record):
-    """The fields of every row, also of one whose measurement failed."""
+    """The fields of every row, including rows of failed measurements."""
 
     error: str
     seconds: Annotated[float, Field(ge=0, le=1e9)]
     when: str
 
 
-def damage(row: Mapping[str, Any]) -> str:
-    """Return what is wrong with a row that has all its top-level fields, in one line; '' if nothing is."""
+def row_error(row: Mapping[str, Any]) -> str:
+    """Return the first error of a row that has all its top-level fields, in one line; '' if the row is valid."""
     key, spec = row["key"], row["key"]["spec"]
-    wrong = (
-        _not_plain("key.machine", key["machine"])
-        or _invalid(RowOutcome, row, "")
-        or _invalid(MachineKey, key["machine"], "key.machine")
+    error = (
+        _structure_error("key.machine", key["machine"])
+        or _model_error(RowOutcome, row, "")
+        or _model_error(MachineKey, key["machine"], "key.machine")
     )
-    if wrong or row["status"] != "ok":
-        return wrong
+    if error or row["status"] != "ok":
+        return error
     if row["kind"] == "card":
         if spec:
-            return f"field key.spec: a card's is empty, not {shown(spec)}"
-        return _invalid(CardMeasurement, row["result"], "result")
+            return f"field key.spec: must be empty in a row of kind card, not {short_json(spec)}"
+        return _model_error(CardMeasurement, row["result"], "result")
     return (
-        _invalid(PointSpec, spec, "key.spec")
-        or _invalid(PointMeasurement, row["result"], "result")
-        or _contradiction(spec, row["result"])
-        or _not_plain("key.spec.model", spec["model"])
-        or _invalid(ModelConfig, spec["model"], "key.spec.model")
+        _model_error(PointSpec, spec, "key.spec")
+        or _model_error(PointMeasurement, row["result"], "result")
+        or _consistency_error(spec, row["result"])
+        or _structure_error("key.spec.model", spec["model"])
+        or _model_error(ModelConfig, spec["model"], "key.spec.model")
     )
 
 
-def shown(value: Any) -> str:
-    """Return a value as JSON, cut short."""
+def short_json(value: Any) -> str:
+    """Return a value as JSON, truncated for an error message."""
     text = json.dumps(value)
     return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "..."
 
 
-def _invalid(model: type[BaseModel], value: Any, name: str) -> str:
-    """Return the first error of a value in one line; '' if it is valid."""
+def _model_error(model: type[BaseModel], value: Any, name: str) -> str:
+    """Return the first validation error of a value in one line; '' if it is valid. name: its place in the row."""
     try:
         model.model_validate(value)
     except ValidationError as error:
@@ -121,22 +125,22 @@ def _invalid(model: type[BaseModel], value: Any, name: str) -> str:
         if first["type"] == "missing":
             return f"field {field} is missing"
         message = first["msg"].removeprefix("Value error, ")
-        return f"field {field}: {message[0].lower()}{message[1:]}, not {shown(first['input'])}"
+        return f"field {field}: {message[0].lower()}{message[1:]}, not {short_json(first['input'])}"
     return ""
 
 
-def _not_plain(name: str, value: Any) -> str:
-    """Return an error unless the value is a dict of numbers, strings, booleans and null."""
+def _structure_error(name: str, value: Any) -> str:
+    """Return an error unless the value is a dict of numbers, strings, booleans and null; else ''."""
     if not isinstance(value, dict):
-        return f"field {name}: must hold fields, not {shown(value)}"
+        return f"field {name}: must be an object, not {short_json(value)}"
     for part, item in value.items():
         if isinstance(item, dict | list):
-            return f"field {name}.{part}: must be one value, not {shown(item)}"
+            return f"field {name}.{part}: must be one value, not {short_json(item)}"
     return ""
 
 
-def _contradiction(spec: Mapping[str, Any], result: Mapping[str, Any]) -> str:
-    """Return an error for fields that are valid alone but not together."""
+def _consistency_error(spec: Mapping[str, Any], result: Mapping[str, Any]) -> str:
+    """Return an error if fields that are valid alone contradict each other; else ''."""
     length, tokens, micro = spec["sequence_length"], spec["tokens"], result["micro_tokens"]
     if micro % length or tokens % micro:
         return (

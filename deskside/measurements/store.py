@@ -1,23 +1,25 @@
-"""Store of probe results as JSON lines: probes/<card>.jsonl. Imports no torch; the planner reads it.
+"""Store of probe results as JSON lines in probes/<card>.jsonl, which the planner reads. Imports no torch.
 
-A row is one measured point, or the measurement of the card itself:
+A row is a training measurement (kind "point") or a benchmark of the card itself (kind "card"):
 
     {"schema": 1, "kind": "point" | "card", "key": {"machine": {...}, "spec": {...}}, "hash": "...", "status": "ok",
      "error": "", "result": {...}, "seconds": 9.1, "when": "2026-11-20T20:14:03+00:00"}
 
-status: ok, oom, failed, timeout, or skipped (it was concluded, not tried, and `error` says why). A number counts only
-for the machine and software that it was measured on, so both are the first half of the key; the second half is what
-was asked for. How long a point is measured is not part of it.
+status: ok, oom, failed, timeout, or skipped (not tried, because other rows show the outcome; `error` has the reason).
+A measurement is valid only for its machine and software, so both are part of the key, besides the measured setting.
+The duration of the measurement is not.
 
-Nothing is ever rewritten: a row is appended by one write under a lock and is on the disk before `add` returns, and a
-later row overrides an earlier one of the same key. A line that a crash cut off is left in place and skipped,
-with a note for its file; so is a row with a value that cannot be (`rows.py`), or whose hash is not its key's.
+The files are append-only: `add` appends a row in one write under a lock and syncs it to disk, and a later row overrides
+an earlier one with the same key. Readers skip truncated lines, invalid rows (`schema.py`) and rows whose hash does not
+match their key, and return a note about them.
 
-Who measures holds a lock on .<card>.lock beside the rows, because two probes at once would measure each other.
+A process that measures holds a lock on .<card>.lock in the same folder, because two probes at once would slow each
+other down.
 """
 
 import contextlib
 import datetime
+import errno
 import fcntl
 import hashlib
 import json
@@ -40,10 +42,10 @@ __all__ = [
 SCHEMA = 1
 KINDS = ("point", "card")
 STATUSES = ("ok", "oom", "failed", "timeout", "skipped")
-FINAL = ("ok", "oom")  # what need not be measured again
-NO_PART_OF_KEY = ("steps", "seconds", "warmup_seconds", "device")
-TOLD = 3  # damaged lines of a file that a note tells about
-TRIAL_BYTES = 2**16  # more than the rows of a probe
+FINAL = ("ok", "oom")  # statuses of rows that need not be measured again
+NOT_IN_KEY = ("steps", "seconds", "warmup_seconds", "device")
+MAX_DESCRIBED_LINES = 3  # damaged lines of a file that its note describes
+TEST_WRITE_BYTES = 2**16  # written before a probe to check for free space; more than the rows of a probe
 
 Row = dict[str, Any]
 
@@ -53,10 +55,10 @@ class Busy(UsageError):
 
 
 def make_key(machine: Machine, spec: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the key of what `spec` asks for on this machine; an empty spec is the card's own measurement."""
+    """Return the key of a measurement on this machine. spec: the setting; empty for the benchmark of the card."""
     return {
         "machine": machine.key(),
-        "spec": {name: value for name, value in spec.items() if name not in NO_PART_OF_KEY},
+        "spec": {name: value for name, value in spec.items() if name not in NOT_IN_KEY},
     }
 
 
@@ -68,9 +70,11 @@ def make_row(
     error: str = "",
     seconds: float = 0.0,
 ) -> Row:
-    """Return a row for `Store.add`. seconds: wall-clock that the measurement took, everything included."""
+    """Return a row for `Store.add`. seconds: wall time of the measurement, including its set-up."""
     if kind not in KINDS or status not in STATUSES:
-        raise ValueError(f"kind {kind!r}, status {status!r}: use one of {KINDS} and of {STATUSES}")
+        raise ValueError(
+            f"kind {kind!r}, status {status!r}: the kind must be one of {KINDS}, the status of {STATUSES}"
+        )
     return {
         "schema": SCHEMA,
         "kind": kind,
@@ -86,21 +90,21 @@ def make_row(
 
 def hash_of(key: Mapping[str, Any]) -> str:
     """Return a digest of the key's canonical JSON."""
-    text = json.dumps(_strict(key), sort_keys=True, separators=(",", ":"), allow_nan=False)
+    text = json.dumps(_without_nan(key), sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def slug(card: str) -> str:
-    """Return the name of a card's file: "NVIDIA GeForce RTX 4090" -> "geforce-rtx-4090"."""
+    """Return the file name of a card without suffix: "NVIDIA GeForce RTX 4090" -> "geforce-rtx-4090"."""
     words = re.sub(r"[^a-z0-9]+", "-", card.lower()).strip("-").removeprefix("nvidia-")
     return words or "card"
 
 
 def open_store(folder: str | Path = "probes") -> "Store":
-    """Return the store in a folder, which need not exist yet. Raises UsageError when it is no folder."""
+    """Return the store in a folder, which need not exist yet. Raises UsageError if the path is not a folder."""
     path = Path(folder)
     if path.exists() and not path.is_dir():
-        raise UsageError(f"{path}: cannot hold probe results: it is no folder; give another with --probes")
+        raise UsageError(f"{path}: is not a folder; give a folder for probe results with --probes")
     return Store(path)
 
 
@@ -108,8 +112,8 @@ def open_store(folder: str | Path = "probes") -> "Store":
 class Store:
     """Rows of all cards in one folder.
 
-    What reads for one machine raises UsageError when that card's file has lines and none can be read. Without one the
-    file is passed over, with a note: it may be of any card.
+    If a card's file has lines but none of them is valid, reading the rows of one machine with that card raises
+    UsageError. Reading the rows of all machines skips the file, and `notes` reports it.
     """
 
     folder: Path
@@ -119,28 +123,34 @@ class Store:
         return self.folder / f"{slug(card)}.jsonl"
 
     def rows(self, machine: Machine | None = None, kind: str | None = None) -> list[Row]:
-        """Return rows that count for this machine (of all machines without one), one per key, the oldest first."""
-        standing: dict[str, Row] = {}
+        """Return the current row of every key, the oldest first.
+
+        Args:
+            machine: Return only rows that are valid for this machine; None: rows of all machines.
+            kind: Return only rows of this kind, "point" or "card".
+        """
+        current: dict[str, Row] = {}
         for row in self._all(machine):
             if (machine is None or not _differences(machine, row)) and kind in (None, row["kind"]):
-                earlier = standing.get(row["hash"])
-                # A result is not displaced by an attempt that came to none.
+                earlier = current.get(row["hash"])
+                # A later attempt that failed does not replace a result.
                 if earlier is None or earlier["status"] not in FINAL or row["status"] in FINAL:
-                    standing.pop(row["hash"], None)
-                    standing[row["hash"]] = row
-        return list(standing.values())
+                    current.pop(row["hash"], None)  # the newest row goes to the end
+                    current[row["hash"]] = row
+        return list(current.values())
 
     def find(self, key: Mapping[str, Any]) -> Row | None:
-        """Return the newest row of this key, whatever its status."""
+        """Return the newest row of this key with a final status, or else its newest row, or None."""
         wanted = hash_of(key)
         path = self.path(key["machine"]["card"])
-        found = [row for row in _read(path)[0] if row["hash"] == wanted]
-        return next((row for row in reversed(found) if row["status"] in FINAL), found[-1] if found else None)
+        rows = [row for row in _read(path)[0] if row["hash"] == wanted]
+        final = [row for row in rows if row["status"] in FINAL]
+        return final[-1] if final else rows[-1] if rows else None
 
     def add(self, row: Row) -> None:
-        """Append a row; it is on the disk when this returns. Raises RunError when it cannot be written."""
+        """Append a row and sync it to disk. Raises RunError if it cannot be written."""
         path = self.path(row["key"]["machine"]["card"])
-        line = json.dumps(_strict(row), allow_nan=False).encode() + b"\n"
+        line = json.dumps(_without_nan(row), allow_nan=False).encode() + b"\n"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             _append(path, line)
@@ -149,28 +159,28 @@ class Store:
 
     @contextlib.contextmanager
     def measuring(self, card: str) -> Iterator[None]:
-        """Hold the right to measure on this card, for as long as the body runs or the process lives.
+        """Lock the card for measurements by this process while the body runs.
 
-        Raises Busy when another process has it, and UsageError when results could not be stored: that is tried before
-        anything is measured.
+        Raises Busy if another process has the lock, and UsageError if results could not be stored. Both are checked
+        before the body runs.
         """
         path = self.path(card)
         lock = self.folder / f".{slug(card)}.lock"
-        with contextlib.ExitStack() as held:
+        with contextlib.ExitStack() as stack:
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                file = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
-                held.callback(os.close, file)
+                descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
+                stack.callback(os.close, descriptor)
                 try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
-                    words = os.pread(file, 32, 0).split()
-                    which = f" (process {words[0].decode()})" if words and words[0].isdigit() else ""
+                    words = os.pread(descriptor, 32, 0).split()
+                    owner = f" (process {words[0].decode()})" if words and words[0].isdigit() else ""
                     raise Busy(
-                        f"another probe{which} is measuring on {card}, and two at once would measure each other; "
-                        f"wait for it"
+                        f"another probe{owner} is measuring on {card}, and two at once would slow each other down; "
+                        f"wait until it ends"
                     ) from None
-                _try_to_write(file)
+                _check_free_space(descriptor)
                 if path.exists():
                     os.close(os.open(path, os.O_RDWR | os.O_APPEND))
             except OSError as error:
@@ -181,32 +191,37 @@ class Store:
             yield
 
     def notes(self, machine: Machine | None = None) -> list[str]:
-        """Return notes on ignored rows: a line for each file that has damaged lines, and for rows of other software or
-        another driver."""
-        found = [note for path in self._paths(machine) for note in _read(path, machine is not None)[1]]
+        """Return notes about ignored rows, one line each.
+
+        There is a note for each file with damaged lines and, for one machine, for each other driver or version of
+        software that rows of its card were measured with.
+        """
+        notes = [note for path in self._paths(machine) for note in _read(path, machine is not None)[1]]
         if machine is None:
-            return found
-        groups: dict[str, int] = {}
+            return notes
+        counts: dict[str, int] = {}
         for row in self._all(machine):
-            if differing := _differences(machine, row):
-                groups[differing] = groups.get(differing, 0) + 1
+            if differences := _differences(machine, row):
+                counts[differences] = counts.get(differences, 0) + 1
         path = self.path(machine.card)
-        for differing, count in groups.items():
+        for differences, count in counts.items():
             rows = "1 row was" if count == 1 else f"{count} rows were"
-            found.append(
-                f"{path}: {rows} measured with {differing}, and not used; deskside probe measures anew"
+            notes.append(
+                f"{path}: {rows} measured with {differences}, and not used; measure again with: deskside probe"
             )
-        return found
+        return notes
 
     def require(self, machine: Machine) -> list[Row]:
-        """Return rows of this machine. Raises UsageError when the store has rows of this card, all of other
-        software."""
+        """Return the rows of this machine, an empty list if its card was never measured.
+
+        Raises UsageError if the card was measured, but only with other software or another driver.
+        """
         rows = self.rows(machine)
-        if not rows and (strangers := self._all(machine)):
-            differing = _differences(machine, strangers[-1])
+        if not rows and (others := self._all(machine)):
+            differences = _differences(machine, others[-1])
             raise UsageError(
-                f"{self.path(machine.card)}: all of its {len(strangers)} rows were measured with {differing}; "
-                f"measure anew with: deskside probe --probes {self.folder}"
+                f"{self.path(machine.card)}: all of its {len(others)} rows were measured with {differences}; "
+                f"measure again with: deskside probe --probes {self.folder}"
             )
         return rows
 
@@ -220,34 +235,36 @@ class Store:
 
 
 def _differences(machine: Machine, row: Row) -> str:
-    """In what a row's machine differs from this one: "driver 570.1 (here 580.2)"; empty when in nothing."""
-    here, there = machine.key(), row["key"]["machine"]
+    """Describe how a row's machine differs from this one: "driver 570.1 (here 580.2)"; "" if it does not."""
+
+    def text(value: Any) -> str:
+        return "none" if value is None else str(value)
+
+    measured = row["key"]["machine"]
     return ", ".join(
-        f"{name.replace('_', ' ')} {_word(there.get(name))} (here {_word(value)})"
-        for name, value in here.items()
-        if there.get(name) != value
+        f"{name.replace('_', ' ')} {text(measured.get(name))} (here {text(value)})"
+        for name, value in machine.key().items()
+        if measured.get(name) != value
     )
 
 
-def _word(value: Any) -> str:
-    return "none" if value is None else str(value)
+def _read(path: Path, required: bool = True) -> tuple[list[Row], list[str]]:
+    """Return (rows, notes) of one file.
 
-
-def _read(path: Path, needed: bool = True) -> tuple[list[Row], list[str]]:
-    """Return (rows, notes) of one file. Raises UsageError when it is `needed` and has lines of which none can be
-    read."""
+    Raises UsageError if the file is `required` and is unreadable, or has complete lines but no valid row.
+    """
     try:
         content = path.read_bytes()
     except FileNotFoundError:
         return [], []
     except OSError as error:
-        unreadable = f"{path}: cannot be read: {error.strerror or error}"
-        if needed:
-            raise UsageError(unreadable) from None
-        return [], [unreadable]
+        message = f"{path}: cannot be read: {error.strerror or error}"
+        if required:
+            raise UsageError(message) from None
+        return [], [message]
     rows: list[Row] = []
     damaged: list[tuple[int, str]] = []
-    whole_lines = 0
+    damaged_complete_lines = 0
     lines = content.split(b"\n")
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -259,35 +276,36 @@ def _read(path: Path, needed: bool = True) -> tuple[list[Row], list[str]]:
             damaged.append((number, "the last line was cut off"))
         else:
             damaged.append((number, row))
-            whole_lines += 1
-    if whole_lines and not rows and needed:
-        number, why = damaged[0]
+            damaged_complete_lines += 1
+    if damaged_complete_lines and not rows and required:
+        number, reason = damaged[0]
         raise UsageError(
-            f"{path}:{number}: {why}, and no other line can be read; move the file away, then measure anew with: "
+            f"{path}:{number}: {reason}, and no other line is valid; move the file away, then measure again with: "
             f"deskside probe"
         )
     if not damaged:
         return rows, []
-    told = "; ".join(f"line {number}: {why}" for number, why in damaged[:TOLD])
-    more = f"; and {len(damaged) - TOLD} more" if len(damaged) > TOLD else ""
-    passed = "1 line is" if len(damaged) == 1 else f"{len(damaged)} lines are"
-    return rows, [f"{path}: {passed} passed over ({told}{more})"]
+    described = "; ".join(f"line {number}: {reason}" for number, reason in damaged[:MAX_DESCRIBED_LINES])
+    if len(damaged) > MAX_DESCRIBED_LINES:
+        described += f"; and {len(damaged) - MAX_DESCRIBED_LINES} more"
+    skipped = "1 line is" if len(damaged) == 1 else f"{len(damaged)} lines are"
+    return rows, [f"{path}: {skipped} skipped ({described})"]
 
 
 def _parse(line: bytes) -> Row | str:
-    """Return the row that a line holds, or why it holds none."""
-    from deskside.measurements.schema import damage, shown  # loads pydantic, which only reading needs
+    """Return the row in a line, or the reason why the line is invalid."""
+    from deskside.measurements.schema import row_error, short_json  # pydantic is a slow import
 
     try:
         row = json_value(line, finite=True)
-    except ValueError:  # no UTF-8, no JSON, NaN, or brackets without end
-        return "this is no JSON"
+    except ValueError:  # not UTF-8, not JSON, NaN, or nested too deeply
+        return "this is not JSON"
     if not isinstance(row, dict) or "schema" not in row:
-        return "this is no probe result"
+        return "this is not a probe result"
     if row["schema"] != SCHEMA:
-        return f"this is a probe result of schema {shown(row['schema'])}, and this deskside reads {SCHEMA}"
+        return f"this is a probe result of schema {short_json(row['schema'])}; this deskside reads schema {SCHEMA}"
     key = row.get("key")
-    whole = (
+    has_all_fields = (
         row.get("kind") in KINDS
         and row.get("status") in STATUSES
         and isinstance(row.get("hash"), str)
@@ -296,50 +314,53 @@ def _parse(line: bytes) -> Row | str:
         and isinstance(key.get("machine"), dict)
         and isinstance(key.get("spec"), dict)
     )
-    if not whole:
-        return "a part of this probe result is missing"
+    if not has_all_fields:
+        return "a field of this probe result is missing or has the wrong type"
     if row["hash"] != hash_of(row["key"]):
-        return f"damaged: field hash: {shown(row['hash'])} is not that of its key"
-    wrong = damage(row)
-    return f"damaged: {wrong}" if wrong else row
+        return f"damaged: field hash: {short_json(row['hash'])} does not match the key"
+    error = row_error(row)
+    return f"damaged: {error}" if error else row
 
 
-def _try_to_write(file: int) -> None:
-    """Fill the lock with as much as a row, then leave this process's number in it."""
-    number = f"{os.getpid()}\n".encode()
+def _check_free_space(descriptor: int) -> None:
+    """Write more bytes than a probe will need to the lock file, then shrink it to the process id of this process."""
+    process_id = f"{os.getpid()}\n".encode()
     try:
-        if os.pwrite(file, number.ljust(TRIAL_BYTES), 0) < TRIAL_BYTES:
-            raise OSError(28, "no space left")
-        os.fsync(file)
+        if os.pwrite(descriptor, process_id.ljust(TEST_WRITE_BYTES), 0) < TEST_WRITE_BYTES:
+            raise OSError(errno.ENOSPC, "no space left")
+        os.fsync(descriptor)
     finally:
-        os.ftruncate(file, len(number))
+        os.ftruncate(descriptor, len(process_id))
 
 
 def _append(path: Path, line: bytes) -> None:
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    """Append a line in one write and sync it to disk. After an error the file is as before."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        size = os.fstat(file).st_size
-        if size and os.pread(file, 1, size - 1) != b"\n":
-            line = b"\n" + line  # a line that was cut off must not swallow this one
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        size = os.fstat(descriptor).st_size
+        if size and os.pread(descriptor, 1, size - 1) != b"\n":
+            line = (
+                b"\n" + line
+            )  # the last line is truncated; without a newline this row would be lost as well
         try:
-            written = os.write(file, line)
+            written = os.write(descriptor, line)
             if written < len(line):
-                raise OSError(28, "no space left")
-            os.fsync(file)
+                raise OSError(errno.ENOSPC, "no space left")
+            os.fsync(descriptor)
         except OSError:
-            os.ftruncate(file, size)
+            os.ftruncate(descriptor, size)
             raise
     finally:
-        os.close(file)
+        os.close(descriptor)
 
 
-def _strict(value: Any) -> Any:
-    """JSON has no NaN and no infinity: they become null."""
+def _without_nan(value: Any) -> Any:
+    """Replace NaN and infinity, which JSON does not have, by None."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):
-        return {str(name): _strict(item) for name, item in value.items()}
+        return {str(name): _without_nan(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_strict(item) for item in value]
+        return [_without_nan(item) for item in value]
     return value

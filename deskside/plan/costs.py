@@ -16,7 +16,7 @@ from deskside.budget.running_costs import (
     own_or_rent,
     wall_watts,
 )
-from deskside.facts.power_and_prices import electricity, rents
+from deskside.facts.power_and_prices import electricity_prices, rental_prices
 from deskside.plan.estimate import Range, range_json
 from deskside.plan.request import PlanRequest
 
@@ -94,7 +94,7 @@ def cost(request: PlanRequest, seconds: Range, of: str) -> Cost:
         kwh = kilowatt_hours(wall, low, expected, high)
         price, source = request.price_kwh, "given"
         if price is None:
-            price, source = electricity()[0].usd, electricity()[0].label
+            price, source = electricity_prices()[0].usd, electricity_prices()[0].label
             notes.append(
                 "no --price-kwh was given: the cost of electricity is at a published price, not at yours"
             )
@@ -129,7 +129,7 @@ def cost(request: PlanRequest, seconds: Range, of: str) -> Cost:
 def _rent(request: PlanRequest, hours: Range, notes: list[str]) -> Money | None:
     price, source = request.rent_per_hour, "given"
     if price is None:
-        offers = [] if request.card.gpu is None else rents(request.card.gpu)
+        offers = [] if request.card.gpu is None else rental_prices(request.card.gpu)
         if not offers:
             notes.append("renting is left out: no price of this card is known; give --rent-per-hour")
             return None

@@ -106,7 +106,7 @@ def test_minutes_too_few_for_anything(tmp_path: Path) -> None:
         (["--minutes", "nan"], "--minutes: "),
         (["--minutes", "inf"], "--minutes: "),
         (["--deptth", "12"], "did you mean --depth?"),
-        (["--probes", "FILE"], "it is no folder"),
+        (["--probes", "FILE"], "is not a folder"),
     ],
 )
 def test_mistakes_are_one_line(
@@ -126,7 +126,7 @@ def test_a_store_of_rubbish_is_one_line_and_stays(tmp_path: Path, capsys: pytest
     path.write_text("rubbish\n")
     assert main(["probe", "--depth", "4", "--probes", str(tmp_path)]) == 2
     err = capsys.readouterr().err
-    assert f"{path}:1: this is no JSON" in err and err.count("\n") == 1
+    assert f"{path}:1: this is not JSON" in err and err.count("\n") == 1
     assert path.read_text() == "rubbish\n"
 
 

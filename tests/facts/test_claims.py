@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from deskside.facts.claims import ABSOLUTE, claim, claims
+from deskside.facts.claims import VALUE_DIRECTIONS, claims, parse_claim
 from deskside.facts.gpus import gpus
 
 ROOT = Path(__file__).parents[2]
@@ -111,7 +111,7 @@ def test_every_claim_that_the_issue_names_is_there() -> None:
 )
 def test_a_claimed_change_reads_as_it_was_meant(changes: dict[str, Any], words: str) -> None:
     entry = {key: value for key, value in {**ENTRY, **changes}.items() if value is not None}
-    assert claim(entry, SOURCES).claimed == words
+    assert parse_claim(entry, SOURCES).claimed_text == words
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_a_claimed_change_reads_as_it_was_meant(changes: dict[str, Any], words: 
     ],
 )
 def test_a_claimed_value_reads_as_it_was_meant(changes: dict[str, Any], words: str) -> None:
-    assert claim({**ARITHMETIC, **changes}, SOURCES).claimed == words
+    assert parse_claim({**ARITHMETIC, **changes}, SOURCES).claimed_text == words
 
 
 @pytest.mark.parametrize(
@@ -156,19 +156,19 @@ def test_a_claimed_value_reads_as_it_was_meant(changes: dict[str, Any], words: s
 )
 def test_what_cannot_be_judged_is_refused_by_its_id(entry: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"claim {entry['id']}: "):
-        claim(entry, SOURCES)
+        parse_claim(entry, SOURCES)
 
 
 def test_an_entry_with_an_unknown_key_or_source_is_refused() -> None:
     with pytest.raises(TypeError):
-        claim({**ENTRY, "colour": "red"}, SOURCES)
+        parse_claim({**ENTRY, "colour": "red"}, SOURCES)
     with pytest.raises(KeyError):
-        claim({**ENTRY, "source": ["film", "Scene"]}, SOURCES)
+        parse_claim({**ENTRY, "source": ["film", "Scene"]}, SOURCES)
 
 
 def test_a_claim_of_a_value_has_one_and_no_other() -> None:
     for one in claims():
-        assert one.kind == "open" or (one.value is not None) == (one.direction in ABSOLUTE)
+        assert one.kind == "open" or (one.value is not None) == (one.direction in VALUE_DIRECTIONS)
         assert (one.kind == "arithmetic") == bool(one.formula)
 
 

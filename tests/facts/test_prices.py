@@ -16,7 +16,7 @@ def test_every_price_is_of_a_card_in_the_table_and_is_dated() -> None:
     assert {entry["card"] for entry in data["rent"]} <= names
     assert len({entry["card"] for entry in data["rent"]}) == len(data["rent"])
     for gpu in gpus():
-        for price in (*facts.rents(gpu), *facts.electricity()):
+        for price in (*facts.rental_prices(gpu), *facts.electricity_prices()):
             assert re.fullmatch(r"20\d\d(-\d\d){0,2}", price.date)
             assert 0.05 < price.usd < 20 and price.source
             assert price.label.startswith("published 20") and price.date in price.label
@@ -24,17 +24,17 @@ def test_every_price_is_of_a_card_in_the_table_and_is_dated() -> None:
 
 def test_the_anchor_is_on_demand_and_spot_is_cheaper() -> None:
     for gpu in gpus():
-        offers = facts.rents(gpu)
+        offers = facts.rental_prices(gpu)
         for offer in offers:
-            assert "on demand" in offers[0].what
-            if "spot" in offer.what:
+            assert "on demand" in offers[0].offer
+            if "spot" in offer.offer:
                 assert offer.usd < offers[0].usd
 
 
 def test_known_prices() -> None:
-    price = facts.rents(find("4090"))[0]
+    price = facts.rental_prices(find("4090"))[0]
     assert (price.usd, price.date) == (0.60, "2026-03")
-    assert facts.rents(find("3060 12gb")) == []
+    assert facts.rental_prices(find("3060 12gb")) == []
 
 
 def test_power_shares_are_ordered_and_sourced() -> None:

@@ -149,7 +149,7 @@ def test_no_value_does_harm(
         (0, "result.copy_bandwidth", 0, "greater than or equal to 1000, not 0"),
         (0, "result.copy_bandwidth", -1, "not -1"),
         (0, "result.matmul_peak", None, "not null"),
-        (0, "key.spec", {"a": 1}, "a card's is empty"),
+        (0, "key.spec", {"a": 1}, "must be empty"),
         (1, "result.step_seconds.median", 0, "greater than or equal to 0.000000001, not 0"),
         (1, "result.step_seconds", [], "result.step_seconds: "),
         (1, "result.step_seconds.p90", 1e-6, "is above p90"),
@@ -162,7 +162,7 @@ def test_no_value_does_harm(
         (1, "key.spec", {}, "key.spec.sequence_length is missing"),
         (1, "key.spec.tokens", 0, "not 0"),
         (1, "key.spec.optimizer", "sgd", "'muon' or 'adamw'"),
-        (1, "key.spec.model", None, "must hold fields, not null"),
+        (1, "key.spec.model", None, "must be an object, not null"),
         (1, "key.spec.model.head_dim", [1], "key.spec.model.head_dim: must be one value"),
         (1, "key.spec.model.hidden_size", -1, "key.spec.model.hidden_size: "),
         (1, "key.spec.model.num_key_value_heads", 3, "cannot be shared evenly"),
@@ -177,7 +177,7 @@ def test_a_damaged_row_is_named_and_passed_over(
     store = open_store(tmp_path)
     assert len(store.rows()) == 1
     (note,) = store.notes()
-    assert f"imaginary-1.jsonl: 1 line is passed over (line {index + 1}: damaged: field " in note
+    assert f"imaginary-1.jsonl: 1 line is skipped (line {index + 1}: damaged: field " in note
     assert words in note and "\n" not in note and len(note) < 400
 
 
@@ -194,12 +194,12 @@ def test_numbers_that_json_or_floats_do_not_have(number: str, tmp_path: Path) ->
     write(tmp_path, rows)
     path = open_store(tmp_path).path(UNKNOWN.card)
     path.write_text(path.read_text().replace('"HERE"', number))
-    assert open_store(tmp_path).notes() == [f"{path}: 1 line is passed over (line 2: this is no JSON)"]
+    assert open_store(tmp_path).notes() == [f"{path}: 1 line is skipped (line 2: this is not JSON)"]
 
 
 def test_nothing_left_is_one_line(tmp_path: Path) -> None:
     write(tmp_path, replaced(1, ("result", "micro_tokens"), 0, rehash=True)[1:])
     with pytest.raises(
-        UsageError, match=r":1: damaged: field result.micro_tokens: .* no other line can be read"
+        UsageError, match=r":1: damaged: field result.micro_tokens: .* no other line is valid"
     ):
         open_store(tmp_path).rows(UNKNOWN)

@@ -1,4 +1,4 @@
-"""The store: what is appended is read again, a torn line is passed over, processes do not disturb each other."""
+"""The store: what is appended is read again, a torn line is skipped, processes do not disturb each other."""
 
 import dataclasses
 import json
@@ -140,7 +140,7 @@ def test_rows_of_another_machine_are_not_used_and_said_so(tmp_path: Path, name: 
     assert store.find(make_key(MACHINE, SPEC)) is None
     (note,) = store.notes(MACHINE)
     assert name.replace("_", " ") in note and "here" in note and "deskside probe" in note
-    with pytest.raises(UsageError, match="measure anew with: deskside probe --probes"):
+    with pytest.raises(UsageError, match="measure again with: deskside probe --probes"):
         store.require(MACHINE)
     assert store.path(MACHINE.card).read_bytes() == before
     store.add(row({}))
@@ -170,9 +170,9 @@ def test_a_file_that_cannot_be_read_at_all_is_one_line(tmp_path: Path, content: 
     assert FILE in str(caught.value) and "deskside probe" in str(caught.value)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
     assert path.read_bytes() == content
-    assert open_store(tmp_path).rows() == []  # of any card: it is passed over
+    assert open_store(tmp_path).rows() == []  # of any card: it is skipped
     (note,) = open_store(tmp_path).notes()
-    assert note.startswith(f"{path}: ") and "passed over" in note and "\n" not in note
+    assert note.startswith(f"{path}: ") and "skipped" in note and "\n" not in note
 
 
 def test_damaged_lines_between_good_ones_are_named(tmp_path: Path) -> None:
@@ -184,13 +184,13 @@ def test_damaged_lines_between_good_ones_are_named(tmp_path: Path) -> None:
     assert len(store.rows(MACHINE)) == 2
     (note,) = store.notes(MACHINE)
     assert note.startswith(
-        f"{tmp_path / FILE}: 3 lines are passed over (line 2: this is no JSON; line 4: a part of "
+        f"{tmp_path / FILE}: 3 lines are skipped (line 2: this is not JSON; line 4: a field of "
     )
     assert "; line 5: this is a probe result of schema 7" in note
     with (tmp_path / FILE).open("ab") as file:
         file.write(b"[]\n" * 8)
     (note,) = store.notes(MACHINE)
-    assert "11 lines are passed over" in note and note.endswith("; and 8 more)") and len(note) < 400
+    assert "11 lines are skipped" in note and note.endswith("; and 8 more)") and len(note) < 400
 
 
 def test_the_length_of_measuring_is_no_part_of_the_key() -> None:
@@ -208,7 +208,7 @@ def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match="it is no folder"):
+    with pytest.raises(UsageError, match="is not a folder"):
         open_store(tmp_path / "file")
     (tmp_path / FILE).mkdir()
     with pytest.raises(UsageError, match="cannot be read"):
@@ -251,7 +251,7 @@ def test_bytes_that_are_no_text_can_be_stored(tmp_path: Path) -> None:
 
 
 def test_wrong_words_are_refused() -> None:
-    with pytest.raises(ValueError, match="use one of"):
+    with pytest.raises(ValueError, match="must be one of"):
         make_row("point", make_key(MACHINE, {}), "fine")
 
 

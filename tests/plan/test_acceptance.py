@@ -91,7 +91,7 @@ def _rows() -> list[Measurement]:
         if row.gpus == 1
         and row.framework in ("nanochat", "autoresearch", "yxanul_0.6B (TE)")
         and row.precision == "bf16"
-        and row.shaped
+        and row.has_shape
         and row.complete_for_speed
         and row.card
         and not row.saving

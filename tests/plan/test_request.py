@@ -275,9 +275,9 @@ def test_a_named_card_is_planned_beside_damaged_lines_and_they_are_told(
         file.write("half a li\n{}\n")
     asked = ask(gpu="rtx4090", hours=24, probes=folder)
     assert asked.calibration.source == ("measured" if good else "published")
-    (note,) = [note for note in asked.notes if "passed over" in note]
+    (note,) = [note for note in asked.notes if "skipped" in note]
     assert note.startswith(
-        f"{tmp_path / 'geforce-rtx-4090.jsonl'}: 2 lines are passed over (line {good + 1}: this is"
+        f"{tmp_path / 'geforce-rtx-4090.jsonl'}: 2 lines are skipped (line {good + 1}: this is"
     )
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
-from deskside.facts.claims import Claim, chosen, claims
+from deskside.facts.claims import Claim, claims, matching_ids
 from deskside.study.claims.formulas import evaluate
 from deskside.study.claims.verdicts import (
     Change,
@@ -48,7 +48,7 @@ def judge(
             had its host to itself, then the one with the most pairs, then the latest.
     """
     known = claims() if known is None else known
-    wanted = chosen(ids, known)
+    wanted = matching_ids(ids, known)
     drafts = [(claim, _draft((results, *others), claim)) for claim in known if claim.id in wanted]
     weighed = {draft.id: draft.p for _, draft in drafts if draft.p is not None}
     passed = dict(zip(weighed, significant(list(weighed.values())), strict=True))
@@ -213,7 +213,7 @@ def _answered(claim: Claim) -> ClaimResult:
     amount = with_unit(found.value, claim.unit)
     if found.low != found.high:
         amount += f" ({number_text(found.low)} to {number_text(found.high)})"
-    text = f"{found.source.capitalize()}: {amount}; claimed {claim.claimed}."
+    text = f"{found.source.capitalize()}: {amount}; claimed {claim.claimed_text}."
     result = _result(claim, verdict_of_value(claim, found), text, scale, basis=found.source)
     return replace(result, measured=found.value, low=found.low, high=found.high)
 
@@ -233,7 +233,7 @@ def _result(
         id=claim.id,
         text=claim.text,
         source=claim.source,
-        claimed=claim.claimed,
+        claimed=claim.claimed_text,
         measured=middle,
         low=low,
         high=high,
@@ -293,7 +293,7 @@ def sentence_of(claim: Claim, change: Change, verdict: Verdict, absolute: str = 
     means = f", {absolute}" if absolute else ""
     if change.low is None or change.high is None:
         return f"{subject} in {label(claim)}{means}: {amount}."
-    sentence = f"{subject} {amount} in {label(claim)}{means}; claimed {claim.claimed}."
+    sentence = f"{subject} {amount} in {label(claim)}{means}; claimed {claim.claimed_text}."
     if verdict == "contradicted" and change.low <= 0 <= change.high and claim.direction != "none":
         sentence += " The interval holds no change at all, and not the claimed one."
     elif (

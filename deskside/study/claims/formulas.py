@@ -20,7 +20,7 @@ from deskside.budget.step_spec import Precision, StepSpec
 from deskside.config import merge, presets
 from deskside.config.model import ModelConfig
 from deskside.facts import gpus
-from deskside.facts.power_and_prices import rents
+from deskside.facts.power_and_prices import rental_prices
 from deskside.study.claims.planned_formulas import PLANNED
 from deskside.study.claims.verdicts import Answer
 
@@ -119,7 +119,7 @@ def _break_even_hours() -> Answer:
 
 def _rent(card: str) -> Answer:
     gpu = gpus.find(card)
-    first, *others = rents(gpu)  # facts/prices.toml has this card
+    first, *others = rental_prices(gpu)  # facts/prices.toml has this card
     offers = [first.usd, *(price.usd for price in others)]
     return Answer(min(offers), first.usd, max(offers), "published prices", f"{gpu.name}, {first.date}")
 

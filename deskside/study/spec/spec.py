@@ -46,7 +46,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Validat
 from deskside.config import merge, presets
 from deskside.config.base import Part
 from deskside.config.duration import Duration
-from deskside.facts.claims import chosen, claims
+from deskside.facts.claims import claims, matching_ids
 from deskside.study.spec.expressions import leaves
 from deskside.utils.errors import UsageError
 
@@ -177,7 +177,7 @@ def _check_preset(name: str, info: ValidationInfo) -> str:
 
 def _check_claims(patterns: tuple[str, ...]) -> tuple[str, ...]:
     try:
-        chosen(patterns, claims())
+        matching_ids(patterns, claims())
     except UsageError as error:
         raise ValueError(str(error).removeprefix("claims: ")) from None
     return patterns
