@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deskside.kernels.functional import give_context
+from deskside.kernels.functional import create_autograd_context
 from deskside.train.loop.step import DeviceEvent
 from deskside.utils.child_process import is_out_of_memory
 from deskside.utils.errors import RunError, UsageError
@@ -49,7 +49,7 @@ def attempt(target: str, arguments: Mapping[str, Any]) -> Result:
     began = time.perf_counter()
     module, function = target.split(":")
     try:
-        give_context(arguments.get("device", "cpu"))
+        create_autograd_context(arguments.get("device", "cpu"))
         result: Result = getattr(import_module(module), function)(**arguments)
     except REFUSALS as error:
         verdict = "out of memory" if is_out_of_memory(error) else "unsupported"

@@ -41,7 +41,7 @@ from deskside.engine.sampling import NOT_FINITE, Settings, width_of
 from deskside.engine.speculate import speculate
 from deskside.engine.steps import Forward, Graphs, PromptParts, Slots, bucket
 from deskside.engine.text import TextStream
-from deskside.kernels.decode import in_kernel
+from deskside.kernels.decode import kernel_supports
 from deskside.model.transformer import Transformer
 from deskside.utils.errors import RunError, UsageError, described
 
@@ -459,7 +459,7 @@ class Engine:
     def _capturable(self, forward: Forward) -> bool:
         config = forward.model.config
         queries = (1 + self.drafts) * (config.num_attention_heads // config.num_key_value_heads)
-        return not config.num_experts and in_kernel(queries, forward.cache.k[0])
+        return not config.num_experts and kernel_supports(queries, forward.cache.k[0])
 
     def _check(self, request: Request) -> None:
         check_prompt(request.prompt, self.vocabulary, self.limit)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deskside.config.dimensions import uncovered_reason
 from deskside.kernels import fused
-from deskside.kernels.decode import into_cache
+from deskside.kernels.decode import qk_norm_rope_into_cache
 from deskside.kernels.fused import QkvLayout
 from deskside.model.block import MLP, Attention, Block, CachedBlocks, LayerCache
 from deskside.model.transformer import Transformer
@@ -64,7 +64,9 @@ class FusedBlocks(CachedBlocks):
             cos, sin = self._model.rope_cos, self._model.rope_sin
             tables = None if cos is None or sin is None else (cos, sin)
             where = (places.position_BT.flatten(), places.page_BT.flatten(), places.place_BT.flatten())
-            q_BTHC = into_cache(qkv_NW, norms, tables, layout, at.keys_values, where).unflatten(0, (B, T))
+            q_BTHC = qk_norm_rope_into_cache(qkv_NW, norms, tables, layout, at.keys_values, where).unflatten(
+                0, (B, T)
+            )
             o_BTHC = at.attention(q_BTHC, half.window)
         return residual_ND.view_as(residual_BTD), half.output(o_BTHC.flatten(2))
 

@@ -3,9 +3,9 @@
 The 8-bit format is Dettmers' block-wise dynamic map (arXiv 2110.02861, 1511.04561): 256 neighbours share their largest
 magnitude as a float32 scale, and each code is a value in [-1, 1] (first moment) or [0, 1] (second moment). The codes
 cover seven decades. Each decade is cut into equal cells, twice as many as the decade below, so the relative precision
-grows with the magnitude. That is 2 + 8 / 256 bytes per weight instead of 8.
+grows with the magnitude. Both moments together take 2 + 8 / 256 bytes per weight instead of 8.
 
-One rule is our own: a nonzero second moment is never rounded to zero, because the update divides by it.
+Unlike in bitsandbytes, a nonzero second moment is never rounded to zero, because the update divides by its root.
 """
 
 from dataclasses import dataclass
@@ -18,13 +18,13 @@ CPU = torch.device("cpu")
 BLOCK = 256  # values that share a scale
 DECADES = 7
 SMALLEST_MAX = 2.0**-126  # a block whose largest value is below float32's normal range counts as zero
-FIRST, SECOND = "exp_avg", "exp_avg_sq"
-FIRST_MAX, SECOND_MAX = "exp_avg_max", "exp_avg_sq_max"
+EXP_AVG, EXP_AVG_SQ = "exp_avg", "exp_avg_sq"
+EXP_AVG_MAX, EXP_AVG_SQ_MAX = "exp_avg_max", "exp_avg_sq_max"
 
 
 @dataclass(frozen=True)
-class Rule:
-    """The numbers of an AdamW update (Loshchilov and Hutter, arXiv 1711.05101)."""
+class AdamWHyperparameters:
+    """Hyperparameters of AdamW (Loshchilov and Hutter, arXiv 1711.05101)."""
 
     lr: float
     betas: tuple[float, float]
@@ -32,13 +32,13 @@ class Rule:
     weight_decay: float
 
 
-def blocks(elements: int) -> int:
-    """Return the number of blocks of so many values."""
+def num_blocks(elements: int) -> int:
+    """Return the number of blocks that `elements` values take."""
     return -(-elements // BLOCK)
 
 
 def zero_code(signed: bool) -> int:
-    """Return the code of zero."""
+    """Return the code that stands for the value 0."""
     return 127 if signed else 0
 
 
@@ -62,15 +62,15 @@ def dequantize(codes: Tensor, largest: Tensor, signed: bool) -> Tensor:
 
 @cache
 def dynamic_map(signed: bool, device: torch.device = CPU) -> Tensor:
-    """The 256 values, ascending, float32: zero, one, and the middles of every decade's cells.
+    """Return the values of the 256 codes, float32, ascending: zero, one, and the midpoint of every cell.
 
     Decade i, from 10^(i-7) to 10^(i-6), has 2^i cells for each sign, or 2^(i+1) where there is no sign.
     """
     positive = []
     for i in range(DECADES):
         cells = 2 ** (i if signed else i + 1)
-        middles = 0.1 + 0.9 * (torch.arange(cells, dtype=torch.float64) + 0.5) / cells
-        positive.append(middles * 10.0 ** (i - DECADES + 1))
+        midpoints = 0.1 + 0.9 * (torch.arange(cells, dtype=torch.float64) + 0.5) / cells
+        positive.append(midpoints * 10.0 ** (i - DECADES + 1))
     ends = torch.tensor([0.0, 1.0], dtype=torch.float64)
     values = torch.cat([*positive, *((-p for p in positive) if signed else ()), ends])
     return values.sort().values.float().to(device)

@@ -1,12 +1,12 @@
 """Cross-entropy of a linear head without the logits of a whole batch.
 
-The logits are the largest tensor of a small model's step: 65,536 tokens x 32,768 entries in float32 are 8 GiB. Here
-tokens go in chunks. For each chunk the forward makes the logits, the loss and the gradient of the logits at once, folds
-that gradient into d hidden and d weight, and forgets the chunk. The backward then only scales what is already there.
-(Wijmans et al. 2024, arXiv 2411.09009, and Hsu et al. 2024, arXiv 2410.10989, describe the idea.)
+The logits are the largest tensor of a small model's step: 65,536 tokens x 32,768 entries in float32 are 8 GiB. So the
+forward goes through the tokens in chunks. For each chunk it computes the logits, the loss and the gradient d_logits,
+adds the chunk's share to d_hidden and d_weight, and frees the logits. The backward only multiplies d_hidden and
+d_weight by the incoming gradient. (Wijmans et al. 2024, arXiv 2411.09009; Hsu et al. 2024, arXiv 2410.10989.)
 
-Numbers: the three GEMMs run in hidden's dtype, softmax and loss in float32, d logits is rounded to hidden's dtype
-for its two GEMMs, d weight adds up in float32 over the chunks. float64 inputs stay float64 throughout.
+Precision: the three GEMMs run in hidden's dtype, softmax and loss in float32. d_logits is rounded to hidden's dtype for
+its two GEMMs. d_weight is accumulated in float32 over the chunks. float64 inputs stay float64 throughout.
 """
 
 import sys
@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deskside.kernels.functional import IGNORED, at_least_float32, scaled
+from deskside.kernels.functional import IGNORED, at_least_float32, multiply_by_scalar
 
 CHUNK_TOKENS = 8192
-ReplacedRows = tuple[Tensor, Tensor]
+ReplacedRows = tuple[Tensor, Tensor]  # ids (n,) and values (n, D) of rows that replace those of the weight
 
 
 def linear_cross_entropy(
@@ -31,12 +31,12 @@ def linear_cross_entropy(
     chunk_tokens: int = CHUNK_TOKENS,
     rows: ReplacedRows | None = None,
 ) -> Tensor:
-    """Sum over valid tokens of -log softmax(cap(hidden weight^T))[target] + z_loss * logsumexp^2. Float32 scalar.
+    """Sum -log softmax(cap(hidden weight^T))[target] + z_loss * logsumexp^2 over tokens, as a float32 scalar.
 
-    cap(x) is softcap * tanh(x / softcap), or x. Tokens whose target is -100 count nothing. Differentiable in
-    hidden, weight and rows; without gradients to compute it only adds up the loss. z-loss: Chowdhery et al. 2022 (arXiv
-    2204.02311). rows: (ids (n,), values (n, D)) that replace rows of the weight, which then have no part in anything:
-    of a frozen weight some rows can train, without a gradient for all.
+    cap(x) is softcap * tanh(x / softcap), or x without a softcap. Tokens whose target is -100 are ignored. z-loss:
+    Chowdhery et al. 2022 (arXiv 2204.02311). Differentiable in hidden, weight and rows. rows: (ids (n,), values (n,
+    D)); `values` replace the rows `ids` of the weight, which are then unused. This trains some rows of a frozen weight
+    without a gradient of the whole weight.
     """
     ids, values = rows or (None, None)
     if torch.is_grad_enabled() and any(
@@ -62,15 +62,15 @@ def token_losses(
     chunk_tokens: int = CHUNK_TOKENS,
     rows: ReplacedRows | None = None,
 ) -> Tensor:
-    """(N,) float32: the loss of each token, 0 where ignored. Not differentiable; for evaluation."""
+    """Return the loss of each token, (N,) float32, 0 where ignored. Not differentiable; for evaluation."""
     weight = weight_VD.to(hidden_ND.dtype)
     ids, values = (None, None) if rows is None else (rows[0], rows[1].to(hidden_ND.dtype))
-    chunk_loss = elementwise(hidden_ND).chunk_loss
-    parts = [
+    chunk_loss = loss_kernels(hidden_ND).chunk_loss
+    losses = [
         chunk_loss(_logits(hidden, weight, ids, values), targets, softcap, z_loss)
         for hidden, targets in zip(hidden_ND.split(chunk_tokens), targets_N.split(chunk_tokens), strict=True)
     ]
-    return torch.cat(parts)
+    return torch.cat(losses)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -85,31 +85,31 @@ class _LinearCrossEntropy(torch.autograd.Function):
         chunk_tokens: int,
         terms: tuple[float | None, float],
     ) -> Tensor:
-        wide = at_least_float32(hidden_ND)
+        accumulate_dtype = at_least_float32(hidden_ND)
         weight = weight_VD.to(hidden_ND.dtype)
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         rows = None if values is None else values.to(hidden_ND.dtype)
-        # Of these rows the weight's own share of d hidden is taken back, and theirs put in its place.
-        change = None if rows is None else rows - weight[ids]
-        d_rows = None if values is None else torch.zeros_like(values, dtype=wide)
+        # d_hidden is computed with the unreplaced weight first; d_logits @ row_change then corrects it.
+        row_change = None if rows is None else rows - weight[ids]
+        d_rows = None if values is None else torch.zeros_like(values, dtype=accumulate_dtype)
         d_hidden = torch.empty_like(hidden_ND) if need_hidden else None
-        d_weight = torch.zeros_like(weight_VD, dtype=wide) if need_weight else None
+        d_weight = torch.zeros_like(weight_VD, dtype=accumulate_dtype) if need_weight else None
         losses: list[Tensor] = []
-        chunk_loss_and_grad = elementwise(hidden_ND).chunk_loss_and_grad
+        chunk_loss_and_grad = loss_kernels(hidden_ND).chunk_loss_and_grad
         for start in range(0, hidden_ND.shape[0], chunk_tokens):
-            part = slice(start, start + chunk_tokens)
-            hidden = hidden_ND[part]
-            of_chunk, d_logits = chunk_loss_and_grad(
-                _logits(hidden, weight, ids, rows), targets_N[part], *terms
+            chunk = slice(start, start + chunk_tokens)
+            hidden = hidden_ND[chunk]
+            chunk_losses, d_logits = chunk_loss_and_grad(
+                _logits(hidden, weight, ids, rows), targets_N[chunk], *terms
             )
-            losses.append(of_chunk)
+            losses.append(chunk_losses)
             if d_hidden is not None:
-                torch.mm(d_logits, weight, out=d_hidden[part])
-            if ids is not None and d_rows is not None and change is not None:
-                picked = d_logits.index_select(1, ids)
-                add_matmul(d_rows, picked.T, hidden)
+                torch.mm(d_logits, weight, out=d_hidden[chunk])
+            if ids is not None and d_rows is not None and row_change is not None:
+                d_replaced_logits = d_logits.index_select(1, ids)
+                add_matmul(d_rows, d_replaced_logits.T, hidden)
                 if d_hidden is not None:
-                    d_hidden[part] += picked @ change
+                    d_hidden[chunk] += d_replaced_logits @ row_change
                 if d_weight is not None:
                     d_logits.index_fill_(1, ids, 0)
             if d_weight is not None:
@@ -124,23 +124,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
         d_hidden, d_weight, d_rows = ctx.saved_tensors
         (grad,) = grad_outputs
         if d_rows is not None:
-            d_rows = scaled(d_rows, grad).to(ctx.rows_dtype)
+            d_rows = multiply_by_scalar(d_rows, grad).to(ctx.rows_dtype)
         if d_hidden is not None:
-            d_hidden = scaled(d_hidden, grad)
+            d_hidden = multiply_by_scalar(d_hidden, grad)
         if d_weight is not None:
-            d_weight = scaled(d_weight, grad).to(ctx.weight_dtype)
+            d_weight = multiply_by_scalar(d_weight, grad).to(ctx.weight_dtype)
         return d_hidden, d_weight, None, None, d_rows, None, None
 
 
 def _logits(hidden: Tensor, weight: Tensor, ids: Tensor | None, rows: Tensor | None) -> Tensor:
-    """(n, V), of `rows` where there are some. All in hidden's dtype."""
+    """Return the logits (n, V), with `rows` in place of the rows `ids` of the weight. All in hidden's dtype."""
     logits = hidden @ weight.T
     return logits if ids is None or rows is None else logits.index_copy_(1, ids, hidden @ rows.T)
 
 
-def elementwise(hidden: Tensor) -> Any:
-    """Return the module that computes a chunk's loss and gradient: Triton on a GPU, torch elsewhere and when
-    compiled."""
+def loss_kernels(hidden: Tensor) -> Any:
+    """Return the module with the `chunk_loss` functions: Triton on a GPU, torch elsewhere and under torch.compile."""
     if not hidden.is_cuda or hidden.dtype == torch.float64 or torch.compiler.is_compiling():
         return sys.modules[__name__]
     from deskside.kernels import cross_entropy_triton
@@ -149,7 +148,7 @@ def elementwise(hidden: Tensor) -> Any:
 
 
 def add_matmul(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, where total is wider than the operands. CUDA's GEMM can write float32 itself."""
+    """Add left @ right to `total`, whose dtype may be wider. On CUDA the GEMM itself writes float32."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
     elif left.is_cuda:
@@ -161,41 +160,42 @@ def add_matmul(total: Tensor, left: Tensor, right: Tensor) -> None:
 def chunk_loss_and_fp8_grad(
     logits: Tensor, targets: Tensor, softcap: float | None, z_loss: float, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """(n,) losses of one chunk, and scale times the gradient of their sum in the raw logits (n, V), in E5M2."""
+    """Return the losses (n,) of one chunk, and `scale` times the gradient of their sum, (n, V) in E5M2."""
     losses, grad = chunk_loss_and_grad(logits.float(), targets, softcap, z_loss)
     limit = torch.finfo(torch.float8_e5m2).max
     return losses, (grad * scale).clamp(-limit, limit).to(torch.float8_e5m2)
 
 
 def chunk_loss(logits: Tensor, targets: Tensor, softcap: float | None, z_loss: float) -> Tensor:
-    """(n,) losses of one chunk."""
+    """Return the losses (n,) of one chunk."""
     logits = _cap(logits.to(at_least_float32(logits)), softcap)
     valid = targets != IGNORED
     lse = torch.logsumexp(logits, dim=-1)
-    picked = logits.gather(1, torch.where(valid, targets, 0)[:, None]).squeeze(1)
-    return torch.where(valid, lse - picked + z_loss * lse * lse, 0.0)
+    target_logit = logits.gather(1, torch.where(valid, targets, 0)[:, None]).squeeze(1)
+    return torch.where(valid, lse - target_logit + z_loss * lse * lse, 0.0)
 
 
 def chunk_loss_and_grad(
     logits: Tensor, targets: Tensor, softcap: float | None, z_loss: float
 ) -> tuple[Tensor, Tensor]:
-    """(n,) losses of one chunk, and the gradient of their sum in the raw logits (n, V), in the logits' dtype.
+    """Return the losses (n,) of one chunk, and the gradient of their sum with respect to the logits (n, V).
 
-    Overwrites float32 logits: on a CPU, fresh memory for each pass costs more than the arithmetic.
+    The gradient has the logits' dtype. Overwrites float32 logits, because on a CPU allocating memory for each pass
+    would cost more than the arithmetic.
     """
     capped = _cap(logits.to(at_least_float32(logits)), softcap)
     slope = None if softcap is None else 1 - (capped / softcap) ** 2
     valid = targets != IGNORED
     target = torch.where(valid, targets, 0)[:, None]
-    picked = capped.gather(1, target)
-    highest = capped.amax(dim=-1, keepdim=True)
-    exponentials = capped.sub_(highest).exp_()
-    total = exponentials.sum(dim=-1, keepdim=True)
-    lse = highest + total.log()
-    losses = (lse - picked + z_loss * lse * lse).squeeze(1)
-    grad = exponentials.mul_(torch.where(valid[:, None], (1 + 2 * z_loss * lse) / total, 0.0))
+    target_logit = capped.gather(1, target)
+    max_logit = capped.amax(dim=-1, keepdim=True)
+    exponentials = capped.sub_(max_logit).exp_()
+    sum_exp = exponentials.sum(dim=-1, keepdim=True)
+    lse = max_logit + sum_exp.log()
+    losses = (lse - target_logit + z_loss * lse * lse).squeeze(1)
+    grad = exponentials.mul_(torch.where(valid[:, None], (1 + 2 * z_loss * lse) / sum_exp, 0.0))
     target_grad = valid[:, None].to(grad.dtype)
-    if torch.compiler.is_compiling():  # a comparison fuses with the rest; a scatter would be a separate pass
+    if torch.compiler.is_compiling():  # a comparison fuses with the other passes, a scatter does not
         entries = torch.arange(logits.shape[1], device=logits.device)
         grad = torch.where(entries == target, grad - target_grad, grad)
     else:

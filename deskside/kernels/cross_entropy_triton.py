@@ -1,12 +1,12 @@
 """Triton kernel for the element-wise part of the chunked cross-entropy: the loss and the gradient of the logits.
 
 Each program handles one row of logits and reads it twice: once for the maximum and the sum of exponentials (online
-softmax), and once for the gradient. The second read mostly hits the L2 cache, because it marks its data evict_first, so
-that finished rows are evicted before rows that are still needed.
+softmax), and once for the gradient. The second read marks its data evict_first, so that finished rows leave the L2
+cache before rows that are still needed; it therefore mostly hits the cache.
 
 The kernel is limited by instructions as much as by memory bandwidth, so it computes little per entry: exponentials have
-base 2, as the GPU computes them; factors of a probability are added to its exponent; and the -1 of the target's entry
-is applied once at the end, so that no column index is compared with the target.
+base 2, as in the hardware; factors of a probability become terms of its exponent; and the -1 of the target's entry is
+applied at the end, so that no column index is compared with the target.
 """
 
 import torch
@@ -16,12 +16,12 @@ from torch import Tensor
 
 from deskside.kernels.functional import IGNORED
 
-BLOCK, FP8_BLOCK = 16384, 8192  # entries of a row at a time; chosen on an H200 (docs/log.md)
+BLOCK, FP8_BLOCK = 16384, 8192  # entries of a row per iteration; chosen on an H200 (docs/log.md)
 
 
 @triton.jit
 def _capped(x, softcap, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """softcap * tanh(x / softcap). One return, because Triton also compiles the code after a return."""
+    """Return softcap * tanh(x / softcap). A single return, because Triton also compiles the code after a return."""
     capped = x
     if CAPPED:
         capped = softcap * (2 * tl.sigmoid(2 * x / softcap) - 1)
@@ -31,42 +31,44 @@ def _capped(x, softcap, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
 @triton.jit
 def loss_and_grad(  # type: ignore[no-untyped-def]
     LOGITS, TARGETS, LOSSES, GRADS, V, row_stride, z_loss, softcap, scale,
-    BLOCK_V: tl.constexpr, WHOLE: tl.constexpr, CAPPED: tl.constexpr, IGNORED: tl.constexpr, GRAD: tl.constexpr,
+    BLOCK_V: tl.constexpr, EVEN: tl.constexpr, CAPPED: tl.constexpr, IGNORED: tl.constexpr, GRAD: tl.constexpr,
     SIGNED: tl.constexpr,
 ):  # fmt: skip
-    """LOSSES (n,), float32. With GRAD, GRADS (n, V) becomes scale times the gradient of their sum; it may be LOGITS
-    (n, V) itself. WHOLE: BLOCK_V divides V, so nothing is masked. SIGNED: there is a z-loss, under which the factor of
-    the probabilities, 1 + 2 z_loss lse, is negative where lse is far below zero."""
+    """Write LOSSES (n,) float32 and, with GRAD, `scale` times the gradient of their sum into GRADS (n, V).
+
+    GRADS may be LOGITS itself. EVEN: BLOCK_V divides V, so nothing is masked. SIGNED: with a z-loss, the factor
+    1 + 2 z_loss lse of the probabilities is negative where lse is far below zero, so its sign is kept separately.
+    """
     LOG2E: tl.constexpr = 1.4426950408889634
     row = tl.program_id(0).to(tl.int64)
     logits = LOGITS + row * row_stride
     target = tl.load(TARGETS + row)
     valid = target != IGNORED
-    at = tl.where(valid, target, 0)
-    picked = _capped(tl.load(logits + at).to(tl.float32), softcap, CAPPED)
-    highest = -float("inf")
-    total = 0.0
+    target_column = tl.where(valid, target, 0)
+    target_logit = _capped(tl.load(logits + target_column).to(tl.float32), softcap, CAPPED)
+    max_logit = -float("inf")
+    sum_exp = 0.0
     start = 0
     while start < V:
         columns = start + tl.arange(0, BLOCK_V)
-        if WHOLE:
+        if EVEN:
             raw = tl.load(logits + columns)
         else:
             raw = tl.load(logits + columns, mask=columns < V, other=-float("inf"))
         x = _capped(raw.to(tl.float32), softcap, CAPPED)
-        if CAPPED and not WHOLE:
+        if CAPPED and not EVEN:
             x = tl.where(columns < V, x, -float("inf"))
-        higher = tl.maximum(highest, tl.max(x, axis=0))
-        shifted = x * LOG2E - higher * LOG2E
-        total = total * tl.exp2((highest - higher) * LOG2E) + tl.sum(tl.exp2(shifted), axis=0)
-        highest = higher
+        new_max = tl.maximum(max_logit, tl.max(x, axis=0))
+        exponent = x * LOG2E - new_max * LOG2E
+        sum_exp = sum_exp * tl.exp2((max_logit - new_max) * LOG2E) + tl.sum(tl.exp2(exponent), axis=0)
+        max_logit = new_max
         start += BLOCK_V
-    lse = highest + tl.log(total)
-    tl.store(LOSSES + row, tl.where(valid, lse - picked + z_loss * lse * lse, 0.0))
+    lse = max_logit + tl.log(sum_exp)
+    tl.store(LOSSES + row, tl.where(valid, lse - target_logit + z_loss * lse * lse, 0.0))
     if GRAD:
         grads = GRADS + row * row_stride
         factor = scale * (1 + 2 * z_loss * lse)
-        # factor * exp(x - lse) as one power of two; an ignored row's gradient is 2^-inf = 0.
+        # factor * exp(x - lse) = 2^(x log2(e) + offset). The gradient of an ignored row is 2^-inf = 0.
         sign = 1.0
         if SIGNED:
             sign = tl.where(factor < 0, -1.0, 1.0)
@@ -75,7 +77,7 @@ def loss_and_grad(  # type: ignore[no-untyped-def]
         start = 0
         while start < V:
             columns = start + tl.arange(0, BLOCK_V)
-            if WHOLE:
+            if EVEN:
                 raw = tl.load(logits + columns, eviction_policy="evict_first")
             else:
                 raw = tl.load(logits + columns, mask=columns < V, other=0.0, eviction_policy="evict_first")
@@ -85,35 +87,35 @@ def loss_and_grad(  # type: ignore[no-untyped-def]
                 grad *= sign
             if CAPPED:
                 grad *= 1 - (x / softcap) * (x / softcap)
-            if WHOLE:
+            if EVEN:
                 tl.store(grads + columns, grad.to(GRADS.dtype.element_ty))
             else:
                 tl.store(grads + columns, grad.to(GRADS.dtype.element_ty), mask=columns < V)
             start += BLOCK_V
-        corrected = sign * tl.exp2(picked * LOG2E + offset) - scale
+        corrected = sign * tl.exp2(target_logit * LOG2E + offset) - scale
         if CAPPED:
-            corrected *= 1 - (picked / softcap) * (picked / softcap)
-        tl.debug_barrier()  # the target's entry has been written by some thread of this program
-        tl.store(grads + at, corrected.to(GRADS.dtype.element_ty), mask=valid)
+            corrected *= 1 - (target_logit / softcap) * (target_logit / softcap)
+        tl.debug_barrier()  # another thread may have written the target's entry, which is overwritten here
+        tl.store(grads + target_column, corrected.to(GRADS.dtype.element_ty), mask=valid)
 
 
 def chunk_loss_and_grad(
     logits: Tensor, targets: Tensor, softcap: float | None, z_loss: float
 ) -> tuple[Tensor, Tensor]:
-    """(n,) float32 losses of a chunk, and its logits (n, V), overwritten by the gradient of the losses' sum."""
+    """Return the losses (n,) float32, and the gradient of their sum in the memory of the logits (n, V)."""
     return _launch(logits, targets, softcap, z_loss, logits, 1.0), logits
 
 
 def chunk_loss_and_fp8_grad(
     logits: Tensor, targets: Tensor, softcap: float | None, z_loss: float, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """(n,) float32 losses of a chunk, and scale times the gradient of their sum, (n, V) in E5M2."""
+    """Return the losses (n,) float32, and `scale` times the gradient of their sum, (n, V) in E5M2."""
     grads = torch.empty(logits.shape, dtype=torch.float8_e5m2, device=logits.device)
     return _launch(logits, targets, softcap, z_loss, grads, scale), grads
 
 
 def chunk_loss(logits: Tensor, targets: Tensor, softcap: float | None, z_loss: float) -> Tensor:
-    """(n,) float32 losses of a chunk."""
+    """Return the losses (n,) float32 of a chunk."""
     return _launch(logits, targets, softcap, z_loss, None, 1.0)
 
 
@@ -127,8 +129,8 @@ def _launch(
 ) -> Tensor:
     n, V = logits.shape
     losses = torch.empty(n, dtype=torch.float32, device=logits.device)
-    narrow = grads is not None and grads.element_size() == 1
-    block = min(FP8_BLOCK if narrow else BLOCK, triton.next_power_of_2(V))
+    fp8 = grads is not None and grads.element_size() == 1
+    block = min(FP8_BLOCK if fp8 else BLOCK, triton.next_power_of_2(V))
     loss_and_grad[(n,)](
         logits, targets, losses, logits if grads is None else grads, V, logits.stride(0), z_loss, softcap or 1.0,
         scale, block, V % block == 0, softcap is not None, IGNORED, grads is not None,

@@ -1,15 +1,16 @@
-"""Attention of new tokens over a paged key-value cache, and what prepares a token for it.
+"""Attention of new tokens over a paged key-value cache, and the step before it: QK-norm, RoPE and the cache write.
 
-While decoding, a row has one new token (a few when they are verified), and its keys and values are read once for them:
-the memory's bandwidth decides the speed. On a GPU the row is cut into spans that different programs read at the same
-time, and a second kernel joins their softmaxes (Flash-Decoding, Dao et al. 2023, pytorch.org/blog/flash-decoding).
-How long a span is follows from the longest row that the cache can hold, so what a row gets does not depend on the rows
-beside it. All query heads of one key-value head are one tile, so that keys are read once for the group.
+While decoding, a row has one new token (or a few, which speculative decoding verifies), and attention reads all keys
+and values of the row, so memory bandwidth limits the speed. On a GPU the row is cut into spans that are read in
+parallel by different programs, and a second kernel combines their softmaxes (Flash-Decoding, Dao et al. 2023,
+pytorch.org/blog/flash-decoding). The length of a span depends only on the longest row that the cache can hold, so a
+row's result does not depend on the other rows of the batch. All query heads of one key-value head are one tile, so keys
+are read once for the group.
 
-Elsewhere, and for prompts that continue what is in the cache, pages are gathered into one tensor first, some rows at a
-time: 256 rows that go on from 8,192 tokens each would need 2 GiB for every key-value head of 128 channels.
+On a CPU, and for prompts that continue a cached prefix, the pages are first gathered into one tensor, some rows at a
+time: 256 rows of 8,192 cached tokens would need 2 GiB for every key-value head of 128 channels.
 
-pool: (pages, K, S, C), one layer's keys or values, S tokens a page. table_BN: int64, pages of each row in order.
+pool: (pages, K, S, C), one layer's keys or values, S tokens per page. table_BN: int64, the pages of each row in order.
 """
 
 from functools import partial
@@ -24,9 +25,9 @@ from deskside.kernels.attention.sdpa import UNPLANNED
 from deskside.kernels.fused import QkvLayout
 from deskside.kernels.fused.reference import qk_norm_rope
 
-TILE_ROWS = 64  # query heads of one key-value head times new tokens that the kernel takes as one tile
-GATHERED_BYTES = 2**28  # of keys and values that are copied at once, at least those of one row
-HEAD_BYTES = 512  # of one head's channels: more would not fit a consumer card's shared memory
+MAX_TILE_ROWS = 64  # (query heads per key-value head) x (new tokens) that the kernel takes as one tile
+GATHERED_BYTES = 2**28  # keys and values that are gathered at once; a single row may exceed it
+MAX_HEAD_BYTES = 512  # of one head's channels: more would not fit a consumer card's shared memory
 KERNEL_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 
 
@@ -40,50 +41,55 @@ def paged_attention(
     window: int | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """New tokens at positions_BT (int64, rising in each row) over a cache that holds them. Returns (B, T, H, C).
+    """Attend from new tokens to the cache, which already contains them. Returns (B, T, H, C).
 
-    A query sees its row's entries 0..position, the last `window` of them. bound: above every position; what lies
-    beyond may be left unread.
+    positions_BT: int64, ascending in each row. A query sees entries 0..position of its row, or the last `window` of
+    them. bound: greater than every position; entries from `bound` on need not be read.
     """
     scale = q_BTHC.shape[-1] ** -0.5 if scale is None else scale
-    if in_kernel(q_BTHC.shape[1] * q_BTHC.shape[2] // k_PKSC.shape[1], k_PKSC):
+    if kernel_supports(q_BTHC.shape[1] * q_BTHC.shape[2] // k_PKSC.shape[1], k_PKSC):
         from deskside.kernels.decode_triton import attend
 
         return attend(q_BTHC, k_PKSC, v_PKSC, table_BN, positions_BT, window, scale)
-    function = partial(decode_attention, attend=_sdpa) if q_BTHC.is_cuda else decode_attention
-    each = 2 * bound * k_PKSC.shape[1] * k_PKSC.shape[3] * k_PKSC.element_size()
+    function = partial(decode_attention, attend=_attend_with_sdpa) if q_BTHC.is_cuda else decode_attention
+    row_bytes = 2 * bound * k_PKSC.shape[1] * k_PKSC.shape[3] * k_PKSC.element_size()
     parts = []
-    rows = max(1, GATHERED_BYTES // each)
-    for first in range(0, len(q_BTHC), rows):
-        part = slice(first, first + rows)
-        k_BLKC, v_BLKC = (gather(pool, table_BN[part], bound) for pool in (k_PKSC, v_PKSC))
-        # A NaN that another row has left there would come through: its weight of 0 times NaN is NaN.
+    batch_rows = max(1, GATHERED_BYTES // row_bytes)
+    for start in range(0, len(q_BTHC), batch_rows):
+        part = slice(start, start + batch_rows)
+        k_BLKC, v_BLKC = (gather_pages(pool, table_BN[part], bound) for pool in (k_PKSC, v_PKSC))
+        # Unread entries have the weight 0, but another row may have left a NaN there, and 0 times NaN is NaN.
         unread_BL = torch.arange(bound, device=q_BTHC.device) > positions_BT[part].amax(1, keepdim=True)
         for gathered in (k_BLKC, v_BLKC):
             gathered.masked_fill_(unread_BL[..., None, None], 0)
         parts.append(function(q_BTHC[part], k_BLKC, v_BLKC, positions_BT[part], window, scale))
-        del k_BLKC, v_BLKC  # before the next ones are made
+        del k_BLKC, v_BLKC  # before the next ones are allocated
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def in_kernel(tile_rows: int, k_PKSC: Tensor) -> bool:
-    """Return whether the Triton kernel supports this: few queries, moderate head_dim, page size a power of two."""
-    _, _, size, C = k_PKSC.shape
-    narrow = tile_rows <= TILE_ROWS and C * k_PKSC.element_size() <= HEAD_BYTES
-    fits = narrow and size & (size - 1) == 0
-    return k_PKSC.is_cuda and k_PKSC.dtype in KERNEL_DTYPES and fits
+def kernel_supports(tile_rows: int, k_PKSC: Tensor) -> bool:
+    """Return True if the Triton kernel supports this: few queries, moderate head_dim, page size a power of two."""
+    _, _, page_size, C = k_PKSC.shape
+    small = tile_rows <= MAX_TILE_ROWS and C * k_PKSC.element_size() <= MAX_HEAD_BYTES
+    power_of_two = page_size & (page_size - 1) == 0
+    return k_PKSC.is_cuda and k_PKSC.dtype in KERNEL_DTYPES and small and power_of_two
 
 
-def gather(pool_PKSC: Tensor, table_BN: Tensor, bound: int) -> Tensor:
-    """Entries 0..bound of every row, copied into one tensor (B, bound, K, C)."""
-    size = pool_PKSC.shape[2]
-    pages_BnKSC = pool_PKSC[table_BN[:, : -(-bound // size)]]
+def gather_pages(pool_PKSC: Tensor, table_BN: Tensor, bound: int) -> Tensor:
+    """Return a copy of entries 0..bound - 1 of every row, (B, bound, K, C)."""
+    page_size = pool_PKSC.shape[2]
+    pages_BnKSC = pool_PKSC[table_BN[:, : -(-bound // page_size)]]
     return pages_BnKSC.transpose(2, 3).flatten(1, 2)[:, :bound]
 
 
-def _sdpa(q_BTHC: Tensor, k_BLKC: Tensor, v_BLKC: Tensor, allowed_BTL: Tensor, scale: float) -> Tensor:
-    """`attention.reference.attend` by SDPA. No fused kernel takes a mask and groups, so the query heads of one
-    key-value head are put below each other, as more queries of it: repeating keys and values would copy them."""
+def _attend_with_sdpa(
+    q_BTHC: Tensor, k_BLKC: Tensor, v_BLKC: Tensor, allowed_BTL: Tensor, scale: float
+) -> Tensor:
+    """Compute `attention.reference.attend` with SDPA.
+
+    No fused kernel of SDPA takes both a mask and grouped heads. So the query heads of one key-value head are stacked
+    along the query dimension; repeating keys and values instead would copy them.
+    """
     B, T, H, C = q_BTHC.shape
     K = k_BLKC.shape[2]
     q_BKMC = q_BTHC.unflatten(2, (K, H // K)).permute(0, 2, 3, 1, 4).reshape(B, K, -1, C)
@@ -95,28 +101,28 @@ def _sdpa(q_BTHC: Tensor, k_BLKC: Tensor, v_BLKC: Tensor, allowed_BTL: Tensor, s
     return o_BKMC.view(B, K, H // K, T, C).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
-def into_cache(
+def qk_norm_rope_into_cache(
     qkv_NW: Tensor,
     norms: tuple[Tensor, Tensor] | None,
     angles: tuple[Tensor, Tensor] | None,
     layout: QkvLayout,
     pools_PKSC: tuple[Tensor, Tensor],
-    where_N: tuple[Tensor, Tensor, Tensor],
+    slots_N: tuple[Tensor, Tensor, Tensor],
 ) -> Tensor:
-    """QK-norm and RoPE of N tokens; keys and values go into their pages, queries (N, H, C) are returned.
+    """Apply QK-norm and RoPE to N tokens, write keys and values into their pages, and return the queries (N, H, C).
 
-    norms: weights (C,) of the norms of q and k. angles: cos and sin, (positions, C / 2) float32. pools: of keys and of
-    values. where: each token's position in its row, page and place in the page, int64. Two tokens at one place leave
-    either of them there.
+    norms: weights (C,) of the norms of q and k. angles: cos and sin, (positions, C / 2) float32. pools: those of keys
+    and of values. slots: position in the row, page, and offset in the page of each token, int64 (N,) each. Of two
+    tokens with the same slot, either may be stored.
     """
     if qkv_NW.is_cuda:
-        from deskside.kernels.decode_triton import into_cache as kernel
+        from deskside.kernels.decode_triton import qk_norm_rope_into_cache as kernel
 
-        return kernel(qkv_NW, norms, angles, layout, pools_PKSC, where_N)
-    position_N, page_N, place_N = where_N
-    turned = None if angles is None else (angles[0][position_N], angles[1][position_N])
+        return kernel(qkv_NW, norms, angles, layout, pools_PKSC, slots_N)
+    position_N, page_N, offset_N = slots_N
+    token_angles = None if angles is None else (angles[0][position_N], angles[1][position_N])
     q_weight, k_weight = norms or (None, None)
-    q_NHC, k_NKC = qk_norm_rope(qkv_NW, q_weight, k_weight, turned, layout)
+    q_NHC, k_NKC = qk_norm_rope(qkv_NW, q_weight, k_weight, token_angles, layout)
     for pool_PKSC, new_NKC in zip(pools_PKSC, (k_NKC, layout.split(qkv_NW)[2]), strict=True):
-        pool_PKSC[page_N, :, place_N] = new_NKC.to(pool_PKSC.dtype)
+        pool_PKSC[page_N, :, offset_N] = new_NKC.to(pool_PKSC.dtype)
     return q_NHC

@@ -1,8 +1,8 @@
 """The kernels of decode.py in Triton, and their launches. Imported only where tensors are on a GPU.
 
-`_attend`: one program per row, key-value head and span of SPAN tokens; programs of spans that the row has not reached,
-or that lie before its window, end at once, so that the grid can be as long as the longest row may become and one CUDA
-graph serves all lengths. `_join` makes one softmax of a row's spans:
+`_attend`: one program per row, key-value head and span of SPAN tokens; a program whose span the row has not
+reached, or that lies before its window, returns at once. The grid can therefore cover the longest possible row, and one
+CUDA graph serves all lengths. `_join` combines the spans of a row into one softmax:
 
     keys of a row   |---- span 0 ----|---- span 1 ----|-- span 2 --|
     _attend              o_0, l_0         o_1, l_1       o_2, l_2     l_i: log2 of the span's sum of exponentials
@@ -17,24 +17,25 @@ from torch import Tensor
 from deskside.kernels.fused.reference import QkvLayout
 from deskside.utils import splitmix
 
-SPAN, SPANS = 256, 64  # tokens that one program reads, doubled until there are at most so many spans
+MIN_SPAN = 256  # tokens that one program reads, doubled until a row has at most MAX_SPANS spans
+MAX_SPANS = 64
 LOG2E = 1.4426950408889634
-NOISE_BLOCK = 1024  # random numbers that one program makes
+NOISE_BLOCK = 1024  # random numbers per program
 GOLDEN = tl.constexpr(splitmix.GOLDEN)
 FIRST, SECOND = tl.constexpr(splitmix.FIRST), tl.constexpr(splitmix.SECOND)
 
 
 @triton.jit
 def _attend(  # type: ignore[no-untyped-def]
-    Q, K, V, TABLE, POSITION, OUT, SCALE_OF, scale, window, width,
+    Q, K, V, TABLE, POSITION, OUT, LSE, scale, window, width,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, C: tl.constexpr, T: tl.constexpr, S: tl.constexpr,
     SPANS: tl.constexpr, SPAN: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
     WINDOWED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Q: (B, T, HEADS, C). K, V: (pages, KV_HEADS, S, C). TABLE: (B, width). POSITION: (B, T).
 
-    OUT: (B, SPANS, T, HEADS, C) float32, normalised within a span; SCALE_OF: (B, SPANS, T, HEADS), log2 of the span's
-    sum of exponentials, -inf where a query sees nothing in it.
+    OUT: (B, SPANS, T, HEADS, C) float32, normalised within a span. LSE: (B, SPANS, T, HEADS), log2 of the span's sum of
+    exponentials, -inf for a query that sees nothing in the span.
     """
     row = tl.program_id(0).to(tl.int64)
     kv = tl.program_id(1)
@@ -43,7 +44,7 @@ def _attend(  # type: ignore[no-untyped-def]
     m = tl.arange(0, ROWS)
     t = m // GROUP
     head = kv * GROUP + m % GROUP
-    real = m < GROUP * T
+    row_mask = m < GROUP * T
     newest = tl.load(POSITION + row * T + T - 1)
     oldest = tl.load(POSITION + row * T)
     begin = span * SPAN
@@ -54,71 +55,72 @@ def _attend(  # type: ignore[no-untyped-def]
         if end <= oldest - window + 1:
             return
         begin = tl.maximum(begin, (oldest - window + 1) // TILE * TILE)
-    position = tl.load(POSITION + row * T + t, mask=real, other=-1)
+    position = tl.load(POSITION + row * T + t, mask=row_mask, other=-1)
     c = tl.arange(0, BLOCK_C)
-    inside = c < C
+    channel_mask = c < C
     q_at = Q + ((row * T + t) * HEADS + head)[:, None] * C + c[None, :]
-    q = tl.load(q_at, mask=real[:, None] & inside[None, :], other=0.0)
-    peak = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
+    q = tl.load(q_at, mask=row_mask[:, None] & channel_mask[None, :], other=0.0)
+    max_score = tl.full((ROWS,), float("-inf"), tl.float32)
+    sum_exp = tl.zeros((ROWS,), tl.float32)
     out = tl.zeros((ROWS, BLOCK_C), tl.float32)
-    offset = tl.arange(0, TILE)
+    tile_offset = tl.arange(0, TILE)
     for start in range(begin, end, TILE):
-        key = start + offset
-        held = key < end
-        page = tl.load(TABLE + row * width + key // S, mask=held, other=0)
-        at = ((page * KV_HEADS + kv) * S + key % S)[:, None] * C + c[None, :]
-        mask = held[:, None] & inside[None, :]
-        k = tl.load(K + at, mask=mask, other=0.0)
+        key = start + tile_offset
+        in_span = key < end
+        page = tl.load(TABLE + row * width + key // S, mask=in_span, other=0)
+        offsets = ((page * KV_HEADS + kv) * S + key % S)[:, None] * C + c[None, :]
+        mask = in_span[:, None] & channel_mask[None, :]
+        k = tl.load(K + offsets, mask=mask, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-        seen = held[None, :] & (key[None, :] <= position[:, None])
+        visible = in_span[None, :] & (key[None, :] <= position[:, None])
         if WINDOWED:
-            seen = seen & (key[None, :] > position[:, None] - window)
-        scores = tl.where(seen, scores, float("-inf"))
-        # Softmax in one pass: what has been added up so far was relative to the old peak, and shrinks to the new one.
-        highest = tl.maximum(peak, tl.max(scores, axis=1))
-        base = tl.where(highest == float("-inf"), 0.0, highest)  # a query that has seen nothing yet
+            visible = visible & (key[None, :] > position[:, None] - window)
+        scores = tl.where(visible, scores, float("-inf"))
+        # Online softmax: the sums so far are relative to the old maximum and are rescaled to the new one.
+        new_max = tl.maximum(max_score, tl.max(scores, axis=1))
+        # A query that has seen nothing yet would give -inf - (-inf).
+        base = tl.where(new_max == float("-inf"), 0.0, new_max)
         weights = tl.exp2(scores - base[:, None])
-        shrink = tl.exp2(peak - base)
-        v = tl.load(V + at, mask=mask, other=0.0)
-        total = total * shrink + tl.sum(weights, axis=1)
-        out = out * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
-        peak = highest
-    out = out / tl.where(total > 0, total, 1.0)[:, None]
-    where = ((row * SPANS + span) * T + t) * HEADS + head
-    tl.store(OUT + where[:, None] * C + c[None, :], out, mask=real[:, None] & inside[None, :])
-    tl.store(SCALE_OF + where, tl.where(total > 0, peak + tl.log2(total), float("-inf")), mask=real)
+        rescale = tl.exp2(max_score - base)
+        v = tl.load(V + offsets, mask=mask, other=0.0)
+        sum_exp = sum_exp * rescale + tl.sum(weights, axis=1)
+        out = out * rescale[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
+        max_score = new_max
+    out = out / tl.where(sum_exp > 0, sum_exp, 1.0)[:, None]
+    out_row = ((row * SPANS + span) * T + t) * HEADS + head
+    tl.store(OUT + out_row[:, None] * C + c[None, :], out, mask=row_mask[:, None] & channel_mask[None, :])
+    tl.store(LSE + out_row, tl.where(sum_exp > 0, max_score + tl.log2(sum_exp), float("-inf")), mask=row_mask)
 
 
 @triton.jit
 def _join(  # type: ignore[no-untyped-def]
-    PART, SCALE_OF, POSITION, OUT, window,
+    PART, LSE, POSITION, OUT, window,
     HEADS: tl.constexpr, C: tl.constexpr, T: tl.constexpr, SPANS: tl.constexpr, SPAN: tl.constexpr,
     BLOCK_C: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """One query and head: the spans that `_attend` has written, weighted. OUT: (B, T, HEADS, C)."""
+    """Combine the spans of `_attend` for one query and head. OUT: (B, T, HEADS, C)."""
     row = tl.program_id(0).to(tl.int64)
     th = tl.program_id(1)
     newest = tl.load(POSITION + row * T + T - 1)
-    first = 0
+    first_span = 0
     if WINDOWED:
-        first = tl.maximum(tl.load(POSITION + row * T) - window + 1, 0) // SPAN
+        first_span = tl.maximum(tl.load(POSITION + row * T) - window + 1, 0) // SPAN
     c = tl.arange(0, BLOCK_C)
-    peak = float("-inf")
-    total = 0.0
+    max_lse = float("-inf")
+    sum_exp = 0.0
     out = tl.zeros((BLOCK_C,), tl.float32)
-    for span in range(first, newest // SPAN + 1):
-        where = (row * SPANS + span) * T * HEADS + th
-        level = tl.load(SCALE_OF + where)
-        highest = tl.maximum(peak, level)
-        base = tl.where(highest == float("-inf"), 0.0, highest)
-        weight = tl.exp2(level - base)
-        shrink = tl.exp2(peak - base)
-        part = tl.load(PART + where * C + c, mask=c < C, other=0.0)
-        out = out * shrink + part * weight
-        total = total * shrink + weight
-        peak = highest
-    out = out / tl.where(total > 0, total, 1.0)
+    for span in range(first_span, newest // SPAN + 1):
+        out_row = (row * SPANS + span) * T * HEADS + th
+        lse = tl.load(LSE + out_row)
+        new_max = tl.maximum(max_lse, lse)
+        base = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weight = tl.exp2(lse - base)
+        rescale = tl.exp2(max_lse - base)
+        part = tl.load(PART + out_row * C + c, mask=c < C, other=0.0)
+        out = out * rescale + part * weight
+        sum_exp = sum_exp * rescale + weight
+        max_lse = new_max
+    out = out / tl.where(sum_exp > 0, sum_exp, 1.0)
     tl.store(OUT + (row * T * HEADS + th) * C + c, out.to(OUT.dtype.element_ty), mask=c < C)
 
 
@@ -131,48 +133,48 @@ def attend(
     window: int | None,
     scale: float,
 ) -> Tensor:
-    """`decode.paged_attention` for few queries. Returns (B, T, H, C)."""
+    """See `decode.paged_attention`; for few queries. Returns (B, T, H, C)."""
     positions_BT = positions_BT.contiguous()
     (B, T, H, C), (_, K, S, _), width = q_BTHC.shape, k_PKSC.shape, table_BN.shape[1]
-    span = span_of(width * S)
+    span = span_size(width * S)
     spans = triton.cdiv(width * S, span)
     # Each span's output, and log2 of its sum of exponentials.
     part = torch.empty(B, spans, T, H, C, dtype=torch.float32, device=q_BTHC.device)
-    scale_of = torch.empty(B, spans, T, H, dtype=torch.float32, device=q_BTHC.device)
+    lse = torch.empty(B, spans, T, H, dtype=torch.float32, device=q_BTHC.device)
     block_c = max(16, triton.next_power_of_2(C))
     rows = max(16, triton.next_power_of_2(T * H // K))
-    # Tokens at a time, within a consumer card's memory.
+    # Tokens per iteration, limited by a consumer card's shared memory.
     tile = 64 if block_c * q_BTHC.element_size() <= 256 else 32
     precision = "ieee" if q_BTHC.dtype == torch.float32 else "tf32"
     _attend[(B, K, spans)](
-        q_BTHC.contiguous(), k_PKSC, v_PKSC, table_BN.contiguous(), positions_BT, part, scale_of,
+        q_BTHC.contiguous(), k_PKSC, v_PKSC, table_BN.contiguous(), positions_BT, part, lse,
         scale * LOG2E, window or 0, width,
         H, K, C, T, S, spans, span, tile, rows, block_c, window is not None, precision,
         num_warps=4, num_stages=2,
     )  # fmt: skip
     out = torch.empty(B, T, H, C, dtype=q_BTHC.dtype, device=q_BTHC.device)
     _join[(B, T * H)](
-        part, scale_of, positions_BT, out, window or 0,
+        part, lse, positions_BT, out, window or 0,
         H, C, T, spans, span, triton.next_power_of_2(C), window is not None, num_warps=1,
     )  # fmt: skip
     return out
 
 
-def span_of(longest: int) -> int:
-    """Tokens of a span, for rows of at most `longest` tokens."""
-    span = SPAN
-    while triton.cdiv(longest, span) > SPANS:
+def span_size(max_length: int) -> int:
+    """Return the tokens per span for rows of at most `max_length` tokens."""
+    span = MIN_SPAN
+    while triton.cdiv(max_length, span) > MAX_SPANS:
         span *= 2
     return span
 
 
 @triton.jit
 def _into_cache(  # type: ignore[no-untyped-def]
-    QKV, Q, K, V, Q_WEIGHT, K_WEIGHT, COS, SIN, POSITION, PAGE, PLACE, eps,
+    QKV, Q, K, V, Q_WEIGHT, K_WEIGHT, COS, SIN, POSITION, PAGE, OFFSET, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, C: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr,
     NORM: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
-    """One token and head. QKV: (N, (HEADS + 2 KV_HEADS) C). A head is loaded as two halves, whose channels pair."""
+    """Process one token and head. QKV: (N, (HEADS + 2 KV_HEADS) C). RoPE pairs the channels of a head's two halves."""
     HALF: tl.constexpr = C // 2
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -201,24 +203,24 @@ def _into_cache(  # type: ignore[no-untyped-def]
     else:
         kv = (head - HEADS) % KV_HEADS
         pages = K if head < HEADS + KV_HEADS else V
-        at = (tl.load(PAGE + token) * KV_HEADS + kv) * S + tl.load(PLACE + token)
-        tl.store(pages + at * C + half, a.to(K.dtype.element_ty), mask=mask)
-        tl.store(pages + at * C + HALF + half, b.to(K.dtype.element_ty), mask=mask)
+        cache_row = (tl.load(PAGE + token) * KV_HEADS + kv) * S + tl.load(OFFSET + token)
+        tl.store(pages + cache_row * C + half, a.to(K.dtype.element_ty), mask=mask)
+        tl.store(pages + cache_row * C + HALF + half, b.to(K.dtype.element_ty), mask=mask)
 
 
-def into_cache(
+def qk_norm_rope_into_cache(
     qkv_NW: Tensor,
     norms: tuple[Tensor, Tensor] | None,
     angles: tuple[Tensor, Tensor] | None,
     layout: QkvLayout,
     pools_PKSC: tuple[Tensor, Tensor],
-    where_N: tuple[Tensor, Tensor, Tensor],
+    slots_N: tuple[Tensor, Tensor, Tensor],
 ) -> Tensor:
-    """`decode.into_cache`. qkv contiguous."""
+    """See `decode.qk_norm_rope_into_cache`. qkv_NW must be contiguous."""
     N, C = len(qkv_NW), layout.head_dim
     q = torch.empty(N, layout.heads, C, dtype=qkv_NW.dtype, device=qkv_NW.device)
     _into_cache[(N, layout.heads + 2 * layout.kv_heads)](
-        qkv_NW, q, *pools_PKSC, *(norms or (None, None)), *(angles or (None, None)), *where_N, layout.eps,
+        qkv_NW, q, *pools_PKSC, *(norms or (None, None)), *(angles or (None, None)), *slots_N, layout.eps,
         layout.heads, layout.kv_heads, C, pools_PKSC[0].shape[2], triton.next_power_of_2(C // 2),
         norms is not None, angles is not None, num_warps=1,
     )  # fmt: skip
@@ -237,29 +239,34 @@ def _exponentials(  # type: ignore[no-untyped-def]
     STREAM, COUNT, TOKEN, OUT, W, stream_step, count_step, token_row, token_column,
     PURPOSE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A block of one row. STREAM, COUNT: (B,) by their steps; TOKEN: (B, W) by its strides; OUT: (B, W)."""
+    """Draw a block of one row of OUT (B, W). STREAM and COUNT (B,) and TOKEN (B, W) are read with their strides."""
     row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    here = at < W
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < W
     stream = tl.load(STREAM + row * stream_step).to(tl.uint64, bitcast=True)
     count = tl.load(COUNT + row * count_step).to(tl.uint64, bitcast=True)
     purpose = tl.full((), PURPOSE, tl.uint64)
     base = _mix(_mix(stream + purpose * GOLDEN) + count * GOLDEN)
-    token = tl.load(TOKEN + row * token_row + at * token_column, mask=here, other=0)
+    token = tl.load(TOKEN + row * token_row + columns * token_column, mask=mask, other=0)
     bits = _mix(base + (token + 1).to(tl.uint64, bitcast=True) * GOLDEN) >> 32
     u = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 2^-32
     u = tl.minimum(u, 1 - 5.960464477539063e-08)  # 1 - 2^-24
-    # -log1p(-u), as Kahan does it: the rounding of 1 - u cancels in the quotient.
-    rest = 1.0 - u
-    gone = 1.0 - rest
-    out = tl.where(gone > 0, -tl.log(rest) * (u / tl.where(gone > 0, gone, 1.0)), u)
-    tl.store(OUT + row * W + at, out, mask=here)
+    # -log1p(-u) by Kahan's method: the rounding error of 1 - u cancels in the quotient.
+    one_minus_u = 1.0 - u
+    rounded_u = 1.0 - one_minus_u
+    out = tl.where(
+        rounded_u > 0,
+        -tl.log(one_minus_u) * (u / tl.where(rounded_u > 0, rounded_u, 1.0)),
+        u,
+    )
+    tl.store(OUT + row * W + columns, out, mask=mask)
 
 
 def exponentials(stream_B: Tensor, count_B: Tensor, purpose: int, token_BW: Tensor) -> Tensor:
-    """The random numbers of engine/counter_rng.py: (B, W) float32; stream, count and token int64, with any strides.
+    """Return the exponential random numbers of engine/counter_rng.py, (B, W) float32.
 
-    In torch they are some thirty passes over 64-bit integers, of the whole vocabulary where no filter ranks it.
+    stream_B, count_B, token_BW: int64, with any strides. In torch this takes about thirty passes over 64-bit integers,
+    for the whole vocabulary where no filter has shortened it.
     """
     B, W = token_BW.shape
     out = torch.empty(B, W, dtype=torch.float32, device=token_BW.device)

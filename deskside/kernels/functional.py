@@ -1,4 +1,4 @@
-"""Plain torch that operators and the references of kernels share: activations, the dtype they compute in, autograd."""
+"""Helpers in plain torch for operators and reference kernels: activations, dtype promotion, autograd."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-IGNORED = -100  # a target that counts nothing in a loss
+IGNORED = -100  # tokens with this target do not count in the loss
 
 
 def relu2(x: Tensor) -> Tensor:
@@ -29,15 +29,15 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def at_least_float32(x: Tensor) -> torch.dtype:
-    """float32, or float64 where x is (the references of the tests run in float64)."""
+    """Return float64 for a float64 tensor (tests run their references in it) and float32 for any other."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def scaled(x: Tensor, factor: Tensor) -> Tensor:
-    """x times a factor that is one number on its device and is rounded to x's dtype, as torch does for `x * factor`.
+def multiply_by_scalar(x: Tensor, factor: Tensor) -> Tensor:
+    """Return x times a scalar tensor on the same device, which is rounded to x's dtype first. Equals `x * factor`.
 
-    That takes such a factor for a tensor to be broadcast, and reads x value by value, at a quarter of a card's
-    bandwidth; the kernel for lists of tensors does not.
+    `x * factor` would broadcast the scalar in a kernel without vector loads, at a quarter of the memory bandwidth;
+    torch's multi-tensor kernel loads vectors.
     """
     (product,) = torch._foreach_mul([x], factor.to(x.dtype))
     return product
@@ -46,22 +46,21 @@ def scaled(x: Tensor, factor: Tensor) -> Tensor:
 def gradients(
     outputs: Sequence[Tensor], inputs: Sequence[Tensor], upstream: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
-    """torch.autograd.grad(outputs, inputs, upstream), to the last bit, without the import of sympy that it begins with.
+    """Compute torch.autograd.grad(outputs, inputs, upstream), bit for bit, without importing sympy.
 
-    Given gradients of outputs, torch compares their sizes by way of its symbolic shapes. A scalar needs none, so here
-    one is put on top of the outputs, whose backward hands `upstream` down. That takes twice the host's time of torch's
-    own: for checks that run once, not for a step.
+    torch checks the shapes of `upstream` with its symbolic shapes, which import sympy. A scalar needs no such check, so
+    `_ScalarRoot` derives a scalar from the outputs, and its backward returns `upstream`. This takes twice torch's time
+    on the host, so it is meant for checks that run once, not for training steps.
     """
-    assert [one.shape for one in outputs] == [
-        one.shape for one in upstream
-    ]  # autograd would sum what is larger
+    shapes = [output.shape for output in outputs]
+    assert shapes == [grad.shape for grad in upstream]  # autograd would reduce a gradient that is larger
     with torch.enable_grad():
-        top = _Top.apply(len(outputs), *outputs, *upstream)
-    return torch.autograd.grad(top, inputs)
+        root = _ScalarRoot.apply(len(outputs), *outputs, *upstream)
+    return torch.autograd.grad(root, inputs)
 
 
-class _Top(torch.autograd.Function):
-    """A scalar whose gradients by `outputs` are `upstream`."""
+class _ScalarRoot(torch.autograd.Function):
+    """A scalar whose gradients with respect to `outputs` are `upstream`."""
 
     @staticmethod
     def forward(ctx: Any, count: int, *tensors: Tensor) -> Tensor:
@@ -73,17 +72,16 @@ class _Top(torch.autograd.Function):
         return None, *ctx.upstream, *(None for _ in ctx.upstream)
 
 
-def give_context(device: torch.device | str) -> None:
-    """Have autograd's thread of this device launch one ordinary kernel. Nothing on a CPU.
+def create_autograd_context(device: torch.device | str) -> None:
+    """Create the CUDA context of autograd's thread for this device by launching a kernel there. No effect on a CPU.
 
-    That thread begins without a CUDA context: torch sets its device, but asks CUDA for that only where it is not the
-    current one already, which the first GPU is. The runtime binds the context at the first kernel that it launches.
-    cuBLAS goes by the driver and does not, so a process whose first backward begins with a product is warned of
-    "no current CUDA context" (pytorch/pytorch 92055, 120131, 155900).
+    Without it, a process whose first backward begins with a matmul prints the warning "no current CUDA context"
+    (pytorch/pytorch 92055, 120131, 155900). Autograd's thread starts without a context. The CUDA runtime creates one at
+    its first kernel launch; cuBLAS uses the driver API, which does not.
     """
     device = torch.device(device)
     if device.type != "cuda":
         return
     with torch.enable_grad():
-        one = torch.ones(1, device=device, requires_grad=True)
-        torch.autograd.grad(one.exp(), one)  # backward: a multiplication
+        x = torch.ones(1, device=device, requires_grad=True)
+        torch.autograd.grad(x.exp(), x)  # the backward of exp launches a multiplication

@@ -13,23 +13,23 @@ from torch import Tensor
 SIZES = {"cuda": 8192, "cpu": 1024}
 RUNS = {"cuda": 20, "cpu": 5}
 SMALLEST_CPU_SIZE = 128
-# A CPU without instructions for a dtype emulates it: bfloat16 at 1024 then takes seconds for each product. A size whose
-# product takes this long is large enough.
-LONG_ENOUGH = 0.02
+# A CPU without instructions for a dtype emulates it, and one bfloat16 product at 1024 then takes seconds. The size is
+# doubled only until a product takes this long.
+MIN_PRODUCT_SECONDS = 0.02
 
 
 def measure_matmul_peak(device: torch.device | str, dtype: torch.dtype, size: int | None = None) -> float:
     """Return the FLOP/s of a square matmul, the median of several runs after a warm-up. Takes well under a second.
 
-    size: Rows and columns of the matrices. None takes one that fills the device; on a CPU, the smallest power of two
-    that takes long enough to be timed.
+    size: rows and columns of the matrices. None: a size that fills the GPU; on a CPU, the smallest power of
+    two that takes long enough to be timed.
     """
     device = torch.device(device)
     if size is not None or device.type == "cuda":
         n = SIZES[device.type] if size is None else size
         return _measure(*_operands(n, device, dtype), RUNS[device.type])
     n = SMALLEST_CPU_SIZE
-    while n < SIZES["cpu"] and 2 * n**3 / _measure(*_operands(n, device, dtype), 1) < LONG_ENOUGH:
+    while n < SIZES["cpu"] and 2 * n**3 / _measure(*_operands(n, device, dtype), 1) < MIN_PRODUCT_SECONDS:
         n *= 2
     return _measure(*_operands(n, device, dtype), RUNS["cpu"])
 

@@ -1,13 +1,13 @@
 """The element-wise halves of a Muon step, before and after Newton-Schulz, for one slice of one weight.
 
-    look_ahead   gradient, momentum -> momentum, and what is to be made orthogonal, written into its stack
-    apply        orthogonal update, its rows' factors, weight -> weight
+    look_ahead   gradient, momentum -> new momentum, and the direction that Newton-Schulz makes orthogonal
+    apply        orthogonal update, its factors per row, weight -> new weight
 
-Both read and write each tensor once, where it lies: a slice is a view (experts, rows, columns) of its parameter, and
-its place in a stack is a view too, turned where the stack is turned. On CUDA each is one Triton kernel: 14 bytes per
-weight before (float32 gradient read, momentum read and written, bfloat16 look-ahead written) and 10 after (bfloat16
-update read, float32 weight read and written). Elsewhere the plain torch below, which is also what the kernels are
-tested against.
+Newton-Schulz runs on stacks of slices with one shape. Both functions read and write each tensor once and in place: a
+slice is a view (experts, rows, columns) of its parameter, and its part of the stack is also a view, transposed where
+the stack holds it transposed. On CUDA each function is one Triton kernel: look_ahead moves 14 bytes per weight (float32
+gradient read, momentum read and written, bfloat16 direction written), apply 10 (bfloat16 update read, float32 weight
+read and written). Elsewhere the plain torch below runs, which is also the reference for the kernels.
 """
 
 import torch
@@ -17,10 +17,10 @@ from torch import Tensor
 def look_ahead(
     g_ERC: Tensor, m_ERC: Tensor, out_ERC: Tensor, momentum: float, nesterov: bool, skip: Tensor, fused: bool
 ) -> None:
-    """Advances the momentum in place, and writes the direction (looked ahead, if `nesterov`).
+    """Update the momentum in place, and write the direction, with Nesterov's look-ahead if `nesterov`, to `out`.
 
-    m: float32 or float64, or bfloat16, whose arithmetic is float32's. out: may be g itself. skip: float scalar on the
-    device; at 1 the momentum stays, and no NaN of the gradient reaches `out`.
+    m: float32 or float64, or bfloat16 with arithmetic in float32. out: may be g itself. skip: float scalar on the
+    device; 1 leaves the momentum unchanged and keeps NaN in the gradient out of `out`.
     """
     if fused:
         from deskside.kernels.muon_triton import look_ahead as kernel
@@ -44,10 +44,10 @@ def apply(
     skip: Tensor,
     fused: bool,
 ) -> None:
-    """p -= lr (factor u) + weight_decay p, in place; nothing where skip is 1.
+    """Compute p -= lr * factors * u + weight_decay * p in place; skip 1 leaves p unchanged.
 
-    lr: times the slice's scale; weight_decay: times the learning rate; cautious: decay only where the update moves the
-    weight towards zero (arXiv 2510.12402). factors: broadcast views, read through their strides.
+    lr: already multiplied by the slice's scale. weight_decay: already multiplied by the learning rate. cautious: decay
+    only where the update moves the weight towards zero (arXiv 2510.12402). factors: may be a broadcast view.
     """
     if fused:
         from deskside.kernels.muon_triton import apply as kernel

@@ -1,7 +1,7 @@
-"""The two element-wise kernels of `kernels/muon.py` in Triton: tiles of 64 x 64 weights, every tensor by its strides.
+"""The two element-wise kernels of `kernels/muon.py` in Triton: tiles of 64 x 64 weights, every tensor with its strides.
 
-A stack may hold a slice turned, so that one of two tensors is read along rows and the other along columns. Within a
-tile the compiler gives each access the order that its strides want, and exchanges through shared memory.
+A stack may hold a slice transposed; then one tensor is contiguous along rows and the other along columns. The compiler
+orders each access by its strides and exchanges values between threads through shared memory.
 """
 
 import triton
@@ -12,7 +12,7 @@ TILE = 64
 
 
 @triton.jit
-def _at(expert, row, column, stride_e, stride_r, stride_c):  # type: ignore[no-untyped-def]
+def _offsets(expert, row, column, stride_e, stride_r, stride_c):  # type: ignore[no-untyped-def]
     return expert * stride_e + row[:, None] * stride_r + column[None, :] * stride_c
 
 
@@ -25,17 +25,17 @@ def _look_ahead(  # type: ignore[no-untyped-def]
     expert = tl.program_id(2).to(tl.int64)
     row = tl.program_id(0).to(tl.int64) * SIDE + tl.arange(0, SIDE)
     column = tl.program_id(1) * SIDE + tl.arange(0, SIDE)
-    inside = (row < rows)[:, None] & (column < columns)[None, :]
-    m_at = m_ptr + _at(expert, row, column, m_e, m_r, m_c)
-    m = tl.load(m_at, inside, 0.0).to(tl.float32)
-    g = tl.load(g_ptr + _at(expert, row, column, g_e, g_r, g_c), inside, 0.0).to(tl.float32)
+    mask = (row < rows)[:, None] & (column < columns)[None, :]
+    m_ptrs = m_ptr + _offsets(expert, row, column, m_e, m_r, m_c)
+    m = tl.load(m_ptrs, mask, 0.0).to(tl.float32)
+    g = tl.load(g_ptr + _offsets(expert, row, column, g_e, g_r, g_c), mask, 0.0).to(tl.float32)
     g = tl.where(tl.load(skip_ptr) > 0, m, g)
     m += (g - m) * (1 - momentum)
-    tl.store(m_at, m.to(m_ptr.dtype.element_ty), inside)
+    tl.store(m_ptrs, m.to(m_ptr.dtype.element_ty), mask)
     if NESTEROV:
         m = g + (m - g) * momentum
-    out_at = out_ptr + _at(expert, row, column, out_e, out_r, out_c)
-    tl.store(out_at, m.to(out_ptr.dtype.element_ty), inside)
+    out_ptrs = out_ptr + _offsets(expert, row, column, out_e, out_r, out_c)
+    tl.store(out_ptrs, m.to(out_ptr.dtype.element_ty), mask)
 
 
 @triton.jit
@@ -49,16 +49,16 @@ def _apply(  # type: ignore[no-untyped-def]
     expert = tl.program_id(2).to(tl.int64)
     row = tl.program_id(0).to(tl.int64) * SIDE + tl.arange(0, SIDE)
     column = tl.program_id(1) * SIDE + tl.arange(0, SIDE)
-    inside = (row < rows)[:, None] & (column < columns)[None, :]
-    p_at = p_ptr + _at(expert, row, column, p_e, p_r, p_c)
-    p = tl.load(p_at, inside, 0.0).to(tl.float32)
-    u = tl.load(u_ptr + _at(expert, row, column, u_e, u_r, u_c), inside, 0.0).to(tl.float32)
-    u *= tl.load(f_ptr + _at(expert, row, column, f_e, f_r, f_c), inside, 0.0)
+    mask = (row < rows)[:, None] & (column < columns)[None, :]
+    p_ptrs = p_ptr + _offsets(expert, row, column, p_e, p_r, p_c)
+    p = tl.load(p_ptrs, mask, 0.0).to(tl.float32)
+    u = tl.load(u_ptr + _offsets(expert, row, column, u_e, u_r, u_c), mask, 0.0).to(tl.float32)
+    u *= tl.load(f_ptr + _offsets(expert, row, column, f_e, f_r, f_c), mask, 0.0)
     decay = weight_decay * p
     if CAUTIOUS:
         decay = tl.where(u * p >= 0, decay, 0.0)
     p = p - lr * u - decay
-    tl.store(p_at, p.to(p_ptr.dtype.element_ty), inside)
+    tl.store(p_ptrs, p.to(p_ptr.dtype.element_ty), mask)
 
 
 def look_ahead(

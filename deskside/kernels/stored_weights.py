@@ -1,14 +1,14 @@
-"""Weights as the activations need them: rows of a table of embeddings, and INT8 codes times their scales.
+"""Stored weights converted to the activations' dtype: rows of an embedding table, and INT8 codes times their scales.
 
-On a GPU, each is one pass that reads what is stored and writes the activations' dtype; the plain torch below is what
-the kernels are tested against.
+On a GPU, each is one kernel that reads the stored weights and writes the activations' dtype. The plain torch below is
+the reference for the kernels.
 
-Embeddings are stored in float32. torch takes the rows in float32 and casts them in a second pass, and does the reverse
-for the gradient.
+Embeddings are stored in float32. torch would gather float32 rows and cast them in a second pass, and do the reverse for
+the gradient.
 
-INT8 codes take 3 bytes of traffic per weight in 16 bits. torch would take three passes with a float32 copy in between.
-Scales on the product in place of the weight are no better: one pass over the codes and one over the product, which at
-4,096 tokens is twice as many numbers as the weights of Qwen2.5 1.5B; and both mix dtypes, for which torch has no
+Dequantizing INT8 to 16 bits moves 3 bytes per weight. torch would need three passes and a float32 copy. Scaling the
+product instead of the weight is no better: it takes one pass over the codes and one over the product, which at 4,096
+tokens has twice as many values as the weights of Qwen2.5 1.5B; and both passes mix dtypes, for which torch has no
 vectorised kernel.
 """
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 
 def dequantize_int8(codes_RC: Tensor, scale_R: Tensor, dtype: torch.dtype) -> Tensor:
-    """codes (rows, columns) int8, times its row's scale (rows,) float32 in float32, rounded once to `dtype`."""
+    """Return int8 codes (rows, columns) times the float32 scale of their row (rows,), rounded once to `dtype`."""
     if codes_RC.is_cuda:
         from deskside.kernels.stored_weights_triton import dequantize_int8 as kernel
 
@@ -29,17 +29,17 @@ def dequantize_int8(codes_RC: Tensor, scale_R: Tensor, dtype: torch.dtype) -> Te
 
 
 def embedding(tokens: Tensor, weight_VD: Tensor, dtype: torch.dtype) -> Tensor:
-    """tokens of any shape, int64 -> (*shape, D) in `dtype`. The gradient of the table is added up in its own dtype."""
-    if _fused(weight_VD, dtype):
+    """Look up int64 tokens of any shape: (*shape, D) in `dtype`. The gradient is accumulated in the weight's dtype."""
+    if _use_kernel(weight_VD, dtype):
         x = _Embedding.apply(weight_VD, tokens, dtype)
         assert isinstance(x, Tensor)
         return x
     return F.embedding(tokens, weight_VD).to(dtype)
 
 
-def _fused(weight: Tensor, dtype: torch.dtype) -> bool:
-    trains = torch.is_grad_enabled() and weight.requires_grad and not torch.compiler.is_compiling()
-    return trains and weight.is_cuda and weight.dtype == torch.float32 and dtype.itemsize == 2
+def _use_kernel(weight: Tensor, dtype: torch.dtype) -> bool:
+    needs_grad = torch.is_grad_enabled() and weight.requires_grad and not torch.compiler.is_compiling()
+    return needs_grad and weight.is_cuda and weight.dtype == torch.float32 and dtype.itemsize == 2
 
 
 class _Embedding(torch.autograd.Function):

@@ -25,12 +25,12 @@ from deskside.config.optim import StateFormat
 from deskside.kernels.adamw import adamw_update
 from deskside.kernels.adamw_state import (
     BLOCK,
-    FIRST,
-    FIRST_MAX,
-    SECOND,
-    SECOND_MAX,
-    Rule,
-    blocks,
+    EXP_AVG,
+    EXP_AVG_MAX,
+    EXP_AVG_SQ,
+    EXP_AVG_SQ_MAX,
+    AdamWHyperparameters,
+    num_blocks,
     zero_code,
 )
 from deskside.optim.groups import ParameterInfo
@@ -117,16 +117,16 @@ class AdamW:
 
     def _zero_moments(self, parameter: Tensor) -> dict[str, Tensor]:
         if self._plain(parameter):
-            return {key: torch.zeros_like(parameter, requires_grad=False) for key in (FIRST, SECOND)}
+            return {key: torch.zeros_like(parameter, requires_grad=False) for key in (EXP_AVG, EXP_AVG_SQ)}
         if self.states != "8bit":
             dtype = torch.bfloat16 if self.states == "bfloat16" else parameter.dtype
-            return {key: self._zeros(parameter, parameter.shape, dtype) for key in (FIRST, SECOND)}
-        scales = (blocks(parameter.numel()),)
+            return {key: self._zeros(parameter, parameter.shape, dtype) for key in (EXP_AVG, EXP_AVG_SQ)}
+        scales = (num_blocks(parameter.numel()),)
         return {
-            FIRST: self._zeros(parameter, parameter.shape, torch.uint8).fill_(zero_code(signed=True)),
-            SECOND: self._zeros(parameter, parameter.shape, torch.uint8).fill_(zero_code(signed=False)),
-            FIRST_MAX: self._zeros(parameter, scales, torch.float32),
-            SECOND_MAX: self._zeros(parameter, scales, torch.float32),
+            EXP_AVG: self._zeros(parameter, parameter.shape, torch.uint8).fill_(zero_code(signed=True)),
+            EXP_AVG_SQ: self._zeros(parameter, parameter.shape, torch.uint8).fill_(zero_code(signed=False)),
+            EXP_AVG_MAX: self._zeros(parameter, scales, torch.float32),
+            EXP_AVG_SQ_MAX: self._zeros(parameter, scales, torch.float32),
         }
 
     def _zeros(self, parameter: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -143,8 +143,8 @@ class AdamW:
         adamw(
             [local(info.parameter.detach()) for info in infos],
             [local(gradient_of(info)) for info in infos],
-            [local(state[FIRST]) for state in states],
-            [local(state[SECOND]) for state in states],
+            [local(state[EXP_AVG]) for state in states],
+            [local(state[EXP_AVG_SQ]) for state in states],
             [],
             [state[STEP] for state in states],
             fused=True,
@@ -166,20 +166,22 @@ class AdamW:
         if skip is None:
             skip = torch.zeros_like(steps[0])
         torch._foreach_add_(steps, [1 - skip] * len(steps))
-        rule = Rule(group.lr, self.betas, self.eps, group.weight_decay)
+        hparams = AdamWHyperparameters(group.lr, self.betas, self.eps, group.weight_decay)
         pairs = zip(infos, steps, strict=True)
-        return [job for info, step in pairs for job in self._jobs_of(info, step, skip, rule)]
+        return [job for info, step in pairs for job in self._jobs_of(info, step, skip, hparams)]
 
-    def _jobs_of(self, info: ParameterInfo, step: Tensor, skip: Tensor, rule: Rule) -> Iterator[OffloadJob]:
+    def _jobs_of(
+        self, info: ParameterInfo, step: Tensor, skip: Tensor, hparams: AdamWHyperparameters
+    ) -> Iterator[OffloadJob]:
         p, g = local(info.parameter.detach()).view(-1), local(gradient_of(info)).reshape(-1)
         state = {key: local(t).view(-1) for key, t in self.state[info.name].items() if key != STEP}
         fused, factor = self._fused(info.parameter), self.factor
 
         def update(part: slice, held: Sequence[Tensor]) -> None:
             moments = dict(zip(state, held, strict=True))
-            adamw_update(p[part], g[part], moments, step, skip, rule, fused, factor)
+            adamw_update(p[part], g[part], moments, step, skip, hparams, fused, factor)
 
         for part in pieces(p.numel()) if self.streamer is not None else [slice(0, p.numel())]:
-            scales = slice(part.start // BLOCK, blocks(part.stop))
-            held = [t[scales if key in (FIRST_MAX, SECOND_MAX) else part] for key, t in state.items()]
+            scales = slice(part.start // BLOCK, num_blocks(part.stop))
+            held = [t[scales if key in (EXP_AVG_MAX, EXP_AVG_SQ_MAX) else part] for key, t in state.items()]
             yield OffloadJob(held, partial(update, part))

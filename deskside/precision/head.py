@@ -16,8 +16,8 @@ from torch import Tensor
 
 from deskside.config.recipes import Operand
 from deskside.kernels import cross_entropy, fused
-from deskside.kernels.cross_entropy import elementwise, linear_cross_entropy
-from deskside.kernels.functional import scaled
+from deskside.kernels.cross_entropy import linear_cross_entropy, loss_kernels
+from deskside.kernels.functional import multiply_by_scalar
 from deskside.precision.products import product
 from deskside.precision.quantized_linear import ConvertedWeight, Quantizer, Shared
 from deskside.precision.quantized_operand import QuantizedOperand, cast_with_own_scale
@@ -81,7 +81,7 @@ class _Loss(torch.autograd.Function):
         d_weight: Tensor | None = None
         losses: list[Tensor] = []
         kernel = (
-            elementwise(hidden_ND) if fused.writes_fp8(device) else cross_entropy
+            loss_kernels(hidden_ND) if fused.writes_fp8(device) else cross_entropy
         ).chunk_loss_and_fp8_grad
         tokens, grad_scale = len(hidden_ND), plan.inverse(device)
         for first in range(0, tokens, CHUNKS * chunk_tokens):
@@ -114,5 +114,5 @@ class _Loss(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         d_hidden, d_weight = ctx.saved_tensors
         (grad,) = grad_outputs
-        d_weight = scaled(d_weight, grad).to(ctx.weight_dtype)
-        return None, scaled(d_hidden, grad), d_weight, None, None, None, None
+        d_weight = multiply_by_scalar(d_weight, grad).to(ctx.weight_dtype)
+        return None, multiply_by_scalar(d_hidden, grad), d_weight, None, None, None, None

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from deskside.config.recipes import Recipe, recipe_named
 from deskside.config.sections import PrecisionConfig
-from deskside.kernels.functional import give_context, gradients
+from deskside.kernels.functional import create_autograd_context, gradients
 from deskside.ops.linear import Embedding, Linear
 from deskside.precision.convert import convert, refused
 from deskside.precision.hardware_caps import NONE, HardwareCaps, hardware_caps
@@ -155,7 +155,7 @@ def check_gemm(
     x.requires_grad_()
     weight.requires_grad_()
 
-    give_context(device)
+    create_autograd_context(device)
 
     def run() -> tuple[Tensor, ...]:
         output = gemm(x, weight)

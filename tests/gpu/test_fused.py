@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deskside.kernels import cross_entropy, fused
-from deskside.kernels.cross_entropy import elementwise, linear_cross_entropy
+from deskside.kernels.cross_entropy import linear_cross_entropy, loss_kernels
 from deskside.kernels.fused import Cast, Fp8, QkvLayout, reference
 from deskside.kernels.stored_weights import embedding
 from tests.gpu import card
@@ -244,7 +244,7 @@ def test_the_loss_kernel(entries: int, softcap: float | None, z_loss: float) -> 
     logits[8, targets[8]] = 60.0  # certain: its probability rounds to one
     arguments = (targets, softcap, z_loss)
     truth, slope = cross_entropy.chunk_loss_and_grad(logits.double(), *arguments)
-    kernel = elementwise(logits)
+    kernel = loss_kernels(logits)
     assert kernel is not cross_entropy
     torch.testing.assert_close(
         kernel.chunk_loss(logits.clone(), *arguments).double(), truth, rtol=1e-5, atol=1e-5
@@ -276,7 +276,7 @@ def test_the_loss_kernel_far_below_zero(softcap: float | None, z_loss: float) ->
     logits = random(12, 40) - torch.arange(12.0, device=card.DEVICE)[:, None]
     arguments = (torch.randint(0, 40, (12,), device=card.DEVICE), softcap, z_loss)
     truth, slope = cross_entropy.chunk_loss_and_grad(logits.double(), *arguments)
-    losses, grad = elementwise(logits).chunk_loss_and_grad(logits, *arguments)
+    losses, grad = loss_kernels(logits).chunk_loss_and_grad(logits, *arguments)
     torch.testing.assert_close(losses.double(), truth, rtol=1e-5, atol=1e-5)
     compare(grad, slope)
 

@@ -13,7 +13,7 @@ from deskside.engine.requests import Request
 from deskside.engine.sampling import GREEDY, Sampling
 from deskside.kernels import decode
 from deskside.kernels.attention.reference import decode_attention
-from deskside.kernels.decode import gather, paged_attention
+from deskside.kernels.decode import gather_pages, paged_attention
 from deskside.model.block import AS_WRITTEN
 from deskside.model.transformer import Transformer
 from deskside.precision.convert import convert
@@ -176,7 +176,7 @@ def test_the_kernel_equals_float64(
     k, v, q = normal(B * width, K, 32, C), normal(B * width, K, 32, C), normal(B, T, H, C)
     positions = last[:, None] - T + 1 + torch.arange(T, device=DEVICE)
     got = paged_attention(q, k, v, table, positions, 2048, window)
-    keys, values = (gather(pool, table, 2048).double() for pool in (k, v))
+    keys, values = (gather_pages(pool, table, 2048).double() for pool in (k, v))
     truth = decode_attention(q.double(), keys, values, positions, window)
     error = float((got.double() - truth).norm() / truth.norm())
     assert error < {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]

@@ -45,7 +45,7 @@ def attention(found: dict[str, float]) -> None:
 
 def long_rows(found: dict[str, float]) -> None:
     """So many tokens that spans are doubled; only the first pages of a row are there."""
-    assert decode_triton.span_of(16384) == 256 and decode_triton.span_of(16385) == 512
+    assert decode_triton.span_size(16384) == 256 and decode_triton.span_size(16385) == 512
     k, v, q = torch.randn(60, 1, 16, 16), torch.randn(60, 1, 16, 16), torch.randn(2, 1, 2, 16)
     table = torch.zeros(2, 1100, dtype=torch.int64)
     table[:, :60] = torch.stack((torch.randperm(60), torch.randperm(60)))
@@ -67,8 +67,8 @@ def into_cache(found: dict[str, float]) -> None:
         for angle in (angles, None):
             got, expected = (tuple(torch.zeros(pages, 1, 16, 24) for _ in range(2)) for _ in range(2))
             where = (position, place // 16, place % 16)
-            q = decode_triton.into_cache(qkv, norm, angle, layout, got, where)
-            truth = decode.into_cache(qkv, norm, angle, layout, expected, where)
+            q = decode_triton.qk_norm_rope_into_cache(qkv, norm, angle, layout, got, where)
+            truth = decode.qk_norm_rope_into_cache(qkv, norm, angle, layout, expected, where)
             name = f"into cache, norm {norm is not None}, rope {angle is not None}"
             found[name] = max(error(a, b) for a, b in zip((q, *got), (truth, *expected), strict=True))
 
@@ -95,8 +95,8 @@ def engine(found: dict[str, float]) -> None:
     model = make(**VARIANTS["window"] | {"num_hidden_layers": 2})
     prompts = [[5, 17, 3], [88, 4, 4, 61, 30, 2, 9, 11, 12, 13, 14, 15]]
     with (
-        mock.patch.object(decode, "in_kernel", lambda rows, pool: True),
-        mock.patch.object(fused, "into_cache", decode_triton.into_cache),
+        mock.patch.object(decode, "kernel_supports", lambda rows, pool: True),
+        mock.patch.object(fused, "qk_norm_rope_into_cache", decode_triton.qk_norm_rope_into_cache),
     ):
         for draft in (None, Draft(model, 2)):
             made = Engine(model, max_batch=2, max_tokens=96, page_size=16, draft=draft)

@@ -15,7 +15,14 @@ from deskside.kernels import (
     muon_triton,
     stored_weights_triton,
 )
-from deskside.kernels.adamw_state import FIRST, FIRST_MAX, SECOND, SECOND_MAX, Rule, blocks
+from deskside.kernels.adamw_state import (
+    EXP_AVG,
+    EXP_AVG_MAX,
+    EXP_AVG_SQ,
+    EXP_AVG_SQ_MAX,
+    AdamWHyperparameters,
+    num_blocks,
+)
 from deskside.kernels.fused import launch
 from deskside.kernels.fused.reference import Cast, QkvLayout
 from tests.kernels.compile_cases import CAPABILITIES, CompileCase, recorded
@@ -145,11 +152,11 @@ def _embeddings() -> Iterator[CompileCase]:
 
 
 def _optimizers() -> Iterator[CompileCase]:
-    p, skip, rule = _float(2**20), _float(), Rule(1e-3, (0.9, 0.95), 1e-8, 0.1)
+    p, skip, rule = _float(2**20), _float(), AdamWHyperparameters(1e-3, (0.9, 0.95), 1e-8, 0.1)
     for dtype in (torch.float32, torch.bfloat16, torch.uint8):
-        state = {key: _new(2**20, dtype=dtype) for key in (FIRST, SECOND)}
+        state = {key: _new(2**20, dtype=dtype) for key in (EXP_AVG, EXP_AVG_SQ)}
         if dtype == torch.uint8:
-            state |= {key: _float(blocks(2**20)) for key in (FIRST_MAX, SECOND_MAX)}
+            state |= {key: _float(num_blocks(2**20)) for key in (EXP_AVG_MAX, EXP_AVG_SQ_MAX)}
         yield recorded(
             f"AdamW, {str(dtype).removeprefix('torch.')} states",
             CAPABILITIES,
@@ -194,7 +201,7 @@ def _decoding() -> Iterator[CompileCase]:
         yield recorded(
             f"into the cache {how}",
             CAPABILITIES,
-            decode_triton.into_cache,
+            decode_triton.qk_norm_rope_into_cache,
             *(_new(N, layout.width, dtype=dtype), norms, angles, layout, (pages, pages), places),
         )
     row, strided = _new(16, dtype=torch.int64), _new(16, 2, dtype=torch.int64)[:, 1]

@@ -3,9 +3,17 @@
 import torch
 from torch import Tensor
 
-from deskside.kernels.adamw_state import FIRST, FIRST_MAX, SECOND, SECOND_MAX, Rule, blocks, zero_code
+from deskside.kernels.adamw_state import (
+    EXP_AVG,
+    EXP_AVG_MAX,
+    EXP_AVG_SQ,
+    EXP_AVG_SQ_MAX,
+    AdamWHyperparameters,
+    num_blocks,
+    zero_code,
+)
 
-RULE = Rule(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+RULE = AdamWHyperparameters(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 FORMATS = [torch.uint8, torch.bfloat16, torch.float32]
 EXPERTS, ROWS, COLUMNS = 2, 70, 130  # no multiples of a tile
 
@@ -13,12 +21,12 @@ EXPERTS, ROWS, COLUMNS = 2, 70, 130  # no multiples of a tile
 def zeros(n: int, dtype: torch.dtype) -> dict[str, Tensor]:
     """AdamW's states at the start."""
     if dtype != torch.uint8:
-        return {key: torch.zeros(n, dtype=dtype) for key in (FIRST, SECOND)}
+        return {key: torch.zeros(n, dtype=dtype) for key in (EXP_AVG, EXP_AVG_SQ)}
     return {
-        FIRST: torch.full((n,), zero_code(True), dtype=dtype),
-        SECOND: torch.full((n,), zero_code(False), dtype=dtype),
-        FIRST_MAX: torch.zeros(blocks(n)),
-        SECOND_MAX: torch.zeros(blocks(n)),
+        EXP_AVG: torch.full((n,), zero_code(True), dtype=dtype),
+        EXP_AVG_SQ: torch.full((n,), zero_code(False), dtype=dtype),
+        EXP_AVG_MAX: torch.zeros(num_blocks(n)),
+        EXP_AVG_SQ_MAX: torch.zeros(num_blocks(n)),
     }
 
 

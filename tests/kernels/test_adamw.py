@@ -7,10 +7,10 @@ import torch
 from deskside.kernels.adamw import adamw_update
 from deskside.kernels.adamw_state import (
     BLOCK,
-    FIRST,
-    FIRST_MAX,
-    SECOND,
-    SECOND_MAX,
+    EXP_AVG,
+    EXP_AVG_MAX,
+    EXP_AVG_SQ,
+    EXP_AVG_SQ_MAX,
     dequantize,
     dynamic_map,
     quantize,
@@ -100,13 +100,13 @@ def test_the_update_is_bitsandbytes_8_bit_adam() -> None:
         g = 1 + 0.5 * gradient(n, step, spread=0).clamp(-1.5, 1.5)
         adamw_update(ours, g, state, torch.tensor(float(step)), torch.tensor(0.0), RULE, fused=False)
         torch.ops.bitsandbytes.optimizer_update_8bit_blockwise(
-            "adam", g, theirs, other[FIRST], other[SECOND], *RULE.betas, 0.0, 0.0, RULE.eps, step, RULE.lr,
-            *maps, other[FIRST_MAX], other[SECOND_MAX], RULE.weight_decay, 1.0, False,
+            "adam", g, theirs, other[EXP_AVG], other[EXP_AVG_SQ], *RULE.betas, 0.0, 0.0, RULE.eps, step, RULE.lr,
+            *maps, other[EXP_AVG_MAX], other[EXP_AVG_SQ_MAX], RULE.weight_decay, 1.0, False,
         )  # fmt: skip
     assert float((ours - theirs).norm() / (theirs - gradient(n, 0, spread=0)).norm()) < 0.01
-    assert float((state[FIRST] == other[FIRST]).float().mean()) > 0.99
-    assert float((state[SECOND] == other[SECOND]).float().mean()) > 0.99
-    torch.testing.assert_close(state[FIRST_MAX], other[FIRST_MAX], rtol=1e-3, atol=0)
+    assert float((state[EXP_AVG] == other[EXP_AVG]).float().mean()) > 0.99
+    assert float((state[EXP_AVG_SQ] == other[EXP_AVG_SQ]).float().mean()) > 0.99
+    torch.testing.assert_close(state[EXP_AVG_MAX], other[EXP_AVG_MAX], rtol=1e-3, atol=0)
 
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from deskside.kernels import decode
-from deskside.kernels.decode import gather, paged_attention
+from deskside.kernels.decode import gather_pages, paged_attention
 from tests.budget.test_adapters import Live
 from tests.kernels.interpreter import interpreted
 
@@ -21,7 +21,7 @@ def test_kernels_equal_the_torch_form() -> None:
 def test_gather_puts_pages_in_the_order_of_the_table() -> None:
     pool = torch.arange(5 * 2 * 4 * 3).view(5, 2, 4, 3).float()
     table = torch.tensor([[3, 1], [0, 4]])
-    got = gather(pool, table, 6)
+    got = gather_pages(pool, table, 6)
     assert got.shape == (2, 6, 2, 3)
     for row in range(2):
         for entry in range(6):
@@ -64,10 +64,10 @@ def test_the_form_for_a_card_equals_the_reference(
     """In two chunks of queries; its operators are torch's, so it runs here too."""
     monkeypatch.setattr("deskside.kernels.attention.reference.QUERY_CHUNK", 3)
     pool_k, pool_v, table = cached(2, 12, 2)
-    k, v = gather(pool_k, table, 11), gather(pool_v, table, 11)
+    k, v = gather_pages(pool_k, table, 11), gather_pages(pool_v, table, 11)
     q, positions = torch.randn(2, 5, heads, 8), torch.tensor([[6, 7, 8, 9, 10], [1, 2, 3, 4, 5]])
     expected = decode.decode_attention(q, k, v, positions, window, 0.3)
-    got = decode.decode_attention(q, k, v, positions, window, 0.3, decode._sdpa)
+    got = decode.decode_attention(q, k, v, positions, window, 0.3, decode._attend_with_sdpa)
     torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
 
 

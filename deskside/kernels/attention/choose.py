@@ -24,7 +24,7 @@ from deskside.kernels.attention.context import (
     backend_named,
     prepare,
 )
-from deskside.kernels.functional import give_context, gradients
+from deskside.kernels.functional import create_autograd_context, gradients
 from deskside.utils.errors import RunError
 
 # Relative Frobenius error against float32. Rounding q, k, v, p and o alone gives about 3e-3 in bfloat16 and 2e-3 for
@@ -76,7 +76,7 @@ def choose(need: Requirements, candidates: Sequence[str] | None = None, seed: in
     part = _checked_part(need)
     inputs, context = _problem(need, part.tokens, seed)
     expected: list[Tensor] | None = None
-    give_context(need.device)
+    create_autograd_context(need.device)
 
     for backend in considered:
         reason = backend.why_not(need)
