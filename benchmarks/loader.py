@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from deskside.data.reading.loader import Feed, Loader
+from deskside.data.reading.loader import Loader, LoaderOptions
 from deskside.data.reading.rows import PackedDataset
 
 REQUIRED = 5e6
@@ -60,7 +60,7 @@ def main() -> int:
         dataset = PackedDataset(options.data, "train", sequence)
         opened = time.perf_counter() - begin
         with Loader(
-            dataset, Feed(0, 0, options.rows, options.micro, device=torch.device(options.device))
+            dataset, LoaderOptions(0, 0, options.rows, options.micro, device=torch.device(options.device))
         ) as loader:
             tokens, seconds = measure(loader, options.seconds)
         speed = tokens / seconds

@@ -17,7 +17,7 @@ from benchmarks import step_floor, step_profile
 from benchmarks.step_config import configuration
 from deskside.budget.shape import flops_per_token, num_params
 from deskside.config.run import RunConfig
-from deskside.data.reading.loader import Batch, Feed, Loader
+from deskside.data.reading.loader import Batch, Loader, LoaderOptions
 from deskside.doctor.nvml import NvmlDevice, ask
 from deskside.probe.point import (
     BATCHES,
@@ -111,8 +111,10 @@ def _real_batches(
     dataset = NextToken().open(config, Path(path), "train", config.batch.sequence_length)
     kept: list[Batch] = []
     masked = config.data.document_mask
-    feed = Feed(config.seed, 0, step_rows, fit.micro_rows, device=torch.device(device), document_mask=masked)
-    with Loader(dataset, feed) as loader:
+    options = LoaderOptions(
+        config.seed, 0, step_rows, fit.micro_rows, device=torch.device(device), document_mask=masked
+    )
+    with Loader(dataset, options) as loader:
         while len(kept) < BATCHES:
             # Copy, because the loader reuses its buffers, and micro-batches of different steps are mixed here.
             kept += [replace(b, num_valid_step=b.num_valid * fit.accumulation) for b in _copies(next(loader))]

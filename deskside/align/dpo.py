@@ -34,7 +34,7 @@ from deskside.config.align import DpoConfig
 from deskside.config.run import RunConfig
 from deskside.config.sections import ComputeConfig
 from deskside.data.corpus.progress_bar import ProgressBar
-from deskside.data.reading.loader import Batch, Feed
+from deskside.data.reading.loader import Batch, LoaderOptions
 from deskside.kernels.attention import AttentionContext
 from deskside.model.transformer import Transformer
 from deskside.train.objective import Batches, Evaluation, Loss, RowDataset, Session
@@ -108,8 +108,8 @@ class Dpo(SampledAnswers):
                 session.run.write_json(REFERENCE, {"key": key, **({"rows": rows} if rows else {})})
             self.sample_before(session)
 
-    def loader(self, dataset: RowDataset, feed: Feed) -> Batches:
-        return _PairLoader(self, cast(PairRows, dataset), feed)
+    def loader(self, dataset: RowDataset, options: LoaderOptions) -> Batches:
+        return _PairLoader(self, cast(PairRows, dataset), options)
 
     def dry_batch(
         self,
@@ -325,22 +325,24 @@ def _keep(path: Path, found: Mapping[str, NDArray[np.float32]]) -> None:
 class _PairLoader:
     """A loader of optimizer steps. The rows of a step are a function of seed and position, as in pretraining."""
 
-    def __init__(self, objective: Dpo, rows: PairRows, feed: Feed):
-        self.objective, self.rows, self.feed, self.at = objective, rows, feed, feed.start_row
+    def __init__(self, objective: Dpo, rows: PairRows, options: LoaderOptions):
+        self.objective, self.rows, self.options, self.at = objective, rows, options, options.start_row
 
     def __iter__(self) -> Iterator[list[Batch]]:
         return self
 
     def __next__(self) -> list[Batch]:
-        feed = self.feed
-        pairs = self.rows.pairs_at(feed.seed, np.arange(self.at, self.at + feed.rows_per_step))
-        self.at += feed.rows_per_step
+        options = self.options
+        pairs = self.rows.pairs_at(options.seed, np.arange(self.at, self.at + options.rows_per_step))
+        self.at += options.rows_per_step
         everywhere = sum(len(row) for row in pairs)
-        mine = feed.rows_per_step // feed.world_size
-        pairs = pairs[feed.rank * mine : (feed.rank + 1) * mine]
+        mine = options.rows_per_step // options.world_size
+        pairs = pairs[options.rank * mine : (options.rank + 1) * mine]
         return [
-            self.objective._batch_of(self.rows, pairs[i : i + feed.micro_batch_rows], everywhere, feed.device)
-            for i in range(0, mine, feed.micro_batch_rows)
+            self.objective._batch_of(
+                self.rows, pairs[i : i + options.micro_batch_rows], everywhere, options.device
+            )
+            for i in range(0, mine, options.micro_batch_rows)
         ]
 
     def close(self) -> None:

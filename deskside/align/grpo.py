@@ -55,7 +55,7 @@ from deskside.budget.shape import num_params
 from deskside.config.align import GrpoConfig
 from deskside.config.run import RunConfig
 from deskside.config.sections import ComputeConfig
-from deskside.data.reading.loader import Batch, Feed
+from deskside.data.reading.loader import Batch, LoaderOptions
 from deskside.data.tokenizer import load as load_tokenizer
 from deskside.kernels.attention import AttentionContext
 from deskside.model.transformer import Transformer
@@ -203,8 +203,8 @@ class Grpo(SampledAnswers):
         answers = answers_bytes(config.model, dtype, self.options.group, config.batch.sequence_length)
         return int((copies + answers) / SHARE)
 
-    def loader(self, dataset: RowDataset, feed: Feed) -> Batches:
-        return _RolloutLoader(self, cast(Questions, dataset), feed)
+    def loader(self, dataset: RowDataset, options: LoaderOptions) -> Batches:
+        return _RolloutLoader(self, cast(Questions, dataset), options)
 
     def dry_batch(
         self,
@@ -436,10 +436,10 @@ def _text_of(rollout: Rollout) -> Text:
 class _RolloutLoader:
     """A loader of optimizer steps of sampled answers. One round of sampling gives `steps_per_rollout` steps."""
 
-    def __init__(self, objective: Grpo, questions: Questions, feed: Feed):
-        self.objective, self.questions, self.feed = objective, questions, feed
-        self.at = feed.start_row
-        self.round = objective.options.steps_per_rollout * feed.rows_per_step
+    def __init__(self, objective: Grpo, questions: Questions, options: LoaderOptions):
+        self.objective, self.questions, self.options = objective, questions, options
+        self.at = options.start_row
+        self.round = objective.options.steps_per_rollout * options.rows_per_step
         self.rollouts: list[Rollout] = []
         # A round that has been used by a step is kept whole.
         objective.log.cut(-(-self.at // self.round) * self.round)
@@ -448,19 +448,19 @@ class _RolloutLoader:
         return self
 
     def __next__(self) -> list[Batch]:
-        feed, objective = self.feed, self.objective
+        options, objective = self.options, self.objective
         begin = self.at - self.at % self.round
         if not self.rollouts or self.rollouts[0].position < begin:
             self.rollouts = self._round_from(begin)
-        mine = set(self._mine(self.at, self.at + feed.rows_per_step))
+        mine = set(self._mine(self.at, self.at + options.rows_per_step))
         rollouts = [r for r in self.rollouts if r.position in mine]
-        self.at += feed.rows_per_step
-        return objective.batches(self.questions, rollouts, feed.micro_batch_rows, feed.device)
+        self.at += options.rows_per_step
+        return objective.batches(self.questions, rollouts, options.micro_batch_rows, options.device)
 
     def _mine(self, first: int, last: int) -> list[int]:
         """Return this rank's positions of each step in the range."""
-        share = self.feed.rows_per_step // self.feed.world_size
-        steps = range(first + self.feed.rank * share, last, self.feed.rows_per_step)
+        share = self.options.rows_per_step // self.options.world_size
+        steps = range(first + self.options.rank * share, last, self.options.rows_per_step)
         return [p for step in steps for p in range(step, step + share)]
 
     def _round_from(self, begin: int) -> list[Rollout]:
@@ -468,9 +468,9 @@ class _RolloutLoader:
         positions = self._mine(begin, begin + self.round)
         group = self.questions.group
         first = np.array(positions[::group], np.int64) // group
-        questions = [q for q in self.questions.at(self.feed.seed, first) for _ in range(group)]
+        questions = [q for q in self.questions.at(self.options.seed, first) for _ in range(group)]
         if self.at == begin:
-            return self.objective.roll_out(questions, positions, self.feed.seed)
+            return self.objective.roll_out(questions, positions, self.options.seed)
         said = {row["position"]: row for row in self.objective.log.read(begin, begin + self.round)}
         if set(said) != set(positions):
             raise RunError(

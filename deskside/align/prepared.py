@@ -20,13 +20,13 @@ from deskside.data.chat.chat_template import ChatTemplate
 from deskside.data.chat.prepare_chat import (
     SAMPLE_CHARACTERS,
     SAMPLES,
-    content_key_of,
+    make_cache_key,
     new_folder,
     write_samples,
 )
 from deskside.data.chat.renderer import ROW_FIELDS, NotRendered, refuse_row_fields
 from deskside.data.corpus.heldout import is_validation
-from deskside.data.corpus.process_pool import in_order
+from deskside.data.corpus.process_pool import map_in_order
 from deskside.data.corpus.progress_bar import ProgressBar
 from deskside.data.corpus.records import iter_records
 from deskside.data.corpus.sources import BadInputLog, Source
@@ -56,7 +56,7 @@ class Spec:
     def key(self, tokenizer: Path) -> str:
         """Return a short cache key of the content of everything that determines the folder. Raises UsageError."""
         rest = (VERSION, RENDERED, self.kind, self.val_fraction, self.most_held_out, self.seed, self.options)
-        return content_key_of((self.sources, self.val_sources), tokenizer, rest)
+        return make_cache_key((self.sources, self.val_sources), tokenizer, rest)
 
     def fraction(self, count: int) -> float:
         """Return the share of `count` items to hold out."""
@@ -106,9 +106,10 @@ def make_folder(
 ) -> dict[str, Any]:
     """Write the folder `out`, which must not exist, and return its index.
 
-    tokenizer: a folder written by `chat_template.make`. fields: of a record. item: converts a record to `Made`, given
-    the template and the token that must end an answer if the template writes none; it raises NotRendered for unusable
-    records. write: writes the values of a split to a file and returns its name, and facts for the index.
+    tokenizer: a folder written by `chat_template.make_chat_tokenizer`. fields: of a record. item: converts a record
+    to `Made`, given the template and the token that must end an answer if the template writes none; it raises
+    NotRendered for unusable records. write: writes the values of a split to a file and returns its name, and facts
+    for the index.
 
     Raises UsageError for wrong sources or if no item is usable, RunError if the folder cannot be written, and then
     leaves nothing.
@@ -128,7 +129,9 @@ def make_folder(
             def made_of(names: Iterable[str]) -> Iterator[Made]:
                 every = (Source.parse(name) for name in names)
                 records = (r for source in every for r in iter_records(source, fields, log, ROW_FIELDS))
-                found = in_order(((r, r.fields) for r in records), work, template, partial(ChatTemplate, new))
+                found = map_in_order(
+                    ((r, r.fields) for r in records), work, template, partial(ChatTemplate, new)
+                )
                 with contextlib.closing(found):
                     for record, made in found:
                         bar.advance(1)
@@ -154,7 +157,7 @@ def make_folder(
         splits = {}
         for name, items in (("train", train), ("val", val)):
             if not items:
-                why = f" ({log.firsts()})" if log.total else "; give more, or held-out ones with --align.val"
+                why = f" ({log.summary()})" if log.total else "; give more, or held-out ones with --align.val"
                 raise UsageError(f"--data: no {noun} is left for the {name} split{why}")
             file, facts = write(new, name, [made.value for made in items])
             splits[name] = {"file": file, "checksum": fingerprint(new / file)[1], **facts}

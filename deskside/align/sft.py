@@ -35,11 +35,12 @@ class Sft(SampledAnswers, NextToken):
     def begin(self, session: Session) -> None:
         describe_data(self.opened[0].index, session.say)
         for dataset in self.opened:
-            cut, length = dataset.cut, dataset.sequence_length
-            if cut.shortened or cut.nothing:
+            truncation, length = dataset.truncation, dataset.sequence_length
+            if truncation.shortened or truncation.left_out:
                 session.say(
-                    f"{dataset.split}: {cut.shortened:,} conversations are longer than a row of {length} tokens "
-                    f"and end there; {cut.nothing:,} are left out, because nobody answers in their first {length}"
+                    f"{dataset.split}: {truncation.shortened:,} conversations are longer than a row of {length} tokens "
+                    f"and end there; {truncation.left_out:,} are left out, because nobody answers in their first "
+                    f"{length}"
                 )
         self.sample_before(session)
 

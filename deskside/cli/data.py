@@ -17,7 +17,7 @@ from deskside.cli.shared_options import JsonOption
 from deskside.data.corpus.heldout import validation_warnings
 from deskside.data.reading import shards
 from deskside.utils.errors import UsageError
-from deskside.utils.signals import number_of
+from deskside.utils.signals import signal_number
 
 _SEQUENCES = (512, 1024, 2048)
 
@@ -110,7 +110,7 @@ def _prepare(options: PrepareOptions) -> int:
         report = prepare(options.sources, options.out, chosen)
     except KeyboardInterrupt as error:
         print("interrupted; run the same command again to continue", file=sys.stderr)
-        return 128 + number_of(error)
+        return 128 + signal_number(error)
     if options.json:
         print_json(vars(report))
         return 0

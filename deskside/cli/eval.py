@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from deskside.cli.options import Command, option
 from deskside.cli.output import print_json
 from deskside.cli.shared_options import JsonOption, ModelOption
-from deskside.data.chat.renderer import Renderer, own_template
+from deskside.data.chat.renderer import Renderer, read_chat_template
 from deskside.data.corpus.progress_bar import ProgressBar
 from deskside.engine.device import Device, device_of, dtype_of
 from deskside.evaluate.likelihood import Encoder
@@ -218,7 +218,7 @@ def _append(path: Path, records: Sequence[dict[str, Any]]) -> None:
 
 def _renderer(loaded: Loaded) -> Renderer:
     """Return the chat template of a model. Raises UsageError where it has none."""
-    if own_template(loaded.tokenizer_dir) is None:
+    if read_chat_template(loaded.tokenizer_dir) is None:
         raise UsageError(
             f"--chat: {loaded.tokenizer_dir} has no chat template; leave --chat out, or train a chat model with "
             f"deskside sft"

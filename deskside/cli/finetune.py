@@ -22,7 +22,7 @@ from deskside.config import merge
 from deskside.config.dimensions import padded_vocabulary
 from deskside.config.duration import Duration
 from deskside.config.run import RunConfig
-from deskside.data.corpus.progress_bar import limited
+from deskside.data.corpus.progress_bar import time_limit
 from deskside.run.directory import RunDirectory
 from deskside.train.prepare.preflight import set_cublas_workspace, too_short
 from deskside.utils.console import say
@@ -262,7 +262,7 @@ def _time_limit(limit: float | None) -> Iterator[None]:
     def error(left: float) -> UsageError:
         return too_short(limit, f"preparing the data takes {left:.0f} s more", (limit + left) / PREPARE_SHARE)
 
-    with limited(seconds, error):
+    with time_limit(seconds, error):
         yield
 
 
@@ -275,7 +275,7 @@ def _chat_tokenizer(loaded: Any, template: str | None, folder: Path) -> Any:
             text = Path(template).expanduser().read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"--align.template {template}: cannot be read ({error})") from None
-    return chat_template.make(loaded.tokenizer_dir, folder, text)
+    return chat_template.make_chat_tokenizer(loaded.tokenizer_dir, folder, text)
 
 
 def default_batch(

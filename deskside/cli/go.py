@@ -24,7 +24,7 @@ from deskside.measurements.store import open_store
 from deskside.pipeline import phases
 from deskside.pipeline.pipeline_state import FILE, PipelineState, damaged, tail_seconds
 from deskside.pipeline.state_schema import MAX_GIB, MAX_HOURS, PHASES
-from deskside.run.directory import RunDirectory, reached_by
+from deskside.run.directory import RunDirectory, with_resolved_paths
 from deskside.train.prepare.preflight import set_cublas_workspace
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.signals import exit_code
@@ -217,7 +217,7 @@ class Pipeline:
             return None
         plan, target = self.state.result("plan"), self.options["target_loss"]
         config = phases.final_config(plan["config"], self.state.hours * 3600, self.options.get("length"))
-        config = reached_by(config, self.options)
+        config = with_resolved_paths(config, self.options)
         set_cublas_workspace(config)
         from deskside.pipeline.pilot import RECENTRE, TARGET, Pilot
         from deskside.train import training_run

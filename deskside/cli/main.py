@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = bool(arguments) and arguments[0] == "--debug"
     if debug:
         arguments.pop(0)
-    with _streams(), signals.raised():
+    with _streams(), signals.raise_on_termination():
         try:
             try:
                 return _run(arguments)
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"deskside: {error}", file=sys.stderr)
             return 2 if isinstance(error, UsageError) else 1
         except KeyboardInterrupt as error:
-            number = signals.number_of(error)
+            number = signals.signal_number(error)
             by = "" if number == signal.SIGINT else f" by {signal.Signals(number).name}"
             print(f"interrupted{by}", file=sys.stderr)
             return 128 + number

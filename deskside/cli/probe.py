@@ -84,7 +84,7 @@ def probe(options: ProbeOptions, point_target: str = MEASURE_POINT, card_target:
         minutes = CALIBRATION_MINUTES
     for line in store.notes(machine):
         say(line)
-    with watcher(len(points)) as watch, signals.raised():
+    with watcher(len(points)) as watch, signals.raise_on_termination():
         surveyor = Sweep(
             store,
             machine,

@@ -91,7 +91,7 @@ def problems(context: Context) -> list[dict[str, str]]:
         if study is not None and study.problem:
             rows.append((str(path), study.problem))
     for run in context.found.own_runs:
-        if reasons := file_cache.brief(run.path).missing:
+        if reasons := file_cache.brief(run.path).problems:
             rows.append((str(run.path), "; ".join(reasons)))
     return [{"directory": path.removeprefix(f"{context.root}/"), "why": reason} for path, reason in rows]
 

@@ -50,7 +50,7 @@ def read_curve(path: Path) -> tuple[list[dict[str, float | None]], list[str]]:
     Raises UsageError if there is no run.
     """
     record = read_run(path)
-    missing = [sentence for sentence in record.missing if "metrics.jsonl" in sentence]
+    missing = [sentence for sentence in record.problems if "metrics.jsonl" in sentence]
     keys = ("tokens", "seconds", "loss", "val_bpb")
     return [{key: number(row.get(key)) for key in keys} for row in record.metrics], missing
 
@@ -84,7 +84,7 @@ def _arm(record: RunRecord, live: frozenset[Path], root: Path) -> Arm:
     inside = path.is_relative_to(root) and path != root
     name = str(path.relative_to(root)) if inside else path.name
     status = "running" if path in live else "finished" if record.finished else INTERRUPTED
-    reasons = [*record.missing, *(["not finished"] if status == INTERRUPTED else [])]
+    reasons = [*record.problems, *(["not finished"] if status == INTERRUPTED else [])]
     card, seed = machine_name(record.environment), number(record.config.get("seed"))
     optimizer = text(mapping(record.config.get("optim")).get("name"))
     levels = {"precision": record.precision, "optimizer": optimizer, "card": card}

@@ -217,10 +217,10 @@ def token_texts(tokenizer: Tokenizer) -> list[bytes]:
     return texts
 
 
-def longest_token(tokenizer: Tokenizer) -> int | None:
+def max_bytes_per_token(tokenizer: Tokenizer) -> int | None:
     """Return the maximum bytes of text of one token, or None if no bound is known.
 
-    So a text of n bytes has at least n / longest_token tokens. This holds for BPE without unknown tokens whose
+    So a text of n bytes has at least n / max_bytes_per_token tokens. This holds for BPE without unknown tokens whose
     pre-tokenizer and normalizer drop nothing. NFC reduces a text to a third of its bytes at most (Hangul syllables
     of three Jamo, U+1FEF).
     """

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from deskside.utils.errors import UsageError
-from deskside.utils.splitmix import FIRST, GOLDEN, MASK, SECOND, finalize
+from deskside.utils.splitmix import GOLDEN, MASK, MULTIPLIER_1, MULTIPLIER_2, finalize
 
 DRAW, PROPOSE, ACCEPT = 1, 2, 3  # purposes: independent numbers for the same place
 
@@ -50,8 +50,8 @@ def _base(stream_B: Tensor, count_B: Tensor, purpose: int) -> Tensor:
 
 
 def _mix(x: Tensor) -> Tensor:
-    x = (x ^ _shift(x, 30)) * _signed(FIRST)
-    x = (x ^ _shift(x, 27)) * _signed(SECOND)
+    x = (x ^ _shift(x, 30)) * _signed(MULTIPLIER_1)
+    x = (x ^ _shift(x, 27)) * _signed(MULTIPLIER_2)
     return x ^ _shift(x, 31)
 
 

@@ -43,7 +43,7 @@ from deskside.engine.steps import Forward, Graphs, PromptParts, Slots, bucket
 from deskside.engine.text import TextStream
 from deskside.kernels.decode import kernel_supports
 from deskside.model.transformer import Transformer
-from deskside.utils.errors import RunError, UsageError, described
+from deskside.utils.errors import RunError, UsageError, describe_error
 
 PAGE_SIZE = 32  # tokens
 PREFILL_TOKENS = 4096  # of prompts in one step, padding included
@@ -384,7 +384,7 @@ class Engine:
                 try:
                     event = self._take(row, token, logprob, sampled_logprob)
                 except Exception as error:  # noqa: BLE001 - whatever the tokenizer raises is this row's alone
-                    event = self._fail(row, f"the answer cannot be written as text: {described(error)}")
+                    event = self._fail(row, f"the answer cannot be written as text: {describe_error(error)}")
                 self._news.append(event)
 
     def _take(self, row: RowState, token: int, logprob: float | None, sampled_logprob: float | None) -> Event:

@@ -89,7 +89,7 @@ class Encoder:
         """Tokenize pairs of context and continuation. Raises UsageError if a continuation adds no token."""
         if self._chat is not None:
             rendered = {context: self._question(context) for context, _ in texts}
-            texts = [(rendered[context], self._chat.escaped(continuation)) for context, continuation in texts]
+            texts = [(rendered[context], self._chat.escape(continuation)) for context, continuation in texts]
         contexts = list(dict.fromkeys(context for context, _ in texts))
         before = dict(zip(contexts, self._all([c.rstrip() for c in contexts]), strict=True))
         found = []
@@ -127,7 +127,7 @@ class Encoder:
     def _question(self, text: str) -> str:
         """Render a user message with the chat template, escaped, up to the assistant's turn."""
         assert self._chat is not None
-        return self._chat.text([{"role": "user", "content": text}], reply=True)
+        return self._chat.text([{"role": "user", "content": text}], add_generation_prompt=True)
 
 
 @dataclass(frozen=True)
@@ -250,8 +250,8 @@ def _batch(model: Transformer, groups: Sequence[_Group], room: int) -> Iterator[
     count = 1 + sum(shared_pages) + chunk * per_row
     k, v = pool(model.config, count, PAGE, model.activation_dtype, device)
     whole = KVCache(k, v, _padded([], 1, device), _padded([], 1, device), limit, managed=True)
-    firsts = [1 + sum(shared_pages[:number]) for number in range(len(groups))]
-    tables = [list(range(a, a + n)) for a, n in zip(firsts, shared_pages, strict=True)]
+    summary = [1 + sum(shared_pages[:number]) for number in range(len(groups))]
+    tables = [list(range(a, a + n)) for a, n in zip(summary, shared_pages, strict=True)]
     beginning = [number for number, n in enumerate(shared_pages) if n]
     if beginning:
         table_BN = _padded([tables[number] for number in beginning], most, device)

@@ -13,7 +13,7 @@ from deskside.data.corpus.sources import BadInputLog, Source, iter_documents
 from deskside.data.reading.rows import PackedDataset
 from deskside.evaluate.bpb import BitsPerByte, evaluate_dataset, evaluate_text
 from deskside.kernels.attention import AttentionContext, Requirements, choose
-from deskside.run.directory import reached_by
+from deskside.run.directory import with_resolved_paths
 from deskside.utils.console import say
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.files import fingerprint
@@ -90,7 +90,7 @@ def run_config(loaded: Loaded) -> RunConfig | None:
     if loaded.run_dir is None:
         return None
     try:
-        return reached_by(RunConfig.model_validate(loaded.run["config"]), loaded.run)
+        return with_resolved_paths(RunConfig.model_validate(loaded.run["config"]), loaded.run)
     except ValidationError as error:
         raise RunError(
             f"{loaded.run_dir / 'run.json'}: config.{first_problem(error)}; restore the file"

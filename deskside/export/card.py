@@ -11,7 +11,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from deskside import __version__
-from deskside.data.chat.renderer import own_template
+from deskside.data.chat.renderer import read_chat_template
 from deskside.run.lineage import RunStage, Warn, stages
 from deskside.run.record import mapping, number
 from deskside.utils.errors import UsageError
@@ -50,7 +50,7 @@ def model_card(
         needs=needs,
         version=__version__,
         parameters=sum(loaded.model.num_params().values()),
-        chats=own_template(loaded.tokenizer_dir) is not None,
+        chats=read_chat_template(loaded.tokenizer_dir) is not None,
         history=history,
         languages=sorted({lang for lang, _ in tags if lang}),
         untagged=sum(tokens for lang, tokens in tags if not lang) / max(1, sum(tokens for _, tokens in tags)),
@@ -125,7 +125,7 @@ def _facts(stage: RunStage) -> list[tuple[str, str]]:
     rows = [
         ("state", status if isinstance(status, str) else "not finished: there is no summary of it"),
         ("begun", stage.created or UNKNOWN),
-        ("started from", stage.began_from or UNKNOWN),
+        ("started from", stage.started_from or UNKNOWN),
         ("tokens seen", shown(summary.get("tokens"), "{:,.0f}".format)),
         ("steps", shown(summary.get("steps"), "{:,.0f}".format)),
         ("time", shown(summary.get("seconds"), lambda seconds: f"{duration(seconds)} ({clock})")),

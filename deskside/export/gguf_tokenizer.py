@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deskside.data.chat.renderer import own_template
+from deskside.data.chat.renderer import read_chat_template
 from deskside.data.tokenizer import GGUF_PRE_TOKENIZER, SPLIT_PATTERN, end_of_text
 from deskside.data.tokenizer import load as load_tokenizer
 from deskside.utils.errors import UsageError
-from deskside.utils.parsing import json_object
+from deskside.utils.parsing import read_json_object
 from deskside.weights.load import generation_ends, named_token
 
 # Token types of the format: ggml-org/ggml, docs/gguf.md.
@@ -58,7 +58,7 @@ def gguf_tokenizer(folder: Path, vocab_size: int, start: int) -> GgufTokenizer:
     Raises UsageError for a tokenizer that llama.cpp cannot run.
     """
     file = folder / "tokenizer.json"
-    spec = json_object(file)
+    spec = read_json_object(file)
     coder = load_tokenizer(file)
     model = spec.get("model") or {}
     pre = _pre_tokenizer(spec, file)
@@ -84,7 +84,7 @@ def gguf_tokenizer(folder: Path, vocab_size: int, start: int) -> GgufTokenizer:
             f"{file}: has no merges, and llama.cpp loads none without; train a larger vocabulary"
         )
     end = end_of_text(coder, folder)[1]
-    template = own_template(folder)
+    template = read_chat_template(folder)
     ends = tuple(dict.fromkeys([*generation_ends(folder), end]))
     named = (
         named_token(coder, folder, "eos_token") if template is not None and "eos_token" in template else None

@@ -22,7 +22,7 @@ from deskside.config.run import RunConfig
 from deskside.config.sections import AdapterConfig
 from deskside.model.transformer import Transformer
 from deskside.precision.lora import adapter_of, trained_rows_of
-from deskside.run.directory import reached
+from deskside.run.directory import resolve_path
 from deskside.train.state.init_weights import grown
 from deskside.utils.errors import RunError, UsageError
 from deskside.weights import frozen_base
@@ -123,7 +123,7 @@ def merge_into_original(loaded: Loaded, warn: Callable[[str], None]) -> str:
     source = loaded.run.get("init")
     if not isinstance(source, str):
         raise Unavailable("the run does not say which model it was started from")
-    path = reached(source, loaded.run.get("directory"))
+    path = resolve_path(source, loaded.run.get("directory"))
     try:
         original = load_model(path, warn=warn)
         weights = {name: parameter.detach() for name, parameter in original.model.named_parameters()}

@@ -22,7 +22,7 @@ MAX_SPANS = 64
 LOG2E = 1.4426950408889634
 NOISE_BLOCK = 1024  # random numbers per program
 GOLDEN = tl.constexpr(splitmix.GOLDEN)
-FIRST, SECOND = tl.constexpr(splitmix.FIRST), tl.constexpr(splitmix.SECOND)
+FIRST, SECOND = tl.constexpr(splitmix.MULTIPLIER_1), tl.constexpr(splitmix.MULTIPLIER_2)
 
 
 @triton.jit

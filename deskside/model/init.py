@@ -15,7 +15,7 @@ from deskside.config.model import ModelConfig
 from deskside.model.transformer import Transformer
 from deskside.ops.logical import LogicalTensor, logical_tensors
 from deskside.utils.child_process import cpu_cores
-from deskside.utils.splitmix import seed_of
+from deskside.utils.splitmix import derive_seed
 
 MOST_THREADS = 8  # that draw at once, each with memory for a tensor
 OUTPUT_PROJECTIONS = ("o_proj.weight", "down_proj.weight")
@@ -88,7 +88,7 @@ def _fill(
 ) -> None:
     """Set one tensor. scratch: float32 of its shape on the CPU, for what is drawn."""
     view = tensor.view
-    generator = torch.Generator().manual_seed(seed_of(seed, tensor.name))
+    generator = torch.Generator().manual_seed(derive_seed(seed, tensor.name))
     embedding_std = model.config.initializer_range if options.embedding_std is None else options.embedding_std
 
     def normal(std: float) -> None:

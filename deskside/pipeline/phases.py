@@ -24,7 +24,7 @@ from deskside.plan.request import PlanQuestion, PlanRequest, ask
 from deskside.plan.result import Plan, PlannedBand
 from deskside.probe.grid import CARD_SECONDS, calibration_points, estimate_seconds
 from deskside.probe.sweep import ProbeResult, Sweep
-from deskside.run.directory import reached
+from deskside.run.directory import resolve_path
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.format import count, duration, gib
 from deskside.utils.signals import Interrupted
@@ -176,14 +176,14 @@ class PipelineRequest:
         """Return the request of the options in go.json, with paths from the directory where it was started."""
         preset, data, begun_in = options["preset"], options["data"], options.get("directory")
         if preset is not None and preset.endswith(".toml"):
-            preset = reached(preset, begun_in)
+            preset = resolve_path(preset, begun_in)
         return cls(
             hours=hours,
             preset=preset,
-            data=None if data is None else reached(data, begun_in),
+            data=None if data is None else resolve_path(data, begun_in),
             given=options["given"],
             memory_gib=options["gpu_budget"],
-            probes=reached(options["probes"], begun_in),
+            probes=resolve_path(options["probes"], begun_in),
             length=options.get("length"),
         )
 

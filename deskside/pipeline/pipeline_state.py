@@ -168,7 +168,7 @@ class PipelineState:
 
         Raises UsageError if another process runs the pipeline.
         """
-        with self.run.alone(".go.lock", "is running this pipeline"):
+        with self.run.lock(".go.lock", "is running this pipeline"):
             ended = threading.Event()
             beating = threading.Thread(target=self._beat, args=(ended,), daemon=True)
             beating.start()

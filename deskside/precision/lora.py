@@ -28,7 +28,7 @@ from deskside.kernels.cross_entropy import ReplacedRows
 from deskside.kernels.stored_weights import embedding
 from deskside.ops.linear import Embedding, Linear, Slice
 from deskside.utils.errors import UsageError
-from deskside.utils.splitmix import seed_of
+from deskside.utils.splitmix import derive_seed
 
 
 class Adapter(nn.Module):
@@ -254,7 +254,7 @@ def attach(model: nn.Module, config: AdapterConfig, seed: int, trained_tokens: S
             config.dropout,
             next(t for t in (*module.parameters(), *module.buffers())).device,
         )
-        adapter.reset(torch.Generator().manual_seed(seed_of(seed, f"{path}.adapter")))
+        adapter.reset(torch.Generator().manual_seed(derive_seed(seed, f"{path}.adapter")))
         add_adapter(module, adapter)
         count += len(slices)
     if not count:

@@ -136,7 +136,7 @@ class Sweep:
                 if finding.row is not None:
                     pending = self._without_too_large(pending, done, [(chosen, finding.row)], stored)
         except KeyboardInterrupt as error:
-            done.interrupted = signals.number_of(error)
+            done.interrupted = signals.signal_number(error)
         known = {id(finding.point) for finding in done.findings}
         done.findings += [ProbeResult(point, None, "no time") for point in points if id(point) not in known]
         return done

@@ -160,8 +160,8 @@ def _glance(record: RunRecord) -> list[Block]:
         command = shlex.join(str(word) for word in command)
     if text(command):
         blocks.append(CodeBlock(str(command)))
-    if record.missing:
-        blocks += ["Missing from this report:", Bullets(record.missing)]
+    if record.problems:
+        blocks += ["Missing from this report:", Bullets(record.problems)]
     return blocks
 
 

@@ -32,7 +32,7 @@ def write_run(folder: Path) -> tuple[Path, list[str]]:
     with _one_line_errors(folder):
         images, absent = run_figures.draw(record, folder / "plots")
         page = _write(run_report.compose(record, images, absent), folder)
-    return page, record.missing
+    return page, record.problems
 
 
 def write_study(folder: Path, claims: str | None = None, also: Sequence[Path] = ()) -> tuple[Path, list[str]]:

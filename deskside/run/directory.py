@@ -1,4 +1,4 @@
-"""The run directory, readable without deskside.
+"""The run directory: plain files that other programs can read as well.
 
     runs/<name>/run.json         the resolved configuration; when, where and how the run was started
                 environment.json hardware and software
@@ -43,7 +43,7 @@ class RunDirectory:
 
     @staticmethod
     def check_name(root: Path, name: str | None) -> None:
-        """Raise UsageError for an invalid or used name, before anything expensive happens."""
+        """Raise UsageError if a name is invalid or in use. For an early check, before anything expensive happens."""
         if name is None:
             return
         if not name or name in (".", "..") or "/" in name or "\\" in name:
@@ -56,7 +56,7 @@ class RunDirectory:
 
     @classmethod
     def create(cls, root: Path, name: str | None, default: str) -> "RunDirectory":
-        """Create a directory. A given name must be free; the default gets a number if it is not."""
+        """Create `root`/`name`, which must not exist. Without a name, create `default`, or `default`-2 and so on."""
         path, number = root / (name or default), 2
         try:
             cls.check_name(root, name)
@@ -86,25 +86,28 @@ class RunDirectory:
         return cls(path)
 
     @contextlib.contextmanager
-    def held(self, first: bool) -> Iterator[None]:
-        """Lock the run for training. The lock ends with the process; only the process with `first` takes it.
+    def lock_for_training(self, is_rank_zero: bool) -> Iterator[None]:
+        """Lock the run for training, in the process of rank 0 only. The lock ends with the process.
 
         Raises UsageError if another process is training this run.
         """
-        if not first:
+        if not is_rank_zero:
             yield
             return
-        with self.alone(".lock", "is training this run"):
+        with self.lock(".lock", "is training this run"):
             yield
 
     @contextlib.contextmanager
-    def alone(self, lock: str, doing: str) -> Iterator[None]:
-        """Lock the file `lock` of the run. Raises UsageError if another process, `doing` something, holds it."""
-        with (self.path / lock).open("w") as file:
+    def lock(self, file_name: str, activity: str) -> Iterator[None]:
+        """Lock a file of the run. Raises UsageError if another process holds the lock.
+
+        activity: what the other process does, for the message, such as "is training this run".
+        """
+        with (self.path / file_name).open("w") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                raise UsageError(f"{self.path}: another process {doing}; stop that one first") from None
+                raise UsageError(f"{self.path}: another process {activity}; stop it first") from None
             yield
 
     def read_json(self, name: str) -> dict[str, Any]:
@@ -124,7 +127,7 @@ class RunDirectory:
         return value
 
     def config(self) -> RunConfig:
-        """Return the run's configuration with its paths resolved. Raises RunError if run.json is invalid."""
+        """Return the run's configuration from run.json, with its paths resolved. Raises RunError if it is invalid."""
         run = self.read_json("run.json")
         try:
             config = RunConfig.model_validate(run["config"])
@@ -133,10 +136,10 @@ class RunDirectory:
             raise RunError(f"{self.path / 'run.json'}: has no valid run configuration ({reason})") from None
         if run.get("schema_version") != SCHEMA_VERSION:
             raise RunError(
-                f"{self.path / 'run.json'}: has schema version {run.get('schema_version')}; this deskside reads "
-                f"{SCHEMA_VERSION}"
+                f"{self.path / 'run.json'}: has schema version {run.get('schema_version')}; this version of deskside "
+                f"reads only {SCHEMA_VERSION}"
             )
-        return reached_by(config, run)
+        return with_resolved_paths(config, run)
 
     def write_json(self, name: str, value: dict[str, Any]) -> None:
         """Replace a JSON file atomically."""
@@ -148,30 +151,30 @@ class RunDirectory:
         append_line(self.path / "events.log", f"{now} {text}")
 
     def append_metrics(self, row: dict[str, Any]) -> None:
-        """Append the metrics of one step. Numbers that are not finite become null, as JSON has no NaN."""
+        """Append the metrics of one step to metrics.jsonl. Numbers that are not finite become null."""
         append_line(self.metrics, strict_json.dumps(row))
 
     def sync_metrics(self) -> None:
-        """Sync the logged steps, so that a checkpoint never survives a crash that loses the rows of its steps.
+        """Flush metrics.jsonl to the disk. Called before a checkpoint is saved, so that its steps are never lost.
 
         Raises RunError if the disk fails.
         """
         try:
-            for path in (self.metrics, self.path):  # and the folder, which holds the file's name
-                if path.exists():  # no step has been logged before the first checkpoint
+            for path in (self.metrics, self.path):  # the folder contains the file's name
+                if path.exists():  # the file is missing if no step has been logged yet
                     sync(path)
         except OSError as error:
             raise write_error(self.metrics, error) from None
 
     def read_metrics(self) -> Iterator[dict[str, Any]]:
-        """Yield the logged steps, skipping a half-written last line. Raises RunError naming a damaged line."""
+        """Yield the rows of metrics.jsonl, without a half-written last line. Raises RunError if a line is damaged."""
         if self.metrics.exists():
             with self.metrics.open("rb") as file:
                 for number, line in enumerate(file, 1):
                     if line.endswith(b"\n"):
-                        yield self._row(number, line)
+                        yield self._parse_row(number, line)
 
-    def _row(self, number: int, line: bytes) -> dict[str, Any]:
+    def _parse_row(self, number: int, line: bytes) -> dict[str, Any]:
         reason = "it holds no step"
         try:
             row = json_value(line)
@@ -184,38 +187,42 @@ class RunDirectory:
         return row
 
     def has_begun(self) -> bool:
-        """Return whether the run has a checkpoint (even a damaged one) or a logged step."""
+        """Return True if the run has a checkpoint (even a damaged one) or a logged step."""
         entries = self.checkpoints.iterdir() if self.checkpoints.is_dir() else ()
         return any(not entry.name.startswith(".tmp-") for entry in entries) or any(self.read_metrics())
 
     def cut_metrics(self, step: int) -> int:
-        """Drop rows after `step`, so that a repeated step is logged once. Returns the number of dropped rows."""
+        """Remove the rows after `step` from metrics.jsonl, since a resumed run repeats them. Returns their number."""
         rows = list(self.read_metrics())
         kept = [row for row in rows if row["step"] <= step]
         write_atomically(self.metrics, "".join(json.dumps(row) + "\n" for row in kept))
         return len(rows) - len(kept)
 
 
-def reached(path: str, directory: object) -> str:
-    """Resolve a path of a configuration, which refers to the directory where the run was started.
+def resolve_path(path: str, directory: object) -> str:
+    """Resolve a path of a configuration, which is relative to the directory where the run was started.
 
-    directory: that directory, if known. A path that no longer exists there, because the tree was moved,
-    is also looked up from the current directory.
+    directory: the directory from run.json; anything but a string means that it is unknown. If the path exists only
+    in the current directory, because the files were moved, it is returned unchanged.
     """
     if not isinstance(directory, str) or Path(path).is_absolute() or Path(directory) == Path.cwd():
         return path
-    there = Path(directory) / path
-    return path if not there.exists() and Path(path).exists() else str(there)
+    resolved = Path(directory) / path
+    was_moved = not resolved.exists() and Path(path).exists()
+    return path if was_moved else str(resolved)
 
 
-def reached_by(config: RunConfig, run: Mapping[str, Any]) -> RunConfig:
-    """Return the configuration with the paths of its data and reward file resolved. run: the content of run.json."""
+def with_resolved_paths(config: RunConfig, run: Mapping[str, Any]) -> RunConfig:
+    """Return the configuration with the paths of its data and reward file resolved.
+
+    run: the content of run.json, with the directory where the run was started.
+    """
     directory = run.get("directory")
     if config.data.path is not None:
-        data = config.data.model_copy(update={"path": reached(config.data.path, directory)})
+        data = config.data.model_copy(update={"path": resolve_path(config.data.path, directory)})
         config = config.model_copy(update={"data": data})
     if isinstance(config.align, GrpoConfig) and ".py:" in config.align.reward:
         file, _, function = config.align.reward.rpartition(":")
-        align = config.align.model_copy(update={"reward": f"{reached(file, directory)}:{function}"})
+        align = config.align.model_copy(update={"reward": f"{resolve_path(file, directory)}:{function}"})
         config = config.model_copy(update={"align": align})
     return config

@@ -1,7 +1,7 @@
-"""The history of a model, read from run directories: one stage for each run, from first to last.
+"""The training history of a model, read from run directories: one stage for each run, from first to last.
 
-A run that started from another run's weights names it, so earlier stages are included as long as they exist. Facts
-that a directory does not record are None, and nothing is inferred from the configuration.
+A run that started from the weights of another run records its path, so earlier runs are included if their directories
+still exist. Facts that a directory does not record are None; they are not inferred from the configuration.
 """
 
 from collections.abc import Callable
@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from deskside.data.reading.shards import DatasetIndex, read_index
-from deskside.run.directory import reached
+from deskside.run.directory import resolve_path
 from deskside.run.record import MISSING, mapping, number, read_metrics, read_object
 from deskside.utils.errors import RunError, UsageError
 
-MOST_STAGES = 16
+MAX_STAGES = 16
 OBJECTIVES = {
     None: "pretraining (next token)",
     "sft": "supervised fine-tuning on conversations",
@@ -27,7 +27,7 @@ Warn = Callable[[str], None]
 
 @dataclass(frozen=True)
 class SourceShare:
-    """A source of text: tag, language, and share of the training split."""
+    """A source of text (its name and language), with its number of documents and tokens in the training split."""
 
     name: str
     lang: str
@@ -38,7 +38,7 @@ class SourceShare:
 
 @dataclass(frozen=True)
 class EnergyUse:
-    """The energy of one GPU over logged steps that have a power reading: `steps` of `logged`."""
+    """The energy of one GPU over the steps that have a power reading: `steps` of the `logged` steps."""
 
     kilowatt_hours: float
     steps: int
@@ -47,9 +47,10 @@ class EnergyUse:
 
 @dataclass(frozen=True)
 class RunStage:
-    """One run. summary, environment and plan are its files, empty if missing or damaged.
+    """One run in a model's history. summary, environment and plan are its JSON files, {} if missing or damaged.
 
-    specs: the sources as given. began_from: the name of a run or model, "random weights", or None if unknown.
+    specs: the source specs that were given; of a file only the name. started_from: the name of a run or model, "random
+    weights", or None if unknown.
     """
 
     name: str
@@ -62,42 +63,42 @@ class RunStage:
     sources: list[SourceShare] = field(default_factory=list)
     specs: list[str] = field(default_factory=list)
     energy: EnergyUse | None = None
-    began_from: str | None = None
+    started_from: str | None = None
 
 
 def stages(run_dir: Path, warn: Warn) -> list[RunStage]:
-    """Return the run and its predecessors, oldest first. warn is called for each damaged file."""
-    found: list[RunStage] = []
+    """Return the run and its predecessors, oldest first. `warn` is called with a message for each damaged file."""
+    history: list[RunStage] = []
     seen: set[Path] = set()
     path: Path | None = run_dir
-    while path is not None and len(found) < MOST_STAGES and path.resolve() not in seen:
+    while path is not None and len(history) < MAX_STAGES and path.resolve() not in seen:
         seen.add(path.resolve())
         run = _object(path / "run.json", warn)
         init = run.get("init")
-        earlier = _run_of(Path(init)) if isinstance(init, str) else None
-        began_from = "random weights" if "init" in run and init is None else None
+        earlier = _run_directory(Path(init)) if isinstance(init, str) else None
+        started_from = "random weights" if "init" in run and init is None else None
         if isinstance(init, str):
-            began_from = (earlier or Path(init)).resolve().name
-        found.append(_stage(path, run, began_from, warn))
+            started_from = (earlier or Path(init)).resolve().name
+        history.append(_stage(path, run, started_from, warn))
         path = earlier
-    return found[::-1]
+    return history[::-1]
 
 
-def _run_of(path: Path) -> Path | None:
-    """Return the run that a path of --init refers to: the run, its exported model, or one of its checkpoints."""
+def _run_directory(path: Path) -> Path | None:
+    """Return the run directory of a path given to --init: a run, its exported model, or one of its checkpoints."""
     for folder in (path, path.parent, path.parent.parent):
         if (folder / "run.json").is_file():
             return folder
     return None
 
 
-def _stage(path: Path, run: dict[str, Any], began_from: str | None, warn: Warn) -> RunStage:
+def _stage(path: Path, run: dict[str, Any], started_from: str | None, warn: Warn) -> RunStage:
     config = mapping(run.get("config"))
     data, align = mapping(config.get("data")), mapping(config.get("align"))
     kind = align.get("name")
     specs = [s for s in (align.get("data") or data.get("sources") or []) if isinstance(s, str)]
     folder = data.get("path")
-    index = _index(Path(reached(folder, run.get("directory")))) if isinstance(folder, str) else None
+    index = _index(Path(resolve_path(folder, run.get("directory")))) if isinstance(folder, str) else None
     name, created = run.get("name"), run.get("created")
     return RunStage(
         name=name if isinstance(name, str) else path.resolve().name,
@@ -110,12 +111,12 @@ def _stage(path: Path, run: dict[str, Any], began_from: str | None, warn: Warn) 
         sources=[] if index is None else _sources(index, any(s.startswith("bundled:") for s in specs)),
         specs=[s if s.startswith(("hf:", "bundled:")) else Path(s).name for s in specs],
         energy=_energy(path, warn),
-        began_from=began_from,
+        started_from=started_from,
     )
 
 
 def _index(folder: Path) -> DatasetIndex | None:
-    """Return the index of prepared text or conversations, or None if it is gone or of another kind."""
+    """Return the index of prepared text or conversations, or None if there is no valid one in `folder`."""
     try:
         return read_index(folder)
     except (UsageError, RunError, OSError):
@@ -124,42 +125,47 @@ def _index(folder: Path) -> DatasetIndex | None:
 
 def _sources(index: DatasetIndex, bundled: bool) -> list[SourceShare]:
     """Return the sources of the training split, largest first."""
-    licences = _bundled_licenses() if bundled else {}
-    found = []
+    licences = _bundled_licences() if bundled else {}
+    shares = []
     for tag, (documents, tokens) in index.splits["train"].counts_by_tag().items():
         info = index.tags[tag]
-        found.append(
+        shares.append(
             SourceShare(info.source, info.lang, documents, tokens, licences.get(info.source.split(":")[0]))
         )
-    return found
+    return shares
 
 
-def _bundled_licenses() -> dict[str, str]:
-    """Return the licenses of the bundled texts, from the table in their README."""
+def _bundled_licences() -> dict[str, str]:
+    """Return the licences of the bundled texts by source name, from the tables in LICENCES.md."""
     text = (files("deskside.data") / "bundled" / "LICENCES.md").read_text("utf-8")
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
-    named = [row for row in rows if row[0].startswith("`")]
-    return {row[0].strip("`").removesuffix(".txt"): row[-1] for row in named}
+    source_rows = [row for row in rows if row[0].startswith("`")]
+    return {row[0].strip("`").removesuffix(".txt"): row[-1] for row in source_rows}
 
 
 def _energy(run_dir: Path, warn: Warn) -> EnergyUse | None:
-    """Return the sum of watts times step time, where a step takes its tokens over its speed, so pauses do not count."""
+    """Return the energy of the logged steps that have a power reading, or None if there is none.
+
+    The time of a step is its tokens divided by its tokens per second, so pauses between steps do not count.
+    """
     log = read_metrics(run_dir)
     if damaged := log.damaged + log.partial:
         warn(f"{run_dir / 'metrics.jsonl'}: {damaged} damaged lines are left out of the energy")
-    joules, steps, before = 0.0, 0, 0.0
+    joules, steps, tokens_before = 0.0, 0, 0.0
     rows = [row for row in log.rows if number(row.get("tokens")) is not None]
     for row in rows:
         tokens, speed, watts = (number(row.get(key)) for key in ("tokens", "tokens_per_second", "watts"))
-        if tokens is not None and watts is not None and speed and tokens > before:
-            joules, steps = joules + watts * (tokens - before) / speed, steps + 1
-        before = tokens or 0.0
-    return EnergyUse(joules / 3.6e6, steps, len(rows)) if steps else None
+        if tokens is not None and watts is not None and speed and tokens > tokens_before:
+            joules += watts * (tokens - tokens_before) / speed
+            steps += 1
+        tokens_before = tokens or 0.0
+    kilowatt_hours = joules / 3.6e6
+    return EnergyUse(kilowatt_hours, steps, len(rows)) if steps else None
 
 
 def _object(path: Path, warn: Warn) -> dict[str, Any]:
     """Return a JSON object of the run, or {} after a warning if the file is damaged."""
     value, problem = read_object(path)
     if problem and problem != MISSING:
-        warn(f"{path}: is not used for the model card: it {problem}")
+        warn(f"{path}: is left out of the model card, because it {problem}")
     return value

@@ -1,7 +1,7 @@
-"""Tolerant reader of run directories, for everything that shows, compares or measures runs.
+"""Tolerant reader of run directories, for code that shows, compares or measures runs.
 
-A run may be unfinished, killed while it wrote a line, or written by an older version. Nothing here raises for a file
-that is missing or damaged: readers get what could be read, and a list of problems. Only a path that is not a run
+A run may be unfinished, killed while it wrote a line, or written by an older version. No function here raises for a
+file that is missing or damaged: callers get what could be read, and a list of problems. Only a path that is not a run
 directory at all is an error. Code that continues a run uses `RunDirectory`, which is strict.
 """
 
@@ -17,10 +17,10 @@ from typing import Any
 from deskside.utils.errors import UsageError
 from deskside.utils.parsing import Unreadable, json_value
 
-LARGEST = 1e200  # larger values are damage, and the arithmetic of a plot would overflow
+MAX_NUMBER = 1e200  # a larger value must be damage, and would overflow the arithmetic of a plot
 TAIL_BYTES = 2**16  # about 150 rows of metrics.jsonl
 MISSING = "is missing"
-FILES = {
+FILES = {  # each file with what is unknown without it
     "run.json": "the configuration is unknown",
     "environment.json": "the machine is unknown",
     "summary.json": "the run has not finished",
@@ -30,11 +30,11 @@ FILES = {
 
 @dataclass(frozen=True)
 class MetricsLog:
-    """The rows of metrics.jsonl in order of their step; of a repeated step, the last.
+    """The rows of metrics.jsonl in order of their step. If a step occurs more than once, only its last row is kept.
 
     Attributes:
         damaged: Number of lines that were left out.
-        partial: Whether a kill or a running writer left the last line incomplete.
+        partial: True if the last line is incomplete, because the run was killed or is writing it.
         modified: Time of the last write in seconds since 1970, 0 if there is no file.
         error: Why the file could not be read, or the empty string.
     """
@@ -47,7 +47,7 @@ class MetricsLog:
 
     @property
     def problem(self) -> str:
-        """One phrase for lists of runs, or the empty string."""
+        """The problem with the file as one phrase for lists of runs, or the empty string."""
         if self.error and self.error != MISSING:
             return f"metrics.jsonl {self.error}"
         return f"metrics.jsonl: {self.damaged} damaged lines were left out" if self.damaged else ""
@@ -64,7 +64,7 @@ class RunRecord:
     summary: dict[str, Any]  # summary.json
     metrics: list[dict[str, Any]] = field(default_factory=list)  # metrics.jsonl, in order of step
     events: list[str] = field(default_factory=list)  # events.log
-    missing: list[str] = field(default_factory=list)  # sentences about missing and damaged files
+    problems: list[str] = field(default_factory=list)  # sentences about missing and damaged files
 
     @property
     def name(self) -> str:
@@ -83,7 +83,7 @@ class RunRecord:
 
     @property
     def precision(self) -> str:
-        """Name of the precision recipe: the one that was used, else the one that was asked for."""
+        """Name of the precision recipe: the one that was used, or else the configured one."""
         return (
             text(self.summary.get("precision"))
             or text(mapping(self.plan.get("precision")).get("chosen"))
@@ -99,73 +99,79 @@ class RunRecord:
 
     @property
     def total_steps(self) -> int | None:
-        """Steps of the whole run by the last revision of its plan."""
+        """Steps of the whole run according to the last revision of its plan, or None."""
         revisions = objects(self.plan.get("revisions"))
         total = planned_steps(revisions[-1]) if revisions else None
         return None if total is None else int(total)
 
-    def series(self, key: str, across: str = "tokens") -> tuple[list[float], list[float]]:
-        """Return (`across`, `key`) of every logged step that has a finite value of both."""
-        return series(self.metrics, key, across)
+    def series(self, y_key: str, x_key: str = "tokens") -> tuple[list[float], list[float]]:
+        """Return the x values and the y values of the logged steps that have finite values of both metrics."""
+        return series(self.metrics, y_key, x_key)
 
     def last(self, key: str) -> float | None:
         """Return the newest finite value of a metric."""
         values = self.series(key)[1]
         return values[-1] if values else None
 
-    def newest(self, in_summary: str, in_metrics: str) -> float | None:
-        """Return a number of the summary, or the newest one of a metric."""
-        value = number(self.summary.get(in_summary))
-        return value if value is not None else self.last(in_metrics)
+    def newest(self, summary_key: str, metric: str) -> float | None:
+        """Return the number of a key of summary.json, or else the newest value of a metric."""
+        value = number(self.summary.get(summary_key))
+        return value if value is not None else self.last(metric)
 
 
 def read_run(path: Path) -> RunRecord:
     """Read a whole run directory. Raises UsageError if `path` is not one."""
     if not path.exists():
-        near = Path("runs") / path
-        hint = f"did you mean {near}?" if near.is_dir() else "give the directory of a run, such as runs/demo"
+        in_runs = Path("runs") / path
+        hint = (
+            f"did you mean {in_runs}?"
+            if in_runs.is_dir()
+            else "give the directory of a run, such as runs/demo"
+        )
         raise UsageError(f"{path}: no such run; {hint}")
     if not path.is_dir():
         raise UsageError(f"{path}: is a file; give the directory of a run, such as runs/demo")
     if not any((path / name).is_file() for name in ("run.json", "metrics.jsonl", "summary.json")):
         raise UsageError(
             f"{path}: not a run directory (it has no run.json, metrics.jsonl or summary.json); "
-            "give one that `deskside train` made"
+            "give one that `deskside train` has written"
         )
-    missing: list[str] = []
+    problems: list[str] = []
     contents = {}
     for name, consequence in FILES.items():
         contents[name], problem = read_object(path / name)
         if problem:
-            missing.append(f"{name} {problem}: {consequence}.")
+            problems.append(f"{name} {problem}: {consequence}.")
     log = read_metrics(path)
     if log.error:
-        missing.append(f"metrics.jsonl {log.error}: there is no curve to draw.")
+        problems.append(f"metrics.jsonl {log.error}: there is no curve to draw.")
     if log.partial:
-        missing.append("The last line of metrics.jsonl is incomplete and was left out.")
+        problems.append("The last line of metrics.jsonl is incomplete and was left out.")
     if log.damaged:
-        missing.append(f"{log.damaged} damaged lines of metrics.jsonl were left out.")
+        problems.append(f"{log.damaged} damaged lines of metrics.jsonl were left out.")
     if not log.rows and not log.error:
-        missing.append("metrics.jsonl has no logged step yet.")
+        problems.append("metrics.jsonl has no logged step yet.")
     try:
         events = (path / "events.log").read_text("utf-8", errors="replace").splitlines()
     except OSError as error:
         events = []
         problem = MISSING if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
-        missing.append(f"events.log {problem}: skips, rollbacks and resumes are unknown.")
-    return _record(path, contents, log.rows, [line for line in events if line.strip()], missing)
+        problems.append(f"events.log {problem}: skips, rollbacks and resumes are unknown.")
+    return _record(path, contents, log.rows, [line for line in events if line.strip()], problems)
 
 
 def read_brief(path: Path) -> RunRecord:
-    """Read the small files of a run, for lists of many runs.
+    """Read the small files of a run, without metrics and events, for lists of many runs.
 
-    The plan of a finished run is not read, because its summary says the same. A missing file is a problem only if it
-    is run.json; the others are written later.
+    The plan of a finished run is not read, because its summary has the same facts. Only a missing run.json counts as
+    a problem, because the other files are written later. Never raises.
     """
     contents, problems = dict[str, dict[str, Any]](), []
     for name in FILES:
-        skipped = name == "plan.json" and bool(contents["summary.json"])
-        contents[name], problem = ({}, "") if skipped else read_object(path / name)
+        if name == "plan.json" and contents["summary.json"]:
+            contents[name] = {}
+            continue
+        contents[name], problem = read_object(path / name)
         if problem and (problem != MISSING or name == "run.json"):
             problems.append(f"{name} {problem}")
     return _record(path, contents, [], [], problems)
@@ -176,14 +182,17 @@ def _record(
     contents: Mapping[str, dict[str, Any]],
     metrics: list[dict[str, Any]],
     events: list[str],
-    missing: list[str],
+    problems: list[str],
 ) -> RunRecord:
     run, environment, summary, plan = (contents[name] for name in FILES)
-    return RunRecord(path, run, environment, plan, summary, metrics, events, missing)
+    return RunRecord(path, run, environment, plan, summary, metrics, events, problems)
 
 
 def read_object(path: Path) -> tuple[dict[str, Any], str]:
-    """Return the JSON object in a file and the empty string, or {} and the reason, such as `MISSING`."""
+    """Return the JSON object in a file, and the problem with the file: the empty string, `MISSING` or another phrase.
+
+    If there is a problem, the object is {}. Never raises.
+    """
     try:
         value = json_value(path.read_bytes())
     except FileNotFoundError:
@@ -196,7 +205,7 @@ def read_object(path: Path) -> tuple[dict[str, Any], str]:
 
 
 def read_metrics(path: Path, tail: int | None = None) -> MetricsLog:
-    """Read metrics.jsonl of a run, or only the rows in its last `tail` bytes. Never raises."""
+    """Read metrics.jsonl in the run directory `path`, or only the rows in its last `tail` bytes. Never raises."""
     try:
         with (path / "metrics.jsonl").open("rb") as file:
             status = os.fstat(file.fileno())
@@ -209,7 +218,7 @@ def read_metrics(path: Path, tail: int | None = None) -> MetricsLog:
     by_step: dict[float, dict[str, Any]] = {}
     damaged, partial = 0, False
     for index, line in enumerate(lines):
-        if not line.strip() or (index == 0 and start > 0):
+        if not line.strip() or (index == 0 and start > 0):  # empty, or begins before the tail
             continue
         try:
             row = json_value(line)
@@ -226,15 +235,15 @@ def read_metrics(path: Path, tail: int | None = None) -> MetricsLog:
     return MetricsLog(rows, damaged, partial, status.st_mtime)
 
 
-def series(rows: list[dict[str, Any]], key: str, across: str) -> tuple[list[float], list[float]]:
-    """Return (`across`, `key`) of every row that has a finite value of both."""
-    points = [(number(row.get(across)), number(row.get(key))) for row in rows]
-    known = [(x, y) for x, y in points if x is not None and y is not None]
-    return [x for x, _ in known], [y for _, y in known]
+def series(rows: list[dict[str, Any]], y_key: str, x_key: str) -> tuple[list[float], list[float]]:
+    """Return the x values and the y values of the rows that have finite values of both."""
+    points = [(number(row.get(x_key)), number(row.get(y_key))) for row in rows]
+    finite = [(x, y) for x, y in points if x is not None and y is not None]
+    return [x for x, _ in finite], [y for _, y in finite]
 
 
 def step_seconds(rows: list[dict[str, Any]]) -> float | None:
-    """Return the median seconds per step, which ignores a resume or an evaluation between two rows."""
+    """Return the median seconds per step. Unlike the mean, it ignores a resume or an evaluation between two rows."""
     points = zip(*series(rows, "seconds", "step"), strict=True)
     pairs = itertools.pairwise(points)
     times = [(t1 - t0) / (s1 - s0) for (s0, t0), (s1, t1) in pairs if s1 > s0 and t1 > t0]
@@ -242,49 +251,53 @@ def step_seconds(rows: list[dict[str, Any]]) -> float | None:
 
 
 def planned_steps(revision: Mapping[str, Any]) -> float | None:
-    """Return the total steps that a revision of the plan expects."""
+    """Return the total steps of the run that a revision of its plan expects, or None."""
     step, remaining = number(revision.get("step")), first_number(revision, "remaining", "remaining_steps")
     return None if step is None or remaining is None else step + remaining
 
 
 def first_number(values: Mapping[str, Any], *keys: str) -> float | None:
-    """Return the first of these values that is a finite number."""
+    """Return the value of the first of these keys that has a finite number, or None."""
     return next((value for key in keys if (value := number(values.get(key))) is not None), None)
 
 
 def number(value: object) -> float | None:
-    """Return a finite number as a float, or None for anything else."""
+    """Return `value` as a float if it is a finite number, otherwise None."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
-    return float(value) if abs(value) < LARGEST and math.isfinite(value) else None
+    return float(value) if abs(value) < MAX_NUMBER and math.isfinite(value) else None
 
 
 def text(value: object) -> str:
-    """Return a string, or the empty string for anything else."""
+    """Return `value` if it is a string, otherwise the empty string."""
     return value if isinstance(value, str) else ""
 
 
 def mapping(value: object) -> dict[str, Any]:
-    """Return a JSON object as a dict, or an empty dict for anything else."""
+    """Return `value` as a dict if it is a JSON object, otherwise an empty dict."""
     return {str(key): item for key, item in value.items()} if isinstance(value, Mapping) else {}
 
 
 def objects(value: object) -> list[dict[str, Any]]:
-    """Return the JSON objects in a list, or an empty list for anything else."""
-    return [mapping(item) for item in value if isinstance(item, Mapping)] if isinstance(value, list) else []
+    """Return the JSON objects in `value` if it is a list, otherwise an empty list."""
+    if not isinstance(value, list):
+        return []
+    return [mapping(item) for item in value if isinstance(item, Mapping)]
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the leaves of nested JSON objects by their dotted keys. An empty object is a leaf."""
+    """Return the values of nested JSON objects by dotted keys, such as "optim.lr". An empty object is kept."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
-        nested = isinstance(value, Mapping) and value
-        flat |= flatten(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
     return flat
 
 
-def machine_name(machine: Mapping[str, Any], otherwise: str = "unknown machine") -> str:
-    """Return the GPU, or else the CPU, that environment.json or a study's machine names."""
+def machine_name(machine: Mapping[str, Any], default: str = "unknown machine") -> str:
+    """Return the name of the GPU, or else of the CPU. machine: environment.json, or the machine of a study."""
     gpu = machine.get("gpu")
     name = text(gpu) or text(mapping(gpu).get("name"))
-    return name or text(machine.get("cpu")) or text(machine.get("device")) or otherwise
+    return name or text(machine.get("cpu")) or text(machine.get("device")) or default

@@ -5,8 +5,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from deskside.data.chat.renderer import Renderer, encode_plain, own_template, special_tokens
-from deskside.data.tokenizer import longest_token
+from deskside.data.chat.renderer import Renderer, encode_plain, read_chat_template, special_tokens
+from deskside.data.tokenizer import max_bytes_per_token
 from deskside.utils.errors import UsageError
 from deskside.weights.load import Loaded
 
@@ -34,9 +34,9 @@ class Prompts:
         self._coder.no_truncation()
         self._coder.no_padding()
         self._special = frozenset(special_tokens(self._coder).values())
-        self._token_bytes = longest_token(self._coder)
+        self._token_bytes = max_bytes_per_token(self._coder)
         self._renderer: Renderer | None = None
-        if own_template(loaded.tokenizer_dir) is not None:
+        if read_chat_template(loaded.tokenizer_dir) is not None:
             self._renderer = Renderer(loaded.tokenizer_dir, self._coder)
 
     @property
@@ -60,8 +60,8 @@ class Prompts:
         Raises NotRendered when the template refuses the messages, and TooLong.
         """
         assert self._renderer is not None  # chats
-        text = self._renderer.text(messages, reply=True)
-        return self._checked(self._encode(text, self._renderer.plain(text), self._renderer.ids))
+        text = self._renderer.text(messages, add_generation_prompt=True)
+        return self._checked(self._encode(text, self._renderer.unescape(text), self._renderer.ids))
 
     def _encode(self, text: str, plain: str, encode: Callable[[str], list[int]]) -> list[int]:
         """Encode a text. Raises TooLong for one that is far too long, before all of it is encoded.

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from deskside.engine.engine import Engine
 from deskside.engine.requests import Event, Request
-from deskside.utils.errors import RunError, UsageError, described
+from deskside.utils.errors import RunError, UsageError, describe_error
 
 EngineMessage = Event | UsageError | RunError
 STOPPING = "the server is stopping"
@@ -95,7 +95,7 @@ class Worker:
             try:
                 events = self._engine.step()
             except BaseException as error:  # noqa: BLE001 - a panic of the tokenizer's Rust code is no Exception
-                why = f"the engine failed: {described(error)}"
+                why = f"the engine failed: {describe_error(error)}"
                 events = self._engine.abandon(why)
                 ended = sum(event.reason == "failed" for event in events)
                 self._log(f"{why} ({_place(error)}); {ended} answers ended with it")
@@ -108,7 +108,9 @@ class Worker:
         try:
             self._engine.restart()
         except BaseException as error:  # noqa: BLE001 - whatever it is, those who wait have to hear of it
-            failure = RunError(f"the engine cannot be started again: {described(error)}; restart the server")
+            failure = RunError(
+                f"the engine cannot be started again: {describe_error(error)}; restart the server"
+            )
             if self.failed is None:
                 self._log(str(failure))
             self.failed = failure
@@ -140,7 +142,7 @@ class Worker:
         except UsageError as error:
             self._deliver([(future, error)])
         except BaseException as error:  # noqa: BLE001 - whatever it is, it is this request's alone
-            why = f"the request could not be set up: {described(error)}"
+            why = f"the request could not be set up: {describe_error(error)}"
             self._log(f"{why} ({_place(error)})")
             self._deliver([(future, RunError(why))])
         else:

@@ -24,7 +24,7 @@ from torch import Tensor
 from deskside.config.run import RunConfig
 from deskside.config.sections import ComputeConfig
 from deskside.data.corpus.baselines import baselines_of_rows
-from deskside.data.reading.loader import Batch, Feed, Loader, evaluated_rows
+from deskside.data.reading.loader import Batch, Loader, LoaderOptions, evaluated_rows
 from deskside.data.reading.rows import PackedDataset
 from deskside.evaluate.bpb import BitsPerByte, WorkShare, evaluate_dataset, max_rows_of
 from deskside.kernels.attention import AttentionContext
@@ -146,7 +146,7 @@ class Objective(Protocol):
     def keeps_bytes(self, config: RunConfig, model: Transformer) -> int:
         """Return the GPU memory that `begin` will allocate and keep; the micro-batch leaves room for it."""
 
-    def loader(self, dataset: RowDataset, feed: Feed) -> Batches: ...
+    def loader(self, dataset: RowDataset, options: LoaderOptions) -> Batches: ...
     def dry_batch(
         self,
         dataset: RowDataset,
@@ -218,8 +218,8 @@ class NextToken:
     def keeps_bytes(self, config: RunConfig, model: Transformer) -> int:
         return 0
 
-    def loader(self, dataset: RowDataset, feed: Feed) -> Batches:
-        return Loader(cast(PackedDataset, dataset), feed)
+    def loader(self, dataset: RowDataset, options: LoaderOptions) -> Batches:
+        return Loader(cast(PackedDataset, dataset), options)
 
     def dry_batch(
         self,

@@ -93,7 +93,7 @@ def start(
             )
         run = RunDirectory(Path(world.broadcast_result(lambda: str(run.path if run else ""))))
         try:
-            with run.held(world.is_rank_zero):
+            with run.lock_for_training(world.is_rank_zero):
                 return _Run(run, config, world, objective, initial, False, watch or Callback()).execute()
         except BaseException:
             # A run that failed or was interrupted before it had a plan has nothing worth keeping.
@@ -123,7 +123,7 @@ def resume(path: Path, watch: Callback | None = None, objective: Objective | Non
         config.compute.device, "shard" if config.parallel.mode == "shard" else "auto"
     )
     try:
-        with run.held(world.is_rank_zero):
+        with run.lock_for_training(world.is_rank_zero):
             begun = world.broadcast_result(run.has_begun)
             initial = None if begun else InitialWeights.recorded(run, config)
             if not begun and world.is_rank_zero:

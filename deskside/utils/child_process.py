@@ -1,11 +1,11 @@
 """Run a function in a child process with a time limit.
 
 An out-of-memory error or an illegal access leaves a CUDA process unusable, a library may abort it, and a compiler may
-hang. Experiments on a device therefore run in a child process, where each of these is a result and not a crash.
+hang. Experiments on a device therefore run in a child process, and each of these failures becomes an `Outcome`.
 
 The child gets the function as "module:function" and its arguments as JSON. The result comes back as JSON in a file,
 because libraries print to the standard streams. The child leads its own session, so that its compile workers can be
-killed with it. `cpu_cores` says how many children can work at once.
+killed with it. `cpu_cores` returns the number of children that can work at once.
 """
 
 import contextlib
@@ -35,7 +35,11 @@ STDERR_TAIL = 4000  # bytes of the child's standard error that are kept
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of a child process: the returned `value` for status "ok", else the exception as one line in `error`."""
+    """The result of a child process.
+
+    value: what the function returned, for status "ok". error: one line that describes the failure, otherwise.
+    stderr: the end of the child's standard output and standard error.
+    """
 
     status: Status
     value: Any
@@ -54,7 +58,7 @@ def run(
 
     After `timeout` seconds the child and all its processes are killed. Arguments and result must be JSON.
     """
-    began = time.monotonic()
+    start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="deskside-") as folder:
         answer, log = Path(folder) / "answer.json", Path(folder) / "stderr.txt"
         with log.open("wb") as stderr:
@@ -69,38 +73,36 @@ def run(
             try:
                 process.communicate(json.dumps(dict(arguments)).encode(), timeout=timeout)
             except subprocess.TimeoutExpired:
-                seconds = time.monotonic() - began
-                _end(process)
+                seconds = time.monotonic() - start
+                _kill_session(process)
                 return Outcome("timeout", None, f"no answer within {timeout:.0f} s", seconds, _tail(log))
             finally:
-                _end(process)  # its compile workers, and on Ctrl-C the child too
-        seconds = time.monotonic() - began
+                _kill_session(process)  # the child's compile workers, and on Ctrl-C the child too
+        seconds = time.monotonic() - start
         code = process.returncode
-        reason = f"the process ended with exit code {code} and no answer"
         if code < 0:
             reason = f"the process was ended by {signal.Signals(-code).name}"
+        else:
+            reason = f"the process ended with exit code {code} and no answer"
         if answer.exists():
             try:
                 result = json_value(answer.read_bytes())
                 return Outcome(result["status"], result["value"], result["error"], seconds, _tail(log))
-            except (
-                Unreadable,
-                KeyError,
-                TypeError,
-            ) as error:  # killed, or the disk was full, while it was writing
+            except (Unreadable, KeyError, TypeError) as error:
                 reason = f"its result is damaged ({error})"
         return Outcome("failed", None, reason, seconds, _tail(log))
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error means that a GPU or the host ran out of memory."""
-    text = str(error).lower()
-    names = {kind.__name__ for kind in type(error).__mro__}
-    return isinstance(error, MemoryError) or "OutOfMemoryError" in names or "out of memory" in text
+    """Return True if an error means that a GPU or the host ran out of memory."""
+    # Compared by name, because importing torch takes seconds.
+    class_names = {kind.__name__ for kind in type(error).__mro__}
+    out_of_memory = isinstance(error, MemoryError) or "OutOfMemoryError" in class_names
+    return out_of_memory or "out of memory" in str(error).lower()
 
 
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    with contextlib.suppress(ProcessLookupError):  # all processes of the session have ended
+def _kill_session(process: "subprocess.Popen[bytes]") -> None:
+    with contextlib.suppress(ProcessLookupError):  # if all processes of the session have ended
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
@@ -109,9 +111,10 @@ def _tail(log: Path) -> str:
     return log.read_bytes()[-STDERR_TAIL:].decode(errors="replace")
 
 
-def _child(target: str, answer: Path) -> None:
+def _run_child(target: str, answer: Path) -> None:
+    """Call the function in this process, and write its result or exception to the file `answer`."""
     arguments = json_value(sys.stdin.read())
-    # An exception is a result too; its traceback still goes to the log.
+    # Report an exception as the result; its traceback still goes to standard error.
     sys.excepthook = lambda kind, error, trace: _report_error(answer, kind, error, trace)
     module, function = target.split(":")
     value = getattr(import_module(module), function)(**arguments)
@@ -121,9 +124,9 @@ def _child(target: str, answer: Path) -> None:
 def _report_error(
     answer: Path, kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    first = (str(error).strip() or kind.__name__).splitlines()[0]
+    first_line = (str(error).strip() or kind.__name__).splitlines()[0]
     status = "oom" if is_out_of_memory(error) else "failed"
-    _write(answer, {"status": status, "value": None, "error": f"{kind.__name__}: {first}"[:500]})
+    _write(answer, {"status": status, "value": None, "error": f"{kind.__name__}: {first_line}"[:500]})
     sys.__excepthook__(kind, error, trace)
 
 
@@ -134,44 +137,46 @@ def _write(answer: Path, result: dict[str, Any]) -> None:
 
 
 def cpu_name() -> str:
-    """Return the CPU's name as the system tells it."""
+    """Return the CPU's name as the operating system reports it."""
     with contextlib.suppress(OSError):
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text("utf-8"), re.MULTILINE)
-        if found:
-            return found[1].strip()
+        match = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text("utf-8"), re.MULTILINE)
+        if match:
+            return match[1].strip()
     return platform.processor() or platform.machine() or "CPU"
 
 
 def cpu_cores(cgroup: Path = CGROUP) -> int:
-    """Return how many CPU cores this process may use: those of its affinity, limited by its container's quota.
+    """Return the number of CPU cores that this process may use: its affinity, limited by its container's quota.
 
-    cgroup: where control groups are mounted. In a container these are the container's own.
+    cgroup: where control groups are mounted; inside a container, those of the container.
     """
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
     else:
         cores = os.cpu_count() or 1
-    quota = _quota(cgroup)
+    quota = _cpu_quota(cgroup)
     return cores if quota is None else max(1, min(cores, math.ceil(quota)))
 
 
-def _quota(cgroup: Path) -> float | None:
-    """Return the CPU seconds per second (cgroup v2: "max 100000" or "150000 100000"; v1: two files). None: no limit."""
+def _cpu_quota(cgroup: Path) -> float | None:
+    """Return the quota in CPU seconds per second, or None if there is no limit.
+
+    cgroup v2 has one file, with "150000 100000" or "max 100000" (microseconds of quota and period); v1 has two files.
+    """
     try:
         limit, period = (cgroup / "cpu.max").read_text("ascii").split()
     except (OSError, ValueError):
         try:
-            limit, period = (
-                (cgroup / "cpu" / f"cpu.cfs_{what}_us").read_text("ascii") for what in ("quota", "period")
-            )
+            limit = (cgroup / "cpu" / "cpu.cfs_quota_us").read_text("ascii")
+            period = (cgroup / "cpu" / "cpu.cfs_period_us").read_text("ascii")
         except OSError:
             return None
     try:
-        share = int(limit) / int(period)
-    except (ValueError, ZeroDivisionError):  # "max"
+        quota = int(limit) / int(period)
+    except (ValueError, ZeroDivisionError):  # the limit is "max"
         return None
-    return share if share > 0 else None
+    return quota if quota > 0 else None  # v1 has -1 for no limit
 
 
 if __name__ == "__main__":
-    _child(sys.argv[1], Path(sys.argv[2]))
+    _run_child(sys.argv[1], Path(sys.argv[2]))

@@ -9,7 +9,7 @@ class RunError(Exception):
     """A failure while running: disk full, diverged training, damaged checkpoint. The command exits with 1."""
 
 
-def described(error: BaseException) -> str:
-    """Return an exception's type and the first line of its message."""
-    first = (str(error).splitlines() or [""])[0][:200]
-    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+def describe_error(error: BaseException) -> str:
+    """Return an exception as one line: its type and the first line of its message, shortened to 200 characters."""
+    first_line = (str(error).splitlines() or [""])[0][:200]
+    return f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__

@@ -1,7 +1,7 @@
-"""Crash-safe files: replaced as a whole or not at all, with one error message for a disk that refuses.
+"""Crash-safe file operations: a file is replaced as a whole or not at all, and a failed write raises RunError.
 
 `os.replace` is atomic, but the kernel may write the new name to the disk before the new content. So the content is
-synced first, then the file is renamed, then the folder, which holds the name, is synced.
+synced first, then the file is renamed, and then the folder that contains the name is synced.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Append one line in one write. Raises RunError, and leaves the file as it was, when it cannot be written."""
+    """Append a line with a single write. If that fails, the file is left as it was and RunError is raised."""
     try:
         with path.open("ab", buffering=0) as file:
             start = file.seek(0, os.SEEK_END)
@@ -56,7 +56,7 @@ def append_line(path: Path, line: str) -> None:
 
 
 def sync(path: Path) -> None:
-    """Force a file, or the names in a folder, to the disk."""
+    """Flush a file, or the names in a folder, to the disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -65,7 +65,7 @@ def sync(path: Path) -> None:
 
 
 def write_error(path: Path, error: OSError) -> RunError:
-    """Return the error for a file that could not be written; for a full disk it has the free space."""
+    """Return the RunError for a file that could not be written; if the disk is full, the message has the free space."""
     message = f"{path}: cannot be written: {error.strerror or error}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         with contextlib.suppress(OSError):
@@ -83,34 +83,31 @@ def fingerprint(path: Path) -> tuple[int, str]:
     return path.stat().st_size, digest.hexdigest()
 
 
-# Folders that this program wrote, replaced without deleting files that it did not write
+# Replacing folders that this program wrote, without deleting files that it did not write
 
 
-def unowned_files(folder: Path, own: Collection[str]) -> list[str]:
-    """Return the sorted names in `folder` that are not plain files listed in `own`; none if there is no folder."""
+def unowned_files(folder: Path, owned: Collection[str]) -> list[str]:
+    """Return the sorted names in `folder` that are not plain files listed in `owned`; [] if there is no folder."""
     if not folder.is_dir():
         return []
-    return sorted(entry.name for entry in folder.iterdir() if entry.name not in own or not entry.is_file())
+    return sorted(entry.name for entry in folder.iterdir() if entry.name not in owned or not entry.is_file())
 
 
-def refuse_fixed(out: Path) -> None:
-    """Raise UsageError for a folder that cannot be renamed, or that is some process's working directory."""
+def check_replaceable(out: Path) -> None:
+    """Raise UsageError if `out` cannot be renamed: a mount point, or a folder that contains the working directory."""
     target = out.resolve()
-    for fixed, what in (
-        (target.is_mount(), "a mount point"),
-        (Path.cwd().is_relative_to(target), "where you are"),
-    ):
-        if fixed:
-            raise UsageError(f"--out {out}: is {what}, and so cannot be replaced. Give another directory.")
+    if target.is_mount():
+        raise UsageError(f"--out {out}: is a mount point, and so cannot be replaced. Give another directory.")
+    if Path.cwd().is_relative_to(target):
+        raise UsageError(f"--out {out}: is where you are, and so cannot be replaced. Give another directory.")
 
 
-def replace_folder(target: Path, new: Path, own: Collection[str]) -> None:
-    """Rename `new`, a folder beside `target`, to `target`. Files of the old one that are listed in `own` are deleted.
+def replace_folder(target: Path, new: Path, owned: Collection[str]) -> None:
+    """Rename `new`, a folder beside `target`, to `target`, and delete the files of the old folder listed in `owned`.
 
-    The old folder is intact after a failure at any moment, and files that are not listed are kept.
-
-    Neither path may be a symbolic link. Raises OSError if a folder cannot be renamed, and RunError if the old one
-    got other files since `unowned_files` was called; they are kept, and the message says where.
+    After a failure at any moment the old folder still exists with all its files, and files that are not listed are
+    never deleted. Neither path may be a symbolic link. Raises OSError if a folder cannot be renamed, and RunError if
+    the old folder has got other files since `unowned_files` was called; the message says where they are.
     """
     if not target.exists():
         os.rename(new, target)
@@ -122,14 +119,14 @@ def replace_folder(target: Path, new: Path, own: Collection[str]) -> None:
     except OSError:
         os.rename(old, target)
         raise
-    delete_files(old, own)
+    delete_files(old, owned)
     try:
         old.rmdir()
     except OSError:
-        raise RunError(f"{target}: was replaced; what else it held by then is kept in {old}") from None
+        raise RunError(f"{target}: was replaced; its other files are now in {old}") from None
 
 
-def delete_files(folder: Path, own: Collection[str]) -> None:
-    """Delete the files listed in `own`."""
-    for name in own:
+def delete_files(folder: Path, names: Collection[str]) -> None:
+    """Delete these files of a folder, where they exist."""
+    for name in names:
         (folder / name).unlink(missing_ok=True)

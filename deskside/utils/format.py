@@ -17,10 +17,10 @@ def scaled(value: float, units: Sequence[tuple[str, float]]) -> str:
     `units` holds (suffix, size), the largest first. The unit is chosen after rounding, so 999.6 million is 1B and not
     1000M or 1e+03M. Values beyond the largest unit get thousands separators.
     """
-    for place, (suffix, size) in enumerate(units):
+    for index, (suffix, size) in enumerate(units):
         digits = 2 - math.floor(math.log10(abs(value) / size)) if value else 2
         rounded = round(value / size, digits)
-        if abs(rounded) >= 1 or place == len(units) - 1:
+        if abs(rounded) >= 1 or index == len(units) - 1:
             return _fixed(rounded, digits) + suffix
     raise ValueError("units must not be empty")
 
@@ -39,7 +39,7 @@ def number(value: float) -> str:
 
 
 def span(interval: tuple[float, float]) -> str:
-    """Return `28`, or `50 to 100`."""
+    """Return an interval of numbers as `50 to 100`, or as `28` if both ends are equal."""
     low, high = interval
     return number(low) if low == high else f"{number(low)} to {number(high)}"
 
@@ -54,19 +54,21 @@ def count(value: float | None) -> str:
 
 
 def plural(amount: int, noun: str) -> str:
-    """Return `1 trial`, `2 trials`, `3 directories`."""
+    """Return an amount with its noun: `1 trial`, `2 trials`, `3 directories`."""
     if amount != 1:
         noun = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
     return f"{amount:,} {noun}"
 
 
 def gib(size: float) -> str:
-    """Return bytes in GiB, or in MiB below one GiB."""
-    return f"{size / GIB:.1f} GiB" if abs(size) >= GIB - 2**19 else f"{size / 2**20:.0f} MiB"
+    """Return a size in bytes as `12.3 GiB`, or as `420 MiB` below one GiB."""
+    if abs(size) >= GIB - 2**19:  # from half a MiB below one GiB on, which would round to 1024 MiB
+        return f"{size / GIB:.1f} GiB"
+    return f"{size / 2**20:.0f} MiB"
 
 
 def gib_digits(size: float) -> str:
-    """Return bytes in GiB with three digits and without the unit, for narrow tables: 0.42, 12.3, 141."""
+    """Return a size in bytes as GiB with three digits and without the unit, for narrow tables: 0.42, 12.3, 141."""
     value = size / GIB
     return f"{value:.2f}" if value < 1 else f"{value:.1f}" if value < 99.95 else f"{value:.0f}"
 
@@ -91,7 +93,8 @@ def duration(seconds: float) -> str:
     """Return an estimated time in one unit: 45 ms, 12 s, 3.5 h, 40 days."""
     for unit, size in (("years", 365.25 * 86400), ("days", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * size:
-            return f"{number(round(seconds / size, 1) if seconds / size < 100 else round(seconds / size))} {unit}"
+            amount = seconds / size
+            return f"{number(round(amount, 1) if amount < 100 else round(amount))} {unit}"
     if seconds >= 10:
         return f"{seconds:.0f} s"
     return f"{seconds:.2g} s" if seconds >= 0.1 else f"{seconds * 1000:.3g} ms"
@@ -104,25 +107,31 @@ def elapsed(seconds: float | None) -> str:
     if seconds < 99.95:
         return f"{seconds:.3g} s" if seconds < 9.995 else f"{seconds:.1f} s"
     whole = round(seconds)
-    for (big, size), (small, part) in (
-        (("min", 60), ("s", 1)),
-        (("h", 3600), ("min", 60)),
-        (("d", 86400), ("h", 3600)),
-    ):
-        if whole < size * 100 or big == "d":
-            major, rest = divmod(round(whole / part) * part, size)
-            return f"{major} {big} {rest // part:02d} {small}"
-    raise AssertionError("unreachable: days take every value")
+    if whole < 100 * 60:
+        unit, size, small_unit, small_size = "min", 60, "s", 1
+    elif whole < 100 * 3600:
+        unit, size, small_unit, small_size = "h", 3600, "min", 60
+    else:
+        unit, size, small_unit, small_size = "d", 86400, "h", 3600
+    amount, rest = divmod(round(whole / small_size) * small_size, size)
+    return f"{amount} {unit} {rest // small_size:02d} {small_unit}"
 
 
 def percent_digits(*shares: float) -> int:
-    """Return the decimals for percentages that are shown together, by the largest: 12.3 %, 1.23 %, 0.012 %."""
+    """Return the number of decimals for shares that are shown together as percentages.
+
+    The largest share decides: 12.3 %, 1.23 %, 0.012 %.
+    """
     largest = max((abs(100 * share) for share in shares if math.isfinite(share)), default=0.0)
-    return 0 if largest >= 1000 else 1 if largest >= 10 else 2 if largest >= 0.1 or largest == 0 else 3
+    if largest >= 1000:
+        return 0
+    if largest >= 10:
+        return 1
+    return 2 if largest >= 0.1 or largest == 0 else 3
 
 
 def percent(share: float, decimals: int, signed: bool = False) -> str:
-    """Return a share of one as `12.3 %`, or `+12.3 %`. A zero has no sign."""
+    """Return a share, where 1 is the whole, as `12.3 %`, or `+12.3 %`. A zero has no sign."""
     text = f"{100 * share:{'+' if signed else ''},.{decimals}f}"
     return ("0" if not text.strip("+-0.,") else text) + " %"
 
@@ -150,6 +159,6 @@ def value_text(value: object) -> str:
 
 
 def printable(text: str) -> str:
-    """Return text without control characters and lone surrogates, which no UTF-8 file or browser can show."""
+    """Return text with control characters and lone surrogates replaced, which no UTF-8 file or browser can show."""
     text = text.replace("\r\n", "\n").encode("utf-8", errors="replace").decode("utf-8")
     return "".join(c if c in "\n\t" or (ord(c) >= 32 and not 127 <= ord(c) < 160) else "\ufffd" for c in text)

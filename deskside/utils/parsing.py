@@ -2,7 +2,7 @@
 
 Python's parsers raise more than their own error: RecursionError for deep nesting, another ValueError for long integers,
 UnicodeDecodeError for invalid bytes, MemoryError for size. A value that parses can still break the code that walks or
-computes with it, for example by its depth. The functions here raise one exception for all of these, `Unreadable`.
+computes with it, for example by its depth. The functions here raise `Unreadable` for all of these.
 """
 
 import contextlib
@@ -15,8 +15,10 @@ from typing import Any
 
 from deskside.utils.errors import RunError, UsageError
 
-MAX_DEPTH = 100  # far below the recursion limit, which all functions that walk a value share
-MAX_DIGITS = 20  # digits of an integer: enough for 64 bits
+MAX_DEPTH = (
+    100  # of nested lists and objects; far below the recursion limit, so that functions can walk a value
+)
+MAX_DIGITS = 20  # of an integer: enough for 64 bits
 
 
 class Unreadable(ValueError):
@@ -27,7 +29,7 @@ def json_value(text: str | bytes | bytearray, big_integers: bool = False, finite
     """Return the value of a JSON text; bytes must be UTF-8.
 
     Args:
-        big_integers: Accept integers of more than 64 bits, for data files, whose numbers are content.
+        big_integers: Accept integers of more than 64 bits, which may occur in the records of a data set.
         finite: Reject NaN, infinities, and numbers too large for a float.
 
     Raises Unreadable.
@@ -54,10 +56,10 @@ def toml_table(text: str | bytes) -> dict[str, Any]:
     return table
 
 
-def json_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object that a file holds.
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Read a JSON object from a file.
 
-    Raises UsageError naming the file when it does not exist, RunError when it is damaged.
+    Raises UsageError if the file does not exist, and RunError if it is damaged.
     """
     try:
         content = json_value(path.read_bytes())
@@ -84,10 +86,11 @@ def _as_unreadable() -> Iterator[None]:
     except MemoryError:
         raise Unreadable("it needs more memory than is available") from None
     except ValueError as error:
-        raise Unreadable(_line(error)) from None
+        raise Unreadable(_one_line(error)) from None
 
 
 def _integer(digits: str) -> int:
+    """Parse an integer for json.loads. Raises Unreadable if it is too long."""
     length = len(digits.lstrip("-"))
     if length > MAX_DIGITS:
         raise Unreadable(f"it has an integer of {length:,} digits, more than 64 bits hold")
@@ -95,22 +98,26 @@ def _integer(digits: str) -> int:
 
 
 def _finite(number: str) -> float:
+    """Parse a number, "NaN" or "Infinity" for json.loads. Raises Unreadable if the value is not finite."""
     value = float(number)
     if not math.isfinite(value):
         raise Unreadable(f"it has a number that is not finite ({number[:40]})")
     return value
 
 
-def _line(error: ValueError) -> str:
+def _one_line(error: ValueError) -> str:
     if isinstance(error, UnicodeDecodeError):
         return f"it is not UTF-8 (byte {error.start})"
-    said = next(iter(str(error).splitlines()), type(error).__name__)
-    if said.startswith("Exceeds the limit"):
+    first_line = next(iter(str(error).splitlines()), type(error).__name__)
+    if first_line.startswith(
+        "Exceeds the limit"
+    ):  # Python's limit on the digits of an integer, 4300 by default
         return "it has an integer of more digits than Python reads"
-    return said[:300]
+    return first_line[:300]
 
 
 def _check_depth(value: Any, text: str | None = None) -> None:
+    """Raise Unreadable if lists and objects are nested too deeply. text: the JSON text, to skip most walks."""
     if text is not None and text.count("{") + text.count("[") <= MAX_DEPTH:
         return
     level = [value] if isinstance(value, (dict, list)) else []

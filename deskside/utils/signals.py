@@ -1,7 +1,7 @@
 """Signals that ask a process to end: SIGINT (Ctrl-C), SIGTERM and SIGHUP (the terminal was closed).
 
-A command that a signal ends exits with 128 plus the signal's number, as a shell reports it: 130, 143 and 129. So
-`a && b` does not start b after unfinished work, whether or not that work was saved.
+A command that is ended by a signal exits with 128 plus the signal's number, as is usual in shells: 130, 143 and 129.
+So `a && b` does not start b after unfinished work, even if that work was saved.
 """
 
 import contextlib
@@ -12,14 +12,14 @@ from types import FrameType
 
 
 class Interrupted(KeyboardInterrupt):
-    """SIGTERM or SIGHUP, raised like the KeyboardInterrupt of Ctrl-C, so that all three clean up in the same way."""
+    """Raised for SIGTERM and SIGHUP. As a KeyboardInterrupt, it makes code clean up in the same way as Ctrl-C does."""
 
     def __init__(self, number: int):
         super().__init__(signal.Signals(number).name)
         self.number = number
 
 
-def number_of(error: KeyboardInterrupt) -> int:
+def signal_number(error: KeyboardInterrupt) -> int:
     """Return the number of the signal that raised an exception."""
     return error.number if isinstance(error, Interrupted) else signal.SIGINT
 
@@ -30,45 +30,46 @@ def exit_code(name: str) -> int:
 
 
 @contextlib.contextmanager
-def raised() -> Iterator[None]:
-    """Context manager in which SIGTERM and SIGHUP raise `Interrupted`. A SIGHUP that nohup ignores stays ignored."""
+def raise_on_termination() -> Iterator[None]:
+    """Context manager in which SIGTERM and SIGHUP raise `Interrupted`. Under nohup, SIGHUP stays ignored."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise Interrupted(number)
 
-    before = {}
-    if threading.current_thread() is threading.main_thread():  # Python allows handlers only there
+    previous = {}
+    if threading.current_thread() is threading.main_thread():  # the only thread that may set handlers
         for number in (signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:
-                before[number] = signal.signal(number, interrupt)
+                previous[number] = signal.signal(number, interrupt)
     try:
         yield
     finally:
-        for number, handler in before.items():
-            # The server ignores SIGTERM once it has stopped, until the process ends.
+        for number, handler in previous.items():
+            # Restore only our own handler: a stopped server sets SIGTERM to be ignored until the process ends.
             if signal.getsignal(number) is interrupt:
                 signal.signal(number, handler)
 
 
 class StopSignal:
-    """While entered, the first SIGINT, SIGTERM or SIGHUP only sets `requested`: the run ends at the next step boundary.
+    """Context manager in which the first SIGINT, SIGTERM or SIGHUP only sets `requested`.
 
-    A second Ctrl-C ends it at once. Under nohup, which has SIGHUP ignored, the run goes on without its terminal.
+    The training loop reads it and ends the run at the next step boundary. A second Ctrl-C ends the run at once. Under
+    nohup, which ignores SIGHUP, the run goes on after its terminal is closed.
     """
 
     def __init__(self) -> None:
-        self.requested: str | None = None
+        self.requested: str | None = None  # the signal's name, or the run's own reason to stop
         self._previous: dict[int, object] = {}
 
     @property
     def number(self) -> int:
-        """The signal's number; -1 where the run itself asked for the stop, 0 where nothing did."""
+        """The signal's number; -1 if the run itself requested the stop, and 0 if no stop was requested."""
         if self.requested is None:
             return 0
         return int(signal.Signals.__members__.get(self.requested, -1))
 
     def adopt(self, number: int) -> None:
-        """Take over the signal that another process got, so that all processes end with the same exit code."""
+        """Adopt the `number` of another rank, so that all processes end with the same exit code."""
         if number > 0:
             self.requested = signal.Signals(number).name
 

@@ -1,4 +1,4 @@
-"""Standard JSON, which has no NaN and no infinity: a number that is not finite is written as null."""
+"""Writing of standard JSON, which has no NaN and no infinity: a number that is not finite is written as null."""
 
 import json
 import math
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def dumps(value: Any, indent: int | None = None) -> str:
-    """Return a value as JSON text in ASCII, which every terminal and file can hold."""
+    """Return a value as JSON text in ASCII, which every terminal can show."""
     return json.dumps(_finite(value), indent=indent, allow_nan=False)
 
 

@@ -27,7 +27,7 @@ from deskside.ops.logical import LogicalTensor, logical_tensors
 from deskside.utils import files as folders
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.files import fingerprint
-from deskside.utils.parsing import json_object
+from deskside.utils.parsing import read_json_object
 from deskside.weights.hf_config import from_hf_config, to_hf_config
 from deskside.weights.hf_families import FAMILIES, Family, family_of
 
@@ -118,8 +118,8 @@ def check_out(out_dir: Path) -> set[str]:
         raise UsageError(f"--out {out_dir}: is a file; choose a directory")
     if not out_dir.exists():
         return set()
-    folders.refuse_fixed(out_dir)
-    listed = json_object(out_dir / MARK).get("files") if (out_dir / MARK).is_file() else None
+    folders.check_replaceable(out_dir)
+    listed = read_json_object(out_dir / MARK).get("files") if (out_dir / MARK).is_file() else None
     seen = listed if isinstance(listed, dict) else {}
     own = {p.name for p in out_dir.iterdir() if p.is_file() and seen.get(p.name) == list(fingerprint(p))}
     own |= {MARK} if seen else set()
@@ -139,7 +139,7 @@ def load_hf(
     dtype: of weights with two or more dimensions; the others are float32. Raises UsageError for an unsupported
     architecture or option, RunError if config.json or the weights are damaged.
     """
-    source = json_object(folder / "config.json")
+    source = read_json_object(folder / "config.json")
     try:
         config = from_hf_config(source)
     except UsageError as error:
@@ -178,7 +178,7 @@ class _Stored:
         index = folder / "model.safetensors.index.json"
         single = folder / "model.safetensors"
         if index.exists():
-            files = json_object(index).get("weight_map")
+            files = read_json_object(index).get("weight_map")
             if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
                 raise RunError(f"{index}: has no weight_map of names to files")
             names = sorted(set(files.values()))
@@ -234,7 +234,7 @@ def _write_tokenizer(source: Path, folder: Path, config: ModelConfig) -> dict[st
     A chat tokenizer has several end tokens: those of the generation_config.json beside it.
     """
     file = source / "tokenizer.json" if source.is_dir() else source
-    content = json_object(file)
+    content = read_json_object(file)
     ids = {token["content"]: token["id"] for token in content.get("added_tokens", [])}
     try:
         name, end = end_of_text(load_tokenizer(file), file.parent)
@@ -258,10 +258,13 @@ def _write_tokenizer(source: Path, folder: Path, config: ModelConfig) -> dict[st
             "clean_up_tokenization_spaces": False,
         }
         _write_json(folder / "tokenizer_config.json", settings)
-    settings, ends = json_object(folder / "tokenizer_config.json"), file.parent / "generation_config.json"
+    settings, ends = (
+        read_json_object(folder / "tokenizer_config.json"),
+        file.parent / "generation_config.json",
+    )
     begin = settings.get("bos_token")
     begin = begin.get("content") if isinstance(begin, dict) else begin
-    stops = json_object(ends).get("eos_token_id", end) if ends.is_file() else end
+    stops = read_json_object(ends).get("eos_token_id", end) if ends.is_file() else end
     return {"bos_token_id": ids.get(begin, end), "eos_token_id": stops, "pad_token_id": end}
 
 
@@ -273,7 +276,7 @@ def replaced_when_complete(out_dir: Path, size: int = 0) -> Iterator[Path]:
     `files.replace_folder` do.
     """
     if out_dir.exists():
-        folders.refuse_fixed(out_dir)
+        folders.check_replaceable(out_dir)
     _enough_room(out_dir, size)
     out_dir = out_dir.resolve()  # replace the target of a symbolic link
     out_dir.parent.mkdir(parents=True, exist_ok=True)

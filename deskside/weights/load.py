@@ -23,7 +23,7 @@ from deskside.data.tokenizer import load as load_tokenizer
 from deskside.model.init import allocate
 from deskside.model.transformer import Transformer
 from deskside.utils.errors import RunError, UsageError
-from deskside.utils.parsing import json_object
+from deskside.utils.parsing import read_json_object
 from deskside.weights.checkpoint import (
     MANIFEST,
     NAME,
@@ -188,7 +188,7 @@ def _complete(
 
 def _read_run(run_dir: Path) -> tuple[dict[str, Any], ModelConfig]:
     path = run_dir / "run.json"
-    run = json_object(path)
+    run = read_json_object(path)
     config = run.get("config")
     shape = config.get("model") if isinstance(config, dict) else None
     if not isinstance(shape, dict):
@@ -244,14 +244,14 @@ def _cast(model: Transformer, dtype: torch.dtype) -> None:
 def generation_ends(folder: Path) -> list[int]:
     """Return the tokens that generation_config.json names as ends of a text."""
     path = folder / "generation_config.json"
-    ids = json_object(path).get("eos_token_id") if path.is_file() else None
+    ids = read_json_object(path).get("eos_token_id") if path.is_file() else None
     return [i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int)]
 
 
 def named_token(tokenizer: Tokenizer, folder: Path, key: str) -> int | None:
     """Return the id of the token that tokenizer_config.json names under `key`."""
     path = folder / "tokenizer_config.json"
-    named = json_object(path).get(key) if path.is_file() else None
+    named = read_json_object(path).get(key) if path.is_file() else None
     named = named.get("content") if isinstance(named, dict) else named
     token = tokenizer.token_to_id(named) if isinstance(named, str) else None
     return int(token) if token is not None else None

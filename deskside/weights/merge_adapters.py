@@ -21,7 +21,7 @@ from deskside.model.transformer import Transformer
 from deskside.precision.frozen import FrozenLinear
 from deskside.precision.lora import adapter_of, trained_rows_of
 from deskside.utils.errors import RunError, UsageError
-from deskside.utils.parsing import json_object
+from deskside.utils.parsing import read_json_object
 from deskside.weights import frozen_base
 from deskside.weights.checkpoint import Checkpoint, find, load_file_into, newest_readable, verify
 
@@ -87,7 +87,7 @@ def open_adapted(
     Raises UsageError for a run without adapters or checkpoints, RunError if run.json or all checkpoints are
     damaged.
     """
-    run = json_object(run_dir / "run.json")
+    run = read_json_object(run_dir / "run.json")
     config = run_config(run_dir, run)
     if config.adapter is None:
         raise UsageError(f"{run_dir}: was trained without adapters; they are made with: --adapter.rank 16")

@@ -29,7 +29,7 @@ KEYS = ("step", "loss", "grad_norm", "accuracy", "margin", "kl")
 @pytest.fixture(scope="module")
 def prepared(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pairs")
-    chat_template.make(base, folder / "tokenizer", None)
+    chat_template.make_chat_tokenizer(base, folder / "tokenizer", None)
     rows = tiny.pairs(120)
     rows.append({**rows[0], "prompt": "a longer question " * 4})
     prepare_pairs(
@@ -242,7 +242,7 @@ def test_adapters_begin_as_their_base(base: Path, tmp_path: Path) -> None:
 def test_what_is_no_pair_is_left_out_by_reason(
     row: dict[str, Any], why: str, base: Path, tmp_path: Path
 ) -> None:
-    chat_template.make(base, tmp_path / "tokenizer", None)
+    chat_template.make_chat_tokenizer(base, tmp_path / "tokenizer", None)
     file = tiny.jsonl(tmp_path / "p.jsonl", [*tiny.pairs(20), row])
     index = prepare_pairs(Spec("preference", (str(file),)), tmp_path / "tokenizer", tmp_path / "data")
     (left,) = index["left_out"].values()
@@ -252,7 +252,7 @@ def test_what_is_no_pair_is_left_out_by_reason(
 
 
 def test_answers_may_be_messages(base: Path, tmp_path: Path) -> None:
-    chat_template.make(base, tmp_path / "tokenizer", None)
+    chat_template.make_chat_tokenizer(base, tmp_path / "tokenizer", None)
     plain = tiny.pairs(20)
     spelt = [
         {

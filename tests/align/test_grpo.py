@@ -388,7 +388,7 @@ def test_passes_hold_all_rows_in_few_shapes(most: int) -> None:
 
 @pytest.mark.parametrize("average", ["sequence", "token", "fixed"])
 def test_packing_and_micro_batches_do_not_change_the_loss(average: Any, taught: Path, tmp_path: Path) -> None:
-    chat_template.make(taught, tmp_path / "tokenizer", None)
+    chat_template.make_chat_tokenizer(taught, tmp_path / "tokenizer", None)
     file = tiny.jsonl(tmp_path / "q.jsonl", tiny.questions()[:60])
     prepare_questions(Spec("questions", (str(file),)), None, tmp_path / "tokenizer", tmp_path / "data")
     model = load_model(str(taught)).model
@@ -488,7 +488,7 @@ def test_the_log_forgets_and_finds_and_refuses_damage(tmp_path: Path) -> None:
 
 
 def test_questions_hold_a_system_message_and_copies_stand_on_one_side(base: Path, tmp_path: Path) -> None:
-    chat_template.make(base, tmp_path / "tokenizer", None)
+    chat_template.make_chat_tokenizer(base, tmp_path / "tokenizer", None)
     # A line separator of Unicode is no end of a line.
     rows: list[dict[str, Any]] = [{"prompt": f"q{n % 40}\u2028", "answer": n % 40} for n in range(120)]
     rows.append(

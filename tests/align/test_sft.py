@@ -196,7 +196,7 @@ def test_conversations_in_one_row_do_not_see_each_other(finished: Path) -> None:
     """The losses of packed rows are those of rows with one conversation each."""
     dataset = Sft().open(*opened(finished))
     model = load_model(finished).model
-    assert int((dataset.plain_rows(np.array([0])).positions == 0).sum()) > 1  # there is something to see
+    assert int((dataset.rows_by_number(np.array([0])).positions == 0).sum()) > 1  # there is something to see
     packed, alone = 0.0, 0.0
     for batch in validation_batches(dataset, 1):
         context = AttentionContext(cu_seqlens=batch.cu_seqlens, max_seqlen=batch.tokens_BT.shape[1])

@@ -19,7 +19,7 @@ from deskside.align.sampler import Sampler
 from deskside.cli import dpo as dpo_command
 from deskside.cli import finetune
 from deskside.cli import grpo as grpo_command
-from deskside.data.corpus.progress_bar import ProgressBar, limited
+from deskside.data.corpus.progress_bar import ProgressBar, time_limit
 from deskside.train.loop.step import Stepper
 from deskside.utils.errors import UsageError
 from tests.align import tiny
@@ -175,7 +175,7 @@ def test_preparing_data_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     with (
         pytest.raises(UsageError, match="98 s"),
-        limited(50, lambda left: UsageError(f"{left:.0f} s")),
+        time_limit(50, lambda left: UsageError(f"{left:.0f} s")),
         ProgressBar("render", 100, "pairs", quiet=True) as bar,
     ):
         for _ in range(100):

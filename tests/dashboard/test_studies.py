@@ -41,7 +41,7 @@ def test_studies_that_cannot_be_read_keep_their_place_with_the_reason(tmp_path: 
 def test_a_run_that_ended(tmp_path: Path) -> None:
     made_up.run(tmp_path / "r")
     brief = read_brief(tmp_path / "r")
-    assert brief.finished and not brief.missing and not brief.emulated
+    assert brief.finished and not brief.problems and not brief.emulated
     assert studies.machine_name(brief.environment) == "a card that was made up"
     assert studies.summary_metrics(brief)["tokens_per_second"] == 131072.0
     assert "watts" not in studies.summary_metrics(brief)  # not measured is absent, not 0

@@ -40,7 +40,7 @@ def make(folder: Path, template: str | None = None) -> Path:
     """A folder with a tokenizer for conversations."""
     plain, out = folder / "plain", folder / "chat"
     tokenizer.save(tokenizer.train(TEXT, 420), plain)
-    chat_template.make(plain, out, template)
+    chat_template.make_chat_tokenizer(plain, out, template)
     return out
 
 

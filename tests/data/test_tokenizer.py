@@ -94,7 +94,7 @@ PATTERNS = {
 
 
 @pytest.fixture(scope="module")
-def coders() -> dict[str, Tokenizer]:
+def published() -> dict[str, Tokenizer]:
     """Tokenizers with the split patterns of published ones, trained on words whose merges cross what a bad cut cuts."""
     found = {}
     for name, pattern in PATTERNS.items():
@@ -108,24 +108,28 @@ def coders() -> dict[str, Tokenizer]:
 @given(text=st.text(alphabet="ab' \n\r\t.1éदी🎉\u2028", max_size=300))
 @settings(max_examples=200, deadline=None)
 def test_pieces_of_a_long_text_have_the_tokens_of_the_whole(
-    coders: dict[str, Tokenizer], name: str, text: str
+    published: dict[str, Tokenizer], name: str, text: str
 ) -> None:
     data, start = text.encode(), 0
-    coder = coders[name]
+    tokenizer = published[name]
     for start, end in bpe.spans(data, limit=8):
         left, right = data[:end].decode(), data[end:].decode()
         if end - start < 16 * 8:  # no cut for want of a place
-            ids = coder.encode(left).ids + coder.encode(right).ids
-            assert ids == coder.encode(text).ids
+            ids = tokenizer.encode(left).ids + tokenizer.encode(right).ids
+            assert ids == tokenizer.encode(text).ids
     assert b"".join(data[a:b] for a, b in bpe.spans(data, limit=8)) == data
 
 
 def test_long_texts_are_encoded_as_a_whole_would_be(directory: Path) -> None:
-    coder = bpe.load(directory)
+    tokenizer = bpe.load(directory)
     text = "".join(TEXTS) * 700
     assert len(text.encode()) > 3 << 16
-    ids = coder.encode(text, add_special_tokens=False).ids
-    assert bpe.encode(coder, text).tolist() == ids == bpe.encode(coder, text.encode(), np.uint16).tolist()
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    assert (
+        bpe.encode(tokenizer, text).tolist()
+        == ids
+        == bpe.encode(tokenizer, text.encode(), np.uint16).tolist()
+    )
 
 
 def test_training_is_deterministic() -> None:
@@ -177,7 +181,7 @@ def test_no_token_stands_for_more_bytes_than_the_longest(
     tokenizer = bpe.load(directory)
     if normalised:
         tokenizer.normalizer = normalizers.NFC()
-    longest = bpe.longest_token(tokenizer)
+    longest = bpe.max_bytes_per_token(tokenizer)
     assert longest is not None
     assert len(tokenizer.encode(text, add_special_tokens=False).ids) * longest >= len(text.encode())
 
@@ -191,6 +195,6 @@ def test_no_bound_where_a_token_may_stand_for_anything(directory: Path) -> None:
                            "normalized": False, "special": False}]},
     ):  # fmt: skip
         spec = json.loads(bpe.load(directory).to_str()) | change
-        assert bpe.longest_token(Tokenizer.from_str(json.dumps(spec))) is None
+        assert bpe.max_bytes_per_token(Tokenizer.from_str(json.dumps(spec))) is None
     unknown = models.BPE({"[UNK]": 0, "a": 1}, [], unk_token="[UNK]", fuse_unk=True)
-    assert bpe.longest_token(Tokenizer(unknown)) is None
+    assert bpe.max_bytes_per_token(Tokenizer(unknown)) is None

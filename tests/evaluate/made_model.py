@@ -34,7 +34,7 @@ def make(folder: Path, **options: Any) -> Made:
     texts = [" ".join(rng.choice(WORDS, size=40)) for _ in range(60)]
     plain = folder / "plain"
     bpe.save(bpe.train(texts, 320), plain)
-    chat_template.make(plain, folder / "chat", None)
+    chat_template.make_chat_tokenizer(plain, folder / "chat", None)
     config = ModelConfig.model_validate(
         {
             "vocab_size": 320,

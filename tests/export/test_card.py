@@ -126,7 +126,7 @@ def test_the_stages_before_are_told(made: MadeRun, tmp_path: Path) -> None:
     second = copy(made, tmp_path / "b", name="chat", init=str(first / "model"))
     told = stages(second, print)
     assert [stage.name for stage in told] == ["base", "chat"]
-    assert told[0].began_from == "Qwen3-0.6B" and told[1].began_from == "copy"
+    assert told[0].started_from == "Qwen3-0.6B" and told[1].started_from == "copy"
     text = card(second)
     assert text.index("`base`") < text.rindex("`chat`") and "5,120,000" in text
     # A circle, as when a folder was replaced, ends.

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from deskside.data.reading.loader import Batch, Feed, Loader
+from deskside.data.reading.loader import Batch, Loader, LoaderOptions
 from deskside.data.reading.rows import PackedDataset
 from tests.gpu.card import DEVICE, NEEDS_CARD, spin
 
@@ -28,7 +28,7 @@ def consume(dataset: PackedDataset, device: str, late: str, document_mask: bool)
     """STEPS steps of two micro-batches. `late`: who is behind, the "copies", the "card", the "host" or "nobody"."""
     taken = []
     with Loader(
-        dataset, Feed(1, 0, 12, 6, device=torch.device(device), document_mask=document_mask)
+        dataset, LoaderOptions(1, 0, 12, 6, device=torch.device(device), document_mask=document_mask)
     ) as loader:
         for _ in range(STEPS):
             if late == "copies":

@@ -15,9 +15,9 @@ def test_damaged_runs_have_problems_and_raise_nothing(tmp_path: Path) -> None:
     made_up.broken(tmp_path)
     garbage = read_brief(tmp_path / "runs/garbage")
     for name in ("run.json", "summary.json", "plan.json"):
-        assert any(name in problem for problem in garbage.missing), name
+        assert any(name in problem for problem in garbage.problems), name
     half = read_brief(tmp_path / "runs/half")
-    assert not half.finished and half.total_steps == 60 and not half.missing
+    assert not half.finished and half.total_steps == 60 and not half.problems
     log = read_metrics(tmp_path / "runs/half")
     assert [row["step"] for row in log.rows] == list(range(1, 13))
     assert log.partial and log.damaged == 0 and log.problem == ""

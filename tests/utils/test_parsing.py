@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from deskside.cli.main import main
 from deskside.utils.errors import RunError
-from deskside.utils.parsing import MAX_DEPTH, Unreadable, json_object, json_value, toml_table
+from deskside.utils.parsing import MAX_DEPTH, Unreadable, json_value, read_json_object, toml_table
 from tests.sources import PACKAGE, files
 from tests.weights.test_load import made, run, save
 
@@ -98,7 +98,7 @@ def test_no_memory_is_an_error_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         with pytest.raises(Unreadable, match="memory"):
             parse("{}")
     with pytest.raises(RunError, match=r"a\.json is damaged: it is not JSON: it needs more memory"):
-        json_object(tmp_path / "a.json")
+        read_json_object(tmp_path / "a.json")
 
 
 # Through the commands

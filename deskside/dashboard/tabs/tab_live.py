@@ -76,7 +76,7 @@ def _run(record: RunRecord, log: MetricsLog, shown: str) -> None:
         ]
         if now.silent_seconds is not None and now.silent_seconds > SILENT_SECONDS:
             told.append(f"no step for {elapsed(now.silent_seconds)}")
-        st.caption(" · ".join(literal(word) for word in [*told, *record.missing, log.problem] if word))
+        st.caption(" · ".join(literal(word) for word in [*told, *record.problems, log.problem] if word))
         _numbers(now)
         _charts(record, log)
 

@@ -34,9 +34,9 @@ from deskside.data.chat.renderer import (
     TEMPLATE,
     Message,
     NotRendered,
-    Refused,
+    RefusedByTemplate,
     Renderer,
-    own_template,
+    read_chat_template,
     tokenizer_settings,
 )
 from deskside.utils.errors import UsageError
@@ -57,7 +57,7 @@ Turns = Literal["all", "last"]
 
 
 @dataclass(frozen=True)
-class Tokens:
+class TokenizedConversation:
     """A tokenized conversation: ids, and a mask with 1 for learned tokens (both of shape [tokens]).
 
     last_only: earlier assistant turns are not marked, because the template later renders them differently.
@@ -73,8 +73,8 @@ class ChatTemplate:
 
     def __init__(self, folder: Path):
         """Raises UsageError for an unsupported tokenizer or template."""
-        self._coder = bpe.load(folder)
-        self._renderer = Renderer(folder, self._coder)
+        self._tokenizer = bpe.load(folder)
+        self._renderer = Renderer(folder, self._tokenizer)
         self._marks = re.search(r"\{%-?\s*generation\s*-?%\}", self._renderer.template) is not None
         if self._renderer.ids("a") == self._renderer.ids(" a"):
             raise UsageError(
@@ -82,19 +82,19 @@ class ChatTemplate:
             )
         try:
             trial = self.conversation(_TRIAL)
-        except Refused as error:
+        except RefusedByTemplate as error:
             raise UsageError(f"chat template: refused: {error.reason}") from None
         except NotRendered as error:
             raise UsageError(f"chat template: {error}") from None
         last = int(np.flatnonzero(trial.mask)[-1])
-        ends = self._coder.get_added_tokens_decoder().get(int(trial.ids[last]))
+        ends = self._tokenizer.get_added_tokens_decoder().get(int(trial.ids[last]))
         self.turn_end: int | None = int(trial.ids[last]) if ends is not None and ends.special else None
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Return the tokens up to the assistant's turn. Raises NotRendered."""
         return self._renderer.prompt(messages)
 
-    def conversation(self, messages: Sequence[Message], turns: Turns = "all") -> Tokens:
+    def conversation(self, messages: Sequence[Message], turns: Turns = "all") -> TokenizedConversation:
         """Tokenize a whole conversation. Raises NotRendered."""
         spans, text, last_only = self._spans(messages)
         if not spans:
@@ -115,18 +115,24 @@ class ChatTemplate:
                 mask += [learnt] * len(new)
             at = end
         rest = self._renderer.ids(text[at:])
-        return Tokens(np.array(ids + rest, np.uint32), np.array(mask + [0] * len(rest), np.uint8), last_only)
+        return TokenizedConversation(
+            np.array(ids + rest, np.uint32), np.array(mask + [0] * len(rest), np.uint8), last_only
+        )
 
     def _spans(self, messages: Sequence[Message]) -> tuple[list[tuple[int, int]], str, bool]:
         """Return the spans of the assistant's turns, the text, and whether earlier turns are missing."""
         if self._marks:
-            return *self._renderer.marked(messages), False
-        text = self._renderer.text(messages, reply=False)
+            return *self._renderer.text_with_assistant_spans(messages), False
+        text = self._renderer.text(messages, add_generation_prompt=False)
         numbers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
         spans = []
         for n in numbers:
             before = self._before(messages, n)
-            after = self._renderer.text(messages[: n + 1], reply=False) if n + 1 < len(messages) else text
+            after = (
+                self._renderer.text(messages[: n + 1], add_generation_prompt=False)
+                if n + 1 < len(messages)
+                else text
+            )
             if text.startswith(before) and text.startswith(after) and len(before) < len(after):
                 spans.append((len(before), len(after)))
             elif n == numbers[-1]:
@@ -142,14 +148,14 @@ class ChatTemplate:
         prompt.
         """
         if n:
-            return self._renderer.text(messages[:n], reply=True)
+            return self._renderer.text(messages[:n], add_generation_prompt=True)
         try:
-            return self._renderer.text([], reply=True)
-        except Refused:
+            return self._renderer.text([], add_generation_prompt=True)
+        except RefusedByTemplate:
             question = _TRIAL[:1]
-            asked = self._renderer.text(question, reply=False)
-            with_prompt = self._renderer.text(question, reply=True)
-            first = self._renderer.text(messages[:1], reply=False)
+            asked = self._renderer.text(question, add_generation_prompt=False)
+            with_prompt = self._renderer.text(question, add_generation_prompt=True)
+            first = self._renderer.text(messages[:1], add_generation_prompt=False)
             prompt = with_prompt.removeprefix(asked)
             at = first.find(prompt) if with_prompt.startswith(asked) and prompt else -1
             if at < 0:
@@ -173,30 +179,30 @@ class ChatTokenizer:
     default: bool
 
 
-def make(source: Path, out: Path, template: str | None) -> ChatTokenizer:
+def make_chat_tokenizer(source: Path, out: Path, template: str | None) -> ChatTokenizer:
     """Write a chat tokenizer to the folder `out`, made from the one in `source`.
 
     template: its text; None uses the tokenizer's own, or by default ChatML, whose special tokens are added if the
     vocabulary lacks them. generation_config.json names the end tokens. Raises UsageError for an unsupported
     tokenizer or template.
     """
-    coder = bpe.load(source)
-    bpe.token_bytes(coder)  # refuses what is not byte-level BPE
-    end, end_id = bpe.end_of_text(coder, source)
-    text = template if template is not None else own_template(source)
+    tokenizer = bpe.load(source)
+    bpe.token_bytes(tokenizer)  # refuses what is not byte-level BPE
+    end, end_id = bpe.end_of_text(tokenizer, source)
+    text = template if template is not None else read_chat_template(source)
     added: dict[str, int] = {}
     fresh: list[int] = []
     if text is None:
         from tokenizers import AddedToken
 
-        known = coder.get_vocab(with_added_tokens=True)
-        coder.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in bpe.CHAT_TOKENS])
-        vocabulary = coder.get_vocab(with_added_tokens=True)
+        known = tokenizer.get_vocab(with_added_tokens=True)
+        tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in bpe.CHAT_TOKENS])
+        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
         fresh = [vocabulary[token] for token in bpe.CHAT_TOKENS]
         added = {t: n for t, n in zip(bpe.CHAT_TOKENS, fresh, strict=True) if t not in known}
     out.mkdir(parents=True, exist_ok=True)
-    coder.encode_special_tokens = False
-    (out / "tokenizer.json").write_text(coder.to_str(pretty=True), encoding="utf-8")
+    tokenizer.encode_special_tokens = False
+    (out / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     (out / TEMPLATE).write_text(DEFAULT_TEMPLATE if text is None else text, encoding="utf-8")
     settings = tokenizer_settings(source)
     settings.pop("chat_template", None)
@@ -207,5 +213,5 @@ def make(source: Path, out: Path, template: str | None) -> ChatTokenizer:
     ends = list(dict.fromkeys([turn_end, end_id] if turn_end is not None else [end_id]))
     generation = {"eos_token_id": ends if len(ends) > 1 else end_id, "pad_token_id": end_id}
     (out / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
-    size = max(coder.get_vocab(with_added_tokens=True).values()) + 1
+    size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
     return ChatTokenizer(added, tuple(fresh), size, turn_end, text is None)

@@ -25,14 +25,14 @@ import numpy as np
 import xxhash
 
 from deskside.data import tokenizer as bpe
-from deskside.data.chat.chat_template import ChatTemplate, Tokens, Turns
+from deskside.data.chat.chat_template import ChatTemplate, TokenizedConversation, Turns
 from deskside.data.chat.renderer import ROW_FIELDS, TEMPLATE, NotRendered, checked_messages, refuse_row_fields
 from deskside.data.corpus.analyze import note_tag
 from deskside.data.corpus.heldout import is_validation
-from deskside.data.corpus.prepare import sum_up
-from deskside.data.corpus.process_pool import in_order
+from deskside.data.corpus.prepare import summarize_split
+from deskside.data.corpus.process_pool import map_in_order
 from deskside.data.corpus.progress_bar import ProgressBar
-from deskside.data.corpus.records import Record, content_key, iter_records
+from deskside.data.corpus.records import Record, iter_records, sources_checksum
 from deskside.data.corpus.sources import BadInputLog, Source
 from deskside.data.reading import shards
 from deskside.data.reading.shards import ChatInfo, DatasetIndex, EncodedDocument, TagInfo
@@ -65,12 +65,12 @@ def cache_key(spec: ChatSpec, tokenizer: Path) -> str:
     `Source.parse`.
     """
     rest = (VERSION, spec.val_fraction, spec.turns, spec.seed)
-    return content_key_of((spec.sources, spec.val_sources), tokenizer, rest)
+    return make_cache_key((spec.sources, spec.val_sources), tokenizer, rest)
 
 
-def content_key_of(sources: Iterable[Sequence[str]], tokenizer: Path, rest: tuple[object, ...]) -> str:
+def make_cache_key(sources: Iterable[Sequence[str]], tokenizer: Path, rest: tuple[object, ...]) -> str:
     """Return a short key of the content of sources and of a tokenizer with its chat template, and of `rest`."""
-    parts = [content_key([Source.parse(s) for s in names]) for names in sources]
+    parts = [sources_checksum([Source.parse(s) for s in names]) for names in sources]
     parts += [(tokenizer / name).read_text("utf-8") for name in ("tokenizer.json", TEMPLATE)]
     return xxhash.xxh3_64_hexdigest("\0".join([*parts, repr(rest)]).encode())
 
@@ -78,7 +78,7 @@ def content_key_of(sources: Iterable[Sequence[str]], tokenizer: Path, rest: tupl
 def prepare_chat(
     spec: ChatSpec, tokenizer: Path, out: Path, *, quiet: bool = False, shard_tokens: int = SHARD_TOKENS
 ) -> DatasetIndex:
-    """Make the data set in the new folder `out`. tokenizer: a folder written by `chat_template.make`.
+    """Make the data set in the new folder `out`. tokenizer: a folder written by `chat_template.make_chat_tokenizer`.
 
     Raises UsageError for wrong sources, nothing to learn from, or an existing `out`; RunError if the disk is full.
     """
@@ -100,7 +100,7 @@ def new_folder(tokenizer: Path, out: Path) -> Iterator[Path]:
         raise UsageError(f"{out}: exists already; remove it, or give another --data.path")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        new = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=shards.TEMPORARY, dir=out.parent))
+        new = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=shards.TEMPORARY_SUFFIX, dir=out.parent))
     except OSError as error:
         raise write_error(out, error) from error
     try:
@@ -143,7 +143,9 @@ class _Conversation:
     key: bytes
 
 
-def _rendered(turns: Turns, template: ChatTemplate, messages: list[dict[str, Any]]) -> Tokens | str:
+def _rendered(
+    turns: Turns, template: ChatTemplate, messages: list[dict[str, Any]]
+) -> TokenizedConversation | str:
     """Return the tokens, or the reason why there are none."""
     try:
         return template.conversation(messages, turns)
@@ -155,9 +157,9 @@ class _Maker:
     def __init__(self, spec: ChatSpec, out: Path, quiet: bool, shard_tokens: int, key: str):
         self.spec, self.out, self.quiet, self.shard_tokens, self.key = spec, out, quiet, shard_tokens, key
         self.template = ChatTemplate(out)
-        coder = bpe.load(out)
-        self.eos, self.eos_id = bpe.end_of_text(coder, out)
-        self.lengths = bpe.token_bytes(coder)
+        tokenizer = bpe.load(out)
+        self.eos, self.eos_id = bpe.end_of_text(tokenizer, out)
+        self.lengths = bpe.token_bytes(tokenizer)
         self.tags: dict[tuple[str, str], int] = {}
         self.logs = {"train": BadInputLog(), "val": BadInputLog()}
         self.splits = {name: _Split(name) for name in ("val", "train")}
@@ -225,13 +227,13 @@ class _Maker:
         """Add conversations to the named splits, in order."""
         items = ((named, named[1].messages) for named in given)
         work, build = partial(_rendered, self.spec.turns), partial(ChatTemplate, self.out)
-        with contextlib.closing(in_order(items, work, self.template, build)) as made:
+        with contextlib.closing(map_in_order(items, work, self.template, build)) as made:
             for (name, one), found in made:
                 if bar is not None:
                     bar.advance(1)
                 self._add(name, one, found)
 
-    def _add(self, name: str, one: _Conversation, found: Tokens | str) -> None:
+    def _add(self, name: str, one: _Conversation, found: TokenizedConversation | str) -> None:
         split, record, messages = self.splits[name], one.record, one.messages
         if isinstance(found, str):
             self.logs["val" if self.spec.val_sources and name == "val" else "train"].add(
@@ -288,7 +290,7 @@ class _Maker:
                 eos_id=self.eos_id,
             ),
             tags=[TagInfo(source=source, lang=lang) for source, lang in self.tags],
-            splits={name: sum_up(split.done) for name, split in self.splits.items()},
+            splits={name: summarize_split(split.done) for name, split in self.splits.items()},
             bad_input={name: log.as_dict() for name, log in self.logs.items() if log.total},
             ignored_files={},
             duplicates_of_validation=self.duplicates,
@@ -328,4 +330,4 @@ def describe_data(index: DatasetIndex, say: Callable[[str], None]) -> None:
 def _reasons(log: BadInputLog) -> str:
     if not log.total:
         return "(there are too few)"
-    return f"that can be used ({log.firsts()})"
+    return f"that can be used ({log.summary()})"

@@ -1,7 +1,7 @@
 """Rendering of messages with a chat template, and tokenization of the result.
 
 Templates run in transformers' Jinja sandbox, because they come with a model and are untrusted. Everything that one
-raises becomes `Refused`.
+raises becomes `RefusedByTemplate`.
 
 The content of a message never becomes a special token: `<|im_end|>` in it is encoded as plain text, so a message
 cannot end a turn or impersonate the system. A template mixes special tokens and messages in one text. To
@@ -22,8 +22,8 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from deskside.data.chat.escaping import Escaping
-from deskside.utils.errors import RunError, UsageError, described
-from deskside.utils.parsing import json_object
+from deskside.utils.errors import RunError, UsageError, describe_error
+from deskside.utils.parsing import read_json_object
 
 TEMPLATE = "chat_template.jinja"
 NAMED_TOKENS = (
@@ -48,7 +48,7 @@ class NotRendered(UsageError):
     """A conversation that cannot be used; the message gives the reason."""
 
 
-class Refused(NotRendered):
+class RefusedByTemplate(NotRendered):
     """The template refuses the messages, or cannot be run, for this `reason`."""
 
     def __init__(self, reason: str):
@@ -64,11 +64,11 @@ class Renderer:
     """
 
     def __init__(self, folder: Path, tokenizer: Tokenizer):
-        template = own_template(folder)
+        template = read_chat_template(folder)
         if template is None:
             raise UsageError(f"{folder}: has no chat template; make a chat model: deskside sft")
         self.template = template
-        self._coder = tokenizer
+        self._tokenizer = tokenizer
         special = special_tokens(tokenizer)
         self._special_ids = frozenset(special.values())
         self._escaping = Escaping(list(special))
@@ -78,16 +78,13 @@ class Renderer:
         self._named = {name: text for name, text in texts.items() if isinstance(text, str) and text}
         self._names_shown: dict[str, bool] = {}
 
-    def text(self, messages: Sequence[Message], reply: bool) -> str:
-        """Render messages as escaped text; with `reply` up to where the assistant speaks next.
-
-        `plain` makes it readable, and `ids` tokenizes it. Raises NotRendered.
-        """
-        texts, _ = self._rendered(messages, add_generation_prompt=reply)
+    def text(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+        """Render messages as escaped text. `unescape` makes it readable, and `ids` tokenizes it. Raises NotRendered."""
+        texts, _ = self._rendered(messages, add_generation_prompt=add_generation_prompt)
         return str(texts[0])
 
-    def marked(self, messages: Sequence[Message]) -> tuple[list[tuple[int, int]], str]:
-        """Return the spans that the template marks with `{% generation %}`, and the escaped text.
+    def text_with_assistant_spans(self, messages: Sequence[Message]) -> tuple[list[tuple[int, int]], str]:
+        """Return the non-empty spans that the template marks with `{% generation %}`, and the escaped text.
 
         Raises NotRendered.
         """
@@ -96,13 +93,13 @@ class Renderer:
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Return the tokens up to the assistant's turn. Raises NotRendered."""
-        return self.ids(self.text(messages, reply=True))
+        return self.ids(self.text(messages, add_generation_prompt=True))
 
-    def escaped(self, text: str) -> str:
+    def escape(self, text: str) -> str:
         """Escape untrusted text, so that it cannot become a special token in a rendered text."""
         return self._escaping.escape(text)
 
-    def plain(self, text: str) -> str:
+    def unescape(self, text: str) -> str:
         """Return a rendered text without its escapes."""
         return self._escaping.unescape(text)
 
@@ -113,17 +110,17 @@ class Renderer:
         """
         found = list(self.special.finditer(text))
         if not self._escaping.used_in(text):
-            ids = encode(self._coder, text, plain=False)
+            ids = encode(self._tokenizer, text, plain=False)
             if sum(token in self._special_ids for token in ids) == len(found):
                 return ids
             # A normaliser has made a special token of something that is none. One by one, that cannot happen.
         ids = []
         at = 0
         for special in [*found, None]:
-            part = self.plain(text[at : special.start() if special else len(text)])
-            ids += encode_plain(self._coder, part, self._special_ids)
+            part = self.unescape(text[at : special.start() if special else len(text)])
+            ids += encode_plain(self._tokenizer, part, self._special_ids)
             if special:
-                number = self._coder.token_to_id(special[0])
+                number = self._tokenizer.token_to_id(special[0])
                 assert number is not None  # it is one of the tokenizer's own
                 ids.append(number)
                 at = special.end()
@@ -135,7 +132,7 @@ class Renderer:
         return self._run([self._escaping.escape_all(message) for message in messages], **options)
 
     def _run(self, messages: Sequence[Message], **options: bool) -> tuple[list[str], list[Any]]:
-        """Run the template. Raises Refused for any exception in it."""
+        """Run the template. Raises RefusedByTemplate for any exception in it."""
         from jinja2 import TemplateError  # both are slow to import, and only chats need them
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -144,9 +141,9 @@ class Renderer:
                 conversations=[list(messages)], chat_template=self.template, **options, **self._named
             )
         except TemplateError as error:  # what a template says on purpose
-            raise Refused((str(error).splitlines() or [type(error).__name__])[0][:160]) from None
+            raise RefusedByTemplate((str(error).splitlines() or [type(error).__name__])[0][:160]) from None
         except Exception as error:  # noqa: BLE001 - an expression may raise anything, from 1/0 to MemoryError
-            raise Refused(described(error)) from None
+            raise RefusedByTemplate(describe_error(error)) from None
         return texts, spans
 
     # What the template knows
@@ -188,7 +185,7 @@ class Renderer:
         for talk in ([message], [message, user], [user, message], [user, assistant, message]):
             try:
                 texts, _ = self._run(talk, add_generation_prompt=False)
-            except Refused:
+            except RefusedByTemplate:
                 continue
             rendered = True
             if _TRIAL in texts[0]:
@@ -279,7 +276,7 @@ def refuse_row_fields(fields: Mapping[str, Any]) -> None:
         raise NotRendered(f"the record has {', '.join(found)}, which cannot be represented here; take it out")
 
 
-def own_template(folder: Path) -> str | None:
+def read_chat_template(folder: Path) -> str | None:
     """Return the chat template beside a tokenizer, or inside its tokenizer_config.json, or None.
 
     Raises RunError for a damaged file.
@@ -300,7 +297,7 @@ def own_template(folder: Path) -> str | None:
 def tokenizer_settings(folder: Path) -> dict[str, Any]:
     """Return tokenizer_config.json, or {} if it is missing. Raises RunError if it is not a JSON object."""
     file = folder / "tokenizer_config.json"
-    return json_object(file) if file.is_file() else {}
+    return read_json_object(file) if file.is_file() else {}
 
 
 def _compared_roles(template: str) -> set[str]:

@@ -221,4 +221,4 @@ def note_tag(tags: dict[tuple[str, str], int], source: str, lang: str) -> int:
 def _reasons(log: BadInputLog) -> str:
     if not log.total:
         return "(they are empty)"
-    return f"that can be used ({log.firsts()})"
+    return f"that can be used ({log.summary()})"

@@ -82,12 +82,12 @@ def baselines_of_rows(dataset: PackedDataset, numbers: NDArray[np.int64]) -> dic
     A model that was evaluated on part of the split must be compared on the same bytes. The unigram is None for data
     without training token counts.
     """
-    coder = bpe.load(dataset.directory)
-    texts, eos_id = bpe.token_texts(coder), dataset.index.tokenizer.eos_id
+    tokenizer = bpe.load(dataset.directory)
+    texts, eos_id = bpe.token_texts(tokenizer), dataset.index.tokenizer.eos_id
     gzip, size = GzipMeter(), 0
     counts = np.zeros(dataset.index.tokenizer.vocab_size, dtype=np.int64)
     for start in range(0, len(numbers), 256):
-        targets = dataset.plain_rows(numbers[start : start + 256]).targets.ravel()
+        targets = dataset.rows_by_number(numbers[start : start + 256]).targets.ravel()
         found = targets[targets != IGNORE]
         counts += np.bincount(found, minlength=len(counts))
         text = b"".join([texts[token] for token in found.tolist()])

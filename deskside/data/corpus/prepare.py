@@ -241,9 +241,9 @@ class _Work:
         """Make every missing shard."""
         assert self.found is not None
         shard_bytes = self.options.shard_bytes
-        coder = bpe.load(self.out)
-        eos_id = bpe.end_of_text(coder, self.out)[1]
-        lengths = bpe.token_bytes(coder)
+        tokenizer = bpe.load(self.out)
+        eos_id = bpe.end_of_text(tokenizer, self.out)[1]
+        lengths = bpe.token_bytes(tokenizer)
         settings = (str(self.out), eos_id, shards.dtype_for(len(lengths)))
         total = self.found.text_bytes + self.found.val_text_bytes
         small = total <= 2 * shard_bytes
@@ -328,12 +328,14 @@ class _Work:
             raise UsageError(
                 "no document is left to train on: every one is validation. Give more text, or lower --val-fraction."
             )
-        coder = bpe.load(self.out)
-        eos, eos_id = bpe.end_of_text(coder, self.out)
-        lengths = bpe.token_bytes(coder)
+        tokenizer = bpe.load(self.out)
+        eos, eos_id = bpe.end_of_text(tokenizer, self.out)
+        lengths = bpe.token_bytes(tokenizer)
         dtype = shards.dtype_for(len(lengths))
         splits = {
-            split: sum_up([self.done[name] for name in names]) for split, names in self.names.items() if names
+            split: summarize_split([self.done[name] for name in names])
+            for split, names in self.names.items()
+            if names
         }
         if "val" in splits:
             val = splits["val"]
@@ -366,7 +368,7 @@ class _Work:
         return index
 
 
-def sum_up(infos: list[ShardInfo]) -> SplitInfo:
+def summarize_split(infos: list[ShardInfo]) -> SplitInfo:
     """Return the split of these shards, without baselines."""
     return SplitInfo(
         tokens=sum(i.tokens for i in infos),

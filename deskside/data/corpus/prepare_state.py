@@ -14,7 +14,7 @@ from deskside.data.corpus.baselines import TRAIN_COUNTS
 from deskside.data.reading import shards
 from deskside.data.reading.shards import ShardInfo
 from deskside.utils.errors import RunError, UsageError
-from deskside.utils.files import refuse_fixed, unowned_files
+from deskside.utils.files import check_replaceable, unowned_files
 from deskside.utils.parsing import json_value
 
 STATE = "prepare.json"
@@ -72,13 +72,15 @@ def open_state(out: Path) -> PrepareState | None:
 
 def check_owned(out: Path, state: PrepareState) -> None:
     """Raise UsageError unless `out` can be replaced as a whole: it has only files of this preparation."""
-    left = [name for name in unowned_files(out, state.own_files) if not name.endswith(shards.TEMPORARY)]
+    left = [
+        name for name in unowned_files(out, state.own_files) if not name.endswith(shards.TEMPORARY_SUFFIX)
+    ]
     if left:
         raise UsageError(
             f"--out {out}: holds {left[0]}, which `deskside data prepare` did not write and which --no-resume would "
             "delete. Move it away, or give another --out."
         )
-    refuse_fixed(out)
+    check_replaceable(out)
 
 
 def difference(before: dict[str, Any], now: dict[str, Any]) -> str:

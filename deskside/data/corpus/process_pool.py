@@ -1,4 +1,4 @@
-"""Worker processes for data preparation: one per core, spawned, and ended with this process."""
+"""Worker processes for data preparation. They are spawned, and end when this process ends."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from typing import Any, Generic, TypeVar
 from deskside.utils.child_process import cpu_cores
 from deskside.utils.errors import RunError, UsageError
 
-FEW = 2048  # fewer items are processed faster without starting processes
-CHUNK = 128  # items sent to a process at once
+MIN_PARALLEL_ITEMS = 2048  # fewer items are processed faster without starting processes
+ITEMS_PER_TASK = 128  # items sent to a process at once
 
 Context = TypeVar("Context")
 Item = TypeVar("Item")
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 Tool = TypeVar("Tool")
 
 
@@ -30,23 +30,24 @@ class WorkerDied(Exception):
     """A worker process ended before it returned its result."""
 
 
-class Task(Generic[Made]):
-    """A call that runs in a worker process, and its result once `done` is true."""
+class Task(Generic[Result]):
+    """A call that runs in a worker process. Once `done` is true, `result` returns its result."""
 
     def __init__(self) -> None:
         self.done = False
-        self._value: Made | None = None
+        self._value: Result | None = None
         self._error: BaseException | None = None
 
-    def finish(self, value: Made | None, error: BaseException | None) -> None:
+    def finish(self, value: Result | None, error: BaseException | None) -> None:
+        """Store the result or the exception of the call."""
         self.done, self._value, self._error = True, value, error
 
-    def result(self) -> Made:
+    def result(self) -> Result:
         """Return the result, or raise the exception that the call raised."""
         assert self.done
         if self._error is not None:
             raise self._error
-        return self._value  # type: ignore[return-value]  # None is a result, too
+        return self._value  # type: ignore[return-value]  # None may be the result
 
 
 @dataclass
@@ -63,26 +64,28 @@ class WorkerPool:
     concurrent.futures.ProcessPoolExecutor all workers write to one pipe: one that dies in the middle of a message
     leaves the executor's thread waiting for the rest, and `shutdown` waits for that thread forever
     (python/cpython#94777 is the same fault on the other queue). Workers also end if this process is killed, because
-    their pipe is closed then.
+    that closes their pipes.
 
     Args:
-        count: number of processes.
-        start: called with `arguments` in each process first.
+        count: Number of processes.
+        initializer: Called with `arguments` once in each process, before the first task.
     """
 
-    def __init__(self, count: int, start: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    def __init__(self, count: int, initializer: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         self.count = count
-        self._start = start, arguments
+        self._initializer, self._arguments = initializer, arguments
         self._workers: list[_Worker] = []
 
     def __enter__(self) -> WorkerPool:
         context = multiprocessing.get_context("spawn")
-        # Workers inherit the mask: Ctrl-C in a terminal reaches them too, but only this process handles it.
+        # Ctrl-C in a terminal reaches the workers too, but only this process should handle it. They inherit the mask.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             for _ in range(self.count):
                 here, there = context.Pipe()
-                process = context.Process(target=_serve, args=(there, *self._start), daemon=True)
+                process = context.Process(
+                    target=_serve, args=(there, self._initializer, self._arguments), daemon=True
+                )
                 process.start()
                 there.close()  # so that the death of the worker closes the pipe
                 self._workers.append(_Worker(process, here))
@@ -106,12 +109,12 @@ class WorkerPool:
         for worker in self._workers:
             worker.process.join()
 
-    def submit(self, function: Callable[..., Made], *arguments: Any) -> Task[Made]:
-        """Run function(*arguments) in a worker; wait for an idle one first. Raises WorkerDied."""
-        # Only idle workers are written to: two sides that write large messages to each other would both block.
+    def submit(self, function: Callable[..., Result], *arguments: Any) -> Task[Result]:
+        """Run function(*arguments) in a worker, as soon as one is idle. Raises WorkerDied."""
+        # Only write to idle workers: if both sides write large messages to each other, both block forever.
         while not (idle := [worker for worker in self._workers if worker.task is None]):
             self.receive()
-        task: Task[Made] = Task()
+        task: Task[Result] = Task()
         try:
             idle[0].connection.send((function, arguments))
         except (BrokenPipeError, ConnectionResetError) as error:
@@ -123,88 +126,89 @@ class WorkerPool:
         """Wait until at least one task is done. Raises WorkerDied."""
         busy = {worker.connection: worker for worker in self._workers if worker.task is not None}
         for connection in wait(list(busy)):
-            worker = busy[connection]  # type: ignore[index]  # `wait` returns what it was given
+            worker = busy[connection]  # type: ignore[index]  # `wait` returns some of its arguments
             try:
                 value, error = worker.connection.recv()
-            except (EOFError, ConnectionResetError) as lost:
-                raise WorkerDied from lost
+            except (EOFError, ConnectionResetError) as disconnected:
+                raise WorkerDied from disconnected
             assert worker.task is not None
             worker.task.finish(value, error)
             worker.task = None
 
 
-def _serve(connection: Connection, start: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+def _serve(connection: Connection, initializer: Callable[..., None], arguments: tuple[Any, ...]) -> None:
     """Run the calls that arrive through a pipe, until it is closed."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread per process
-    start(*arguments)
+    initializer(*arguments)
     while True:
         try:
-            function, given = connection.recv()
+            function, call_arguments = connection.recv()
         except EOFError:
             return
         value: object = None
         error: Exception | None = None
         try:
-            value = function(*given)
+            value = function(*call_arguments)
         except (RunError, UsageError, MemoryError) as raised:
             error = raised
-        except Exception:  # noqa: BLE001 - the parent raises it; not every exception can be sent
+        except Exception:  # noqa: BLE001 - the parent raises it; not every exception can be pickled
             error = RuntimeError(f"in a worker process:\n{traceback.format_exc()}")
         connection.send((value, error))
 
 
-def in_order(
+def map_in_order(
     items: Iterable[tuple[Context, Item]],
-    work: Callable[[Tool, Item], Made],
-    own: Tool,
-    build: Callable[[], Tool],
-) -> Generator[tuple[Context, Made], None, None]:
-    """Yield (context, work(tool, item)) for every item, in order. Contexts stay in this process.
+    function: Callable[[Tool, Item], Result],
+    local_tool: Tool,
+    make_tool: Callable[[], Tool],
+) -> Generator[tuple[Context, Result], None, None]:
+    """Yield (context, function(tool, item)) for every item, in order. Contexts stay in this process.
 
-    Fewer than FEW items are processed here with the tool `own`; more of them by one process per core, each with a
-    tool made by `build`. work, build, items and results must be picklable. Raises RunError if a process dies. Close
-    the generator (contextlib.closing) if it may not be exhausted.
+    Fewer than MIN_PARALLEL_ITEMS items are processed here with `local_tool`. More items are processed by one process
+    per core, each with its own tool from `make_tool`. The functions, items and results must be picklable. Raises
+    RunError if a process dies. If the generator may not be exhausted, close it (contextlib.closing).
     """
-    rest = iter(items)
-    first = list(itertools.islice(rest, FEW))
-    every, count = itertools.chain(first, rest), cpu_cores()
-    if len(first) < FEW or count == 1:
-        for context, item in every:
-            yield context, work(own, item)
+    remaining = iter(items)
+    first = list(itertools.islice(remaining, MIN_PARALLEL_ITEMS))
+    all_items, count = itertools.chain(first, remaining), cpu_cores()
+    if len(first) < MIN_PARALLEL_ITEMS or count == 1:
+        for context, item in all_items:
+            yield context, function(local_tool, item)
         return
-    running: deque[tuple[list[Context], Task[list[Made]]]] = deque()
+    running: deque[tuple[list[Context], Task[list[Result]]]] = deque()
     try:
-        with WorkerPool(count, _start, (build,)) as pool:
-            while chunk := list(itertools.islice(every, CHUNK)):
-                made = pool.submit(_work, work, [item for _, item in chunk])
-                running.append(([context for context, _ in chunk], made))
-                if len(running) > 2 * count:  # a bound on the results that wait for a slow chunk
-                    yield from _oldest(pool, running)
+        with WorkerPool(count, _initialize, (make_tool,)) as pool:
+            while chunk := list(itertools.islice(all_items, ITEMS_PER_TASK)):
+                task = pool.submit(_process_chunk, function, [item for _, item in chunk])
+                running.append(([context for context, _ in chunk], task))
+                if len(running) > 2 * count:  # limits the results that wait for a slow chunk
+                    yield from _oldest_results(pool, running)
             while running:
-                yield from _oldest(pool, running)
+                yield from _oldest_results(pool, running)
     except WorkerDied as error:
         raise RunError(
-            "a process that prepares data was killed, most likely for memory; run the same command again with more of "
-            "it free"
+            "a process that prepares data was killed, most likely for lack of memory; free some memory and "
+            "run the same command again"
         ) from error
 
 
-def _oldest(
-    pool: WorkerPool, running: deque[tuple[list[Context], Task[list[Made]]]]
-) -> Iterable[tuple[Context, Made]]:
-    contexts, made = running.popleft()
-    while not made.done:
+def _oldest_results(
+    pool: WorkerPool, running: deque[tuple[list[Context], Task[list[Result]]]]
+) -> Iterable[tuple[Context, Result]]:
+    """Remove the oldest chunk and return its contexts and results, as soon as they are complete."""
+    contexts, task = running.popleft()
+    while not task.done:
         pool.receive()
-    return zip(contexts, made.result(), strict=True)
+    return zip(contexts, task.result(), strict=True)
 
 
-_tool: Any = None  # one per process, set by the initializer
+_tool: Any = None  # set by _initialize, once per worker process
 
 
-def _start(build: Callable[[], Any]) -> None:
+def _initialize(make_tool: Callable[[], Any]) -> None:
     global _tool
-    _tool = build()
+    _tool = make_tool()
 
 
-def _work(work: Callable[[Any, Any], Made], items: list[Any]) -> list[Made]:
-    return [work(_tool, item) for item in items]
+def _process_chunk(function: Callable[[Any, Any], Result], items: list[Any]) -> list[Result]:
+    return [function(_tool, item) for item in items]

@@ -15,7 +15,7 @@ _limit: ContextVar[tuple[float, Callable[[float], Exception]] | None] = ContextV
 
 
 @contextlib.contextmanager
-def limited(seconds: float, error: Callable[[float], Exception]) -> Iterator[None]:
+def time_limit(seconds: float, error: Callable[[float], Exception]) -> Iterator[None]:
     """Context manager that stops tasks early if they will not finish in time.
 
     seconds: the limit from now on. error: makes the exception from the estimated remaining seconds.
@@ -81,7 +81,7 @@ class ProgressBar:
             self._line()
 
     def _check(self) -> None:
-        """Raise the error of `limited` if the task is estimated to end too late."""
+        """Raise the error of `time_limit` if the task is estimated to end too late."""
         limit = _limit.get()
         now = time.monotonic()
         if limit is None or not self._total or not self._done or now - self._start < LEAST_SECONDS:

@@ -49,7 +49,7 @@ def iter_records(
     return _RecordReader(bad, fields, optional).items(source)
 
 
-def content_key(sources: Sequence[Source]) -> str:
+def sources_checksum(sources: Sequence[Source]) -> str:
     """Return a checksum of the content of sources, wherever they are; of a hub data set only of its name."""
     digest = xxhash.xxh3_128()
     for source in sources:

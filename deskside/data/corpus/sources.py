@@ -115,7 +115,7 @@ class BadInputLog:
     def total(self) -> int:
         return sum(self.counts.values())
 
-    def firsts(self) -> str:
+    def summary(self) -> str:
         """Return every reason with its count and its first place, in one line."""
         return "; ".join(
             f"{n} x {reason}, first {self.examples[reason][0]}" for reason, n in self.counts.items()

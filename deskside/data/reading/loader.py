@@ -61,7 +61,7 @@ class _Filled:
 
 
 @dataclass(frozen=True)
-class Feed:
+class LoaderOptions:
     """The rows of a loader, and where they go.
 
     seed: of the order. start_row: position in the global order of the first step's first row (0 for a new run).
@@ -86,33 +86,33 @@ class Loader:
     Raises UsageError if the rows of a step do not divide into ranks and micro-batches.
     """
 
-    def __init__(self, dataset: PackedDataset, feed: Feed) -> None:
+    def __init__(self, dataset: PackedDataset, options: LoaderOptions) -> None:
         rows_per_step, micro_batch_rows, world_size = (
-            feed.rows_per_step,
-            feed.micro_batch_rows,
-            feed.world_size,
+            options.rows_per_step,
+            options.micro_batch_rows,
+            options.world_size,
         )
         if rows_per_step < 1 or micro_batch_rows < 1 or rows_per_step % (world_size * micro_batch_rows):
             raise UsageError(
                 f"{rows_per_step} rows per step do not divide into {world_size} process(es) x micro-batches of "
                 f"{micro_batch_rows} rows. Choose a step of a multiple of {world_size * micro_batch_rows} rows."
             )
-        if not 0 <= feed.rank < world_size:
-            raise ValueError(f"rank {feed.rank} of {world_size}")
-        self.dataset, self.feed, self.device = dataset, feed, feed.device
+        if not 0 <= options.rank < world_size:
+            raise ValueError(f"rank {options.rank} of {world_size}")
+        self.dataset, self.options, self.device = dataset, options, options.device
         self.micro_rows = micro_batch_rows
         self._rank_rows = rows_per_step // world_size
-        self._next_row = feed.start_row
+        self._next_row = options.start_row
         self._cu_length = dataset.max_boundaries(micro_batch_rows) + 1
         cuda = self.device.type == "cuda"
         self._stream = torch.cuda.Stream(self.device) if cuda else None
-        self._free = [self._allocate() for _ in range(feed.prefetch + 1)] if cuda else []
+        self._free = [self._allocate() for _ in range(options.prefetch + 1)] if cuda else []
         self._copying: deque[_Buffers] = deque()
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="deskside-loader")
         self._ahead: deque[Future[_Filled]] = deque()
         self._closed = False
-        for step in range(max(1, feed.prefetch)):
-            self._fill_later(feed.start_row + step * rows_per_step)
+        for step in range(max(1, options.prefetch)):
+            self._fill_later(options.start_row + step * rows_per_step)
 
     def __iter__(self) -> Iterator[list[Batch]]:
         return self
@@ -122,8 +122,8 @@ class Loader:
             raise StopIteration
         filled = self._ahead[0].result()  # re-raises an exception of the thread
         self._ahead.popleft()
-        self._fill_later(self._next_row + (len(self._ahead) + 1) * self.feed.rows_per_step)
-        self._next_row += self.feed.rows_per_step
+        self._fill_later(self._next_row + (len(self._ahead) + 1) * self.options.rows_per_step)
+        self._next_row += self.options.rows_per_step
         return self._to_device(filled)
 
     def close(self) -> None:
@@ -162,14 +162,16 @@ class Loader:
 
     def _fill(self, row: int, buffers: _Buffers) -> _Filled:
         """Fill a buffer, in the thread. row: position of the step in the global order."""
-        mine = row + self.feed.rank * self._rank_rows
+        mine = row + self.options.rank * self._rank_rows
         positions = np.arange(mine, mine + self._rank_rows)
-        rows = self.dataset.rows(self.feed.seed, positions, buffers.rows_3RT.numpy())
+        rows = self.dataset.rows(self.options.seed, positions, buffers.rows_3RT.numpy())
         cu = buffers.cu_MN.numpy()
         for m in range(len(cu)):
             cu_seqlens(rows, m * self.micro_rows, (m + 1) * self.micro_rows, cu[m])
-        everyone = self.dataset.valid_at(self.feed.seed, np.arange(row, row + self.feed.rows_per_step))
-        valid = rows.valid.reshape(-1, self.micro_rows).sum(axis=1)
+        everyone = self.dataset.num_valid_at(
+            self.options.seed, np.arange(row, row + self.options.rows_per_step)
+        )
+        valid = rows.num_valid.reshape(-1, self.micro_rows).sum(axis=1)
         return _Filled(buffers, valid.tolist(), int(everyone.sum()))
 
     def _to_device(self, filled: _Filled) -> list[Batch]:
@@ -194,8 +196,8 @@ class Loader:
                 Batch(
                     tokens_BT,
                     targets_BT,
-                    cu_MN[m] if self.feed.document_mask else None,
-                    positions_BT if self.feed.document_mask else None,
+                    cu_MN[m] if self.options.document_mask else None,
+                    positions_BT if self.options.document_mask else None,
                     valid,
                     filled.valid_step,
                 )
@@ -233,9 +235,9 @@ def validation_batches(
     width, numbers = dataset.sequence_length, evaluated_rows(dataset, max_rows)
     wanted = len(numbers)
     cu_length = dataset.max_boundaries(micro_rows) + 1
-    valid_total = int(dataset.row_valid[numbers].sum())
+    valid_total = int(dataset.num_valid_per_row[numbers].sum())
     for first in range(0, wanted, micro_rows):
-        rows = dataset.plain_rows(numbers[first : first + micro_rows])
+        rows = dataset.rows_by_number(numbers[first : first + micro_rows])
         n = len(rows.inputs)
         stacked = np.empty((3, micro_rows, width), dtype=np.int64)
         stacked[0, n:], stacked[1, n:], stacked[2, n:] = (
@@ -256,6 +258,6 @@ def validation_batches(
             targets_BT,
             torch.from_numpy(cu).to(device) if document_mask else None,
             positions_BT if document_mask else None,
-            int(rows.valid.sum()),
+            int(rows.num_valid.sum()),
             valid_total,
         )

@@ -59,7 +59,7 @@ class Mixture:
         return component, period * self.count[component] + self.rank[offset]
 
 
-def components(
+def assign_components(
     tags: Sequence[TagInfo], present: Sequence[int], weights: dict[str, float]
 ) -> tuple[list[str], list[float], NDArray[np.int64]]:
     """Sorts tags into the components that `weights` names.

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from deskside.data import tokenizer
 from deskside.data.reading import shards
-from deskside.data.reading.mixing import Mixture, components
+from deskside.data.reading.mixing import Mixture, assign_components
 from deskside.data.reading.packing import Packing, pack
 from deskside.data.reading.shuffle import endless_shuffle
 from deskside.utils.errors import UsageError
@@ -35,7 +35,7 @@ class RowBatch:
     conversation it is -100 unless an assistant has to learn that token. Positions count from 0 in every piece. Padding
     is a separate piece: end-of-text tokens with target -100. `boundaries` holds where every piece and every
     padding begins in the flattened n * T tokens, and row r's are boundaries[row_boundaries[r] : row_boundaries[r + 1]].
-    `valid` [n] counts the targets of each row.
+    `num_valid` [n] counts the targets of each row.
     """
 
     inputs: NDArray[np.int64]
@@ -43,22 +43,22 @@ class RowBatch:
     positions: NDArray[np.int64]
     boundaries: NDArray[np.int64]
     row_boundaries: NDArray[np.int64]
-    valid: NDArray[np.int64]
+    num_valid: NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Truncation:
-    """Conversations longer than a row: `shortened` to one, or left out because `nothing` is learned in it."""
+    """The numbers of conversations cut to the length of a row, and left out for having nothing to learn in it."""
 
     shortened: int = 0
-    nothing: int = 0
+    left_out: int = 0
 
 
 class PackedDataset:
     """One split of a prepared data set, checked (see `shards.check`) and packed for one sequence length.
 
     weights: mixes sources and languages (see `mixing`). Conversations are never split into pieces: what does not fit
-    into a row is left out, and `cut` counts it.
+    into a row is left out, and `truncation` counts it.
 
     Raises: UsageError: no data set, no such split, or invalid lengths or weights. RunError: the data is damaged.
     """
@@ -95,12 +95,14 @@ class PackedDataset:
         start, length, tag = (np.concatenate(column) for column in zip(*tables, strict=True))
         self._base = np.array(bases[:-1])
         self._masks = masks if len(masks) == len(self._tokens) else None
-        self.cut = Truncation()
+        self.truncation = Truncation()
         learnt_before = np.zeros(1, np.int64)
         if self._masks is not None:
             # [tokens + 1]: the learned tokens before each position of the stream
             learnt_before = np.concatenate(([0], np.cumsum(np.concatenate(masks), dtype=np.int64)))
-            start, length, keep, self.cut = _within_a_row(start, length, sequence_length, learnt_before)
+            start, length, keep, self.truncation = _within_a_row(
+                start, length, sequence_length, learnt_before
+            )
             tag = tag[keep]
             if not len(start):
                 raise UsageError(
@@ -109,7 +111,7 @@ class PackedDataset:
                 )
         names, values, of_document = ["all"], [1.0], np.zeros(len(tag), dtype=np.int64)
         if weights:
-            names, values, owner = components(index.tags, np.unique(tag).tolist(), weights)
+            names, values, owner = assign_components(index.tags, np.unique(tag).tolist(), weights)
             of_document = owner[tag]
         self.component_names, self.mixture = names, Mixture.of(values)
         self.packings: list[Packing] = []
@@ -120,13 +122,13 @@ class PackedDataset:
             self.packings.append(pack(start[mine], length[mine], sequence_length))
         self._count_up = np.arange(sequence_length, dtype=np.int64)
         self._row_tokens = [p.row_tokens() for p in self.packings]
-        self._row_valid = self._row_tokens
+        self._num_valid_by_component = self._row_tokens
         if self._masks is not None:
-            self._row_valid = []
+            self._num_valid_by_component = []
             for packing in self.packings:
                 first = packing.start + 1
                 learnt = learnt_before[first + packing.length] - learnt_before[first]
-                self._row_valid.append(np.add.reduceat(learnt, packing.row_start[:-1]))
+                self._num_valid_by_component.append(np.add.reduceat(learnt, packing.row_start[:-1]))
 
     @property
     def vocab_size(self) -> int:
@@ -149,7 +151,7 @@ class PackedDataset:
     @property
     def num_tokens(self) -> int:
         """Return the targets of one epoch."""
-        return int(self.row_valid.sum())
+        return int(self.num_valid_per_row.sum())
 
     @property
     def utilisation(self) -> float:
@@ -157,9 +159,9 @@ class PackedDataset:
         return sum(p.num_tokens for p in self.packings) / (self.num_rows * self.sequence_length)
 
     @property
-    def row_valid(self) -> NDArray[np.int64]:
+    def num_valid_per_row(self) -> NDArray[np.int64]:
         """Return the targets of each row in packing order, shape [num_rows]."""
-        return np.concatenate(self._row_valid)
+        return np.concatenate(self._num_valid_by_component)
 
     @cached_property
     def token_bytes(self) -> NDArray[np.uint32]:
@@ -186,22 +188,22 @@ class PackedDataset:
             row[mine] = endless_shuffle(count[mine], rows, seed, self.sequence_length, number)
         return component, row
 
-    def valid_at(self, seed: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    def num_valid_at(self, seed: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the targets of the row at each position, shape [n], without reading tokens."""
-        return self._valid(*self.locate(seed, positions))
+        return self._num_valid(*self.locate(seed, positions))
 
-    def _valid(self, component: NDArray[np.int64], row: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _num_valid(self, component: NDArray[np.int64], row: NDArray[np.int64]) -> NDArray[np.int64]:
         valid = np.empty_like(row)
         for number in np.unique(component).tolist():
             mine = component == number
-            valid[mine] = self._row_valid[number][row[mine]]
+            valid[mine] = self._num_valid_by_component[number][row[mine]]
         return valid
 
     def rows(self, seed: int, positions: NDArray[np.int64], out: NDArray[np.int64] | None = None) -> RowBatch:
         """Return the rows at these positions of the shuffled, endless order. out: an array [3, n, T] to fill."""
         return self._gather(*self.locate(seed, positions), out)
 
-    def plain_rows(self, numbers: NDArray[np.int64]) -> RowBatch:
+    def rows_by_number(self, numbers: NDArray[np.int64]) -> RowBatch:
         """Return rows by number, 0 to num_rows - 1, in packing order."""
         ends = np.cumsum([p.num_rows for p in self.packings])
         component = np.searchsorted(ends, numbers, side="right")
@@ -246,7 +248,7 @@ class PackedDataset:
             positions,
             np.array(boundaries, np.int64),
             row_boundaries,
-            self._valid(component, row),
+            self._num_valid(component, row),
         )
 
 

@@ -38,7 +38,7 @@ from deskside.utils.parsing import json_value
 SCHEMA_VERSION = 1
 INDEX = "index.json"
 STAMP = ".verified.json"
-TEMPORARY = ".deskside-tmp"  # unique to this program, so such files may be deleted
+TEMPORARY_SUFFIX = ".deskside-tmp"  # unique to this program, so such files may be deleted
 DOCUMENT = np.dtype([("start", "<i8"), ("tag", "<u2")])
 _PART = 1 << 20  # tokens per lookup, because the lengths need twice the memory of the tokens
 MAX_TAGS = 1000  # distinct (source, lang) pairs; further ones are counted together as "other"
@@ -172,7 +172,7 @@ def dtype_for(vocab_size: int) -> Dtype:
 def write_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Write a file as a whole or not at all. Raises RunError when it cannot be written."""
     with (
-        replace_atomically(path, path.with_name(path.name + TEMPORARY)) as temporary,
+        replace_atomically(path, path.with_name(path.name + TEMPORARY_SUFFIX)) as temporary,
         temporary.open("wb") as file,
     ):
         write(file)
@@ -180,7 +180,7 @@ def write_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
 def clear_temporary(directory: Path) -> None:
     """Delete the leftovers of an interrupted `write_file`."""
-    for path in directory.glob(f"*{TEMPORARY}"):
+    for path in directory.glob(f"*{TEMPORARY_SUFFIX}"):
         path.unlink(missing_ok=True)
 
 
@@ -210,7 +210,7 @@ def write_shard(
         tokens[start] = eos_id
         tokens[start + lead : start + lead + len(document.tokens)] = document.tokens
     tokens[-1] = eos_id
-    paths = [directory / f"{name}{suffix}{TEMPORARY}" for suffix in (".bin", ".idx.npy", ".mask.bin")]
+    paths = [directory / f"{name}{suffix}{TEMPORARY_SUFFIX}" for suffix in (".bin", ".idx.npy", ".mask.bin")]
     learnt = [d.mask for d in documents if d.mask is not None]
     if learnt:
         mask = np.concatenate([*learnt, np.zeros(1, np.uint8)])
@@ -221,8 +221,8 @@ def write_shard(
     per_tag = np.bincount(inverse, weights=sizes).astype(np.int64)
     counts = np.bincount(inverse)
     return ShardInfo(
-        file=paths[0].name.removesuffix(TEMPORARY),
-        table=paths[1].name.removesuffix(TEMPORARY),
+        file=paths[0].name.removesuffix(TEMPORARY_SUFFIX),
+        table=paths[1].name.removesuffix(TEMPORARY_SUFFIX),
         tokens=len(tokens),
         documents=len(documents),
         text_bytes=text_bytes,
@@ -236,7 +236,7 @@ def write_shard(
             int(tag): TagCount(documents=int(c), tokens=int(t))
             for tag, c, t in zip(present, counts, per_tag, strict=True)
         },
-        mask=paths[2].name.removesuffix(TEMPORARY) if learnt else None,
+        mask=paths[2].name.removesuffix(TEMPORARY_SUFFIX) if learnt else None,
         mask_checksum=fingerprint(paths[2])[1] if learnt else None,
     )
 
@@ -245,7 +245,7 @@ def publish(directory: Path, info: ShardInfo) -> None:
     """Rename the files of a shard from `write_shard` to their final names. Raises as `write_file`."""
     for path in [directory / name for name in (info.file, info.table, info.mask) if name is not None]:
         try:
-            os.replace(f"{path}{TEMPORARY}", path)
+            os.replace(f"{path}{TEMPORARY_SUFFIX}", path)
         except OSError as error:
             raise write_error(path, error) from error
     sync(directory)

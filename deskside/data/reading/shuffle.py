@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from deskside.utils.splitmix import FIRST, GOLDEN, MASK, SECOND, mix
+from deskside.utils.splitmix import GOLDEN, MASK, MULTIPLIER_1, MULTIPLIER_2, mix
 
 _ROUNDS = 8  # with a random f, four suffice (Luby and Rackoff 1988)
 
@@ -57,8 +57,8 @@ def _feistel(x: NDArray[np.uint64], half_bits: int, keys: list[np.uint64]) -> ND
 def _mix_array(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """`splitmix.mix` of each element. Arithmetic of unsigned arrays wraps at 2^64, as the finalizer requires."""
     x = x + np.uint64(GOLDEN)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(FIRST)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(SECOND)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(MULTIPLIER_1)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(MULTIPLIER_2)
     out: NDArray[np.uint64] = x ^ (x >> np.uint64(31))
     return out
 

@@ -155,7 +155,7 @@ class StudyFolder:
         and two processes must not train one run, so they are waited for; RunError if they do not end in time.
         """
         with (
-            RunDirectory(self.path).alone(LOCK, "runs this study"),
+            RunDirectory(self.path).lock(LOCK, "runs this study"),
             (self.path / TRIALS_LOCK).open("w") as file,
         ):
             waited_since = time.monotonic()

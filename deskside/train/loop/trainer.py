@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from deskside.budget.shape import flops_per_token
-from deskside.data.reading.loader import Batch, Feed
+from deskside.data.reading.loader import Batch, LoaderOptions
 from deskside.optim.lr_schedule import lr_factor
 from deskside.train.loop.callbacks import RunLog
 from deskside.train.loop.clock import (
@@ -216,7 +216,7 @@ class Trainer:
             self.recent.clear()
             world = self.stepper.world
             self.stepper.set_window(stage.window)
-            feed = Feed(
+            options = LoaderOptions(
                 seed=self.config.seed,
                 start_row=self.progress.rows.get(stage.sequence_length, 0),
                 rows_per_step=stage.tokens_per_step // stage.sequence_length,
@@ -227,7 +227,7 @@ class Trainer:
                 document_mask=self.config.data.document_mask,
                 prefetch=self.config.data.prefetch,
             )
-            self._loader = self.stepper.objective.loader(stage.dataset, feed)
+            self._loader = self.stepper.objective.loader(stage.dataset, options)
             self._batches = iter(self._loader)
             if len(self.stages) > 1:
                 self.log.event(

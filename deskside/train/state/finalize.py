@@ -33,7 +33,7 @@ def samples(
     tokenizer = load_tokenizer(run.tokenizer)
     eos = validation.index.tokenizer.eos_id
     numbers = np.unique(np.arange(SAMPLES) * validation.num_rows // SAMPLES)
-    rows = validation.plain_rows(numbers).inputs[:, :PROMPT_TOKENS]
+    rows = validation.rows_by_number(numbers).inputs[:, :PROMPT_TOKENS]
     prompts: list[list[int]] = [row.tolist() for row in rows]
     new: list[list[int]] = [[] for _ in prompts]
     until = time.perf_counter() + seconds

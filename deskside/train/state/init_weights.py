@@ -10,7 +10,7 @@ from deskside.config.run import RunConfig
 from deskside.data.chat.chat_template import CHAT_FILES
 from deskside.data.chat.renderer import TEMPLATE
 from deskside.data.tokenizer import load as load_tokenizer
-from deskside.run.directory import RunDirectory, reached
+from deskside.run.directory import RunDirectory, resolve_path
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.files import write_atomically
 from deskside.weights.load import Loaded, load_model
@@ -40,7 +40,7 @@ class InitialWeights:
         if source is None:
             return None
         try:
-            loaded = load_model(reached(str(source), facts.get("directory")))
+            loaded = load_model(resolve_path(str(source), facts.get("directory")))
         except (UsageError, RunError) as error:
             raise RunError(
                 f"{run.path}: was stopped before its first checkpoint, and what it was started from cannot be read "

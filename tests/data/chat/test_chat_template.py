@@ -207,7 +207,7 @@ def test_tokens_that_are_missing_are_added(tmp_path: Path) -> None:
         vocab[f"word{index}"] = vocab.pop(token)
     plain.mkdir()
     (plain / "tokenizer.json").write_text(json.dumps(spec))
-    made = chat_template.make(plain, tmp_path / "chat", None)
+    made = chat_template.make_chat_tokenizer(plain, tmp_path / "chat", None)
     size = len(vocab)
     assert made.added == {"<|im_start|>": size, "<|im_end|>": size + 1} and made.fresh == (size, size + 1)
     assert made.vocab_size == size + 2 and made.turn_end == size + 1 and made.default
@@ -222,9 +222,9 @@ def test_a_template_of_its_own_is_kept(tmp_path: Path) -> None:
     tokenizer.save(tokenizer.train(chat_tokenizer.TEXT, 400), plain)
     config = json.loads((plain / "tokenizer_config.json").read_text())
     (plain / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": MARKED}))
-    made = chat_template.make(plain, tmp_path / "a", None)
+    made = chat_template.make_chat_tokenizer(plain, tmp_path / "a", None)
     assert not made.default and made.added == {} and made.fresh == ()
     assert (tmp_path / "a" / "chat_template.jinja").read_text() == MARKED
-    assert chat_template.make(tmp_path / "a", tmp_path / "b", None) == made
+    assert chat_template.make_chat_tokenizer(tmp_path / "a", tmp_path / "b", None) == made
     ends = json.loads((tmp_path / "b" / "generation_config.json").read_text())["eos_token_id"]
     assert ends == [made.turn_end, 0]

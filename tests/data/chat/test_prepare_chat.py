@@ -21,7 +21,7 @@ from deskside.data.chat.prepare_chat import (
     prepare_chat,
 )
 from deskside.data.reading import shards
-from deskside.data.reading.loader import Feed, Loader
+from deskside.data.reading.loader import Loader, LoaderOptions
 from deskside.data.reading.rows import IGNORE, PackedDataset
 from deskside.utils.errors import RunError, UsageError
 from tests.data import chat_tokenizer
@@ -75,11 +75,15 @@ def expected(tokenizer: Path, found: list[list[dict[str, Any]]]) -> dict[tuple[i
 
 def pieces(dataset: PackedDataset) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """(inputs, targets) of everything between two boundaries of every row, padding left out."""
-    rows = dataset.plain_rows(np.arange(dataset.num_rows))
+    rows = dataset.rows_by_number(np.arange(dataset.num_rows))
     inputs, targets = rows.inputs.ravel(), rows.targets.ravel()
     edges = [*rows.boundaries.tolist(), len(inputs)]
     found = [(tuple(inputs[a:b]), tuple(targets[a:b])) for a, b in itertools.pairwise(edges)]
-    assert rows.valid.tolist() == (rows.targets != IGNORE).sum(1).tolist() == dataset.row_valid.tolist()
+    assert (
+        rows.num_valid.tolist()
+        == (rows.targets != IGNORE).sum(1).tolist()
+        == dataset.num_valid_per_row.tolist()
+    )
     return [(a, b) for a, b in found if any(t != IGNORE for t in b)]
 
 
@@ -106,15 +110,15 @@ def test_a_conversation_longer_than_a_row_ends_there(prepared: Path, tokenizer: 
         if any(t != IGNORE for t in targets[:width])
     }
     assert dict(pieces(dataset)) == short
-    assert dataset.cut.nothing == len(train) - len(short)
-    assert dataset.cut.shortened == sum(len(ids) > width and ids[:width] in short for ids in train)
-    assert dataset.cut.nothing > 0 and dataset.cut.shortened > 0
-    assert dataset.row_valid.min() >= 1  # no step is without a target
+    assert dataset.truncation.left_out == len(train) - len(short)
+    assert dataset.truncation.shortened == sum(len(ids) > width and ids[:width] in short for ids in train)
+    assert dataset.truncation.left_out > 0 and dataset.truncation.shortened > 0
+    assert dataset.num_valid_per_row.min() >= 1  # no step is without a target
 
 
 def test_the_loader_counts_targets(prepared: Path) -> None:
     dataset = PackedDataset(prepared, "train", 64)
-    with Loader(dataset, Feed(0, 0, rows_per_step=4, micro_batch_rows=2)) as loader:
+    with Loader(dataset, LoaderOptions(0, 0, rows_per_step=4, micro_batch_rows=2)) as loader:
         for _, batches in zip(range(5), loader, strict=False):
             counts = [int((b.targets_BT != IGNORE).sum()) for b in batches]
             assert [b.num_valid for b in batches] == counts

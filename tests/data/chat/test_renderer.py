@@ -15,10 +15,10 @@ from deskside.data.chat.chat_template import ChatTemplate
 from deskside.data.chat.escaping import Escaping
 from deskside.data.chat.renderer import (
     NotRendered,
-    Refused,
+    RefusedByTemplate,
     Renderer,
     checked_messages,
-    own_template,
+    read_chat_template,
     special_tokens,
 )
 from deskside.utils.errors import RunError, UsageError
@@ -66,7 +66,7 @@ def test_a_template_may_name_tokens(folder: Path, tmp_path: Path) -> None:
         (tmp_path / name).write_bytes((folder / name).read_bytes())
     (tmp_path / "chat_template.jinja").write_text(NAMING)
     theirs = AutoTokenizer.from_pretrained(tmp_path)
-    text = made(tmp_path).text(MESSAGES, reply=False)
+    text = made(tmp_path).text(MESSAGES, add_generation_prompt=False)
     assert text == theirs.apply_chat_template(MESSAGES, tokenize=False)
     assert text.startswith("<|endoftext|>be brief<|endoftext|>")
 
@@ -136,7 +136,7 @@ def hostile(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def test_nothing_from_outside_becomes_a_special_token(
     hostile: Renderer, said: list[tuple[str, str]], role: str
 ) -> None:
-    special = special_tokens(hostile._coder)
+    special = special_tokens(hostile._tokenizer)
 
     def control(texts: list[tuple[str, str]]) -> list[int]:
         """The special tokens of a prompt."""
@@ -209,7 +209,7 @@ def test_a_template_that_refuses_and_none(folder: Path, tmp_path: Path) -> None:
         made(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(REFUSING)
     with pytest.raises(UsageError, match="refuses these messages: no users"):
-        made(tmp_path).text([{"role": "user", "content": "a"}], reply=True)
+        made(tmp_path).text([{"role": "user", "content": "a"}], add_generation_prompt=True)
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_whatever_a_template_raises_is_one_line(
 ) -> None:
     (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
     (tmp_path / "chat_template.jinja").write_text(template)
-    with pytest.raises(Refused, match=reason) as raised:
+    with pytest.raises(RefusedByTemplate, match=reason) as raised:
         made(tmp_path).prompt([{"role": "user", "content": "a"}])
     assert "\n" not in str(raised.value)
     with pytest.raises(UsageError, match="chat template: refused: "):
@@ -243,17 +243,17 @@ def test_damaged_files_are_named(folder: Path, tmp_path: Path, name: str, conten
     (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
     (tmp_path / name).write_bytes(content)
     if name == "chat_template.jinja" and content != b"\xff\xfe":
-        assert own_template(tmp_path) == content.decode()
+        assert read_chat_template(tmp_path) == content.decode()
         return
     with pytest.raises(RunError, match=name):
-        own_template(tmp_path)
+        read_chat_template(tmp_path)
 
 
 def test_a_template_runs_in_the_sandbox(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
     (tmp_path / "chat_template.jinja").write_text("{{ ''.__class__.__mro__[1].__subclasses__() }}")
     with pytest.raises(NotRendered, match="unsafe"):
-        made(tmp_path).text(talk("a", "b"), reply=False)
+        made(tmp_path).text(talk("a", "b"), add_generation_prompt=False)
 
 
 @pytest.mark.parametrize(

@@ -29,10 +29,10 @@ def test_all_rows_have_the_baselines_of_the_split(prepared: Path) -> None:
 def test_some_rows_have_their_own(prepared: Path) -> None:
     dataset = PackedDataset(prepared, "val", 64)
     numbers = evaluated_rows(dataset, 5)
-    targets = dataset.plain_rows(numbers).targets
-    coder = bpe.load(prepared)
+    targets = dataset.rows_by_number(numbers).targets
+    tokenizer = bpe.load(prepared)
     tokens = targets[targets != IGNORE]
-    text = coder.decode(tokens.tolist(), skip_special_tokens=True).encode()
+    text = tokenizer.decode(tokens.tolist(), skip_special_tokens=True).encode()
     found = baselines_of_rows(dataset, numbers)
     assert found["gzip_bpb"] == pytest.approx(8 * len(gzip.compress(text, 9)) / len(text), rel=0.02)
     counts = np.load(prepared / TRAIN_COUNTS) + 1.0
@@ -53,10 +53,10 @@ def test_counts_that_are_gone_or_damaged(prepared: Path, tmp_path: Path) -> None
 
 
 def test_bytes_of_tokens(prepared: Path) -> None:
-    coder: Tokenizer = bpe.load(prepared)
-    texts = bpe.token_texts(coder)
-    assert [len(text) for text in texts] == bpe.token_bytes(coder).tolist()
+    tokenizer: Tokenizer = bpe.load(prepared)
+    texts = bpe.token_texts(tokenizer)
+    assert [len(text) for text in texts] == bpe.token_bytes(tokenizer).tolist()
     for text in ("नदी पत्थर\n\t\x00\x7f\xad é", "ships 🎉"):
-        assert b"".join(texts[i] for i in bpe.encode(coder, text)) == text.encode()
+        assert b"".join(texts[i] for i in bpe.encode(tokenizer, text)) == text.encode()
     assert {text for text in texts if len(text) == 1} == {bytes([b]) for b in range(256)}
     assert shards.read_index(prepared).tokenizer.vocab_size == len(texts)

@@ -37,14 +37,14 @@ class _StopHere(Exception):
 def texts_of(out: Path, split: str) -> list[str]:
     """Every document of a split, decoded from the shards."""
     index = shards.read_index(out)
-    coder = bpe.load(out)
+    tokenizer = bpe.load(out)
     found = []
     for shard in index.splits[split].shards:
         tokens = shards.open_tokens(out, shard, index.dtype)
         starts = [*shards.open_table(out, shard)["start"].tolist(), len(tokens) - 1]
         for a, b in pairwise(starts):
             assert tokens[a] == tokens[b] == index.tokenizer.eos_id
-            found.append(coder.decode(tokens[a + 1 : b].tolist(), skip_special_tokens=False))
+            found.append(tokenizer.decode(tokens[a + 1 : b].tolist(), skip_special_tokens=False))
     return found
 
 
@@ -67,7 +67,7 @@ def test_every_document_comes_back_in_one_split(prepared: Path) -> None:
 
 def test_index_counts_and_baselines(prepared: Path) -> None:
     index = shards.read_index(prepared)
-    coder = bpe.load(prepared)
+    tokenizer = bpe.load(prepared)
     for name, split in index.splits.items():
         texts = texts_of(prepared, name)
         assert split.documents == len(texts)
@@ -77,11 +77,11 @@ def test_index_counts_and_baselines(prepared: Path) -> None:
     assert index.splits["val"].gzip_bpb == pytest.approx(
         8 * len(gzip.compress(data, 9)) / len(data), abs=0.02
     )
-    counts = np.ones(coder.get_vocab_size())
+    counts = np.ones(tokenizer.get_vocab_size())
     for text in texts_of(prepared, "train"):
-        np.add.at(counts, bpe.encode(coder, text), 1)
+        np.add.at(counts, bpe.encode(tokenizer, text), 1)
     counts[0] = 0  # the end of text is no text
-    bits = sum(-np.log2(counts[bpe.encode(coder, t)] / counts.sum()).sum() for t in val)
+    bits = sum(-np.log2(counts[bpe.encode(tokenizer, t)] / counts.sum()).sum() for t in val)
     assert index.splits["val"].unigram_bpb == pytest.approx(bits / len(data))
     assert {(t.source, t.lang) for t in index.tags} == {("src-en", "en"), ("src-hi", "hi")}
 
@@ -270,8 +270,10 @@ def test_the_old_data_stays_until_the_new_is_whole(
         (tmp_path / "disk").mkdir()
         out.symlink_to(tmp_path / "disk", target_is_directory=True)
     prepare([str(corpus)], out, CorpusOptions(**SMALL))
-    (out / f"train-00099.bin{shards.TEMPORARY}").write_bytes(b"half")  # of a kill
-    before = {name: data for name, data in files_of(out).items() if not name.endswith(shards.TEMPORARY)}
+    (out / f"train-00099.bin{shards.TEMPORARY_SUFFIX}").write_bytes(b"half")  # of a kill
+    before = {
+        name: data for name, data in files_of(out).items() if not name.endswith(shards.TEMPORARY_SUFFIX)
+    }
     again = {**SMALL, "vocab_size": 300}
     real, made = shard_worker.make_shard, 0
 
@@ -382,7 +384,7 @@ def test_interrupted_after_some_shards(
     def make(job: shard_worker.ShardJob) -> shards.ShardInfo:
         nonlocal made
         if made == after:
-            (out / f"train-00099.bin{shards.TEMPORARY}").write_bytes(b"half")
+            (out / f"train-00099.bin{shards.TEMPORARY_SUFFIX}").write_bytes(b"half")
             raise _StopHere
         made += 1
         return real(job)
@@ -390,7 +392,7 @@ def test_interrupted_after_some_shards(
     monkeypatch.setattr("deskside.data.corpus.prepare.make_shard", make)
     with pytest.raises(_StopHere):
         prepare([str(corpus)], out, CorpusOptions(**SMALL))
-    assert not list(out.glob(f"*{shards.TEMPORARY}")) and not (out / "index.json").exists()
+    assert not list(out.glob(f"*{shards.TEMPORARY_SUFFIX}")) and not (out / "index.json").exists()
     monkeypatch.undo()
     assert prepare([str(corpus)], out, CorpusOptions(**SMALL)).kept == after
     prepare([str(corpus)], tmp_path / "straight", CorpusOptions(**SMALL))
@@ -412,7 +414,7 @@ def test_full_disk(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(os, "fsync", fsync)
     with pytest.raises(RunError, match=r"No space left.*free some space"):
         prepare([str(corpus)], out, CorpusOptions(**SMALL))
-    assert not list(out.glob(f"*{shards.TEMPORARY}"))
+    assert not list(out.glob(f"*{shards.TEMPORARY_SUFFIX}"))
     monkeypatch.undo()
     assert prepare([str(corpus)], out, CorpusOptions(**SMALL)).kept > 0
     assert shards.verify(out).damaged == {}

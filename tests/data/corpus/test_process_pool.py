@@ -24,8 +24,8 @@ from tests.train.tiny_run import descendants
 def several(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes, for little work already."""
     monkeypatch.setattr(process_pool, "cpu_cores", lambda: 2)
-    monkeypatch.setattr(process_pool, "FEW", 8)
-    monkeypatch.setattr(process_pool, "CHUNK", 4)
+    monkeypatch.setattr(process_pool, "MIN_PARALLEL_ITEMS", 8)
+    monkeypatch.setattr(process_pool, "ITEMS_PER_TASK", 4)
 
 
 def tool(name: str) -> tuple[str, int]:
@@ -41,7 +41,7 @@ def squared(tool: tuple[str, int], item: int) -> tuple[int, str, int]:
 @pytest.mark.usefixtures("several")
 def test_results_are_in_order_with_what_stayed_here() -> None:
     items = [(lambda n=n: n, n) for n in range(50)]  # a context need not travel
-    with closing(process_pool.in_order(items, squared, ("own", 0), partial(tool, "built"))) as made:
+    with closing(process_pool.map_in_order(items, squared, ("own", 0), partial(tool, "built"))) as made:
         found = [(context(), result) for context, result in made]
     assert [(n, result[0]) for n, result in found] == [(n, n * n) for n in range(50)]
     assert {result[1] for _, result in found} == {"built"}
@@ -51,7 +51,7 @@ def test_results_are_in_order_with_what_stayed_here() -> None:
 @pytest.mark.usefixtures("several")
 def test_little_is_done_here() -> None:
     items = [(n, n) for n in range(7)]
-    made = list(process_pool.in_order(items, squared, ("own", 0), partial(tool, "built")))
+    made = list(process_pool.map_in_order(items, squared, ("own", 0), partial(tool, "built")))
     assert made == [(n, (n * n, "own", 0)) for n in range(7)]
 
 
@@ -59,7 +59,7 @@ def test_little_is_done_here() -> None:
 @pytest.mark.full
 def test_what_was_not_read_to_its_end_leaves_no_process() -> None:
     with closing(
-        process_pool.in_order([(n, n) for n in range(99)], squared, ("", 0), partial(tool, ""))
+        process_pool.map_in_order([(n, n) for n in range(99)], squared, ("", 0), partial(tool, ""))
     ) as made:
         next(made)
         assert len(active_children()) >= 1
@@ -69,8 +69,10 @@ def test_what_was_not_read_to_its_end_leaves_no_process() -> None:
 @pytest.mark.usefixtures("several")
 def test_a_process_that_dies_is_one_line() -> None:
     items = [(n, n if n < 20 else -1) for n in range(30)]
-    with pytest.raises(RunError, match="a process that prepares data was killed, most likely for memory"):
-        list(process_pool.in_order(items, squared, ("", 0), partial(tool, "")))
+    with pytest.raises(
+        RunError, match="a process that prepares data was killed, most likely for lack of memory"
+    ):
+        list(process_pool.map_in_order(items, squared, ("", 0), partial(tool, "")))
     assert not active_children()
 
 
@@ -82,7 +84,7 @@ def megabytes(tool: tuple[str, int], item: int) -> bytes:
 def test_workers_killed_while_they_send_do_not_block_this_process() -> None:
     """64 MB are more than a pipe holds, so a worker is in the middle of a message when the generator is closed."""
     items = [(n, 16_000_000) for n in range(60)]
-    with closing(process_pool.in_order(items, megabytes, ("", 0), partial(tool, ""))) as made:
+    with closing(process_pool.map_in_order(items, megabytes, ("", 0), partial(tool, ""))) as made:
         next(made)
     assert not active_children()
 
@@ -130,7 +132,7 @@ def test_conversations_are_the_same_from_one_process_and_from_several(
         for count in (1, 2):
             with monkeypatch.context() as patch:
                 patch.setattr(process_pool, "cpu_cores", lambda count=count: count)
-                patch.setattr(process_pool, "FEW", 8)
+                patch.setattr(process_pool, "MIN_PARALLEL_ITEMS", 8)
                 out = tmp_path / f"{count}-{spec.turns}"
                 index = prepare_chat(spec, tokenizer, out, quiet=True, shard_tokens=1500)
             results.append(made(out))

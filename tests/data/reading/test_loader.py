@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from deskside.data.reading.loader import Feed, Loader, validation_batches
+from deskside.data.reading.loader import Loader, LoaderOptions, validation_batches
 from deskside.data.reading.rows import PackedDataset
 from deskside.utils.errors import UsageError
 
@@ -22,7 +22,7 @@ def dataset(prepared: Path) -> PackedDataset:
 
 def steps(dataset: PackedDataset, count: int, start: int = 0, **options: object) -> list[torch.Tensor]:
     """Rows of each step, micro-batches put together."""
-    with Loader(dataset, Feed(1, start, 12, **options)) as loader:  # type: ignore[arg-type]
+    with Loader(dataset, LoaderOptions(1, start, 12, **options)) as loader:  # type: ignore[arg-type]
         return [torch.cat([b.tokens_BT for b in step]) for step in islice(loader, count)]
 
 
@@ -43,7 +43,7 @@ def test_resumes_at_any_row(dataset: PackedDataset) -> None:
 
 
 def test_batches_are_whole(dataset: PackedDataset) -> None:
-    with Loader(dataset, Feed(1, 0, 12, 4, world_size=3, rank=1)) as loader:
+    with Loader(dataset, LoaderOptions(1, 0, 12, 4, world_size=3, rank=1)) as loader:
         step = next(loader)
         rows = dataset.rows(1, np.arange(12))
         for m, batch in enumerate(step):
@@ -61,13 +61,13 @@ def test_batches_are_whole(dataset: PackedDataset) -> None:
 
 
 def test_without_document_mask(dataset: PackedDataset) -> None:
-    with Loader(dataset, Feed(1, 0, 2, 2, document_mask=False)) as loader:
+    with Loader(dataset, LoaderOptions(1, 0, 2, 2, document_mask=False)) as loader:
         batch = next(loader)[0]
     assert batch.cu_seqlens is None and batch.positions_BT is None
 
 
 def test_a_kept_batch_is_not_overwritten(dataset: PackedDataset) -> None:
-    with Loader(dataset, Feed(1, 0, 4, 4)) as loader:
+    with Loader(dataset, LoaderOptions(1, 0, 4, 4)) as loader:
         first = next(loader)[0]
         copy = first.tokens_BT.clone()
         for _ in range(6):
@@ -86,7 +86,7 @@ def test_errors_of_the_thread_reach_the_consumer(
         return real(seed, positions, out)  # type: ignore[arg-type]
 
     monkeypatch.setattr(dataset, "rows", rows)
-    with Loader(dataset, Feed(1, 0, 4, 4)) as loader:
+    with Loader(dataset, LoaderOptions(1, 0, 4, 4)) as loader:
         next(loader)
         next(loader)
         with pytest.raises(OSError, match="Input/output"):
@@ -94,7 +94,7 @@ def test_errors_of_the_thread_reach_the_consumer(
 
 
 def test_close_ends_the_thread(dataset: PackedDataset) -> None:
-    loader = Loader(dataset, Feed(1, 0, 4, 4))
+    loader = Loader(dataset, LoaderOptions(1, 0, 4, 4))
     next(loader)
     assert any(t.name.startswith("deskside-loader") for t in threading.enumerate())
     loader.close()
@@ -105,7 +105,7 @@ def test_close_ends_the_thread(dataset: PackedDataset) -> None:
 
 def test_steps_that_do_not_divide(dataset: PackedDataset) -> None:
     with pytest.raises(UsageError, match="multiple of 8 rows"):
-        Loader(dataset, Feed(0, 0, 12, 4, world_size=2))
+        Loader(dataset, LoaderOptions(0, 0, 12, 4, world_size=2))
 
 
 @pytest.mark.parametrize("max_rows", [None, 10])

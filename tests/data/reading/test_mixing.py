@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deskside.data.reading.mixing import PERIOD, Mixture, components
+from deskside.data.reading.mixing import PERIOD, Mixture, assign_components
 from deskside.data.reading.shards import TagInfo
 from deskside.utils.errors import UsageError
 
@@ -51,9 +51,9 @@ def test_impossible_weights(weights: list[float]) -> None:
 
 
 def test_components_by_language_source_and_both() -> None:
-    assert components(TAGS, [0, 1, 2], {"en": 2, "hi": 1})[2].tolist() == [0, 1, 0]
-    assert components(TAGS, [0, 1, 2], {"source:wiki": 2, "books": 1})[2].tolist() == [0, 0, 1]
-    names, values, owner = components(TAGS, [0, 1, 2], {"en": 0, "hi": 5})
+    assert assign_components(TAGS, [0, 1, 2], {"en": 2, "hi": 1})[2].tolist() == [0, 1, 0]
+    assert assign_components(TAGS, [0, 1, 2], {"source:wiki": 2, "books": 1})[2].tolist() == [0, 0, 1]
+    names, values, owner = assign_components(TAGS, [0, 1, 2], {"en": 0, "hi": 5})
     assert (names, values, owner.tolist()) == (["hi"], [5.0], [-1, 0, -1])
 
 
@@ -69,11 +69,11 @@ def test_components_by_language_source_and_both() -> None:
 )
 def test_wrong_weights_name_the_thing(weights: dict[str, float], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        components(TAGS, [0, 1, 2], weights)
+        assign_components(TAGS, [0, 1, 2], weights)
 
 
 def test_a_word_that_is_both() -> None:
     tags = [TagInfo(source="en", lang="en"), TagInfo(source="x", lang="en")]
     with pytest.raises(UsageError, match="write source: or lang:"):
-        components(tags, [0, 1], {"en": 1.0})
-    assert components(tags, [0, 1], {"lang:en": 1.0})[2].tolist() == [0, 0]
+        assign_components(tags, [0, 1], {"en": 1.0})
+    assert assign_components(tags, [0, 1], {"lang:en": 1.0})[2].tolist() == [0, 0]

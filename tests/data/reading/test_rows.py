@@ -50,7 +50,7 @@ def test_one_epoch_holds_every_token_pair_once(dataset: PackedDataset) -> None:
                 got.append((tuple(inputs.tolist()), tuple(targets.tolist())))
     assert sorted(got) == sorted(wanted)
     assert sum(len(d) - 1 for d in stream(dataset)) == dataset.num_tokens == (rows.targets != IGNORE).sum()
-    assert rows.valid.tolist() == (rows.targets != IGNORE).sum(axis=1).tolist()
+    assert rows.num_valid.tolist() == (rows.targets != IGNORE).sum(axis=1).tolist()
     assert (
         dataset.utilisation == pytest.approx((rows.targets != IGNORE).mean()) and dataset.utilisation > 0.95
     )
@@ -66,12 +66,12 @@ def test_order_is_a_pure_function_of_position(dataset: PackedDataset) -> None:
         assert not np.array_equal(first, second)
         assert sorted(map(tuple, first)) == sorted(map(tuple, second))
     assert not np.array_equal(dataset.rows(6, np.arange(n)).inputs, whole[:n])
-    assert np.array_equal(dataset.valid_at(5, some), dataset.rows(5, some).valid)
+    assert np.array_equal(dataset.num_valid_at(5, some), dataset.rows(5, some).num_valid)
 
 
 def test_validation_bytes_are_exact(prepared: Path) -> None:
     val = PackedDataset(prepared, "val", T)
-    targets = val.plain_rows(np.arange(val.num_rows)).targets
+    targets = val.rows_by_number(np.arange(val.num_rows)).targets
     assert val.token_bytes is val.token_bytes  # read once
     counted = val.token_bytes[targets[targets != IGNORE]].sum(dtype=np.int64)
     assert counted == val.index.splits["val"].text_bytes
@@ -81,10 +81,10 @@ def test_mixture_takes_from_each_language_in_proportion(prepared: Path) -> None:
     mixed = PackedDataset(prepared, "train", T, weights={"en": 3, "hi": 1})
     component, _ = mixed.locate(0, np.arange(4096))
     assert np.bincount(component).tolist() == [3072, 1024]
-    coder = bpe.load(prepared)
+    tokenizer = bpe.load(prepared)
     rows = mixed.rows(0, np.arange(200)).inputs
     for tokens, number in zip(rows, component.tolist(), strict=False):
-        is_hindi = any("ऀ" <= c <= "ॿ" for c in coder.decode(tokens.tolist()))
+        is_hindi = any("ऀ" <= c <= "ॿ" for c in tokenizer.decode(tokens.tolist()))
         assert is_hindi == (number == 1)
     smallest = mixed.packings[1].num_rows
     seen = mixed.locate(0, np.arange(4096))[1][component == 1][:smallest]

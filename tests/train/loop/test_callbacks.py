@@ -161,7 +161,7 @@ def test_a_short_run_evaluates_what_there_is_time_for(
     whole, baselines = split.num_tokens, split.index.splits["val"]
     if clock == "wall":
         # gzip and unigrams are those of the part that the model was evaluated on.
-        rows = split.plain_rows(evaluated_rows(split, limits[-1] // 32)).targets
+        rows = split.rows_by_number(evaluated_rows(split, limits[-1] // 32)).targets
         kept = rows[(rows != IGNORE) & (rows != split.index.tokenizer.eos_id)]
         text = bpe.load(data).decode(kept.tolist()).encode()
         assert len(text) == summary["val_bytes"]

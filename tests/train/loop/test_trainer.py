@@ -14,7 +14,7 @@ import torch
 
 from deskside.config.run import RunConfig
 from deskside.config.sections import PrecisionConfig
-from deskside.data.reading.loader import Batch, Feed, Loader
+from deskside.data.reading.loader import Batch, Loader, LoaderOptions
 from deskside.data.reading.rows import PackedDataset
 from deskside.data.tokenizer import load as load_tokenizer
 from deskside.evaluate.bpb import evaluate_dataset
@@ -109,7 +109,7 @@ class Poison:
         poison = self
 
         def following(loader: Loader) -> list[Batch]:
-            position = loader._next_row // loader.feed.rows_per_step
+            position = loader._next_row // loader.options.rows_per_step
             batches = original_next(loader)
             position_of.update({id(b): position for b in batches})
             poison.kept = batches  # so that no id is used again while it counts
@@ -195,8 +195,10 @@ def test_going_back_to_the_beginning_clears_the_optimizer(
     assert "went back to step 0" in events(run)
 
     class Later(Loader):
-        def __init__(self, dataset: PackedDataset, feed: Feed) -> None:
-            super().__init__(dataset, replace(feed, start_row=feed.start_row + 8 * feed.rows_per_step))
+        def __init__(self, dataset: PackedDataset, options: LoaderOptions) -> None:
+            super().__init__(
+                dataset, replace(options, start_row=options.start_row + 8 * options.rows_per_step)
+            )
 
     monkeypatch.setattr(objective, "Loader", Later)
     assert curve(tiny_run.train(tmp_path, config, "later").run.path) == curve(run)
@@ -412,7 +414,7 @@ def test_what_fails_before_its_plan_leaves_no_run(data: Path, tmp_path: Path) ->
 def test_a_run_is_trained_by_one_process_at_a_time(data: Path, tmp_path: Path) -> None:
     run = tiny_run.train(tmp_path, tiny_run.config(data, schedule={"length": "3 steps"})).run
     (run.path / "summary.json").unlink()
-    with run.held(True), pytest.raises(UsageError, match="another process is training this run"):
+    with run.lock_for_training(True), pytest.raises(UsageError, match="another process is training this run"):
         tiny_run.resume(run.path)
     tiny_run.resume(run.path)
 

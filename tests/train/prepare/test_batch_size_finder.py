@@ -136,11 +136,11 @@ def test_rows_that_processes_cannot_share() -> None:
 
 @pytest.mark.parametrize("document_mask", [False, True])
 def test_the_worst_batch_has_the_shapes_of_the_loader_and_no_padding(data: Path, document_mask: bool) -> None:
-    from deskside.data.reading.loader import Feed, Loader
+    from deskside.data.reading.loader import Loader, LoaderOptions
 
     dataset = PackedDataset(data, split="train", sequence_length=32)
     batch = worst_case_batch(dataset, 4, 3, CPU, document_mask)
-    with Loader(dataset, Feed(1, 0, 8, 4, document_mask=document_mask)) as loader:
+    with Loader(dataset, LoaderOptions(1, 0, 8, 4, document_mask=document_mask)) as loader:
         real = next(loader)[0]
     for name in ("tokens_BT", "targets_BT", "cu_seqlens", "positions_BT"):
         worst, usual = getattr(batch, name), getattr(real, name)
