@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from deskside.cli import train as train_command
-from deskside.config.duration import hours
+from deskside.config.duration import parse_hours
 from deskside.utils.errors import UsageError
 
 
@@ -33,7 +33,7 @@ def test_what_is_no_length(options: list[str]) -> None:
     with pytest.raises(UsageError, match="hours"):
         train_command.run(["demo", "--dry-run", *options])
     with pytest.raises(ValueError, match="not a time"):
-        hours("10 steps")
+        parse_hours("10 steps")
 
 
 def test_a_taken_name_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:

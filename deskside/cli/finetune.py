@@ -194,7 +194,7 @@ class FinetuneRun:
         }
         given = {part: values for part, values in self.given.items() if part != "align"}
         given["data"] = {**given.get("data", {}), "path": str(data)}
-        return merge.build([defaults, *merge.resolved("model", model), given])
+        return merge.build([defaults, *merge.resolved_layers("model", model), given])
 
     def _train(self, config: RunConfig, loaded: Any, fresh_tokens: Sequence[int]) -> Any:
         """Train and return a `training_run.RunOutcome`. `fresh_tokens` have no trained embedding yet."""

@@ -34,7 +34,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from deskside.config.base import Part
-from deskside.config.merge import LENGTH_ALIASES, Path, keys, parts_of
+from deskside.config.merge import LENGTH_ALIASES, KeyPath, config_fields, parts_of
 from deskside.config.run import RunConfig
 from deskside.utils.errors import UsageError
 from deskside.utils.parsing import Unreadable, toml_table
@@ -212,11 +212,11 @@ class Command(Generic[Options]):
             groups.setdefault(group, []).append(_config_argument(path, info))
         return groups
 
-    def _keys(self) -> Iterator[tuple[Path, FieldInfo]]:
+    def _keys(self) -> Iterator[tuple[KeyPath, FieldInfo]]:
         """Yield all configuration keys that the command accepts, aliases included."""
-        yield from keys()
+        yield from config_fields()
         if self.align is not None:
-            for path, info in keys(self.align, ("align",)):
+            for path, info in config_fields(self.align, ("align",)):
                 if path[-1] not in _OBJECTIVE_ARGUMENTS:
                     yield path, info
         for alias, form in LENGTH_ALIASES.items():
@@ -397,7 +397,7 @@ def _own_argument(own: dataclasses.Field[Any], hint: Any) -> Argument:
     return (flag,), {"dest": own.name, **settings, **more}
 
 
-def _config_argument(path: Path, info: FieldInfo) -> Argument:
+def _config_argument(path: KeyPath, info: FieldInfo) -> Argument:
     key = ".".join(path)
     about = f"{info.description or ''} {_default(path, info)}".strip()
     if len(path) == 2 and path[1] == "name" and len(_alternatives(path[0])) > 1:
@@ -444,7 +444,7 @@ def _about(part: str, align: type[Part] | None) -> str:
     return inspect.cleandoc(alternatives[0].__doc__ or "").replace("\n", " ").split(". ")[0].rstrip(".")
 
 
-def _default(path: Path, info: FieldInfo) -> str:
+def _default(path: KeyPath, info: FieldInfo) -> str:
     """Return the default for the help.
 
     If --PART.name selects a class, the text also says which classes have the key and which have another default.
@@ -484,7 +484,7 @@ def _option_text(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def _config_value(path: Path, info: FieldInfo, text: str) -> Any:
+def _config_value(path: KeyPath, info: FieldInfo, text: str) -> Any:
     """Convert the text of an option to the value that pydantic validates.
 
     Tables are written as in TOML, lists as in TOML or separated by commas. `none` means None for a key that may be

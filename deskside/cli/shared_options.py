@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BeforeValidator
 
 from deskside.cli.options import option
-from deskside.config.duration import hours
+from deskside.config.duration import parse_hours
 from deskside.config.merge import LENGTH_ALIASES
 from deskside.utils.errors import UsageError
 
@@ -22,7 +22,7 @@ def _minutes(value: Any) -> Any:
     except ValueError:
         pass
     try:
-        return hours(value) * 60
+        return parse_hours(value) * 60
     except ValueError:
         raise ValueError(
             "input should be a valid number of minutes, or a time such as 90m or 1h30m"

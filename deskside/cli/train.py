@@ -124,7 +124,7 @@ def _configure(options: TrainOptions, given: dict[str, Any], initial: Any) -> Ru
         layers = [presets.depth(options.depth)]
     if initial is not None:
         merge.refuse_other_model(initial.config, given, str(options.init))
-        layers += merge.resolved("model", initial.config.model_dump(mode="json"))
+        layers += merge.resolved_layers("model", initial.config.model_dump(mode="json"))
     set_length(given, options)
     return merge.build([*layers, given])
 
@@ -177,7 +177,7 @@ def _print_dry_run(config: RunConfig, as_json: bool) -> int:
 
     console = Console(highlight=False)
     print("configuration")
-    for path, _ in merge.keys():  # noqa: SIM118 - a function, not a dict
+    for path, _ in merge.config_fields():
         value: Any = config
         for part in path:
             value = getattr(value, part, None)

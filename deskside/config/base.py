@@ -5,7 +5,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-# What a prepared folder holds. Only the first two are text, of which bits per byte can be measured.
+# Kinds of prepared data. Bits per byte can be measured only for the first two, which are text.
 DataKind = Literal["text", "conversations", "preference", "questions"]
 DATA_NOUNS: dict[DataKind, str] = {
     "text": "text",
@@ -16,9 +16,10 @@ DATA_NOUNS: dict[DataKind, str] = {
 
 
 class Part(BaseModel):
-    """An immutable piece of a configuration. An unknown key and a number that is not finite are validation errors.
+    """An immutable part of a configuration.
 
-    `true` is not a number either, although Python and pydantic accept it as 1.
+    Unknown keys, numbers that are not finite, and booleans in place of numbers are validation errors. (Pydantic alone
+    would accept `true` as 1.)
     """
 
     model_config = ConfigDict(
@@ -31,11 +32,13 @@ class Part(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _truth_is_no_number(cls, data: object) -> object:
-        for key, value in data.items() if isinstance(data, Mapping) else ():
-            if key in cls.model_fields and _holds_truth(value):
-                kinds = set(_kinds(cls.model_fields[key].annotation))
-                if kinds & {int, float} and not kinds & {bool, Any}:
+    def _refuse_bool_as_number(cls, data: object) -> object:
+        if not isinstance(data, Mapping):
+            return data
+        for key, value in data.items():
+            if key in cls.model_fields and _contains_bool(value):
+                types = set(_types_in(cls.model_fields[key].annotation))
+                if types & {int, float} and not types & {bool, Any}:
                     raise ValueError(f"{key}: must be a number, not true or false")
         return data
 
@@ -43,22 +46,24 @@ class Part(BaseModel):
 def first_problem(error: ValidationError) -> str:
     """Return the first validation error as one line: the key and the problem."""
     first = error.errors(include_url=False)[0]
-    where = ".".join(str(part) for part in first["loc"])
-    what = " ".join(first["msg"].removeprefix("Value error, ").split())
-    return f"{where}: {what}" if where else what
+    key = ".".join(str(part) for part in first["loc"])
+    problem = " ".join(first["msg"].removeprefix("Value error, ").split())
+    return f"{key}: {problem}" if key else problem
 
 
-def _holds_truth(value: object) -> bool:
-    inside = (
-        value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
-    )
-    return isinstance(value, bool) or any(_holds_truth(item) for item in inside)
+def _contains_bool(value: object) -> bool:
+    """Return True if a value is a bool, or a table or list that contains one."""
+    if isinstance(value, Mapping):
+        return any(_contains_bool(item) for item in value.values())
+    if isinstance(value, (list, tuple)):
+        return any(_contains_bool(item) for item in value)
+    return isinstance(value, bool)
 
 
-def _kinds(annotation: Any) -> Iterator[Any]:
-    """Yield the types that an annotation is made of."""
-    if inner := get_args(annotation):
-        for part in inner:
-            yield from _kinds(part)
+def _types_in(annotation: Any) -> Iterator[Any]:
+    """Yield the types that an annotation consists of, such as int and None for `int | None`."""
+    if arguments := get_args(annotation):
+        for argument in arguments:
+            yield from _types_in(argument)
     else:
         yield annotation

@@ -1,9 +1,9 @@
-"""Requirements on a model: sizes that divide as its recipe needs, and layers that the fused kernels cover.
+"""Sizes of a model that a precision recipe requires, and layers that the fused kernels cover.
 
-FP8 products take sizes that are multiples of 16 in every dimension; NVFP4 has blocks of 16, and a Hadamard transform
-works on 16 or 128 values, along the dimension that a product sums over. That dimension is, for y = x W^T, the columns
-of W in the output, the rows of W in the input gradient, and the tokens of a pass in the weight gradient. A fused
-weight (q, k and v in one) counts as one. Tensor cores read packed NVFP4 in twos of its blocks: NATIVE_FP4_UNIT.
+FP8 products need multiples of 16 in every dimension. NVFP4 has blocks of 16 values, and a Hadamard transform takes 16
+or 128 values, both along the dimension that a product sums over. For y = x W^T, these are the columns of W in the
+output, the rows of W in the input gradient, and the tokens of a pass in the weight gradient. A fused weight (q, k and v
+in one) counts as one weight. Tensor cores read packed NVFP4 in pairs of blocks (NATIVE_FP4_UNIT).
 """
 
 import math
@@ -13,9 +13,9 @@ from deskside.config.model import ModelConfig
 from deskside.config.recipes import Product, Recipe
 from deskside.config.sections import PROJECTIONS, Projection
 
-UNIT = 16  # every dimension of a quantized product
-NATIVE_FP4_UNIT = 32  # of one that tensor cores read as packed NVFP4
-VOCABULARY_UNIT = 64  # products with the output head are faster if the vocabulary size is a multiple of it
+UNIT = 16  # dimensions of a quantized product are multiples of this
+NATIVE_FP4_UNIT = 32  # the same, if tensor cores read the operands as packed NVFP4
+VOCABULARY_UNIT = 64  # products with the output head are faster if the vocabulary size is a multiple of this
 
 
 def padded_vocabulary(tokens: int) -> int:
@@ -32,93 +32,97 @@ def check_dimensions(
     chunk_tokens: int = UNIT,
     unit: int = UNIT,
 ) -> None:
-    """Raise ValueError that names the key and the nearest size that divides.
+    """Raise ValueError, with the key and the nearest size that fits, if a size does not fit the recipe.
 
-    head: the output head's products are quantized too; sequence_lengths: of the stages; micro_tokens: of one pass,
-    None where it is any number of whole rows; chunk_tokens: of one pass through the head; unit: what every size of a
-    product of a block is a multiple of.
+    Args:
+        head: Whether the products with the output head are quantized too.
+        sequence_lengths: Tokens per row in each stage.
+        micro_tokens: Tokens of one pass, or None if a pass has any number of whole rows.
+        chunk_tokens: Tokens of one pass through the output head.
+        unit: Every dimension of a quantized product of a block must be a multiple of this.
     """
-    columns, rows, tokens = (_multiple(product, unit) for product in recipe.products)
-    hidden, inside = model.hidden_size, model.intermediate_size
-    heads, kv_heads, channels = model.num_attention_heads, model.num_key_value_heads, model.head_dim
-    _divides("model.hidden_size", hidden, math.lcm(columns, rows), recipe)
-    # The MLP's width enters the down projection and leaves the one before, twice if gate and up are fused.
-    leaving_mlp = rows // math.gcd(rows, 2) if model.gated_mlp and model.fused_gate_up else rows
-    _divides("model.intermediate_size", inside, math.lcm(columns, leaving_mlp), recipe)
+    columns, rows, tokens = (_required_multiple(product, unit) for product in recipe.products)
+    heads, kv_heads, head_dim = model.num_attention_heads, model.num_key_value_heads, model.head_dim
+    _check_multiple("model.hidden_size", model.hidden_size, math.lcm(columns, rows), recipe)
+    # intermediate_size is the columns of the down projection and the rows of the up projection. If gate and up are
+    # fused, their weight has twice as many rows.
+    up_rows = rows // math.gcd(rows, 2) if model.gated_mlp and model.fused_gate_up else rows
+    _check_multiple("model.intermediate_size", model.intermediate_size, math.lcm(columns, up_rows), recipe)
 
-    def attention(size: int) -> bool:
-        """Return whether heads of `size` channels divide: queries enter a product and, with keys and values, leave
-        one."""
-        q, kv = heads * size, kv_heads * size
-        leaving = [q + 2 * kv] if model.fused_qkv else [q, kv]
-        return size % 2 == 0 and q % columns == 0 and all(n % rows == 0 for n in leaving)
+    def heads_fit(head_dim: int) -> bool:
+        # Queries have the size of o_proj's columns; q, k and v are the rows of their projections.
+        q, kv = heads * head_dim, kv_heads * head_dim
+        row_counts = [q + 2 * kv] if model.fused_qkv else [q, kv]
+        return head_dim % 2 == 0 and q % columns == 0 and all(count % rows == 0 for count in row_counts)
 
-    if not attention(channels):
-        near = _nearest(channels, attention)
+    if not heads_fit(head_dim):
+        nearest = _nearest(head_dim, heads_fit)
         raise ValueError(
-            f"model.head_dim: {heads} query and {kv_heads} key-value heads of {channels} channels do not divide by "
-            f"{math.lcm(columns, rows)}, as {recipe.name} needs; use --model.head_dim {near}, or other numbers of heads"
+            f"model.head_dim: {heads} query and {kv_heads} key-value heads of {head_dim} channels are not multiples of "
+            f"{math.lcm(columns, rows)}, as {recipe.name} needs; use --model.head_dim {nearest}, or other numbers of "
+            f"heads"
         )
     if head:
-        _divides("model.vocab_size", model.vocab_size, UNIT, recipe)
-        _divides("compute.loss_chunk_tokens", chunk_tokens, UNIT, recipe)
-    for length in sequence_lengths:
+        _check_multiple("model.vocab_size", model.vocab_size, UNIT, recipe)
+        _check_multiple("compute.loss_chunk_tokens", chunk_tokens, UNIT, recipe)
+    if micro_tokens is None:
         key = "batch.sequence_length" if len(sequence_lengths) == 1 else "schedule.stages"
-        if micro_tokens is None:
-            _divides(key, length, tokens, recipe)
-    if micro_tokens is not None:
-        step = math.lcm(tokens, *sequence_lengths)
-        if micro_tokens % tokens:
-            near = _nearest(micro_tokens, lambda n: n % step == 0)
-            raise ValueError(
-                f"batch.micro_tokens: {micro_tokens} is not a multiple of {tokens}, as {recipe.name} needs for the "
-                f"weight gradient; use {near}"
-            )
+        for length in sequence_lengths:
+            _check_multiple(key, length, tokens, recipe)
+    elif micro_tokens % tokens:
+        whole_rows = math.lcm(tokens, *sequence_lengths)
+        nearest = _nearest(micro_tokens, lambda size: size % whole_rows == 0)
+        raise ValueError(
+            f"batch.micro_tokens: {micro_tokens} is not a multiple of {tokens}, as {recipe.name} needs for the "
+            f"weight gradient; use {nearest}"
+        )
 
 
-def projections(model: ModelConfig) -> dict[tuple[str, ...], int]:
-    """Return the weights of a dense block: the projections that share one, and its size."""
+def projection_sizes(model: ModelConfig) -> dict[tuple[str, ...], int]:
+    """Return the number of elements of each weight of a dense block, by the projections that the weight holds."""
     D, F = model.hidden_size, model.intermediate_size
     q, kv = model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
-    attention = {("q_proj",): q * D, ("k_proj",): kv * D, ("v_proj",): kv * D}
-    mlp = {("gate_proj",): F * D, ("up_proj",): F * D} if model.gated_mlp else {("up_proj",): F * D}
-    entering = [(attention, model.fused_qkv), (mlp, model.fused_gate_up)]
-    found: dict[tuple[str, ...], int] = {("o_proj",): D * q, ("down_proj",): D * F}
-    for weights, fused in entering:
-        names = [name for (name,) in weights]
+    attention: dict[tuple[str, ...], int] = {("q_proj",): q * D, ("k_proj",): kv * D, ("v_proj",): kv * D}
+    mlp: dict[tuple[str, ...], int] = {("gate_proj",): F * D} if model.gated_mlp else {}
+    mlp[("up_proj",)] = F * D
+    sizes: dict[tuple[str, ...], int] = {("o_proj",): D * q, ("down_proj",): D * F}
+    for separate, fused in ((attention, model.fused_qkv), (mlp, model.fused_gate_up)):
         if fused:
-            found[tuple(names)] = sum(weights.values())
+            sizes[tuple(name for (name,) in separate)] = sum(separate.values())
         else:
-            found |= {(name,): weights[name,] for name in names}
-    return found
+            sizes |= separate
+    return sizes
 
 
-def adaptable(model: ModelConfig) -> list[Projection]:
-    """Return the projections that can have an adapter. Experts have none."""
-    there = {name for weight in projections(model) for name in weight}
-    there -= {"gate_proj", "up_proj", "down_proj"} if model.num_experts else set()
-    return [name for name in PROJECTIONS if name in there]
+def adaptable_projections(model: ModelConfig) -> list[Projection]:
+    """Return the projections that can have an adapter, which excludes those of experts."""
+    names = {name for weight in projection_sizes(model) for name in weight}
+    if model.num_experts:
+        names -= {"gate_proj", "up_proj", "down_proj"}
+    return [name for name in PROJECTIONS if name in names]
 
 
-def _multiple(product: Product, unit: int) -> int:
-    """Return the number that a product's summed dimension must be a multiple of; 1 if it is not quantized."""
+def _required_multiple(product: Product, unit: int) -> int:
+    """Return the number that the summed dimension of a product must be a multiple of; 1 if it is not quantized."""
     if not product.quantized:
         return 1
     return math.lcm(unit, product.left.hadamard or 1, product.right.hadamard or 1)
 
 
-def _divides(key: str, size: int, by: int, recipe: Recipe) -> None:
-    if size % by:
-        near = _nearest(size, lambda n: n % by == 0)
-        raise ValueError(f"{key}: {size} is not a multiple of {by}, as {recipe.name} needs; use {near}")
+def _check_multiple(key: str, size: int, multiple: int, recipe: Recipe) -> None:
+    if size % multiple:
+        nearest = _nearest(size, lambda candidate: candidate % multiple == 0)
+        raise ValueError(
+            f"{key}: {size} is not a multiple of {multiple}, as {recipe.name} needs; use {nearest}"
+        )
 
 
-def _nearest(size: int, good: Callable[[int], bool]) -> int:
-    """Return the nearest size that passes, the larger one of two at equal distance."""
+def _nearest(size: int, fits: Callable[[int], bool]) -> int:
+    """Return the nearest size that fits; of two at the same distance, the larger one."""
     distance = 0
     while True:
         for candidate in (size + distance, size - distance):
-            if candidate > 0 and good(candidate):
+            if candidate > 0 and fits(candidate):
                 return candidate
         distance += 1
 
@@ -133,8 +137,7 @@ def uncovered_reason(
 ) -> str | None:
     """Return why the fused kernels do not cover a sublayer, or None if they do.
 
-    `model_uncovered_reason` asks this about a configuration, `precision/convert.py` and `engine/fused.py` about
-    modules.
+    `model_uncovered_reason` calls this for a configuration, `precision/convert.py` and `engine/fused.py` for modules.
 
     Args:
         rmsnorm_first: The sublayer starts with an RMSNorm whose output only its projections read.
@@ -143,14 +146,14 @@ def uncovered_reason(
             block whose size must be a power of two.
     """
     if not rmsnorm_first:
-        return "its norm is not RMSNorm before the projections"
+        return "it does not start with an RMSNorm before its projections"
     if num_projections != 1:
         return "its projections are not fused"
     if bias:
         return "its projections have a bias"
     if adapters:
-        return "its weights are frozen, with adapters beside them"
-    if head_dim & (head_dim - 1):
+        return "its weights are frozen and have adapters"
+    if head_dim & (head_dim - 1) != 0:
         return f"its head_dim {head_dim} is not a power of two"
     return None
 

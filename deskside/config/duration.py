@@ -1,7 +1,7 @@
 """One type for every length and interval: `24h`, `1.5B tokens`, `2000 steps`, `3 epochs`.
 
-A duration is a number and a unit. Time is held in seconds, so `90m` equals `1h30m`. Tokens and steps are
-whole numbers. The canonical string (`str(duration)`) parses back to an equal duration, always.
+A duration is a number and a unit. Time is stored in seconds, so `90m` equals `1h30m`. Tokens and steps are whole
+numbers. The canonical string (`str(duration)`) parses back to an equal duration.
 """
 
 import math
@@ -19,27 +19,28 @@ ACCEPTED = (
     "write it as 24h, 1h30m, 10 min, 300s, 1.5B tokens, 2000 steps, 3 epochs, or a whole number of steps"
 )
 
-_SECONDS = {
+_SECONDS_PER_UNIT = {
     "d": 86400, "day": 86400, "days": 86400,
     "h": 3600, "hr": 3600, "hour": 3600, "hours": 3600,
     "m": 60, "min": 60, "mins": 60, "minute": 60, "minutes": 60,
     "s": 1, "sec": 1, "secs": 1, "second": 1, "seconds": 1,
 }  # fmt: skip
-_COUNTS: dict[str, Unit] = {
+_COUNTED_UNITS: dict[str, Unit] = {
     "token": "tokens", "tokens": "tokens", "step": "steps", "steps": "steps",
     "epoch": "epochs", "epochs": "epochs",
 }  # fmt: skip
-_SCALES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+_MULTIPLIERS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 _NUMBER = r"(?:\d[\d_,]*\.?\d*|\.\d+)(?:e[+-]?\d+)?"
-_COUNT = re.compile(rf"({_NUMBER})\s*([kmbt]?)\s*({'|'.join(_COUNTS)})")
+_COUNT = re.compile(rf"({_NUMBER})\s*([kmbt]?)\s*({'|'.join(_COUNTED_UNITS)})")
 _TIME_PART = re.compile(rf"({_NUMBER})\s*([a-z]+)\s*")
 
 
 @dataclass(frozen=True)
 class Duration:
-    """`value` (above zero, finite) in `unit`. Tokens and steps are held as int, seconds and epochs as float.
+    """A length or interval: `value` in `unit`.
 
-    Raises ValueError, with the accepted forms, if it is not above zero, or not whole where it must be.
+    `value` is finite and above zero: an int for tokens and steps, a float for seconds and epochs. Raises ValueError,
+    which lists the accepted forms, for any other value.
     """
 
     value: float
@@ -64,7 +65,7 @@ class Duration:
 
     @classmethod
     def parse(cls, given: "str | int | float | Duration") -> "Duration":
-        """Return a duration from text, from a whole number (steps), or from itself. Raises ValueError."""
+        """Return the duration for a text, a whole number (of steps) or a Duration. Raises ValueError."""
         if isinstance(given, Duration):
             return given
         if isinstance(given, bool) or not isinstance(given, (str, int, float)):
@@ -76,8 +77,8 @@ class Duration:
             return cls(int(_number(text, given)), "steps")
         count = _COUNT.fullmatch(text)
         if count:
-            unit = _COUNTS[count[3]]
-            value = _number(count[1], given) * _SCALES[count[2]]
+            unit = _COUNTED_UNITS[count[3]]
+            value = _number(count[1], given) * _MULTIPLIERS[count[2]]
             if unit in ("tokens", "steps"):
                 if value != value.to_integral_value():
                     raise ValueError(f"'{given}' is not a whole number of {unit}; {ACCEPTED}")
@@ -89,12 +90,12 @@ class Duration:
         if self.unit == "seconds":
             return _time_text(self.value)
         if self.unit == "epochs":
-            return f"{_plain(self.value)} epoch{'' if self.value == 1 else 's'}"
+            return f"{_number_text(self.value)} epoch{'' if self.value == 1 else 's'}"
         if self.unit == "tokens":
             for letter, scale in (("T", 10**12), ("B", 10**9), ("M", 10**6)):
                 # At most three decimals: 1.5B reads well, 0.131072M does not.
                 if self.value >= scale and (int(self.value) * 1000) % scale == 0:
-                    return f"{_plain(Decimal(int(self.value)) / scale)}{letter} tokens"
+                    return f"{_number_text(Decimal(int(self.value)) / scale)}{letter} tokens"
         return f"{self.value} {self.unit if self.value != 1 else self.unit[:-1]}"
 
     @classmethod
@@ -110,31 +111,31 @@ class Duration:
         )
 
 
-def hours(text: str) -> float:
-    """Return the hours that a text says: a plain number, or a time with units (2h, 90m, 1h30m). Raises ValueError."""
+def parse_hours(text: str) -> float:
+    """Return the hours in a text: a plain number, or a time with units (2h, 90m, 1h30m). Raises ValueError."""
     try:
         return float(text)
     except ValueError:
         pass
     try:
-        length = Duration.parse(text)
+        duration = Duration.parse(text)
     except ValueError:
-        length = None
-    if length is None or length.unit != "seconds":
+        duration = None
+    if duration is None or duration.unit != "seconds":
         raise ValueError(f"'{text}' is not a time; write hours as 2 or 0.5, or with a unit as 2h, 90m, 1h30m")
-    return length.value / 3600
+    return duration.value / 3600
 
 
-def _hours_given(value: Any) -> Any:
+def _validate_hours(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return hours(value)
+        return parse_hours(value)
     except ValueError:
         raise ValueError("input should be a number of hours, or a time such as 2h or 1h30m") from None
 
 
-HOURS = BeforeValidator(_hours_given)  # marks an option in hours, which may also be a time with units
+HOURS = BeforeValidator(_validate_hours)  # for options in hours that also accept a time with units
 
 
 def _number(text: str, given: str) -> Decimal:
@@ -142,39 +143,41 @@ def _number(text: str, given: str) -> Decimal:
         value = Decimal(text.replace(",", "").replace("_", ""))
     except InvalidOperation:
         raise ValueError(f"'{given}' is not a duration; {ACCEPTED}") from None
-    if value.adjusted() > 30:  # so that 1e999999 is refused before it is written out as an integer
+    if value.adjusted() > 30:  # int(1e999999) would take forever and fill the memory
         raise ValueError(f"'{given}' is too large for a duration; {ACCEPTED}")
     return value
 
 
 def _seconds(text: str, given: str) -> float:
-    total, position, smallest = Decimal(0), 0, math.inf
+    """Return the seconds of a text such as 1h30m. given: the text as it was typed, for errors."""
+    total, position, previous_unit = Decimal(0), 0, math.inf
     while position < len(text):
         part = _TIME_PART.match(text, position)
-        if not part or part[2] not in _SECONDS:
+        if not part or part[2] not in _SECONDS_PER_UNIT:
             raise ValueError(f"'{given}' is not a duration; {ACCEPTED}")
-        if _SECONDS[part[2]] >= smallest:  # 30m1h and 1h1h are more likely slips than meant
+        unit = _SECONDS_PER_UNIT[part[2]]
+        if unit >= previous_unit:  # 30m1h and 1h1h are probably mistakes
             raise ValueError(f"'{given}' must go from larger to smaller units, each once; {ACCEPTED}")
-        smallest = _SECONDS[part[2]]
-        total += _number(part[1], given) * int(smallest)
+        previous_unit = unit
+        total += _number(part[1], given) * unit
         position = part.end()
     if not text:
-        raise ValueError(f"an empty text is not a duration; {ACCEPTED}")
+        raise ValueError(f"the duration is empty; {ACCEPTED}")
     return float(total)
 
 
 def _time_text(seconds: float) -> str:
     if seconds != int(seconds) or seconds >= 2**53:
-        return f"{_plain(seconds)}s"
-    rest, parts = int(seconds), []
+        return f"{_number_text(seconds)}s"
+    remaining, parts = int(seconds), []
     for letter, size in (("h", 3600), ("m", 60), ("s", 1)):
-        amount, rest = divmod(rest, size)
+        amount, remaining = divmod(remaining, size)
         if amount:
             parts.append(f"{amount}{letter}")
     return "".join(parts)
 
 
-def _plain(value: float | Decimal) -> str:
+def _number_text(value: float | Decimal) -> str:
     """Return the shortest text that parses back to the same number, without a trailing .0."""
     text = f"{value.normalize():f}" if isinstance(value, Decimal) else repr(value)
     return text[:-2] if text.endswith(".0") else text

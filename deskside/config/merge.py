@@ -1,11 +1,12 @@
-"""Layers of plain dicts -> one validated RunConfig, with one-line errors.
+"""Merge layers of plain dicts into one validated RunConfig, with one-line errors.
 
-A configuration is built from layers: a preset, a file, the command line. They are merged before validation, and each
-key remembers the layer that set it. That makes two things possible:
+A configuration is built from layers: a preset, a file, the command line. They are merged before validation, and it is
+recorded which layer set each key (its origin):
 
-- An option that has no effect is an error only when the person who set it could know. `--model.position_embedding
-  learned` on top of a preset that sets `rope_theta` drops the preset's key; setting both in one place is an error.
-- Changing an alternative (`--optim.name adamw`) drops the lower layers' options of the other alternative.
+- An option without effect is an error, unless a higher layer took its effect away: `--model.position_embedding learned`
+  on top of a preset that sets `rope_theta` drops the preset's key, but setting both in one layer is an error.
+- A layer that selects another alternative (`--optim.name adamw`) drops the options of lower layers that this
+  alternative does not have.
 """
 
 import difflib
@@ -18,25 +19,25 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from deskside.config.base import Part
-from deskside.config.duration import hours
+from deskside.config.duration import parse_hours
 from deskside.config.model import ModelConfig
 from deskside.config.optim import MuonConfig
 from deskside.config.run import RunConfig
 from deskside.config.schedule import WsdConfig
 from deskside.utils.errors import UsageError
 
-Path = tuple[str, ...]
+KeyPath = tuple[str, ...]  # ("optim", "lr") for the key optim.lr
 
-# Default alternatives; a discriminated union needs its tag.
+# The default alternatives: pydantic needs the tag of a discriminated union.
 DEFAULTS = {"optim": {"name": "muon"}, "schedule": {"name": "wsd"}}
 
 LENGTH_ALIASES = {"steps": "{} steps", "hours": "{}h", "tokens": "{} tokens"}
-ALTERNATIVES = ("optim", "schedule", "align")  # parts that are one of several, named by their `name`
+ALTERNATIVES = ("optim", "schedule", "align")  # parts with several alternative classes, selected by `name`
 
 
 @dataclass(frozen=True)
 class NoEffect:
-    """`key` has no effect because of `cause` when `ignored(config)` holds."""
+    """A rule: `key` has no effect, because of the value of `cause`, if `ignored(config)` is True."""
 
     key: str
     cause: str
@@ -44,25 +45,26 @@ class NoEffect:
     remedy: str
 
 
-def _moe(config: RunConfig) -> bool:
+def _has_experts(config: RunConfig) -> bool:
     return config.model.num_experts > 0
 
 
 def _not_fused(config: RunConfig) -> bool:
-    """Return whether compute.compile excludes the fused sublayers."""
+    """Return True if compute.compile excludes the fused sublayers."""
     return config.compute.compile in ("off", "block", "model")
 
 
 def _no_bf16_weight_gradient(config: RunConfig) -> bool:
-    """Return whether no block, projection or step computes a weight gradient in BF16."""
-    asked = config.precision
-    if not asked.quantized:
-        return asked.name == "fp32"
-    somewhere = any(asked.recipe().kept_blocks(config.model.num_hidden_layers)) or bool(asked.keep)
-    return not (somewhere or asked.warmup_steps or asked.bf16_from is not None)
+    """Return True if no block, projection or step computes a weight gradient in BF16."""
+    precision = config.precision
+    if not precision.quantized:
+        return precision.name == "fp32"
+    bf16_blocks = any(precision.recipe().kept_blocks(config.model.num_hidden_layers))
+    bf16_steps = precision.warmup_steps > 0 or precision.bf16_from is not None
+    return not (bf16_blocks or precision.keep or bf16_steps)
 
 
-# Keys of one cause, separated by spaces. The first rule that applies is reported.
+# (keys separated by spaces, cause, ignored, remedy). The first rule that applies is reported.
 _RULES: tuple[tuple[str, str, Callable[[Any], bool], str], ...] = (
     (
         "model.rope_theta",
@@ -88,9 +90,9 @@ _RULES: tuple[tuple[str, str, Callable[[Any], bool], str], ...] = (
         lambda c: c.model.num_experts == 0,
         "the model is dense: set num_experts",
     ),
-    ("model.intermediate_size", "model.num_experts", _moe, "experts have moe_intermediate_size"),
-    ("model.mlp_bias", "model.num_experts", _moe, "experts have no bias: remove it"),
-    ("model.fused_gate_up", "model.num_experts", _moe, "experts are always fused: remove it"),
+    ("model.intermediate_size", "model.num_experts", _has_experts, "experts have moe_intermediate_size"),
+    ("model.mlp_bias", "model.num_experts", _has_experts, "experts have no bias: remove it"),
+    ("model.fused_gate_up", "model.num_experts", _has_experts, "experts are always fused: remove it"),
     (
         "optim.weight_decay_schedule optim.cautious_weight_decay",
         "optim.weight_decay",
@@ -122,23 +124,23 @@ _RULES: tuple[tuple[str, str, Callable[[Any], bool], str], ...] = (
         "the length is not in time: remove it, or give --hours",
     ),
     ("data.val_fraction", "align.name", lambda c: c.align is not None, "use --align.val_fraction"),
-    (  # the other objectives read in a fixed order and without prefetching
+    (  # DPO and GRPO read their data in a fixed order and without prefetching
         "data.weights data.prefetch",
         "align.name",
         lambda c: c.align is not None and c.align.name != "sft",
-        "only deskside train and sft have it: remove it",
+        "only deskside train and sft use it: remove it",
     ),
     (
         "data.val_fraction",
         "data.sources",
         lambda c: not c.data.sources,
-        "it belongs to data.sources; set those",
+        "it applies only to data.sources: remove it, or set data.sources",
     ),
     (
         "evaluate.tokens",
         "evaluate.every",
         lambda c: c.evaluate.every is None,
-        "the evaluation at the end takes the whole split: remove it, or set evaluate.every",
+        "the evaluation at the end uses the whole split: remove it, or set evaluate.every",
     ),
     (
         "precision.keep_first precision.keep_last precision.keep precision.head precision.warmup_steps "
@@ -151,13 +153,13 @@ _RULES: tuple[tuple[str, str, Callable[[Any], bool], str], ...] = (
         "precision.weight_cache",
         "precision.name",
         lambda c: c.precision.name == "fp32",
-        "weights are used in FP32 as they are: remove it, or use another precision.name",
+        "the FP32 weights are used directly: remove it, or use another precision.name",
     ),
     (
         "precision.accumulate",
         "precision.name",
         _no_bf16_weight_gradient,
-        "no weight gradient is a product of BF16 numbers: remove it, or use precision.name bf16",
+        "no weight gradient is computed in BF16: remove it, or use precision.name bf16",
     ),
     (
         "precision.accumulate",
@@ -175,19 +177,19 @@ _RULES: tuple[tuple[str, str, Callable[[Any], bool], str], ...] = (
         "precision.weight_cache precision.accumulate precision.native",
         "precision.backend",
         lambda c: c.precision.backend != "deskside",
-        "the other libraries decide that for themselves: remove it, or use precision.backend deskside",
+        "the other libraries have no such option: remove it, or use precision.backend deskside",
     ),
     (
         "precision.weight_cache precision.accumulate",
         "adapter.rank",
         lambda c: c.adapter is not None,
-        "it is of the hand-written halves, which have no adapters: remove it",
+        "it is an option of the fused sublayers, which do not support adapters: remove it",
     ),
     (
         "optim.scale",
         "adapter.rank",
         lambda c: c.adapter is not None,
-        "the rules are for weights that are trained whole; adapters take optim.lr as it is: remove it",
+        "the scaling rules are for models without adapters; adapters take optim.lr as it is: remove it",
     ),
 )
 NO_EFFECT = tuple(
@@ -196,126 +198,130 @@ NO_EFFECT = tuple(
 
 
 def build(layers: Sequence[Mapping[str, Any]]) -> RunConfig:
-    """Merge layers, lowest first, and validate. Raises UsageError with one line that names key and remedy."""
+    """Return the validated configuration of the layers, lowest first. Raises UsageError with the key and the remedy."""
     values, origins = merge([DEFAULTS, *layers])
     while True:
         try:
             config = RunConfig.model_validate(values)
         except ValidationError as error:
-            raise _one_line(error) from None
-        dropped = _without_effect(config, origins)
-        if dropped is None:
+            raise _usage_error(error) from None
+        path = _key_without_effect(config, origins)
+        if path is None:
             return config
         part = values
-        for key in dropped[:-1]:
+        for key in path[:-1]:
             part = part[key]
-        del part[dropped[-1]]
-        del origins[dropped]
+        del part[path[-1]]
+        del origins[path]
 
 
-def merge(layers: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], dict[Path, int]]:
+def merge(layers: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], dict[KeyPath, int]]:
     """Return the merged dict, and for every leaf key the index of the layer that set it."""
     merged: dict[str, Any] = {}
-    origins: dict[Path, int] = {}
+    origins: dict[KeyPath, int] = {}
     for index, layer in enumerate(layers):
-        layer = _with_aliases(layer)
+        layer = _replace_length_alias(layer)
         for part in ("optim", "schedule"):
-            chosen = layer.get(part, {}).get("name") if isinstance(layer.get(part), Mapping) else None
-            if chosen is not None and part in merged:
-                _drop_other_alternative(merged[part], origins, part, chosen)
+            alternative = layer.get(part, {}).get("name") if isinstance(layer.get(part), Mapping) else None
+            if alternative is not None and part in merged:
+                _drop_other_alternative(merged[part], origins, part, alternative)
         _overlay(merged, layer, origins, index, ())
     return merged, origins
 
 
-def resolved(part: str, values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return layers of a part that was resolved before. It has every key, so keys without effect are dropped, not
-    refused."""
+def resolved_layers(part: str, values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return layers for a part of a validated configuration, which has every key, with or without effect.
+
+    The second layer repeats the causes of `NO_EFFECT`, so that keys without effect are dropped instead of refused.
+    """
     causes = [rule.cause.split(".")[1] for rule in NO_EFFECT if rule.cause.startswith(f"{part}.")]
     return [{part: dict(values)}, {part: {key: values[key] for key in causes if key in values}}]
 
 
-def refuse_other_model(own: ModelConfig, given: Mapping[str, Any], source: str) -> None:
-    """Refuse model options that contradict given weights. Raises UsageError.
+def refuse_other_model(trained: ModelConfig, overrides: Mapping[str, Any], source: str) -> None:
+    """Raise UsageError for model options that contradict given weights.
 
-    Most of them would not even fail: weights fit every rope_theta, and no longer mean what they were trained to mean.
+    Most of them would cause no other error: the weights load with any rope_theta, but were trained with only one.
 
     Args:
-        own: The configuration that belongs to the weights.
-        given: The configuration keys that somebody wrote, as a nested dict.
+        trained: The configuration that the weights were trained with.
+        overrides: The configuration keys that the user gave, as a nested dict.
         source: Where the weights come from, for the message.
     """
-    asked = given.get("model", {})
-    if not isinstance(asked, Mapping) or not asked:
+    options = overrides.get("model", {})
+    if not isinstance(options, Mapping) or not options:
         return
     try:
-        changed = ModelConfig.model_validate({**own.model_dump(mode="json"), **asked})
+        changed = ModelConfig.model_validate({**trained.model_dump(mode="json"), **options})
     except ValidationError:
         return  # `build` reports the error
-    free = {"router_aux_loss_coef"} | (
-        {"max_position_embeddings"} if own.position_embedding == "rope" else set()
-    )
-    for key in asked:
-        if key not in free and getattr(changed, key) != getattr(own, key):
+    changeable = {"router_aux_loss_coef"}
+    if trained.position_embedding == "rope":
+        changeable.add("max_position_embeddings")
+    for key in options:
+        if key not in changeable and getattr(changed, key) != getattr(trained, key):
             raise UsageError(
-                f"model.{key}: the weights of {source} are of a model with {_plain(getattr(own, key))}, not "
-                f"{_plain(getattr(changed, key))}; leave the option out"
+                f"model.{key}: the weights of {source} are of a model with {_option_text(getattr(trained, key))}, not "
+                f"{_option_text(getattr(changed, key))}; leave the option out"
             )
 
 
-def _plain(value: Any) -> str:
+def _option_text(value: Any) -> str:
+    """Return a value as it is written on the command line."""
     return str(value).lower() if isinstance(value, bool) or value is None else str(value)
 
 
-def keys(part: type[Part] = RunConfig, prefix: Path = ()) -> Iterator[tuple[Path, FieldInfo]]:
-    """Yield every dotted key of a configuration, alternatives included, with its field.
+def config_fields(part: type[Part] = RunConfig, prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, FieldInfo]]:
+    """Yield the path and the field of every key of a configuration, including those of all alternatives.
 
-    `align` is left out: which objective a run has is the command's choice, and its options are that command's.
+    `align` is left out: each fine-tuning command has its own objective, and adds the options of this objective itself.
     """
-    seen: set[Path] = set()
+    seen: set[KeyPath] = set()
     for name, field in part.model_fields.items():
         if part is RunConfig and name == "align":
             continue
-        # The default alternative comes first: its fields are the ones that are shown.
+        # The default alternative comes first: of a key that several alternatives have, its field is the one yielded.
         parts = sorted(parts_of(field.annotation), key=lambda p: not isinstance(field.default, p))
         if parts and get_origin(field.annotation) not in (tuple, list):
             for child in parts:
-                for path, leaf in keys(child, (*prefix, name)):
+                for path, child_field in config_fields(child, (*prefix, name)):
                     if path not in seen:
                         seen.add(path)
-                        yield path, leaf
+                        yield path, child_field
         else:
             yield (*prefix, name), field
 
 
 def option_keys() -> list[str]:
-    """Return every dotted key that may be written, the other spellings of schedule.length included."""
-    return [".".join(path) for path, _ in keys()] + [f"schedule.{alias}" for alias in LENGTH_ALIASES]
+    """Return every dotted key that may be written, including the aliases of schedule.length."""
+    return [".".join(path) for path, _ in config_fields()] + [f"schedule.{alias}" for alias in LENGTH_ALIASES]
 
 
 def unknown_key(key: str) -> UsageError:
-    """Return the error for a key that no part has, naming the nearest one."""
+    """Return the error for a key that does not exist, with the most similar key as a suggestion."""
     known = option_keys() + list(RunConfig.model_fields)
     leaf = key.rsplit(".", 1)[-1]
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.6) or [
-        k for k in known if k.endswith(f".{leaf}")
-    ]
-    hint = f"; did you mean {near[0]}?" if near else "; see deskside train --help"
+    similar = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    similar = similar or [other for other in known if other.endswith(f".{leaf}")]
+    hint = f"; did you mean {similar[0]}?" if similar else "; see deskside train --help"
     return UsageError(f"{key}: there is no such option{hint}")
 
 
-def _one_line(error: ValidationError) -> UsageError:
-    """Return the first problem of a ValidationError as one line: key, what is wrong, what would be right."""
+def _usage_error(error: ValidationError) -> UsageError:
+    """Return the first problem of a ValidationError as a one-line error with the key, the problem and the remedy."""
     first = error.errors(include_url=False)[0]
     path = [str(p) for p in first["loc"]]
     if len(path) > 1 and len(_alternatives(path[0])) > 1:
-        del path[1]  # pydantic names the chosen alternative there, which is no key
+        del path[1]  # pydantic inserts the name of the alternative, which is not a key
     key = ".".join(path)
     if first["type"] == "extra_forbidden":
-        return _misplaced(key, str(first["loc"][1])) if len(path) < len(first["loc"]) else unknown_key(key)
-    key = ".".join(_without_union(path))
+        if len(path) < len(first["loc"]):
+            return _wrong_alternative(key, str(first["loc"][1]))
+        return unknown_key(key)
+    key = ".".join(_without_union_member(path))
     message = re.sub(r"^Value error, ", "", first["msg"])
     if first["type"] == "value_error":
-        # Our own validators begin with the key, given in full or relative to their part.
+        # Messages of our own validators start with the key, in full or relative to their part.
         named = re.match(r"^([a-z_][a-z_0-9.]*): ", message)
         if named:
             if "." not in named[1] and key:
@@ -327,17 +333,18 @@ def _one_line(error: ValidationError) -> UsageError:
     return UsageError(f"{key}: {message[0].lower()}{message[1:]}, not {first['input']!r}")
 
 
-def _without_union(path: list[str]) -> list[str]:
-    """Return the path of an error without the member of a union, which pydantic adds and which is no key."""
+def _without_union_member(path: list[str]) -> list[str]:
+    """Return the path of an error without the union member that pydantic appends, which is not a key."""
+    fields = dict(config_fields())
     for end in range(1, len(path)):
-        field = dict(keys()).get(tuple(path[:end]))
+        field = fields.get(tuple(path[:end]))
         if field is not None and get_origin(field.annotation) not in (tuple, list, dict):
             return path[:end]
     return path
 
 
-def _misplaced(key: str, chosen: str) -> UsageError:
-    """Return the error for a key of optim or schedule that the chosen alternative does not have."""
+def _wrong_alternative(key: str, chosen: str) -> UsageError:
+    """Return the error for a key that the chosen alternative of its part does not have."""
     part, _, leaf = key.partition(".")
     for other, alternative in _alternatives(part).items():
         if leaf in alternative.model_fields:
@@ -347,9 +354,8 @@ def _misplaced(key: str, chosen: str) -> UsageError:
     return unknown_key(key)
 
 
-def _without_effect(config: RunConfig, origins: dict[Path, int]) -> Path | None:
-    """Return a key to drop because a higher layer took its effect away. Raises UsageError when both come from one
-    layer."""
+def _key_without_effect(config: RunConfig, origins: dict[KeyPath, int]) -> KeyPath | None:
+    """Return a key that a higher layer made ineffective, or None. Raises UsageError for other keys without effect."""
     for rule in NO_EFFECT:
         path = tuple(rule.key.split("."))
         if path not in origins or not rule.ignored(config):
@@ -360,8 +366,8 @@ def _without_effect(config: RunConfig, origins: dict[Path, int]) -> Path | None:
     return None
 
 
-def _with_aliases(layer: Mapping[str, Any]) -> Mapping[str, Any]:
-    """schedule.steps, .hours and .tokens are spellings of schedule.length."""
+def _replace_length_alias(layer: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the layer with schedule.length in place of its alias schedule.steps, .hours or .tokens."""
     schedule = layer.get("schedule")
     if not isinstance(schedule, Mapping):
         return layer
@@ -369,23 +375,26 @@ def _with_aliases(layer: Mapping[str, Any]) -> Mapping[str, Any]:
     if len(given) > 1:
         names = " and ".join(f"schedule.{key}" for key in given)
         raise UsageError(f"{names}: the run can have one length only; give one of them")
-    rest = {key: value for key, value in schedule.items() if key not in LENGTH_ALIASES}
+    replaced = {key: value for key, value in schedule.items() if key not in LENGTH_ALIASES}
     if given and given[0] != "length":
-        rest["length"] = _spelled_out(given[0], schedule[given[0]])
-    return {**layer, "schedule": rest}
+        replaced["length"] = _length_of_alias(given[0], schedule[given[0]])
+    return {**layer, "schedule": replaced}
 
 
-def _spelled_out(alias: str, value: Any) -> str:
+def _length_of_alias(alias: str, value: Any) -> str:
     """Return the length that an alias stands for. Hours may also be a time with units, such as 90m or 1h30m."""
     if alias == "hours" and isinstance(value, str):
         try:
-            return f"{hours(value)!r}h"
+            return f"{parse_hours(value)!r}h"
         except ValueError as error:
             raise UsageError(f"schedule.hours: {error}") from None
     return LENGTH_ALIASES[alias].format(value)
 
 
-def _drop_other_alternative(values: dict[str, Any], origins: dict[Path, int], part: str, chosen: str) -> None:
+def _drop_other_alternative(
+    values: dict[str, Any], origins: dict[KeyPath, int], part: str, chosen: str
+) -> None:
+    """Delete the keys of a part that the chosen alternative does not have."""
     alternatives = _alternatives(part)
     if chosen not in list(alternatives):
         return  # validation reports the choices
@@ -396,11 +405,15 @@ def _drop_other_alternative(values: dict[str, Any], origins: dict[Path, int], pa
 
 
 def _overlay(
-    target: dict[str, Any], layer: Mapping[str, Any], origins: dict[Path, int], index: int, prefix: Path
+    target: dict[str, Any], layer: Mapping[str, Any], origins: dict[KeyPath, int], index: int, prefix: KeyPath
 ) -> None:
+    """Copy the values of a layer to `target`, and record its index as their origin."""
     for key, value in layer.items():
         path = (*prefix, key)
-        if isinstance(value, Mapping) and path != ("data", "weights"):
+        if isinstance(value, Mapping) and path != (
+            "data",
+            "weights",
+        ):  # mixture weights are replaced as a whole
             child = target.setdefault(key, {})
             if not isinstance(child, dict):
                 raise UsageError(f"{'.'.join(path)}: is one value, not a table")
@@ -411,10 +424,11 @@ def _overlay(
 
 
 def _alternatives(part: str) -> dict[str, type[Part]]:
-    """Return the alternatives of `optim`, `schedule` or `align` by their `name`; nothing for other parts."""
+    """Return the classes of `optim`, `schedule` or `align` by their `name`; an empty dict for other parts."""
     if part not in ALTERNATIVES:
         return {}
-    return {a.model_fields["name"].default: a for a in parts_of(RunConfig.model_fields[part].annotation)}
+    classes = parts_of(RunConfig.model_fields[part].annotation)
+    return {cls.model_fields["name"].default: cls for cls in classes}
 
 
 def parts_of(annotation: Any) -> list[type[Part]]:

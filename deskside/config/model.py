@@ -1,7 +1,7 @@
 """Architecture of a model, with Hugging Face's field names.
 
 The default is exactly Qwen3's architecture (pre-RMSNorm, RoPE, grouped-query attention, QK-norm, SwiGLU, no bias);
-with `num_experts` it is exactly Qwen3-MoE's. The other options exist because studies compare them.
+with `num_experts` it is exactly Qwen3-MoE's. The other options exist so that studies can compare them.
 """
 
 from typing import Annotated, Literal
@@ -10,14 +10,13 @@ from pydantic import Field, PositiveFloat, TypeAdapter, ValidationError, model_v
 
 from deskside.config.base import Part
 
-Size = Annotated[
-    int, Field(gt=0, le=1 << 27)
-]  # larger than in any model; products of two sizes fit into int64
-_SIZE = TypeAdapter(Size)
+# The limit is larger than the sizes of any model; products of two sizes fit into int64.
+Size = Annotated[int, Field(gt=0, le=1 << 27)]
+_SIZE_ADAPTER = TypeAdapter(Size)
 
 
 class ModelConfig(Part):
-    """Architecture of one decoder-only transformer. Raises pydantic.ValidationError if options contradict."""
+    """Architecture of a decoder-only transformer. Raises pydantic.ValidationError for contradictory options."""
 
     vocab_size: Size = Field(32768, description="entries of the embedding table")
     hidden_size: Size = Field(768, description="width of the residual stream")
@@ -26,7 +25,7 @@ class ModelConfig(Part):
     num_key_value_heads: Size = Field(
         3, description="key-value heads; as many as query heads is MHA, 1 is MQA"
     )
-    head_dim: Size = Field(64, description="channels per head; if omitted: hidden_size / num_attention_heads")
+    head_dim: Size = Field(64, description="channels per head; default: hidden_size / num_attention_heads")
     intermediate_size: Size = Field(2048, description="width of the MLP")
     max_position_embeddings: Size = Field(2048, description="longest sequence")
 
@@ -38,7 +37,7 @@ class ModelConfig(Part):
     hidden_act: Literal["silu", "gelu", "gelu_new", "relu2"] = Field(
         "silu", description="gelu_new is GPT-2's tanh form; relu2 is ReLU squared"
     )
-    gated_mlp: bool = Field(True, description="act(gate) * up (SwiGLU with silu); off: act(up)")
+    gated_mlp: bool = Field(True, description="true: act(gate) * up (SwiGLU with silu); false: act(up)")
     mlp_bias: bool = Field(False, description="bias in the MLP projections")
     attention_bias: bool = Field(False, description="bias in the q, k, v and o projections")
 
@@ -55,7 +54,7 @@ class ModelConfig(Part):
         None, description="tokens that a query sees in a window layer, itself included"
     )
     window_pattern: str | None = Field(
-        None, description="S (window) or L (full) for each layer, repeated: SSSL"
+        None, description="S (window) or L (full) for each layer, repeated, such as SSSL"
     )
     final_logit_softcapping: PositiveFloat | None = Field(
         None, description="logits become cap * tanh(logits / cap)"
@@ -82,15 +81,15 @@ class ModelConfig(Part):
         data = {key: value for key, value in data.items() if key != "head_dim"}
         defaults = cls.model_fields
         try:
-            hidden = _SIZE.validate_python(data.get("hidden_size", defaults["hidden_size"].default))
-            heads = _SIZE.validate_python(
+            hidden = _SIZE_ADAPTER.validate_python(data.get("hidden_size", defaults["hidden_size"].default))
+            heads = _SIZE_ADAPTER.validate_python(
                 data.get("num_attention_heads", defaults["num_attention_heads"].default)
             )
         except ValidationError:
             return data  # the validation of the fields reports the error
         if hidden % heads:
             raise ValueError(
-                f"hidden_size: {hidden} is not divisible by {heads} heads; change one, or set head_dim yourself"
+                f"hidden_size: {hidden} is not divisible by {heads} heads; change one of them, or set head_dim"
             )
         return {**data, "head_dim": hidden // heads}
 

@@ -1,7 +1,7 @@
 """Optimizers and their settings.
 
-The learning rates and the weight decay here hold at the reference point of `budget/scaling.py` (hidden size
-768, its batch and horizon). With `scale = true` they are scaled to this run's.
+The learning rates and the weight decay are those of the reference point of `budget/scaling.py` (hidden size 768, its
+batch and horizon). With `scale = true` they are scaled to the hidden size, batch and horizon of the run.
 """
 
 from typing import Annotated, Literal, Self
@@ -12,19 +12,18 @@ from deskside.config.base import Part
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 StateFormat = Literal["float32", "bfloat16", "8bit"]
+# bfloat16 has 8 significant bits: a moment that changes by less than 1/256 of its value in a step may never change.
 LARGEST_BFLOAT16_BETA = 0.995
-"""bfloat16 keeps 8 bits: a moment that changes by less than 1/256 in a step may never change at all."""
-
 
 States = Annotated[
     StateFormat,
     Field(
-        description="optimizer state: float32, bfloat16 (half), or 8bit (block-wise, arXiv 2110.02861; a quarter)"
+        description="format of the optimizer state: float32, bfloat16, or 8bit (block-wise, arXiv 2110.02861)"
     ),
 ]
 Offload = Annotated[
     bool,
-    Field(description="keep optimizer state in the host's memory and stream it through the GPU at each step"),
+    Field(description="keep the optimizer state in host memory and stream it through the GPU at each step"),
 ]
 
 
@@ -38,13 +37,13 @@ class AdamWConfig(Part):
     weight_decay: NonNegativeFloat = Field(
         0.1, description="decoupled decay of matrices, head and embeddings; vectors are never decayed"
     )
-    grad_clip: NonNegativeFloat = Field(1.0, description="largest global gradient norm; 0 is no clipping")
+    grad_clip: NonNegativeFloat = Field(1.0, description="maximum global gradient norm; 0 disables clipping")
     scale: bool = Field(True, description="scale learning rate and decay to this model, batch and horizon")
     states: States = "float32"
     offload: Offload = False
 
     @model_validator(mode="after")
-    def _states_can_change(self) -> Self:
+    def _check_state_format(self) -> Self:
         _check_states(self.states, self.betas)
         return self
 
@@ -52,7 +51,7 @@ class AdamWConfig(Part):
 class MuonConfig(Part):
     """Muon for block matrices (Jordan et al. 2024, kellerjordan.github.io), AdamW for everything else.
 
-    `states` float32 keeps Muon's momentum in float32, bfloat16 and 8bit in bfloat16.
+    Muon's momentum is stored in float32 if `states` is float32, else in bfloat16.
     """
 
     name: Literal["muon"] = Field("muon", description="which optimizer: adamw or muon")
@@ -68,40 +67,40 @@ class MuonConfig(Part):
     momentum: Beta = Field(0.95, description="Muon's momentum after its warm-up")
     momentum_start: Beta = Field(0.85, description="Muon's momentum at the first step")
     momentum_warmup_steps: NonNegativeInt = Field(
-        300, description="steps from momentum_start to momentum; 0 is none"
+        300, description="steps from momentum_start to momentum; 0 disables the warm-up"
     )
-    nesterov: bool = Field(True, description="orthogonalize the gradient looked ahead by the momentum")
+    nesterov: bool = Field(True, description="use Nesterov momentum")
     ns_steps: PositiveInt = Field(5, le=12, description="Newton-Schulz iterations")
     coefficients: Literal["polar_express", "quintic"] = Field(
         "polar_express",
-        description="Newton-Schulz polynomials: best per iteration (arXiv 2505.16932), or one fixed quintic",
+        description="Newton-Schulz polynomials: one per iteration (arXiv 2505.16932), or one fixed quintic",
     )
     normalize: Literal["none", "neuron"] = Field(
         "neuron",
-        description="neuron: divide each row by its running size (NorMuon, arXiv 2510.05491)",
+        description="neuron: divide each row of the update by its running RMS (NorMuon, arXiv 2510.05491)",
     )
-    normalize_beta: Beta = Field(0.95, description="decay of the running size of normalize = neuron")
+    normalize_beta: Beta = Field(0.95, description="decay of the running RMS of normalize = neuron")
 
     weight_decay: NonNegativeFloat = Field(0.2, description="decoupled decay of the block matrices")
     weight_decay_schedule: Literal["constant", "linear to zero"] = Field(
         "linear to zero",
-        description="how the decay changes over the run, on top of its product with the learning rate",
+        description="change of the decay over the run, in addition to its product with the learning rate",
     )
     cautious_weight_decay: bool = Field(
-        True, description="decay a weight only where the update also shrinks it (arXiv 2510.12402)"
+        True, description="decay only the weights that the update shrinks too (arXiv 2510.12402)"
     )
 
     betas: tuple[Beta, Beta] = Field(
-        (0.8, 0.95), description="AdamW's moments for embeddings, head and vectors"
+        (0.8, 0.95), description="AdamW's betas for embeddings, head and vectors"
     )
     eps: PositiveFloat = Field(1e-10, description="AdamW's eps for embeddings, head and vectors")
-    grad_clip: NonNegativeFloat = Field(0.0, description="largest global gradient norm; 0 is no clipping")
+    grad_clip: NonNegativeFloat = Field(0.0, description="maximum global gradient norm; 0 disables clipping")
     scale: bool = Field(True, description="scale learning rates and decay to this model, batch and horizon")
     states: States = "float32"
     offload: Offload = False
 
     @model_validator(mode="after")
-    def _states_can_change(self) -> Self:
+    def _check_state_format(self) -> Self:
         _check_states(self.states, self.betas)
         return self
 
@@ -109,7 +108,7 @@ class MuonConfig(Part):
 def _check_states(states: StateFormat, betas: tuple[float, float]) -> None:
     if states == "bfloat16" and max(betas) > LARGEST_BFLOAT16_BETA:
         raise ValueError(
-            f"states: bfloat16 rounds away what a beta of {max(betas)} changes in a step; use float32 or 8bit, or "
+            f"states: bfloat16 is too coarse for the small changes of a beta of {max(betas)}; use float32 or 8bit, or "
             f"betas of at most {LARGEST_BFLOAT16_BETA}"
         )
 

@@ -1,7 +1,7 @@
-"""Presets: TOML files beside this one, TOML files of the user, and the depth series of `--depth`.
+"""Presets: the TOML files in `config/presets/`, TOML files of the user, and the depth series of `--depth`.
 
-A file may build on another with `base = "124m"` or `base = "other.toml"`, looked for beside it. All files go through
-the same merge as the command line.
+A file may build on another one with `base = "124m"` or `base = "other.toml"` (relative to its own directory). Files and
+the command line are merged in the same way.
 """
 
 import re
@@ -15,13 +15,13 @@ from deskside.utils.errors import UsageError
 from deskside.utils.parsing import Unreadable, toml_table
 
 DEPTH_HEAD_DIM = 128
-# Old names of presets, which claimed more parameters than the models have.
+# Former names -> names. The former names claimed more parameters than the models have.
 RENAMED = {"355m": "340m", "774m": "710m", "1.5b": "1.3b"}
-FINE_TUNING = ("sft", "dpo", "grpo")  # commands that begin from weights and take options, no preset
+FINE_TUNING = ("sft", "dpo", "grpo")  # commands that start from trained weights and take no preset
 
 
 def names() -> list[str]:
-    """Return the presets that ship with deskside."""
+    """Return the names of the presets that ship with deskside."""
     folder = resources.files("deskside.config").joinpath("presets")
     return sorted(
         entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml")
@@ -29,27 +29,27 @@ def names() -> list[str]:
 
 
 def layers(name: str) -> list[dict[str, Any]]:
-    """Return the layers of a preset name, of `dN` (depth N), or of a TOML file, lowest first. Raises UsageError."""
+    """Return the configuration layers, lowest first, of a preset, `dN` (depth N) or a TOML file. Raises UsageError."""
     return _layers(name, Path(), ())
 
 
 def for_pretraining(name: str) -> list[dict[str, Any]]:
-    """`layers` for a command that pretrains. Raises UsageError for a file with a table [align] too."""
-    found = layers(name)
-    for layer in found:
+    """Return `layers(name)` for a command that pretrains. Raises UsageError also for a table [align]."""
+    preset_layers = layers(name)
+    for layer in preset_layers:
         if "align" in layer:
             align = layer["align"]
-            asked = align.get("name") if isinstance(align, dict) else None
-            which = asked if asked in FINE_TUNING else "|".join(FINE_TUNING)
+            objective = align.get("name") if isinstance(align, dict) else None
+            command = objective if objective in FINE_TUNING else "|".join(FINE_TUNING)
             raise UsageError(
-                f"{name}: its table [align] is for fine-tuning, which takes options and no file: use deskside {which} "
-                f"RUN|HF_DIR --data SOURCE; to pretrain, remove the table"
+                f"{name}: its table [align] is for fine-tuning, which takes options and no file: use deskside "
+                f"{command} RUN|HF_DIR --data SOURCE; to pretrain, remove the table"
             )
-    return found
+    return preset_layers
 
 
 def _layers(name: str, folder: Path, seen: tuple[str, ...]) -> list[dict[str, Any]]:
-    """`folder` is where a file name is looked for; `seen` are the files that build on this one."""
+    """Return `layers(name)`. folder: directory of a relative file name; seen: files that build on this one."""
     if re.fullmatch(r"d\d+", name):
         return [depth(int(name[1:]))]
     if name in RENAMED:
@@ -81,11 +81,11 @@ def _layers(name: str, folder: Path, seen: tuple[str, ...]) -> list[dict[str, An
 
 
 def depth(number: int) -> dict[str, Any]:
-    """Return the model of the depth series with `number` layers: hidden size 64 x depth, multi-head attention.
+    """Return the configuration layer of the depth-series model with `number` layers and hidden size 64 x `number`.
 
-    Each head has 128 channels. The series is nanochat's (github.com/karpathy/nanochat). The block remains Qwen3's, with
-    an MLP of 8/3 x hidden size, rounded up to a multiple of 128. Raises UsageError if the hidden size is not a multiple
-    of 128.
+    As in nanochat (github.com/karpathy/nanochat), attention is multi-head with 128 channels per head. The block is
+    Qwen3's, with an MLP of 8/3 x hidden size, rounded up to a multiple of 128. Raises UsageError if the hidden size is
+    not a multiple of 128.
     """
     hidden = 64 * number
     if number < 2 or hidden % DEPTH_HEAD_DIM:
@@ -105,14 +105,14 @@ def depth(number: int) -> dict[str, Any]:
     }
 
 
-@cache
+@cache  # one note per name
 def _note_renamed(name: str) -> None:
     print(f"preset {name} is now called {RENAMED[name]}, after its parameter count", file=sys.stderr)
 
 
 def _read(path: Path) -> str:
     if path.exists() and not path.is_file():
-        raise UsageError(f"{path}: cannot be read as a TOML file: it is no regular file")
+        raise UsageError(f"{path}: cannot be read as a TOML file: it is not a regular file")
     try:
         return path.read_text("utf-8")
     except FileNotFoundError:

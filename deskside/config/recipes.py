@@ -1,12 +1,12 @@
 """Precision recipes as data: the number format of each operand of the three products of a linear layer.
 
 A linear layer y = x W^T runs three products in a training step: the output (x, W), the input gradient (dy, W) and the
-weight gradient (dy, x). A recipe names the format of both operands of each. NVIDIA's NVFP4 recipe, the ones that
-beat it, and the FP8 recipes are all combinations of the few parts below; `precision/` carries them out.
+weight gradient (dy, x). A recipe names the formats of both operands of each product. NVIDIA's NVFP4 recipe, its
+improved variants and the FP8 recipes are combinations of the options of `Operand`; `precision/` implements them.
 
 Sources: FP8 formats, Micikevicius et al. 2022 (arXiv 2209.05433); NVFP4 pretraining, NVIDIA 2025 (arXiv 2509.25149);
-four over six, Cook et al. 2025 (arXiv 2512.02010); MS-EDEN, Panferov et al. 2026 (arXiv 2601.22813); FP8 by rows
-with E4M3 throughout, torchao's recipe of that name.
+four over six, Cook et al. 2025 (arXiv 2512.02010); MS-EDEN, Panferov et al. 2026 (arXiv 2601.22813); row-wise FP8
+with E4M3 for all operands, torchao's "rowwise" recipe.
 """
 
 import math
@@ -24,15 +24,16 @@ Rounding = Literal["nearest", "stochastic", "eden"]
 class Operand:
     """Quantization of one operand of a product.
 
-    scaling: what shares a scale. "tensor": the largest value of this very tensor; "delayed": the largest of the last
-        `Recipe.amax_history` steps; "row": each row of the product's left operand, each column of its right one;
-        "1x16": 16 values along the summed dimension; "16x16": a tile, so that W and W^T are the same numbers.
+    scaling: the values that share a scale. "tensor": all, scaled by their current maximum; "delayed": all, scaled by
+        the maximum of the last `Recipe.amax_history` steps; "row": each row of a product's left operand or column of
+        its right operand; "1x16": 16 values along the summed dimension; "16x16": a tile, so that quantizing W and W^T
+        gives the same numbers.
     hadamard: size of the random Hadamard transform along the summed dimension, 0 for none. Both operands of a product
-        carry the same, so that it cancels.
-    fresh_signs: draw the transform's signs anew at every step; else one fixed vector.
-    rounding: of the values. "eden": nearest, with block scales corrected and rounded stochastically (MS-EDEN).
-    four_over_six: each block chooses the better of a largest value of 6 and of 4.
-    scale_up: round block scales up, so that no value is clipped and stochastic rounding is truly unbiased.
+        have the same transform, so that it cancels.
+    fresh_signs: draw new random signs for the transform at every step, instead of using one fixed vector.
+    rounding: rounding of the values. "eden": nearest, with block scales corrected and rounded stochastically (MS-EDEN).
+    four_over_six: scale each block to a maximum of 6 or 4, whichever gives the smaller error.
+    scale_up: round block scales up, so that no value is clipped and stochastic rounding is unbiased.
     """
 
     format: Format
@@ -45,6 +46,7 @@ class Operand:
 
     @property
     def quantized(self) -> bool:
+        """True if the format has less than 16 bits."""
         return self.format not in ("float32", "bfloat16")
 
 
@@ -57,15 +59,17 @@ class Product:
 
     @property
     def quantized(self) -> bool:
+        """True if the operands are quantized: always both or neither."""
         return self.left.quantized
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """The three products, and where and when they apply.
+    """The formats of the three products of a linear layer, and the blocks that stay in BF16.
 
-    keep_first, keep_last: share of the blocks, from the front and from the back, that stays in BF16 (rounded up).
-    tolerance: relative Frobenius error against float64 that the self-check allows to one product of this recipe.
+    tolerance: relative Frobenius error against float64 that the self-check allows for one product.
+    amax_history: number of steps over which delayed scaling takes the maximum.
+    keep_first, keep_last: shares of the blocks, from the front and from the back, that stay in BF16 (rounded up).
     """
 
     name: str
@@ -79,35 +83,41 @@ class Recipe:
 
     @property
     def quantized(self) -> bool:
-        return any(p.quantized for p in self.products)
+        """True if any of the three products is quantized."""
+        return any(product.quantized for product in self.products)
 
     @property
     def products(self) -> tuple[Product, Product, Product]:
-        """Output, input gradient, weight gradient."""
+        """The products output, input gradient and weight gradient."""
         return self.output, self.input_gradient, self.weight_gradient
 
     @property
     def formats(self) -> frozenset[Format]:
-        """Every format of its operands."""
-        return frozenset(o.format for p in self.products for o in (p.left, p.right))
+        """The formats of all operands."""
+        return frozenset(
+            operand.format for product in self.products for operand in (product.left, product.right)
+        )
 
     def kept_blocks(self, layers: int) -> tuple[int, int]:
-        """Blocks at the front and at the back of a model of `layers` that stay in BF16."""
+        """Return how many of the first and of the last blocks of a model with `layers` blocks stay in BF16."""
         return kept_blocks(self.keep_first, layers), kept_blocks(self.keep_last, layers)
 
 
 _FP32, _BF16 = Operand("float32"), Operand("bfloat16")
 
 
-def _plain(name: str, operand: Operand, tolerance: float) -> Recipe:
+def _unquantized(name: str, operand: Operand, tolerance: float) -> Recipe:
     product = Product(operand, operand)
     return Recipe(name, product, product, product, tolerance)
 
 
-def _fp8(name: str, scaling: Scaling, of_gradients: Format = "e5m2") -> Recipe:
-    """E4M3 for activations and weights. Gradients under one scale per tensor are in E5M2, for its range; a scale per
-    row has to cover a row only, so there E4M3's precision is the better use of the bits."""
-    value, gradient = Operand("e4m3", scaling), Operand(of_gradients, scaling)
+def _fp8(name: str, scaling: Scaling, gradient_format: Format = "e5m2") -> Recipe:
+    """Return an FP8 recipe with activations and weights in E4M3.
+
+    Gradients with one scale per tensor need the range of E5M2. With a scale per row, the range of E4M3 is enough, and
+    its additional bit of precision is more useful.
+    """
+    value, gradient = Operand("e4m3", scaling), Operand(gradient_format, scaling)
     return Recipe(
         name, Product(value, value), Product(gradient, value), Product(gradient, value), tolerance=0.12
     )
@@ -117,18 +127,19 @@ _FP8_PRODUCT = Product(Operand("e4m3", "tensor"), Operand("e4m3", "tensor"))
 _NVIDIA_GRADIENT = Operand("nvfp4", "1x16", rounding="stochastic")
 _EDEN = Operand("nvfp4", "1x16", hadamard=128, fresh_signs=True, rounding="eden")
 
-# NVIDIA's 12B model keeps 2 blocks at the front and 8 at the back of its 62 (arXiv 2509.25149), so 1 and 2 of 12. Every
-# recipe with an NVFP4 forward gets the same shares, so that two of them differ in their numbers alone; MS-EDEN was
-# published with none (precision.keep_first = 0, keep_last = 0).
+# NVIDIA's 12B model keeps the first 2 and the last 8 of its 62 blocks in BF16 (arXiv 2509.25149); of 12 blocks, these
+# are 1 and 2. All recipes with an NVFP4 forward have these shares, so that they differ only in their quantization.
+# MS-EDEN was published without blocks in BF16 (precision.keep_first = 0, keep_last = 0).
 _KEPT_FIRST, _KEPT_LAST = 2 / 62, 8 / 62
 
-# Two operands of 9.5 % noise give 13 %. Stochastic rounding has twice the variance of nearest, a third more with scales
-# rounded up, and a 16x16 tile's noise is 11 %: 19 % at worst. A gradient off by a factor of 0.75 is caught.
+# Two operands with 9.5 % noise each give 13 %. Stochastic rounding has twice the variance of nearest rounding, a third
+# more if scales are rounded up, and a 16x16 tile has 11 % noise: together at most 19 %. With 25 %, a gradient that is
+# wrong by a factor of 0.75 is still detected.
 _NVFP4_TOLERANCE = 0.25
 
 
 def _nvfp4(name: str, activation: Operand, weight: Operand, gradient: Operand) -> Recipe:
-    """NVIDIA's arrangement: a Hadamard transform on the operands of the weight gradient alone."""
+    """Return a recipe in NVIDIA's arrangement: a Hadamard transform only in the weight gradient."""
     return Recipe(
         name,
         Product(activation, weight),
@@ -141,12 +152,12 @@ def _nvfp4(name: str, activation: Operand, weight: Operand, gradient: Operand) -
 
 
 def _with_hadamard(operand: Operand) -> Operand:
-    # Four over six chooses on the forward's values; after a transform they are close to Gaussian and it gains nothing.
+    # Four over six is left out: transformed values are close to Gaussian, where it gains nothing.
     return Operand("nvfp4", operand.scaling, 16, rounding=operand.rounding, scale_up=operand.scale_up)
 
 
 def _eden(name: str, output: Product, keep_first: float, keep_last: float) -> Recipe:
-    """MS-EDEN in the backward: weights and activations are quantized again, unbiased, with fresh transforms."""
+    """Return a recipe with MS-EDEN in the backward: operands are quantized again, unbiased, with fresh transforms."""
     product = Product(_EDEN, _EDEN)
     return Recipe(
         name, output, product, product, _NVFP4_TOLERANCE, keep_first=keep_first, keep_last=keep_last
@@ -154,23 +165,23 @@ def _eden(name: str, output: Product, keep_first: float, keep_last: float) -> Re
 
 
 _ACTIVATION, _WEIGHT = Operand("nvfp4", "1x16"), Operand("nvfp4", "16x16")
-_BETTER = Operand("nvfp4", "1x16", four_over_six=True)
+_FOUR_OVER_SIX = Operand("nvfp4", "1x16", four_over_six=True)
 
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
     for recipe in (
-        # 256-long sums of float32 products: about 1e-6; TF32, where someone switched it on, gives 3e-4.
-        _plain("fp32", _FP32, 2e-5),
-        # Rounding both operands and the result to 8 bits: about 3e-3.
-        _plain("bf16", _BF16, 1e-2),
-        # Both operands lose 2 to 4 % in E4M3 and 4 to 6 % in E5M2: 4 to 7 % together.
+        # The error of a sum of 256 float32 products is about 1e-6; it would be 3e-4 with TF32.
+        _unquantized("fp32", _FP32, 2e-5),
+        # The error of rounding both operands and the result to 8 bits is about 3e-3.
+        _unquantized("bf16", _BF16, 1e-2),
+        # An operand loses 2 to 4 % in E4M3 and 4 to 6 % in E5M2, so a product 4 to 7 %.
         _fp8("fp8-tensorwise", "tensor"),
         _fp8("fp8-delayed", "delayed"),
-        _fp8("fp8-rowwise", "row", of_gradients="e4m3"),
+        _fp8("fp8-rowwise", "row", gradient_format="e4m3"),
         _nvfp4("nvfp4", _ACTIVATION, _WEIGHT, _NVIDIA_GRADIENT),
         _nvfp4(
             "nvfp4-4o6",
-            _BETTER,
+            _FOUR_OVER_SIX,
             Operand("nvfp4", "16x16", four_over_six=True),
             _NVIDIA_GRADIENT,
         ),
@@ -180,25 +191,23 @@ RECIPES: dict[str, Recipe] = {
             _WEIGHT,
             Operand("nvfp4", "1x16", rounding="stochastic", scale_up=True),
         ),
-        # Weights in 1x16 too: the backward quantizes anew, so W and W^T need not be the same numbers.
-        _eden("nvfp4-eden", Product(_BETTER, _BETTER), _KEPT_FIRST, _KEPT_LAST),
-        # Nearly all of NVFP4's loss comes from the forward (precision tables of arXiv 2601.22813), which is FP8 here:
-        # no block needs to stay behind.
+        # Weights are in 1x16 too: the backward quantizes them again, so W and W^T need not be the same numbers.
+        _eden("nvfp4-eden", Product(_FOUR_OVER_SIX, _FOUR_OVER_SIX), _KEPT_FIRST, _KEPT_LAST),
+        # Nearly all of NVFP4's increase in loss comes from the forward (tables of arXiv 2601.22813), which is in FP8
+        # here, so no block needs to stay in BF16.
         _eden("fp8-nvfp4", _FP8_PRODUCT, 0.0, 0.0),
     )
 }
-
-
 ALIASES = {"fp8": "fp8-delayed"}
 
 
 def kept_blocks(share: float, layers: int) -> int:
     """Return the number of blocks in a share, rounded up."""
-    return math.ceil(share * layers - 1e-9)
+    return math.ceil(share * layers - 1e-9)  # 1e-9: share * layers may be slightly above an integer
 
 
 def recipe_named(name: str) -> Recipe:
-    """Return a recipe by name. "fp8" is delayed scaling: no separate pass for the amax. Raises UsageError."""
+    """Return a recipe by name. "fp8" is "fp8-delayed", which needs no separate pass for the amax. Raises UsageError."""
     name = ALIASES.get(name, name)
     if name not in RECIPES:
         raise UsageError(f"precision '{name}' does not exist; use one of {', '.join(RECIPES)}")

@@ -1,7 +1,7 @@
-"""RunConfig: everything that decides what a training run computes, validated as a whole.
+"""RunConfig: the complete configuration of a training run.
 
-Each part checks itself; the checks that need two parts are here. Presets and overrides are merged as plain dicts before
-validation (`config/merge.py`), which is how it is known whether an option was set explicitly.
+Each part validates itself; RunConfig checks that its parts fit together. `config/merge.py` merges presets and overrides
+as plain dicts before validation, because a validated configuration does not show which options were set explicitly.
 """
 
 from typing import Annotated
@@ -10,7 +10,13 @@ from pydantic import Field, model_validator
 
 from deskside.config.align import AlignConfig
 from deskside.config.base import DataKind, Part
-from deskside.config.dimensions import NATIVE_FP4_UNIT, UNIT, adaptable, check_dimensions, projections
+from deskside.config.dimensions import (
+    NATIVE_FP4_UNIT,
+    UNIT,
+    adaptable_projections,
+    check_dimensions,
+    projection_sizes,
+)
 from deskside.config.model import ModelConfig
 from deskside.config.optim import AdamWConfig, MuonConfig, OptimConfig
 from deskside.config.schedule import ScheduleConfig, Stage, WsdConfig
@@ -35,10 +41,10 @@ class RunConfig(Part):
     """The resolved configuration of one run; written into run.json."""
 
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
-        1, description="decides initial weights and the order of the data"
+        1, description="random seed of the initial weights and the data order"
     )
     deterministic: bool = Field(
-        False, description="only deterministic kernels, so that a GPU run repeats to the last bit"
+        False, description="use only deterministic kernels, so that a GPU run is reproducible bit for bit"
     )
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
@@ -57,11 +63,11 @@ class RunConfig(Part):
 
     @property
     def data_kind(self) -> DataKind:
-        """The kind of data in the folder `data.path`."""
+        """Kind of the data in the folder `data.path`."""
         return "text" if self.align is None else self.align.data_kind
 
     def stages(self) -> tuple[Stage, ...]:
-        """Return the stages of the run; one that covers everything when none are given."""
+        """Return the stages of the run; without `schedule.stages`, one stage for the whole run."""
         return self.schedule.stages or (Stage(until=1.0, sequence_length=self.batch.sequence_length),)
 
     def stage_tokens(self, stage: Stage) -> int:
@@ -70,12 +76,14 @@ class RunConfig(Part):
 
     def mean_step_tokens(self) -> float:
         """Return the tokens per optimizer step, averaged over the run."""
-        stages = self.stages()
-        starts = (0.0, *(stage.until for stage in stages))
-        return sum((s.until - start) * self.stage_tokens(s) for s, start in zip(stages, starts, strict=False))
+        mean, start = 0.0, 0.0
+        for stage in self.stages():
+            mean += (stage.until - start) * self.stage_tokens(stage)
+            start = stage.until
+        return mean
 
     @model_validator(mode="after")
-    def _agree(self) -> "RunConfig":
+    def _check_parts_together(self) -> "RunConfig":
         if self.model.window_pattern is None and any(stage.window for stage in self.schedule.stages):
             raise ValueError(
                 "schedule.stages: a stage's window has no effect on a model without window layers; remove it, "
@@ -98,27 +106,28 @@ class RunConfig(Part):
                 f"raise --model.max_position_embeddings or shorten the sequence"
             )
         if self.adapter is not None:
-            self._adaptable(self.adapter)
+            self._check_adapter(self.adapter)
         if self.align is not None and not self.data.document_mask:
             raise ValueError(
-                "data.document_mask: conversations in one row never see each other; leave it out, or set it to true"
+                "data.document_mask: must be true for fine-tuning, so that examples in one row do not attend to each "
+                "other; set it to true, or leave it out"
             )
         if self.align is not None and self.data.sources:
-            raise ValueError("data.sources: has no effect here; conversations are given with --data")
+            raise ValueError("data.sources: has no effect in fine-tuning; give the training data with --data")
         if self.precision.quantized:
-            self._quantizable()
+            self._check_precision()
         return self
 
-    def _adaptable(self, adapter: AdapterConfig) -> None:
-        """Raise ValueError if adapters cannot be trained in this run: by name, and with the remedy."""
+    def _check_adapter(self, adapter: AdapterConfig) -> None:
+        """Raise ValueError, with the key and the remedy, if adapters cannot be trained in this run."""
         if not isinstance(self.optim, AdamWConfig):
             raise ValueError(
-                "optim.name: muon is for whole matrices, adapters are trained by adamw; use --optim.name adamw"
+                "optim.name: muon is for whole matrices, and adapters are trained by adamw; use --optim.name adamw"
             )
         if self.precision.quantized:
             raise ValueError(
-                f"precision.name: adapters are trained in bf16, and {self.precision.name} products of frozen weights "
-                f"are not there; use --precision.name bf16, and adapter.base for the weights' format"
+                f"precision.name: adapters are trained in bf16; {self.precision.name} products with frozen weights are "
+                f"not supported; use --precision.name bf16, and --adapter.base for the format of the frozen weights"
             )
         if self.parallel.mode == "shard":
             raise ValueError(
@@ -126,24 +135,25 @@ class RunConfig(Part):
             )
         if self.compute.compile == "fused":
             raise ValueError(
-                "compute.compile: the hand-written halves have no adapters; use auto, and blocks run as written"
+                "compute.compile: the fused kernels do not support adapters; use --compute.compile auto"
             )
         if adapter.dropout and self.compute.activation_checkpointing != "none":
             raise ValueError(
-                "adapter.dropout: what is recomputed would drop other values; use --adapter.dropout 0, or "
-                "--compute.activation_checkpointing none"
+                "adapter.dropout: activation checkpointing would drop other values when it recomputes; use "
+                "--adapter.dropout 0, or --compute.activation_checkpointing none"
             )
         if self.model.num_experts and adapter.base != "bf16":
             raise ValueError(f"adapter.base: experts cannot be frozen in {adapter.base}; use bf16")
-        there = adaptable(self.model)
+        available = adaptable_projections(self.model)
         for name in () if adapter.targets == "all" else adapter.targets:
-            if name not in there:
+            if name not in available:
                 raise ValueError(
-                    f"adapter.targets: this model has no {name} that could be adapted; choose from {', '.join(there)}"
+                    f"adapter.targets: this model has no {name} that could be adapted; choose from "
+                    f"{', '.join(available)}"
                 )
 
-    def _quantizable(self) -> None:
-        """Raise ValueError if the recipe cannot do this run: by name, and with the remedy."""
+    def _check_precision(self) -> None:
+        """Raise ValueError, with the key and the remedy, if the recipe does not support this run."""
         name, layers = self.precision.name, self.model.num_hidden_layers
         first, last = self.precision.recipe().kept_blocks(layers)
         if first + last >= layers:
@@ -152,16 +162,16 @@ class RunConfig(Part):
                 f"nothing is quantized; set --precision.keep_first 0 --precision.keep_last 0, or use bf16"
             )
         # Projections that share a weight stay in BF16 together.
-        if all(set(weight) & set(self.precision.keep) for weight in projections(self.model)):
+        if all(set(weight) & set(self.precision.keep) for weight in projection_sizes(self.model)):
             raise ValueError(
-                f"precision.keep: with {', '.join(self.precision.keep)} in BF16 nothing is left to quantize; take "
-                f"some out, or use precision.name bf16"
+                f"precision.keep: with {', '.join(self.precision.keep)} in BF16 nothing is left to quantize; remove "
+                f"some of them, or use --precision.name bf16"
             )
         length = self.schedule.length
         if length is not None and length.unit == "steps" and self.precision.warmup_steps >= length.value:
             raise ValueError(
                 f"precision.warmup_steps: {self.precision.warmup_steps} BF16 steps are the whole run of {length}; "
-                f"lower it, or use precision.name bf16"
+                f"use fewer, or --precision.name bf16"
             )
         if self.compute.compile in ("block", "model") and self.precision.backend == "deskside":
             raise ValueError(
@@ -174,12 +184,13 @@ class RunConfig(Part):
             )
         if self.model.num_experts:
             raise ValueError(
-                f"precision.name: {name} has no products for a mixture of experts yet; use bf16, or a dense model "
-                f"(model.num_experts 0)"
+                f"precision.name: {name} does not support a mixture of experts yet; use bf16, or a dense model "
+                f"(--model.num_experts 0)"
             )
         self._check_dimensions(UNIT)
 
     def _check_dimensions(self, unit: int) -> None:
+        """Raise ValueError if a dimension of a quantized product is not a multiple of `unit`."""
         check_dimensions(
             self.precision.recipe(),
             self.model,
@@ -190,8 +201,8 @@ class RunConfig(Part):
             unit=unit,
         )
 
-    def not_for_native_fp4(self) -> str | None:
-        """Which size keeps this run's NVFP4 products off tensor cores, with the nearest that would not; else None."""
+    def native_fp4_problem(self) -> str | None:
+        """Return the size that keeps NVFP4 products off the tensor cores, with the nearest that fits, or None."""
         if "nvfp4" not in self.precision.recipe().formats:
             return None
         try:

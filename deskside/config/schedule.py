@@ -1,7 +1,7 @@
 """Length of a run, and the schedule of its learning rate and batch shape.
 
 All values are functions of progress, the completed fraction of the run, so a schedule works with a length in time,
-tokens, steps or epochs. `optim/schedule.py` evaluates it.
+tokens, steps or epochs. `optim/lr_schedule.py` evaluates it.
 """
 
 from typing import Annotated, Any, Literal
@@ -13,7 +13,7 @@ from deskside.config.duration import Duration
 
 
 def _parse_warmup(given: Any) -> Any:
-    """Return a fraction of the run for 0.02 or "0.02", 0.0 for 0 (no warm-up), else a Duration (40 is 40 steps)."""
+    """Return a fraction of the run (0.02), 0.0 for no warm-up (0), or a Duration (40, "40 steps", "10m")."""
     if isinstance(given, str):
         try:
             number = float(given)
@@ -52,19 +52,21 @@ class Stage(Part):
 
 
 class _Schedule(Part):
+    """Fields of every schedule."""
+
     length: Duration | None = Field(
-        None, description="how long the run is: 24h, 1.5B tokens, 2000 steps, 3 epochs"
+        None, description="length of the run: 24h, 1.5B tokens, 2000 steps, 3 epochs"
     )
     clock: Literal["wall", "training"] = Field(
         "wall",
-        description="clock for a length in time: wall counts everything since the process started; "
-        "training counts the training steps only (without compilation, evaluation and checkpoints)",
+        description="clock of a length in time: wall counts everything since the process started; training only "
+        "counts the training steps, without compilation, evaluation and checkpoints",
     )
     warmup: Warmup = Field(
-        0.02, description="steps, or fraction of the run, over which the learning rate rises from 0"
+        0.02, description="fraction of the run, or steps, over which the learning rate rises from 0"
     )
     stages: tuple[Stage, ...] = Field(
-        (), description="parts of the run with their own sequence length, batch, window"
+        (), description="parts of the run with their own sequence length, batch and window"
     )
 
     @model_validator(mode="after")

@@ -1,7 +1,7 @@
-"""The fields of `budget.step_spec.StepOptions` that a configuration decides, by name.
+"""Fields of `budget.step_spec.StepOptions` that follow from a configuration.
 
-The planner and training both build a `StepSpec` from a `RunConfig`. Fields that depend neither on the card nor on the
-micro-batch come from here, so that both model the same step.
+The planner and training both build a `StepSpec` from a `RunConfig`. They take the fields that depend neither on the GPU
+nor on the micro-batch from here, so that both describe the same step.
 """
 
 from collections.abc import Collection
@@ -9,17 +9,20 @@ from typing import Any
 
 from deskside.budget.format_costs import LowKind, Precision
 from deskside.budget.step_spec import AdapterSpec
-from deskside.config.dimensions import adaptable, projections
+from deskside.config.dimensions import adaptable_projections, projection_sizes
 from deskside.config.recipes import Recipe
 from deskside.config.run import RunConfig
 
 
 def step_options(config: RunConfig) -> dict[str, Any]:
-    """Return the options that do not depend on the precision."""
+    """Return the fields that do not depend on the precision, by name."""
     adapter = None
-    if asked := config.adapter:
-        targets = tuple(n for n in adaptable(config.model) if asked.targets == "all" or n in asked.targets)
-        adapter = AdapterSpec(asked.rank, targets, asked.base)
+    if config.adapter is not None:
+        rank, targets, base = config.adapter.rank, config.adapter.targets, config.adapter.base
+        adapted = [
+            name for name in adaptable_projections(config.model) if targets == "all" or name in targets
+        ]
+        adapter = AdapterSpec(rank, tuple(adapted), base)
     return {
         "optimizer": config.optim.name,
         "states": config.optim.states,
@@ -31,25 +34,26 @@ def step_options(config: RunConfig) -> dict[str, Any]:
 
 
 def recipe_of(config: RunConfig, precision: Precision) -> Recipe:
-    """Return the recipe of this name with the configuration's options for it."""
+    """Return the recipe `precision` with the options of `config.precision`."""
     return config.precision.model_copy(update={"name": precision}).recipe()
 
 
 def format_options(
     config: RunConfig, precision: Precision, native: Collection[LowKind], fused: bool
 ) -> dict[str, Any]:
-    """Return the options that depend on the precision.
+    """Return the fields that depend on the precision, by name.
 
-    native: formats that the card's tensor cores run; fused: fused sublayers compute the blocks. Only they keep
-    converted weights from pass to pass.
+    Args:
+        native: Formats that the GPU's tensor cores run.
+        fused: Whether fused sublayers compute the blocks. Only they keep converted weights from pass to pass.
     """
-    asked = config.precision
+    options = config.precision
     return {
         "precision": precision,
-        "native": frozenset() if asked.native == "never" else frozenset(native),
+        "native": frozenset() if options.native == "never" else frozenset(native),
         "kept_weights": kept_weights(config, precision),
-        "fp8_head": recipe_of(config, precision).quantized and asked.head == "fp8",
-        "copies": ("step" if asked.weight_cache else "use") if fused else "pass",
+        "fp8_head": recipe_of(config, precision).quantized and options.head == "fp8",
+        "copies": ("step" if options.weight_cache else "use") if fused else "pass",
     }
 
 
@@ -57,12 +61,12 @@ def kept_weights(config: RunConfig, precision: Precision) -> float:
     """Return the share of a quantized block's weights that `precision.keep` leaves in BF16."""
     if not config.precision.keep or not recipe_of(config, precision).quantized:
         return 0.0
-    sizes = projections(config.model)
+    sizes = projection_sizes(config.model)
     kept = sum(size for names, size in sizes.items() if set(names) & set(config.precision.keep))
     return kept / sum(sizes.values())
 
 
 def kept_shares(config: RunConfig, precision: Precision) -> tuple[float, float]:
-    """Return the shares of the blocks, front and back, that stay in BF16 in a quantized recipe."""
+    """Return the shares of the blocks at the front and at the back that a quantized recipe leaves in BF16."""
     recipe = recipe_of(config, precision)
     return (recipe.keep_first, recipe.keep_last) if recipe.quantized else (0.0, 0.0)

@@ -404,7 +404,10 @@ def test_published_checkpoints(family: str, adapted: bool, place: Path, tmp_path
         (["runs/base", "--data", "chats.jsonl", "--align.turn", "last"], "did you mean --align.turns"),
         (["runs/base", "--data", "chats.jsonl", "--align.turns", "some"], "align.turns"),
         (["runs/base", "--data", "chats.jsonl", "--align.template", "no.jinja"], "no.jinja: cannot be read"),
-        (["runs/base", "--data", "chats.jsonl", "--data.document_mask", "false"], "never see each other"),
+        (
+            ["runs/base", "--data", "chats.jsonl", "--data.document_mask", "false"],
+            "data.document_mask: must be true",
+        ),
         (
             ["runs/base", "--data", "chats.jsonl", "--val", "chats.jsonl", "--align.val_fraction", "0.1"],
             "give one",

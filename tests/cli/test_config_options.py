@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 from deskside.cli.options import Command, option, takes_list
 from deskside.config.align import SftConfig
 from deskside.config.duration import Duration
-from deskside.config.merge import LENGTH_ALIASES, build, keys, option_keys
+from deskside.config.merge import LENGTH_ALIASES, build, config_fields, option_keys
 from deskside.config.optim import AdamWConfig, MuonConfig
 from deskside.config.run import RunConfig
 from deskside.utils.errors import UsageError
@@ -51,7 +51,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     "precision.bf16_from": FP8,
     "precision.native": FP8,
     "precision.backend": FP8,
-    **{".".join(path): {"optim": {"name": "adamw"}} for path, _ in keys() if path[0] == "adapter"},
+    **{".".join(path): {"optim": {"name": "adamw"}} for path, _ in config_fields() if path[0] == "adapter"},
 }
 # Values where "another one of its kind" would not be valid.
 VALUES: dict[str, str] = {
@@ -106,14 +106,18 @@ def literal(annotation: Any) -> tuple[Any, ...]:
 def everything() -> dict[str, Any]:
     """One command line with every key there is; nothing is validated yet."""
     return parse(
-        *(word for path, field in keys() for word in (f"--{'.'.join(path)}", another(".".join(path), field)))
+        *(
+            word
+            for path, field in config_fields()
+            for word in (f"--{'.'.join(path)}", another(".".join(path), field))
+        )
     )[1]
 
 
-@pytest.mark.parametrize("path", [path for path, _ in keys()], ids=".".join)
+@pytest.mark.parametrize("path", [path for path, _ in config_fields()], ids=".".join)
 def test_every_key_can_be_given(path: tuple[str, ...], everything: dict[str, Any]) -> None:
     key = ".".join(path)
-    field = next(field for other, field in keys() if other == path)
+    field = next(field for other, field in config_fields() if other == path)
     text, given = another(key, field), everything
     for part in path:
         given = given[part]
@@ -171,7 +175,7 @@ LISTS = {
 
 def test_lists_are_written_with_commas_or_in_brackets() -> None:
     """Every option that is a list of plain values; one value needs no brackets either."""
-    of_words = {".".join(path) for path, field in keys() if takes_list(field.annotation)}
+    of_words = {".".join(path) for path, field in config_fields() if takes_list(field.annotation)}
     assert of_words == set(LISTS)
     for key, values in LISTS.items():
         part, leaf = key.split(".")
@@ -239,7 +243,7 @@ def test_options_of_an_objective_are_its_command_s(capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     "layer, message",
     [
-        ({"align": {"name": "sft"}}, "data.document_mask: conversations in one row never see each other"),
+        ({"align": {"name": "sft"}}, "data.document_mask: must be true"),
         ({"align": {"name": "sft", "turns": "some"}}, "align.turns: input should be 'all' or 'last'"),
         ({"align": {"name": "sft", "turn": "all"}}, "align.turn: there is no such option"),
         ({"align": {"turns": "all"}}, "align"),

@@ -69,7 +69,7 @@ def test_the_width_that_leaves_a_fused_gate_counts_twice() -> None:
 )
 def test_native_nvfp4_wants_twice_the_block(recipe: str, parts: dict[str, Any], key: str | None) -> None:
     """A run of other sizes is allowed, emulated; which size it is is told."""
-    reason = build([{**parts, "precision": {"name": recipe}}]).not_for_native_fp4()
+    reason = build([{**parts, "precision": {"name": recipe}}]).native_fp4_problem()
     if key is None:
         assert reason is None
     else:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from deskside.config.merge import (
     NO_EFFECT,
     build,
-    keys,
+    config_fields,
     merge,
     option_keys,
     parts_of,
@@ -369,7 +369,7 @@ def typos(draw: st.DrawFn) -> str:
 
 @given(typos())
 def test_a_typo_is_answered_with_a_key(wrong: str) -> None:
-    known = {*option_keys(), *(path[0] for path, _ in keys())}
+    known = {*option_keys(), *(path[0] for path, _ in config_fields())}
     if wrong in known:
         return
     layer: Any = 1
@@ -426,7 +426,7 @@ def layer_with(path: tuple[str, ...], value: object) -> dict[str, Any]:
     return {part: {**chosen, leaf: value}} if part in ("optim", "schedule") else {part: {leaf: value}}
 
 
-LEAVES = [path for path, field in keys()]
+LEAVES = [path for path, field in config_fields()]
 
 
 @pytest.mark.parametrize("path", LEAVES, ids=".".join)
@@ -434,7 +434,7 @@ LEAVES = [path for path, field in keys()]
 def test_no_key_takes_what_is_no_value_of_it(path: tuple[str, ...], value: object) -> None:
     """The message begins with the key, as it is written, and nothing that pydantic adds."""
     key = ".".join(path)
-    field = dict(keys())[path]
+    field = dict(config_fields())[path]
     takes = {True: bool, "???": str}.get(value) if isinstance(value, bool | str) else None
     if takes is not None and takes in (field.annotation, *get_args(field.annotation)):
         return

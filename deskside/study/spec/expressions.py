@@ -23,9 +23,9 @@ def is_expression(value: Any) -> bool:
     return isinstance(value, str) and value.startswith("=")
 
 
-def leaves(layer: Mapping[str, Any], prefix: merge.Path = ()) -> list[merge.Path]:
+def leaves(layer: Mapping[str, Any], prefix: merge.KeyPath = ()) -> list[merge.KeyPath]:
     """Return the paths of all values of a layer. `data.weights` is a table, but one value."""
-    found: list[merge.Path] = []
+    found: list[merge.KeyPath] = []
     for key, value in layer.items():
         path = (*prefix, key)
         if isinstance(value, Mapping) and path != ("data", "weights"):
@@ -52,7 +52,7 @@ def resolve(layers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return result
 
 
-def _value(path: merge.Path, merged: Mapping[str, Any], above: tuple[merge.Path, ...]) -> int:
+def _value(path: merge.KeyPath, merged: Mapping[str, Any], above: tuple[merge.KeyPath, ...]) -> int:
     """Return the integer at a key. above: the expressions that depend on it, to detect cycles."""
     key = ".".join(path)
     if path in above:
@@ -64,7 +64,7 @@ def _value(path: merge.Path, merged: Mapping[str, Any], above: tuple[merge.Path,
     if match is None:
         raise UsageError(f"{key}: '{given}' cannot be computed; write {FORMS}")
     source, operator, text = match.groups()
-    if tuple(source.split(".")) not in dict(merge.keys()):
+    if tuple(source.split(".")) not in dict(merge.config_fields()):
         raise merge.unknown_key(source)
     value = _value(tuple(source.split(".")), merged, (*above, path))
     if operator is None:
@@ -79,7 +79,9 @@ def _value(path: merge.Path, merged: Mapping[str, Any], above: tuple[merge.Path,
     return value // number
 
 
-def _number(path: merge.Path, given: Any, merged: Mapping[str, Any], above: tuple[merge.Path, ...]) -> int:
+def _number(
+    path: merge.KeyPath, given: Any, merged: Mapping[str, Any], above: tuple[merge.KeyPath, ...]
+) -> int:
     if given is None and path == HEAD_DIM:
         hidden = _value(("model", "hidden_size"), merged, above)
         heads = _value(("model", "num_attention_heads"), merged, above)
@@ -89,7 +91,7 @@ def _number(path: merge.Path, given: Any, merged: Mapping[str, Any], above: tupl
             )
         return hidden // heads
     if given is None:
-        given = dict(merge.keys())[path].default
+        given = dict(merge.config_fields())[path].default
     # Numbers of the command line are text.
     if isinstance(given, str) and given.isdecimal():
         given = int(given)

@@ -161,7 +161,7 @@ def _check_set(layer: Layer) -> Layer:
 
 @cache
 def _configuration_keys() -> frozenset[tuple[str, ...]]:
-    return frozenset(dict(merge.keys()))
+    return frozenset(dict(merge.config_fields()))
 
 
 def _check_preset(name: str, info: ValidationInfo) -> str:

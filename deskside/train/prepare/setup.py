@@ -102,7 +102,7 @@ def _usable_caps(
         return NONE
     before = recorded.get("units")
     caps = hardware_caps(device, before.get("mxfp8") if isinstance(before, dict) else None)
-    if caps.fp4 and (reason := run.not_for_native_fp4()):
+    if caps.fp4 and (reason := run.native_fp4_problem()):
         say(f"NVFP4 products are emulated: on this card's tensor cores, {reason}")
         return replace(caps, fp4=False)
     return caps
