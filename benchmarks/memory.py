@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from benchmarks.step_config import configuration
-from deskside.budget.format_costs import LowKind, Precision, quantized
+from deskside.budget.format_costs import LowFormat, Precision, quantized
 from deskside.budget.memory import training_memory
 from deskside.budget.step_spec import StepSpec
 from deskside.config.optim import StateFormat
@@ -127,7 +127,7 @@ def modelled_gib(spec: dict[str, Any], result: dict[str, Any]) -> float:
     """Return the peak that `budget/memory.py` predicts for an arm with its fitted micro-batch."""
     config = configuration(spec)
     precision: Precision = result["precision"]
-    native: tuple[LowKind, ...] = ("fp8",) if result["native"] else ()
+    native: tuple[LowFormat, ...] = ("fp8",) if result["native"] else ()
     layers = config.model.num_hidden_layers
     kept = recipe_of(config, precision).kept_blocks(layers) if quantized(precision) else (0, 0)
     work = StepSpec(

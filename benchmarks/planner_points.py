@@ -28,7 +28,7 @@ from typing import Any, Literal
 import zstandard
 
 from benchmarks.step_config import configuration
-from deskside.budget.format_costs import LowKind
+from deskside.budget.format_costs import LowFormat
 from deskside.budget.speed import Rates
 from deskside.config.run import RunConfig
 from deskside.plan.estimate import Setting, of_config, peak_memory, setting_seconds
@@ -102,7 +102,7 @@ def _merged(same: list[Point]) -> Point:
 
 
 def _setting(config: RunConfig, recipe: str, native: bool, micro_tokens: int) -> Setting:
-    kinds: frozenset[LowKind] = frozenset({"fp8"}) if native else frozenset()
+    kinds: frozenset[LowFormat] = frozenset({"fp8"}) if native else frozenset()
     config = config.model_copy(
         update={"batch": config.batch.model_copy(update={"micro_tokens": micro_tokens})}
     )

@@ -1,101 +1,109 @@
-"""Memory of training adapters beside frozen weights: parameters, bytes of the weights, activations kept per layer.
+"""Memory of training LoRA adapters over frozen weights: parameters, weight bytes, and saved activations per layer.
 
 Frozen weights of the blocks are stored in the formats of `precision/frozen.py`, tables in 16 bits, vectors in 32:
 
     bytes per weight     bf16  2
-                         int8  1, and 4 for each output row
-                         nf4   1/2 + 1/64 + 4 / 16384, and 1028 for each weight's table of 256 numbers and their mean
+                         int8  1, and 4 per output row
+                         nf4   1/2 + 1/64 + 4 / 16384, and 1028 per matrix for a table of 256 numbers and their mean
 
 Only adapters have gradients (4 bytes) and optimizer states. A frozen weight needs no gradient, so the input of a
-projection is kept only if an adapter beside it needs it. The adapter also keeps x A^T, 2 bytes x rank per token.
-Eager norms keep nothing for the gradient of their weights. A and B are kept once more as the products take them: all A
-of a weight stacked, all B on a block diagonal (`ops/lora.py`), in the activations' dtype. The first block keeps a
-little less than this, because nothing before it is trained. Quantized codes are dequantized where they are used, one
-weight at a time, in the forward and again in the backward.
+projection is saved for the backward only if the projection has an adapter. The adapter also saves x A^T, 2 bytes x rank
+per token. Eager norms save nothing for the gradient of their weights. The adapters of a fused weight are copied in the
+activations' dtype: A is stacked, B is put on a block diagonal (`precision/lora.py`). The first block saves a little
+less than modelled, because nothing before it is trained. Quantized weights are dequantized one at a time, in the
+forward and again in the backward.
 """
 
 from deskside.budget.shape import Shape, block_matrices
 from deskside.budget.sizes import Sizes
 from deskside.budget.step_spec import AdapterSpec, StepSpec
 
-NF4_BLOCK, NF4_SCALE_BLOCK, NF4_TABLE = 64, 256, 4 * 257
+NF4_BLOCK, NF4_SCALE_BLOCK = (
+    64,
+    256,
+)  # weights per 8-bit scale, and scales per float32 scale (double quantization)
+NF4_TABLE_BYTES = 4 * 257  # per weight matrix
 
 
 def projection_sizes(shape: Shape) -> dict[str, tuple[int, int]]:
     """Return (rows, columns) of each projection of a dense block."""
     D, F = shape.hidden_size, shape.intermediate_size
     q, kv = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-    found = {"q_proj": (q, D), "k_proj": (kv, D), "v_proj": (kv, D), "o_proj": (D, q)}
+    sizes = {"q_proj": (q, D), "k_proj": (kv, D), "v_proj": (kv, D), "o_proj": (D, q)}
     if not shape.num_experts:
-        found |= {"gate_proj": (F, D)} if shape.gated_mlp else {}
-        found |= {"up_proj": (F, D), "down_proj": (D, F)}
-    return found
+        if shape.gated_mlp:
+            sizes["gate_proj"] = (F, D)
+        sizes |= {"up_proj": (F, D), "down_proj": (D, F)}
+    return sizes
 
 
 def adapter_params(shape: Shape, adapter: AdapterSpec) -> int:
-    """Return the number of trained parameters."""
+    """Return the number of parameters of all adapters."""
     sizes = projection_sizes(shape)
-    each = sum(sum(sizes[name]) for name in adapter.targets)
-    return shape.num_hidden_layers * adapter.rank * each
+    rows_and_columns = sum(sum(sizes[name]) for name in adapter.targets)
+    return shape.num_hidden_layers * adapter.rank * rows_and_columns
 
 
 def frozen_bytes(sizes: Sizes, adapter: AdapterSpec) -> float:
     """Return the bytes of all frozen weights."""
-    matrices = sizes.leaf(f"bytes of the blocks in {adapter.base}", matrix_bytes(sizes.shape, adapter))
+    matrices = sizes.leaf(f"bytes of the blocks in {adapter.base}", block_bytes(sizes.shape, adapter))
     return matrices + 2 * sizes.root_weights + 4 * sizes.leaf("weights of norms and biases", sizes.vectors)
 
 
-def matrix_bytes(shape: Shape, adapter: AdapterSpec) -> float:
-    """Return the bytes of the blocks' matrices, fused as they are by default."""
+def block_bytes(shape: Shape, adapter: AdapterSpec) -> float:
+    """Return the bytes of the block matrices, with q, k, v and gate, up fused as by default."""
     matrices, sizes = block_matrices(shape), projection_sizes(shape)
     if adapter.base == "bf16":
         return 2.0 * matrices
     if adapter.base == "int8":
         return matrices + 4.0 * shape.num_hidden_layers * sum(rows for rows, _ in sizes.values())
     per_weight = 1 / 2 + 1 / NF4_BLOCK + 4 / (NF4_BLOCK * NF4_SCALE_BLOCK)
-    return per_weight * matrices + 4 * shape.num_hidden_layers * NF4_TABLE
+    return per_weight * matrices + 4 * shape.num_hidden_layers * NF4_TABLE_BYTES
 
 
-def dense_bytes(shape: Shape, spec: StepSpec) -> int:
-    """Return the bytes of the largest dequantized weight, in the activations' dtype; 0 for weights in BF16."""
+def largest_dequantized_bytes(shape: Shape, spec: StepSpec) -> int:
+    """Return the bytes of the largest dequantized weight, in the activations' dtype; 0 for a BF16 base."""
     assert spec.adapter is not None
     if spec.adapter.base == "bf16":
         return 0
     sizes = {name: rows * columns for name, (rows, columns) in projection_sizes(shape).items()}
     qkv = sizes["q_proj"] + 2 * sizes["k_proj"]
-    entering = sizes["up_proj"] + sizes.get("gate_proj", 0)
-    return (4 if spec.precision == "fp32" else 2) * max(qkv, entering, sizes["o_proj"], sizes["down_proj"])
+    gate_up = sizes["up_proj"] + sizes.get("gate_proj", 0)
+    return (4 if spec.precision == "fp32" else 2) * max(qkv, gate_up, sizes["o_proj"], sizes["down_proj"])
 
 
-def joined_bytes(shape: Shape, spec: StepSpec) -> float:
-    """Return the bytes of A and B of all layers as the products take them. In float32, a weight that is not fused
-    uses the parameters themselves."""
+def stacked_adapter_bytes(shape: Shape, spec: StepSpec) -> float:
+    """Return the bytes of the stacked copies of A and B, over all layers. In float32, a weight that is not fused needs
+    no copy."""
     assert spec.adapter is not None
-    sizes, wide = projection_sizes(shape), spec.precision == "fp32"
-    numbers = 0
+    sizes, fp32 = projection_sizes(shape), spec.precision == "fp32"
+    elements = 0
     for fused in (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",)):
-        there = [sizes[name] for name in fused if name in sizes]
+        present = [sizes[name] for name in fused if name in sizes]
         ranks = spec.adapter.rank * sum(name in sizes and name in spec.adapter.targets for name in fused)
-        if ranks and not (wide and len(there) == 1):
-            numbers += ranks * (there[0][1] + sum(rows for rows, _ in there))
-    return (4.0 if wide else 2.0) * shape.num_hidden_layers * numbers
+        if ranks and not (fp32 and len(present) == 1):
+            columns, rows = present[0][1], sum(rows for rows, _ in present)
+            elements += ranks * (columns + rows)
+    return (4.0 if fp32 else 2.0) * shape.num_hidden_layers * elements
 
 
-def kept_more(shape: Shape, spec: StepSpec) -> float:
-    """Return the bytes per token and layer, in 16 bits, that adapters keep beyond full training. Negative where
-    frozen weights without an adapter keep less."""
+def extra_activation_bytes(shape: Shape, spec: StepSpec) -> float:
+    """Return the bytes per token and layer, for 16-bit activations, that are saved beyond those of full training.
+
+    Negative if frozen weights without an adapter save more memory than the adapters need.
+    """
     assert spec.adapter is not None
     targets = set(spec.adapter.targets)
-    kept = 2.0 * spec.adapter.rank * len(targets)
-    if not spec.compiled:  # eager norms keep their result in float32 for the gradient of their weights
+    extra = 2.0 * spec.adapter.rank * len(targets)
+    if not spec.compiled:  # eager norms save their result in float32 for the gradient of their weights
         channels = (shape.num_attention_heads + shape.num_key_value_heads) * shape.head_dim
-        kept -= 8 * shape.hidden_size + (4 * channels if shape.qk_norm else 0)
+        extra -= 8 * shape.hidden_size + (4 * channels if shape.qk_norm else 0)
     if not targets & {"q_proj", "k_proj", "v_proj"}:
-        kept -= 2 * shape.hidden_size
+        extra -= 2 * shape.hidden_size
     if shape.num_experts:
-        return kept
+        return extra
     if not targets & {"gate_proj", "up_proj"}:
-        kept -= 2 * shape.hidden_size
+        extra -= 2 * shape.hidden_size
     if "down_proj" not in targets:
-        kept -= 2 * shape.intermediate_size
-    return kept
+        extra -= 2 * shape.intermediate_size
+    return extra

@@ -10,8 +10,8 @@ seconds. p = 1 would mean that host and device take turns, p -> infinity that th
 large finite p, the step is close to the maximum when D and H differ much, and longer than both when they are similar,
 because the device waits in some parts of a pass and the host in others. The constants were fitted by
 `benchmarks/planner_fit.py` to steps on hosts with 64 virtual Xeon cores (docs/data/2026-11-22-release,
-2026-11-23-card). On other
-processors, `deskside probe` measures the host and sets `factor`; without a probe, `plan/estimate.py` widens the range.
+2026-11-23-card). On other processors, `deskside probe` measures the host and sets `factor`; without a probe,
+`plan/estimate.py` widens the range.
 """
 
 from dataclasses import dataclass, replace
@@ -36,8 +36,8 @@ class HostTimes:
         uncached: Additional seconds per layer and pass if weights are converted at each use.
         step: Seconds per step outside the layers.
         muon: Additional seconds per step of Muon's update.
-        compiled_attention: Seconds per layer and pass of compiled blocks that recompute attention. No other compiled
-            blocks were host-bound.
+        compiled_attention: Seconds per layer and pass of compiled blocks with activation checkpointing of attention.
+            No other compiled blocks were host-bound.
         overlap: The exponent `p` above.
         factor: Host time of this machine relative to the reference.
     """
@@ -72,16 +72,14 @@ class HostTimes:
 
 
 def host_seconds(shape: Shape, spec: StepSpec, host: HostTimes) -> float:
-    """Return the host seconds of a step, or 0 for compiled blocks that were never host-bound."""
+    """Return the host seconds of a step. 0 for compiled blocks that were never host-bound."""
     layers: float = shape.num_hidden_layers * spec.accumulation
     if isinstance(host.factor, Term):  # the planner's explanation shows the product under one name
         layers = leaf("layers x passes", layers)
     if not spec.fused:
-        return (
-            host.factor * layers * host.compiled_attention
-            if spec.activation_checkpointing == "attention"
-            else 0.0
-        )
+        if spec.activation_checkpointing != "attention":
+            return 0.0
+        return host.factor * layers * host.compiled_attention
     repeats = 1 + REPEATED[spec.activation_checkpointing]
     per_step = host.step + (host.muon if spec.optimizer == "muon" else 0.0)
     return host.factor * (layers * host.layer_seconds(spec) * repeats + per_step)
@@ -108,6 +106,6 @@ def device_seconds(step: float, host: float, overlap: float) -> float:
 def host_sensitivity(step: float, waited: float, overlap: float) -> float:
     """Return d log(step) / d log(host): 0 if host time does not matter, 1 if step time is proportional to it.
 
-    waited: the seconds of the step in which the device waits for the host.
+    waited: seconds of the step in which the device waits for the host.
     """
     return 1.0 - ((step - waited) / step) ** overlap

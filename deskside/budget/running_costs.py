@@ -1,17 +1,17 @@
-"""Watts, kilowatt-hours, what a lower power limit costs in speed, and whether owning a card is cheaper than renting.
+"""Power, energy, the effect of a lower power limit on speed, and the cost of owning a card against renting one.
 
-    wall watts  = (GPUs x watts of one + host) / efficiency of the power supply
+    wall watts  = (GPUs x watts of one GPU + watts of the host) / efficiency of the power supply
     kWh         = wall watts x hours / 1000
-    owning      = price / hours of its life + wall kW x price of a kWh                       per hour
-    break-even  = price / (price of renting per hour - electricity per hour)
+    owning      = price / hours of its life + wall kW x price of a kWh                       (per hour)
+    break-even  = price / (rent per hour - electricity per hour)                             (hours)
 
-The watts of a card come from a measurement when there is one (a probe keeps the average), else from its power limit
-and the share of it that training draws (`facts/power.toml`, with sources). Both have a range, and so has the answer.
+The watts of a card are measured if a probe has stored their average, else computed from its power limit and the share
+of this limit that training draws (`facts/power.toml`, with sources). Both have a range, and so do the results.
 
-A power limit is only answered between points that somebody measured on the same card, by straight lines between
-them. Below the lowest point the speed drops steeply at a limit that was not published, so there is no answer there.
+The effect of a power limit is interpolated linearly between published measurements of the same card, and never
+extrapolated: at some limit below the lowest published one, speed drops steeply.
 
-The computer around a card counts with its electricity only: who buys a card mostly has one.
+Of the computer around a card, only the electricity counts, not the price: most buyers of a card have a computer.
 """
 
 import bisect
@@ -21,13 +21,15 @@ from typing import Literal
 from deskside.facts import power_and_prices as facts
 from deskside.facts.gpus import Gpu
 
-MEASURED_SPREAD = 0.03  # watts of a later run against those of a probe on the same card
-LIFE_HOURS = 3 * 365 * 24 * 0.5  # three years, half of the time computing: an assumption, to be shown
+MEASURED_SPREAD = 0.03  # as a share: how much a run's watts may differ from those of a probe on the same card
+LIFE_HOURS = (
+    3 * 365 * 24 * 0.5
+)  # three years, computing half of the time: an assumption that is shown to the user
 
 
 @dataclass(frozen=True)
 class Watts:
-    """Average power with its range. source: how it is known; basis: one line on what it was computed from."""
+    """Average power in watts, with its range. basis: one line about what it was computed from."""
 
     low: float
     expected: float
@@ -38,9 +40,10 @@ class Watts:
 
 @dataclass(frozen=True)
 class CapPoint:
-    """A card at a lower power limit. Shares are of the same card at its data sheet's limit.
+    """Speed and power of a card at a lower power limit, relative to the same card at its data sheet's limit.
 
-    interpolated: between two measured limits. training: the speeds are of training; inference often loses less.
+    interpolated: True if the values were interpolated between two measured limits; training: True if training was
+    measured, False for inference, which often loses less.
     """
 
     limit_watts: float
@@ -54,16 +57,16 @@ class CapPoint:
 
     @property
     def energy_share(self) -> float:
-        """Energy per token against the card at its full limit."""
+        """Energy per token, relative to the card at its full limit."""
         return self.power_share / self.speed_share
 
 
 @dataclass(frozen=True)
 class OwnOrRent:
-    """Owning against renting, per hour of the run and all its cards.
+    """Cost of owning and of renting, per hour of the run with all its cards.
 
-    break_even_hours: of use, after which owning is cheaper; None: never, because its electricity alone costs as much as
-    renting. within_life: that this is before the end of the cards' life; False when never.
+    break_even_hours: hours of use after which owning is cheaper; None if never, because the electricity alone costs as
+    much as renting. within_life: True if these hours are within the cards' life.
     """
 
     own_per_hour: float
@@ -73,7 +76,7 @@ class OwnOrRent:
     within_life: bool
 
     @property
-    def words(self) -> str:
+    def summary(self) -> str:
         """The comparison as one line of text."""
         if self.break_even_hours is None:
             return "owning never pays: its electricity costs as much as renting"
@@ -85,8 +88,8 @@ class OwnOrRent:
 def gpu_watts(gpu: Gpu, limit_watts: float | None = None, measured_watts: float | None = None) -> Watts:
     """Return the average draw of one card in training.
 
-    limit_watts: the limit that is set, the data sheet's without one. measured_watts: the average of a probe on this
-    card under this limit; it decides when it is given.
+    limit_watts: the configured power limit; default: that of the data sheet. measured_watts: the average of a probe on
+    this card at this limit. It takes precedence.
     """
     if measured_watts is not None:
         spread = measured_watts * MEASURED_SPREAD
@@ -98,15 +101,15 @@ def gpu_watts(gpu: Gpu, limit_watts: float | None = None, measured_watts: float 
     return Watts(share.low * limit, share.expected * limit, share.high * limit, "modelled", basis)
 
 
-def wall_watts(one: Watts, gpus: int = 1) -> Watts:
+def wall_watts(card: Watts, gpus: int = 1) -> Watts:
     """Return the power at the wall of a computer with `gpus` such cards."""
     host, supply = facts.host_watts(), facts.supply_efficiency()
     return Watts(
-        (gpus * one.low + host.low) / supply.low,
-        (gpus * one.expected + host.expected) / supply.expected,
-        (gpus * one.high + host.high) / supply.high,
+        (gpus * card.low + host.low) / supply.low,
+        (gpus * card.expected + host.expected) / supply.expected,
+        (gpus * card.high + host.high) / supply.high,
         "modelled",
-        f"({gpus} x {one.expected:.0f} W + {host.expected:.0f} W host, {host.source}) / "
+        f"({gpus} x {card.expected:.0f} W + {host.expected:.0f} W host, {host.source}) / "
         f"{supply.expected:.2f}, {supply.source}",
     )
 
@@ -117,14 +120,16 @@ def kilowatt_hours(wall: Watts, low: float, expected: float, high: float) -> tup
 
 
 def cap_table(gpu: Gpu) -> list[CapPoint]:
-    """Return every power limit below the data sheet's at which this very card was measured, highest first. Where two
-    publications overlap, the first that was about training counts."""
-    known = [series for series in facts.cap_series(gpu) if _covers(series, gpu.watts)]
+    """Return the published power limits below the data sheet's for this card, highest first.
+
+    Where the ranges of two publications overlap, the earlier in the list counts; those about training come first.
+    """
+    published = [series for series in facts.cap_series(gpu) if _covers(series, gpu.watts)]
     table = [
         _point(series, gpu, limit)
-        for place, series in enumerate(known)
+        for index, series in enumerate(published)
         for limit, _, _ in series.points
-        if limit < gpu.watts and not any(_covers(earlier, limit) for earlier in known[:place])
+        if limit < gpu.watts and not any(_covers(earlier, limit) for earlier in published[:index])
     ]
     return sorted(table, key=lambda point: -point.limit_watts)
 
@@ -134,13 +139,13 @@ def _covers(series: facts.CapSeries, limit: float) -> bool:
 
 
 def _point(series: facts.CapSeries, gpu: Gpu, limit: float) -> CapPoint:
-    """Against the data sheet's limit: the card that was measured may have had another one."""
-    speed, draw = _at(series, limit)
-    full_speed, full_draw = _at(series, gpu.watts)
+    """Return a series at `limit`, relative to the data sheet's limit; the measured card may have had another limit."""
+    speed, watts = _interpolated(series, limit)
+    full_speed, full_watts = _interpolated(series, gpu.watts)
     return CapPoint(
         limit_watts=limit,
         speed_share=speed / full_speed,
-        power_share=draw / full_draw,
+        power_share=watts / full_watts,
         interpolated=not {limit, gpu.watts} <= {watts for watts, _, _ in series.points},
         training=series.training,
         workload=series.workload,
@@ -149,12 +154,15 @@ def _point(series: facts.CapSeries, gpu: Gpu, limit: float) -> CapPoint:
     )
 
 
-def _at(series: facts.CapSeries, limit: float) -> tuple[float, float]:
-    """Return (speed share, draw in watts) of a series at a limit that it covers."""
+def _interpolated(series: facts.CapSeries, limit: float) -> tuple[float, float]:
+    """Return (speed share, watts drawn) of a series at a limit that it covers."""
     above = bisect.bisect_left(series.points, limit, key=lambda point: point[0])
-    right, left = series.points[above], series.points[max(above - 1, 0)]
-    part = 0.0 if left[0] == right[0] else (limit - left[0]) / (right[0] - left[0])
-    return left[1] + part * (right[1] - left[1]), left[2] + part * (right[2] - left[2])
+    (low, low_speed, low_watts), (high, high_speed, high_watts) = (
+        series.points[max(above - 1, 0)],
+        series.points[above],
+    )
+    part = 0.0 if low == high else (limit - low) / (high - low)
+    return low_speed + part * (high_speed - low_speed), low_watts + part * (high_watts - low_watts)
 
 
 def own_or_rent(
@@ -167,8 +175,8 @@ def own_or_rent(
 ) -> OwnOrRent:
     """Compare buying `gpus` cards at `price` each with renting them.
 
-    wall_watts: of the whole computer with its cards, while it computes; life_hours: of use, after which a card is worth
-    nothing.
+    wall_watts: power of the whole computer with its cards while it trains; per_kwh: price of a kWh; life_hours: hours
+    of use until a card is worth nothing.
     """
     electricity = wall_watts / 1000 * per_kwh
     rent = gpus * rent_per_gpu_hour
@@ -183,5 +191,5 @@ def own_or_rent(
 
 
 def per_billion_tokens(per_hour: float, tokens_per_second: float) -> float:
-    """Return the cost of a billion tokens."""
+    """Return the cost of a billion tokens from the cost per hour."""
     return per_hour * 1e9 / tokens_per_second / 3600

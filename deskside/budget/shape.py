@@ -1,15 +1,15 @@
 """Parameters, FLOPs and KV cache of a model shape.
 
 FLOPs per token follow one convention everywhere in this project: a forward and backward pass, two FLOPs per
-multiply-add, the backward twice the forward; the products with weights that a token really meets (of a mixture of
-experts the chosen ones; the head, but not the embedding look-up), and attention only over what the causal mask and
-the window let it see. Norms, activations and recomputation do not count.
+multiply-add, the backward twice the forward. Counted are the products with weights that a token is multiplied with (in
+a mixture of experts only its chosen experts; the head, but not the embedding look-up), and attention over the positions
+that the causal mask and the window admit. Norms, activations and recomputation do not count.
 
     6 x matmul parameters + sum over layers of 12 x heads x head_dim x T_avg
-    T_avg: half of the sequence T; with a window w < T: w - w^2 / (2 T)
+    T_avg: average positions that a token attends to: T / 2 for a sequence of T; with a window w < T, w - w^2 / (2 T)
 
-The 12 is two products (scores, values), two FLOPs, three passes. Some others count the full square (T instead of
-T / 2), which raises the utilization they print.
+The 12 is two products (scores, values) x two FLOPs x three (the forward once, the backward twice). Some other projects
+count the full square (T instead of T / 2), which raises the utilization they report.
 """
 
 from typing import Protocol
@@ -18,7 +18,7 @@ from deskside.budget.terms import leaf
 
 
 class Shape(Protocol):
-    """The fields of a model's configuration that formulas read. `config.model.ModelConfig` has them."""
+    """The fields of a model's configuration that the formulas read, a subset of `config.model.ModelConfig`."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -63,59 +63,61 @@ class Shape(Protocol):
 
 
 def parameter_groups(shape: Shape) -> dict[str, int]:
-    """Return parameters by group. A tied head counts once, as embedding; router and experts are mlp; biases go with
-    their projection, QK-norm with the norms."""
+    """Return the number of parameters by group.
+
+    A tied head counts only as embedding. Router and experts belong to "mlp", biases to the group of their projection,
+    and QK-norm to "norm".
+    """
     D, layers = shape.hidden_size, shape.num_hidden_layers
     per_norm = D * (2 if shape.norm == "layernorm" and shape.norm_bias else 1)
     return {
         "embedding": shape.vocab_size * D,
         "position": shape.max_position_embeddings * D if shape.position_embedding == "learned" else 0,
-        "attention": layers * (attention_matrix(shape) + _attention_bias(shape)),
-        "mlp": layers * (mlp_matrix(shape, shape.num_experts) + _mlp_bias(shape)),
+        "attention": layers * (attention_weights(shape) + _attention_biases(shape)),
+        "mlp": layers * (mlp_weights(shape, shape.num_experts) + _mlp_biases(shape)),
         "norm": (2 * layers + 1) * per_norm + (layers * 2 * shape.head_dim if shape.qk_norm else 0),
         "head": 0 if shape.tie_word_embeddings else shape.vocab_size * D,
     }
 
 
 def num_params(shape: Shape) -> int:
-    """Return all parameters."""
+    """Return the number of parameters."""
     return sum(parameter_groups(shape).values())
 
 
 def root_params(shape: Shape) -> int:
-    """Return parameters in no block: embedding, positions, head. The last norm, a few thousand at most, is left out."""
+    """Return the parameters outside the blocks: embedding, positions, head. The small final norm is left out."""
     groups = parameter_groups(shape)
     return groups["embedding"] + groups["position"] + groups["head"]
 
 
 def active_params(shape: Shape) -> int:
-    """Return parameters that one token uses: of a mixture of experts the chosen experts only, else all."""
-    idle = mlp_matrix(shape, shape.num_experts) - mlp_matrix(shape, shape.num_experts_per_tok)
+    """Return the parameters that one token uses: all, or in a mixture of experts all but the experts not chosen."""
+    idle = mlp_weights(shape, shape.num_experts) - mlp_weights(shape, shape.num_experts_per_tok)
     return num_params(shape) - (shape.num_hidden_layers * idle if shape.num_experts else 0)
 
 
 def matmul_params(shape: Shape) -> int:
-    """Return weights that a token is multiplied with: block matrices (chosen experts, router) and the head, tied or
-    not."""
-    block = attention_matrix(shape) + mlp_matrix(shape, shape.num_experts_per_tok)
+    """Return the weights that a token is multiplied with: block matrices (chosen experts, router) and the head, tied
+    or not."""
+    block = attention_weights(shape) + mlp_weights(shape, shape.num_experts_per_tok)
     return shape.num_hidden_layers * block + shape.vocab_size * shape.hidden_size
 
 
 def block_matrices(shape: Shape) -> int:
-    """Return weights in the matrices of the blocks, all experts included: what Muon updates."""
-    return shape.num_hidden_layers * (attention_matrix(shape) + mlp_matrix(shape, shape.num_experts))
+    """Return the weights in the matrices of the blocks, all experts included. Muon updates these."""
+    return shape.num_hidden_layers * (attention_weights(shape) + mlp_weights(shape, shape.num_experts))
 
 
 def attention_span(sequence_length: int, window: int | None) -> float:
-    """Return tokens that a token attends to, averaged over a causal sequence (continuous limit: T / 2, not (T + 1) /
-    2)."""
+    """Return the average number of tokens that a token attends to (T / 2, an approximation of (T + 1) / 2)."""
     if window is None or window >= sequence_length:
         return sequence_length / 2
     return window - window**2 / (2 * sequence_length)
 
 
 def flops_per_token(shape: Shape, sequence_length: int, traced: bool = False) -> float:
-    """Return the FLOPs of forward and backward per token in rows of `sequence_length`, in the convention above."""
+    """Return the FLOPs per token of forward and backward, by the convention of the module docstring."""
     span = sum(attention_span(sequence_length, shape.layer_window(i)) for i in range(shape.num_hidden_layers))
     weights: float = matmul_params(shape)
     queries: float = shape.num_attention_heads * shape.head_dim
@@ -126,36 +128,39 @@ def flops_per_token(shape: Shape, sequence_length: int, traced: bool = False) ->
 
 
 def kv_bytes_per_token(shape: Shape, bytes_per_element: float) -> float:
-    """Return bytes of keys and values that one token keeps in the cache, over all layers (windows do not shrink it)."""
+    """Return the bytes of one token in the KV cache, over all layers. Windows do not make it smaller."""
     per_layer = 2 * shape.num_key_value_heads * shape.head_dim
     return shape.num_hidden_layers * per_layer * bytes_per_element
 
 
-def attention_matrix(shape: Shape) -> int:
-    """Return weights of one layer's projections, of q, k, v and the output."""
+def attention_weights(shape: Shape) -> int:
+    """Return the weights of the q, k, v and output projections of one layer."""
     q, kv = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
     return shape.hidden_size * (2 * q + 2 * kv)
 
 
-def _attention_bias(shape: Shape) -> int:
+def _attention_biases(shape: Shape) -> int:
     q, kv = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
     return q + 2 * kv + shape.hidden_size if shape.attention_bias else 0
 
 
-def mlp_matrix(shape: Shape, experts: int) -> int:
-    """Return weights of one layer's MLP; of a mixture of experts the router and `experts` of them."""
+def mlp_weights(shape: Shape, experts: int) -> int:
+    """Return the weights of one layer's MLP. In a mixture of experts: the router and `experts` experts."""
     matrices = 3 if shape.gated_mlp else 2
     if shape.num_experts:
         return shape.hidden_size * (shape.num_experts + experts * matrices * shape.moe_intermediate_size)
     return matrices * shape.hidden_size * shape.intermediate_size
 
 
-def active_mlp_width(shape: Shape) -> int:
-    """Return the MLP width that a token meets: in a mixture of experts, of all its chosen experts together."""
+def mlp_width_per_token(shape: Shape) -> int:
+    """Return the intermediate size of a layer's MLP, summed over a token's experts in a mixture of experts."""
     if shape.num_experts:
         return shape.num_experts_per_tok * shape.moe_intermediate_size
     return shape.intermediate_size
 
 
-def _mlp_bias(shape: Shape) -> int:
-    return (shape.gated_mlp + 1) * shape.intermediate_size + shape.hidden_size if shape.mlp_bias else 0
+def _mlp_biases(shape: Shape) -> int:
+    if not shape.mlp_bias:
+        return 0
+    inputs = 2 if shape.gated_mlp else 1
+    return inputs * shape.intermediate_size + shape.hidden_size

@@ -1,13 +1,13 @@
-"""The sizes of a model and of an optimizer step in which the formulas of memory and time are written."""
+"""Sizes of a model and of an optimizer step: the variables of the formulas for memory and time."""
 
 from functools import lru_cache
 
 from deskside.budget.shape import (
     Shape,
-    active_mlp_width,
-    attention_matrix,
+    attention_weights,
     block_matrices,
-    mlp_matrix,
+    mlp_weights,
+    mlp_width_per_token,
     num_params,
     root_params,
 )
@@ -20,10 +20,10 @@ class Sizes:
 
     Attributes:
         queries, keys: Channels of all query heads, and of all key (or value) heads.
-        mlp_width: Width of a layer's MLP that a token meets. In a mixture of experts, of all its chosen experts.
-        root_weights: Weights in no block: embedding, positions, head.
-        shards: GPUs that share one copy of the weights; 1 where every GPU holds them all.
-        traced: Whether the sizes are `Term`s, so that results carry their formulas.
+        mlp_width: Intermediate size of a layer's MLP. In a mixture of experts, the sum over the experts of one token.
+        root_weights: Weights outside the blocks: embedding, positions, head.
+        shards: GPUs that share one copy of the weights; 1 if every GPU holds all of them.
+        traced: True if the sizes are `Term`s, so that results carry their formulas.
     """
 
     def __init__(self, shape: Shape, spec: StepSpec, traced: bool = False):
@@ -51,7 +51,7 @@ class Sizes:
         self.shards = size("shards", spec.gpus if spec.sharded else 1)
 
     def leaf(self, name: str, value: float) -> float:
-        """Return a number that no formula here computes, with a name if the sizes are traced."""
+        """Return `value`, as a `Term` with this name if the sizes are traced."""
         return leaf(name, value) if self.traced else value
 
     @property
@@ -60,13 +60,13 @@ class Sizes:
         return self.parameters - self.block_weights - self.root_weights
 
 
-@lru_cache(maxsize=512)  # the planner prices one shape in hundreds of ways
+@lru_cache(maxsize=512)  # the planner evaluates hundreds of settings for one shape
 def _counts(shape: Shape) -> tuple[int, int, int, int, int, int]:
     return (
-        active_mlp_width(shape),
+        mlp_width_per_token(shape),
         num_params(shape),
         block_matrices(shape),
         root_params(shape),
-        attention_matrix(shape),
-        mlp_matrix(shape, shape.num_experts_per_tok),
+        attention_weights(shape),
+        mlp_weights(shape, shape.num_experts_per_tok),
     )

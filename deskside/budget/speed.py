@@ -1,27 +1,27 @@
 """Seconds of one optimizer step: the step's operators at the rates of a device.
 
-Every operator is priced alone and the times add up, because a GPU does one after the other:
+The time of each operator is computed separately and the times are added, because a GPU runs one after the other:
 
     products    FLOPs / (large matmul rate x efficiency)
     attention   FLOPs / (large matmul rate x efficiency at this head_dim)
     traffic     bytes / (bandwidth x efficiency)
     quantize    bytes / (bandwidth x efficiency of traffic)
-    layers      a fixed delay for each in each pass: the tails of many small kernels
+    layers      a fixed delay per layer and pass: the tails of many small kernels
 
-Meanwhile the host prepares what comes next (`budget/host.py`). A step of small passes ends when the host is done, not
-the device; the item `host` is what the device waits for.
+Meanwhile the host launches the next kernels (`budget/host.py`). With small passes, the host takes longer than the
+device; the item `host` is the time that the device waits.
 
-The large matmul rate is the one that a card sustains, measured, not the data sheet's: data-center cards hold
-half to four fifths of theirs, GeForce cards all of it. The efficiencies are shares of these two rates, and
-what they are worth was fitted to whole steps of this project on an H200: of compiled blocks by
-`benchmarks/planner_accuracy.py fit`, of the hand-written halves by `benchmarks/planner_fit.py`. A probe of a
-card corrects them there (`plan/calibrate.py`). They are not the kernels' own utilization: overlap, caches and
-power limits are in them too.
+The large matmul rate is the measured, sustained rate of a card, not its data sheet's: data-center cards sustain half to
+four fifths of the data sheet, GeForce cards all of it. The efficiencies are shares of this rate and of the bandwidth.
+They were fitted to whole steps of this project on an H200: those of compiled blocks by `benchmarks/planner_accuracy.py
+fit`, those of the fused sublayers by `benchmarks/planner_fit.py`. A probe of a card corrects them for this card
+(`plan/calibrate.py`). They are not the utilization of single kernels, because they include overlap, caches and power
+limits.
 """
 
 from dataclasses import dataclass, field, replace
 
-from deskside.budget.format_costs import EMULATED
+from deskside.budget.format_costs import EMULATED_RATE_SHARE
 from deskside.budget.host import HostTimes, host_seconds, overlapped_seconds
 from deskside.budget.operators import PRODUCTS, TRAFFIC, Operator, step_operators
 from deskside.budget.shape import Shape
@@ -37,11 +37,14 @@ ITEMS = (
 class Efficiency:
     """Shares of the large matmul rate and of the data sheet's bandwidth, and the delay of a layer in seconds.
 
-    Fitted to 32 runs of this project on an H200, torch 2.11, with compiled blocks; they predict 31 others
-    with a median error of 2 %. low_precision: share of matmul and head that FP8 and NVFP4 products reach of
-    their own rate; rowwise: share of that which FP8 products with a scale per row reach. windowed: share of
-    the same attention's efficiency that kernels with a sliding window reach. muon_width: hidden size at which
-    Newton-Schulz runs at half of optimizer_matmul.
+    The defaults were fitted to 32 runs of this project on an H200 with compiled blocks (torch 2.11). They predict 31
+    other runs with a median error of 2 %.
+
+    Attributes:
+        low_precision: Factor on `matmul` and `head` for FP8 and NVFP4 products, relative to the rate of their format.
+        rowwise: Additional factor for FP8 products with a scale per row.
+        windowed: Factor on the efficiency of attention for kernels with a sliding window.
+        muon_width: Hidden size at which Newton-Schulz runs at half of `optimizer_matmul`.
     """
 
     matmul: float = 0.867
@@ -60,17 +63,17 @@ class Efficiency:
     muon_width: float = 0.0
 
     def attention(self, head_dim: int) -> float:
-        """Interpolated between head_dim 64 and 128, in proportion to head_dim below 64."""
+        """Return the efficiency at `head_dim`: interpolated from 64 to 128, proportional below 64."""
         if head_dim <= 64:
             return self.attention_64 * head_dim / 64
         share = min(1.0, (head_dim - 64) / 64)
         return self.attention_64 + share * (self.attention_128 - self.attention_64)
 
 
-# Of the hand-written halves: by arithmetic from the kernels of a step of `124m` on an H200, BF16 and FP8 (docs/log.md,
-# 2026-11-21), then fitted to whole steps with a pull towards that. attention_128 was not measured: its ratio to 64 is
-# the compiled step's.
-FUSED = Efficiency(
+# Efficiencies of the fused sublayers. Initial values were computed from the kernel times of a step of `124m` on an
+# H200, in BF16 and FP8 (docs/log.md, 2026-11-21), and used as a prior when fitting to whole steps. attention_128 was
+# not measured: its ratio to attention_64 is that of the compiled step.
+FUSED_EFFICIENCY = Efficiency(
     matmul=0.892, head=0.881, attention_64=0.360, attention_128=0.441, traffic=0.753, weights=0.751,
     optimizer_matmul=0.894, optimizer_traffic=0.690, loss_traffic=0.574, low_precision=0.992, layer_seconds=196e-6,
     rowwise=0.637, windowed=0.471, muon_width=1457.0,
@@ -81,12 +84,16 @@ FUSED = Efficiency(
 class Rates:
     """Rates of a device, per second.
 
-    matmul_flops: a large product in the activations' format, sustained, FLOP/s; bandwidth: bytes/s of its memory, read
-    plus written; low_precision_flops, fp4_flops: of a large FP8 and of a large NVFP4 product, None if not supported;
-    single_flops: of a product in FP32, None where matmul_flops is that already; link_bandwidth: bytes/s that one GPU
-    exchanges with the others while all do; host_bandwidth: to the host and back, each way with the other busy too:
-    four fifths of PCIe 4 x16, modelled. compute, memory and delay multiply the times of groups of operators: this is
-    where a probe's correction goes.
+    Attributes:
+        matmul_flops: Sustained FLOP/s of a large product in the activations' dtype.
+        bandwidth: Bytes/s of the GPU's memory, read plus written.
+        low_precision_flops, fp4_flops: FLOP/s of a large FP8 and a large NVFP4 product; None if not supported.
+        single_flops: FLOP/s of a product in FP32; None if `matmul_flops` is in FP32 already.
+        link_bandwidth: Bytes/s that one GPU exchanges with the others while all of them communicate.
+        host_bandwidth: Bytes/s to and from the host, each way while the other is busy too. The default is four fifths
+            of PCIe 4 x16, modelled.
+        efficiency, fused: Efficiencies of compiled blocks and of fused sublayers.
+        compute, memory, delay: Factors on the times of products, memory traffic and delays; calibration sets them.
     """
 
     matmul_flops: float
@@ -100,50 +107,54 @@ class Rates:
     compute: float = 1.0
     memory: float = 1.0
     delay: float = 1.0
-    fused: Efficiency = FUSED
+    fused: Efficiency = FUSED_EFFICIENCY
     host: HostTimes = field(default_factory=HostTimes)
 
     def efficiency_of(self, spec: StepSpec) -> Efficiency:
-        """Return the efficiencies of the execution that this step uses."""
+        """Return the efficiencies for this step: of fused sublayers or of compiled blocks."""
         return self.fused if spec.fused else self.efficiency
 
     def corrected(self, compute: float, memory: float, delay: float) -> "Rates":
-        """Return these rates with the times of products, traffic and delays multiplied."""
+        """Return these rates with additional factors on the times of products, memory traffic and delays."""
         return replace(
             self, compute=self.compute * compute, memory=self.memory * memory, delay=self.delay * delay
         )
 
 
 def operator_seconds(operator: Operator, rates: Rates, spec: StepSpec) -> float:
-    """Return seconds of one operator. Raises ValueError for a product in a format that the device lacks."""
-    e, group, amount = rates.efficiency_of(spec), operator.group, operator.amount
+    """Return the seconds of one operator. Raises ValueError for a product in a format that the device lacks."""
+    efficiency, group, amount = rates.efficiency_of(spec), operator.group, operator.amount
     if group in PRODUCTS:
         peak = product_rate(operator, rates)
-        # Muon iterates in bfloat16 whatever the activations are in.
+        # Newton-Schulz runs in bfloat16 in FP32 training too.
         if spec.precision == "fp32" and group != "optimizer_matmul" and rates.single_flops is not None:
             peak = rates.single_flops
-        share = e.attention(operator.width) if group == "attention" else float(getattr(e, group))
+        share = (
+            efficiency.attention(operator.width)
+            if group == "attention"
+            else float(getattr(efficiency, group))
+        )
         if operator.runs_as in ("fp8", "nvfp4"):
-            share *= e.low_precision
+            share *= efficiency.low_precision
             if spec.precision == "fp8-rowwise" and group == "matmul":
-                share *= e.rowwise
+                share *= efficiency.rowwise
         if operator.windowed:
-            share *= e.windowed
+            share *= efficiency.windowed
         if group == "optimizer_matmul":
-            share /= 1 + e.muon_width / operator.width
+            share /= 1 + efficiency.muon_width / operator.width
         return rates.compute * amount / (peak * share)
     if group in TRAFFIC:
-        share = e.traffic if group == "quantize" else float(getattr(e, group))
+        share = float(getattr(efficiency, "traffic" if group == "quantize" else group))
         return rates.memory * amount / (rates.bandwidth * share)
     if group == "layers":
-        return rates.delay * amount * e.layer_seconds
+        return rates.delay * amount * efficiency.layer_seconds
     return amount / (rates.link_bandwidth if group == "communication" else rates.host_bandwidth)
 
 
 def product_rate(operator: Operator, rates: Rates) -> float:
-    """Return FLOP/s of a large product as this one runs. Raises ValueError for a format that the device lacks."""
+    """Return the FLOP/s of a large product in the operator's format. Raises ValueError if the device lacks it."""
     if operator.runs_as == "emulated":
-        return EMULATED * rates.matmul_flops
+        return EMULATED_RATE_SHARE * rates.matmul_flops
     if operator.runs_as in ("fp8", "nvfp4"):
         rate = rates.low_precision_flops if operator.runs_as == "fp8" else rates.fp4_flops
         if rate is None:
@@ -153,7 +164,7 @@ def product_rate(operator: Operator, rates: Rates) -> float:
 
 
 def step_seconds(shape: Shape, spec: StepSpec, rates: Rates) -> dict[str, float]:
-    """Return the seconds of one optimizer step by item (`ITEMS`); the sum is the step."""
+    """Return the seconds of one optimizer step by item (`ITEMS`). They add up to the whole step."""
     seconds = dict.fromkeys(ITEMS, 0.0)
     for operator in step_operators(shape, spec):
         seconds[operator.item] += operator_seconds(operator, rates, spec)
@@ -165,5 +176,5 @@ def step_seconds(shape: Shape, spec: StepSpec, rates: Rates) -> dict[str, float]
 
 
 def tokens_per_second(shape: Shape, spec: StepSpec, rates: Rates) -> float:
-    """Return the tokens per second of the whole step, over all GPUs."""
+    """Return the tokens per second over all GPUs."""
     return spec.tokens / sum(step_seconds(shape, spec, rates).values())

@@ -1,12 +1,12 @@
-"""Bytes of optimizer state by format, and the part that stays on the GPU when the state is offloaded to the host.
+"""Bytes of optimizer state by format, and how many of them are on the GPU when the state is offloaded to the host.
 
     bytes per weight     AdamW, two moments    Muon, one momentum
     float32                      8                     4
     bfloat16                     4                     2
     8bit                   2 + 8/256                   2 (bfloat16)
 
-Vectors (norms, biases) keep float32 state on the GPU; `optim/adamw.py` explains why. BUFFERS and PIECE are those of
-`optim/offload.py`, which a test checks.
+Vectors (norms, biases) keep float32 state on the GPU; `optim/adamw.py` explains why. BUFFERS and PIECE repeat the
+constants of `optim/offload.py`; a test compares them.
 """
 
 from dataclasses import dataclass
@@ -15,19 +15,20 @@ from deskside.budget.adapters import adapter_params
 from deskside.budget.sizes import Sizes
 from deskside.budget.step_spec import StateFormat
 
-BUFFERS, PIECE = 3, 2**22
-ADAMW_STATE: dict[StateFormat, float] = {"float32": 8, "bfloat16": 4, "8bit": 2 + 8 / 256}
-MUON_STATE: dict[StateFormat, float] = {"float32": 4, "bfloat16": 2, "8bit": 2}
+BUFFERS, PIECE = 3, 2**22  # streaming buffers on the GPU, and weights per buffer
+# Bytes per weight.
+ADAMW_STATE_BYTES: dict[StateFormat, float] = {"float32": 8, "bfloat16": 4, "8bit": 2 + 8 / 256}
+MUON_STATE_BYTES: dict[StateFormat, float] = {"float32": 4, "bfloat16": 2, "8bit": 2}
 
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Optimizer state of one GPU. matrices: of block weights; tables: of embeddings and head; vectors: the rest."""
+    """Bytes of one GPU's optimizer state of block matrices, tables (embeddings, head) and vectors (norms, biases)."""
 
     matrices: float
     tables: float
     vectors: float
-    largest_per_weight: float
+    max_bytes_per_weight: float
 
     @property
     def total(self) -> float:
@@ -41,26 +42,26 @@ class StateBytes:
     @property
     def buffers(self) -> float:
         """Bytes of the streaming buffers on the GPU."""
-        return min(BUFFERS * PIECE * self.largest_per_weight, BUFFERS * self.streamed)
+        return min(BUFFERS * PIECE * self.max_bytes_per_weight, BUFFERS * self.streamed)
 
 
 def state_bytes(sizes: Sizes) -> StateBytes:
-    """Return the optimizer state of one GPU. Adapters are matrices, and nothing else is trained beside them."""
+    """Return the optimizer state of one GPU. If adapters are trained, only they have state; they count as matrices."""
     spec = sizes.spec
-    adamw = ADAMW_STATE[spec.states]
+    adamw = ADAMW_STATE_BYTES[spec.states]
     if spec.adapter is not None:
         trained = sizes.leaf("parameters of the adapters", adapter_params(sizes.shape, spec.adapter))
-        return StateBytes(adamw * trained, 0.0, 0.0, adamw)
-    per_matrix = MUON_STATE[spec.states] if spec.optimizer == "muon" else adamw
+        return StateBytes(matrices=adamw * trained, tables=0.0, vectors=0.0, max_bytes_per_weight=adamw)
+    per_matrix_weight = MUON_STATE_BYTES[spec.states] if spec.optimizer == "muon" else adamw
     return StateBytes(
-        matrices=per_matrix * sizes.block_weights / sizes.shards,
+        matrices=per_matrix_weight * sizes.block_weights / sizes.shards,
         tables=adamw * sizes.root_weights / sizes.shards,
         vectors=8 * sizes.leaf("weights of norms and biases", sizes.vectors) / sizes.shards,
-        largest_per_weight=sizes.leaf("bytes of a weight's state", max(per_matrix, adamw)),
+        max_bytes_per_weight=sizes.leaf("bytes of a weight's state", max(per_matrix_weight, adamw)),
     )
 
 
-def on_gpu(sizes: Sizes) -> float:
-    """Return the bytes of optimizer state on one GPU, or of the buffers in its place if it is offloaded."""
+def gpu_state_bytes(sizes: Sizes) -> float:
+    """Return the bytes of optimizer state on one GPU. Offloaded state counts only with its streaming buffers."""
     state = state_bytes(sizes)
     return state.vectors + state.buffers if sizes.spec.offload_optimizer else state.total

@@ -1,19 +1,19 @@
-"""Specification of one optimizer step, apart from the model's shape: everything that its memory and time depend on."""
+"""Specification of an optimizer step: all that its memory and time depend on, except the model's shape."""
 
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from deskside.budget.format_costs import ALL_NATIVE, LowKind, Precision
+from deskside.budget.format_costs import ALL_NATIVE, LowFormat, Precision
 
 Checkpointing = Literal["none", "attention", "mlp", "block"]
 OptimizerName = Literal["muon", "adamw"]
-CopiesKept = Literal["pass", "step", "use"]
+CopyLifetime = Literal["pass", "step", "use"]
 StateFormat = Literal["float32", "bfloat16", "8bit"]
 
 
 @dataclass(frozen=True)
 class AdapterSpec:
-    """Adapters that train beside frozen weights: their rank, the projections that have one, the weights' format."""
+    """LoRA adapters: their rank, the adapted projections, and the format of the frozen base weights."""
 
     rank: int
     targets: tuple[str, ...]
@@ -26,26 +26,26 @@ class StepOptions:
 
     Attributes:
         sharded: Weights, gradients and optimizer states are spread over the GPUs (FSDP). Otherwise each GPU holds all.
-        native: Formats below 16 bits that the tensor cores run. The others are emulated.
-        kept_weights: Share of a quantized block's weights that stays in BF16, where single projections are kept.
-        fp8_head: The output head's products are in FP8.
-        copies: How long BF16 copies of weights are kept. "pass": from forward to backward, by autograd; "step": until
-            the weights change, by the cache (formats below 16 bits always have it); "use": not at all.
-        compiled: torch.compile runs on blocks that are not fused.
-        loss_chunk_tokens: Tokens whose logits exist at one time.
+        native: Formats below 16 bits that the tensor cores support. The others are emulated.
+        kept_weights: Share of a quantized block's weights in projections that stay in BF16.
+        fp8_head: The output head is multiplied in FP8.
+        copies: Lifetime of the BF16 copies of weights. "pass": autograd keeps them from forward to backward; "step":
+            a cache keeps them until the weights change (always so below 16 bits); "use": they are not kept.
+        compiled: Blocks without fused sublayers are compiled by torch.compile.
+        loss_chunk_tokens: Tokens whose logits exist at the same time.
         states: Format of the optimizer states.
         offload_optimizer: Optimizer states are in host memory and are streamed through the GPU at each step.
-        adapter: Only these adapters train; the weights are frozen.
+        adapter: The adapters to train over frozen weights; None to train all weights.
     """
 
     gpus: int = 1
     sharded: bool = False
     optimizer: OptimizerName = "muon"
     precision: Precision = "bf16"
-    native: frozenset[LowKind] = ALL_NATIVE
+    native: frozenset[LowFormat] = ALL_NATIVE
     kept_weights: float = 0.0
     fp8_head: bool = False
-    copies: CopiesKept = "pass"
+    copies: CopyLifetime = "pass"
     activation_checkpointing: Checkpointing = "none"
     compiled: bool = True
     loss_chunk_tokens: int = 8192
@@ -63,10 +63,10 @@ OPTION_NAMES = tuple(field.name for field in fields(StepOptions))
 
 @dataclass(frozen=True)
 class StepSpec(StepOptions):
-    """One optimizer step. Raises ValueError for sizes that do not divide.
+    """One optimizer step. Raises ValueError for sizes that do not divide evenly.
 
-    tokens: of the step, over all GPUs; micro_tokens: of one forward pass on one GPU; kept_blocks: blocks that stay in
-    BF16 when the precision is quantized.
+    tokens: tokens per step, over all GPUs; micro_tokens: tokens per forward pass on one GPU; kept_blocks: blocks that
+    stay in BF16 when the precision is quantized.
     """
 
     sequence_length: int
@@ -88,12 +88,12 @@ class StepSpec(StepOptions):
             )
 
     def quantized_share(self, layers: int) -> float:
-        """Return the share of the weights of all blocks that a quantized precision quantizes."""
+        """Return the share of the block weights that a quantized precision converts."""
         return (1 - self.kept_blocks / layers) * (1 - self.kept_weights)
 
     @property
     def fused(self) -> bool:
-        """True if fused sublayers compute the blocks. Only they convert weights themselves."""
+        """True if fused sublayers compute the blocks: otherwise autograd holds the converted weights for a pass."""
         return self.copies != "pass"
 
     @property

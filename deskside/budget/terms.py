@@ -1,16 +1,16 @@
-"""Numbers that remember the formula they came from, so that a formula is written once and can be printed.
+"""Numbers that carry the formula that computed them, so that each formula is written once and can be printed.
 
-`budget/` computes memory and time with ordinary arithmetic. Called with plain numbers, a formula costs what it looks
-like; the planner's search does that thousands of times. Called with `Term`s, it returns the same value and carries two
-texts along: the formula in words, and the formula with the numbers filled in. `deskside plan --explain` prints both:
+`budget/` computes memory and time with ordinary arithmetic. With plain numbers, formulas have no overhead; the
+planner's search evaluates them thousands of times. With `Term`s, they return the same value and two texts: the formula
+in words, and the formula with the numbers filled in. `deskside plan --explain` prints both:
 
     >>> parameters, shards = leaf("parameters", 124_000_000), leaf("shards", 4)
     >>> bytes = 4 * parameters / shards
     >>> bytes.formula, bytes.filled
     ('4 x parameters / shards', '4 x 124,000,000 / 4')
 
-A long formula reads better in steps. `named` gives an intermediate result a name: what uses it shows the name, and its
-own formula becomes a line before it.
+Long formulas are split into steps. `named` gives an intermediate result a name: later formulas show the name, and the
+formula of the intermediate result becomes a line of its own before them.
 """
 
 import math
@@ -22,7 +22,7 @@ SUM, PRODUCT, POWER, ATOM = range(4)  # precedence of a formula's outermost oper
 
 @dataclass(frozen=True)
 class Line:
-    """One line of arithmetic: what = formula = filled = value [unit]."""
+    """One line of an explanation: "what = formula = filled = value unit"."""
 
     what: str
     formula: str
@@ -80,12 +80,12 @@ def _term(value: float, formula: str, filled: str, precedence: int, steps: tuple
 
 
 def leaf(name: str, value: float) -> Term:
-    """Return a number with a name."""
-    return _term(value, name, digits(value), ATOM)
+    """Return a named number without a formula: a leaf of the expression tree."""
+    return _term(value, name, formatted(value), ATOM)
 
 
 def named(what: str, value: float, unit: str = "bytes") -> float:
-    """Give an intermediate result of a formula a name. A plain number is returned as it is."""
+    """Return an intermediate result under a name, with its formula as a separate line. Plain numbers are unchanged."""
     if not isinstance(value, Term) or value.precedence == ATOM:
         return value
     result = leaf(what, value)
@@ -102,38 +102,37 @@ def exp(value: float) -> float:
 
 
 def explained(what: str, value: float, unit: str, nothing: str = "none") -> list[Line]:
-    """Return the lines that lead to a value, its own last. `nothing` is the formula of a plain zero."""
+    """Return the lines that lead to a value; the last one is its own. `nothing` is the formula shown for a plain 0."""
     if isinstance(value, Term):
         return [*value.steps, Line(what, value.formula, value.filled, float(value), unit)]
-    return [Line(what, "as given" if value else nothing, digits(value), value, unit)]
+    return [Line(what, "as given" if value else nothing, formatted(value), value, unit)]
 
 
 def traced(instance: Any, **names: str) -> Any:
-    """Return a dataclass with a named `Term` for every number of it. A field without a name here uses its own."""
-    found = {f.name: getattr(instance, f.name) for f in fields(instance)}
-    numbers = {
-        name: leaf(names.get(name, name.replace("_", " ")), value)
-        for name, value in found.items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
-    }
+    """Return a copy of a dataclass with all numbers as `Term`s. `names` replaces the field names as their names."""
+    numbers = {}
+    for field in fields(instance):
+        value = getattr(instance, field.name)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            numbers[field.name] = leaf(names.get(field.name, field.name.replace("_", " ")), value)
     return replace(instance, **numbers)
 
 
-def digits(value: float) -> str:
-    """Return a number that is exact enough to compute with: whole numbers in full, others with six digits."""
+def formatted(value: float) -> str:
+    """Return a number as text, exact enough to recompute with: integers in full, others with six digits."""
     if value == int(value) and abs(value) < 1e15:
         return f"{int(value):,}"
     return f"{value:.6g}"
 
 
 def _combined(left: float, operator: str, right: float, value: float, precedence: int) -> float:
-    # Adding 0, and multiplying by 1 or 0, is left out of the text.
+    # "+ 0", "x 1" and "x 0" are not shown.
     neutral = 0 if operator in "+-" else 1
     if not isinstance(right, Term) and (right == neutral or (right == 0 and operator == "x")):
         return left if right == neutral else 0.0
     if not isinstance(left, Term) and operator in "+x" and (left == neutral or left == 0):
         return right if left == neutral else 0.0
-    # a - (b - c), a / (b x c) and (a ^ b) ^ c need their parentheses; a + (b + c) and a x (b x c) do not.
+    # Operands of equal precedence need parentheses in a - (b - c), a / (b x c) and (a ^ b) ^ c, not in a + (b + c).
     strict_left, strict_right = operator == "^", operator in "-/^"
     steps = getattr(left, "steps", ())
     return _term(
@@ -147,8 +146,9 @@ def _combined(left: float, operator: str, right: float, value: float, precedence
     )
 
 
-def _text(value: float, kind: str, outer: int, strict: bool) -> str:
+def _text(value: float, attribute: str, outer: int, strict: bool) -> str:
+    """Return an operand's formula or filled formula, in parentheses if the outer operator needs them."""
     if not isinstance(value, Term):
-        return digits(value) if value >= 0 else f"({digits(value)})"
-    inner = getattr(value, kind)
+        return formatted(value) if value >= 0 else f"({formatted(value)})"
+    inner = getattr(value, attribute)
     return f"({inner})" if value.precedence < outer or (strict and value.precedence == outer) else str(inner)

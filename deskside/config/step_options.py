@@ -7,7 +7,7 @@ nor on the micro-batch from here, so that both describe the same step.
 from collections.abc import Collection
 from typing import Any
 
-from deskside.budget.format_costs import LowKind, Precision
+from deskside.budget.format_costs import LowFormat, Precision
 from deskside.budget.step_spec import AdapterSpec
 from deskside.config.dimensions import adaptable_projections, projection_sizes
 from deskside.config.recipes import Recipe
@@ -39,7 +39,7 @@ def recipe_of(config: RunConfig, precision: Precision) -> Recipe:
 
 
 def format_options(
-    config: RunConfig, precision: Precision, native: Collection[LowKind], fused: bool
+    config: RunConfig, precision: Precision, native: Collection[LowFormat], fused: bool
 ) -> dict[str, Any]:
     """Return the fields that depend on the precision, by name.
 

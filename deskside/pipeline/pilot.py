@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from deskside.budget.loss import FEWEST, LAW, LossLaw, expected_bpb, fit_curve, fitted
+from deskside.budget.loss import LAW, MIN_PILOT_STEPS, LossLaw, expected_bpb, fit_curve, fit_offset
 from deskside.budget.shape import matmul_params
 from deskside.config.run import RunConfig
 from deskside.data.reading.rows import PackedDataset
@@ -26,7 +26,7 @@ from deskside.utils.signals import StopSignal
 FILE = "pilot.json"
 SHARE, LONGEST = 0.05, 0.3  # of the run: the pilot's length, and its maximum while the curve is too short
 AT_PEAK = 0.98  # of the highest learning rate; excludes the steps of warm-up and decay from the curve
-STEPS = 2 * FEWEST
+STEPS = 2 * MIN_PILOT_STEPS
 TARGET, RECENTRE = "the target is out of reach", "another model is better at this speed"
 CLEARLY_OFF = 1.5  # times faster or slower than planned, before another band is considered
 CLEARLY_BETTER = 0.985  # of the loss this model is expected to reach
@@ -262,7 +262,7 @@ def better_band(
     faster = tokens / plan["tokens"][1]
     if 1 / CLEARLY_OFF < faster < CLEARLY_OFF:
         return None
-    here = fitted(law, plan["weights"], tokens, unique_tokens, bpb)
+    here = fit_offset(law, plan["weights"], tokens, unique_tokens, bpb)
     others = []
     for band in bands:
         if band["name"] != plan["name"] and band.get("fits") == "fits":

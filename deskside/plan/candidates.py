@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any
 
-from deskside.budget.loss import LAW, MOST_WEIGHTS_PER_TOKEN, LossLaw, expected_bpb
+from deskside.budget.loss import LAW, MAX_WEIGHTS_PER_TOKEN, LossLaw, expected_bpb
 from deskside.budget.scaling import best_batch_tokens
 from deskside.budget.shape import matmul_params, num_params
 from deskside.budget.step_spec import Checkpointing, OptimizerName, Precision
@@ -116,7 +116,7 @@ def shapes(request: PlanRequest) -> Iterator[CandidateModel]:
     )
     by_size = itemgetter(0)
     # Text that is repeated many times does not suffice for a large model, and no such run was measured.
-    most = math.inf if request.unique_tokens is None else MOST_WEIGHTS_PER_TOKEN * request.unique_tokens
+    most = math.inf if request.unique_tokens is None else MAX_WEIGHTS_PER_TOKEN * request.unique_tokens
     first = True
     for weights, shape in heapq.merge(depth_series, sorted(shaped, key=by_size), key=by_size):
         if first or weights <= most:

@@ -73,7 +73,7 @@ class Cost:
                 "usd_per_hour": round(self.own.own_per_hour, 4),
                 "break_even_hours": self.own.break_even_hours,
                 "within_life": self.own.within_life,
-                "words": self.own.words,
+                "words": self.own.summary,
                 "source": self.own_basis,
             }
         return result

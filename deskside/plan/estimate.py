@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from deskside.budget.format_costs import LowKind, emulated, quantized
+from deskside.budget.format_costs import LowFormat, emulated, quantized
 from deskside.budget.host import host_sensitivity
 from deskside.budget.memory import Memory, training_memory
 from deskside.budget.shape import flops_per_token
@@ -60,7 +60,7 @@ class Setting(StepOptions):
     stages: tuple[StageSetting, ...]
     micro_tokens: int
     kept: tuple[float, float] = (0.0, 0.0)
-    native: frozenset[LowKind] = field(default=frozenset(), kw_only=True)
+    native: frozenset[LowFormat] = field(default=frozenset(), kw_only=True)
 
     @property
     def sequence_length(self) -> int:
@@ -281,7 +281,7 @@ def check_shared(setting: Setting) -> None:
 
 
 def in_precision(
-    setting: Setting, config: RunConfig, precision: Precision, native: frozenset[LowKind]
+    setting: Setting, config: RunConfig, precision: Precision, native: frozenset[LowFormat]
 ) -> Setting:
     """Return the setting in another precision, with the configuration's options for it. native: formats of the card."""
     uncovered = model_uncovered_reason(config.model, adapters=config.adapter is not None)
@@ -303,7 +303,7 @@ def of_config(
     gpus: int,
     precision: Precision,
     cpu: bool = False,
-    native: frozenset[LowKind] = frozenset(),
+    native: frozenset[LowFormat] = frozenset(),
 ) -> Setting:
     """Return the setting that `deskside train` would run, with the micro-batch as large as the step.
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from deskside.budget.format_costs import LowKind, Precision, quantized
+from deskside.budget.format_costs import LowFormat, Precision, quantized
 from deskside.budget.shape import num_params
 from deskside.budget.sizes import Sizes
 from deskside.budget.states import state_bytes
@@ -287,7 +287,7 @@ def minimum_over_changes(request: PlanRequest, start: Setting, same_task: bool =
     )
 
 
-def _formats(start: Setting, given: Given, native: frozenset[LowKind]) -> Iterator[Setting]:
+def _formats(start: Setting, given: Given, native: frozenset[LowFormat]) -> Iterator[Setting]:
     """Yield the setting in another number format: FP8 for BF16 where the card has it, BF16 for lower ones.
 
     Only where training takes the model in it: a mixture of experts has no FP8 products.

@@ -201,7 +201,7 @@ def _cost(console: Console, cost: Cost) -> None:
         if money is not None:
             _told(f"{what}: {dollars(money.amount[1])} at ${money.price:g} ({money.source})", 2)
     if cost.own is not None:
-        _told(f"owning: {dollars(cost.own.own_per_hour)} per hour; {cost.own.words} ({cost.own_basis})", 2)
+        _told(f"owning: {dollars(cost.own.own_per_hour)} per hour; {cost.own.summary} ({cost.own_basis})", 2)
     for cap in cost.caps:
         kind = f"at a limit of {cap['watts']:.0f} W: {cap['speed']:.0%} of the speed, "
         text = f"{kind}{cap['card_energy_per_token']:.0%} of the card's energy per token ({cap['of']}; {cap['source']})"

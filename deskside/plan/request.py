@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any, Literal, get_args
 
 import deskside.measurements.store as probe_store
-from deskside.budget.format_costs import LowKind
+from deskside.budget.format_costs import LowFormat
 from deskside.budget.shape import num_params
 from deskside.config import merge, presets
 from deskside.config.model import ModelConfig
@@ -40,7 +40,7 @@ MOST_GPUS = 64
 MENTIONED_USE = 256 * 2**20  # bytes in use by other programs that a plan mentions
 # NVFP4 is planned as emulated on every card: training's native products of it (kernels/nvfp4/native.py) were compiled
 # for cards that have such units, and never run on one.
-TRAINED_NATIVELY: tuple[LowKind, ...] = ("fp8",)
+TRAINED_NATIVELY: tuple[LowFormat, ...] = ("fp8",)
 STAGES_DECIDE = (
     "--sequence: schedule.stages gives the tokens per row of each stage; change it there, or drop one of them"
 )
@@ -100,11 +100,11 @@ class PlanCard:
         return self.machine is not None and self.machine.device == "cpu"
 
     @property
-    def native(self) -> frozenset[LowKind]:
+    def native(self) -> frozenset[LowFormat]:
         """Formats below 16 bits that its tensor cores have, by its data sheet, and that training has run on them."""
         if self.gpu is None:
             return frozenset()
-        rates: dict[LowKind, float | None] = {"fp8": self.gpu.fp8_flops, "nvfp4": self.gpu.fp4_flops}
+        rates: dict[LowFormat, float | None] = {"fp8": self.gpu.fp8_flops, "nvfp4": self.gpu.fp4_flops}
         return frozenset(kind for kind in TRAINED_NATIVELY if rates[kind] is not None)
 
 

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from deskside.budget.adapters import adapter_params, frozen_bytes, joined_bytes, matrix_bytes
+from deskside.budget.adapters import adapter_params, block_bytes, frozen_bytes, stacked_adapter_bytes
 from deskside.budget.memory import LIBRARIES, instants, training_memory
 from deskside.budget.scaling import Scaling
 from deskside.budget.shape import block_matrices
@@ -80,7 +80,7 @@ def test_bytes_of_weights_are_those_of_live_storages(format: Any, changes: dict[
 def test_bits_per_weight() -> None:
     shape = ModelConfig(**SMALL)
     bits = {
-        f: 8 * matrix_bytes(shape, AdapterSpec(1, ("q_proj",), f)) / block_matrices(shape) for f in FORMATS
+        f: 8 * block_bytes(shape, AdapterSpec(1, ("q_proj",), f)) / block_matrices(shape) for f in FORMATS
     }
     assert bits["bf16"] == 16
     assert bits["int8"] == pytest.approx(8.04, abs=0.03) and bits["nf4"] == pytest.approx(4.14, abs=0.02)
@@ -105,7 +105,7 @@ def test_joined_bytes_are_those_of_what_the_products_take(
         for t in m._joined(dtype)
         if t.data_ptr() not in own
     ]
-    assert joined_bytes(shape, spec) == sum(t.nbytes for t in made)
+    assert stacked_adapter_bytes(shape, spec) == sum(t.nbytes for t in made)
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -10,14 +10,14 @@ from deskside.budget.format_costs import (
     SQUARE_TILES,
     Precision,
     emulated,
-    kinds,
     nvfp4_bytes,
+    product_formats,
     quantized,
     runs_as,
-    saved_bytes,
+    saved_input_bytes,
     weight_copies,
 )
-from deskside.budget.operators import step_operators, values_quantized
+from deskside.budget.operators import quantized_values, step_operators
 from deskside.budget.sizes import Sizes
 from deskside.budget.speed import Rates, step_seconds
 from deskside.budget.step_spec import StepSpec
@@ -42,12 +42,14 @@ def test_every_recipe_is_priced_as_what_it_is() -> None:
     for name in get_args(Precision):
         recipe = recipe_named(name)
         for operands, kind in zip(
-            ((recipe.output,), (recipe.input_gradient, recipe.weight_gradient)), kinds(name), strict=True
+            ((recipe.output,), (recipe.input_gradient, recipe.weight_gradient)),
+            product_formats(name),
+            strict=True,
         ):
             assert {kind_of(o) for p in operands for o in (p.left, p.right)} == {kind}
         assert quantized(name) == recipe.quantized
     with pytest.raises(ValueError, match="fp4"):
-        kinds("int8 and fp4")  # type: ignore[arg-type]
+        product_formats("int8 and fp4")  # type: ignore[arg-type]
 
 
 def test_emulation_follows_from_what_the_device_has() -> None:
@@ -78,13 +80,13 @@ def test_copies_of_a_weight(precision: Precision, native: frozenset, copies: flo
 
 def test_what_is_kept_for_the_weight_gradient() -> None:
     """FP8 in rows and in columns is written by one cast; NVFP4 is quantised from 16 bits for every product."""
-    one_byte = {name for name in get_args(Precision) if saved_bytes(name) == 1.0}
+    one_byte = {name for name in get_args(Precision) if saved_input_bytes(name) == 1.0}
     assert one_byte == {"fp8", "fp8-delayed", "fp8-tensorwise", "fp8-rowwise"}
     for name in get_args(Precision):
         recipe = recipe_named(name)
         same = recipe.output.left == recipe.weight_gradient.right
         whole = recipe.output.left.scaling in ("tensor", "delayed", "row")
-        assert (saved_bytes(name) == 1.0) == (same and whole)
+        assert (saved_input_bytes(name) == 1.0) == (same and whole)
     assert nvfp4_bytes(ALL_NATIVE) < nvfp4_bytes(frozenset())
 
 
@@ -111,7 +113,7 @@ def test_formats_change_where_products_run_and_not_how_many(precision, checkpoin
 
 def test_values_quantized_by_hand() -> None:
     """A token of one block: 768 into qkv, 768 into the output, 768 into gate-up, 2048 into down; the same four out."""
-    entering, gradients = values_quantized(Sizes(ModelConfig(num_hidden_layers=1), StepSpec(1, 1, 1)))
+    entering, gradients = quantized_values(Sizes(ModelConfig(num_hidden_layers=1), StepSpec(1, 1, 1)))
     assert entering == 768 + 768 + 768 + 2048
     assert gradients == (768 + 2 * 192) + 768 + 2 * 2048 + 768
 

@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 
 from deskside.budget.loss import (
     BESIROGLU,
-    EXCESS,
     LAW,
-    PUBLISHED_EXCESS,
-    PUBLISHED_REPEATS,
-    REPEATS,
+    PUBLISHED_R_D,
+    PUBLISHED_R_N,
+    R_D,
+    R_N,
     Extrapolation,
     effective_tokens,
     expected_bpb,
     fit_curve,
-    fitted,
+    fit_offset,
 )
 
 NANOCHAT = (  # (params, tokens, bits per byte), FineWeb-EDU; github.com/karpathy/nanochat dev/LOG.md
@@ -71,7 +71,7 @@ def test_each_published_point_from_the_others(left_out: int) -> None:
 
 
 def test_the_range_holds_what_was_measured() -> None:
-    """nanochat's points; our runs and arms; nanochat's recipe on our corpus (docs/log.md), which fitted nothing."""
+    """nanochat's points; our runs and arms; nanochat's recipe on our corpus (docs/log.md), not used in the fit."""
     points = [(n, d, None, y) for n, d, y in NANOCHAT] + list(MEASURED)
     points.append((110_100_480, 152_000_000, UNIQUE, 1.169))
     for params, tokens, unique, bpb in points:
@@ -90,20 +90,20 @@ def test_far_from_what_was_measured_the_range_is_wide() -> None:
 def test_a_fitted_offset_carries_over() -> None:
     """Fitted on one of our 300 s runs, the law meets the other, and the arms of 150 s, within a pilot's range."""
     params, tokens, unique, bpb = MEASURED[0]
-    law = fitted(LAW, params, tokens, unique, bpb)
+    law = fit_offset(LAW, params, tokens, unique, bpb)
     assert law.at(params, tokens, unique) == pytest.approx(bpb)
     for params, tokens, unique, bpb in MEASURED[1:]:
         low, _, high = expected_bpb(law, params, tokens, unique)
         assert low < bpb < high
-    assert "fitted on a run here" in law.source
+    assert "fitted" in law.source
 
 
 def test_repeated_tokens() -> None:
     """What the paper says follows from its formula (4 epochs are nearly as good as new data, endless ones 16), and
     from our rate that endless epochs are worth 2.3."""
     assert effective_tokens(5e8, None) == effective_tokens(5e8, 5e8) == 5e8
-    assert effective_tokens(4e8, 1e8, PUBLISHED_REPEATS) == pytest.approx(3.73e8, rel=0.01)
-    assert effective_tokens(1e12, 1e8, PUBLISHED_REPEATS) == pytest.approx(1e8 * 16.388, rel=1e-3)
+    assert effective_tokens(4e8, 1e8, PUBLISHED_R_D) == pytest.approx(3.73e8, rel=0.01)
+    assert effective_tokens(1e12, 1e8, PUBLISHED_R_D) == pytest.approx(1e8 * 16.388, rel=1e-3)
     assert effective_tokens(1e12, 1e8) == pytest.approx(2.3e8)
 
 
@@ -120,13 +120,11 @@ def test_our_runs_repeat_at_our_rate() -> None:
         }
         return [abs(o - means[s]) / y for o, s, (*_, y) in zip(off, staged, MEASURED, strict=True)]
 
-    assert max(misses(REPEATS, EXCESS)) < 0.003
-    assert max(misses(PUBLISHED_REPEATS, PUBLISHED_EXCESS)) > 0.015
+    assert max(misses(R_D, R_N)) < 0.003
+    assert max(misses(PUBLISHED_R_D, PUBLISHED_R_N)) > 0.015
     small, large = MEASURED[-1], MEASURED[-3]
     assert LAW.at(*large[:3]) < LAW.at(*small[:3])
-    assert LAW.at(*large[:3], PUBLISHED_REPEATS, PUBLISHED_EXCESS) > LAW.at(
-        *small[:3], PUBLISHED_REPEATS, PUBLISHED_EXCESS
-    )
+    assert LAW.at(*large[:3], PUBLISHED_R_D, PUBLISHED_R_N) > LAW.at(*small[:3], PUBLISHED_R_D, PUBLISHED_R_N)
 
 
 def test_our_rates_are_the_best_fit() -> None:
@@ -139,7 +137,7 @@ def test_our_rates_are_the_best_fit() -> None:
     tried = [
         (r, x) for r in (0.8, 1.0, 1.2, 1.3, 1.4, 1.6, 2.0, 4.0) for x in (5.31, 10.0, 20.0, 40.0, 100.0, 1e9)
     ]
-    assert min([*tried, (PUBLISHED_REPEATS, PUBLISHED_EXCESS)], key=squares) == (REPEATS, EXCESS)
+    assert min([*tried, (PUBLISHED_R_D, PUBLISHED_R_N)], key=squares) == (R_D, R_N)
 
 
 sizes, lengths = st.floats(1e6, 1e11), st.floats(1e6, 1e13)

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.planner_fit import errors, groups, replaced, section, split, unprobed
 from benchmarks.planner_points import Point, points
-from deskside.budget.memory import instants, sublayer_gradients, training_memory
+from deskside.budget.memory import instants, sublayer_gradient_bytes, training_memory
 from deskside.budget.operators import step_operators
 from deskside.budget.sizes import Sizes
 from deskside.budget.step_spec import StepSpec
@@ -139,12 +139,12 @@ def test_what_was_measured_with_recomputation_holds_the_weights_that_are_cached(
 def test_gradients_inside_a_half_by_format() -> None:
     """Counted by hand for 124m: D 768, F 2048, q 768, kv 192."""
     _, shape, spec = next(BF16.setting.step_specs())
-    assert sublayer_gradients(Sizes(shape, spec)) == (2 * 768 + 8 * 768 + 4 * 192, 2 * 768 + 6 * 2048)
+    assert sublayer_gradient_bytes(Sizes(shape, spec)) == (2 * 768 + 8 * 768 + 4 * 192, 2 * 768 + 6 * 2048)
     fp8 = replace(spec, precision="fp8-delayed")
-    assert sublayer_gradients(Sizes(shape, fp8)) == (6 * 768 + 4 * (768 + 2 * 192), 6 * 768 + 8 * 2048)
-    assert sublayer_gradients(Sizes(shape, replace(fp8, precision="nvfp4")))[1] == 6 * 768 + 12 * 2048
+    assert sublayer_gradient_bytes(Sizes(shape, fp8)) == (6 * 768 + 4 * (768 + 2 * 192), 6 * 768 + 8 * 2048)
+    assert sublayer_gradient_bytes(Sizes(shape, replace(fp8, precision="nvfp4")))[1] == 6 * 768 + 12 * 2048
     kept = replace(fp8, precision="nvfp4", kept_blocks=3)
-    assert sublayer_gradients(Sizes(shape, kept)) == sublayer_gradients(Sizes(shape, spec))
+    assert sublayer_gradient_bytes(Sizes(shape, kept)) == sublayer_gradient_bytes(Sizes(shape, spec))
 
 
 @pytest.mark.parametrize(("rung", "grows"), [("attention", "mlp"), ("mlp", "block")])

@@ -115,7 +115,7 @@ def test_break_even_is_where_the_sums_meet(
         return hours * gpus * rent
 
     if answer.break_even_hours is None:
-        assert not answer.within_life and "never" in answer.words
+        assert not answer.within_life and "never" in answer.summary
         assert all(bought(hours) > rented(hours) for hours in (1, 1e3, 1e6))
     else:
         hours = answer.break_even_hours
@@ -139,7 +139,7 @@ def test_when_electricity_costs_as_much_as_renting_owning_never_pays() -> None:
 def test_a_card_that_dies_before_it_has_paid() -> None:
     answer = own_or_rent(1, 30_000, 800, 0.15, 2.5, life_hours=5_000)
     assert answer.break_even_hours and answer.break_even_hours > 5_000 and not answer.within_life
-    assert "beyond the life" in answer.words
+    assert "beyond the life" in answer.summary
 
 
 def test_the_claims_of_the_first_texts() -> None:

@@ -9,7 +9,7 @@ from deskside.budget.scaling import Scaling
 from deskside.budget.shape import block_matrices, num_params, root_params
 from deskside.budget.sizes import Sizes
 from deskside.budget.speed import Rates, step_seconds
-from deskside.budget.states import BUFFERS, PIECE, on_gpu, state_bytes
+from deskside.budget.states import BUFFERS, PIECE, gpu_state_bytes, state_bytes
 from deskside.budget.step_spec import StepSpec
 from deskside.config.model import ModelConfig
 from deskside.config.optim import AdamWConfig, MuonConfig
@@ -45,7 +45,7 @@ def test_bytes_are_those_of_a_real_optimizer(optimizer: str, states: str) -> Non
         sum(tensors.values()), rel=1e-4
     )
     assert (
-        on_gpu(Sizes(SHAPE, spec(optimizer, states)))
+        gpu_state_bytes(Sizes(SHAPE, spec(optimizer, states)))
         == state_bytes(Sizes(SHAPE, spec(optimizer, states))).total
     )
 
@@ -57,7 +57,7 @@ def test_the_buffers_are_those_of_the_optimizer() -> None:
         found = state_bytes(Sizes(large, spec("adamw", states)))
         assert found.buffers == 3 * 2**22 * per_weight
         assert (
-            on_gpu(Sizes(large, spec("adamw", states, offload_optimizer=True)))
+            gpu_state_bytes(Sizes(large, spec("adamw", states, offload_optimizer=True)))
             == found.buffers + found.vectors
         )
 

@@ -55,7 +55,7 @@ def test_break_even() -> None:
     assert found.own.break_even_hours == pytest.approx(hours)
     never = cost(made.request(price_kwh=2.0, rent_per_hour=0.6), (DAY, DAY, DAY), "a day")
     assert never.own is not None and never.own.break_even_hours is None
-    assert "never" in never.own.words
+    assert "never" in never.own.summary
 
 
 def test_an_unknown_card_has_no_cost_and_says_so() -> None:

@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import pytest
 
-from deskside.budget.format_costs import LowKind, Precision
+from deskside.budget.format_costs import LowFormat, Precision
 from deskside.budget.memory import training_memory
 from deskside.budget.step_spec import StepSpec
 from deskside.config import merge
@@ -51,7 +51,7 @@ def test_training_models_the_step_that_the_planner_models(changes: dict[str, Any
     """Two roads from one configuration to bytes: `plan.estimate.of_config`, and what a run says of itself."""
     config = merge.build([{"batch": {"tokens": 4 * ROWS, "sequence_length": ROWS}}, changes])
     name = config.precision.name if config.precision.name != "auto" else "bf16"
-    native: frozenset[LowKind] = frozenset({"fp8"})
+    native: frozenset[LowFormat] = frozenset({"fp8"})
     setting = replace(of_config(config, 1, cast("Precision", name), native=native), micro_tokens=ROWS)
     assert modelled_memory_gib(config, ROWS, name, "fused", native=True) == pytest.approx(
         peak_memory(setting).allocated / 2**30, rel=1e-12
