@@ -17,7 +17,7 @@ from deskside.study.execute.devices import choose
 from deskside.study.execute.journal import FILE as JOURNAL
 from deskside.study.execute.journal import FINAL, TrialHistory, replay_file
 from deskside.study.execute.study_folder import StudyFolder, StudyPlan
-from deskside.study.forecast import Here, forecast, here
+from deskside.study.forecast import LocalMachine, forecast, local_machine
 from deskside.study.results import Results
 from deskside.study.spec import parse_spec
 from deskside.study.spec.expand import Expansion, expand
@@ -117,9 +117,9 @@ class _Wanted:
         budget = parse_spec.budget(options.minutes_per_arm, options.tokens_per_arm, options.steps_per_arm)
         self.expansion: Expansion = expand(self.study, seeds=options.seeds, budget=budget, only=options.only)
         self.devices = choose(options.devices, {arm.config.compute.device for arm in self.expansion.arms})
-        self.here: Here = here()
+        self.machine: LocalMachine = local_machine()
         self.forecasts = {
-            arm.id: forecast(arm, self.here, self.study.memory_fraction) for arm in self.expansion.arms
+            arm.id: forecast(arm, self.machine, self.study.memory_fraction) for arm in self.expansion.arms
         }
         self.plan = StudyPlan(
             **vars(self.expansion),
@@ -139,7 +139,7 @@ class _Wanted:
 
         from deskside.study.narrative import dry_run
 
-        parts = self.study, self.expansion, self.forecasts, self.here, len(self.devices)
+        parts = self.study, self.expansion, self.forecasts, self.machine, len(self.devices)
         if options.dry_run and options.json:
             print_json(dry_run.plan_json(*parts), indent=1)
         else:

@@ -16,7 +16,7 @@ from deskside.dashboard.scan import Found, FoundRun, Stamp, scan, stamp
 from deskside.dashboard.studies import Study
 from deskside.run import record
 from deskside.run.record import MetricsLog, RunRecord
-from deskside.study.liveness import as_it_is, held_locks, is_live
+from deskside.study.liveness import held_locks, is_live, mark_interrupted
 from deskside.study.results import Results
 
 SCAN_SECONDS = 4  # a directory listing is valid for this long
@@ -87,7 +87,7 @@ def study(path: Path) -> Study | None:
     read = _large.get("study", str(path), stamp(path, *STUDY_FILES), lambda: _study(path))
     if read is None or read.results is None:
         return read
-    return replace(read, results=as_it_is(read.results, path))
+    return replace(read, results=mark_interrupted(read.results, path))
 
 
 def readable(found: Found) -> dict[Path, Results]:

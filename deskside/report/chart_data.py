@@ -17,7 +17,7 @@ from deskside.report import study_text
 from deskside.report.study_text import by_baseline, measured_arms
 from deskside.run.record import number
 from deskside.study.results import NO_DIFFERENCE, Arm, Comparison, Estimate, Front, Results
-from deskside.study.stats.metrics import PACE, QUALITY, SPEED, Metric, metric_named
+from deskside.study.stats.metrics import QUALITY, SPEED, SPEED_AND_POWER, Metric, metric_named
 from deskside.utils.format import percent, percent_digits
 
 REACH = 0.5  # an axis follows intervals beyond the means by this part of the means' span, or by their median width
@@ -195,7 +195,7 @@ def bar_chart(
                 arm,
                 None if found is None else interval(found, window, metric.scale),
                 study_text.reason_missing(arm) if found is None else metric.text(found.mean),
-                arm.emulated and key in PACE,
+                arm.emulated and key in SPEED_AND_POWER,
                 arm.id == arm.baseline,
             )
         )
@@ -236,7 +236,7 @@ def forest_chart(results: Results, arms: Sequence[Arm], key: str, most: int | No
         named = results.arm(base)
         under = f"against {named.label if named else base}" if len(blocks) > 1 else ""
         for arm in sorted(members, key=_by_quality):
-            emulated, one = arm.emulated and key in PACE, found.get(arm.id)
+            emulated, one = arm.emulated and key in SPEED_AND_POWER, found.get(arm.id)
             if one is None:
                 rows.append(ChartRow(arm, None, study_text.reason_missing(arm), emulated, under=under))
                 continue

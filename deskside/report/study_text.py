@@ -12,7 +12,7 @@ from deskside.study.results import (
     Arm,
     Estimate,
     Results,
-    own_parts,
+    differing_label_parts,
     status_text,
 )
 from deskside.study.stats.metrics import Metric
@@ -114,7 +114,7 @@ def short_labels(results: Results, arms: Sequence[Arm]) -> dict[str, str]:
         base = results.arm(arm.baseline)
         if base is None:
             return arm.label
-        return "baseline" if arm.id == base.id else ", ".join(own_parts(arm, base)) or arm.label
+        return "baseline" if arm.id == base.id else ", ".join(differing_label_parts(arm, base)) or arm.label
 
     names = {arm.id: short(arm) for arm in arms}
     for _, members in by_baseline(arms):

@@ -8,7 +8,7 @@ from deskside.report import run_figures, run_report
 from deskside.report.document import ReportDocument, render_html, render_markdown
 from deskside.run.record import read_run
 from deskside.study import results as studies
-from deskside.study.liveness import as_it_is
+from deskside.study.liveness import mark_interrupted
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.files import write_atomically
 
@@ -50,12 +50,12 @@ def write_study(folder: Path, claims: str | None = None, also: Sequence[Path] = 
     table = folder / PARQUET
     if not table.is_file() or table.stat().st_mtime < (folder / JSON).stat().st_mtime:
         write_parquet(results, table)
-    results = as_it_is(results, folder)  # after the table, which holds what was written
+    results = mark_interrupted(results, folder)  # after the table, which holds what was written
     with _one_line_errors(folder):
         images, absent = study_figures.draw(results, folder / "plots")
         page = _write(study_report.compose(results, folder, images, absent), folder)
     if claims:
-        others = [as_it_is(studies.read(other), other) for other in also]
+        others = [mark_interrupted(studies.read(other), other) for other in also]
         with _one_line_errors(Path(claims)):
             write_atomically(Path(claims), claims_markdown(with_others(results, others)))
     return page, [sentence for sentences in absent.values() for sentence in sentences]

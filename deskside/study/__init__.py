@@ -1,1 +1,1 @@
-"""Studies: a matrix of configurations, run fairly on this machine, compared with intervals."""
+"""Studies: train a matrix of configurations on this machine with several seeds, and compare them statistically."""

@@ -1,8 +1,8 @@
 """Forecast of a trial's time and memory on this machine, from the planner's models. Imports no torch.
 
-A time budget is known; set-up and evaluation are added. For a budget in tokens or steps the planner models the
-speed, from `deskside probe` measurements of this GPU or from published ones. Without either, as on a CPU that was
-never probed, there is no forecast.
+The time of a trial is its set-up, training and evaluation. With a time budget the training time is given. With a budget
+in tokens or steps the planner models the speed from `deskside probe` measurements of this GPU or from published ones.
+If there are neither, as on a CPU that was never probed, the time is unknown.
 """
 
 from collections.abc import Sequence
@@ -19,21 +19,28 @@ from deskside.utils.errors import UsageError
 from deskside.utils.format import gib
 from deskside.utils.parsing import json_value
 
-# Process start to the first step, and model and checkpoint written at the end: 3 to 5 s on two CPU cores.
+# Process start to the first step, and saving of the model and a checkpoint at the end: 3 to 5 s on two CPU cores.
 CPU_SETUP_SECONDS = 5.0
-FORWARD_SHARE = 1 / 3  # of a training step's time: the backward takes two
+FORWARD_SHARE = (
+    1 / 3
+)  # share of the forward in a training step's time; the backward takes the other two thirds
 
 
 @dataclass(frozen=True)
-class Here:
-    """This machine as the planner knows it. why_not: one line if speed and memory cannot be modelled."""
+class LocalMachine:
+    """This machine as the planner models it.
+
+    Attributes:
+        request: The planner's request for this machine; None if it cannot model speed and memory here.
+        why_unknown: The reason in one line if `request` is None.
+    """
 
     request: PlanRequest | None
-    why_not: str = ""
+    why_unknown: str = ""
 
     @property
     def setup_seconds(self) -> float:
-        """Return the seconds from process start to the first step, plus those after the last."""
+        """Seconds from process start to the first step, plus those after the last step."""
         if self.request is None:
             return CPU_SETUP_SECONDS
         if self.request.setup_seconds is not None:
@@ -45,8 +52,13 @@ class Here:
 class TrialForecast:
     """The forecast of one trial. Values are None if unknown.
 
-    seconds_total: the whole process, of which seconds_training is training. memory_gib: peak on the GPU. source:
-    "measured", "published", or "budget" if only the time is known. note: a warning for the user.
+    Attributes:
+        seconds_total: Lifetime of the process, including `seconds_training`.
+        tokens: Tokens that the trial trains on.
+        memory_gib: Peak memory of the GPU.
+        source: "measured" or "published" for the measurements that the planner used, "budget" if only a time budget
+            is known, "" if nothing is.
+        note: A warning for the user, or "".
     """
 
     seconds_total: float | None
@@ -57,23 +69,26 @@ class TrialForecast:
     note: str = ""
 
 
-def here(probes: str | Path = "probes") -> Here:
-    """Return this machine. Raises RunError if an NVIDIA driver does not respond."""
+def local_machine(probes: str | Path = "probes") -> LocalMachine:
+    """Return this machine. probes: folder of the probe store. Raises RunError if the NVIDIA driver does not respond."""
     try:
-        return Here(
-            ask(PlanQuestion(here=True, preset="124m", probes=str(probes)))
-        )  # the preset is there because one is asked for
+        # A request needs a preset. Forecasts replace it by the configuration of the arm.
+        return LocalMachine(ask(PlanQuestion(here=True, preset="124m", probes=str(probes))))
     except UsageError as error:
-        return Here(None, f"{str(error).split(';')[0]}; measure it with: deskside probe")
+        return LocalMachine(None, f"{str(error).split(';')[0]}; measure it with: deskside probe")
 
 
-def forecast(arm: PlannedArm, here: Here, memory_fraction: float = 1.0) -> TrialForecast:
+def forecast(arm: PlannedArm, machine: LocalMachine, memory_fraction: float = 1.0) -> TrialForecast:
     """Forecast one trial of an arm. memory_fraction: share of the GPU memory that the micro-batch is fitted into."""
     length = arm.config.schedule.length
     if length is None or length.unit == "epochs":
-        raise ValueError("an arm's length is in time, tokens or steps")
-    found = _estimate(arm.config, here.request, memory_fraction) if here.request is not None else None
-    speed = found.tokens_per_second[1] if found is not None else None
+        raise ValueError("the length of an arm must be in time, tokens or steps")
+    estimated = speed = None
+    source = "budget" if length.unit == "seconds" else ""
+    if machine.request is not None:
+        estimated = _estimate(arm.config, machine.request, memory_fraction)
+        speed = estimated.tokens_per_second[1]
+        source = machine.request.calibration.source
     training = tokens = None
     if length.unit == "seconds":
         training = float(length.value)
@@ -81,61 +96,69 @@ def forecast(arm: PlannedArm, here: Here, memory_fraction: float = 1.0) -> Trial
     else:
         tokens = float(length.value) * (arm.config.mean_step_tokens() if length.unit == "steps" else 1)
         training = tokens / speed if speed is not None else None
-    total = note = None
+    total = None
     if training is not None:
-        total = here.setup_seconds + training
-        read = _evaluated_tokens(arm.config, training, tokens)
+        total = machine.setup_seconds + training
         if speed is not None:
-            total += read * FORWARD_SHARE / speed
-    if found is not None and found.fits == "no":
-        note = f"not expected to fit: {gib(found.memory_bytes[1])} of {gib(found.capacity)}"
-    elif found is not None and found.setting.emulated:
+            total += _evaluated_tokens(arm.config, training, tokens) * FORWARD_SHARE / speed
+    note = ""
+    if estimated is not None and estimated.fits == "no":
+        note = f"not expected to fit: {gib(estimated.memory_bytes[1])} of {gib(estimated.capacity)}"
+    elif estimated is not None and estimated.setting.emulated:
         note = "emulated here"
     return TrialForecast(
         seconds_total=total,
         seconds_training=training,
         tokens=tokens,
-        memory_gib=found.memory_bytes[1] / 2**30 if found is not None else None,
-        source=here.request.calibration.source if here.request is not None else "budget" if training else "",
-        note=note or "",
+        memory_gib=estimated.memory_bytes[1] / 2**30 if estimated is not None else None,
+        source=source,
+        note=note,
     )
 
 
 def total_seconds(forecasts: Sequence[TrialForecast], devices: int = 1) -> float | None:
-    """Return the duration of all trials, spread over the devices; None if one of them is unknown."""
-    seconds = [forecast.seconds_total for forecast in forecasts]
-    known = [value for value in seconds if value is not None]
-    if len(known) < len(seconds):
+    """Return the duration of a study whose trials are spread over the devices; None if a trial's time is unknown."""
+    known = [forecast.seconds_total for forecast in forecasts if forecast.seconds_total is not None]
+    if len(known) < len(forecasts):
         return None
     return max(sum(known) / devices, max(known, default=0.0))
 
 
 def _estimate(config: RunConfig, request: PlanRequest, memory_fraction: float) -> StepEstimate:
-    """Estimate memory and speed. The micro-batch is fitted as in training, unless the arm sets it."""
+    """Estimate memory and speed. The micro-batch is fitted into the memory, unless the arm sets it."""
     cpu = request.card.is_cpu
-    asked = config.precision.name
-    precision: Precision = ("fp32" if cpu else "bf16") if asked == "auto" else asked
-    native = frozenset() if cpu else request.card.native
-    setting = of_config(config, 1, precision, cpu, native)
+    precision: Precision = "fp32" if cpu else "bf16"  # of "auto"
+    if config.precision.name != "auto":
+        precision = config.precision.name
+    native_formats = frozenset() if cpu else request.card.native
+    setting = of_config(config, 1, precision, cpu, native_formats)
     capacity = int(request.card.memory_bytes * memory_fraction)
     estimator = fitted if config.batch.micro_tokens == "auto" else estimate
     return estimator(setting, request.calibration, capacity)
 
 
 def _evaluated_tokens(config: RunConfig, training: float, tokens: float | None) -> float:
-    """Return the validation tokens that a trial reads: part of the split at each evaluation, all of it at the end."""
-    split = _validation_tokens(config)
-    every, times = config.evaluate.every, 0
-    if every is not None:
+    """Return the number of validation tokens that a trial evaluates.
+
+    Evaluations during training read `evaluate.tokens`, and the one at the end reads the whole validation split.
+
+    Args:
+        training: Training time in seconds.
+        tokens: Tokens that the trial trains on; None if unknown.
+    """
+    split_tokens = _validation_tokens(config)
+    interval, evaluations = config.evaluate.every, 0
+    if interval is not None:
         steps = tokens / config.mean_step_tokens() if tokens is not None else 0
-        amount = {"seconds": training, "tokens": tokens or 0, "steps": steps}[every.unit]
-        times = int(amount // every.value)
-    once = min(config.evaluate.tokens, split) if split is not None else config.evaluate.tokens
-    return times * once + (split if split is not None else once)
+        amount = {"seconds": training, "tokens": tokens or 0, "steps": steps}[interval.unit]
+        evaluations = int(amount // interval.value)
+    if split_tokens is None:
+        return (evaluations + 1) * config.evaluate.tokens
+    return evaluations * min(config.evaluate.tokens, split_tokens) + split_tokens
 
 
 def _validation_tokens(config: RunConfig) -> int | None:
-    """Return the size of the validation split, or None if there is no valid index yet."""
+    """Return the size of the validation split, or None if the data set is not prepared yet."""
     if config.data.path is None:
         return None
     try:

@@ -1,7 +1,7 @@
-"""Detection of live runs and studies from their directories, without disturbing them.
+"""Detection of runs that are still training, from their directories and without disturbing them.
 
-results.json lists a trial as running until its end is recorded. After a kill, or in a copy of the directory, that
-never happens, so readers check here for signs of life.
+results.json lists a trial as running until its end is recorded. If the study was killed, or the directory is a copy,
+the end is never recorded. So readers of results.json check here whether a running trial is alive.
 """
 
 import time
@@ -16,18 +16,28 @@ RECENT_SECONDS = 120.0
 def held_locks() -> frozenset[int]:
     """Return the inodes of all locked files (/proc/locks), or an empty set where it is not available.
 
-    The lock itself is never tried: a training run that starts at that moment would find it taken.
+    Trying to take a run's lock instead would make a training run fail that starts at the same moment.
     """
     try:
         lines = Path("/proc/locks").read_text("ascii").splitlines()
     except OSError:
         return frozenset()
-    places = (word for line in lines for word in line.split() if word.count(":") == 2)
-    return frozenset(int(inode) for inode in (place.rsplit(":", 1)[1] for place in places) if inode.isdigit())
+    inodes = set()
+    for line in lines:
+        for word in line.split():
+            _, _, inode = word.rpartition(":")
+            if word.count(":") == 2 and inode.isdigit():  # MAJOR-DEVICE:MINOR-DEVICE:INODE
+                inodes.add(int(inode))
+    return frozenset(inodes)
 
 
 def is_live(path: Path, now: float, locks: frozenset[int]) -> bool:
-    """Return whether a run is live: its lock is held, or it has no summary and wrote in the last two minutes."""
+    """Return True if a run is live: its lock is held, or it has no summary and wrote in the last two minutes.
+
+    Args:
+        now: Time in seconds since 1970.
+        locks: Result of `held_locks`.
+    """
     if _is_held(path, locks):
         return True
     if (path / "summary.json").exists():
@@ -39,11 +49,11 @@ def _is_held(path: Path, locks: frozenset[int]) -> bool:
     try:
         return (path / ".lock").stat().st_ino in locks
     except OSError:
-        return False  # no lock file: older, copied from elsewhere, or not begun
+        return False  # no lock file: the run is old, or a copy, or has not begun
 
 
 def last_written(path: Path) -> float:
-    """Return the time of the run's last write in seconds since 1970, or 0."""
+    """Return the time of the run's last write in seconds since 1970, or 0 if it wrote nothing."""
     times = [0.0]
     for name in ("metrics.jsonl", "events.log", "plan.json", "run.json"):
         try:
@@ -53,11 +63,14 @@ def last_written(path: Path) -> float:
     return max(times)
 
 
-def as_it_is(results: Results, folder: Path, locks: frozenset[int] | None = None) -> Results:
-    """Return the study with status "interrupted" for every running trial without a sign of life.
+def mark_interrupted(results: Results, folder: Path, locks: frozenset[int] | None = None) -> Results:
+    """Return the study with status "interrupted" for every trial that is listed as running but not live.
 
     If the study's own lock is held, all its trials count as live, because a new trial needs a while to write its
-    first files. locks: from `held_locks`, read here by default.
+    first files.
+
+    Args:
+        locks: Result of `held_locks`, which is called by default.
     """
     if not any(trial.status == "running" for arm in results.arms for trial in arm.trials):
         return results
@@ -65,16 +78,12 @@ def as_it_is(results: Results, folder: Path, locks: frozenset[int] | None = None
     if _is_held(folder, locks):
         return results
     now = time.time()
-    arms = [
-        replace(
-            arm,
-            trials=[
-                replace(trial, status=INTERRUPTED)
-                if trial.status == "running" and not is_live(folder / trial.run, now, locks)
-                else trial
-                for trial in arm.trials
-            ],
-        )
-        for arm in results.arms
-    ]
+    arms = []
+    for arm in results.arms:
+        trials = []
+        for trial in arm.trials:
+            if trial.status == "running" and not is_live(folder / trial.run, now, locks):
+                trial = replace(trial, status=INTERRUPTED)
+            trials.append(trial)
+        arms.append(replace(arm, trials=trials))
     return replace(results, arms=arms)

@@ -1,11 +1,13 @@
-"""The results of a study as data: DIR/results.json, and one row per trial in DIR/results.parquet.
+"""The results of a study: DIR/results.json, and one row per trial in DIR/results.parquet.
 
-The runner writes them after every trial, and the comparison adds its part. The report and the dashboard read
-nothing else, except the metrics.jsonl of a trial for whole curves. Results are valid while the study runs, after
-Ctrl-C, and with failed trials.
+The runner writes both files after every trial, with the comparisons so far. The report and the dashboard read
+results.json, and the metrics.jsonl of a trial for whole curves. Results are valid while the study runs, after Ctrl-C,
+and with failed trials.
 
-    arm    one configuration: a level of every factor of its group
-    trial  one arm with one seed: an ordinary run, in its own process and directory
+    factor  a varied property, such as the size of the model; its levels are the values that it takes
+    group   a set of arms with the same base configuration, budget and factors
+    arm     one configuration of a group: one level of every factor
+    trial   one arm with one seed: an ordinary run, in its own process and directory
 """
 
 import json
@@ -27,25 +29,31 @@ SCHEMA_VERSION = 1
 # "killed": by a signal from outside. "refused": the configuration is not possible here. "pending": not run yet, or
 # stopped by Ctrl-C; --resume runs it.
 STATUSES = ("finished", "oom", "diverged", "failed", "killed", "refused", "running", "pending")
-# Never written to results.json: study/liveness.py assigns it to a running trial without signs of life.
+# Never written to results.json: study/liveness.py assigns it to a trial that is listed as running but is not alive.
 INTERRUPTED = "interrupted"
-OPEN = ("pending", "running", INTERRUPTED)  # not ended
-# Verdicts of a comparison, beside "lower" and "higher".
+NOT_ENDED = ("pending", "running", INTERRUPTED)
+# Verdicts of a comparison, besides "lower" and "higher".
 TOO_FEW, NO_DIFFERENCE, EXACT = "too few seeds", "no difference shown", "exact"
 
 
 def status_text(status: str) -> str:
-    """Return a status in words."""
+    """Return a status as tables show it: "out of memory" for "oom"."""
     words = {"oom": "out of memory", "pending": "not run yet", "running": "still running"}
     return words.get(status, status)
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One run. metrics: keyed as in study/stats/metrics.py, without those that were not measured.
+    """One run.
 
-    run: its directory, relative to the study's. curve: at most 200 rows of {"tokens", "seconds", "loss",
-    "val_bpb"}, null where not measured; seconds count training only.
+    Attributes:
+        status: One of `STATUSES`.
+        reason: Why it did not finish, in one line, or "".
+        run: Its directory, relative to the study's.
+        started, ended: Times in ISO format, or "".
+        metrics: Values by their keys in study/stats/metrics.py; those that were not measured are absent.
+        curve: At most 200 rows of {"tokens", "seconds", "loss", "val_bpb"}, None where not measured. The seconds are
+            training time, without evaluation and checkpoints.
     """
 
     seed: int
@@ -74,8 +82,12 @@ class Estimate:
 class Comparison:
     """An arm compared with its baseline in one metric, over the seeds that both have.
 
-    difference: arm - baseline in the metric's stored unit. relative: in parts of the baseline (0.05 is 5 % more).
-    verdict: "lower", "higher", "no difference shown", "too few seeds", or "exact" if the seed has no effect.
+    Attributes:
+        n: Number of seeds.
+        difference: Mean of arm - baseline in the metric's stored unit; `low` to `high` is its 95 % interval.
+        relative: Difference relative to the baseline (0.05 is 5 % more), with its own 95 % interval.
+        method: "paired t", "one seed", or "exact".
+        verdict: "lower", "higher", "no difference shown", "too few seeds", or "exact" if the seed has no effect.
     """
 
     metric: str
@@ -93,7 +105,15 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Arm:
-    """One configuration. levels: factor -> level. baseline: id of the arm that it is compared with, or its own id."""
+    """One configuration of a group.
+
+    Attributes:
+        levels: Factor -> level.
+        baseline: Id of the arm that this one is compared with; its own id if it is a baseline itself.
+        emulated: True if a number format is emulated, so that the speed is not that of hardware with the format.
+        forecast_seconds: Forecast of one trial's duration; None if unknown.
+        estimates: Metric -> mean over the finished trials.
+    """
 
     id: str
     label: str
@@ -108,11 +128,12 @@ class Arm:
 
     @property
     def status(self) -> str:
-        """Return the status of the arm: "finished" if a trial finished, otherwise the first of the others."""
-        states = [trial.status for trial in self.trials]
-        return next(
-            (s for s in ("finished", "running", INTERRUPTED, *STATUSES[1:]) if s in states), "pending"
-        )
+        """Finished if a trial of the arm finished, else running if one is running, else the status of another."""
+        trial_statuses = [trial.status for trial in self.trials]
+        for status in ("finished", "running", INTERRUPTED, *STATUSES):
+            if status in trial_statuses:
+                return status
+        return "pending"
 
     def finished(self) -> list[Trial]:
         """Return the finished trials."""
@@ -120,18 +141,18 @@ class Arm:
 
     def estimate(self, metric: str) -> Estimate | None:
         """Return the estimate of a metric, or None if it was not measured or is not finite."""
-        found = self.estimates.get(metric)
-        return found if found is not None and number(found.mean) is not None else None
+        estimate = self.estimates.get(metric)
+        return estimate if estimate is not None and number(estimate.mean) is not None else None
 
     def comparison(self, metric: str) -> Comparison | None:
-        """Return the comparison in a metric, or None if there is none or the arm is its own baseline."""
+        """Return the comparison with the baseline in a metric, or None if there is none."""
         return next((c for c in self.comparisons if c.metric == metric and c.baseline != self.id), None)
 
 
-def own_parts(arm: Arm, other: Arm) -> list[str]:
-    """Return the parts of an arm's label that the other arm's label lacks."""
-    common = other.label.split(", ")
-    return [part for part in arm.label.split(", ") if part not in common]
+def differing_label_parts(arm: Arm, other: Arm) -> list[str]:
+    """Return the parts of an arm's label, separated by commas, that the other arm's label does not have."""
+    other_parts = other.label.split(", ")
+    return [part for part in arm.label.split(", ") if part not in other_parts]
 
 
 @dataclass(frozen=True)
@@ -145,7 +166,14 @@ class Factor:
 
 @dataclass(frozen=True)
 class Group:
-    """A sub-matrix with its own base and budget. budget: as text, such as "4 minutes of training"."""
+    """A set of arms with the same base configuration, budget and factors.
+
+    Attributes:
+        base: Preset or TOML file that the configuration of every arm starts from.
+        design: "full" (every combination of levels) or "one-at-a-time".
+        budget: Text such as "4 minutes of training".
+        within: Factors of which every level has a baseline of its own.
+    """
 
     name: str
     title: str
@@ -157,13 +185,22 @@ class Group:
 
     @property
     def heading(self) -> str:
-        """Return the title, or the name if it has none."""
+        """The title, or the name if the group has no title."""
         return printable(self.title or self.name)
 
 
 @dataclass(frozen=True)
 class Interaction:
-    """The interaction of two factors: the relative difference of differences on a log scale, with its interval."""
+    """The interaction of two factors in one metric (study/stats/interaction.py).
+
+    Attributes:
+        first, second: Names of the factors.
+        levels: Factor -> its level that differs from the baseline.
+        effect: Relative change by both levels together beyond the product of their separate changes; 0.05 is 5 % more.
+            `low` to `high` is its 95 % interval.
+        n: Number of seeds.
+        verdict: As in `Comparison`.
+    """
 
     group: str
     metric: str
@@ -178,13 +215,18 @@ class Interaction:
 
     @property
     def is_shown(self) -> bool:
-        """Return whether the factors are shown to depend on each other."""
+        """True if the factors are shown to depend on each other."""
         return self.verdict in ("lower", "higher") or (self.verdict == EXACT and self.effect != 0)
 
 
 @dataclass(frozen=True)
 class Front:
-    """The Pareto front of one group. metrics: the axes. arms: those that no other arm dominates."""
+    """The Pareto front of one group in some metrics (study/stats/pareto.py).
+
+    Attributes:
+        arms: Ids of the arms that no other arm dominates.
+        unclear: Ids of the other arms whose exclusion from the front is uncertain.
+    """
 
     group: str
     metrics: list[str]
@@ -194,11 +236,16 @@ class Front:
 
 @dataclass(frozen=True)
 class ClaimResult:
-    """The verdict on one claim of facts/claims.toml. measured, low and high are in the claim's own unit.
+    """The verdict on one claim of facts/claims.toml.
 
-    basis: "measured", the source of a computed answer (study/claims/verdicts.py), or "". p: p-value of the decision
-    before the correction for multiple claims. shared: whether other trials ran on the host at the same time, for a
-    claim about speed or power.
+    Attributes:
+        claimed: The claimed change or value as text.
+        measured: The measured or computed change or value in `unit`, with its interval or range `low` to `high`.
+        n: Number of seeds; 0 for a computed answer.
+        scale: Model, budget and hardware of the measurement, as text.
+        basis: "measured", the source of a computed answer (study/claims/verdicts.py), or "".
+        p: p-value of the decision before the correction for multiple claims.
+        shared: True if the claim is about speed or power and other trials ran on the host at the same time.
     """
 
     id: str
@@ -220,7 +267,15 @@ class ClaimResult:
 
 @dataclass(frozen=True)
 class Results:
-    """A whole study."""
+    """The results of a whole study.
+
+    Attributes:
+        created, updated: Times in ISO format.
+        memory_fraction: Share of the GPU memory that a trial may use.
+        machine: environment.json of a trial.
+        complete: True if every trial has ended.
+        notes: Excluded combinations and warnings, one line each.
+    """
 
     name: str
     question: str
@@ -237,51 +292,51 @@ class Results:
     claims: list[ClaimResult] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    def arm(self, name: str) -> Arm | None:
+    def arm(self, arm_id: str) -> Arm | None:
         """Return the arm with this id, or None."""
-        return next((arm for arm in self.arms if arm.id == name), None)
+        return next((arm for arm in self.arms if arm.id == arm_id), None)
 
     def arms_in(self, group: Group) -> list[Arm]:
         """Return the arms of a group."""
         return [arm for arm in self.arms if arm.group == group.name]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the content of results.json; every arm includes its status."""
-        whole = asdict(self)
-        for plain, arm in zip(whole["arms"], self.arms, strict=True):
-            plain["status"] = arm.status
-        return {"schema_version": SCHEMA_VERSION, **whole}
+        """Return the content of results.json, where every arm also has its status."""
+        content = asdict(self)
+        for fields, arm in zip(content["arms"], self.arms, strict=True):
+            fields["status"] = arm.status
+        return {"schema_version": SCHEMA_VERSION, **content}
 
 
 def read(folder: Path) -> Results:
     """Read the results of a study's directory. Raises UsageError if there are none, RunError if they are damaged."""
     path = folder / "results.json"
     try:
-        plain = json_value(path.read_bytes())
+        content = json_value(path.read_bytes())
     except FileNotFoundError:
         raise UsageError(
-            f"{folder}: not a study (it has no results.json); give a directory that `deskside study` made"
+            f"{folder}: not a study (it has no results.json); give a directory that `deskside study` created"
         ) from None
     except (OSError, ValueError) as error:
         raise RunError(f"{path}: cannot be read: {error}; run the study again with --resume") from None
     try:
-        return from_json(plain)
+        return from_json(content)
     except TypeError as error:
         raise RunError(f"{path}: is damaged ({error}); run the study again with --resume") from None
 
 
-def from_json(plain: Any) -> Results:
-    """Parse results.json, ignoring unknown keys.
+def from_json(content: Any) -> Results:
+    """Parse the content of results.json, ignoring unknown keys.
 
-    Every value is checked, because the file may be damaged or edited. Raises TypeError naming the first invalid
-    place.
+    Every value is checked, because the file may be damaged or edited. Raises TypeError, which names the first invalid
+    field.
     """
-    version = plain.get("schema_version") if isinstance(plain, dict) else None
+    version = content.get("schema_version") if isinstance(content, dict) else None
     if version != SCHEMA_VERSION:
-        raise TypeError(f"schema_version {version}, this version reads {SCHEMA_VERSION}")
+        raise TypeError(f"it has schema_version {version}, and this deskside reads {SCHEMA_VERSION}")
     try:
-        # Strict validation of Python data would require dataclass instances.
-        return _adapter().validate_json(json.dumps(plain), strict=True)
+        # Pydantic's strict mode accepts an object for a dataclass only in JSON text, not as a dict.
+        return _adapter().validate_json(json.dumps(content), strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         raise TypeError(f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}") from None

@@ -1,10 +1,10 @@
-"""Collects the trials of a study, compares them, and writes results.json and results.parquet.
+"""Collection and comparison of a study's trials; writes results.json and results.parquet.
 
-Both files are always rebuilt from study.json, the journal and the run directories, so nothing is lost when a study
-is killed.
+Both files are rebuilt every time from study.json, the journal and the run directories, so no result is lost when a
+study is killed.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -24,14 +24,22 @@ JSON, PARQUET = "results.json", "results.parquet"
 
 
 def make_trial(arm: str, seed: int, history: TrialHistory, measured: Measured | None) -> Trial:
-    """Return a trial as results.json stores it, from its journal and its measurements."""
+    """Return a trial as results.json stores it. arm: the arm's id."""
     metrics = dict(measured.metrics) if measured is not None else {}
     if history.status in FINAL and history.seconds is not None:
         metrics["total_seconds"] = history.seconds
-    from_journal = {key: value for key, value in vars(history).items() if key != "seconds"}
-    curve = measured.curve if measured is not None else []
-    run = f"runs/{arm}-s{seed}" if history.attempts else ""
-    return Trial(seed, run=run, metrics=metrics, curve=curve, **from_journal)
+    return Trial(
+        seed,
+        status=history.status,
+        reason=history.reason,
+        run=f"runs/{arm}-s{seed}" if history.attempts else "",
+        device=history.device,
+        attempts=history.attempts,
+        started=history.started,
+        ended=history.ended,
+        metrics=metrics,
+        curve=measured.curve if measured is not None else [],
+    )
 
 
 def collect(
@@ -43,7 +51,11 @@ def collect(
         keys = [(arm.id, seed) for seed in range(1, plan.seeds[arm.group] + 1)]
         arms.append(
             Arm(
-                **{key: getattr(arm, key) for key in ("id", "label", "group", "levels", "baseline")},
+                id=arm.id,
+                label=arm.label,
+                group=arm.group,
+                levels=arm.levels,
+                baseline=arm.baseline,
                 emulated=any(measured[key].emulated for key in keys if key in measured),
                 forecast_seconds=plan.forecasts.get(arm.id),
                 trials=[
@@ -61,7 +73,7 @@ def collect(
         machine=_machine(histories, measured),
         groups=plan.groups,
         arms=arms,
-        complete=all(t.status in FINAL for arm in arms for t in arm.trials),
+        complete=all(trial.status in FINAL for arm in arms for trial in arm.trials),
         notes=[*(f"excluded: {line}" for line in plan.excluded), *_machine_warnings(measured)],
     )
     results = compare.compare(results)
@@ -108,16 +120,21 @@ def write_parquet(results: Results, path: Path) -> None:
 
 def _machine(histories: Mapping[Key, TrialHistory], measured: Mapping[Key, Measured]) -> dict[str, Any]:
     """Return environment.json of the last trial that has one, and the names of all devices that trials ran on."""
-    found: Sequence[dict[str, Any]] = [one.machine for one in measured.values() if one.machine]
-    devices = sorted({one.device for one in histories.values() if one.device})
-    return {**(found[-1] if found else {}), **({"devices": devices} if devices else {})}
+    machine: dict[str, Any] = {}
+    for trial in measured.values():
+        if trial.machine:
+            machine = dict(trial.machine)
+    devices = sorted({history.device for history in histories.values() if history.device})
+    if devices:
+        machine["devices"] = devices
+    return machine
 
 
 def _machine_warnings(measured: Mapping[Key, Measured]) -> list[str]:
     """Return a warning if trials ran on different machines, because the study was resumed on another one."""
     names = {
-        str((one.machine.get("gpu") or {}).get("name") or one.machine.get("cpu"))
-        for one in measured.values()
-        if one.machine
+        str((trial.machine.get("gpu") or {}).get("name") or trial.machine.get("cpu"))
+        for trial in measured.values()
+        if trial.machine
     }
     return [f"trials ran on different machines: {', '.join(sorted(names))}"] if len(names) > 1 else []

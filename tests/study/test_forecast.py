@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 
 from deskside.config.duration import Duration
-from deskside.study.forecast import CPU_SETUP_SECONDS, Here, TrialForecast, forecast, total_seconds
+from deskside.study.forecast import CPU_SETUP_SECONDS, LocalMachine, TrialForecast, forecast, total_seconds
 from deskside.study.spec.expand import PlannedArm, expand
 from deskside.study.spec.parse_spec import load
 from deskside.study.spec.spec import Budget
 from tests.plan.made import ask
 
-UNKNOWN = Here(None, "nothing was measured here")
+UNKNOWN = LocalMachine(None, "nothing was measured here")
 
 
-def card(name: str = "rtx4090") -> Here:
-    return Here(ask(gpu=name, preset="124m", probes="nowhere"))
+def card(name: str = "rtx4090") -> LocalMachine:
+    return LocalMachine(ask(gpu=name, preset="124m", probes="nowhere"))
 
 
 def arm(study: str, only: str, budget: Duration | None = None) -> PlannedArm:
@@ -119,7 +119,7 @@ def test_no_torch() -> None:
         "from deskside.study import forecast\n"
         "from deskside.study.narrative import dry_run\n"
         "from deskside.study.spec import expand, parse_spec\n"
-        "study = parse_spec.load('matrix16'); found = expand.expand(study); here = forecast.here('nowhere')\n"
+        "study = parse_spec.load('matrix16'); found = expand.expand(study); here = forecast.local_machine('nowhere')\n"
         "known = {a.id: forecast.forecast(a, here, study.memory_fraction) for a in found.arms}\n"
         "dry_run.plan_table(study, found, known, here)\n"
         "assert 'torch' not in sys.modules"

@@ -53,12 +53,12 @@ def test_a_trial_runs_only_while_it_shows_life(tmp_path: Path) -> None:
     whole = said_to_run()
     with made_up.running(tmp_path / "runs/t"):
         made_up.old(tmp_path / "runs/t")
-        assert liveness.as_it_is(whole, tmp_path).arms[0].trials[1].status == "running"
-    now = liveness.as_it_is(whole, tmp_path)
+        assert liveness.mark_interrupted(whole, tmp_path).arms[0].trials[1].status == "running"
+    now = liveness.mark_interrupted(whole, tmp_path)
     assert [trial.status for trial in now.arms[0].trials] == ["finished", "interrupted", "finished"]
     assert now.arms[1:] == whole.arms[1:]
     os.utime(tmp_path / "runs/t/metrics.jsonl")
-    assert liveness.as_it_is(whole, tmp_path) == whole  # it writes, maybe on another machine
+    assert liveness.mark_interrupted(whole, tmp_path) == whole  # it writes, maybe on another machine
 
 
 def test_a_copy_of_a_running_study_does_not_run(tmp_path: Path) -> None:
@@ -66,16 +66,16 @@ def test_a_copy_of_a_running_study_does_not_run(tmp_path: Path) -> None:
     with made_up.running(tmp_path / "one/runs/t"):
         made_up.old(tmp_path / "one/runs/t")
         shutil.copytree(tmp_path / "one", tmp_path / "copy")
-        assert liveness.as_it_is(whole, tmp_path / "one").arms[0].trials[1].status == "running"
-        assert liveness.as_it_is(whole, tmp_path / "copy").arms[0].trials[1].status == "interrupted"
+        assert liveness.mark_interrupted(whole, tmp_path / "one").arms[0].trials[1].status == "running"
+        assert liveness.mark_interrupted(whole, tmp_path / "copy").arms[0].trials[1].status == "interrupted"
 
 
 def test_a_study_that_is_run_is_believed_before_its_trial_shows_anything(tmp_path: Path) -> None:
     whole = said_to_run()
-    assert liveness.as_it_is(whole, tmp_path).arms[0].trials[1].status == "interrupted"
+    assert liveness.mark_interrupted(whole, tmp_path).arms[0].trials[1].status == "interrupted"
     (tmp_path / ".lock").touch()
     locks = frozenset({(tmp_path / ".lock").stat().st_ino})
-    assert liveness.as_it_is(whole, tmp_path, locks) == whole
+    assert liveness.mark_interrupted(whole, tmp_path, locks) == whole
 
 
 def test_an_arm_whose_trials_were_all_interrupted_says_so() -> None:

@@ -7,7 +7,7 @@ from deskside.dashboard.components import empty_state
 from deskside.dashboard.sidebar import Context, literal
 from deskside.run.record import machine_name
 from deskside.study.narrative.findings import GOALS, by_group, unfinished
-from deskside.study.results import OPEN, Results
+from deskside.study.results import NOT_ENDED, Results
 from deskside.utils.format import plural
 
 
@@ -60,6 +60,6 @@ def _study(results: Results, filtered: bool, goal: str) -> None:
         for line in unfinished(results):
             st.caption(literal(line))
     else:
-        waiting = sum(trial.status in OPEN for arm in results.arms for trial in arm.trials)
+        waiting = sum(trial.status in NOT_ENDED for arm in results.arms for trial in arm.trials)
         more = f"; {plural(waiting, 'trial')} to come" if waiting else ""
         st.write(f"Nothing to compare yet: no two arms have finished trials of the same seed{more}.")

@@ -8,7 +8,7 @@ from deskside.dashboard.runs import RunProgress, progress
 from deskside.dashboard.sidebar import Context, literal
 from deskside.report import study_text
 from deskside.run.record import MetricsLog, RunRecord, machine_name, series
-from deskside.study.results import OPEN
+from deskside.study.results import NOT_ENDED
 from deskside.utils.format import elapsed, plural
 
 REFRESH_SECONDS = 5
@@ -47,7 +47,7 @@ def _live(root: str) -> None:
 def _studies(root: str) -> None:
     for results in file_cache.readable(file_cache.found(root)).values():
         trials = [trial for arm in results.arms for trial in arm.trials]
-        open_ = sum(trial.status in OPEN for trial in trials)
+        open_ = sum(trial.status in NOT_ENDED for trial in trials)
         if trials and not results.complete:
             st.progress(
                 1 - open_ / len(trials),

@@ -21,7 +21,7 @@ from deskside.study.claims.verdicts import (
     verdict_of_change,
     verdict_of_value,
 )
-from deskside.study.results import OPEN, Arm, ClaimResult, Results
+from deskside.study.results import NOT_ENDED, Arm, ClaimResult, Results
 from deskside.study.stats.metrics import BY_KEY
 from deskside.study.stats.statistics import is_exact, log_ratio, paired_values, significant
 from deskside.utils.format import count
@@ -115,7 +115,9 @@ def _measured(results: Results, claim: Claim) -> tuple[ClaimResult, Change | Non
     reason = _why_no_pair(claim, arm, against, ours, theirs)
     if reason:
         unfinished = not (arm.finished() and against.finished())
-        pending = all(t.status in OPEN for one in (arm, against) if not one.finished() for t in one.trials)
+        pending = all(
+            t.status in NOT_ENDED for one in (arm, against) if not one.finished() for t in one.trials
+        )
         undecided: Verdict = "not measured" if unfinished and pending else "not shown"
         return _result(claim, undecided, reason, scale), None
     interval = log_ratio(ours, theirs)

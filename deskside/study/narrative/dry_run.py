@@ -9,7 +9,7 @@ from rich.text import Text
 
 from deskside.budget.shape import num_params
 from deskside.run.record import flatten
-from deskside.study.forecast import Here, TrialForecast, total_seconds
+from deskside.study.forecast import LocalMachine, TrialForecast, total_seconds
 from deskside.study.spec.expand import Expansion, PlannedArm
 from deskside.study.spec.spec import StudySpec
 from deskside.utils.format import count, duration, plural
@@ -23,12 +23,12 @@ def plan_table(
     study: StudySpec,
     expansion: Expansion,
     forecasts: Forecasts,
-    here: Here,
+    machine: LocalMachine,
     devices: int = 1,
     console: Console | None = None,
 ) -> None:
     """Print the preview. devices: the number of GPUs that share the trials."""
-    plan = plan_json(study, expansion, forecasts, here, devices)
+    plan = plan_json(study, expansion, forecasts, machine, devices)
     console = console or Console(highlight=False)
     console.width = min(console.width, MAX_WIDTH)
     console.print(Text(f"study: {study.name}", style="bold"))
@@ -58,7 +58,7 @@ def plan_table(
     if plan["seconds"] is not None:
         lines = [f"{total}: about {duration(plan['seconds'])} in all", f"times: {plan['source']}"]
     else:
-        least = plan["trials"] * here.setup_seconds / devices
+        least = plan["trials"] * machine.setup_seconds / devices
         lines = [
             f"{total}: starting them takes about {duration(least)}, training: not known",
             plan["source"],
@@ -69,13 +69,13 @@ def plan_table(
 
 
 def plan_json(
-    study: StudySpec, expansion: Expansion, forecasts: Forecasts, here: Here, devices: int = 1
+    study: StudySpec, expansion: Expansion, forecasts: Forecasts, machine: LocalMachine, devices: int = 1
 ) -> dict[str, Any]:
     """Return the preview as data for --json."""
     trials = [arm for arm in expansion.arms for _ in range(expansion.seeds[arm.group])]
-    source = here.why_not
-    if here.request is not None:
-        known = here.request.calibration
+    source = machine.why_unknown
+    if machine.request is not None:
+        known = machine.request.calibration
         source = f"{known.source}, within {known.speed_spread:.0%}: {known.basis}"
     return {
         "name": study.name,

@@ -17,11 +17,11 @@ from deskside.study.results import (
     Comparison,
     Group,
     Results,
-    own_parts,
+    differing_label_parts,
     status_text,
 )
 from deskside.study.stats.equal_tokens import KEY as EQUAL_TOKENS
-from deskside.study.stats.metrics import BY_KEY, PACE, Metric
+from deskside.study.stats.metrics import BY_KEY, SPEED_AND_POWER, Metric
 from deskside.study.stats.statistics import log_ratio, paired_values
 from deskside.utils.format import percent, percent_digits, percent_range
 
@@ -241,7 +241,7 @@ def emulation(metric: str, arm: Arm, results: Results) -> str:
     baseline = results.arm(arm.baseline)
     if not (arm.emulated or (baseline is not None and baseline.emulated)):
         return ""
-    if metric in PACE:
+    if metric in SPEED_AND_POWER:
         return EMULATED_PACE
     timed = any(group.name == arm.group and in_time(group) for group in results.groups)
     return EMULATED_LOSS if timed and metric in LEARNED else ""
@@ -280,7 +280,7 @@ def other_name(arm: Arm, baseline: Arm | None, otherwise: str) -> str:
     """Return a short name of an arm's baseline: the parts of its label that the arm's label lacks."""
     if baseline is None:
         return otherwise
-    parts = own_parts(baseline, arm)
+    parts = differing_label_parts(baseline, arm)
     return "the baseline" if not parts or parts == ["baseline"] else ", ".join(parts)
 
 

@@ -1,7 +1,4 @@
-"""The metrics of a trial: the list that the comparison, the reports and the dashboard share.
-
-A trial is one run: one arm of a study with one seed. Its results are stored under these keys.
-"""
+"""The metrics of a trial (one run: one arm of a study with one seed), which are stored under these keys."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,8 +8,11 @@ from typing import Literal
 class Metric:
     """One metric of a trial.
 
-    better: the preferred direction, None for a descriptive number. digits: displayed decimals. scale: factor from
-    the stored number to `unit`.
+    Attributes:
+        better: The preferred direction; None for a descriptive number.
+        digits: Displayed decimals.
+        scale: Factor from the stored number to `unit`.
+        about: Explanation for a tooltip or footnote.
     """
 
     key: str
@@ -25,7 +25,7 @@ class Metric:
 
     @property
     def heading(self) -> str:
-        """Return the label with its unit, for axes and columns."""
+        """The label with its unit, for axes and columns."""
         return f"{self.label}, {self.unit}" if self.unit else self.label
 
     def text(self, stored: float) -> str:
@@ -63,13 +63,13 @@ METRICS: tuple[Metric, ...] = (
 
 BY_KEY = {metric.key: metric for metric in METRICS}
 
-# Metrics of speed and power. Emulating a number format changes them, so they do not apply to hardware with the format.
-PACE = ("tokens_per_second", "mfu", "watts", "joules_per_token", "seconds", "total_seconds")
+# Emulating a number format changes these metrics, so emulated values do not apply to hardware with the format.
+SPEED_AND_POWER = ("tokens_per_second", "mfu", "watts", "joules_per_token", "seconds", "total_seconds")
 
 QUALITY, SPEED, MEMORY, ENERGY = "val_bpb", "tokens_per_second", "peak_memory_gib", "joules_per_token"
 PRIMARY = (QUALITY, SPEED, MEMORY)
 
 
 def metric_named(key: str) -> Metric:
-    """Return a metric by its key. One that this version does not know is shown as it is stored."""
+    """Return a metric by its key. For an unknown key, the metric shows the stored number without a unit."""
     return BY_KEY.get(key) or Metric(key, key.replace("_", " "), "", None, 4)

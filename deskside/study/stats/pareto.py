@@ -1,10 +1,10 @@
 """Pareto fronts of a study's arms, and the arms whose exclusion from a front is uncertain.
 
-An arm is on the front if no other arm dominates it (as good in every metric and better in one) by the means. Means are
-noisy, so an arm off the front is `unclear` unless another arm dominates it by the 95 % intervals of their paired
-differences, for which they need no common baseline. With one seed there are no intervals, so every arm off the front is
-unclear. Two arms that are truly equal in one metric stay unclear with any number of seeds: no interval excludes that
-one of them is slightly better.
+By the means of its metrics, an arm dominates another if it is as good in every metric and better in at least one. An
+arm is on the front if no other arm dominates it. Means are noisy, so an arm off the front is `unclear` unless another
+arm dominates it by the 95 % intervals of their paired differences as well. With one seed there are no intervals, so
+every arm off the front is unclear. If two arms are truly equal in a metric, the interval includes zero with any number
+of seeds, so neither dominates the other by intervals.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from deskside.study.results import Arm, Front, Results
 from deskside.study.stats.metrics import BY_KEY
 from deskside.study.stats.statistics import is_exact, log_ratio, paired_values
 
-# Speed, memory and loss together, and the fronts for readers to whom memory, or speed, does not matter.
+# Speed, memory and loss together; then without memory, and without speed.
 AXES = (
     ("tokens_per_second", "peak_memory_gib", "val_bpb"),
     ("tokens_per_second", "val_bpb"),
@@ -22,40 +22,38 @@ AXES = (
 
 
 def fronts(results: Results) -> list[Front]:
-    """Return the fronts of every group, each over the arms that have estimates of all its metrics."""
-    found = []
+    """Return the fronts of every group. A front considers the arms that have estimates of all its metrics."""
+    result = []
     for group in results.groups:
         for axes in AXES:
-            arms = [
-                arm
-                for arm in results.arms
-                if arm.group == group.name and all(key in arm.estimates for key in axes)
-            ]
+            arms = [arm for arm in results.arms_in(group) if all(key in arm.estimates for key in axes)]
             if arms:
-                on = [arm for arm in arms if not any(_dominates(other, arm, axes) for other in arms)]
+                front = [arm for arm in arms if not any(_dominates(other, arm, axes) for other in arms)]
                 unclear = [
                     arm.id
                     for arm in arms
-                    if arm not in on and not any(_surely_dominates(other, arm, axes) for other in arms)
+                    if arm not in front and not any(_surely_dominates(other, arm, axes) for other in arms)
                 ]
-                found.append(Front(group.name, list(axes), [arm.id for arm in on], unclear))
-    return found
+                result.append(Front(group.name, list(axes), [arm.id for arm in front], unclear))
+    return result
 
 
 def _dominates(arm: Arm, other: Arm, axes: Sequence[str]) -> bool:
+    """Return True if `arm` dominates `other` by the means."""
     gains = [_sign(key) * (arm.estimates[key].mean - other.estimates[key].mean) for key in axes]
     return all(gain >= 0 for gain in gains) and any(gain > 0 for gain in gains)
 
 
 def _surely_dominates(arm: Arm, other: Arm, axes: Sequence[str]) -> bool:
+    """Return True if `arm` dominates `other` by the intervals."""
     if arm is other:
         return False
-    least = [_least_gain(arm, other, key) for key in axes]
-    return all(gain is not None and gain >= 0 for gain in least) and any(gain for gain in least)
+    gains = [_least_gain(arm, other, key) for key in axes]
+    return all(gain is not None and gain >= 0 for gain in gains) and any(gain for gain in gains)
 
 
 def _least_gain(arm: Arm, other: Arm, metric: str) -> float | None:
-    """Return the lower bound of the log-ratio by which `arm` is better, or None if it is unknown."""
+    """Return the lower bound of the log-ratio by which `arm` is better than `other`, or None if it is unknown."""
     ours, theirs = paired_values(arm, other, metric)
     if not ours or min(*ours, *theirs) <= 0:
         return None

@@ -1,14 +1,14 @@
 """Statistics over a few seeds: paired differences, Student's t interval, and control of the false discovery rate.
 
 Every analysis of a study starts from one number per seed: the value of an arm, its difference from the baseline with
-the same seed, or a difference of such differences. Pairing by seed cancels the effects that a seed has on both arms
-(data order, initial weights) and leaves independent numbers, so one-sample methods suffice.
+the same seed, or a difference of such differences. Pairing by seed cancels the effects of the seed that both arms share
+(data order, initial weights). The numbers of different seeds are independent, so one-sample methods suffice.
 
 Student's interval was chosen by its coverage, the share of simulated studies in which a nominal 95 % interval contains
-the true value. It covers 93 to 97 % with two or more seeds in every simulation. With three numbers, the percentile
-bootstrap covers 74 %, BCa is no better, and the studentized bootstrap divides by zero in one resample out of nine.
-Pooling the variance of all arms gives narrower intervals, but they cover too rarely for the arm with the most noise
-(docs/statistics.md, reproduced by `python -m benchmarks.coverage`).
+the true value. Its coverage is 93 to 97 % with two or more seeds in every simulation. With three numbers, the
+percentile bootstrap has a coverage of 74 %, BCa is no better, and the studentized bootstrap divides by zero in one
+resample out of nine. Pooling the variance of all arms gives narrower intervals, but their coverage is too low for the
+arm with the most noise (docs/statistics.md, reproduced by `python -m benchmarks.coverage`).
 """
 
 import math
@@ -41,7 +41,7 @@ class MeanInterval:
     n: int
 
     def excludes_zero(self) -> bool:
-        """Return whether zero is outside the interval."""
+        """Return True if there is an interval and zero is outside of it."""
         return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
 
 
@@ -74,7 +74,7 @@ def mean_interval(values: Sequence[float], rounding: float = 0.0) -> MeanInterva
 
 
 def significant(p_values: Sequence[float], rate: float = FALSE_DISCOVERY_RATE) -> list[bool]:
-    """Return which of many differences are significant, by the step-up rule of Benjamini and Hochberg (1995).
+    """Return for each p-value whether its difference is significant, by the rule of Benjamini and Hochberg (1995).
 
     On average, at most the share `rate` of the significant differences are false. If no difference is real, the
     probability that any is called significant is at most `rate`. The rule remains valid for comparisons with a common
@@ -87,12 +87,12 @@ def significant(p_values: Sequence[float], rate: float = FALSE_DISCOVERY_RATE) -
 
 def values_by_seed(arm: Arm, metric: str) -> dict[int, float]:
     """Return {seed: value} of the finished trials in which the metric was measured and is finite."""
-    found = {trial.seed: trial.metrics[metric] for trial in arm.finished() if metric in trial.metrics}
-    return {seed: found[seed] for seed in sorted(found) if math.isfinite(found[seed])}
+    values = {trial.seed: trial.metrics[metric] for trial in arm.finished() if metric in trial.metrics}
+    return {seed: values[seed] for seed in sorted(values) if math.isfinite(values[seed])}
 
 
 def paired_values(arm: Arm, baseline: Arm, metric: str) -> tuple[list[float], list[float]]:
-    """Return the values of each arm for the seeds that both have, in the same order of seeds."""
+    """Return (values of `arm`, values of `baseline`) for the seeds that both have, in the same order of seeds."""
     ours, theirs = values_by_seed(arm, metric), values_by_seed(baseline, metric)
     common = [seed for seed in ours if seed in theirs]
     return [ours[seed] for seed in common], [theirs[seed] for seed in common]
@@ -105,14 +105,17 @@ def log_ratio(ours: Sequence[float], theirs: Sequence[float]) -> MeanInterval:
 
 
 def relative_difference(log: float) -> float:
-    """Convert a log-ratio to a relative difference: 0.05 is 5 % more."""
+    """Convert a log-ratio to a relative difference, where 0.05 means 5 % more."""
     return math.expm1(min(log, 709.0))  # exp overflows a float64 above 709.78
 
 
 def is_exact(metric: str, *arms: Sequence[float]) -> bool:
-    """Return whether the seed has no effect: each arm has the same value, to the last digit, for all its seeds.
+    """Return True if the seed has no effect: each arm has exactly the same value with all its seeds.
 
     At least two seeds are required, except for metrics that the configuration determines.
+
+    Args:
+        arms: The values of each arm.
     """
     if any(len(set(values)) != 1 for values in arms):
         return False

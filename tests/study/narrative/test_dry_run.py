@@ -6,22 +6,22 @@ import json
 import pytest
 from rich.console import Console
 
-from deskside.study.forecast import Here, forecast
+from deskside.study.forecast import LocalMachine, forecast
 from deskside.study.narrative.dry_run import changes, plan_json, plan_table
 from deskside.study.spec import parse_spec
 from deskside.study.spec.expand import expand
 from tests.plan.made import ask
 
-CARD = Here(ask(gpu="rtx4090", preset="124m", probes="nowhere"))
-UNKNOWN = Here(None, "nothing was measured here")
+CARD = LocalMachine(ask(gpu="rtx4090", preset="124m", probes="nowhere"))
+UNKNOWN = LocalMachine(None, "nothing was measured here")
 
 
-def shown(name: str, here: Here, devices: int = 1) -> str:
+def shown(name: str, machine: LocalMachine, devices: int = 1) -> str:
     study = parse_spec.load(name)
     found = expand(study)
-    known = {arm.id: forecast(arm, here, study.memory_fraction) for arm in found.arms}
+    known = {arm.id: forecast(arm, machine, study.memory_fraction) for arm in found.arms}
     out = io.StringIO()
-    plan_table(study, found, known, here, devices, Console(file=out, width=80))
+    plan_table(study, found, known, machine, devices, Console(file=out, width=80))
     return out.getvalue()
 
 
