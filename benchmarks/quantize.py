@@ -24,7 +24,7 @@ from torch import Tensor
 from deskside.config import merge, presets
 from deskside.config.recipes import Operand
 from deskside.kernels.nvfp4.matmul import Layout, scaled_matmul
-from deskside.kernels.nvfp4.quantize import largest, quantize
+from deskside.kernels.nvfp4.quantize import quantize, transformed_amax
 
 OPERANDS: dict[str, tuple[Operand, tuple[str, ...]]] = {
     "1x16": (Operand("nvfp4", "1x16"), ("columns",)),
@@ -76,7 +76,7 @@ def quantiser(N: int, K: int) -> list[dict[str, object]]:
         signs = torch.randint(0, 2, (128,), device="cuda").float() * 2 - 1 if operand.fresh_signs else None
         for along in directions:
             whole = milliseconds(lambda o=operand, a=along, s=signs: quantize(x, o, a, signs=s, seed=1))  # type: ignore[misc]
-            amax = largest(x, operand, along, signs)  # type: ignore[arg-type]
+            amax = transformed_amax(x, operand, along, signs)  # type: ignore[arg-type]
             second = milliseconds(
                 lambda o=operand, a=along, s=signs, m=amax: quantize(x, o, a, signs=s, seed=1, amax=m)  # type: ignore[misc]
             )

@@ -47,7 +47,7 @@ def product(
         ):
             from deskside.kernels.nvfp4.native import fp8_matmul
 
-            return fp8_matmul(left.values, right.values, left.scale, second=right.scale, dtype=dtype)
+            return fp8_matmul(left.values, right.values, left.scale, scale_b=right.scale, dtype=dtype)
         return _native(kind, left, right, dtype)
     a, b = _wide(left.values), _wide(right.values)
     # Operands that are stored transposed for tensor cores are so on both sides where both are summed over rows.
@@ -95,7 +95,7 @@ def _with_scales(
     if left.ndim == 0 and a.is_cuda:
         from deskside.kernels.nvfp4.matmul import scaled_matmul
 
-        return scaled_matmul(a, b, left, layout, second=right, dtype=dtype)
+        return scaled_matmul(a, b, left, layout, scale_b=right, dtype=dtype)
     a, b = _oriented(a, b, layout)
     # Both are exact in bfloat16, so that on a card its product with a float32 result is the same, and faster.
     total = torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else torch.mm(a.float(), b.float())

@@ -106,8 +106,8 @@ def test_product_against_float64(sizes: tuple[int, int, int], layout: str, dtype
     alpha, second = torch.tensor(0.75, device=DEVICE), torch.tensor(-2.0, device=DEVICE)
     kind: Layout = layout  # type: ignore[assignment]
     a, b = oriented(left, right, layout)
-    made = scaled_matmul(a, b, alpha, kind, second=second, dtype=dtype)
-    again = scaled_matmul(a, b, alpha, kind, second=second, dtype=dtype)
+    made = scaled_matmul(a, b, alpha, kind, scale_b=second, dtype=dtype)
+    again = scaled_matmul(a, b, alpha, kind, scale_b=second, dtype=dtype)
     exact = -1.5 * (left.double() @ right.double().T)
     error = float((made.double() - exact).norm() / exact.norm())
     # Hopper's tensor cores cut off what does not fit when they add: half a last bit towards zero at each of the 148
@@ -124,7 +124,7 @@ def test_emulated_product_is_the_product_of_the_dequantised() -> None:
     operand = OPERANDS["4/6"]
     left, right = quantize(x, operand, "columns"), quantize(w, operand, "columns")
     made = scaled_matmul(
-        left.values, right.values, left.global_scale, "nt", second=right.global_scale, dtype=torch.float32
+        left.values, right.values, left.global_scale, "nt", scale_b=right.global_scale, dtype=torch.float32
     )
     exact = (left.values.double() @ right.values.double().T) * left.global_scale * right.global_scale
     assert float((made - exact).norm() / exact.norm()) < 2e-6

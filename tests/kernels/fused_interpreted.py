@@ -113,7 +113,7 @@ def rope(found: dict[str, float]) -> None:
 
 
 def gated(found: dict[str, float]) -> None:
-    for kind in launch.KINDS:
+    for kind in launch.ACTIVATION_IDS:
         if kind == "gelu":  # the interpreter has no erf
             continue
         for two in (True, False):

@@ -61,19 +61,19 @@ def differing(a: Tensor, b: Tensor) -> int:
 
 def product(layout: matmul.Layout, sizes: tuple[int, int, int], descriptors: bool) -> dict[str, float]:
     """Largest error, relative to the largest result, of the BF16 product in float32, and in how many parts it ran."""
-    tiles = matmul.Tiles(32, 64, 32, warps=4, stages=1, descriptors=descriptors, group=2)
+    tiles = matmul.TileConfig(32, 64, 32, warps=4, stages=1, descriptors=descriptors, group=2)
     matmul._card = lambda device: (tiles, 4)  # type: ignore[assignment]
     L, R, S = sizes
     generator = torch.Generator().manual_seed(0)
     left, right = (torch.randn(n, S, generator=generator).bfloat16().float() for n in (L, R))
     alpha, second = torch.tensor(0.75), torch.tensor(-2.0)
     a, b = oriented(left, right, layout)
-    made = matmul.scaled_matmul(a, b, alpha, layout, second=second, dtype=torch.float32)
+    made = matmul.scaled_matmul(a, b, alpha, layout, scale_b=second, dtype=torch.float32)
     exact = -1.5 * (left.double() @ right.double().T)
     count = -(-L // 32) * -(-R // 64)
     return {
         "error": float((made - exact).abs().max() / exact.abs().max()),
-        "parts": matmul.split(count, -(-S // 32), 4),
+        "parts": matmul.num_parts(count, -(-S // 32), 4),
     }
 
 

@@ -18,7 +18,7 @@ def _nvfp4_case() -> CompileCase:
         "right_scale": "*fp8e4nv",
         "out": "*bf16",
     }
-    types |= {"alpha_ptr": "*fp32", "second_ptr": "*fp32"}
+    types |= {"scale_a_ptr": "*fp32", "scale_b_ptr": "*fp32"}
     types = signature(native.nvfp4_kernel, types, constants)
     divisible = ("L", "R", "S", "pairs", "blocks")
     return CompileCase(
@@ -29,7 +29,7 @@ def _nvfp4_case() -> CompileCase:
 def _fp8_case(name: str, left: str, even: bool) -> CompileCase:
     constants = native.TILE | {"LEFT": left, "RIGHT": "e4m3", "EVEN": even, "DTYPE": tl.bfloat16}
     types = {"left": "*fp8e4nv" if left == "e4m3" else "*fp8e5", "right": "*fp8e4nv", "out": "*bf16"}
-    types |= {"alpha_ptr": "*fp32", "second_ptr": "*fp32"}
+    types |= {"scale_a_ptr": "*fp32", "scale_b_ptr": "*fp32"}
     types = signature(native.fp8_kernel, types, constants)
     return CompileCase(name, native.fp8_kernel, types, constants, native.OPTIONS, (120,))
 
@@ -104,11 +104,17 @@ QUANTIZE = (
 def _matmul_case(
     name: str, capability: tuple[int, int], layout: matmul.Layout, parts: int, targets: tuple[int, ...]
 ) -> CompileCase:
-    tiles = matmul.tiles_for(capability)
+    tiles = matmul.tile_config(capability)
     out = "fp32" if parts > 1 else "bf16"
     options = tiles.options(torch.float32 if parts > 1 else torch.bfloat16)
     constants = tiles.constants(layout) | {"PARTS": parts, "DTYPE": tl.float32 if parts > 1 else tl.bfloat16}
-    types = {"left": "*bf16", "right": "*bf16", "out": f"*{out}", "alpha_ptr": "*fp32", "second_ptr": "*fp32"}
+    types = {
+        "left": "*bf16",
+        "right": "*bf16",
+        "out": f"*{out}",
+        "scale_a_ptr": "*fp32",
+        "scale_b_ptr": "*fp32",
+    }
     if not tiles.descriptors:
         constants["EVEN"] = True
         types = signature(matmul.pointer_kernel, types, constants)
@@ -136,8 +142,8 @@ MATMUL = (
         {
             "parts_ptr": "*fp32",
             "out_ptr": "*bf16",
-            "alpha_ptr": "*fp32",
-            "second_ptr": "*fp32",
+            "scale_a_ptr": "*fp32",
+            "scale_b_ptr": "*fp32",
             "numel": "i32",
         }
         | {"PARTS": "constexpr", "BLOCK": "constexpr", "DTYPE": "constexpr"},

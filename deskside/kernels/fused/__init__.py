@@ -1,7 +1,7 @@
-"""Fused element-wise operators of a block, forward and backward, each in one kernel on a GPU.
+"""Fused element-wise operators of a transformer block, forward and backward, each one Triton kernel on a GPU.
 
-`reference` has them in plain torch and describes them. It runs on a CPU, and the kernels that `launch` starts under the
-same names are tested against it.
+`reference` documents the operators and implements them in plain torch, for CPUs and as the reference of the tests.
+`launch` has functions of the same names that launch the kernels.
 """
 
 from collections.abc import Callable
@@ -36,12 +36,15 @@ R = TypeVar("R")
 
 @cache
 def writes_fp8(device: torch.device) -> bool:
-    """Return whether the kernels can write FP8 here: they need the conversion of compute capability 8.9."""
+    """Return True unless `device` is a GPU below compute capability 8.9, which cannot convert to FP8."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def _operator(plain: Callable[P, R], needs_fp8: bool = False) -> Callable[P, R]:
-    """`plain`, in the kernel of the same name if its first tensor is on a GPU (that writes FP8, with `needs_fp8`)."""
+    """Return an operator that calls the function of the same name in `launch` for CUDA tensors, and `plain` for others.
+
+    needs_fp8: also call `plain` on GPUs that cannot convert to FP8.
+    """
     name = plain.__name__
 
     @wraps(plain)
@@ -52,8 +55,8 @@ def _operator(plain: Callable[P, R], needs_fp8: bool = False) -> Callable[P, R]:
             return plain(*args, **kwargs)
         from deskside.kernels.fused import launch
 
-        kernel: Callable[P, R] = getattr(launch, name)
-        return kernel(*args, **kwargs)
+        launcher: Callable[P, R] = getattr(launch, name)
+        return launcher(*args, **kwargs)
 
     return operator
 

@@ -1,10 +1,10 @@
-"""Launching the fused Triton kernels: output tensors, grids and tile sizes. Imported only where tensors are on a GPU.
+"""Launches of the fused Triton kernels: output tensors, grids and tile sizes. Imported only for tensors on a GPU.
 
 Tile sizes are fixed, not tuned at run time: a search would cost more at every start than it gives back. They were
 chosen on an H200 (docs/log.md) and keep within the shared memory of consumer cards.
 
-Where a tensor is written transposed too, the tiles of a row block run one after the other, so that those in flight
-together read whole rows and write longer pieces of columns.
+Where a cast with one scale also writes a transposed copy, the tiles of one row block have consecutive program ids, so
+that programs running at the same time read whole rows and write longer pieces of columns.
 """
 
 from functools import cache
@@ -16,19 +16,19 @@ from deskside.kernels.fused import triton_cast, triton_gated, triton_norm, trito
 from deskside.kernels.fused.reference import Angles, Cast, Fp8, QkvLayout
 from deskside.utils.errors import UsageError
 
-KINDS = {"silu": 0, "gelu": 1, "gelu_new": 2, "relu2": 3}
-FP8_ROWS = 64  # rows of a tile that is also written transposed: so many bytes of a column are contiguous
+ACTIVATION_IDS = {"silu": 0, "gelu": 1, "gelu_new": 2, "relu2": 3}
+FP8_ROWS = 64  # rows of a tile with a transposed copy, which is written in contiguous pieces of as many bytes
 NORM_ROWS = 32  # fewer, so that a program's rows are still in the cache for its second pass
-PROGRAMS_PER_SM = 16  # of kernels that keep sums in registers; enough of them to hide the latency of loads
+PROGRAMS_PER_SM = 16  # for kernels that keep sums in registers; enough to hide the latency of loads
 
 
 def _cdiv(a: int, b: int) -> int:
-    """a / b rounded up. Triton's own can be called from kernels too, which takes 20 times as long on the host."""
+    """Return a / b rounded up. `triton.cdiv` takes 20 times as long on the host."""
     return -(-a // b)
 
 
-def _power_of_two(n: int) -> int:
-    """The next one that is not below n."""
+def _next_power_of_2(n: int) -> int:
+    """Return the smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length()
 
 
@@ -36,7 +36,7 @@ def _fp8(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Fp
     rows, columns = shape
     if rows % 4:
         raise UsageError(
-            f"a cast to FP8 takes four rows at a time, but there are {rows}; use a multiple of 16 tokens"
+            f"a cast to FP8 processes four rows at a time and cannot take {rows}; use a multiple of 16 tokens"
         )
     return Fp8(
         torch.empty(rows, columns, dtype=dtype, device=device),
@@ -45,12 +45,12 @@ def _fp8(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Fp
 
 
 def cast_fp8(x: Tensor, cast: Cast) -> Fp8:
-    """(N, K) -> rows and columns."""
+    """(N, K) -> rows (N, K) and columns (K, N)."""
     N, K = x.shape
     out = _fp8((N, K), cast.dtype, x.device)
     grid = (_cdiv(K, 128), _cdiv(N, FP8_ROWS))
     triton_cast.cast_fp8[grid](
-        x, out.rows, _words(out), cast.scale, cast.amax, N, K, FP8_ROWS, 128, num_warps=4
+        x, out.rows, _transposed_words(out), cast.scale, cast.amax, N, K, FP8_ROWS, 128, num_warps=4
     )
     return out
 
@@ -63,12 +63,12 @@ def row_col_amax(x: Tensor) -> tuple[Tensor, Tensor]:
     return rows, columns
 
 
-def cast_both(x: Tensor, dtype: torch.dtype, of_rows: Tensor, of_columns: Tensor) -> Fp8:
-    """(N, K) under a scale per row, and its transpose under a scale per column."""
+def cast_both(x: Tensor, dtype: torch.dtype, row_scale: Tensor, column_scale: Tensor) -> Fp8:
+    """(N, K) -> rows with a scale per row, and the transpose with a scale per column."""
     N, K = x.shape
     out = _fp8((N, K), dtype, x.device)
     triton_cast.cast_both[(_cdiv(N, FP8_ROWS), _cdiv(K, 64))](
-        x, out.rows, _words(out), of_rows, of_columns, N, K, FP8_ROWS, 64, num_warps=4,
+        x, out.rows, _transposed_words(out), row_scale, column_scale, N, K, FP8_ROWS, 64, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -81,7 +81,7 @@ def add_norm(
     out = residual if delta is None else torch.empty_like(residual)
     rstd = torch.empty(N, dtype=torch.float32, device=residual.device)
     if cast is None:
-        block = _power_of_two(D)
+        block = _next_power_of_2(D)
         rows = max(1, 4096 // block)
         normed = torch.empty_like(residual)
         triton_norm.add_norm[(_cdiv(N, rows),)](
@@ -91,7 +91,7 @@ def add_norm(
         return out, normed, rstd
     fp8 = _fp8((N, D), cast.dtype, residual.device)
     triton_norm.add_norm_fp8[(_cdiv(N, NORM_ROWS),)](
-        residual, delta, weight, out, fp8.rows, _words(fp8), rstd, cast.scale, cast.amax, N, eps,
+        residual, delta, weight, out, fp8.rows, _transposed_words(fp8), rstd, cast.scale, cast.amax, N, eps,
         D, NORM_ROWS, 256, delta is not None, num_warps=8,
     )  # fmt: skip
     return out, fp8, rstd
@@ -100,16 +100,16 @@ def add_norm(
 def add_norm_backward(
     grad_normed: Tensor, residual_out: Tensor, rstd: Tensor, weight: Tensor, grad_residual: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """(N, D) each, contiguous."""
+    """All but rstd (N,) and weight (D,) are (N, D) and contiguous."""
     N, D = residual_out.shape
     grad = torch.empty_like(residual_out)
-    block = _power_of_two(D)
+    block = _next_power_of_2(D)
     rows = max(1, 2048 // block)
     programs = min(PROGRAMS_PER_SM * multiprocessors(residual_out.device), _cdiv(N, rows))
-    each = _cdiv(N, programs)
+    rows_per_program = _cdiv(N, programs)
     sums = torch.empty(programs, D, dtype=torch.float32, device=grad.device)
     triton_norm.add_norm_backward[(programs,)](
-        grad_normed, residual_out, rstd, weight, grad_residual, grad, sums, N, each,
+        grad_normed, residual_out, rstd, weight, grad_residual, grad, sums, N, rows_per_program,
         D, rows, block, grad_residual is not None, num_warps=max(1, rows * block // 1024),
     )  # fmt: skip
     return grad, column_sums(sums[:, None], 1)[0]
@@ -144,100 +144,105 @@ def qk_norm_rope_backward(
     layout: QkvLayout,
     cast: Cast | None = None,
 ) -> tuple[Tensor | Fp8, Tensor | None, Tensor | None]:
-    """grads: (N, heads, C), (N, kv_heads, C) twice, channels contiguous, any other strides."""
+    """grads: of q (N, heads, C), k and v (N, kv_heads, C), with contiguous channels and any other strides."""
     (N, width), C = qkv.shape, layout.head_dim
     rows = FP8_ROWS if cast is not None else max(16, 2048 // C)
     programs, heads = _cdiv(N, rows), layout.heads
-    each = next(n for n in (3, 2, 1) if heads % n == 0 and layout.kv_heads % n == 0)
-    of_queries = heads // each
-    shape = (programs, of_queries + layout.kv_heads // each, C) if q_weight is not None else (0,)
+    heads_per_program = next(n for n in (3, 2, 1) if heads % n == 0 and layout.kv_heads % n == 0)
+    query_pieces = heads // heads_per_program
+    key_pieces = layout.kv_heads // heads_per_program
+    shape = (programs, query_pieces + key_pieces, C) if q_weight is not None else (0,)
     sums = torch.empty(shape, dtype=torch.float32, device=qkv.device)
     cos, sin = angles or (None, None)
     inputs = (*grads, qkv, q_weight, k_weight, cos, sin)
     strides = [stride for g in grads for stride in g.stride()[:2]]
-    numbers = (sums, N, 1 if cos is None else len(cos), layout.eps, *strides)
-    constants = (heads, layout.kv_heads, C, rows, each, q_weight is not None, angles is not None)
-    grid = (width // C // each, programs)
+    scalars = (sums, N, 1 if cos is None else len(cos), layout.eps, *strides)
+    constants = (heads, layout.kv_heads, C, rows, heads_per_program, q_weight is not None, angles is not None)
+    grid = (width // C // heads_per_program, programs)
     out: Tensor | Fp8
     if cast is None:
         out = torch.empty_like(qkv)
-        triton_rope.qk_norm_rope_backward[grid](*inputs, out, *numbers, *constants, num_warps=2)
+        triton_rope.qk_norm_rope_backward[grid](*inputs, out, *scalars, *constants, num_warps=2)
     else:
         out = _fp8((N, width), cast.dtype, qkv.device)
         triton_rope.qk_norm_rope_backward_fp8[grid](
             *inputs,
             out.rows,
-            _words(out),
+            _transposed_words(out),
             cast.scale,
             cast.amax,
-            *numbers,
+            *scalars,
             *constants,
             num_warps=max(2, C // 32),
         )
     if q_weight is None:
         return out, None, None
-    of_query_weight, of_key_weight = column_sums(sums, of_queries)
-    return out, of_query_weight, of_key_weight
+    grad_q_weight, grad_k_weight = column_sums(sums, query_pieces)
+    return out, grad_q_weight, grad_k_weight
 
 
-def column_sums(x: Tensor, first: int) -> Tensor:
-    """(N, pieces, C) float32 -> (1 or 2, C): the sums over rows of the first pieces, and of the others."""
+def column_sums(x: Tensor, num_first: int) -> Tensor:
+    """(N, pieces, C) float32 -> (1 or 2, C): the sums over N of the first `num_first` pieces, and of any others."""
     N, pieces, C = x.shape
-    outputs = 1 if first == pieces else 2
+    outputs = 1 if num_first == pieces else 2
     out = torch.empty(outputs, C, dtype=torch.float32, device=x.device)
     triton_norm.column_sums[(_cdiv(C, 8), outputs)](
-        x, out, N, C, first, pieces, min(1024, _power_of_two(N)), 8, num_warps=8,
+        x, out, N, C, num_first, pieces, min(1024, _next_power_of_2(N)), 8, num_warps=8,
     )  # fmt: skip
     return out
 
 
-def gated(x: Tensor, kind: str, two: bool, cast: Cast | None = None) -> Tensor | Fp8:
+def gated(x: Tensor, activation: str, has_gate: bool, cast: Cast | None = None) -> Tensor | Fp8:
     """(N, 2F) or (N, F) -> (N, F)."""
-    N, F = len(x), x.shape[1] // (2 if two else 1)
+    N, F = len(x), x.shape[1] // (2 if has_gate else 1)
     if cast is None:
         out = torch.empty(N, F, dtype=x.dtype, device=x.device)
         grid = (N, _cdiv(F, 2048))
-        triton_gated.gated[grid](x, out, N, F, KINDS[kind], two, 1, 2048, num_warps=4)
+        triton_gated.gated[grid](x, out, N, F, ACTIVATION_IDS[activation], has_gate, 1, 2048, num_warps=4)
         return out
     grid = (_cdiv(F, 128), _cdiv(N, FP8_ROWS))
     fp8 = _fp8((N, F), cast.dtype, x.device)
     triton_gated.gated_fp8[grid](
-        x, fp8.rows, _words(fp8), cast.scale, cast.amax, N, F, KINDS[kind], two, FP8_ROWS, 128,
-        num_warps=8,
+        x, fp8.rows, _transposed_words(fp8), cast.scale, cast.amax, N, F, ACTIVATION_IDS[activation], has_gate,
+        FP8_ROWS, 128, num_warps=8,
     )  # fmt: skip
     return fp8
 
 
-def gated_backward(grad: Tensor, x: Tensor, kind: str, two: bool, cast: Cast | None = None) -> Tensor | Fp8:
+def gated_backward(
+    grad: Tensor, x: Tensor, activation: str, has_gate: bool, cast: Cast | None = None
+) -> Tensor | Fp8:
     """grad (N, F), x as in `gated` -> the gradient of x."""
     N, F = grad.shape
     if cast is None:
         out = torch.empty_like(x)
         grid = (N, _cdiv(F, 2048))
-        triton_gated.gated_backward[grid](grad, x, out, N, F, KINDS[kind], two, 1, 2048, num_warps=4)
+        triton_gated.gated_backward[grid](
+            grad, x, out, N, F, ACTIVATION_IDS[activation], has_gate, 1, 2048, num_warps=4
+        )
         return out
     grid = (_cdiv(F, 64), _cdiv(N, FP8_ROWS))
     fp8 = _fp8((N, x.shape[1]), cast.dtype, x.device)
     triton_gated.gated_backward_fp8[grid](
-        grad, x, fp8.rows, _words(fp8), cast.scale, cast.amax, N, F, KINDS[kind], two, FP8_ROWS, 64,
-        num_warps=8,
+        grad, x, fp8.rows, _transposed_words(fp8), cast.scale, cast.amax, N, F, ACTIVATION_IDS[activation], has_gate,
+        FP8_ROWS, 64, num_warps=8,
     )  # fmt: skip
     return fp8
 
 
 def transpose(rows: Tensor, out: Tensor) -> None:
-    """The transpose of an FP8 matrix (N, K) into (K, N), whose rows may lie apart."""
+    """Write the transpose of an FP8 matrix (N, K) to `out` (K, N), whose row stride may exceed N."""
     N, K = rows.shape
     grid, words = (_cdiv(N, 128), _cdiv(K, 128)), out.view(torch.int32)
     triton_cast.transpose[grid](rows.view(torch.uint8), words, N, K, words.stride(0), 128, 128, num_warps=8)
 
 
-def _words(fp8: Fp8) -> Tensor:
-    """The transposed tensor as int32, four bytes a word."""
+def _transposed_words(fp8: Fp8) -> Tensor:
+    """Return a view of the transposed copy as int32, four FP8 values per word."""
     return fp8.columns.view(torch.int32)
 
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """Streaming multiprocessors of the card."""
+    """Return the number of streaming multiprocessors of a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

@@ -1,7 +1,8 @@
-"""The fused operators in plain torch: what the Triton kernels are tested against, and what runs on a CPU.
+"""The fused operators in plain torch: the implementation for CPUs, and the reference of the Triton kernels.
 
-All take flattened tokens (N = B T). Inputs may be any floating dtype; arithmetic is in float32, or float64 where the
-inputs are. Backward forms come from autograd on the forward forms, so that no derivative is written by hand twice.
+All take flattened tokens (N = B T). Inputs may have any floating dtype; arithmetic is in float32, or in float64 for
+float64 inputs. Most backward functions run autograd on the forward, so that the tests compare the kernels' derivatives
+with autograd's.
 """
 
 from dataclasses import dataclass
@@ -12,15 +13,15 @@ from torch import Tensor
 
 from deskside.kernels.functional import ACTIVATIONS, at_least_float32
 
-Angles = tuple[Tensor, Tensor] | None
+Angles = tuple[Tensor, Tensor] | None  # cos and sin, (P, C / 2) each; None: no rotary embedding
 
 
 @dataclass(frozen=True)
 class Cast:
     """Parameters of a cast to FP8.
 
-    scale: float32 scalar on the device; values are multiplied by it and saturated. amax: float32 scalar that is
-    updated in place with the largest magnitude before scaling.
+    scale: float32 scalar on the device that values are multiplied by before they are saturated. amax: float32 scalar on
+    the device, raised in place to the largest magnitude of the unscaled values.
     """
 
     dtype: torch.dtype
@@ -29,20 +30,24 @@ class Cast:
 
     @property
     def largest(self) -> float:
+        """Largest finite value of the dtype."""
         return float(torch.finfo(self.dtype).max)
 
 
 @dataclass(slots=True)
 class Fp8:
-    """One tensor twice: rows (N, K) and columns (K, N), both contiguous."""
+    """An FP8 matrix (N, K) and its transpose, the operands of two products. Both are contiguous."""
 
-    rows: Tensor
-    columns: Tensor
+    rows: Tensor  # (N, K)
+    columns: Tensor  # (K, N)
 
 
 @dataclass(frozen=True)
 class QkvLayout:
-    """A fused projection's row: `heads` queries, `kv_heads` keys, `kv_heads` values of `head_dim` channels."""
+    """Layout of a fused projection's row: `heads` queries, `kv_heads` keys, `kv_heads` values of `head_dim` channels.
+
+    eps: that of the QK-norm.
+    """
 
     heads: int
     kv_heads: int
@@ -51,6 +56,7 @@ class QkvLayout:
 
     @property
     def width(self) -> int:
+        """Number of channels of a row."""
         return (self.heads + 2 * self.kv_heads) * self.head_dim
 
     def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -61,7 +67,7 @@ class QkvLayout:
 
 
 def cast_fp8(x: Tensor, cast: Cast) -> Fp8:
-    """A tensor (N, K) that exists already, cast to FP8."""
+    """Cast a tensor (N, K) to FP8 with one scale, and update `cast.amax`."""
     torch.maximum(cast.amax, x.detach().abs().max().to(cast.amax.dtype), out=cast.amax)
     scaled = (x.to(at_least_float32(x)) * cast.scale).clamp(-cast.largest, cast.largest)
     rows = scaled.to(cast.dtype)
@@ -69,27 +75,27 @@ def cast_fp8(x: Tensor, cast: Cast) -> Fp8:
 
 
 def row_col_amax(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest magnitudes of the rows (N,) and of the columns (K,), float32, in one pass."""
+    """Return the largest magnitudes of the rows (N,) and of the columns (K,), float32."""
     magnitudes = x.detach().abs().float()
     return magnitudes.amax(1), magnitudes.amax(0)
 
 
-def cast_both(x: Tensor, dtype: torch.dtype, of_rows: Tensor, of_columns: Tensor) -> Fp8:
-    """FP8 rows (N, K) under a scale each, and the transpose with a scale for each of its rows (the columns of x)."""
+def cast_both(x: Tensor, dtype: torch.dtype, row_scale: Tensor, column_scale: Tensor) -> Fp8:
+    """Cast x (N, K) to FP8 rows with a scale per row, (N,), and to FP8 columns with a scale per column, (K,)."""
     limit, x = torch.finfo(dtype).max, x.float()
-    rows = (x * of_rows[:, None]).clamp(-limit, limit).to(dtype)
-    return Fp8(rows, (x * of_columns).clamp(-limit, limit).to(dtype).T.contiguous())
+    rows = (x * row_scale[:, None]).clamp(-limit, limit).to(dtype)
+    return Fp8(rows, (x * column_scale).clamp(-limit, limit).to(dtype).T.contiguous())
 
 
 def transpose(rows: Tensor, out: Tensor) -> None:
     """Write the transpose of an FP8 matrix (N, K), whose N is a multiple of 4, into `out` (K, N).
 
-    `out` may be some columns of a wider matrix that begin at, and whose rows are, multiples of 4.
+    `out` may be a slice of columns of a wider matrix; its first column and its row stride must be multiples of 4.
     """
     out.copy_(rows.T)
 
 
-def _finish(values: Tensor, cast: Cast | None, dtype: torch.dtype) -> Tensor | Fp8:
+def _to_output(values: Tensor, cast: Cast | None, dtype: torch.dtype) -> Tensor | Fp8:
     return values.to(dtype) if cast is None else cast_fp8(values, cast)
 
 
@@ -101,14 +107,14 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_norm(
     residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, cast: Cast | None = None
 ) -> tuple[Tensor, Tensor | Fp8, Tensor]:
-    """(residual + delta, its RMSNorm, 1 / its root mean square (N,) in float32). Without delta the residual is kept.
+    """Return residual + delta, its RMSNorm, and 1 / its root mean square (N,) in float32. delta None is zero.
 
-    cast: write the norm in FP8, in rows and in columns, instead of the input's dtype.
+    cast: return the norm in FP8, as rows and columns, instead of the input's dtype.
     """
     out = residual if delta is None else residual + delta
     x = out.to(at_least_float32(out))
     rstd = torch.rsqrt(x.square().mean(-1) + eps)
-    return out, _finish(_norm(out, weight, eps), cast, residual.dtype), rstd
+    return out, _to_output(_norm(out, weight, eps), cast, residual.dtype), rstd
 
 
 def add_norm_backward(
@@ -118,16 +124,16 @@ def add_norm_backward(
     weight: Tensor,
     grad_residual: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """(the gradient of both residual and delta, the gradient of the weight in float32).
+    """Return the gradient of residual and delta, which is the same, and that of the weight in float32.
 
-    `grad_residual` is what reached the residual's output from above; None is zero.
+    grad_residual: the gradient of the output residual + delta; None is zero.
     """
     x, dtype = residual_out.to(at_least_float32(residual_out)), at_least_float32(residual_out)
-    normal = x * rstd[:, None]
+    normed = x * rstd[:, None]
     grad = grad_normed.to(dtype)
-    grad_weight = (grad * normal).sum(0)
+    grad_weight = (grad * normed).sum(0)
     grad = grad * weight.to(dtype)
-    grad = (grad - normal * (grad * normal).mean(-1, keepdim=True)) * rstd[:, None]
+    grad = (grad - normed * (grad * normed).mean(-1, keepdim=True)) * rstd[:, None]
     if grad_residual is not None:
         grad = grad + grad_residual
     return grad.to(residual_out.dtype), grad_weight
@@ -140,18 +146,18 @@ def qk_norm_rope(
     angles: Angles,
     layout: QkvLayout,
 ) -> tuple[Tensor, Tensor]:
-    """Queries (N, H, C) and keys (N, K, C), normalised per head (weights None: not) and turned (angles None: not).
+    """Return queries (N, H, C) and keys (N, K, C) after QK-norm (weights None: none) and RoPE (angles None: none).
 
-    angles: cos and sin, (P, C / 2) float32, for token n the row n mod P.
+    angles: cos and sin, (P, C / 2) float32; token n has row n mod P.
     """
     q, k, _ = layout.split(qkv)
     return tuple(  # type: ignore[return-value]
-        _turn(x if weight is None else _norm(x, weight, layout.eps), angles).to(qkv.dtype)
+        _rotate(x if weight is None else _norm(x, weight, layout.eps), angles).to(qkv.dtype)
         for x, weight in ((q, q_weight), (k, k_weight))
     )
 
 
-def _turn(x_NHC: Tensor, angles: Angles) -> Tensor:
+def _rotate(x_NHC: Tensor, angles: Angles) -> Tensor:
     x = x_NHC.to(at_least_float32(x_NHC))
     if angles is None:
         return x
@@ -169,7 +175,7 @@ def qk_norm_rope_backward(
     layout: QkvLayout,
     cast: Cast | None = None,
 ) -> tuple[Tensor | Fp8, Tensor | None, Tensor | None]:
-    """From the gradients of q, k and v: those of qkv (N, W) and of the two norm weights (float32)."""
+    """Return the gradients of qkv (N, W) and of the two norm weights (float32), from those of q, k and v."""
     with torch.enable_grad():
         leaf = qkv.detach().to(at_least_float32(qkv)).requires_grad_()
         weights = [
@@ -177,27 +183,30 @@ def qk_norm_rope_backward(
         ]
         q, k = qk_norm_rope(leaf, weights[0], weights[1], angles, layout)
         outputs = (q, k, layout.split(leaf)[2])
-        wanted = [leaf, *(w for w in weights if w is not None)]
-        grad, *rest = torch.autograd.grad(outputs, wanted, [g.to(leaf.dtype) for g in grads])
+        inputs = [leaf, *(w for w in weights if w is not None)]
+        grad, *grad_weights = torch.autograd.grad(outputs, inputs, [g.to(leaf.dtype) for g in grads])
     if q_weight is None:
-        return _finish(grad, cast, qkv.dtype), None, None
-    return _finish(grad, cast, qkv.dtype), rest[0], rest[1]
+        return _to_output(grad, cast, qkv.dtype), None, None
+    return _to_output(grad, cast, qkv.dtype), grad_weights[0], grad_weights[1]
 
 
-def gated(x: Tensor, kind: str, two: bool, cast: Cast | None = None) -> Tensor | Fp8:
-    """activation(gate) * up of x (N, 2F), or activation(x) of x (N, F) where not `two`. kind: as in ops.composite."""
-    return _finish(_hidden(x.to(at_least_float32(x)), kind, two), cast, x.dtype)
+def gated(x: Tensor, activation: str, has_gate: bool, cast: Cast | None = None) -> Tensor | Fp8:
+    """Return activation(gate) * up for x = [gate, up] (N, 2F), or activation(x) for x (N, F) without `has_gate`."""
+    return _to_output(_hidden(x.to(at_least_float32(x)), activation, has_gate), cast, x.dtype)
 
 
-def _hidden(x: Tensor, kind: str, two: bool) -> Tensor:
-    first, *up = x.chunk(2, dim=-1) if two else (x,)
-    hidden = ACTIVATIONS[kind](first)
-    return hidden * up[0] if up else hidden
+def _hidden(x: Tensor, activation: str, has_gate: bool) -> Tensor:
+    if not has_gate:
+        return ACTIVATIONS[activation](x)
+    gate, up = x.chunk(2, dim=-1)
+    return ACTIVATIONS[activation](gate) * up
 
 
-def gated_backward(grad: Tensor, x: Tensor, kind: str, two: bool, cast: Cast | None = None) -> Tensor | Fp8:
-    """The gradient of x, from that of the hidden values (N, F)."""
+def gated_backward(
+    grad: Tensor, x: Tensor, activation: str, has_gate: bool, cast: Cast | None = None
+) -> Tensor | Fp8:
+    """Return the gradient of x, from `grad` (N, F), that of the output of `gated`."""
     with torch.enable_grad():
         leaf = x.detach().to(at_least_float32(x)).requires_grad_()
-        (grad_x,) = torch.autograd.grad(_hidden(leaf, kind, two), leaf, grad.to(leaf.dtype))
-    return _finish(grad_x, cast, x.dtype)
+        (grad_x,) = torch.autograd.grad(_hidden(leaf, activation, has_gate), leaf, grad.to(leaf.dtype))
+    return _to_output(grad_x, cast, x.dtype)

@@ -16,12 +16,12 @@ tensor:
 The packing is written in PTX: taking single bytes out of Triton's own pairs of FP8 values comes out wrong where the
 pairs are also stored, because ptxas 12.8 miscompiles it for sm_90a (docs/log.md, 2026-11-21).
 
-The scale is known in advance (from earlier steps, or from an amax that the producer computed), so one pass is enough.
-`AMAX` accumulates the largest magnitude in place. Most programs only read it, because one atomic per tile would
-serialize.
+The scale is known in advance (from earlier steps, or from an amax that another kernel computed), so one pass is enough.
+`AMAX` is raised in place to the largest magnitude. Most programs only read it, because one atomic per tile would
+serialize them.
 
-Only two bytes are written per value, so the number of instructions matters as much as the bytes. The conversion
-instruction saturates by itself, and a maximum that propagates NaN is one instruction.
+Only two bytes are written per value, so instructions cost as much as memory traffic. The conversion instruction
+saturates by itself, and a maximum that propagates NaN is one instruction.
 """
 
 import os
@@ -29,7 +29,7 @@ import os
 import triton
 import triton.language as tl
 
-INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # Triton's interpreter knows no PTX
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # Triton's interpreter cannot run PTX
 _PACK = """
 {
 .reg .b16 low, high;
@@ -44,46 +44,46 @@ PACK_E5M2 = tl.constexpr(_PACK.replace("FORMAT", "e5m2x2"))
 
 @triton.jit
 def magnitude(values):  # type: ignore[no-untyped-def]
-    """|values|, where NaN counts as infinity: a maximum would drop it."""
+    """Return |values| with NaN replaced by infinity, because a maximum would drop NaN."""
     return tl.where(values == values, tl.abs(values), float("inf"))
 
 
 @triton.jit
-def larger(a, b):  # type: ignore[no-untyped-def]
-    """Element by element, the larger magnitude of two tiles; NaN if either is NaN."""
+def max_abs(a, b):  # type: ignore[no-untyped-def]
+    """Return the elementwise maximum of the magnitudes of two tiles; NaN if either is NaN."""
     return tl.maximum(tl.abs(a), tl.abs(b), propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def largest_of(a, b, c, d):  # type: ignore[no-untyped-def]
-    """Element by element, the largest magnitude of four tiles; NaN if any is NaN."""
-    return larger(larger(a, b), larger(c, d))
+def max_abs_of_four(a, b, c, d):  # type: ignore[no-untyped-def]
+    """Return the elementwise maximum of the magnitudes of four tiles; NaN if any is NaN."""
+    return max_abs(max_abs(a, b), max_abs(c, d))
 
 
 @triton.jit
-def note_amax(AMAX, magnitudes):  # type: ignore[no-untyped-def]
-    """AMAX = max(AMAX, largest of `magnitudes`), a float32 scalar in memory. NaN counts as infinity."""
-    noted = tl.load(AMAX)  # before the reduction, which hides the time that it takes
+def update_amax(AMAX, magnitudes):  # type: ignore[no-untyped-def]
+    """Raise the float32 scalar AMAX in memory to the maximum of `magnitudes`. NaN counts as infinity."""
+    current = tl.load(AMAX)  # loaded before the reduction, which hides the latency
     largest = tl.max(tl.max(magnitude(magnitudes), axis=1), axis=0)
-    if largest > noted:
+    if largest > current:
         tl.atomic_max(AMAX, largest)
 
 
 @triton.jit
-def _interpreted(x, TYPE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Emulate the conversion of the GPU, except for its rounding, in Triton's interpreter."""
+def _interpreted_cast(x, TYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Convert to FP8 with saturation in Triton's interpreter, whose rounding differs from the GPU's."""
     LARGEST: tl.constexpr = 57344.0 if TYPE == tl.float8e5 else 448.0  # noqa: SIM300
     return tl.minimum(tl.maximum(x, -LARGEST), LARGEST).to(TYPE)
 
 
 @triton.jit
 def pack_words(a, b, c, d, TYPE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Four float32 tiles, saturated, as one int32 tile of their FP8 bytes, `a` in the lowest."""
+    """Pack four float32 tiles, converted to FP8 with saturation, into one int32 tile, `a` in the lowest byte."""
     if INTERPRETED:
-        x = _interpreted(a, TYPE).to(tl.uint8, bitcast=True).to(tl.int32)
-        y = _interpreted(b, TYPE).to(tl.uint8, bitcast=True).to(tl.int32)
-        z = _interpreted(c, TYPE).to(tl.uint8, bitcast=True).to(tl.int32)
-        w = _interpreted(d, TYPE).to(tl.uint8, bitcast=True).to(tl.int32)
+        x = _interpreted_cast(a, TYPE).to(tl.uint8, bitcast=True).to(tl.int32)
+        y = _interpreted_cast(b, TYPE).to(tl.uint8, bitcast=True).to(tl.int32)
+        z = _interpreted_cast(c, TYPE).to(tl.uint8, bitcast=True).to(tl.int32)
+        w = _interpreted_cast(d, TYPE).to(tl.uint8, bitcast=True).to(tl.int32)
         packed = x | (y << 8) | (z << 16) | (w << 24)
     else:
         packed = tl.inline_asm_elementwise(
@@ -98,11 +98,14 @@ def pack_words(a, b, c, d, TYPE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def rounded_once(x, TYPE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A float32 tile in FP8, saturated. Triton's own conversion goes by way of float16 for 8.9, which rounds twice:
-    about 0.2 % of the bytes would differ from those that `pack_words` writes."""
+def to_fp8(x, TYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Convert a float32 tile to FP8 with saturation and a single rounding.
+
+    On compute capability 8.9, Triton's own conversion goes through float16 and rounds twice: about 0.2 % of the bytes
+    would differ from those of `pack_words`.
+    """
     if INTERPRETED:
-        made = _interpreted(x, TYPE)
+        result = _interpreted_cast(x, TYPE)
     else:
         packed = tl.inline_asm_elementwise(
             PACK_E5M2 if TYPE == tl.float8e5 else PACK_E4M3,  # noqa: SIM300
@@ -112,17 +115,17 @@ def rounded_once(x, TYPE: tl.constexpr):  # type: ignore[no-untyped-def]
             is_pure=True,
             pack=4,
         )
-        made = packed.to(TYPE, bitcast=True)
-    return made
+        result = packed.to(TYPE, bitcast=True)
+    return result
 
 
 @triton.jit
-def load_four(place, stride, mask):  # type: ignore[no-untyped-def]
-    """Four tiles in float32: at the pointers `place` and one, two and three rows of `stride` values below them."""
-    a = tl.load(place, mask=mask, other=0.0).to(tl.float32)
-    b = tl.load(place + stride, mask=mask, other=0.0).to(tl.float32)
-    c = tl.load(place + 2 * stride, mask=mask, other=0.0).to(tl.float32)
-    d = tl.load(place + 3 * stride, mask=mask, other=0.0).to(tl.float32)
+def load_four(ptrs, stride, mask):  # type: ignore[no-untyped-def]
+    """Load four tiles as float32: at the pointers `ptrs`, and one, two and three rows of `stride` values below."""
+    a = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(ptrs + stride, mask=mask, other=0.0).to(tl.float32)
+    c = tl.load(ptrs + 2 * stride, mask=mask, other=0.0).to(tl.float32)
+    d = tl.load(ptrs + 3 * stride, mask=mask, other=0.0).to(tl.float32)
     return a, b, c, d
 
 
@@ -130,20 +133,20 @@ def load_four(place, stride, mask):  # type: ignore[no-untyped-def]
 def store_fp8(  # type: ignore[no-untyped-def]
     ROWS, WORDS, a, b, c, d, scale, words, columns, mask, stride, N
 ):
-    """Four tiles (words, columns), of the rows 4 words + 0 to 3, times scale and saturated, in FP8.
+    """Scale four tiles (words, columns), of the rows 4 words + 0 to 3, convert them to FP8, and write both layouts.
 
-    ROWS: (N, stride); WORDS: its transpose (stride, N / 4) as int32. mask: what exists.
+    ROWS: (N, stride). WORDS: its transpose (stride, N / 4) as int32. mask: True inside the matrix.
     """
     TYPE: tl.constexpr = ROWS.dtype.element_ty
     a *= scale
     b *= scale
     c *= scale
     d *= scale
-    place = ROWS + words[:, None] * (4 * stride) + columns[None, :]
-    tl.store(place, rounded_once(a, TYPE), mask=mask)
-    tl.store(place + stride, rounded_once(b, TYPE), mask=mask)
-    tl.store(place + 2 * stride, rounded_once(c, TYPE), mask=mask)
-    tl.store(place + 3 * stride, rounded_once(d, TYPE), mask=mask)
-    turned = tl.trans(pack_words(a, b, c, d, TYPE))
-    place = WORDS + columns.to(tl.int64)[:, None] * (N // 4) + words[None, :]
-    tl.store(place, turned, mask=tl.trans(mask))
+    ptrs = ROWS + words[:, None] * (4 * stride) + columns[None, :]
+    tl.store(ptrs, to_fp8(a, TYPE), mask=mask)
+    tl.store(ptrs + stride, to_fp8(b, TYPE), mask=mask)
+    tl.store(ptrs + 2 * stride, to_fp8(c, TYPE), mask=mask)
+    tl.store(ptrs + 3 * stride, to_fp8(d, TYPE), mask=mask)
+    transposed = tl.trans(pack_words(a, b, c, d, TYPE))
+    ptrs = WORDS + columns.to(tl.int64)[:, None] * (N // 4) + words[None, :]
+    tl.store(ptrs, transposed, mask=tl.trans(mask))

@@ -1,13 +1,19 @@
 """activation(gate) * up, or activation(up), forward and backward, in BF16 or cast to FP8 in rows and columns.
 
-Gate and up are the two halves of one row, as the fused projection writes them, and so are their gradients. Bytes per
-hidden element in BF16: forward reads 4 and writes 2, backward reads 6 and writes 4.
+Gate and up are the two halves of a row of the fused projection's output; their gradients have the same layout. Bytes
+per hidden element in BF16: forward reads 4 and writes 2, backward reads 6 and writes 4.
 """
 
 import triton
 import triton.language as tl
 
-from deskside.kernels.fused.triton_common import INTERPRETED, larger, largest_of, note_amax, store_fp8
+from deskside.kernels.fused.triton_common import (
+    INTERPRETED,
+    max_abs,
+    max_abs_of_four,
+    store_fp8,
+    update_amax,
+)
 
 _SIGMOID = """
 {
@@ -23,17 +29,17 @@ SIGMOID = tl.constexpr(_SIGMOID)  # 1 / (1 + 2^(-x log2 e))
 
 @triton.jit
 def sigmoid(x):  # type: ignore[no-untyped-def]
-    """In four instructions, with 0 for results below 1e-38. Triton's takes thirteen for those and for a division."""
+    """Sigmoid in four instructions, which flush results below 1e-38 to 0. Triton's takes thirteen."""
     if INTERPRETED:
-        made = tl.sigmoid(x)
+        result = tl.sigmoid(x)
     else:
-        made = tl.inline_asm_elementwise(SIGMOID, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
-    return made
+        result = tl.inline_asm_elementwise(SIGMOID, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    return result
 
 
 @triton.jit
 def activation(x, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(value, slope) at x, float32. KIND: 0 silu, 1 gelu, 2 gelu_new (tanh), 3 relu2."""
+    """Return the activation and its derivative at x, float32. KIND: 0 silu, 1 gelu, 2 gelu_new (tanh), 3 relu2."""
     if KIND == 0:
         s = sigmoid(x)
         return x * s, s + x * s * (1 - s)
@@ -77,7 +83,7 @@ def gated_fp8(  # type: ignore[no-untyped-def]
     c = _hidden(INPUT, words * 4 + 2, columns, mask, F, KIND, GATED)
     d = _hidden(INPUT, words * 4 + 3, columns, mask, F, KIND, GATED)
     store_fp8(ROWS, WORDS, a, b, c, d, tl.load(SCALE), words, columns, mask, F, N)
-    note_amax(AMAX, largest_of(a, b, c, d))
+    update_amax(AMAX, max_abs_of_four(a, b, c, d))
 
 
 @triton.jit
@@ -85,16 +91,16 @@ def gated_backward(  # type: ignore[no-untyped-def]
     GRAD, INPUT, OUT, N, F,
     KIND: tl.constexpr, GATED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
-    """GRAD: (N, F), of the hidden values. OUT: the input's gradient, (N, 2F) or (N, F)."""
+    """GRAD: (N, F), of the output of `gated`. OUT: the gradient of INPUT, (N, 2F) or (N, F)."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     columns = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
     mask = (rows < N)[:, None] & (columns < F)[None, :]
-    first, second = _gradients(GRAD, INPUT, rows, columns, mask, F, KIND, GATED)
+    grad_gate, grad_up = _gradients(GRAD, INPUT, rows, columns, mask, F, KIND, GATED)
     width = 2 * F if GATED else F
-    out = OUT + rows[:, None] * width + columns[None, :]
-    tl.store(out, first.to(OUT.dtype.element_ty), mask=mask)
+    out_ptrs = OUT + rows[:, None] * width + columns[None, :]
+    tl.store(out_ptrs, grad_gate.to(OUT.dtype.element_ty), mask=mask)
     if GATED:
-        tl.store(out + F, second.to(OUT.dtype.element_ty), mask=mask)
+        tl.store(out_ptrs + F, grad_up.to(OUT.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -113,24 +119,24 @@ def gated_backward_fp8(  # type: ignore[no-untyped-def]
     c, g = _gradients(GRAD, INPUT, words * 4 + 2, columns, mask, F, KIND, GATED)
     d, h = _gradients(GRAD, INPUT, words * 4 + 3, columns, mask, F, KIND, GATED)
     store_fp8(ROWS, WORDS, a, b, c, d, scale, words, columns, mask, width, N)
-    largest = largest_of(a, b, c, d)
+    largest = max_abs_of_four(a, b, c, d)
     if GATED:
         up = WORDS + F.to(tl.int64) * (N // 4)
         store_fp8(ROWS + F, up, e, f, g, h, scale, words, columns, mask, width, N)
-        largest = larger(largest, largest_of(e, f, g, h))
-    note_amax(AMAX, largest)
+        largest = max_abs(largest, max_abs_of_four(e, f, g, h))
+    update_amax(AMAX, largest)
 
 
 @triton.jit
 def _hidden(  # type: ignore[no-untyped-def]
     INPUT, rows, columns, mask, F, KIND: tl.constexpr, GATED: tl.constexpr
 ):
-    """activation(gate) * up, float32."""
+    """Return activation(gate) * up, or activation(up) without a gate, in float32."""
     width = 2 * F if GATED else F
-    place = INPUT + rows[:, None] * width + columns[None, :]
-    hidden, _ = activation(tl.load(place, mask=mask, other=0.0).to(tl.float32), KIND)
+    ptrs = INPUT + rows[:, None] * width + columns[None, :]
+    hidden, _ = activation(tl.load(ptrs, mask=mask, other=0.0).to(tl.float32), KIND)
     if GATED:
-        hidden *= tl.load(place + F, mask=mask, other=0.0).to(tl.float32)
+        hidden *= tl.load(ptrs + F, mask=mask, other=0.0).to(tl.float32)
     return hidden
 
 
@@ -138,12 +144,12 @@ def _hidden(  # type: ignore[no-untyped-def]
 def _gradients(  # type: ignore[no-untyped-def]
     GRAD, INPUT, rows, columns, mask, F, KIND: tl.constexpr, GATED: tl.constexpr
 ):
-    """The gradients of gate (or of the only input) and of up, float32."""
+    """Return the gradients of gate (or of the only input) and of up, float32."""
     width = 2 * F if GATED else F
-    place = INPUT + rows[:, None] * width + columns[None, :]
+    ptrs = INPUT + rows[:, None] * width + columns[None, :]
     grad = tl.load(GRAD + rows[:, None] * F + columns[None, :], mask=mask, other=0.0).to(tl.float32)
-    value, slope = activation(tl.load(place, mask=mask, other=0.0).to(tl.float32), KIND)
-    first = grad * slope
+    value, slope = activation(tl.load(ptrs, mask=mask, other=0.0).to(tl.float32), KIND)
+    grad_gate = grad * slope
     if GATED:
-        first *= tl.load(place + F, mask=mask, other=0.0).to(tl.float32)
-    return first, grad * value
+        grad_gate *= tl.load(ptrs + F, mask=mask, other=0.0).to(tl.float32)
+    return grad_gate, grad * value

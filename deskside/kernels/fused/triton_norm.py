@@ -1,16 +1,16 @@
-"""Residual add + RMSNorm (+ cast to FP8), forward and backward, and the last step of the weights' gradients.
+"""Residual add + RMSNorm (+ cast to FP8), forward and backward, and the sums of the norm weights' gradients.
 
-Forward, bytes per element in BF16: reads 2 tensors, writes 2. In FP8 the normalised values are written as two tensors
-of one byte, rows and columns, which is the same traffic as one BF16 tensor.
-Backward: one pass reads the output's gradient, the residual and the gradient that reached the residual from above, and
-writes their sum's gradient; the weight's gradient is added up in registers and left as one row per program, which
-`column_sums` adds up. Atomics would add them in a different order in each run.
+The forward reads two tensors and writes two in BF16. With FP8, the norm is written as two tensors of one byte per
+value, rows and columns, which is the traffic of one BF16 tensor. The backward reads the gradient of the norm, the
+residual, and the gradient of the residual in one pass, and writes the gradient of residual and delta. Each program sums
+the weight's gradient over its rows in registers and writes one row of partial sums; `column_sums` adds these rows.
+Atomics would add them in a different order in each run.
 """
 
 import triton
 import triton.language as tl
 
-from deskside.kernels.fused.triton_common import larger, largest_of, note_amax, store_fp8
+from deskside.kernels.fused.triton_common import max_abs, max_abs_of_four, store_fp8, update_amax
 
 
 @triton.jit
@@ -22,32 +22,32 @@ def add_norm(  # type: ignore[no-untyped-def]
     rows = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     columns = tl.arange(0, BLOCK_D)
     mask = (rows < N)[:, None] & (columns < D)[None, :]
-    place = rows[:, None] * D + columns[None, :]
-    x = tl.load(RESIDUAL + place, mask=mask, other=0.0).to(tl.float32)
+    offsets = rows[:, None] * D + columns[None, :]
+    x = tl.load(RESIDUAL + offsets, mask=mask, other=0.0).to(tl.float32)
     if HAS_DELTA:
-        x += tl.load(DELTA + place, mask=mask, other=0.0).to(tl.float32)
+        x += tl.load(DELTA + offsets, mask=mask, other=0.0).to(tl.float32)
         rounded = x.to(RESIDUAL_OUT.dtype.element_ty)
-        tl.store(RESIDUAL_OUT + place, rounded, mask=mask)
-        x = rounded.to(tl.float32)  # the norm of what is stored, which the backward sees
+        tl.store(RESIDUAL_OUT + offsets, rounded, mask=mask)
+        x = rounded.to(tl.float32)  # the backward recomputes the norm from the stored, rounded value
     rstd = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)
     tl.store(RSTD + rows, rstd, mask=rows < N)
     weight = tl.load(WEIGHT + columns, mask=columns < D, other=0.0).to(tl.float32)
-    tl.store(NORMED + place, (x * rstd[:, None] * weight[None, :]).to(NORMED.dtype.element_ty), mask=mask)
+    tl.store(NORMED + offsets, (x * rstd[:, None] * weight[None, :]).to(NORMED.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _sum(  # type: ignore[no-untyped-def]
-    RESIDUAL, DELTA, RESIDUAL_OUT, place, mask, HAS_DELTA: tl.constexpr
+def _add_residual(  # type: ignore[no-untyped-def]
+    RESIDUAL, DELTA, RESIDUAL_OUT, offsets, mask, HAS_DELTA: tl.constexpr
 ):
-    """residual + delta, float32, as it is rounded and written."""
+    """Write residual + delta, and return the written value in float32."""
     if HAS_DELTA:
-        x = tl.load(RESIDUAL + place, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        x += tl.load(DELTA + place, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        x = tl.load(RESIDUAL + offsets, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        x += tl.load(DELTA + offsets, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
         rounded = x.to(RESIDUAL_OUT.dtype.element_ty)
-        tl.store(RESIDUAL_OUT + place, rounded, mask=mask)
+        tl.store(RESIDUAL_OUT + offsets, rounded, mask=mask)
         x = rounded.to(tl.float32)
     else:
-        x = tl.load(RESIDUAL + place, mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(RESIDUAL + offsets, mask=mask, other=0.0).to(tl.float32)
     return x
 
 
@@ -58,80 +58,80 @@ def add_norm_fp8(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """BLOCK_N rows per program, in two passes over pieces of BLOCK_D columns.
 
-    The second pass reads the sum that the first one wrote, and finds it in the L2 cache as long as residual and delta,
-    which are not wanted again, leave first. Without delta RESIDUAL_OUT is RESIDUAL itself.
+    The second pass reads the sum that the first one wrote from the L2 cache; residual and delta, which are not read
+    again, are therefore loaded as evict_first. Without delta, RESIDUAL_OUT is RESIDUAL.
     """
     words = tl.program_id(0).to(tl.int64) * (BLOCK_N // 4) + tl.arange(0, BLOCK_N // 4)
-    here = words < N // 4
-    s0 = tl.zeros((BLOCK_N // 4, BLOCK_D), tl.float32)
-    s1 = tl.zeros((BLOCK_N // 4, BLOCK_D), tl.float32)
-    s2 = tl.zeros((BLOCK_N // 4, BLOCK_D), tl.float32)
-    s3 = tl.zeros((BLOCK_N // 4, BLOCK_D), tl.float32)
+    word_mask = words < N // 4
+    squares0 = tl.zeros((BLOCK_N // 4, BLOCK_D), tl.float32)
+    squares1 = tl.zeros((BLOCK_N // 4, BLOCK_D), tl.float32)
+    squares2 = tl.zeros((BLOCK_N // 4, BLOCK_D), tl.float32)
+    squares3 = tl.zeros((BLOCK_N // 4, BLOCK_D), tl.float32)
     for start in range(0, D, BLOCK_D):
         columns = start + tl.arange(0, BLOCK_D)
-        mask = here[:, None] & (columns < D)[None, :]
-        place = words[:, None] * (4 * D) + columns[None, :]
-        x = _sum(RESIDUAL, DELTA, RESIDUAL_OUT, place, mask, HAS_DELTA)
-        s0 += x * x
-        x = _sum(RESIDUAL, DELTA, RESIDUAL_OUT, place + D, mask, HAS_DELTA)
-        s1 += x * x
-        x = _sum(RESIDUAL, DELTA, RESIDUAL_OUT, place + 2 * D, mask, HAS_DELTA)
-        s2 += x * x
-        x = _sum(RESIDUAL, DELTA, RESIDUAL_OUT, place + 3 * D, mask, HAS_DELTA)
-        s3 += x * x
-    s0 = tl.rsqrt(tl.sum(s0, axis=1) / D + eps)
-    s1 = tl.rsqrt(tl.sum(s1, axis=1) / D + eps)
-    s2 = tl.rsqrt(tl.sum(s2, axis=1) / D + eps)
-    s3 = tl.rsqrt(tl.sum(s3, axis=1) / D + eps)
-    tl.store(RSTD + words * 4, s0, mask=here)
-    tl.store(RSTD + words * 4 + 1, s1, mask=here)
-    tl.store(RSTD + words * 4 + 2, s2, mask=here)
-    tl.store(RSTD + words * 4 + 3, s3, mask=here)
+        mask = word_mask[:, None] & (columns < D)[None, :]
+        offsets = words[:, None] * (4 * D) + columns[None, :]
+        x = _add_residual(RESIDUAL, DELTA, RESIDUAL_OUT, offsets, mask, HAS_DELTA)
+        squares0 += x * x
+        x = _add_residual(RESIDUAL, DELTA, RESIDUAL_OUT, offsets + D, mask, HAS_DELTA)
+        squares1 += x * x
+        x = _add_residual(RESIDUAL, DELTA, RESIDUAL_OUT, offsets + 2 * D, mask, HAS_DELTA)
+        squares2 += x * x
+        x = _add_residual(RESIDUAL, DELTA, RESIDUAL_OUT, offsets + 3 * D, mask, HAS_DELTA)
+        squares3 += x * x
+    rstd0 = tl.rsqrt(tl.sum(squares0, axis=1) / D + eps)
+    rstd1 = tl.rsqrt(tl.sum(squares1, axis=1) / D + eps)
+    rstd2 = tl.rsqrt(tl.sum(squares2, axis=1) / D + eps)
+    rstd3 = tl.rsqrt(tl.sum(squares3, axis=1) / D + eps)
+    tl.store(RSTD + words * 4, rstd0, mask=word_mask)
+    tl.store(RSTD + words * 4 + 1, rstd1, mask=word_mask)
+    tl.store(RSTD + words * 4 + 2, rstd2, mask=word_mask)
+    tl.store(RSTD + words * 4 + 3, rstd3, mask=word_mask)
     if HAS_DELTA:
-        tl.debug_barrier()  # a sum may have been written by another thread of this program
+        tl.debug_barrier()  # the sums read below may have been written by other threads
     scale = tl.load(SCALE)
     largest = tl.zeros((BLOCK_N // 4, BLOCK_D), tl.float32)
     for start in range(0, D, BLOCK_D):
         columns = start + tl.arange(0, BLOCK_D)
-        mask = here[:, None] & (columns < D)[None, :]
-        place = RESIDUAL_OUT + words[:, None] * (4 * D) + columns[None, :]
+        mask = word_mask[:, None] & (columns < D)[None, :]
+        ptrs = RESIDUAL_OUT + words[:, None] * (4 * D) + columns[None, :]
         weight = tl.load(WEIGHT + columns, mask=columns < D, other=0.0).to(tl.float32)[None, :]
-        a = tl.load(place, mask=mask, other=0.0).to(tl.float32) * s0[:, None] * weight
-        b = tl.load(place + D, mask=mask, other=0.0).to(tl.float32) * s1[:, None] * weight
-        c = tl.load(place + 2 * D, mask=mask, other=0.0).to(tl.float32) * s2[:, None] * weight
-        d = tl.load(place + 3 * D, mask=mask, other=0.0).to(tl.float32) * s3[:, None] * weight
-        largest = larger(largest, largest_of(a, b, c, d))
+        a = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32) * rstd0[:, None] * weight
+        b = tl.load(ptrs + D, mask=mask, other=0.0).to(tl.float32) * rstd1[:, None] * weight
+        c = tl.load(ptrs + 2 * D, mask=mask, other=0.0).to(tl.float32) * rstd2[:, None] * weight
+        d = tl.load(ptrs + 3 * D, mask=mask, other=0.0).to(tl.float32) * rstd3[:, None] * weight
+        largest = max_abs(largest, max_abs_of_four(a, b, c, d))
         store_fp8(ROWS, WORDS, a, b, c, d, scale, words, columns, mask, D, N)
-    note_amax(AMAX, largest)
+    update_amax(AMAX, largest)
 
 
 @triton.jit
 def add_norm_backward(  # type: ignore[no-untyped-def]
-    GRAD_NORMED, RESIDUAL_OUT, RSTD, WEIGHT, GRAD_RESIDUAL, GRAD, GRAD_WEIGHT, N, rows_each,
+    GRAD_NORMED, RESIDUAL_OUT, RSTD, WEIGHT, GRAD_RESIDUAL, GRAD, GRAD_WEIGHT, N, rows_per_program,
     D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HAS_GRAD_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """`rows_each` rows per program, BLOCK_N at a time. GRAD_WEIGHT: (programs, D), one row of sums each."""
+    """`rows_per_program` rows per program, BLOCK_N at a time. GRAD_WEIGHT: (programs, D), partial sums."""
     program = tl.program_id(0)
     columns = tl.arange(0, BLOCK_D)
     weight = tl.load(WEIGHT + columns, mask=columns < D, other=0.0).to(tl.float32)[None, :]
     grad_weight = tl.zeros((BLOCK_D,), tl.float32)
     start = 0
-    while start < rows_each:
+    while start < rows_per_program:
         offset = start + tl.arange(0, BLOCK_N)
-        rows = (program * rows_each + offset).to(tl.int64)
-        here = (rows < N) & (offset < rows_each)
-        mask = here[:, None] & (columns < D)[None, :]
-        place = rows[:, None] * D + columns[None, :]
-        rstd = tl.load(RSTD + rows, mask=here, other=0.0)[:, None]
-        normal = tl.load(RESIDUAL_OUT + place, mask=mask, other=0.0).to(tl.float32) * rstd
-        dy = tl.load(GRAD_NORMED + place, mask=mask, other=0.0).to(tl.float32)
-        grad_weight += tl.sum(dy * normal, axis=0)
+        rows = (program * rows_per_program + offset).to(tl.int64)
+        row_mask = (rows < N) & (offset < rows_per_program)
+        mask = row_mask[:, None] & (columns < D)[None, :]
+        offsets = rows[:, None] * D + columns[None, :]
+        rstd = tl.load(RSTD + rows, mask=row_mask, other=0.0)[:, None]
+        normed = tl.load(RESIDUAL_OUT + offsets, mask=mask, other=0.0).to(tl.float32) * rstd
+        dy = tl.load(GRAD_NORMED + offsets, mask=mask, other=0.0).to(tl.float32)
+        grad_weight += tl.sum(dy * normed, axis=0)
         dy = dy * weight
-        mean = tl.sum(dy * normal, axis=1)[:, None] / D
-        grad = (dy - normal * mean) * rstd
+        mean = tl.sum(dy * normed, axis=1)[:, None] / D
+        grad = (dy - normed * mean) * rstd
         if HAS_GRAD_RESIDUAL:
-            grad += tl.load(GRAD_RESIDUAL + place, mask=mask, other=0.0).to(tl.float32)
-        tl.store(GRAD + place, grad.to(GRAD.dtype.element_ty), mask=mask)
+            grad += tl.load(GRAD_RESIDUAL + offsets, mask=mask, other=0.0).to(tl.float32)
+        tl.store(GRAD + offsets, grad.to(GRAD.dtype.element_ty), mask=mask)
         start += BLOCK_N
     tl.store(GRAD_WEIGHT + program * D + columns, grad_weight, mask=columns < D)
 
@@ -141,18 +141,18 @@ def column_sums(  # type: ignore[no-untyped-def]
     X, OUT, N,
     C: tl.constexpr, FIRST: tl.constexpr, PIECES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """X: (N, PIECES, C), float32. OUT: (1 or 2, C): sums over rows, of the first FIRST pieces and of the rest.
+    """X: (N, PIECES, C), float32. OUT: (1 or 2, C), the sums over N and the first FIRST pieces, and over the others.
 
-    There are a thousand or so rows of a few hundred columns, so little is read and only the latency of loads matters:
-    each program takes few columns and requests a thousand rows at once.
+    X has about a thousand rows of a few hundred columns, so only the latency of loads matters: each program takes few
+    columns and loads a thousand rows at once.
     """
-    which = tl.program_id(1)
+    part = tl.program_id(1)
     columns = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     total = tl.zeros((BLOCK_N, BLOCK_C), tl.float32)
     for start in range(0, N, BLOCK_N):
         rows = start + tl.arange(0, BLOCK_N)
         mask = (rows < N)[:, None] & (columns < C)[None, :]
-        for piece in range(which * FIRST, FIRST + which * (PIECES - FIRST)):
-            place = X + rows[:, None] * (PIECES * C) + piece * C + columns[None, :]
-            total += tl.load(place, mask=mask, other=0.0)
-    tl.store(OUT + which * C + columns, tl.sum(total, axis=0), mask=columns < C)
+        for piece in range(part * FIRST, FIRST + part * (PIECES - FIRST)):
+            ptrs = X + rows[:, None] * (PIECES * C) + piece * C + columns[None, :]
+            total += tl.load(ptrs, mask=mask, other=0.0)
+    tl.store(OUT + part * C + columns, tl.sum(total, axis=0), mask=columns < C)

@@ -1,15 +1,15 @@
 """QK-norm + RoPE on the fused projection's output, forward and backward (+ cast of the gradient to FP8).
 
-The input's row holds H query heads, K key heads and K value heads of C channels. The forward writes q and k, normalised
-and turned; v stays where it is, as a view. The backward reads the three gradients and the raw rows, and writes the
-gradient of the whole row. A program takes some tokens and goes over all their heads, so that the angles are read once.
-Channels c and c + C/2 are a pair, so every head is loaded as two halves.
+A row of the input holds H query heads, K key heads and K value heads of C channels. The forward writes q and k after
+QK-norm and RoPE; v remains a view of the input. The backward reads the three gradients and the input, and writes the
+gradient of the input. A program of the forward takes some tokens and loops over their heads, so that the angles are
+read once. RoPE rotates channels c and c + C/2 as a pair, so every head is loaded as two halves.
 """
 
 import triton
 import triton.language as tl
 
-from deskside.kernels.fused.triton_common import larger, largest_of, note_amax, store_fp8
+from deskside.kernels.fused.triton_common import max_abs, max_abs_of_four, store_fp8, update_amax
 
 
 @triton.jit
@@ -18,12 +18,12 @@ def qk_norm_rope(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, C: tl.constexpr, BLOCK_N: tl.constexpr,
     NORM: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
-    """QKV: (N, (HEADS + 2 KV_HEADS) C). Q: (N, HEADS, C), K: (N, KV_HEADS, C). COS, SIN: (P, C / 2), P rows in turn."""
+    """QKV: (N, (HEADS + 2 KV_HEADS) C). Q: (N, HEADS, C), K: (N, KV_HEADS, C). COS, SIN: (P, C / 2)."""
     HALF: tl.constexpr = C // 2
     token = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = token.to(tl.int64)
-    here = rows < N
-    mask = here[:, None]
+    row_mask = rows < N
+    mask = row_mask[:, None]
     half = tl.arange(0, HALF)
     if ROPE:
         angle = (token % P)[:, None] * HALF + half[None, :]
@@ -31,9 +31,9 @@ def qk_norm_rope(  # type: ignore[no-untyped-def]
         sin = tl.load(SIN + angle, mask=mask, other=0.0)
     for head in range(HEADS + KV_HEADS):
         is_query = head < HEADS
-        place = QKV + rows[:, None] * ((HEADS + 2 * KV_HEADS) * C) + head * C + half[None, :]
-        a = tl.load(place, mask=mask, other=0.0).to(tl.float32)
-        b = tl.load(place + HALF, mask=mask, other=0.0).to(tl.float32)
+        ptrs = QKV + rows[:, None] * ((HEADS + 2 * KV_HEADS) * C) + head * C + half[None, :]
+        a = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+        b = tl.load(ptrs + HALF, mask=mask, other=0.0).to(tl.float32)
         if NORM:
             rstd = tl.rsqrt(tl.sum(a * a + b * b, axis=1) / C + eps)[:, None]
             weights = Q_WEIGHT if is_query else K_WEIGHT
@@ -54,15 +54,15 @@ def qk_norm_rope(  # type: ignore[no-untyped-def]
 @triton.jit
 def qk_norm_rope_backward(  # type: ignore[no-untyped-def]
     GRAD_Q, GRAD_K, GRAD_V, QKV, Q_WEIGHT, K_WEIGHT, COS, SIN, OUT, GRAD_WEIGHTS, N, P, eps,
-    q_row, q_head, k_row, k_head, v_row, v_head,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, C: tl.constexpr, BLOCK_N: tl.constexpr, EACH: tl.constexpr,
+    q_stride_n, q_stride_h, k_stride_n, k_stride_h, v_stride_n, v_stride_h,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, C: tl.constexpr, BLOCK_N: tl.constexpr, PER_PROGRAM: tl.constexpr,
     NORM: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
-    """EACH heads of some tokens per program, one after the other, so that their angles are found in cache. EACH divides
-    HEADS and KV_HEADS, so that they are of one kind.
+    """Each program loops over PER_PROGRAM heads of some tokens, whose angles stay in the cache.
 
-    GRAD_Q etc. with the strides of a row and of a head. OUT: (N, (HEADS + 2 KV_HEADS) C).
-    GRAD_WEIGHTS: (programs of tokens, (HEADS + KV_HEADS) / EACH, C), a program's share of its norm's weight gradient.
+    PER_PROGRAM divides HEADS and KV_HEADS, so that all heads of a program are queries, or keys, or values.
+    GRAD_Q, GRAD_K, GRAD_V: with the given strides of rows and heads. OUT: (N, (HEADS + 2 KV_HEADS) C). GRAD_WEIGHTS:
+    (blocks of tokens, (HEADS + KV_HEADS) / PER_PROGRAM, C), each program's partial sum for the weight of its norm.
     """
     HALF: tl.constexpr = C // 2
     WIDTH: tl.constexpr = (HEADS + 2 * KV_HEADS) * C
@@ -73,44 +73,61 @@ def qk_norm_rope_backward(  # type: ignore[no-untyped-def]
     angle = (token % P)[:, None] * HALF + half[None, :]
     total_a = tl.zeros((BLOCK_N, HALF), tl.float32)
     total_b = tl.zeros((BLOCK_N, HALF), tl.float32)
-    for index in range(EACH):
-        head = tl.program_id(0) * EACH + index
-        place = rows[:, None] * WIDTH + head * C + half[None, :]
+    for index in range(PER_PROGRAM):
+        head = tl.program_id(0) * PER_PROGRAM + index
+        offsets = rows[:, None] * WIDTH + head * C + half[None, :]
         if head < HEADS + KV_HEADS:
             if head < HEADS:
-                grad = GRAD_Q + rows[:, None] * q_row + head * q_head + half[None, :]
+                grad = GRAD_Q + rows[:, None] * q_stride_n + head * q_stride_h + half[None, :]
             else:
-                grad = GRAD_K + rows[:, None] * k_row + (head - HEADS) * k_head + half[None, :]
+                grad = GRAD_K + rows[:, None] * k_stride_n + (head - HEADS) * k_stride_h + half[None, :]
             first, second, share_a, share_b = _head_gradient(
-                grad, QKV + place, Q_WEIGHT, K_WEIGHT, COS, SIN, angle, head < HEADS, mask, eps, C, NORM, ROPE
+                grad,
+                QKV + offsets,
+                Q_WEIGHT,
+                K_WEIGHT,
+                COS,
+                SIN,
+                angle,
+                head < HEADS,
+                mask,
+                eps,
+                C,
+                NORM,
+                ROPE,
             )
             total_a += share_a
             total_b += share_b
         else:
-            grad = GRAD_V + rows[:, None] * v_row + (head - HEADS - KV_HEADS) * v_head + half[None, :]
+            grad = (
+                GRAD_V + rows[:, None] * v_stride_n + (head - HEADS - KV_HEADS) * v_stride_h + half[None, :]
+            )
             first = tl.load(grad, mask=mask, other=0.0).to(tl.float32)
             second = tl.load(grad + HALF, mask=mask, other=0.0).to(tl.float32)
-        tl.store(OUT + place, first.to(OUT.dtype.element_ty), mask=mask)
-        tl.store(OUT + place + HALF, second.to(OUT.dtype.element_ty), mask=mask)
+        tl.store(OUT + offsets, first.to(OUT.dtype.element_ty), mask=mask)
+        tl.store(OUT + offsets + HALF, second.to(OUT.dtype.element_ty), mask=mask)
     if NORM:
-        _store_totals(GRAD_WEIGHTS, total_a, total_b, (HEADS + KV_HEADS) // EACH, C)
+        _store_totals(GRAD_WEIGHTS, total_a, total_b, (HEADS + KV_HEADS) // PER_PROGRAM, C)
 
 
 @triton.jit
 def qk_norm_rope_backward_fp8(  # type: ignore[no-untyped-def]
     GRAD_Q, GRAD_K, GRAD_V, QKV, Q_WEIGHT, K_WEIGHT, COS, SIN, ROWS, WORDS, SCALE, AMAX, GRAD_WEIGHTS, N, P, eps,
-    q_row, q_head, k_row, k_head, v_row, v_head,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, C: tl.constexpr, BLOCK_N: tl.constexpr, EACH: tl.constexpr,
+    q_stride_n, q_stride_h, k_stride_n, k_stride_h, v_stride_n, v_stride_h,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, C: tl.constexpr, BLOCK_N: tl.constexpr, PER_PROGRAM: tl.constexpr,
     NORM: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
-    """Like `qk_norm_rope_backward`, in FP8: writes ROWS and its transpose."""
+    """Like `qk_norm_rope_backward`, in FP8: writes ROWS and its transpose.
+
+    Of the four rows of a word, a, b, c, d are the first halves of a head's gradient and e, f, g, h the second halves.
+    """
     HALF: tl.constexpr = C // 2
     WIDTH: tl.constexpr = (HEADS + 2 * KV_HEADS) * C
     word = tl.program_id(1) * (BLOCK_N // 4) + tl.arange(0, BLOCK_N // 4)
     words = word.to(tl.int64)
     half = tl.arange(0, HALF)
     mask = (words < N // 4)[:, None] & (half < HALF)[None, :]
-    # P need not be a multiple of four.
+    # One index per row, because P need not be a multiple of four.
     angle_0 = (word * 4 % P)[:, None] * HALF + half[None, :]
     angle_1 = ((word * 4 + 1) % P)[:, None] * HALF + half[None, :]
     angle_2 = ((word * 4 + 2) % P)[:, None] * HALF + half[None, :]
@@ -119,55 +136,62 @@ def qk_norm_rope_backward_fp8(  # type: ignore[no-untyped-def]
     largest = tl.zeros((BLOCK_N // 4, HALF), tl.float32)
     total_a = tl.zeros((BLOCK_N // 4, HALF), tl.float32)
     total_b = tl.zeros((BLOCK_N // 4, HALF), tl.float32)
-    for index in range(EACH):
-        head = tl.program_id(0) * EACH + index
+    for index in range(PER_PROGRAM):
+        head = tl.program_id(0) * PER_PROGRAM + index
         if head < HEADS + KV_HEADS:
             is_query = head < HEADS
             if is_query:
-                grad = GRAD_Q + words[:, None] * (4 * q_row) + head * q_head + half[None, :]
-                row = q_row
+                grad = GRAD_Q + words[:, None] * (4 * q_stride_n) + head * q_stride_h + half[None, :]
+                row_stride = q_stride_n
             else:
-                grad = GRAD_K + words[:, None] * (4 * k_row) + (head - HEADS) * k_head + half[None, :]
-                row = k_row
+                grad = (
+                    GRAD_K + words[:, None] * (4 * k_stride_n) + (head - HEADS) * k_stride_h + half[None, :]
+                )
+                row_stride = k_stride_n
             qkv = QKV + words[:, None] * (4 * WIDTH) + head * C + half[None, :]
             a, e, share_a, share_b = _head_gradient(
                 grad, qkv, Q_WEIGHT, K_WEIGHT, COS, SIN, angle_0, is_query, mask, eps, C, NORM, ROPE
             )
             b, f, x, y = _head_gradient(
-                grad + row, qkv + WIDTH, Q_WEIGHT, K_WEIGHT, COS, SIN, angle_1,
+                grad + row_stride, qkv + WIDTH, Q_WEIGHT, K_WEIGHT, COS, SIN, angle_1,
                 is_query, mask, eps, C, NORM, ROPE,
             )  # fmt: skip
             share_a += x
             share_b += y
             c, g, x, y = _head_gradient(
-                grad + 2 * row, qkv + 2 * WIDTH, Q_WEIGHT, K_WEIGHT, COS, SIN, angle_2,
+                grad + 2 * row_stride, qkv + 2 * WIDTH, Q_WEIGHT, K_WEIGHT, COS, SIN, angle_2,
                 is_query, mask, eps, C, NORM, ROPE,
             )  # fmt: skip
             share_a += x
             share_b += y
             d, h, x, y = _head_gradient(
-                grad + 3 * row, qkv + 3 * WIDTH, Q_WEIGHT, K_WEIGHT, COS, SIN, angle_3,
+                grad + 3 * row_stride, qkv + 3 * WIDTH, Q_WEIGHT, K_WEIGHT, COS, SIN, angle_3,
                 is_query, mask, eps, C, NORM, ROPE,
             )  # fmt: skip
             total_a += share_a + x
             total_b += share_b + y
         else:
-            grad = GRAD_V + words[:, None] * (4 * v_row) + (head - HEADS - KV_HEADS) * v_head + half[None, :]
+            grad = (
+                GRAD_V
+                + words[:, None] * (4 * v_stride_n)
+                + (head - HEADS - KV_HEADS) * v_stride_h
+                + half[None, :]
+            )
             a = tl.load(grad, mask=mask, other=0.0).to(tl.float32)
             e = tl.load(grad + HALF, mask=mask, other=0.0).to(tl.float32)
-            b = tl.load(grad + v_row, mask=mask, other=0.0).to(tl.float32)
-            f = tl.load(grad + v_row + HALF, mask=mask, other=0.0).to(tl.float32)
-            c = tl.load(grad + 2 * v_row, mask=mask, other=0.0).to(tl.float32)
-            g = tl.load(grad + 2 * v_row + HALF, mask=mask, other=0.0).to(tl.float32)
-            d = tl.load(grad + 3 * v_row, mask=mask, other=0.0).to(tl.float32)
-            h = tl.load(grad + 3 * v_row + HALF, mask=mask, other=0.0).to(tl.float32)
+            b = tl.load(grad + v_stride_n, mask=mask, other=0.0).to(tl.float32)
+            f = tl.load(grad + v_stride_n + HALF, mask=mask, other=0.0).to(tl.float32)
+            c = tl.load(grad + 2 * v_stride_n, mask=mask, other=0.0).to(tl.float32)
+            g = tl.load(grad + 2 * v_stride_n + HALF, mask=mask, other=0.0).to(tl.float32)
+            d = tl.load(grad + 3 * v_stride_n, mask=mask, other=0.0).to(tl.float32)
+            h = tl.load(grad + 3 * v_stride_n + HALF, mask=mask, other=0.0).to(tl.float32)
         column = head * C + half
         store_fp8(ROWS, WORDS, a, b, c, d, scale, words, column, mask, WIDTH, N)
         store_fp8(ROWS, WORDS, e, f, g, h, scale, words, column + HALF, mask, WIDTH, N)
-        largest = larger(largest, larger(largest_of(a, b, c, d), largest_of(e, f, g, h)))
+        largest = max_abs(largest, max_abs(max_abs_of_four(a, b, c, d), max_abs_of_four(e, f, g, h)))
     if NORM:
-        _store_totals(GRAD_WEIGHTS, total_a, total_b, (HEADS + KV_HEADS) // EACH, C)
-    note_amax(AMAX, largest)
+        _store_totals(GRAD_WEIGHTS, total_a, total_b, (HEADS + KV_HEADS) // PER_PROGRAM, C)
+    update_amax(AMAX, largest)
 
 
 @triton.jit
@@ -175,9 +199,11 @@ def _head_gradient(  # type: ignore[no-untyped-def]
     grad, qkv, Q_WEIGHT, K_WEIGHT, COS, SIN, angle, is_query, mask, eps,
     C: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
-    """Backward of one head of queries or keys: the gradients of its two raw halves, and the summands of its norm's
-    weight gradient. These are not summed here, because a sum over rows waits for other warps. grad and qkv are
-    pointers, angle is the index into COS and SIN."""
+    """Return the gradients of the two halves of a query or key head, and each row's shares of the norm weight's.
+
+    The shares are not summed here, because a sum over rows waits for other warps. grad and qkv are pointers; angle is
+    the index into COS and SIN.
+    """
     HALF: tl.constexpr = C // 2
     half = tl.arange(0, HALF)
     first = tl.load(grad, mask=mask, other=0.0).to(tl.float32)
@@ -187,9 +213,9 @@ def _head_gradient(  # type: ignore[no-untyped-def]
     if ROPE:
         c = tl.load(COS + angle, mask=mask, other=0.0)
         s = tl.load(SIN + angle, mask=mask, other=0.0)
-        turned = first * c + second * s
+        rotated = first * c + second * s
         second = second * c - first * s
-        first = turned
+        first = rotated
     if NORM:
         a = tl.load(qkv, mask=mask, other=0.0).to(tl.float32)
         b = tl.load(qkv + HALF, mask=mask, other=0.0).to(tl.float32)
@@ -199,17 +225,17 @@ def _head_gradient(  # type: ignore[no-untyped-def]
         share_a = first * a
         share_b = second * b
         weights = Q_WEIGHT if is_query else K_WEIGHT
-        of_first = tl.load(weights + half).to(tl.float32)[None, :]
-        of_second = tl.load(weights + HALF + half).to(tl.float32)[None, :]
-        mean = (tl.sum(share_a * of_first + share_b * of_second, axis=1) / C)[:, None]
-        first = (first * of_first - a * mean) * rstd
-        second = (second * of_second - b * mean) * rstd
+        weight_a = tl.load(weights + half).to(tl.float32)[None, :]
+        weight_b = tl.load(weights + HALF + half).to(tl.float32)[None, :]
+        mean = (tl.sum(share_a * weight_a + share_b * weight_b, axis=1) / C)[:, None]
+        first = (first * weight_a - a * mean) * rstd
+        second = (second * weight_b - b * mean) * rstd
     return first, second, share_a, share_b
 
 
 @triton.jit
 def _store_totals(GRAD_WEIGHTS, total_a, total_b, GROUPS: tl.constexpr, C: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Add up over the rows of this program what its heads add to their norm's weight gradient. Values add nothing."""
+    """Sum the shares of the norm weight's gradient over rows, and write them. Programs of value heads have none."""
     group = tl.program_id(0)
     if group < GROUPS:
         sums = GRAD_WEIGHTS + (tl.program_id(1) * GROUPS + group) * C + tl.arange(0, C // 2)

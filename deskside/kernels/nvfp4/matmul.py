@@ -1,19 +1,19 @@
-"""A BF16 product with float32 sums and a float32 factor that is read from the device: emulated NVFP4, on any card.
+"""A BF16 product with float32 accumulation and float32 scales that are read on the device: emulated NVFP4, on any GPU.
 
-An NVFP4 operand is code x block scale, exact in BF16, and one global scale for the tensor. The global scales belong
-into the epilogue, where the sum is still float32; folded into BF16 operands they would cost 8 bits of it. cuBLAS takes
-such a factor from the device for FP8 only, hence this kernel.
+An emulated NVFP4 operand is code x block scale, which is exact in BF16, and one global scale for the tensor. The global
+scales are applied in the epilogue, where the sum is still float32; in the BF16 operands they would be rounded to 8
+bits. cuBLAS reads such scales from the device only for FP8, hence this kernel.
 
 The three products of a linear layer y_NM = x_NK W_MK^T, by how their operands lie in memory:
   "nt"  (L, S) x (R, S)^T   y = x W^T
   "nn"  (L, S) x (S, R)     dx = dy W
   "tn"  (S, L)^T x (S, R)   dW = dy^T x
 
-On compute capability 9.0 and 10.x operands come and results go through tensor descriptors (TMA), and each
-multiprocessor walks over many tiles, so that the next tile's loads run during this one's epilogue. Other cards load
-through pointers, in tiles that fit twice into the 99 KB of a consumer card. A product whose tiles do not fill the
-card (weight gradients: small results, long sums) is split along the sum; the parts are added in a fixed order, so
-results do not change from call to call. Tiles are chosen by arithmetic: trying them out would cost seconds at start.
+On compute capability 9.0 and 10.x, operands and results go through tensor descriptors (TMA), and each multiprocessor
+loops over many tiles, so that the loads of the next tile overlap with the epilogue. Other cards use pointers, and tiles
+small enough that two programs fit into the 99 KB of a consumer card. A product with too few tiles to fill the card (a
+weight gradient: small result, long sum) is split along the sum, and the parts are added in a fixed order, so that
+results are deterministic. Tile sizes follow from the compute capability: autotuning would cost seconds at every start.
 """
 
 from dataclasses import dataclass
@@ -32,10 +32,11 @@ Layout = Literal["nt", "nn", "tn"]
 
 
 @dataclass(frozen=True)
-class Tiles:
-    """L x R of the result by S of the sum. spare: stages more that fit where the result is bfloat16.
+class TileConfig:
+    """Tile sizes along L and R (the result) and S (the sum), and launch options.
 
-    group: tiles along L that share the columns of R in the L2 cache.
+    descriptors: use `descriptor_kernel`. extra_stages: further stages that fit if the result is bfloat16. group: tiles
+    along L that run together and share the columns of R in the L2 cache.
     """
 
     L: int
@@ -44,13 +45,13 @@ class Tiles:
     warps: int
     stages: int
     descriptors: bool
-    spare: int = 0
+    extra_stages: int = 0
     group: int = 8
 
     def constants(self, layout: Layout) -> dict[str, Any]:
         return {
-            "LEFT_TURNED": layout == "tn",
-            "RIGHT_TURNED": layout == "nt",
+            "LEFT_TRANSPOSED": layout == "tn",
+            "RIGHT_TRANSPOSED": layout == "nt",
             "BL": self.L,
             "BR": self.R,
             "BS": self.S,
@@ -58,23 +59,32 @@ class Tiles:
         }
 
     def options(self, result: torch.dtype) -> dict[str, int]:
-        spare = self.spare if result == torch.bfloat16 else 0
-        return {"num_warps": self.warps, "num_stages": self.stages + spare}
+        extra_stages = self.extra_stages if result == torch.bfloat16 else 0
+        return {"num_warps": self.warps, "num_stages": self.stages + extra_stages}
 
 
-def tiles_for(capability: tuple[int, int]) -> Tiles:
-    """Shared memory holds `stages` tiles of both operands (one less without descriptors), and half a result."""
+def tile_config(capability: tuple[int, int]) -> TileConfig:
+    """Return the tile sizes for a compute capability.
+
+    Shared memory must hold `stages` tiles of both operands (without descriptors one fewer), and half a tile of the
+    result.
+    """
     if capability[0] in (9, 10):
-        return Tiles(128, 256, 64, warps=8, stages=3, descriptors=True, spare=int(capability[0] == 9))
+        return TileConfig(
+            128, 256, 64, warps=8, stages=3, descriptors=True, extra_stages=int(capability[0] == 9)
+        )
     if capability == (8, 0):
-        return Tiles(128, 256, 64, warps=8, stages=3, descriptors=False)
-    return Tiles(128, 128, 32, warps=4, stages=4, descriptors=False)
+        return TileConfig(128, 256, 64, warps=8, stages=3, descriptors=False)
+    return TileConfig(128, 128, 32, warps=4, stages=4, descriptors=False)
 
 
 @triton.jit
-def corner(tile, L, R, BL: tl.constexpr, BR: tl.constexpr, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """First row and column of a tile. Programs that run together share the L2 cache, so tiles are taken in groups of
-    GROUP rows: all of them in one column of tiles before the next column."""
+def tile_origin(tile, L, R, BL: tl.constexpr, BR: tl.constexpr, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the first row and column of a tile.
+
+    Programs that run at the same time share the L2 cache. So tiles are ordered in groups of GROUP rows of tiles, column
+    by column within a group.
+    """
     down = tl.cdiv(L, BL)
     across = tl.cdiv(R, BR)
     group = tile // (GROUP * across)
@@ -84,48 +94,48 @@ def corner(tile, L, R, BL: tl.constexpr, BR: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _place(tile, L, R, BL: tl.constexpr, BR: tl.constexpr, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The corner of a tile, and its part of the sum: the tiles of one part come before those of the next."""
+def _tile_and_part(tile, L, R, BL: tl.constexpr, BR: tl.constexpr, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the origin of a tile and its part of the sum. All tiles of one part come before those of the next."""
     tiles = tl.cdiv(L, BL) * tl.cdiv(R, BR)
-    i, j = corner(tile % tiles, L, R, BL, BR, GROUP)
+    i, j = tile_origin(tile % tiles, L, R, BL, BR, GROUP)
     return i, j, tile // tiles
 
 
 @triton.jit
-def _factor(alpha_ptr, second_ptr, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The product of both scales; 1 where the parts of a sum are still to be added."""
+def _scales(scale_a_ptr, scale_b_ptr, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the product of both scales, or 1 if `add_parts_kernel` applies them."""
     factor = 1.0
     if PARTS == 1:
-        factor = tl.load(alpha_ptr) * tl.load(second_ptr)
+        factor = tl.load(scale_a_ptr) * tl.load(scale_b_ptr)
     return factor
 
 
 @triton.jit
 def descriptor_kernel(  # type: ignore[no-untyped-def]
-    left, right, out, alpha_ptr, second_ptr, L, R, S,
-    LEFT_TURNED: tl.constexpr, RIGHT_TURNED: tl.constexpr, BL: tl.constexpr, BR: tl.constexpr,
+    left, right, out, scale_a_ptr, scale_b_ptr, L, R, S,
+    LEFT_TRANSPOSED: tl.constexpr, RIGHT_TRANSPOSED: tl.constexpr, BL: tl.constexpr, BR: tl.constexpr,
     BS: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """out (PARTS, L, R). What lies beyond an edge is read as zero and not written."""
+    """out: (PARTS, L, R). Values beyond an edge are read as zero and not written."""
     tiles = tl.cdiv(L, BL) * tl.cdiv(R, BR) * PARTS
     steps = tl.cdiv(tl.cdiv(S, BS), PARTS)
-    factor = _factor(alpha_ptr, second_ptr, PARTS)
+    factor = _scales(scale_a_ptr, scale_b_ptr, PARTS)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
-        i, j, part = _place(tile, L, R, BL, BR, GROUP)
-        total = tl.zeros((BL, BR), tl.float32)
+        i, j, part = _tile_and_part(tile, L, R, BL, BR, GROUP)
+        acc = tl.zeros((BL, BR), tl.float32)
         for step in range(steps):
             s = (part * steps + step) * BS
-            if LEFT_TURNED:
+            if LEFT_TRANSPOSED:
                 a = left.load([s, i]).T
             else:
                 a = left.load([i, s])
-            if RIGHT_TURNED:
+            if RIGHT_TRANSPOSED:
                 b = right.load([j, s]).T
             else:
                 b = right.load([s, j])
-            total = tl.dot(a, b, total)
-        # In two halves: a whole tile in float32 would not fit into shared memory beside the operands.
-        halves = tl.permute(tl.reshape(total * factor, (BL, 2, BR // 2)), (0, 2, 1))
+            acc = tl.dot(a, b, acc)
+        # Stored in two halves: a whole tile in float32 would not fit into shared memory beside the operands.
+        halves = tl.permute(tl.reshape(acc * factor, (BL, 2, BR // 2)), (0, 2, 1))
         first, second = tl.split(halves)
         out.store([part, i, j], tl.reshape(first.to(DTYPE), (1, BL, BR // 2)))
         out.store([part, i, j + BR // 2], tl.reshape(second.to(DTYPE), (1, BL, BR // 2)))
@@ -133,77 +143,79 @@ def descriptor_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def pointer_kernel(  # type: ignore[no-untyped-def]
-    left, right, out, alpha_ptr, second_ptr, L, R, S,
-    LEFT_TURNED: tl.constexpr, RIGHT_TURNED: tl.constexpr, BL: tl.constexpr, BR: tl.constexpr,
+    left, right, out, scale_a_ptr, scale_b_ptr, L, R, S,
+    LEFT_TRANSPOSED: tl.constexpr, RIGHT_TRANSPOSED: tl.constexpr, BL: tl.constexpr, BR: tl.constexpr,
     BS: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """One tile a program. EVEN: all steps of the sum are whole. Rows beyond an edge read others and are not written."""
-    i0, j0, part = _place(tl.program_id(0), L, R, BL, BR, GROUP)
+    """One tile per program. EVEN: every step of the sum is whole. Rows beyond an edge wrap around, unwritten."""
+    i0, j0, part = _tile_and_part(tl.program_id(0), L, R, BL, BR, GROUP)
     steps = tl.cdiv(tl.cdiv(S, BS), PARTS)
     i = i0 + tl.arange(0, BL)
     j = j0 + tl.arange(0, BR)
     s = part * steps * BS + tl.arange(0, BS)
     i_read = (i % L).to(tl.int64)
     j_read = (j % R).to(tl.int64)
-    if LEFT_TURNED:
-        a_at = left + s.to(tl.int64)[None, :] * L + i_read[:, None]
+    if LEFT_TRANSPOSED:
+        a_ptrs = left + s.to(tl.int64)[None, :] * L + i_read[:, None]
         a_step = L.to(tl.int64) * BS
     else:
-        a_at = left + i_read[:, None] * S + s[None, :]
+        a_ptrs = left + i_read[:, None] * S + s[None, :]
         a_step = BS
-    if RIGHT_TURNED:
-        b_at = right + j_read[None, :] * S + s[:, None]
+    if RIGHT_TRANSPOSED:
+        b_ptrs = right + j_read[None, :] * S + s[:, None]
         b_step = BS
     else:
-        b_at = right + s.to(tl.int64)[:, None] * R + j_read[None, :]
+        b_ptrs = right + s.to(tl.int64)[:, None] * R + j_read[None, :]
         b_step = R.to(tl.int64) * BS
-    total = tl.zeros((BL, BR), tl.float32)
+    acc = tl.zeros((BL, BR), tl.float32)
     for _ in range(steps):
         if EVEN:
-            a = tl.load(a_at)
-            b = tl.load(b_at)
+            a = tl.load(a_ptrs)
+            b = tl.load(b_ptrs)
         else:
-            a = tl.load(a_at, mask=(s < S)[None, :], other=0.0)
-            b = tl.load(b_at, mask=(s < S)[:, None], other=0.0)
+            a = tl.load(a_ptrs, mask=(s < S)[None, :], other=0.0)
+            b = tl.load(b_ptrs, mask=(s < S)[:, None], other=0.0)
             s += BS
-        total = tl.dot(a, b, total)
-        a_at += a_step
-        b_at += b_step
-    result = (total * _factor(alpha_ptr, second_ptr, PARTS)).to(DTYPE)
-    at = out + (part.to(tl.int64) * L + i[:, None]) * R + j[None, :]
-    tl.store(at, result, mask=(i < L)[:, None] & (j < R)[None, :])
+        acc = tl.dot(a, b, acc)
+        a_ptrs += a_step
+        b_ptrs += b_step
+    result = (acc * _scales(scale_a_ptr, scale_b_ptr, PARTS)).to(DTYPE)
+    out_ptrs = out + (part.to(tl.int64) * L + i[:, None]) * R + j[None, :]
+    tl.store(out_ptrs, result, mask=(i < L)[:, None] & (j < R)[None, :])
 
 
 @triton.jit
 def add_parts_kernel(  # type: ignore[no-untyped-def]
-    parts_ptr, out_ptr, alpha_ptr, second_ptr, numel,
+    parts_ptr, out_ptr, scale_a_ptr, scale_b_ptr, numel,
     PARTS: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """out = factor x sum of the parts, added from the first to the last."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    """out = scales x the sum of the parts, added from the first to the last."""
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for part in tl.static_range(PARTS):
-        total += tl.load(parts_ptr + part * numel.to(tl.int64) + at, mask=at < numel, other=0.0)
-    tl.store(out_ptr + at, (total * _factor(alpha_ptr, second_ptr, 1)).to(DTYPE), mask=at < numel)
+        total += tl.load(parts_ptr + part * numel.to(tl.int64) + offsets, mask=offsets < numel, other=0.0)
+    tl.store(
+        out_ptr + offsets, (total * _scales(scale_a_ptr, scale_b_ptr, 1)).to(DTYPE), mask=offsets < numel
+    )
 
 
 def scaled_matmul(
     left: Tensor,
     right: Tensor,
-    alpha: Tensor,
+    scale_a: Tensor,
     layout: Layout,
     *,
-    second: Tensor | None = None,
+    scale_b: Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """alpha x second x (left times right), (L, R), bfloat16 or float32; sums in float32.
+    """Return scale_a x scale_b x (left times right), (L, R) bfloat16 or float32, accumulated in float32.
 
-    left, right: contiguous bfloat16 matrices, laid out as `layout` says (see above). alpha, second: float32, one
-    number on the device each: the global scales of both operands.
-    Raises UsageError for what this cannot do.
+    left, right: contiguous bfloat16 matrices in one of the layouts of the module docstring. scale_a, scale_b: one
+    float32 number each, on the device, the global scales of left and right; None is 1. Raises UsageError for
+    unsupported inputs.
     """
     L, R, S = _sizes(left, right, layout)
-    _check(left, right, alpha, second, dtype)
+    _check(left, right, scale_a, scale_b, dtype)
     out = torch.empty(L, R, dtype=dtype, device=left.device)
     if not out.numel():
         return out
@@ -212,9 +224,9 @@ def scaled_matmul(
     tiles, multiprocessors = _card(left.device)
     count = triton.cdiv(L, tiles.L) * triton.cdiv(R, tiles.R)
     steps = triton.cdiv(S, tiles.S)
-    parts = split(count, steps, multiprocessors)
+    parts = num_parts(count, steps, multiprocessors)
     result = out.view(1, L, R) if parts == 1 else left.new_empty(parts, L, R, dtype=torch.float32)
-    second = one(left.device) if second is None else second
+    scale_b = one_on(left.device) if scale_b is None else scale_b
     constants = tiles.constants(layout) | {"PARTS": parts, "DTYPE": TL_DTYPE[result.dtype]}
     if tiles.descriptors:
         shapes = {"nt": ("LS", "RS"), "nn": ("LS", "SR"), "tn": ("SL", "SR")}[layout]
@@ -223,30 +235,30 @@ def scaled_matmul(
             TensorDescriptor.from_tensor(left, blocks[0]),
             TensorDescriptor.from_tensor(right, blocks[1]),
             TensorDescriptor.from_tensor(result, [1, tiles.L, tiles.R // 2]),
-            *(alpha, second, L, R, S),
+            *(scale_a, scale_b, L, R, S),
             **constants,
             **tiles.options(result.dtype),
         )
     else:
         even = S % (tiles.S * parts) == 0
         pointer_kernel[(count * parts,)](
-            *(left, right, result, alpha, second, L, R, S),
+            *(left, right, result, scale_a, scale_b, L, R, S),
             **constants,
             EVEN=even,
             **tiles.options(result.dtype),
         )
     if parts > 1:
         add_parts_kernel[(triton.cdiv(out.numel(), 1024),)](
-            result, out, alpha, second, out.numel(), PARTS=parts, BLOCK=1024, DTYPE=TL_DTYPE[dtype]
+            result, out, scale_a, scale_b, out.numel(), PARTS=parts, BLOCK=1024, DTYPE=TL_DTYPE[dtype]
         )
     return out
 
 
-def split(tiles: int, steps: int, multiprocessors: int) -> int:
-    """In how many parts to cut the sum, by counting: rounds of tiles, and the traffic of the parts.
+def num_parts(tiles: int, steps: int, multiprocessors: int) -> int:
+    """Return the number of parts to split the sum into, the one with the lowest estimated time.
 
-    In units of one step of one tile. A tile's start and end cost about 8 steps, writing and reading a part of a tile
-    0.1, and the second kernel 8.
+    The unit of time is one step of one tile. The prologue and epilogue of a tile cost about 8 steps, writing and
+    reading a part of a tile 0.1, and the second kernel 8.
     """
 
     def cost(parts: int) -> float:
@@ -260,15 +272,15 @@ TL_DTYPE = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}  # of result
 
 
 @cache
-def one(device: torch.device) -> Tensor:
-    """1.0 on the device, made once."""
+def one_on(device: torch.device) -> Tensor:
+    """Return a cached 1.0 on the device."""
     return torch.ones((), dtype=torch.float32, device=device)
 
 
 @cache
-def _card(device: torch.device) -> tuple[Tiles, int]:
+def _card(device: torch.device) -> tuple[TileConfig, int]:
     properties = torch.cuda.get_device_properties(device)
-    return tiles_for((properties.major, properties.minor)), properties.multi_processor_count
+    return tile_config((properties.major, properties.minor)), properties.multi_processor_count
 
 
 def _sizes(left: Tensor, right: Tensor, layout: Layout) -> tuple[int, int, int]:
@@ -288,8 +300,10 @@ def _sizes(left: Tensor, right: Tensor, layout: Layout) -> tuple[int, int, int]:
     return L, R, S
 
 
-def _check(left: Tensor, right: Tensor, alpha: Tensor, second: Tensor | None, dtype: torch.dtype) -> None:
-    interpreted = triton.knobs.runtime.interpret  # which cannot multiply bfloat16
+def _check(left: Tensor, right: Tensor, scale_a: Tensor, scale_b: Tensor | None, dtype: torch.dtype) -> None:
+    interpreted = (
+        triton.knobs.runtime.interpret
+    )  # the interpreter cannot multiply bfloat16, so tests pass float32
     if left.device.type != "cuda" and not interpreted:
         raise UsageError(f"scaled_matmul needs CUDA tensors, these are on {left.device}; use torch.mm there")
     for name, matrix in (("left", left), ("right", right)):
@@ -307,10 +321,10 @@ def _check(left: Tensor, right: Tensor, alpha: Tensor, second: Tensor | None, dt
                 f"scaled_matmul's {name} operand has rows of {matrix.shape[1]} values from address "
                 f"{matrix.data_ptr()}; both must be divisible by 16: pad or clone it"
             )
-    for number in (alpha, second):
-        if number is not None and (
-            number.numel() != 1 or number.dtype != torch.float32 or number.device != left.device
+    for scale in (scale_a, scale_b):
+        if scale is not None and (
+            scale.numel() != 1 or scale.dtype != torch.float32 or scale.device != left.device
         ):
-            raise UsageError(f"scaled_matmul's factors must each be one float32 number on {left.device}")
+            raise UsageError(f"scaled_matmul's scales must each be one float32 number on {left.device}")
     if dtype not in TL_DTYPE:
         raise UsageError(f"scaled_matmul gives bfloat16 or float32, not {dtype}")

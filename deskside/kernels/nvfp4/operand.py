@@ -14,9 +14,7 @@ from deskside.utils.errors import UsageError
 Along = Literal["columns", "rows"]  # the dimension of an (N, K) matrix that the product sums over: K or N
 
 BLOCK = 16  # values that share a block scale
-EDEN_GROUP = (
-    128  # values whose block scales MS-EDEN corrects together; also the size of its Hadamard transform
-)
+EDEN_GROUP = 128  # values whose block scales MS-EDEN corrects together; also its Hadamard size
 # MS-EDEN maps a block's largest value to 6 / EDEN_OVERRIDE = 6.07 instead of 6. 17/16, because the block scale may be
 # rounded down by that factor; 0.93, because a little clipping costs less than the coarser steps that avoid it.
 EDEN_OVERRIDE = 17 / 16 * 0.93

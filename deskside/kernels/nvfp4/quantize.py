@@ -1,11 +1,10 @@
-"""The NVFP4 quantiser on a card: one pass that finds the largest value, one that writes the operand of a product.
+"""The NVFP4 quantiser on a GPU: one pass finds the largest magnitude, a second writes the operand of a product.
 
-The torch reference is precision/nvfp4.py. Without a Hadamard transform every value is the same to the bit (given the
-same noise). With one, sums run in the tensor cores in another order, so that a few values in 100,000 fall to the
-other side of a rounding boundary.
+The torch reference is precision/nvfp4.py. Without a Hadamard transform, values equal the reference bit for bit, given
+the same noise. With one, the tensor cores sum in another order, so a few values in 100,000 round differently.
 
-Traffic: 2 bytes a value are read for the maximum, then 2 read and 2 written (0.56 if packed). Nothing waits for the
-device: maxima and scales stay on it.
+Memory traffic per BF16 value: 2 bytes are read for the maximum, then 2 are read and 2 written (0.56 if packed). The
+maxima and scales stay on the device, so nothing synchronizes.
 """
 
 from dataclasses import dataclass
@@ -35,7 +34,10 @@ _nvidia_signs = cache(nvidia_signs)
 
 @dataclass(frozen=True)
 class Emulated:
-    """values: (N, K) bfloat16, code x block scale, exact. global_scale: float32, one number, on the device."""
+    """An operand of an emulated product.
+
+    values: (N, K) bfloat16, code x block scale, which is exact. global_scale: float32 scalar on the device.
+    """
 
     values: Tensor
     global_scale: Tensor
@@ -43,10 +45,10 @@ class Emulated:
 
 @dataclass(frozen=True)
 class Packed:
-    """Operand of a native product, with the summed dimension S last. Along columns M = N, S = K; along rows M = K, S
-    = N.
+    """An operand of a native product, with the summed dimension S last. It is quantised from an (N, K) matrix.
 
-    codes: (M, S / 2) uint8, the even position in the low half. block_scale: (M, S / 16) E4M3. global_scale as above.
+    Along "columns", (M, S) = (N, K); along "rows", (M, S) = (K, N). codes: (M, S / 2) uint8, the even position in the
+    low four bits. block_scale: (M, S / 16) E4M3. global_scale: float32 scalar on the device.
     """
 
     codes: Tensor
@@ -63,16 +65,17 @@ def quantize(
     signs: Tensor | None = None,
     seed: int = 0,
 ) -> Emulated:
-    """Quantise a contiguous (N, K) bfloat16 or float32 matrix on a card for an emulated product.
+    """Quantise a contiguous (N, K) bfloat16 or float32 matrix on a GPU for an emulated product.
 
-    along: the dimension that the product sums over. amax: float32, one number, the largest magnitude after the
-    transform, where it is known; saves a pass, and then NaN and infinity in x are the caller's to find.
-    signs: (hadamard,) of +-1 on the device; 16 without fresh signs has NVIDIA's fixed vector.
-    seed: 64 bits, of the stochastic roundings; give each tensor of each step another.
-    Raises UsageError for operands, shapes, dtypes and devices that this cannot do.
+    along: the dimension that the product sums over.
+    amax: float32 scalar, the largest magnitude after the transform, if known. It saves a pass; the caller must then
+        detect NaN and infinity in x.
+    signs: (hadamard,) of +-1 on the device; a transform of 16 without fresh signs uses NVIDIA's fixed vector.
+    seed: 64 bits for stochastic rounding; use another seed for each tensor and step.
+    Raises UsageError for unsupported operands, shapes, dtypes and devices.
     """
     if amax is None:
-        amax = largest(x_NK, operand, along, signs)
+        amax = transformed_amax(x_NK, operand, along, signs)
     else:
         _check(x_NK, operand, along, signs)
     values = torch.empty_like(x_NK, dtype=torch.bfloat16)
@@ -82,8 +85,8 @@ def quantize(
 def quantize_packed(
     x_NK: Tensor, operand: Operand, along: Along, *, signs: Tensor | None = None, seed: int = 0
 ) -> Packed:
-    """Like `quantize`, in the layout of the native product; along "rows" the output is transposed."""
-    amax = largest(x_NK, operand, along, signs)
+    """Quantise for a native product, with the arguments of `quantize`. Along "rows" the output is transposed."""
+    amax = transformed_amax(x_NK, operand, along, signs)
     M, S = x_NK.shape if along == "columns" else x_NK.T.shape
     codes = torch.empty(M, S // 2, dtype=torch.uint8, device=x_NK.device)
     block_scale = torch.empty(M, S // BLOCK, dtype=torch.uint8, device=x_NK.device)
@@ -91,8 +94,8 @@ def quantize_packed(
     return Packed(codes, block_scale.view(torch.float8_e4m3fn), global_scale)
 
 
-def largest(x_NK: Tensor, operand: Operand, along: Along, signs: Tensor | None = None) -> Tensor:
-    """The largest magnitude of the transformed matrix, float32, one number, on the device. NaN if there is one."""
+def transformed_amax(x_NK: Tensor, operand: Operand, along: Along, signs: Tensor | None = None) -> Tensor:
+    """Return the largest magnitude of the transformed matrix, a float32 scalar on the device. NaN if x contains NaN."""
     _check(x_NK, operand, along, signs)
     bits = torch.zeros((), dtype=torch.int32, device=x_NK.device)
     tile = _tile(operand.hadamard, along)
@@ -114,7 +117,7 @@ def _launch(
     out: Tensor,
     block_scale: Tensor | None = None,
 ) -> Tensor:
-    """Write the values into `out`, or codes and block scales into both. Returns the global scale."""
+    """Write emulated values to `out`, or codes to `out` and scales to `block_scale`. Returns the global scale."""
     global_scale = torch.empty((), dtype=torch.float32, device=x_NK.device)
     tile = _tile(operand.hadamard, along)
     count, programs = _tiles(x_NK, tile)
@@ -128,24 +131,26 @@ def _launch(
 
 
 def _tile(hadamard: int, along: Along) -> dict[str, Any]:
-    """Return the tile: as long as the transform along the summed dimension, with 32 values per thread (register
-    limit)."""
+    """Return the kernels' tile sizes. BS, along the summed dimension, is a multiple of the transform's size.
+
+    A tile has 32 values per thread; more would not fit into registers.
+    """
     summed = {0: 128 if along == "columns" else 64, 16: 64, 128: 128}[hadamard]
-    values = 8192 if hadamard else 4096
-    return {"HADAMARD": hadamard, "ROWS": along == "rows", "BM": values // summed, "BS": summed}
+    tile_values = 8192 if hadamard else 4096
+    return {"HADAMARD": hadamard, "ROWS": along == "rows", "BM": tile_values // summed, "BS": summed}
 
 
 def _options(hadamard: int) -> dict[str, Any]:
-    # A multiplication and an addition in one instruction round once instead of twice, which moves values.
+    # A fused multiply-add rounds once instead of twice, so values would differ from the reference.
     return {"num_warps": 8 if hadamard else 4, "enable_fp_fusion": False}
 
 
 def _constants(operand: Operand, packed: bool) -> dict[str, Any]:
     eden = operand.rounding == "eden"
-    top = 6.0 / EDEN_OVERRIDE if eden else 6.0
+    largest_code = 6.0 / EDEN_OVERRIDE if eden else 6.0
     return {
-        "TOP_INVERSE": 1 / top,
-        "RANGE": top * (256.0 if eden or operand.four_over_six else 448.0),
+        "TOP_INVERSE": 1 / largest_code,
+        "RANGE": largest_code * (256.0 if eden or operand.four_over_six else 448.0),
         "A": 16 if operand.scaling == "16x16" else 1,
         "ROUNDING": operand.rounding,
         "FOUR_OVER_SIX": operand.four_over_six,
@@ -155,7 +160,7 @@ def _constants(operand: Operand, packed: bool) -> dict[str, Any]:
 
 
 def _tiles(x_NK: Tensor, tile: dict[str, Any]) -> tuple[int, int]:
-    """The tiles of the matrix, and the programs that walk over them."""
+    """Return the number of tiles of the matrix, and the number of programs that loop over them."""
     M, S = reversed(x_NK.shape) if tile["ROWS"] else x_NK.shape
     count = int(triton.cdiv(M, tile["BM"]) * triton.cdiv(S, tile["BS"]))
     return count, max(1, min(count, _multiprocessors(x_NK.device) * PROGRAMS_PER_SM))
@@ -171,7 +176,7 @@ def _interpreted() -> bool:
 
 
 def _transform(x_NK: Tensor, operand: Operand, signs: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The Hadamard matrix and the signs as the kernels read them; anything where there is no transform."""
+    """Return the Hadamard matrix and the signs for the kernels, which do not read them without a transform."""
     if not operand.hadamard:
         return x_NK, x_NK
     dtype = torch.float32 if _interpreted() else x_NK.dtype
