@@ -30,7 +30,7 @@ from deskside.kernels.attention import AttentionContext
 from deskside.model.transformer import Transformer
 from deskside.optim.build import build
 from deskside.precision.convert import convert
-from deskside.precision.lora import trained_parameters
+from deskside.precision.lora import num_trained_parameters
 from deskside.train.prepare.setup import recompute
 from deskside.weights import frozen_base
 
@@ -83,8 +83,8 @@ def measure(arm: str, options: argparse.Namespace) -> dict[str, Any]:
         model = frozen_base.make(config, adapter, 0, Drawn(config), DEVICE)
     fused = arm == "full" and not options.as_written
     applied = convert(model, "bf16", fused=fused)
-    applied.recompute(options.recompute)
-    recompute(model.layers, options.recompute, applied.covers)
+    applied.set_checkpointing(options.recompute)
+    recompute(model.layers, options.recompute, applied.is_fused)
     if not fused:
         for block in model.layers:
             block.compile(dynamic=False)
@@ -117,7 +117,7 @@ def measure(arm: str, options: argparse.Namespace) -> dict[str, Any]:
     )
     return {
         "arm": arm,
-        "trained": trained_parameters(model),
+        "trained": num_trained_parameters(model),
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
         "modelled_gib": training_memory(config, work).allocated / 2**30,
         "tokens_per_second": tokens.numel() / statistics.median(seconds[2:]),

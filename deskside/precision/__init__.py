@@ -1,4 +1,4 @@
-"""Number formats: recipes that are applied to a model from outside, and the check that they compute right here."""
+"""Number formats: applying a precision recipe to a model, and checking that its results are right on this device."""
 
 from deskside.config.recipes import RECIPES
 from deskside.precision.convert import QuantizedModel, convert, restore

@@ -1,12 +1,12 @@
 """Convert a model to a precision recipe, and back.
 
-The model computes in the dtype of its stream of activations and casts each weight where it is used. So BF16 training
-with float32 master weights is one setting: the dtype that the embeddings hand out. Norms, softmax, rotary angles and
-the loss compute in float32 in every recipe, by themselves.
+The model computes in the dtype of its activations and casts each weight where it is used. The activations start with
+the output dtype of the embeddings, so this dtype alone selects BF16 training with float32 master weights. Norms,
+softmax, rotary angles and the loss compute in float32 in every recipe, without any help from here.
 
-Low-precision products are attached as `forward_override`s: to whole sublayers where the fused kernels cover them (see
-fused_sublayers.py), otherwise to single Linear layers. Parameters are neither moved nor copied. `QuantizedModel`
-switches the recipe off for evaluation, BF16 warm-up steps and a late change to BF16, and on again.
+Low-precision products are attached as `forward_override`s: to whole sublayers where the fused kernels support them
+(fused_sublayers.py), otherwise to single Linear layers. Parameters are neither moved nor copied. `QuantizedModel` can
+switch between the recipe and BF16: for evaluation, for BF16 warm-up steps, and for BF16 at the end of a run.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from deskside.precision.hardware_caps import HardwareCaps, hardware_caps
 from deskside.precision.head import QuantizedHead
 from deskside.precision.lora import Adapter, adapter_of
 from deskside.precision.quantized_linear import QuantizedLinear, Shared
-from deskside.precision.quantized_operand import PLAIN, Draws
+from deskside.precision.quantized_operand import UNQUANTIZED, Draws
 from deskside.precision.scales import DelayedScales
 from deskside.utils.errors import UsageError
 
@@ -38,10 +38,10 @@ Sublayer = AttentionSublayer | MLPSublayer
 
 
 class QuantizedModel:
-    """A model that was converted to a recipe. `fused`: BF16 steps use the fused sublayers too, where they are covered.
+    """A model that was converted to a recipe.
 
-    `scales` are those of delayed scaling, which a resumed run needs. `backend`: another library that implements the
-    recipe, or None.
+    fused: BF16 steps use fused sublayers too, where the architecture allows it. scales: the state of delayed scaling,
+    which checkpoints contain. backend: another library that implements the recipe, or None.
     """
 
     def __init__(self, model: nn.Module, recipe: Recipe, shared: Shared, fused: bool):
@@ -49,7 +49,7 @@ class QuantizedModel:
         self.scales = shared.scales
         self.active = True
         self.backend: backends.PrecisionBackend | None = None
-        # Each with its plan in the recipe, None where it stays in BF16, and its plan in BF16.
+        # (sublayer, its plan in the recipe or None if it stays in BF16, its plan in BF16)
         self._sublayers: list[tuple[Sublayer, FusedSublayer | None, FusedSublayer]] = []
         self._linears: list[tuple[Linear, Callable[[Tensor], Tensor]]] = []
         self._plans: list[QuantizedLinear] = []
@@ -58,64 +58,68 @@ class QuantizedModel:
         self._dropout = any(isinstance(module, Adapter) and module.dropout for module in model.modules())
 
     def begin_step(self, step: int) -> None:
-        """Begin step number `step`. Its random numbers are a function of the step."""
+        """Begin step number `step`. All random numbers of the step are a function of the seed and this number."""
         self.shared.draws.begin(step)
         self.shared.round += 1
         if self._dropout:
-            torch.manual_seed(self.shared.draws.next())  # a function of seed and step, as all draws are
+            torch.manual_seed(self.shared.draws.next())
 
     def end_step(self) -> None:
-        """The step is over, and weights have changed. A BF16 step leaves the history of delayed scales as it is. What
-        dry steps saw stays in it until `scales.reset`."""
+        """End a step, after which weights have changed. A BF16 step leaves the history of delayed scales unchanged. Dry
+        steps do add to the history; `scales.reset` clears it afterwards."""
         self.scales.end_step(keep=self.active)
         self.shared.round += 1
 
-    def use(self, active: bool) -> None:
-        """Compute in the recipe's formats, or in BF16. Drops the converted weights of the other."""
+    def set_active(self, active: bool) -> None:
+        """Compute in the recipe's formats (True) or in BF16 (False). A change drops all cached converted weights."""
         if active != self.active:
             self.active = active
-            self._set()
+            self._set_overrides()
             self.forget_weights()
 
     @contextlib.contextmanager
     def high_precision(self) -> Iterator[None]:
         """Context manager that computes in BF16, for evaluation and sampling."""
-        before = self.active
-        self.use(False)
+        was_active = self.active
+        self.set_active(False)
         try:
             yield
         finally:
-            self.use(before)
+            self.set_active(was_active)
 
-    def region(self) -> contextlib.AbstractContextManager[None]:
+    def forward_context(self) -> contextlib.AbstractContextManager[None]:
         """Context manager around one forward pass of the model, for backends that track passes."""
-        return self.backend.region() if self.backend is not None and self.active else contextlib.nullcontext()
+        if self.backend is None or not self.active:
+            return contextlib.nullcontext()
+        return self.backend.forward_context()
 
-    def recompute(self, what: str) -> None:
+    def set_checkpointing(self, checkpointing: str) -> None:
         """Set activation checkpointing of the fused sublayers: "none", "attention", "mlp" or "block" (both)."""
-        for index, (sublayer, plan, plain) in enumerate(self._sublayers):
+        for index, (sublayer, plan, bf16_plan) in enumerate(self._sublayers):
             kind = "attention" if isinstance(sublayer, AttentionSublayer) else "mlp"
-            again = what in (kind, "block")
-            changed = None if plan is None else replace(plan, recompute=again)
-            self._sublayers[index] = (sublayer, changed, replace(plain, recompute=again))
-        self._set()
+            recompute = checkpointing in (kind, "block")
+            plan = None if plan is None else replace(plan, recompute=recompute)
+            self._sublayers[index] = (sublayer, plan, replace(bf16_plan, recompute=recompute))
+        self._set_overrides()
 
-    def covers(self, module: nn.Module) -> bool:
-        """Return whether this sublayer is fused, at least in some steps."""
+    def is_fused(self, module: nn.Module) -> bool:
+        """Return True if `module` is a sublayer that runs fused, at least in some steps."""
         return any(
             sublayer is module and (self.fused or plan is not None) for sublayer, plan, _ in self._sublayers
         )
 
     def forget_weights(self) -> None:
-        """Drop converted weights, because the weights changed without a new version or the memory is needed."""
+        """Drop all cached converted weights, to free their memory or because the weights were overwritten."""
         for plan in self._plans:
-            plan.converted.kept = None
+            plan.converted.clear()
         if self._head is not None:
-            self._head[1].converted.kept = None
+            self._head[1].converted.clear()
 
-    def _set(self) -> None:
-        for sublayer, plan, plain in self._sublayers:
-            override: Any = plan if self.active and plan is not None else (plain if self.fused else None)
+    def _set_overrides(self) -> None:
+        for sublayer, plan, bf16_plan in self._sublayers:
+            override: Any = bf16_plan if self.fused else None
+            if self.active and plan is not None:
+                override = plan
             sublayer.forward_override = override
             if isinstance(sublayer, AttentionSublayer):
                 sublayer.accepts_no_delta = sublayer.forward_override is not None
@@ -132,9 +136,9 @@ class QuantizedModel:
     # Construction
 
     def _attach(self, keep: Collection[str]) -> None:
-        """Plan every sublayer and Linear. keep: names of projections that stay in BF16."""
+        """Make the plans of all sublayers and Linears. keep: names of projections that stay in BF16."""
         recipe = self.recipe
-        plain = recipe_named("fp32" if recipe.name == "fp32" else "bf16")
+        unquantized = recipe_named("fp32" if recipe.name == "fp32" else "bf16")
         modules = list(self.model.modules())
         layers = sum(isinstance(module, AttentionSublayer) for module in modules)
         first, last = recipe.kept_blocks(layers)
@@ -143,38 +147,39 @@ class QuantizedModel:
         for module in modules:
             if isinstance(module, AttentionSublayer):
                 layer += 1
-            kept = layers > 0 and (layer < first or layer >= layers - last)
+            in_bf16_block = layers > 0 and (layer < first or layer >= layers - last)
             if (
                 self.backend is None
                 and isinstance(module, AttentionSublayer | MLPSublayer)
-                and not_covered(module) is None
+                and why_not_fused(module) is None
             ):
-                build = FusedAttention if isinstance(module, AttentionSublayer) else FusedMLP
-                one, two = module.input.projections[0], _last_linear(module)
-                assert isinstance(one, Linear)
-                fused_linears.update((id(one), id(two)))
-                in_bf16, low = build(module, self._linear(one, plain), self._linear(two, plain)), None
-                if not kept and recipe.quantized:
-                    first_plan, second_plan = (
-                        self._linear(linear, plain if _named(linear, keep) else recipe)
-                        for linear in (one, two)
-                    )
-                    low = build(module, first_plan, second_plan)
-                self._sublayers.append((module, low, in_bf16))
+                fused_type = FusedAttention if isinstance(module, AttentionSublayer) else FusedMLP
+                linear1, linear2 = module.input.projections[0], _last_linear(module)
+                assert isinstance(linear1, Linear)
+                fused_linears.update((id(linear1), id(linear2)))
+                bf16_plan = fused_type(
+                    module, self._linear(linear1, unquantized), self._linear(linear2, unquantized)
+                )
+                plan = None
+                if not in_bf16_block and recipe.quantized:
+                    recipe1 = unquantized if _has_name(linear1, keep) else recipe
+                    recipe2 = unquantized if _has_name(linear2, keep) else recipe
+                    plan = fused_type(module, self._linear(linear1, recipe1), self._linear(linear2, recipe2))
+                self._sublayers.append((module, plan, bf16_plan))
             elif not isinstance(module, Linear) or not recipe.quantized or id(module) in fused_linears:
                 continue
-            elif module.role == "matrix" and not kept and not _named(module, {*keep, "router"}):
+            elif module.role == "matrix" and not in_bf16_block and not _has_name(module, {*keep, "router"}):
                 self._linears.append((module, self._override(module)))
-        finals = [m for m in modules if isinstance(m, AddNormLinear) and not len(m.projections)]
-        if self.fused and self._sublayers and finals and _is_pre_rmsnorm(finals[-1]):
-            self._norm = finals[-1]
+        final_norms = [m for m in modules if isinstance(m, AddNormLinear) and not len(m.projections)]
+        if self.fused and self._sublayers and final_norms and _is_pre_rmsnorm(final_norms[-1]):
+            self._norm = final_norms[-1]
 
     def _override(self, linear: Linear) -> Callable[[Tensor], Tensor]:
         """Return the `forward_override` of a Linear outside of the fused sublayers."""
         if self.backend is None:
             return partial(fused_sublayers.linear, self._linear(linear, self.recipe))
         _check_size(linear, self.recipe)
-        return self.backend.execution(linear)
+        return self.backend.forward_override(linear)
 
     def _linear(self, linear: Linear, recipe: Recipe) -> QuantizedLinear:
         _check_size(linear, recipe, self.shared.caps.fp4)
@@ -195,26 +200,25 @@ def convert(
 ) -> QuantizedModel:
     """Convert a model to a recipe in place. Parameters and optimizer state do not change.
 
-    Raises UsageError for a recipe that does not exist, a layer whose size its formats cannot take, or a backend that is
-    not there.
+    Raises UsageError if the recipe does not exist, a layer's size does not suit its formats, or the backend is missing.
 
     Args:
-        options: What else the run asks for; its `name` is not read. Another backend's layers take neither `fused` nor
-            `native`, `weight_cache` and `accumulate`.
-        fused: Use the fused sublayers in BF16 too, where they cover the architecture.
-        native: FP8 products on tensor cores, else emulated with the same numbers.
-        head_native: The same for an FP8 head; None: as the layers.
-        seed: Of stochastic rounding and random transforms.
-        caps: Formats that the GPU supports besides plain FP8; None: `hardware_caps` of the device.
+        options: Further precision options; `options.name` is ignored. With a backend other than "deskside", `fused`,
+            `native`, `options.weight_cache` and `options.accumulate` have no effect on the layers.
+        fused: Use the fused sublayers in BF16 too, where they support the architecture.
+        native: Compute low-precision products on tensor cores; otherwise emulate them with the same numbers.
+        head_native: `native` for an FP8 head. If None, the value of `native`.
+        seed: Seed of stochastic rounding and random transforms.
+        caps: Formats that the GPU supports besides plain FP8. If None, `hardware_caps` of the device.
     """
     options = options or PrecisionConfig()
     recipe = recipe_named(recipe) if isinstance(recipe, str) else recipe
     restore(model)
     for module in model.modules():
         if isinstance(module, Embedding):
-            # A frozen table is in bfloat16; float32 must not begin with that dtype.
-            wide = torch.promote_types(module.weight.dtype, torch.float32)
-            module.output_dtype = wide if recipe.name == "fp32" else torch.bfloat16
+            # A frozen table is stored in bfloat16, so "fp32" cannot just take the dtype of the weight.
+            float32_or_wider = torch.promote_types(module.weight.dtype, torch.float32)
+            module.output_dtype = float32_or_wider if recipe.name == "fp32" else torch.bfloat16
     shared = Shared(
         Draws(seed),
         DelayedScales(recipe.amax_history),
@@ -228,20 +232,20 @@ def convert(
     converted = QuantizedModel(model, recipe, shared, fused)
     if options.backend != "deskside" and recipe.quantized:
         converted.backend = backends.load(options.backend, recipe, device)
-    if reason := refused(recipe, device):
+    if reason := unsupported_reason(recipe, device):
         raise UsageError(f"precision {recipe.name}: {reason}")
     converted._attach(options.keep)
     if options.head == "fp8":
         losses = [module for module in model.modules() if isinstance(module, HeadLoss)]
         head_native = native if head_native is None else head_native
         converted._head = (losses[0], QuantizedHead(shared, head_native)) if losses else None
-    shared.scales.build(device)
-    converted._set()
+    shared.scales.allocate(device)
+    converted._set_overrides()
     return converted
 
 
 def restore(model: nn.Module) -> None:
-    """Undo `convert`: the model computes in the dtype of its weights, as it was built."""
+    """Undo `convert`. The model computes in the dtype of its weights again."""
     for module in model.modules():
         if isinstance(module, Embedding):
             module.output_dtype = None
@@ -251,15 +255,15 @@ def restore(model: nn.Module) -> None:
                 module.accepts_no_delta = False
 
 
-def refused(recipe: Recipe, device: torch.device) -> str | None:
-    """Return why this recipe is unsupported on this device, or None."""
+def unsupported_reason(recipe: Recipe, device: torch.device) -> str | None:
+    """Return why this recipe is unsupported on this device, or None if it is supported."""
     if recipe.quantized and device.type == "cuda" and torch.version.hip is not None:
-        return "its kernels are written for NVIDIA's cards, and this is AMD's; use bf16"
+        return "its kernels are written for NVIDIA GPUs, and this is an AMD GPU; use bf16"
     return None
 
 
-def not_covered(sublayer: Sublayer) -> str | None:
-    """Return why the fused sublayers do not cover this one, or None if they do."""
+def why_not_fused(sublayer: Sublayer) -> str | None:
+    """Return why this sublayer cannot run fused, or None if it can."""
     projections = sublayer.input.projections
     linears = [module for module in (*projections, _last_linear(sublayer)) if isinstance(module, Linear)]
     return uncovered_reason(
@@ -278,8 +282,8 @@ def _last_linear(sublayer: Sublayer) -> Linear:
     return sublayer.output if isinstance(sublayer, AttentionSublayer) else sublayer.output.projection
 
 
-def _named(linear: Linear, names: Collection[str]) -> bool:
-    """Return whether one of the projections in this weight is among `names`."""
+def _has_name(linear: Linear, names: Collection[str]) -> bool:
+    """Return True if `names` contains one of the projections that are stacked in this weight."""
     return any(s.name in names for s in linear.slices)
 
 
@@ -288,19 +292,21 @@ def _is_pre_rmsnorm(operator: AddNormLinear) -> bool:
 
 
 def _check_size(linear: Linear, recipe: Recipe, fp4: bool = False) -> None:
-    """y = x W^T sums over the inputs in the output, and over the outputs in the input gradient."""
+    """Raise UsageError if a weight's sizes do not suit the formats of the recipe. fp4: NVFP4 products are native."""
     name = " and ".join(s.name for s in linear.slices)
+    # The output y = x W^T sums over the input features, and the input gradient over the output features.
     sides = (
-        ("in", linear.in_features, recipe.output),
-        ("out", linear.out_features, recipe.input_gradient),
+        ("input", linear.in_features, recipe.output),
+        ("output", linear.out_features, recipe.input_gradient),
     )
-    every = max(
-        (NATIVE_FP4_UNIT if fp4 and f == "nvfp4" else UNIT for f in recipe.formats - PLAIN.keys()), default=1
-    )
+    multiple = 1
+    for number_format in recipe.formats - UNQUANTIZED.keys():
+        multiple = max(multiple, NATIVE_FP4_UNIT if fp4 and number_format == "nvfp4" else UNIT)
     for side, size, product in sides:
-        needed = max(every, *(required_multiple(o) for o in (product.left, product.right) if o.quantized), 1)
+        operands = (product.left, product.right)
+        needed = max(multiple, *(required_multiple(o) for o in operands if o.quantized), 1)
         if size % needed:
             raise UsageError(
-                f"precision {recipe.name}: {name} has {size} {side}put features, which must be divisible by {needed}; "
+                f"precision {recipe.name}: {name} has {size} {side} features, which must be divisible by {needed}; "
                 f"change the model's sizes, or use {'--precision.native never' if fp4 else 'bf16'}"
             )

@@ -1,20 +1,21 @@
-"""Base weights in NF4 or INT8 for adapters: stored small, dequantised where they are used, never trained.
+"""Frozen base weights in NF4 or INT8 for training adapters. They are dequantized for each product and never trained.
 
-NF4 (QLoRA, Dettmers et al. 2023, arXiv 2305.14314): blocks of 64 weights share a largest magnitude, and each weight is
-one of 16 quantiles of a Gaussian; the magnitudes themselves are stored in 8 bits, 256 to a float32 scale: 4.13 bits per
-weight. INT8: each output row has a float32 scale (LLM.int8(), arXiv 2208.07339, without its outlier columns). NF4's
-storage and kernels are bitsandbytes'; INT8 is a division and needs no library (`kernels/stored_weights.py`).
+NF4 (QLoRA, Dettmers et al. 2023, arXiv 2305.14314): each weight is one of 16 quantiles of a Gaussian times the largest
+magnitude of its block of 64 weights. The magnitudes are stored in 8 bits, with a float32 scale for each 256 of them,
+which makes 4.13 bits per weight. INT8: each output row has a float32 scale (LLM.int8(), arXiv 2208.07339, without its
+outlier columns). NF4 uses the storage and kernels of bitsandbytes; INT8 needs no library
+(`kernels/stored_weights.py`).
 
-Either weight is made in the dtype of the activations and used once. A scale for each row could be applied to INT8's
-product instead, which would spare the weight its rounding to 16 bits. That rounds the product twice and is not nearer
-to float64, and costs 4 bytes for each output of a layer forward and again backward, where this costs none.
+Both are dequantized to the dtype of the activations. The row scales of INT8 could be applied to the product instead,
+which avoids rounding the weight to 16 bits. But it rounds the product twice, is not closer to float64, and needs
+4 more bytes per output of a layer, in the forward and again in the backward.
 
-A frozen 4-bit weight does not train: an update is far smaller than the step between two of 16 values, so it would be
-rounded away. What trains is an adapter beside it, through which the gradient of the input flows on. So memory for
-gradients and optimiser states is the adapter's, and a model's own pretraining is no use for these formats.
+A frozen 4-bit weight cannot train, because an update is far smaller than the step between two of 16 values and would
+be rounded away. Only adapters train, so only they have gradients and optimizer states. These formats are therefore of
+no use for pretraining.
 
-`freeze` replaces modules; an adapter (`precision/lora.py`) is added to the `FrozenLinear`, and `dense()` gives
-the weight to merge with. Frozen in "bf16" a weight stays what it is, in 16 bits.
+`freeze` replaces the Linears of a model by `FrozenLinear`s, to which precision/lora.py adds adapters. `dense()` returns
+the weight for merging. Weights that are frozen in "bf16" keep their modules and are cast to bfloat16.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +32,7 @@ from deskside.precision.lora import Adapter, adapter_of
 from deskside.utils.errors import UsageError
 
 Format = Literal["nf4", "int8"]
-BLOCK = 64  # NF4 weights that share a magnitude
+BLOCK = 64  # NF4 weights that share a largest magnitude
 SCALE_BLOCK = 256  # magnitudes that share a scale
 BUFFERS: dict[Format, tuple[str, ...]] = {
     "int8": ("codes", "row_scale"),
@@ -44,21 +45,23 @@ DOES_NOT_TRAIN = (
 
 
 class FrozenLinear(Linear):
-    """y = x W^T + b with W in `format`. Only the input gets a gradient; there is no parameter `weight`.
+    """y = x W^T + b with W stored in `format`. Only the input gets a gradient; there is no parameter `weight`.
 
-    x: (..., in) in any float dtype, which is the product's too. Raises UsageError when it is asked to train.
+    x: (..., in) in any float dtype, in which the product is computed. `requires_grad_(True)` raises UsageError.
     """
 
     adapter: Adapter | None
     codes: Tensor  # nf4: two to a byte; int8: (rows, in)
     row_scale: Tensor  # int8: (rows,) float32
     magnitude: Tensor  # nf4: uint8, one for each block
-    magnitude_scale: Tensor  # float32, one for 256 magnitudes
-    magnitude_map: Tensor  # the 256 values of a uint8
-    magnitude_mean: Tensor  # what was subtracted from the magnitudes
+    magnitude_scale: Tensor  # nf4: float32, one for 256 magnitudes
+    magnitude_map: Tensor  # nf4: (256,), the value of each uint8 code
+    magnitude_mean: (
+        Tensor  # nf4: the mean, which was subtracted from the magnitudes before they were quantized
+    )
 
     def __init__(self, source: Linear, format: Format, stored: Mapping[str, Tensor] | None = None):
-        """stored: buffers that an equal layer had, in place of `source.weight`, which may then be on "meta"."""
+        """stored: saved buffers of such a layer, used instead of `source.weight`, which may then be on "meta"."""
         nn.Module.__init__(self)
         self.in_features, self.out_features = source.in_features, source.out_features
         self.role, self.slices, self.format = source.role, source.slices, format
@@ -97,13 +100,13 @@ class FrozenLinear(Linear):
         return y if self.adapter is None else self.adapter(x, y)
 
     def dense(self, dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> Tensor:
-        """The dequantized weight (rows, in), computed on `device` (None: that of the codes)."""
+        """Return the dequantized weight (rows, in), computed on `device` (None: the device of the codes)."""
         stored = [tensor.to(device) for tensor in self.stored]
         return _dense(stored, self.out_features, self.in_features, dtype)
 
     @property
     def stored(self) -> list[Tensor]:
-        """The buffers that store the weight."""
+        """The buffers that store the weight, in the order of BUFFERS."""
         return [getattr(self, name) for name in BUFFERS[self.format]]
 
     def requires_grad_(self, requires_grad: bool = True) -> "FrozenLinear":
@@ -116,7 +119,7 @@ class FrozenLinear(Linear):
 
 
 class _FrozenProduct(torch.autograd.Function):
-    """x W^T. The backward dequantises again: keeping the dense weight would undo what freezing saves."""
+    """x W^T. The backward dequantizes the weight again, because saving it would need the memory that freezing saves."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: FrozenLinear) -> Tensor:
@@ -129,14 +132,14 @@ class _FrozenProduct(torch.autograd.Function):
         return _product(grads[0], layer.stored, layer.out_features, layer.in_features, True), None
 
 
-def _product(x: Tensor, stored: Sequence[Tensor], rows: int, columns: int, turned: bool) -> Tensor:
-    """x W^T, or x W when `turned`."""
+def _product(x: Tensor, stored: Sequence[Tensor], rows: int, columns: int, transposed: bool) -> Tensor:
+    """Return x W^T, or x W if `transposed`. W: (rows, columns)."""
     dense = _dense(stored, rows, columns, x.dtype)
-    return x @ dense if turned else F.linear(x, dense)
+    return x @ dense if transposed else F.linear(x, dense)
 
 
 def _dense(stored: Sequence[Tensor], rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    """(rows, columns) from the buffers of BUFFERS, int8's two or nf4's five."""
+    """Dequantize a weight (rows, columns) from its stored buffers: two for int8, five for nf4."""
     if len(stored) == len(BUFFERS["int8"]):
         codes, row_scale = stored
         return dequantize_int8(codes, row_scale, dtype)
@@ -155,44 +158,47 @@ def _dense(stored: Sequence[Tensor], rows: int, columns: int, dtype: torch.dtype
 
 
 @torch.library.custom_op("deskside::frozen_product", mutates_args=())
-def _opaque_product(x: Tensor, stored: Sequence[Tensor], rows: int, columns: int, turned: bool) -> Tensor:
-    """`_product`, which torch.compile does not look into. It would find that forward and backward make the same dense
-    weight, make it once, and keep it in between: all of the model in 16 bits."""
-    return _product(x, stored, rows, columns, turned)
+def _opaque_product(x: Tensor, stored: Sequence[Tensor], rows: int, columns: int, transposed: bool) -> Tensor:
+    """Compute `_product` as one operator for torch.compile.
+
+    Otherwise the compiler would dequantize each weight once for both passes and keep it between them, which needs
+    memory for the whole model in 16 bits.
+    """
+    return _product(x, stored, rows, columns, transposed)
 
 
 @_opaque_product.register_fake
-def _(x: Tensor, stored: Sequence[Tensor], rows: int, columns: int, turned: bool) -> Tensor:
-    return x.new_empty(*x.shape[:-1], columns if turned else rows)
+def _(x: Tensor, stored: Sequence[Tensor], rows: int, columns: int, transposed: bool) -> Tensor:
+    return x.new_empty(*x.shape[:-1], columns if transposed else rows)
 
 
-def _remember(ctx: Any, inputs: Any, output: Any) -> None:
-    _, stored, *ctx.shape = inputs
+def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    _, stored, *ctx.options = inputs
     ctx.save_for_backward(*stored)
 
 
 def _opaque_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    rows, columns, turned = ctx.shape
+    rows, columns, transposed = ctx.options
     stored = list(ctx.saved_tensors)
-    none: list[Tensor | None] = [None] * len(stored)
-    return _opaque_product(grad, stored, rows, columns, not turned), none, None, None, None
+    no_grads: list[Tensor | None] = [None] * len(stored)
+    return _opaque_product(grad, stored, rows, columns, not transposed), no_grads, None, None, None
 
 
-_opaque_product.register_autograd(_opaque_backward, setup_context=_remember)
+_opaque_product.register_autograd(_opaque_backward, setup_context=_setup_context)
 
 
 def freeze(model: nn.Module, format: Format | Literal["bf16"]) -> nn.Module:
-    """Freezes a Linear (returned as a new module) or a whole model (in place): nothing in it trains any more.
+    """Freeze a Linear (returned as a new module) or a whole model (in place).
 
-    Of a model every block matrix is stored in `format`; head and embeddings become bfloat16, because a weight that
-    does not train needs no float32 master; vectors stay as they are. Raises UsageError without bitsandbytes, for an
-    unknown format, and for experts, which are not made of Linears.
+    In a model, every block matrix is stored in `format`. Head and embeddings become bfloat16, because weights that do
+    not train need no float32 master copy. Vectors stay unchanged. Raises UsageError if bitsandbytes is missing, the
+    format is unknown, or the model has experts, which are not Linears.
     """
     if format == "bf16":
-        _in_16_bits(model)
+        _freeze_in_bf16(model)
         return model
     if format not in ("nf4", "int8"):
-        raise UsageError(f"'{format}' is no format of frozen weights; use bf16, int8 or nf4")
+        raise UsageError(f"'{format}' is not a format of frozen weights; use bf16, int8 or nf4")
     if format == "nf4":
         _bitsandbytes()
     if isinstance(model, Linear):
@@ -202,17 +208,17 @@ def freeze(model: nn.Module, format: Format | Literal["bf16"]) -> nn.Module:
     for name, module in model.named_modules():
         if isinstance(getattr(module, "slices", None), dict):
             raise UsageError(
-                f"'{name}' holds experts, whose weights cannot be frozen in {format}; use full precision"
+                f"'{name}' contains experts, whose weights cannot be frozen in {format}; use full precision"
             )
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, Linear) and not isinstance(child, FrozenLinear) and child.role == "matrix":
                 setattr(parent, name, FrozenLinear(child, format))
-    _in_16_bits(model)
+    _freeze_in_bf16(model)
     return model
 
 
-def _in_16_bits(model: nn.Module) -> None:
+def _freeze_in_bf16(model: nn.Module) -> None:
     for parameter in model.parameters():
         parameter.requires_grad_(False)
         if parameter.ndim >= 2:
@@ -220,7 +226,7 @@ def _in_16_bits(model: nn.Module) -> None:
 
 
 def stored_bytes(model: nn.Module) -> int:
-    """Bytes of all weights as they are stored, frozen ones included, tied ones once."""
+    """Return the bytes of all parameters and buffers. Tied weights count once."""
     tensors = {t.untyped_storage().data_ptr(): t for t in [*model.parameters(), *model.buffers()]}
     return sum(t.nbytes for t in tensors.values())
 

@@ -1,14 +1,14 @@
 """Low-precision formats that the GPU's tensor cores support besides plain FP8.
 
-fp4: NVFP4 operands go to the tensor cores directly (compute capability 10.x and 12.x). If the self-check finds wrong
+fp4: tensor cores of compute capability 10.x and 12.x multiply NVFP4 operands directly. If the self-check finds wrong
 results, NVFP4 is emulated.
-mxfp8: on 12.x, FP8 products can run as MXFP8 whose block scales are all 1, which leaves the values unchanged. GeForce
-cards run plain FP8 with float32 accumulation at half rate, but block-scaled FP8 at full rate. Both are timed when a run
-starts, and the faster one is used if its result is correct. The run records the choice for its other processes and for
-a resume.
+mxfp8: on 12.x, FP8 products can run as MXFP8 with all block scales equal to 1, which leaves the values unchanged.
+GeForce cards run plain FP8 with float32 accumulation at half rate, but block-scaled FP8 at full rate. Both products are
+timed when a run starts, and MXFP8 is used if it is faster and its result agrees with that of plain FP8. The run records
+the choice for its other processes and for a resume.
 
-These paths were never run on such a GPU. Tests compile them and inspect the generated code; the self-check and the
-comparison with the plain product protect a run.
+We have not run either path on such a GPU. Tests compile them and inspect the generated code. In a run, the self-check
+and the comparison with the plain product detect wrong results.
 """
 
 import statistics
@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 SIZE = 2048  # rows and columns of the operands of the timed product
-RUNS = 5  # timed runs; the median counts
+RUNS = 5  # timed runs, whose median is used
 AGREEMENT = 1e-2  # relative error between both products; both accumulate in float32 and round to bfloat16
 
 
 @dataclass(frozen=True)
 class HardwareCaps:
-    """Formats to run on the tensor cores. fp4: NVFP4. mxfp8: FP8 operands as MXFP8 with unit scales."""
+    """Formats that run on the tensor cores. fp4: NVFP4. mxfp8: FP8 operands as MXFP8 with unit scales."""
 
     fp4: bool = False
     mxfp8: bool = False
@@ -52,7 +52,7 @@ def hardware_caps(device: torch.device, mxfp8: bool | None = None) -> HardwareCa
 
 @cache
 def _mxfp8_is_faster(device: torch.device) -> bool:
-    """Return whether MXFP8 products agree with plain FP8 products on this device and are faster."""
+    """Return True if MXFP8 products agree with plain FP8 products on this device and are faster."""
     from deskside.kernels.nvfp4.native import fp8_matmul
 
     generator = torch.Generator(device).manual_seed(0)
@@ -68,10 +68,10 @@ def _mxfp8_is_faster(device: torch.device) -> bool:
         return fp8_matmul(left, right, one)
 
     try:
-        expected, got = plain().float(), block_scaled().float()
+        expected, result = plain().float(), block_scaled().float()
     except RuntimeError:
         return False  # one of them is not supported here; the self-check tests the plain product
-    agrees = bool((got - expected).norm() <= AGREEMENT * expected.norm())
+    agrees = bool((result - expected).norm() <= AGREEMENT * expected.norm())
     return agrees and _milliseconds(block_scaled) < _milliseconds(plain)
 
 

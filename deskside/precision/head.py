@@ -1,12 +1,16 @@
-"""The output head in FP8: logits from E4M3, the gradient of the logits in E5M2, all three products on tensor cores.
+"""The output head and its cross-entropy loss in FP8: hidden states and weight in E4M3, gradients of logits in E5M2.
 
-Hidden states and weight have one scale each, from their own largest value. The gradient of a logit lies between -1 and
-1 whatever the data, so its scale is a constant; softmax of a vocabulary of 32,768 entries is 3e-5 on average, and E5M2
-holds 1e-9 under this scale. (A z-loss multiplies the softmax by 1 + 2 z_loss logsumexp; a gradient beyond 3.5
-saturates.) The cross-entropy kernel writes it in FP8 at once; a second one turns it.
+Hidden states and weight have one scale each, computed from their largest value. The gradient of a logit is always
+between -1 and 1, so its scale is constant. With a vocabulary of 32,768 entries, a softmax probability is 3e-5 on
+average, and E5M2 with this scale represents values down to 1e-9. (A z-loss multiplies the softmax by 1 + 2 z_loss
+logsumexp; gradients beyond 3.5 saturate.) The cross-entropy kernel writes the gradients in FP8, and a second kernel
+transposes them.
 
-FP8 products cannot add to what is there already, and adding the weight's gradients of two chunks is a pass over three
-float32 tables. So the turned gradients of two chunks are kept, a byte for each logit, and multiplied at once.
+FP8 products cannot accumulate into their output, and adding the weight gradients of two chunks of tokens would read or
+write three float32 tables. So the transposed gradients of two chunks are stored, one byte per logit, and multiplied in
+one product.
+
+Suffixes: N tokens, D hidden size, V vocabulary.
 """
 
 from typing import Any
@@ -20,15 +24,17 @@ from deskside.kernels.cross_entropy import linear_cross_entropy, loss_kernels
 from deskside.kernels.functional import multiply_by_scalar
 from deskside.precision.products import product
 from deskside.precision.quantized_linear import ConvertedWeight, Quantizer, Shared
-from deskside.precision.quantized_operand import QuantizedOperand, cast_with_own_scale
+from deskside.precision.quantized_operand import QuantizedOperand, cast_with_current_scale
 
-GRADIENT_SCALE = 2.0**14
-CHUNKS = 2  # whose gradients are kept for one product; more would raise the peak of memory
+GRADIENT_SCALE = 2.0**14  # of the logits' gradients; E5M2's largest value, 57,344, then stands for 3.5
+CHUNKS = 2  # chunks of tokens per product for the weight gradient; more would increase the peak memory
 
 
 class QuantizedHead:
-    """The head's weight in FP8, converted once per optimiser step. native: its products run on tensor cores, whatever
-    those of the layers do."""
+    """The output head in FP8, a `forward_override` of `HeadLoss`. Its weight is converted once per optimizer step.
+
+    native: its products run on tensor cores. The products of the layers may differ in this.
+    """
 
     def __init__(self, shared: Shared, native: bool):
         self.native = native
@@ -37,7 +43,7 @@ class QuantizedHead:
         self._inverse: Tensor | None = None
 
     def inverse(self, device: torch.device) -> Tensor:
-        """Return the inverse scale of the FP8 gradients, a float32 scalar on the device."""
+        """Return 1 / GRADIENT_SCALE, a float32 scalar on the device."""
         if self._inverse is None or self._inverse.device != device:
             self._inverse = torch.tensor(1 / GRADIENT_SCALE, device=device)
         return self._inverse
@@ -52,7 +58,7 @@ class QuantizedHead:
         z_loss: float = 0.0,
         chunk_tokens: int,
     ) -> Tensor:
-        """Compute `linear_cross_entropy` in FP8. Without gradients it runs in hidden's dtype."""
+        """Compute `linear_cross_entropy` in FP8, or in the dtype of `hidden_ND` if no gradients are needed."""
         if not torch.is_grad_enabled():
             return linear_cross_entropy(
                 hidden_ND, weight_VD, targets_N, softcap=softcap, z_loss=z_loss, chunk_tokens=chunk_tokens
@@ -75,37 +81,37 @@ class _Loss(torch.autograd.Function):
         chunk_tokens: int,
     ) -> Tensor:
         native, device = plan.native, hidden_ND.device
-        weight_rows, weight_columns = plan.converted.of(weight_VD)
-        hidden, inverse = cast_with_own_scale(hidden_ND.contiguous(), torch.float8_e4m3fn)
+        weight_rows, weight_columns = plan.converted.get(weight_VD)
+        hidden, inverse = cast_with_current_scale(hidden_ND.contiguous(), torch.float8_e4m3fn)
         d_hidden = torch.empty_like(hidden_ND)
         d_weight: Tensor | None = None
         losses: list[Tensor] = []
-        kernel = (
-            loss_kernels(hidden_ND) if fused.writes_fp8(device) else cross_entropy
-        ).chunk_loss_and_fp8_grad
+        kernels = loss_kernels(hidden_ND) if fused.writes_fp8(device) else cross_entropy
         tokens, grad_scale = len(hidden_ND), plan.inverse(device)
         for first in range(0, tokens, CHUNKS * chunk_tokens):
             last = min(first + CHUNKS * chunk_tokens, tokens)
-            turned: Tensor | None = None  # (V, last - first)
+            grads_VN: Tensor | None = None  # of all chunks, N = last - first
             for start in range(first, last, chunk_tokens):
                 part = slice(start, min(start + chunk_tokens, last))
                 rows = QuantizedOperand(hidden.rows[part], inverse)
                 logits = product("output", rows, weight_rows, hidden_ND.dtype, native)
-                of_chunk, grads = kernel(logits, targets_N[part], softcap, z_loss, GRADIENT_SCALE)
-                losses.append(of_chunk)
+                chunk_losses, grads_NV = kernels.chunk_loss_and_fp8_grad(
+                    logits, targets_N[part], softcap, z_loss, GRADIENT_SCALE
+                )
+                losses.append(chunk_losses)
                 del logits
-                rows = QuantizedOperand(grads, grad_scale)
+                rows = QuantizedOperand(grads_NV, grad_scale)
                 d_hidden[part] = product("input_gradient", rows, weight_columns, hidden_ND.dtype, native)
-                if turned is None:
-                    turned = grads.new_empty(grads.shape[1], last - first)
-                fused.transpose(grads, turned[:, part.start - first : part.stop - first])
-                del grads, rows
-            assert turned is not None
-            columns = QuantizedOperand(turned, grad_scale, transposed=True)
+                if grads_VN is None:
+                    grads_VN = grads_NV.new_empty(grads_NV.shape[1], last - first)
+                fused.transpose(grads_NV, grads_VN[:, part.start - first : part.stop - first])
+                del grads_NV, rows
+            assert grads_VN is not None
+            columns = QuantizedOperand(grads_VN, grad_scale, transposed=True)
             inputs = QuantizedOperand(hidden.columns[:, first:last], inverse, transposed=True)
-            share = product("weight_gradient", columns, inputs, torch.float32, native)
-            d_weight = share if d_weight is None else d_weight.add_(share)
-            del columns, turned
+            partial = product("weight_gradient", columns, inputs, torch.float32, native)
+            d_weight = partial if d_weight is None else d_weight.add_(partial)
+            del columns, grads_VN
         ctx.save_for_backward(d_hidden, d_weight)
         ctx.weight_dtype = weight_VD.dtype
         return torch.cat(losses).sum()

@@ -1,20 +1,20 @@
-"""LoRA adapters beside frozen weights, and trainable rows of a frozen vocabulary table (Hu et al. 2021, arXiv
-2106.09685).
+"""LoRA adapters for frozen weights, and trainable rows of a frozen vocabulary table.
 
-`attach` freezes a model and gives its projections adapters; nothing in `model/` or `ops/` knows of them. A `Linear`
-that gets an adapter becomes an `AdaptedLinear` in place: its parameters, its name and its position in the model stay.
+`attach` freezes a model and adds adapters to its projections; `model/` and `ops/` contain no code for this. A `Linear`
+that gets an adapter becomes an `AdaptedLinear` in place. Its parameters and its name in the model stay the same.
 
-An `Adapter` belongs to one `Linear`, which may stack several projections (q, k and v), and holds one pair of matrices
-for each *logical* projection it adapts, so that fusing projections changes nothing in what is learned, merged or
-exported:
+An `Adapter` belongs to one `Linear`, which may stack several projections (q, k and v). It has one pair of matrices A, B
+for each adapted projection, so what is learned, merged and exported does not depend on how projections are stacked:
 
-    y = x W^T + scale * (x A^T) B^T        A: all pairs' A stacked, (ranks, in)
-                                           B: all pairs' B on a block diagonal, (rows, ranks)
+    y = x W^T + scale * (x A^T) B^T        A: the A of all pairs, stacked: (ranks, in)
+                                           B: the B of all pairs on a block diagonal: (rows, ranks)
 
-These are two small GEMMs and one pass over y. A and B are stored in float32; the products run in the dtype of x.
+These are two small GEMMs and one pass over y. A and B are stored in float32, and the products run in the dtype of x.
 
-`TrainedRows` are float32 copies of the rows of a few tokens, beside an embedding or a head that is frozen in BF16. They
-are how a model learns new special tokens without training its whole vocabulary.
+`TrainedRows` are trainable float32 copies of the rows of a few tokens in an embedding or head that is frozen in BF16.
+With them, a model learns new special tokens without training its whole vocabulary.
+
+LoRA: Hu et al. 2021, arXiv 2106.09685.
 """
 
 from collections.abc import Sequence
@@ -34,8 +34,8 @@ from deskside.utils.splitmix import derive_seed
 class Adapter(nn.Module):
     """(x, y) -> y + scale (x A^T) B^T. x: (..., in), y: (..., rows of the whole weight).
 
-    a: projection -> (rank, in); b: projection -> (its rows, rank). A is drawn like the default weight of nn.Linear
-    and B is zero, so a new adapter has no effect.
+    `a` maps each projection to its A (rank, in), and `b` to its B (rows of the projection, rank). A is initialized like
+    the weight of nn.Linear and B with zeros, so a new adapter has no effect.
     """
 
     role = "adapter"
@@ -60,7 +60,7 @@ class Adapter(nn.Module):
 
     @torch.no_grad()
     def reset(self, generator: torch.Generator) -> None:
-        """Set initial values. They are drawn on the CPU and so do not depend on the device."""
+        """Set initial values. They are drawn on the CPU, so that they do not depend on the device."""
         for s in self.adapted:
             a, b = self.a[s.name], self.b[s.name]
             bound = a.shape[1] ** -0.5
@@ -68,7 +68,7 @@ class Adapter(nn.Module):
             b.zero_()
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        # Evaluation runs without gradients and leaves the model's mode as it is.
+        # Evaluation does not switch the model to eval mode, but it runs without gradients.
         if self.dropout and self.training and torch.is_grad_enabled():
             x = F.dropout(x, self.dropout)
         a, b = self._joined(x.dtype)
@@ -76,77 +76,75 @@ class Adapter(nn.Module):
         return torch.addmm(y.flatten(0, -2), inner_NR, b.T, alpha=self.scale).view(y.shape)
 
     def delta(self, name: str) -> Tensor:
-        """Return scale B A in float32: what merging adds to the rows of one projection."""
+        """Return scale B A in float32, which merging adds to the rows of one projection."""
         return (self.b[name].detach().float() @ self.a[name].detach().float()).mul_(self.scale)
 
     def _joined(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Stack all A (ranks, in), and place all B on a block diagonal (rows, ranks)."""
+        """Return all A stacked (ranks, in), and all B on a block diagonal (rows, ranks)."""
         if len(self.adapted) == 1 and self.adapted[0].stop - self.adapted[0].start == self.rows:
             name = self.adapted[0].name
             return self.a[name].to(dtype), self.b[name].to(dtype)
         a = torch.cat([self.a[s.name] for s in self.adapted]).to(dtype)
+        # Rows without an adapter, between and after the adapted projections, are zero.
         blocks, row = [], 0
         for number, s in enumerate(self.adapted):
-            after = len(self.adapted) - 1 - number
-            b = F.pad(self.b[s.name], (number * self.rank, after * self.rank, s.start - row, 0))
-            blocks.append(b)
+            left, right = number * self.rank, (len(self.adapted) - 1 - number) * self.rank
+            blocks.append(F.pad(self.b[s.name], (left, right, s.start - row, 0)))
             row = s.stop
         blocks[-1] = F.pad(blocks[-1], (0, 0, 0, self.rows - row))
         return a, torch.cat(blocks).to(dtype)
 
     def extra_repr(self) -> str:
         names = ", ".join(s.name for s in self.adapted)
-        return f"{names}, rank={self.rank}, scale={self.scale:g}" + (
-            f", dropout={self.dropout}" if self.dropout else ""
-        )
+        dropout = f", dropout={self.dropout}" if self.dropout else ""
+        return f"{names}, rank={self.rank}, scale={self.scale:g}{dropout}"
 
 
 class TrainedRows(nn.Module):
-    """Trainable replacements for rows of a frozen table. rows: (n, D) float32; ids: (n,) int64.
+    """Trainable replacements for rows of a frozen table (V, D), initialized with the table's rows.
 
-    They start as copies of the table's rows.
+    rows: (n, D) float32; ids: (n,) int64, the tokens they belong to.
     """
 
     role = "rows"
     ids: Tensor
-    place: Tensor  # (V,): index into `rows` of each table entry, -1 where the entry is not replaced
+    row_of: Tensor  # (V,): index into `rows` for each token, -1 if its row is not replaced
 
     def __init__(self, table_VD: Tensor, ids: Sequence[int]):
         super().__init__()
-        index = torch.tensor(ids, dtype=torch.int64, device=table_VD.device)
-        place = torch.full((table_VD.shape[0],), -1, dtype=torch.int64, device=table_VD.device)
-        place[index] = torch.arange(len(ids), device=table_VD.device)
-        self.register_buffer("ids", index, persistent=False)
-        self.register_buffer("place", place, persistent=False)
-        self.rows = nn.Parameter(table_VD.detach()[index].to(torch.float32, copy=True))
+        tokens = torch.tensor(ids, dtype=torch.int64, device=table_VD.device)
+        row_of = torch.full((table_VD.shape[0],), -1, dtype=torch.int64, device=table_VD.device)
+        row_of[tokens] = torch.arange(len(ids), device=table_VD.device)
+        self.register_buffer("ids", tokens, persistent=False)
+        self.register_buffer("row_of", row_of, persistent=False)
+        self.rows = nn.Parameter(table_VD.detach()[tokens].to(torch.float32, copy=True))
 
     def forward(self, tokens: Tensor, x: Tensor) -> Tensor:
-        """Replace the embeddings x (*tokens' shape, D) of the tokens that have a row here."""
-        place = self.place[tokens]
-        return torch.where((place >= 0)[..., None], self.rows[place.clamp(min=0)].to(x.dtype), x)
+        """Replace the embeddings x (*tokens.shape, D) of the tokens that have a trained row."""
+        row = self.row_of[tokens]
+        return torch.where((row >= 0)[..., None], self.rows[row.clamp(min=0)].to(x.dtype), x)
 
     def into(self, table_VD: Tensor) -> Tensor:
-        """Return a copy of the table with these rows in it, differentiable in both."""
+        """Return a copy of the table with the trained rows in place, differentiable in both."""
         return table_VD.index_copy(0, self.ids, self.rows.to(table_VD.dtype))
 
     def logits(self, hidden: Tensor, logits: Tensor) -> Tensor:
-        """Replace the logits (..., V) of the tokens that have a row here."""
-        own = F.linear(hidden, self.rows.to(hidden.dtype))
-        return logits.index_copy(-1, self.ids, own)
+        """Replace the logits (..., V) of the tokens that have a trained row. hidden: (..., D)."""
+        return logits.index_copy(-1, self.ids, F.linear(hidden, self.rows.to(hidden.dtype)))
 
     @property
     def pair(self) -> tuple[Tensor, Tensor]:
-        """(ids, rows) as `linear_cross_entropy` takes them."""
+        """(ids, rows), in the form that `linear_cross_entropy` takes."""
         return self.ids, self.rows
 
     def extra_repr(self) -> str:
-        return f"{len(self.ids)} of {len(self.place)}"
+        return f"{len(self.ids)} of {len(self.row_of)}"
 
 
 class AdaptedLinear(Linear):
-    """A `Linear` with an adapter beside its weight, and in a head with trainable rows. Made by `add_adapter`."""
+    """A `Linear` with an adapter or, for a head, with trained rows. Made by `add_adapter` and `add_trained_rows`."""
 
-    # Without defaults: a class attribute would hide the submodule of that name.
+    # These have no default values, because class attributes would hide the submodules of the same names.
     adapter: Adapter | None
     trained: TrainedRows | None
 
@@ -167,7 +165,7 @@ class AdaptedLinear(Linear):
 
 
 class AdaptedEmbedding(Embedding):
-    """An `Embedding` with trainable rows. Made by `add_trained_rows`."""
+    """An `Embedding` with trained rows. Made by `add_trained_rows`."""
 
     trained: TrainedRows
 
@@ -187,7 +185,7 @@ class AdaptedEmbedding(Embedding):
 
 
 def add_adapter(linear: Linear, adapter: Adapter) -> None:
-    """Give a layer an adapter, in place. A `FrozenLinear` applies its adapter itself and keeps its class."""
+    """Add an adapter to a layer in place. A `FrozenLinear` keeps its class, because it applies adapters itself."""
     linear.adapter = adapter
     if type(linear) is Linear:
         linear.register_module("trained", None)
@@ -217,19 +215,19 @@ def trained_rows_of(module: nn.Module | None) -> TrainedRows | None:
 
 
 def is_adapted(model: nn.Module) -> bool:
-    """Return whether this model trains adapters or single rows instead of its weights."""
+    """Return True if this model trains adapters or single rows instead of its weights."""
     return any(isinstance(module, Adapter | TrainedRows) for module in model.modules())
 
 
 def attach(model: nn.Module, config: AdapterConfig, seed: int, trained_tokens: Sequence[int] = ()) -> None:
     """Freeze `model` in place, unless it is frozen already, and add an adapter to every projection in `config.targets`.
 
-    Blocks have to consist of `Linear`s with named projections. The fused sublayers do not support adapters
-    (`precision.convert.not_covered`), so such a model runs its ordinary forward.
+    Blocks must consist of `Linear`s with named projections. The fused sublayers do not support adapters
+    (`precision.convert.why_not_fused`), so such a model runs its ordinary forward.
 
-    trained_tokens: vocabulary entries whose rows in the embedding, and in an untied head, train as well.
-    Initial values are a function of (seed, name). Raises UsageError for a base format that this model or machine does
-    not support, for tokens outside of the vocabulary, and if no projection is a target.
+    trained_tokens: tokens whose rows in the embedding, and in an untied head, are trained too.
+    Initial values are a function of the seed and the module's name. Raises UsageError if this model or machine does not
+    support the base format, a token is outside of the vocabulary, or no projection is a target.
     """
     from deskside.precision.frozen import FrozenLinear, freeze
 
@@ -252,17 +250,20 @@ def attach(model: nn.Module, config: AdapterConfig, seed: int, trained_tokens: S
             config.rank,
             config.scale,
             config.dropout,
-            next(t for t in (*module.parameters(), *module.buffers())).device,
+            next(iter((*module.parameters(), *module.buffers()))).device,
         )
         adapter.reset(torch.Generator().manual_seed(derive_seed(seed, f"{path}.adapter")))
         add_adapter(module, adapter)
         count += len(slices)
     if not count:
-        raise UsageError(f"adapter.targets: no projection of this model is among {config.targets}")
+        raise UsageError(
+            f"adapter.targets: this model has none of the projections {config.targets}; use all, or names from: "
+            + ", ".join(PROJECTIONS)
+        )
     _train_rows(model, trained_tokens)
 
 
-def trained_parameters(model: nn.Module) -> int:
+def num_trained_parameters(model: nn.Module) -> int:
     """Return the number of trainable parameters."""
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
@@ -272,11 +273,9 @@ def _train_rows(model: nn.Module, tokens: Sequence[int]) -> None:
         return
     ids = sorted(set(tokens))
     for module in model.modules():
-        embedding_table = isinstance(module, Embedding) and module.role == "embedding"
-        if embedding_table or (isinstance(module, Linear) and module.role == "head"):
-            assert isinstance(module, Embedding | Linear)
-            if ids[0] < 0 or ids[-1] >= module.weight.shape[0]:
-                raise UsageError(
-                    f"the vocabulary has {module.weight.shape[0]} entries, none of them is {ids[-1]}"
-                )
-            add_trained_rows(module, ids)
+        if not isinstance(module, Embedding | Linear) or module.role not in ("embedding", "head"):
+            continue
+        entries = module.weight.shape[0]
+        if outside := [token for token in ids if not 0 <= token < entries]:
+            raise UsageError(f"token {outside[-1]} is outside of the vocabulary of {entries} entries")
+        add_trained_rows(module, ids)

@@ -4,9 +4,11 @@
     w  weight     rows for the output          columns for the input gradient
     g  gradient   rows for the input gradient  columns for the weight gradient
 
-The product of a tensor's "rows" form sums over its last dimension, the product of its "columns" form over its first.
+A product with a tensor's "rows" form sums over the tensor's last dimension, one with its "columns" form over the first.
 Each form has its own scales, because a scale must be constant along the summed dimension. A weight is converted once
 per optimizer step and cached, unless caching is off.
+
+Suffixes and shapes: N tokens, K input features, M output features.
 """
 
 from dataclasses import dataclass
@@ -22,11 +24,11 @@ from deskside.precision.formats import DTYPE
 from deskside.precision.hardware_caps import NONE, HardwareCaps
 from deskside.precision.products import Kind, product
 from deskside.precision.quantized_operand import (
-    PLAIN,
+    UNQUANTIZED,
     Draws,
     QuantizedOperand,
-    cast_with_own_scale,
-    cast_with_scales_of_rows,
+    cast_rowwise,
+    cast_with_current_scale,
     quantize_operand,
 )
 from deskside.precision.scales import DelayedScales
@@ -34,10 +36,13 @@ from deskside.precision.scales import DelayedScales
 
 @dataclass
 class Shared:
-    """State that all layers of a model share. `cache`: keep converted weights; hits and misses are counted.
+    """State that all layers of a model share.
 
-    round: incremented when weights may have changed. Their version counter does not tell: torch's fused AdamW and our
-    own kernels write to weights without incrementing it. caps: formats that the GPU supports besides plain FP8.
+    cache: keep converted weights. hits, misses: uses of the cache, for tests.
+    accumulate_inside: unquantized weight gradients are added to `weight.grad` inside the product.
+    round: incremented whenever weights may have changed. The version counter of a tensor is not sufficient, because
+        torch's fused AdamW and our own kernels write to weights without incrementing it.
+    caps: formats that the GPU supports besides plain FP8.
     """
 
     draws: Draws
@@ -52,61 +57,66 @@ class Shared:
 
 
 class Quantizer:
-    """Quantizer of one tensor of a layer, in its two forms. `products`: the numbers of the products that use them."""
+    """Quantizer of one tensor of a layer into its two forms.
+
+    products: the numbers of the products that use the rows form and the columns form.
+    """
 
     def __init__(self, rows: Operand, columns: Operand, shared: Shared, products: tuple[int, int]):
         self.rows, self.columns, self.shared, self.products = rows, columns, shared, products
+        # One cast writes both forms: with one scale per tensor, or with scales per row.
         self._one_cast = rows == columns and rows.format in DTYPE and rows.scaling in ("tensor", "delayed")
-        self._by_row = rows == columns and rows.format in DTYPE and rows.scaling == "row"
-        # Square tiles: the matrix and its transpose are the same numbers, and an emulated product takes either layout.
+        self._rowwise = rows == columns and rows.format in DTYPE and rows.scaling == "row"
+        # With square tiles, a matrix and its transpose are the same numbers. Emulated products read either layout, so
+        # one form is enough.
         tiles = rows == columns and rows.scaling == "16x16" and rows.rounding == "nearest"
         self._one_form = tiles and not shared.caps.fp4
         self._slot = None
         if self._one_cast and rows.scaling == "delayed":
-            self._slot = shared.scales.add(DTYPE[rows.format])
+            self._slot = shared.scales.add_slot(DTYPE[rows.format])
 
     @property
     def cast(self) -> Cast | None:
-        """The cast that the producing kernel can apply itself, or None."""
-        return self._cast if fused.writes_fp8(self.shared.scales.device) else None
+        """The cast that the kernel that produces the tensor can apply itself, or None."""
+        return self._delayed_cast if fused.writes_fp8(self.shared.scales.device) else None
 
     @property
-    def _cast(self) -> Cast | None:
-        """The cast with the delayed scale, once there is one."""
+    def _delayed_cast(self) -> Cast | None:
+        """The cast with the delayed scale, or None if there is no such scale (yet)."""
         if self._slot is None or not self.shared.scales.ready:
             return None
         return self.shared.scales.cast(self._slot)
 
-    def split(self, x: Tensor | Fp8) -> tuple[QuantizedOperand, tuple[Tensor, ...]]:
-        """Return the rows form, and what must be kept to make the columns form later."""
-        if self._by_row:
+    def quantize_rows(self, x: Tensor | Fp8) -> tuple[QuantizedOperand, tuple[Tensor, ...]]:
+        """Return the rows form of x, and the tensors that `quantize_columns` needs to make the columns form later."""
+        if self._rowwise:
             assert isinstance(x, Tensor)
-            both, of_rows, of_columns = cast_with_scales_of_rows(x, DTYPE[self.rows.format])
-            return QuantizedOperand(both.rows, of_rows), (both.columns, of_columns)
+            fp8, row_inverse, column_inverse = cast_rowwise(x, DTYPE[self.rows.format])
+            return QuantizedOperand(fp8.rows, row_inverse), (fp8.columns, column_inverse)
         if not self._one_cast:
             assert isinstance(x, Tensor)
-            made = quantize_operand(
+            operand = quantize_operand(
                 x, self.rows, "columns", self.shared.draws, self.products[0], self.shared.caps.fp4
             )
-            if self._one_form and made.scale is not None:
-                return made, (made.values, made.scale)
-            return made, (x,)
-        if isinstance(x, Tensor) and (cast := self._cast) is not None:
+            if self._one_form and operand.scale is not None:
+                return operand, (operand.values, operand.scale)
+            return operand, (x,)
+        if isinstance(x, Tensor) and (cast := self._delayed_cast) is not None:
             x = fused.cast_fp8(x, cast)
         if isinstance(x, Fp8):
             assert self._slot is not None
             inverse = self.shared.scales.inverse_of(self._slot)
         else:
-            noted = None if self._slot is None else self.shared.scales.cast(self._slot).amax
-            x, inverse = cast_with_own_scale(x, DTYPE[self.rows.format], noted)
+            amax_out = None if self._slot is None else self.shared.scales.cast(self._slot).amax
+            x, inverse = cast_with_current_scale(x, DTYPE[self.rows.format], amax_out)
         return QuantizedOperand(x.rows, inverse), (x.columns, inverse)
 
-    def columns_of(self, kept: tuple[Tensor, ...]) -> QuantizedOperand:
-        """Return the columns form from the tensors that `split` kept."""
-        if len(kept) == 2:
-            return QuantizedOperand(kept[0], kept[1], transposed=self._one_cast or self._by_row)
+    def quantize_columns(self, saved: tuple[Tensor, ...]) -> QuantizedOperand:
+        """Return the columns form, made from the tensors that `quantize_rows` returned for it."""
+        if len(saved) == 2:  # values and scale: already quantized
+            return QuantizedOperand(saved[0], saved[1], transposed=self._one_cast or self._rowwise)
         return quantize_operand(
-            kept[0], self.columns, "rows", self.shared.draws, self.products[1], self.shared.caps.fp4
+            saved[0], self.columns, "rows", self.shared.draws, self.products[1], self.shared.caps.fp4
         )
 
 
@@ -115,31 +125,34 @@ class ConvertedWeight:
 
     def __init__(self, quantizer: Quantizer, shared: Shared):
         self._quantizer, self._shared = quantizer, shared
-        self.kept: tuple[object, QuantizedOperand, QuantizedOperand] | None = None
+        self.cached: tuple[object, QuantizedOperand, QuantizedOperand] | None = None
 
-    def of(
+    def get(
         self, weight: Tensor, dtype: torch.dtype | None = None
     ) -> tuple[QuantizedOperand, QuantizedOperand]:
-        """(rows, columns) of the weight, cast to `dtype` first where one is given."""
+        """Return the rows form and the columns form of the weight, which is cast to `dtype` first unless it is None."""
         key = (self._shared.round, weight._version, weight.data_ptr(), dtype)
-        if self.kept is not None and self.kept[0] == key:
+        if self.cached is not None and self.cached[0] == key:
             self._shared.hits += 1
-            return self.kept[1], self.kept[2]
+            return self.cached[1], self.cached[2]
         self._shared.misses += 1
         weight = weight.detach()
-        rows, columns = self._quantizer.split(weight if dtype is None else weight.to(dtype))
-        pair = rows, self._quantizer.columns_of(columns)
+        rows, saved = self._quantizer.quantize_rows(weight if dtype is None else weight.to(dtype))
+        columns = self._quantizer.quantize_columns(saved)
         if self._shared.cache:
-            self.kept = (key, *pair)
-        return pair
+            self.cached = (key, rows, columns)
+        return rows, columns
 
-    def forget(self) -> None:
-        """Drop it."""
-        self.kept = None
+    def clear(self) -> None:
+        """Drop the cached forms."""
+        self.cached = None
 
 
 class QuantizedLinear:
-    """A `Linear` and its recipe. `number` distinguishes its products from those of other layers."""
+    """The plan of a `Linear` in a recipe: quantizers of its input (x), weight (w) and gradient (g), and its products.
+
+    number: distinguishes the products of this layer from those of other layers.
+    """
 
     def __init__(self, linear: Linear, recipe: Recipe, shared: Shared, number: int):
         self.linear, self.shared = linear, shared
@@ -151,19 +164,22 @@ class QuantizedLinear:
         self.g = Quantizer(
             recipe.input_gradient.left, recipe.weight_gradient.left, shared, (input_gradient, weight_gradient)
         )
-        self.plain = recipe.output.right.format in PLAIN
+        self.plain = recipe.output.right.format in UNQUANTIZED
         self.converted = ConvertedWeight(self.w, shared)
 
     def output(self, x: QuantizedOperand, dtype: torch.dtype) -> Tensor:
-        """(N, K) -> (N, M) in `dtype`, the stream's."""
+        """Return the output (N, M) in `dtype`. x: the rows form of the input (N, K)."""
         return self._product("output", x, self._weight(dtype)[0], dtype)
 
     def input_gradient(self, g: QuantizedOperand, dtype: torch.dtype) -> Tensor:
-        """(N, M) -> (N, K) in `dtype`, the stream's."""
+        """Return the gradient of the input (N, K) in `dtype`. g: the rows form of the gradient (N, M)."""
         return self._product("input_gradient", g, self._weight(dtype)[1], dtype)
 
     def weight_gradient(self, g: QuantizedOperand, x: QuantizedOperand) -> Tensor | None:
-        """(M, K) in the weight's dtype, or None when it has been added to `weight.grad` inside of the product."""
+        """Return the gradient (M, K) in the weight's dtype, or None if the product has added it to `weight.grad`.
+
+        g, x: the columns forms of the gradient (N, M) and the input (N, K).
+        """
         weight = self.linear.weight
         if self.shared.accumulate_inside and weight.grad is not None and g.scale is None and g.values.is_cuda:
             total = weight.grad
@@ -177,4 +193,4 @@ class QuantizedLinear:
         return product(kind, left, right, dtype, self.shared.native, self.shared.caps.mxfp8)
 
     def _weight(self, dtype: torch.dtype) -> tuple[QuantizedOperand, QuantizedOperand]:
-        return self.converted.of(self.linear.weight, dtype if self.plain else None)
+        return self.converted.get(self.linear.weight, dtype if self.plain else None)

@@ -1,9 +1,9 @@
-"""Quantize tensors into operands of a product, in the formats of a recipe.
+"""Quantization of tensors into operands of a product, in the formats of a recipe.
 
 An operand consists of values and a scale. FP8 values are stored as FP8, and transposed if the product sums over the
-tensor's rows, because tensor cores need the summed dimension contiguous. NVFP4 values are stored as code x block
-scale in bfloat16 in the tensor's own layout (see nvfp4.py), and only the global scale is left to the product. BF16 is
-the tensor itself.
+tensor's rows, because tensor cores need a contiguous summed dimension. For an emulated product, NVFP4 values are stored
+as code x block scale in bfloat16 without transposing (see nvfp4.py), and the product applies only the global scale. A
+BF16 operand is the tensor itself.
 """
 
 from dataclasses import dataclass
@@ -21,14 +21,16 @@ from deskside.precision.formats import DTYPE
 from deskside.precision.nvfp4 import draw_signs
 from deskside.utils import splitmix
 
-PLAIN = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+UNQUANTIZED = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(slots=True)
 class QuantizedOperand:
-    """values times scale is the tensor. scale: None is 1, else float32: one number, or one per unsummed index.
+    """An operand that represents the tensor values x scale.
 
-    packed: NVFP4 as a native product reads it (`kernels.nvfp4.quantize.Packed`), whose codes are `values` then.
+    scale: float32, a scalar or one number per index of the dimension that is not summed. None means 1.
+    transposed: the values are stored transposed.
+    packed: NVFP4 in the form that native products read (`kernels.nvfp4.quantize.Packed`); `values` are then its codes.
     """
 
     values: Tensor
@@ -38,7 +40,7 @@ class QuantizedOperand:
 
 
 class Draws:
-    """Random numbers of a step: a pure function of (seed, step, index), so a resumed run repeats them."""
+    """Random numbers of a step, a pure function of (seed, step, index), so that a resumed run repeats them."""
 
     def __init__(self, seed: int):
         self.seed = seed
@@ -52,12 +54,12 @@ class Draws:
         self._signs.clear()
 
     def next(self) -> int:
-        """Return a new seed, for the next tensor that is rounded stochastically."""
+        """Return a new 31-bit seed, for the next tensor that is rounded stochastically."""
         self._count += 1
         return self._mix(self._count, 0)
 
     def signs(self, product: int, size: int, device: torch.device) -> Tensor:
-        """Return random signs (size,), equal for both operands of a product and all micro-batches of a step."""
+        """Return random signs (size,), the same for both operands of a product and for all micro-batches of a step."""
         key = (product, size)
         if key not in self._signs:
             generator = torch.Generator(device).manual_seed(self._mix(product, size))
@@ -74,74 +76,77 @@ class Draws:
 def quantize_operand(
     x_NK: Tensor, operand: Operand, along: Along, draws: Draws, product: int, fp4: bool = False
 ) -> QuantizedOperand:
-    """x as the operand of a product that sums over its "columns" (K) or its "rows" (N).
+    """Quantize x into an operand of a product that sums over its "columns" (K) or its "rows" (N).
 
-    product: a number that both operands of the product share, for the signs of their transform. fp4: NVFP4 for a native
-    product, else for an emulated one.
+    product: the number of the product, so that both of its operands get the same random signs. fp4: quantize NVFP4 for
+    a native product; otherwise for an emulated one.
     """
-    if operand.format in PLAIN:
+    if operand.format in UNQUANTIZED:
         return QuantizedOperand(x_NK)
     if operand.format in DTYPE:
         return _fp8(x_NK, operand, along)
     signs = draws.signs(product, operand.hadamard, x_NK.device) if operand.fresh_signs else None
     seed = draws.next() if operand.rounding != "nearest" else 0
     if fp4 or x_NK.is_cuda:
-        from deskside.kernels.nvfp4 import quantize as on_card
+        from deskside.kernels.nvfp4 import quantize as triton_nvfp4
 
         if fp4:
-            packed = on_card.quantize_packed(x_NK, operand, along, signs=signs, seed=seed)
+            packed = triton_nvfp4.quantize_packed(x_NK, operand, along, signs=signs, seed=seed)
             return QuantizedOperand(packed.codes, packed.global_scale, along == "rows", packed)
-        result = on_card.quantize(x_NK, operand, along, signs=signs, seed=seed)
-        return QuantizedOperand(result.values, result.global_scale)
+        emulated = triton_nvfp4.quantize(x_NK, operand, along, signs=signs, seed=seed)
+        return QuantizedOperand(emulated.values, emulated.global_scale)
     generator = torch.Generator(x_NK.device).manual_seed(seed)
-    exact = nvfp4.quantize(x_NK, operand, along, signs=signs, generator=generator)
-    return QuantizedOperand(exact.emulated, exact.global_scale)
+    quantized = nvfp4.quantize(x_NK, operand, along, signs=signs, generator=generator)
+    return QuantizedOperand(quantized.emulated, quantized.global_scale)
 
 
 def _fp8(x_NK: Tensor, operand: Operand, along: Along) -> QuantizedOperand:
     if operand.scaling == "row":
-        both, of_rows, of_columns = cast_with_scales_of_rows(x_NK, DTYPE[operand.format])
+        fp8, row_inverse, column_inverse = cast_rowwise(x_NK, DTYPE[operand.format])
     else:
-        both, of_rows = cast_with_own_scale(x_NK, DTYPE[operand.format])
-        of_columns = of_rows
-    return (
-        QuantizedOperand(both.rows, of_rows)
-        if along == "columns"
-        else QuantizedOperand(both.columns, of_columns, True)
-    )
+        fp8, row_inverse = cast_with_current_scale(x_NK, DTYPE[operand.format])
+        column_inverse = row_inverse
+    if along == "columns":
+        return QuantizedOperand(fp8.rows, row_inverse)
+    return QuantizedOperand(fp8.columns, column_inverse, transposed=True)
 
 
-def cast_with_own_scale(
-    x_NK: Tensor, dtype: torch.dtype, noted: Tensor | None = None
+def cast_with_current_scale(
+    x_NK: Tensor, dtype: torch.dtype, amax_out: Tensor | None = None
 ) -> tuple[fused.Fp8, Tensor]:
-    """FP8 under one scale, from the largest value of this very tensor, and the scale's inverse.
+    """Cast to FP8 with one scale, computed from the largest magnitude of this tensor. Returns the inverse scale too.
 
-    noted: one float32 number that becomes that value where it is less.
+    amax_out: float32 scalar that is raised to this magnitude if it is smaller.
     """
-    amax = largest(x_NK)
-    scale, inverse = scale_of(amax, dtype)
-    cast = Cast(dtype, scale, amax if noted is None else noted)
+    amax = largest_magnitude(x_NK)
+    scale, inverse = scale_and_inverse(amax, dtype)
+    cast = Cast(dtype, scale, amax if amax_out is None else amax_out)
     return fused.cast_fp8(x_NK, cast), inverse
 
 
-def cast_with_scales_of_rows(x_NK: Tensor, dtype: torch.dtype) -> tuple[fused.Fp8, Tensor, Tensor]:
-    """FP8 with one scale per row, transposed with one per column; and the inverses of both."""
-    (row_scale, of_rows), (column_scale, of_columns) = (scale_of(a, dtype) for a in fused.row_col_amax(x_NK))
-    return fused.cast_both(x_NK, dtype, row_scale, column_scale), of_rows, of_columns
+def cast_rowwise(x_NK: Tensor, dtype: torch.dtype) -> tuple[fused.Fp8, Tensor, Tensor]:
+    """Cast to FP8 with one scale per row, and transposed with one scale per column.
+
+    Also returns the inverse scales of the rows (N,) and of the columns (K,).
+    """
+    row_amax, column_amax = fused.row_col_amax(x_NK)
+    row_scale, row_inverse = scale_and_inverse(row_amax, dtype)
+    column_scale, column_inverse = scale_and_inverse(column_amax, dtype)
+    return fused.cast_both(x_NK, dtype, row_scale, column_scale), row_inverse, column_inverse
 
 
-def largest(x: Tensor) -> Tensor:
-    """The largest magnitude, float32, in one pass. NaN if the tensor contains one."""
+def largest_magnitude(x: Tensor) -> Tensor:
+    """Return the largest magnitude as a float32 scalar, in one pass. NaN if the tensor contains NaN."""
     return torch.linalg.vector_norm(x, float("inf")).float()
 
 
-def scale_of(amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(what values are multiplied with so that amax becomes the format's largest, its inverse). 1 where amax is 0.
+def scale_and_inverse(amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the scale that maps amax to the largest value of an FP8 format, and its inverse. Both are 1 if amax is 0.
 
-    The scale is finite: infinity times the zeros beside a largest value of 1e-35 would be NaN. The inverse is not
-    bounded away from zero: NaN and infinity must come out of the product as such.
+    The scale is clamped to finite values, because zeros times an infinite scale would be NaN (for an amax below 1e-35).
+    The inverse is not clamped, so that NaN and infinity in the tensor appear in the result of the product.
     """
-    # Every operation on these scalars is a kernel launch; `where` with a constant would cost another one.
+    # Each operation on these scalars is a kernel launch; `torch.where` with a constant would need one more.
     scale = (torch.finfo(dtype).max / amax).masked_fill_(amax == 0, 1.0)
     scale.clamp_(max=torch.finfo(torch.float32).max)  # NaN stays
     return scale, scale.reciprocal()

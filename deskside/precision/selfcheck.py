@@ -1,8 +1,7 @@
-"""Does a recipe compute right numbers on this device? One GEMM, its output and both gradients, against float64; and
-for a head in FP8 one small cross-entropy, its loss and both gradients.
+"""Self-check of a recipe on this device: compares the results of one Linear, or of one FP8 head, with float64.
 
-Gradients are checked because a library has been seen to report support for a format while every gradient it gave was
-zero. So a result that is all zero or not finite fails whatever its error.
+The output (or loss) and both gradients are compared. We have seen a library that reported support for a format and
+computed gradients that were all zero, so a result that is all zero or not finite always fails.
 """
 
 from collections.abc import Callable
@@ -16,24 +15,26 @@ from deskside.config.recipes import Recipe, recipe_named
 from deskside.config.sections import PrecisionConfig
 from deskside.kernels.functional import create_autograd_context, gradients
 from deskside.ops.linear import Embedding, Linear
-from deskside.precision.convert import convert, refused
+from deskside.precision.convert import convert, unsupported_reason
 from deskside.precision.hardware_caps import NONE, HardwareCaps, hardware_caps
 from deskside.precision.head import QuantizedHead
 from deskside.precision.quantized_linear import Shared
 from deskside.precision.quantized_operand import Draws
-from deskside.precision.scales import OWN_STEPS, DelayedScales
+from deskside.precision.scales import CURRENT_SCALING_STEPS, DelayedScales
 from deskside.utils.errors import UsageError
 
 ROWS, IN_FEATURES, OUT_FEATURES = 256, 256, 384
-PRODUCTS = OWN_STEPS + 1  # of them the last one is checked: a delayed scale comes from the steps before
-HEAD_TOLERANCE = 0.12  # as of the FP8 recipes: the same formats in the same products
+STEPS = CURRENT_SCALING_STEPS + 1  # the last one is checked, because it is the first with delayed scales
+HEAD_TOLERANCE = 0.12  # as in the FP8 recipes, which have the same formats in the same products
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """errors: relative Frobenius error of "output", "input gradient" and "weight gradient".
+    """Result of a self-check.
 
-    reason: why it is not ok, or why it is emulated; else empty. native: in the formats of the hardware, not emulated.
+    errors: relative Frobenius errors by result ("output", "input gradient" and "weight gradient" of a Linear).
+    reason: why the check failed, or why the recipe is emulated; otherwise empty.
+    native: the products ran in the formats of the hardware, not emulated.
     """
 
     ok: bool
@@ -43,7 +44,7 @@ class CheckResult:
 
 
 class _Gemm(nn.Module):
-    """An embedding and a projection: the stream of activations as a model has it."""
+    """An embedding and a Linear. The embedding sets the dtype of the activations, as in a model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,37 +62,47 @@ def check(
     backend: str = "deskside",
     caps: HardwareCaps | None = None,
 ) -> CheckResult:
-    """Run the recipe's own linear layer on this device: forward and both gradients. Milliseconds, once compiled.
+    """Check a Linear in this recipe on this device: its output and both gradients. Takes milliseconds once compiled.
 
-    native: True or False checks that way alone; None takes tensor cores where they pass and emulation where not, and
-    the result says which. backend: whose layer it is, for a quantised recipe; another library's has one way only.
-    caps: formats that the GPU supports besides plain FP8; None: `hardware_caps` of the device.
-    Raises UsageError for an unknown recipe, or a backend that is not there.
+    Raises UsageError if the recipe does not exist or the backend is missing.
+
+    Args:
+        recipe: The name of the recipe.
+        native: Check native (True) or emulated (False) products. If None, check native products, and emulated ones if
+            those fail or the GPU has none; the result contains which were used.
+        backend: The library whose layer is checked, for a quantized recipe. `native` applies to "deskside" only.
+        caps: Formats that the GPU supports besides plain FP8. If None, `hardware_caps` of the device.
     """
-    asked, device = recipe_named(recipe), torch.device(device)
-    if backend != "deskside" and asked.quantized:
-        return _check(asked, device, device.type == "cuda", backend)
+    checked, device = recipe_named(recipe), torch.device(device)
+    if backend != "deskside" and checked.quantized:
+        return _check(checked, device, device.type == "cuda", backend)
     if caps is None:
-        caps = hardware_caps(device) if asked.quantized else NONE
-    fp8 = any(f in ("e4m3", "e5m2") for f in asked.formats)
-    may_be = device.type == "cuda" and (fp8 or ("nvfp4" in asked.formats and caps.fp4))
-    return _first_right(lambda way: _check(asked, device, way, caps=caps), native, may_be)
+        caps = hardware_caps(device) if checked.quantized else NONE
+    fp8 = any(f in ("e4m3", "e5m2") for f in checked.formats)
+    native_exists = device.type == "cuda" and (fp8 or ("nvfp4" in checked.formats and caps.fp4))
+    return _native_or_emulated(
+        lambda native: _check(checked, device, native, caps=caps), native, native_exists
+    )
 
 
 def check_head(device: torch.device | str, native: bool | None = None) -> CheckResult:
-    """Run an output head in FP8 on this device: the loss, and the gradients of what it reads and of its weight, which
-    takes all three of its products. native: as in `check`."""
+    """Check an output head in FP8 on this device: its loss and the gradients of the hidden states and of the weight.
+
+    native: as in `check`.
+    """
     device = torch.device(device)
-    return _first_right(lambda way: _check_head(device, way), native, device.type == "cuda")
+    return _native_or_emulated(lambda native: _check_head(device, native), native, device.type == "cuda")
 
 
-def _first_right(run: Callable[[bool], CheckResult], native: bool | None, may_be: bool) -> CheckResult:
-    """Tensor cores where they pass, else emulation, and why. may_be: whether there may be any."""
-    first = run(may_be if native is None else native)
-    if first.ok or native is not None or not may_be:
-        return first
-    second = run(False)
-    return replace(second, reason=f"emulated: {first.reason}") if second.ok else first
+def _native_or_emulated(
+    run_check: Callable[[bool], CheckResult], native: bool | None, native_exists: bool
+) -> CheckResult:
+    """Call run_check(native). If `native` is None, check native products first and emulated ones if those fail."""
+    result = run_check(native_exists if native is None else native)
+    if result.ok or native is not None or not native_exists:
+        return result
+    emulated = run_check(False)
+    return replace(emulated, reason=f"emulated: {result.reason}") if emulated.ok else result
 
 
 def _check(
@@ -101,28 +112,28 @@ def _check(
     backend: str = "deskside",
     caps: HardwareCaps | None = None,
 ) -> CheckResult:
-    if reason := refused(recipe, device):
+    if reason := unsupported_reason(recipe, device):
         return CheckResult(False, {}, reason)
     model = _Gemm().to(device)
     options = PrecisionConfig(backend=backend)
-    applied = convert(model, recipe, options, native=native, caps=caps)
+    converted = convert(model, recipe, options, native=native, caps=caps)
 
     def gemm(x: Tensor, weight: Tensor) -> Tensor:
         with torch.no_grad():
             model.embed.weight.copy_(x)
             model.projection.weight.copy_(weight)
-        return _Through.apply(model, x, weight)
+        return _ReplaceParameters.apply(model, x, weight)
 
     result = CheckResult(False, {}, "")
-    for step in range(1, PRODUCTS + 1):
-        applied.begin_step(step)
+    for step in range(1, STEPS + 1):
+        converted.begin_step(step)
         result = check_gemm(gemm, recipe.tolerance, device)
-        applied.end_step()
+        converted.end_step()
     return replace(result, native=native or not recipe.quantized)
 
 
-class _Through(torch.autograd.Function):
-    """Passes the gradients of the layer's own parameters on to the tensors that replace them."""
+class _ReplaceParameters(torch.autograd.Function):
+    """Calls the model, whose parameters have the values of x and weight, and gives their gradients to x and weight."""
 
     @staticmethod
     def forward(ctx: Any, model: _Gemm, x: Tensor, weight: Tensor) -> Tensor:
@@ -142,7 +153,7 @@ def check_gemm(
 ) -> CheckResult:
     """Compare gemm(x, weight) = x weight^T and its two gradients with float64, on random float32 inputs.
 
-    A kernel that this device cannot run counts as a failed check, with its message as the reason.
+    If the device cannot run a kernel, the check fails with the error message as the reason.
     """
     generator = torch.Generator(device).manual_seed(0)
     shapes = ((ROWS, IN_FEATURES), (OUT_FEATURES, IN_FEATURES), (ROWS, OUT_FEATURES))
@@ -161,49 +172,49 @@ def check_gemm(
         output = gemm(x, weight)
         return output, *gradients([output], (x, weight), [grad.to(output.dtype)])
 
-    return _compared(run, expected, tolerance)
+    return _compare(run, expected, tolerance)
 
 
 def _check_head(device: torch.device, native: bool) -> CheckResult:
     generator = torch.Generator(device).manual_seed(0)
     hidden = torch.randn(ROWS, IN_FEATURES, generator=generator, device=device).to(torch.bfloat16)
-    # Logits of a standard deviation of 3: were they smaller, the gradients would hardly depend on them.
+    # The logits have a standard deviation of 3, because the gradients would hardly depend on smaller ones.
     weight = torch.randn(OUT_FEATURES, IN_FEATURES, generator=generator, device=device) * 3 / IN_FEATURES**0.5
     targets = torch.randint(OUT_FEATURES, (ROWS,), generator=generator, device=device)
     exact = [hidden.double().requires_grad_(), weight.double().requires_grad_()]
     loss = nn.functional.cross_entropy(exact[0] @ exact[1].T, targets, reduction="sum")
-    of_hidden, of_weight = torch.autograd.grad(loss, exact)
-    expected = {"loss": loss.detach(), "hidden gradient": of_hidden, "weight gradient": of_weight}
+    hidden_grad, weight_grad = torch.autograd.grad(loss, exact)
+    expected = {"loss": loss.detach(), "hidden gradient": hidden_grad, "weight gradient": weight_grad}
     hidden.requires_grad_()
     weight.requires_grad_()
-    plan = QuantizedHead(Shared(Draws(0), DelayedScales(1), native, cache=False), native)
+    head = QuantizedHead(Shared(Draws(0), DelayedScales(1), native, cache=False), native)
 
     def run() -> tuple[Tensor, ...]:
-        loss = plan(hidden, weight, targets, chunk_tokens=ROWS // 2)
+        loss = head(hidden, weight, targets, chunk_tokens=ROWS // 2)
         return loss, *torch.autograd.grad(loss, (hidden, weight))
 
-    return replace(_compared(run, expected, HEAD_TOLERANCE), native=native)
+    return replace(_compare(run, expected, HEAD_TOLERANCE), native=native)
 
 
-def _compared(
+def _compare(
     run: Callable[[], tuple[Tensor, ...]], expected: dict[str, Tensor], tolerance: float
 ) -> CheckResult:
-    """Compare the results of `run` with `expected`, in order."""
+    """Compare the results of `run` with `expected`, which has the same order."""
     try:
-        found = run()
+        results = run()
     except torch.OutOfMemoryError:
-        raise  # it says nothing about the recipe
+        raise  # not a fault of the recipe
     except (RuntimeError, UsageError) as error:
         first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
         return CheckResult(False, {}, f"cannot run here: {first_line}")
     errors: dict[str, float] = {}
     problems: list[str] = []
-    for (name, truth), got in zip(expected.items(), found, strict=True):
-        got = got.detach().double()
-        errors[name] = float((got - truth).norm() / truth.norm())
-        if not bool(torch.isfinite(got).all()):
+    for (name, truth), result in zip(expected.items(), results, strict=True):
+        result = result.detach().double()
+        errors[name] = float((result - truth).norm() / truth.norm())
+        if not bool(torch.isfinite(result).all()):
             problems.append(f"{name} is not finite")
-        elif not bool(got.any()):
+        elif not bool(result.any()):
             problems.append(f"{name} is all zero")
         elif errors[name] > tolerance:
             problems.append(f"{name} is off by {errors[name]:.1e}, allowed {tolerance:.0e}")

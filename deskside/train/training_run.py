@@ -213,7 +213,7 @@ class _Run:
             checkpointer.save(trainer.progress, self.clock.seconds())
         # The evaluated and exported model has the configuration's window and precision, not the last stage's.
         self.stepper.set_window(None)
-        self.context.precision.use(False)
+        self.context.precision.set_active(False)
         return RunOutcome(self.run, status, self.finish(trainer), self.world.is_rank_zero)
 
     # Set-up

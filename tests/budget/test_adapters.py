@@ -33,7 +33,7 @@ from deskside.model.transformer import Transformer
 from deskside.optim.build import build
 from deskside.precision.convert import convert
 from deskside.precision.frozen import stored_bytes
-from deskside.precision.lora import Adapter, attach, trained_parameters
+from deskside.precision.lora import Adapter, attach, num_trained_parameters
 from deskside.train.prepare.setup import recompute
 from tests.budget.test_memory_oracle import SMALL
 
@@ -71,7 +71,7 @@ def test_bytes_of_weights_are_those_of_live_storages(format: Any, changes: dict[
     model = Transformer(shape)
     initialize(model, 0)
     attach(model, AdapterConfig(rank=8, base=format), 0)
-    assert trained_parameters(model) == adapter_params(shape, adapter)
+    assert num_trained_parameters(model) == adapter_params(shape, adapter)
     sizes = Sizes(shape, StepSpec(64, 64, 64, adapter=adapter))
     live = stored_bytes(model) - sum(t.nbytes for t in (model.rope_cos, model.rope_sin) if t is not None)
     assert live == pytest.approx(frozen_bytes(sizes, adapter) + 4 * adapter_params(shape, adapter), rel=2e-4)

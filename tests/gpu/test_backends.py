@@ -70,7 +70,7 @@ def products(recipe: str, passes: int = 1, backend: Any = "deskside") -> tuple[T
         model.zero_grad()
         applied.begin_step(step)
         for grad in grads:
-            with applied.region():
+            with applied.forward_context():
                 output = model(torch.arange(512, device=DEVICE))
             output.backward(grad)
         applied.end_step()

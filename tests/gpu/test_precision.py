@@ -18,10 +18,10 @@ from deskside.precision.quantized_linear import Quantizer, Shared
 from deskside.precision.quantized_operand import (
     Draws,
     QuantizedOperand,
-    cast_with_scales_of_rows,
+    cast_rowwise,
     quantize_operand,
 )
-from deskside.precision.scales import OWN_STEPS, DelayedScales
+from deskside.precision.scales import CURRENT_SCALING_STEPS, DelayedScales
 from deskside.precision.selfcheck import check_head
 from tests.gpu import card
 from tests.precision.small import B, T, backward, error_and_slope, everywhere, fresh, make, worst
@@ -137,7 +137,7 @@ def test_nvfp4_products(scaling: str, kind: Kind) -> None:
 
 def test_rows_and_columns_of_row_scaling() -> None:
     x = torch.randn(256, 384, device=card.DEVICE).bfloat16()
-    both, of_rows, of_columns = cast_with_scales_of_rows(x, torch.float8_e4m3fn)
+    both, of_rows, of_columns = cast_rowwise(x, torch.float8_e4m3fn)
     assert relative(both.rows.double() * of_rows.double()[:, None], x) < 0.03
     assert relative((both.columns.double() * of_columns.double()[:, None]).T, x) < 0.03
 
@@ -150,11 +150,11 @@ def test_a_card_without_the_conversion_takes_the_torch_form(monkeypatch: pytest.
         shared = Shared(Draws(0), DelayedScales(16), False, True)
         operand = Operand("e4m3", "delayed")
         quantizer = Quantizer(operand, operand, shared, (0, 0))
-        shared.scales.build(x.device)
-        for _ in range(OWN_STEPS):
-            quantizer.split(x)
+        shared.scales.allocate(x.device)
+        for _ in range(CURRENT_SCALING_STEPS):
+            quantizer.quantize_rows(x)
             shared.scales.end_step()
-        return quantizer.cast is not None, quantizer.split(x)[0].values
+        return quantizer.cast is not None, quantizer.quantize_rows(x)[0].values
 
     native_fp8()
     with_kernel, truth = rows()
@@ -235,11 +235,11 @@ def steps(
     model: Transformer, applied: QuantizedModel, truth: dict[str, Tensor]
 ) -> list[tuple[float, float, float]]:
     made = []
-    for step in range(1, OWN_STEPS + 2):
+    for step in range(1, CURRENT_SCALING_STEPS + 2):
         applied.begin_step(step)
         low, found = backward(model, SDPA)
         made.append((low, *error_and_slope(found, truth)))
-        assert float(applied.scales.trouble()) == 0
+        assert float(applied.scales.zero_or_nan()) == 0
         applied.end_step()
     return made
 
@@ -251,13 +251,15 @@ def test_what_is_recomputed_is_the_same(name: str) -> None:
     applied = convert(model, everywhere(name), fused=True)
     made = []
     for rung in ("none", "block"):
-        applied.recompute(rung)
+        applied.set_checkpointing(rung)
         applied.scales.reset()
-        for step in range(1, OWN_STEPS + 2):
+        for step in range(1, CURRENT_SCALING_STEPS + 2):
             applied.begin_step(step)
             made.append(backward(model, AttentionContext(backend="reference"))[1])
             applied.end_step()
-    for found, truth in zip(made[OWN_STEPS + 1 :], made[: OWN_STEPS + 1], strict=True):
+    for found, truth in zip(
+        made[CURRENT_SCALING_STEPS + 1 :], made[: CURRENT_SCALING_STEPS + 1], strict=True
+    ):
         assert worst(found, {n: t.double() for n, t in truth.items()}) < 1e-3
 
 
@@ -320,16 +322,16 @@ def test_the_head_in_fp8(native: bool) -> None:
 def test_a_weight_that_is_not_finite_is_trouble(value: float) -> None:
     model = on_card(make())
     applied = convert(model, everywhere("fp8-delayed"), fused=True)
-    for step in range(1, OWN_STEPS + 1):
+    for step in range(1, CURRENT_SCALING_STEPS + 1):
         applied.begin_step(step)
         backward(model, SDPA)
-        assert float(applied.scales.trouble()) == 0
+        assert float(applied.scales.zero_or_nan()) == 0
         applied.end_step()
     with torch.no_grad():
         next(iter(model.layers[1].mlp.parameters()))[:4] = value  # type: ignore[union-attr]
     applied.begin_step(3)
     backward(model, SDPA)
-    assert not bool(applied.scales.trouble() == 0)
+    assert not bool(applied.scales.zero_or_nan() == 0)
 
 
 @pytest.mark.parametrize(

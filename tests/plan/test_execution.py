@@ -10,7 +10,7 @@ from deskside.config import merge
 from deskside.config.dimensions import model_uncovered_reason
 from deskside.model.transformer import Transformer
 from deskside.plan.estimate import of_config
-from deskside.precision.convert import not_covered
+from deskside.precision.convert import why_not_fused
 from deskside.train.prepare.setup import execution_mode
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -44,5 +44,5 @@ def test_the_configuration_says_what_the_modules_say(shape: str) -> None:
     config = merge.build([{"model": SHAPES[shape]}])
     with torch.device("meta"):
         model = Transformer(config.model)
-    reasons = [not_covered(sublayer) for block in model.layers for sublayer in (block.attn, block.mlp)]
+    reasons = [why_not_fused(sublayer) for block in model.layers for sublayer in (block.attn, block.mlp)]
     assert (model_uncovered_reason(config.model) is None) == (not any(reasons))

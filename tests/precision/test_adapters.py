@@ -19,7 +19,7 @@ from deskside.optim.build import build
 from deskside.optim.groups import classify
 from deskside.precision.convert import convert
 from deskside.precision.frozen import FrozenLinear
-from deskside.precision.lora import Adapter, attach, trained_parameters
+from deskside.precision.lora import Adapter, attach, num_trained_parameters
 from deskside.utils.errors import UsageError
 from tests.optim.models import NO_SCALING
 
@@ -63,7 +63,7 @@ def test_only_adapters_and_rows_train(base: Any) -> None:
         "head.trained.rows": "rows",
     }
     assert sum(name.count(".adapter.") for name in infos) == 2 * 7 * 2
-    assert trained_parameters(model) == 2 * 4 * (128 + 2 * 96 + 128 + 2 * 192 + 192) + 2 * 2 * 64
+    assert num_trained_parameters(model) == 2 * 4 * (128 + 2 * 96 + 128 + 2 * 192 + 192) + 2 * 2 * 64
     assert all(p.dtype == torch.float32 for p in model.parameters() if p.requires_grad)
     frozen = [m for m in model.modules() if isinstance(m, FrozenLinear)]
     assert len(frozen) == (0 if base == "bf16" else 8)
@@ -97,7 +97,7 @@ def test_initial_values_are_of_seed_and_name_alone() -> None:
 def test_the_hand_written_halves_leave_adapted_blocks_alone(base: Any) -> None:
     model = adapted(base)
     applied = convert(model, "bf16", fused=True)
-    assert not any(applied.covers(half) for block in model.layers for half in (block.attn, block.mlp))
+    assert not any(applied.is_fused(half) for block in model.layers for half in (block.attn, block.mlp))
     assert all(
         block.attn.forward_override is None and block.mlp.forward_override is None for block in model.layers
     )
@@ -180,10 +180,10 @@ def test_experts_get_none_and_the_router_neither() -> None:
 
 def test_what_cannot_be_is_named() -> None:
     with pytest.raises(
-        UsageError, match=r"adapter.targets: no projection of this model is among \('gate_proj',\)"
+        UsageError, match=r"adapter.targets: this model has none of the projections \('gate_proj',\)"
     ):
         adapted(options={"targets": ("gate_proj",)}, gated_mlp=False)
-    with pytest.raises(UsageError, match=r"the vocabulary has 64 entries, none of them is 64"):
+    with pytest.raises(UsageError, match=r"token 64 is outside of the vocabulary of 64 entries"):
         adapted("bf16", (3, 64))
     with pytest.raises(TypeError, match="merge the model first"):
         logical_tensors(adapted("int8"))

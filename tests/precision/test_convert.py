@@ -22,7 +22,7 @@ from deskside.model.transformer import Transformer
 from deskside.ops.composite import AddNormLinear, AttentionSublayer, MLPSublayer
 from deskside.ops.linear import Linear
 from deskside.optim.build import build
-from deskside.precision.convert import convert, refused, restore
+from deskside.precision.convert import convert, restore, unsupported_reason
 from deskside.precision.selfcheck import check
 from deskside.train.loop.step import Stepper
 from deskside.train.objective import TrainContext
@@ -186,13 +186,16 @@ def test_the_configuration_refuses_what_the_layers_cannot_do(
 
 def test_amds_cards_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
-    assert refused(RECIPES["fp8-delayed"], cuda) is None
+    assert unsupported_reason(RECIPES["fp8-delayed"], cuda) is None
     monkeypatch.setattr(torch.version, "hip", "6.4")
     for name in QUANTIZED:
-        assert "AMD" in (refused(RECIPES[name], cuda) or "")
+        assert "AMD" in (unsupported_reason(RECIPES[name], cuda) or "")
         result = check(name, cuda)
         assert not result.ok and "use bf16" in result.reason
-    assert refused(RECIPES["bf16"], cuda) is None and refused(RECIPES["nvfp4"], cpu) is None
+    assert (
+        unsupported_reason(RECIPES["bf16"], cuda) is None
+        and unsupported_reason(RECIPES["nvfp4"], cpu) is None
+    )
 
 
 # Switched off and on
@@ -229,7 +232,7 @@ def test_plain_ends_where_an_error_ends_it() -> None:
         assert not applied.active
         raise ZeroDivisionError
     assert applied.active
-    applied.use(False)
+    applied.set_active(False)
     with applied.high_precision():
         pass
     assert not applied.active  # as it was
@@ -269,12 +272,12 @@ def test_steps_in_which_the_recipe_holds(precision: dict[str, Any], quantised: s
 def test_steps_in_bf16_leave_no_mark_in_the_scales() -> None:
     model = fresh()
     applied = convert(model, everywhere("fp8-delayed"), fused=True, native=False)
-    applied.use(False)
+    applied.set_active(False)
     applied.begin_step(1)
     backward(model, AttentionContext(backend="sdpa"))
     applied.end_step()
     assert applied.scales.steps == 0
-    applied.use(True)
+    applied.set_active(True)
     applied.begin_step(2)
     backward(model)
     applied.end_step()
@@ -292,11 +295,11 @@ def test_a_weight_that_is_not_finite_reaches_loss_gradients_or_trouble(name: str
     for step in range(1, 4 if name == "fp8-delayed" else 2):
         applied.begin_step(step)
         backward(model)
-        assert float(applied.scales.trouble()) == 0
+        assert float(applied.scales.zero_or_nan()) == 0
         applied.end_step()
     with torch.no_grad():
         model.layers[1].mlp.input.projections[0].weight[3, 4] = value
     applied.begin_step(4)
     loss, gradients = backward(model)
-    seen = [torch.tensor(loss), applied.scales.trouble(), *gradients.values()]
+    seen = [torch.tensor(loss), applied.scales.zero_or_nan(), *gradients.values()]
     assert not all(bool(Tensor.isfinite(t).all()) for t in seen)

@@ -199,7 +199,7 @@ def test_an_adapter_beside_it_learns(format: str) -> None:
 
 
 def test_what_cannot_be_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UsageError, match="'fp4' is no format of frozen weights; use bf16, int8 or nf4"):
+    with pytest.raises(UsageError, match="'fp4' is not a format of frozen weights; use bf16, int8 or nf4"):
         freeze(linear(), "fp4")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"experts.*cannot be frozen in int8"):
         freeze(transformer(experts=4), "int8")

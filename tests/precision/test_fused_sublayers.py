@@ -9,7 +9,7 @@ from deskside.config.recipes import RECIPES
 from deskside.kernels.attention import AttentionContext, document_positions
 from deskside.model.block import Block
 from deskside.ops.composite import AttentionSublayer
-from deskside.precision.convert import convert, not_covered, restore
+from deskside.precision.convert import convert, restore, why_not_fused
 from tests.precision.small import (
     B,
     T,
@@ -45,7 +45,7 @@ def test_float64_gradients_are_those_of_the_model(changes: dict[str, Any], backe
     context = AttentionContext(backend="reference" if changes.get("sliding_window") else backend)
     loss, truth = backward(model, context)
     applied = convert(model, "fp32", fused=True)
-    assert all(applied.covers(half) for block in model.layers for half in (block.attn, block.mlp))
+    assert all(applied.is_fused(half) for block in model.layers for half in (block.attn, block.mlp))
     again, found = backward(model, context)
     assert again == pytest.approx(loss, rel=1e-14)
     assert worst(found, truth) < 1e-13
@@ -72,7 +72,7 @@ def test_checkpointing_and_micro_batches(what: str, passes: int) -> None:
     model = make(torch.float64)
     truth = backward(model)[1]
     applied = convert(model, "fp32", fused=True)
-    applied.recompute(what)
+    applied.set_checkpointing(what)
     for half in (half for block in model.layers for half in (block.attn, block.mlp)):
         kind = "attention" if isinstance(half, AttentionSublayer) else "mlp"
         assert half.forward_override.recompute is (what in (kind, "block"))
@@ -93,7 +93,7 @@ def test_what_is_recomputed_is_the_same_to_the_bit(name: str, what: str) -> None
     applied = convert(model, everywhere(name), fused=True, native=False)
     made = []
     for rung in ("none", what):
-        applied.recompute(rung)
+        applied.set_checkpointing(rung)
         applied.scales.reset()
         for step in (1, 2, 3):
             applied.begin_step(step)
@@ -109,7 +109,7 @@ def test_a_recomputation_stops_before_the_second_product() -> None:
     applied = convert(model, "bf16", fused=True)
     uses = {}
     for rung in ("none", "mlp", "block"):
-        applied.recompute(rung)
+        applied.set_checkpointing(rung)
         before = applied.shared.hits + applied.shared.misses
         backward(model)
         uses[rung] = applied.shared.hits + applied.shared.misses - before
@@ -203,7 +203,7 @@ def test_rounding_differs_from_step_to_step_and_repeats(name: str) -> None:
 def test_what_the_halves_do_not_cover_is_named(changes: dict[str, Any], reason: str) -> None:
     block = make(**changes).layers[0]
     assert isinstance(block, Block)
-    assert reason in (not_covered(block.attn) or "")
+    assert reason in (why_not_fused(block.attn) or "")
 
 
 @pytest.mark.parametrize("changes", [{"norm": "layernorm"}, {"attention_bias": True, "mlp_bias": True}])

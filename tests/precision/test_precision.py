@@ -14,7 +14,7 @@ from deskside.ops.linear import Embedding, Linear
 from deskside.precision import head
 from deskside.precision.convert import convert, restore
 from deskside.precision.quantized_linear import Shared
-from deskside.precision.quantized_operand import Draws, cast_with_own_scale
+from deskside.precision.quantized_operand import Draws, cast_with_current_scale
 from deskside.precision.scales import DelayedScales
 from deskside.precision.selfcheck import HEAD_TOLERANCE, check, check_gemm, check_head
 from deskside.utils.errors import UsageError
@@ -219,7 +219,7 @@ def test_own_scales_at_the_ends_of_float32(dtype: torch.dtype, largest: float) -
     x = torch.zeros(16, 16)
     x[3, 4] = largest
     noted = torch.zeros(())
-    made, inverse = cast_with_own_scale(x, dtype, noted)
+    made, inverse = cast_with_current_scale(x, dtype, noted)
     back = made.rows.float() * inverse
     if math.isfinite(largest):
         assert torch.equal(back.isfinite(), torch.ones_like(back, dtype=torch.bool))

@@ -20,15 +20,15 @@ RECIPES_WITH_COPIES = ["bf16", *QUANTIZED]
 
 def held(applied: QuantizedModel) -> list[QuantizedLinear]:
     """Layers that hold a converted weight."""
-    return [plan for plan in applied._plans if plan.converted.kept is not None]
+    return [plan for plan in applied._plans if plan.converted.cached is not None]
 
 
 def weight_bytes(plan: QuantizedLinear) -> int:
     """Of what a layer holds, counting memory that two forms share once."""
-    assert plan.converted.kept is not None
+    assert plan.converted.cached is not None
     own = {
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-        for p in plan.converted.kept[1:]
+        for p in plan.converted.cached[1:]
         for t in (p.values,)
     }
     own.pop(plan.linear.weight.untyped_storage().data_ptr(), None)
@@ -192,7 +192,7 @@ def test_a_late_switch_to_bf16_drops_what_is_quantised() -> None:
     model = fresh()
     applied = convert(model, everywhere("nvfp4"), fused=True, native=False)
     run(model, applied, 1, 1)
-    applied.use(False)
+    applied.set_active(False)
     assert not held(applied)
     run(model, applied, 2, 1)
     assert held(applied) and all(plan.plain for plan in held(applied))
@@ -216,4 +216,4 @@ def test_the_heads_weight_is_converted_once_per_step_too() -> None:
     assert applied.shared.misses == 2 * (weights + 1)
     assert applied.shared.hits == 2 * (weights * (2 * passes - 1) + passes - 1)
     applied.forget_weights()
-    assert applied._head is not None and applied._head[1].converted.kept is None and not held(applied)
+    assert applied._head is not None and applied._head[1].converted.cached is None and not held(applied)

@@ -13,9 +13,9 @@ from deskside.kernels.nvfp4.operand import Along
 from deskside.precision.quantized_operand import (
     Draws,
     QuantizedOperand,
-    cast_with_own_scale,
+    cast_with_current_scale,
     quantize_operand,
-    scale_of,
+    scale_and_inverse,
 )
 
 DTYPES = {
@@ -62,7 +62,7 @@ def test_fp8_is_that_of_ml_dtypes(kind: str, scaling: str, along: Along) -> None
 )
 def test_whatever_is_cast_comes_back_within_half_a_step(values: list[float], kind: str) -> None:
     x = torch.tensor(values).view(4, 4)
-    (both, inverse), info = cast_with_own_scale(x, DTYPES[kind][0]), torch.finfo(DTYPES[kind][0])
+    (both, inverse), info = cast_with_current_scale(x, DTYPES[kind][0]), torch.finfo(DTYPES[kind][0])
     assert torch.equal(both.columns.view(torch.uint8), both.rows.view(torch.uint8).T)
     back = both.rows.double() * inverse.double()
     largest = float(x.abs().max())
@@ -76,7 +76,7 @@ def test_whatever_is_cast_comes_back_within_half_a_step(values: list[float], kin
 
 
 def test_zeros_have_a_scale_of_one() -> None:
-    scale, inverse = scale_of(torch.tensor([0.0, 448.0, 1.0]), torch.float8_e4m3fn)
+    scale, inverse = scale_and_inverse(torch.tensor([0.0, 448.0, 1.0]), torch.float8_e4m3fn)
     assert scale.tolist() == [1.0, 1.0, 448.0]
     assert torch.equal(inverse, 1 / scale)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from deskside.kernels import fused
-from deskside.precision.scales import OWN_STEPS, DelayedScales
+from deskside.precision.scales import CURRENT_SCALING_STEPS, DelayedScales
 from deskside.utils.errors import RunError
 from tests.precision.small import backward, everywhere, fresh
 
@@ -17,8 +17,8 @@ E4, E5 = torch.float8_e4m3fn, torch.float8_e5m2
 def scales(*dtypes: torch.dtype, history: int = 16) -> DelayedScales:
     made = DelayedScales(history)
     for number, dtype in enumerate(dtypes):
-        assert made.add(dtype) == number
-    made.build(torch.device("cpu"))
+        assert made.add_slot(dtype) == number
+    made.allocate(torch.device("cpu"))
     return made
 
 
@@ -40,7 +40,7 @@ def test_a_scale_is_made_of_the_largest_in_the_history() -> None:
     seen: list[list[float]] = []
     for number in range(50):
         values = (torch.rand(2, generator=generator) * 10 ** (number % 7)).tolist()
-        assert one.ready == (number >= OWN_STEPS)
+        assert one.ready == (number >= CURRENT_SCALING_STEPS)
         step(one, *values)
         seen.append(values)
         for slot, dtype in enumerate((E4, E5)):
@@ -60,14 +60,14 @@ def test_micro_batches_of_a_step_count_together() -> None:
 
 def test_a_value_beyond_the_history_saturates_and_is_in_the_next_scale() -> None:
     one = scales(E4)
-    for _ in range(OWN_STEPS):
+    for _ in range(CURRENT_SCALING_STEPS):
         step(one, 2.0)
     cast = one.cast(0)
     made = fused.cast_fp8(torch.tensor([[8.0, -8.0], [1.0, 2.0]]), cast)
     back = made.rows.float() * one.inverse_of(0)
     assert back.tolist() == [[2.0, -2.0], [1.0, 2.0]]
     assert float(one.amax[0]) == 8.0
-    assert float(one.trouble()) == 0  # it is finite
+    assert float(one.zero_or_nan()) == 0  # it is finite
     one.end_step()
     assert float(cast.scale) == pytest.approx(448 / 8)
 
@@ -79,9 +79,9 @@ def test_what_is_not_finite_is_trouble_for_one_step_and_no_longer(value: float) 
     x = torch.ones(4, 4)
     x[1, 2] = value
     fused.cast_fp8(x, one.cast(1))
-    assert bool(one.trouble().isnan())
+    assert bool(one.zero_or_nan().isnan())
     one.end_step()
-    assert float(one.trouble()) == 0
+    assert float(one.zero_or_nan()) == 0
     assert bool(one.scale.isfinite().all()) and float(one.scale[1]) == pytest.approx(57344 / 2)
 
 
@@ -141,11 +141,11 @@ def test_replicas_agree_on_the_largest() -> None:
         for slot, value in enumerate(values):
             fused.cast_fp8(torch.tensor([[value, 0.0], [0.0, 0.0]]), table.cast(slot))
     handed: list[Tensor] = []
-    one.agree(lambda amax: handed.append(amax.clone()) or amax)
-    other.agree(lambda amax: torch.maximum(amax, handed[0]))
+    one.all_reduce_amax(lambda amax: handed.append(amax.clone()) or amax)
+    other.all_reduce_amax(lambda amax: torch.maximum(amax, handed[0]))
     assert other.amax[0] == 2 and other.amax[1].isinf() and other.amax[2] == 3
-    assert bool(other.trouble().isnan())
-    scales().agree(lambda amax: pytest.fail("nothing to agree on"))  # no slots, no communication
+    assert bool(other.zero_or_nan().isnan())
+    scales().all_reduce_amax(lambda amax: pytest.fail("nothing to agree on"))  # no slots, no communication
 
 
 def test_a_model_in_delayed_scaling_goes_on_from_its_state() -> None:

@@ -1,8 +1,8 @@
-"""Other libraries behind the same recipe names: torchao and transformer-engine carry out a recipe's linear layers.
+"""Backends that compute the linear layers of a recipe with other libraries: torchao and transformer-engine.
 
 A backend makes a `forward_override` for each quantized `ops.Linear`: x (N, in) -> (N, out), with the layer's own
-float32 weight, which receives the gradient. The rest of the model runs its ordinary forward; fused sublayers exist
-for Deskside's own recipes only. Neither library is imported before it is requested.
+float32 weight, which receives the gradient. The rest of the model runs its ordinary forward; only deskside's own
+implementation has fused sublayers. A library is imported only when it is requested.
 """
 
 from collections.abc import Callable
@@ -19,13 +19,13 @@ from deskside.utils.errors import UsageError
 
 
 class PrecisionBackend(Protocol):
-    """A library that carries out one recipe."""
+    """A library's implementation of one recipe."""
 
-    def execution(self, linear: Linear) -> Callable[[Tensor], Tensor]:
+    def forward_override(self, linear: Linear) -> Callable[[Tensor], Tensor]:
         """Return the `forward_override` of a layer. Raises UsageError for sizes that the library does not support."""
         ...
 
-    def region(self) -> AbstractContextManager[None]:
+    def forward_context(self) -> AbstractContextManager[None]:
         """Context manager around one forward pass of the model, for libraries that track passes."""
         ...
 
@@ -33,7 +33,7 @@ class PrecisionBackend(Protocol):
 def load(name: str, recipe: Recipe, device: torch.device) -> PrecisionBackend:
     """Return the backend "torchao" or "transformer-engine" for one of its recipes (`config.sections.BACKEND_RECIPES`).
 
-    Raises UsageError where the package is missing or cannot run the recipe on this device.
+    Raises UsageError if the package is missing or cannot run the recipe on this device.
     """
     if name == "torchao":
         from deskside.precision.backends.torchao import Torchao
@@ -44,10 +44,11 @@ def load(name: str, recipe: Recipe, device: torch.device) -> PrecisionBackend:
     return TransformerEngine(recipe, device)
 
 
-def lent(linear: Linear, layer: nn.Module) -> Callable[[Tensor], Tensor]:
-    """Return x (N, in) -> (N, out) by a library's layer without storage, which is lent the weight of `linear`.
+def with_weight_of(linear: Linear, layer: nn.Module) -> Callable[[Tensor], Tensor]:
+    """Return a function x (N, in) -> (N, out) that calls a library's layer with the weight of `linear`.
 
-    A closure and not a module, so that the layer that holds it shows no parameters but its own.
+    layer: has no weight storage of its own. The result is a function, because a module would register its parameters in
+    `linear`.
     """
 
     def call(x: Tensor) -> Tensor:
@@ -58,7 +59,7 @@ def lent(linear: Linear, layer: nn.Module) -> Callable[[Tensor], Tensor]:
 
 
 def not_in_checkpoints(name: str, recipe: Recipe) -> str | None:
-    """Return the state that a library does not expose but a bit-exact resume would need, or None."""
+    """Return which state a bit-exact resume would need that the library `name` does not expose, or None."""
     if name != "transformer-engine":
         return None  # torchao's recipes have neither history nor random numbers
     if any(o.rounding == "stochastic" for p in recipe.products for o in (p.left, p.right)):
@@ -67,10 +68,10 @@ def not_in_checkpoints(name: str, recipe: Recipe) -> str | None:
     return "the history of its scales" if delayed else None
 
 
-def missing(backend: str, extra: str, why: object) -> UsageError:
-    """The error for a package that does not import. extra: the optional dependency that brings it."""
-    first_sentence = str(why).split(". ")[0].split("\n")[0] or type(why).__name__
+def import_failed(backend: str, extra: str, error: Exception) -> UsageError:
+    """Return the error for a package that cannot be imported. extra: the optional dependency that installs it."""
+    first_sentence = str(error).split(". ")[0].split("\n")[0] or type(error).__name__
     return UsageError(
-        f"precision.backend: {backend} does not import here ({first_sentence}); "
+        f"precision.backend: {backend} cannot be imported ({first_sentence}); "
         f"install it with: pip install 'deskside[{extra}]', or use backend deskside"
     )

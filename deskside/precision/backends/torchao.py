@@ -1,12 +1,12 @@
-"""torchao's FP8 layers on our linear layers (github.com/pytorch/ao, torchao.float8; written against 0.18).
+"""Linear layers computed by torchao's FP8 layers (github.com/pytorch/ao, torchao.float8; written for 0.18).
 
-torchao converts an nn.Linear, which ours is not. So each of our layers gets an nn.Linear without storage, converted by
-`convert_to_float8_training`, and lends it its weight at every call. Nothing is copied or registered twice, and a weight
-that sharding has replaced is seen. The lending is plain Python, which torch.compile traces away. This backend needs
-compiling to be fast: without it every scale and every cast launches several kernels.
+torchao converts only nn.Linear, and our `Linear` is another class. So each of our layers gets an nn.Linear without
+storage, converted by `convert_to_float8_training`, which is called with the weight of our layer. Nothing is copied or
+registered twice, and a weight that sharding replaces later is still found. torch.compile removes the overhead of these
+calls. Without it this backend is slow, because every scale and every cast launches several kernels.
 
-The recipes of the same names differ in two places. torchao's scales of fp8-rowwise are rounded down to powers of two.
-In a model that computes in BF16 its weight gradients leave the product in BF16, where ours are float32.
+torchao's recipes differ from ours of the same name in two details. The scales of fp8-rowwise are rounded down to powers
+of two. In a model that computes in BF16, the product for a weight gradient returns BF16, where ours returns float32.
 """
 
 import contextlib
@@ -21,26 +21,26 @@ from torch import Tensor, nn
 
 from deskside.config.recipes import Recipe
 from deskside.ops.linear import Linear
-from deskside.precision.backends import lent, missing
+from deskside.precision.backends import import_failed, with_weight_of
 
 RECIPES = {"fp8-tensorwise": "tensorwise", "fp8-rowwise": "rowwise"}
 
 
 class Torchao:
-    """Raises UsageError when torchao is missing. On a CPU it emulates."""
+    """torchao's implementation of a recipe, emulated on a CPU. Raises UsageError if torchao is missing."""
 
     def __init__(self, recipe: Recipe, device: torch.device):
         try:
             self._float8: Any = import_module("torchao.float8")
         except ImportError as error:
-            raise missing("torchao", "torchao", error) from None
+            raise import_failed("torchao", "torchao", error) from None
         config = self._float8.Float8LinearConfig.from_recipe_name(RECIPES[recipe.name])
-        # torch's own scaled product is a plain loop on a CPU.
+        # On a CPU, torch's scaled product is a slow loop.
         self._config = replace(config, emulate=device.type != "cuda")
 
-    def execution(self, linear: Linear) -> Callable[[Tensor], Tensor]:
-        shape = nn.Linear(linear.in_features, linear.out_features, bias=False, device="meta")
-        return lent(linear, self._float8.convert_to_float8_training(shape, config=self._config))
+    def forward_override(self, linear: Linear) -> Callable[[Tensor], Tensor]:
+        layer = nn.Linear(linear.in_features, linear.out_features, bias=False, device="meta")
+        return with_weight_of(linear, self._float8.convert_to_float8_training(layer, config=self._config))
 
-    def region(self) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()  # it keeps no state between passes
+    def forward_context(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()  # torchao has no state that spans layers

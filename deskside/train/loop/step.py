@@ -91,7 +91,7 @@ class Stepper:
         """Set the learning rate and the number format of the next step. `step`: completed steps."""
         self.optimizer.set_progress(lr_factor, progress, step)
         late = self.formats.bf16_from is not None and progress >= self.formats.bf16_from
-        self.precision.use(step >= self.formats.warmup_steps and not late)
+        self.precision.set_active(step >= self.formats.warmup_steps and not late)
 
     def set_window(self, window: int | None) -> None:
         """Set the attention window of all windowed layers; None restores the model's own."""
@@ -121,8 +121,8 @@ class Stepper:
         sum_gradients(self.parameters, self.world)
         self.world.all_reduce_sum(sums)
         total = sums[0]
-        self.precision.scales.agree(self.world.all_reduce_max)
-        norm = self.optimizer.clip_and_norm(self.grad_clip) + self.precision.scales.trouble()
+        self.precision.scales.all_reduce_amax(self.world.all_reduce_max)
+        norm = self.optimizer.clip_and_norm(self.grad_clip) + self.precision.scales.zero_or_nan()
         skip = torch.ones_like(total) if dry else self.guard.skip(total, norm, step)
         self.optimizer.step(skip)
         self.optimizer.zero_grad()

@@ -153,7 +153,7 @@ class BatchSizeFinder:
         """
         self.stepper.optimizer.create_state()  # so that its memory is in use during the search
         self.stepper.optimizer.set_progress(0.0, 0.0, 0)
-        self.stepper.precision.use(True)
+        self.stepper.precision.set_active(True)
         found = []
         for index, stage in enumerate(stages):
             rows = rows_per_rank(stage.tokens_per_step, stage.sequence_length, self.world)

@@ -25,7 +25,7 @@ from deskside.precision.backends import not_in_checkpoints
 from deskside.precision.convert import QuantizedModel, convert
 from deskside.precision.frozen import stored_bytes
 from deskside.precision.hardware_caps import NONE, HardwareCaps, hardware_caps
-from deskside.precision.lora import trained_parameters
+from deskside.precision.lora import num_trained_parameters
 from deskside.precision.selfcheck import CheckResult, check, check_head
 from deskside.train import parallel
 from deskside.train.objective import Objective
@@ -172,7 +172,7 @@ def build_model(config: RunConfig, world: World, recipe: str, start: Start | Non
 
 def adapter_facts(model: Transformer, adapter: AdapterConfig) -> dict[str, Any]:
     """Return what plan.json records of a run with adapters."""
-    trained = trained_parameters(model)
+    trained = num_trained_parameters(model)
     return {
         "rank": adapter.rank,
         "scale": adapter.scale,
@@ -219,8 +219,8 @@ def prepare_execution(
     what = config.compute.activation_checkpointing
     if backend == "transformer-engine":
         _count_passes(model, precision)
-    precision.recompute(what)
-    recompute(model.layers, what, precision.covers)
+    precision.set_checkpointing(what)
+    recompute(model.layers, what, precision.is_fused)
     if mode in ("block", "model"):
         # All blocks share one code object, which is compiled once per stage and window, with and without gradients.
         # Beyond torch's recompile limit it would silently fall back to eager.
@@ -276,7 +276,7 @@ def _count_passes(model: Transformer, precision: QuantizedModel) -> None:
 
     @wraps(forward)
     def inside(*args: Any, **kwargs: Any) -> Any:
-        with precision.region():
+        with precision.forward_context():
             return forward(*args, **kwargs)
 
     model.hidden_and_router = inside  # type: ignore[method-assign]

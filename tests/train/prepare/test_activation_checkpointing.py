@@ -84,7 +84,7 @@ def test_hand_written_halves_keep_nothing_beside_what_torch_drops(what: str, act
     world = World(torch.device("cpu"))
     model = build_model(config, world, "fp8-delayed")
     precision = prepare_execution(config, model, world, "fp8-delayed", {"native": False}).precision
-    precision.use(active)
+    precision.set_active(active)
     calls = {"mlp": 0}
     for block in model.layers:
         _count(block.mlp.output, calls, "mlp")
