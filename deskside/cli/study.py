@@ -114,7 +114,9 @@ class _Wanted:
     def __init__(self, options: StudyOptions, given: dict[str, Any], argv: Sequence[str]):
         assert options.study is not None
         self.study: StudySpec = parse_spec.with_overrides(parse_spec.load(options.study), given)
-        budget = parse_spec.budget(options.minutes_per_arm, options.tokens_per_arm, options.steps_per_arm)
+        budget = parse_spec.budget_from_options(
+            options.minutes_per_arm, options.tokens_per_arm, options.steps_per_arm
+        )
         self.expansion: Expansion = expand(self.study, seeds=options.seeds, budget=budget, only=options.only)
         self.devices = choose(options.devices, {arm.config.compute.device for arm in self.expansion.arms})
         self.machine: LocalMachine = local_machine()
@@ -151,7 +153,7 @@ def _wanted(
 ) -> tuple[_Wanted | None, StudyFolder]:
     """Return the requested study, None if a directory is resumed as it is; and the study's directory."""
     name, named = options.study, options.out
-    if name is not None and name not in parse_spec.names() and Path(name).is_dir():
+    if name is not None and name not in parse_spec.preset_names() and Path(name).is_dir():
         if named is not None:
             raise UsageError(
                 f"{name} and --out {named}: both name the directory of the study; give one of them"
@@ -160,7 +162,7 @@ def _wanted(
     if name is None:
         if named is None:
             raise UsageError(
-                f"which study? one of {', '.join(parse_spec.names())}, a .toml file, or the directory of one"
+                f"which study? one of {', '.join(parse_spec.preset_names())}, a .toml file, or the directory of one"
             )
         folder = StudyFolder(Path(named))
         if not folder.begun:

@@ -20,7 +20,7 @@ def arms_of(name: str, group: str | None = None) -> dict[str, PlannedArm]:
     return {arm.id: arm for arm in found if group in (None, arm.group)}
 
 
-@pytest.mark.parametrize("name", parse_spec.names())
+@pytest.mark.parametrize("name", parse_spec.preset_names())
 def test_every_preset_expands(name: str) -> None:
     study = parse_spec.load(name)
     assert study.name == name
@@ -162,10 +162,10 @@ def test_precision_compares_every_recipe(name: str) -> None:
 @pytest.mark.parametrize("name", QUICK)
 def test_every_quick_arm_trains_here(name: str, tmp_path: Path) -> None:
     """Two steps of each: no arm is refused by what it needs."""
-    from deskside.study.spec.parse_spec import budget, with_overrides
+    from deskside.study.spec.parse_spec import budget_from_options, with_overrides
     from deskside.train import training_run
 
     study = with_overrides(parse_spec.load(name), {"data": {"path": str(tmp_path / "data")}})
-    for arm in expand(study, budget=budget(steps=2)).arms:
+    for arm in expand(study, budget=budget_from_options(steps=2)).arms:
         outcome = training_run.start(arm.config, (tmp_path / "runs", arm.id, arm.id), "a test")
         assert (outcome.status, outcome.summary["steps"]) == ("finished", 2), arm.id

@@ -22,7 +22,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from deskside.config.base import first_problem
 from deskside.run.directory import RunDirectory
-from deskside.study.spec.expand import Expansion, PlannedArm, trials
+from deskside.study.spec.expand import Expansion, PlannedArm, ordered_trials
 from deskside.utils import strict_json
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.files import write_atomically
@@ -51,7 +51,7 @@ class StudyPlan(Expansion):
 
     def trials(self) -> list[tuple[PlannedArm, int]]:
         """Return all trials in the order in which they run."""
-        return trials(self.arms, self.seeds, self.name)
+        return ordered_trials(self.arms, self.seeds, self.name)
 
     def with_seeds(self, seeds: Mapping[str, int]) -> "StudyPlan":
         """Return the plan with more seeds. Raises UsageError for fewer."""

@@ -1,9 +1,11 @@
-"""Expansion of a study into arms: every combination that its design asks for, each with a whole configuration.
+"""Expansion of a study into arms: every combination of its design, each with a complete configuration.
 
-The layers of an arm's configuration, lowest first: the base preset, the presets of its levels, the evaluation
-interval, the study's `set` (and the command line), its levels' keys in the order of the factors, its own keys if it
-was written by hand, and the budget. Every arm has a baseline in the same group: the arm with the same levels of the
-`within` factors and the baseline's level of the others.
+An arm's configuration is merged from layers. From lowest to highest priority: the base preset, the presets of its
+levels, the evaluation interval, the study's `set` (and the command line), the `set` of its levels in the order of the
+factors, the arm's own `set` if it was written by hand, and the budget.
+
+Every arm has a baseline in the same group: the arm with the same levels of the `within` factors and the baseline's
+levels of the other factors.
 """
 
 import difflib
@@ -19,17 +21,24 @@ from deskside.config.run import RunConfig
 from deskside.study.results import Factor, Group
 from deskside.study.spec.expressions import resolve
 from deskside.study.spec.parse_spec import check_seeds
-from deskside.study.spec.spec import ArmSpec, Budget, GroupSpec, Layer, StudySpec, suggestion
+from deskside.study.spec.spec import ArmSpec, Budget, FactorSpec, GroupSpec, Layer, StudySpec, suggestion
 from deskside.utils.errors import UsageError
 
 BASELINE = "baseline"
 MAX_ARMS = 1000
-MAX_NAME = 200  # characters of an arm's name; a file system allows 255, and the seed is appended
+MAX_ID_LENGTH = 200  # characters of an arm's id; a file system allows 255, and the seed is appended
 
 
 @dataclass(frozen=True)
 class PlannedArm:
-    """One configuration to run. levels: factor -> level. baseline: an arm's id. config: resolved. budget: as text."""
+    """One configuration to run.
+
+    Attributes:
+        levels: Factor -> level.
+        baseline: Id of the baseline, which is the arm's own id for a baseline.
+        config: Complete configuration of a trial, except for the seed.
+        budget: Text such as "30 minutes of training".
+    """
 
     id: str
     label: str
@@ -42,7 +51,12 @@ class PlannedArm:
 
 @dataclass(frozen=True)
 class Expansion:
-    """The arms of a study. excluded: a line with the reason per excluded combination. seeds: their number by group."""
+    """The arms of a study.
+
+    Attributes:
+        excluded: "LABEL: REASON" of each excluded combination.
+        seeds: Group -> number of seeds.
+    """
 
     groups: list[Group]
     arms: list[PlannedArm]
@@ -55,154 +69,184 @@ def expand(
 ) -> Expansion:
     """Return all arms, group by group.
 
-    seeds, budget: replace those of every group. only: filters by levels (factor=level[,level]; all must match) and
-    by names (of arms, with * and ?, or of groups; any may match); the baselines of the selected arms are kept as
-    well. Raises UsageError for an invalid configuration, duplicate arms, an excluded baseline, or a filter without
-    matches.
+    Raises UsageError for an invalid configuration, duplicate arms, an excluded baseline, or a filter without matches.
+
+    Args:
+        seeds, budget: Replace those of every group.
+        only: Filters. "FACTOR=LEVEL[,LEVEL]" keeps the arms with one of these levels; an arm must match all filters of
+            this form. "NAME" is a group or an arm's id with * and ?; an arm must match one filter of this form. The
+            baselines of the selected arms are kept as well.
     """
     if seeds is not None:
         check_seeds(seeds, "--seeds")
     arms: list[PlannedArm] = []
-    excluded: dict[str, list[str]] = {}
+    excluded_by_group: dict[str, list[str]] = {}
     for group in study.groups:
-        found, excluded[group.name] = _expand_group(study, group, budget or group.budget)
-        arms += found
+        group_arms, excluded_by_group[group.name] = _expand_group(study, group, budget or group.budget)
+        arms += group_arms
     _check_ids(arms)
     if only:
         arms = _select(study, arms, only)
     present = {arm.group for arm in arms}
-    groups = []
+    groups: list[Group] = []
+    excluded: list[str] = []
+    seeds_by_group: dict[str, int] = {}
     for group in study.groups:
         if group.name in present:
             factors = [Factor(f.name, f.label, [level.name for level in f.levels]) for f in group.factors]
-            given = budget or group.budget
-            words = given.words if given is not None else ""
+            group_budget = budget or group.budget
+            budget_text = group_budget.text if group_budget is not None else ""
             groups.append(
-                Group(group.name, group.title, group.base, group.design, words, factors, list(group.within))
+                Group(
+                    group.name,
+                    group.title,
+                    group.base,
+                    group.design,
+                    budget_text,
+                    factors,
+                    list(group.within),
+                )
             )
-    left_out = [line for group in groups for line in excluded[group.name]]
-    return Expansion(
-        groups, arms, left_out, {g.name: seeds or g.seeds for g in study.groups if g.name in present}
-    )
+            excluded += excluded_by_group[group.name]
+            seeds_by_group[group.name] = seeds or group.seeds
+    return Expansion(groups, arms, excluded, seeds_by_group)
 
 
-def trials(
+def ordered_trials(
     arms: Sequence[PlannedArm], seeds: Mapping[str, int], name: str = ""
 ) -> list[tuple[PlannedArm, int]]:
-    """Return every trial in the order of execution: blocks by seed, and within a block a random order of the arms.
+    """Return every trial as (arm, seed) in the order of execution: seed by seed, with the arms in random order.
 
-    So drift of the machine favors no arm, and a study that is stopped early has whole blocks. The order depends
-    only on the study's name and the arms' ids: it is the same after a resume, and removing arms does not reorder
-    the others. Seeds are 1, 2, ...
+    So a change of the machine's speed over time favors no arm, and a study that is stopped early has complete seeds.
+    The order depends only on the study's name and the arms' ids, so it is the same after a resume, and removing arms
+    does not reorder the others. Seeds are 1, 2, ...
+
+    Args:
+        seeds: Group -> number of seeds.
+        name: The study's name.
     """
 
-    def place(arm: PlannedArm, seed: int) -> bytes:
+    def sort_key(arm: PlannedArm, seed: int) -> bytes:
         return hashlib.sha256(f"{name}/{seed}/{arm.id}".encode()).digest()
 
-    most = max((seeds[arm.group] for arm in arms), default=0)
+    most_seeds = max((seeds[arm.group] for arm in arms), default=0)
     return [
         (arm, seed)
-        for seed in range(1, most + 1)
-        for arm in sorted(arms, key=lambda arm: place(arm, seed))
+        for seed in range(1, most_seeds + 1)
+        for arm in sorted(arms, key=lambda arm: sort_key(arm, seed))
         if seed <= seeds[arm.group]
     ]
 
 
 @dataclass(frozen=True)
 class _Combination:
-    """An arm before its configuration is built."""
+    """An arm before its configuration is built. spec: its entry in the study's file if it was written by hand."""
 
     id: str
     label: str
     levels: dict[str, str]
     baseline: str
-    extra: ArmSpec | None = None
+    spec: ArmSpec | None = None
 
 
 def _expand_group(
     study: StudySpec, group: GroupSpec, budget: Budget | None
 ) -> tuple[list[PlannedArm], list[str]]:
+    """Return (arms, "LABEL: REASON" of each excluded combination) of a group."""
     where = f"{study.name}: group {group.name}" if study.grouped else study.name
     if budget is None:
         raise UsageError(
             f"{where}: it has no budget; write [budget] with minutes_per_arm, or give --minutes-per-arm"
         )
     count = _count(group)
-    if count > MAX_ARMS:  # checked first: a dozen factors would not fit into memory
+    if count > MAX_ARMS:  # checked before they are listed: those of a dozen factors would not fit into memory
         raise UsageError(f"{where}: {count:,} arms are more than {MAX_ARMS:,}; use fewer levels or factors")
-    wanted = _combinations(study, group)
-    kept, excluded = [], []
-    for combination in wanted:
-        reasons = [
-            e.why for e in group.exclusions if e.covers(combination.levels) and combination.extra is None
+    combinations = _combinations(study, group)
+    included, excluded = [], []
+    used_exclusions = set()
+    for combination in combinations:
+        # Arms written by hand are never excluded.
+        matches = [
+            index
+            for index, exclusion in enumerate(group.exclusions)
+            if combination.spec is None and exclusion.covers(combination.levels)
         ]
-        if reasons:
-            excluded.append(f"{combination.label}: {reasons[0]}")
+        used_exclusions.update(matches)
+        if matches:
+            excluded.append(f"{combination.label}: {group.exclusions[matches[0]].why}")
         else:
-            kept.append(combination)
-    for exclusion in group.exclusions:
-        if not any(exclusion.covers(c.levels) for c in wanted if c.extra is None):
-            what = ", ".join(f"{factor} {' or '.join(names)}" for factor, names in exclusion.where.items())
-            raise UsageError(f"{where}: exclude: there is no arm with {what}; remove it")
-    present = {combination.id for combination in kept}
-    for combination in kept:
+            included.append(combination)
+    for index, exclusion in enumerate(group.exclusions):
+        if index not in used_exclusions:
+            levels = ", ".join(f"{factor} {' or '.join(names)}" for factor, names in exclusion.where.items())
+            raise UsageError(f"{where}: exclude: there is no arm with {levels}; remove this [[exclude]]")
+    present = {combination.id for combination in included}
+    for combination in included:
         if combination.baseline not in present:
             raise UsageError(
-                f"{where}: {combination.id}: its baseline {combination.baseline} is excluded; exclude it too, or "
-                f"choose another [baseline]"
+                f"{where}: {combination.id}: its baseline {combination.baseline} is excluded; exclude this arm too, "
+                f"or choose another [baseline]"
             )
-    arms = [_build(study, group, budget, combination) for combination in kept]
+    arms = [_build(study, group, budget, combination) for combination in included]
     _check_distinct(where, arms)
     return arms, excluded
 
 
+def _split_factors(group: GroupSpec) -> tuple[list[FactorSpec], list[FactorSpec]]:
+    """Return (the factors of which every combination is run, the factors that are varied one at a time)."""
+    if group.design == "full":
+        return list(group.factors), []
+    combined = [factor for factor in group.factors if factor.name in group.within]
+    return combined, [factor for factor in group.factors if factor.name not in group.within]
+
+
 def _count(group: GroupSpec) -> int:
     """Return the number of combinations before exclusions."""
-    full = group.design == "full"
-    outer = math.prod(len(f.levels) for f in group.factors if full or f.name in group.within)
-    inner = 0 if full else sum(len(f.levels) - 1 for f in group.factors if f.name not in group.within)
-    return outer * (1 + inner) + len(group.arms)
+    combined, one_at_a_time = _split_factors(group)
+    changes = sum(len(factor.levels) - 1 for factor in one_at_a_time)
+    return math.prod(len(factor.levels) for factor in combined) * (1 + changes) + len(group.arms)
 
 
 def _combinations(study: StudySpec, group: GroupSpec) -> list[_Combination]:
     """Return every arm before exclusions: those of the design, then those written by hand."""
-    full = group.design == "full"
-    outer = [factor for factor in group.factors if full or factor.name in group.within]
-    inner = [] if full else [factor for factor in group.factors if factor.name not in group.within]
+    combined, one_at_a_time = _split_factors(group)
     result = []
-    for names in itertools.product(*([level.name for level in factor.levels] for factor in outer)):
-        chosen = dict(zip((factor.name for factor in outer), names, strict=True))
-        start = _in_order(group, group.baseline | chosen)
-        result.append(_combination(study, group, start))
-        for factor in inner:
+    for names in itertools.product(*([level.name for level in factor.levels] for factor in combined)):
+        levels = group.baseline | dict(zip((factor.name for factor in combined), names, strict=True))
+        levels = _in_order(group, levels)
+        result.append(_combination(study, group, levels))
+        for factor in one_at_a_time:
             result += [
-                _combination(study, group, start | {factor.name: level.name})
+                _combination(study, group, levels | {factor.name: level.name})
                 for level in factor.levels
-                if level.name != start[factor.name]
+                if level.name != levels[factor.name]
             ]
-    first = {factor.name: factor.levels[0].name for factor in group.factors if factor.name in group.within}
+    first_within = {
+        factor.name: factor.levels[0].name for factor in group.factors if factor.name in group.within
+    }
     prefix = f"{group.name}-" if study.grouped else ""
-    for extra in group.arms:
-        levels = _in_order(group, group.baseline | first | extra.levels)
-        baseline, _ = _name(study, group, levels | group.baseline)
+    for arm in group.arms:
+        levels = _in_order(group, group.baseline | first_within | arm.levels)
+        baseline, _ = _id_and_label(study, group, levels | group.baseline)
         result.append(
-            _Combination(f"{prefix}{extra.name}", extra.label, {**levels, "arm": extra.name}, baseline, extra)
+            _Combination(f"{prefix}{arm.name}", arm.label, {**levels, "arm": arm.name}, baseline, arm)
         )
     return result
 
 
 def _combination(study: StudySpec, group: GroupSpec, levels: dict[str, str]) -> _Combination:
-    baseline, _ = _name(study, group, levels | group.baseline)
-    name, label = _name(study, group, levels)
-    return _Combination(name, label, levels, baseline)
+    baseline, _ = _id_and_label(study, group, levels | group.baseline)
+    arm_id, label = _id_and_label(study, group, levels)
+    return _Combination(arm_id, label, levels, baseline)
 
 
 def _in_order(group: GroupSpec, levels: Mapping[str, str]) -> dict[str, str]:
+    """Return the levels in the order of the group's factors."""
     return {factor.name: levels[factor.name] for factor in group.factors}
 
 
-def _name(study: StudySpec, group: GroupSpec, levels: Mapping[str, str]) -> tuple[str, str]:
-    """Return an arm's id and label, made of all its levels, or with one-at-a-time of those that are changed."""
+def _id_and_label(study: StudySpec, group: GroupSpec, levels: Mapping[str, str]) -> tuple[str, str]:
+    """Return an arm's id and label. With one-at-a-time they name only the levels that differ from the baseline."""
     named = [
         factor
         for factor in group.factors
@@ -220,42 +264,48 @@ def _name(study: StudySpec, group: GroupSpec, levels: Mapping[str, str]) -> tupl
 
 
 def _build(study: StudySpec, group: GroupSpec, budget: Budget, combination: _Combination) -> PlannedArm:
+    """Merge the layers of an arm's configuration."""
     levels = [factor.level(combination.levels[factor.name]) for factor in group.factors]
     layers: list[Layer] = [*presets.layers(group.base)]
     for level in levels:
         layers += presets.layers(level.preset) if level.preset is not None else []
     layers += [budget.default_layer, *group.set, *(level.set for level in levels)]
-    if combination.extra is not None:
-        layers.append(combination.extra.set)
+    if combination.spec is not None:
+        layers.append(combination.spec.set)
     layers.append(budget.layer)
     try:
         config = merge.build(resolve(layers))
     except UsageError as error:
         raise UsageError(f"{study.name}: arm {combination.id}: {error}") from None
     return PlannedArm(
-        **{key: value for key, value in vars(combination).items() if key != "extra"},
+        id=combination.id,
+        label=combination.label,
         group=group.name,
+        levels=combination.levels,
+        baseline=combination.baseline,
         config=config,
-        budget=budget.words,
+        budget=budget.text,
     )
 
 
 def _check_distinct(where: str, arms: Sequence[PlannedArm]) -> None:
+    """Refuse two arms with the same configuration. where: the beginning of the error message."""
     seen: dict[str, str] = {}
     for arm in arms:
         first = seen.setdefault(arm.config.model_dump_json(), arm.id)
         if first != arm.id:
             raise UsageError(
-                f"{where}: arms {first} and {arm.id} have the same configuration; give each level a different key"
+                f"{where}: arms {first} and {arm.id} have the same configuration; change a key in one of their levels"
             )
 
 
 def _check_ids(arms: Sequence[PlannedArm]) -> None:
+    """Refuse ids that are too long or not unique."""
     seen: set[str] = set()
     for arm in arms:
-        if len(arm.id) > MAX_NAME:
+        if len(arm.id) > MAX_ID_LENGTH:
             raise UsageError(
-                f"arm {arm.id[:40]}...: its name has {len(arm.id)} characters, more than {MAX_NAME}; "
+                f"arm {arm.id[:40]}...: its name has {len(arm.id)} characters, more than {MAX_ID_LENGTH}; "
                 f"give its levels shorter names (a label may be long)"
             )
         # Some file systems ignore the case of folder names.
@@ -266,42 +316,45 @@ def _check_ids(arms: Sequence[PlannedArm]) -> None:
 
 def _select(study: StudySpec, arms: list[PlannedArm], only: Sequence[str]) -> list[PlannedArm]:
     """Return the arms that the filters select, and their baselines, in the same order."""
-    kept = arms
-    named: set[str] | None = None
+    selected = arms
+    ids: set[str] | None = None  # of the arms that match a filter by name; None without such filters
     for text in only:
         name, sign, values = text.partition("=")
         if sign:
-            wanted = _levels(study, name.strip(), values.split(","))
-            kept = [arm for arm in kept if arm.levels.get(name.strip()) in wanted]
+            levels = _parse_levels(study, name.strip(), values.split(","))
+            selected = [arm for arm in selected if arm.levels.get(name.strip()) in levels]
         else:
-            named = (named or set()) | _named(arms, text)
-    kept = [arm for arm in kept if named is None or arm.id in named]
-    if not kept:
-        raise UsageError(f"--only {' '.join(only)}: selects no arm; list them with --dry-run")
-    needed = {arm.id for arm in kept} | {arm.baseline for arm in kept}
+            ids = (ids or set()) | _matching_ids(arms, text)
+    selected = [arm for arm in selected if ids is None or arm.id in ids]
+    if not selected:
+        raise UsageError(f"--only {' '.join(only)}: selects no arm; list the arms with --dry-run")
+    needed = {arm.id for arm in selected} | {arm.baseline for arm in selected}
     return [arm for arm in arms if arm.id in needed]
 
 
-def _levels(study: StudySpec, name: str, values: Sequence[str]) -> set[str]:
-    known: dict[str, dict[str, None]] = {}
+def _parse_levels(study: StudySpec, factor_name: str, values: Sequence[str]) -> set[str]:
+    """Return the levels of a filter. Raises UsageError for an unknown factor or level."""
+    known: dict[str, list[str]] = {}
     for group in study.groups:
         for factor in group.factors:
-            known.setdefault(factor.name, {}).update(dict.fromkeys(level.name for level in factor.levels))
+            known.setdefault(factor.name, []).extend(level.name for level in factor.levels)
         if group.arms:
-            known.setdefault("arm", {}).update(dict.fromkeys(arm.name for arm in group.arms))
-    if name not in known:
-        raise UsageError(f"--only {name}: unknown factor; {suggestion(name, list(known))}")
-    wanted = {value.strip() for value in values}
-    for value in sorted(wanted - set(known[name])):
-        raise UsageError(f"--only {name}={value}: unknown level; {suggestion(value, list(known[name]))}")
-    return wanted
+            known.setdefault("arm", []).extend(arm.name for arm in group.arms)
+    if factor_name not in known:
+        raise UsageError(f"--only {factor_name}: unknown factor; {suggestion(factor_name, list(known))}")
+    levels = {value.strip() for value in values}
+    for level in sorted(levels - set(known[factor_name])):
+        hint = suggestion(level, list(dict.fromkeys(known[factor_name])))
+        raise UsageError(f"--only {factor_name}={level}: unknown level; {hint}")
+    return levels
 
 
-def _named(arms: Sequence[PlannedArm], text: str) -> set[str]:
-    found = {arm.id for arm in arms if arm.group == text or fnmatch.fnmatchcase(arm.id, text)}
-    if not found:
+def _matching_ids(arms: Sequence[PlannedArm], pattern: str) -> set[str]:
+    """Return the ids of the arms that match a pattern, or are in the group of this name."""
+    ids = {arm.id for arm in arms if arm.group == pattern or fnmatch.fnmatchcase(arm.id, pattern)}
+    if not ids:
         names = [arm.id for arm in arms] + [arm.group for arm in arms]
-        near = difflib.get_close_matches(text, names, n=1)
+        near = difflib.get_close_matches(pattern, names, n=1)
         hint = f"did you mean {near[0]}?" if near else "list them with --dry-run"
-        raise UsageError(f"--only {text}: unknown arm or group; {hint}")
-    return found
+        raise UsageError(f"--only {pattern}: unknown arm or group; {hint}")
+    return ids

@@ -1,4 +1,4 @@
-"""Load a study from a preset (study/presets/*.toml) or a TOML file, with one-line errors. spec.py has the schema."""
+"""Parser of a study's TOML file, a preset (study/presets/*.toml) or the user's own. spec.py has the schema."""
 
 from collections.abc import Mapping, Sequence
 from importlib import resources
@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from deskside.study.spec.expressions import leaves
+from deskside.study.spec.expressions import leaf_paths
 from deskside.study.spec.spec import (
     DEFAULT_GROUP,
     MAX_SEEDS,
@@ -27,35 +27,35 @@ STUDY_KEYS = ("name", "question", "memory_fraction", "claims", "group")
 GROUP_KEYS = [field.alias or key for key, field in GroupSpec.model_fields.items() if key != "name"]
 
 
-def names() -> list[str]:
-    """Return the studies that ship with deskside."""
-    folder = resources.files("deskside.study").joinpath("presets")
-    return sorted(e.name.removesuffix(".toml") for e in folder.iterdir() if e.name.endswith(".toml"))
+def preset_names() -> list[str]:
+    """Return the names of the studies that ship with deskside."""
+    files = [file.name for file in resources.files("deskside.study").joinpath("presets").iterdir()]
+    return sorted(file.removesuffix(".toml") for file in files if file.endswith(".toml"))
 
 
 def load(name: str) -> StudySpec:
-    """Load a study by the name of its preset, or from a .toml file. Raises UsageError."""
+    """Load a study by the name of its preset, or from a .toml file. Raises UsageError if it is missing or invalid."""
     if name.endswith(".toml"):
         path = Path(name)
         try:
             text = path.read_text("utf-8")
         except FileNotFoundError:
-            raise UsageError(f"{name}: no such file; the presets are {', '.join(names())}") from None
+            raise UsageError(f"{name}: no such file; the presets are {', '.join(preset_names())}") from None
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"{name}: cannot be read as a TOML file: {error}") from None
         return parse(text, name, path.parent)
-    if name not in names():
-        raise UsageError(f"{name}: no such study; {suggestion(name, [*names(), 'a .toml file'])}")
+    if name not in preset_names():
+        raise UsageError(f"{name}: no such study; {suggestion(name, [*preset_names(), 'a .toml file'])}")
     text = resources.files("deskside.study").joinpath("presets", f"{name}.toml").read_text("utf-8")
     return parse(text, f"study {name}")
 
 
 def parse(text: str, label: str = "study", folder: Path = Path()) -> StudySpec:
-    """Parse the text of a study's file.
+    """Parse the text of a study's file. Raises UsageError, in one line, if it is invalid.
 
     Args:
         label: The beginning of every error message.
-        folder: Where the files that it names are looked up.
+        folder: Folder that relative paths in the file start from.
     """
     try:
         top = toml_table(text)
@@ -65,15 +65,17 @@ def parse(text: str, label: str = "study", folder: Path = Path()) -> StudySpec:
         raise UsageError(f"{label}: {key}: unknown key; {suggestion(key, [*STUDY_KEYS, *GROUP_KEYS])}")
     groups = top.get("group") or [{"name": DEFAULT_GROUP}]
     defaults = {key: value for key, value in top.items() if key in GROUP_KEYS}
-    if isinstance(groups, list):  # else the schema refuses it
-        groups = [_with_defaults(defaults, own) if isinstance(own, Mapping) else own for own in groups]
+    if isinstance(groups, list):  # otherwise the schema refuses it
+        groups = [
+            _with_defaults(defaults, group) if isinstance(group, Mapping) else group for group in groups
+        ]
     study = {key: top[key] for key in STUDY_KEYS if key in top}
     study |= {"group": groups, "grouped": bool(top.get("group")), "text": text}
     try:
         return StudySpec.model_validate(study, context={"folder": folder})
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        location = [label, *_names_of(first["loc"], study)]
+        location = [label, *_location(first["loc"], study)]
         if not study["grouped"] and len(location) > 1 and location[1] == f"group {DEFAULT_GROUP}":
             del location[1]
         message = " ".join(first["msg"].removeprefix("Value error, ").split())
@@ -87,37 +89,38 @@ def parse(text: str, label: str = "study", folder: Path = Path()) -> StudySpec:
 def with_overrides(study: StudySpec, overrides: Layer) -> StudySpec:
     """Append configuration from the command line to `set` of every group.
 
-    Raises UsageError for a key that the study sets or varies itself, where it would have no effect.
+    Raises UsageError for a key that the study's budget, seeds, factors or arms set, because it would have no effect.
     """
     if not overrides:
         return study
-    for path in leaves(overrides):
+    for path in leaf_paths(overrides):
         key = ".".join(path)
         if key in RESERVED:
-            raise UsageError(f"--{key}: a study sets it: {RESERVED[key]}")
+            raise UsageError(f"--{key}: not an option of a study: {RESERVED[key]}")
         for group in study.groups:
             for factor in group.factors:
-                if any(path in leaves(level.set) for level in factor.levels):
+                if any(path in leaf_paths(level.set) for level in factor.levels):
                     raise UsageError(
-                        f"--{key}: factor {factor.name} of the study varies it; leave it out, or edit the study's file"
+                        f"--{key}: factor {factor.name} of the study varies this key; remove the option, or edit the "
+                        f"study's file"
                     )
-            if any(path in leaves(arm.set) for arm in group.arms):
+            if any(path in leaf_paths(arm.set) for arm in group.arms):
                 raise UsageError(
-                    f"--{key}: an arm of the study sets it; leave it out, or edit the study's file"
+                    f"--{key}: an arm of the study sets this key; remove the option, or edit the study's file"
                 )
     groups = tuple(group.model_copy(update={"set": (*group.set, overrides)}) for group in study.groups)
     return study.model_copy(update={"groups": groups, "overrides": dict(overrides)})
 
 
-def budget(
+def budget_from_options(
     minutes: float | None = None, tokens: str | int | None = None, steps: int | None = None
 ) -> Budget | None:
-    """Return the budget given by command-line options, or None. Raises UsageError."""
+    """Return the budget per arm that command-line options give, or None. Raises UsageError if it is invalid."""
     given = {"minutes_per_arm": minutes, "tokens_per_arm": tokens, "steps_per_arm": steps}
     table = {key: value for key, value in given.items() if value is not None}
     if len(table) > 1:
         options = " and ".join(f"--{key.replace('_', '-')}" for key in table)
-        raise UsageError(f"{options}: an arm has one budget; give one of them")
+        raise UsageError(f"{options}: an arm has only one budget; give only one of these options")
     try:
         parsed = parse_budget(table or None)
     except ValueError as error:
@@ -127,30 +130,33 @@ def budget(
 
 
 def check_seeds(given: Any, label: str) -> int:
-    """Return the number of seeds. Raises UsageError."""
+    """Return the number of seeds. Raises UsageError, which begins with `label`, if it is invalid."""
     try:
         return TypeAdapter(SeedCount).validate_python(given)
     except ValidationError:
         raise UsageError(f"{label}: must be 1 to {MAX_SEEDS} seeds, not {given!r}") from None
 
 
-def _with_defaults(defaults: Layer, own: Layer) -> dict[str, Any]:
-    """Merge the keys of the top level into a group. Only `set` is added to rather than replaced."""
-    layers = [source["set"] for source in (defaults, own) if "set" in source]
-    return {**defaults, **own, **({"set": layers} if layers else {})}
+def _with_defaults(defaults: Layer, group: Layer) -> dict[str, Any]:
+    """Return a group with the keys of the top level as defaults. Both `set` apply, that of the group with priority."""
+    merged = {**defaults, **group}
+    layers = [table["set"] for table in (defaults, group) if "set" in table]
+    if layers:
+        merged["set"] = layers
+    return merged
 
 
-def _names_of(location: Sequence[str | int], table: Any) -> list[str]:
-    """Return the path of an error in the file, such as "factor size", "level small", "set"."""
-    found: list[str] = []
-    for key in location:
-        if isinstance(key, int) and found and found[-1] != "set":
+def _location(error_path: Sequence[str | int], table: Any) -> list[str]:
+    """Return the path of an error in the file as text, such as ["factor size", "level small", "set"]."""
+    parts: list[str] = []
+    for key in error_path:
+        if isinstance(key, int) and parts and parts[-1] != "set":
             name = table[key].get("name") if isinstance(table[key], Mapping) else None
-            found[-1] += f" {name or key + 1}"
+            parts[-1] += f" {name or key + 1}"
         elif isinstance(key, str):
-            found.append(key)
+            parts.append(key)
         try:
             table = table[key]
         except (LookupError, TypeError):
             table = None
-    return found
+    return parts

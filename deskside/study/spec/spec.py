@@ -28,9 +28,9 @@
     where = { size = "medium", gqa = "off" }
     why = "it does not fit"
 
-design = "one-at-a-time" changes one factor at a time instead of combining all; [[arm]] adds an arm by hand. Top-level
-keys are the defaults of every [[group]]; a file without groups has one group named "main". The names of configuration
-keys (`set`) are checked here, and their values when the arms are built (`expand.py`).
+With design = "one-at-a-time", one factor at a time differs from the baseline, instead of all combinations. [[arm]] adds
+an arm by hand. Top-level keys are the defaults of every [[group]]; a file without groups has one group named "main".
+The names of the configuration keys in `set` are checked here, and their values when the arms are built (`expand.py`).
 """
 
 import difflib
@@ -47,21 +47,23 @@ from deskside.config import merge, presets
 from deskside.config.base import Part
 from deskside.config.duration import Duration
 from deskside.facts.claims import claims, matching_ids
-from deskside.study.spec.expressions import leaves
+from deskside.study.spec.expressions import leaf_paths
 from deskside.utils.errors import UsageError
 
 Design = Literal["full", "one-at-a-time"]
 Layer = Mapping[str, Any]
 
-DEFAULT_GROUP = "main"  # the group of a study that names none
-EVALUATIONS = 6  # per trial, the last one at its end, so that arms can be compared at equal tokens
+DEFAULT_GROUP = "main"  # name of the only group of a file without groups
+EVALUATIONS = (
+    6  # per trial, the last one at its end; the comparison at equal tokens interpolates between them
+)
 MAX_SEEDS = 100
 BUDGETS = {"minutes_per_arm": "minutes", "tokens_per_arm": "tokens", "steps_per_arm": "steps"}
-# Configuration keys that the study sets itself: the budget gives the length, the trial gives the seed.
+# Configuration keys that a study's file must not set, with the reason.
 RESERVED = {
-    "seed": "every arm is run with several; give seeds = 3, or --seeds 3",
+    "seed": "every arm runs with several seeds; give their number as seeds = 3, or --seeds 3",
     **{
-        f"schedule.{key}": "the budget gives it; use [budget], --minutes-per-arm or --tokens-per-arm"
+        f"schedule.{key}": "the budget sets it; use [budget], --minutes-per-arm or --tokens-per-arm"
         for key in ("length", "clock", *merge.LENGTH_ALIASES)
     },
 }
@@ -69,13 +71,13 @@ RESERVED = {
 
 @dataclass(frozen=True)
 class Budget:
-    """The training time, tokens or steps of every arm of a group."""
+    """The training time, tokens or steps of every trial of a group."""
 
     length: Duration
 
     @property
-    def words(self) -> str:
-        """Return the budget as text: "30 minutes of training", "100M tokens", "400 steps"."""
+    def text(self) -> str:
+        """The budget as text: "30 minutes of training", "100M tokens", "400 steps"."""
         if self.length.unit != "seconds":
             return str(self.length)
         seconds = self.length.value
@@ -84,19 +86,20 @@ class Budget:
 
     @property
     def default_layer(self) -> dict[str, Any]:
-        """Return the evaluation interval, which a study may override.
+        """Configuration layer with the evaluation interval budget / EVALUATIONS, which a study may override.
 
-        It is the budget over EVALUATIONS, rounded up where it is an integer, so that the last evaluation is at the end.
+        Tokens and steps are rounded up, so that there are at most EVALUATIONS and the last one is at the end.
         """
         unit, value = self.length.unit, self.length.value
-        every = (
-            max(1e-3, round(value / EVALUATIONS, 3)) if unit == "seconds" else -(-int(value) // EVALUATIONS)
-        )
-        return {"evaluate": {"every": str(Duration(every, unit))}}
+        if unit == "seconds":
+            interval = max(1e-3, round(value / EVALUATIONS, 3))
+        else:
+            interval = math.ceil(int(value) / EVALUATIONS)
+        return {"evaluate": {"every": str(Duration(interval, unit))}}
 
     @property
     def layer(self) -> dict[str, Any]:
-        """Return the run's length, and for a time budget a clock that excludes compilation and evaluation."""
+        """Configuration layer with the run's length; a time budget counts training, not compilation or evaluation."""
         schedule = {"length": str(self.length)}
         if self.length.unit == "seconds":
             schedule["clock"] = "training"
@@ -104,7 +107,10 @@ class Budget:
 
 
 def parse_budget(given: object) -> object:
-    """Parse {"minutes_per_arm": 30}, {"tokens_per_arm": "100M"} or {"steps_per_arm": 400}. Raises ValueError."""
+    """Parse {"minutes_per_arm": 30}, {"tokens_per_arm": "100M"} or {"steps_per_arm": 400} into a Budget.
+
+    None and a Budget are returned unchanged. Raises ValueError for anything else.
+    """
     if given is None or isinstance(given, Budget):
         return given
     if not isinstance(given, Mapping) or len(given) != 1 or not given.keys() <= BUDGETS.keys():
@@ -126,7 +132,7 @@ def parse_budget(given: object) -> object:
 
 
 def suggestion(given: str, known: Collection[str]) -> str:
-    """Return "did you mean X?", or the known names when none is close."""
+    """Return "did you mean X?", or "use one of ..." if no known name is similar."""
     near = difflib.get_close_matches(given, list(known), n=1)
     return f"did you mean {near[0]}?" if near else f"use one of {', '.join(known) or '(none)'}"
 
@@ -145,15 +151,15 @@ def _check_unique(names: Iterable[str], kind: str) -> None:
 
 
 def _check_set(layer: Layer) -> Layer:
-    """Refuse configuration keys that are unknown, or that the study sets itself."""
+    """Refuse configuration keys that are unknown or reserved."""
     known = _configuration_keys()
-    for path in leaves(layer):
+    for path in leaf_paths(layer):
         key = ".".join(path)
         if key in RESERVED:
-            raise ValueError(f"{key}: a study sets it: {RESERVED[key]}")
-        below = [other for other in known if other[: len(path)] == path and other != path]
-        if below:
-            raise ValueError(f"{key}: is a table of options, such as {'.'.join(min(below))}")
+            raise ValueError(f"{key}: must not be in `set`: {RESERVED[key]}")
+        options = [other for other in known if other[: len(path)] == path and other != path]
+        if options:
+            raise ValueError(f"{key}: is a table; set one of its options, such as {'.'.join(min(options))}")
         if path not in known:
             raise ValueError(str(merge.unknown_key(key)))
     return layer
@@ -165,14 +171,14 @@ def _configuration_keys() -> frozenset[tuple[str, ...]]:
 
 
 def _check_preset(name: str, info: ValidationInfo) -> str:
-    """Resolve a .toml path against the folder of the study's file, and load the preset once to check it."""
+    """Resolve a .toml path relative to the folder of the study's file, and check that the preset can be loaded."""
     folder = (info.context or {}).get("folder", Path())
-    found = str(folder / name) if name.endswith(".toml") else name
+    preset = str(folder / name) if name.endswith(".toml") else name
     try:
-        presets.for_pretraining(found)
+        presets.for_pretraining(preset)
     except UsageError as error:
         raise ValueError(str(error)) from None
-    return found
+    return preset
 
 
 def _check_claims(patterns: tuple[str, ...]) -> tuple[str, ...]:
@@ -196,7 +202,7 @@ SeedCount = Annotated[int, Field(ge=1, le=MAX_SEEDS, strict=True)]
 
 
 class SpecPart(Part):
-    """The base of the models below. Refuses unknown keys; accepts field names as well as aliases."""
+    """The base of the models below, which refuse unknown keys and accept field names as well as aliases."""
 
     model_config = ConfigDict(populate_by_name=True)
 
@@ -206,8 +212,8 @@ class SpecPart(Part):
         if isinstance(data, Mapping):
             known = {name for key, field in cls.model_fields.items() for name in (field.alias or key, key)}
             for key in data.keys() - known:
-                shown = [field.alias or name for name, field in cls.model_fields.items()]
-                raise ValueError(f"{key}: unknown key; {suggestion(key, shown)}")
+                aliases = [field.alias or name for name, field in cls.model_fields.items()]
+                raise ValueError(f"{key}: unknown key; {suggestion(key, aliases)}")
         return data
 
 
@@ -230,14 +236,16 @@ class FactorSpec(SpecPart):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if len(self.levels) < 2:
-            raise ValueError("a factor needs two levels or more; put what all arms share into [set]")
+            raise ValueError(
+                "a factor needs two or more levels; a key that is the same in all arms belongs in [set]"
+            )
         _check_unique((level.name for level in self.levels), "level")
         label = self.label or self.name.replace("_", " ")
         labelled = tuple(
             level if level.label else level.model_copy(update={"label": f"{label} {level.name}"})
             for level in self.levels
         )
-        object.__setattr__(self, "label", label)
+        object.__setattr__(self, "label", label)  # the model is frozen
         object.__setattr__(self, "levels", labelled)
         return self
 
@@ -247,7 +255,7 @@ class FactorSpec(SpecPart):
 
 
 class ArmSpec(SpecPart):
-    """An arm written by hand: the baseline's levels except for `levels`, and `set` on top."""
+    """An arm written by hand: the baseline with other `levels` and additional configuration `set`."""
 
     name: FolderName
     label: str = ""
@@ -261,21 +269,29 @@ class ArmSpec(SpecPart):
 
 
 class Exclusion(SpecPart):
-    """Combinations that are not run. where: factor -> levels."""
+    """Combinations that are not run.
+
+    Attributes:
+        where: Factor -> levels. A combination is excluded if it has one of the levels of every factor.
+        why: The reason, for the output.
+    """
 
     where: dict[str, Annotated[tuple[str, ...], BeforeValidator(_as_list)]] = Field(min_length=1)
     why: str
 
     def covers(self, levels: Mapping[str, str]) -> bool:
-        """Return whether an arm with these levels is excluded."""
+        """Return True if a combination of these levels is excluded. levels: factor -> level."""
         return all(levels.get(factor) in names for factor, names in self.where.items())
 
 
 class GroupSpec(SpecPart):
-    """One sub-matrix with its own base configuration and budget.
+    """A set of arms with the same base configuration, budget and factors.
 
-    set: layers of configuration for every arm, lowest first. within: factors whose levels each have a baseline of
-    their own. baseline: the baseline's level of every other factor, by default the first.
+    Attributes:
+        base: Preset or .toml file of the base configuration.
+        within: Factors of which every level has a baseline of its own.
+        baseline: The baseline's level of every other factor, by default the first.
+        set: Configuration layers for every arm, lowest priority first.
     """
 
     name: LevelName
@@ -303,6 +319,7 @@ class GroupSpec(SpecPart):
         chosen_levels: list[tuple[str, Iterable[tuple[str, str]]]] = [("baseline", self.baseline.items())]
         chosen_levels += [(f"arm {arm.name}: levels", arm.levels.items()) for arm in self.arms]
         for number, exclusion in enumerate(self.exclusions, 1):
+            # An empty list of levels is checked as the level "", which is unknown.
             pairs = {(factor, name) for factor, names in exclusion.where.items() for name in names or ("",)}
             chosen_levels.append((f"exclude {number}: where", pairs))
         for where, levels in chosen_levels:
@@ -311,18 +328,27 @@ class GroupSpec(SpecPart):
                 _check_known(name, by_name[factor], "level", f"{where}: {factor}")
         for factor in self.baseline.keys() & set(self.within):
             raise ValueError(
-                f"baseline: {factor} has no effect: each level of a factor in `within` has its own baseline"
+                f"baseline: {factor} has no effect, because each level of a factor in `within` has its own baseline; "
+                f"remove it"
             )
-        baseline = {name: self.baseline.get(name, levels[0]) for name, levels in by_name.items()}
-        object.__setattr__(self, "baseline", {k: v for k, v in baseline.items() if k not in self.within})
+        baseline = {
+            factor: self.baseline.get(factor, names[0])
+            for factor, names in by_name.items()
+            if factor not in self.within
+        }
+        object.__setattr__(self, "baseline", baseline)  # the model is frozen
         return self
 
 
 class StudySpec(SpecPart):
     """A whole study.
 
-    claims: ids of facts/claims.toml, with * and ?. grouped: whether the file names groups. text: the file.
-    overrides: configuration from the command line, which is also the last layer of every group's `set`.
+    Attributes:
+        memory_fraction: Share of the GPU memory that a trial may use.
+        claims: Ids in facts/claims.toml, with * and ?, that the study judges.
+        grouped: True if the file has [[group]] entries.
+        text: The text of the file.
+        overrides: Configuration from the command line, which is also the last layer of every group's `set`.
     """
 
     name: FolderName

@@ -25,7 +25,7 @@ def shown(name: str, machine: LocalMachine, devices: int = 1) -> str:
     return out.getvalue()
 
 
-@pytest.mark.parametrize("name", parse_spec.names())
+@pytest.mark.parametrize("name", parse_spec.preset_names())
 def test_everything_is_there_within_80_columns(name: str) -> None:
     text = shown(name, CARD)
     assert max(len(line) for line in text.splitlines()) <= 80

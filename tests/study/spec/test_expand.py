@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from deskside.config import merge, presets
 from deskside.config.duration import Duration
-from deskside.study.spec.expand import PlannedArm, expand, trials
+from deskside.study.spec.expand import PlannedArm, expand, ordered_trials
 from deskside.study.spec.parse_spec import load, parse
 from deskside.study.spec.spec import ArmSpec, Budget, Exclusion, FactorSpec, GroupSpec, LevelSpec, StudySpec
 from deskside.utils.errors import UsageError
@@ -105,31 +105,31 @@ def test_counts_baselines_and_ids(study: StudySpec) -> None:
 @given(studies())
 def test_the_order_is_a_permutation_in_blocks(study: StudySpec) -> None:
     found = expand(study)
-    order = trials(found.arms, found.seeds, study.name)
+    order = ordered_trials(found.arms, found.seeds, study.name)
     seeds = study.groups[0].seeds
     assert Counter((arm.id, seed) for arm, seed in order) == Counter(
         (arm.id, seed) for arm in found.arms for seed in range(1, seeds + 1)
     )
     assert [seed for _, seed in order] == sorted(seed for _, seed in order)
-    assert order == trials(list(reversed(found.arms)), found.seeds, study.name)
+    assert order == ordered_trials(list(reversed(found.arms)), found.seeds, study.name)
     # Leaving arms out does not change the order of the rest.
     some = found.arms[::2]
-    assert [(a, s) for a, s in order if a in some] == trials(some, found.seeds, study.name)
+    assert [(a, s) for a, s in order if a in some] == ordered_trials(some, found.seeds, study.name)
 
 
 def test_the_order_differs_by_seed_and_by_study() -> None:
     found = expand(load("matrix16"), seeds=5)
     assert found.seeds == {"main": 5}
-    order = trials(found.arms, found.seeds, "a")
+    order = ordered_trials(found.arms, found.seeds, "a")
     blocks = [[arm.id for arm, seed in order if seed == block] for block in range(1, 6)]
     assert len({tuple(block) for block in blocks}) == 5
-    assert order != trials(found.arms, found.seeds, "b")
+    assert order != ordered_trials(found.arms, found.seeds, "b")
 
 
 def test_no_place_in_the_block_is_an_arms_own() -> None:
     """Over many seeds every arm stands in the first half about half of the time."""
     arms = expand(load("matrix16")).arms
-    order = trials(arms, {"main": 400}, "fair")
+    order = ordered_trials(arms, {"main": 400}, "fair")
     place = Counter(arm.id for position, (arm, _) in enumerate(order) if position % 16 < 8)
     assert all(abs(place[arm.id] - 200) < 50 for arm in arms)  # five standard deviations
 
@@ -275,7 +275,7 @@ def test_a_level_may_change_the_alternative() -> None:
         (
             '= model.num_attention_heads"',
             '= model.num_attention_heads / 3"',
-            "arm depth_4-heads_mha: .* does not divide",
+            "arm depth_4-heads_mha: .* is not divisible",
         ),
         ('budget.tokens_per_arm = "1M"', "", "x: it has no budget"),
         ('name = "wide"', 'name = "depth_4-heads_gqa"', "two arms are called depth_4-heads_gqa"),

@@ -65,8 +65,8 @@ def test_the_given_layers_stay_as_they_were() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("= model.num_attention_heads / 5", "is 12, which 5 does not divide"),
-        ("= model.num_attention_heads / 0", "which 0 does not divide"),
+        ("= model.num_attention_heads / 5", "is 12, which is not divisible by 5"),
+        ("= model.num_attention_heads / 0", "which is not divisible by 0"),
         ("= model.num_attention_head", "there is no such option; did you mean model.num_attention_heads"),
         ("= model.num_attention_heads + 1", "cannot be computed; write"),
         ("= 4", "cannot be computed; write"),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from deskside.config.duration import Duration
 from deskside.study.spec import parse_spec
 from deskside.study.spec.expand import expand
-from deskside.study.spec.parse_spec import budget, load, parse, with_overrides
+from deskside.study.spec.parse_spec import budget_from_options, load, parse, with_overrides
 from deskside.study.spec.spec import Budget
 from deskside.utils.errors import UsageError
 
@@ -110,7 +110,10 @@ def test_groups_take_what_they_do_not_say_from_the_top() -> None:
         (("minutes_per_arm = 30", 'tokens_per_arm = "3h"'), "tokens_per_arm: "),
         (("minutes_per_arm = 30", "steps_per_arm = 1.5"), "steps_per_arm: "),
         (("batch.tokens = 65536", "batch.token = 65536"), "set: batch.token: "),
-        (("batch.tokens = 65536", "model = 3"), "set: model: is a table of options, such as model."),
+        (
+            ("batch.tokens = 65536", "model = 3"),
+            "set: model: is a table; set one of its options, such as model.",
+        ),
         (("batch.tokens = 65536", "seed = 3"), "set: seed: "),
         (("batch.tokens = 65536", "schedule.steps = 3"), "set: schedule.steps: "),
         (("intermediate_size", "intermediat_size"), "arm wide: set: model.intermediat_size: "),
@@ -173,11 +176,14 @@ def test_overrides_end_the_set_of_every_group() -> None:
     [
         (
             {"model": {"num_key_value_heads": "2"}},
-            "--model.num_key_value_heads: factor gqa of the study varies it",
+            "--model.num_key_value_heads: factor gqa of the study varies this key",
         ),
-        ({"model": {"intermediate_size": "2"}}, "--model.intermediate_size: an arm of the study sets it"),
-        ({"schedule": {"steps": "2"}}, "--schedule.steps: a study sets it"),
-        ({"seed": "2"}, "--seed: a study sets it"),
+        (
+            {"model": {"intermediate_size": "2"}},
+            "--model.intermediate_size: an arm of the study sets this key",
+        ),
+        ({"schedule": {"steps": "2"}}, "--schedule.steps: not an option of a study"),
+        ({"seed": "2"}, "--seed: not an option of a study"),
     ],
 )
 def test_overrides_without_effect_are_refused(given: dict[str, object], message: str) -> None:
@@ -186,13 +192,17 @@ def test_overrides_without_effect_are_refused(given: dict[str, object], message:
 
 
 def test_budgets_of_the_command_line() -> None:
-    assert budget() is None
-    assert budget(minutes=0.5) == Budget(Duration(30, "seconds"))
-    assert budget(tokens="2M") == budget(tokens=2_000_000) == Budget(Duration(2_000_000, "tokens"))
+    assert budget_from_options() is None
+    assert budget_from_options(minutes=0.5) == Budget(Duration(30, "seconds"))
+    assert (
+        budget_from_options(tokens="2M")
+        == budget_from_options(tokens=2_000_000)
+        == Budget(Duration(2_000_000, "tokens"))
+    )
     with pytest.raises(UsageError, match="--minutes-per-arm and --tokens-per-arm"):
-        budget(minutes=1, tokens="3M")
+        budget_from_options(minutes=1, tokens="3M")
     with pytest.raises(UsageError, match="tokens_per_arm"):
-        budget(tokens="many")
+        budget_from_options(tokens="many")
 
 
 @pytest.mark.parametrize(
@@ -208,12 +218,12 @@ def test_budgets_of_the_command_line() -> None:
 )
 def test_a_budget_in_words_and_its_evaluations(given: Duration, words: str, every: str) -> None:
     found = Budget(given)
-    assert found.words == words
+    assert found.text == words
     assert found.default_layer == {"evaluate": {"every": every}}
 
 
 def test_the_presets() -> None:
-    assert set(parse_spec.names()) >= {"matrix16", "architecture", "precision", "optimizer", "batch"}
+    assert set(parse_spec.preset_names()) >= {"matrix16", "architecture", "precision", "optimizer", "batch"}
 
 
 def toml(value: object) -> str:
