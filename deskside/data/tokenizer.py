@@ -1,11 +1,12 @@
-"""Byte-level byte-pair encoding: training, loading, and the bytes of text of each token.
+"""Byte-level byte-pair encoding (BPE): training, loading, and the bytes of text of each token.
 
-The text is split into words first, and merges never cross words. The split pattern is that of Qwen3.5's published
-tokenizer, for three reasons: combining marks (`\\p{M}`) stay with their letters, otherwise every Indic word breaks
-at each vowel sign; every digit is a separate token, with which small models learn arithmetic best; and llama.cpp
-knows the pattern by name (`qwen35`), so a GGUF export splits text exactly as training did.
+Text is first split into words, and merges never cross words. The split pattern is that of Qwen3.5's published
+tokenizer, for three reasons. Combining marks (`\\p{M}`) stay with their letters; otherwise every Indic word would be
+split at each vowel sign. Every digit is a separate token, with which small models learn arithmetic best. And llama.cpp
+knows the pattern by name (`qwen35`), so an exported GGUF file splits text exactly as training did.
 
-There is no normalizer: tokens decode to exactly the bytes of the text, so bits per byte are exact.
+Tokenizers trained here have no normalizer, so tokens decode to exactly the bytes of the text, and bits per byte are
+exact.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 END_OF_TEXT = "<|endoftext|>"
 CHAT_TOKENS = ("<|im_start|>", "<|im_end|>")
 SPECIAL_TOKENS = (END_OF_TEXT, *CHAT_TOKENS)
-GGUF_PRE_TOKENIZER = "qwen35"  # llama.cpp's name of SPLIT_PATTERN
+GGUF_PRE_TOKENIZER = "qwen35"  # llama.cpp's name for SPLIT_PATTERN
 SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
     r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+"
@@ -39,16 +40,16 @@ SPLIT_PATTERN = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 MIN_VOCAB = 256 + len(SPECIAL_TOKENS)
-MAX_VOCAB = 1 << 20  # four times the largest that is published
+MAX_VOCAB = 1 << 20  # four times the largest vocabulary of published tokenizers
 
-# The token between documents, by the names that published tokenizers give it, most specific first.
+# Names of the token between documents in published tokenizers, the most specific first.
 _END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
 
 
 def train(texts: Iterable[str], vocab_size: int, *, progress: bool = False) -> Tokenizer:
-    """Train on `texts`. A small corpus may have fewer merges than requested; the result's size tells how many.
+    """Train a tokenizer on `texts`. A small corpus may give fewer tokens than `vocab_size`.
 
-    Raises UsageError if vocab_size has no room for the 256 bytes and the special tokens.
+    Raises UsageError if `vocab_size` is too small for the 256 bytes and the special tokens, or too large.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -73,20 +74,19 @@ def train(texts: Iterable[str], vocab_size: int, *, progress: bool = False) -> T
 
 
 def check_size(vocab_size: int) -> None:
-    """Raise UsageError for a size that cannot be trained. Far above the limit `tokenizers` would abort the process."""
+    """Raise UsageError for an invalid size. A far larger size than MAX_VOCAB would make `tokenizers` abort the process."""
     if not MIN_VOCAB <= vocab_size <= MAX_VOCAB:
         raise UsageError(
-            f"--vocab-size {vocab_size}: at least {MIN_VOCAB} (256 bytes and {len(SPECIAL_TOKENS)} special tokens) "
-            f"and at most {MAX_VOCAB}."
+            f"--vocab-size {vocab_size}: give at least {MIN_VOCAB} (256 bytes and {len(SPECIAL_TOKENS)} special tokens)
+            " f"and at most {MAX_VOCAB}."
         )
 
 
 def load(path: str | Path) -> Tokenizer:
-    """Load a `tokenizer.json`, or the one in a directory (prepared data, or a Hugging Face model's).
+    """Load a tokenizer.json, or the one in a directory (of prepared data or a Hugging Face model).
 
-    Text that spells a special token is encoded as ordinary text, so that data cannot forge a document's end.
-
-    Raises: UsageError: no such file. RunError: the file is damaged, or not a tokenizers file.
+    The tokenizer encodes text that spells a special token as ordinary text, so that data cannot forge the end of a
+    document. Raises UsageError if there is no such file, and RunError if it is not a valid tokenizer.
     """
     from tokenizers import Tokenizer
 
@@ -99,7 +99,7 @@ def load(path: str | Path) -> Tokenizer:
         tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
     except UnicodeDecodeError:
         raise RunError(f"{file}: not a tokenizers file (not UTF-8).") from None
-    except Exception as error:  # (tokenizers raises Exception itself, and nothing narrower)
+    except Exception as error:  # tokenizers raises Exception itself, not a subclass
         if type(error) is not Exception:
             raise
         raise RunError(f"{file}: not a tokenizers file ({str(error)[:100]}).") from error
@@ -108,9 +108,10 @@ def load(path: str | Path) -> Tokenizer:
 
 
 def end_of_text(tokenizer: Tokenizer, directory: str | Path | None = None) -> tuple[str, int]:
-    """Return the token between documents, and its id. directory: may hold a tokenizer_config.json that names it.
+    """Return the end-of-text token, which separates documents, and its id.
 
-    Raises: UsageError: none of the known names is in the vocabulary. RunError: tokenizer_config.json is damaged.
+    directory: a folder whose tokenizer_config.json may name the token. Raises UsageError if the vocabulary has none of
+    the known names, and RunError if tokenizer_config.json is damaged.
     """
     names = list(_END_NAMES)
     config = Path(directory) / "tokenizer_config.json" if directory is not None else None
@@ -121,74 +122,77 @@ def end_of_text(tokenizer: Tokenizer, directory: str | Path | None = None) -> tu
             raise RunError(f"{config}: cannot be read as JSON ({error}).") from None
         if not isinstance(settings, dict):
             raise RunError(f"{config}: does not hold a JSON object.")
-        named = settings.get("eos_token")
-        named = named.get("content") if isinstance(named, dict) else named
-        if isinstance(named, str):
-            names.append(named)
+        eos_token = settings.get("eos_token")
+        if isinstance(eos_token, dict):
+            eos_token = eos_token.get("content")
+        if isinstance(eos_token, str):
+            names.append(eos_token)
     for name in names:
-        token = tokenizer.token_to_id(name)
-        if token is not None:
-            return name, token
+        token_id = tokenizer.token_to_id(name)
+        if token_id is not None:
+            return name, token_id
     raise UsageError(
         f"the tokenizer has no end-of-text token. Looked for {', '.join(names)}; add one, or train a new tokenizer."
     )
 
 
 def save(tokenizer: Tokenizer, directory: Path) -> None:
-    """Write tokenizer.json and tokenizer_config.json for AutoTokenizer.from_pretrained(directory)."""
+    """Write tokenizer.json and tokenizer_config.json, as AutoTokenizer.from_pretrained reads them."""
     directory.mkdir(parents=True, exist_ok=True)
     # Not tokenizer.save: it reports a full disk as a bare Exception.
     (directory / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     write_config(directory, default_config(end_of_text(tokenizer)[0]))
 
 
-def default_config(end: str) -> dict[str, Any]:
+def default_config(eos: str) -> dict[str, Any]:
     """Return the content of tokenizer_config.json for a tokenizer with this end-of-text token."""
-    names = dict.fromkeys(("bos_token", "eos_token", "pad_token"), end)
+    names = dict.fromkeys(("bos_token", "eos_token", "pad_token"), eos)
     return {"tokenizer_class": "PreTrainedTokenizerFast", **names, "clean_up_tokenization_spaces": False}
 
 
 def write_config(directory: Path, config: dict[str, Any]) -> None:
+    """Write tokenizer_config.json."""
     text = json.dumps(config, indent=2) + "\n"
     (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")
 
 
 def load_for_data(source: str | Path) -> tuple[Tokenizer, str]:
-    """Return a tokenizer that data can be prepared with, and its end-of-text token.
+    """Load a tokenizer that data can be prepared with, and return it with its end-of-text token.
 
     Raises as `load`, `end_of_text` and `token_bytes`.
     """
     file = Path(source).expanduser()
     tokenizer = load(file)
-    end, _ = end_of_text(tokenizer, file if file.is_dir() else file.parent)
-    token_bytes(tokenizer)
-    return tokenizer, end
+    eos, _ = end_of_text(tokenizer, file if file.is_dir() else file.parent)
+    token_bytes(tokenizer)  # raises if it is not byte-level BPE
+    return tokenizer, eos
 
 
 def copy(source: str | Path, directory: Path) -> None:
     """Copy an existing tokenizer with its tokenizer_config.json, if any. Raises as `load_for_data`."""
     file = Path(source).expanduser()
     folder = file if file.is_dir() else file.parent
-    _, end = load_for_data(file)
+    _, eos = load_for_data(file)
     directory.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(folder / "tokenizer.json" if file.is_dir() else file, directory / "tokenizer.json")
     config = folder / "tokenizer_config.json"
     if config.is_file():
         shutil.copyfile(config, directory / "tokenizer_config.json")
     else:
-        write_config(directory, default_config(end))
+        write_config(directory, default_config(eos))
 
 
 def token_bytes(tokenizer: Tokenizer) -> NDArray[np.uint32]:
-    """Return the bytes of text per token, shape [vocab]; 0 for special tokens.
+    """Return the number of bytes of text of each token, shape [vocab]; 0 for special tokens.
 
-    In byte-level BPE each character of a token's written form stands for one byte, even if the token is part of a
-    UTF-8 character. So sums over the tokens of a text are exact. Raises UsageError for other tokenizers.
+    In byte-level BPE, each character of a token's name in the vocabulary stands for one byte, even if the token is only
+    part of a UTF-8 character. So sums over the tokens of a text are exact. Raises UsageError for other tokenizers.
     """
     spec = json_value(tokenizer.to_str())
-    if not _mentions_byte_level(spec.get("pre_tokenizer")) or (spec.get("model") or {}).get("type") != "BPE":
+    if not _is_byte_level(spec.get("pre_tokenizer")) or (spec.get("model") or {}).get("type") != "BPE":
         raise UsageError(
-            "the tokenizer is not byte-level BPE, so its bytes per token are not known. Train a new one."
+            "the tokenizer is not byte-level BPE, so its bytes per token are not known. Train a new tokenizer, or "
+            "give one of byte-level BPE."
         )
     vocab = tokenizer.get_vocab(with_added_tokens=True)
     lengths = np.zeros(max(vocab.values()) + 1, dtype=np.uint32)
@@ -200,16 +204,16 @@ def token_bytes(tokenizer: Tokenizer) -> NDArray[np.uint32]:
 
 
 def token_texts(tokenizer: Tokenizer) -> list[bytes]:
-    """Return the bytes that each token of a byte-level tokenizer stands for, b"" for special tokens."""
+    """Return the text of each token of a byte-level BPE tokenizer as bytes, b"" for special tokens."""
     spec = json_value(tokenizer.to_str())
     added = {
         token["id"]: b"" if token["special"] else token["content"].encode("utf-8")
         for token in spec.get("added_tokens", [])
     }
-    # Byte-level BPE writes a printable byte of Latin-1 as itself, and the others as the characters from 256 on.
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [b for b in range(256) if b not in plain]
-    byte_of = {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(others)}
+    # Byte-level BPE names a printable byte of Latin-1 by its character, and the others by the characters from 256 on.
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in printable]
+    byte_of = {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
     vocab = tokenizer.get_vocab(with_added_tokens=True)
     texts = [b""] * (max(vocab.values()) + 1)
     for token, index in vocab.items():
@@ -218,11 +222,11 @@ def token_texts(tokenizer: Tokenizer) -> list[bytes]:
 
 
 def max_bytes_per_token(tokenizer: Tokenizer) -> int | None:
-    """Return the maximum bytes of text of one token, or None if no bound is known.
+    """Return the maximum number of bytes of text of one token, or None if no bound is known.
 
-    So a text of n bytes has at least n / max_bytes_per_token tokens. This holds for BPE without unknown tokens whose
-    pre-tokenizer and normalizer drop nothing. NFC reduces a text to a third of its bytes at most (Hangul syllables
-    of three Jamo, U+1FEF).
+    A text of n bytes has at least n / max_bytes_per_token tokens. A bound is known for BPE without unknown tokens whose
+    pre-tokenizer and normalizer remove nothing. The normalizer NFC shortens a text at most to a third of its bytes
+    (Hangul syllables of three Jamo, U+1FEF).
     """
     from tokenizers import pre_tokenizers
 
@@ -231,85 +235,83 @@ def max_bytes_per_token(tokenizer: Tokenizer) -> int | None:
     vocab = model.get("vocab")
     if model.get("type") != "BPE" or not isinstance(vocab, dict):
         return None
-    byte_level = _mentions_byte_level(spec.get("pre_tokenizer"))
+    byte_level = _is_byte_level(spec.get("pre_tokenizer"))
     needed = pre_tokenizers.ByteLevel.alphabet() if byte_level else [f"<0x{byte:02X}>" for byte in range(256)]
     complete = (byte_level or model.get("byte_fallback")) and all(piece in vocab for piece in needed)
-    shrinks = _shrinks(spec.get("normalizer"))
+    shrinkage = _max_shrinkage(spec.get("normalizer"))
     added = spec.get("added_tokens", [])
-    swallows = any(token.get("lstrip") or token.get("rstrip") for token in added)  # white space around them
-    if not complete or shrinks is None or swallows or not _keeps_all(spec.get("pre_tokenizer")):
+    strips = any(
+        token.get("lstrip") or token.get("rstrip") for token in added
+    )  # white space around added tokens
+    if not complete or shrinkage is None or strips or not _keeps_all(spec.get("pre_tokenizer")):
         return None
-    # In byte-level BPE each character of a token's written form stands for one byte.
+    # In byte-level BPE, each character of a token's name stands for one byte.
     lengths = [len(token) if byte_level else len(token.encode()) for token in vocab]
-    return shrinks * max([*lengths, *(len(token["content"].encode()) for token in added)])
+    return shrinkage * max([*lengths, *(len(token["content"].encode()) for token in added)])
 
 
-def _shrinks(normalizer: Any) -> int | None:
-    """Return how many times shorter, in bytes, a normalizer can make a text, or None if no bound is known."""
+def _max_shrinkage(normalizer: Any) -> int | None:
+    """Return the factor by which a normalizer can shorten a text in bytes, or None if no bound is known."""
     if normalizer is None:
         return 1
     kind = normalizer.get("type")
     if kind == "Sequence":
-        factors = [_shrinks(part) for part in normalizer.get("normalizers", [])]
+        factors = [_max_shrinkage(part) for part in normalizer.get("normalizers", [])]
         return None if None in factors else math.prod(factor or 1 for factor in factors)
     if kind == "Replace":
-        pattern = normalizer.get("pattern", {}).get("String")
-        grows = isinstance(pattern, str) and len(normalizer.get("content", "").encode()) >= len(
-            pattern.encode()
-        )
-        return 1 if grows else None
+        pattern, content = normalizer.get("pattern", {}).get("String"), normalizer.get("content", "")
+        keeps_length = isinstance(pattern, str) and len(content.encode()) >= len(pattern.encode())
+        return 1 if keeps_length else None
     return {"NFC": 3, "Prepend": 1}.get(kind)
 
 
 def _keeps_all(pre_tokenizer: Any) -> bool:
-    """Return whether a pre-tokenizer keeps the whole text."""
+    """Return True if a pre-tokenizer keeps the whole text."""
     if pre_tokenizer is None:
         return True
     kind = pre_tokenizer.get("type")
     if kind == "Sequence":
         return all(_keeps_all(part) for part in pre_tokenizer.get("pretokenizers", []))
-    return kind in ("ByteLevel", "Digits", "Metaspace") or (
-        kind == "Split" and pre_tokenizer.get("behavior") != "Removed"
-    )
+    if kind == "Split":
+        return bool(pre_tokenizer.get("behavior") != "Removed")
+    return kind in ("ByteLevel", "Digits", "Metaspace")
 
 
-def _mentions_byte_level(part: Any) -> bool:
-    if not isinstance(part, dict):
+def _is_byte_level(pre_tokenizer: Any) -> bool:
+    """Return True if a pre-tokenizer is ByteLevel or a sequence that contains it."""
+    if not isinstance(pre_tokenizer, dict):
         return False
-    return part.get("type") == "ByteLevel" or any(
-        _mentions_byte_level(p) for p in part.get("pretokenizers", [])
-    )
+    if pre_tokenizer.get("type") == "ByteLevel":
+        return True
+    return any(_is_byte_level(part) for part in pre_tokenizer.get("pretokenizers", []))
 
 
 def encode(tokenizer: Tokenizer, text: str | bytes, dtype: Any = np.uint32) -> NDArray[Any]:
-    """Return the token ids of a text (or of its UTF-8), shape [tokens], without special tokens.
+    """Return the token ids of a text (`str` or UTF-8), shape [tokens]. No special tokens are added.
 
-    Long texts are encoded piece by piece, with the same result (see `spans`): the encoder's memory is a large multiple
-    of the text.
+    Long texts are encoded piece by piece with the same result (see `spans`), because the encoder needs many times the
+    memory of the text.
     """
     data = text.encode("utf-8") if isinstance(text, str) else text
-    found = [
-        np.array(
-            tokenizer.encode_batch_fast([data[a:b].decode("utf-8")], add_special_tokens=False)[0].ids,
-            dtype=dtype,
-        )
-        for a, b in spans(data)
-    ]
-    return np.concatenate(found)
+    pieces = []
+    for start, end in spans(data):
+        encoding = tokenizer.encode_batch_fast([data[start:end].decode("utf-8")], add_special_tokens=False)[0]
+        pieces.append(np.array(encoding.ids, dtype=dtype))
+    return np.concatenate(pieces)
 
 
 def spans(data: bytes, limit: int = 1 << 16) -> Iterator[tuple[int, int]]:
-    """Cut the UTF-8 of a text into spans of about `limit` bytes, between which every split pattern begins a new word.
+    """Cut the UTF-8 of a text into spans of about `limit` bytes that have the same tokens as the whole text.
 
-    A cut is before a single space, or after a single newline, that has no white space before it and a letter after it.
-    The patterns of the published byte-level tokenizers and SPLIT_PATTERN all begin a word there, and none of them looks
-    behind, so the pieces together have the tokens of the whole. Where 16 limits of text have no such place it is cut
-    between two characters: it stays the same text, and one token may differ.
+    A cut is before a single space, or after a single newline, with a letter after it and no white space before it. The
+    patterns of published byte-level tokenizers and SPLIT_PATTERN all begin a word there, and none of them looks behind,
+    so the tokens do not change. If there is no such place within 16 times `limit` bytes, the cut is between two
+    characters, and the tokens at the cut may differ.
     """
     start = 0
     while len(data) - start > 2 * limit:
         end = min(len(data), start + 16 * limit)
-        cut = next(_cuts(data, start + limit, end), None)
+        cut = next(_word_starts(data, start + limit, end), None)
         if cut is None:
             cut = end
             while cut < len(data) and data[cut] & 0xC0 == 0x80:
@@ -323,9 +325,9 @@ def spans(data: bytes, limit: int = 1 << 16) -> Iterator[tuple[int, int]]:
 _SPACE = re.compile(rb"[ \n]")
 
 
-def _cuts(data: bytes, start: int, end: int) -> Iterator[int]:
+def _word_starts(data: bytes, start: int, end: int) -> Iterator[int]:
     """Yield the places from `start` to `end` where a word begins in every split pattern."""
-    for match in _SPACE.finditer(data, start, end - 4):
+    for match in _SPACE.finditer(data, start, end - 4):  # a UTF-8 character has at most 4 bytes
         at = match.start()
         before = data[max(0, at - 4) : at].decode("utf-8", "ignore")[-1:]
         after = data[at + 1 : at + 5].decode("utf-8", "ignore")[:1]

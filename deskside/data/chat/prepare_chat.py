@@ -27,7 +27,7 @@ import xxhash
 from deskside.data import tokenizer as bpe
 from deskside.data.chat.chat_template import ChatTemplate, TokenizedConversation, Turns
 from deskside.data.chat.renderer import ROW_FIELDS, TEMPLATE, NotRendered, checked_messages, refuse_row_fields
-from deskside.data.corpus.analyze import note_tag
+from deskside.data.corpus.analyze import add_tag
 from deskside.data.corpus.heldout import is_validation
 from deskside.data.corpus.prepare import summarize_split
 from deskside.data.corpus.process_pool import map_in_order
@@ -159,7 +159,7 @@ class _Maker:
         self.template = ChatTemplate(out)
         tokenizer = bpe.load(out)
         self.eos, self.eos_id = bpe.end_of_text(tokenizer, out)
-        self.lengths = bpe.token_bytes(tokenizer)
+        self.token_bytes = bpe.token_bytes(tokenizer)
         self.tags: dict[tuple[str, str], int] = {}
         self.logs = {"train": BadInputLog(), "val": BadInputLog()}
         self.splits = {name: _Split(name) for name in ("val", "train")}
@@ -243,7 +243,7 @@ class _Maker:
         ids, mask = found.ids, found.mask
         if self.template.turn_end is None:  # otherwise the model would not learn to stop
             ids, mask = np.append(ids, np.uint32(self.eos_id)), np.append(mask, np.uint8(1))
-        split.documents.append(EncodedDocument(ids, note_tag(self.tags, record.source, record.lang), mask))
+        split.documents.append(EncodedDocument(ids, add_tag(self.tags, record.source, record.lang), mask))
         split.tokens += len(ids)
         split.learnt += int(mask.sum())
         split.text_bytes += max(1, sum(len(m["content"].encode()) for m in messages))
@@ -263,9 +263,9 @@ class _Maker:
             f"{split.name}-{len(split.done):05d}",
             split.documents,
             eos_id=self.eos_id,
-            dtype=shards.dtype_for(len(self.lengths)),
+            dtype=shards.dtype_for(len(self.token_bytes)),
             text_bytes=split.text_bytes,
-            lengths=self.lengths,
+            token_bytes=self.token_bytes,
             key=split.digest.hexdigest(),
         )
         shards.publish(self.out, info)
@@ -282,10 +282,10 @@ class _Maker:
         write_samples(self.out, self.samples)
         index = DatasetIndex(
             schema_version=shards.SCHEMA_VERSION,
-            dtype=shards.dtype_for(len(self.lengths)),
+            dtype=shards.dtype_for(len(self.token_bytes)),
             tokenizer=shards.TokenizerInfo(
                 checksum=fingerprint(self.out / "tokenizer.json")[1],
-                vocab_size=len(self.lengths),
+                vocab_size=len(self.token_bytes),
                 eos=self.eos,
                 eos_id=self.eos_id,
             ),

@@ -25,16 +25,19 @@ from deskside.data.tokenizer import spans
 from deskside.utils.errors import UsageError
 
 _OTHER = ("other", "")  # shared by all pairs beyond MAX_TAGS
+_PIECE_BYTES = 1 << 13  # of the pieces in which documents are sampled
 
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusOptions:
-    """Options of `prepare.prepare`.
+    """Options of `prepare.prepare`. Sizes are in bytes.
 
-    tokenizer: an existing one; None trains one of `vocab_size` on a sample of `sample_bytes`. val_sources: used for
-    validation instead of a share; training documents with the same text are left out and counted. val_fraction: share
-    of documents for validation; `heldout` has the rule and the default. workers: number of processes (default:
-    one per core). line_limit: see `sources`.
+    field: the field or column of the text. tokenizer: an existing one; None trains one with `vocab_size` tokens on a
+    sample of `sample_bytes`. val_sources: validation text, instead of a share of the sources; training documents with
+    the same text are left out and counted. val_fraction: share of the documents for validation; see `heldout` for the
+    rule and the default. on_bad: skip and count bad input, or refuse it. workers: number of processes (default: one
+    per core). resume: continue a preparation in the folder, instead of replacing it. line_limit: see `sources`.
+    shard_bytes: text per shard.
     """
 
     field: str = "text"
@@ -54,7 +57,11 @@ class CorpusOptions:
 
 @dataclass(frozen=True, order=True)
 class _Piece:
-    """A piece of a document in a sample, in descending order of rank. end: where it ends in the document."""
+    """A piece of a document in the sample. Pieces compare by `rank`, which is the negative of the hash.
+
+    number: of the piece in its document. key: `text_hash` of the document. end: where the piece ends in the document.
+    start_if_tails, start_if_chosen: where validation would start in the document, see `heldout`.
+    """
 
     rank: int
     number: int
@@ -67,33 +74,33 @@ class _Piece:
 
 @dataclass
 class TextSampler:
-    """Keeps at most `limit` bytes of text, chosen by a keyed hash, so the order of arrival does not matter.
+    """Samples at most `limit` bytes of text: the pieces with the lowest hashes, whatever the order of the documents.
 
     Long documents are sampled in pieces, so that a corpus of few books is sampled evenly as well.
     """
 
     limit: int
     seed: int
-    held: int = 0
+    size: int = 0  # bytes of the sample
     _heap: list[_Piece] = field(default_factory=list)
     _ceiling: int = 1 << 64
 
     def add(self, text: bytes, key: bytes, if_tails: int, if_chosen: int) -> None:
         """Add the pieces of a document.
 
-        if_tails, if_chosen: where validation would start in it, as `heldout` defines for these two cases. Which of
-        them applies is known only after the whole corpus has been read.
+        key: its `text_hash`. if_tails, if_chosen: where validation would start in it, from `start_if_tails` and
+        `start_if_chosen`. Which of the two applies is known only after the whole corpus has been read.
         """
-        for i, (start, end) in enumerate(spans(text, 1 << 13)):
+        for i, (start, end) in enumerate(spans(text, _PIECE_BYTES)):
             rank = xxhash.xxh3_64_intdigest(key + i.to_bytes(8, "little"), seed=self.seed + 1)
             if rank >= self._ceiling:
                 continue
             heapq.heappush(self._heap, _Piece(-rank, i, key, text[start:end], end, if_tails, if_chosen))
-            self.held += end - start
-            while self.held > self.limit and len(self._heap) > 1:
+            self.size += end - start
+            while self.size > self.limit and len(self._heap) > 1:
                 dropped = heapq.heappop(self._heap)
-                self.held -= len(dropped.data)
-                # Nothing above it is added later, so the order of arrival does not matter.
+                self.size -= len(dropped.data)
+                # Never add a higher hash than a dropped one, so that the order of documents is irrelevant.
                 self._ceiling = -dropped.rank
 
     def texts(self, holdout: Holdout) -> Iterator[str]:
@@ -103,18 +110,18 @@ class TextSampler:
                 yield piece.data.decode("utf-8")
                 continue
             cut = piece.start_if_tails if holdout.tails else piece.start_if_chosen
-            # A document below 16 KiB is a single piece, with the cut inside it.
-            before = cut - (piece.end - len(piece.data))
-            if before > 0:
-                yield piece.data[:before].decode("utf-8")
+            # A document below 16 KiB is a single piece, so the cut may be inside a piece.
+            train_bytes = cut - (piece.end - len(piece.data))
+            if train_bytes > 0:
+                yield piece.data[:train_bytes].decode("utf-8")
 
 
 @dataclass
 class Analysis:
-    """The result of the first pass. It is saved in prepare.json, so that a resumed preparation need not repeat it.
+    """The result of the first pass, saved in prepare.json, so that a resumed preparation need not repeat the pass.
 
-    text_bytes: size of the training sources, including what becomes validation. val_text_bytes: size of the
-    validation sources.
+    text_bytes: size of the training sources, including the text that becomes validation. val_text_bytes: size of the
+    validation sources. tags: (source, language) pairs.
     """
 
     documents: PositiveInt
@@ -128,14 +135,14 @@ class Analysis:
 
 @dataclass
 class Splitter:
-    """Decides which part of each training document is trained on and which is validation."""
+    """Splits each document of the training sources into training and validation text, and counts `duplicates`."""
 
     holdout: Holdout
-    held_out: frozenset[bytes] = frozenset()  # texts of the validation sources
-    duplicates: int = 0
+    held_out: frozenset[bytes] = frozenset()  # hashes of the texts of the validation sources
+    duplicates: int = 0  # training documents that are also in the validation sources
 
     def divide(self, text: bytes) -> tuple[bytes, bytes]:
-        """Return (training text, validation text), either may be b"". Counts training copies of validation sources."""
+        """Return the training and the validation text of a document. Both are b"" for a duplicate, which is counted."""
         key = text_hash(text)
         if key in self.held_out:
             self.duplicates += 1
@@ -147,20 +154,20 @@ class Splitter:
 def analyze(
     sources: list[Source], val_sources: list[Source], options: CorpusOptions, sampler: TextSampler | None
 ) -> Analysis:
-    """Read everything once, fill the sampler, and return the counts and the split.
+    """Read all sources once, fill the sampler, and return the counts and the rule for the split.
 
     Raises UsageError if there is nothing to train on, or for bad input if `on_bad` is "refuse".
     """
     logs = {"train": BadInputLog(options.on_bad), "val": BadInputLog(options.on_bad)}
     tags: dict[tuple[str, str], int] = {}
-    held_out, val_text_bytes = validation_texts(val_sources, logs["val"], options, tags)
+    held_out, val_text_bytes = read_validation_texts(val_sources, logs["val"], options, tags)
     if val_sources and not held_out:
         raise UsageError(f"the validation sources hold no document {_reasons(logs['val'])}.")
     documents = text_bytes = 0
     planner = HoldoutPlanner(options.seed, 0 if held_out else options.val_fraction)
     with ProgressBar("read", None, "MB", quiet=options.quiet) as bar:
         for document in documents_of(sources, logs["train"], options):
-            note_tag(tags, document.source, document.lang)
+            add_tag(tags, document.source, document.lang)
             pair = (document.source, document.lang)
             source, lang = pair if pair in tags else _OTHER
             key, text = text_hash(document.data), document.data
@@ -189,29 +196,30 @@ def analyze(
     )
 
 
-def validation_texts(
+def read_validation_texts(
     val_sources: list[Source],
     log: BadInputLog,
     options: CorpusOptions,
     tags: dict[tuple[str, str], int] | None = None,
 ) -> tuple[frozenset[bytes], int]:
-    """Return the hashes and the total size of all texts of the validation sources. tags: collects their tags."""
+    """Return the hashes and the total size in bytes of the validation texts. Their tags are added to `tags`."""
     keys, size = set(), 0
     for document in documents_of(val_sources, log, options):
         keys.add(text_hash(document.data))
         size += len(document.data)
         if tags is not None:
-            note_tag(tags, document.source, document.lang)
+            add_tag(tags, document.source, document.lang)
     return frozenset(keys), size
 
 
 def documents_of(sources: Iterable[Source], log: BadInputLog, options: CorpusOptions) -> Iterator[Document]:
+    """Yield the documents of all sources in order, as `iter_documents`."""
     for source in sources:
         yield from iter_documents(source, log, text_field=options.field, line_limit=options.line_limit)
 
 
-def note_tag(tags: dict[tuple[str, str], int], source: str, lang: str) -> int:
-    """Return the number of a (source, lang) pair; pairs beyond the limit share one."""
+def add_tag(tags: dict[tuple[str, str], int], source: str, lang: str) -> int:
+    """Return the number of a (source, lang) pair, adding it if it is new. Pairs beyond MAX_TAGS share one number."""
     pair = (source, lang)
     if pair not in tags and len(tags) >= MAX_TAGS:
         pair = _OTHER

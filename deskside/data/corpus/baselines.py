@@ -1,4 +1,4 @@
-"""Baselines on the validation text, in bits: gzip, and token frequencies (unigrams)."""
+"""Baselines on the validation text: its bits when compressed by gzip, and by token frequencies (unigrams)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TRAIN_COUNTS = "train-counts.npy"  # token counts of the training split
 
 
 class GzipMeter:
-    """Measures the bits of concatenated texts compressed as one gzip file at level 9."""
+    """Measures the size of concatenated texts that are compressed as one gzip file at level 9."""
 
     def __init__(self) -> None:
         self._stream = zlib.compressobj(9, wbits=31)
@@ -28,15 +28,14 @@ class GzipMeter:
         self._size += len(self._stream.compress(text))
 
     def bits(self) -> int:
-        """Finish the file and return its bits; nothing can be added afterwards."""
+        """Finish the file and return its size in bits. Nothing can be added afterwards."""
         return 8 * (self._size + len(self._stream.flush()))
 
 
 def unigram_bits(train: NDArray[np.int64], val: NDArray[np.int64], eos_id: int) -> float:
-    """Return the bits to code validation tokens by their frequency in training, with add-one smoothing; counts are
-    [vocab].
+    """Return the bits of the validation tokens, coded by their frequency in training with add-one smoothing.
 
-    The end-of-text token has no text and is left out on both sides.
+    train, val: token counts of shape [vocab]. The end-of-text token has no text and is left out of both.
     """
     train, val = train.copy(), val.copy()
     train[eos_id] = val[eos_id] = 0
@@ -49,7 +48,7 @@ def token_counts(out: Path, split: SplitInfo, dtype: str, vocab_size: int) -> ND
     counts = np.zeros(vocab_size, dtype=np.int64)
     for shard in split.shards:
         tokens = shards.open_tokens(out, shard, dtype)
-        for start in range(0, len(tokens), 1 << 20):  # bincount needs eight bytes per token
+        for start in range(0, len(tokens), 1 << 20):  # in parts, because bincount needs eight bytes per token
             counts += np.bincount(tokens[start : start + (1 << 20)], minlength=vocab_size)
     return counts
 
@@ -62,7 +61,7 @@ def write_train_counts(directory: Path, counts: NDArray[np.int64]) -> None:
 
 
 def read_train_counts(directory: Path, index: DatasetIndex) -> NDArray[np.int64] | None:
-    """Return the counts of `write_train_counts`, or None for older data. Raises RunError if the file is damaged."""
+    """Return the counts written by `write_train_counts`, or None for older data. Raises RunError for a damaged file."""
     path = directory / TRAIN_COUNTS
     if not path.is_file():
         return None
@@ -77,10 +76,10 @@ def read_train_counts(directory: Path, index: DatasetIndex) -> NDArray[np.int64]
 
 
 def baselines_of_rows(dataset: PackedDataset, numbers: NDArray[np.int64]) -> dict[str, float | None]:
-    """Return gzip and unigram bits per byte of the text in some rows of a validation split.
+    """Return the gzip and unigram bits per byte of the text in some rows of a validation split.
 
-    A model that was evaluated on part of the split must be compared on the same bytes. The unigram is None for data
-    without training token counts.
+    They are comparable with a model that was evaluated on these rows only. numbers: of the rows, see
+    `PackedDataset.rows_by_number`. unigram_bpb is None for data without training token counts.
     """
     tokenizer = bpe.load(dataset.directory)
     texts, eos_id = bpe.token_texts(tokenizer), dataset.index.tokenizer.eos_id
@@ -88,9 +87,9 @@ def baselines_of_rows(dataset: PackedDataset, numbers: NDArray[np.int64]) -> dic
     counts = np.zeros(dataset.index.tokenizer.vocab_size, dtype=np.int64)
     for start in range(0, len(numbers), 256):
         targets = dataset.rows_by_number(numbers[start : start + 256]).targets.ravel()
-        found = targets[targets != IGNORE]
-        counts += np.bincount(found, minlength=len(counts))
-        text = b"".join([texts[token] for token in found.tolist()])
+        tokens = targets[targets != IGNORE]
+        counts += np.bincount(tokens, minlength=len(counts))
+        text = b"".join([texts[token] for token in tokens.tolist()])
         gzip.add(text)
         size += len(text)
     train = read_train_counts(dataset.directory, dataset.index)

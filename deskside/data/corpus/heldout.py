@@ -2,8 +2,8 @@
 
 1. A hash of each document's text, keyed by the seed, decides whether it becomes validation. The choice thus does not
    depend on the order of the sources, and copies of a document are in the same split. Without `--val-fraction`, the
-   share is chosen so that validation has about 500 kB of text, but at least 0.5 % and at most 10 % of the corpus. As
-   sources are added, this share only falls, so the hash never moves a document from training to validation.
+   share is chosen so that validation has about 500 kB of text, but at least 0.5 % and at most 10 % of the corpus. If
+   sources are added, this share can only fall, so the hash never moves a document from training to validation.
 2. Each language, each source and each .jsonl or .parquet file should be represented. If the hash chose no document of
    one of them, its document with the lowest hash is added. All additions together are at most a tenth of the text.
 3. A chosen document of more than two million bytes gives only its last million bytes; the rest is trained on.
@@ -29,11 +29,11 @@ MIN_FRACTION, MAX_FRACTION = 0.005, 0.1  # bounds of the default share of valida
 TARGET_BYTES = 500_000  # default size of the validation text, within these bounds
 FEW_DOCUMENTS = 10  # in a smaller corpus, an average document is more than a tenth of the text
 MAX_TAIL_BYTES = 1_000_000
-WARN_BELOW_BYTES = 50_000  # of validation text
+MIN_VALIDATION_BYTES = 50_000  # less validation text gives a warning
 
-_EDGE = 1 << 12  # bytes at each end of a text that are searched for white space
+_EDGE = 1 << 12  # bytes at each end of a text in which surrounding white space is searched first
 
-Label = tuple[str, str]  # ("lang", "hi"), ("source", "wiki"), ("file", "a.jsonl")
+Label = tuple[str, str]  # a stratum, such as ("lang", "hi"), ("source", "wiki") or ("file", "a.jsonl")
 
 
 def text_hash(text: bytes) -> bytes:
@@ -49,7 +49,7 @@ def text_hash(text: bytes) -> bytes:
 
 
 def is_validation(key: bytes, seed: int, fraction: float) -> bool:
-    """Return whether a document becomes validation, with probability `fraction`. key: its `text_hash`."""
+    """Return True if a document becomes validation, with probability `fraction`. key: its `text_hash`."""
     return rank(key, seed) < fraction * 2.0**64
 
 
@@ -58,22 +58,22 @@ def rank(key: bytes, seed: int) -> int:
     return xxhash.xxh3_64_intdigest(key, seed=seed)
 
 
-def tail_start(text: bytes, tail: int) -> int:
-    """Return where a tail of about `tail` bytes starts: after a newline, else after a space, else at a character."""
-    at = max(0, len(text) - tail)
-    while at < len(text) and text[at] & 0xC0 == 0x80:  # a continuation byte of UTF-8
-        at += 1
-    for mark in (b"\n", b" "):
-        found = text.find(mark, at, at + max(1, tail // 2))
-        if found >= 0:
-            return found + 1
-    return at
+def tail_start(text: bytes, size: int) -> int:
+    """Return where the last `size` bytes or fewer start: after a newline, else after a space, else at a character."""
+    start = max(0, len(text) - size)
+    while start < len(text) and text[start] & 0xC0 == 0x80:  # a continuation byte of UTF-8
+        start += 1
+    for separator in (b"\n", b" "):
+        index = text.find(separator, start, start + max(1, size // 2))
+        if index >= 0:
+            return index + 1
+    return start
 
 
 def start_if_tails(text: bytes, fraction: float | None) -> int:
-    """Return where validation starts in a document of a corpus in which every document gives its tail.
+    """Return where validation starts in a document if the tail of every document is validation (rule 4).
 
-    This is the end of the document if the tail, or what precedes it, would be only white space.
+    Returns the length of the document if its tail, or the text before the tail, would be only white space.
     """
     length = min(0.1 * len(text), MAX_TAIL_BYTES) if fraction is None else fraction * len(text)
     start = tail_start(text, int(length))
@@ -81,7 +81,7 @@ def start_if_tails(text: bytes, fraction: float | None) -> int:
 
 
 def start_if_chosen(text: bytes) -> int:
-    """Return where validation starts in a chosen document: at 0, or a million bytes before the end of a long one."""
+    """Return where validation starts in a chosen document: at 0, or a million bytes before its end if it is long."""
     return 0 if len(text) <= 2 * MAX_TAIL_BYTES else tail_start(text, MAX_TAIL_BYTES)
 
 
@@ -92,7 +92,7 @@ class Holdout:
     Attributes:
         share: Share of the documents that the hash chooses.
         added: Hashes of further chosen documents, in hexadecimal.
-        tails: Every document gives its tail instead, and `share` and `added` are not used.
+        tails: True if validation is the tail of every document instead; `share` and `added` are then not used.
         fraction: The value of `--val-fraction`; None for the default.
     """
 
@@ -103,11 +103,11 @@ class Holdout:
     fraction: float | None = None
 
     def is_chosen(self, key: bytes) -> bool:
-        """Return whether a document, or the tail of a long one, is validation. key: its `text_hash`."""
-        return is_validation(key, self.seed, self.share) or key in self._added
+        """Return True if a document, or the tail of a long one, is validation. key: its `text_hash`."""
+        return is_validation(key, self.seed, self.share) or key in self._added_keys
 
     @cached_property
-    def _added(self) -> frozenset[bytes]:
+    def _added_keys(self) -> frozenset[bytes]:
         return frozenset(map(bytes.fromhex, self.added))
 
     def validation_start(self, text: bytes, key: bytes) -> int:
@@ -118,7 +118,7 @@ class Holdout:
 
 
 class _Candidate(NamedTuple):
-    """A document that may be added to validation. size: bytes that it would give. labels: all strata that it is in."""
+    """A document that may be added to validation. size: its validation text in bytes. labels: the strata it is in."""
 
     rank: int
     key: bytes
@@ -128,11 +128,11 @@ class _Candidate(NamedTuple):
 
 @dataclass
 class _Stratum:
-    """The documents that share a label. size: their bytes. several: they have at least two different texts."""
+    """The documents that share a label. size: in bytes. lowest: the document with the lowest rank."""
 
     first_key: bytes
     size: int = 0
-    several: bool = False
+    has_two_texts: bool = False  # at least two documents with different texts
     lowest: _Candidate | None = None
 
 
@@ -145,7 +145,7 @@ class HoldoutPlanner:
     documents: int = 0
     size: int = 0
     _keys: set[bytes] = field(default_factory=set)  # distinct documents, up to FEW_DOCUMENTS
-    _tails: bool = False  # whether any of the few documents is long enough to give a tail
+    _has_tail: bool = False  # any of the first FEW_DOCUMENTS documents is long enough to be divided
     _strata: dict[Label, _Stratum] = field(default_factory=dict)
 
     @property
@@ -159,15 +159,15 @@ class HoldoutPlanner:
         self.size += len(text)
         if self.few:
             self._keys.add(key)
-            self._tails = self._tails or start_if_tails(text, self.fraction) < len(text)
-        valid = (("all", "all"), *(label for label in labels if label[1]))
-        candidate = _Candidate(rank(key, self.seed), key, len(text) - start_if_chosen(text), valid)
-        for label in valid:
+            self._has_tail = self._has_tail or start_if_tails(text, self.fraction) < len(text)
+        strata = (("all", "all"), *(label for label in labels if label[1]))
+        candidate = _Candidate(rank(key, self.seed), key, len(text) - start_if_chosen(text), strata)
+        for label in strata:
             stratum = self._strata.get(label)
             if stratum is None:
                 stratum = self._strata[label] = _Stratum(key)
             stratum.size += len(text)
-            stratum.several = stratum.several or key != stratum.first_key
+            stratum.has_two_texts = stratum.has_two_texts or key != stratum.first_key
             if stratum.lowest is None or candidate.rank < stratum.lowest.rank:
                 stratum.lowest = candidate
 
@@ -175,7 +175,7 @@ class HoldoutPlanner:
         """Return the rule for the corpus. Raises UsageError if its only document is too short to be divided."""
         if self.fraction == 0 or not self.documents:
             return Holdout(self.seed, fraction=self.fraction)
-        if self.few and self._tails:
+        if self.few and self._has_tail:
             return Holdout(self.seed, tails=True, fraction=self.fraction)
         if len(self._keys) == 1:
             raise UsageError(
@@ -185,9 +185,9 @@ class HoldoutPlanner:
         share = self.fraction
         if share is None:
             share = min(MAX_FRACTION, max(MIN_FRACTION, TARGET_BYTES / self.size))
-        return Holdout(self.seed, share, self._added(share), fraction=self.fraction)
+        return Holdout(self.seed, share, self._choose_added(share), fraction=self.fraction)
 
-    def _added(self, share: float) -> list[str]:
+    def _choose_added(self, share: float) -> list[str]:
         """Return the hashes of the documents to add so that each stratum is represented, within the budget.
 
         The whole corpus comes first, then languages, sources and files, larger strata first.
@@ -195,18 +195,21 @@ class HoldoutPlanner:
         added: list[str] = []
         covered: set[Label] = set()
         budget = MAX_FRACTION * self.size
-        kinds = {kind: i for i, kind in enumerate(("all", "lang", "source", "file"))}
-        for label, stratum in sorted(
-            self._strata.items(), key=lambda item: (kinds[item[0][0]], -item[1].size, item[0])
-        ):
+        kinds = ["all", "lang", "source", "file"]
+
+        def order(item: tuple[Label, _Stratum]) -> tuple[int, int, Label]:
+            label, stratum = item
+            return kinds.index(label[0]), -stratum.size, label
+
+        for label, stratum in sorted(self._strata.items(), key=order):
             assert stratum.lowest is not None
             lowest = stratum.lowest
-            chosen = lowest.rank < share * 2.0**64 or label in covered
-            if chosen or not stratum.several:  # a stratum of one text would have no training text left
+            is_represented = lowest.rank < share * 2.0**64 or label in covered
+            # A stratum of one text would have no training text left.
+            if is_represented or not stratum.has_two_texts:
                 continue
-            if (
-                label[0] == "all" or lowest.size <= budget
-            ):  # some validation text is required whatever its size
+            # The corpus needs some validation text, whatever its size.
+            if label[0] == "all" or lowest.size <= budget:
                 added.append(lowest.key.hex())
                 covered.update(lowest.labels)
                 budget -= lowest.size
@@ -218,11 +221,11 @@ def validation_warnings(index: DatasetIndex) -> list[str]:
     train, val = index.splits["train"], index.splits.get("val")
     if val is None:
         return []
-    found = []
-    # A few documents are too few for validation if the training split has at least a hundred.
+    warnings = []
+    # Fewer than ten documents are too few for validation if the training split has at least a hundred.
     few = val.documents < FEW_DOCUMENTS <= train.documents // FEW_DOCUMENTS
-    if val.text_bytes < WARN_BELOW_BYTES or few:
-        found.append(
+    if val.text_bytes < MIN_VALIDATION_BYTES or few:
+        warnings.append(
             f"validation is {val.text_bytes:,} bytes in {val.documents:,} "
             f"document{'s' if val.documents != 1 else ''}: too little to distinguish similar models. Give more text, a "
             "larger --val-fraction, or --val SOURCE"
@@ -231,9 +234,9 @@ def validation_warnings(index: DatasetIndex) -> list[str]:
         missing = sorted(_values(index, train, kind) - _values(index, val, kind))
         if missing and _values(index, val, kind):
             more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-            what = "language" if kind == "lang" else "source"
-            found.append(f"validation has no text of {what} {', '.join(missing[:3])}{more}")
-    return found
+            noun = "language" if kind == "lang" else "source"
+            warnings.append(f"validation has no text of {noun} {', '.join(missing[:3])}{more}")
+    return warnings
 
 
 def _values(index: DatasetIndex, split: SplitInfo, kind: str) -> set[str]:

@@ -1,10 +1,10 @@
-"""Bounded-memory reading of lines from plain and compressed files, and of text fields in very long JSON lines.
+"""Reading of lines from plain and compressed files, and parsing of very long JSON lines, in bounded memory.
 
-A small archive can hold a line of many gigabytes. Files are therefore decompressed in small steps, and a line
-longer than the caller's limit is skipped but reported by number and size.
+A small archive can contain a line of many gigabytes. Files are therefore decompressed in small steps, and a line that
+is longer than the caller's limit is skipped, and reported by number and size.
 
-A JSON line of 100 MB is parsed without its long strings, which are unescaped piece by piece to UTF-8. Python's own
-parser would hold the line and the string as `str`, each up to four times as large as in UTF-8.
+A very long JSON line is parsed without its long strings, and the text field is then unescaped piece by piece to UTF-8.
+Python's own parser would need both the line and the string as `str`, each up to four times as large as in UTF-8.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ from typing import BinaryIO
 from deskside.utils.parsing import json_value
 
 CHUNK = 1 << 20  # bytes that are read or decoded at a time
-LONG_LINE = 4 << 20  # from here on a JSON line is parsed without its long strings
-_LONG_STRING = 1 << 16
-_STRUCTURE_LIMIT = (
-    16 << 20
-)  # a parsed line without its long strings: objects take far more memory than their JSON
+LONG_LINE = 4 << 20  # bytes; a longer JSON line is parsed without its long strings
+_LONG_STRING = 1 << 16  # bytes; a longer string of such a line is left out of the parsed text
+# Bytes of a long line without its long strings. Limited, because Python's objects are far larger than their JSON.
+_STRUCTURE_LIMIT = 16 << 20
 
-# A zstd block holds up to 128 KiB and may be compressed to 4 bytes, so this much input gives at most 16 MiB.
+# A zstd block of 4 bytes may decompress to 128 KiB, so this many bytes of input give at most 16 MiB of output.
 _ZSTD_INPUT = 512
-_ZSTD_WINDOW = 1 << 27  # what the zstd program accepts without --long=31
+_ZSTD_WINDOW = 1 << 27  # bytes; the default limit of the zstd program
 
 
 class DamagedArchiveError(ValueError):
@@ -39,20 +38,19 @@ def iter_lines(
 ) -> Iterator[tuple[int, bytearray]]:
     """Yield the number (from 1) and the bytes of each line of a file, without its newline.
 
+    The caller may clear a bytearray to free its memory.
+
     Args:
         limit: Maximum length of a line in bytes.
         too_long: Called with the number and the length of each longer line, which is not yielded.
-        damaged: Called with the number of lines before the damage and the reason, where an archive is cut short or
-            damaged. Every line before it has been yielded.
+        damaged: Called once if an archive is truncated or damaged, with the number of lines before the damage, which
+            have all been yielded, and the reason.
 
-    The caller may clear the bytearray to free its memory.
-
-    Raises:
-        OSError: the file cannot be opened or read.
+    Raises OSError if the file cannot be opened or read.
     """
     pending, length, number = bytearray(), 0, 1
     with path.open("rb") as file:
-        read = _reader(file, path, limit)
+        read = _decompressor(file, path, limit)
         while True:
             try:
                 chunk = read()
@@ -61,8 +59,8 @@ def iter_lines(
                 return
             if not chunk:
                 break
-            *ended, rest = chunk.split(b"\n")
-            for part in ended:
+            *line_ends, rest = chunk.split(b"\n")
+            for part in line_ends:
                 length += len(part)
                 if length > limit:
                     too_long(number, length)
@@ -83,8 +81,8 @@ def iter_lines(
         yield number, pending
 
 
-def _reader(file: BinaryIO, path: Path, limit: int) -> Callable[[], bytes]:
-    """Return a function that returns the next decompressed bytes, and b"" at the end."""
+def _decompressor(file: BinaryIO, path: Path, limit: int) -> Callable[[], bytes]:
+    """Return a function that returns the next decompressed bytes of a file, and b"" at its end."""
     name = path.name.lower()
     if name.endswith(".gz"):
         import gzip
@@ -106,7 +104,7 @@ def _reader(file: BinaryIO, path: Path, limit: int) -> Callable[[], bytes]:
 
 
 class _ZstdFrames:
-    """A reader of zstd frames that reports a truncated last frame, which zstandard's own reader does not."""
+    """A reader of zstd frames. Unlike zstandard's own reader, it reports a truncated last frame."""
 
     def __init__(self, file: BinaryIO, max_window: int) -> None:
         import zstandard
@@ -124,7 +122,7 @@ class _ZstdFrames:
             self._unused = b""
             if not data:
                 if self._in_frame:
-                    raise DamagedArchiveError("the last zstd frame is cut short")
+                    raise DamagedArchiveError("the last zstd frame is truncated")
                 return b""
             try:
                 out = self._frame.decompress(data)
@@ -141,32 +139,32 @@ class _ZstdFrames:
 
 
 def utf8_error(data: bytes | bytearray) -> int | None:
-    """Return the position of the first byte that is not UTF-8, or None. Holds one chunk as `str` at a time."""
+    """Return the position of the first byte that is not UTF-8, or None. Decodes one chunk at a time, to save memory."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     for start in range(0, max(1, len(data)), CHUNK):
-        kept = len(decoder.getstate()[0])
+        incomplete = len(decoder.getstate()[0])  # bytes of a character that began in the previous chunk
         try:
             decoder.decode(data[start : start + CHUNK], final=start + CHUNK >= len(data))
         except UnicodeDecodeError as error:
-            return start - kept + error.start
+            return start - incomplete + error.start
     return None
 
 
 def parse_long(line: bytes | bytearray, field: str) -> object:
-    """Parse a long line; if `field` of the top-level object is a long string, it is returned as UTF-8 bytes.
+    """Parse a long JSON line. If `field` of the top-level object is a long string, its value is UTF-8 bytes.
 
     Other long strings are replaced by a short placeholder.
 
-    Raises: ValueError: not JSON, or more than 16 MiB of it besides long strings. UnicodeDecodeError for bytes that
-    are not UTF-8 and UnicodeEncodeError for a lone surrogate in `field` are ValueErrors too.
+    Raises ValueError if the line is not JSON, or has more than 16 MiB besides long strings: as UnicodeDecodeError for
+    bytes that are not UTF-8, and as UnicodeEncodeError for a lone surrogate in `field`.
     """
-    mark = uuid.uuid4().hex  # no string of the line can be equal to a placeholder
+    placeholder = uuid.uuid4().hex  # random, so that no string of the line can be equal to it
     spans: dict[str, tuple[int, int]] = {}
     short, copied, position = bytearray(), 0, 0
     while (start := line.find(b'"', position)) >= 0:
         end = _string_end(line, start)
         if end - start > _LONG_STRING:
-            name = f"{mark}:{len(spans)}"
+            name = f"{placeholder}:{len(spans)}"
             spans[name] = (start + 1, end)
             short += line[copied:start] + f'"{name}"'.encode()
             copied = end + 1
@@ -183,7 +181,7 @@ def parse_long(line: bytes | bytearray, field: str) -> object:
 
 
 def _string_end(line: bytes | bytearray, start: int) -> int:
-    """Return the position of the quote that closes the JSON string which opens at `start`."""
+    """Return the position of the closing quote of the JSON string whose opening quote is at `start`."""
     end = line.find(b'"', start + 1)
     while end >= 0:
         if not _backslashes(line, start + 1, end) % 2:
@@ -193,7 +191,8 @@ def _string_end(line: bytes | bytearray, start: int) -> int:
 
 
 def _backslashes(line: bytes | bytearray, start: int, end: int) -> int:
-    """Return the number of backslashes directly before `end`, looking back to `start`."""
+    """Return the number of backslashes directly before `end`, not counting any before `start`."""
+    # Look at 64 bytes first: copying the whole string for every quote would take quadratic time.
     window = max(start, end - 64)
     count = end - window - len(line[window:end].rstrip(b"\\"))
     if count == end - window > 0 and window > start:
@@ -203,31 +202,27 @@ def _backslashes(line: bytes | bytearray, start: int, end: int) -> int:
 
 def _unescape(line: bytes | bytearray, start: int, end: int) -> bytes:
     """Return the UTF-8 bytes of the JSON string whose content is line[start:end]."""
-    found = bytearray()
+    unescaped = bytearray()
     while start < end:
         cut = _cut(line, start, end)
-        found += json_value(b'"' + line[start:cut] + b'"').encode("utf-8")
+        unescaped += json_value(b'"' + line[start:cut] + b'"').encode("utf-8")
         start = cut
-    return bytes(found)
+    return bytes(unescaped)
 
 
 def _cut(line: bytes | bytearray, start: int, end: int) -> int:
-    """Return where a piece that begins at `start` can end: outside escapes, surrogate pairs and characters."""
+    """Return where a piece of a JSON string that starts at `start` can end: not inside an escape or character."""
     at = start + CHUNK
     if at + CHUNK >= end:
         return end
     slash = line.find(b"\\", at, at + CHUNK)
     if slash < 0:
-        at += 16  # an escape that began before `at` has ended by now
+        at += 16  # any escape that began before `at` ends before this: a pair of surrogates has 12 bytes
         while line[at] & 0xC0 == 0x80:
             at += 1
         return at
     if _backslashes(line, start, slash) % 2:
-        return slash + 1  # it is the second of a pair of backslashes
-    low = line[slash : slash + 2] == b"\\u" and line[slash + 2 : slash + 4].lower() in (
-        b"dc",
-        b"dd",
-        b"de",
-        b"df",
-    )
-    return slash + 6 if low else slash
+        return slash + 1  # this is the second of two backslashes that encode one
+    escape = line[slash : slash + 4].lower()
+    is_low_surrogate = escape in (b"\\udc", b"\\udd", b"\\ude", b"\\udf")
+    return slash + 6 if is_low_surrogate else slash

@@ -1,6 +1,6 @@
 """Preparation of text as token shards: `deskside data prepare`.
 
-1. Read everything once (`analyze`): count, find the tags, choose the validation split, sample text for the
+1. Read all sources once (`analyze`): count, find the tags, choose the validation split, sample text for the
 tokenizer.
 
 2. Train the tokenizer on the sample, or copy the given one.
@@ -10,9 +10,9 @@ tokenize and write them. Reading is some twenty times faster than tokenizing, so
 
 4. Measure the baselines on the validation text (gzip, unigrams) and write the index.
 
-prepare.json is rewritten after every shard, and a shard is a pure function of the arguments and the text. So the
-same command again keeps complete shards, makes the others, and repairs a shard whose checksum fails. Without
-`resume` the data set is made in a folder beside `out`, which replaces it when it is complete.
+prepare.json is rewritten after every shard, and a shard is a pure function of the arguments and the text. So repeating
+the same command keeps complete shards, makes the others, and repairs a shard whose checksum fails. Without `resume`,
+the data set is made in a folder beside `out`, which replaces `out` when it is complete.
 """
 
 from __future__ import annotations
@@ -35,14 +35,20 @@ from deskside.data.corpus.analyze import (
     CorpusOptions,
     Splitter,
     TextSampler,
+    add_tag,
     analyze,
     documents_of,
-    note_tag,
-    validation_texts,
+    read_validation_texts,
 )
 from deskside.data.corpus.baselines import GzipMeter, token_counts, unigram_bits, write_train_counts
 from deskside.data.corpus.heldout import validation_warnings
-from deskside.data.corpus.prepare_state import PrepareState, check_owned, difference, open_state, write_state
+from deskside.data.corpus.prepare_state import (
+    PrepareState,
+    check_owned,
+    describe_difference,
+    open_state,
+    write_state,
+)
 from deskside.data.corpus.process_pool import Task, WorkerDied, WorkerPool
 from deskside.data.corpus.progress_bar import ProgressBar
 from deskside.data.corpus.shard_worker import ShardBatcher, ShardJob, make_shard, start_worker
@@ -53,13 +59,13 @@ from deskside.utils.child_process import cpu_cores
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.files import delete_files, fingerprint, replace_folder, write_error
 
-VALIDATION = 2  # version of the rules that choose the split
+VALIDATION = 2  # version of the rules that choose the validation split
 DEFAULTS = CorpusOptions()
 
 
 @dataclass(frozen=True)
 class Report:
-    """The result of `prepare`. made, kept: number of shards; sizes are per split."""
+    """The result of `prepare`. documents, tokens, text_bytes: by split. made, kept: number of shards."""
 
     out: str
     vocab_size: int
@@ -80,10 +86,10 @@ class Report:
 def prepare(sources: Sequence[str], out: str | Path, options: CorpusOptions = DEFAULTS) -> Report:
     """Prepare a data set in the directory `out`; see the module's docstring.
 
-    Raises: UsageError: wrong arguments, refused input, nothing to read, or `out` holds something else. RunError:
-    the tokenizer is damaged, the disk is full, or a worker process died.
+    Raises UsageError if the arguments are wrong, input is refused, there is nothing to read, or `out` contains other
+    files; RunError if the tokenizer is damaged, the disk is full, or a worker process died.
     """
-    begin = time.monotonic()
+    start = time.monotonic()
     fraction, workers = options.val_fraction, options.workers
     if not sources:
         raise UsageError(
@@ -92,7 +98,7 @@ def prepare(sources: Sequence[str], out: str | Path, options: CorpusOptions = DE
     if fraction is not None and not 0 <= fraction < 1:
         raise UsageError(f"--val-fraction {fraction}: give a number from 0 up to, but not including, 1.")
     if workers is not None and workers < 1:
-        raise UsageError(f"--workers {workers}: at least 1.")
+        raise UsageError(f"--workers {workers}: give a number of at least 1.")
     train_list, val_list = ([Source.parse(s) for s in names] for names in (sources, options.val_sources))
     arguments: dict[str, Any] = {
         "sources": [s.identity() for s in train_list],
@@ -108,75 +114,78 @@ def prepare(sources: Sequence[str], out: str | Path, options: CorpusOptions = DE
         arguments |= {"vocab_size": options.vocab_size, "sample_bytes": options.sample_bytes}
         bpe.check_size(options.vocab_size)
     else:
-        given, _ = bpe.load_for_data(options.tokenizer)  # before a corpus is read
-        arguments["tokenizer"] = xxhash.xxh3_128_hexdigest(given.to_str().encode("utf-8"))
+        tokenizer, _ = bpe.load_for_data(options.tokenizer)  # raises before the corpus is read
+        arguments["tokenizer"] = xxhash.xxh3_128_hexdigest(tokenizer.to_str().encode("utf-8"))
     out = Path(out)
     old = open_state(out)
-    replaced = None if options.resume or old is None or old.scan is None else old
+    replaced = old if old is not None and old.scan is not None and not options.resume else None
     if replaced:
         check_owned(out, replaced)
         shards.clear_temporary(out)
     target = out.resolve()  # replace the target of a symbolic link
     new = target.with_name(f".{target.name}.new")
-    work = _Work(new if replaced else out, arguments, train_list, val_list, options)
-    work.open(discard=replaced is not None)
+    preparation = _Preparation(new if replaced else out, arguments, train_list, val_list, options)
+    preparation.open(discard=replaced is not None)
     try:
-        complete = work.complete()
+        complete = preparation.complete()
         if complete is None:
-            work.first_pass()
-            work.second_pass(workers or cpu_cores())
-            complete = work.finish()
+            preparation.first_pass()
+            preparation.second_pass(workers or cpu_cores())
+            complete = preparation.finish()
     except UsageError:
-        work.undo()
+        preparation.undo()
         raise
     finally:
-        shards.clear_temporary(work.out)
+        shards.clear_temporary(preparation.out)
     if replaced:
         try:
-            replace_folder(target, new, replaced.own_files)
+            replace_folder(target, new, replaced.written_files)
         except OSError as error:
             raise RunError(
                 f"--out {out}: cannot be replaced ({error.strerror}). The new data is in {new}."
             ) from error
-    return _report(out, work, complete, time.monotonic() - begin)
+    return _report(out, preparation, complete, time.monotonic() - start)
 
 
 @dataclass
-class _Work:
-    """A preparation in progress: its arguments, and the state in prepare.json."""
+class _Preparation:
+    """A preparation in progress.
+
+    analysis, finished: as `scan` and `shards` of `PrepareState`. names: the shards of each split, in order.
+    """
 
     out: Path
     arguments: dict[str, Any]
     sources: list[Source]
     val_sources: list[Source]
     options: CorpusOptions
-    found: Analysis | None = None
-    done: dict[str, ShardInfo] = dataclasses.field(default_factory=dict)
+    analysis: Analysis | None = None
+    finished: dict[str, ShardInfo] = dataclasses.field(default_factory=dict)
     names: dict[str, list[str]] = dataclasses.field(default_factory=lambda: {"val": [], "train": []})
     made: int = 0
     kept: int = 0
     duplicates: int = 0
     gzip_bits: int = 0
-    fresh: bool = False  # begun by this call
-    created: bool = False  # and its folder
+    fresh: bool = False  # not resumed
+    created: bool = False
 
     def open(self, *, discard: bool) -> None:
-        """Resume the preparation in `out` or start one; refuse one with other arguments, or `discard` it."""
+        """Resume the preparation in `out`, or start one. `discard` replaces a preparation with other arguments."""
         state = open_state(self.out)
         if state is not None and state.scan is not None:
-            what = difference(state.arguments, self.arguments)
-            if not what:
+            difference = describe_difference(state.arguments, self.arguments)
+            if not difference:
                 shards.clear_temporary(self.out)
-                self.found, self.done = state.scan, dict(state.shards)
+                self.analysis, self.finished = state.scan, dict(state.shards)
                 return
             if not discard:
                 raise UsageError(
-                    f"--out {self.out}: was prepared with other arguments ({what}). "
+                    f"--out {self.out}: was prepared with other arguments ({difference}). "
                     "Give another --out, or --no-resume to replace it."
                 )
             check_owned(self.out, state)
-            delete_files(self.out, state.own_files)
-        self.fresh, self.created = True, not self.out.exists()
+            delete_files(self.out, state.written_files)
+        self.started_here, self.created_folder = True, not self.out.exists()
         try:
             self.out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -189,25 +198,28 @@ class _Work:
 
     @property
     def state(self) -> PrepareState:
-        return PrepareState(arguments=self.arguments, scan=self.found, shards=dict(sorted(self.done.items())))
+        return PrepareState(
+            arguments=self.arguments, scan=self.analysis, shards=dict(sorted(self.finished.items()))
+        )
 
     def undo(self) -> None:
-        """Delete what this call started before it failed on a usage error, so that it does not block the next one."""
-        if self.fresh:
-            delete_files(self.out, self.state.own_files)
-            if self.created:
+        """Delete the files of a preparation that this call started, so that they do not block the next attempt."""
+        if self.started_here:
+            delete_files(self.out, self.state.written_files)
+            if self.created_folder:
                 shards.clear_temporary(self.out)
                 with contextlib.suppress(OSError):
                     self.out.rmdir()
 
     def complete(self) -> DatasetIndex | None:
-        """Return the index if the data set is complete and every checksum matches."""
+        """Return the index if the data set is complete and every checksum matches, otherwise None."""
         if not (self.out / shards.INDEX).is_file():
             return None
         damaged = shards.verify(self.out).damaged
         if "tokenizer.json" in damaged:
             raise RunError(
-                f"{self.out}: tokenizer.json is damaged, so its tokens cannot be decoded. Use --no-resume."
+                f"{self.out}: tokenizer.json is damaged, so the tokens cannot be decoded. Use --no-resume to make "
+                "the data again."
             )
         if not damaged:
             index = shards.read_index(self.out)
@@ -217,49 +229,52 @@ class _Work:
         return None
 
     def first_pass(self) -> None:
-        """Analyze the sources and make the tokenizer. The state gets the analysis after the tokenizer is written."""
-        if self.found is not None and (self.out / "tokenizer.json").is_file():
+        """Analyze the sources and make the tokenizer. The analysis is saved only after the tokenizer is written."""
+        if self.analysis is not None and (self.out / "tokenizer.json").is_file():
             return
-        options, given = self.options, self.options.tokenizer
+        options, existing = self.options, self.options.tokenizer
         sampler = TextSampler(options.sample_bytes, options.seed)
-        found = analyze(self.sources, self.val_sources, options, sampler if given is None else None)
+        analysis = analyze(self.sources, self.val_sources, options, sampler if existing is None else None)
         try:
-            if given is not None:
-                bpe.copy(given, self.out)
+            if existing is not None:
+                bpe.copy(existing, self.out)
             else:
                 if not options.quiet:
-                    print(f"train tokenizer: on {sampler.held / 1e6:,.1f} MB", file=sys.stderr, flush=True)
-                bar = not options.quiet and sys.stderr.isatty()
-                bpe.save(bpe.train(sampler.texts(found.holdout), options.vocab_size, progress=bar), self.out)
+                    print(f"train tokenizer: on {sampler.size / 1e6:,.1f} MB", file=sys.stderr, flush=True)
+                progress = not options.quiet and sys.stderr.isatty()
+                texts = sampler.texts(analysis.holdout)
+                bpe.save(bpe.train(texts, options.vocab_size, progress=progress), self.out)
         except OSError as error:
             raise write_error(self.out / "tokenizer.json", error) from error
-        self.found = found
-        self.done = {}
+        self.analysis = analysis
+        self.finished = {}
         self.save()
 
     def second_pass(self, workers: int) -> None:
-        """Make every missing shard."""
-        assert self.found is not None
+        """Make every missing or damaged shard, with this number of worker processes."""
+        assert self.analysis is not None
         shard_bytes = self.options.shard_bytes
         tokenizer = bpe.load(self.out)
         eos_id = bpe.end_of_text(tokenizer, self.out)[1]
-        lengths = bpe.token_bytes(tokenizer)
-        settings = (str(self.out), eos_id, shards.dtype_for(len(lengths)))
-        total = self.found.text_bytes + self.found.val_text_bytes
-        small = total <= 2 * shard_bytes
-        several: AbstractContextManager[WorkerPool | None] = contextlib.nullcontext()
-        if workers > 1 and not small:
-            several = WorkerPool(workers, start_worker, settings)
-        start_worker(*settings)
+        dtype = shards.dtype_for(len(bpe.token_bytes(tokenizer)))
+        worker_arguments = (str(self.out), eos_id, dtype)
+        total = self.analysis.text_bytes + self.analysis.val_text_bytes
+        optional_pool: AbstractContextManager[WorkerPool | None] = contextlib.nullcontext()
+        if workers > 1 and total > 2 * shard_bytes:
+            optional_pool = WorkerPool(workers, start_worker, worker_arguments)
+        start_worker(*worker_arguments)
         running: list[tuple[Task[ShardInfo], ShardJob]] = []
         try:
-            with several as pool, ProgressBar("tokenise", total / 1e6, "MB", quiet=self.options.quiet) as bar:
+            with (
+                optional_pool as pool,
+                ProgressBar("tokenise", total / 1e6, "MB", quiet=self.options.quiet) as bar,
+            ):
                 for job in self._jobs():
-                    if self._is_made(job):
+                    if self._is_finished(job):
                         self.kept += 1
                         bar.advance(job.text_bytes / 1e6)
                     elif pool is None or job.text_bytes > 2 * shard_bytes:
-                        # A long document is tokenized here: a worker and the pipe would each need its memory again.
+                        # Tokenize a long document here, because a worker and the pipe would each need a copy of it.
                         self._record(job, make_shard(job), bar)
                         job.texts.clear()
                     else:
@@ -270,24 +285,24 @@ class _Work:
                     self._record_done(running, bar)
         except WorkerDied as error:
             raise RunError(
-                "a tokenizing process was killed, most likely for memory. Run the same command again with fewer "
-                "--workers; it continues with the next shard."
+                "a tokenizing process was killed, most likely for lack of memory. Run the same command again with "
+                "fewer --workers; it keeps the finished shards."
             ) from error
 
     def _jobs(self) -> Iterator[ShardJob]:
-        """Yield both splits, cut into shards, always in the same way for the same text. Validation comes first."""
-        assert self.found is not None
-        log = BadInputLog()  # already counted by the first pass
-        held_out, _ = validation_texts(self.val_sources, log, self.options)
-        splitter = Splitter(self.found.holdout, held_out)
-        tags = {pair: i for i, pair in enumerate(self.found.tags)}
+        """Yield the shards of both splits. The same text is always cut into the same shards."""
+        assert self.analysis is not None
+        log = BadInputLog()  # not used: the first pass has counted the bad input
+        held_out, _ = read_validation_texts(self.val_sources, log, self.options)
+        splitter = Splitter(self.analysis.holdout, held_out)
+        tags = {pair: i for i, pair in enumerate(self.analysis.tags)}
         gzip = GzipMeter()
         batchers = {split: ShardBatcher(split, self.options.shard_bytes) for split in ("val", "train")}
         for document in documents_of(self.val_sources, log, self.options):
             gzip.add(document.data)
-            yield from batchers["val"].add(document.data, note_tag(tags, document.source, document.lang))
+            yield from batchers["val"].add(document.data, add_tag(tags, document.source, document.lang))
         for document in documents_of(self.sources, log, self.options):
-            tag = note_tag(tags, document.source, document.lang)
+            tag = add_tag(tags, document.source, document.lang)
             for split, text in zip(("train", "val"), splitter.divide(document.data), strict=True):
                 if text and split == "val":
                     gzip.add(text)
@@ -295,51 +310,53 @@ class _Work:
                     yield from batchers[split].add(text, tag)
         for batcher in batchers.values():
             yield from batcher.flush()
-        if list(tags) != self.found.tags:
-            raise _changed(self.out)
+        if list(tags) != self.analysis.tags:
+            raise _sources_changed(self.out)
         self.duplicates = splitter.duplicates
         self.gzip_bits = gzip.bits()
 
-    def _is_made(self, job: ShardJob) -> bool:
+    def _is_finished(self, job: ShardJob) -> bool:
+        """Add a shard to its split. Return True if its files are intact. Raises UsageError if its text has changed."""
         self.names[job.split].append(job.name)
-        info = self.done.get(job.name)
+        info = self.finished.get(job.name)
         if info is None:
             return False
         if info.key != job.key:
-            raise _changed(self.out)
+            raise _sources_changed(self.out)
         return shards.shard_problem(self.out, info, checksums=True) == ""
 
     def _record_done(self, running: list[tuple[Task[ShardInfo], ShardJob]], bar: ProgressBar) -> None:
-        for entry in [entry for entry in running if entry[0].done]:
-            running.remove(entry)
-            self._record(entry[1], entry[0].result(), bar)
+        """Record the shards of finished tasks, and remove these from `running`."""
+        for task, job in [entry for entry in running if entry[0].done]:
+            running.remove((task, job))
+            self._record(job, task.result(), bar)
 
     def _record(self, job: ShardJob, info: ShardInfo, bar: ProgressBar) -> None:
-        self.done[job.name] = info
+        self.finished[job.name] = info
         self.made += 1
-        self.save()  # noted first, so that every named file is known
+        self.save()  # before the files get their final names, so that prepare.json lists all such files
         shards.publish(self.out, info)
         bar.advance(job.text_bytes / 1e6)
 
     def finish(self) -> DatasetIndex:
         """Measure the baselines and write the index."""
-        assert self.found is not None
+        assert self.analysis is not None
         if not self.names["train"]:
             raise UsageError(
-                "no document is left to train on: every one is validation. Give more text, or lower --val-fraction."
+                "no document is left to train on: all are validation text. Give more text, or a lower --val-fraction."
             )
         tokenizer = bpe.load(self.out)
         eos, eos_id = bpe.end_of_text(tokenizer, self.out)
-        lengths = bpe.token_bytes(tokenizer)
-        dtype = shards.dtype_for(len(lengths))
+        vocab_size = len(bpe.token_bytes(tokenizer))
+        dtype = shards.dtype_for(vocab_size)
         splits = {
-            split: summarize_split([self.done[name] for name in names])
+            split: summarize_split([self.finished[name] for name in names])
             for split, names in self.names.items()
             if names
         }
         if "val" in splits:
             val = splits["val"]
-            counts = {s: token_counts(self.out, split, dtype, len(lengths)) for s, split in splits.items()}
+            counts = {s: token_counts(self.out, split, dtype, vocab_size) for s, split in splits.items()}
             write_train_counts(self.out, counts["train"])
             splits["val"] = val.model_copy(
                 update={
@@ -352,14 +369,14 @@ class _Work:
             dtype=dtype,
             tokenizer=TokenizerInfo(
                 checksum=fingerprint(self.out / "tokenizer.json")[1],
-                vocab_size=len(lengths),
+                vocab_size=vocab_size,
                 eos=eos,
                 eos_id=eos_id,
             ),
-            tags=[TagInfo(source=source, lang=lang) for source, lang in self.found.tags],
+            tags=[TagInfo(source=source, lang=lang) for source, lang in self.analysis.tags],
             splits=splits,
-            bad_input=self.found.bad_input,
-            ignored_files=self.found.ignored_files,
+            bad_input=self.analysis.bad_input,
+            ignored_files=self.analysis.ignored_files,
             duplicates_of_validation=self.duplicates,
             arguments=self.arguments,
         )
@@ -369,7 +386,7 @@ class _Work:
 
 
 def summarize_split(infos: list[ShardInfo]) -> SplitInfo:
-    """Return the split of these shards, without baselines."""
+    """Return the totals of a split of these shards, without baselines."""
     return SplitInfo(
         tokens=sum(i.tokens for i in infos),
         documents=sum(i.documents for i in infos),
@@ -379,11 +396,13 @@ def summarize_split(infos: list[ShardInfo]) -> SplitInfo:
     )
 
 
-def _changed(out: Path) -> UsageError:
-    return UsageError(f"--out {out}: the sources changed since it was begun. Use --no-resume to begin anew.")
+def _sources_changed(out: Path) -> UsageError:
+    return UsageError(
+        f"--out {out}: the sources have changed since the preparation was started. Use --no-resume to start again."
+    )
 
 
-def _report(out: Path, work: _Work, index: DatasetIndex, seconds: float) -> Report:
+def _report(out: Path, preparation: _Preparation, index: DatasetIndex, seconds: float) -> Report:
     val = index.splits.get("val")
     return Report(
         out=str(out),
@@ -397,7 +416,7 @@ def _report(out: Path, work: _Work, index: DatasetIndex, seconds: float) -> Repo
         ignored_files=index.ignored_files,
         duplicates_of_validation=index.duplicates_of_validation,
         warnings=validation_warnings(index),
-        made=work.made,
-        kept=work.kept,
+        made=preparation.made,
+        kept=preparation.kept,
         seconds=seconds,
     )

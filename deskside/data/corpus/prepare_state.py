@@ -1,4 +1,4 @@
-"""prepare.json: the arguments and the progress of a preparation, for resuming it and for recognizing its files."""
+"""prepare.json: the arguments and the progress of a preparation, for resuming it and recognizing its files."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from deskside.utils.files import check_replaceable, unowned_files
 from deskside.utils.parsing import json_value
 
 STATE = "prepare.json"
-FIXED = (STATE, shards.INDEX, shards.STAMP, TRAIN_COUNTS, "tokenizer.json", "tokenizer_config.json")
+FIXED_FILES = (STATE, shards.INDEX, shards.STAMP, TRAIN_COUNTS, "tokenizer.json", "tokenizer_config.json")
 
 
 class PrepareState(Part):
-    """The state of a preparation. arguments: determine every byte of the result. shards: completed shards by name.
-    scan: the first pass; None until the tokenizer has been written as well.
+    """The state of a preparation.
+
+    arguments: everything that determines the result, apart from the content of the sources. scan: the result of the
+    first pass; None until the tokenizer has been written as well. shards: the completed shards by name.
     """
 
     arguments: dict[str, Any]
@@ -31,15 +33,15 @@ class PrepareState(Part):
     shards: dict[str, ShardInfo]
 
     @property
-    def own_files(self) -> set[str]:
-        """Return the names of all files that a preparation in this state has written."""
-        return {*FIXED, *(name for info in self.shards.values() for name in (info.file, info.table))}
+    def written_files(self) -> set[str]:
+        """Names of all files that a preparation in this state may have written."""
+        return {*FIXED_FILES, *(name for info in self.shards.values() for name in (info.file, info.table))}
 
 
 def read_state(directory: Path) -> PrepareState | None:
-    """Return the state of the preparation in `directory`, or None.
+    """Return the state of the preparation in `directory`, or None if it has no prepare.json.
 
-    Raises RunError if prepare.json is damaged, or was written by another program.
+    Raises RunError if prepare.json is damaged or was written by another program.
     """
     path = directory / STATE
     if not path.is_file():
@@ -50,7 +52,7 @@ def read_state(directory: Path) -> PrepareState | None:
         reason = first_problem(error) if isinstance(error, ValidationError) else error
         raise RunError(
             f"{path}: is damaged, or was not written by `deskside data prepare` ({reason}). Give another --out, or "
-            "delete that file and the data beside it."
+            "delete this file and the data in its folder."
         ) from None
 
 
@@ -72,20 +74,20 @@ def open_state(out: Path) -> PrepareState | None:
 
 def check_owned(out: Path, state: PrepareState) -> None:
     """Raise UsageError unless `out` can be replaced as a whole: it has only files of this preparation."""
-    left = [
-        name for name in unowned_files(out, state.own_files) if not name.endswith(shards.TEMPORARY_SUFFIX)
+    foreign = [
+        name for name in unowned_files(out, state.written_files) if not name.endswith(shards.TEMPORARY_SUFFIX)
     ]
-    if left:
+    if foreign:
         raise UsageError(
-            f"--out {out}: holds {left[0]}, which `deskside data prepare` did not write and which --no-resume would "
+            f"--out {out}: holds {foreign[0]}, which `deskside data prepare` did not write and which --no-resume would "
             "delete. Move it away, or give another --out."
         )
     check_replaceable(out)
 
 
-def difference(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """Describe how the arguments of two preparations differ; "" if they do not."""
-    now = json_value(json.dumps(now))
+def describe_difference(before: dict[str, Any], now: dict[str, Any]) -> str:
+    """Describe how the arguments of two preparations differ, or return "" if they are equal."""
+    now = json_value(json.dumps(now))  # `before` was read from JSON, which has lists instead of tuples
     keys = sorted(key for key in now.keys() | before.keys() if now.get(key) != before.get(key))
     return "; ".join(f"{key}: {_short(before.get(key))} -> {_short(now.get(key))}" for key in keys)
 

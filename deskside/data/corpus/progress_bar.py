@@ -1,4 +1,4 @@
-"""Progress on standard error: a bar with the time left on a terminal, plain lines elsewhere."""
+"""Progress on standard error: a bar with the remaining time on a terminal, otherwise plain lines."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from types import TracebackType
 
-LEAST_SECONDS = 2.0  # elapsed seconds before the end of a task is estimated
+MIN_ELAPSED_SECONDS = 2.0  # before the end of a task is estimated
 
 _limit: ContextVar[tuple[float, Callable[[float], Exception]] | None] = ContextVar("limit", default=None)
 
 
 @contextlib.contextmanager
 def time_limit(seconds: float, error: Callable[[float], Exception]) -> Iterator[None]:
-    """Context manager that stops tasks early if they will not finish in time.
+    """Context manager in which `ProgressBar.advance` raises an exception if its task will not finish in time.
 
-    seconds: the limit from now on. error: makes the exception from the estimated remaining seconds.
+    seconds: the limit, from now on. error: returns the exception, given the estimated remaining seconds.
     """
     token = _limit.set((time.monotonic() + seconds, error))
     try:
@@ -28,16 +28,18 @@ def time_limit(seconds: float, error: Callable[[float], Exception]) -> Iterator[
 
 
 class ProgressBar:
-    """The progress of one task at a time, counted in `unit`. Nothing is printed with `quiet`.
+    """Context manager that shows the progress of a task, counted in `unit`. Nothing is printed with `quiet`.
 
-    with ProgressBar("tokenize", total=100, unit="MB") as bar:
-        bar.advance(5)
+        with ProgressBar("tokenize", total=100, unit="MB") as bar:
+            bar.advance(5)
+
+    total: None if it is not known; then no remaining time is shown.
     """
 
     def __init__(self, task: str, total: float | None, unit: str, *, quiet: bool = False) -> None:
         self._task, self._total, self._unit = task, total, unit
         self._quiet = quiet
-        self._done = 0.0
+        self._completed = 0.0
         self._start = self._last_line = time.monotonic()
         self._bar = None
         if not quiet and sys.stderr.isatty():
@@ -70,37 +72,38 @@ class ProgressBar:
         if self._bar is not None:
             self._bar.stop()
         elif kind is None:
-            self._line()
+            self._print_line()
 
     def advance(self, amount: float) -> None:
-        self._done += amount
-        self._check()
+        """Add completed work. Raises the error of `time_limit` if the task is estimated to end too late."""
+        self._completed += amount
+        self._check_time_limit()
         if self._bar is not None:
-            self._bar.update(self._id, completed=self._done)
+            self._bar.update(self._id, completed=self._completed)
         elif time.monotonic() - self._last_line > 5:
-            self._line()
+            self._print_line()
 
-    def _check(self) -> None:
-        """Raise the error of `time_limit` if the task is estimated to end too late."""
+    def _check_time_limit(self) -> None:
         limit = _limit.get()
         now = time.monotonic()
-        if limit is None or not self._total or not self._done or now - self._start < LEAST_SECONDS:
+        if limit is None or not self._total or not self._completed or now - self._start < MIN_ELAPSED_SECONDS:
             return
-        left = (now - self._start) * (self._total / self._done - 1)
-        if now + left > limit[0]:
-            raise limit[1](left)
+        remaining = (now - self._start) * (self._total / self._completed - 1)
+        deadline, error = limit
+        if now + remaining > deadline:
+            raise error(remaining)
 
-    def _line(self) -> None:
+    def _print_line(self) -> None:
         if self._quiet:
             return
         now = time.monotonic()
         seconds = now - self._start
         self._last_line = now
-        form = ",.1f" if self._unit == "MB" else ",.0f"
-        text = f"{self._task}: {self._done:{form}}"
+        number_format = ",.1f" if self._unit == "MB" else ",.0f"
+        text = f"{self._task}: {self._completed:{number_format}}"
         if self._total:
-            text += f" of {self._total:{form}}"
+            text += f" of {self._total:{number_format}}"
         text += f" {self._unit}, {seconds:.0f} s"
-        if self._total and 0 < self._done < self._total:
-            text += f", about {seconds * (self._total / self._done - 1):.0f} s left"
+        if self._total and 0 < self._completed < self._total:
+            text += f", about {seconds * (self._total / self._completed - 1):.0f} s left"
         print(text, file=sys.stderr, flush=True)

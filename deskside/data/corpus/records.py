@@ -28,8 +28,9 @@ from deskside.utils.errors import UsageError
 
 @dataclass(slots=True)
 class Record:
-    """One record. fields: every required field, and the optional ones that are present. source, lang: tags, or "".
-    origin: file:line.
+    """One record. fields: the required fields, and the optional ones that are present. source, lang: tags, or "".
+
+    origin: where it was read, such as file:line.
     """
 
     fields: dict[str, Any]
@@ -41,21 +42,23 @@ class Record:
 def iter_records(
     source: Source, fields: Sequence[str], bad: BadInputLog, optional: Sequence[str] = ()
 ) -> Iterator[Record]:
-    """Yield the records of one source in a fixed order; unreadable records and missing fields go to `bad`.
+    """Yield the records of one source in a fixed order. Unreadable records and missing fields are added to `bad`.
 
-    optional: further fields that a record may have. Raises UsageError if the source is plain text, or a hub data
-    set that cannot be reached, or as `bad` does.
+    optional: further fields that a record may have. Raises UsageError if the source is plain text or a hub data set
+    that cannot be read, and for bad input if `bad.on_bad` is "refuse".
     """
     return _RecordReader(bad, fields, optional).items(source)
 
 
 def sources_checksum(sources: Sequence[Source]) -> str:
-    """Return a checksum of the content of sources, wherever they are; of a hub data set only of its name."""
+    """Return a checksum of the content of sources, which does not depend on their location.
+
+    Of a hub data set, only the name is included.
+    """
     digest = xxhash.xxh3_128()
     for source in sources:
-        digest.update(
-            f"{source.tag}\n{source.spec if source.hub is not None else len(source.paths)}\n".encode()
-        )
+        identity = source.spec if source.hub is not None else len(source.paths)
+        digest.update(f"{source.tag}\n{identity}\n".encode())
         for path in source.paths:
             digest.update((kind_of(path) or "").encode())
             if path.is_file():
@@ -86,8 +89,8 @@ class _RecordReader(Reader[Record]):
                 if missing := [name for name in self.fields if name not in names]:
                     self.bad.add(NO_COLUMN, str(path), f"wanted {missing[0]!r}, has {', '.join(names[:6])}")
                     return
-                besides = ("source", "lang", *self.optional)
-                columns = [*self.fields, *(c for c in besides if c in names and c not in self.fields)]
+                others = ("source", "lang", *self.optional)
+                columns = [*self.fields, *(c for c in others if c in names and c not in self.fields)]
                 for batch in table.iter_batches(batch_size=256, columns=columns):
                     for record in batch.to_pylist():
                         row += 1
@@ -99,12 +102,12 @@ class _RecordReader(Reader[Record]):
 
     def record(self, record: object, tag: str, origin: str, group: str) -> Iterator[Record]:
         if not isinstance(record, Mapping) or any(name not in record for name in self.fields):
-            keys = (
-                ", ".join(map(str, list(record)[:6]))
-                if isinstance(record, Mapping)
-                else type(record).__name__
-            )
+            if isinstance(record, Mapping):
+                keys = ", ".join(map(str, list(record)[:6]))
+            else:
+                keys = type(record).__name__
             self.bad.add(NO_FIELD, origin, f"wanted {', '.join(self.fields)}, has {keys}")
             return
-        wanted = {name: record[name] for name in (*self.fields, *(o for o in self.optional if o in record))}
-        yield Record(wanted, tag_of(record.get("source")) or tag, tag_of(record.get("lang")), origin)
+        fields = {name: record[name] for name in self.fields}
+        fields |= {name: record[name] for name in self.optional if name in record}
+        yield Record(fields, tag_of(record.get("source")) or tag, tag_of(record.get("lang")), origin)

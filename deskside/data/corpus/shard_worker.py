@@ -1,4 +1,4 @@
-"""Tokenization in shards: the reading process groups documents into jobs, and worker processes run the jobs."""
+"""Tokenization of shards: the reading process groups documents into jobs, which worker processes run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from deskside.data import tokenizer
+from deskside.data import tokenizer as bpe
 from deskside.data.corpus.heldout import text_hash
 from deskside.data.reading import shards
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class ShardJob:
     """The texts of one shard, in UTF-8.
 
-    tags: for each text, the index of its (source, language) in the data set's tags. text_bytes: total size of the
-    texts. key: checksum of the texts.
+    tags: index of each text's (source, language) pair in the data set's tags. text_bytes: total size of the texts.
+    key: checksum of the texts.
     """
 
     split: str
@@ -39,7 +39,7 @@ class ShardBatcher:
     """Groups the documents of one split into jobs of at least `shard_bytes` bytes of text; the last may be smaller."""
 
     def __init__(self, split: str, shard_bytes: int) -> None:
-        self.split, self.limit = split, shard_bytes
+        self.split, self.shard_bytes = split, shard_bytes
         self.number = 0
         self._clear()
 
@@ -50,12 +50,12 @@ class ShardBatcher:
         self.digest = xxhash.xxh3_128()
 
     def add(self, text: bytes, tag: int) -> Iterator[ShardJob]:
-        """Add a document. Yields a job if it fills the shard."""
+        """Add a document, given as UTF-8. Yields a job if the document fills the shard."""
         self.texts.append(text)
         self.tags.append(tag)
         self.size += len(text)
         self.digest.update(text_hash(text))
-        if self.size >= self.limit:
+        if self.size >= self.shard_bytes:
             yield from self.flush()
 
     def flush(self) -> Iterator[ShardJob]:
@@ -80,21 +80,21 @@ _state: _WorkerState | None = None  # set by start_worker, once per process
 
 
 def start_worker(directory: str, eos_id: int, dtype: str) -> None:
-    """Initialize this process: load the tokenizer in `directory`, to which `make_shard` writes."""
+    """Initialize this process: load the tokenizer in `directory`, the folder that `make_shard` writes to."""
     global _state
-    coder = tokenizer.load(directory)
-    _state = _WorkerState(Path(directory), eos_id, dtype, coder, tokenizer.token_bytes(coder))
+    tokenizer = bpe.load(directory)
+    _state = _WorkerState(Path(directory), eos_id, dtype, tokenizer, bpe.token_bytes(tokenizer))
 
 
 def make_shard(job: ShardJob) -> shards.ShardInfo:
-    """Tokenize and write one shard, under temporary names that `shards.publish` replaces by the final ones.
+    """Tokenize one shard and write its files under temporary names, for `shards.publish` to rename.
 
-    Raises RunError if it cannot be written.
+    Raises RunError if the shard cannot be written.
     """
     if _state is None:
         raise RuntimeError("start_worker has not been called in this process")
     documents = [
-        shards.EncodedDocument(tokenizer.encode(_state.tokenizer, text, _state.dtype), tag)
+        shards.EncodedDocument(bpe.encode(_state.tokenizer, text, _state.dtype), tag)
         for text, tag in zip(job.texts, job.tags, strict=True)
     ]
     return shards.write_shard(
@@ -104,6 +104,6 @@ def make_shard(job: ShardJob) -> shards.ShardInfo:
         eos_id=_state.eos_id,
         dtype=_state.dtype,
         text_bytes=job.text_bytes,
-        lengths=_state.token_bytes,
+        token_bytes=_state.token_bytes,
         key=job.key,
     )

@@ -1,6 +1,6 @@
 """Sources of text: files, directories, globs, the Hugging Face hub and the bundled samples.
 
-A source is named by a *spec string*:
+A source is given as a *spec string*:
 
     book.txt  notes.md             the whole file is one document
     a.jsonl  a.jsonl.gz  a.jsonl.zst   one JSON object per line, the text under one field
@@ -9,11 +9,11 @@ A source is named by a *spec string*:
     hf:owner/name[:config[:split]] streamed through `datasets`
     bundled:tiny_shakespeare.txt   a file that comes with deskside
 
-Input that cannot be read goes to a `BadInputLog`, which either counts it ("skip") or stops with an error that names it
-("refuse"). Nothing is dropped without being counted.
+Input that cannot be read is reported to a `BadInputLog`, which either counts it ("skip") or raises an error that names
+it ("refuse"). Nothing is left out without being counted.
 
-`line_limit` bounds a line or document, and with it the memory: a longer line, parquet cell or hub row is bad
-input, and a longer text file is read as several documents, cut at ends of lines.
+`line_limit` limits the bytes of a line or document, and so the memory. A longer line, parquet cell or hub row is bad
+input; a longer text file is read as several documents, cut at ends of lines.
 """
 
 from __future__ import annotations
@@ -51,14 +51,15 @@ BINARY = "binary data, not text"
 TEXT_KINDS = (".txt", ".md")
 _KINDS = (*TEXT_KINDS, ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 LINE_LIMIT = 256_000_000  # bytes of one line, text file, parquet cell or hub row
-_EXAMPLES = 5
-_PARQUET_BATCH = 8 << 20  # bytes of a batch of rows of average size
-_BINARY_SHARE = 0.1  # share of control characters; 100 KB of text has a handful at most
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # written by some programs at the beginning of a UTF-8 file
+_EXAMPLES = 5  # places that are kept for each kind of bad input
+_PARQUET_BATCH = 8 << 20  # bytes of rows read at a time, by their average size
+_BINARY_SHARE = 0.1  # share of control characters in binary data; text has almost none
 
-# Control characters that text does not hold. Tab, line and page breaks, backspace and escape occur in it.
+# Control characters that do not occur in text, unlike tab, line and page breaks, backspace and escape.
 _CONTROL = bytes(set(range(32)) - set(b"\t\n\v\f\r\b\x1b"))
 
-# Advice for file types that contain text in another form.
+# How to convert file types that contain text in another form.
 _HINTS = {
     ".pdf": "convert it to text first, for example with pdftotext",
     **dict.fromkeys(
@@ -73,10 +74,10 @@ _HINTS = {
 
 @dataclass(slots=True)
 class Document:
-    """A document as UTF-8, which takes a quarter of the memory that `str` can take.
+    """A document as UTF-8; as `str` it could need four times the memory.
 
-    source, lang: tags for mixtures, or "". origin: file:line. group: its .jsonl or .parquet file, otherwise the
-    source that it was named by.
+    source, lang: tags for mixtures, or "". origin: where it was read, such as file:line. group: the .jsonl or .parquet
+    file that it is in, otherwise its source's spec.
     """
 
     data: bytes
@@ -87,15 +88,13 @@ class Document:
 
     @property
     def text(self) -> str:
+        """The document as `str`."""
         return self.data.decode("utf-8")
 
 
 @dataclass
 class BadInputLog:
-    """Counts bad input by reason and keeps the first few places, or refuses it at once.
-
-    `add` raises UsageError if `on_bad` is "refuse".
-    """
+    """Counts bad input by reason and keeps the first few places, or refuses bad input."""
 
     on_bad: OnBad = "skip"
     remedy: str = "Fix it, or skip and count such input with --on-bad skip."
@@ -103,6 +102,7 @@ class BadInputLog:
     examples: dict[str, list[str]] = field(default_factory=dict)
 
     def add(self, reason: str, origin: str, detail: str = "") -> None:
+        """Count bad input at the place `origin`. Raises UsageError if `on_bad` is "refuse"."""
         where = f"{origin} ({detail})" if detail else origin
         if self.on_bad == "refuse":
             raise UsageError(f"{where}: {reason}. {self.remedy}")
@@ -113,15 +113,17 @@ class BadInputLog:
 
     @property
     def total(self) -> int:
+        """Number of items of bad input."""
         return sum(self.counts.values())
 
     def summary(self) -> str:
-        """Return every reason with its count and its first place, in one line."""
+        """Return one line with every reason, its count and its first place."""
         return "; ".join(
             f"{n} x {reason}, first {self.examples[reason][0]}" for reason, n in self.counts.items()
         )
 
     def as_dict(self) -> dict[str, Any]:
+        """Return the `bad_input` entry of index.json: {reason: {count, first places}}."""
         return {
             reason: {"count": n, "first": self.examples[reason]} for reason, n in sorted(self.counts.items())
         }
@@ -131,7 +133,7 @@ class BadInputLog:
 class Source:
     """A resolved spec: its files in reading order, or a data set on the hub.
 
-    tag: for documents whose record has no `source`.
+    tag: the source tag of documents whose record has no `source` field.
     """
 
     spec: str
@@ -139,10 +141,10 @@ class Source:
     paths: tuple[Path, ...] = ()
     hub: tuple[str, str | None, str] | None = None  # name, config, split
     ignored: tuple[str, ...] = ()  # files of other kinds in a directory or glob
-    unreadable: tuple[tuple[str, str], ...] = ()  # directories inside that cannot be listed, and why
+    unreadable: tuple[tuple[str, str], ...] = ()  # subdirectories that cannot be listed, with the reason
 
     def identity(self) -> list[Any]:
-        """Return names and sizes of the files, independent of their location, to detect changed inputs."""
+        """Return the names and sizes of the files, without their location, to detect changed inputs."""
         if self.hub is not None:
             return [self.spec]
         return [[p.name, p.stat().st_size if p.exists() else -1] for p in self.paths]
@@ -151,7 +153,9 @@ class Source:
     def parse(cls, spec: str) -> Source:
         """Resolve a spec string. Raises UsageError if it does not name a source."""
         if not spec:
-            raise UsageError("'': an empty text names no source.")
+            raise UsageError(
+                "'': an empty text names no source; give a file, a directory, hf:owner/name or bundled:NAME."
+            )
         if spec.startswith("hf:"):
             name, *rest = spec.removeprefix("hf:").split(":")
             if len(rest) > 2 or name.count("/") != 1 or not all(name.split("/")):
@@ -169,11 +173,11 @@ class Source:
             return cls(spec, _stem(Path(name)), (folder / name,))
         path = Path(spec).expanduser()
         if path.is_dir():
-            found, unreadable = _walk(path)
-            return _of_files(spec, path.resolve().name, found, f"in directory {spec}", unreadable)
+            paths, unreadable = _walk(path)
+            return _from_files(spec, path.resolve().name, paths, f"in directory {spec}", unreadable)
         if not path.exists() and any(c in spec for c in "*?["):
-            found = sorted(Path(p) for p in globbing.glob(str(path), recursive=True) if os.path.isfile(p))
-            return _of_files(spec, path.parent.resolve().name, found, f"match {spec}")
+            paths = sorted(Path(p) for p in globbing.glob(str(path), recursive=True) if os.path.isfile(p))
+            return _from_files(spec, path.parent.resolve().name, paths, f"match {spec}")
         if kind_of(path) is None:
             hint = _HINTS.get(path.suffix.lower())
             raise UsageError(
@@ -182,12 +186,13 @@ class Source:
             )
         if path.exists() and not path.is_file():
             raise UsageError(
-                f"{spec}: is not a regular file, and data is read twice. Write it to a file first."
+                f"{spec}: is not a regular file, but data is read twice. Write the data to a file first."
             )
         return cls(spec, _stem(path), (path,))
 
 
 def kind_of(path: Path) -> str | None:
+    """Return the supported suffix of a file name, such as ".jsonl.gz", or None."""
     name = path.name.lower()
     return next((kind for kind in _KINDS if name.endswith(kind)), None)
 
@@ -198,38 +203,41 @@ def _stem(path: Path) -> str:
 
 
 def _walk(folder: Path) -> tuple[list[Path], list[tuple[str, str]]]:
-    """Return every file below `folder`, sorted, and every directory that cannot be listed."""
+    """Return the sorted files below `folder`, and the directories that cannot be listed with the reason."""
     unreadable: list[tuple[str, str]] = []
 
-    def note(error: OSError) -> None:
+    def on_error(error: OSError) -> None:
         unreadable.append((str(error.filename), error.strerror or ""))
 
-    found = [Path(place, name) for place, _, names in os.walk(folder, onerror=note) for name in names]
-    return sorted(p for p in found if p.is_file()), sorted(unreadable)
+    paths = [Path(parent, name) for parent, _, names in os.walk(folder, onerror=on_error) for name in names]
+    return sorted(p for p in paths if p.is_file()), sorted(unreadable)
 
 
-def _of_files(
-    spec: str, tag: str, found: list[Path], where: str, unreadable: Sequence[tuple[str, str]] = ()
+def _from_files(
+    spec: str, tag: str, paths: list[Path], where: str, unreadable: Sequence[tuple[str, str]] = ()
 ) -> Source:
-    known = tuple(
-        p for p in found if kind_of(p) and p.name.lower() != "readme.md"
-    )  # a data set's description
-    if not known:
-        also = "".join(f" {place} cannot be read ({reason})." for place, reason in unreadable[:1])
-        hints = [f" {p.name}: {_HINTS[p.suffix.lower()]}." for p in found if p.suffix.lower() in _HINTS]
-        also += "".join(hints[:1])
-        raise UsageError(f"no files {where}. Known kinds: {', '.join(_KINDS)}.{also}")
-    read = set(known)
-    ignored = tuple(str(p) for p in found if p not in read)
-    return Source(spec, tag, known, ignored=ignored, unreadable=tuple(unreadable))
+    """Return the source of the files of supported kinds. Raises UsageError if there is none.
+
+    where: says in the message which files were looked for.
+    """
+    # README.md describes a data set.
+    supported = tuple(p for p in paths if kind_of(p) and p.name.lower() != "readme.md")
+    if not supported:
+        details = [f" {folder} cannot be read ({reason})." for folder, reason in unreadable[:1]]
+        hints = [f" {p.name}: {_HINTS[p.suffix.lower()]}." for p in paths if p.suffix.lower() in _HINTS]
+        details += hints[:1]
+        raise UsageError(f"no files {where}. Supported: {', '.join(_KINDS)}.{''.join(details)}")
+    used = set(supported)
+    ignored = tuple(str(p) for p in paths if p not in used)
+    return Source(spec, tag, supported, ignored=ignored, unreadable=tuple(unreadable))
 
 
 def iter_documents(
     source: Source, bad: BadInputLog, *, text_field: str = "text", line_limit: int = LINE_LIMIT
 ) -> Iterator[Document]:
-    """Yield the documents of one source in a fixed order; bad input goes to `bad`.
+    """Yield the documents of one source in a fixed order. Bad input is added to `bad`.
 
-    Raises UsageError for bad input if `bad.on_bad` is "refuse", and for a hub data set that cannot be reached.
+    Raises UsageError for bad input if `bad.on_bad` is "refuse", and for a hub data set that cannot be read.
     """
     return _DocumentReader(bad, text_field, line_limit).items(source)
 
@@ -238,9 +246,9 @@ Item = TypeVar("Item")
 
 
 class Reader(ABC, Generic[Item]):
-    """Reads the items of a source; a subclass makes them from records, text files and parquet files.
+    """Reads the items of a source. A subclass turns records, text files and parquet files into items.
 
-    long_field: a field whose text may be very long (see `parse_long`), or None.
+    long_field: a field of a .jsonl record that `parse_long` may return as UTF-8 bytes, or None.
     """
 
     long_field: str | None = None
@@ -249,13 +257,13 @@ class Reader(ABC, Generic[Item]):
         self.bad, self.line_limit = bad, line_limit
 
     def items(self, source: Source) -> Iterator[Item]:
-        """Yield the items of one source in a fixed order; bad input goes to the log."""
+        """Yield the items of one source in a fixed order. Bad input is added to the log."""
         if source.hub is not None:
             for row, record in enumerate(_hub_rows(source), start=1):
                 yield from self.record(record, source.tag, f"{source.spec}:{row}", source.spec)
             return
-        for place, reason in source.unreadable:
-            self.bad.add(MISSING, place, reason)
+        for folder, reason in source.unreadable:
+            self.bad.add(MISSING, folder, reason)
         for path in source.paths:
             kind = kind_of(path)
             try:
@@ -271,6 +279,7 @@ class Reader(ABC, Generic[Item]):
                 self.bad.add(MISSING, str(path), error.strerror or str(error))
 
     def jsonl(self, path: Path, tag: str) -> Iterator[Item]:
+        """Yield the items of a .jsonl file. tag: the source tag of records without a `source`."""
         bad, limit = self.bad, self.line_limit
         lines = iter_lines(
             path,
@@ -280,13 +289,13 @@ class Reader(ABC, Generic[Item]):
         )
         for number, raw in lines:
             origin = f"{path}:{number}"
-            found = _parse(raw, number, origin, bad, self.long_field)
-            if found is not None:
-                yield from self.record(found[0], tag, origin, str(path))
+            parsed = _parse(raw, number, origin, bad, self.long_field)
+            if parsed is not None:
+                yield from self.record(parsed[0], tag, origin, str(path))
 
     @abstractmethod
     def record(self, record: object, tag: str, origin: str, group: str) -> Iterator[Item]:
-        """Yield the item of a record, if it has one."""
+        """Yield the item of a JSON value, or nothing if it is bad input. origin, group: see `Document`."""
 
     @abstractmethod
     def text(self, path: Path, source: Source) -> Iterator[Item]:
@@ -300,13 +309,13 @@ class Reader(ABC, Generic[Item]):
 def _parse(
     raw: bytearray, number: int, origin: str, bad: BadInputLog, field: str | None
 ) -> tuple[object] | None:
-    """Return the value of a line in a tuple, because it may be null, or None if it is invalid. Clears `raw`.
+    """Return the JSON value of a line in a tuple, because the value may be None. Return None if the line is invalid.
 
-    field: parse a long line with `parse_long`.
+    field: if given, a long line is parsed with `parse_long`. Clears `raw` to free its memory.
     """
     try:
-        if number == 1 and raw.startswith(b"\xef\xbb\xbf"):
-            del raw[:3]
+        if number == 1 and raw.startswith(_BYTE_ORDER_MARK):
+            del raw[: len(_BYTE_ORDER_MARK)]
         if field is not None and len(raw) > LONG_LINE:
             if (position := utf8_error(raw)) is not None:
                 bad.add(NOT_UTF8, origin, f"byte {position} of the line")
@@ -331,13 +340,13 @@ def tag_of(value: object) -> str:
     """Return the tag of a `source` or `lang` value: the part before the first colon ("wiki:Page:3" -> "wiki")."""
     if not isinstance(value, str):
         return ""
-    return value.split(":", 1)[0].encode("utf-8", "replace").decode("utf-8")
+    return value.split(":", 1)[0].encode("utf-8", "replace").decode("utf-8")  # without lone surrogates
 
 
 def is_binary(data: bytes) -> bool:
-    """Return whether more than a tenth of the bytes are control characters that text does not hold."""
-    rest = sum(len(data[i : i + CHUNK].translate(None, _CONTROL)) for i in range(0, len(data), CHUNK))
-    return len(data) - rest > _BINARY_SHARE * len(data)
+    """Return True if more than a tenth of the bytes are control characters that do not occur in text."""
+    text_bytes = sum(len(data[i : i + CHUNK].translate(None, _CONTROL)) for i in range(0, len(data), CHUNK))
+    return len(data) - text_bytes > _BINARY_SHARE * len(data)
 
 
 class _DocumentReader(Reader[Document]):
@@ -357,10 +366,10 @@ class _DocumentReader(Reader[Document]):
             yield Document(data, source, lang, origin, group)
 
     def text(self, path: Path, source: Source) -> Iterator[Document]:
-        """Yield a text file as one document, or as several if it is longer than the limit."""
+        """Yield a text file as one document, or as several parts if it is longer than the limit."""
         group = source.spec
         with path.open("rb") as file:
-            if file.read(3) != b"\xef\xbb\xbf":
+            if file.read(len(_BYTE_ORDER_MARK)) != _BYTE_ORDER_MARK:
                 file.seek(0)
             data, part = file.read(self.line_limit), 0
             if not data:
@@ -379,7 +388,7 @@ class _DocumentReader(Reader[Document]):
                 data = more + file.read(self.line_limit - len(more))
 
     def record(self, record: object, tag: str, origin: str, group: str) -> Iterator[Document]:
-        """Yield the document of one record, whose text is `str`, or validated UTF-8."""
+        """Yield the document of a record. Its text must be `str`, or bytes that are known to be UTF-8."""
         if not isinstance(record, dict) or self.text_field not in record:
             keys = ", ".join(list(record)[:6]) if isinstance(record, dict) else type(record).__name__
             self.bad.add(NO_FIELD, origin, f"wanted {self.text_field!r}, has {keys}")
@@ -426,7 +435,7 @@ class _DocumentReader(Reader[Document]):
                     texts = batch.column(field)
                     if pa.types.is_dictionary(texts.type):
                         texts = texts.dictionary_decode()
-                    # As bytes, so that a row with invalid UTF-8 is reported alone and the others are kept.
+                    # As bytes, so that a row with invalid UTF-8 is left out without losing the other rows.
                     texts = texts.cast(pa.large_binary())
                     tags = {c: batch.column(c).to_pylist() for c in columns[1:]}
                     for i, cell in enumerate(texts):
@@ -442,7 +451,7 @@ class _DocumentReader(Reader[Document]):
 
 
 def _text_cut(data: bytes) -> int:
-    """Return where a part of a longer text can end: after its last line, else before its last character."""
+    """Return where to cut `data`, a part of a longer text: after its last newline, else before its last character."""
     cut = data.rfind(b"\n") + 1
     if cut == 0:
         cut = len(data) - 1
@@ -452,7 +461,7 @@ def _text_cut(data: bytes) -> int:
 
 
 def _batch_rows(table: pq.ParquetFile) -> int:
-    """Return the number of rows to read at a time, so that a batch of long documents stays small."""
+    """Return the number of rows to read at a time: fewer if documents are long, to limit the memory."""
     groups = [table.metadata.row_group(i) for i in range(table.num_row_groups)]
     mean = max((g.total_byte_size / g.num_rows for g in groups if g.num_rows), default=1.0)
     return max(1, min(1024, int(_PARQUET_BATCH / max(1.0, mean))))
@@ -466,7 +475,7 @@ def _hub_rows(source: Source) -> Iterator[Any]:
     name, config, split = source.hub
     try:
         yield from datasets.load_dataset(name, config, split=split, streaming=True)
-    except (OSError, ValueError) as error:  # datasets' own errors are of these two families
+    except (OSError, ValueError) as error:  # the base classes of the errors of `datasets`
         reason = str(error).splitlines()[0][:160] if str(error) else type(error).__name__
         raise UsageError(
             f"{source.spec}: the hub's data set cannot be read ({reason}). Check the name, config and split and the "

@@ -1,11 +1,11 @@
-"""Loader of optimizer steps as lists of micro-batches, prefetched by a thread.
+"""Data loader: yields optimizer steps as lists of micro-batches, which a thread prefetches.
 
-Step s of a run has the rows start + s * rows_per_step onwards of the global order (see `rows`). Rank r of W takes
-the r-th of W equal slices of each step, and micro-batches are slices of that; neither changes the content of a
-step.
+Step s of a run has rows_per_step rows of the global order (see `rows`), starting at position
+start_row + s * rows_per_step. Rank r of W takes the r-th of W equal slices of each step, and micro-batches are slices
+of this slice. So the content of a step depends neither on the number of ranks nor on the micro-batch size.
 
-On a CUDA device the thread fills a ring of page-locked buffers, and the copies run on a side stream, overlapped
-with computation. The thread itself never calls CUDA, so it cannot disturb a graph capture on the main thread.
+On a CUDA device, the thread fills a ring of page-locked buffers, and the main thread copies them to the device on a
+side stream, overlapped with computation. The prefetching thread never calls CUDA, so it cannot disturb a graph capture.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ CPU = torch.device("cpu")
 class Batch:
     """One micro-batch on its device.
 
-    tokens_BT, targets_BT and positions_BT are int64 [B, T], targets -100 where there is nothing to predict.
-    cu_seqlens is int32 of a fixed length: where each document's piece begins in the flattened B * T tokens, then B * T
-    repeated to the end. It and positions_BT are None when documents are not masked from each other.
-    num_valid counts this micro-batch's targets, num_valid_step those of the whole optimizer step on all ranks.
+    tokens_BT, targets_BT and positions_BT are int64 of shape (B, T). A target is -100 where nothing is predicted.
+    cu_seqlens is int32 with a fixed length: where each document's piece begins in the flattened B * T tokens, and then
+    the value B * T up to the end. cu_seqlens and positions_BT are None if documents in a row may attend to each other.
+    num_valid is the number of targets in this micro-batch, num_valid_step in the whole optimizer step on all ranks.
     """
 
     tokens_BT: torch.Tensor
@@ -46,7 +46,11 @@ class Batch:
 
 @dataclass
 class _Buffers:
-    """Host memory for one step of one rank: tokens, targets, positions [3, rows, T]; cu_seqlens [micro-batches, N]."""
+    """Host memory for one step of one rank.
+
+    rows_3RT: tokens, targets and positions, shape (3, rows, T). cu_MN: cu_seqlens of the micro-batches, shape
+    (micro-batches, N). copied: the event after the last copy to the device.
+    """
 
     rows_3RT: torch.Tensor
     cu_MN: torch.Tensor
@@ -54,19 +58,19 @@ class _Buffers:
 
 
 @dataclass
-class _Filled:
+class _FilledStep:
     buffers: _Buffers
-    valid: list[int]
-    valid_step: int
+    num_valid: list[int]  # of each micro-batch
+    num_valid_step: int
 
 
 @dataclass(frozen=True)
 class LoaderOptions:
-    """The rows of a loader, and where they go.
+    """Options of a loader.
 
-    seed: of the order. start_row: position in the global order of the first step's first row (0 for a new run).
-    rows_per_step: rows of one optimizer step over all ranks. document_mask: give cu_seqlens and positions, so that
-    documents in a row do not see each other. prefetch: steps that are filled ahead.
+    seed: of the order of rows. start_row: position of the first step in the global order (0 for a new run).
+    rows_per_step: rows of one optimizer step over all ranks. document_mask: yield cu_seqlens and positions, so that
+    documents in a row do not attend to each other. prefetch: number of steps that are filled in advance.
     """
 
     seed: int
@@ -81,24 +85,21 @@ class LoaderOptions:
 
 
 class Loader:
-    """Iterates optimizer steps without end, each a list of micro-batches (`Batch`).
+    """Endless iterator over optimizer steps, each a list of micro-batches (`Batch`). Also a context manager.
 
-    Raises UsageError if the rows of a step do not divide into ranks and micro-batches.
+    Raises UsageError if the rows of a step cannot be divided evenly among ranks and micro-batches.
     """
 
     def __init__(self, dataset: PackedDataset, options: LoaderOptions) -> None:
-        rows_per_step, micro_batch_rows, world_size = (
-            options.rows_per_step,
-            options.micro_batch_rows,
-            options.world_size,
-        )
+        rows_per_step, micro_batch_rows = options.rows_per_step, options.micro_batch_rows
+        world_size = options.world_size
         if rows_per_step < 1 or micro_batch_rows < 1 or rows_per_step % (world_size * micro_batch_rows):
             raise UsageError(
-                f"{rows_per_step} rows per step do not divide into {world_size} process(es) x micro-batches of "
-                f"{micro_batch_rows} rows. Choose a step of a multiple of {world_size * micro_batch_rows} rows."
+                f"{rows_per_step} rows per step cannot be divided into micro-batches of {micro_batch_rows} rows on "
+                f"{world_size} process(es). Choose a step of a multiple of {world_size * micro_batch_rows} rows."
             )
         if not 0 <= options.rank < world_size:
-            raise ValueError(f"rank {options.rank} of {world_size}")
+            raise ValueError(f"rank {options.rank} is not below the world size {world_size}")
         self.dataset, self.options, self.device = dataset, options, options.device
         self.micro_rows = micro_batch_rows
         self._rank_rows = rows_per_step // world_size
@@ -109,7 +110,7 @@ class Loader:
         self._free = [self._allocate() for _ in range(options.prefetch + 1)] if cuda else []
         self._copying: deque[_Buffers] = deque()
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="deskside-loader")
-        self._ahead: deque[Future[_Filled]] = deque()
+        self._ahead: deque[Future[_FilledStep]] = deque()
         self._closed = False
         for step in range(max(1, options.prefetch)):
             self._fill_later(options.start_row + step * rows_per_step)
@@ -149,7 +150,10 @@ class Loader:
         )
 
     def _fill_later(self, row: int) -> None:
-        """Queue a step with a buffer: a new one on a CPU, where the consumer keeps it, and one of the ring on CUDA."""
+        """Queue the filling of a step. row: position of the step in the global order.
+
+        On a CPU each step has new buffers, because the yielded batches use their memory; on CUDA, buffers of the ring.
+        """
         if self._stream is None:
             buffers = self._allocate()
         elif self._free:
@@ -157,24 +161,23 @@ class Loader:
         else:
             buffers = self._copying.popleft()
             assert buffers.copied is not None
-            buffers.copied.synchronize()  # the copy was issued a step ago on its own stream, so it has usually finished
+            buffers.copied.synchronize()  # rarely waits: the copy was issued at least a step ago
         self._ahead.append(self._pool.submit(self._fill, row, buffers))
 
-    def _fill(self, row: int, buffers: _Buffers) -> _Filled:
-        """Fill a buffer, in the thread. row: position of the step in the global order."""
-        mine = row + self.options.rank * self._rank_rows
-        positions = np.arange(mine, mine + self._rank_rows)
+    def _fill(self, row: int, buffers: _Buffers) -> _FilledStep:
+        """Fill the buffers of a step. Runs in the thread. row: position of the step in the global order."""
+        first = row + self.options.rank * self._rank_rows
+        positions = np.arange(first, first + self._rank_rows)
         rows = self.dataset.rows(self.options.seed, positions, buffers.rows_3RT.numpy())
         cu = buffers.cu_MN.numpy()
         for m in range(len(cu)):
             cu_seqlens(rows, m * self.micro_rows, (m + 1) * self.micro_rows, cu[m])
-        everyone = self.dataset.num_valid_at(
-            self.options.seed, np.arange(row, row + self.options.rows_per_step)
-        )
-        valid = rows.num_valid.reshape(-1, self.micro_rows).sum(axis=1)
-        return _Filled(buffers, valid.tolist(), int(everyone.sum()))
+        step_positions = np.arange(row, row + self.options.rows_per_step)
+        num_valid_step = int(self.dataset.num_valid_at(self.options.seed, step_positions).sum())
+        num_valid = rows.num_valid.reshape(-1, self.micro_rows).sum(axis=1)
+        return _FilledStep(buffers, num_valid.tolist(), num_valid_step)
 
-    def _to_device(self, filled: _Filled) -> list[Batch]:
+    def _to_device(self, filled: _FilledStep) -> list[Batch]:
         rows_3RT, cu_MN = filled.buffers.rows_3RT, filled.buffers.cu_MN
         if self._stream is not None:
             current = torch.cuda.current_stream(self.device)
@@ -190,7 +193,7 @@ class Loader:
         elif self.device.type != "cpu":
             rows_3RT, cu_MN = rows_3RT.to(self.device), cu_MN.to(self.device)
         batches = []
-        for m, valid in enumerate(filled.valid):
+        for m, num_valid in enumerate(filled.num_valid):
             tokens_BT, targets_BT, positions_BT = rows_3RT[:, m * self.micro_rows : (m + 1) * self.micro_rows]
             batches.append(
                 Batch(
@@ -198,26 +201,26 @@ class Loader:
                     targets_BT,
                     cu_MN[m] if self.options.document_mask else None,
                     positions_BT if self.options.document_mask else None,
-                    valid,
-                    filled.valid_step,
+                    num_valid,
+                    filled.num_valid_step,
                 )
             )
         return batches
 
 
 def cu_seqlens(rows: RowBatch, first: int, last: int, out: NDArray[np.int32]) -> None:
-    """Write the boundaries of rows first:last, relative to the first, to `out`, padded with their total length."""
+    """Write the cu_seqlens of rows first:last to `out`. The end is filled with the total length of these rows."""
     width = rows.inputs.shape[1]
-    found = rows.boundaries[rows.row_boundaries[first] : rows.row_boundaries[last]]
-    out[: len(found)] = found - first * width
-    out[len(found) :] = (last - first) * width
+    boundaries = rows.boundaries[rows.row_boundaries[first] : rows.row_boundaries[last]]
+    out[: len(boundaries)] = boundaries - first * width
+    out[len(boundaries) :] = (last - first) * width
 
 
 def evaluated_rows(dataset: PackedDataset, max_rows: int | None) -> NDArray[np.int64]:
-    """Return the numbers of the evaluated rows: all, or `max_rows` evenly spaced ones."""
+    """Return the numbers of the rows to evaluate: all rows, or at most `max_rows` evenly spaced ones."""
     total = dataset.num_rows
-    wanted = total if max_rows is None else min(total, max_rows)
-    return np.arange(wanted) * total // max(1, wanted)
+    count = total if max_rows is None else min(total, max_rows)
+    return np.arange(count) * total // max(1, count)
 
 
 def validation_batches(
@@ -227,29 +230,25 @@ def validation_batches(
     max_rows: int | None = None,
     document_mask: bool = True,
 ) -> Iterator[Batch]:
-    """Yield every row once, unshuffled; with `max_rows`, that many evenly spaced rows.
+    """Yield batches of all rows in packing order, or of at most `max_rows` evenly spaced rows.
 
-    All batches have micro_rows rows; the last is padded with rows without targets. num_valid_step is the number of
-    targets in all batches together. The bytes of a target are dataset.token_bytes[target].
+    Every batch has micro_rows rows; the last is padded with rows without targets. num_valid_step is the number of
+    targets in all batches together. A target has dataset.token_bytes[target] bytes of text.
     """
     width, numbers = dataset.sequence_length, evaluated_rows(dataset, max_rows)
-    wanted = len(numbers)
     cu_length = dataset.max_boundaries(micro_rows) + 1
-    valid_total = int(dataset.num_valid_per_row[numbers].sum())
-    for first in range(0, wanted, micro_rows):
+    num_valid_total = int(dataset.num_valid_per_row[numbers].sum())
+    for first in range(0, len(numbers), micro_rows):
         rows = dataset.rows_by_number(numbers[first : first + micro_rows])
         n = len(rows.inputs)
         stacked = np.empty((3, micro_rows, width), dtype=np.int64)
-        stacked[0, n:], stacked[1, n:], stacked[2, n:] = (
-            dataset.index.tokenizer.eos_id,
-            IGNORE,
-            np.arange(width),
-        )
-        for part, array in zip(stacked, (rows.inputs, rows.targets, rows.positions), strict=True):
-            part[:n] = array
+        stacked[0, :n], stacked[1, :n], stacked[2, :n] = rows.inputs, rows.targets, rows.positions
+        stacked[0, n:] = dataset.index.tokenizer.eos_id
+        stacked[1, n:] = IGNORE
+        stacked[2, n:] = np.arange(width)
         cu = np.empty(cu_length, dtype=np.int32)
         cu_seqlens(rows, 0, n, cu)
-        used = int(rows.row_boundaries[n])
+        used = int(rows.row_boundaries[n])  # then come the boundaries of the padding rows
         cu[used : used + micro_rows - n] = np.arange(n, micro_rows) * width
         cu[used + micro_rows - n :] = micro_rows * width
         tokens_BT, targets_BT, positions_BT = torch.from_numpy(stacked).to(device)
@@ -259,5 +258,5 @@ def validation_batches(
             torch.from_numpy(cu).to(device) if document_mask else None,
             positions_BT if document_mask else None,
             int(rows.num_valid.sum()),
-            valid_total,
+            num_valid_total,
         )

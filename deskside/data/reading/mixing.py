@@ -1,9 +1,8 @@
-"""Mixtures: the component and the row within it for any position of the data order.
+"""Mixtures of components: which component, and which of its rows, is at a position of the data order.
 
-Rows are dealt in periods of 1024. Weights are rounded to whole rows of a period (largest remainder; a component
-with a positive weight gets at least one), each component's rows are spread evenly over the period, and all periods
-are equal. So the proportions are exact in each period, and a small or heavily weighted component repeats its epochs
-more often.
+The order consists of equal periods of 1024 rows. Weights are rounded to whole rows of a period (by largest remainder; a
+component gets at least one row), and the rows of each component are spread evenly over the period. So every period has
+the same proportions, and a small or heavily weighted component repeats its epochs more often.
 """
 
 from __future__ import annotations
@@ -17,12 +16,16 @@ from numpy.typing import NDArray
 from deskside.data.reading.shards import TagInfo
 from deskside.utils.errors import UsageError
 
-PERIOD = 1024
+PERIOD = 1024  # rows
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """component [period]: owner of each row; rank [period]: its index among them; count [components]: their rows."""
+    """One period of a mixture.
+
+    component: the component of each row, shape [period]. rank: index of each row among the rows of its component, shape
+    [period]. count: rows of each component, shape [components].
+    """
 
     component: NDArray[np.int64]
     rank: NDArray[np.int64]
@@ -30,7 +33,7 @@ class Mixture:
 
     @classmethod
     def of(cls, weights: Sequence[float]) -> Mixture:
-        """Return the mixture of these weights.
+        """Return the mixture of components with these weights.
 
         Raises ValueError for no weights, more weights than rows of a period, or a weight that is not positive and
         finite.
@@ -48,12 +51,12 @@ class Mixture:
         count[np.argsort(-(share - count), kind="stable")[:missing]] += 1
         component = np.repeat(np.arange(len(share)), count)
         rank = np.concatenate([np.arange(c) for c in count.tolist()])
-        when = (rank + 0.5) / count[component]
-        order = np.lexsort((component, when))
+        place = (rank + 0.5) / count[component]  # in the period, 0 to 1: evenly spaced for each component
+        order = np.lexsort((component, place))
         return cls(component[order], rank[order], count)
 
     def locate(self, position: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return (component, number of its earlier rows), each of position's shape."""
+        """Return (component, number of its earlier rows) for each position, both with the shape of `position`."""
         period, offset = np.divmod(position, len(self.component))
         component = self.component[offset]
         return component, period * self.count[component] + self.rank[offset]
@@ -62,44 +65,40 @@ class Mixture:
 def assign_components(
     tags: Sequence[TagInfo], present: Sequence[int], weights: dict[str, float]
 ) -> tuple[list[str], list[float], NDArray[np.int64]]:
-    """Sorts tags into the components that `weights` names.
+    """Assign tags to the components that `weights` names.
 
-    A name is a source or a language; `source:x` and `lang:x` say which where one word is both. Weight 0 leaves a
-    component out. Every tag that is present must have a weight, so that nothing is left out unsaid.
+    A name is a source or a language, or `source:x` or `lang:x` if x is both. Weight 0 leaves a component out. Every tag
+    in `present` must have a weight, so that no data is left out by accident.
 
-    Returns (names, weights, component of each tag: [tags], -1 where left out).
-
-    Raises:
-        UsageError: an unknown or ambiguous name, a tag without or with two weights, or a wrong weight.
+    Returns the names and weights of the components, and the component of each tag, shape [tags], -1 if it is left out.
+    Raises UsageError for an unknown or ambiguous name, a tag without or with two weights, or an invalid weight.
     """
     known = {f"source:{t.source}" for t in tags if t.source} | {f"lang:{t.lang}" for t in tags if t.lang}
     owner = np.full(len(tags), -1, dtype=np.int64)
-    named: dict[int, str] = {}
+    name_of_tag: dict[int, str] = {}
     names, values = [], []
     for name, weight in weights.items():
         if not (np.isfinite(weight) and weight >= 0):
             raise UsageError(f"weight {name} = {weight}: give a number of 0 or more.")
-        full = [k for k in (name, f"source:{name}", f"lang:{name}") if k in known]
-        if len(full) != 1:
-            what = (
-                "is a source and a language; write source: or lang: before it"
-                if full
-                else "is not in the data"
-            )
-            raise UsageError(f"weight {name}: {what}. In the data: {', '.join(sorted(known)[:20])}.")
-        kind, value = full[0].split(":", 1)
+        matches = [k for k in (name, f"source:{name}", f"lang:{name}") if k in known]
+        if len(matches) != 1:
+            problem = "is not in the data"
+            if matches:
+                problem = "is a source and a language; write source: or lang: before it"
+            raise UsageError(f"weight {name}: {problem}. In the data: {', '.join(sorted(known)[:20])}.")
+        kind, value = matches[0].split(":", 1)
         if weight > 0:
             names.append(name)
             values.append(float(weight))
         for i, tag in enumerate(tags):
             if getattr(tag, kind) == value:
-                if i in named:
+                if i in name_of_tag:
                     raise UsageError(
-                        f"weights {named[i]} and {name} both take {tag.source} {tag.lang}. Keep one."
+                        f"weights {name_of_tag[i]} and {name} both take {tag.source} {tag.lang}. Keep one."
                     )
-                named[i] = name
+                name_of_tag[i] = name
                 owner[i] = len(names) - 1 if weight > 0 else -1
-    missing = [i for i in present if i not in named]
+    missing = [i for i in present if i not in name_of_tag]
     if missing:
         example = tags[missing[0]]
         label = f"source:{example.source}" if example.source else f"lang:{example.lang}"

@@ -1,14 +1,15 @@
-"""Cut documents into pieces of at most a row, and pack the pieces into rows, best-fit decreasing; no token is lost.
+"""Packing of documents into rows: documents are cut into pieces of at most a row, and no token is lost.
 
-A document of L tokens gives L // T pieces of T tokens, which are rows by themselves, and one rest. The rests are packed
-longest first, each into the fullest row that still has room for it (best-fit decreasing; Johnson 1973). Ding et al.
-2024 ("Fewer Truncations Improve Language Modeling") found this to fill rows almost as well as cutting everything.
+In rows of T tokens, a document of L tokens gives L // T pieces of T tokens, which are rows by themselves, and one
+shorter piece. The shorter pieces are packed longest first, each into the fullest row that still has room for it
+(best-fit decreasing; Johnson 1973). Ding et al. 2024 ("Fewer Truncations Improve Language Modeling") found that this
+fills rows almost as well as cutting all documents at the ends of rows.
 
-Ten million pieces would be slow one by one. But lengths are integers below T, so pieces of one length and rows of one
-free space are interchangeable, and whole groups move at once. While pieces of length l are placed, the fullest row with
-room has the least space s >= l. After it takes a piece it is still the fullest that has room, until less than l is
-left: so it takes s // l pieces in a row, and so does every other row of the same space. The result is best-fit
-decreasing exactly, not an approximation (a test holds it against the piece-by-piece form).
+Placing ten million pieces one by one would be slow. But all pieces of the same length, and all rows with the same free
+space, are interchangeable, so whole groups are placed at once. While pieces of length l are placed, the fullest row
+with room has the smallest free space s >= l. After it has got a piece, it is still the fullest row with room, until its
+free space is less than l. So it gets s // l pieces, and so does every other row with free space s. The result is
+exactly that of best-fit decreasing (a test compares it with placing pieces one by one).
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class Packing:
-    """Rows of pieces in compressed form: row r has the pieces row_start[r] : row_start[r + 1].
+    """Rows of pieces: row r has the pieces row_start[r] : row_start[r + 1], so row_start has the shape [rows + 1].
 
-    start [pieces]: where a piece begins in the token stream. length [pieces]: its tokens. row_start: [rows + 1].
+    start: where each piece begins in the token stream, shape [pieces]. length: its number of tokens, shape [pieces].
     """
 
     sequence_length: int
@@ -41,11 +42,11 @@ class Packing:
 
     @property
     def utilisation(self) -> float:
-        """Return the filled share of all rows, 0 to 1."""
+        """Share of all rows that is filled with tokens, 0 to 1."""
         return self.num_tokens / max(1, self.num_rows * self.sequence_length)
 
     def row_tokens(self) -> NDArray[np.int64]:
-        """Return the tokens in each row, shape [rows]."""
+        """Return the number of tokens in each row, shape [rows]."""
         if not len(self.length):
             return np.zeros(self.num_rows, dtype=np.int64)
         return np.add.reduceat(self.length, self.row_start[:-1], dtype=np.int64)
@@ -54,11 +55,12 @@ class Packing:
 def cut(
     start: NDArray[np.int64], length: NDArray[np.int64], sequence_length: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """Cut documents (start, tokens) into pieces of at most a row: whole rows first, the rest last.
+    """Cut documents, given by their start and length, into pieces of at most `sequence_length` tokens.
 
-    Pieces are in the order of the documents. Empty documents give none.
+    Only the last piece of a document may be shorter. Returns (start, length) of the pieces, in the order of the
+    documents. Empty documents give no piece.
     """
-    pieces = -(-length // sequence_length)
+    pieces = -(-length // sequence_length)  # of each document, rounded up
     owner = np.repeat(np.arange(len(length)), pieces)
     number = np.arange(len(owner)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     offset = number * sequence_length
@@ -67,7 +69,7 @@ def cut(
 
 
 def pack(start: NDArray[np.int64], length: NDArray[np.int64], sequence_length: int) -> Packing:
-    """Cut and pack documents; see the module's docstring. The result is deterministic.
+    """Cut documents, given by their start and length in the token stream, and pack the pieces into rows.
 
     Raises ValueError for sequence_length below 1 or a negative length.
     """
@@ -83,15 +85,13 @@ def pack(start: NDArray[np.int64], length: NDArray[np.int64], sequence_length: i
 
 
 def assign_best_fit(length: NDArray[np.int32], capacity: int) -> NDArray[np.int64]:
-    """Return the row of each piece by best-fit decreasing, shape [pieces]; every length is from 1 to capacity."""
+    """Return the row of each piece by best-fit decreasing, shape [pieces]. Every length must be from 1 to capacity."""
     row_of = np.empty(len(length), dtype=np.int64)
     by_length = np.argsort(-length, kind="stable")
     counts = np.bincount(length, minlength=capacity + 1)
-    rows_with: list[list[NDArray[np.int64]]] = [
-        [] for _ in range(capacity)
-    ]  # by free space, opened rows only
+    rows_with: list[list[NDArray[np.int64]]] = [[] for _ in range(capacity)]  # opened rows by free space
     has_rows = np.zeros(capacity + 1, dtype=bool)
-    opened = at = 0
+    opened = placed = 0
 
     def put_back(rows: NDArray[np.int64], space: int) -> None:
         if len(rows) and space:
@@ -99,26 +99,26 @@ def assign_best_fit(length: NDArray[np.int32], capacity: int) -> NDArray[np.int6
             has_rows[space] = True
 
     for size in np.flatnonzero(counts)[::-1].tolist():
-        left = int(counts[size])
+        left = int(counts[size])  # pieces of this size that are not placed yet
         while left:
             space = size + int(np.argmax(has_rows[size:]))
             if has_rows[space]:
                 rows = rows_with[space][0] if len(rows_with[space]) == 1 else np.concatenate(rows_with[space])
                 rows_with[space] = []
                 has_rows[space] = False
-            else:  # none has room: open as many new rows as these pieces fill
+            else:  # no opened row has room, so open as many rows as the remaining pieces fill
                 space = capacity
                 rows = np.arange(opened, opened - (-left // (capacity // size)))
                 opened += len(rows)
-            each = space // size
-            full = min(len(rows), left // each)
-            placed = full * each
-            row_of[by_length[at : at + placed]] = np.repeat(rows[:full], each)
-            put_back(rows[:full], space - each * size)
-            at, left, rows = at + placed, left - placed, rows[full:]
-            if len(rows) and left:  # fewer pieces than one more row takes
-                row_of[by_length[at : at + left]] = rows[0]
+            per_row = space // size
+            full_rows = min(len(rows), left // per_row)
+            pieces = full_rows * per_row
+            row_of[by_length[placed : placed + pieces]] = np.repeat(rows[:full_rows], per_row)
+            put_back(rows[:full_rows], space - per_row * size)
+            placed, left, rows = placed + pieces, left - pieces, rows[full_rows:]
+            if len(rows) and left:  # the last pieces do not fill another row
+                row_of[by_length[placed : placed + left]] = rows[0]
                 put_back(rows[:1], space - left * size)
-                at, left, rows = at + left, 0, rows[1:]
+                placed, left, rows = placed + left, 0, rows[1:]
             put_back(rows, space)
     return row_of

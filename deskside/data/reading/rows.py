@@ -1,9 +1,9 @@
-"""A prepared data set as training rows of one length, with random access by position.
+"""A prepared data set as training rows of one length, with random access by position in an endless order.
 
-There is one endless order of rows. The row at position p is a pure function of (data, sequence length, weights,
-seed, p): the mixture gives the component and its row number, which gives the component's epoch, and each epoch has
-its own permutation. Ranks and micro-batches take slices of this order, so the data of a run does not depend on the
-number of GPUs, and a resumed run continues at its position at once.
+The row at position p is a pure function of (data, sequence length, weights, seed, p). The mixture maps p to a component
+and the number of its earlier rows. This number gives the epoch of the component, and each epoch has its own permutation
+of the component's rows. Ranks and micro-batches take slices of the order, so the data of a run does not depend on the
+number of GPUs, and a resumed run continues at its position without reading earlier rows.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ IGNORE = -100  # the target of padding, ignored by the loss
 
 @dataclass(frozen=True)
 class RowBatch:
-    """n rows of T tokens; inputs, targets and positions are int64 [n, T].
+    """n rows of T tokens. inputs, targets and positions are int64 of shape [n, T].
 
-    Within a piece the target is the document's next token, also where the document goes on in another row; in a
-    conversation it is -100 unless an assistant has to learn that token. Positions count from 0 in every piece. Padding
-    is a separate piece: end-of-text tokens with target -100. `boundaries` holds where every piece and every
-    padding begins in the flattened n * T tokens, and row r's are boundaries[row_boundaries[r] : row_boundaries[r + 1]].
-    `num_valid` [n] counts the targets of each row.
+    A target is the document's next token, even if this token is the first of a piece in another row. In a conversation,
+    the target is -100 unless the assistant has to learn the token. Positions count from 0 in every piece. The padding
+    of a row is a piece of its own: end-of-text tokens with target -100. `boundaries` lists where each piece begins in
+    the flattened n * T tokens; those of row r are boundaries[row_boundaries[r] : row_boundaries[r + 1]]. `num_valid` is
+    the number of targets in each row, shape [n].
     """
 
     inputs: NDArray[np.int64]
@@ -57,10 +57,11 @@ class Truncation:
 class PackedDataset:
     """One split of a prepared data set, checked (see `shards.check`) and packed for one sequence length.
 
-    weights: mixes sources and languages (see `mixing`). Conversations are never split into pieces: what does not fit
-    into a row is left out, and `truncation` counts it.
+    weights: of sources and languages, to mix them (see `mixing`). Conversations are not cut into several pieces: a
+    conversation longer than a row is truncated or left out, and counted in `truncation`.
 
-    Raises: UsageError: no data set, no such split, or invalid lengths or weights. RunError: the data is damaged.
+    Raises UsageError if there is no such data set or split, or for an invalid length or weights; RunError if the data
+    is damaged.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class PackedDataset:
                 f"{directory}: has no split {split!r}. It has: {', '.join(sorted(index.splits))}."
             )
         if sequence_length < 2:
-            raise UsageError(f"sequence length {sequence_length}: at least 2.")
+            raise UsageError(f"sequence length {sequence_length}: give at least 2 tokens.")
         self.directory, self.split, self.index, self.sequence_length = (
             directory,
             split,
@@ -98,28 +99,30 @@ class PackedDataset:
         self.truncation = Truncation()
         learnt_before = np.zeros(1, np.int64)
         if self._masks is not None:
-            # [tokens + 1]: the learned tokens before each position of the stream
+            # the number of learned tokens before each position of the stream, shape [tokens + 1]
             learnt_before = np.concatenate(([0], np.cumsum(np.concatenate(masks), dtype=np.int64)))
-            start, length, keep, self.truncation = _within_a_row(
-                start, length, sequence_length, learnt_before
-            )
+            start, length, keep, self.truncation = _truncate(start, length, sequence_length, learnt_before)
             tag = tag[keep]
             if not len(start):
                 raise UsageError(
                     f"{directory}: no conversation of the {split} split has anything to learn in its first "
                     f"{sequence_length} tokens. Take longer rows (--batch.sequence_length)."
                 )
-        names, values, of_document = ["all"], [1.0], np.zeros(len(tag), dtype=np.int64)
+        names, component_weights, component = ["all"], [1.0], np.zeros(len(tag), dtype=np.int64)
         if weights:
-            names, values, owner = assign_components(index.tags, np.unique(tag).tolist(), weights)
-            of_document = owner[tag]
-        self.component_names, self.mixture = names, Mixture.of(values)
+            names, component_weights, component_of_tag = assign_components(
+                index.tags, np.unique(tag).tolist(), weights
+            )
+            component = component_of_tag[tag]
+        self.component_names, self.mixture = names, Mixture.of(component_weights)
         self.packings: list[Packing] = []
         for number, name in enumerate(names):
-            mine = of_document == number
-            if not mine.any():
-                raise UsageError(f"weight {name}: no document of it in the {split} split. Give it weight 0.")
-            self.packings.append(pack(start[mine], length[mine], sequence_length))
+            selected = component == number
+            if not selected.any():
+                raise UsageError(
+                    f"weight {name}: the {split} split has no such document. Give {name} the weight 0."
+                )
+            self.packings.append(pack(start[selected], length[selected], sequence_length))
         self._count_up = np.arange(sequence_length, dtype=np.int64)
         self._row_tokens = [p.row_tokens() for p in self.packings]
         self._num_valid_by_component = self._row_tokens
@@ -132,44 +135,44 @@ class PackedDataset:
 
     @property
     def vocab_size(self) -> int:
-        """Return the size of the tokenizer's vocabulary."""
+        """Size of the tokenizer's vocabulary."""
         return self.index.tokenizer.vocab_size
 
     @property
     def fingerprint(self) -> str:
-        """Return a checksum of the tokens and the tokenizer, independent of the location."""
-        found = [shard for split in self.index.splits.values() for shard in split.shards]
-        checksums = [shard.checksum for shard in found]
-        checksums += [shard.mask_checksum for shard in found if shard.mask_checksum is not None]
+        """Checksum of the tokens and the tokenizer, independent of the data set's location."""
+        all_shards = [shard for split in self.index.splits.values() for shard in split.shards]
+        checksums = [shard.checksum for shard in all_shards]
+        checksums += [shard.mask_checksum for shard in all_shards if shard.mask_checksum is not None]
         return xxhash.xxh3_128_hexdigest("\n".join([self.index.tokenizer.checksum, *checksums]).encode())
 
     @property
     def num_rows(self) -> int:
-        """Return the rows of one epoch."""
+        """Number of rows of one epoch."""
         return sum(p.num_rows for p in self.packings)
 
     @property
     def num_tokens(self) -> int:
-        """Return the targets of one epoch."""
+        """Number of targets of one epoch."""
         return int(self.num_valid_per_row.sum())
 
     @property
     def utilisation(self) -> float:
-        """Return the filled share of all rows, 0 to 1."""
+        """Share of all rows that is filled with tokens, 0 to 1."""
         return sum(p.num_tokens for p in self.packings) / (self.num_rows * self.sequence_length)
 
     @property
     def num_valid_per_row(self) -> NDArray[np.int64]:
-        """Return the targets of each row in packing order, shape [num_rows]."""
+        """Number of targets of each row in packing order, shape [num_rows]."""
         return np.concatenate(self._num_valid_by_component)
 
     @cached_property
     def token_bytes(self) -> NDArray[np.uint32]:
-        """Return the bytes of text per token id, shape [vocab], 0 for special tokens, for bits per byte."""
+        """Bytes of text of each token id, shape [vocab], 0 for special tokens. Needed for bits per byte."""
         return tokenizer.token_bytes(tokenizer.load(self.directory))
 
     def max_boundaries(self, rows: int) -> int:
-        """Return the maximum number of pieces and paddings in any `rows` consecutive rows of the order."""
+        """Return the maximum number of pieces, padding included, in any `rows` consecutive rows of the order."""
         counts = []
         for packing, filled in zip(self.packings, self._row_tokens, strict=True):
             segments = np.diff(packing.row_start) + (filled < self.sequence_length)
@@ -179,28 +182,31 @@ class PackedDataset:
         return int(np.sort(np.concatenate(counts))[::-1][:rows].sum())
 
     def locate(self, seed: int, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return (component, its row) for each position of the order, each of shape [n]."""
+        """Return (component, row in the component's packing) at each position of the order, both of shape [n]."""
         component, count = self.mixture.locate(np.asarray(positions, dtype=np.int64))
         row = np.empty_like(count)
         for number in np.unique(component).tolist():
-            mine = component == number
+            selected = component == number
             rows = self.packings[number].num_rows
-            row[mine] = endless_shuffle(count[mine], rows, seed, self.sequence_length, number)
+            row[selected] = endless_shuffle(count[selected], rows, seed, self.sequence_length, number)
         return component, row
 
     def num_valid_at(self, seed: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the targets of the row at each position, shape [n], without reading tokens."""
+        """Return the number of targets of the row at each position, shape [n], without reading tokens."""
         return self._num_valid(*self.locate(seed, positions))
 
     def _num_valid(self, component: NDArray[np.int64], row: NDArray[np.int64]) -> NDArray[np.int64]:
-        valid = np.empty_like(row)
+        num_valid = np.empty_like(row)
         for number in np.unique(component).tolist():
-            mine = component == number
-            valid[mine] = self._num_valid_by_component[number][row[mine]]
-        return valid
+            selected = component == number
+            num_valid[selected] = self._num_valid_by_component[number][row[selected]]
+        return num_valid
 
     def rows(self, seed: int, positions: NDArray[np.int64], out: NDArray[np.int64] | None = None) -> RowBatch:
-        """Return the rows at these positions of the shuffled, endless order. out: an array [3, n, T] to fill."""
+        """Return the rows at these positions of the shuffled, endless order.
+
+        out: an array of shape [3, n, T] to use for inputs, targets and positions.
+        """
         return self._gather(*self.locate(seed, positions), out)
 
     def rows_by_number(self, numbers: NDArray[np.int64]) -> RowBatch:
@@ -221,16 +227,17 @@ class PackedDataset:
             packing = self.packings[c]
             pieces = slice(int(packing.row_start[r]), int(packing.row_start[r + 1]))
             starts = packing.start[pieces]
-            where = np.searchsorted(self._base, starts, side="right") - 1
-            local = starts - self._base[where]
+            piece_shards = np.searchsorted(self._base, starts, side="right") - 1
+            in_shard = starts - self._base[piece_shards]
+            lengths = packing.length[pieces]
             at = 0
             for shard, a, size in zip(
-                where.tolist(), local.tolist(), packing.length[pieces].tolist(), strict=True
+                piece_shards.tolist(), in_shard.tolist(), lengths.tolist(), strict=True
             ):
-                text = self._tokens[shard][a : a + size + 1]
+                tokens = self._tokens[shard][a : a + size + 1]
                 end = at + size
-                inputs[i, at:end] = text[:-1]
-                targets[i, at:end] = text[1:]
+                inputs[i, at:end] = tokens[:-1]
+                targets[i, at:end] = tokens[1:]
                 if self._masks is not None:
                     targets[i, at:end][self._masks[shard][a + 1 : a + size + 1] == 0] = IGNORE
                 positions[i, at:end] = self._count_up[:size]
@@ -252,16 +259,18 @@ class PackedDataset:
         )
 
 
-def _within_a_row(
-    start: NDArray[np.int64], length: NDArray[np.int64], width: int, before: NDArray[np.int64]
+def _truncate(
+    start: NDArray[np.int64], length: NDArray[np.int64], width: int, learnt_before: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_], Truncation]:
-    """Return (start, length, kept, cut) of conversations as pieces of at most a row.
+    """Truncate conversations to one piece of at most `width` tokens, and leave out those with nothing to learn in it.
 
-    The last token is only a target, so a conversation of n tokens is a piece of n - 1. before: the number of learned
-    tokens before each position.
+    The last token of a conversation is only a target, so a conversation of n tokens is a piece of n - 1 tokens.
+    learnt_before: number of learned tokens before each position. Returns (start, length) of the pieces, which
+    conversations are kept, and the counts.
     """
     length = length - 1
-    fits = np.minimum(length, width)
-    keep = (fits > 0) & (before[start + 1 + fits] > before[start + 1])
-    cut = Truncation(int((keep & (length > width)).sum()), int((~keep).sum()))
-    return start[keep], fits[keep], keep, cut
+    truncated = np.minimum(length, width)
+    has_learnt = learnt_before[start + 1 + truncated] > learnt_before[start + 1]
+    keep = (truncated > 0) & has_learnt
+    truncation = Truncation(shortened=int((keep & (length > width)).sum()), left_out=int((~keep).sum()))
+    return start[keep], truncated[keep], keep, truncation

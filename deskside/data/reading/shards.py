@@ -1,18 +1,18 @@
-"""A prepared data set on disk: flat token files, their document tables, and one index.
+"""The files of a prepared data set: flat token files, their document tables, and one index.
 
-    DIR/index.json               everything below, counted and with checksums
+    DIR/index.json               counts and checksums of the files below
     DIR/tokenizer.json           the tokenizer that made the tokens (and tokenizer_config.json)
-    DIR/train-00000.bin          tokens, little-endian uint16 or uint32, nothing else
+    DIR/train-00000.bin          tokens as little-endian uint16 or uint32, without a header
     DIR/train-00000.idx.npy      one record per document: where it starts, and its tag
     DIR/val-00000.bin ...        the same for validation
 
 A shard is `E text E text ... E`: every document begins with the end-of-text token E, and one E closes the shard. So the
 E that begins the next document is the target of a document's last token, and every token of a document has a target.
 
-Conversations (`data.chat`) have one more file, DIR/train-00000.mask.bin, a byte per token: 1 where an assistant has to
-learn the token. Their shards are `text text ... E`: a conversation begins with its first token, as a chat does.
+Shards of conversations (`data.chat`) have one more file, DIR/train-00000.mask.bin, with a byte per token: 1 if the
+assistant has to learn the token. Such a shard is `text text ... E`: a conversation begins with its own first token.
 
-Files are written under a temporary name, flushed to the disk and renamed: under its final name a file is whole.
+Files are written under a temporary name, flushed to the disk and renamed, so a file with its final name is complete.
 Checksums are XXH3-128 (xxhash), which runs at memory speed.
 """
 
@@ -37,38 +37,41 @@ from deskside.utils.parsing import json_value
 
 SCHEMA_VERSION = 1
 INDEX = "index.json"
-STAMP = ".verified.json"
+STAMP = ".verified.json"  # sizes and times of the files when their checksums were last verified
 TEMPORARY_SUFFIX = ".deskside-tmp"  # unique to this program, so such files may be deleted
-DOCUMENT = np.dtype([("start", "<i8"), ("tag", "<u2")])
-_PART = 1 << 20  # tokens per lookup, because the lengths need twice the memory of the tokens
+DOCUMENT_DTYPE = np.dtype([("start", "<i8"), ("tag", "<u2")])  # an entry of a document table
+_LOOKUP_TOKENS = 1 << 20  # tokens per lookup of their bytes, which need more memory than the tokens
 MAX_TAGS = 1000  # distinct (source, lang) pairs; further ones are counted together as "other"
 
-
 Dtype = Literal["uint16", "uint32"]
-FileName = Annotated[str, Field(pattern=r"^\w[\w.-]*$")]  # in the data set's own folder
+FileName = Annotated[str, Field(pattern=r"^\w[\w.-]*$")]  # without a path: a file of the data set's folder
 
 
 class LeftOut(TypedDict):
-    """The number of items left out for one reason, and the first places."""
+    """The number of items left out for one reason, and where the first of them are."""
 
     count: int
     first: list[str]
 
 
 class TagInfo(Part):
+    """The source and language of documents; "" if unknown."""
+
     source: str
     lang: str
 
 
 class TagCount(Part):
+    """The documents and tokens with one tag in a shard."""
+
     documents: PositiveInt
     tokens: PositiveInt
 
 
 class ShardInfo(Part):
-    """One shard. tokens: number of entries in the file. key: a checksum of its source texts.
+    """One shard. file, table, mask: its files; only conversations have a mask. tokens: number of entries in `file`.
 
-    mask: the file that marks learned tokens, for conversations only.
+    text_bytes, token_text_bytes: see `SplitInfo`. key: checksum of the source texts. tags: counts by index of the tag.
     """
 
     file: FileName
@@ -86,10 +89,10 @@ class ShardInfo(Part):
 
 
 class SplitInfo(Part):
-    """A split. The two baselines are in bits per byte of text, for the validation split only.
+    """A split. text_bytes: its text in UTF-8.
 
-    token_text_bytes: the text that the tokens decode to; equal to `text_bytes` unless a foreign tokenizer
-    normalizes the text.
+    token_text_bytes: the text that the tokens decode to; equal to `text_bytes` unless an imported tokenizer normalizes
+    the text. gzip_bpb, unigram_bpb: baselines in bits per byte, for the validation split only.
     """
 
     tokens: PositiveInt
@@ -111,6 +114,8 @@ class SplitInfo(Part):
 
 
 class TokenizerInfo(Part):
+    """The tokenizer of a data set. eos: the end-of-text token."""
+
     checksum: str
     vocab_size: PositiveInt
     eos: str
@@ -118,7 +123,11 @@ class TokenizerInfo(Part):
 
 
 class ChatInfo(Part):
-    """Facts about conversations: end-of-turn token, learned tokens by split, and how many teach only the last turn."""
+    """Facts about a data set of conversations.
+
+    turn_end: id of the end-of-turn token. learnt_tokens: number of learned tokens by split. last_turn_only: number of
+    conversations of which only the last turn is learned.
+    """
 
     turn_end: NonNegativeInt | None
     learnt_tokens: dict[str, NonNegativeInt]
@@ -140,7 +149,7 @@ class DatasetIndex(Part):
     chat: ChatInfo | None = None
 
     @model_validator(mode="after")
-    def _agrees(self) -> DatasetIndex:
+    def _check_consistency(self) -> DatasetIndex:
         if "train" not in self.splits:
             raise ValueError("splits: train is missing")
         if self.tokenizer.eos_id >= self.tokenizer.vocab_size or self.dtype != dtype_for(
@@ -150,15 +159,15 @@ class DatasetIndex(Part):
         for name, split in self.splits.items():
             if max((tag for shard in split.shards for tag in shard.tags), default=0) >= len(self.tags):
                 raise ValueError(f"splits.{name}: a shard has a tag that is not in tags")
-            for what in ("tokens", "documents", "text_bytes"):
-                if getattr(split, what) != sum(getattr(shard, what) for shard in split.shards):
-                    raise ValueError(f"splits.{name}.{what}: is not the sum over its shards")
+            for key in ("tokens", "documents", "text_bytes"):
+                if getattr(split, key) != sum(getattr(shard, key) for shard in split.shards):
+                    raise ValueError(f"splits.{name}.{key}: is not the sum over its shards")
         return self
 
 
 @dataclass
 class EncodedDocument:
-    """A tokenized document. mask: 1 for learned tokens, in shards of conversations only."""
+    """A tokenized document. tag: index of its tag. mask: 1 for learned tokens, for conversations only."""
 
     tokens: NDArray[Any]
     tag: int
@@ -166,11 +175,12 @@ class EncodedDocument:
 
 
 def dtype_for(vocab_size: int) -> Dtype:
+    """Return the smallest dtype for token ids below `vocab_size`."""
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
 def write_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Write a file as a whole or not at all. Raises RunError when it cannot be written."""
+    """Write a file as a whole or not at all. write: writes the content. Raises RunError if the disk refuses."""
     with (
         replace_atomically(path, path.with_name(path.name + TEMPORARY_SUFFIX)) as temporary,
         temporary.open("wb") as file,
@@ -179,7 +189,7 @@ def write_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
 
 def clear_temporary(directory: Path) -> None:
-    """Delete the leftovers of an interrupted `write_file`."""
+    """Delete the temporary files of an interrupted `write_file` or `write_shard`."""
     for path in directory.glob(f"*{TEMPORARY_SUFFIX}"):
         path.unlink(missing_ok=True)
 
@@ -192,57 +202,62 @@ def write_shard(
     eos_id: int,
     dtype: str,
     text_bytes: int,
-    lengths: NDArray[np.uint32],
+    token_bytes: NDArray[np.uint32],
     key: str,
 ) -> ShardInfo:
-    """Write `name`.bin and `name`.idx.npy (and `name`.mask.bin) under temporary names, which `publish` removes.
+    """Write `name`.bin and `name`.idx.npy (and `name`.mask.bin) under temporary names, for `publish` to rename.
 
-    So a shard's name can be recorded before a file has that name. lengths: bytes per token, shape [vocab]. Raises
-    as `write_file`.
+    So a shard can be recorded before its files have their final names. token_bytes: bytes of text per token, shape
+    [vocab]. Raises as `write_file`.
     """
-    lead = int(documents[0].mask is None)
-    sizes = np.array([len(d.tokens) + lead for d in documents], dtype=np.int64)
-    table = np.zeros(len(documents), dtype=DOCUMENT)
+    eos_before = int(documents[0].mask is None)  # 1 if each document begins with the end-of-text token
+    sizes = np.array([len(d.tokens) + eos_before for d in documents], dtype=np.int64)
+    table = np.zeros(len(documents), dtype=DOCUMENT_DTYPE)
     table["start"] = np.cumsum(sizes) - sizes
     table["tag"] = [d.tag for d in documents]
     tokens = np.empty(int(sizes.sum()) + 1, dtype=np.dtype(dtype).newbyteorder("<"))
     for start, document in zip(table["start"].tolist(), documents, strict=True):
         tokens[start] = eos_id
-        tokens[start + lead : start + lead + len(document.tokens)] = document.tokens
+        first = start + eos_before
+        tokens[first : first + len(document.tokens)] = document.tokens
     tokens[-1] = eos_id
-    paths = [directory / f"{name}{suffix}{TEMPORARY_SUFFIX}" for suffix in (".bin", ".idx.npy", ".mask.bin")]
-    learnt = [d.mask for d in documents if d.mask is not None]
-    if learnt:
-        mask = np.concatenate([*learnt, np.zeros(1, np.uint8)])
-        write_file(paths[2], lambda file: file.write(mask.data))
-    write_file(paths[0], lambda file: file.write(tokens.view(np.uint8).data))
-    write_file(paths[1], lambda file: np.save(file, table, allow_pickle=False))
+    suffixes = (".bin", ".idx.npy", ".mask.bin")
+    token_path, table_path, mask_path = (
+        directory / f"{name}{suffix}{TEMPORARY_SUFFIX}" for suffix in suffixes
+    )
+    masks = [d.mask for d in documents if d.mask is not None]
+    if masks:
+        mask = np.concatenate([*masks, np.zeros(1, np.uint8)])
+        write_file(mask_path, lambda file: file.write(mask.data))
+    write_file(token_path, lambda file: file.write(tokens.view(np.uint8).data))
+    write_file(table_path, lambda file: np.save(file, table, allow_pickle=False))
     present, inverse = np.unique(table["tag"], return_inverse=True)
-    per_tag = np.bincount(inverse, weights=sizes).astype(np.int64)
-    counts = np.bincount(inverse)
+    tokens_by_tag = np.bincount(inverse, weights=sizes).astype(np.int64)
+    documents_by_tag = np.bincount(inverse)
+    starts = range(0, len(tokens), _LOOKUP_TOKENS)
     return ShardInfo(
-        file=paths[0].name.removesuffix(TEMPORARY_SUFFIX),
-        table=paths[1].name.removesuffix(TEMPORARY_SUFFIX),
+        file=token_path.name.removesuffix(TEMPORARY_SUFFIX),
+        table=table_path.name.removesuffix(TEMPORARY_SUFFIX),
         tokens=len(tokens),
         documents=len(documents),
         text_bytes=text_bytes,
         token_text_bytes=sum(
-            int(lengths[tokens[i : i + _PART]].sum(dtype=np.int64)) for i in range(0, len(tokens), _PART)
+            int(token_bytes[tokens[i : i + _LOOKUP_TOKENS]].sum(dtype=np.int64)) for i in starts
         ),
-        checksum=fingerprint(paths[0])[1],
-        table_checksum=fingerprint(paths[1])[1],
+        checksum=fingerprint(token_path)[1],
+        table_checksum=fingerprint(table_path)[1],
         key=key,
         tags={
             int(tag): TagCount(documents=int(c), tokens=int(t))
-            for tag, c, t in zip(present, counts, per_tag, strict=True)
+            for tag, c, t in zip(present, documents_by_tag, tokens_by_tag, strict=True)
         },
-        mask=paths[2].name.removesuffix(TEMPORARY_SUFFIX) if learnt else None,
-        mask_checksum=fingerprint(paths[2])[1] if learnt else None,
+        mask=mask_path.name.removesuffix(TEMPORARY_SUFFIX) if masks else None,
+        mask_checksum=fingerprint(mask_path)[1] if masks else None,
     )
 
 
 def publish(directory: Path, info: ShardInfo) -> None:
-    """Rename the files of a shard from `write_shard` to their final names. Raises as `write_file`."""
+    """Rename the files that `write_shard` has written to their final names. Raises as `write_file`."""
     for path in [directory / name for name in (info.file, info.table, info.mask) if name is not None]:
         try:
             os.replace(f"{path}{TEMPORARY_SUFFIX}", path)
@@ -252,16 +267,17 @@ def publish(directory: Path, info: ShardInfo) -> None:
 
 
 def write_index(directory: Path, index: DatasetIndex) -> None:
+    """Write index.json. Raises as `write_file`."""
     text = json.dumps(index.model_dump(mode="json"), indent=1, ensure_ascii=False) + "\n"
-    # A lone surrogate, as in a file name that is not UTF-8, becomes a JSON escape.
+    # Python has a lone surrogate for each invalid byte of a file name; write it as a JSON escape.
     write_file(directory / INDEX, lambda file: file.write(text.encode("utf-8", "backslashreplace")))
 
 
 def read_index(directory: Path) -> DatasetIndex:
     """Read and check index.json.
 
-    Raises: UsageError: not a prepared data set, not finished, or of another kind. RunError: the index is damaged or
-    of another version.
+    Raises UsageError if there is no prepared data set, or an unfinished one or one of another kind, and RunError if the
+    index is damaged or has another version.
     """
     path = directory / INDEX
     if not path.is_file():
@@ -290,17 +306,17 @@ def read_index(directory: Path) -> DatasetIndex:
 
 
 def damaged_shards(directory: Path, split: SplitInfo, *, checksums: bool) -> dict[str, str]:
-    """Return {file: problem} for shards that differ from the index. Always checks sizes, contents with `checksums`."""
-    found: dict[str, str] = {}
+    """Return {file: problem} for damaged shards of a split. Compares sizes, and with `checksums` the contents too."""
+    damaged: dict[str, str] = {}
     for shard in split.shards:
         problem = shard_problem(directory, shard, checksums=checksums)
         if problem:
-            found[shard.file] = problem
-    return found
+            damaged[shard.file] = problem
+    return damaged
 
 
 def shard_problem(directory: Path, shard: ShardInfo, *, checksums: bool) -> str:
-    """Return the problem with a shard, or ""."""
+    """Return how the files of a shard differ from the index, or "". checksums: compare the contents too."""
     binary, table = directory / shard.file, directory / shard.table
     for path in (binary, table):
         if not path.is_file():
@@ -308,21 +324,23 @@ def shard_problem(directory: Path, shard: ShardInfo, *, checksums: bool) -> str:
     size = binary.stat().st_size
     if size not in (shard.tokens * 2, shard.tokens * 4):
         return f"{binary.name} has {size} bytes, which is not {shard.tokens} tokens"
-    if table.stat().st_size < shard.documents * DOCUMENT.itemsize:
+    if table.stat().st_size < shard.documents * DOCUMENT_DTYPE.itemsize:
         return f"{table.name} is too short for {shard.documents} documents"
     mask = directory / shard.mask if shard.mask is not None else None
     if mask is not None and (not mask.is_file() or mask.stat().st_size != shard.tokens):
-        return f"{mask.name} is missing or has not {shard.tokens} bytes"
+        return f"{mask.name} is missing or does not have {shard.tokens} bytes"
+    if not checksums:
+        return ""
     files = ((binary, shard.checksum), (table, shard.table_checksum), (mask, shard.mask_checksum))
-    for file, wanted in files if checksums else ():
-        if file is not None and fingerprint(file)[1] != wanted:
+    for file, expected in files:
+        if file is not None and fingerprint(file)[1] != expected:
             return f"{file.name} fails its checksum"
     return ""
 
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """The result of `verify`. damaged: {file: problem}."""
+    """The result of `verify`. gib: size of the tokens. damaged: {file: problem}."""
 
     directory: str
     shards: int
@@ -354,18 +372,19 @@ def refuse_damage(directory: str | Path, damaged: dict[str, str]) -> None:
     if damaged:
         file, problem = next(iter(damaged.items()))
         more = f" (and {len(damaged) - 1} more)" if len(damaged) > 1 else ""
-        what = problem if problem.startswith(file) else f"{file} {problem}"
+        sentence = problem if problem.startswith(file) else f"{file} {problem}"
         raise RunError(
-            f"{directory}: {what}{more}. Run the `deskside data prepare` that made it again: only damaged shards are "
-            "made again."
+            f"{directory}: {sentence}{more}. Repeat the `deskside data prepare` command that made the data: only "
+            "damaged shards are made again."
         )
 
 
 def check(directory: Path) -> DatasetIndex:
-    """Check a data set before use: sizes always; checksums once, then only if a file's size or time has changed.
+    """Check a data set before use, and return its index.
 
-    A stamp in the data set records the check; if it cannot be written, the checksums are compared each time. Raises
-    as `read_index`, and RunError for a damaged shard.
+    Sizes are always compared; checksums only once, and again if the size or time of a file has changed. A stamp file in
+    the data set records the check; if it cannot be written, the checksums are compared each time. Raises as
+    `read_index`, and RunError for a damaged shard.
     """
     index = read_index(directory)
     for split in index.splits.values():
@@ -377,6 +396,7 @@ def check(directory: Path) -> DatasetIndex:
 
 
 def _stamp(directory: Path) -> str:
+    """Return the sizes and times of the data set's files as JSON."""
     files = sorted(
         p for p in directory.iterdir() if p.suffix in (".bin", ".npy") or p.name in (INDEX, "tokenizer.json")
     )
@@ -386,7 +406,7 @@ def _stamp(directory: Path) -> str:
 def _write_stamp(directory: Path) -> None:
     try:
         (directory / STAMP).write_bytes(_stamp(directory).encode())
-    except OSError:  # a read-only data set is verified at every opening
+    except OSError:  # a read-only data set, whose checksums are compared each time
         return
 
 
@@ -402,18 +422,21 @@ def open_tokens(directory: Path, shard: ShardInfo, dtype: str) -> NDArray[Any]:
 
 
 def open_mask(directory: Path, shard: ShardInfo) -> NDArray[np.uint8] | None:
-    """Return the mask of learned tokens as a read-only memory map of shape [tokens], or None if all are learned."""
+    """Return the mask of learned tokens as a read-only memory map, shape [tokens], or None if all are learned."""
     path = directory / shard.mask if shard.mask is not None else None
     return None if path is None else np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
 
 
 def open_table(directory: Path, shard: ShardInfo) -> NDArray[Any]:
-    """Return the document table of a shard, [documents] of `start` and `tag`. Raises RunError if it is invalid."""
+    """Return the document table of a shard, shape [documents], with fields `start` and `tag`.
+
+    Raises RunError if it is invalid.
+    """
     try:
         table: NDArray[Any] = np.load(directory / shard.table, allow_pickle=False)
-        sound = table.dtype == DOCUMENT and table.shape == (shard.documents,)
+        sound = table.dtype == DOCUMENT_DTYPE and table.shape == (shard.documents,)
     except (ValueError, EOFError):
         sound = False
     if not sound:
-        refuse_damage(directory, {shard.table: "is no document table"})
+        refuse_damage(directory, {shard.table: "is not a document table"})
     return table

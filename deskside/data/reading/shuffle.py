@@ -1,11 +1,11 @@
 """Shuffling with random access: a keyed permutation of 0..n-1 that is computed for each position separately.
 
 It needs neither a table of n entries nor the state of a random generator. A Feistel network of rounds
-(L, R) -> (R, L ^ f(R)) permutes the numbers of 2h bits for any function f, because each round can be inverted:
-L and R are its halves of h bits. With 2^(2h) >= n, results outside 0..n-1 are passed through the network again until
-they are inside ("cycle walking"; Black and Rogaway 2002). This gives a permutation of 0..n-1, and since 2^(2h) < 4n
-for n > 1, it takes fewer than four passes on average. f is written out in 64-bit integers, so that the order does not
-depend on the version of a library.
+(L, R) -> (R, L ^ f(R)), where L and R are the halves of a number of 2h bits, permutes these numbers for any function f,
+because each round can be inverted. With 2^(2h) >= n, results outside 0..n-1 are passed through the network again until
+they are inside ("cycle walking"; Black and Rogaway 2002). This gives a permutation of 0..n-1. Since 2^(2h) < 4n for
+n > 1, it takes fewer than four passes on average. f is 64-bit integer arithmetic, so that the order does not depend on
+the version of a library.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from deskside.utils.splitmix import GOLDEN, MASK, MULTIPLIER_1, MULTIPLIER_2, mix
 
-_ROUNDS = 8  # with a random f, four suffice (Luby and Rackoff 1988)
+_ROUNDS = 8  # twice the four that suffice for a random f (Luby and Rackoff 1988)
 
 
 def combine_keys(*parts: int) -> int:
@@ -55,7 +55,7 @@ def _feistel(x: NDArray[np.uint64], half_bits: int, keys: list[np.uint64]) -> ND
 
 
 def _mix_array(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """`splitmix.mix` of each element. Arithmetic of unsigned arrays wraps at 2^64, as the finalizer requires."""
+    """Apply `splitmix.mix` to each element. Arithmetic of uint64 arrays wraps at 2^64, as the finalizer requires."""
     x = x + np.uint64(GOLDEN)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(MULTIPLIER_1)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(MULTIPLIER_2)
@@ -66,11 +66,11 @@ def _mix_array(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 def endless_shuffle(positions: NDArray[np.int64], count: int, seed: int, *key: int) -> NDArray[np.int64]:
     """Return the items, 0..count-1, at these positions of an endless order that is reshuffled in every epoch.
 
-    The order depends on the seed and on `key`, such as the sequence length.
+    The order depends on the seed and on the further integers in `key`.
     """
     epoch, inside = np.divmod(np.asarray(positions, np.int64), count)
-    found = np.empty_like(inside)
+    items = np.empty_like(inside)
     for e in np.unique(epoch).tolist():
-        mine = epoch == e
-        found[mine] = permute(inside[mine], count, combine_keys(seed, e, *key))
-    return found
+        selected = epoch == e
+        items[selected] = permute(inside[selected], count, combine_keys(seed, e, *key))
+    return items

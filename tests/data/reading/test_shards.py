@@ -38,8 +38,10 @@ def test_what_is_written_is_read(
 ) -> None:
     folder = tmp_path_factory.mktemp("shard")
     encoded = [EncodedDocument(np.array(ids, dtype=np.uint32), tag) for ids, tag in documents]
-    lengths = np.arange(300, dtype=np.uint16)
-    info = write_shard(folder, "x", encoded, eos_id=0, dtype=dtype, text_bytes=7, lengths=lengths, key="k")
+    token_bytes = np.arange(300, dtype=np.uint16)
+    info = write_shard(
+        folder, "x", encoded, eos_id=0, dtype=dtype, text_bytes=7, token_bytes=token_bytes, key="k"
+    )
     assert not {"x.bin", "x.idx.npy"} & {p.name for p in folder.iterdir()}  # it may be noted first
     publish(folder, info)
     wanted = [0]
