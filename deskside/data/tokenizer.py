@@ -74,11 +74,11 @@ def train(texts: Iterable[str], vocab_size: int, *, progress: bool = False) -> T
 
 
 def check_size(vocab_size: int) -> None:
-    """Raise UsageError for an invalid size. A far larger size than MAX_VOCAB would make `tokenizers` abort the process."""
+    """Raise UsageError for an invalid size. A size far above MAX_VOCAB would make `tokenizers` abort the process."""
     if not MIN_VOCAB <= vocab_size <= MAX_VOCAB:
         raise UsageError(
-            f"--vocab-size {vocab_size}: give at least {MIN_VOCAB} (256 bytes and {len(SPECIAL_TOKENS)} special tokens)
-            " f"and at most {MAX_VOCAB}."
+            f"--vocab-size {vocab_size}: give at least {MIN_VOCAB} (256 bytes and {len(SPECIAL_TOKENS)} special "
+            f"tokens) and at most {MAX_VOCAB}."
         )
 
 

@@ -1,11 +1,11 @@
-"""Preparation of conversations as token shards with masks, which `deskside sft` caches.
+"""Preparation of conversations as token shards with masks. `deskside sft` caches the result.
 
-The data set has the format of `prepare` (index.json, shards, tokenizer.json), so loading, packing, verifying and
-resuming share its code. In addition it has a mask file for each shard, the chat template with the settings of a
-chat, and samples.json, a few held-out conversations for sample answers.
+The data set has the format of `corpus.prepare` (index.json, shards, tokenizer.json), so it is loaded, packed and
+verified by the same code. In addition it has a mask file for each shard, the chat template, generation_config.json, and
+samples.json, a few held-out conversations for sample answers.
 
-A keyed hash of its messages decides whether a conversation is held out, so the choice does not depend on the order,
-and copies are in the same split. The folder gets its name when it is complete.
+A keyed hash of its messages decides whether a conversation is held out. So the choice does not depend on the order, and
+copies are in the same split. The folder gets its name only when it is complete.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from deskside.data.reading.shards import ChatInfo, DatasetIndex, EncodedDocument
 from deskside.utils.errors import UsageError
 from deskside.utils.files import fingerprint, write_error
 
-VERSION = 2  # of the format: the same arguments give other content
+VERSION = 2  # of this preparation; raised if the same arguments give other content
 SHARD_TOKENS = 1 << 25
-DEFAULT_FRACTION, FEWEST_HELD_OUT = 0.02, 32
-SAMPLES, SAMPLE_CHARACTERS = 4, 600
+DEFAULT_FRACTION, MIN_HELD_OUT = 0.02, 32  # default share of held-out conversations, but at least so many
+SAMPLES, SAMPLE_CHARACTERS = 4, 600  # number of sample conversations, and their maximum length
 SAMPLES_FILE = "samples.json"
 NO_CONVERSATION, REFUSED = "no conversation", "the chat template cannot render it"
 
@@ -59,20 +59,20 @@ class ChatSpec:
 
 
 def cache_key(spec: ChatSpec, tokenizer: Path) -> str:
-    """Return a short key of the content of everything that determines the result.
+    """Return a checksum of everything that determines the data set: the sources, the tokenizer and the options.
 
-    Only the name of a hub data set is included, so a change there goes unnoticed. Raises UsageError as
+    Of a hub data set only the name is included, so a change of its content is not noticed. Raises UsageError as
     `Source.parse`.
     """
-    rest = (VERSION, spec.val_fraction, spec.turns, spec.seed)
-    return make_cache_key((spec.sources, spec.val_sources), tokenizer, rest)
+    options = (VERSION, spec.val_fraction, spec.turns, spec.seed)
+    return make_cache_key((spec.sources, spec.val_sources), tokenizer, options)
 
 
-def make_cache_key(sources: Iterable[Sequence[str]], tokenizer: Path, rest: tuple[object, ...]) -> str:
-    """Return a short key of the content of sources and of a tokenizer with its chat template, and of `rest`."""
+def make_cache_key(sources: Iterable[Sequence[str]], tokenizer: Path, options: tuple[object, ...]) -> str:
+    """Return a checksum of the content of sources and of a tokenizer with its chat template, and of `options`."""
     parts = [sources_checksum([Source.parse(s) for s in names]) for names in sources]
     parts += [(tokenizer / name).read_text("utf-8") for name in ("tokenizer.json", TEMPLATE)]
-    return xxhash.xxh3_64_hexdigest("\0".join([*parts, repr(rest)]).encode())
+    return xxhash.xxh3_64_hexdigest("\0".join([*parts, repr(options)]).encode())
 
 
 def prepare_chat(
@@ -80,14 +80,14 @@ def prepare_chat(
 ) -> DatasetIndex:
     """Make the data set in the new folder `out`. tokenizer: a folder written by `chat_template.make_chat_tokenizer`.
 
-    Raises UsageError for wrong sources, nothing to learn from, or an existing `out`; RunError if the disk is full.
+    Raises UsageError for invalid sources, too few conversations, or an existing `out`; RunError if the disk is full.
     """
     if not spec.sources:
         raise UsageError(
             "--data: no conversations were given; give a .jsonl or .parquet file, a folder or hf:owner/name"
         )
     with new_folder(tokenizer, out) as new:
-        return _Maker(spec, new, quiet, shard_tokens, cache_key(spec, tokenizer)).make()
+        return _ChatPreparation(spec, new, quiet, shard_tokens, cache_key(spec, tokenizer)).run()
 
 
 @contextlib.contextmanager
@@ -116,14 +116,14 @@ def new_folder(tokenizer: Path, out: Path) -> Iterator[Path]:
 
 
 def write_samples(folder: Path, conversations: list[Any]) -> None:
-    """Write held-out conversations that a run samples answers to."""
+    """Write the held-out conversations for which a run samples answers."""
     text = json.dumps(conversations, ensure_ascii=False, indent=1) + "\n"
     (folder / SAMPLES_FILE).write_text(text, "utf-8")
 
 
 @dataclass
 class _Split:
-    """One split in progress."""
+    """One split in progress: the documents of the current shard, and the finished shards."""
 
     name: str
     documents: list[EncodedDocument] = field(default_factory=list)
@@ -131,7 +131,7 @@ class _Split:
     text_bytes: int = 0
     learnt: int = 0
     digest: Any = field(default_factory=xxhash.xxh3_128)
-    done: list[shards.ShardInfo] = field(default_factory=list)
+    finished: list[shards.ShardInfo] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -143,17 +143,17 @@ class _Conversation:
     key: bytes
 
 
-def _rendered(
+def _tokenize(
     turns: Turns, template: ChatTemplate, messages: list[dict[str, Any]]
 ) -> TokenizedConversation | str:
-    """Return the tokens, or the reason why there are none."""
+    """Return the tokenized conversation, or the reason why it cannot be tokenized."""
     try:
         return template.conversation(messages, turns)
     except NotRendered as error:
         return str(error)
 
 
-class _Maker:
+class _ChatPreparation:
     def __init__(self, spec: ChatSpec, out: Path, quiet: bool, shard_tokens: int, key: str):
         self.spec, self.out, self.quiet, self.shard_tokens, self.key = spec, out, quiet, shard_tokens, key
         self.template = ChatTemplate(out)
@@ -166,51 +166,56 @@ class _Maker:
         self.last_only = self.duplicates = 0
         self.samples: list[Any] = []
 
-    def make(self) -> DatasetIndex:
+    def run(self) -> DatasetIndex:
         train, val = (
             [Source.parse(s) for s in names] for names in (self.spec.sources, self.spec.val_sources)
         )
         held_out: set[bytes] = set()
         if val:
 
-            def apart() -> Iterator[tuple[str, _Conversation]]:
-                for one in self._conversations(val, "val"):
-                    held_out.add(one.key)
-                    yield "val", one
+            def validation_conversations() -> Iterator[tuple[str, _Conversation]]:
+                for conversation in self._conversations(val, "val"):
+                    held_out.add(conversation.key)
+                    yield "val", conversation
 
-            self._add_all(apart())
+            self._add_all(validation_conversations())
             if not held_out:
                 raise UsageError(f"--val: no conversation {_reasons(self.logs['val'])}")
         count, fraction, forced = self._first_pass(train, bool(val))
         with ProgressBar("render", count, "conversations", quiet=self.quiet) as bar:
 
-            def divided() -> Iterator[tuple[str, _Conversation]]:
-                for one in self._conversations(train, "train"):
-                    if one.key in held_out:
+            def divided_conversations() -> Iterator[tuple[str, _Conversation]]:
+                for conversation in self._conversations(train, "train"):
+                    key = conversation.key
+                    if key in held_out:
                         self.duplicates += 1
                         bar.advance(1)
                         continue
-                    held = one.key == forced or is_validation(one.key, self.spec.seed, fraction)
-                    yield "val" if held else "train", one
+                    is_val = key == forced or is_validation(key, self.spec.seed, fraction)
+                    yield "val" if is_val else "train", conversation
 
-            self._add_all(divided(), bar)
+            self._add_all(divided_conversations(), bar)
         for split in self.splits.values():
-            self._write(split)
+            self._write_shard(split)
         return self._finish()
 
     def _first_pass(self, sources: Sequence[Source], have_val: bool) -> tuple[int, float, bytes | None]:
-        """Return the number of conversations, the share to hold out, and the one held out if it selects none."""
-        keys = [one.key for one in self._conversations(sources, "train")]
+        """Return the number of conversations, the share to hold out, and the key to hold out if this share is empty.
+
+        have_val: True if there are validation sources, so that nothing is held out.
+        """
+        keys = [conversation.key for conversation in self._conversations(sources, "train")]
         if not keys:
             raise UsageError(f"--data: no conversation {_reasons(self.logs['train'])}")
         self.logs["train"] = BadInputLog()  # counted again by the second pass
         if have_val:
             return len(keys), 0.0, None
-        fraction = self.spec.val_fraction or max(DEFAULT_FRACTION, min(0.1, FEWEST_HELD_OUT / len(keys)))
-        caught = any(is_validation(key, self.spec.seed, fraction) for key in keys)
-        return len(keys), fraction, None if caught else min(keys)
+        fraction = self.spec.val_fraction or max(DEFAULT_FRACTION, min(0.1, MIN_HELD_OUT / len(keys)))
+        any_held_out = any(is_validation(key, self.spec.seed, fraction) for key in keys)
+        return len(keys), fraction, None if any_held_out else min(keys)
 
     def _conversations(self, sources: Sequence[Source], split: str) -> Iterator[_Conversation]:
+        """Yield the valid conversations of sources; the others are counted in the log of the split."""
         log = self.logs[split]
         for source in sources:
             for record in iter_records(source, ("messages",), log, ROW_FIELDS):
@@ -223,44 +228,49 @@ class _Maker:
                 key = xxhash.xxh3_128_digest(json.dumps(messages, sort_keys=True).encode())
                 yield _Conversation(record, messages, key)
 
-    def _add_all(self, given: Iterable[tuple[str, _Conversation]], bar: ProgressBar | None = None) -> None:
-        """Add conversations to the named splits, in order."""
-        items = ((named, named[1].messages) for named in given)
-        work, build = partial(_rendered, self.spec.turns), partial(ChatTemplate, self.out)
-        with contextlib.closing(map_in_order(items, work, self.template, build)) as made:
-            for (name, one), found in made:
+    def _add_all(
+        self, conversations: Iterable[tuple[str, _Conversation]], bar: ProgressBar | None = None
+    ) -> None:
+        """Tokenize conversations, and add them in order to the splits that they are given with."""
+        items = ((pair, pair[1].messages) for pair in conversations)
+        tokenize, make_template = partial(_tokenize, self.spec.turns), partial(ChatTemplate, self.out)
+        with contextlib.closing(map_in_order(items, tokenize, self.template, make_template)) as results:
+            for (split, conversation), tokenized in results:
                 if bar is not None:
                     bar.advance(1)
-                self._add(name, one, found)
+                self._add(split, conversation, tokenized)
 
-    def _add(self, name: str, one: _Conversation, found: TokenizedConversation | str) -> None:
-        split, record, messages = self.splits[name], one.record, one.messages
-        if isinstance(found, str):
-            self.logs["val" if self.spec.val_sources and name == "val" else "train"].add(
-                REFUSED, record.origin, found
-            )
+    def _add(
+        self, split_name: str, conversation: _Conversation, tokenized: TokenizedConversation | str
+    ) -> None:
+        split, record, messages = self.splits[split_name], conversation.record, conversation.messages
+        if isinstance(tokenized, str):
+            source_split = "val" if self.spec.val_sources and split_name == "val" else "train"
+            self.logs[source_split].add(REFUSED, record.origin, tokenized)
             return
-        ids, mask = found.ids, found.mask
+        ids, mask = tokenized.ids, tokenized.mask
         if self.template.turn_end is None:  # otherwise the model would not learn to stop
             ids, mask = np.append(ids, np.uint32(self.eos_id)), np.append(mask, np.uint8(1))
         split.documents.append(EncodedDocument(ids, add_tag(self.tags, record.source, record.lang), mask))
         split.tokens += len(ids)
         split.learnt += int(mask.sum())
         split.text_bytes += max(1, sum(len(m["content"].encode()) for m in messages))
-        split.digest.update(one.key)
-        self.last_only += found.last_only
-        short = sum(len(m["content"]) for m in messages) <= SAMPLE_CHARACTERS
-        if name == "val" and short and messages[-1]["role"] == "assistant" and len(self.samples) < SAMPLES:
+        split.digest.update(conversation.key)
+        self.last_only += tokenized.last_only
+        is_short = sum(len(m["content"]) for m in messages) <= SAMPLE_CHARACTERS
+        is_answered = messages[-1]["role"] == "assistant"
+        if split_name == "val" and is_short and is_answered and len(self.samples) < SAMPLES:
             self.samples.append(messages)
         if split.tokens >= self.shard_tokens:
-            self._write(split)
+            self._write_shard(split)
 
-    def _write(self, split: _Split) -> None:
+    def _write_shard(self, split: _Split) -> None:
+        """Write the collected documents of a split as a shard, if there are any."""
         if not split.documents:
             return
         info = shards.write_shard(
             self.out,
-            f"{split.name}-{len(split.done):05d}",
+            f"{split.name}-{len(split.finished):05d}",
             split.documents,
             eos_id=self.eos_id,
             dtype=shards.dtype_for(len(self.token_bytes)),
@@ -269,15 +279,17 @@ class _Maker:
             key=split.digest.hexdigest(),
         )
         shards.publish(self.out, info)
-        split.done.append(info)
+        split.finished.append(info)
         split.documents, split.tokens, split.text_bytes, split.digest = [], 0, 0, xxhash.xxh3_128()
 
     def _finish(self) -> DatasetIndex:
         for name, split in self.splits.items():
-            if not split.done:
-                why = f"({self.duplicates} are held out)" if self.duplicates else _reasons(self.logs["train"])
+            if not split.finished:
+                reason = (
+                    f"({self.duplicates} are held out)" if self.duplicates else _reasons(self.logs["train"])
+                )
                 raise UsageError(
-                    f"--data: no conversation is left for the {name} split {why}; give more, or others with --val"
+                    f"--data: no conversation is left for the {name} split {reason}; give more, or give --val"
                 )
         write_samples(self.out, self.samples)
         index = DatasetIndex(
@@ -290,7 +302,7 @@ class _Maker:
                 eos_id=self.eos_id,
             ),
             tags=[TagInfo(source=source, lang=lang) for source, lang in self.tags],
-            splits={name: summarize_split(split.done) for name, split in self.splits.items()},
+            splits={name: summarize_split(split.finished) for name, split in self.splits.items()},
             bad_input={name: log.as_dict() for name, log in self.logs.items() if log.total},
             ignored_files={},
             duplicates_of_validation=self.duplicates,
@@ -307,7 +319,7 @@ class _Maker:
 
 
 def describe_data(index: DatasetIndex, say: Callable[[str], None]) -> None:
-    """Print what the user should know about prepared conversations."""
+    """Report the size of prepared conversations and what was left out, line by line with `say`."""
     assert index.chat is not None
     train, val = index.splits["train"], index.splits["val"]
     learnt = index.chat.learnt_tokens

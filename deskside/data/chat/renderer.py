@@ -1,16 +1,16 @@
 """Rendering of messages with a chat template, and tokenization of the result.
 
-Templates run in transformers' Jinja sandbox, because they come with a model and are untrusted. Everything that one
-raises becomes `RefusedByTemplate`.
+Templates come with a model and are untrusted, so they run in transformers' Jinja sandbox. Any exception in a template
+becomes `RefusedByTemplate`.
 
 The content of a message never becomes a special token: `<|im_end|>` in it is encoded as plain text, so a message
 cannot end a turn or impersonate the system. A template mixes special tokens and messages in one text. To
 distinguish them, every string of a message is escaped before rendering (escaping.py), and `ids` unescapes it after
-the template's own special tokens have been found. As a second defense, `encode_plain` refuses text whose tokens
-include a special one, whatever the tokenizer did to it.
+the template's own special tokens have been found. As a second defense, `encode_plain` refuses text if the tokenizer
+encodes any of it as a special token.
 
-A message has a role, a text and perhaps a name. The template must know the role and write the name. Other fields
-(tool calls, reasoning) are refused by `checked_messages`, never dropped.
+A message has a role, a text and perhaps a name. The template must know the role and must write the name. Messages with
+other fields (tool calls, reasoning) are refused by `checked_messages`; no field is silently left out.
 """
 
 import re
@@ -26,30 +26,25 @@ from deskside.utils.errors import RunError, UsageError, describe_error
 from deskside.utils.parsing import read_json_object
 
 TEMPLATE = "chat_template.jinja"
-NAMED_TOKENS = (
-    "bos_token",
-    "eos_token",
-    "pad_token",
-    "unk_token",
-)  # a template may write them by these names
-ROLES = ("system", "user", "assistant", "tool", "developer")  # known wherever a template writes them
-FIELDS = frozenset({"role", "content", "name"})  # of a message
+NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")  # that a template can use by these names
+ROLES = ("system", "user", "assistant", "tool", "developer")  # that are tried with every template
+FIELDS = frozenset({"role", "content", "name"})  # supported fields of a message
 ROW_FIELDS = (
     "tools",
     "functions",
     "chat_template_kwargs",
-)  # of a record, beside its messages: not represented
-_TRIAL = "trialtext"
+)  # unsupported fields of a record, beside its messages
+_TRIAL = "trialtext"  # appears in the rendered text if the template writes a part of a message
 
 Message = Mapping[str, Any]
 
 
 class NotRendered(UsageError):
-    """A conversation that cannot be used; the message gives the reason."""
+    """Raised for a conversation that cannot be rendered or tokenized. The message gives the reason."""
 
 
 class RefusedByTemplate(NotRendered):
-    """The template refuses the messages, or cannot be run, for this `reason`."""
+    """Raised if the template refuses the messages or fails, for this `reason`."""
 
     def __init__(self, reason: str):
         super().__init__(f"the model's chat template refuses these messages: {reason}")
@@ -57,26 +52,30 @@ class RefusedByTemplate(NotRendered):
 
 
 class Renderer:
-    """The chat template of a folder. special: a pattern that finds the tokenizer's special tokens.
+    """The chat template and tokenizer of a folder. special: a pattern that matches the tokenizer's special tokens.
 
-    tokenizer: a private copy, because its treatment of special tokens is changed. Raises UsageError for a folder
-    without a template. Not thread-safe.
+    tokenizer: not to be used elsewhere, because its treatment of special tokens is changed. Raises UsageError for a
+    folder without a template. Not thread-safe.
     """
 
     def __init__(self, folder: Path, tokenizer: Tokenizer):
         template = read_chat_template(folder)
         if template is None:
-            raise UsageError(f"{folder}: has no chat template; make a chat model: deskside sft")
+            raise UsageError(f"{folder}: has no chat template; make a chat model with: deskside sft")
         self.template = template
         self._tokenizer = tokenizer
         special = special_tokens(tokenizer)
         self._special_ids = frozenset(special.values())
         self._escaping = Escaping(list(special))
         self.special = self._escaping.pattern
-        settings = {name: tokenizer_settings(folder).get(name) for name in NAMED_TOKENS}
-        texts = {name: t.get("content") if isinstance(t, dict) else t for name, t in settings.items()}
-        self._named = {name: text for name, text in texts.items() if isinstance(text, str) and text}
-        self._names_shown: dict[str, bool] = {}
+        settings = tokenizer_settings(folder)
+        self._named_tokens: dict[str, str] = {}
+        for name in NAMED_TOKENS:
+            token = settings.get(name)
+            text = token.get("content") if isinstance(token, dict) else token
+            if isinstance(text, str) and text:
+                self._named_tokens[name] = text
+        self._writes_name: dict[str, bool] = {}  # by role
 
     def text(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
         """Render messages as escaped text. `unescape` makes it readable, and `ids` tokenizes it. Raises NotRendered."""
@@ -104,25 +103,25 @@ class Renderer:
         return self._escaping.unescape(text)
 
     def ids(self, text: str) -> list[int]:
-        """Tokenize a rendered text: the template's special tokens, and everything else as plain text.
+        """Tokenize a rendered text, with special tokens only where the template wrote them.
 
         Raises NotRendered if the tokenizer would encode plain text as a special token.
         """
-        found = list(self.special.finditer(text))
+        matches = list(self.special.finditer(text))
         if not self._escaping.used_in(text):
             ids = encode(self._tokenizer, text, plain=False)
-            if sum(token in self._special_ids for token in ids) == len(found):
+            if sum(token in self._special_ids for token in ids) == len(matches):
                 return ids
-            # A normaliser has made a special token of something that is none. One by one, that cannot happen.
+            # The tokenizer's normalizer turned plain text into a special token, so tokenize the parts separately.
         ids = []
         at = 0
-        for special in [*found, None]:
+        for special in [*matches, None]:
             part = self.unescape(text[at : special.start() if special else len(text)])
             ids += encode_plain(self._tokenizer, part, self._special_ids)
             if special:
-                number = self._tokenizer.token_to_id(special[0])
-                assert number is not None  # it is one of the tokenizer's own
-                ids.append(number)
+                token_id = self._tokenizer.token_to_id(special[0])
+                assert token_id is not None  # it is one of the tokenizer's special tokens
+                ids.append(token_id)
                 at = special.end()
         return ids
 
@@ -138,18 +137,18 @@ class Renderer:
 
         try:
             texts, spans = render_jinja_template(
-                conversations=[list(messages)], chat_template=self.template, **options, **self._named
+                conversations=[list(messages)], chat_template=self.template, **options, **self._named_tokens
             )
-        except TemplateError as error:  # what a template says on purpose
+        except TemplateError as error:  # includes raise_exception in the template
             raise RefusedByTemplate((str(error).splitlines() or [type(error).__name__])[0][:160]) from None
         except Exception as error:  # noqa: BLE001 - an expression may raise anything, from 1/0 to MemoryError
             raise RefusedByTemplate(describe_error(error)) from None
         return texts, spans
 
-    # What the template knows
+    # Roles and names that the template supports
 
     def _check(self, number: int, message: Message) -> None:
-        """Raise NotRendered for a role or a name that the template would not write."""
+        """Raise NotRendered if the template does not support the message's role, or would not write its name."""
         role = message["role"]
         if role not in self.roles:
             raise NotRendered(
@@ -158,10 +157,10 @@ class Renderer:
             )
         if message.get("name") is None:
             return
-        if role not in self._names_shown:
-            named = {"role": role, "content": "text", "name": _TRIAL}
-            self._names_shown[role] = self._shows(named) is True
-        if not self._names_shown[role]:
+        if role not in self._writes_name:
+            named_message = {"role": role, "content": "text", "name": _TRIAL}
+            self._writes_name[role] = self._writes_trial(named_message) is True
+        if not self._writes_name[role]:
             raise NotRendered(
                 f"message {number}: the chat template does not write the name of a message of the role {role!r}; "
                 "leave it out"
@@ -169,22 +168,25 @@ class Renderer:
 
     @cached_property
     def roles(self) -> frozenset[str]:
-        """Return the roles that the template knows: it writes their text, or raises its own error about them.
+        """Roles that the template knows: it writes their text, or raises an error about them.
 
-        Tested are the usual roles, and those that the template compares a role with.
+        The candidates are ROLES and the strings that the template compares a role with.
         """
         candidates = {*ROLES, *_compared_roles(self.template)}
         return frozenset(
-            role for role in candidates if self._shows({"role": role, "content": _TRIAL}) is not False
+            role for role in candidates if self._writes_trial({"role": role, "content": _TRIAL}) is not False
         )
 
-    def _shows(self, message: Message) -> bool | None:
-        """Return whether _TRIAL in a message appears in some short conversation; None if all of them are refused."""
+    def _writes_trial(self, message: Message) -> bool | None:
+        """Render a message that contains _TRIAL in several short conversations.
+
+        Returns True if any rendered text contains _TRIAL, False if none does, and None if all are refused.
+        """
         user, assistant = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
         rendered = False
-        for talk in ([message], [message, user], [user, message], [user, assistant, message]):
+        for conversation in ([message], [message, user], [user, message], [user, assistant, message]):
             try:
-                texts, _ = self._run(talk, add_generation_prompt=False)
+                texts, _ = self._run(conversation, add_generation_prompt=False)
             except RefusedByTemplate:
                 continue
             rendered = True
@@ -194,7 +196,7 @@ class Renderer:
 
 
 def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
-    """Return the control tokens of a tokenizer with their ids."""
+    """Return the special tokens of a tokenizer with their ids."""
     added = tokenizer.get_added_tokens_decoder()
     return {
         str(token.content): int(number) for number, token in added.items() if token.special and token.content
@@ -202,52 +204,58 @@ def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
 
 
 def encode(tokenizer: Tokenizer, text: str, plain: bool) -> list[int]:
-    """Tokenize a text, including the special tokens that it spells unless `plain`. Changes the tokenizer's setting."""
+    """Tokenize a text. With `plain`, text that spells a special token is encoded as plain text.
+
+    Changes the tokenizer's `encode_special_tokens`.
+    """
     tokenizer.encode_special_tokens = plain
-    # As a batch, because only that lets other threads run meanwhile.
+    # encode_batch lets other threads run, unlike encode.
     return list(tokenizer.encode_batch([text], add_special_tokens=False)[0].ids)
 
 
 def encode_plain(tokenizer: Tokenizer, text: str, special: frozenset[int]) -> list[int]:
-    """Tokenize untrusted text. Raises NotRendered if a token is special nevertheless."""
+    """Tokenize untrusted text as plain text. Raises NotRendered if the tokenizer gives a special token anyway.
+
+    special: ids of the special tokens.
+    """
     ids = encode(tokenizer, text, plain=True)
     if not special.isdisjoint(ids):
-        found = next(token for token in ids if token in special)
+        token = next(token for token in ids if token in special)
         raise NotRendered(
-            f"the tokenizer writes the control token {tokenizer.id_to_token(found)} for plain text; take that text out"
+            f"the tokenizer writes the control token {tokenizer.id_to_token(token)} for plain text; take this text out"
         )
     return ids
 
 
 def checked_messages(value: object) -> list[dict[str, Any]]:
-    """Return the messages of a record, with text parts joined and empty fields removed.
+    """Validate the messages of a record, and return them with text parts joined and empty fields removed.
 
-    Raises NotRendered for invalid conversations, and for fields that cannot be rendered here.
+    Raises NotRendered for an invalid conversation or an unsupported field.
     """
     if not isinstance(value, list) or not value:
         raise NotRendered("it is not a list of messages")
-    return [_checked(number, message) for number, message in enumerate(value, start=1)]
+    return [_checked_message(number, message) for number, message in enumerate(value, start=1)]
 
 
-def _checked(number: int, message: object) -> dict[str, Any]:
+def _checked_message(number: int, message: object) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise NotRendered(f"message {number} has no role")
     where = f"message {number} ({message['role'][:40]})"
-    given = {name: field for name, field in message.items() if not _empty(field)}
-    if unknown := sorted(str(name) for name in given.keys() - FIELDS):
+    fields = {name: field for name, field in message.items() if not _is_empty(field)}
+    if unknown := sorted(str(name) for name in fields.keys() - FIELDS):
         raise NotRendered(
-            f"{where} has {', '.join(unknown)[:120]}, which cannot be represented here; take it out of the data"
+            f"{where} has {', '.join(unknown)[:120]}, which is not supported; take it out of the data"
         )
     content = message.get("content")
     if isinstance(content, list):
-        content = "".join(_part(where, part) for part in content)
+        content = "".join(_part_text(where, part) for part in content)
     checked = {"role": message["role"], "content": content}
-    if "name" in given:
-        checked["name"] = given["name"]
+    if "name" in fields:
+        checked["name"] = fields["name"]
     for name, text in checked.items():
         if not isinstance(text, str):
             raise NotRendered(
-                f"{where} has no text" if name == "content" else f"{where} has a {name} that is no text"
+                f"{where} has no text" if name == "content" else f"{where} has a {name} that is not text"
             )
         try:
             text.encode("utf-8")
@@ -256,28 +264,30 @@ def _checked(number: int, message: object) -> dict[str, Any]:
     return checked
 
 
-def _part(where: str, part: object) -> str:
-    """Return the text of a part of a message's content."""
-    given = {name: f for name, f in part.items() if not _empty(f)} if isinstance(part, Mapping) else {}
-    text = part.get("text") if isinstance(part, Mapping) else None
-    if not isinstance(text, str) or given.keys() - {"type", "text"} or given.get("type", "text") != "text":
-        raise NotRendered(f"{where} has no text: a part of its content is something else")
-    return text
+def _part_text(where: str, part: object) -> str:
+    """Return the text of a part of a message's content. where: names the message in an error."""
+    if isinstance(part, Mapping):
+        fields = {name: field for name, field in part.items() if not _is_empty(field)}
+        text = part.get("text")
+        only_text = fields.keys() <= {"type", "text"} and fields.get("type", "text") == "text"
+        if only_text and isinstance(text, str):
+            return text
+    raise NotRendered(f"{where} has no text: a part of its content is something else")
 
 
-def _empty(value: object) -> bool:
-    """Return whether a field is empty. Tables have null where other rows have a value."""
+def _is_empty(value: object) -> bool:
+    """Return True if a field is empty. Parquet files have null for fields that only other rows have."""
     return value is None or (isinstance(value, (str, list, Mapping)) and not value)
 
 
 def refuse_row_fields(fields: Mapping[str, Any]) -> None:
-    """Raise NotRendered for a record with tools and the like, which a chat would have to show."""
-    if found := [name for name in ROW_FIELDS if not _empty(fields.get(name))]:
-        raise NotRendered(f"the record has {', '.join(found)}, which cannot be represented here; take it out")
+    """Raise NotRendered for a record with fields, such as tools, that would have to be part of the prompt."""
+    if unsupported := [name for name in ROW_FIELDS if not _is_empty(fields.get(name))]:
+        raise NotRendered(f"the record has {', '.join(unsupported)}, which is not supported; take it out")
 
 
 def read_chat_template(folder: Path) -> str | None:
-    """Return the chat template beside a tokenizer, or inside its tokenizer_config.json, or None.
+    """Return the chat template of a tokenizer's folder, from its own file or tokenizer_config.json, or None.
 
     Raises RunError for a damaged file.
     """
@@ -287,21 +297,21 @@ def read_chat_template(folder: Path) -> str | None:
             return file.read_text("utf-8")
         except UnicodeDecodeError:
             raise RunError(f"{file}: is not UTF-8; save it as UTF-8") from None
-    found = tokenizer_settings(folder).get("chat_template")
-    if isinstance(found, list):  # several, by name
-        named = {t.get("name"): t.get("template") for t in found if isinstance(t, dict)}
-        found = named.get("default") or next(iter(named.values()), None)
-    return found if isinstance(found, str) else None
+    template = tokenizer_settings(folder).get("chat_template")
+    if isinstance(template, list):  # several templates with names
+        by_name = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
+        template = by_name.get("default") or next(iter(by_name.values()), None)
+    return template if isinstance(template, str) else None
 
 
 def tokenizer_settings(folder: Path) -> dict[str, Any]:
-    """Return tokenizer_config.json, or {} if it is missing. Raises RunError if it is not a JSON object."""
+    """Return the content of tokenizer_config.json, or {} without one. Raises RunError if it is not a JSON object."""
     file = folder / "tokenizer_config.json"
     return read_json_object(file) if file.is_file() else {}
 
 
 def _compared_roles(template: str) -> set[str]:
-    """Return the strings that a template compares a role with; none if it does not parse."""
+    """Return the strings that a template compares a role with, or no strings if it cannot be parsed."""
     from jinja2 import nodes
     from jinja2.exceptions import TemplateSyntaxError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -309,22 +319,21 @@ def _compared_roles(template: str) -> set[str]:
     environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
     try:
         tree = environment.parse(re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", template))
-    except (TemplateSyntaxError, RecursionError):  # running it says what is wrong
+    except (TemplateSyntaxError, RecursionError):  # reported when the template is run
         return set()
-    found: set[str] = set()
-    for compared in tree.find_all(nodes.Compare):
-        parts = [compared.expr, *(operand.expr for operand in compared.ops)]
-        if any(_is_role(part) for part in parts):
-            for part in parts:
-                constants = part.items if isinstance(part, nodes.List | nodes.Tuple) else [part]
-                found |= {
-                    c.value for c in constants if isinstance(c, nodes.Const) and isinstance(c.value, str)
-                }
-    return found
+    roles: set[str] = set()
+    for comparison in tree.find_all(nodes.Compare):
+        operands = [comparison.expr, *(operand.expr for operand in comparison.ops)]
+        if not any(_is_role(operand) for operand in operands):
+            continue
+        for operand in operands:
+            constants = operand.items if isinstance(operand, nodes.List | nodes.Tuple) else [operand]
+            roles |= {c.value for c in constants if isinstance(c, nodes.Const) and isinstance(c.value, str)}
+    return roles
 
 
 def _is_role(node: Any) -> bool:
-    """Return whether an expression is `message.role`, `message["role"]` or a variable of that name."""
+    """Return True if an expression is `message.role`, `message["role"]` or a variable with "role" in its name."""
     from jinja2 import nodes
 
     if isinstance(node, nodes.Getattr):

@@ -166,8 +166,8 @@ class _Preparation:
     kept: int = 0
     duplicates: int = 0
     gzip_bits: int = 0
-    fresh: bool = False  # not resumed
-    created: bool = False
+    started_here: bool = False  # not resumed
+    created_folder: bool = False
 
     def open(self, *, discard: bool) -> None:
         """Resume the preparation in `out`, or start one. `discard` replaces a preparation with other arguments."""

@@ -190,7 +190,7 @@ def test_turns_without_an_end(tmp_path: Path) -> None:
 
 
 def test_nobody_answers(template: ChatTemplate) -> None:
-    with pytest.raises(NotRendered, match="no assistant speaks"):
+    with pytest.raises(NotRendered, match="no message of the assistant"):
         template.conversation([{"role": "user", "content": "a"}])
 
 

@@ -179,7 +179,7 @@ def test_bad_records_are_counted_and_said(tmp_path: Path, tokenizer: Path) -> No
         NO_CONVERSATION: 1,
         REFUSED: 1,
     }
-    assert left[REFUSED][1].endswith("a.jsonl:9 (no assistant speaks)")
+    assert left[REFUSED][1].endswith("a.jsonl:9 (it has no message of the assistant)")
     assert sum(s.documents for s in index.splits.values()) == 30
 
 

@@ -279,7 +279,7 @@ def test_a_template_runs_in_the_sandbox(folder: Path, tmp_path: Path) -> None:
             [{"role": "user", "content": [{"type": "image_url", "text": "a", "image_url": "b"}]}],
             "has no text",
         ),
-        ([{"role": "user", "content": "a", "name": 5}], "name that is no text"),
+        ([{"role": "user", "content": "a", "name": 5}], "name that is not text"),
     ],
 )
 def test_what_is_no_conversation_is_named(messages: Any, reason: str) -> None:
