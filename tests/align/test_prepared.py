@@ -27,7 +27,7 @@ def test_the_same_from_one_process_and_from_several(
         with monkeypatch.context() as patch:
             patch.setattr(process_pool, "cpu_cores", lambda count=count: count)
             patch.setattr(process_pool, "MIN_PARALLEL_ITEMS", 8)
-            patch.setattr(process_pool, "CHUNK", 4)
+            patch.setattr(process_pool, "ITEMS_PER_TASK", 4)
             out = tmp_path / str(count)
             if kind == "preference":
                 index = prepare_pairs(spec, tokenizer, out)
