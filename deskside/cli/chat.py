@@ -25,9 +25,11 @@ class ChatCommandOptions(ModelOption):
     prompt: str | None = option("answer this one prompt, then exit", None, may_be_empty=True)
     system: str | None = option("system message of a chat model", None, may_be_empty=True)
     temperature: float = option("sampling temperature; 0 is greedy decoding", 0.8)
-    top_k: int = option("sample from the k most probable tokens; 0 disables it", 50)
+    top_k: int = option("sample only from the k most probable tokens; 0 disables it", 50)
     top_p: float | None = option("nucleus sampling threshold", None)
-    min_p: float | None = option("sample from tokens with at least this share of the top probability", None)
+    min_p: float | None = option(
+        "sample only tokens with at least this share of the highest probability", None
+    )
     repetition_penalty: float = option("above 1 makes repeated tokens less likely", 1.0)
     seed: int | None = option("random seed, to reproduce a conversation; default: a new one each time", None)
     max_new_tokens: int = option("maximum tokens per answer", 256)

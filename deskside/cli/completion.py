@@ -21,22 +21,24 @@ class CompletionOptions:
       deskside completion fish > ~/.config/fish/completions/deskside.fish
     """
 
-    shell: Literal["bash", "zsh", "fish"] = option("the shell", metavar="bash|zsh|fish", positional=True)
+    shell: Literal["bash", "zsh", "fish"] = option(
+        "name of the shell", metavar="bash|zsh|fish", positional=True
+    )
 
 
 COMMAND = Command("completion", CompletionOptions)
-PATH_METAVARS = ("DIR", "FILE", "RUN", "STUDY", "SOURCE", "PRESET")  # file names complete these
+PATH_METAVARS = ("DIR", "FILE", "RUN", "STUDY", "SOURCE", "PRESET")  # completed with file names
 
 
 def all_commands() -> Iterator[tuple[Command[Any], str]]:
     """Yield every command and its one-line description. Imports the modules of all commands."""
-    for module, _, about in main.COMMANDS.values():
-        found = import_module(module)
-        if hasattr(found, "COMMANDS"):  # `data` has subcommands
-            for command in found.COMMANDS.values():
+    for module_name, _, about in main.COMMANDS.values():
+        module = import_module(module_name)
+        if hasattr(module, "COMMANDS"):  # `data` has subcommands
+            for command in module.COMMANDS.values():
                 yield command, command.options.__doc__.splitlines()[0]
         else:
-            yield found.COMMAND, about
+            yield module.COMMAND, about
 
 
 def run(argv: Sequence[str]) -> int:
@@ -47,21 +49,23 @@ def run(argv: Sequence[str]) -> int:
     except ImportError:
         raise UsageError("completion needs shtab: pip install shtab") from None
     root = argparse.ArgumentParser("deskside", add_help=False)
-    groups = {"": root.add_subparsers(metavar="COMMAND")}
+    subparsers = {
+        "": root.add_subparsers(metavar="COMMAND")
+    }  # of the program, and of commands with subcommands
     for command, about in all_commands():
-        first, _, second = command.name.partition(" ")
-        if second and first not in groups:
-            parent = groups[""].add_parser(first, help=main.COMMANDS[first][2], add_help=False)
-            groups[first] = parent.add_subparsers(metavar="COMMAND")
+        name, _, subcommand = command.name.partition(" ")
+        if subcommand and name not in subparsers:
+            parent = subparsers[""].add_parser(name, help=main.COMMANDS[name][2], add_help=False)
+            subparsers[name] = parent.add_subparsers(metavar="COMMAND")
         parser = command.parser()
         for action in parser._actions:
-            # The parser accepts any text, so the choices are read from the metavar: {a,b}, or a|b in lower case.
+            # The parser accepts any text; the choices are only in the metavar: {a,b}, or a|b in lower case.
             metavar = str(action.metavar)
             if ("," in metavar and metavar[0] == "{") or metavar.islower():
                 action.choices = metavar.strip("{}").replace("|", ",").split(",")
             elif any(word in metavar for word in PATH_METAVARS):
                 action.complete = shtab.FILE  # type: ignore[attr-defined]
-        group = groups[first if second else ""]
-        group.add_parser(second or first, help=about, parents=[parser], add_help=False)
+        siblings = subparsers[name if subcommand else ""]
+        siblings.add_parser(subcommand or name, help=about, parents=[parser], add_help=False)
     print(shtab.complete(root, shell=options.shell))
     return 0

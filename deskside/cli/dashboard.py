@@ -17,23 +17,23 @@ from deskside.cli.options import Command, option
 from deskside.cli.shared_options import addresses, is_loopback
 from deskside.utils.errors import UsageError
 
-FIRST_PORT, TRIED = 8501, 20
-WAIT_SECONDS = 0.05
-BUSY = (errno.EADDRINUSE, errno.EACCES, errno.EPERM)
+FIRST_PORT, PORTS_TRIED = 8501, 20
+WAIT_SECONDS = 0.05  # between two attempts to connect to the server
+PORT_UNAVAILABLE = (errno.EADDRINUSE, errno.EACCES, errno.EPERM)
 
 
 @dataclass(kw_only=True)
 class DashboardOptions:
-    """Browse studies and runs live in a browser. Nothing is written.
+    """Browse studies and runs live in a browser. The dashboard changes no files.
 
-    Studies and runs are searched five levels below DIR.
+    It searches DIR for studies and runs, down to five levels below it.
 
     Examples:
       deskside dashboard
       deskside dashboard studies/matrix16 --port 9000
     """
 
-    directory: str = option("where studies and runs are", ".", metavar="DIR", positional=True)
+    directory: str = option("directory of studies and runs", ".", metavar="DIR", positional=True)
     port: int | None = option("port; default: 8501, or the next free one", None, metavar="P")
     host: str = option("address to listen on; there is no password", "localhost", metavar="H")
 
@@ -46,13 +46,13 @@ def run(argv: Sequence[str]) -> int:
     options = COMMAND.parse(argv)
     root = Path(options.directory)
     if not root.is_dir():
-        what = "is a file" if root.exists() else "no such directory"
-        raise UsageError(f"{root}: {what}; give a directory that holds studies or runs")
+        problem = "is a file" if root.exists() else "no such directory"
+        raise UsageError(f"{root}: {problem}; give a directory that holds studies or runs")
     if importlib.util.find_spec("streamlit") is None or importlib.util.find_spec("plotly") is None:
         raise UsageError("the dashboard needs streamlit and plotly: pip install 'deskside[dashboard]'")
     port = _free_port(options.host, options.port)
-    shown = f"[{options.host}]" if ":" in options.host else options.host
-    print(f"dashboard of {root}: http://{shown}:{port}  (Ctrl-C stops it)", flush=True)
+    url_host = f"[{options.host}]" if ":" in options.host else options.host  # IPv6
+    print(f"dashboard of {root}: http://{url_host}:{port}  (Ctrl-C stops it)", flush=True)
     if not is_loopback(options.host):
         print(
             f"--host {options.host}: anyone who can reach this address can read these runs; there is no password",
@@ -63,7 +63,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def settings(host: str, port: int) -> dict[str, str]:
-    """Return Streamlit's options: no telemetry, no questions, no deploy button."""
+    """Return Streamlit's options, without telemetry, prompts and deploy button."""
     return {
         "server.address": host,
         "server.port": str(port),
@@ -88,7 +88,7 @@ def _serve(root: Path, host: str, port: int) -> None:
         arguments += [f"--{name}", value]
     os.environ.setdefault("STREAMLIT_SERVER_SHOW_EMAIL_PROMPT", "false")
     threading.Thread(target=_preload, args=(root, host, port), name="preload", daemon=True).start()
-    # Streamlit prints when it stops, which must not fail if standard output has been closed.
+    # Streamlit prints a line when it stops; this must not fail if standard output has been closed.
     with contextlib.redirect_stdout(sys.stderr):
         cli.main([*arguments, "--", str(root)], standalone_mode=False)
 
@@ -96,7 +96,7 @@ def _serve(root: Path, host: str, port: int) -> None:
 def _preload(root: Path, host: str, port: int) -> None:
     """Load the data of the first page while the browser loads Streamlit's scripts.
 
-    It waits for the server to listen, since earlier it would only delay the server's start.
+    Loading starts once the server listens; any earlier, it would delay the start of the server.
     """
     while True:
         try:
@@ -110,32 +110,34 @@ def _preload(root: Path, host: str, port: int) -> None:
     file_cache.preload(root)
 
 
-def _free_port(host: str, wanted: int | None) -> int:
-    """Return a free port. Raises UsageError if the wanted one is taken or the host is not this machine."""
-    if wanted is not None and not 1 <= wanted <= 65535:
-        raise UsageError(f"--port: {wanted} is not a port; give 1 to 65535")
-    for port in [wanted] if wanted is not None else range(FIRST_PORT, FIRST_PORT + TRIED):
-        reason = _why_taken(host, port)
-        if reason is None:
+def _free_port(host: str, requested: int | None) -> int:
+    """Return the requested port, or the first free one. Raises UsageError if there is none."""
+    if requested is not None:
+        if not 1 <= requested <= 65535:
+            raise UsageError(f"--port: {requested} is not a port; give 1 to 65535")
+        if (reason := _unavailable_reason(host, requested)) is not None:
+            raise UsageError(f"--port: {requested} of {host} is not available ({reason}); give another")
+        return requested
+    for port in range(FIRST_PORT, FIRST_PORT + PORTS_TRIED):
+        if _unavailable_reason(host, port) is None:
             return port
-    if wanted is not None:
-        raise UsageError(f"--port: {wanted} of {host} is not available ({reason}); give another")
     raise UsageError(
-        f"ports {FIRST_PORT} to {FIRST_PORT + TRIED - 1} of {host} are taken; give one with --port"
+        f"ports {FIRST_PORT} to {FIRST_PORT + PORTS_TRIED - 1} of {host} are taken; give one with --port"
     )
 
 
-def _why_taken(host: str, port: int) -> str | None:
-    places = addresses(host, port)
-    for family, kind, protocol, _, address in places:
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+def _unavailable_reason(host: str, port: int) -> str | None:
+    """Return why a port cannot be used, None if it is free. Raises UsageError if the host is not this machine."""
+    candidates = addresses(host, port)
+    for family, kind, protocol, _, address in candidates:
+        with socket.socket(family, kind, protocol) as bound:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                probe.bind(address)
+                bound.bind(address)
             except OSError as error:
-                if error.errno in BUSY:
+                if error.errno in PORT_UNAVAILABLE:
                     return error.strerror or str(error)
-                if len(places) == 1:
+                if len(candidates) == 1:
                     raise UsageError(
                         f"--host: {host} is not an address of this machine: {error.strerror}"
                     ) from None

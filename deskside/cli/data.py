@@ -1,4 +1,4 @@
-"""`deskside data prepare | verify | show`.
+"""`deskside data prepare`, `verify` and `show`: prepare, check and describe datasets.
 
 With --json standard output holds one JSON object; everything else is printed on standard error.
 """
@@ -19,12 +19,14 @@ from deskside.data.reading import shards
 from deskside.utils.errors import UsageError
 from deskside.utils.signals import signal_number
 
-_SEQUENCES = (512, 1024, 2048)
+_SEQUENCE_LENGTHS = (512, 1024, 2048)  # for which `show` tells how full the rows are
 
 
 @dataclass(kw_only=True)
 class PrepareOptions(JsonOption):
-    """Convert text to token shards. An interrupted command continues, and repairs damaged shards.
+    """Convert text to token shards.
+
+    An interrupted command continues when it is run again. Damaged shards are written again.
 
     Sources: .txt .md .jsonl .jsonl.gz .jsonl.zst .parquet,
       a directory or a quoted glob of these,
@@ -45,16 +47,16 @@ class PrepareOptions(JsonOption):
     )
     vocab_size: int = option("vocabulary size of the tokenizer that is trained", 32768)
     tokenizer: str | None = option(
-        "use this tokenizer.json, or a directory that holds one", None, metavar="FILE"
+        "use this tokenizer.json, or that of this directory, instead of training one", None, metavar="FILE"
     )
     field: str = option("JSON field or parquet column of the text", "text")
     workers: int | None = option("tokenization processes; default: one per core", None)
     on_bad: Literal["skip", "refuse"] = option(
-        "bad input (not UTF-8, damaged, without the field): skip and count it, or stop", "skip"
+        "bad input (not UTF-8, damaged, or without the field): skip and count it, or stop", "skip"
     )
     max_line_mb: float = option(
-        "maximum length of a line, parquet cell or row, decompressed; a longer one is bad input, and a longer text "
-        "file is split into documents. Memory use is about five times this",
+        "maximum decompressed size of a line, parquet cell or row; a larger one is bad input, and a larger text file "
+        "is split into documents. Memory use is about five times this",
         256,
         metavar="MB",
     )
@@ -64,7 +66,7 @@ class PrepareOptions(JsonOption):
 
 @dataclass(kw_only=True)
 class VerifyOptions(JsonOption):
-    """Compare every checksum of a prepared dataset; the exit code is 1 if one differs.
+    """Verify the checksums of a prepared dataset. The exit code is 1 if one of them differs.
 
     Example: deskside data verify data/mine
     """
@@ -91,7 +93,7 @@ COMMANDS: dict[str, Command[Any]] = {
 
 def run(argv: Sequence[str]) -> int:
     """Run `deskside data` and return the exit code. Raises UsageError and RunError."""
-    summaries = {name: (each.options.__doc__ or "").splitlines()[0] for name, each in COMMANDS.items()}
+    summaries = {name: (command.options.__doc__ or "").splitlines()[0] for name, command in COMMANDS.items()}
     name = choose_subcommand(summaries, argv, "deskside data", "Prepare, verify and show datasets.")
     functions: dict[str, Callable[[Any], int]] = {"prepare": _prepare, "verify": _verify, "show": _show}
     return functions[name](COMMANDS[name].parse(argv[1:]))
@@ -102,12 +104,19 @@ def _prepare(options: PrepareOptions) -> int:
     from deskside.data.corpus.prepare import prepare
 
     try:
-        names = ("field", "vocab_size", "tokenizer", "val_fraction", "on_bad", "workers", "resume", "seed")
-        same = {name: getattr(options, name) for name in names}
-        chosen = analyze.CorpusOptions(
-            **same, val_sources=options.val, line_limit=_line_limit(options.max_line_mb)
+        corpus_options = analyze.CorpusOptions(
+            field=options.field,
+            vocab_size=options.vocab_size,
+            tokenizer=options.tokenizer,
+            val_sources=options.val,
+            val_fraction=options.val_fraction,
+            on_bad=options.on_bad,
+            line_limit=_line_limit(options.max_line_mb),
+            workers=options.workers,
+            resume=options.resume,
+            seed=options.seed,
         )
-        report = prepare(options.sources, options.out, chosen)
+        report = prepare(options.sources, options.out, corpus_options)
     except KeyboardInterrupt as error:
         print("interrupted; run the same command again to continue", file=sys.stderr)
         return 128 + signal_number(error)
@@ -123,8 +132,8 @@ def _prepare(options: PrepareOptions) -> int:
     if report.gzip_bpb is not None and report.unigram_bpb is not None:
         print(f"val baselines: gzip {report.gzip_bpb:.3f}, unigrams {report.unigram_bpb:.3f} bits per byte")
     _print_left_out(report.bad_input, report.ignored_files, report.duplicates_of_validation)
-    for line in report.warnings:
-        print(f"warning: {line}")
+    for warning in report.warnings:
+        print(f"warning: {warning}")
     kept = f", {report.kept} kept" if report.kept else ""
     print(
         f"{report.out}: vocabulary {report.vocab_size:,}, {report.made} shards made{kept}, {report.seconds:.0f} s"
@@ -133,8 +142,9 @@ def _prepare(options: PrepareOptions) -> int:
 
 
 def _line_limit(megabytes: float) -> int:
+    """Return the limit in bytes."""
     if not 0.001 <= megabytes <= 16_384:
-        raise UsageError(f"--max-line-mb {megabytes:g}: give 0.001 to 16384 (megabytes).")
+        raise UsageError(f"--max-line-mb {megabytes:g}: give 0.001 to 16384")
     return int(megabytes * 1e6)
 
 
@@ -149,7 +159,7 @@ def _print_left_out(bad: Mapping[str, Any], ignored: Mapping[str, Any], duplicat
             f"not read: {ignored['count']:,} files of other types, for example {', '.join(ignored['first'])}"
         )
     if duplicates:
-        print(f"left out of train: {duplicates:,} documents that are in the validation sources too")
+        print(f"left out of train: {duplicates:,} documents that are also in the validation sources")
 
 
 def _verify(options: VerifyOptions) -> int:
@@ -170,59 +180,68 @@ def _show(options: ShowOptions) -> int:
 
     directory = Path(options.directory)
     index = shards.read_index(directory)
-    facts: dict[str, Any] = {}
+    splits: dict[str, Any] = {}
     for name, split in index.splits.items():
-        packed = {t: PackedDataset(directory, name, t) for t in _SEQUENCES}
-        facts[name] = {
+        splits[name] = {
             "documents": split.documents,
             "tokens": split.tokens,
             "text_bytes": split.text_bytes,
             "bytes_per_token": split.text_bytes / split.tokens,
             "gzip_bpb": split.gzip_bpb,
             "unigram_bpb": split.unigram_bpb,
-            "utilisation": {str(t): p.utilisation for t, p in packed.items()},
+            "utilisation": {
+                str(length): PackedDataset(directory, name, length).utilisation
+                for length in _SEQUENCE_LENGTHS
+            },
             "tags": [
-                {"source": index.tags[t].source, "lang": index.tags[t].lang, "documents": d, "tokens": n}
-                for t, (d, n) in split.counts_by_tag().items()
+                {
+                    "source": index.tags[tag].source,
+                    "lang": index.tags[tag].lang,
+                    "documents": documents,
+                    "tokens": tokens,
+                }
+                for tag, (documents, tokens) in split.counts_by_tag().items()
             ],
         }
     if options.json:
-        print_json({"vocab_size": index.tokenizer.vocab_size, "splits": facts})
+        print_json({"vocab_size": index.tokenizer.vocab_size, "splits": splits})
         return 0
-    _print_tables(index, facts)
+    _print_tables(index, splits)
     _print_left_out(index.bad_input, index.ignored_files, index.duplicates_of_validation)
-    for line in validation_warnings(index):
-        print(f"warning: {line}")
+    for warning in validation_warnings(index):
+        print(f"warning: {warning}")
     return 0
 
 
-def _print_tables(index: shards.DatasetIndex, facts: dict[str, Any]) -> None:
+def _print_tables(index: shards.DatasetIndex, splits: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
     console = Console()
     table = Table(title=f"vocabulary {index.tokenizer.vocab_size:,}, {index.dtype}")
     table.add_column("")
-    for name in facts:
+    for name in splits:
         table.add_column(name, justify="right")
-    lines = {
-        "documents": [f"{f['documents']:,}" for f in facts.values()],
-        "tokens": [f"{f['tokens']:,}" for f in facts.values()],
-        "text, MB": [f"{f['text_bytes'] / 1e6:,.1f}" for f in facts.values()],
-        "bytes per token": [f"{f['bytes_per_token']:.2f}" for f in facts.values()],
-        "gzip, bits per byte": [f"{f['gzip_bpb']:.3f}" if f["gzip_bpb"] else "" for f in facts.values()],
-        "unigrams, bits per byte": [
-            f"{f['unigram_bpb']:.3f}" if f["unigram_bpb"] else "" for f in facts.values()
-        ],
-    }
-    for t in _SEQUENCES:
-        lines[f"rows of {t} filled"] = [f"{f['utilisation'][str(t)]:.2%}" for f in facts.values()]
-    for label, cells in lines.items():
-        table.add_row(label, *cells)
+
+    def add_row(label: str, cell: Callable[[dict[str, Any]], str]) -> None:
+        table.add_row(label, *map(cell, splits.values()))
+
+    add_row("documents", lambda split: f"{split['documents']:,}")
+    add_row("tokens", lambda split: f"{split['tokens']:,}")
+    add_row("text, MB", lambda split: f"{split['text_bytes'] / 1e6:,.1f}")
+    add_row("bytes per token", lambda split: f"{split['bytes_per_token']:.2f}")
+    add_row("gzip, bits per byte", lambda split: f"{split['gzip_bpb']:.3f}" if split["gzip_bpb"] else "")
+    add_row(
+        "unigrams, bits per byte", lambda split: f"{split['unigram_bpb']:.3f}" if split["unigram_bpb"] else ""
+    )
+    for length in map(str, _SEQUENCE_LENGTHS):
+        table.add_row(
+            f"rows of {length} filled", *(f"{s['utilisation'][length]:.2%}" for s in splits.values())
+        )
     console.print(table)
     table = Table(title="train by source")
-    for head in ("source", "lang", "documents", "tokens"):
-        table.add_column(head, justify="right" if head in ("documents", "tokens") else "left")
-    for tag in facts["train"]["tags"]:
+    for column in ("source", "lang", "documents", "tokens"):
+        table.add_column(column, justify="right" if column in ("documents", "tokens") else "left")
+    for tag in splits["train"]["tags"]:
         table.add_row(tag["source"], tag["lang"], f"{tag['documents']:,}", f"{tag['tokens']:,}")
     console.print(table)

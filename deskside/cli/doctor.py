@@ -23,7 +23,9 @@ class DoctorOptions(JsonOption):
       deskside doctor --quick --json
     """
 
-    quick: bool = option("only matmuls, memory, attention and eager training steps: some seconds", False)
+    quick: bool = option(
+        "check only matmuls, memory, attention and eager training steps; takes some seconds", False
+    )
 
 
 COMMAND = Command("doctor", DoctorOptions)
@@ -33,12 +35,12 @@ def run(argv: Sequence[str]) -> int:
     """Run `deskside doctor`; returns 1 when training cannot work here, else 0. Raises UsageError."""
     options = COMMAND.parse(argv)
     with _progress() as say:
-        found = examine(options.quick, say)
+        findings = examine(options.quick, say)
     if options.json:
-        print_json(found)
+        print_json(findings)
     else:
-        summary.show(found, Console())
-    return 0 if found["trains"] else 1
+        summary.show(findings, Console())
+    return 0 if findings["trains"] else 1
 
 
 @contextmanager

@@ -36,7 +36,7 @@ COMMAND = Command("dpo", DpoOptions, configuration=True, align=DpoConfig, common
 
 
 class DpoRun(FinetuneRun):
-    """Direct preference optimization."""
+    """`deskside dpo`: direct preference optimization."""
 
     command = COMMAND
     example = "pairs.jsonl"
@@ -50,13 +50,15 @@ class DpoRun(FinetuneRun):
         prepare = partial(prepare_pairs, spec, tokenizer)
         return PreparedData(align.data[0], "pairs", "pairs", spec.key(tokenizer), key_of, prepare)
 
-    def recipe(self, loaded: Any, data: Path, vocabulary: int) -> FinetuneDefaults:
+    def defaults(self, loaded: Any, data: Path, vocab_size: int) -> FinetuneDefaults:
         from deskside.align.prepared import open_index
 
-        index = open_index(data, "preference", max(vocabulary, loaded.config.vocab_size))
+        index = open_index(data, "preference", max(vocab_size, loaded.config.vocab_size))
         tokens = index["splits"]["train"]["tokens"]
-        batch = default_batch(loaded, self.given, tokens, 65536, 40, sequence_length=2048)
-        # The model answers already, and large steps would undo that.
+        batch = default_batch(
+            loaded, self.given, tokens, step_tokens=65536, steps_per_epoch=40, sequence_length=2048
+        )
+        # The model can answer already; a large learning rate would undo what it has learned.
         return FinetuneDefaults(batch, lr_factor=0.1, warmup=0.05, final_lr_fraction=0.1)
 
 

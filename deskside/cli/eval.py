@@ -1,4 +1,4 @@
-"""`deskside eval`: bits per byte of a model, and evaluation tasks.
+"""`deskside eval`: measure bits per byte of a model, and run evaluation tasks.
 
 With --json standard output holds one JSON object; everything else is printed on standard error.
 """
@@ -35,7 +35,7 @@ from deskside.utils.console import say
 from deskside.utils.errors import RunError, UsageError
 from deskside.weights.load import Loaded, load_model
 
-BATCH_TOKENS = {"cpu": 8192, "cuda": 65536}
+BATCH_TOKENS = {"cpu": 8192, "cuda": 65536}  # default tokens per forward pass
 
 
 @dataclass(kw_only=True)
@@ -54,18 +54,18 @@ class EvalOptions(ModelOption, JsonOption):
     )
     data: str | None = option("evaluate the validation split of this prepared data", None, metavar="DIR")
     tasks: str | None = option(
-        "tasks by name; core: those of the CORE metric; all: every task whose data is found",
+        "names of tasks; core: those of the CORE metric; all: every task whose data is found",
         None,
         metavar="NAME,...",
     )
     tasks_dir: str | None = option(
-        "where the tasks' files are; hf: reads them from the Hugging Face hub", None, metavar="DIR|hf:"
+        "directory of the tasks' files; hf: reads them from the Hugging Face Hub", None, metavar="DIR|hf:"
     )
     limit: int | None = option("maximum items per task", None)
-    shots: int | None = option("few-shot examples before each question; default: each task's own", None)
+    shots: int | None = option("few-shot examples before each question; default: depends on the task", None)
     chat: bool = option("use the model's chat template", False)
     start: bool = option(
-        "begin every text with the start token, as in training (lm-eval: add_bos_token=True)", False
+        "start every text with the start token, as in training (lm-eval: add_bos_token=True)", False
     )
     items: str | None = option("write the result of each item to a new JSON Lines file", None, metavar="FILE")
     device: Device = option("auto uses cuda if it is available", "auto")
@@ -79,14 +79,14 @@ COMMAND = Command("eval", EvalOptions)
 def run(argv: Sequence[str]) -> int:
     """Run `deskside eval` and return the exit code. Raises UsageError and RunError."""
     options = COMMAND.parse(argv)
-    selection = _checked(options)
+    selection = _selected_tasks(options)
     device = device_of(options.device)
-    tasks = [] if selection is None else _prepared(options, selection)
+    tasks = [] if selection is None else _prepare_tasks(options, selection)
     loaded = load_model(options.model, device, dtype_of(device), say)
     config = run_config(loaded)
     batch_tokens = options.batch_tokens or BATCH_TOKENS[device.type]
-    chat = _renderer(loaded) if options.chat else None
-    encoder = Encoder(loaded.tokenizer, loaded.start_token, always_start=options.start, chat=chat)
+    renderer = _chat_renderer(loaded) if options.chat else None
+    encoder = Encoder(loaded.tokenizer, loaded.start_token, always_start=options.start, chat=renderer)
     subject = Subject(loaded.model, loaded.tokenizer, encoder, loaded.eos_tokens, batch_tokens, options.chat)
     measured = None
     if options.tasks is None or options.text or options.data or has_data(config):
@@ -100,13 +100,13 @@ def run(argv: Sequence[str]) -> int:
             batch_tokens=batch_tokens,
         )
     results, failed = _evaluate_tasks(options, tasks, subject)
-    # CORE is a mean over tasks: without one that has data it would be a different metric.
-    incomplete = any(each.chosen.core and each.chosen.name in failed for each in tasks)
-    whole = None if incomplete else core(results)
+    # Without the tasks that failed, the mean over CORE's tasks would be another metric.
+    core_failed = any(task.chosen.core and task.chosen.name in failed for task in tasks)
+    core_result = None if core_failed else core(results)
     if options.json:
-        found: dict[str, Any] = {"bpb": None, "tasks": {}, "model": options.model, "step": loaded.step}
+        output: dict[str, Any] = {"bpb": None, "tasks": {}, "model": options.model, "step": loaded.step}
         if measured is not None:
-            found |= {
+            output |= {
                 "bpb": measured.result.bpb,
                 "loss": measured.result.loss,
                 "tokens": measured.result.tokens,
@@ -116,49 +116,50 @@ def run(argv: Sequence[str]) -> int:
                 **measured.baselines,
             }
         if selection is not None:
-            found |= {
+            output |= {
                 "tasks": {result.chosen.name: result.as_dict() for result in results},
-                "core": whole and whole.value,
-                "core_interval": whole and [whole.low, whole.high],
-                "core_tasks": list(whole.tasks) if whole else [],
+                "core": core_result.value if core_result else None,
+                "core_interval": [core_result.low, core_result.high] if core_result else None,
+                "core_tasks": list(core_result.tasks) if core_result else [],
                 "left_out": list(selection.left_out),
                 "failed": failed,
                 "limit": options.limit,
                 "chat": options.chat,
                 "start": options.start,
             }
-        print_json(found)
+        print_json(output)
     else:
         if measured is not None:
             _print_measured(measured)
         if results:
-            _print_tasks(results, whole)
+            _print_tasks(results, core_result)
     return 1 if failed else 0
 
 
-def _checked(options: EvalOptions) -> TaskSelection | None:
-    """Return the selected tasks, None without --tasks. Raises UsageError for invalid options, before any work."""
+def _selected_tasks(options: EvalOptions) -> TaskSelection | None:
+    """Return the selected tasks, None without --tasks. Raises UsageError for invalid options."""
     if options.text is not None and options.data is not None:
         raise UsageError("--text and --data: give one of them")
-    for name, value, least in (
+    for name, value, minimum in (
         ("--batch-tokens", options.batch_tokens, 1),
         ("--limit", options.limit, 1),
         ("--shots", options.shots, 0),
     ):
-        if value is not None and value < least:
-            raise UsageError(f"{name} {value}: must be at least {least}")
+        if value is not None and value < minimum:
+            raise UsageError(f"{name} {value}: must be at least {minimum}")
     if options.tasks is None:
-        of_tasks = ("tasks_dir", "limit", "shots", "chat", "start", "items")
-        unused = next((name for name in of_tasks if getattr(options, name) not in (None, False)), None)
-        if unused is not None:
-            raise UsageError(f"--{unused.replace('_', '-')}: has no effect without --tasks; add --tasks core")
+        for name in ("tasks_dir", "limit", "shots", "chat", "start", "items"):
+            if getattr(options, name) not in (None, False):
+                raise UsageError(
+                    f"--{name.replace('_', '-')}: has no effect without --tasks; add --tasks core"
+                )
         return None
-    names = [name.strip() for name in options.tasks.split(",") if name.strip()]
-    if not names:
+    task_names = [name.strip() for name in options.tasks.split(",") if name.strip()]
+    if not task_names:
         raise UsageError(
             f"--tasks {options.tasks!r}: names no task; give core, all, or names separated by commas"
         )
-    selection = select(names, options.tasks_dir, options.shots)
+    selection = select(task_names, options.tasks_dir, options.shots)
     check_chat(selection.chosen, options.chat)
     return selection
 
@@ -169,7 +170,7 @@ def _checked(options: EvalOptions) -> TaskSelection | None:
 def _evaluate_tasks(
     options: EvalOptions, tasks: Sequence[Prepared], subject: Subject
 ) -> tuple[list[TaskResult], dict[str, str]]:
-    """Return the results of all tasks, and the errors of those that failed. The error of an only task is raised."""
+    """Return the results of all tasks, and the errors of those that failed. Raises the error of an only task."""
     results: list[TaskResult] = []
     failed: dict[str, str] = {}
     for prepared in tasks:
@@ -189,16 +190,16 @@ def _evaluate_tasks(
     return results, failed
 
 
-def _prepared(options: EvalOptions, selection: TaskSelection) -> list[Prepared]:
-    """Read the data of all tasks before any work, and report damaged records."""
+def _prepare_tasks(options: EvalOptions, selection: TaskSelection) -> list[Prepared]:
+    """Read the data of all tasks, report damaged records, and check --items. Raises UsageError."""
     if selection.left_out:
         say(f"no data in {options.tasks_dir} for: {', '.join(selection.left_out)}")
     tasks = [Prepared(chosen, options.chat) for chosen in selection.chosen]
-    for each in tasks:
-        if each.bad.total:
-            first = next(f"{reason}, {places[0]}" for reason, places in each.bad.examples.items())
-            what = "record is" if each.bad.total == 1 else "records are"
-            say(f"{each.chosen.name}: {each.bad.total} damaged {what} left out ({first})")
+    for task in tasks:
+        if task.bad.total:
+            reason, places = next(iter(task.bad.examples.items()))
+            records = "record is" if task.bad.total == 1 else "records are"
+            say(f"{task.chosen.name}: {task.bad.total} damaged {records} left out ({reason}, {places[0]})")
     if options.items is not None:
         file = Path(options.items)
         if file.exists():
@@ -216,8 +217,8 @@ def _append(path: Path, records: Sequence[dict[str, Any]]) -> None:
         raise RunError(f"--items {path}: cannot be written: {error.strerror or error}") from None
 
 
-def _renderer(loaded: Loaded) -> Renderer:
-    """Return the chat template of a model. Raises UsageError where it has none."""
+def _chat_renderer(loaded: Loaded) -> Renderer:
+    """Return the renderer of the model's chat template. Raises UsageError if the model has none."""
     if read_chat_template(loaded.tokenizer_dir) is None:
         raise UsageError(
             f"--chat: {loaded.tokenizer_dir} has no chat template; leave --chat out, or train a chat model with "
@@ -238,7 +239,7 @@ def _print_measured(measured: TextBpb) -> None:
             print(f"{value:.4f} bits per byte of {name.removesuffix('_bpb')} on the same text")
 
 
-def _print_tasks(results: Sequence[TaskResult], whole: Core | None) -> None:
+def _print_tasks(results: Sequence[TaskResult], core_result: Core | None) -> None:
     """Print one line of at most 80 columns for each task."""
     width = max(len(result.chosen.name) for result in results)
     print(f"{'task':<{width}}  right   95 % interval   items shots centred")
@@ -248,9 +249,9 @@ def _print_tasks(results: Sequence[TaskResult], whole: Core | None) -> None:
             f"{result.chosen.name:<{width}} {line['accuracy']:>6.1%} {line['low']:>6.1%} to {line['high']:>6.1%}"
             f" {result.n:>7,} {result.chosen.shots:>5} {line['centred']:>7.3f}"
         )
-    if whole is not None:
+    if core_result is not None:
         print(
-            f"CORE-like: {whole.value:.4f} ({whole.low:.4f} to {whole.high:.4f}, 95 %), the mean of "
-            f"{len(whole.tasks)} of the {CORE_TASKS} tasks"
+            f"CORE-like: {core_result.value:.4f} ({core_result.low:.4f} to {core_result.high:.4f}, 95 %), the mean of "
+            f"{len(core_result.tasks)} of the {CORE_TASKS} tasks"
         )
     print("measured; centred: 0 is guessing, 1 is all correct")

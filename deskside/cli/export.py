@@ -1,4 +1,4 @@
-"""`deskside export`: write a run or a Hugging Face model in the format of other programs.
+"""`deskside export`: write a run or a Hugging Face model in the formats of other programs.
 
 With --json standard output holds one JSON object; everything else is printed on standard error.
 """
@@ -40,12 +40,12 @@ class ExportOptions(ModelOption, JsonOption):
       deskside export runs/demo --to gguf --dtype q8_0 --out my-gguf
     """
 
-    out: str = option("directory to write; new, empty or an earlier export", metavar="DIR")
+    out: str = option("output directory: a new or empty one, or that of an earlier export", metavar="DIR")
     to: Literal["hf", "gguf", "peft"] = option(
         "hf: Hugging Face safetensors; gguf: one file for llama.cpp; peft: only the adapters of a run", "hf"
     )
     dtype: Literal["float32", "bfloat16", "float16", "q8_0"] = option(
-        "of the stored weights; q8_0 (8 bits) is for gguf only, peft is always float32", "float32"
+        "number format of the weights; q8_0 (8 bits) is for gguf only, peft is always float32", "float32"
     )
 
 
@@ -58,24 +58,26 @@ def run(argv: Sequence[str]) -> int:
     out = Path(options.out)
     if options.dtype == "q8_0" and options.to != "gguf":
         raise UsageError(
-            f"--dtype q8_0: exists only in GGUF; --to {options.to} takes float32, bfloat16 or float16"
+            f"--dtype q8_0: exists only in GGUF; with --to {options.to}, use float32, bfloat16 or float16"
         )
     if options.dtype != "float32" and options.to == "peft":
-        raise UsageError(f"--dtype {options.dtype}: adapters are always written in float32; leave it out")
-    check_out(out)  # before the work
+        raise UsageError(
+            f"--dtype {options.dtype}: adapters are always written in float32; leave --dtype out"
+        )
+    check_out(out)
     loaded = load_model(options.model, "cpu", torch.float32, say)
     adapter = mapping(mapping(loaded.run.get("config")).get("adapter"))
     if adapter and options.to != "peft" and (options.dtype == "float32" or adapter.get("base") != "bf16"):
         try:
             path = merge_into_original(loaded, say)
             say(f"the adapters are merged into the original weights, {path}")
-        except Unavailable as why:
+        except Unavailable as error:
             say(
-                f"the adapters are merged into weights that the run kept in {adapter.get('base')}, so {options.dtype} "
-                "holds rounded numbers; for the original's precision use --to peft and merge with the original model "
-                f"({why})"
+                f"the adapters are merged into the weights that the run kept in {adapter.get('base')}, so the exported "
+                f"{options.dtype} weights are rounded; for the original precision, use --to peft and merge the "
+                f"adapters into the original model ({error})"
             )
-    about = {
+    provenance = {
         "deskside": __version__,
         "from": options.model,
         "step": loaded.step,
@@ -88,67 +90,70 @@ def run(argv: Sequence[str]) -> int:
         "peft": _peft,
     }
     try:
-        told = write[options.to](options, loaded, out, about)
+        details = write[options.to](options, loaded, out, provenance)
     except OSError as error:
         name = error.filename2 or error.filename or out
-        # numpy counts what it could not write ("8 requested and 0 written"), and gives no reason.
+        # numpy's error on a full disk has no errno, only a text such as "8 requested and 0 written".
         full = error.errno in (errno.ENOSPC, errno.EDQUOT) or "requested" in str(error)
         reason = "the disk is full; free some space there" if full else error.strerror or error
         raise RunError(f"{name}: cannot be written: {reason}") from None
     if options.json:
-        facts = {"out": str(out), "to": options.to, "dtype": options.dtype, "step": loaded.step}
-        print_json({**facts, **told})
+        common = {"out": str(out), "to": options.to, "dtype": options.dtype, "step": loaded.step}
+        print_json({**common, **details})
     else:
-        print(told.get("file", out))
+        print(details.get("file", out))
     return 0
 
 
-def _hf(options: ExportOptions, loaded: Loaded, out: Path, about: dict[str, Any]) -> dict[str, Any]:
+def _hf(options: ExportOptions, loaded: Loaded, out: Path, provenance: dict[str, Any]) -> dict[str, Any]:
     card = model_card(loaded, "hf", options.dtype, say)
-    save_hf(loaded.model, loaded.config, loaded.tokenizer_dir, out, DTYPES[options.dtype], about, card)
+    save_hf(loaded.model, loaded.config, loaded.tokenizer_dir, out, DTYPES[options.dtype], provenance, card)
     say(f"load it with: AutoModelForCausalLM.from_pretrained({str(out)!r})")
     return {}
 
 
-def _gguf(options: ExportOptions, loaded: Loaded, out: Path, about: dict[str, Any]) -> dict[str, Any]:
+def _gguf(options: ExportOptions, loaded: Loaded, out: Path, provenance: dict[str, Any]) -> dict[str, Any]:
     check_gguf(loaded.config)
     tokenizer = gguf_tokenizer(loaded.tokenizer_dir, loaded.config.vocab_size, loaded.start_token)
     name = gguf_name(loaded.name, options.dtype)
     notes = []
     if tokenizer.pre == GGUF_PRE_TOKENIZER:
-        # Known since February 2026 (ggml-org/llama.cpp, pull request 19468); before: "unknown pre-tokenizer type".
-        notes.append(f"It takes a llama.cpp that knows the split pattern `{tokenizer.pre}`, as Qwen3.5 does.")
+        # Supported since February 2026 (ggml-org/llama.cpp, pull request 19468). Older versions report "unknown
+        # pre-tokenizer type".
+        notes.append(
+            f"It needs a llama.cpp that knows the split pattern `{tokenizer.pre}` (that of Qwen3.5)."
+        )
     if tokenizer.nfc:
         notes.append(
-            "Its tokenizer brings text into NFC and llama.cpp does not: give it text that is in NFC."
+            "Its tokenizer converts text to NFC but llama.cpp does not: give it text that is in NFC."
         )
     needs = " ".join(notes) or None
     card = model_card(loaded, "gguf", TYPE_NAMES[options.dtype], say, name, needs)
-    millions = 2 * sum(loaded.model.num_params().values()) / 1e6
+    millions = 2 * sum(loaded.model.num_params().values()) / 1e6  # every weight is written and read back
     with ProgressBar("write and read back", millions, "million weights") as bar:
 
         def tick(weights: int) -> None:
             bar.advance(weights / 1e6)
 
-        saved = save_gguf(loaded.model, tokenizer, out, options.dtype, loaded.name, about, card, tick)
+        saved = save_gguf(loaded.model, tokenizer, out, options.dtype, loaded.name, provenance, card, tick)
     if saved.fallback:
         say(
-            f"{len(saved.fallback)} tensors are in float16, such as {saved.fallback[0]}: their rows are not "
-            "multiples of 32 values, the block of q8_0"
+            f"{len(saved.fallback)} tensors are in float16, such as {saved.fallback[0]}: q8_0 has blocks of 32 "
+            "values, and their row lengths are not multiples of 32"
         )
     say(f"load it with: llama-server -m {saved.file}" + (f" ({needs})" if needs else ""))
     return {"file": str(saved.file), "in_float16": list(saved.fallback)}
 
 
-def _peft(options: ExportOptions, loaded: Loaded, out: Path, about: dict[str, Any]) -> dict[str, Any]:
+def _peft(options: ExportOptions, loaded: Loaded, out: Path, provenance: dict[str, Any]) -> dict[str, Any]:
     if loaded.run_dir is None:
         raise UsageError(
             f"{options.model}: is not a run, and --to peft writes the adapters of a run; use --to hf"
         )
     run = open_adapted(loaded.run_dir, say)
     card = model_card(loaded, "peft", "float32", say)
-    save_peft(run.model, run.adapter, run.init, out, {**about, "step": run.step}, card)
+    save_peft(run.model, run.adapter, run.init, out, {**provenance, "step": run.step}, card)
     say(
-        f"load it with: PeftModel.from_pretrained(base, {str(out)!r}), base being {run.init or 'its base model'}"
+        f"load it with: PeftModel.from_pretrained(base, {str(out)!r}), where base is {run.init or 'its base model'}"
     )
     return {}

@@ -1,6 +1,6 @@
-"""The course of `deskside sft`, `dpo` and `grpo`: load a model, prepare the data, train, write the report.
+"""The common steps of `deskside sft`, `dpo` and `grpo`: load a model, prepare the data, train, write the report.
 
-A command is a subclass of `FinetuneRun`, which says how its data is prepared and which defaults it trains with.
+Each command is a subclass of `FinetuneRun`, which defines how its data is prepared and its training defaults.
 """
 
 import contextlib
@@ -28,11 +28,11 @@ from deskside.train.prepare.preflight import set_cublas_workspace, too_short
 from deskside.utils.console import say
 from deskside.utils.errors import UsageError
 
-PREPARE_SHARE = 0.5  # of a run's time limit, for starting and preparing the data
+PREPARE_SHARE = 0.5  # maximum share of a run's time limit for starting and preparing the data
 WAIT_SECONDS = 24 * 3600  # how long other ranks wait for rank 0 to prepare the data
-DOCUMENT_MASK: dict[str, Any] = {
-    "data": {"document_mask": True}
-}  # examples in one row never attend to each other
+# Configuration of every fine-tuning run: examples in one row do not attend to each other.
+DOCUMENT_MASK: dict[str, Any] = {"data": {"document_mask": True}}
+# Configuration keys in the short help.
 COMMON = ("optim.lr", "batch.tokens", "batch.sequence_length", "adapter.rank", "precision.name", "seed")
 
 
@@ -41,14 +41,14 @@ class FinetuneOptions(RunOptions):
     """Options of every fine-tuning command."""
 
     source: str | None = option(
-        "the model to start from: a run, or a Hugging Face directory",
+        "model to start from: a run, or a Hugging Face directory",
         None,
         metavar="RUN|HF_DIR",
         positional=True,
     )
     # The field is not named `data` because the configuration has a part `data`.
     sources: tuple[str, ...] = option(
-        "training data: .jsonl[.gz|.zst], .parquet, a folder, hf:owner/name",
+        "training data: .jsonl[.gz|.zst], .parquet, a directory, hf:owner/name",
         (),
         name="data",
         metavar="SOURCE",
@@ -61,7 +61,11 @@ class FinetuneOptions(RunOptions):
 
 @dataclass(frozen=True)
 class FinetuneDefaults:
-    """Training defaults of an objective. `lr_factor` multiplies the learning rate of supervised fine-tuning."""
+    """Training defaults of an objective.
+
+    lr_factor: factor on the learning rate of supervised fine-tuning (`default_optimizer`).
+    more: further configuration, as a nested dict.
+    """
 
     batch: dict[str, int]
     lr_factor: float
@@ -72,13 +76,13 @@ class FinetuneDefaults:
 
 @dataclass(frozen=True)
 class PreparedData:
-    """Training data that a run prepares, or finds from an earlier run.
+    """Training data that a run prepares, or reuses if an earlier run has prepared it.
 
     Attributes:
-        source: The first source, which names the folder.
-        kind: Kind of the data in the folder's name.
-        noun: Name of the examples in messages.
-        key: Identifies the data and the tokenizer.
+        source: The first source; the name of the folder contains its name.
+        kind: Kind of the data; part of the name of the folder.
+        noun: Plural noun for the examples in messages.
+        key: Hash that identifies the data and the tokenizer.
         key_of: Returns the key of a prepared folder, None if it has none.
         prepare: Prepares the data in a folder.
     """
@@ -90,13 +94,13 @@ class PreparedData:
     key_of: Callable[[Path], str | None]
     prepare: Callable[[Path], object]
 
-    def folder(self, asked: str | None) -> Path:
-        """Return the folder with the data, by default one in data/. Rank 0 prepares it, other ranks wait for it.
+    def folder(self, data_path: str | None) -> Path:
+        """Return the folder of the prepared data. Rank 0 prepares it if needed; other ranks wait for it.
 
-        Raises UsageError if --data.path, which is `asked`, holds something else.
+        data_path: --data.path; by default, the folder is in data/. Raises UsageError if the folder holds other data.
         """
         name = Path(self.source.removeprefix("hf:").rstrip("/")).name.split(":")[0].split(".")[0] or "data"
-        path = Path("data") / f"{name}-{self.kind}-{self.key}" if asked is None else Path(asked)
+        path = Path("data") / f"{name}-{self.kind}-{self.key}" if data_path is None else Path(data_path)
         index, deadline = path / "index.json", time.monotonic() + WAIT_SECONDS
         while not index.is_file() and int(os.environ.get("RANK", "0")) and time.monotonic() < deadline:
             time.sleep(0.5)
@@ -114,8 +118,8 @@ class FinetuneRun:
     """One fine-tuning command, from its arguments to its report."""
 
     command: ClassVar[Command[Any]]
-    example: ClassVar[str]  # the data file in usage errors
-    length: ClassVar[str] = "1 epochs"  # unless another one is given
+    example: ClassVar[str]  # name of a data file, for usage errors
+    length: ClassVar[str] = "1 epochs"  # default length
 
     def __init__(self, argv: Sequence[str]):
         self.argv = argv
@@ -129,8 +133,8 @@ class FinetuneRun:
         """Return the data of the objective."""
         raise NotImplementedError
 
-    def recipe(self, loaded: Any, data: Path, vocabulary: int) -> FinetuneDefaults:
-        """Return the training defaults for a loaded model and its prepared data."""
+    def defaults(self, loaded: Any, data: Path, vocab_size: int) -> FinetuneDefaults:
+        """Return the training defaults for a loaded model and its prepared data. vocab_size: of the chat tokenizer."""
         raise NotImplementedError
 
     def run(self) -> int:
@@ -142,7 +146,9 @@ class FinetuneRun:
         set_length(given, options, self.length)
         self.align = objective_config(self.name, options, given)
         self.check()
-        if not int(os.environ.get("RANK", "0")):  # another rank may have made it already
+        if not int(
+            os.environ.get("RANK", "0")
+        ):  # for other ranks, rank 0 may have created the directory already
             RunDirectory.check_name(Path(options.runs), options.name)
         source = str(options.source)
         from deskside.weights.load import load_model
@@ -154,12 +160,12 @@ class FinetuneRun:
             with _time_limit(wall_limit(given)):
                 data = self.data(Path(folder)).folder(given.get("data", {}).get("path"))
         config = self._configure(loaded, data, chat.vocab_size)
-        if data.parent == Path("data") and not int(os.environ.get("RANK", "0")):  # the user named no folder
+        if data.parent == Path("data") and not int(os.environ.get("RANK", "0")):  # the default folder
             say(f"data: prepared in {data}; later runs reuse it")
         return finish(self._train(config, loaded, chat.fresh), self.name, options.json)
 
     def _require_arguments(self) -> None:
-        """Raises UsageError without a model or data."""
+        """Raise UsageError if the model or the data is missing."""
         source, usage = self.options.source, f"deskside {self.name} runs/NAME --data {self.example}"
         if source is None:
             raise UsageError(f"RUN|HF_DIR is missing: name the model to start from: {usage}")
@@ -171,33 +177,33 @@ class FinetuneRun:
         if not self.options.sources:
             raise UsageError(f"--data is required: {usage}")
 
-    def _configure(self, loaded: Any, data: Path, vocabulary: int) -> RunConfig:
-        """Return the run's configuration: what was given, on top of the objective's defaults."""
-        recipe = self.recipe(loaded, data, vocabulary)
+    def _configure(self, loaded: Any, data: Path, vocab_size: int) -> RunConfig:
+        """Return the run's configuration: the given options on top of the objective's defaults."""
+        defaults = self.defaults(loaded, data, vocab_size)
         model = loaded.config.model_dump(mode="json")
-        if vocabulary > model["vocab_size"]:
-            model["vocab_size"] = padded_vocabulary(vocabulary)
+        if vocab_size > model["vocab_size"]:
+            model["vocab_size"] = padded_vocabulary(vocab_size)
         optim = default_optimizer(model["hidden_size"], self.given)
         if "lr" in optim:
-            optim["lr"] *= recipe.lr_factor
-        schedule = {"warmup": recipe.warmup}
+            optim["lr"] *= defaults.lr_factor
+        schedule: dict[str, Any] = {"warmup": defaults.warmup}
         if self.given.get("schedule", {}).get("name", "cosine") == "cosine":
-            schedule |= {"name": "cosine", "final_lr_fraction": recipe.final_lr_fraction}  # type: ignore[dict-item]
-        defaults = {
+            schedule |= {"name": "cosine", "final_lr_fraction": defaults.final_lr_fraction}
+        default_layer = {
             **DOCUMENT_MASK,
             "align": self.align.model_dump(mode="json"),
             "optim": optim,
             "schedule": schedule,
-            "batch": recipe.batch,
+            "batch": defaults.batch,
             "checkpoint": {"every": "10m"},
-            **recipe.more,
+            **defaults.more,
         }
         given = {part: values for part, values in self.given.items() if part != "align"}
         given["data"] = {**given.get("data", {}), "path": str(data)}
-        return merge.build([defaults, *merge.resolved_layers("model", model), given])
+        return merge.build([default_layer, *merge.resolved_layers("model", model), given])
 
     def _train(self, config: RunConfig, loaded: Any, fresh_tokens: Sequence[int]) -> Any:
-        """Train and return a `training_run.RunOutcome`. `fresh_tokens` have no trained embedding yet."""
+        """Train and return a `training_run.RunOutcome`. fresh_tokens: ids of tokens without a trained embedding."""
         options, source = self.options, str(self.options.source)
         set_cublas_workspace(config)
         from deskside.align import objective_of
@@ -220,10 +226,10 @@ class FinetuneRun:
         if self.given or any(getattr(options, name, None) for name in other):
             raise UsageError("--resume uses the run's own configuration; give no other options with it")
         config = RunDirectory.open(Path(options.resume)).config()
-        made_by = config.align.name if config.align is not None else "train"
-        if self.name not in ("sft", made_by):
+        command = config.align.name if config.align is not None else "train"
+        if self.name not in ("sft", command):  # sft resumes runs of every command
             raise UsageError(
-                f"{options.resume}: was made by deskside {made_by}; continue it with: deskside {made_by} --resume "
+                f"{options.resume}: was made by deskside {command}; continue it with: deskside {command} --resume "
                 f"{options.resume}"
             )
         return resume(Path(options.resume), config, options.json)
@@ -234,33 +240,35 @@ class FinetuneRun:
 
 def objective_config(name: str, options: FinetuneOptions, given: dict[str, Any]) -> Any:
     """Return the validated options of the objective. Raises UsageError."""
-    own: dict[str, Any] = {"name": name, "data": list(options.sources), "val": list(options.val)}
-    return merge.build([{"align": {**own, **given.get("align", {})}}, DOCUMENT_MASK]).align
+    align: dict[str, Any] = {"name": name, "data": list(options.sources), "val": list(options.val)}
+    return merge.build([{"align": {**align, **given.get("align", {})}}, DOCUMENT_MASK]).align
 
 
 def wall_limit(given: dict[str, Any]) -> float | None:
-    """Return the run's length in wall-clock seconds, None for any other length."""
+    """Return the run's length in seconds if it is given in wall-clock time, else None."""
     schedule = given.get("schedule", {})
     lengths = {key: schedule[key] for key in ("length", *merge.LENGTH_ALIASES) if key in schedule}
     text = merge.merge([{"schedule": lengths}])[0]["schedule"].get("length")
+    if text is None or schedule.get("clock", "wall") != "wall":
+        return None
     try:
-        length = Duration.parse(text) if text is not None else None
+        length = Duration.parse(text)
     except ValueError:
-        return None  # validation names the key later
-    timed = length is not None and length.unit == "seconds" and schedule.get("clock", "wall") == "wall"
-    return length.value if timed and length is not None else None
+        return None  # the validation of the configuration reports the error
+    return length.value if length.unit == "seconds" else None
 
 
 @contextlib.contextmanager
 def _time_limit(limit: float | None) -> Iterator[None]:
-    """Refuse data whose preparation would take more than `PREPARE_SHARE` of the run's time limit."""
+    """Raise UsageError if preparing the data inside would take more than `PREPARE_SHARE` of the run's time limit."""
     if limit is None:
         yield
         return
     seconds = max(0.0, PREPARE_SHARE * limit - (time.perf_counter() - deskside.STARTED))
 
-    def error(left: float) -> UsageError:
-        return too_short(limit, f"preparing the data takes {left:.0f} s more", (limit + left) / PREPARE_SHARE)
+    def error(remaining: float) -> UsageError:
+        reason = f"preparing the data takes {remaining:.0f} s more"
+        return too_short(limit, reason, (limit + remaining) / PREPARE_SHARE)
 
     with time_limit(seconds, error):
         yield
@@ -286,22 +294,31 @@ def default_batch(
     steps_per_epoch: int,
     sequence_length: int,
 ) -> dict[str, int]:
-    """Return the default batch: `step_tokens` per step, fewer if the data then had under `steps_per_epoch` steps."""
+    """Return the default batch sizes.
+
+    Args:
+        tokens: Tokens of the training data.
+        step_tokens: Tokens of a step; fewer, if an epoch would otherwise have less than `steps_per_epoch` steps.
+        sequence_length: Tokens per row, at most those of the model's context.
+    """
     longest = min(sequence_length, loaded.config.max_position_embeddings)
     length = int(given.get("batch", {}).get("sequence_length", longest))
     rows = max(1, min(step_tokens, tokens // steps_per_epoch) // length)
-    return {"sequence_length": length, "tokens": int(2 ** (rows.bit_length() - 1)) * length}
+    rows = 2 ** (rows.bit_length() - 1)  # rounded down to a power of two
+    return {"sequence_length": length, "tokens": int(rows) * length}
 
 
 def default_optimizer(hidden_size: int, given: dict[str, Any]) -> dict[str, Any]:
-    """Return AdamW without weight decay. The scaling rules of pretraining start from random weights, so they are off.
+    """Return the default optimizer options: AdamW without weight decay, unless Muon is given.
 
-    The learning rate is 1e-4 at a width of 768 and falls with the width, as Adam's best rate does (Yang et al. 2022,
-    arXiv 2203.03466); at 4096 this is the usual 2e-5. Adapters take ten times as much (Schulman et al. 2025, "LoRA
-    Without Regret").
+    `optim.scale` is off, since the scaling rules hold for training from random weights. The learning rate is 1e-4 at a
+    width of 768 and inversely proportional to the width, like Adam's best rate (Yang et al. 2022, arXiv 2203.03466); at
+    4096 this is the usual 2e-5. For adapters it is ten times as large (Schulman et al. 2025, "LoRA Without Regret").
     """
     if given.get("optim", {}).get("name") == "muon":
         return {"name": "muon"}
     lr = 1e-4 * 768 / hidden_size
     optimizer: dict[str, Any] = {"name": "adamw", "lr": lr, "betas": [0.9, 0.95], "weight_decay": 0.0}
-    return {**optimizer, "lr": 10 * lr} if "adapter" in given else {**optimizer, "scale": False}
+    if "adapter" in given:
+        return {**optimizer, "lr": 10 * lr}  # `scale` has no effect with adapters
+    return {**optimizer, "scale": False}

@@ -30,9 +30,11 @@ from deskside.utils.errors import RunError, UsageError
 from deskside.utils.signals import exit_code
 
 BEFORE_TRAINING = PHASES[: PHASES.index("train")]
-LONG_WAIT = 0.02  # of the time budget; the plan is made again if the user takes longer to answer
-TOO_SHORT = " is too short: "  # also in the error of `train`
-LENGTHS = ("length", "hours", "steps", "tokens", "clock")
+LONG_WAIT = 0.02  # share of the time budget; if the user takes longer to answer, planning is repeated
+TOO_SHORT = (
+    " is too short: "  # part of the error of `training_run.start` as well, which `Pipeline.train` rewrites
+)
+LENGTH_KEYS = ("length", "hours", "steps", "tokens", "clock")  # of the schedule
 
 
 @dataclass(kw_only=True)
@@ -51,24 +53,28 @@ class GoOptions(JsonOption):
 
     hours: Annotated[float | None, HOURS] = option("time budget, such as 8, 8h or 90m", None, metavar="H")
     steps: str | None = option(
-        "train the preset for this many steps; --hours limits the plan", None, metavar="N"
+        "train the preset for this many steps; --hours remains the time budget", None, metavar="N"
     )
     tokens: str | None = option(
-        "train the preset for this many tokens, such as 10M; --hours limits the plan", None, metavar="N"
+        "train the preset for this many tokens, such as 10M; --hours remains the time budget",
+        None,
+        metavar="N",
     )
-    preset: str | None = option("the model; default: chosen by the plan", None, metavar="PRESET")
+    preset: str | None = option("model preset; default: chosen by the plan", None, metavar="PRESET")
     # The field is not named `data` because the configuration has a part `data`.
-    corpus: str | None = option("prepared data", None, name="data", metavar="DIR")
+    corpus: str | None = option("directory of the prepared data", None, name="data", metavar="DIR")
     gpu_budget: float | None = option("GPU memory that may be used; default: all of it", None, metavar="GIB")
     target_loss: float | None = option(
-        "bits per byte to reach; stops after the pilot if that is out of reach", None, metavar="BPB"
+        "bits per byte to reach; training stops early if the pilot shows that it is out of reach",
+        None,
+        metavar="BPB",
     )
     name: str | None = option(
         "run directory under --runs; default: the preset's name, or go", None, metavar="NAME"
     )
     runs: str = option("directory of all runs", "runs", metavar="DIR")
     probes: str = option("directory of probe results", "probes", metavar="DIR")
-    resume: str | None = option("continue with the hours that were left", None, metavar="RUN")
+    resume: str | None = option("continue a stopped pipeline with its remaining hours", None, metavar="RUN")
     yes: bool = option("do not ask for confirmation", False)
 
 
@@ -81,27 +87,26 @@ def run(argv: Sequence[str]) -> int:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError("deskside go runs on one GPU; for more of them use: torchrun -m deskside train")
     if options.resume is not None:
-        state = _resumed(options, given)
-        return _run_pipeline(state, options)
-    state = _started(options, given, argv)
+        return _run_pipeline(_resume_pipeline(options, given), options)
+    state = _create_pipeline(options, given, argv)
     try:
         return _run_pipeline(state, options)
     except (UsageError, RunError):
-        # Without a training step there is nothing to keep; measurements are in the probe store.
-        if not _trained(state.run):
+        # Without a training step, the run directory holds nothing of value: measurements are in the probe store.
+        if not _has_trained(state.run):
             shutil.rmtree(state.run.path, ignore_errors=True)
         raise
 
 
 def _run_pipeline(state: PipelineState, options: GoOptions) -> int:
-    """Run the remaining phases and return the exit code, which tells whether a signal stopped the training."""
+    """Run the remaining phases and return the exit code: 0, or that of the signal that stopped the training."""
     try:
-        following: PipelineState | None = state
-        while following is not None:
-            state = following
+        next_state: PipelineState | None = state
+        while next_state is not None:
+            state = next_state
             with state.kept():
                 pipeline = Pipeline(state, options.yes, options.json)
-                following = pipeline.run_phases()
+                next_state = pipeline.run_phases()
         return 0 if pipeline.stopped is None else exit_code(pipeline.stopped)
     except KeyboardInterrupt:
         print(f"stopped; continue with: deskside go --resume {state.run.path}", file=sys.stderr)
@@ -109,7 +114,7 @@ def _run_pipeline(state: PipelineState, options: GoOptions) -> int:
 
 
 class Pipeline:
-    """Runs the phases in one process."""
+    """Runs the phases of a pipeline in this process."""
 
     def __init__(self, state: PipelineState, yes: bool, as_json: bool):
         self.state, self.yes, self.as_json = state, yes, as_json
@@ -117,17 +122,17 @@ class Pipeline:
         self.stopped: str | None = None  # the signal that stopped the training
 
     def run_phases(self) -> PipelineState | None:
-        """Run the remaining phases. Returns the state of another run if the pipeline continues there."""
+        """Run the remaining phases. Returns the state of the new run if the pipeline continues in another one."""
         first = PHASES.index(self.state.phase)
         for phase in BEFORE_TRAINING[first:]:
             self.state.enter(phase)
             getattr(self, phase)()
         if self.state.phase != "report":
             self.state.enter("train")
-            following = self.train()
-            if following is not None:
-                return following
-            if not (self.run.path / "summary.json").exists():  # it was stopped
+            next_state = self.train()
+            if next_state is not None:
+                return next_state
+            if not (self.run.path / "summary.json").exists():  # training was stopped
                 return None
         self.report()
         return None
@@ -138,15 +143,15 @@ class Pipeline:
         print(text, file=sys.stderr, flush=True)
 
     def request(self) -> phases.PipelineRequest:
-        """Return the request of the recorded options."""
+        """Return the pipeline request of the recorded options."""
         return phases.PipelineRequest.of(self.state.hours, self.options)
 
     # The phases
 
     def doctor(self) -> None:
         machine = this_machine()
-        allowed = phases.doctor_allowance(self.state.hours, machine) - self.state.seconds()
-        result = phases.doctor(machine, allowed, self.say)
+        seconds = phases.doctor_allowance(self.state.hours, machine) - self.state.seconds()
+        result = phases.doctor(machine, seconds, self.say)
         self.state.keep("doctor", result)
         self.say(f"doctor: {result['status']}: {result['reason']}")
         if result["status"] == "unfit":
@@ -154,8 +159,8 @@ class Pipeline:
 
     def probe(self) -> None:
         machine = this_machine()
-        left = phases.allowance(self.state.hours, machine.device) - self.state.seconds()
-        result = phases.probe(machine, open_store(self.request().probes), left, self.say)
+        seconds = phases.allowance(self.state.hours, machine.device) - self.state.seconds()
+        result = phases.probe(machine, open_store(self.request().probes), seconds, self.say)
         self.state.keep("probe", result)
         if result["status"] == "skipped":
             self.say(f"probe: skipped: {result['reason']}")
@@ -163,37 +168,37 @@ class Pipeline:
             self.say(f"probe: {result['measured']} points measured now, {result['stored']} from before")
 
     def plan(self) -> None:
-        result = self._planned()
-        asked = time.perf_counter()
-        if not self.yes and not _confirmed():
+        result = self._make_plan()
+        began = time.perf_counter()
+        if not self.yes and not _ask_to_continue():
             raise UsageError("not confirmed; nothing was started")
-        waited = time.perf_counter() - asked
+        waited = time.perf_counter() - began
         if waited > LONG_WAIT * self.state.hours * 3600:
             self.say(f"the answer took {waited:.0f} s of the time budget: planning again for the rest")
-            result = self._planned()
+            result = self._make_plan()
         self.state.keep("plan", result)
 
-    def _planned(self) -> dict[str, Any]:
-        """Plan the remaining time and print the plan. Raises RunError if there is no feasible one."""
+    def _make_plan(self) -> dict[str, Any]:
+        """Plan the remaining time, and print the plan. Raises RunError if no plan is feasible."""
         seconds = self.state.left() - self.state.tail()
         if seconds <= 0:
             raise _out_of_time(self.state)
         self._prepare_data()
         seconds = self.state.left() - self.state.tail()
-        result, whole = phases.plan(self.request(), seconds)
+        result, plan = phases.plan(self.request(), seconds)
         for line in phases.plan_lines(result):
             self.say(line)
-        if whole is not None:
-            self.run.write_json("planner.json", whole.to_json())
+        if plan is not None:
+            self.run.write_json("planner.json", plan.to_json())
         target = self.options["target_loss"]
         if target is not None and result["status"] == "made" and result["bpb"][0] > target:
             raise RunError(
-                f"{target:g} bits per byte is out of reach in this time: the plan's low end is {result['bpb'][0]:.3f}"
+                f"{target:g} bits per byte is out of reach in this time: the plan's best case is {result['bpb'][0]:.3f}"
             )
         return {**result, "pretrain_seconds": seconds}
 
     def _prepare_data(self) -> None:
-        """Prepare a preset's own text before the plan, whose loss is bounded by the baselines on that text."""
+        """Prepare the preset's own data, if it has some. The plan needs it, since it bounds the loss by a baseline."""
         if self.options["data"] is not None:
             return
         from deskside.data.corpus.analyze import CorpusOptions
@@ -224,8 +229,7 @@ class Pipeline:
 
         self._limit_memory(config.compute.device)
         pilot = Pilot(self.state, config, plan, target)
-        # A decision is usually acted upon at once: a target out of reach is reported and dropped, another model gets
-        # another run. A decision found here was made just before a kill.
+        # If an earlier process was killed between the pilot's decision and its consequences, carry them out now.
         status = pilot.decision
         if not (status == TARGET and target is not None) and status != RECENTRE:
             try:
@@ -235,22 +239,22 @@ class Pipeline:
                     command = str(self.state.data["command"])
                     status = training_run.start(config, self.run, command, watch=pilot).status
             except UsageError as error:
-                # The user gave --hours; that it became the length of the schedule is an internal detail.
-                option, short, why = str(error).partition(TOO_SHORT)
-                if not (short and option.startswith("schedule.length: ")):
+                # Report the option that the user gave: --hours became the length of the schedule.
+                option, too_short, reason = str(error).partition(TOO_SHORT)
+                if not (too_short and option.startswith("schedule.length: ")):
                     raise
-                why = why.partition("; --hours ")[0]  # its advice is for the training run alone
-                raise UsageError(f"--hours: {self.state.hours:g} h{TOO_SHORT}{why}") from None
+                reason = reason.partition("; --hours ")[0]  # the suggested hours are those of training alone
+                raise UsageError(f"--hours: {self.state.hours:g} h{TOO_SHORT}{reason}") from None
         if status == TARGET:
-            told = pilot.told()
-            self.state.drop_target()  # a resumed pipeline is not stopped for it again
+            extrapolation = pilot.told()
+            self.state.drop_target()  # so that --resume continues without it
             raise RunError(
-                f"{target:g} bits per byte is out of reach: {told}; to continue anyway: "
+                f"{target:g} bits per byte is out of reach: {extrapolation}; to continue anyway: "
                 f"deskside go --resume {self.run.path}"
             )
         if status == RECENTRE:
             _free_memory()
-            return self._start_anew(plan, pilot.chosen)
+            return self._continue_with_band(plan, pilot.chosen)
         self.stopped = status if status != "finished" else None
         return None
 
@@ -264,8 +268,8 @@ class Pipeline:
         seconds, hours = self.state.seconds(), self.state.hours
         self.say(f"done after {seconds:.0f} of {hours * 3600:.0f} s")
         if self.as_json:
-            spent = {"run": str(self.run.path), "spent_seconds": seconds, "budget_seconds": hours * 3600}
-            print_json({**summary, **spent})
+            budget = {"run": str(self.run.path), "spent_seconds": seconds, "budget_seconds": hours * 3600}
+            print_json({**summary, **budget})
             return
         print(f"validation  {summary['val_bpb']:.3f} bits per byte")
         for name in ("gzip", "unigram"):
@@ -289,15 +293,15 @@ class Pipeline:
             total = torch.cuda.get_device_properties(0).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, limit * 2**30 / total), 0)
 
-    def _start_anew(self, plan: dict[str, Any], band: dict[str, Any]) -> PipelineState:
-        """Continue with another band in a new run directory, with the remaining time."""
+    def _continue_with_band(self, plan: dict[str, Any], band: dict[str, Any]) -> PipelineState:
+        """Return the state of a new run that trains another band of the plan in the remaining time."""
         old = self.state
         if old.continued_in is None:
             old.continue_in(
                 RunDirectory.create(self.run.path.parent, None, f"{self.run.path.name}-{band['preset']}")
             )
         assert old.continued_in is not None
-        run = RunDirectory(old.continued_in)  # may exist already if an earlier process was killed
+        run = RunDirectory(old.continued_in)  # exists already if an earlier process was killed here
         run.checkpoints.mkdir(parents=True, exist_ok=True)
         results = {**old.data["results"], "plan": {**plan, **band, "bands": []}}
         new = PipelineState.begin(
@@ -308,29 +312,29 @@ class Pipeline:
 
 
 def _check_can_confirm(options: GoOptions) -> None:
-    """Raise UsageError if the plan needs a confirmation that cannot be asked for."""
+    """Raise UsageError if the plan must be confirmed but there is no terminal to ask in."""
     if not options.yes and not sys.stdin.isatty():
         raise UsageError("stdin is not a terminal, so the plan cannot be confirmed; pass --yes")
 
 
-def _started(options: GoOptions, given: dict[str, Any], argv: Sequence[str]) -> PipelineState:
-    """Create a new pipeline. Everything is validated before anything is written."""
+def _create_pipeline(options: GoOptions, given: dict[str, Any], argv: Sequence[str]) -> PipelineState:
+    """Create a new pipeline. All options are validated before anything is written. Raises UsageError."""
     if options.hours is None:
         raise UsageError("--hours is required, such as --hours 24, or --resume RUN")
-    for name, value, most in (
+    for name, value, maximum in (
         ("--hours", options.hours, MAX_HOURS),
         ("--gpu-budget", options.gpu_budget, MAX_GIB),
         ("--target-loss", options.target_loss, math.inf),
     ):
         if value is not None and not value > 0:
             raise UsageError(f"{name}: must be a number above zero, not {value:g}")
-        if value is not None and value > most:
-            raise UsageError(f"{name}: must be at most {most:,.0f}, not {value:g}")
-    length = [key for key in LENGTHS if key in given.get("schedule", {})]
-    if length:
-        raise UsageError(
-            f"--schedule.{length[0]}: the length of the run is --hours, --steps or --tokens; leave it out"
-        )
+        if value is not None and value > maximum:
+            raise UsageError(f"{name}: must be at most {maximum:,.0f}, not {value:g}")
+    for key in LENGTH_KEYS:
+        if key in given.get("schedule", {}):
+            raise UsageError(
+                f"--schedule.{key}: the length of the run is --hours, --steps or --tokens; leave it out"
+            )
     lengths = {name: getattr(options, name) for name in ("steps", "tokens") if getattr(options, name)}
     if len(lengths) > 1:
         raise UsageError("--steps and --tokens: the run can have one length only; give one of them")
@@ -338,15 +342,15 @@ def _started(options: GoOptions, given: dict[str, Any], argv: Sequence[str]) -> 
         raise UsageError(f"--{next(iter(lengths))}: needs a model; add --preset, or leave it out")
     if "path" in given.get("data", {}) or "sources" in given.get("data", {}):
         raise UsageError("--data.path, --data.sources: give prepared data with --data DIR")
-    begun, tail = time.perf_counter() - deskside.STARTED, tail_seconds(options.hours)
-    if options.hours * 3600 <= begun + tail:
+    elapsed, tail = time.perf_counter() - deskside.STARTED, tail_seconds(options.hours)
+    if options.hours * 3600 <= elapsed + tail:
         raise UsageError(
-            f"--hours: {options.hours:g} h{TOO_SHORT}starting took {begun:.0f} s, and {tail:.0f} s are reserved for "
+            f"--hours: {options.hours:g} h{TOO_SHORT}starting took {elapsed:.0f} s, and {tail:.0f} s are reserved for "
             f"samples and the report"
         )
-    kept = {
+    recorded_options = {
         "preset": options.preset,
-        # "5 steps", from {"steps": "5"}
+        # {"steps": "5"} becomes "5 steps".
         "length": merge.merge([{"schedule": lengths}])[0]["schedule"]["length"] if lengths else None,
         "data": options.corpus,
         "given": given,
@@ -355,9 +359,9 @@ def _started(options: GoOptions, given: dict[str, Any], argv: Sequence[str]) -> 
         "probes": options.probes,
         "directory": str(Path.cwd()),
     }
-    request = phases.PipelineRequest.of(options.hours, kept)
+    request = phases.PipelineRequest.of(options.hours, recorded_options)
     if options.corpus is not None:
-        phases.vocabulary(options.corpus)  # raises if it is not prepared data
+        phases.vocabulary(options.corpus)  # raises UsageError if it is not prepared data
     if options.preset is None and options.corpus is None:
         raise UsageError("--data DIR is required; prepare it with: deskside data prepare SOURCE --out DIR")
     if options.preset is not None:
@@ -365,53 +369,54 @@ def _started(options: GoOptions, given: dict[str, Any], argv: Sequence[str]) -> 
         from deskside.train.prepare.preflight import check_start
 
         check_start(config)
-        tuned = next((part for part in ("adapter", "align") if getattr(config, part) is not None), None)
+        fine_tuning = next((part for part in ("adapter", "align") if getattr(config, part) is not None), None)
     else:
-        tuned = "adapter" if "adapter" in given else None
-    if tuned is not None:
-        raise UsageError(f"{tuned}: deskside go only pretrains; fine-tune the result with deskside sft")
+        fine_tuning = "adapter" if "adapter" in given else None
+    if fine_tuning is not None:
+        raise UsageError(f"{fine_tuning}: deskside go only pretrains; fine-tune the result with deskside sft")
     if options.gpu_budget is not None and this_machine().device == "cpu":
         raise UsageError("--gpu-budget: this machine has no GPU; leave it out")
     _check_can_confirm(options)
     path = Path(options.runs) / (options.name or "")
     if options.name is not None and path.exists():
-        on = f", or continue with: deskside go --resume {path}" if (path / FILE).exists() else ""
-        raise UsageError(f"{path} exists; choose another --name{on}")
+        resume = f", or continue with: deskside go --resume {path}" if (path / FILE).exists() else ""
+        raise UsageError(f"{path} exists; choose another --name{resume}")
     run = RunDirectory.create(Path(options.runs), options.name, name_of_preset(options.preset or "go"))
-    return PipelineState.begin(run, options.hours, kept, shlex.join(["deskside", "go", *argv]))
+    return PipelineState.begin(run, options.hours, recorded_options, shlex.join(["deskside", "go", *argv]))
 
 
-def _resumed(options: GoOptions, given: dict[str, Any]) -> PipelineState:
+def _resume_pipeline(options: GoOptions, given: dict[str, Any]) -> PipelineState:
+    """Open the stopped pipeline, in the run in which it continues. Raises UsageError and RunError."""
     others = ("hours", "steps", "tokens", "preset", "corpus", "gpu_budget", "target_loss", "name")
     if given or any(getattr(options, name) is not None for name in others):
         raise UsageError("--resume uses the options of the stopped pipeline; give no other options with it")
     state = PipelineState.open(Path(str(options.resume)))
-    # If the other run has no state yet, this one has to create it.
-    passed: set[Path] = set()
+    # Follow the pipeline to its last run that has a state. A run without a state is created by the one before it.
+    visited: set[Path] = set()
     while state.continued_in is not None and (state.continued_in / FILE).exists():
-        passed.add(state.run.path.resolve())
-        if state.continued_in.resolve() in passed:
+        visited.add(state.run.path.resolve())
+        if state.continued_in.resolve() in visited:
             raise damaged(state.run.path, f"continued_in: {state.continued_in.name} leads back here")
         state = PipelineState.open(state.continued_in)
     if state.phase == "done":
         raise UsageError(f"{state.run.path} is done; its report is {state.run.path / 'report.html'}")
     if state.phase in BEFORE_TRAINING:
         _check_can_confirm(options)
-    if state.left() <= 0 and state.phase != "report" and not _trained(state.run):
+    if state.left() <= 0 and state.phase != "report" and not _has_trained(state.run):
         raise _out_of_time(state)
     return state
 
 
-def _trained(run: RunDirectory) -> bool:
-    """Return whether training has made a step or a checkpoint."""
+def _has_trained(run: RunDirectory) -> bool:
+    """Return True if a run has a training step or a checkpoint."""
     return run.metrics.exists() or (run.checkpoints.is_dir() and any(run.checkpoints.iterdir()))
 
 
 def _out_of_time(state: PipelineState) -> RunError:
     """Return the error for a time budget that leaves no time to train."""
-    spent, whole = state.seconds(), state.hours * 3600
+    spent, budget = state.seconds(), state.hours * 3600
     return RunError(
-        f"the time budget is used up: {spent:.0f} of {whole:.0f} s are spent, and {state.tail():.0f} s are reserved "
+        f"the time budget is used up: {spent:.0f} of {budget:.0f} s are spent, and {state.tail():.0f} s are reserved "
         f"for samples and the report; start again with more --hours"
     )
 
@@ -426,7 +431,8 @@ def _free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def _confirmed() -> bool:
+def _ask_to_continue() -> bool:
+    """Return True if the user agrees to the plan."""
     with contextlib.suppress(EOFError):
         print("go? [Y/n] ", end="", file=sys.stderr, flush=True)
         return input().strip().lower() in ("", "y", "yes")

@@ -11,8 +11,8 @@ from deskside.cli.options import Command, option
 from deskside.config.align import GrpoConfig
 from deskside.utils.errors import UsageError
 
-QUESTIONS = 16
-QUESTION_TOKENS = 256  # room for the question beside the answer, unless batch.sequence_length is given
+QUESTIONS = 16  # per step
+QUESTION_TOKENS = 256  # room for the question in a row, unless batch.sequence_length is given
 
 
 @dataclass(kw_only=True)
@@ -44,7 +44,7 @@ COMMAND = Command(
 
 
 class GrpoRun(FinetuneRun):
-    """Group-relative policy optimization."""
+    """`deskside grpo`: group-relative policy optimization."""
 
     command = COMMAND
     example = "questions.jsonl"
@@ -66,18 +66,18 @@ class GrpoRun(FinetuneRun):
         prepare = partial(prepare_questions, spec, align.system, tokenizer)
         return PreparedData(align.data[0], "questions", "questions", spec.key(tokenizer), key_of, prepare)
 
-    def recipe(self, loaded: Any, data: Path, vocabulary: int) -> FinetuneDefaults:
-        questions, asked, align = self.options.questions, self.given.get("batch", {}), self.align
-        if questions is not None and "tokens" in asked:
+    def defaults(self, loaded: Any, data: Path, vocab_size: int) -> FinetuneDefaults:
+        questions, given_batch, align = self.options.questions, self.given.get("batch", {}), self.align
+        if questions is not None and "tokens" in given_batch:
             raise UsageError("--questions and --batch.tokens both set the size of a step; give one of them")
         if questions is not None and questions < 1:
-            raise UsageError(f"--questions: {questions} must be at least 1")
+            raise UsageError(f"--questions: must be at least 1, not {questions}")
         longest = min(align.answer_tokens + QUESTION_TOKENS, loaded.config.max_position_embeddings)
-        length = int(asked.get("sequence_length", longest))
+        length = int(given_batch.get("sequence_length", longest))
         batch = {"sequence_length": length, "tokens": (questions or QUESTIONS) * align.group * length}
         return FinetuneDefaults(
             batch,
-            lr_factor=0.05,  # many noisy steps
+            lr_factor=0.05,  # gradients are noisy, and there are many steps
             warmup=0.05,
             final_lr_fraction=0.1,
             # Gradient norms vary more from step to step than in pretraining.

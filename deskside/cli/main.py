@@ -1,15 +1,15 @@
-"""The command line: import the command that was asked for, run it, turn errors into exit codes.
+"""The command line: import the requested command, run it, and turn its errors into exit codes.
 
-Exit codes: 0 done, 1 failed, 2 wrong usage; 130, 143 and 129 when SIGINT (Ctrl-C), SIGTERM or SIGHUP stopped the work,
-whose checkpoints can be resumed. A run that ends at its deadline is done. `serve` runs until it is stopped, so Ctrl-C
-and SIGTERM end it with 0, and leaving `chat` does too. torchrun reports a failure of any of its processes as 1.
-Tracebacks are printed with --debug only.
+Exit codes: 0 done, 1 failed, 2 wrong usage; 130, 143 and 129 if SIGINT (Ctrl-C), SIGTERM or SIGHUP stopped the work,
+which can be resumed from its checkpoints. A run that ends at its deadline is done. `serve` runs until it is stopped, so
+Ctrl-C and SIGTERM end it with 0, and so does leaving `chat`. torchrun reports a failure of any of its processes as 1.
+Tracebacks are printed only with --debug.
 
 A run, checkpoint, model directory or dataset that is damaged or was written by another version gives 1; a path that
 does not exist or holds something else gives 2. `report` and `dashboard` show what can still be read.
 
-Standard error only reports progress, so losing it (`2>&1 | head`, a full disk, a closed terminal) stops no work: what
-cannot be written there is dropped. Losing standard output, which carries results, is an error.
+Standard error only reports progress. Output that cannot be written there (`2>&1 | head`, a full disk, a closed
+terminal) is dropped and the work continues. Standard output carries results, so a failure to write there is an error.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from deskside import __version__
 from deskside.utils import signals
 from deskside.utils.errors import RunError, UsageError
 
-# command -> (module, function, one line of help)
+# command -> (module, function, description)
 COMMANDS: dict[str, tuple[str, str, str]] = {
     name: (f"deskside.cli.{name}", "run", about)
     for name, about in {
@@ -61,8 +61,8 @@ exit codes: 0 done, 1 failed, 2 wrong usage, 130/143/129 stopped by a signal
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code."""
-    # OpenMP threads spin while they wait for each other. If other work holds a core, every parallel region then takes
-    # a time slice of it; on an idle machine spinning is faster. Read when torch loads OpenMP.
+    # OpenMP threads spin while they wait for each other, which is fast on an idle machine. On a busy one, a parallel
+    # region may spin for a whole time slice until its last thread gets a core. torch reads this when it loads OpenMP.
     if os.getloadavg()[0] > 0.5 * (os.cpu_count() or 1):
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -82,22 +82,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 2 if isinstance(error, UsageError) else 1
         except KeyboardInterrupt as error:
             number = signals.signal_number(error)
-            by = "" if number == signal.SIGINT else f" by {signal.Signals(number).name}"
-            print(f"interrupted{by}", file=sys.stderr)
+            by_signal = "" if number == signal.SIGINT else f" by {signal.Signals(number).name}"
+            print(f"interrupted{by_signal}", file=sys.stderr)
             return 128 + number
-        except BrokenPipeError:  # the reader of our output went away, as `head` does
+        except BrokenPipeError:  # the reader of standard output has ended, such as `head`
             return 1
         except OSError as error:
             if debug:
                 raise
-            # A copy has two file names; the second is the one being written.
+            # An error in copying a file has two names; the second is that of the copy.
             names = [str(name) for name in (error.filename2 or error.filename,) if name is not None]
             print(": ".join(["deskside", *names, error.strerror or str(error)]), file=sys.stderr)
             return 1
         except (SystemExit, GeneratorExit):
             raise
-        # A bug is one line, with a traceback on demand. Panics of Rust libraries and failures of
-        # torch.distributed.checkpoint are not subclasses of Exception.
+        # Panics of Rust libraries and errors of torch.distributed.checkpoint are not subclasses of Exception.
         except BaseException as error:
             if debug:
                 raise
@@ -107,19 +106,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _unexpected(error: BaseException) -> int:
     """Print an unexpected exception in one line and return the exit code."""
     try:
-        said = next(iter(str(error).splitlines()), "")[:500]
-    except Exception as broken:  # noqa: BLE001 - __str__ of a library's exception can do anything
-        said = f"its message cannot be shown ({type(broken).__name__})"
-    colon = ": " if said else ""
-    if isinstance(error, MemoryError) or "allocate memory" in said or "out of memory" in said:
-        print(f"deskside: out of memory{colon}{said}", file=sys.stderr)
+        message = next(iter(str(error).splitlines()), "")[:500]
+    except Exception as str_error:  # noqa: BLE001 - __str__ of a library's exception can raise anything
+        message = f"its message cannot be shown ({type(str_error).__name__})"
+    colon = ": " if message else ""
+    if isinstance(error, MemoryError) or "allocate memory" in message or "out of memory" in message:
+        print(f"deskside: out of memory{colon}{message}", file=sys.stderr)
         return 1
-    print(f"deskside: unexpected {type(error).__name__}{colon}{said}", file=sys.stderr)
+    print(f"deskside: unexpected {type(error).__name__}{colon}{message}", file=sys.stderr)
     print("deskside: this is a bug; deskside --debug ... shows where", file=sys.stderr)
     return 1
 
 
 def _run(arguments: list[str]) -> int:
+    """Run a command, --help or --version, and return the exit code."""
     for argument in arguments:
         try:
             argument.encode()
@@ -139,38 +139,39 @@ def _run(arguments: list[str]) -> int:
 
 
 def _command(name: str) -> Callable[[Sequence[str]], int]:
+    """Import a command and return its function. Raises UsageError if there is no such command."""
     if name not in COMMANDS:
-        from deskside.cli.options import nearest_command
+        from deskside.cli.options import command_hint
 
-        raise UsageError(f"{name}: there is no such command; {nearest_command(name, COMMANDS)}")
+        raise UsageError(f"{name}: there is no such command; {command_hint(name, COMMANDS)}")
     module, function, _ = COMMANDS[name]
     command: Callable[[Sequence[str]], int] = getattr(import_module(module), function)
     return command
 
 
 class _Stream:
-    """Standard output or standard error, which can fail: the reader is gone, the disk full, the terminal closed."""
+    """Standard output or standard error, with handling of write errors (a full disk, a closed pipe or terminal)."""
 
     def __init__(self, stream: TextIO, name: str | None):
-        """`name` is used in the error of a failed stream; None drops the text instead."""
+        """name: name of the stream in errors; if it is None, output that cannot be written is dropped instead."""
         self._stream, self._name = stream, name
 
     def write(self, text: str) -> int:
         try:
             return self._stream.write(text)
         except OSError as error:
-            self._lost(error)
+            self._handle(error)
             return len(text)
 
     def flush(self) -> None:
         try:
             self._stream.flush()
         except OSError as error:
-            self._lost(error)
+            self._handle(error)
 
-    def _lost(self, error: OSError) -> None:
+    def _handle(self, error: OSError) -> None:
         with contextlib.suppress(io.UnsupportedOperation):
-            # Buffered and later output goes to /dev/null.
+            # Send buffered and later output to /dev/null.
             devnull = os.open(os.devnull, os.O_WRONLY)
             os.dup2(devnull, self._stream.fileno())
             os.close(devnull)
@@ -184,21 +185,20 @@ class _Stream:
 
 @contextlib.contextmanager
 def _streams() -> Iterator[None]:
-    """Make the standard streams usable: open even if they were closed, and able to write every character."""
-    before = sys.stdin, sys.stdout, sys.stderr
+    """Open the standard streams that are closed, and make all of them accept every character and handle errors."""
+    original = sys.stdin, sys.stdout, sys.stderr
+    modes = (("r", "replace"), ("w", "backslashreplace"), ("w", "backslashreplace"))
     with contextlib.ExitStack() as stack:
-        given: list[Any] = []
-        for stream, mode, errors in zip(
-            before, "rww", ("replace", "backslashreplace", "backslashreplace"), strict=True
-        ):
-            # In this order they take file descriptors 0, 1 and 2, so that no other file gets one of these.
-            given.append(stack.enter_context(open(os.devnull, mode)) if stream is None else stream)
-            if isinstance(given[-1], io.TextIOWrapper):
-                given[-1].reconfigure(errors=errors)
-        sys.stdin = given[0]
-        sys.stdout = cast(TextIO, _Stream(given[1], "standard output"))
-        sys.stderr = cast(TextIO, _Stream(given[2], None))
+        streams: list[Any] = []
+        for stream, (mode, errors) in zip(original, modes, strict=True):
+            # Opened in this order, they get the free file descriptors of 0, 1 and 2, so that no other file gets these.
+            streams.append(stack.enter_context(open(os.devnull, mode)) if stream is None else stream)
+            if isinstance(streams[-1], io.TextIOWrapper):
+                streams[-1].reconfigure(errors=errors)
+        sys.stdin = streams[0]
+        sys.stdout = cast(TextIO, _Stream(streams[1], "standard output"))
+        sys.stderr = cast(TextIO, _Stream(streams[2], None))
         try:
             yield
         finally:
-            sys.stdin, sys.stdout, sys.stderr = before
+            sys.stdin, sys.stdout, sys.stderr = original

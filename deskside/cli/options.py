@@ -1,9 +1,9 @@
-"""Parsing of command-line options with argparse, and validation of their values with pydantic.
+"""Parse command-line options with argparse, and validate their values with pydantic.
 
-The options of a command are a dataclass whose fields are made by `option`. A command that trains also accepts every key
-of the configuration as `--part.key`. To argparse, all values are optional text. Its result therefore contains only the
-options that were given, and pydantic's error for a wrong value becomes a UsageError of one line. The help is generated
-from the same fields. Names are written with hyphens; underscores are accepted.
+The options of a command are a dataclass whose fields are created by `option`. A command that trains also accepts every
+key of the configuration as `--part.key`. For argparse, all values are optional text, so its result contains only the
+options that were given. pydantic's error for a wrong value becomes a UsageError of one line. The help is generated from
+the same fields. Option names are shown with hyphens, but underscores are accepted.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import shutil
 import textwrap
 import types
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import (
     Annotated,
@@ -43,10 +43,10 @@ Options = TypeVar("Options")
 _FINITE = ConfigDict(allow_inf_nan=False)
 _TEXTS = tuple[str, ...]  # type of an option that takes several values
 _WIDEST_METAVAR = 40  # longer choices are listed in the help text instead
-_OBJECTIVE_ARGUMENTS = ("name", "data", "val")  # keys that the command sets from its own options
+_SET_BY_COMMAND = ("name", "data", "val")  # keys of `align` that a command sets from its own options
 GENERAL = "general"  # the help group of configuration keys outside every part, such as seed
 
-# Option names of other programs, and ours. They are suggested, not accepted.
+# Option names of other programs -> ours. Errors suggest ours; the names of other programs are not accepted.
 SYNONYMS = {
     "learning-rate": "optim.lr",
     "optimizer": "optim.name",
@@ -79,36 +79,36 @@ def option(
     positional: bool = False,
     may_be_empty: bool = False,
 ) -> Any:
-    """Return a dataclass field that is a command-line option; without a default it is required.
+    """Return a dataclass field for a command-line option. An option without a default is required.
 
     Args:
-        help: Text of the help; the default is added to it.
+        help: Help text, to which the default is added.
         default: The value when the option is not given.
         name: Name on the command line, if it differs from the field's.
-        metavar: Name of the value in the help.
+        metavar: Placeholder of the value in the help.
         positional: Whether the value is given without the option's name.
-        may_be_empty: Whether an empty string is accepted. An empty path, for example, is a mistake.
+        may_be_empty: Whether an empty string is accepted.
     """
     metadata = {
         "help": help,
         "name": name,
         "metavar": metavar,
         "positional": positional,
-        "empty": may_be_empty,
+        "may_be_empty": may_be_empty,
     }
-    return field(default=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
 class Command(Generic[Options]):
-    """A command: its name, its options, and whether it takes the configuration's keys as options too.
+    """A command with its options.
 
     Attributes:
         name: Name after `deskside`, such as "train" or "data prepare".
         options: Dataclass of the command's own options. Its docstring is shown at the top of the help.
         configuration: Whether `--part.key` is accepted for every key of `RunConfig`.
-        align: The training objective, whose options are written --align.KEY.
-        common: Configuration keys shown in the short help.
+        align: Options of the fine-tuning objective, which are accepted as --align.KEY.
+        common: Configuration keys that are shown in the short help.
     """
 
     name: str
@@ -119,6 +119,7 @@ class Command(Generic[Options]):
 
     @property
     def prog(self) -> str:
+        """The command line's first words, such as "deskside data prepare"."""
         return f"deskside {self.name}"
 
     def parse(self, argv: Sequence[str]) -> Options:
@@ -129,11 +130,11 @@ class Command(Generic[Options]):
         return self.parse_config(argv)[0]
 
     def parse_config(self, argv: Sequence[str]) -> tuple[Options, dict[str, Any]]:
-        """Return the command's own options and the given configuration keys, as a nested dict of unvalidated values.
+        """Return the command's own options, and the given configuration keys as a nested dict of unvalidated values.
 
         Raises UsageError like `parse`.
         """
-        words, typed = _hyphenated(argv)
+        words, typed_names = _hyphenated(argv)
         try:
             parsed, unknown = self.parser().parse_known_intermixed_args(words)
         except argparse.ArgumentError as error:
@@ -147,20 +148,23 @@ class Command(Generic[Options]):
             raise SystemExit(0)
         if unknown:
             word = next((word for word in unknown if word.startswith("-")), unknown[0])
-            raise self._unexpected(word, typed)
-        return self._own_values(parsed), self._config_values(parsed)
+            raise self._unknown_argument(word, typed_names)
+        return self._command_options(parsed), self._config_values(parsed)
 
     def parser(self) -> argparse.ArgumentParser:
-        """Return the argparse parser of all options. Values are text, and options that are not given are absent."""
+        """Return the argparse parser of all options. Its result has text for the given options, and no others."""
         parser = _Parser(prog=self.prog, add_help=False, allow_abbrev=False, exit_on_error=False)
         parser.add_argument("-h", "--help", nargs="?", const="", default=argparse.SUPPRESS, metavar="GROUP")
         _add_groups(parser, self._groups())
         return parser
 
     def help(self, group: str = "") -> str:
-        """Return the help: the command's own and its common options, one group of the configuration, or "all"."""
+        """Return the help text.
+
+        group: a group of configuration keys, "all", or "" for the command's own and its common options.
+        """
         groups = self._groups()
-        own = groups.pop("options")
+        command_options = groups.pop("options")
         if group and group != "all" and group not in groups:
             raise UsageError(
                 f"--help {group}: there is no such group of options; groups are {', '.join([*groups, 'all'])}"
@@ -168,11 +172,11 @@ class Command(Generic[Options]):
         shown: Groups = {}
         description = epilog = None
         if group in ("", "all"):
-            shown["options"] = own
+            shown["options"] = command_options
             text = inspect.cleandoc(self.options.__doc__ or "").splitlines()
             description = "\n".join(textwrap.fill(line, _columns(), subsequent_indent="  ") for line in text)
         else:
-            shown[f"{group} ({_about(group, self.align)})"] = groups[group]
+            shown[f"{group} ({_group_description(group, self.align)})"] = groups[group]
         if group == "all":
             shown |= groups
         if not group and self.common:
@@ -182,10 +186,10 @@ class Command(Generic[Options]):
             epilog = f"More options: {self.prog} --help GROUP. Groups: {', '.join(groups)}, all."
             epilog = textwrap.fill(epilog, _columns())
         words = [self.prog]
-        for own_field in _ordered_fields(self.options):
-            name = own_field.metadata["metavar"]
-            if own_field.metadata["positional"]:
-                words.append(name if own_field.default is dataclasses.MISSING else f"[{name}]")
+        for option_field in _ordered_fields(self.options):
+            metavar = option_field.metadata["metavar"]
+            if option_field.metadata["positional"]:
+                words.append(metavar if option_field.default is dataclasses.MISSING else f"[{metavar}]")
         parser = argparse.ArgumentParser(
             usage=" ".join([*words, "[options]"]).replace("%", "%%"),
             description=description,
@@ -201,11 +205,11 @@ class Command(Generic[Options]):
     def _groups(self) -> "Groups":
         """Return all options: the command's own, then those of each configuration part."""
         hints = get_type_hints(self.options, include_extras=True)
-        own = [_own_argument(field, hints[field.name]) for field in _ordered_fields(self.options)]
-        groups: Groups = {"options": own}
+        fields = _ordered_fields(self.options)
+        groups: Groups = {"options": [_command_argument(field, hints[field.name]) for field in fields]}
         if not self.configuration:
             return groups
-        if self.align is not None:  # first, because it is the subject of the command
+        if self.align is not None:  # the first group of the help, because it is the subject of the command
             groups["align"] = []
         for path, info in self._keys():
             group = path[0] if len(path) > 1 else GENERAL
@@ -217,31 +221,30 @@ class Command(Generic[Options]):
         yield from config_fields()
         if self.align is not None:
             for path, info in config_fields(self.align, ("align",)):
-                if path[-1] not in _OBJECTIVE_ARGUMENTS:
+                if path[-1] not in _SET_BY_COMMAND:
                     yield path, info
-        for alias, form in LENGTH_ALIASES.items():
-            yield (
-                ("schedule", alias),
-                FieldInfo(annotation=str, description=f"alias of --schedule.length '{form.format('N')}'"),
-            )
+        for alias, template in LENGTH_ALIASES.items():
+            about = f"alias of --schedule.length '{template.format('N')}'"
+            yield ("schedule", alias), FieldInfo(annotation=str, description=about)
 
     # The values
 
-    def _own_values(self, parsed: argparse.Namespace) -> Options:
+    def _command_options(self, parsed: argparse.Namespace) -> Options:
         """Return the command's own options, validated. Raises UsageError for a missing or wrong value."""
         given: dict[str, Any] = {}
         hints = get_type_hints(self.options, include_extras=True)
-        for own in dataclasses.fields(self.options):  # type: ignore[arg-type]
-            label = own.metadata["metavar"] if own.metadata["positional"] else _own_flag(own)
-            value = getattr(parsed, own.name, None)
+        for field in dataclasses.fields(self.options):  # type: ignore[arg-type]
+            label = field.metadata["metavar"] if field.metadata["positional"] else _field_flag(field)
+            value = getattr(parsed, field.name, None)
             if value is None or value == []:
-                if own.default is dataclasses.MISSING:
+                if field.default is dataclasses.MISSING:
                     raise UsageError(f"{label} is missing; see {self.prog} --help")
                 continue
-            if (value == "" or (isinstance(value, list) and "" in value)) and not own.metadata["empty"]:
+            is_empty = value == "" or (isinstance(value, list) and "" in value)
+            if is_empty and not field.metadata["may_be_empty"]:
                 raise UsageError(f"{label} '': is empty; give a value, or leave it out")
             try:
-                given[own.name] = TypeAdapter(hints[own.name], config=_FINITE).validate_python(value)
+                given[field.name] = TypeAdapter(hints[field.name], config=_FINITE).validate_python(value)
             except ValidationError as error:
                 message = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
                 raise UsageError(f"{label}: {message[0].lower()}{message[1:]}, not {value!r}") from None
@@ -261,20 +264,22 @@ class Command(Generic[Options]):
                 node[path[-1]] = _config_value(path, info, text)
         return result
 
-    def _unexpected(self, word: str, typed: Mapping[str, str]) -> UsageError:
-        """Return the error for an unknown option or argument. typed: what the user wrote for each hyphenated name."""
+    def _unknown_argument(self, word: str, typed_names: Mapping[str, str]) -> UsageError:
+        """Return the error for an unknown option or argument. typed_names: hyphenated name -> name as it was typed."""
         if not word.startswith("-"):
             return UsageError(f"'{word}': unexpected argument; options are written --key value")
         flag = word.split("=")[0]
-        every = [name for group in self._groups().values() for names, _ in group for name in names]
-        known = [name for name in every if name.startswith("-")]
-        near = nearest_option(flag, known)
-        hint = f"did you mean {near}?" if near else f"see {self.prog} --help"
-        return UsageError(f"{typed.get(flag, flag)}: there is no such option; {hint}")
+        names = [name for group in self._groups().values() for flags, _ in group for name in flags]
+        nearest = nearest_option(flag, [name for name in names if name.startswith("-")])
+        hint = f"did you mean {nearest}?" if nearest else f"see {self.prog} --help"
+        return UsageError(f"{typed_names.get(flag, flag)}: there is no such option; {hint}")
 
 
 def nearest_option(flag: str, known: Sequence[str]) -> str | None:
-    """Return the option that was probably meant: the same key elsewhere, another program's name, or a misspelling."""
+    """Return the known option that was probably meant, or None.
+
+    It is our name for another program's option, the same key in another part, or a similarly spelled option.
+    """
     name = f"--{flag.lstrip('-')}"
     key = name[2:].rsplit(".", 1)[-1]
     synonym = f"--{SYNONYMS.get(key, '')}"
@@ -294,8 +299,8 @@ def choose_subcommand(commands: Mapping[str, str], argv: Sequence[str], prog: st
     if argv and argv[0] in ("-h", "--help"):
         width = max(len(name) for name in commands)
         lines = "\n".join(
-            textwrap.fill(f"  {name:<{width}}  {what}", 80, subsequent_indent=" " * (width + 4))
-            for name, what in commands.items()
+            textwrap.fill(f"  {name:<{width}}  {about}", 80, subsequent_indent=" " * (width + 4))
+            for name, about in commands.items()
         )
         print(f"usage: {prog} COMMAND [options]\n\n{description}\n\n{lines}\n")
         print(f"Run {prog} COMMAND --help for the options of a command.")
@@ -304,14 +309,14 @@ def choose_subcommand(commands: Mapping[str, str], argv: Sequence[str], prog: st
     if not argv:
         raise UsageError(f"{name}: the command is missing; commands are {', '.join(commands)}")
     if argv[0] not in commands:
-        raise UsageError(f"{name} {argv[0]}: there is no such command; {nearest_command(argv[0], commands)}")
+        raise UsageError(f"{name} {argv[0]}: there is no such command; {command_hint(argv[0], commands)}")
     return argv[0]
 
 
-def nearest_command(given: str, names: Mapping[str, Any]) -> str:
-    """Return a hint for an unknown command: the closest name, or all names."""
-    near = difflib.get_close_matches(given, names, n=1)
-    return f"did you mean {near[0]}?" if near else f"commands are {', '.join(names)}"
+def command_hint(unknown: str, names: Mapping[str, Any]) -> str:
+    """Return a hint for an unknown command: the most similar name, or all names."""
+    similar = difflib.get_close_matches(unknown, names, n=1)
+    return f"did you mean {similar[0]}?" if similar else f"commands are {', '.join(names)}"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -322,7 +327,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """A formatter that keeps line breaks of the description and does not list the options in the usage line."""
+    """A help formatter that keeps the line breaks of the description and omits the options from the usage line."""
 
     def __init__(self, prog: str):
         super().__init__(prog, max_help_position=30, width=_columns())
@@ -336,30 +341,31 @@ def _columns() -> int:
 
 
 def _hyphenated(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Return argv with hyphens instead of underscores in option names, and the typed form of each hyphenated name."""
-    words, typed = [], {}
+    """Return argv with hyphens instead of underscores in option names, and hyphenated name -> name as it was typed."""
+    words, typed_names = [], {}
     for word in argv:
         if word.startswith("--"):
             name, equals, value = word.partition("=")
-            typed[name.replace("_", "-")] = name
+            typed_names[name.replace("_", "-")] = name
             word = name.replace("_", "-") + equals + value
         words.append(word)
-    return words, typed
+    return words, typed_names
 
 
 def _ordered_fields(kind: type) -> list[dataclasses.Field[Any]]:
-    """Return the fields in the order of the help: positional ones, then the command's own options, then inherited ones.
+    """Return the fields in the order of the help: positional ones, then the class's own, then inherited ones.
 
-    Commands inherit shared options from base classes. A field belongs to the most derived class that declares it.
+    Commands inherit shared options from base classes.
     """
-    declared_in: dict[str, int] = {}
-    for depth, base in reversed([*enumerate(kind.__mro__)]):
-        declared_in |= dict.fromkeys(vars(base).get("__annotations__", {}), depth)
+    depth_of: dict[str, int] = {}  # field name -> index in the MRO of the first class that declares it
+    for depth, base in enumerate(kind.__mro__):
+        for name in vars(base).get("__annotations__", {}):
+            depth_of.setdefault(name, depth)
     fields = dataclasses.fields(kind)
-    return sorted(fields, key=lambda f: (not f.metadata["positional"], declared_in[f.name]))
+    return sorted(fields, key=lambda field: (not field.metadata["positional"], depth_of[field.name]))
 
 
-# Names and keywords of argparse's `add_argument`, and those of all options by group of the help.
+# Names and keyword arguments for argparse's `add_argument`; the arguments of each group of the help.
 Argument = tuple[tuple[str, ...], dict[str, Any]]
 Groups = dict[str, list[Argument]]
 
@@ -376,42 +382,50 @@ def _flag(key: str) -> str:
     return "--" + key.replace("_", "-")
 
 
-def _own_flag(own: dataclasses.Field[Any]) -> str:
-    return _flag(own.metadata["name"] or own.name)
+def _field_flag(field: dataclasses.Field[Any]) -> str:
+    return _flag(field.metadata["name"] or field.name)
 
 
-def _own_argument(own: dataclasses.Field[Any], hint: Any) -> Argument:
+def _command_argument(field: dataclasses.Field[Any], hint: Any) -> Argument:
+    """Return the argument of a field of the command's own options. hint: the field's type."""
     kind = get_args(hint)[0] if get_origin(hint) is Annotated else hint
-    about, flag = own.metadata["help"], _own_flag(own)
+    about, flag = field.metadata["help"], _field_flag(field)
     if kind is bool:
-        flag = f"--no-{flag[2:]}" if own.default else flag
-        return (flag,), {"dest": own.name, "action": "store_const", "const": not own.default, "help": about}
-    if own.default is dataclasses.MISSING:
+        flag = f"--no-{flag[2:]}" if field.default else flag
+        return (flag,), {
+            "dest": field.name,
+            "action": "store_const",
+            "const": not field.default,
+            "help": about,
+        }
+    if field.default is dataclasses.MISSING:
         about += " (required)"
-    elif own.default not in (None, ()):
-        about += f" (default: {own.default})"
-    settings = _described(own.metadata["metavar"] or _metavar(kind), about)
-    if own.metadata["positional"]:
-        return (own.name,), {**settings, "nargs": "*" if kind == _TEXTS else "?"}
-    more = {"nargs": "*", "action": "extend"} if kind == _TEXTS else {}
-    return (flag,), {"dest": own.name, **settings, **more}
+    elif field.default not in (None, ()):
+        about += f" (default: {field.default})"
+    settings = _metavar_and_help(field.metadata["metavar"] or _metavar(kind), about)
+    if field.metadata["positional"]:
+        return (field.name,), {**settings, "nargs": "*" if kind == _TEXTS else "?"}
+    if kind == _TEXTS:
+        settings |= {"nargs": "*", "action": "extend"}
+    return (flag,), {"dest": field.name, **settings}
 
 
 def _config_argument(path: KeyPath, info: FieldInfo) -> Argument:
+    """Return the argument of a configuration key."""
     key = ".".join(path)
-    about = f"{info.description or ''} {_default(path, info)}".strip()
+    about = f"{info.description or ''} {_default_text(path, info)}".strip()
     if len(path) == 2 and path[1] == "name" and len(_alternatives(path[0])) > 1:
-        name = "{" + ",".join(map(_tag, _alternatives(path[0]))) + "}"  # this key selects a class
+        metavar = "{" + ",".join(map(_tag, _alternatives(path[0]))) + "}"  # this key selects a class
     else:
-        name = _metavar(info.annotation)
-    return (_flag(key),), {"dest": key, **_described(name, about)}
+        metavar = _metavar(info.annotation)
+    return (_flag(key),), {"dest": key, **_metavar_and_help(metavar, about)}
 
 
-def _described(name: str, about: str) -> dict[str, Any]:
-    """Return the keywords metavar and help. Choices that are too long for a metavar are listed in the help."""
-    if len(name) <= _WIDEST_METAVAR:
-        return {"metavar": name, "help": about}
-    return {"metavar": "NAME", "help": f"{about}; one of {name.strip('{}').replace(',', ', ')}"}
+def _metavar_and_help(metavar: str, about: str) -> dict[str, Any]:
+    """Return the keyword arguments metavar and help. Choices that are too long for a metavar are listed in the help."""
+    if len(metavar) <= _WIDEST_METAVAR:
+        return {"metavar": metavar, "help": about}
+    return {"metavar": "NAME", "help": f"{about}; one of {metavar.strip('{}').replace(',', ', ')}"}
 
 
 def _metavar(annotation: Any) -> str:
@@ -426,7 +440,8 @@ def _metavar(annotation: Any) -> str:
     if origin is dict:
         return "{...}"
     if origin in (Union, types.UnionType):
-        return "|".join(dict.fromkeys(_metavar(a) for a in inner if a is not type(None)))
+        members = [_metavar(member) for member in inner if member is not type(None)]
+        return "|".join(dict.fromkeys(members))  # without duplicates
     name = getattr(annotation, "__name__", "value")
     return {"int": "INT", "float": "NUMBER", "str": "TEXT", "bool": "true|false"}.get(name, name.upper())
 
@@ -434,8 +449,8 @@ def _metavar(annotation: Any) -> str:
 # Keys of the configuration
 
 
-def _about(part: str, align: type[Part] | None) -> str:
-    """Return the description of a help group: how to choose its class, or the first sentence of its only class."""
+def _group_description(part: str, align: type[Part] | None) -> str:
+    """Return the description of a help group: how to select its class, or the first sentence of its only class."""
     if part == GENERAL:
         return "options outside every group"
     alternatives = [align] if part == "align" and align is not None else _alternatives(part)
@@ -444,21 +459,24 @@ def _about(part: str, align: type[Part] | None) -> str:
     return inspect.cleandoc(alternatives[0].__doc__ or "").replace("\n", " ").split(". ")[0].rstrip(".")
 
 
-def _default(path: KeyPath, info: FieldInfo) -> str:
-    """Return the default for the help.
+def _default_text(path: KeyPath, info: FieldInfo) -> str:
+    """Return the default for the help, such as "(default: 0.04; adamw: 0.002)", or "" if there is none.
 
     If --PART.name selects a class, the text also says which classes have the key and which have another default.
     """
-    first, only = _option_text(info.default), ""
-    others = []
-    if len(path) == 2 and path[1] != "name" and len(_alternatives(path[0])) > 1:
+    default = _option_text(info.default)
+    if not default:
+        return ""
+    prefix, others = "", ""
+    if len(path) == 2 and path[1] != "name":
         alternatives = _alternatives(path[0])
-        having = [a for a in alternatives if path[1] in a.model_fields]
-        if having and len(having) < len(alternatives):
-            only = f"{'/'.join(map(_tag, having))} only; "
-        defaults = {_tag(a): _option_text(a.model_fields[path[1]].default) for a in having}
-        others = [f"; {tag}: {text}" for tag, text in defaults.items() if text != first]
-    return f"({only}default: {first}{''.join(others)})" if first else ""
+        having_key = [cls for cls in alternatives if path[1] in cls.model_fields]
+        if having_key and len(having_key) < len(alternatives):
+            prefix = f"{'/'.join(map(_tag, having_key))} only; "
+        for cls in having_key:
+            text = _option_text(cls.model_fields[path[1]].default)
+            others += f"; {_tag(cls)}: {text}" if text != default else ""
+    return f"({prefix}default: {default}{others})"
 
 
 @lru_cache
@@ -467,7 +485,7 @@ def _alternatives(part: str) -> list[type[Part]]:
     if part == "align":
         return []
     info = RunConfig.model_fields[part]
-    return sorted(parts_of(info.annotation), key=lambda p: not isinstance(info.default, p))
+    return sorted(parts_of(info.annotation), key=lambda cls: not isinstance(info.default, cls))
 
 
 def _tag(alternative: type[Part]) -> str:
@@ -501,14 +519,14 @@ def _config_value(path: KeyPath, info: FieldInfo, text: str) -> Any:
             raise UsageError(
                 f"{'.'.join(path)}: '{text}' is not a TOML list or table, such as [0.9, 0.95]"
             ) from None
-    words = {word for member in members if get_origin(member) is Literal for word in get_args(member)}
-    if takes_list(info.annotation) and text not in words:
+    literals = {word for member in members if get_origin(member) is Literal for word in get_args(member)}
+    if takes_list(info.annotation) and text not in literals:
         return [word.strip() for word in text.split(",")]
     return text
 
 
 def takes_list(annotation: Any) -> bool:
-    """Return whether an annotation accepts a list of plain values, which may be separated by commas."""
+    """Return True if an annotation accepts a list of plain values, which may be separated by commas."""
     if get_origin(annotation) in (Union, types.UnionType, Annotated):
         return any(map(takes_list, get_args(annotation)))
     return get_origin(annotation) in (tuple, list) and not any(map(parts_of, get_args(annotation)))

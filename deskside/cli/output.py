@@ -1,4 +1,4 @@
-"""Output of the commands: JSON, the result of a run, the next commands."""
+"""Output of the commands: JSON, the result of a run, and the commands that usually follow."""
 
 import os
 import shlex
@@ -16,9 +16,9 @@ def print_json(value: Any, indent: int | None = None) -> None:
 
 
 def finish(outcome: Any, objective: str | None, as_json: bool) -> int:
-    """Write the report of a `training_run.RunOutcome`, print its result and return the exit code.
+    """Write the report of a finished run, print its result and return the exit code.
 
-    objective: sft, dpo or grpo; None after pretraining.
+    outcome: a `training_run.RunOutcome`; objective: sft, dpo or grpo, None after pretraining.
     """
     if outcome.is_rank_zero and outcome.status == "finished":
         from deskside.report.write import write_report
@@ -33,32 +33,32 @@ def finish(outcome: Any, objective: str | None, as_json: bool) -> int:
     elif outcome.is_rank_zero and as_json:
         from deskside.weights.checkpoint import find
 
-        saved = find(outcome.run.checkpoints)
-        steps = saved[0].step if saved else None  # of the last checkpoint
+        checkpoints = find(outcome.run.checkpoints)  # newest first
+        steps = checkpoints[0].step if checkpoints else None
         path = str(outcome.run.path)
         print_json({"status": "stopped", "signal": outcome.status, "run": path, "steps": steps})
     return int(outcome.exit_code)
 
 
 def _print_pretrained(path: Path, summary: dict[str, Any], page: Path) -> None:
-    def number(value: float | None) -> str:
-        return "not known" if value is None else f"{value:.3f}"
+    def bpb(key: str) -> str:
+        return "not known" if summary[key] is None else f"{summary[key]:.3f}"
 
-    print(f"validation  {number(summary['val_bpb'])} bits per byte")
-    print(f"gzip -9     {number(summary['gzip_bpb'])} bits per byte on the same text")
-    print(f"unigram     {number(summary['unigram_bpb'])} bits per byte on the same text")
+    print(f"validation  {bpb('val_bpb')} bits per byte")
+    print(f"gzip -9     {bpb('gzip_bpb')} bits per byte on the same text")
+    print(f"unigram     {bpb('unigram_bpb')} bits per byte on the same text")
     print(
         f"trained     {summary['tokens']:,} tokens in {summary['seconds']:.0f} s ({summary['clock']} clock)"
     )
     print(f"speed       {speed(summary)}")
-    for number_, sample in enumerate(summary["samples"], 1):
-        print(f"\nsample {number_}: {sample['prompt']!r} ->")
+    for number, sample in enumerate(summary["samples"], 1):
+        print(f"\nsample {number}: {sample['prompt']!r} ->")
         print("\n".join(f"  {line}" for line in sample["text"].splitlines()))
     print_next(page, f"chat {path}", f"eval {path}", f"export {path} --to hf --out my-model")
 
 
-def _print_finetuned(path: Path, name: str, summary: dict[str, Any], page: Path) -> None:
-    print(f"held out    {_held_out(name, summary)}")
+def _print_finetuned(path: Path, objective: str, summary: dict[str, Any], page: Path) -> None:
+    print(f"held out    {_held_out(objective, summary)}")
     print(
         f"trained     {summary['steps']:,} steps, {summary['tokens']:,} tokens in {summary['seconds']:.0f} s"
     )
@@ -71,16 +71,16 @@ def _print_finetuned(path: Path, name: str, summary: dict[str, Any], page: Path)
     print_next(page, f"chat {path}", f"export {path} --to hf --out my-model")
 
 
-def _held_out(name: str, summary: dict[str, Any]) -> str:
-    """Return the held-out result of an objective in one line."""
+def _held_out(objective: str, summary: dict[str, Any]) -> str:
+    """Return the results on the held-out data, before and after training, in one line."""
     before = summary["before"]
-    if name == "dpo":
+    if objective == "dpo":
         return (
             f"preference accuracy {before['val_accuracy']:.1%} -> {summary['val_accuracy']:.1%} "
             f"({summary['val_pairs']:,} held-out pairs), margin {summary['val_margin']:.3f}, "
             f"KL {summary['val_kl']:.4f} per token"
         )
-    if name == "grpo":
+    if objective == "grpo":
         return (
             f"mean reward {before['val_reward']:.3f} -> {summary['val_reward']:.3f} "
             f"({summary['val_questions']:,} held-out questions), {summary['val_answer_tokens']:.0f} tokens per answer"
@@ -89,14 +89,14 @@ def _held_out(name: str, summary: dict[str, Any]) -> str:
 
 
 def speed(summary: dict[str, Any]) -> str:
-    """Return the speed of the training steps, and that of the whole run where it is lower."""
+    """Return the speed of the training steps, and of the whole run if that is at least 1 % lower, as text."""
     precision = summary["precision"] + (", emulated" if summary["emulated"] else "")
     rate, seconds = summary["tokens_per_second"], summary["seconds"]
     if not rate or not seconds:
         return f"not known, in {precision}"
     overall = summary["tokens"] / seconds
-    beside = f"; {overall:,.0f} with set-up, evaluation and checkpoints" if overall < 0.99 * rate else ""
-    return f"{rate:,.0f} tokens/s in training steps{beside} ({precision})"
+    of_run = f"; {overall:,.0f} with set-up, evaluation and checkpoints" if overall < 0.99 * rate else ""
+    return f"{rate:,.0f} tokens/s in training steps{of_run} ({precision})"
 
 
 def print_next(page: Path, *commands: str) -> None:
@@ -104,17 +104,17 @@ def print_next(page: Path, *commands: str) -> None:
     print(f"\nreport: {page}")
     print("next:")
     for command in commands:
-        print(f"  {program()} {command}")
+        print(f"  {program_name()} {command}")
 
 
-def program() -> str:
-    """Return `deskside` as the user's shell finds it: with a path if it is not the one on PATH."""
-    own = Path(sys.argv[0])
-    found = shutil.which("deskside")
-    if own.name != "deskside" or (found is not None and Path(found).samefile(own)):
+def program_name() -> str:
+    """Return `deskside`, or the path of the running program if the shell's PATH has no or another `deskside`."""
+    running = Path(sys.argv[0])
+    on_path = shutil.which("deskside")
+    if running.name != "deskside" or (on_path is not None and Path(on_path).samefile(running)):
         return "deskside"
-    folder = Path(os.path.abspath(own.parent))
+    folder = Path(os.path.abspath(running.parent))
     try:
-        return shlex.quote(str(folder.relative_to(Path.cwd()) / own.name))
-    except ValueError:
-        return shlex.quote(str(folder / own.name))
+        return shlex.quote(str(folder.relative_to(Path.cwd()) / running.name))
+    except ValueError:  # not below the working directory
+        return shlex.quote(str(folder / running.name))

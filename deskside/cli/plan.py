@@ -1,4 +1,4 @@
-"""`deskside plan`: what can be trained within a budget on a GPU, or whether a given model can."""
+"""`deskside plan`: find the best model for a budget on a GPU, or judge whether a given model can be trained."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
@@ -18,8 +18,8 @@ from deskside.utils.errors import UsageError
 class PlanOptions(PlanQuestion, JsonOption):
     """Plan before training: find the best model for a budget, or judge a given model.
 
-    With a budget, it answers with three plans: safe, target, stretch.
-    With a model: yes, yes-if (what to change) or no (what is needed).
+    For a budget, the answer is three plans: safe, target and stretch.
+    For a model, it is yes, yes-if (with what to change) or no (with what is needed).
     The configuration options of deskside train (--model.*, --batch.*, ...) are accepted too.
 
     Examples:
@@ -42,14 +42,14 @@ class PlanOptions(PlanQuestion, JsonOption):
     preset: str | None = option("model: a preset or a .toml file", None, metavar="P")
     depth: int | None = option("model: from the depth series", None, metavar="D")
     params: str | None = option("model: nearest size of the depth series, such as 3B", None, metavar="N")
-    gpus: int = option("GPUs of this kind in one machine", 1, metavar="N")
+    gpus: int = option("number of GPUs of this kind in one machine", 1, metavar="N")
     precision: str | None = option("recipe such as fp8; default: bf16, on a CPU fp32", None, metavar="P")
     sequence: int | None = option("tokens per row", None, metavar="T")
     unique_tokens: str | None = option(
-        "tokens of the data; training beyond them repeats it", None, metavar="N"
+        "tokens of the data; training on more tokens repeats them", None, metavar="N"
     )
     price_kwh: float | None = option("dollars per kWh", None, metavar="X")
-    rent_per_hour: float | None = option("dollars per hour for renting such a GPU", None, metavar="Y")
+    rent_per_hour: float | None = option("dollars per hour of renting such a GPU", None, metavar="Y")
     probes: str = option("directory of deskside probe's results", "probes", metavar="DIR")
     explain: str | None = option(
         "formula, numbers and source of one item; list: show all", None, metavar="ITEM"
@@ -58,7 +58,9 @@ class PlanOptions(PlanQuestion, JsonOption):
     claim_memory_gib: str | None = option("check a claim: peak memory", None, metavar="G")
     claim_vram_gib: str | None = option("check a claim: memory of the GPU", None, metavar="G")
     claim_watts: str | None = option("check a claim: power of the GPU", None, metavar="W")
-    claim_tokens_per_second: str | None = option("check a claim: speed; 50-100 is a range", None, metavar="N")
+    claim_tokens_per_second: str | None = option(
+        "check a claim: speed, such as 900 or 50-100", None, metavar="N"
+    )
     claim_steps: str | None = option("check a claim: this many steps ...", None, metavar="N")
     claim_hours: str | None = option("... in this many hours", None, metavar="H")
 
@@ -71,40 +73,40 @@ def run(argv: Sequence[str]) -> int:
     options, overrides = COMMAND.parse_config(argv)
     if options.gpu == "list":
         return _list_cards(options.json)
-    claimed = claims.parse({f.name: getattr(options, f"claim_{f.name}") for f in fields(claims.Claims)})
+    claim_names = [field.name for field in fields(claims.Claims)]
+    claimed = claims.parse({name: getattr(options, f"claim_{name}") for name in claim_names})
     request = _request(options, overrides, claimed)
     if request is None:
-        return _card_alone(options, claimed)
+        return _check_card_claims(options, claimed)
     plan = make_plan(request, claimed)
     if options.explain is not None:
         from deskside.plan import explain
 
         if options.explain == "list":
-            described = explain.descriptions(plan)
-            width = max(map(len, described), default=0)
-            listed = [f"{name:{width}}  {what}" for name, what in described.items()]
+            descriptions = explain.descriptions(plan)
+            width = max(map(len, descriptions), default=0)
             if options.json:
-                print_json(described, indent=1)
+                print_json(descriptions, indent=1)
             else:
-                print("\n".join(listed))
+                print("\n".join(f"{name:{width}}  {about}" for name, about in descriptions.items()))
             return 0
-        found = explain.explain(plan, options.explain)
+        explanation = explain.explain(plan, options.explain)
         if options.json:
-            print_json(found.to_json(), indent=1)
+            print_json(explanation.to_json(), indent=1)
         else:
-            print(found.text())
+            print(explanation.text())
         return 0
     if options.json:
         print_json(plan.to_json(), indent=1)
     else:
-        from deskside.plan import render  # rich takes time to import, and JSON does not need it
+        from deskside.plan import render  # imports rich, which takes time
 
         render.show(plan)
     return 0
 
 
 def _list_cards(as_json: bool) -> int:
-    """Print the name, memory and speed of every known GPU, and whether measurements calibrate its speed."""
+    """Print the name, memory and speed of every known GPU. Mark GPUs whose architecture no measurement calibrates."""
     from deskside.facts.gpus import gpus
     from deskside.plan.published import unknown
 
@@ -123,15 +125,15 @@ def _list_cards(as_json: bool) -> int:
         return 0
     print(f"{'--gpu':36}{'GiB':>6}{'BF16 TFLOP/s':>14}{'GB/s':>7}")
     for row in rows:
-        mark = "" if row["calibrated"] else "  nothing calibrates its architecture"
+        note = "" if row["calibrated"] else "  nothing calibrates its architecture"
         print(
-            f"{row['name']:36}{row['memory_gib']:>6g}{row['bf16_tflops']:>14.0f}{row['bandwidth_gb_s']:>7.0f}{mark}"
+            f"{row['name']:36}{row['memory_gib']:>6g}{row['bf16_tflops']:>14.0f}{row['bandwidth_gb_s']:>7.0f}{note}"
         )
     return 0
 
 
 def _request(options: PlanOptions, overrides: dict[str, Any], claimed: claims.Claims) -> PlanRequest | None:
-    """Return the request, None if only claims about the GPU itself are to be checked."""
+    """Return the plan request, or None if only claims about the GPU itself must be checked."""
     budget = (options.hours, options.tokens, options.flops, options.loss)
     model = (options.preset, options.depth, options.params)
     if claimed and claimed.of_card_alone and all(value is None for value in (*budget, *model)):
@@ -139,17 +141,17 @@ def _request(options: PlanOptions, overrides: dict[str, Any], claimed: claims.Cl
     return ask(options, overrides)
 
 
-def _card_alone(options: PlanOptions, claimed: claims.Claims) -> int:
-    """Check claims about the memory and power of a GPU, which need neither a budget nor a model."""
+def _check_card_claims(options: PlanOptions, claimed: claims.Claims) -> int:
+    """Check claims about the memory and power of a GPU, and return the exit code. No budget or model is needed."""
     from deskside.facts.gpus import find
 
     if options.gpu is None:
-        raise UsageError("which card are the claims about? give --gpu, such as --gpu rtx5090")
-    found = claims.of_card(find(options.gpu), claimed)
+        raise UsageError("the claims are about a GPU; name it with --gpu, such as --gpu rtx5090")
+    findings = claims.of_card(find(options.gpu), claimed)
     if options.json:
-        print_json({"claims": [asdict(finding) for finding in found]}, indent=1)
+        print_json({"claims": [asdict(finding) for finding in findings]}, indent=1)
     else:
         from deskside.plan import render
 
-        render.show_claims(found)
+        render.show_claims(findings)
     return 0

@@ -28,7 +28,7 @@ def run(argv: Sequence[str]) -> int:
     rows: list[dict[str, Any]] = []
     for name in presets.names():
         config = merge.build(presets.layers(name))
-        old = [alias for alias, new in presets.RENAMED.items() if new == name]
+        former_names = [former for former, new in presets.RENAMED.items() if new == name]
         rows.append(
             {
                 "name": name,
@@ -36,7 +36,7 @@ def run(argv: Sequence[str]) -> int:
                 "layers": config.model.num_hidden_layers,
                 "hidden_size": config.model.hidden_size,
                 "sequence_length": config.batch.sequence_length,
-                "aliases": old,
+                "aliases": former_names,
             }
         )
     rows.sort(key=lambda row: row["parameters"])

@@ -26,16 +26,17 @@ from deskside.utils.console import say
 from deskside.utils.errors import RunError, UsageError
 
 CALIBRATION_MINUTES = 3.0
-CLOSING_SECONDS = 5.0  # kept for the tables and the plot
-SEQUENCES_OF_A_DEPTH = (512, 1024, 2048)
-DEEPEST = 128  # as in the planner: 8192 wide, 104 billion parameters
+CLOSING_SECONDS = 5.0  # of the time limit, reserved for the tables and the plot
+DEPTH_SEQUENCE_LENGTHS = (512, 1024, 2048)  # default with --depth
+MAX_DEPTH = 128  # as in the planner: hidden size 8192, 104 billion parameters
 
 
 @dataclass(kw_only=True)
 class ProbeOptions(JsonOption):
     """Measure training speed and memory with short real training runs, stored for the planner.
 
-    Without --preset and --depth, a few points that calibrate the planner are measured, in at most 3 minutes.
+    A point is a model with a sequence length and training options. Without --preset and --depth,
+    a few points that calibrate the planner are measured, in at most 3 minutes.
 
     Stored points are not measured again, so an interrupted probe continues where it stopped.
 
@@ -44,10 +45,10 @@ class ProbeOptions(JsonOption):
 
     preset: str | None = option("models: presets or .toml files, separated by commas", None, metavar="P,...")
     depth: str | None = option(
-        "models by depth; the hidden size is 64 x depth: 12,14,16", None, metavar="D,..."
+        "models of the depth series, with hidden size 64 x depth, such as 12,14,16", None, metavar="D,..."
     )
     sequence: str | None = option(
-        "tokens per row: 512,1024,2048 (default: the preset's own; these three with --depth)",
+        "tokens per row, such as 512,1024,2048 (default: the preset's; with --depth these three)",
         None,
         metavar="T,...",
     )
@@ -61,7 +62,7 @@ class ProbeOptions(JsonOption):
         None,
         metavar="M",
     )
-    probes: str = option("folder of the stored results", "probes", metavar="DIR")
+    probes: str = option("directory of the stored results", "probes", metavar="DIR")
     again: bool = option("measure stored points again", False)
 
 
@@ -74,7 +75,10 @@ def run(argv: Sequence[str]) -> int:
 
 
 def probe(options: ProbeOptions, point_target: str = MEASURE_POINT, card_target: str = MEASURE_CARD) -> int:
-    """Measure, store and print. The targets are the functions that the measuring process calls."""
+    """Measure, store and print the points, and return the exit code.
+
+    point_target, card_target: "module:function" that the measuring process calls; tests replace them.
+    """
     began = time.monotonic()
     store = open_store(options.probes)
     machine = this_machine()
@@ -85,7 +89,7 @@ def probe(options: ProbeOptions, point_target: str = MEASURE_POINT, card_target:
     for line in store.notes(machine):
         say(line)
     with watcher(len(points)) as watch, signals.raise_on_termination():
-        surveyor = Sweep(
+        sweep = Sweep(
             store,
             machine,
             watch,
@@ -94,13 +98,13 @@ def probe(options: ProbeOptions, point_target: str = MEASURE_POINT, card_target:
             point_target,
             card_target,
         )
-        survey = surveyor.measure(points)
-    _show(survey, machine, store, options.json)
-    if survey.interrupted:
-        kept = sum(finding.origin == "measured" for finding in survey.findings)
-        say(f"interrupted: {kept} points measured and stored; run the same command again to continue")
-        return 128 + survey.interrupted
-    _check(survey, options)
+        result = sweep.measure(points)
+    _show(result, machine, store, options.json)
+    if result.interrupted:
+        count = sum(finding.origin == "measured" for finding in result.findings)
+        say(f"interrupted: {count} points measured and stored; run the same command again to continue")
+        return 128 + result.interrupted
+    _check_measured(result, options)
     return 0
 
 
@@ -114,21 +118,20 @@ def _points(options: ProbeOptions, machine: Machine) -> list[Point]:
                 raise UsageError(f"--{name}: has no effect without a model; add --preset or --depth")
         return calibration_points(machine.memory_bytes, machine.device)
     if options.preset is not None:
-        names = _words("preset", options.preset)
-        default: tuple[int, ...] = ()
+        names = _split("preset", options.preset)
+        lengths: Sequence[int] = ()  # each preset's own
     else:
-        names = [f"d{number}" for number in _numbers("depth", options.depth or "", DEEPEST)]
-        default = SEQUENCES_OF_A_DEPTH
+        names = [f"d{number}" for number in _numbers("depth", options.depth or "", MAX_DEPTH)]
+        lengths = DEPTH_SEQUENCE_LENGTHS
     sizes = [_size(name) for name in names]
-    lengths = (
-        default if options.sequence is None else _numbers("sequence", options.sequence, LONGEST_SEQUENCE)
-    )
+    if options.sequence is not None:
+        lengths = _numbers("sequence", options.sequence, LONGEST_SEQUENCE)
     points = expand(
         sizes,
         lengths,
-        _among("precision", options.precision, get_args(PrecisionConfig.model_fields["name"].annotation)),
-        _among("optimizer", options.optimizer, get_args(OptimizerName)),
-        _among("checkpointing", options.checkpointing, get_args(Checkpointing)),
+        _choices("precision", options.precision, get_args(PrecisionConfig.model_fields["name"].annotation)),
+        _choices("optimizer", options.optimizer, get_args(OptimizerName)),
+        _choices("checkpointing", options.checkpointing, get_args(Checkpointing)),
         machine.device,
     )
     return order(points)
@@ -139,68 +142,72 @@ def _size(name: str) -> Size:
     return Size(config.model, config.batch.sequence_length, config.batch.tokens)
 
 
-def _words(option: str, text: str) -> list[str]:
+def _split(option: str, text: str) -> list[str]:
+    """Return the different values in a text, which are separated by commas. Raises UsageError for an empty value."""
     words = [word.strip() for word in text.split(",")]
     if not all(words):
         raise UsageError(f"--{option}: {text!r} has an empty value; separate values by single commas")
     return list(dict.fromkeys(words))
 
 
-def _numbers(option: str, text: str, largest: int) -> list[int]:
-    words = _words(option, text)
+def _numbers(option: str, text: str, maximum: int) -> list[int]:
+    """Return the positive whole numbers in a text. Raises UsageError."""
+    words = _split(option, text)
     for word in words:
         digits = word.lstrip("0")
         if not (word.isascii() and word.isdecimal() and digits):
             raise UsageError(f"--{option}: {word!r} is not a positive whole number; write it like 12,16,20")
-        if len(digits) > len(str(largest)) or int(digits) > largest:
-            short = digits if len(digits) < 20 else f"{digits[:20]}..."
-            raise UsageError(f"--{option}: {short} cannot be measured; use at most {largest}")
+        if (
+            len(digits) > len(str(maximum)) or int(digits) > maximum
+        ):  # Python refuses int() of thousands of digits
+            shown = digits if len(digits) < 20 else f"{digits[:20]}..."
+            raise UsageError(f"--{option}: {shown} cannot be measured; use at most {maximum}")
     return [int(word) for word in words]
 
 
-def _among(option: str, text: str | None, known: Sequence[str]) -> list[str]:
-    """Return the chosen values, by default the first known one. Raises UsageError."""
+def _choices(option: str, text: str | None, allowed: Sequence[str]) -> list[str]:
+    """Return the values in a text, by default the first allowed value. Raises UsageError."""
     if text is None:
-        return [known[0]]
-    words = _words(option, text)
+        return [allowed[0]]
+    words = _split(option, text)
     for word in words:
-        if word not in known:
-            raise UsageError(f"--{option}: {word!r} is not one of {', '.join(known)}")
+        if word not in allowed:
+            raise UsageError(f"--{option}: {word!r} is not one of {', '.join(allowed)}")
     return words
 
 
-def _show(survey: SweepResult, machine: Machine, store: Store, as_json: bool) -> None:
+def _show(result: SweepResult, machine: Machine, store: Store, as_json: bool) -> None:
     picture: Path | None = None
-    if survey.rows():
-        # matplotlib takes half a second to import, which --help and usage errors need not wait for.
+    if result.rows():
+        # Imports matplotlib, which takes half a second. --help and usage errors do not need it.
         from deskside.probe.heatmap import draw
 
         picture = store.folder / f"{slug(machine.card)}.png"
-        draw(survey.rows(), machine.card, picture)
+        draw(result.rows(), machine.card, picture)
     if as_json:
-        print_json(_as_json(survey, machine, store, picture))
+        print_json(_as_json(result, machine, store, picture))
         return
     console = Console(highlight=False)
     console.print(
         f"[bold]{machine.card}[/bold], {machine.memory_bytes / 2**30:.1f} GiB, torch {machine.torch}"
     )
-    stored = sum(finding.origin == "stored" for finding in survey.findings)
+    stored = sum(finding.origin == "stored" for finding in result.findings)
     if stored:
         console.print(
-            f"{stored} of {len(survey.findings)} points were stored before; --again measures them again"
+            f"{stored} of {len(result.findings)} points were stored before; --again measures them again"
         )
-    console.print(table.tables(survey.findings))
+    console.print(table.tables(result.findings))
     if picture is not None:
         console.print(f"rows: {store.path(machine.card)}\nmap:  {picture}", soft_wrap=True)
 
 
-def _as_json(survey: SweepResult, machine: Machine, store: Store, picture: Path | None) -> dict[str, Any]:
+def _as_json(result: SweepResult, machine: Machine, store: Store, picture: Path | None) -> dict[str, Any]:
     return {
         "machine": {**machine.key(), "device": machine.device, "memory_bytes": machine.memory_bytes},
-        "card": survey.card,
-        "points": [_point_as_json(finding) for finding in survey.findings],
-        "interrupted": survey.interrupted,
-        "notes": [*store.notes(machine), *table.reasons(survey.findings)],
+        "card": result.card,
+        "points": [_point_as_json(finding) for finding in result.findings],
+        "interrupted": result.interrupted,
+        "notes": [*store.notes(machine), *table.reasons(result.findings)],
         "store": str(store.path(machine.card)),
         "map": None if picture is None else str(picture),
     }
@@ -221,14 +228,14 @@ def _point_as_json(finding: ProbeResult) -> dict[str, Any]:
     }
 
 
-def _check(survey: SweepResult, options: ProbeOptions) -> None:
+def _check_measured(result: SweepResult, options: ProbeOptions) -> None:
     """Raise UsageError or RunError if no point was measured."""
-    statuses = [finding.status for finding in survey.findings]
+    statuses = [finding.status for finding in result.findings]
     if any(status in (*FINAL, "skipped") for status in statuses):
         return
     if all(status == "no time" for status in statuses):
         raise UsageError(
             f"--minutes: {options.minutes or CALIBRATION_MINUTES:g} is too short to measure a point here"
         )
-    failed = next(f.row for f in survey.findings if f.row is not None)
-    raise RunError(f"no point could be measured: {failed['error']}")
+    row = next(finding.row for finding in result.findings if finding.row is not None)
+    raise RunError(f"no point could be measured: {row['error']}")

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from deskside.cli.options import Command, option
 from deskside.cli.output import print_json
@@ -22,12 +23,14 @@ class ReportOptions(JsonOption):
     """
 
     run: str = option(
-        "its directory, such as runs/demo or studies/matrix16", metavar="RUN|STUDY", positional=True
+        "directory of the run or study, such as runs/demo or studies/matrix16",
+        metavar="RUN|STUDY",
+        positional=True,
     )
     claims: str | None = option(
-        "also write the study's verdicts on published claims, as Markdown", None, metavar="FILE"
+        "also write the study's verdicts on published claims to this Markdown file", None, metavar="FILE"
     )
-    also: str | None = option("with --claims: more studies whose trials count", None, metavar="DIR,...")
+    also: str | None = option("with --claims: further studies whose trials are used", None, metavar="DIR,...")
 
 
 COMMAND = Command("report", ReportOptions)
@@ -45,17 +48,19 @@ def run(argv: Sequence[str]) -> int:
         raise UsageError("--also: has no effect without --claims FILE; add it, or leave --also out")
     also = [Path(name) for name in (options.also or "").split(",") if name]
     page, missing = write_study(folder, options.claims, also) if is_study(folder) else write_run(folder)
-    for sentence in missing:
+    for sentence in missing:  # about parts of the report that are missing
         print(sentence, file=sys.stderr)
     if options.json:
         plots = sorted(str(path) for path in (folder / "plots").glob("*.png"))
-        paths = {"report": str(page), "markdown": str(page.with_suffix(".md")), "plots": plots}
-        data = (
-            {path.suffix[1:]: str(path) for path in sorted(folder.glob("results.*"))}
-            if is_study(folder)
-            else {}
-        )
-        print_json({**paths, **({"results": data} if data else {}), "missing": missing})
+        output: dict[str, Any] = {
+            "report": str(page),
+            "markdown": str(page.with_suffix(".md")),
+            "plots": plots,
+        }
+        results = sorted(folder.glob("results.*")) if is_study(folder) else []
+        if results:
+            output["results"] = {path.suffix[1:]: str(path) for path in results}
+        print_json({**output, "missing": missing})
     else:
         print(page)
     return 0

@@ -1,6 +1,7 @@
 """`deskside serve`: an HTTP server with the OpenAI API and a chat page."""
 
 import importlib.util
+import math
 import os
 import socket
 from collections.abc import Sequence
@@ -17,16 +18,16 @@ from deskside.utils.errors import RunError, UsageError
 from deskside.weights.load import Loaded, load_model
 
 TOKEN_VARIABLE = "DESKSIDE_TOKEN"
-CACHE_TOKENS = 65536  # default maximum
+CACHE_TOKENS = 65536  # maximum of the default of --cache-tokens
 
 
 @dataclass(kw_only=True)
 class ServeOptions(ModelOption):
-    """Serve a model: the OpenAI API under /v1, and a chat page.
+    """Serve a model with the OpenAI API under /v1 and a chat page.
 
-    Only this machine can reach it; another --host needs a --token.
+    By default, only this machine can reach the server. Any other --host needs a --token.
 
-    Nothing is encrypted: put TLS in front of it on a network you do not trust.
+    Connections are not encrypted. In a network that you do not trust, put a TLS proxy in front of the server.
 
     Examples:
       deskside serve runs/go
@@ -36,7 +37,7 @@ class ServeOptions(ModelOption):
     host: str = option("address to listen on", "127.0.0.1")
     port: int = option("port; 0 picks a free one", 8000)
     token: str | None = option(
-        f"bearer token that clients must send; safer as {TOKEN_VARIABLE}, since other users see command lines",
+        f"bearer token that clients must send; safer in {TOKEN_VARIABLE}, because other users can see command lines",
         None,
         may_be_empty=True,
     )
@@ -45,7 +46,8 @@ class ServeOptions(ModelOption):
     concurrency: int = option("maximum running and queued requests; further ones get HTTP 429", 64)
     max_tokens: int = option("maximum tokens per answer", 4096)
     cache_tokens: int | None = option(
-        "KV cache size in tokens; default: max-batch full contexts, at most 65536 and the free memory", None
+        "KV cache size in tokens; default: --max-batch full contexts, at most 65536 and what fits into memory",
+        None,
     )
     body_bytes: int = option("maximum size of a request body", 1 << 20)
     connections: int = option("maximum open connections", 256)
@@ -80,7 +82,8 @@ def run(argv: Sequence[str]) -> int:
         device = device_of(options.device)
         loaded = load_model(options.model, device, dtype_of(device), say)
         engine = _engine(loaded, options)
-        # DNS rebinding: a web page can resolve its own name to 127.0.0.1. It does not know the token, if there is one.
+        # Against DNS rebinding, where a web page makes its own host name resolve to 127.0.0.1. On other hosts, the
+        # token protects the server.
         hosts = frozenset({"localhost", "127.0.0.1", "::1", options.host.lower()}) if local else None
         serving = ServerOptions(
             options.host,
@@ -97,17 +100,17 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _token(options: ServeOptions) -> str | None:
-    given = options.token if options.token is not None else os.environ.get(TOKEN_VARIABLE)
-    if given is None:
-        return None
-    where = "--token" if options.token is not None else TOKEN_VARIABLE
-    if not given or not given.isascii() or not given.isprintable() or " " in given:
-        raise UsageError(f"{where}: must be one word of printable ASCII characters")
-    return given
+    """Return the token of --token or the environment, None if there is none. Raises UsageError."""
+    token, source = options.token, "--token"
+    if token is None:
+        token, source = os.environ.get(TOKEN_VARIABLE), TOKEN_VARIABLE
+    if token is not None and (not token or not token.isascii() or not token.isprintable() or " " in token):
+        raise UsageError(f"{source}: must be one word of printable ASCII characters")
+    return token
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """Return a bound socket that does not listen yet: clients are refused until the model is loaded."""
+    """Return a bound socket that does not listen yet, so that clients are refused until the model is loaded."""
     if not 0 <= port <= 65535:
         raise UsageError(f"--port: {port} is not a port; give 0 to 65535")
     family, kind, protocol, _, address = addresses(host, port)[0]
@@ -124,18 +127,19 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 def _engine(loaded: Loaded, options: ServeOptions) -> Engine:
-    context = loaded.config.max_position_embeddings
+    """Return the inference engine with its KV cache. Raises RunError if the cache does not fit into memory."""
     tokens = options.cache_tokens
     if tokens is None:
-        wanted = min(options.max_batch * -(-context // PAGE_SIZE) * PAGE_SIZE, CACHE_TOKENS)
-        tokens = cache_tokens(loaded.model, wanted, PAGE_SIZE)
-        if tokens < wanted:
-            say(f"KV cache: {tokens:,} tokens fit in GPU memory beside the model, instead of {wanted:,}")
+        context = math.ceil(loaded.config.max_position_embeddings / PAGE_SIZE) * PAGE_SIZE
+        desired = min(options.max_batch * context, CACHE_TOKENS)
+        tokens = cache_tokens(loaded.model, desired, PAGE_SIZE)
+        if tokens < desired:
+            say(f"KV cache: {tokens:,} tokens fit into GPU memory with the model, instead of {desired:,}")
     try:
         return Engine(
             loaded.model, max_batch=options.max_batch, max_tokens=tokens, tokenizer=loaded.tokenizer
         )
     except torch.OutOfMemoryError:
         raise RunError(
-            f"a KV cache of {tokens:,} tokens does not fit in memory beside the model; set fewer with --cache-tokens"
+            f"a KV cache of {tokens:,} tokens does not fit into memory with the model; set fewer with --cache-tokens"
         ) from None

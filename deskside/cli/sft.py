@@ -37,7 +37,7 @@ COMMAND = Command("sft", SftOptions, configuration=True, align=SftConfig, common
 
 
 class SftRun(FinetuneRun):
-    """Supervised fine-tuning."""
+    """`deskside sft`: supervised fine-tuning."""
 
     command = COMMAND
     example = "chats.jsonl"
@@ -58,12 +58,14 @@ class SftRun(FinetuneRun):
         prepare = partial(prepare_chat, spec, tokenizer)
         return PreparedData(align.data[0], "chat", "conversations", key, key_of, prepare)
 
-    def recipe(self, loaded: Any, data: Path, vocabulary: int) -> FinetuneDefaults:
+    def defaults(self, loaded: Any, data: Path, vocab_size: int) -> FinetuneDefaults:
         from deskside.data.reading.shards import read_index
 
         tokens = read_index(data).splits["train"].tokens
-        batch = default_batch(loaded, self.given, tokens, 32768, 50, sequence_length=2048)
-        # The cosine ends at 0: a fine-tuned model is used as it is, no training follows.
+        batch = default_batch(
+            loaded, self.given, tokens, step_tokens=32768, steps_per_epoch=50, sequence_length=2048
+        )
+        # The learning rate ends at 0, since usually no training follows.
         return FinetuneDefaults(batch, lr_factor=1.0, warmup=0.03, final_lr_fraction=0.0)
 
 

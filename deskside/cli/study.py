@@ -27,23 +27,23 @@ from deskside.utils.console import say
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.signals import exit_code
 
-STUDIES = Path("studies")
-DEFINITION = ("minutes_per_arm", "tokens_per_arm", "steps_per_arm", "only")
+STUDIES = Path("studies")  # directory of all studies
+DEFINING_OPTIONS = ("minutes_per_arm", "tokens_per_arm", "steps_per_arm", "only")
 
 
 @dataclass(kw_only=True)
 class StudyOptions(JsonOption):
-    """Run a matrix of configurations fairly, and compare them with error bars.
+    """Run a matrix of configurations with the same budget each, and compare them with error bars.
 
-    STUDY is a preset, a .toml file, or, with --resume, the directory of a study.
+    STUDY is a preset, a .toml file, or the directory of a study.
 
-    Each trial (an arm with one seed) is an ordinary run in its own process.
+    Each configuration is an arm. Each trial (an arm with one seed) is an ordinary run in its own process.
 
     A trial that runs out of memory, diverges or is killed is a result, too.
 
     Configuration options (--part.key) apply to every arm.
 
-    A trial's checkpoints are deleted when it ends, and its model without --keep-models.
+    When a trial ends, its checkpoints are deleted, and its model unless --keep-models is given.
 
     Examples:
       deskside study matrix16-quick
@@ -58,23 +58,25 @@ class StudyOptions(JsonOption):
     )
     out: str | None = option("the study's directory; default: studies/NAME", None, metavar="DIR")
     minutes_per_arm: Annotated[float | None, MINUTES] = option(
-        "training time of every trial without compilation: minutes, or 90m, 2h", None, metavar="M"
+        "training time of every trial, without compilation: minutes, or 90m, 2h", None, metavar="M"
     )
     tokens_per_arm: str | None = option("tokens of every trial, such as 100M", None, metavar="N")
     steps_per_arm: int | None = option("optimizer steps of every trial", None, metavar="N")
     seeds: int | None = option("seeds of every arm", None, metavar="K")
     only: tuple[str, ...] = option(
-        "keep these: factor=level[,level], the name of an arm (with * and ?), a group", (), metavar="X"
+        "run only these arms: factor=level[,level], the name of an arm (with * and ?), or a group",
+        (),
+        metavar="X",
     )
     devices: str | None = option(
         "GPUs to spread the trials over; default: all visible ones", None, metavar="0,1"
     )
     resume: bool = option("continue a study; finished trials are skipped", False)
     again: str | None = option(
-        "with --resume: repeat trials with this status, such as oom,failed", None, metavar="STATUS"
+        "with --resume: repeat the trials with these statuses, such as oom,failed", None, metavar="STATUS"
     )
     keep_models: bool = option("keep the model of every finished trial", False)
-    dry_run: bool = option("show what would run, and stop", False)
+    dry_run: bool = option("print what would run, and run nothing", False)
 
 
 COMMAND = Command("study", StudyOptions, configuration=True, common=("data.path",))
@@ -84,32 +86,35 @@ def run(argv: Sequence[str]) -> int:
     """Run `deskside study` and return the exit code. Raises UsageError and RunError."""
     options, given = COMMAND.parse_config(argv)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UsageError("deskside study spreads its trials over GPUs itself: start it without torchrun")
+        raise UsageError(
+            "deskside study distributes its trials over the GPUs itself; start it without torchrun"
+        )
     again = _statuses(options)
-    wanted, folder = _wanted(options, given, argv)
-    begins = not folder.begun
-    if begins:
-        assert wanted is not None  # else _wanted has raised
-        plan = wanted.plan
+    requested, folder = _requested_study(options, given, argv)
+    is_new = not folder.begun
+    if is_new:
+        assert requested is not None  # else _requested_study has raised
+        plan = requested.plan
     else:
         if not options.resume and not options.dry_run:
             raise UsageError(
                 f"{folder.path}: already holds a study; continue it with: deskside study {folder.path} --resume, "
                 f"or give another directory with --out"
             )
-        plan = _recorded(folder, wanted, options)
-    goes_on = wanted is None or (options.resume and not begins)
-    if wanted is not None and (begins or (options.dry_run and not goes_on)):
-        wanted.show(options)
+        plan = _recorded_plan(folder, requested, options)
+    continues = requested is None or (options.resume and not is_new)
+    if requested is not None and (is_new or (options.dry_run and not continues)):
+        requested.show(options)
     if options.dry_run:
-        if goes_on:
-            _show_left(folder, plan, options, again)
+        if continues:
+            _show_remaining(folder, plan, options, again)
         return 0
-    return _run(folder, plan, options, again, wanted.study.text if wanted is not None and begins else None)
+    definition = requested.study.text if requested is not None and is_new else None
+    return _run(folder, plan, options, again, definition)
 
 
-class _Wanted:
-    """A study given by its definition, expanded into arms, with a forecast of each."""
+class _RequestedStudy:
+    """A study that is given by its definition (not its directory), expanded into arms, with a forecast of each."""
 
     def __init__(self, options: StudyOptions, given: dict[str, Any], argv: Sequence[str]):
         assert options.study is not None
@@ -132,7 +137,7 @@ class _Wanted:
             deskside=deskside.__version__,
             memory_fraction=self.study.memory_fraction,
             claims=self.study.claims,
-            forecasts={name: found.seconds_total for name, found in self.forecasts.items()},
+            forecasts={arm: forecast.seconds_total for arm, forecast in self.forecasts.items()},
         )
 
     def show(self, options: StudyOptions) -> None:
@@ -148,71 +153,78 @@ class _Wanted:
             dry_run.plan_table(*parts, console=Console(highlight=False, stderr=not options.dry_run))
 
 
-def _wanted(
+def _requested_study(
     options: StudyOptions, given: dict[str, Any], argv: Sequence[str]
-) -> tuple[_Wanted | None, StudyFolder]:
-    """Return the requested study, None if a directory is resumed as it is; and the study's directory."""
-    name, named = options.study, options.out
-    if name is not None and name not in parse_spec.preset_names() and Path(name).is_dir():
-        if named is not None:
+) -> tuple[_RequestedStudy | None, StudyFolder]:
+    """Return the requested study, or None if only its directory is given, and its directory. Raises UsageError."""
+    definition, directory = options.study, options.out
+    if definition is not None and definition not in parse_spec.preset_names() and Path(definition).is_dir():
+        if directory is not None:
             raise UsageError(
-                f"{name} and --out {named}: both name the directory of the study; give one of them"
+                f"{definition} and --out {directory}: both name the directory of the study; give one of them"
             )
-        name, named = None, name
-    if name is None:
-        if named is None:
+        definition, directory = None, definition
+    if definition is None:
+        if directory is None:
             raise UsageError(
-                f"which study? one of {', '.join(parse_spec.preset_names())}, a .toml file, or the directory of one"
+                f"STUDY is missing; give one of {', '.join(parse_spec.preset_names())}, a .toml file, or the "
+                f"directory of a study"
             )
-        folder = StudyFolder(Path(named))
+        folder = StudyFolder(Path(directory))
         if not folder.begun:
             raise UsageError(
-                f"{named}: is not a study (no study.json); start one with: deskside study STUDY --out DIR"
+                f"{directory}: is not a study (no study.json); start one with: deskside study STUDY --out DIR"
             )
-        odd = [f"--{key.replace('_', '-')}" for key in DEFINITION if getattr(options, key)]
-        odd += [f"--{part}" for part in given]
-        if odd and options.resume:
+        defining = [f"--{key.replace('_', '-')}" for key in DEFINING_OPTIONS if getattr(options, key)]
+        defining += [f"--{part}" for part in given]
+        if defining and options.resume:
             raise UsageError(
-                f"{odd[0]}: a resumed study keeps its definition; leave it out, or start another study with --out"
+                f"{defining[0]}: a resumed study keeps its definition; leave it out, or start another study with --out"
             )
         return None, folder
-    wanted = _Wanted(options, given, argv)
-    return wanted, StudyFolder(Path(named) if named is not None else STUDIES / wanted.study.name)
+    requested = _RequestedStudy(options, given, argv)
+    path = Path(directory) if directory is not None else STUDIES / requested.study.name
+    return requested, StudyFolder(path)
 
 
-def _recorded(folder: StudyFolder, wanted: _Wanted | None, options: StudyOptions) -> StudyPlan:
-    """Return the recorded plan of a study, with more seeds if they are requested."""
+def _recorded_plan(
+    folder: StudyFolder, requested: _RequestedStudy | None, options: StudyOptions
+) -> StudyPlan:
+    """Return the recorded plan of a study, with more seeds if they are requested. Raises UsageError."""
     plan = folder.read()
-    if wanted is not None and options.resume and (why := plan.difference(wanted.plan)) is not None:
-        raise UsageError(
-            f"{folder.path}: was started with other arms ({why}); continue it as it is: deskside study {folder.path} "
-            f"--resume, or start another with --out"
-        )
-    if wanted is not None and options.resume:
-        return plan.with_seeds(wanted.plan.seeds)
+    if requested is not None and options.resume:
+        difference = plan.difference(requested.plan)
+        if difference is not None:
+            raise UsageError(
+                f"{folder.path}: was started with other arms ({difference}); continue it as it is: deskside study "
+                f"{folder.path} --resume, or start another with --out"
+            )
+        return plan.with_seeds(requested.plan.seeds)
     if options.seeds is None:
         return plan
     return plan.with_seeds(dict.fromkeys(plan.seeds, check_seeds(options.seeds, "--seeds")))
 
 
-def _show_left(folder: StudyFolder, plan: StudyPlan, options: StudyOptions, again: list[str]) -> None:
-    """Print the trials that --resume would run. Only reads the journal: another process may be writing it."""
-    past = replay_file(folder.path / JOURNAL)
-    states = [(arm, seed, past.get((arm.id, seed), TrialHistory())) for arm, seed in plan.trials()]
-    left = [(arm, seed, one) for arm, seed, one in states if one.status not in FINAL or one.status in again]
+def _show_remaining(folder: StudyFolder, plan: StudyPlan, options: StudyOptions, again: list[str]) -> None:
+    """Print the trials that --resume would run. Only reads the journal, since another process may be writing it."""
+    histories = replay_file(folder.path / JOURNAL)
+    trials = [(arm, seed, histories.get((arm.id, seed), TrialHistory())) for arm, seed in plan.trials()]
+    remaining = [trial for trial in trials if trial[2].status not in FINAL or trial[2].status in again]
     if options.json:
-        trials = [
-            {"arm": arm.id, "seed": seed, "status": one.status, "reason": one.reason}
-            for arm, seed, one in states
+        rows = [
+            {"arm": arm.id, "seed": seed, "status": history.status, "reason": history.reason}
+            for arm, seed, history in trials
         ]
-        print_json({"study": plan.name, "trials": trials, "left": len(left)}, indent=1)
+        print_json({"study": plan.name, "trials": rows, "left": len(remaining)}, indent=1)
         return
-    print(f"study {plan.name}: {len(states) - len(left)} of {len(states)} trials are done")
-    for arm, seed, one in left:
-        print(f"  {arm.label}, seed {seed}: {one.status}{f': {one.reason}' if one.reason else ''}")
+    print(f"study {plan.name}: {len(trials) - len(remaining)} of {len(trials)} trials are done")
+    for arm, seed, history in remaining:
+        reason = f": {history.reason}" if history.reason else ""
+        print(f"  {arm.label}, seed {seed}: {history.status}{reason}")
 
 
 def _statuses(options: StudyOptions) -> list[str]:
+    """Return the statuses in --again. Raises UsageError."""
     if options.again is None:
         return []
     if not options.resume:
@@ -227,27 +239,29 @@ def _statuses(options: StudyOptions) -> list[str]:
 
 
 def _run(
-    folder: StudyFolder, plan: StudyPlan, options: StudyOptions, again: list[str], text: str | None
+    folder: StudyFolder, plan: StudyPlan, options: StudyOptions, again: list[str], definition: str | None
 ) -> int:
-    """Run the remaining trials, write the report and print the outcome. `text` is the definition of a new study."""
+    """Run the remaining trials, write the report and print the outcome. Returns the exit code.
+
+    definition: the TOML text of a new study; None for one that is resumed.
+    """
     from deskside.study.execute.runner import Runner, prepare_all
 
     devices = choose(options.devices, {arm.config.compute.device for arm in plan.arms})
-    if text is not None:
+    if definition is not None:
         prepare_all(plan.arms, say)
-        folder.create(plan, text)
+        folder.create(plan, definition)
     with folder.lock(say) as lock:
-        if text is None:
+        if definition is None:
             folder.write(plan)
         runner = Runner(folder, plan, devices, keep_models=options.keep_models, lock=lock)
-        todo = runner.remaining(again)
-        if text is None:
-            prepare_all([arm for arm, _ in todo], say)
-            say(
-                f"study {plan.name}: {len(plan.trials()) - len(todo)} of {len(plan.trials())} trials are done"
-            )
+        remaining = runner.remaining(again)
+        if definition is None:
+            prepare_all([arm for arm, _ in remaining], say)
+            count = len(plan.trials())
+            say(f"study {plan.name}: {count - len(remaining)} of {count} trials are done")
         try:
-            stopped = runner.run(todo)
+            stopped = runner.run(remaining)
         except KeyboardInterrupt:
             say(f"stopped; continue with: deskside study {folder.path} --resume")
             raise
@@ -276,13 +290,13 @@ def _run(
             }
         )
     elif page is not None:
-        _print(folder, results, page)
+        _print_outcome(folder, results, page)
     if stopped is not None:
-        say(f"{stopped}: stopped; continue with: deskside study {folder.path} --resume")
+        say(f"stopped by {stopped}; continue with: deskside study {folder.path} --resume")
         return exit_code(stopped)
     if not any(arm.finished() for arm in results.arms):
         reason = next((trial.reason for arm in results.arms for trial in arm.trials if trial.reason), "")
-        raise RunError(f"{folder.path}: no trial finished; the first one: {reason}")
+        raise RunError(f"{folder.path}: no trial finished; the first error: {reason}")
     return 0
 
 
@@ -291,7 +305,7 @@ def _counts(results: Results) -> dict[str, int]:
     return dict(Counter(trial.status for arm in results.arms for trial in arm.trials))
 
 
-def _print(folder: StudyFolder, results: Results, page: Path) -> None:
+def _print_outcome(folder: StudyFolder, results: Results, page: Path) -> None:
     from deskside.study.narrative.outcome_table import print_outcome
 
     print_outcome(results)

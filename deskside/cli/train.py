@@ -1,4 +1,4 @@
-"""`deskside train`: pretrain a model, or print the configuration and schedule with --dry-run."""
+"""`deskside train`: pretrain a model, or with --dry-run, print its configuration and schedule."""
 
 import math
 import os
@@ -38,9 +38,9 @@ class TrainOptions(RunOptions):
         "a preset (see deskside presets) or a .toml file", None, metavar="PRESET", positional=True
     )
     depth: int | None = option(
-        "number of layers, which sets the width too; instead of a preset", None, metavar="N"
+        "instead of a preset: number of layers of a model of the depth series", None, metavar="N"
     )
-    init: str | None = option("start from these weights", None, metavar="RUN|HF_DIR")
+    init: str | None = option("start from the weights of this model", None, metavar="RUN|HF_DIR")
     dry_run: bool = option("print the configuration and schedule, and do not train", False)
 
 
@@ -80,7 +80,9 @@ def run(argv: Sequence[str]) -> int:
     if options.resume is not None:
         return resume(Path(options.resume), config, options.json)
     check_start(config)
-    if int(os.environ.get("RANK", "0")) == 0:  # the others may find the directory that rank 0 has just made
+    if (
+        int(os.environ.get("RANK", "0")) == 0
+    ):  # for other ranks, rank 0 may have created the directory already
         RunDirectory.check_name(Path(options.runs), options.name)
     set_cublas_workspace(config)
 
@@ -112,7 +114,7 @@ def resume(path: Path, config: RunConfig, as_json: bool) -> int:
 def _configure(options: TrainOptions, given: dict[str, Any], initial: Any) -> RunConfig:
     """Return the configuration: preset, depth or initial model, overridden by the given options."""
     if options.preset is not None and options.depth is not None:
-        raise UsageError("--depth and a preset both set the model shape; give only one of them")
+        raise UsageError("--depth and a preset both set the shape of the model; give one of them")
     if options.preset is None and options.depth is None and options.init is None:
         raise UsageError(
             f"no preset is given; use one of {', '.join(presets.names())}, d12 ... d20, or a .toml file"
@@ -130,7 +132,7 @@ def _configure(options: TrainOptions, given: dict[str, Any], initial: Any) -> Ru
 
 
 def _default_name(options: TrainOptions) -> str:
-    """Return the name of the run directory without --name."""
+    """Return the name of the run directory if --name is not given."""
     if options.preset is not None:
         return name_of_preset(options.preset)
     return f"d{options.depth}" if options.depth is not None else Path(str(options.init)).name
@@ -148,18 +150,19 @@ def _print_dry_run(config: RunConfig, as_json: bool) -> int:
     flops = flops_per_token(config.model, config.batch.sequence_length)
     length = config.schedule.length
     steps, tokens = _planned_length(config)
-    # If only the warm-up's length is known, and not the run's, its share of the run is unknown.
+    # The share of a warm-up that is given in steps, tokens or time is unknown if the length of the run is unknown.
     warmup_share_unknown = steps is None and isinstance(config.schedule.warmup, Duration)
-    rows = describe(config.schedule, steps or 10**9)  # any large number: the steps are then not printed
+    # If `steps` is unknown, any large number will do: the steps of the rows are not printed.
+    rows = describe(config.schedule, steps or 10**9)
     if as_json:
         schedule = [
             {
-                "what": r.what,
-                "progress": None if warmup_share_unknown and r.what == WARMUP_ENDS else r.progress,
-                "step": r.step if steps else None,
-                "lr_factor": r.lr_factor,
+                "what": row.what,
+                "progress": None if warmup_share_unknown and row.what == WARMUP_ENDS else row.progress,
+                "step": row.step if steps else None,
+                "lr_factor": row.lr_factor,
             }
-            for r in rows
+            for row in rows
         ]
         result = {
             "config": config.model_dump(mode="json"),
@@ -193,11 +196,12 @@ def _print_dry_run(config: RunConfig, as_json: bool) -> int:
     table = Table("schedule", "progress", "step", "learning rate", "sequence")
     for row in rows:
         sequence = row.stage.sequence_length if row.stage else config.batch.sequence_length
+        progress = f"{row.progress:.1%}"
+        if warmup_share_unknown and row.what == WARMUP_ENDS:
+            progress = str(config.schedule.warmup)
         table.add_row(
             row.what,
-            str(config.schedule.warmup)
-            if warmup_share_unknown and row.what == WARMUP_ENDS
-            else f"{row.progress:.1%}",
+            progress,
             f"{row.step:,}" if steps else "",
             f"{row.lr_factor:.0%}",
             str(sequence),

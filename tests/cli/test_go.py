@@ -580,9 +580,9 @@ def test_a_decision_for_another_band_outlives_a_kill(
 
     with monkeypatch.context() as patch:
         if stopped == "before":
-            patch.setattr(go_command.Pipeline, "_start_anew", killed)
+            patch.setattr(go_command.Pipeline, "_continue_with_band", killed)
         else:
-            patch.setattr(go_command, "_started", keeping(patch, killed))
+            patch.setattr(go_command, "_create_pipeline", keeping(patch, killed))
         assert main(argv(data)) == 130
     steps = len(rows(first))
     spent = state(first)["spent_seconds"]
@@ -600,7 +600,7 @@ def test_a_decision_for_another_band_outlives_a_kill(
 
 def keeping(patch: pytest.MonkeyPatch, killed: Callable[..., Any]) -> Callable[..., Any]:
     """`_begun`, after which no state can be begun."""
-    original = go_command._started
+    original = go_command._create_pipeline
 
     def begun(*arguments: Any) -> PipelineState:
         state = original(*arguments)

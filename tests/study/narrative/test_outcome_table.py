@@ -47,7 +47,7 @@ def test_every_arm_within_80_columns(seeds: int) -> None:
 
 def test_a_study_ends_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results = compare(made(seeds=3))
-    study_command._print(StudyFolder(tmp_path), results, tmp_path / "report.html")
+    study_command._print_outcome(StudyFolder(tmp_path), results, tmp_path / "report.html")
     out = capsys.readouterr().out
     assert "lowest validation loss" in out and "no difference shown" in out
     assert out.index("shown: worse") < out.index("results  ")
