@@ -1,16 +1,18 @@
-"""AdamW with state that can be named, saved, skipped, made small and put aside.
+"""AdamW with state by parameter name (for checkpoints), in several formats, on the device or in host memory.
 
-A checkpoint wants state by parameter name. A training step wants a step that changes nothing when a number on the
-device says so, without asking the host. `kernels/adamw.py` updates one weight at a time so, with state in float32,
-bfloat16 or 8 bits, on the device or in the host's memory, and clips its gradient while it reads it, which saves a pass
-over all of them. Weights of less than 4,096 elements (norms, biases) keep float32 state on the device, because small
-ones save nothing, and are where 8 bits hurt; they are updated all at once by torch's fused kernel, called through its
-functional form `torch.optim.adamw.adamw` with `found_inf`. So are weights of less than 262,144 elements whose state is
-float32 on the device: adapters have hundreds, and launching a kernel for each takes the host longer than clipping takes
-the card. On a CPU all with such state are.
+A step can be skipped by a number on the device, without waiting for the host. There are two implementations:
 
-A sharded parameter (FSDP2's DTensor) is updated as its local shard: AdamW works on each element alone. Blocks of 256
-would not stay the same blocks on another number of GPUs, so 8-bit and offloaded state is for whole weights.
+- `kernels/adamw.py` updates one weight per launch, with state in float32, bfloat16 or 8 bits, on the device or in host
+  memory. It clips the gradient while reading it, which saves a pass over all gradients.
+- torch's fused kernel (`torch.optim.adamw.adamw` with `found_inf`) updates many weights at once, with float32 state on
+  the device. It is always used for weights of less than 4,096 elements (norms, biases): other state would save little
+  memory there, and 8 bits would hurt most. If the state of larger weights is also float32 on the device, it is used for
+  those of less than 262,144 elements (adapters have hundreds, and launching a kernel for each takes the host longer
+  than clipping takes the GPU), and on a CPU for all weights.
+
+AdamW works elementwise, so each rank updates its local shard of a sharded parameter (FSDP2's DTensor). 8-bit state has
+blocks of 256 elements, which would differ for another number of GPUs. So 8-bit and offloaded state need unsharded
+weights.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,14 +39,14 @@ from deskside.optim.groups import ParameterInfo
 from deskside.optim.offload import OffloadJob, Streamer, host_zeros, pieces
 from deskside.optim.sharded import gradient_of, local
 
-SMALL = 4096  # elements; state of smaller weights is float32 and stays on the device
-ALONE = 2**18  # elements; a weight with at least this many gets its own launch
+SMALL = 4096  # elements; the state of smaller weights is always float32 on the device
+OWN_LAUNCH = 2**18  # elements; a weight with at least this many gets its own kernel launch
 STEP = "step"
 
 
 @dataclass
 class AdamWGroup:
-    """Parameters that share a learning rate and a weight decay. `lr` is what the next step uses."""
+    """Parameters with a common learning rate and weight decay. lr: the learning rate of the next step."""
 
     name: str
     parameters: list[ParameterInfo]
@@ -56,9 +58,9 @@ class AdamWGroup:
 class AdamW:
     """AdamW over groups. State is created by the first step, or by `create_state`.
 
-    states: the format of the moments; streamer: where given, they lie in the host's memory and are streamed by it;
-    fused: run the Triton kernel rather than its reference, None for CUDA alone. factor: what the next step multiplies
-    those gradients with that it clips itself; None is 1.
+    states: format of the moments. streamer: keep the moments in host memory and update them through this streamer.
+    fused: run the Triton kernel instead of its reference; None: on CUDA only.
+    clip_coefficient: factor of the gradients in the next step, for parameters with `clips_gradient`; None means 1.
     """
 
     def __init__(
@@ -77,11 +79,11 @@ class AdamW:
         self.streamer = streamer
         self.fused = fused
         self.state: dict[str, dict[str, Tensor]] = {}
-        self.factor: Tensor | None = None
+        self.clip_coefficient: Tensor | None = None
         self._names = {info.name for group in groups for info in group.parameters}
 
     def create_state(self) -> None:
-        """Zero moments (sharded as the parameter is), and a step counter per parameter on its device."""
+        """Create missing state: zero moments (sharded like the parameter) and a step counter on its device."""
         for group in self.groups:
             for info in group.parameters:
                 if info.name not in self.state:
@@ -89,34 +91,36 @@ class AdamW:
                     self.state[info.name] = self._zero_moments(info.parameter) | {STEP: step}
 
     def step(self, skip: Tensor | None) -> None:
-        """One update of every group. `skip`: float scalar on the device; at 1 nothing changes, counters included."""
+        """Update every group. skip: float scalar on the device; if it is 1, neither weights nor state change."""
         self.create_state()
         jobs: list[OffloadJob] = []
         for group in self.groups:
-            held = [info for info in group.parameters if local(info.parameter).numel()]
-            self._step_plain([info for info in held if self._plain(info.parameter)], group, skip)
-            jobs += self._jobs([info for info in held if not self._plain(info.parameter)], group, skip)
+            local_infos = [info for info in group.parameters if local(info.parameter).numel()]
+            self._step_torch([info for info in local_infos if self._uses_torch(info.parameter)], group, skip)
+            jobs += self._jobs(
+                [info for info in local_infos if not self._uses_torch(info.parameter)], group, skip
+            )
         if self.streamer is not None and jobs:
             self.streamer.run(jobs)
             return
         for job in jobs:
-            job.update(job.held)
+            job.update(job.host_state)
 
-    def clips(self, info: ParameterInfo) -> bool:
-        """Return whether `step` multiplies the gradient by `factor`."""
-        return info.name in self._names and not self._plain(info.parameter)
+    def clips_gradient(self, info: ParameterInfo) -> bool:
+        """Return True if `step` multiplies this parameter's gradient by `clip_coefficient`."""
+        return info.name in self._names and not self._uses_torch(info.parameter)
 
-    def _plain(self, parameter: Tensor) -> bool:
-        """Return whether torch's own kernel updates it: its state has the weight's dtype and device."""
-        here = self.states == "float32" and self.streamer is None
-        alone = self._fused(parameter) and parameter.numel() >= ALONE
-        return parameter.numel() < SMALL or (here and not alone)
+    def _uses_torch(self, parameter: Tensor) -> bool:
+        """Return True if torch's fused kernel updates this parameter."""
+        torch_state = self.states == "float32" and self.streamer is None
+        own_launch = self._fused(parameter) and parameter.numel() >= OWN_LAUNCH
+        return parameter.numel() < SMALL or (torch_state and not own_launch)
 
     def _fused(self, parameter: Tensor) -> bool:
         return local(parameter).is_cuda if self.fused is None else self.fused
 
     def _zero_moments(self, parameter: Tensor) -> dict[str, Tensor]:
-        if self._plain(parameter):
+        if self._uses_torch(parameter):
             return {key: torch.zeros_like(parameter, requires_grad=False) for key in (EXP_AVG, EXP_AVG_SQ)}
         if self.states != "8bit":
             dtype = torch.bfloat16 if self.states == "bfloat16" else parameter.dtype
@@ -136,7 +140,7 @@ class AdamW:
             return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
         return torch.zeros(shape, dtype=dtype, device=parameter.device)
 
-    def _step_plain(self, infos: list[ParameterInfo], group: AdamWGroup, skip: Tensor | None) -> None:
+    def _step_torch(self, infos: list[ParameterInfo], group: AdamWGroup, skip: Tensor | None) -> None:
         if not infos:
             return
         states = [self.state[info.name] for info in infos]
@@ -159,7 +163,7 @@ class AdamW:
         )
 
     def _jobs(self, infos: list[ParameterInfo], group: AdamWGroup, skip: Tensor | None) -> list[OffloadJob]:
-        """The updates of all parameters, in pieces where their state is streamed. Counts the step."""
+        """Return the updates of these parameters, split into pieces if their state is streamed. Counts the step."""
         if not infos:
             return []
         steps = [self.state[info.name][STEP] for info in infos]
@@ -175,13 +179,15 @@ class AdamW:
     ) -> Iterator[OffloadJob]:
         p, g = local(info.parameter.detach()).view(-1), local(gradient_of(info)).reshape(-1)
         state = {key: local(t).view(-1) for key, t in self.state[info.name].items() if key != STEP}
-        fused, factor = self._fused(info.parameter), self.factor
+        fused, clip_coefficient = self._fused(info.parameter), self.clip_coefficient
 
-        def update(part: slice, held: Sequence[Tensor]) -> None:
-            moments = dict(zip(state, held, strict=True))
-            adamw_update(p[part], g[part], moments, step, skip, hparams, fused, factor)
+        def update(part: slice, device_state: Sequence[Tensor]) -> None:
+            moments = dict(zip(state, device_state, strict=True))
+            adamw_update(p[part], g[part], moments, step, skip, hparams, fused, clip_coefficient)
 
         for part in pieces(p.numel()) if self.streamer is not None else [slice(0, p.numel())]:
             scales = slice(part.start // BLOCK, num_blocks(part.stop))
-            held = [t[scales if key in (EXP_AVG_MAX, EXP_AVG_SQ_MAX) else part] for key, t in state.items()]
-            yield OffloadJob(held, partial(update, part))
+            host_state = [
+                t[scales if key in (EXP_AVG_MAX, EXP_AVG_SQ_MAX) else part] for key, t in state.items()
+            ]
+            yield OffloadJob(host_state, partial(update, part))

@@ -1,7 +1,7 @@
-"""One optimiser for a whole model: Muon for matrices and AdamW for the rest, or AdamW for everything.
+"""The optimizer of a whole model: Muon for matrices and AdamW for the rest, or AdamW for everything.
 
-The training step needs four things beyond an update: the learning rate from the schedule, the gradient norm, a way to
-skip a bad step, and a state that goes into a checkpoint by name. None of them waits for the device.
+Besides the update, it has what a training step needs: learning rates from the schedule, the gradient norm, steps that
+can be skipped, and state by name for checkpoints. No call of a training step waits for the device.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from deskside.budget.scaling import Scaling
 from deskside.config.optim import AdamWConfig, MuonConfig
 from deskside.optim.adamw import AdamW, AdamWGroup
-from deskside.optim.groups import ParameterInfo, Role, classify
+from deskside.optim.groups import ParameterInfo, Role, classify_parameters
 from deskside.optim.muon import Muon
 from deskside.optim.offload import Streamer
 from deskside.optim.sharded import gradient_of, is_sharded, local, sum_of_squares, sum_over_shards
@@ -38,9 +38,10 @@ class Optimizer:
         self._ready = False
 
     def set_progress(self, lr_factor: float, progress: float, step: int) -> None:
-        """Sets what the next step uses: learning rates (peak x factor), Muon's momentum and weight decay.
+        """Set the learning rates (peak x factor) and Muon's momentum and weight decay for the next step.
 
-        lr_factor: from `optim.schedule`, in [0, 1]; progress: share of the run done; step: steps done, from 0.
+        lr_factor: in [0, 1], from `lr_schedule.lr_factor`. progress: completed share of the run. step: number of
+        completed steps.
         """
         for group in self.adamw.groups:
             group.lr = group.peak_lr * lr_factor
@@ -49,10 +50,10 @@ class Optimizer:
         self._ready = True
 
     def step(self, skip: Tensor | None = None) -> None:
-        """One update from the gradients, which it may overwrite.
+        """Update all parameters from their gradients, which may be overwritten.
 
-        skip: None, or a float32 scalar on the parameters' device; where it is 1, no weight and no state changes, and
-        the host does not wait to learn it. Raises RunError for a parameter without a gradient.
+        skip: None, or a float32 scalar on the parameters' device. If it is 1, no weight and no state changes; the host
+        does not wait for its value. Raises RunError for a parameter without a gradient.
         """
         if not self._ready:
             raise RuntimeError("set_progress must be called before step: learning rates are still zero")
@@ -60,21 +61,21 @@ class Optimizer:
             if self.muon is not None:
                 self.muon.step(skip)
             self.adamw.step(skip)
-        self.adamw.factor = None
+        self.adamw.clip_coefficient = None
 
     def zero_grad(self) -> None:
-        """Frees all gradients."""
-        self.adamw.factor = None
+        """Free all gradients."""
+        self.adamw.clip_coefficient = None
         for info in self.parameters:
             info.parameter.grad = None
 
     @torch.no_grad()
     def clip_and_norm(self, max_norm: float = 0.0) -> Tensor:
-        """The norm of all gradients together, before clipping, as a float32 scalar on the device.
+        """Return the norm of all gradients together, before clipping, as a float32 scalar on the device.
 
-        With max_norm above 0, gradients are scaled down so that their norm is at most that: in place, or by the next
-        `step` where it reads them. A norm that is not finite makes the clipped gradients not finite too; pass `skip` to
-        `step` for such a batch.
+        If max_norm is above 0, the gradients are scaled down so that their norm is at most max_norm, either in place or
+        by the next `step` while it reads them. If the norm is not finite, neither are the clipped gradients; such a
+        step must be skipped.
         """
         gradients = [gradient_of(info) for info in self.parameters]
         squares = []
@@ -90,23 +91,23 @@ class Optimizer:
         norm = torch.stack(squares).sum().sqrt()
         if max_norm > 0:
             coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-            self.adamw.factor = coefficient
+            self.adamw.clip_coefficient = coefficient
             pairs = zip(self.parameters, gradients, strict=True)
-            if here := [local(g) for info, g in pairs if not self.adamw.clips(info)]:
-                torch._foreach_mul_(here, coefficient)
+            if clipped_here := [local(g) for info, g in pairs if not self.adamw.clips_gradient(info)]:
+                torch._foreach_mul_(clipped_here, coefficient)
         return norm
 
     def lr_groups(self) -> dict[str, float]:
-        """The learning rate of each group that the next step uses, the main one first."""
-        found = {"matrix": self.muon.lr} if self.muon is not None else {}
-        return found | {group.name: group.lr for group in self.adamw.groups}
+        """Return the learning rate of each group for the next step, the main group first."""
+        matrix = {"matrix": self.muon.lr} if self.muon is not None else {}
+        return matrix | {group.name: group.lr for group in self.adamw.groups}
 
     def state_dict_flat(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The state as tensors under `kind/parameter name`, such as `exp_avg/layers.0.attn.qkv.weight`, and JSON data.
+        """Return the state as tensors by `kind/parameter name` (`exp_avg/layers.0.attn.qkv.weight`), and JSON data.
 
-        Tensors of sharded parameters are DTensors, offloaded ones lie on the host. Most tensors are the state itself,
-        not copies. Before the first step there is none, unless `create_state` was called
-        (torch.distributed.checkpoint loads into what it finds).
+        Tensors of sharded parameters are DTensors, and offloaded ones are on the host. Most tensors are the state
+        itself, not copies. Before the first step there is no state, unless `create_state` was called. (It is called
+        before loading with torch.distributed.checkpoint, which fills existing tensors.)
         """
         if self.streamer is not None:
             self.streamer.wait()
@@ -114,47 +115,48 @@ class Optimizer:
         for name, state in self.adamw.state.items():
             tensors.update({f"{key}/{name}": tensor for key, tensor in state.items()})
         if self.muon is not None:
-            tensors.update({f"momentum/{name}": t for name, t in self.muon.momentum_of.items()})
-            tensors.update({f"row_sizes/{name}": t for name, t in self.muon.row_sizes_of().items()})
+            tensors.update({f"momentum/{name}": t for name, t in self.muon.momentum_buffers.items()})
+            tensors.update({f"row_sizes/{name}": t for name, t in self.muon.row_sizes().items()})
         return tensors, {
             "optimizer": self._name(),
             "roles": {info.name: info.role for info in self.parameters},
         }
 
     def load_state_dict_flat(self, tensors: dict[str, Tensor], data: dict[str, Any]) -> None:
-        """Restores what `state_dict_flat` gave, exactly. Raises RunError if it is another optimiser's or model's."""
+        """Restore the result of `state_dict_flat` exactly. Raises RunError if it is of another optimizer or model."""
         if data.get("optimizer") != self._name():
             raise RunError(
-                f"the checkpoint holds the state of '{data.get('optimizer')}', this run uses '{self._name()}'"
+                f"the checkpoint contains the state of '{data.get('optimizer')}', and this run uses '{self._name()}'; "
+                "resume with the optimizer of the checkpoint"
             )
         if not tensors:
             return
         self.create_state()
-        own, _ = self.state_dict_flat()
+        current, _ = self.state_dict_flat()
         for problem, names in (
-            ("lacks", own.keys() - tensors.keys()),
-            ("has unknown", tensors.keys() - own.keys()),
+            ("lacks", current.keys() - tensors.keys()),
+            ("has unknown", tensors.keys() - current.keys()),
         ):
             if names:
                 raise RunError(
-                    f"the optimiser state {problem} '{min(names)}' ({len(names)} in all): another model's?"
+                    f"the optimiser state {problem} '{min(names)}' ({len(names)} in all); is it of another model?"
                 )
         with torch.no_grad():
-            for key, held in own.items():
-                given = tensors[key]
-                if given.shape != held.shape or given.dtype != held.dtype:
+            for key, tensor in current.items():
+                loaded = tensors[key]
+                if loaded.shape != tensor.shape or loaded.dtype != tensor.dtype:
                     raise RunError(
-                        f"optimiser state '{key}' is {given.dtype} {tuple(given.shape)}, "
-                        f"this model needs {held.dtype} {tuple(held.shape)}"
+                        f"optimiser state '{key}' is {loaded.dtype} {tuple(loaded.shape)}, "
+                        f"this model needs {tensor.dtype} {tuple(tensor.shape)}"
                     )
                 kind, _, name = key.partition("/")
                 if kind == "row_sizes" and self.muon is not None:
-                    self.muon.set_row_sizes(name, given)
+                    self.muon.set_row_sizes(name, loaded)
                 else:
-                    held.copy_(given)
+                    tensor.copy_(loaded)
 
     def create_state(self) -> None:
-        """Creates the state that the first step would create."""
+        """Create the state that the first step would create."""
         self.adamw.create_state()
         if self.muon is not None:
             self.muon.create_state()
@@ -166,55 +168,62 @@ class Optimizer:
 def build(
     model: nn.Module, config: AdamWConfig | MuonConfig, scaling: Scaling, fused: bool | None = None
 ) -> Optimizer:
-    """The optimiser for a model's trainable parameters, with `scaling` applied where `config.scale` says so.
+    """Build the optimizer of a model's trainable parameters.
 
-    AdamW decays matrices, head, embeddings and positions, never vectors (norms, biases, scalars). Under Muon only the
-    matrices are decayed. Adapters take AdamW's rate and decay as they are, because `scaling` is about weights that are
-    trained whole; so do single rows of a frozen table, without decay. fused: see `Muon` and `AdamW`. Raises UsageError
-    for a parameter of unknown role or unusable device, and for sharded weights where the state's format or place needs
-    whole ones.
+    AdamW decays matrices, head, embeddings and positions, but never vectors (norms, biases, scalars). With Muon, only
+    the matrices decay. Adapters and single rows of a frozen table use AdamW's learning rate unscaled, because `scaling`
+    is for weights that train as a whole; adapters decay, single rows do not.
+
+    Raises UsageError for a parameter of unknown role or on an unsupported device, and for sharded weights with 8-bit or
+    offloaded state.
+
+    Args:
+        scaling: Factors of learning rates and weight decay, applied if `config.scale` is set.
+        fused: See `Muon` and `AdamW`.
     """
-    parameters = classify(model)
+    parameters = classify_parameters(model)
     for info in parameters:
         device = local(info.parameter).device.type
         if device not in FUSED_DEVICES:
             raise UsageError(
-                f"parameter '{info.name}' is on '{device}'; move the model to a CPU or GPU first"
+                f"parameter '{info.name}' is on device '{device}'; move the model to a CPU or GPU first"
             )
         if is_sharded(info.parameter) and (config.offload or config.states == "8bit"):
             option = "optim.offload" if config.offload else "optim.states: 8bit"
             raise UsageError(
-                f"{option} works on whole weights, and parallel.mode shard splits them; use parallel.mode replicate"
+                f"{option} needs whole weights, and parallel.mode shard splits them; use parallel.mode replicate"
                 + ("" if config.offload else ", or optim.states bfloat16")
             )
-    s = scaling if config.scale else Scaling(lr=1.0, embedding_lr=1.0, weight_decay=1.0)
-
+    if not config.scale:
+        scaling = Scaling(lr=1.0, embedding_lr=1.0, weight_decay=1.0)
     streamer = Streamer(local(parameters[0].parameter).device) if config.offload and parameters else None
 
-    def of(*roles: Role) -> list[ParameterInfo]:
+    def with_role(*roles: Role) -> list[ParameterInfo]:
         return [info for info in parameters if info.role in roles]
 
     muon = None
     if isinstance(config, AdamWConfig):
-        lr, decay = config.lr * s.embedding_lr, config.weight_decay * s.weight_decay
+        lr, decay = config.lr * scaling.embedding_lr, config.weight_decay * scaling.weight_decay
         groups = [
-            AdamWGroup("weights", of("matrix", "head", "embedding", "position"), lr, decay),
-            AdamWGroup("vectors", of("vector"), lr, 0.0),
-            AdamWGroup("adapters", of("adapter"), config.lr, config.weight_decay),
-            AdamWGroup("rows", of("rows"), config.lr, 0.0),
+            AdamWGroup("weights", with_role("matrix", "head", "embedding", "position"), lr, decay),
+            AdamWGroup("vectors", with_role("vector"), lr, 0.0),
+            AdamWGroup("adapters", with_role("adapter"), config.lr, config.weight_decay),
+            AdamWGroup("rows", with_role("rows"), config.lr, 0.0),
         ]
     else:
-        if of("adapter", "rows"):
+        if with_role("adapter", "rows"):
             raise UsageError(
-                "muon is for whole matrices, adapters are trained by adamw; use --optim.name adamw"
+                "muon is for whole matrices, and adapters are trained by adamw; use --optim.name adamw"
             )
+        embedding_lr = config.embedding_lr * scaling.embedding_lr
         groups = [
-            AdamWGroup("embedding", of("embedding", "position"), config.embedding_lr * s.embedding_lr, 0.0),
-            AdamWGroup("head", of("head"), config.head_lr * s.embedding_lr, 0.0),
-            AdamWGroup("scalar", of("vector"), config.scalar_lr * s.lr, 0.0),
+            AdamWGroup("embedding", with_role("embedding", "position"), embedding_lr, 0.0),
+            AdamWGroup("head", with_role("head"), config.head_lr * scaling.embedding_lr, 0.0),
+            AdamWGroup("scalar", with_role("vector"), config.scalar_lr * scaling.lr, 0.0),
         ]
-        muon = Muon(of("matrix"), config, streamer, fused)
-        muon.peak_lr, muon.peak_weight_decay = config.lr * s.lr, config.weight_decay * s.weight_decay
-    filled = [group for group in groups if group.parameters]
-    adamw = AdamW(filled, config.betas, config.eps, config.states, streamer, fused)
+        muon = Muon(with_role("matrix"), config, streamer, fused)
+        muon.peak_lr = config.lr * scaling.lr
+        muon.peak_weight_decay = config.weight_decay * scaling.weight_decay
+    groups = [group for group in groups if group.parameters]
+    adamw = AdamW(groups, config.betas, config.eps, config.states, streamer, fused)
     return Optimizer(parameters, adamw, muon, streamer)

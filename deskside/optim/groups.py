@@ -1,10 +1,10 @@
-"""Which optimiser a parameter belongs to, read from the module that owns it.
+"""The role of each parameter for the optimizer, determined by the module that owns it.
 
-Modules say what their weights are, with two attributes that anything may carry (a precision recipe's replacement of a
-Linear too): `role` ("matrix", "head", "embedding", "position") for the parameter `weight`, and `slices`, the rows
-`start:stop` of the projections that a fused weight stacks. Where a module has several stacked weights (experts),
-`slices` maps each one's attribute to its slices. Parameters of one dimension are vectors, whoever owns them. Modules of
-the roles "adapter" and "rows" (single rows of a frozen table) say so of everything in them.
+A module declares its weight with two attributes: `role` ("matrix", "head", "embedding", "position") for the parameter
+`weight`, and `slices`, the rows `start:stop` of the projections that are stacked in this weight. If a module has
+several stacked weights (experts), `slices` maps the attribute name of each weight to its slices. Parameters with one
+dimension are always vectors. The roles "adapter" and "rows" (single rows of a frozen table) apply to all parameters in
+a module.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,9 +20,10 @@ Role = Literal["matrix", "embedding", "position", "head", "vector", "adapter", "
 
 @dataclass(frozen=True)
 class ParameterInfo:
-    """A parameter, its name in the model, what it is, and the rows of the logical matrices in it.
+    """A parameter with its name in the model and its role.
 
-    A matrix is (rows, columns), or (experts, rows, columns); its `slices` cover the rows. They are empty otherwise.
+    slices: for a matrix (rows, columns) or (experts, rows, columns), the (start, stop) rows of the logical matrices
+    stacked in it, which cover all rows; otherwise empty.
     """
 
     name: str
@@ -31,54 +32,55 @@ class ParameterInfo:
     slices: tuple[tuple[int, int], ...] = ()
 
 
-def classify(model: nn.Module) -> list[ParameterInfo]:
-    """Every trainable parameter of `model` once, in the order of `named_parameters`.
+def classify_parameters(model: nn.Module) -> list[ParameterInfo]:
+    """Return every trainable parameter of `model` once, in the order of `named_parameters`.
 
-    A token table that is also the output head, because modules share it or the model has no separate head, is a "head":
-    the gradient of the logits dominates it, and an embedding's learning rate would be far too high for it.
-    Raises UsageError for a weight of two or more dimensions that no module explains.
+    An embedding that is also the output head, because modules share it or the model has no separate head, gets the role
+    "head": most of its gradient comes from the logits, and the learning rate of an embedding would be far too high.
+    Raises UsageError for a weight with two or more dimensions whose module declares no role.
     """
     known: dict[int, tuple[Role, tuple[tuple[int, int], ...]]] = {}
     for module in model.modules():
-        for parameter, role, slices in _explained(module):
+        for parameter, role, slices in _declared_weights(module):
             if id(parameter) not in known or role == "head":
                 known[id(parameter)] = (role, slices)
     tied = not any(role == "head" for role, _ in known.values())
-    found = []
+    infos = []
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         if parameter.ndim < 2:
-            found.append(ParameterInfo(clean_name(name), parameter, "vector"))
+            infos.append(ParameterInfo(clean_name(name), parameter, "vector"))
         elif id(parameter) in known:
             role, slices = known[id(parameter)]
             role = "head" if tied and role == "embedding" else role
-            found.append(ParameterInfo(clean_name(name), parameter, role, slices if role == "matrix" else ()))
+            infos.append(ParameterInfo(clean_name(name), parameter, role, slices if role == "matrix" else ()))
         else:
             raise UsageError(
-                f"the optimiser does not know what parameter '{name}' {tuple(parameter.shape)} is: "
+                f"parameter '{name}' {tuple(parameter.shape)} has no role for the optimiser; "
                 "give its module a `role` (matrix, head, embedding or position), or freeze it"
             )
-    return found
+    return infos
 
 
 def clean_name(name: str) -> str:
-    """The name without what torch.compile and activation checkpointing insert, so that a checkpoint fits either way."""
+    """Return a parameter name without the parts that torch.compile and activation checkpointing insert."""
     return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
-def _explained(module: nn.Module) -> Iterator[tuple[nn.Parameter, Role, tuple[tuple[int, int], ...]]]:
+def _declared_weights(module: nn.Module) -> Iterator[tuple[nn.Parameter, Role, tuple[tuple[int, int], ...]]]:
+    """Yield (parameter, role, slices) of the weights whose role this module declares."""
     slices = getattr(module, "slices", None)
-    whole: Role | None = getattr(module, "role", None)
-    if whole in ("adapter", "rows"):
+    role: Role | None = getattr(module, "role", None)
+    if role in ("adapter", "rows"):
         for parameter in module.parameters():
-            yield parameter, whole, ()
+            yield parameter, role, ()
         return
     if isinstance(slices, Mapping):
         for attribute, rows in slices.items():
             yield _checked(getattr(module, attribute), "matrix", rows, attribute)
         return
-    role, weight = getattr(module, "role", None), getattr(module, "weight", None)
+    weight = getattr(module, "weight", None)
     if role is not None and isinstance(weight, nn.Parameter):
         yield _checked(weight, role, slices or (), "weight")
 
@@ -87,7 +89,7 @@ def _checked(
     parameter: nn.Parameter, role: Role, slices: Sequence[Any], attribute: str
 ) -> tuple[nn.Parameter, Role, tuple[tuple[int, int], ...]]:
     if role not in ("matrix", "embedding", "position", "head"):
-        raise UsageError(f"'{role}' is not a role of a weight: use matrix, head, embedding or position")
+        raise UsageError(f"'{role}' is not a role of a weight; use matrix, head, embedding or position")
     rows = parameter.shape[-2]
     spans = tuple((s.start, s.stop) for s in slices) or ((0, rows),)
     edges = [0, *(stop for _, stop in spans)]

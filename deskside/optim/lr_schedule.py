@@ -1,7 +1,7 @@
-"""The learning rate and the stage as pure functions of progress, the share of the run that is done.
+"""Learning rate and stage as pure functions of progress, the completed share of the run.
 
-Progress is 0 before the first step and 1 after the last. Nothing here knows time or tokens: who calls decides what the
-share is a share of, so the same functions serve a run of so many steps and a run of so many hours.
+Progress is 0 before the first step and 1 after the last. The caller computes it from steps, tokens or time, so the same
+functions apply to runs whose length is given in any of these units.
 """
 
 import math
@@ -12,14 +12,14 @@ from deskside.config.schedule import CosineConfig, ScheduleConfig, Stage, WsdCon
 
 
 def lr_factor(config: ScheduleConfig, progress: float, planned_steps: int) -> float:
-    """Learning rate as a fraction of its peak, in [0, 1].
+    """Return the learning rate as a fraction of its peak, in [0, 1].
 
-    `progress` is (steps done) / `planned_steps`; values outside of [0, 1] count as the nearer end. The rise starts at
-    one part rather than at zero, so that the first step trains. Raises ValueError if progress is not a number, or if
-    the warm-up cannot be related to the length of the run.
+    progress: completed share of the run, clamped to [0, 1]. The warm-up begins at 1 / (its steps + 1) rather than at
+    zero, so that the first step has an effect. Raises ValueError if progress is NaN, or if the unit of
+    the warm-up cannot be compared with that of the run's length.
     """
     if math.isnan(progress):
-        raise ValueError("progress is not a number")
+        raise ValueError("progress is NaN")
     progress = min(max(progress, 0.0), 1.0)
     warmup = warmup_share(config, planned_steps)
     if progress < warmup:
@@ -37,13 +37,13 @@ def lr_factor(config: ScheduleConfig, progress: float, planned_steps: int) -> fl
 
 
 def warmup_share(config: ScheduleConfig, planned_steps: int) -> float:
-    """The warm-up as a share of the run.
+    """Return the warm-up as a share of the run.
 
-    A warm-up given as a Duration is shortened to the time before the decay (half the run for cosine and constant),
-    because 40 steps of warm-up must not swallow a run of 30. Raises ValueError if its unit cannot be compared.
+    A warm-up that is given as a Duration ends before the decay at the latest (with cosine and constant, after half of
+    the run), so that 40 steps of warm-up do not fill a run of 30 steps. Raises ValueError as `lr_factor` does.
     """
     if planned_steps < 1:
-        raise ValueError(f"a run has at least one step, not {planned_steps}")
+        raise ValueError(f"planned_steps must be at least 1, but is {planned_steps}")
     if not isinstance(config.warmup, Duration):
         return config.warmup
     if config.warmup.unit == "steps":
@@ -56,7 +56,7 @@ def warmup_share(config: ScheduleConfig, planned_steps: int) -> float:
 
 
 def stage_at(config: ScheduleConfig, progress: float) -> Stage | None:
-    """The stage that a step at `progress` trains in, None when the schedule has none. `until` belongs to the next."""
+    """Return the stage of a step at `progress`, or None if the schedule has no stages. A stage excludes its `until`."""
     for stage in config.stages:
         if progress < stage.until:
             return stage
@@ -65,7 +65,7 @@ def stage_at(config: ScheduleConfig, progress: float) -> Stage | None:
 
 @dataclass(frozen=True)
 class SchedulePoint:
-    """One moment of a schedule: what begins or ends there, and the learning rate and stage from there on."""
+    """A point at which a schedule changes. what: the change. lr_factor, stage: the values from this point on."""
 
     what: str
     step: int
@@ -75,18 +75,18 @@ class SchedulePoint:
 
 
 def describe(config: ScheduleConfig, planned_steps: int) -> list[SchedulePoint]:
-    """The moments at which the schedule changes, in order, for `deskside train --dry-run`."""
-    moments: list[tuple[float, str]] = [(0.0, "start")]
+    """Return the points at which the schedule changes, in order, for `deskside train --dry-run`."""
+    changes: list[tuple[float, str]] = [(0.0, "start")]
     warmup = warmup_share(config, planned_steps)
     if warmup > 0:
-        moments.append((warmup, "warm-up ends"))
+        changes.append((warmup, "warm-up ends"))
     if isinstance(config, WsdConfig) and config.decay > 0:
-        moments.append((1 - config.decay, f"{config.decay_shape} decay starts"))
-    moments += [(s.until, f"stage {i + 2} starts") for i, s in enumerate(config.stages[:-1])]
-    moments.append((1.0, "end"))
+        changes.append((1 - config.decay, f"{config.decay_shape} decay starts"))
+    changes += [(s.until, f"stage {i + 2} starts") for i, s in enumerate(config.stages[:-1])]
+    changes.append((1.0, "end"))
     return [
         SchedulePoint(
             what, round(at * planned_steps), at, lr_factor(config, at, planned_steps), stage_at(config, at)
         )
-        for at, what in sorted(moments, key=lambda moment: moment[0])
+        for at, what in sorted(changes, key=lambda change: change[0])
     ]

@@ -1,37 +1,39 @@
-"""Muon: momentum, made orthogonal, for the logical matrices of a model (Jordan et al. 2024, kellerjordan.github.io).
+"""Muon: orthogonalized momentum for the logical matrices of a model (Jordan et al. 2024, kellerjordan.github.io).
 
-The work is arranged around two facts. The iteration wants many matrices of one shape at once, because one of 768 x 768
-does not fill a GPU. And q, k, v of one fused weight are three matrices, which must be orthogonalised apart. So every
-step gathers the slices of all layers into stacks of one shape (wide ones transposed, so that up and down projections
-share a stack), updates each stack as one batch, and scatters the result back:
+A single matrix of 768 x 768 does not fill a GPU, so the iteration should process many matrices of one shape at once.
+And q, k and v in one fused weight are three matrices, which must be orthogonalized separately. So every step gathers
+the slices of all layers into stacks of one shape (with wide matrices transposed, so that up and down projections share
+a stack), updates each stack as one batch, and scatters the result back:
 
     gradient -> momentum (shaped and sharded like the parameter) -> look-ahead (Nesterov)
              -> stack (bfloat16 on CUDA, float32 on a CPU) -> Newton-Schulz -> row normalisation -> parameter
 
-What surrounds Newton-Schulz reads and writes each tensor once, on CUDA in two Triton kernels (`kernels/muon.py`): 14
-bytes per weight before, 10 after and 2 for the rows' sizes. Of the 74M block weights of `124m` that is 1.9 GB, 0.45 ms
-at 4.2 TB/s. Nothing is compiled by torch.compile, which would cost seconds before the first step.
+The steps before and after Newton-Schulz read and write each tensor once; on CUDA, they are two Triton kernels
+(`kernels/muon.py`). They move 14 bytes per weight before, 10 after, and 2 for the mean squares of the rows. For the 74M
+block weights of `124m` this is 1.9 GB, or 0.45 ms at 4.2 TB/s. torch.compile is not used, because it would take seconds
+before the first step.
 
 Newton-Schulz finds the nearest matrix whose singular values are all one. An odd polynomial of a matrix changes its
-singular values and keeps its singular vectors. Iterating X <- a X + b X (X^T X) + c X (X^T X)^2 with suited (a, b, c)
-drives every singular value towards one, and needs only GEMMs, in which bfloat16 is good enough. There are two sets:
+singular values and keeps its singular vectors. Iterating X <- a X + b X (X^T X) + c X (X^T X)^2 with suitable (a, b, c)
+moves every singular value towards one. It needs only GEMMs, for which bfloat16 is precise enough. There are two sets of
+coefficients:
 
 - `polar_express` (Amsel et al., arXiv 2505.16932, algorithm 1): each iteration uses the best polynomial for the
-  interval that the one before left, for singular values from 1e-3 of the largest up.
-- `quintic` (Jordan et al. 2024, kellerjordan.github.io/posts/muon): one polynomial, steepest at zero; singular values
-  end between about 0.7 and 1.2 rather than at one.
+  interval of singular values that the previous iteration returns. The first interval begins at 1e-3 of the largest one.
+- `quintic` (Jordan et al. 2024, kellerjordan.github.io/posts/muon): one polynomial with a steep slope at zero; the
+  resulting singular values are between about 0.7 and 1.2.
 
-Row normalisation is NorMuon's (arXiv 2510.05491): each row of the update is divided by its running size, then the
-whole update gets its old Frobenius norm back. It acts along the longer side, because orthogonalisation has already made
-the vectors along the shorter side equally long.
+Row normalization follows NorMuon (arXiv 2510.05491): each row of the update is divided by the root of its running mean
+square, then the update is scaled back to its previous Frobenius norm. Rows are the vectors along the longer side,
+because orthogonalization has already made the vectors along the shorter side equally long.
 
-The update of a (rows, columns) matrix is scaled by sqrt(max(1, rows / columns)), which keeps the change of the output
-per unit of learning rate independent of the shape (Jordan et al.). Weight decay is decoupled; "cautious" applies it
-only where the update, too, moves the weight towards zero (arXiv 2510.12402).
+The update of a (rows, columns) matrix is scaled by sqrt(max(1, rows / columns)), so that the change of the output per
+unit of learning rate does not depend on the shape (Jordan et al.). Weight decay is decoupled. "Cautious" decay applies
+only to weights that the update moves towards zero too (arXiv 2510.12402).
 
-A sharded parameter (FSDP2) keeps its momentum sharded; the look-ahead is written into its gradient and gathered in
-full, every rank does the same iteration, and each writes back its own rows. Momentum in the host's memory
-(`optim/offload.py`) is streamed, and its look-ahead is written into the gradients too. So gradients count as consumed.
+The momentum of a sharded parameter (FSDP2) is sharded too. Its look-ahead is written into the gradient and gathered in
+full, every rank runs the same iteration, and each writes back its own rows. For momentum in host memory
+(`optim/offload.py`), the look-ahead is also written into the gradients. So the gradients are invalid after a step.
 """
 
 from collections.abc import Sequence
@@ -46,10 +48,10 @@ from deskside.config.optim import MuonConfig
 from deskside.kernels.muon import apply, look_ahead
 from deskside.optim.groups import ParameterInfo
 from deskside.optim.offload import OffloadJob, Streamer, host_zeros, pieces
-from deskside.optim.sharded import first_row, full_like, gradient_of, is_sharded, local
+from deskside.optim.sharded import first_row, gather_full, gradient_of, is_sharded, local
 
 STACK_ELEMENTS = 2**26
-"""Largest stack. Beyond this a bigger batch is no faster, and its temporaries would decide the peak memory."""
+"""Largest stack. A larger batch is not faster, and its temporaries would determine the peak memory."""
 
 Coefficients = tuple[tuple[float, float, float], ...]
 
@@ -66,12 +68,12 @@ _POLAR_EXPRESS_LIMIT = (1.875, -1.25, 0.375)
 _QUINTIC = (3.4445, -4.775, 2.0315)
 
 SAFETY = 1.01
-"""Rounding may push a singular value above the interval, where the polynomials grow without bound: room for 1 %."""
+"""Margin of 1 %, because rounding may move a singular value out of the interval, where the polynomials diverge."""
 
 
 @dataclass(frozen=True)
 class _Slice:
-    """Rows `start:stop` of a parameter, as one matrix, or as one per expert."""
+    """Rows `start:stop` of a parameter: one logical matrix, or one for each expert."""
 
     info: ParameterInfo
     start: int
@@ -86,37 +88,41 @@ class _Slice:
         return self.stop - self.start, self.info.parameter.shape[-1]
 
     @property
-    def tall(self) -> tuple[int, int]:
+    def tall_shape(self) -> tuple[int, int]:
+        """(long side, short side): the shape, transposed if the matrix is wide."""
         return max(self.shape), min(self.shape)
 
     @property
     def scale(self) -> float:
-        """sqrt(max(1, rows / columns))."""
+        """Factor of the update: sqrt(max(1, rows / columns))."""
         return max(1.0, self.shape[0] / self.shape[1]) ** 0.5
 
     def part_of(self, whole: Tensor) -> Tensor:
-        """(experts, rows, columns) of a full tensor shaped like the parameter."""
-        return _three(whole)[:, self.start : self.stop]
+        """Return this slice, (experts, rows, columns), of an unsharded tensor with the parameter's shape."""
+        return _with_expert_dim(whole)[:, self.start : self.stop]
 
 
 @dataclass
 class _Stack:
-    """Slices of one shape that are updated as one batch of `len(slices) * experts` matrices."""
+    """Slices of one shape that are updated as one batch of `len(slices) * experts` matrices.
+
+    A stack is a tensor (batch, long side, short side).
+    """
 
     slices: list[_Slice]
-    row_sizes: Tensor | None = None  # (batch, long), NorMuon's running mean square of each row
+    row_sizes: Tensor | None = None  # (batch, long side), NorMuon's running mean square of each row
 
-    def places(self, stack: Tensor) -> list[Tensor]:
-        """The stack (batch, long, short) as one (experts, rows, columns) view per slice."""
+    def slice_views(self, stack: Tensor) -> list[Tensor]:
+        """Return a view (experts, rows, columns) of the stack for each slice."""
         parts = zip(self.slices, stack.split(self.slices[0].experts), strict=True)
-        return [part if s.shape == s.tall else part.mT for s, part in parts]
+        return [part if s.shape == s.tall_shape else part.mT for s, part in parts]
 
 
 class Muon:
-    """Muon over the matrices `parameters`. `lr`, `weight_decay` and `momentum` are what the next step uses.
+    """Muon over the matrices `parameters`. The next step uses `lr`, `weight_decay` and `momentum`.
 
-    streamer: where given, the momentum lies in the host's memory and is streamed by it; fused: run the Triton kernels
-    rather than their reference, None for CUDA alone.
+    streamer: keep the momentum in host memory and update it through this streamer.
+    fused: run the Triton kernels instead of their reference; None: on CUDA only.
     """
 
     def __init__(
@@ -132,7 +138,7 @@ class Muon:
         self.lr = self.peak_lr = 0.0
         self.weight_decay = self.peak_weight_decay = 0.0
         self.momentum = config.momentum
-        self.momentum_of: dict[str, Tensor] = {}
+        self.momentum_buffers: dict[str, Tensor] = {}
         self._fused = fused
         self._coefficients = coefficients(config.coefficients, config.ns_steps)
         self._stacks = _make_stacks(parameters)
@@ -141,20 +147,19 @@ class Muon:
         """See `Optimizer.set_progress`."""
         config = self.config
         self.lr = self.peak_lr * lr_factor
-        remaining = (
-            1 - min(max(progress, 0.0), 1.0) if config.weight_decay_schedule == "linear to zero" else 1.0
-        )
-        self.weight_decay = self.peak_weight_decay * remaining
-        risen = min(step / config.momentum_warmup_steps, 1.0) if config.momentum_warmup_steps else 1.0
-        self.momentum = config.momentum_start + (config.momentum - config.momentum_start) * risen
+        self.weight_decay = self.peak_weight_decay
+        if config.weight_decay_schedule == "linear to zero":
+            self.weight_decay *= 1 - min(max(progress, 0.0), 1.0)
+        warmup = min(step / config.momentum_warmup_steps, 1.0) if config.momentum_warmup_steps else 1.0
+        self.momentum = config.momentum_start + (config.momentum - config.momentum_start) * warmup
 
     def create_state(self) -> None:
-        """Zero momentum and row sizes, where they do not exist yet."""
+        """Create missing momentum and row sizes, filled with zeros."""
         for info in self.parameters:
-            if info.name not in self.momentum_of:
+            if info.name not in self.momentum_buffers:
                 parameter = info.parameter
                 dtype = _working_dtype(parameter) if self.config.states == "float32" else torch.bfloat16
-                self.momentum_of[info.name] = (
+                self.momentum_buffers[info.name] = (
                     host_zeros(parameter.shape, dtype, parameter.device)
                     if self.streamer is not None
                     else torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
@@ -164,13 +169,16 @@ class Muon:
                 if stack.row_sizes is None:
                     first = stack.slices[0]
                     weight = first.info.parameter
-                    shape = (len(stack.slices) * first.experts, first.tall[0])
+                    shape = (len(stack.slices) * first.experts, first.tall_shape[0])
                     stack.row_sizes = torch.zeros(
                         shape, dtype=_working_dtype(weight), device=local(weight).device
                     )
 
     def step(self, skip: Tensor | None) -> None:
-        """One update. `skip`: float scalar on the device; at 1 no weight and no state changes. Consumes gradients."""
+        """Update all matrices, and overwrite their gradients.
+
+        skip: float scalar on the device; if it is 1, no weight and no state changes.
+        """
         if not self.parameters:
             return
         self.create_state()
@@ -183,49 +191,54 @@ class Muon:
             self._update_stack(stack, directions, skip)
 
     def _streamed_directions(self, streamer: Streamer, skip: Tensor) -> dict[str, Tensor]:
-        """Advances momentum that lies on the host, piece by piece. What is to be made orthogonal, by parameter."""
+        """Update momentum in host memory, piece by piece. Returns the directions to orthogonalize, by parameter."""
         jobs, directions = [], {}
         for info in self.parameters:
             gradient = gradient_of(info).to(_working_dtype(info.parameter)).contiguous()
             directions[info.name] = gradient
-            flat, momentum = gradient.view(-1), self.momentum_of[info.name].view(-1)
+            flat, momentum = gradient.view(-1), self.momentum_buffers[info.name].view(-1)
             for part in pieces(flat.numel()):
-                jobs.append(OffloadJob([momentum[part]], partial(self._advance, g=flat[part], skip=skip)))
+                update = partial(self._update_momentum, gradient=flat[part], skip=skip)
+                jobs.append(OffloadJob([momentum[part]], update))
         streamer.run(jobs)
         return directions
 
-    def _advance(self, held: Sequence[Tensor], g: Tensor, skip: Tensor) -> None:
-        # Eager, because the bus is what these pieces wait for.
-        look_ahead(g, held[0], g, self.momentum, self.config.nesterov, skip, fused=False)
+    def _update_momentum(self, device_state: Sequence[Tensor], gradient: Tensor, skip: Tensor) -> None:
+        # Not fused, because the time of a piece is that of its copies over the bus.
+        look_ahead(
+            gradient, device_state[0], gradient, self.momentum, self.config.nesterov, skip, fused=False
+        )
 
     def _fill(
         self, stack: _Stack, x: Tensor, directions: dict[str, Tensor], skip: Tensor, fused: bool
     ) -> None:
-        """Writes the directions of a stack's slices into it, (batch, long, short); advances their momentum."""
-        whole: dict[str, Tensor] = {}
-        for s, place in zip(stack.slices, stack.places(x), strict=True):
+        """Write the directions of the stack's slices into x (batch, long side, short side). Updates their momentum."""
+        gathered: dict[str, Tensor] = {}
+        for s, x_slice in zip(stack.slices, stack.slice_views(x), strict=True):
             name, parameter = s.info.name, s.info.parameter
             if is_sharded(parameter):
-                if name not in whole:  # gathered in the iteration's dtype, which halves the traffic
+                if name not in gathered:  # in the dtype of the iteration, which halves the traffic
                     direction = self._sharded_direction(s.info, directions, skip, fused)
-                    whole[name] = full_like(direction.to(x.dtype), parameter)
-                place.copy_(s.part_of(whole[name]))
+                    gathered[name] = gather_full(direction.to(x.dtype), parameter)
+                x_slice.copy_(s.part_of(gathered[name]))
             elif self.streamer is not None:
-                place.copy_(s.part_of(directions[name]))
+                x_slice.copy_(s.part_of(directions[name]))
             else:
-                gradient, momentum = s.part_of(gradient_of(s.info)), s.part_of(self.momentum_of[name])
-                look_ahead(gradient, momentum, place, self.momentum, self.config.nesterov, skip, fused)
+                gradient, momentum = s.part_of(gradient_of(s.info)), s.part_of(self.momentum_buffers[name])
+                look_ahead(gradient, momentum, x_slice, self.momentum, self.config.nesterov, skip, fused)
 
     def _sharded_direction(
         self, info: ParameterInfo, directions: dict[str, Tensor], skip: Tensor, fused: bool
     ) -> Tensor:
-        """This rank's rows of the direction, computed once, because slices of one weight can be in several stacks."""
+        """Return this rank's rows of the direction.
+
+        The result is kept in `directions`, because slices of one weight can be in several stacks.
+        """
         if info.name not in directions:
-            g, momentum = local(gradient_of(info)), local(self.momentum_of[info.name])
+            g, momentum = local(gradient_of(info)), local(self.momentum_buffers[info.name])
             g = g.to(_working_dtype(g))
-            look_ahead(
-                _three(g), _three(momentum), _three(g), self.momentum, self.config.nesterov, skip, fused
-            )
+            g_ERC, momentum_ERC = _with_expert_dim(g), _with_expert_dim(momentum)
+            look_ahead(g_ERC, momentum_ERC, g_ERC, self.momentum, self.config.nesterov, skip, fused)
             directions[info.name] = g
         return directions[info.name]
 
@@ -233,48 +246,51 @@ class Muon:
         first = stack.slices[0]
         weight = local(first.info.parameter)
         fused = weight.is_cuda and weight.dtype != torch.float64 if self._fused is None else self._fused
-        shape = (len(stack.slices) * first.experts, *first.tall)
+        shape = (len(stack.slices) * first.experts, *first.tall_shape)
         x = torch.empty(shape, dtype=_iteration_dtype(weight), device=weight.device)
         self._fill(stack, x, directions, skip, fused)
         u = orthogonalize(x, self._coefficients)
         del x
         factors = _row_factors(u, stack.row_sizes, self.config.normalize_beta, _working_dtype(weight), skip)
-        for s, u_ERC, factors_ERC in zip(stack.slices, stack.places(u), stack.places(factors), strict=True):
-            (update, part), (factor, _) = _overlap(s, u_ERC), _overlap(s, factors_ERC)
+        for s, u_ERC, factors_ERC in zip(
+            stack.slices, stack.slice_views(u), stack.slice_views(factors), strict=True
+        ):
+            (update, part), (factor, _) = _local_part(s, u_ERC), _local_part(s, factors_ERC)
             if part.numel():
                 decay = self.lr * self.weight_decay
                 cautious = self.config.cautious_weight_decay
                 apply(part, update, factor, self.lr * s.scale, decay, cautious, skip, fused)
 
-    def row_sizes_of(self) -> dict[str, Tensor]:
-        """NorMuon's running sizes by parameter: one dimension, slice after slice, expert after expert. Copies."""
+    def row_sizes(self) -> dict[str, Tensor]:
+        """Return copies of NorMuon's running mean squares by parameter, flattened in the order slice, expert, row."""
         parts: dict[str, list[Tensor]] = {}
         for name, _, rows in self._named_row_sizes():
             parts.setdefault(name, []).append(rows.flatten())
         return {name: torch.cat(rows) for name, rows in parts.items()}
 
     def set_row_sizes(self, name: str, sizes: Tensor) -> None:
-        """Puts back what `row_sizes_of` gave for one parameter."""
+        """Restore the result of `row_sizes` for one parameter."""
         position = 0
-        for _, _, rows in (item for item in self._named_row_sizes() if item[0] == name):
+        for _, _, rows in (entry for entry in self._named_row_sizes() if entry[0] == name):
             rows.copy_(sizes[position : position + rows.numel()].view_as(rows))
             position += rows.numel()
 
     def _named_row_sizes(self) -> list[tuple[str, int, Tensor]]:
-        found = []
+        """Return (parameter name, first row of the slice, running mean squares as a view) for each slice, sorted."""
+        entries = []
         for stack in self._stacks:
             if stack.row_sizes is not None:
                 for s, rows in zip(stack.slices, stack.row_sizes.split(stack.slices[0].experts), strict=True):
-                    found.append((s.info.name, s.start, rows))
-        return sorted(found, key=lambda item: item[:2])
+                    entries.append((s.info.name, s.start, rows))
+        return sorted(entries, key=lambda entry: entry[:2])
 
 
 def _row_factors(
     u: Tensor, row_sizes: Tensor | None, beta: float, dtype: torch.dtype, skip: Tensor
 ) -> Tensor:
-    """Return the factor of each row of the update, shaped to broadcast over u; ones without row normalization.
+    """Return the factors of NorMuon's row normalization, expanded to the shape of u, or ones if row_sizes is None.
 
-    u: (batch, long, short); row_sizes: (batch, long), advanced in place unless skip is 1, or None.
+    u: (batch, long side, short side). row_sizes: (batch, long side), updated in place unless skip is 1.
     """
     if row_sizes is None:
         return torch.ones((1, 1, 1), dtype=dtype, device=u.device).expand(u.shape)
@@ -282,47 +298,46 @@ def _row_factors(
     sizes = torch.where(skip > 0, row_sizes, torch.lerp(row_sizes, mean, 1 - beta))
     row_sizes.copy_(sizes)
     inverse = 1 / sizes.clamp_min(1e-10)
+    # Restores the Frobenius norm of each matrix.
     restore = mean.sum(dim=-1, keepdim=True) / (mean * inverse).sum(dim=-1, keepdim=True).clamp_min(1e-30)
     return (inverse * restore).sqrt()[..., None].expand(u.shape)
 
 
 def _make_stacks(parameters: list[ParameterInfo]) -> list[_Stack]:
+    """Group the slices of all parameters by shape, and split large groups into stacks of equal size."""
     by_shape: dict[tuple[Any, ...], list[_Slice]] = {}
     for info in parameters:
         for start, stop in info.slices:
             s = _Slice(info, start, stop)
-            key = (s.tall, s.experts, info.parameter.dtype, local(info.parameter).device)
+            key = (s.tall_shape, s.experts, info.parameter.dtype, local(info.parameter).device)
             by_shape.setdefault(key, []).append(s)
     stacks = []
-    for (tall, experts, *_), slices in by_shape.items():
-        # Parts of one size: none is left over that would not fill the device.
-        per_slice = tall[0] * tall[1] * experts
-        parts = next(
-            n
-            for n in range(1, len(slices) + 1)
-            if len(slices) % n == 0 and (len(slices) // n * per_slice <= STACK_ELEMENTS or n == len(slices))
-        )
-        size = len(slices) // parts
+    for (tall_shape, experts, *_), slices in by_shape.items():
+        # Stacks of equal size, because a small remainder would not fill the device.
+        slice_elements = tall_shape[0] * tall_shape[1] * experts
+        divisors = [n for n in range(len(slices), 0, -1) if len(slices) % n == 0]
+        size = next((n for n in divisors if n * slice_elements <= STACK_ELEMENTS), 1)
         for i in range(0, len(slices), size):
             stacks.append(_Stack(slices[i : i + size]))
     return stacks
 
 
-def _three(whole: Tensor) -> Tensor:
-    """(experts, rows, columns) of a tensor shaped like a parameter."""
+def _with_expert_dim(whole: Tensor) -> Tensor:
+    """View a tensor with a parameter's shape as (experts, rows, columns)."""
     return whole if whole.ndim == 3 else whole.unsqueeze(0)
 
 
-def _overlap(s: _Slice, place: Tensor) -> tuple[Tensor, Tensor]:
-    """The part of a slice that this rank holds: in the stack, and in the parameter (both views)."""
+def _local_part(s: _Slice, x_slice: Tensor) -> tuple[Tensor, Tensor]:
+    """Return this rank's part of a slice, as views of x_slice (its place in a stack) and of the parameter."""
     parameter = s.info.parameter.detach()
     if not is_sharded(parameter):
-        return place, s.part_of(parameter)
+        return x_slice, s.part_of(parameter)
     shard, first = parameter.to_local(), first_row(parameter)
-    if shard.ndim == 3:
-        return place[first : first + shard.shape[0]], shard[:, s.start : s.stop]
-    low, high = max(s.start, first), max(min(s.stop, first + shard.shape[0]), max(s.start, first))
-    return place[:, low - s.start : high - s.start], shard.unsqueeze(0)[:, low - first : high - first]
+    if shard.ndim == 3:  # sharded along the experts
+        return x_slice[first : first + shard.shape[0]], shard[:, s.start : s.stop]
+    low = max(s.start, first)
+    high = max(min(s.stop, first + shard.shape[0]), low)
+    return x_slice[:, low - s.start : high - s.start], shard.unsqueeze(0)[:, low - first : high - first]
 
 
 def _working_dtype(weight: Tensor) -> torch.dtype:
@@ -334,7 +349,7 @@ def _iteration_dtype(weight: Tensor) -> torch.dtype:
 
 
 def coefficients(kind: Literal["polar_express", "quintic"], steps: int) -> Coefficients:
-    """The polynomial (a, b, c) of each of `steps` iterations."""
+    """Return the polynomial (a, b, c) of each of `steps` iterations."""
     if kind == "quintic":
         return (_QUINTIC,) * steps
     safe = tuple((a / SAFETY, b / SAFETY**3, c / SAFETY**5) for a, b, c in _POLAR_EXPRESS)
@@ -342,9 +357,10 @@ def coefficients(kind: Literal["polar_express", "quintic"], steps: int) -> Coeff
 
 
 def orthogonalize(x: Tensor, polynomials: Coefficients) -> Tensor:
-    """(batch, rows >= columns) -> the same shape and dtype, singular values near one. A zero matrix stays zero.
+    """Return matrices with the same singular vectors and all singular values near one. A zero matrix stays zero.
 
-    Tall, so that the products X^T X are of the smaller size; the caller transposes wide matrices.
+    x: (batch, rows, columns) with rows >= columns, so that X^T X has the smaller size. The caller transposes wide
+    matrices. The result has the same shape and dtype.
     """
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=wide)

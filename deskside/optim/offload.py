@@ -1,16 +1,17 @@
-"""Optimiser state in the host's memory, streamed through a few buffers on the device while it is updated.
+"""Optimizer state in host memory, streamed through a few buffers on the device while it is updated.
 
-The update stays on the device, for this reason. Per weight, float32 moments need 8 bytes each way over the bus, both
-ways at once: 0.3 ns at the 25 GB/s of PCIe 4 x16. An update on the CPU reads and writes 28 bytes of host memory, 0.6 ns
-at a desktop's 50 GB/s, and moves gradient and weight over the bus as well. With moments in 8 bits the bus needs
-0.08 ns. And numbers, skipped steps and checkpoints stay those of an optimiser that lives on the device.
+The update runs on the device because this is faster. Per weight, float32 moments move 8 bytes in each direction over
+the bus, in both directions at once, which takes 0.3 ns at the 25 GB/s of PCIe 4 x16 (0.08 ns with 8-bit moments). An
+update on the CPU would read and write 28 bytes of host memory, which takes 0.6 ns at a desktop's 50 GB/s, and would
+also move gradient and weight over the bus. Besides, results, skipped steps and checkpoints are the same as without
+offloading.
 
     copy up      | piece 0 | piece 1 | piece 2 | piece 3 ...
     update                 | piece 0 | piece 1 | piece 2 ...
     copy down                        | piece 0 | piece 1 ...
 
-Three buffers of one piece each are all that the device holds. On a CPU there is nothing to stream: updates work on the
-state where it lies.
+The device needs memory for only three buffers of one piece each. If the device is a CPU, updates work on the state in
+place.
 """
 
 import math
@@ -24,24 +25,24 @@ from torch import Tensor
 
 from deskside.utils.errors import RunError
 
-PIECE = 2**22  # weights that travel at a time: 16 MiB of a float32 moment, enough for the bus' full rate
-BUFFERS = 3  # one on its way up, one being updated, one on its way down
-ALIGNMENT = 256
+PIECE = 2**22  # weights per piece: 16 MiB of a float32 moment, enough for the full rate of the bus
+BUFFERS = 3  # one being copied up, one being updated, one being copied down
+ALIGNMENT = 256  # bytes, of each tensor's start in a buffer
 
 
 @dataclass(frozen=True)
 class OffloadJob:
-    """Parts of host state, and what is to be done with them: `update` gets them on the device, and changes them."""
+    """An update of parts of the host state. update: changes their copies on the device in place."""
 
-    held: Sequence[Tensor]
+    host_state: Sequence[Tensor]
     update: Callable[[Sequence[Tensor]], None]
 
 
 def host_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros in the host's memory; page-locked where `device` is a GPU, so that copies need no processor.
+    """Return zeros in host memory, page-locked if `device` is a GPU, so that copies are asynchronous.
 
-    Pages of their own are locked, because torch's allocator of locked memory rounds sizes up to a power of two.
-    Raises RunError where the system does not let so much memory be locked.
+    The memory is mapped and locked here, because torch's allocator of page-locked memory rounds sizes up to a power of
+    two. Raises RunError if the system does not allow locking this much memory.
     """
     if device.type != "cuda":
         return torch.zeros(shape, dtype=dtype)
@@ -59,7 +60,7 @@ def host_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -
 
 
 class Streamer:
-    """Runs jobs in order. `device` is where the updates happen."""
+    """Runs offload jobs in order, with copies and updates overlapping. device: where the updates run."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -68,32 +69,32 @@ class Streamer:
         self._free: list[torch.cuda.Event | None] = [None] * BUFFERS
 
     def run(self, jobs: Sequence[OffloadJob]) -> None:
-        """Queue all jobs. Nothing waits for the device; `wait` before the host reads the state."""
+        """Queue all jobs without waiting for the device. Call `wait` before the host reads the state."""
         if self.device.type != "cuda":
             for job in jobs:
-                job.update(job.held)
+                job.update(job.host_state)
             return
-        up, down = self._prepare(max(sum(_aligned(t.nbytes) for t in job.held) for job in jobs))
+        up, down = self._prepare(max(sum(_aligned(t.nbytes) for t in job.host_state) for job in jobs))
         compute = torch.cuda.current_stream(self.device)
-        up.wait_stream(down)  # the last step's results must have arrived
+        up.wait_stream(down)  # the results of the last step must have arrived in host memory
         for number, job in enumerate(jobs):
             slot = number % BUFFERS
-            parts = _views(self._buffers[slot], job.held)
+            parts = _views(self._buffers[slot], job.host_state)
             with torch.cuda.stream(up):
                 if (free := self._free[slot]) is not None:
                     up.wait_event(free)
-                for part, host in zip(parts, job.held, strict=True):
+                for part, host in zip(parts, job.host_state, strict=True):
                     part.copy_(host, non_blocking=True)
             compute.wait_stream(up)
             job.update(parts)
             down.wait_stream(compute)
             with torch.cuda.stream(down):
-                for part, host in zip(parts, job.held, strict=True):
+                for part, host in zip(parts, job.host_state, strict=True):
                     host.copy_(part, non_blocking=True)
                 self._free[slot] = down.record_event()
 
     def wait(self) -> None:
-        """Until everything has come back to the host."""
+        """Wait until all state has been copied back to the host."""
         if self._streams is not None:
             self._streams[1].synchronize()
 
@@ -105,24 +106,25 @@ class Streamer:
             self.wait()
             self._buffers = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(BUFFERS)]
             self._free = [None] * BUFFERS
-            # This memory may still be read by what was queued before.
+            # Work that was queued on the current stream earlier may still read this memory.
             up.wait_stream(torch.cuda.current_stream(self.device))
         return up, down
 
 
 def pieces(elements: int) -> list[slice]:
-    """Slices of at most PIECE that cover so many elements."""
+    """Return slices of at most PIECE elements that cover `elements` elements."""
     return [slice(start, min(start + PIECE, elements)) for start in range(0, elements, PIECE)]
 
 
 def _aligned(size: int) -> int:
+    """Round a number of bytes up to a multiple of ALIGNMENT."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def _views(buffer: Tensor, held: Sequence[Tensor]) -> list[Tensor]:
-    """Room in a buffer for tensors like those held."""
-    found, start = [], 0
-    for tensor in held:
-        found.append(buffer[start : start + tensor.nbytes].view(tensor.dtype))
+def _views(buffer: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return views of a buffer with the sizes and dtypes of these (flat) tensors."""
+    views, start = [], 0
+    for tensor in tensors:
+        views.append(buffer[start : start + tensor.nbytes].view(tensor.dtype))
         start += _aligned(tensor.nbytes)
-    return found
+    return views

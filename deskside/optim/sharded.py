@@ -1,4 +1,4 @@
-"""The little that optimisers need to know of DTensor, FSDP2's sharded tensor (torch.distributed.tensor)."""
+"""Helpers of the optimizers for DTensor, the sharded tensor of FSDP2 (torch.distributed.tensor)."""
 
 import sys
 from typing import TYPE_CHECKING, TypeGuard
@@ -14,36 +14,38 @@ if TYPE_CHECKING:
 
 
 def is_sharded(tensor: object) -> TypeGuard["DTensor"]:
-    """Return whether it is a DTensor. Does not import torch.distributed.tensor, which takes a second: without that
-    import there are no DTensors."""
+    """Return True if this is a DTensor.
+
+    Does not import torch.distributed.tensor, which takes a second. If nobody has imported it, there are no DTensors.
+    """
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor, sharing its memory; any other tensor as it is."""
+    """Return this rank's part of a sharded tensor, without a copy, or any other tensor unchanged."""
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def gradient_of(info: ParameterInfo) -> Tensor:
-    """The gradient of a parameter. Raises RunError if it has none, because a silent skip would hide a dead weight."""
+    """Return the gradient of a parameter. Raises RunError if there is none, which would hide an unused weight."""
     if info.parameter.grad is None:
         raise RunError(
-            f"parameter '{info.name}' got no gradient; freeze it (requires_grad = False) if that is meant"
+            f"parameter '{info.name}' has no gradient; if this is intended, freeze it (requires_grad = False)"
         )
     return info.parameter.grad
 
 
 def sum_over_shards(partial: Tensor, like: "DTensor") -> Tensor:
-    """The sum over all ranks of a scalar that each rank computed from its shard of `like`. No host sync."""
+    """Sum a scalar that each rank has computed from its shard of `like` over all ranks, without a host sync."""
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
     placements: list[Placement] = [Partial() if p.is_shard() else Replicate() for p in like.placements]
     return DTensor.from_local(partial, like.device_mesh, placements, run_check=False).full_tensor()
 
 
-def full_like(shard: Tensor, like: "DTensor") -> Tensor:
-    """The whole tensor from every rank's `shard`, laid out as `like` is."""
+def gather_full(shard: Tensor, like: "DTensor") -> Tensor:
+    """Return the whole tensor, gathered from the shards of all ranks, which are sharded like `like`."""
     from torch.distributed.tensor import DTensor
 
     whole = DTensor.from_local(
@@ -53,16 +55,16 @@ def full_like(shard: Tensor, like: "DTensor") -> Tensor:
 
 
 def first_row(like: "DTensor") -> int:
-    """Where this rank's shard begins along dimension 0. Raises RunError for a sharding along another dimension."""
+    """Return the first row of this rank's shard. Raises RunError if the tensor is sharded along another dimension."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     if any(p.is_shard() and not p.is_shard(0) for p in like.placements):
-        raise RunError(f"Muon handles weights sharded along dimension 0, not {like.placements}")
+        raise RunError(f"Muon supports weights sharded along dimension 0 only, not {like.placements}")
     _, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
     return offset[0]
 
 
 def sum_of_squares(tensors: list[Tensor]) -> Tensor:
-    """The sum of squares of all elements, as a float32 scalar on the device."""
+    """Return the sum of the squares of all elements, as a float32 scalar on the device."""
     norms = torch._foreach_norm(tensors, 2, dtype=torch.float32)
     return torch.stack(norms).square().sum()

@@ -77,7 +77,7 @@ def small(name: str, states: str, offload: bool = False) -> Config:
 @pytest.fixture
 def small_states(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adamw, "SMALL", 64)
-    monkeypatch.setattr(adamw, "ALONE", 64)
+    monkeypatch.setattr(adamw, "OWN_LAUNCH", 64)
     monkeypatch.setattr(offload, "PIECE", 256)
 
 

@@ -162,7 +162,7 @@ def test_state_of_another_model_or_optimiser_is_refused() -> None:
     optimizer = build(make(), MuonConfig(), NO_SCALING)
     optimizer.create_state()
     tensors, data = optimizer.state_dict_flat()
-    with pytest.raises(RunError, match="state of 'muon', this run uses 'adamw'"):
+    with pytest.raises(RunError, match="state of 'muon', and this run uses 'adamw'"):
         build(make(), AdamWConfig(), NO_SCALING).load_state_dict_flat(tensors, data)
     with pytest.raises(RunError, match="lacks 'momentum/experts"):
         build(make(moe=True), MuonConfig(), NO_SCALING).load_state_dict_flat(tensors, data)
@@ -200,9 +200,9 @@ def test_a_missing_gradient_and_a_missing_schedule_are_errors() -> None:
     with pytest.raises(RuntimeError, match="set_progress"):
         optimizer.step()
     optimizer.set_progress(1.0, 0.0, 0)
-    with pytest.raises(RunError, match=r"'\w[\w.]*' got no gradient"):
+    with pytest.raises(RunError, match=r"'\w[\w.]*' has no gradient"):
         optimizer.step()
-    with pytest.raises(UsageError, match="on 'meta'"):
+    with pytest.raises(UsageError, match="'meta'"):
         build(make().to("meta"), AdamWConfig(), NO_SCALING)
 
 

@@ -84,7 +84,7 @@ def test_a_warmup_in_the_unit_of_the_length() -> None:
     assert warmup_share(config, 77) == 3 / 120
     with pytest.raises(ValueError, match="cannot be compared"):
         warmup_share(ConstantConfig(warmup="3m"), 77)
-    with pytest.raises(ValueError, match="not a number"):
+    with pytest.raises(ValueError, match="NaN"):
         lr_factor(config, float("nan"), 100)
 
 

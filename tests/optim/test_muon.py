@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from deskside.config.optim import MuonConfig
 from deskside.ops.linear import Linear
 from deskside.optim import muon as module
-from deskside.optim.groups import classify
+from deskside.optim.groups import classify_parameters
 from deskside.optim.muon import Muon
 from tests.optim.models import backward, make, weights
 
@@ -15,7 +15,7 @@ PLAIN = {"normalize": "none", "cautious_weight_decay": False}
 
 
 def matrices(model: nn.Module, config: MuonConfig, lr: float = 0.05, decay: float = 0.1) -> Muon:
-    optimizer = Muon([info for info in classify(model) if info.role == "matrix"], config)
+    optimizer = Muon([info for info in classify_parameters(model) if info.role == "matrix"], config)
     optimizer.lr, optimizer.weight_decay = lr, decay
     return optimizer
 
@@ -148,7 +148,7 @@ def test_bfloat16_weights_keep_float32_momentum() -> None:
     optimizer = matrices(layer, MuonConfig())
     run(optimizer, layer.weight, 2)
     assert layer.weight.dtype == torch.bfloat16
-    assert optimizer.momentum_of["weight"].dtype == torch.float32
+    assert optimizer.momentum_buffers["weight"].dtype == torch.float32
 
 
 @pytest.mark.parametrize("states", ["bfloat16", "8bit"])
@@ -161,7 +161,7 @@ def test_small_states_keep_momentum_in_bfloat16_and_move_alike(states: str) -> N
             backward(model, step)
             optimizer.step(None)
             model.zero_grad()
-        results.append((weights(model), optimizer.momentum_of))
+        results.append((weights(model), optimizer.momentum_buffers))
     assert {t.dtype for t in results[1][1].values()} == {torch.bfloat16}
     for name in results[0][1]:
         moved = results[0][0][name] - start[name]

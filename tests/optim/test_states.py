@@ -37,7 +37,7 @@ IDS = [f"{c.name} {c.states}{' offload' if c.offload else ''}" for c in CONFIGS]
 def tiny_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The models of these tests have at most 384 weights in a matrix."""
     monkeypatch.setattr(adamw, "SMALL", 64)
-    monkeypatch.setattr(adamw, "ALONE", 64)
+    monkeypatch.setattr(adamw, "OWN_LAUNCH", 64)
     monkeypatch.setattr(offload, "PIECE", 256)
 
 
@@ -155,7 +155,7 @@ def test_state_of_another_format_is_refused() -> None:
 
 
 def test_bfloat16_refuses_a_beta_that_it_would_round_away() -> None:
-    with pytest.raises(ValueError, match=r"states: bfloat16 rounds away what a beta of 0\.999"):
+    with pytest.raises(ValueError, match=r"states: bfloat16 .*0\.999"):
         config("adamw", "bfloat16", betas=(0.9, 0.999))
     assert config("adamw", "8bit", betas=(0.9, 0.999)).betas[1] == 0.999
 
@@ -181,7 +181,7 @@ def test_sharded_weights_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) ->
         (config("adamw", "8bit"), "optim.states: 8bit"),
         (config("muon", "float32", True), "optim.offload"),
     ):
-        with pytest.raises(UsageError, match=f"{named} works on whole weights.*replicate"):
+        with pytest.raises(UsageError, match=f"{named} needs whole weights.*replicate"):
             build(make(), given, NO_SCALING)
 
 
@@ -211,7 +211,7 @@ def test_clipping_within_the_update_is_clipping_before_it(given: Config) -> None
 def test_small_weights_with_plain_states_are_updated_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """A launch for each weight is for the large ones; small states leave no choice."""
     monkeypatch.setattr(adamw, "SMALL", 4)
-    monkeypatch.setattr(adamw, "ALONE", 10)
+    monkeypatch.setattr(adamw, "OWN_LAUNCH", 10)
     weights = {"w4": torch.zeros(4), "w9": torch.zeros(9), "w10": torch.zeros(10)}
     both: list[tuple[Any, set[str]]] = [("float32", {"w10"}), ("bfloat16", {"w4", "w9", "w10"})]
     for states, alone in both:

@@ -16,7 +16,7 @@ from deskside.model.init import initialize
 from deskside.model.transformer import Transformer
 from deskside.ops.logical import logical_tensors
 from deskside.optim.build import build
-from deskside.optim.groups import classify
+from deskside.optim.groups import classify_parameters
 from deskside.precision.convert import convert
 from deskside.precision.frozen import FrozenLinear
 from deskside.precision.lora import Adapter, attach, num_trained_parameters
@@ -56,7 +56,7 @@ def fresh_compiler() -> Iterator[None]:
 @pytest.mark.parametrize("base", FORMATS)
 def test_only_adapters_and_rows_train(base: Any) -> None:
     model = adapted(base, (3, 9))
-    infos = {info.name: info.role for info in classify(model)}
+    infos = {info.name: info.role for info in classify_parameters(model)}
     assert {role for name, role in infos.items() if ".adapter." in name} == {"adapter"}
     assert {name: role for name, role in infos.items() if ".adapter." not in name} == {
         "embed.trained.rows": "rows",
@@ -80,7 +80,7 @@ def test_rates_and_decay() -> None:
 
 def test_a_tied_table_has_one_set_of_rows() -> None:
     model = adapted("bf16", (3,), tie_word_embeddings=True)
-    assert [info.name for info in classify(model) if info.role == "rows"] == ["embed.trained.rows"]
+    assert [info.name for info in classify_parameters(model) if info.role == "rows"] == ["embed.trained.rows"]
     assert model.head_rows is not None and model.head_rows[1] is model.embed.trained.rows  # type: ignore[union-attr]
 
 
