@@ -139,7 +139,7 @@ def results(need: Requirements, backends: list[str], runs: int) -> Iterator[dict
     flops = visible_pairs(need, cu_seqlens) * need.heads * need.head_dim
     for name in backends:
         row: dict[str, Any] = {"backend": name}
-        reason = BACKENDS[name].why_not(need)
+        reason = BACKENDS[name].unsupported_reason(need)
         if reason is None:
             try:
                 timing = measure(need, name, cu_seqlens, runs)

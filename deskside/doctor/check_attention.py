@@ -36,8 +36,8 @@ def listed(device: str) -> list[dict[str, Any]]:
     return [
         {
             "name": backend.name,
-            "full": backend.why_not(_problem_for(CHECKED, backend, device, None)),
-            "window": backend.why_not(_problem_for(CHECKED, backend, device, CHECKED_WINDOW)),
+            "full": backend.unsupported_reason(_problem_for(CHECKED, backend, device, None)),
+            "window": backend.unsupported_reason(_problem_for(CHECKED, backend, device, CHECKED_WINDOW)),
         }
         for backend in BACKENDS.values()
     ]

@@ -25,12 +25,12 @@ class FusedBlocks(CachedBlocks):
         self._model = model
 
     def block(
-        self, block: Block, residual_BTD: Tensor, delta_BTD: Tensor, at: LayerCache
+        self, block: Block, residual_BTD: Tensor, delta_BTD: Tensor, layer_cache: LayerCache
     ) -> tuple[Tensor, Tensor]:
         if covers_attention(block.attn):
-            residual_BTD, delta_BTD = self._attention(block.attn, residual_BTD, delta_BTD, at)
+            residual_BTD, delta_BTD = self._attention(block.attn, residual_BTD, delta_BTD, layer_cache)
         else:
-            residual_BTD, delta_BTD = block.attn.forward_cached(residual_BTD, delta_BTD, at)
+            residual_BTD, delta_BTD = block.attn.forward_cached(residual_BTD, delta_BTD, layer_cache)
         if isinstance(block.mlp, MLP) and covers_mlp(block.mlp):
             return self._mlp(block.mlp, residual_BTD, delta_BTD)
         residual_BTD, delta_BTD, *_ = block.mlp(residual_BTD, delta_BTD)
@@ -43,7 +43,7 @@ class FusedBlocks(CachedBlocks):
         return super().final(operator, residual_BTD, delta_BTD)
 
     def _attention(
-        self, half: Attention, residual_BTD: Tensor, delta_BTD: Tensor, at: LayerCache
+        self, half: Attention, residual_BTD: Tensor, delta_BTD: Tensor, layer_cache: LayerCache
     ) -> tuple[Tensor, Tensor]:
         B, T, _ = residual_BTD.shape
         residual_ND, normed_ND = _add_norm(half.input, residual_BTD, delta_BTD)
@@ -52,22 +52,22 @@ class FusedBlocks(CachedBlocks):
         q_norm, k_norm = half.q_norm, half.k_norm
         norms = None if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight)
         layout = QkvLayout(half.heads, half.kv_heads, half.head_dim, 0.0 if q_norm is None else q_norm.eps)
-        places, rotation = at.places, at.rotation
-        if at.context is not None:
+        slots, rotation = layer_cache.slots, layer_cache.rotation
+        if layer_cache.context is not None:
             angles = None if rotation is None else (rotation[0].flatten(0, 2), rotation[1].flatten(0, 2))
             q_weight, k_weight = norms or (None, None)
             q_NHC, k_NKC = fused.qk_norm_rope(qkv_NW, q_weight, k_weight, angles, layout)
             q_BTHC, k_BTKC, v_BTKC = (x.unflatten(0, (B, T)) for x in (q_NHC, k_NKC, layout.split(qkv_NW)[2]))
-            at.cache.write(at.number, places, k_BTKC, v_BTKC)
-            o_BTHC = attention(q_BTHC, k_BTKC, v_BTKC, at.context)
+            layer_cache.cache.write(layer_cache.layer, slots, k_BTKC, v_BTKC)
+            o_BTHC = attention(q_BTHC, k_BTKC, v_BTKC, layer_cache.context)
         else:
             cos, sin = self._model.rope_cos, self._model.rope_sin
             tables = None if cos is None or sin is None else (cos, sin)
-            where = (places.position_BT.flatten(), places.page_BT.flatten(), places.place_BT.flatten())
-            q_BTHC = qk_norm_rope_into_cache(qkv_NW, norms, tables, layout, at.keys_values, where).unflatten(
-                0, (B, T)
-            )
-            o_BTHC = at.attention(q_BTHC, half.window)
+            where = (slots.position_BT.flatten(), slots.page_BT.flatten(), slots.offset_BT.flatten())
+            q_BTHC = qk_norm_rope_into_cache(
+                qkv_NW, norms, tables, layout, layer_cache.keys_values, where
+            ).unflatten(0, (B, T))
+            o_BTHC = layer_cache.attention(q_BTHC, half.window)
         return residual_ND.view_as(residual_BTD), half.output(o_BTHC.flatten(2))
 
     @staticmethod

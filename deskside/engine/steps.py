@@ -14,8 +14,8 @@ from torch import Tensor
 from deskside.engine.fused import FusedBlocks
 from deskside.engine.sampling import GREEDY, Drawn, Settings, draw
 from deskside.kernels.decode import KERNEL_DTYPES
-from deskside.model.block import AS_WRITTEN, CachedBlocks
-from deskside.model.cache import KVCache, pool
+from deskside.model.block import DEFAULT_BLOCKS, CachedBlocks
+from deskside.model.cache import KVCache, allocate_pool
 from deskside.model.transformer import Transformer
 
 WARM_UP = 2  # steps of a kind that are not captured
@@ -28,12 +28,12 @@ class Forward:
     def __init__(self, model: Transformer, pages: int, page_size: int, limit: int):
         self.model = model
         device = model.embed.weight.device
-        k, v = pool(model.config, pages + 1, page_size, model.activation_dtype, device)
+        k, v = allocate_pool(model.config, pages + 1, page_size, model.activation_dtype, device)
         none = torch.zeros(0, 1, dtype=torch.int64, device=device)
         self.cache = KVCache(k, v, none, none[:, 0], limit, managed=True)
         # On a CPU the fused blocks are plain torch, and no faster.
         fused = device.type == "cuda" and model.activation_dtype in KERNEL_DTYPES
-        self._blocks: CachedBlocks = FusedBlocks(model) if fused else AS_WRITTEN
+        self._blocks: CachedBlocks = FusedBlocks(model) if fused else DEFAULT_BLOCKS
 
     @property
     def nbytes(self) -> int:
@@ -50,12 +50,12 @@ class Forward:
         fresh: bool,
     ) -> Tensor:
         """Prompts, or further parts of them; logits (B, V) of each row's last token."""
-        view = self.cache.rows(table_BN, lengths_B.clone(), bound, fresh)
+        view = self.cache.view_rows(table_BN, lengths_B.clone(), bound, fresh)
         return self.model.forward_cached(tokens_BT, view, counts_B, "last", self._blocks)[:, 0]
 
     def decode(self, tokens_BT: Tensor, table_BN: Tensor, lengths_B: Tensor, bound: int) -> Tensor:
         """The next tokens; logits (B, T, V)."""
-        view = self.cache.rows(table_BN, lengths_B.clone(), bound)
+        view = self.cache.view_rows(table_BN, lengths_B.clone(), bound)
         return self.model.forward_cached(tokens_BT, view, blocks=self._blocks)
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from deskside.data.chat.renderer import Renderer
 from deskside.engine.device import cache_tokens
 from deskside.model.block import CachedBlocks
-from deskside.model.cache import KVCache, pool
+from deskside.model.cache import KVCache, allocate_pool
 from deskside.model.transformer import Transformer
 from deskside.ops.composite import AddNormLinear
 from deskside.utils.errors import RunError, UsageError
@@ -248,7 +248,7 @@ def _batch(model: Transformer, groups: Sequence[_Group], room: int) -> Iterator[
     chunk = max(1, min(len(rows), room // ((most + per_row) * PAGE)))
     # Page 0 is nobody's: padding is written there. Pages of rows are used again by the next rows.
     count = 1 + sum(shared_pages) + chunk * per_row
-    k, v = pool(model.config, count, PAGE, model.activation_dtype, device)
+    k, v = allocate_pool(model.config, count, PAGE, model.activation_dtype, device)
     whole = KVCache(k, v, _padded([], 1, device), _padded([], 1, device), limit, managed=True)
     summary = [1 + sum(shared_pages[:number]) for number in range(len(groups))]
     tables = [list(range(a, a + n)) for a, n in zip(summary, shared_pages, strict=True)]
@@ -257,7 +257,7 @@ def _batch(model: Transformer, groups: Sequence[_Group], room: int) -> Iterator[
         table_BN = _padded([tables[number] for number in beginning], most, device)
         tokens_BT = _padded([groups[number].shared for number in beginning], most * PAGE, device)
         counts_B = torch.tensor([len(groups[number].shared) for number in beginning], device=device)
-        cache = whole.rows(table_BN, torch.zeros_like(counts_B), most * PAGE, fresh=True)
+        cache = whole.view_rows(table_BN, torch.zeros_like(counts_B), most * PAGE, fresh=True)
         model.forward_cached(tokens_BT, cache, counts_B, blocks=_Wanted(counts_B[:1] * 0))
     own = 1 + sum(shared_pages)
     for start in range(0, len(rows), chunk):
@@ -269,7 +269,7 @@ def _batch(model: Transformer, groups: Sequence[_Group], room: int) -> Iterator[
         ]
         lengths = [len(groups[number].shared) for number, _ in part]
         bound = min(limit, max(lengths) + longest)
-        cache = whole.rows(
+        cache = whole.view_rows(
             _padded(pages, most + per_row, device), torch.tensor(lengths, device=device), bound
         )
         counts_B = torch.tensor([len(row.inputs) for _, row in part], device=device)

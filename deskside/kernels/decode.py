@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
 from deskside.kernels.attention.reference import decode_attention
-from deskside.kernels.attention.sdpa import UNPLANNED
+from deskside.kernels.attention.sdpa import ALL_BUT_CUDNN
 from deskside.kernels.fused import QkvLayout
 from deskside.kernels.fused.reference import qk_norm_rope
 
@@ -94,7 +94,7 @@ def _attend_with_sdpa(
     K = k_BLKC.shape[2]
     q_BKMC = q_BTHC.unflatten(2, (K, H // K)).permute(0, 2, 3, 1, 4).reshape(B, K, -1, C)
     allowed_B1ML = allowed_BTL.repeat(1, H // K, 1)[:, None]
-    with sdpa_kernel(list(UNPLANNED)):
+    with sdpa_kernel(list(ALL_BUT_CUDNN)):
         o_BKMC = F.scaled_dot_product_attention(
             q_BKMC, k_BLKC.transpose(1, 2), v_BLKC.transpose(1, 2), attn_mask=allowed_B1ML, scale=scale
         )

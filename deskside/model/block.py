@@ -1,9 +1,9 @@
-"""One block: attention and MLP, each (residual, delta) -> (residual, delta).
+"""A transformer block: attention and MLP, each (residual, delta) -> (residual, delta).
 
-The stream between sublayers is a pair: `residual` is the sum so far, and `delta` is the output of the previous
-sublayer, not added yet. The first operator of the next sublayer adds them, so that add and norm can be one kernel.
-All blocks have one signature and differ only in their attention window, so torch.compile compiles one graph per
-window, not per layer.
+The residual stream between sublayers is a pair: `residual` is the sum so far, and `delta` is the output of the previous
+sublayer, which is not added yet. The first operator of the next sublayer adds them, so that add and norm can be one
+kernel. All blocks have the same signature and differ only in their attention window, so torch.compile compiles one
+graph per window instead of one per layer.
 """
 
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from deskside.config.model import ModelConfig
 from deskside.kernels.attention import AttentionContext
 from deskside.kernels.decode import paged_attention
-from deskside.model.cache import KVCache, Places
+from deskside.model.cache import CacheSlots, KVCache
 from deskside.ops.composite import (
     AddNormLinear,
     AttentionSublayer,
@@ -33,31 +33,31 @@ Rotation = tuple[Tensor, Tensor]  # cos and sin, each (B or 1, T, 1, C / 2)
 
 
 class LayerCache(NamedTuple):
-    """One layer's view of the cache while the tokens at `places` are appended. `number` is the layer's index.
+    """The cache of one layer while the tokens at `slots` are appended. `layer` is the layer's index.
 
-    `context`: attention context of a prefill from position 0, which need not read the cache; otherwise None.
-    `rotation`: the rotary tables of these tokens; None without RoPE.
+    rotation: cos and sin of these tokens; None without RoPE. context: the attention context of a prefill from position
+    0, which need not read the cache; None for all other tokens.
     """
 
     cache: KVCache
-    number: int
-    places: Places
+    layer: int
+    slots: CacheSlots
     rotation: Rotation | None
     context: AttentionContext | None
 
     @property
     def keys_values(self) -> tuple[Tensor, Tensor]:
-        """The layer's pages."""
-        return self.cache.k[self.number], self.cache.v[self.number]
+        """The layer's pages of keys and of values, (pages, K, S, C) each."""
+        return self.cache.k[self.layer], self.cache.v[self.layer]
 
     def attention(self, q_BTHC: Tensor, window: int | None) -> Tensor:
-        """Attend from these tokens to everything that the cache holds for their rows, including themselves."""
-        cache, position_BT = self.cache, self.places.position_BT
+        """Attend from these tokens to all cached tokens of their rows, including themselves."""
+        cache, position_BT = self.cache, self.slots.position_BT
         return paged_attention(q_BTHC, *self.keys_values, cache.table_BN, position_BT, cache.bound, window)
 
 
 class Attention(AttentionSublayer):
-    """Grouped-query attention with its norm and projections. `window` is this layer's; None is full attention."""
+    """Grouped-query attention with its norm and projections. window: attention window of this layer; None is full."""
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
@@ -83,15 +83,15 @@ class Attention(AttentionSublayer):
         return residual_BTD, self.output(attention(q_BTHC, k_BTKC, v_BTKC, context).flatten(2))
 
     def forward_cached(
-        self, residual_BTD: Tensor, delta_BTD: Tensor, at: LayerCache
+        self, residual_BTD: Tensor, delta_BTD: Tensor, layer_cache: LayerCache
     ) -> tuple[Tensor, Tensor]:
-        """Like `forward`, for tokens whose keys and values are appended to the cache."""
-        residual_BTD, q_BTHC, k_BTKC, v_BTKC = self._project(residual_BTD, delta_BTD, at.rotation)
-        at.cache.write(at.number, at.places, k_BTKC, v_BTKC)
-        if at.context is not None:
-            o_BTHC = attention(q_BTHC, k_BTKC, v_BTKC, at.context)
+        """Like `forward`, but append the tokens' keys and values to the cache and attend to the cache."""
+        residual_BTD, q_BTHC, k_BTKC, v_BTKC = self._project(residual_BTD, delta_BTD, layer_cache.rotation)
+        layer_cache.cache.write(layer_cache.layer, layer_cache.slots, k_BTKC, v_BTKC)
+        if layer_cache.context is not None:
+            o_BTHC = attention(q_BTHC, k_BTKC, v_BTKC, layer_cache.context)
         else:
-            o_BTHC = at.attention(q_BTHC, self.window)
+            o_BTHC = layer_cache.attention(q_BTHC, self.window)
         return residual_BTD, self.output(o_BTHC.flatten(2))
 
     def _project(
@@ -109,7 +109,7 @@ class Attention(AttentionSublayer):
 
 
 class MLP(MLPSublayer):
-    """The dense MLP, gated or not, with its norm."""
+    """The dense MLP, with or without a gate, and its norm."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -130,7 +130,7 @@ class MLP(MLPSublayer):
 
 
 class MoE(nn.Module):
-    """The mixture of experts with its norm. Its third output is the router's statistics (2, E)."""
+    """The mixture of experts and its norm. The third output is the router's statistics (2, E)."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -152,7 +152,7 @@ class MoE(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then the MLP or the mixture of experts."""
+    """Attention followed by the MLP or the mixture of experts."""
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
@@ -162,18 +162,18 @@ class Block(nn.Module):
     def forward(
         self, residual_BTD: Tensor, delta_BTD: Tensor, rotation: Rotation | None, context: AttentionContext
     ) -> tuple[Tensor, ...]:
-        """(residual, delta), and the router's statistics (2, E) in a model with experts."""
+        """Return (residual, delta), and the router's statistics (2, E) in a model with experts."""
         return self.mlp(*self.attn(residual_BTD, delta_BTD, rotation, context))
 
 
 class CachedBlocks:
-    """Cached forward of the blocks and the final norm. The inference engine has a subclass with fused kernels."""
+    """The forward of blocks and final norm with a cache. The inference engine has a subclass with fused kernels."""
 
     def block(
-        self, block: Block, residual_BTD: Tensor, delta_BTD: Tensor, at: LayerCache
+        self, block: Block, residual_BTD: Tensor, delta_BTD: Tensor, layer_cache: LayerCache
     ) -> tuple[Tensor, Tensor]:
-        """Return (residual, delta) of the tokens that are being appended."""
-        pair = block.attn.forward_cached(residual_BTD, delta_BTD, at)
+        """Return (residual, delta) of the appended tokens after this block."""
+        pair = block.attn.forward_cached(residual_BTD, delta_BTD, layer_cache)
         residual_BTD, delta_BTD, *_ = block.mlp(*pair)
         return residual_BTD, delta_BTD
 
@@ -182,7 +182,7 @@ class CachedBlocks:
         return operator.add_norm(residual_BTD, delta_BTD)[1]
 
 
-AS_WRITTEN = CachedBlocks()
+DEFAULT_BLOCKS = CachedBlocks()
 
 
 def hidden_norm(config: ModelConfig) -> Norm:

@@ -1,12 +1,12 @@
-"""The key-value cache: pages of a pool, and for each row a table of the pages that hold it.
+"""The key-value cache: a pool of pages, and for each row a table of its pages.
 
-Entry number p of a row lies in page table[row, p // S] at place p % S, where a page has S entries. A plain cache
-(`KVCache.of`) gives every row one page as long as the row may become. The generation engine shares one pool of small
-pages among rows that come and go (`rows`): paged attention, Kwon et al. 2023 (arXiv 2309.06180).
+Entry p of a row is in page table[row, p // S] at offset p % S, where a page has S entries. In a plain cache
+(`KVCache.allocate`) every row has one page of the maximum length. The generation engine shares one pool of small pages
+among changing rows (`view_rows`): paged attention, Kwon et al. 2023 (arXiv 2309.06180).
 
-A row's entries beyond its length may hold anything: attention reads entries up to a query's own position only, and a
-later token overwrites them. So prompts of unequal length may be padded on the right, and a row may be cut back by
-lowering its length.
+Entries of a row beyond its length may have any value: attention reads entries only up to the position of the query, and
+later tokens overwrite the others. So prompts of unequal length may be padded on the right, and a row may be truncated
+by lowering its length.
 """
 
 from dataclasses import dataclass
@@ -17,23 +17,25 @@ from torch import Tensor
 from deskside.config.model import ModelConfig
 from deskside.utils.errors import UsageError
 
-SPARE = 0  # in a pool that the engine manages, the page that is nobody's: padding is written there
+PADDING_PAGE = 0  # of a managed pool: belongs to no row, and padding is written to it
 
 
 @dataclass(frozen=True)
-class Places:
-    """Where the tokens of one forward pass stand: position, page and place in the page, int64 (B, T) each."""
+class CacheSlots:
+    """Where the tokens of one forward pass are stored: position in the row, page, and offset in the page, int64."""
 
     position_BT: Tensor
     page_BT: Tensor
-    place_BT: Tensor
+    offset_BT: Tensor
 
 
 class KVCache:
-    """k, v: (layers, pages, K, S, C); table_BN: int64; lengths_B: int64, tokens that each row holds.
+    """The key-value cache of a batch of rows.
 
-    `bound` is an upper bound of the lengths that is known without asking the device. In a `managed` cache the engine
-    has seen to it that there is room: positions beyond `limit` or a row's count are padding, and are clamped.
+    k, v: (layers, pages, K, S, C). table_BN: the pages of each row, int64. lengths_B: number of tokens in each row,
+    int64. limit: largest length. bound: an upper bound of the lengths that is known without synchronizing with the
+    device. managed: the engine has made sure that the tokens fit, so positions beyond `limit` or a row's count are
+    padding and are clamped. fresh: True if the next tokens are the first of all rows.
     """
 
     def __init__(
@@ -44,63 +46,63 @@ class KVCache:
         self.limit = limit
         self.managed = managed
         self.bound = 0
-        self.fresh = True  # whether the next tokens are the first of all rows
+        self.fresh = True
 
     @classmethod
-    def of(
+    def allocate(
         cls, config: ModelConfig, batch: int, max_length: int, dtype: torch.dtype, device: torch.device | str
     ) -> "KVCache":
-        """An empty cache of `batch` rows, one page each."""
-        k, v = pool(config, batch, max_length, dtype, device)
+        """Return an empty cache of `batch` rows, with one page each."""
+        k, v = allocate_pool(config, batch, max_length, dtype, device)
         table = torch.arange(batch, device=device)[:, None]
         return cls(k, v, table, torch.zeros(batch, dtype=torch.int64, device=device), max_length)
 
-    def rows(self, table_BN: Tensor, lengths_B: Tensor, bound: int, fresh: bool = False) -> "KVCache":
-        """Some rows over the same pool. `bound`: entries that attention may have to read, the new ones included."""
+    def view_rows(self, table_BN: Tensor, lengths_B: Tensor, bound: int, fresh: bool = False) -> "KVCache":
+        """Return a managed cache of some rows over the same pool. bound: that of the lengths after the next tokens."""
         view = KVCache(self.k, self.v, table_BN, lengths_B, self.limit, managed=True)
         view.bound, view.fresh = bound, fresh
         return view
 
-    def reserve(self, tokens: int, counts_B: Tensor | None = None) -> Places:
-        """Places of the next tokens, of which counts_B are real (None: all).
+    def reserve(self, tokens: int, counts_B: Tensor | None = None) -> CacheSlots:
+        """Return the slots of the next tokens; in each row, those after the first counts_B are padding (None: none).
 
-        Raises UsageError when they do not fit, unless the cache is managed.
+        Raises UsageError if they do not fit, unless the cache is managed.
         """
-        count_T = torch.arange(tokens, device=self.lengths_B.device)
-        position_BT = self.lengths_B[:, None] + count_T
-        size = self.k.shape[3]
+        index_T = torch.arange(tokens, device=self.lengths_B.device)
+        position_BT = self.lengths_B[:, None] + index_T
+        page_size = self.k.shape[3]
         if not self.managed:
             if self.bound + tokens > self.limit:
                 raise UsageError(
-                    f"the key-value cache holds {self.limit} tokens, and {self.bound} + {tokens} were asked for; "
-                    "make it longer or the text shorter"
+                    f"the key-value cache has room for {self.limit} tokens, but needs {self.bound + tokens}; "
+                    "use a longer cache or a shorter text"
                 )
             self.fresh = self.bound == 0
             self.bound += tokens
-            page_BT = self.table_BN.gather(1, position_BT // size)
-            return Places(position_BT, page_BT, position_BT % size)
+            page_BT = self.table_BN.gather(1, position_BT // page_size)
+            return CacheSlots(position_BT, page_BT, position_BT % page_size)
         position_BT = position_BT.clamp(max=self.limit - 1)
         if counts_B is not None:  # padding gets the last token's position, so its softmax is not empty
             position_BT = torch.minimum(position_BT, (self.lengths_B + counts_B - 1)[:, None])
-        page_BT = self.table_BN.gather(1, position_BT // size)
+        page_BT = self.table_BN.gather(1, position_BT // page_size)
         if counts_B is not None:
-            page_BT = torch.where(count_T < counts_B[:, None], page_BT, SPARE)
-        return Places(position_BT, page_BT, position_BT % size)
+            page_BT = torch.where(index_T < counts_B[:, None], page_BT, PADDING_PAGE)
+        return CacheSlots(position_BT, page_BT, position_BT % page_size)
 
-    def write(self, layer: int, places: Places, k_BTKC: Tensor, v_BTKC: Tensor) -> None:
+    def write(self, layer: int, slots: CacheSlots, k_BTKC: Tensor, v_BTKC: Tensor) -> None:
         """Store one layer's keys and values."""
-        self.k[layer][places.page_BT, :, places.place_BT] = k_BTKC.to(self.k.dtype)
-        self.v[layer][places.page_BT, :, places.place_BT] = v_BTKC.to(self.v.dtype)
+        self.k[layer][slots.page_BT, :, slots.offset_BT] = k_BTKC.to(self.k.dtype)
+        self.v[layer][slots.page_BT, :, slots.offset_BT] = v_BTKC.to(self.v.dtype)
 
-    def cut(self, lengths_B: Tensor, bound: int) -> None:
-        """Forget what lies beyond the given lengths, none of which is above `bound`."""
+    def truncate(self, lengths_B: Tensor, bound: int) -> None:
+        """Truncate the rows to the given lengths. bound: an upper bound of them."""
         self.lengths_B.copy_(lengths_B)
         self.bound = bound
 
 
-def pool(
-    config: ModelConfig, pages: int, size: int, dtype: torch.dtype, device: torch.device | str
+def allocate_pool(
+    config: ModelConfig, pages: int, page_size: int, dtype: torch.dtype, device: torch.device | str
 ) -> tuple[Tensor, Tensor]:
-    """Storage of keys and of values for pages of `size` tokens: (layers, pages, K, size, C) each, zeros."""
-    shape = (config.num_hidden_layers, pages, config.num_key_value_heads, size, config.head_dim)
+    """Return keys and values of empty pages of `page_size` tokens: (layers, pages, K, page_size, C) each, zeros."""
+    shape = (config.num_hidden_layers, pages, config.num_key_value_heads, page_size, config.head_dim)
     return torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device)

@@ -1,7 +1,7 @@
-"""Initial weights. One function sets everything, and says why for each group.
+"""Weight initialization: `initialize` sets all parameters and documents the choice for each group.
 
-Each logical tensor has its own generator on the CPU, seeded by (seed, name). So the same seed gives the same model
-whether projections are fused or not, on any device, and whatever is added to the architecture elsewhere.
+Each logical tensor has its own generator on the CPU, seeded by (seed, name). So a seed gives the same weights on any
+device, with or without fused projections, and independently of other parts of the architecture.
 """
 
 import threading
@@ -17,7 +17,7 @@ from deskside.ops.logical import LogicalTensor, logical_tensors
 from deskside.utils.child_process import cpu_cores
 from deskside.utils.splitmix import derive_seed
 
-MOST_THREADS = 8  # that draw at once, each with memory for a tensor
+MAX_THREADS = 8  # limits the memory, as each thread has a buffer for a whole tensor
 OUTPUT_PROJECTIONS = ("o_proj.weight", "down_proj.weight")
 
 
@@ -25,8 +25,8 @@ OUTPUT_PROJECTIONS = ("o_proj.weight", "down_proj.weight")
 class InitOptions:
     """Options of the initialization. The defaults are recommended.
 
-    embedding_std: None is the configuration's initializer_range. head_std: standard deviation of an untied head.
-    output: initialization of projections that write to the residual stream; "fan_in" as of those that read it.
+    embedding_std: standard deviation; None is the configuration's initializer_range. head_std: that of an untied head.
+    output: initialization of the matrices that write to the residual stream; "fan_in" is that of the other matrices.
     """
 
     embedding_std: float | None = None
@@ -38,14 +38,16 @@ class InitOptions:
 def allocate(
     config: ModelConfig, device: torch.device | str, dtype: torch.dtype = torch.float32
 ) -> Transformer:
-    """A model on `device` whose weights are not set. dtype: of weights with two or more dimensions; the others are
-    float32. Takes the memory of the weights and no more."""
+    """Return a model on `device` with uninitialized weights, without using further memory.
+
+    dtype: that of weights with two or more dimensions; the others are float32.
+    """
     with torch.device("meta"):
         model = Transformer(config)
     for parameter in model.parameters():
         if parameter.ndim >= 2:
             parameter.data = parameter.data.to(dtype)
-    # Not `to_empty`: it asks for a tensor like one on the meta device, which torch does in Python and sympy.
+    # Not `to_empty`, which calls empty_like on meta tensors, and so imports sympy.
     model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
     return model
 
@@ -55,38 +57,38 @@ def initialize(model: Transformer, seed: int, options: InitOptions | None = None
     """Set every parameter of `model`, in place.
 
     - Norm weights one, biases zero: the norms begin as plain normalisation.
-    - Token and position embeddings: normal, initializer_range. A norm follows before anything reads them, so the scale
-      decides only how large the first updates of the stream are beside it. It also has to suit the head where the two
-      are tied: logits then begin near initializer_range * sqrt(hidden_size).
+    - Token and position embeddings: normal, initializer_range. A norm follows before they are read, so their scale only
+      determines the relative size of the first updates to the residual stream. A tied embedding is also the head; its
+      logits then begin near initializer_range * sqrt(hidden_size).
     - Matrices that read the stream (q, k, v, gate, up): uniform with standard deviation 1 / sqrt(fan-in), which keeps
-      unit-scale inputs at unit scale whatever the width (LeCun et al. 1998; the width rule of muP, Yang et al. 2022,
-      arXiv 2203.03466). Uniform, because no entry begins as an outlier.
+      unit-scale inputs at unit scale for any width (LeCun et al. 1998; the width rule of muP, Yang et al. 2022,
+      arXiv 2203.03466). Uniform, so that no entry begins as an outlier.
     - Matrices that write to the stream (o, down): zero. Each sublayer then begins as the identity, and the depth of the
       model does not change the size of the first steps (Zhang et al. 2019, arXiv 1901.09321).
-    - The router: normal, initializer_range, so that all experts begin nearly equally likely.
+    - The router: normal, initializer_range, so that all experts begin with nearly equal probability.
     - An untied head: normal, head_std, so that the first prediction is nearly uniform and the first loss is
-      log(vocab_size). Not zero, or nothing below the head would get a gradient in the first step.
+      log(vocab_size). Not zero, because nothing below the head would then have a gradient in the first step.
     """
     options = options or InitOptions()
     model.reset_buffers()
-    mine = threading.local()
+    per_thread = threading.local()
 
     def fill(tensor: LogicalTensor) -> None:
         shape = tensor.view.shape
-        # Drawn into the same memory again and again: half of the time would go into new pages.
-        if not hasattr(mine, "scratch") or len(mine.scratch) < shape.numel():
-            mine.scratch = torch.empty(shape.numel())
-        _fill(tensor, mine.scratch[: shape.numel()].view(shape), model, seed, options)
+        # One buffer per thread is reused, because allocating a new one for each tensor would take half of the time.
+        if not hasattr(per_thread, "scratch") or len(per_thread.scratch) < shape.numel():
+            per_thread.scratch = torch.empty(shape.numel())
+        _fill(tensor, per_thread.scratch[: shape.numel()].view(shape), model, seed, options)
 
     # Each tensor has its own generator, which runs on one core and without the GIL.
-    with ThreadPoolExecutor(min(MOST_THREADS, cpu_cores())) as pool:
-        list(pool.map(fill, logical_tensors(model)))
+    with ThreadPoolExecutor(min(MAX_THREADS, cpu_cores())) as executor:
+        list(executor.map(fill, logical_tensors(model)))
 
 
 def _fill(
     tensor: LogicalTensor, scratch: torch.Tensor, model: Transformer, seed: int, options: InitOptions
 ) -> None:
-    """Set one tensor. scratch: float32 of its shape on the CPU, for what is drawn."""
+    """Set one tensor. scratch: float32 buffer of its shape on the CPU for the random numbers."""
     view = tensor.view
     generator = torch.Generator().manual_seed(derive_seed(seed, tensor.name))
     embedding_std = model.config.initializer_range if options.embedding_std is None else options.embedding_std

@@ -1,7 +1,7 @@
 """The decoder-only transformer that a ModelConfig describes.
 
-`loss` goes from hidden states to the loss in chunks of tokens, so the logits of a whole batch never exist at once.
-Everything else that changes how the model computes is attached from outside (`forward_override`, wrapped forwards).
+`loss` computes the loss from the hidden states in chunks of tokens, so the logits of a whole batch never exist at once.
+Other implementations of a computation are attached from outside, by `forward_override` or by wrapping a forward.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from deskside.budget.shape import kv_bytes_per_token
 from deskside.config.model import ModelConfig
 from deskside.kernels.attention import AttentionContext, Requirements, prepare
 from deskside.kernels.cross_entropy import CHUNK_TOKENS, ReplacedRows, token_losses
-from deskside.model.block import AS_WRITTEN, Block, CachedBlocks, LayerCache, Rotation, hidden_norm
+from deskside.model.block import DEFAULT_BLOCKS, Block, CachedBlocks, LayerCache, Rotation, hidden_norm
 from deskside.model.cache import KVCache
 from deskside.ops.composite import AddNormLinear, rope_table
 from deskside.ops.linear import Embedding, HeadLoss, Linear
@@ -22,13 +22,13 @@ from deskside.ops.logical import logical_tensors
 from deskside.ops.moe import load_balancing_loss
 from deskside.utils.errors import UsageError
 
-GROUPS = ("embedding", "position", "attention", "mlp", "norm", "head")
+PARAM_GROUPS = ("embedding", "position", "attention", "mlp", "norm", "head")
 
 
 class Transformer(nn.Module):
-    """Parameters are allocated but not set: call `deskside.model.init.initialize` or load weights.
+    """A decoder-only transformer. Its parameters are uninitialized: call `initialize` (init.py) or load weights.
 
-    Raises UsageError for options that have no effect together (bias in a mixture of experts).
+    Raises UsageError for mlp_bias in a mixture of experts.
     """
 
     def __init__(self, config: ModelConfig):
@@ -53,7 +53,7 @@ class Transformer(nn.Module):
         self.reset_buffers()
 
     def reset_buffers(self) -> None:
-        """Compute the rotary tables, in float32 on the weights' device."""
+        """Compute the rotary tables in float32 on the device of the weights."""
         if self.config.position_embedding == "rope":
             self.rope_cos, self.rope_sin = rope_table(
                 self.config.max_position_embeddings,
@@ -85,11 +85,11 @@ class Transformer(nn.Module):
     def hidden_and_router(
         self, tokens_BT: Tensor, context: AttentionContext | None = None, positions_BT: Tensor | None = None
     ) -> tuple[Tensor, list[Tensor]]:
-        """Hidden states (B, T, D), and each MoE layer's router statistics (2, E).
+        """Return the hidden states after the final norm (B, T, D), and each MoE layer's router statistics (2, E).
 
-        `context`: None is causal attention by the reference backend. `positions_BT`: int64, None counts 0..T-1 in each
-        row; with learned positions and packed documents pass `document_positions(...)`.
-        Raises UsageError for a sequence longer than the positions, or a backend that cannot do what is asked.
+        context: None is causal attention with the reference backend. positions_BT: int64; None is 0..T-1 in each row.
+        With learned positions and packed documents, pass `document_positions(...)`.
+        Raises UsageError for a sequence longer than the positions, or a backend that lacks a required feature.
         """
         B, T = tokens_BT.shape
         self._check_length(T)
@@ -97,8 +97,8 @@ class Transformer(nn.Module):
         rotation = self._rotation(T, positions_BT)
         contexts = self._contexts(context or AttentionContext(), B, T, x_BTD)
         # Splitting the embedding costs four passes over it, forward and backward.
-        split = not self.layers[0].attn.accepts_no_delta  # type: ignore[union-attr]
-        residual_BTD, delta_BTD = self._split(x_BTD) if split else (x_BTD, None)
+        split_embedding = not self.layers[0].attn.accepts_no_delta  # type: ignore[union-attr]
+        residual_BTD, delta_BTD = self._split_embedding(x_BTD) if split_embedding else (x_BTD, None)
         statistics: list[Tensor] = []
         for layer in self.layers:
             assert isinstance(layer, Block)
@@ -110,7 +110,7 @@ class Transformer(nn.Module):
         return self.final.add_norm(residual_BTD, delta_BTD)[1], statistics
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:
-        """Hidden states after the final norm -> logits, capped where the configuration says so."""
+        """Hidden states after the final norm -> logits, with the soft cap of the configuration."""
         logits_BTV = self.embed.logits(hidden_BTD) if self.head is None else self.head(hidden_BTD)
         cap = self.config.final_logit_softcapping
         return logits_BTV if cap is None else cap * torch.tanh(logits_BTV / cap)
@@ -118,7 +118,7 @@ class Transformer(nn.Module):
     def loss(
         self, tokens_BT: Tensor, targets_BT: Tensor, context: AttentionContext | None = None, **options: Any
     ) -> Tensor:
-        """Summed cross-entropy over targets that are not -100, float32. Options as in `loss_and_balance`."""
+        """Return the summed cross-entropy over targets that are not -100, float32. Options: see `loss_and_balance`."""
         return self.loss_and_balance(tokens_BT, targets_BT, context, **options)[0]
 
     def loss_and_balance(
@@ -130,12 +130,15 @@ class Transformer(nn.Module):
         z_loss: float = 0.0,
         chunk_tokens: int = CHUNK_TOKENS,
     ) -> tuple[Tensor, Tensor | None]:
-        """Summed cross-entropy, and the load-balancing loss of a model with experts (a mean, not weighted yet by
-        `router_aux_loss_coef`; over all tokens of the batch as transformers does without a mask)."""
+        """Return the summed cross-entropy and, for a model with experts, the load-balancing loss (otherwise None).
+
+        The load-balancing loss is a mean over all tokens of the batch, as in transformers without a mask, and is not
+        yet multiplied by `router_aux_loss_coef`.
+        """
         hidden_BTD, statistics = self.hidden_and_router(tokens_BT, context, positions_BT)
         loss = self.head_loss(
             hidden_BTD.flatten(0, 1),
-            self._vocabulary.weight,
+            self._head_table.weight,
             targets_BT.flatten(),
             softcap=self.config.final_logit_softcapping,
             z_loss=z_loss,
@@ -154,11 +157,11 @@ class Transformer(nn.Module):
         positions_BT: Tensor | None = None,
         chunk_tokens: int = CHUNK_TOKENS,
     ) -> Tensor:
-        """(B, T) float32: cross-entropy of each token, 0 where the target is -100. For evaluation."""
+        """Return the cross-entropy of each token, (B, T) float32, 0 where the target is -100. For evaluation."""
         hidden_BTD = self.hidden(tokens_BT, context, positions_BT)
         losses_N = token_losses(
             hidden_BTD.flatten(0, 1),
-            self._vocabulary.weight,
+            self._head_table.weight,
             targets_BT.flatten(),
             softcap=self.config.final_logit_softcapping,
             chunk_tokens=chunk_tokens,
@@ -169,8 +172,10 @@ class Transformer(nn.Module):
     # Generation
 
     def new_cache(self, batch: int, max_length: int) -> KVCache:
-        """An empty cache for `batch` rows, in the dtype and on the device of the activations."""
-        return KVCache.of(self.config, batch, max_length, self.activation_dtype, self.embed.weight.device)
+        """Return an empty cache for `batch` rows, with the dtype and device of the activations."""
+        return KVCache.allocate(
+            self.config, batch, max_length, self.activation_dtype, self.embed.weight.device
+        )
 
     @torch.no_grad()
     def forward_cached(
@@ -179,26 +184,26 @@ class Transformer(nn.Module):
         cache: KVCache,
         counts_B: Tensor | None = None,
         logits_of: Literal["all", "last"] = "all",
-        blocks: CachedBlocks = AS_WRITTEN,
+        blocks: CachedBlocks = DEFAULT_BLOCKS,
     ) -> Tensor:
-        """Append tokens to the cache at each row's length; logits (B, T, V), or (B, 1, V) of each row's last token.
+        """Append tokens to each row of the cache. Returns logits (B, T, V), or (B, 1, V) for each row's last token.
 
-        `counts_B`: the number of real tokens in each row where prompts are padded on the right (None: all T). The
-        logits of padding are meaningless. `blocks`: the implementation of the blocks. Raises UsageError if the cache
-        or the positions are too short.
+        counts_B: number of tokens in each row before the padding on the right (None: all T). The logits of padding are
+        meaningless. blocks: the implementation of the blocks. Raises UsageError if the cache or the positions are too
+        short.
         """
         B, T = tokens_BT.shape
         if not cache.managed:
             self._check_length(cache.bound + T)
-        places = cache.reserve(T, counts_B)
-        x_BTD = self._embed(tokens_BT, places.position_BT)
-        contexts = self._contexts(_first_tokens(x_BTD), B, T, x_BTD) if cache.fresh else {}
-        residual_BTD, delta_BTD = self._split(x_BTD)
-        rotation = self._rotation(T, places.position_BT)
-        for number, layer in enumerate(self.layers):
+        slots = cache.reserve(T, counts_B)
+        x_BTD = self._embed(tokens_BT, slots.position_BT)
+        contexts = self._contexts(_prefill_context(x_BTD), B, T, x_BTD) if cache.fresh else {}
+        residual_BTD, delta_BTD = self._split_embedding(x_BTD)
+        rotation = self._rotation(T, slots.position_BT)
+        for index, layer in enumerate(self.layers):
             assert isinstance(layer, Block)
-            at = LayerCache(cache, number, places, rotation, contexts.get(layer.attn.window))
-            residual_BTD, delta_BTD = blocks.block(layer, residual_BTD, delta_BTD, at)
+            layer_cache = LayerCache(cache, index, slots, rotation, contexts.get(layer.attn.window))
+            residual_BTD, delta_BTD = blocks.block(layer, residual_BTD, delta_BTD, layer_cache)
         hidden_BTD = blocks.final(self.final, residual_BTD, delta_BTD)
         cache.lengths_B += T if counts_B is None else counts_B
         if logits_of == "last":
@@ -210,28 +215,28 @@ class Transformer(nn.Module):
     # Accounting
 
     def num_params(self) -> dict[str, int]:
-        """Parameters by group; the weight that tied head and embedding share counts once, as embedding."""
-        counts = dict.fromkeys(GROUPS, 0)
+        """Return the number of parameters by group. A tied head counts as embedding only."""
+        counts = dict.fromkeys(PARAM_GROUPS, 0)
         for tensor in logical_tensors(self):
-            counts[_group(tensor.name)] += tensor.view.numel()
+            counts[_param_group(tensor.name)] += tensor.view.numel()
         return counts
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> float:
-        """Bytes that the key-value cache needs per token of one row, over all layers."""
+        """Return the bytes of the key-value cache per token of one row, over all layers."""
         return kv_bytes_per_token(self.config, dtype.itemsize)
 
     @property
     def head_weight(self) -> Tensor:
-        """(V, D): the weight of the head, which is the embedding's where they are tied. A copy if rows are replaced."""
-        return self._vocabulary.table
+        """The weight of the head, (V, D); the embedding's if they are tied. A copy if rows are replaced."""
+        return self._head_table.table
 
     @property
     def head_rows(self) -> ReplacedRows | None:
         """(ids, rows) that replace rows of the head's weight, or None."""
-        return self._vocabulary.replaced_rows
+        return self._head_table.replaced_rows
 
     @property
-    def _vocabulary(self) -> Embedding | Linear:
+    def _head_table(self) -> Embedding | Linear:
         return self.embed if self.head is None else self.head
 
     @property
@@ -242,7 +247,7 @@ class Transformer(nn.Module):
     # Parts of the forward
 
     def _embed(self, tokens_BT: Tensor, positions_BT: Tensor | None) -> Tensor:
-        """Token embeddings, plus learned positions where the model has them. (B, T, D)."""
+        """Return token embeddings plus learned position embeddings, if the model has them, (B, T, D)."""
         x_BTD = self.embed(tokens_BT)
         if self.position is not None:
             if positions_BT is None:
@@ -251,10 +256,10 @@ class Transformer(nn.Module):
         return x_BTD
 
     @staticmethod
-    def _split(x_BTD: Tensor) -> tuple[Tensor, Tensor]:
+    def _split_embedding(x_BTD: Tensor) -> tuple[Tensor, Tensor]:
         """Return the first block's (residual, delta): half of the embedding each.
 
-        Halving is exact in floating point. All blocks so receive two tensors that require gradients; with a delta of
+        Halving is exact in floating point. This way all blocks get two tensors that require gradients; with a delta of
         None or zeros, torch.compile would compile the first block separately.
         """
         return x_BTD * 0.5, x_BTD * 0.5
@@ -271,7 +276,7 @@ class Transformer(nn.Module):
     def _contexts(
         self, context: AttentionContext, batch: int, tokens: int, x: Tensor
     ) -> dict[int | None, AttentionContext]:
-        """One prepared context for each distinct window of the layers."""
+        """Return one prepared context for each distinct attention window of the layers."""
         config = self.config
         contexts: dict[int | None, AttentionContext] = {}
         for layer in self.layers:
@@ -297,19 +302,19 @@ class Transformer(nn.Module):
         longest = self.config.max_position_embeddings
         if tokens > longest:
             raise UsageError(
-                f"max_position_embeddings: {tokens} tokens do not fit {longest} positions; use shorter sequences"
+                f"max_position_embeddings: {tokens} tokens do not fit into {longest} positions; use shorter sequences"
             )
 
 
-def _first_tokens(x: Tensor) -> AttentionContext:
+def _prefill_context(x: Tensor) -> AttentionContext:
     """Return the context of a prefill from position 0. Causal attention hides the padding on the right."""
     flash = x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
     full = "unplanned" if x.is_cuda else "sdpa"
     return AttentionContext(backend=full, window_backend="flash" if flash else "chunked")
 
 
-def _group(name: str) -> str:
-    """The accounting group of a logical tensor."""
+def _param_group(name: str) -> str:
+    """Return the group of `num_params` for a logical name."""
     if "norm" in name:
         return "norm"
     first = name.split(".")[0]

@@ -1,12 +1,12 @@
-"""The operators that a block is written in: norms, rotary attention, AddNormLinear, GatedLinear, and the sublayers.
+"""The operators of a transformer block: norms, rotary embedding, AddNormLinear, GatedLinear, and the sublayers.
 
-AddNormLinear and GatedLinear each cover element-wise work that ends in a GEMM, so that one kernel can do all of the
-element-wise work. Both return logical projections (q, k, v; gate, up) whether their weights are fused or not, so the
-code around them does not depend on fusing. `transparent` marks modules that are no part of a logical name (logical.py).
+AddNormLinear and GatedLinear each combine element-wise work with the GEMM next to it, so that one kernel can do all of
+the element-wise work. AddNormLinear returns logical projections (q, k, v; gate, up) even if their weights are fused, so
+the code around it does not depend on fusing. Modules with `transparent` do not appear in logical names (logical.py).
 
-`AttentionSublayer` and `MLPSublayer` are one half of a block each, (residual, delta) -> (residual, delta). They only
-hold parts; `deskside.model.block` computes with them. A `forward_override`, set from outside, replaces the computation
-of an operator or of a whole sublayer.
+`AttentionSublayer` and `MLPSublayer` are the halves of a block, (residual, delta) -> (residual, delta). They only
+declare their parts; `deskside.model.block` implements them. A `forward_override`, set from outside, replaces the
+computation of an operator or of a whole sublayer.
 """
 
 from collections.abc import Callable, Sequence
@@ -67,12 +67,12 @@ Norm = RMSNorm | LayerNorm
 
 
 def attention(q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, context: AttentionContext) -> Tensor:
-    """Compute (B, T, H, C), (B, T, K, C), (B, T, K, C) -> (B, T, H, C) with the backend of a prepared `context`."""
+    """(B, T, H, C), (B, T, K, C), (B, T, K, C) -> (B, T, H, C), with the backend of a prepared `context`."""
     return backend_named(context.backend).function(q_BTHC, k_BTKC, v_BTKC, context)
 
 
 def rope_table(positions: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return cos and sin, each (positions, head_dim / 2) in float32; on the meta device only their shapes."""
+    """Return cos and sin, (positions, head_dim / 2) float32 each. On the meta device they are empty tensors."""
     if device.type == "meta":
         # Arithmetic on meta tensors imports torch._dynamo, which takes more than a second.
         shapes = torch.empty(2, positions, head_dim // 2, dtype=torch.float32, device=device)
@@ -100,7 +100,7 @@ def rotate(x_BTHC: Tensor, cos_BT1c: Tensor, sin_BT1c: Tensor) -> Tensor:
 def make_projections(
     in_features: int, outputs: Sequence[tuple[str, int]], bias: bool, fused: bool
 ) -> nn.ModuleList:
-    """One Linear with a slice per output, or one Linear per output."""
+    """Return one Linear with a slice per output if `fused`, otherwise one Linear per output."""
     groups = [list(outputs)] if fused else [[output] for output in outputs]
     return nn.ModuleList(Linear(in_features, group, bias) for group in groups)
 
@@ -108,11 +108,11 @@ def make_projections(
 class AddNormLinear(nn.Module):
     """(residual, delta) -> (residual + delta, projections of its norm).
 
-    `position` "pre": the norm is read by the projections alone and the residual stream stays un-normalised.
-    "post": the residual itself is normalised, residual = norm(residual + delta), and the projections read it. With
-    "post" the first operator of a model therefore normalises the embeddings, as BERT does.
+    `position` "pre": only the projections read the norm, and the residual stream is not normalised. "post": the
+    residual itself is normalised, residual = norm(residual + delta), and the projections read it. The first operator of
+    a "post" model therefore normalises the embeddings, as in BERT.
 
-    Every block begins with this operator, so all blocks are one piece of code for torch.compile.
+    Every block begins with this operator, so all blocks have the same code and torch.compile can share one graph.
     """
 
     transparent = True
@@ -125,12 +125,13 @@ class AddNormLinear(nn.Module):
         self.forward_override: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
 
     def forward(self, residual_BTD: Tensor, delta_BTD: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Returns the new residual and one tensor (B, T, rows) per logical projection, in order."""
+        """Return the new residual and one tensor (B, T, rows) per logical projection, in order."""
         residual_BTD, normed_BTD = self.add_norm(residual_BTD, delta_BTD)
         outputs: list[Tensor] = []
         for projection in self.projections:
             assert isinstance(projection, Linear)
-            output, sizes = projection(normed_BTD), [s.stop - s.start for s in projection.slices]
+            output = projection(normed_BTD)
+            sizes = [s.stop - s.start for s in projection.slices]
             outputs.extend(output.split(sizes, dim=-1) if len(sizes) > 1 else (output,))
         return residual_BTD, tuple(outputs)
 
@@ -165,9 +166,10 @@ def activate(activation: Activation, *inputs: Tensor) -> Tensor:
 
 
 class AttentionSublayer(nn.Module):
-    """`input` makes q, k and v; `output` is o_proj. `heads` query heads, `kv_heads` of keys and values.
+    """The attention half of a block: `input` computes q, k and v, and `output` is o_proj.
 
-    `accepts_no_delta`: the override takes None for the first block's delta, so the embedding need not be split.
+    heads: number of query heads; kv_heads: number of key and of value heads. accepts_no_delta: True if the override
+    takes None as the first block's delta, so that the embedding need not be split into residual and delta.
     """
 
     heads: int
@@ -185,7 +187,7 @@ class AttentionSublayer(nn.Module):
 
 
 class MLPSublayer(nn.Module):
-    """`input` makes gate and up (or up alone); `output` activates and projects down."""
+    """The MLP half of a block: `input` computes gate and up, or only up; `output` activates and projects down."""
 
     input: AddNormLinear
     output: GatedLinear

@@ -1,10 +1,11 @@
 """Linear, Embedding and HeadLoss: the modules that hold or use two-dimensional weights.
 
-A fused projection (q, k, v in one weight) is one `Linear` that knows its logical slices. Whatever works on weights from
-outside works on the slices, never on the fused matrix, so fusing changes the speed and nothing else.
+A fused projection (q, k, v in one weight) is one `Linear` with named logical slices. Code that processes weights, such
+as initialization, Muon and export, uses the slices and never the fused matrix, so fusing changes only the speed.
 
-Activations carry the dtype, starting with `Embedding.output_dtype`; each weight is cast to it where it is used. Every
-module here has a `forward_override`: another implementation of its computation, set from outside, or None.
+The activations determine the dtype of a computation, starting with `Embedding.output_dtype`; weights are cast to it
+where they are used. `Linear` and `HeadLoss` have a `forward_override`: another implementation, set from outside, or
+None.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ from deskside.kernels.stored_weights import embedding
 
 @dataclass(frozen=True)
 class Slice:
-    """Rows `start:stop` of a weight, under the name that the unfused projection would have."""
+    """Rows `start:stop` of a weight, with the name of the unfused projection."""
 
     name: str
     start: int
@@ -29,18 +30,18 @@ class Slice:
 
 
 class _Table(nn.Module):
-    """A weight that may serve as the head's table, (vocabulary, hidden)."""
+    """A module whose weight may be the output head, (vocabulary, hidden)."""
 
     weight: nn.Parameter
 
     @property
     def table(self) -> Tensor:
-        """The weight, with `replaced_rows` in place."""
+        """The weight with `replaced_rows` applied."""
         return self.weight
 
     @property
     def replaced_rows(self) -> ReplacedRows | None:
-        """(ids, rows) that replace rows of `weight`. A subclass may have some."""
+        """(ids, rows) that replace rows of `weight`; always None in this package."""
         return None
 
 
@@ -48,7 +49,8 @@ class Linear(_Table):
     """y = x W^T + b, where W stacks one or more named projections along its rows.
 
     weight: (sum of rows, in_features); bias: (sum of rows,) or None. `role` is "matrix" for block weights and "head"
-    for the output projection. `forward_override`: x (N, in) -> (N, rows), replaces the matrix product.
+    for the output projection. `forward_override`, x (N, in) -> (N, rows), replaces the product; the bias is added to
+    its result.
     """
 
     def __init__(
@@ -82,7 +84,7 @@ class Linear(_Table):
 class Embedding(_Table):
     """A table lookup. weight: (entries, hidden_size); tokens of any shape -> (*shape, hidden_size).
 
-    `output_dtype` (None: the weight's) is the dtype of the residual stream, and so of the whole forward pass.
+    `output_dtype` (None: the weight's dtype) becomes the dtype of the residual stream and of the whole forward pass.
     `role` is "embedding" for tokens and "position" for learned positions.
     """
 
@@ -96,7 +98,7 @@ class Embedding(_Table):
         return embedding(tokens, self.weight, self.output_dtype or self.weight.dtype)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Use the table as a tied head: (..., hidden_size) -> (..., entries)."""
+        """Apply the weight as a tied head: (..., hidden_size) -> (..., entries)."""
         return F.linear(hidden, self.weight.to(hidden.dtype))
 
 
@@ -108,14 +110,14 @@ class HeadLoss(nn.Module):
         self.forward_override: Callable[..., Tensor] | None = None
 
     def forward(self, hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, **options: Any) -> Tensor:
-        """See `linear_cross_entropy`. An override need not support `rows`, and raises TypeError if it does not."""
+        """See `linear_cross_entropy`. An override that does not support `rows` raises TypeError if they are passed."""
         if options.get("rows") is None:
             options.pop("rows", None)
         return (self.forward_override or linear_cross_entropy)(hidden_ND, weight_VD, targets_N, **options)
 
 
 def make_slices(outputs: Sequence[tuple[str, int]]) -> tuple[Slice, ...]:
-    """Turn (("q_proj", 768), ("k_proj", 192)) into Slice("q_proj", 0, 768), Slice("k_proj", 768, 960)."""
+    """Return the slices of stacked rows: (("q", 768), ("k", 192)) gives Slice("q", 0, 768), Slice("k", 768, 960)."""
     slices, start = [], 0
     for name, rows in outputs:
         slices.append(Slice(name, start, start + rows))

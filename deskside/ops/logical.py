@@ -1,9 +1,9 @@
 """Logical tensors: the names and shapes that a model's parameters would have if nothing were fused.
 
-Initialization, Muon and export must not depend on whether q, k and v share a weight, so they iterate over this list
-instead of `named_parameters()`. A logical name is the module path without `transparent` modules (operators, lists of
-projections), where a Linear's own name is replaced by its slice's: rows 0-767 of
-`layers.0.attn.input.projections.0.weight` are `layers.0.attn.q_proj.weight`. Experts add their number:
+Initialization, Muon and export must not depend on whether q, k and v share a weight, so they iterate over
+`logical_tensors(model)` instead of `named_parameters()`. A logical name is the module path without `transparent`
+modules (operators, lists of projections), in which the name of a Linear is replaced by that of its slice: rows 0-767 of
+`layers.0.attn.input.projections.0.weight` are `layers.0.attn.q_proj.weight`. Experts add their index:
 `layers.0.mlp.experts.3.gate_proj.weight`.
 """
 
@@ -22,7 +22,7 @@ Kind = Literal["matrix", "head", "embedding", "position", "norm", "bias"]
 
 @dataclass(frozen=True)
 class LogicalTensor:
-    """Rows `start:stop` of a parameter, of one expert where the parameter stacks experts."""
+    """Rows `start:stop` of a parameter or, if the parameter stacks experts, of one expert."""
 
     name: str
     kind: Kind
@@ -32,32 +32,36 @@ class LogicalTensor:
     stop: int
     expert: int | None = None
 
-    def of(self, tensor: Tensor) -> Tensor:
-        """Return the part of `tensor` (the parameter, its gradient or its optimizer state) that this tensor covers."""
-        return (tensor if self.expert is None else tensor[self.expert])[self.start : self.stop]
+    def slice_of(self, tensor: Tensor) -> Tensor:
+        """Return this tensor's part of `tensor`: the parameter, its gradient or an optimizer state of that shape."""
+        if self.expert is not None:
+            tensor = tensor[self.expert]
+        return tensor[self.start : self.stop]
 
     @property
     def view(self) -> Tensor:
-        """The values, detached, sharing memory with the parameter."""
-        return self.of(self.parameter.detach())
+        """The values: a detached view of the parameter."""
+        return self.slice_of(self.parameter.detach())
 
 
 def logical_tensors(model: nn.Module) -> list[LogicalTensor]:
     """Return all parameters of `model` as logical tensors, each once, in module order."""
-    found: list[LogicalTensor] = []
+    tensors: list[LogicalTensor] = []
     seen: set[int] = set()
     for path, module in model.named_modules():
-        for tensor in _of_module(model, path, module):
-            found.append(tensor)
+        for tensor in _module_tensors(model, path, module):
+            tensors.append(tensor)
             seen.add(id(tensor.parameter))
-    missed = [name for name, parameter in model.named_parameters() if id(parameter) not in seen]
-    if missed:
-        raise TypeError(f"parameters of unknown modules: {', '.join(missed)}")
-    return found
+    missing = [name for name, parameter in model.named_parameters() if id(parameter) not in seen]
+    if missing:
+        raise TypeError(
+            f"these parameters belong to modules that have no logical tensors: {', '.join(missing)}"
+        )
+    return tensors
 
 
-def _of_module(model: nn.Module, path: str, module: nn.Module) -> Iterator[LogicalTensor]:
-    def tensor(
+def _module_tensors(model: nn.Module, path: str, module: nn.Module) -> Iterator[LogicalTensor]:
+    def make_tensor(
         attribute: str, name: str, kind: Kind, start: int, stop: int, expert: int | None = None
     ) -> LogicalTensor:
         parameter = getattr(module, attribute)
@@ -72,35 +76,35 @@ def _of_module(model: nn.Module, path: str, module: nn.Module) -> Iterator[Logic
             )
         for s in module.slices:
             name = f"{owner}.{s.name}" if owner else s.name
-            yield tensor("weight", f"{name}.weight", module.role, s.start, s.stop)
+            yield make_tensor("weight", f"{name}.weight", module.role, s.start, s.stop)
             if module.bias is not None:
-                yield tensor("bias", f"{name}.bias", "bias", s.start, s.stop)
+                yield make_tensor("bias", f"{name}.bias", "bias", s.start, s.stop)
     elif isinstance(module, Embedding):
-        yield tensor("weight", f"{prefix}.weight", module.role, 0, module.weight.shape[0])
+        yield make_tensor("weight", f"{prefix}.weight", module.role, 0, module.weight.shape[0])
     elif isinstance(module, RMSNorm | LayerNorm):
-        yield tensor("weight", f"{prefix}.weight", "norm", 0, module.weight.shape[0])
+        yield make_tensor("weight", f"{prefix}.weight", "norm", 0, module.weight.shape[0])
         if isinstance(module, LayerNorm) and module.bias is not None:
-            yield tensor("bias", f"{prefix}.bias", "bias", 0, module.bias.shape[0])
+            yield make_tensor("bias", f"{prefix}.bias", "bias", 0, module.bias.shape[0])
     elif isinstance(module, Experts):
         for attribute, slices in module.slices.items():
             for expert in range(getattr(module, attribute).shape[0]):
                 for s in slices:
-                    yield tensor(
+                    yield make_tensor(
                         attribute, f"{prefix}.{expert}.{s.name}.weight", "matrix", s.start, s.stop, expert
                     )
 
 
 def _logical_path(model: nn.Module, path: str) -> str:
     """Return `path` without transparent modules and lists of projections."""
-    kept: list[str] = []
+    parts: list[str] = []
     module = model
     inside_operator = getattr(model, "transparent", False)
-    for part in path.split(".") if path else []:
-        module = getattr(module, part)
+    for name in path.split(".") if path else []:
+        module = getattr(module, name)
         if getattr(module, "transparent", False):
             inside_operator = True
         elif inside_operator and isinstance(module, nn.ModuleList):
             pass
         else:
-            kept.append(part)
-    return ".".join(kept)
+            parts.append(name)
+    return ".".join(parts)

@@ -1,8 +1,8 @@
 """A mixture-of-experts MLP exactly as Qwen3-MoE computes it: softmax router, top-k, SwiGLU experts, no token dropped.
 
 Tokens are sorted by expert, so that each expert's tokens are contiguous rows; one grouped GEMM (or a loop of GEMMs)
-then runs all experts. The load-balancing loss is that of Switch Transformer (Fedus et al. 2021, arXiv 2101.03961,
-eq. 4-6), over all layers together as transformers computes it; each layer hands out the two sums it needs.
+then computes all experts. The load-balancing loss is that of Switch Transformer (Fedus et al. 2021, arXiv 2101.03961,
+eq. 4-6), computed over all layers together as in transformers; each layer returns the two sums that it needs.
 """
 
 import torch
@@ -30,9 +30,9 @@ class Experts(nn.Module):
         self.down_weight = nn.Parameter(torch.empty(experts, hidden_size, intermediate_size))
 
     def forward(self, x_ND: Tensor, counts_E: Tensor) -> Tensor:
-        """x_ND is sorted by expert, counts_E (int64) rows each. Returns (N, D)."""
+        """(N, D) -> (N, D). The rows are sorted by expert; counts_E: number of rows per expert, int64."""
         gate_up, down = self.gate_up_weight.to(x_ND.dtype), self.down_weight.to(x_ND.dtype)
-        if _grouped_gemm_fits(x_ND, gate_up, down):
+        if _grouped_gemm_supported(x_ND, gate_up, down):
             ends_E = counts_E.cumsum(0).to(torch.int32)
             hidden = torch._grouped_mm(x_ND, gate_up.transpose(1, 2), offs=ends_E)
             return torch._grouped_mm(self._activate(hidden), down.transpose(1, 2), offs=ends_E)
@@ -45,8 +45,8 @@ class Experts(nn.Module):
         return activate(self.activation, *hidden.chunk(len(self.slices["gate_up_weight"]), dim=-1))
 
 
-def _grouped_gemm_fits(x: Tensor, *weights: Tensor) -> bool:
-    """torch's grouped GEMM takes bfloat16 on CUDA, with rows of a multiple of 16 bytes."""
+def _grouped_gemm_supported(x: Tensor, *weights: Tensor) -> bool:
+    """Return True if torch's grouped GEMM supports the inputs: bfloat16 on CUDA, rows of a multiple of 16 bytes."""
     aligned = all(w.shape[1] % 8 == 0 and w.shape[2] % 8 == 0 for w in weights)
     return x.is_cuda and x.dtype is torch.bfloat16 and aligned
 
@@ -70,7 +70,7 @@ class MixtureOfExperts(nn.Module):
         if self.normalise:
             weights_Nk = weights_Nk / weights_Nk.sum(dim=-1, keepdim=True)
 
-        chosen_S = chosen_Nk.flatten()  # S = N * k choices
+        chosen_S = chosen_Nk.flatten()  # (S,), S = N * k: the chosen experts of all tokens
         counts_E = torch.zeros(probabilities_NE.shape[1], dtype=torch.int64, device=x_ND.device)
         counts_E = counts_E.scatter_add(0, chosen_S, torch.ones_like(chosen_S))
         order_S = chosen_S.argsort(stable=True)
@@ -82,9 +82,10 @@ class MixtureOfExperts(nn.Module):
 
 
 def load_balancing_loss(statistics_L2E: Tensor, tokens: int) -> Tensor:
-    """E * sum over experts of (share of choices) * (mean probability); 1 * k for a perfectly even router.
+    """Return E * sum over experts of (share of tokens that chose it) * (its mean probability).
 
-    `statistics_L2E` stacks what each MoE layer returned, `tokens` is how many tokens each of them saw.
+    A perfectly even router with k experts per token has k. statistics_L2E: the router statistics of the MoE layers.
+    tokens: number of tokens per layer.
     """
     layers, _, experts = statistics_L2E.shape
     share_E, mean_E = (statistics_L2E.sum(dim=0) / (layers * tokens)).unbind()

@@ -10,7 +10,7 @@ from deskside.engine.fused import FusedBlocks, covers_attention, covers_mlp
 from deskside.engine.requests import Request
 from deskside.engine.sampling import GREEDY, Sampling
 from deskside.engine.steps import bucket
-from deskside.model.block import AS_WRITTEN, MLP, Block
+from deskside.model.block import DEFAULT_BLOCKS, MLP, Block
 from deskside.model.transformer import Transformer
 from tests.engine.test_generate import PROMPTS, VARIANTS, make, plain
 
@@ -30,7 +30,7 @@ def test_fused_blocks_equal_the_models(name: str) -> None:
     counts, blocks = torch.tensor([9, 6]), FusedBlocks(model)
     firsts = [
         model.forward_cached(prompt, cache, counts, "last", how)
-        for cache, how in zip(caches, (AS_WRITTEN, blocks), strict=True)
+        for cache, how in zip(caches, (DEFAULT_BLOCKS, blocks), strict=True)
     ]
     torch.testing.assert_close(firsts[1], firsts[0], atol=1e-3, rtol=1e-3)
     expected = model.forward_cached(new, caches[0])

@@ -13,7 +13,7 @@ from tokenizers.processors import TemplateProcessing
 from deskside.data.chat.renderer import Renderer
 from deskside.engine import device
 from deskside.evaluate.likelihood import PAGE, Encoder, Likelihood, Pair, likelihoods
-from deskside.model.cache import pool
+from deskside.model.cache import allocate_pool
 from deskside.model.transformer import Transformer
 from deskside.utils.errors import RunError, UsageError
 from tests.evaluate.made_model import POSITIONS, Made, make, oracle
@@ -78,9 +78,9 @@ def test_a_full_card_is_given_smaller_batches(made: Made, monkeypatch: pytest.Mo
 
     def noted(config: Any, count: int, *rest: Any) -> Any:
         pages.append(count)
-        return pool(config, count, *rest)
+        return allocate_pool(config, count, *rest)
 
-    monkeypatch.setattr("deskside.evaluate.likelihood.pool", noted)
+    monkeypatch.setattr("deskside.evaluate.likelihood.allocate_pool", noted)
     before = check(made.model, pairs(1), 100_000)
     whole = max(pages)
     pages.clear()

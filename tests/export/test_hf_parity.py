@@ -138,7 +138,7 @@ def test_logits_and_gradients_equal_transformers(case: str, tmp_path: Path) -> N
         our_loss = ours.loss(inputs, targets, chunk_tokens=5)
         torch.testing.assert_close(our_loss, loss, atol=1e-4, rtol=1e-5)
         our_loss.backward()
-        grads = hf_tensors(ours, family_of(config), lambda t: t.of(t.parameter.grad))  # type: ignore[arg-type]
+        grads = hf_tensors(ours, family_of(config), lambda t: t.slice_of(t.parameter.grad))  # type: ignore[arg-type]
         assert set(grads) == set(their_grads)
         for name, grad in grads.items():
             torch.testing.assert_close(

@@ -94,7 +94,7 @@ def grad_of(need: Requirements) -> Tensor:
 @pytest.mark.parametrize("name", NAMES)
 def test_equals_float64(name: str, shape: str, masks: str, way: str) -> None:
     need, context = problem(shape, masks)
-    reason = BACKENDS[name].why_not(need)
+    reason = BACKENDS[name].unsupported_reason(need)
     if reason is not None:
         pytest.skip(reason)
     if torch.cuda.get_device_capability()[0] < BACKWARD_FROM.get(name, 0):

@@ -14,7 +14,7 @@ from deskside.engine.sampling import GREEDY, Sampling
 from deskside.kernels import decode
 from deskside.kernels.attention.reference import decode_attention
 from deskside.kernels.decode import gather_pages, paged_attention
-from deskside.model.block import AS_WRITTEN
+from deskside.model.block import DEFAULT_BLOCKS
 from deskside.model.transformer import Transformer
 from deskside.precision.convert import convert
 from tests.engine.test_generate import PROMPTS, VARIANTS, make, plain
@@ -149,7 +149,7 @@ def test_fused_blocks_equal_the_models(name: str) -> None:
     counts, blocks = torch.tensor([9, 6], device=DEVICE), FusedBlocks(model)
     firsts = [
         model.forward_cached(prompt, cache, counts, "last", how)
-        for cache, how in zip(caches, (AS_WRITTEN, blocks), strict=True)
+        for cache, how in zip(caches, (DEFAULT_BLOCKS, blocks), strict=True)
     ]
     torch.testing.assert_close(firsts[1], firsts[0], atol=1e-3, rtol=1e-3)
     expected = model.forward_cached(new, caches[0])

@@ -88,8 +88,8 @@ def test_cpu_backends_equal_brute_force(
         monkeypatch.setattr(f"deskside.kernels.attention.{module}.QUERY_CHUNK", 4)
     q, k, v = tensors(2, 11, *heads, 8)
     context = AttentionContext(backend=name, **CASES[case])
-    need = Requirements.of(q, k, context)
-    if BACKENDS[name].why_not(need):
+    need = Requirements.from_tensors(q, k, context)
+    if BACKENDS[name].unsupported_reason(need):
         with pytest.raises(UsageError, match=name):
             prepare(context, need)
         return
@@ -154,7 +154,7 @@ def test_a_compiled_block_mask_is_the_same_and_serves_other_documents() -> None:
     ]:
         ids = document_ids(cu, batch, 300)
         mask, exact = (
-            make(flex.documents_rule(ids, True, 64), batch, None, 300, 300, device="cpu")
+            make(flex.document_mask_mod(ids, True, 64), batch, None, 300, 300, device="cpu")
             for make in (flex.compiled_create_block_mask(), flex.create_block_mask)
         )
         assert torch.equal(mask.to_dense(), exact.to_dense())
@@ -202,7 +202,7 @@ def test_prompts_on_a_gpu_leave_out_the_kernel_that_plans_for_every_shape(
     monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
     q, k, v = tensors(2, 11, 4, 2, 8)
     prompt: Any = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16)
-    name = transformer._first_tokens(prompt).backend
+    name = transformer._prefill_context(prompt).backend
     got = BACKENDS[name].function(q, k, v, AttentionContext())
     torch.testing.assert_close(got, brute_force(q, k, v, AttentionContext()))
     decode_attention(q, k, v, torch.arange(11).expand(2, -1), None, 0.3, decode._attend_with_sdpa)

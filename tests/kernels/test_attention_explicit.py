@@ -43,8 +43,8 @@ def test_equals_autograd(name: str, case: str, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(f"deskside.kernels.attention.{module}.QUERY_CHUNK", 4)
     inputs = fused_views(2, 11, dtype=torch.float64)
     context = AttentionContext(backend=name, **CASES[case])
-    need = Requirements.of(inputs[0], inputs[1], context)
-    if BACKENDS[name].why_not(need):
+    need = Requirements.from_tensors(inputs[0], inputs[1], context)
+    if BACKENDS[name].unsupported_reason(need):
         pytest.skip("not declared")
     context = prepare(context, need)
     leaves = [tensor.clone().requires_grad_() for tensor in inputs]
@@ -78,7 +78,7 @@ def test_a_second_backward_is_refused() -> None:
     inputs = fused_views(1, 5, dtype=torch.float64)
     o, saved = attention_forward(*inputs, AttentionContext())
     attention_backward(saved, o)
-    with pytest.raises(RunError, match="before"):
+    with pytest.raises(RunError, match="already run"):
         attention_backward(saved, o)
 
 
@@ -100,13 +100,13 @@ def test_cuda_pairs_fit_torchs_signatures_and_copy_nothing(name: str, changes: d
         changes = {**changes, "cu_seqlens": changes["cu_seqlens"].to("meta")}
     context = AttentionContext(backend=name, **changes)
     context = replace(context, prepared=BACKENDS[name].prepare(context, 2, 128, q.device))
-    o, saved = attention_forward(q, k, v, context)
+    o, state = attention_forward(q, k, v, context)
     assert o.shape == (2, 128, HEADS, DIM) and o.is_contiguous() and o.dtype == torch.bfloat16
-    assert saved.kept is not None
-    for kept, given in zip(saved.kept[:3], (q, k, v), strict=True):
-        assert kept.untyped_storage()._cdata == given.untyped_storage()._cdata
+    assert state.saved is not None
+    for saved, given in zip(state.saved[:3], (q, k, v), strict=True):
+        assert saved.untyped_storage()._cdata == given.untyped_storage()._cdata
     grad_o = torch.empty(2, 128, HEADS * DIM, dtype=torch.bfloat16, device="meta").unflatten(-1, (HEADS, DIM))
-    for gradient, given in zip(attention_backward(saved, grad_o), (q, k, v), strict=True):
+    for gradient, given in zip(attention_backward(state, grad_o), (q, k, v), strict=True):
         assert gradient.shape == given.shape and gradient.dtype == given.dtype
         assert gradient.is_contiguous()  # (B, T, heads, C): ready to be flattened for the projection's GEMM
 

@@ -183,12 +183,12 @@ def test_a_refusal_of_the_package_is_one_line(monkeypatch: pytest.MonkeyPatch, e
 def test_the_missing_package_is_named_with_its_remedy() -> None:
     problem = Requirements(2, 16, 4, 2, 64, torch.bfloat16, torch.device("cuda"), window=8, documents=True)
     absent = replace(backend_named("fa4"), package="no-such-distribution")
-    assert absent.why_not(problem) == (
+    assert absent.unsupported_reason(problem) == (
         "needs the package no-such-distribution: pip install 'deskside[no-such-distribution]'"
     )
     try:
         metadata.version("flash-attn-4")
     except metadata.PackageNotFoundError:
-        assert "pip install 'deskside[flash-attn-4]'" in str(BACKENDS["fa4"].why_not(problem))
+        assert "pip install 'deskside[flash-attn-4]'" in str(BACKENDS["fa4"].unsupported_reason(problem))
     else:
-        assert BACKENDS["fa4"].why_not(problem) is None
+        assert BACKENDS["fa4"].unsupported_reason(problem) is None

@@ -58,5 +58,5 @@ def test_it_asks_of_torch_what_this_torch_takes_and_compiles_without_a_warning(
 
 
 def test_rows_without_documents_are_one_each() -> None:
-    boundaries, _ = varlen.ragged(AttentionContext(), 3, 5, torch.device("cpu"))
+    boundaries, _ = varlen.varlen_arguments(AttentionContext(), 3, 5, torch.device("cpu"))
     assert boundaries.tolist() == [0, 5, 10, 15] and boundaries.dtype == torch.int32

@@ -1,9 +1,9 @@
-"""torch's cuDNN and FlashAttention kernels called without SDPA's dispatch and without autograd.
+"""torch's cuDNN and FlashAttention operators, called without SDPA's dispatch and without autograd.
 
-SDPA and `varlen_attn` dispatch to these ATen operators. The arguments used here have the same signatures in torch 2.11
-to 2.13. cuDNN takes (B, H, T, C), which is a view of (B, T, H, C), so nothing is copied; its gradients have
-the strides of its inputs. FlashAttention takes (B, T, H, C), or (N, H, C) with document boundaries. Their backward
-functions take the random state of dropout as arguments, but do not use it, because there is no dropout.
+SDPA and `varlen_attn` dispatch to these ATen operators, whose signatures are the same in torch 2.11 to 2.13. cuDNN
+takes (B, H, T, C), here a view of (B, T, H, C), so nothing is copied; its gradients have the strides of its inputs.
+FlashAttention takes (B, T, H, C), or (N, H, C) with document boundaries. The backward operators require the random
+state of dropout as arguments, although no dropout is used.
 """
 
 from typing import Any
@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deskside.kernels.attention.context import AttentionContext, FwdBwd, Kept
+from deskside.kernels.attention.context import AttentionContext, FwdBwd, Saved
 
 
 def _cudnn_forward(
     q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, context: AttentionContext
-) -> tuple[Tensor, Kept]:
+) -> tuple[Tensor, Saved]:
     q_BHTC, k_BKTC, v_BKTC = (tensor.detach().transpose(1, 2) for tensor in (q_BTHC, k_BTKC, v_BTKC))
     # After v: attn_bias, compute_log_sumexp, dropout_p, is_causal, return_debug_mask.
     o_BHTC, lse, _, _, max_q, max_k, seed, offset, _ = torch.ops.aten._scaled_dot_product_cudnn_attention(
@@ -26,9 +26,9 @@ def _cudnn_forward(
 
 
 def _cudnn_backward(
-    kept: Kept, grad_o_BTHC: Tensor, context: AttentionContext
+    saved: Saved, grad_o_BTHC: Tensor, context: AttentionContext
 ) -> tuple[Tensor, Tensor, Tensor]:
-    *tensors, max_q, max_k = kept
+    *tensors, max_q, max_k = saved
     bias = cu_q = cu_k = None
     gradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
         grad_o_BTHC.transpose(1, 2),
@@ -49,7 +49,7 @@ def _cudnn_backward(
 def _flash_keywords(context: AttentionContext) -> dict[str, Any]:
     """Return the keyword arguments for scale and window.
 
-    FlashAttention limits the keys before and after a query; None is no limit. `context.window` also counts the query.
+    FlashAttention's sizes count the keys before and after a query, None for all; `context.window` includes the query.
     """
     if context.window is None:
         return {"scale": context.scale}
@@ -58,7 +58,7 @@ def _flash_keywords(context: AttentionContext) -> dict[str, Any]:
 
 
 def flash_windowed(q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, context: AttentionContext) -> Tensor:
-    """Differentiable FlashAttention with a window and without document boundaries. SDPA has no window argument."""
+    """Run FlashAttention, differentiable, with a window and without documents. SDPA has no window argument."""
     T = q_BTHC.shape[1]
     # After v: cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask.
     o_BTHC = torch.ops.aten._flash_attention_forward(
@@ -70,27 +70,37 @@ def flash_windowed(q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, context: Atte
 
 def _flash_forward(
     q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, context: AttentionContext
-) -> tuple[Tensor, Kept]:
-    """Forward without autograd. `context.prepared` is `context.cu_seqlens`, or None if each row is one document."""
-    T, boundaries = q_BTHC.shape[1], context.prepared
+) -> tuple[Tensor, Saved]:
+    """Run the forward without autograd. `context.prepared` is `context.cu_seqlens`, or None without documents."""
+    T, cu_seqlens = q_BTHC.shape[1], context.prepared
     q, k, v = (tensor.detach() for tensor in (q_BTHC, k_BTKC, v_BTKC))
-    longest = T
-    if boundaries is not None:
+    max_seqlen = T
+    if cu_seqlens is not None:
         q, k, v = (tensor.flatten(0, 1) for tensor in (q, k, v))
-        longest = T if context.max_seqlen is None else context.max_seqlen
+        max_seqlen = T if context.max_seqlen is None else context.max_seqlen
     causal = (
         context.causal and context.window is None
     )  # with a window, window_size_right = 0 masks the future
     o, lse, rng_state, unused, _ = torch.ops.aten._flash_attention_forward(
-        q, k, v, boundaries, boundaries, longest, longest, 0.0, causal, False, **_flash_keywords(context)
+        q,
+        k,
+        v,
+        cu_seqlens,
+        cu_seqlens,
+        max_seqlen,
+        max_seqlen,
+        0.0,
+        causal,
+        False,
+        **_flash_keywords(context),
     )
-    return o.view(q_BTHC.shape), (q, k, v, o, lse, boundaries, longest, causal, rng_state, unused)
+    return o.view(q_BTHC.shape), (q, k, v, o, lse, cu_seqlens, max_seqlen, causal, rng_state, unused)
 
 
 def _flash_backward(
-    kept: Kept, grad_o_BTHC: Tensor, context: AttentionContext
+    saved: Saved, grad_o_BTHC: Tensor, context: AttentionContext
 ) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v, o, lse, boundaries, longest, causal, rng_state, unused = kept
+    q, k, v, o, lse, cu_seqlens, max_seqlen, causal, rng_state, unused = saved
     gradients = torch.ops.aten._flash_attention_backward(
         grad_o_BTHC.reshape(o.shape),
         q,
@@ -98,10 +108,10 @@ def _flash_backward(
         v,
         o,
         lse,
-        boundaries,
-        boundaries,
-        longest,
-        longest,
+        cu_seqlens,
+        cu_seqlens,
+        max_seqlen,
+        max_seqlen,
         0.0,
         causal,
         rng_state,

@@ -1,9 +1,8 @@
-"""Choose an attention backend by running it: correct first, then fastest.
+"""Choose an attention backend by running the candidates: the fastest of those that are correct.
 
-A backend can be present and wrong: libraries have been seen whose gradients were all zero. So the output and the
-three gradients of each candidate are compared with the reference in float32, on this device, at this shape; those
-that pass are timed. The choice and everything that led to it is plain data, which a run records and a resumed run
-reads back.
+An installed backend can be wrong: some libraries have returned gradients that were all zero. So the output and the
+three gradients of each candidate are compared with the reference in float32, on this device and at this shape; those
+that pass are timed. The choice and its measurements are plain data, which a run records and a resumed run reads back.
 """
 
 import statistics
@@ -27,24 +26,24 @@ from deskside.kernels.attention.context import (
 from deskside.kernels.functional import create_autograd_context, gradients
 from deskside.utils.errors import RunError
 
-# Relative Frobenius error against float32. Rounding q, k, v, p and o alone gives about 3e-3 in bfloat16 and 2e-3 for
-# the gradients' sums; a wrong mask, scale or head mapping gives more than 1e-1.
+# Relative Frobenius error against float32. In bfloat16, rounding q, k, v, p and o gives about 3e-3, and the sums of the
+# gradients 2e-3. A wrong mask, scale or head mapping gives more than 1e-1.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3, torch.float16: 5e-3, torch.bfloat16: 2e-2}
-CHECK_BATCH = 2  # rows that are compared; the reference keeps all its scores for the backward
-CHECK_SCORES = 2**27  # scores of the check, 512 MiB in float32, of which autograd keeps a few copies
+CHECK_BATCH = 2  # rows that are compared; few, because the reference saves all scores for its backward
+CHECK_SCORES = 2**27  # attention scores that are compared, 512 MiB in float32; autograd saves a few copies
 TIMED_RUNS = {"cuda": 10, "cpu": 3}
-HOPELESS = 3.0  # times the best so far: not timed any further
-LEVEL = 0.02  # share of the fastest time within which two are level: as much as one backend differs from trial to trial
+GIVE_UP_FACTOR = 3.0  # a candidate this much slower than the best so far is not timed further
+TIE_MARGIN = 0.02  # relative difference in time that counts as a tie: the noise between trials
 
 
 @dataclass(frozen=True)
 class BackendChoice:
     """The chosen backend and the measurements behind the choice.
 
-    seconds: name -> median seconds of forward and backward, called as the default step of a GPU does
-    (`attention_forward`, `attention_backward`), behind work that is queued already. Where torch compiles the step, it
-    calls the same kernels by way of autograd.
-    errors: name -> the largest of four relative errors, and of four more where the backend has a pair.
+    seconds: name -> median seconds of forward and backward, called through `attention_forward` and
+        `attention_backward` like the default training step on a GPU, with the GPU's queue full. A step under
+        torch.compile calls the same kernels through autograd.
+    errors: name -> the largest relative error of the output and the gradients, over both ways to call the backend.
     rejected: name -> reason.
     """
 
@@ -55,10 +54,10 @@ class BackendChoice:
 
 
 def choose(need: Requirements, candidates: Sequence[str] | None = None, seed: int = 0) -> BackendChoice:
-    """The fastest backend that computes this problem correctly here. Uses a few MiB to a few GiB for seconds.
+    """Return the fastest backend that is correct for this problem on this device. Takes seconds and up to a few GiB.
 
-    `candidates` limits the choice, and may ask for backends that are otherwise left out on this device. Raises
-    UsageError for an unknown name and RunError when none passes.
+    `candidates` limits the choice, and may include backends that are otherwise left out on this device. Raises
+    UsageError for an unknown name, and RunError if no backend passes.
     """
     if candidates is None:
         masked = need.window is not None or need.documents
@@ -67,7 +66,7 @@ def choose(need: Requirements, candidates: Sequence[str] | None = None, seed: in
             for b in BACKENDS.values()
             if need.device.type not in b.on_request and (masked or not b.for_masks)
         ]
-        considered.sort(key=lambda b: b.name == "reference")  # last: it is the way out, not a competitor
+        considered.sort(key=lambda b: b.name == "reference")  # last, as it is only a fallback
     else:
         considered = [backend_named(name) for name in candidates]
     rejected: dict[str, str] = {}
@@ -79,7 +78,7 @@ def choose(need: Requirements, candidates: Sequence[str] | None = None, seed: in
     create_autograd_context(need.device)
 
     for backend in considered:
-        reason = backend.why_not(need)
+        reason = backend.unsupported_reason(need)
         if reason is None and backend.name == "reference" and seconds:
             reason = "is slow and large; only used where nothing else works"
         if reason is not None:
@@ -98,7 +97,7 @@ def choose(need: Requirements, candidates: Sequence[str] | None = None, seed: in
             best = min(seconds.values(), default=float("inf"))
             seconds[backend.name] = _time(backend, prepared, inputs, best)
         except (RuntimeError, ValueError, TypeError) as error:
-            # A kernel that this device or torch cannot run says so by raising; the reason is recorded, not hidden.
+            # A kernel that this device or torch version cannot run raises one of these; the reason is recorded.
             first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
             rejected[backend.name] = f"failed: {first_line}"
     if not seconds:
@@ -108,29 +107,29 @@ def choose(need: Requirements, candidates: Sequence[str] | None = None, seed: in
 
 
 def _fastest(seconds: dict[str, float]) -> str:
-    """Return the fastest backend, preferring one with a manual backward among those within the noise."""
-    level = (1 + LEVEL) * min(seconds.values())
-    near = [name for name, spent in seconds.items() if spent <= level]
-    return min(near, key=lambda name: (backend_named(name).pair is None, seconds[name]))
+    """Return the fastest backend. Among ties, prefer one with a manual backward."""
+    limit = (1 + TIE_MARGIN) * min(seconds.values())
+    ties = [name for name, time_taken in seconds.items() if time_taken <= limit]
+    return min(ties, key=lambda name: (backend_named(name).pair is None, seconds[name]))
 
 
-def worst_error(got: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """The largest relative Frobenius error; infinite where something is not finite or all zero."""
+def worst_error(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """Return the largest relative Frobenius error; infinite if a tensor is not finite or all zero."""
     worst = 0.0
-    for ours, truth in zip(got, expected, strict=True):
-        ours, truth = ours.to(truth.dtype), truth
-        if not bool(torch.isfinite(ours).all()) or not bool(ours.any()):
+    for actual_tensor, expected_tensor in zip(actual, expected, strict=True):
+        actual_tensor = actual_tensor.to(expected_tensor.dtype)
+        if not bool(torch.isfinite(actual_tensor).all()) or not bool(actual_tensor.any()):
             return float("inf")
-        worst = max(worst, float((ours - truth).norm() / truth.norm()))
+        worst = max(worst, float((actual_tensor - expected_tensor).norm() / expected_tensor.norm()))
     return worst
 
 
 def _checked_part(need: Requirements) -> Requirements:
-    """The part of the problem that is compared: its first rows, then first heads (two groups of them at least, for
-    their mapping), and at last first tokens, so that the reference's scores fit beside a model on a small card.
+    """Return the part of the problem that is compared with the reference, small enough for the memory of a small card.
 
-    What is computed for these does not depend on the rest, as long as attention is causal and the later tokens'
-    output has no gradient. So every backend runs the whole problem, once compiled, and the reference this part.
+    It has the first rows; then, as far as needed, fewer heads (but at least two groups, to check the head mapping);
+    then fewer tokens. Causal attention of the first tokens does not depend on later ones, if the gradient of later
+    outputs is zero. So each backend runs the whole problem, as in training, and the reference runs this part only.
     """
     batch, kv_heads, tokens = min(need.batch, CHECK_BATCH), need.kv_heads, need.tokens
     group = need.heads // need.kv_heads
@@ -145,8 +144,8 @@ def _checked_part(need: Requirements) -> Requirements:
     return replace(need, batch=batch, heads=group * kv_heads, kv_heads=kv_heads, tokens=tokens)
 
 
-def _cut(tensors: Sequence[Tensor], part: Requirements) -> list[Tensor]:
-    """The compared part of q, k, v or their gradients, and of the output or its gradient, in any order of four."""
+def _checked_slices(tensors: Sequence[Tensor], part: Requirements) -> list[Tensor]:
+    """Return the part that is compared of q, k, v or their gradients, and of the output or its gradient."""
     largest = max(tensor.shape[2] for tensor in tensors)
     return [
         tensor[: part.batch, : part.tokens, : part.heads if tensor.shape[2] == largest else part.kv_heads]
@@ -161,25 +160,29 @@ def _error(
     expected: list[Tensor],
     part: Requirements,
 ) -> float:
-    """The worst error of the function under autograd, and of the pair that hand-written gradients use."""
+    """Return the largest error of the backend, called through autograd and through its explicit backward."""
     *qkv, grad = inputs
     if part.tokens < grad.shape[1]:
         grad = grad.clone()
         grad[:, part.tokens :] = 0
     inputs = [*qkv, grad]
-    return max(worst_error(_cut(way(inputs), part), expected) for way in _ways(backend, context))
+    return max(
+        worst_error(_checked_slices(runner(inputs), part), expected) for runner in _runners(backend, context)
+    )
 
 
 def _problem(need: Requirements, checked_tokens: int, seed: int) -> tuple[list[Tensor], AttentionContext]:
-    """Random q, k, v, the gradient of the output, and a context with two documents of unequal length per row, whose
-    boundary is within the tokens that are checked."""
+    """Return random q, k, v and gradient of the output, and a context.
+
+    With documents, each row has two of unequal length, whose boundary lies within the checked tokens.
+    """
     generator = torch.Generator(need.device).manual_seed(seed)
 
     def normal(heads: int) -> Tensor:
         shape = (need.batch, need.tokens, heads, need.head_dim)
         return torch.randn(shape, generator=generator, device=need.device).to(need.dtype)
 
-    # Views of one tensor, as a fused projection gives them: a backend that has to copy them pays for it here too.
+    # Views of one tensor, as from a fused projection, so that a backend that has to copy them is timed with the copies.
     sizes = [need.heads, need.kv_heads, need.kv_heads]
     tensors = [*normal(sum(sizes)).split(sizes, dim=2), normal(need.heads)]
     boundaries = None
@@ -188,26 +191,26 @@ def _problem(need: Requirements, checked_tokens: int, seed: int) -> tuple[list[T
     return tensors, AttentionContext(causal=need.causal, window=need.window, cu_seqlens=boundaries)
 
 
-def _boundaries(need: Requirements, cut: int) -> Tensor:
-    starts = [row * need.tokens + offset for row in range(need.batch) for offset in (0, cut)]
+def _boundaries(need: Requirements, second_document: int) -> Tensor:
+    starts = [row * need.tokens + offset for row in range(need.batch) for offset in (0, second_document)]
     end = need.batch * need.tokens
     return torch.tensor([*starts, end, end], dtype=torch.int32, device=need.device)
 
 
 def _reference(inputs: list[Tensor], context: AttentionContext, part: Requirements) -> list[Tensor]:
-    """Output and gradients of the checked part, in float32 at least."""
+    """Return the reference's output and gradients of the checked part, in float32 or wider."""
     exact = torch.promote_types(part.dtype, torch.float32)
     backend = backend_named("reference")
     if part.documents:
         context = replace(context, cu_seqlens=_boundaries(part, max(1, part.tokens // 3)))
     context = prepare(replace(context, backend="reference"), replace(part, dtype=exact))
-    return _ways(backend, context)[0]([t.to(exact) for t in _cut(inputs, part)])
+    return _runners(backend, context)[0]([t.to(exact) for t in _checked_slices(inputs, part)])
 
 
-def _ways(backend: AttentionBackend, context: AttentionContext) -> list[Callable[..., list[Tensor]]]:
-    """Functions of [q, k, v, gradient of the output] that return [output, gradients of q, k, v].
+def _runners(backend: AttentionBackend, context: AttentionContext) -> list[Callable[..., list[Tensor]]]:
+    """Return functions [q, k, v, gradient of the output] -> [output, gradients of q, k, v].
 
-    The first is the backend under autograd, the second its pair, if it has one.
+    The first calls the backend under autograd, the second calls its explicit forward and backward, if it has them.
     """
 
     def under_autograd(inputs: list[Tensor]) -> list[Tensor]:
@@ -219,32 +222,29 @@ def _ways(backend: AttentionBackend, context: AttentionContext) -> list[Callable
     def by_pair(inputs: list[Tensor]) -> list[Tensor]:
         assert backend.pair is not None
         q, k, v, grad = inputs
-        output, kept = backend.pair.forward(q, k, v, context)
-        return [output, *backend.pair.backward(kept, grad, context)]
+        output, saved = backend.pair.forward(q, k, v, context)
+        return [output, *backend.pair.backward(saved, grad, context)]
 
     return [under_autograd] if backend.pair is None else [under_autograd, by_pair]
 
 
 def _time(backend: AttentionBackend, context: AttentionContext, inputs: list[Tensor], best: float) -> float:
-    """Median seconds of forward and backward. The check was the run to warm up.
-
-    One that takes more than `HOPELESS` times the best so far is not timed any further.
-    """
-    device, run = inputs[0].device, partial(_ways(backend, context)[-1], inputs)
-    first = 3 if device.type == "cuda" else 2  # two times to go by: one alone may hold a pause of the host
-    times = _spans(run, device, first)
-    if min(times) <= HOPELESS * best:
-        times += _spans(run, device, TIMED_RUNS[device.type] - first)
+    """Return the median seconds of forward and backward. The correctness check before was the warm-up."""
+    device, run = inputs[0].device, partial(_runners(backend, context)[-1], inputs)
+    # Enough for two times, as a single one may include a pause of the host.
+    first_runs = 3 if device.type == "cuda" else 2
+    times = _run_seconds(run, device, first_runs)
+    if min(times) <= GIVE_UP_FACTOR * best:
+        times += _run_seconds(run, device, TIMED_RUNS[device.type] - first_runs)
     return statistics.median(times)
 
 
-def _spans(run: Callable[[], object], device: torch.device, runs: int) -> list[float]:
-    """Seconds of each of so many runs, one behind the other; on a GPU of all but the first of them.
+def _run_seconds(run: Callable[[], object], device: torch.device, runs: int) -> list[float]:
+    """Return the seconds of each of `runs` consecutive runs, on a GPU without the first.
 
-    A GPU that waits for its host counts the host's time before the first kernel too. In a step the queue is deep and
-    hides it, so a kernel that is called slowly from Python must not lose the trial for that. Hence nothing is waited
-    for between runs, and the first one only keeps the device at work while the others are queued. What the host takes
-    longer to queue than the device to compute shows the host's time nevertheless.
+    In a training step the GPU's queue is full, which hides the time of the host, so a backend that is slow to launch
+    from Python should not lose for that. Therefore nothing synchronizes between runs, and the first run only keeps the
+    GPU busy while the others are queued. If launching takes longer than computing, the host's time still shows.
     """
     if device.type == "cpu":
         marks = [time.perf_counter()]

@@ -11,20 +11,20 @@ from torch import Tensor
 
 from deskside.utils.errors import UsageError
 
-Device = str  # "cpu" or "cuda"
+DeviceType = str  # "cpu" or "cuda"
 
 
 @dataclass(frozen=True)
 class AttentionContext:
     """Mask and backend of attention.
 
-    window: tokens that a query sees, itself included; None sees all before it.
+    window: number of tokens that a query sees, including itself; None: all before it.
     cu_seqlens: int32, document boundaries over the flattened B * T tokens, first 0 and last B * T, padded to a fixed
         length by repeating B * T; the start of every row is a boundary. None: each row is one document.
-    max_seqlen: the longest document, or any upper bound such as T (None: T). A constant of the compiled graph.
-    scale: of the scores; None is 1 / sqrt(head_dim).
-    backend, window_backend: names in `BACKENDS`; the second one for windowed layers (None: the same).
-    prepared: the backend's own precomputed data; set by `prepare`, outside of compiled code.
+    max_seqlen: length of the longest document, or any upper bound (None: T). A constant of the compiled graph.
+    scale: factor of the scores; None is 1 / sqrt(head_dim).
+    backend, window_backend: names in `BACKENDS`; window_backend is for layers with a window (None: `backend`).
+    prepared: the backend's precomputed data, set by `prepare` outside of compiled code.
     """
 
     causal: bool = True
@@ -37,30 +37,30 @@ class AttentionContext:
     prepared: Any = None
 
     def for_window(self, window: int | None) -> "AttentionContext":
-        """The context of a layer with this window."""
+        """Return the context of a layer with this window."""
         backend = self.backend if window is None else (self.window_backend or self.backend)
         return replace(self, window=window, backend=backend)
 
 
 AttentionFunction = Callable[[Tensor, Tensor, Tensor, AttentionContext], Tensor]
-Kept = tuple[Any, ...]  # what a forward keeps for its backward
+Saved = tuple[Any, ...]  # what a forward saves for its backward
 
 
 @dataclass(frozen=True)
 class FwdBwd:
     """A kernel's forward and backward as plain functions, for code that writes its gradients by hand.
 
-    forward: (q_BTHC, k_BTKC, v_BTKC, prepared context) -> (o_BTHC, what the backward needs).
-    backward: (that, grad_o_BTHC, the same context) -> (dq_BTHC, dk_BTKC, dv_BTKC).
+    forward: (q_BTHC, k_BTKC, v_BTKC, prepared context) -> (o_BTHC, saved).
+    backward: (saved, grad_o_BTHC, the same context) -> (dq_BTHC, dk_BTKC, dv_BTKC).
     """
 
-    forward: Callable[[Tensor, Tensor, Tensor, AttentionContext], tuple[Tensor, Kept]]
-    backward: Callable[[Kept, Tensor, AttentionContext], tuple[Tensor, Tensor, Tensor]]
+    forward: Callable[[Tensor, Tensor, Tensor, AttentionContext], tuple[Tensor, Saved]]
+    backward: Callable[[Saved, Tensor, AttentionContext], tuple[Tensor, Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
 class Requirements:
-    """One attention problem. `tokens` is T, `head_dim` is C."""
+    """An attention problem. `tokens` is T, `head_dim` is C; `documents`: rows hold more than one document."""
 
     batch: int
     tokens: int
@@ -74,8 +74,8 @@ class Requirements:
     causal: bool = True
 
     @staticmethod
-    def of(q_BTHC: Tensor, k_BTKC: Tensor, context: AttentionContext) -> "Requirements":
-        """The problem that these tensors pose."""
+    def from_tensors(q_BTHC: Tensor, k_BTKC: Tensor, context: AttentionContext) -> "Requirements":
+        """Return the problem of these tensors and this context."""
         B, T, H, C = q_BTHC.shape
         documents = context.cu_seqlens is not None
         kv_heads = k_BTKC.shape[2]
@@ -85,33 +85,38 @@ class Requirements:
 
 
 def no_preparation(context: AttentionContext, batch: int, tokens: int, device: torch.device) -> Any:
-    """For backends that need nothing but the context itself."""
+    """Return None: the default for backends that need no precomputed data."""
     return None
 
 
 @dataclass(frozen=True)
 class AttentionBackend:
-    """A kernel and what it declares to support. What it really does is for `choose` to measure."""
+    """An attention kernel and the features that it declares; `choose` checks that it computes them correctly.
+
+    grouped: supports fewer key-value heads than query heads. not_causal: supports attention that is not causal.
+    on_request: devices on which `choose` tries it only if it is among the candidates. for_masks: worth trying, and
+    compiling, only for windows or documents; `choose` skips it otherwise. prepare: computes
+    `AttentionContext.prepared`. pair: its explicit forward and backward (None: `manual_backward.py` runs `function`
+    under autograd). package: the optional distribution that it needs, which is also the name of deskside's extra.
+    """
 
     name: str
     function: AttentionFunction
-    devices: frozenset[Device]
+    devices: frozenset[DeviceType]
     dtypes: frozenset[torch.dtype]
     window: bool = False
     documents: bool = False
     grouped: bool = True
     not_causal: bool = False
     max_head_dim: int = 256
-    on_request: frozenset[Device] = field(
-        default_factory=frozenset
-    )  # devices where `choose` must be asked for it
-    for_masks: bool = False  # worth trying, and compiling, only where there are windows or documents
+    on_request: frozenset[DeviceType] = field(default_factory=frozenset)
+    for_masks: bool = False
     prepare: Callable[[AttentionContext, int, int, torch.device], Any] = no_preparation
-    pair: FwdBwd | None = None  # None: `manual_backward.py` runs `function` under autograd instead
-    package: str | None = None  # an optional distribution that it needs; also the name of deskside's extra
+    pair: FwdBwd | None = None
+    package: str | None = None
 
-    def why_not(self, need: Requirements) -> str | None:
-        """The first requirement that this backend does not declare, None when it declares all."""
+    def unsupported_reason(self, need: Requirements) -> str | None:
+        """Return the first unsupported requirement as a message, or None if the backend supports all."""
         if need.device.type not in self.devices:
             return f"runs on {' and '.join(sorted(self.devices))}, not on {need.device.type}"
         if need.dtype not in self.dtypes:
@@ -125,7 +130,7 @@ class AttentionBackend:
         if not need.causal and not self.not_causal:
             return "is causal only"
         if need.head_dim > self.max_head_dim:
-            return f"head_dim {need.head_dim} is above its {self.max_head_dim}"
+            return f"supports head_dim up to {self.max_head_dim}, not {need.head_dim}"
         if self.package is not None and not _installed(self.package):
             return f"needs the package {self.package}: pip install 'deskside[{self.package}]'"
         return None
@@ -133,7 +138,7 @@ class AttentionBackend:
 
 @lru_cache(maxsize=8)
 def _installed(distribution: str) -> bool:
-    """Asked without importing it, which can take seconds."""
+    """Return True if the distribution is installed, without importing it, which can take seconds."""
     try:
         metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -150,7 +155,7 @@ def register(backend: AttentionBackend) -> None:
 
 
 def backend_named(name: str) -> AttentionBackend:
-    """Raises UsageError for a name that is not registered."""
+    """Return the backend of this name. Raises UsageError for an unknown name."""
     if name not in BACKENDS:
         raise UsageError(
             f"attention backend '{name}' does not exist; use one of {', '.join(sorted(BACKENDS))}"
@@ -159,12 +164,12 @@ def backend_named(name: str) -> AttentionBackend:
 
 
 def prepare(context: AttentionContext, need: Requirements) -> AttentionContext:
-    """Check that the context's backend takes this problem, and do its work that belongs outside of compiled code.
+    """Check that the backend supports this problem, and set `prepared` to the data that compiled code must not compute.
 
-    Called once per forward for each distinct window. Raises UsageError naming the backend and what it lacks.
+    Called once per forward for each distinct window. Raises UsageError, naming the backend and the missing feature.
     """
     backend = backend_named(context.backend)
-    reason = backend.why_not(need)
+    reason = backend.unsupported_reason(need)
     if reason is not None:
         raise UsageError(
             f"attention backend '{backend.name}' {reason}; use 'reference' or let deskside choose"
@@ -173,13 +178,13 @@ def prepare(context: AttentionContext, need: Requirements) -> AttentionContext:
 
 
 def document_ids(cu_seqlens: Tensor, batch: int, tokens: int) -> Tensor:
-    """(B, T) int: equal where two tokens of a row belong to the same document."""
+    """Return the document number of each token, (B, T) int."""
     index = torch.arange(batch * tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
     return torch.searchsorted(cu_seqlens, index, right=True).view(batch, tokens)
 
 
 def document_positions(cu_seqlens: Tensor, batch: int, tokens: int) -> Tensor:
-    """(B, T) int64: positions that begin again at 0 with each document."""
+    """Return the position of each token within its document, (B, T) int64."""
     index = torch.arange(batch * tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
     document = torch.searchsorted(cu_seqlens, index, right=True) - 1
     return (index - cu_seqlens[document]).long().view(batch, tokens)

@@ -1,14 +1,13 @@
 """FlashAttention-4, the optional package flash-attn-4: CuTe kernels for compute capability 9.0 and newer.
 
-Whole rows, or documents as one ragged row, each with or without a left window (Zadouri et al. 2026,
-arXiv 2603.05451).
-The package is imported at the first call. Its public functions are autograd functions that torch.compile cannot see
-through, so its forward and backward kernels are wrapped as two custom operators with shapes and a derivative of their
-own; code that writes its gradients by hand calls the kernels without them.
+Supports whole rows, or documents as one variable-length sequence, each with or without a left window (Zadouri et al.
+2026, arXiv 2603.05451). The package is imported at the first call. Its public functions are autograd functions that
+torch.compile cannot trace, so its forward and backward kernels are wrapped as two custom operators with fake
+implementations and a derivative. Code that writes its gradients by hand calls the kernels directly.
 
-The package declares its forward for compute capability 8.x to 12.x and its backward for 9.x to 12.x. That is not
-asked here: the trial runs both, and what they answer is recorded. Kernels are compiled at first use, in some seconds,
-and kept in the user's cache directory (FLASH_ATTENTION_CUTE_DSL_CACHE_DIR names another one).
+The package declares its forward for compute capability 8.x to 12.x and its backward for 9.x to 12.x. This is not
+checked here, because `choose` runs both and records their errors. The kernels are compiled at first use, which takes
+seconds, and cached in the user's cache directory (or in FLASH_ATTENTION_CUTE_DSL_CACHE_DIR).
 """
 
 import os
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deskside.kernels.attention.context import AttentionBackend, AttentionContext, FwdBwd, Kept, register
+from deskside.kernels.attention.context import AttentionBackend, AttentionContext, FwdBwd, Saved, register
 from deskside.kernels.attention.sdpa import HALF
 
 Kernel = Callable[..., Any]
@@ -30,14 +29,14 @@ Kernel = Callable[..., Any]
 
 @lru_cache(maxsize=1)
 def _library() -> tuple[Kernel, Kernel, tuple[type[Exception], ...]]:
-    """(forward kernel, backward kernel, what they raise where they cannot run). Raises RuntimeError."""
+    """Return the forward kernel, the backward kernel, and the exceptions of unsupported inputs. Raises RuntimeError."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deskside" / "flash-attn-4"
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(cache))
     try:
         kernels = import_module("flash_attn.cute.interface")
         refusal = import_module("cutlass.base_dsl.common").DSLBaseError
-        # Said by the package's compiler of the package's own code, at every compilation.
+        # The package's own code triggers this warning of its compiler at every compilation.
         warnings.filterwarnings("ignore", message="Argument aux_data", category=UserWarning)
     except (ImportError, OSError) as error:
         raise RuntimeError(f"flash-attn-4 does not import: {error}") from error
@@ -49,15 +48,15 @@ def _forward(
     k_BTKC: Tensor,
     v_BTKC: Tensor,
     cu_seqlens: Tensor | None,
-    longest: int,
+    max_seqlen: int,
     scale: float | None,
     causal: bool,
     window: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """(o_BTHC, logarithms of the softmax's sums). Raises RuntimeError where the package cannot run it."""
+    """Return o_BTHC and the logsumexp of the scores. Raises RuntimeError if the package does not support the inputs."""
     forward, _, refusals = _library()
-    q, k, v = _rows(q_BTHC, k_BTKC, v_BTKC, cu_seqlens=cu_seqlens)
-    options = _options(cu_seqlens, longest, scale, causal, window)
+    q, k, v = _flatten_documents(q_BTHC, k_BTKC, v_BTKC, cu_seqlens=cu_seqlens)
+    options = _options(cu_seqlens, max_seqlen, scale, causal, window)
     try:
         o, lse = forward(q, k, v, return_lse=True, **options)[:2]
     except refusals as error:
@@ -67,20 +66,20 @@ def _forward(
 
 def _backward(
     grad_o_BTHC: Tensor,
-    kept: Sequence[Tensor],
+    saved: Sequence[Tensor],
     cu_seqlens: Tensor | None,
-    longest: int,
+    max_seqlen: int,
     scale: float | None,
     causal: bool,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq_BTHC, dk_BTKC, dv_BTKC), contiguous. kept: q, k, v and what the forward returned for them."""
+    """Return contiguous (dq_BTHC, dk_BTKC, dv_BTKC). saved: q, k, v, and the two outputs of the forward."""
     _, backward, refusals = _library()
-    *qkvo, lse = kept
-    q, k, v, o, grad_o = _rows(*qkvo, grad_o_BTHC, cu_seqlens=cu_seqlens)
+    *qkvo, lse = saved
+    q, k, v, o, grad_o = _flatten_documents(*qkvo, grad_o_BTHC, cu_seqlens=cu_seqlens)
     gradients = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in qkvo[:3]]
-    dq, dk, dv = _rows(*gradients, cu_seqlens=cu_seqlens)
-    options = _options(cu_seqlens, longest, scale, causal, window)
+    dq, dk, dv = _flatten_documents(*gradients, cu_seqlens=cu_seqlens)
+    options = _options(cu_seqlens, max_seqlen, scale, causal, window)
     deterministic = torch.are_deterministic_algorithms_enabled()
     try:
         backward(q, k, v, o, grad_o, lse, dq=dq, dk=dk, dv=dv, deterministic=deterministic, **options)
@@ -89,21 +88,21 @@ def _backward(
     return gradients[0], gradients[1], gradients[2]
 
 
-def _rows(*tensors_BTHC: Tensor, cu_seqlens: Tensor | None) -> list[Tensor]:
-    """Return the tensors unchanged or, with documents, as (B * T, H, C). Always views, also of a fused projection."""
+def _flatten_documents(*tensors_BTHC: Tensor, cu_seqlens: Tensor | None) -> list[Tensor]:
+    """Return the tensors unchanged or, with documents, as views (B * T, H, C), even of strided inputs."""
     return [x if cu_seqlens is None else x.flatten(0, 1) for x in tensors_BTHC]
 
 
 def _options(
-    cu_seqlens: Tensor | None, longest: int, scale: float | None, causal: bool, window: int | None
+    cu_seqlens: Tensor | None, max_seqlen: int, scale: float | None, causal: bool, window: int | None
 ) -> dict[str, Any]:
-    """The package counts the keys before a query, the window holds the query as well."""
+    """Return the package's keyword arguments. Its window counts the keys before a query, ours includes the query."""
     options: dict[str, Any] = {"softmax_scale": scale, "causal": causal}
     if window is not None:
         options |= {"window_size_left": window - 1, "window_size_right": 0 if causal else None}
     if cu_seqlens is not None:
         options |= {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
-        options |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
+        options |= {"max_seqlen_q": max_seqlen, "max_seqlen_k": max_seqlen}
     return options
 
 
@@ -126,51 +125,51 @@ def _forward_shapes(
 
 @backward_op.register_fake
 def _backward_shapes(
-    grad_o_BTHC: Tensor, kept: Sequence[Tensor], *rest: Any
+    grad_o_BTHC: Tensor, saved: Sequence[Tensor], *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (x.new_empty(x.shape) for x in kept[:3])
+    dq, dk, dv = (x.new_empty(x.shape) for x in saved[:3])
     return dq, dk, dv
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, cu_seqlens, *ctx.options = inputs
     ctx.save_for_backward(q, k, v, *output, cu_seqlens)
 
 
 def _derivative(ctx: Any, grad_o_BTHC: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-    """The sums' gradient is never asked for: `fa4` hands out the output alone."""
-    *kept, cu_seqlens = ctx.saved_tensors
-    return *backward_op(grad_o_BTHC, kept, cu_seqlens, *ctx.options), None, None, None, None, None
+    """Return the gradients of the forward operator's inputs. `fa4` drops the logsumexp, so grad_lse is unused."""
+    *saved, cu_seqlens = ctx.saved_tensors
+    return *backward_op(grad_o_BTHC, saved, cu_seqlens, *ctx.options), None, None, None, None, None
 
 
-forward_op.register_autograd(_derivative, setup_context=_keep)
+forward_op.register_autograd(_derivative, setup_context=_setup_context)
 
 
-def _mask(q_BTHC: Tensor, context: AttentionContext) -> tuple[Any, ...]:
-    """The context as the last arguments of the operators."""
-    longest = q_BTHC.shape[1] if context.max_seqlen is None else context.max_seqlen
-    return context.cu_seqlens, longest, context.scale, context.causal, context.window
+def _mask_arguments(q_BTHC: Tensor, context: AttentionContext) -> tuple[Any, ...]:
+    """Return the last arguments of both operators: the mask and the scale."""
+    max_seqlen = q_BTHC.shape[1] if context.max_seqlen is None else context.max_seqlen
+    return context.cu_seqlens, max_seqlen, context.scale, context.causal, context.window
 
 
 def fa4(q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, context: AttentionContext) -> Tensor:
     """(B, T, H, C), (B, T, K, C), (B, T, K, C) -> (B, T, H, C)."""
-    o_BTHC, _ = forward_op(q_BTHC, k_BTKC, v_BTKC, *_mask(q_BTHC, context))
+    o_BTHC, _ = forward_op(q_BTHC, k_BTKC, v_BTKC, *_mask_arguments(q_BTHC, context))
     assert isinstance(o_BTHC, Tensor)
     return o_BTHC
 
 
-def _pair_forward(
+def _explicit_forward(
     q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, context: AttentionContext
-) -> tuple[Tensor, Kept]:
+) -> tuple[Tensor, Saved]:
     q, k, v = (tensor.detach() for tensor in (q_BTHC, k_BTKC, v_BTKC))
-    o, lse = _forward(q, k, v, *_mask(q, context))
+    o, lse = _forward(q, k, v, *_mask_arguments(q, context))
     return o, (q, k, v, o, lse)
 
 
-def _pair_backward(
-    kept: Kept, grad_o_BTHC: Tensor, context: AttentionContext
+def _explicit_backward(
+    saved: Saved, grad_o_BTHC: Tensor, context: AttentionContext
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _backward(grad_o_BTHC, kept, *_mask(grad_o_BTHC, context))
+    return _backward(grad_o_BTHC, saved, *_mask_arguments(grad_o_BTHC, context))
 
 
 register(
@@ -183,6 +182,6 @@ register(
         documents=True,
         not_causal=True,
         package="flash-attn-4",
-        pair=FwdBwd(_pair_forward, _pair_backward),
+        pair=FwdBwd(_explicit_forward, _explicit_backward),
     )
 )

@@ -1,9 +1,9 @@
 """FlexAttention with a block mask: windows and documents without a dense mask (Dong et al. 2024, arXiv 2412.05496).
 
-The block mask is built outside of the compiled block, once per forward (once per shape where there are no documents).
-On a GPU that is compiled, as torch advises: run eagerly, `create_block_mask` makes the dense mask first.
-FlexAttention has no backward on a CPU. It is fast only when compiled: inside a compiled block it is part of it,
-elsewhere it is compiled on first use.
+The block mask is built outside of compiled code, once per forward, or once per shape without documents. On a GPU, the
+function that builds it is compiled, as torch recommends; in eager mode `create_block_mask` would build the dense mask.
+FlexAttention has no backward on a CPU. It is fast only when compiled: inside a compiled block it is compiled with the
+block, elsewhere it is compiled at first use.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from deskside.kernels.attention.context import AttentionBackend, AttentionContext, document_ids, register
 from deskside.kernels.attention.sdpa import FLOAT
 
-Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # a mask of batch, head, query, key
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # (batch, head, query, key) -> bool, as in torch
 
 
 def flex(q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, context: AttentionContext) -> Tensor:
@@ -41,49 +41,49 @@ def _compiled() -> Callable[..., Any]:
 
 
 def block_mask(context: AttentionContext, batch: int, tokens: int, device: torch.device) -> BlockMask:
-    """The block mask of this context. Without documents it is kept, since it depends on the shape alone."""
+    """Return the block mask of this context. It is cached without documents, as it then depends on the shape alone."""
     if context.cu_seqlens is None:
         return _plain_block_mask(context.causal, context.window, tokens, device)
     documents_BT = document_ids(context.cu_seqlens, batch, tokens)
-    return _create(documents_rule(documents_BT, context.causal, context.window), batch, tokens, device)
+    return _create(document_mask_mod(documents_BT, context.causal, context.window), batch, tokens, device)
 
 
 @lru_cache(maxsize=16)
 def _plain_block_mask(causal: bool, window: int | None, tokens: int, device: torch.device) -> BlockMask:
-    return _create(_visible(causal, window), None, tokens, device)
+    return _create(_visible_mask_mod(causal, window), None, tokens, device)
 
 
-def _create(rule: Rule, batch: int | None, tokens: int, device: torch.device) -> BlockMask:
+def _create(mask_mod: MaskMod, batch: int | None, tokens: int, device: torch.device) -> BlockMask:
     compiled = device.type == "cuda" and not torch.compiler.is_compiling()
     function: Any = compiled_create_block_mask() if compiled else create_block_mask
-    with torch.no_grad():  # so that training and evaluation share what is compiled
-        mask = function(rule, batch, None, tokens, tokens, device=str(device))
+    with torch.no_grad():  # the same grad mode in training and evaluation, so that it is compiled once
+        mask = function(mask_mod, batch, None, tokens, tokens, device=str(device))
     assert isinstance(mask, BlockMask)
     return mask
 
 
 @lru_cache(maxsize=1)
 def compiled_create_block_mask() -> Callable[..., Any]:
-    """Compiled again for other shapes and windows, but not for other documents."""
+    """Return the compiled `create_block_mask`. It recompiles for new shapes and windows, but not for new documents."""
     return torch.compile(create_block_mask)
 
 
-def documents_rule(documents_BT: Tensor, causal: bool, window: int | None) -> Rule:
-    """Positions see each other where they also have the same number in `documents_BT`."""
-    visible = _visible(causal, window)
+def document_mask_mod(documents_BT: Tensor, causal: bool, window: int | None) -> MaskMod:
+    """Return the mask of causality and window, limited to pairs with the same number in `documents_BT`."""
+    visible_mask_mod = _visible_mask_mod(causal, window)
 
-    def rule(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return visible(b, h, q, k) & (documents_BT[b, q] == documents_BT[b, k])
+    def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return visible_mask_mod(b, h, q, k) & (documents_BT[b, q] == documents_BT[b, k])
 
-    return rule
+    return mask_mod
 
 
-def _visible(causal: bool, window: int | None) -> Rule:
-    def rule(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+def _visible_mask_mod(causal: bool, window: int | None) -> MaskMod:
+    def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         allowed = q >= k if causal else q == q
         return allowed if window is None else allowed & (q - k < window)
 
-    return rule
+    return mask_mod
 
 
 register(

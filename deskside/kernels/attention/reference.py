@@ -1,7 +1,7 @@
-"""Attention in plain torch: the reference that other backends are measured against, and the decoder's kernel.
+"""Attention in plain torch: the reference for all other backends, and attention over a gathered key-value cache.
 
-Queries go in chunks, so that no T x T mask or score matrix is ever built at once, and with a window only the keys that
-a chunk can see are touched. Scores and softmax are float32 (float64 for float64 inputs).
+Queries are processed in chunks, so that no T x T mask or score matrix exists, and with a window only the keys that a
+chunk can see are read. Scores and softmax are in float32 (float64 for float64 inputs).
 """
 
 import math
@@ -24,25 +24,31 @@ def reference(q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, context: Attention
     chunks = []
     for start in range(0, T, QUERY_CHUNK):
         stop = min(start + QUERY_CHUNK, T)
-        first, last = visible_keys(start, stop, T, context)
-        allowed_BTL = allowed_keys(position[None, start:stop], position[None, first:last], context)
+        first_key, end_key = visible_keys(start, stop, T, context)
+        allowed_BTL = allowed_keys(position[None, start:stop], position[None, first_key:end_key], context)
         if documents is not None:
-            same = documents[:, start:stop, None] == documents[:, None, first:last]
-            allowed_BTL = same if allowed_BTL is None else same & allowed_BTL
+            same_document = documents[:, start:stop, None] == documents[:, None, first_key:end_key]
+            allowed_BTL = same_document if allowed_BTL is None else same_document & allowed_BTL
         chunks.append(
-            attend(q_BTHC[:, start:stop], k_BTKC[:, first:last], v_BTKC[:, first:last], allowed_BTL, scale)
+            attend(
+                q_BTHC[:, start:stop],
+                k_BTKC[:, first_key:end_key],
+                v_BTKC[:, first_key:end_key],
+                allowed_BTL,
+                scale,
+            )
         )
     return torch.cat(chunks, dim=1)
 
 
 def visible_keys(start: int, stop: int, tokens: int, context: AttentionContext) -> tuple[int, int]:
-    """The range of keys that queries start:stop can see at most."""
+    """Return the range of keys that some of the queries start:stop can see."""
     first = 0 if context.window is None else max(0, start - context.window + 1)
     return first, (stop if context.causal else tokens)
 
 
 def allowed_keys(query_BT: Tensor, key_BL: Tensor, context: AttentionContext) -> Tensor | None:
-    """(B, T, L) bool from positions, None where all is allowed."""
+    """Return the mask (B, T, L) bool from the positions of queries and keys, or None if everything is allowed."""
     query_BT1, key_B1L = query_BT[:, :, None], key_BL[:, None]
     allowed = key_B1L <= query_BT1 if context.causal else None
     if context.window is not None:
@@ -77,21 +83,20 @@ def decode_attention(
     scale: float | None = None,
     attend: Callable[..., Tensor] = attend,
 ) -> Tensor:
-    """Attention of new tokens over a key-value cache that already holds them. Returns (B, T, H, C).
+    """Attend from new tokens to a key-value cache that already contains them. Returns (B, T, H, C).
 
-    positions_BT: int64, the position of each query in its row; cache entry l is position l, and a query sees entries
-    0..position (the last `window` of them), so what lies beyond a row's length is never read. attend: what computes a
-    chunk of queries, of the arguments and result of `attend` above.
+    positions_BT: int64, the position of each query in its row. Cache entry l is position l, and a query sees entries
+    0..position, or the last `window` of them. attend: the function for a chunk of queries, like `attend` above.
     """
     T, L = q_BTHC.shape[1], cache_k_BLKC.shape[1]
     context = AttentionContext(window=window)
     key_1L = torch.arange(L, device=q_BTHC.device)[None]
-    factor = q_BTHC.shape[-1] ** -0.5 if scale is None else scale
+    scores_scale = q_BTHC.shape[-1] ** -0.5 if scale is None else scale
     chunks = []
     for start in range(0, T, QUERY_CHUNK):
         part = slice(start, start + QUERY_CHUNK)
         allowed_BTL = allowed_keys(positions_BT[:, part], key_1L, context)
-        chunks.append(attend(q_BTHC[:, part], cache_k_BLKC, cache_v_BLKC, allowed_BTL, factor))
+        chunks.append(attend(q_BTHC[:, part], cache_k_BLKC, cache_v_BLKC, allowed_BTL, scores_scale))
     return chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim=1)
 
 
