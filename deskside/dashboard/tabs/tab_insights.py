@@ -6,7 +6,7 @@ from deskside.dashboard import file_cache
 from deskside.dashboard.components import empty_state
 from deskside.dashboard.sidebar import Context, literal
 from deskside.run.record import machine_name
-from deskside.study.narrative.findings import GOALS, by_group, unfinished
+from deskside.study.narrative.findings import GOALS, findings_by_group, unfinished
 from deskside.study.results import NOT_ENDED, Results
 from deskside.utils.format import plural
 
@@ -51,7 +51,7 @@ def _study(results: Results, filtered: bool, goal: str) -> None:
     st.caption(
         literal(results.question) + (" The filters in the sidebar hide some arms." if filtered else "")
     )
-    findings = by_group(results, goal)
+    findings = findings_by_group(results, goal)
     for group, sentences in findings:
         if len(findings) > 1:
             st.markdown(f"#### {literal(group.heading)}")

@@ -1,33 +1,32 @@
-"""Verdicts on claims: what an interval, a value or a model decides about what was claimed.
+"""Rules that turn a measured interval, a computed value or a model's range into a verdict on a claim.
 
 The measured change is the mean log-ratio over the seeds that both arms finished, with Student's 95 % interval, as in
-every comparison of a study. A claim of "-30 %, tolerance 0.5" accepts half to one and a half of its effect on that
-scale; a claim of "no change" accepts its tolerance on both sides. Verdicts by the interval:
+every comparison of a study. Every claim has an accepted range of log-ratios: for "-30 %, tolerance 0.5" from half to
+one and a half of the claimed log-ratio, for "no change" the tolerance on both sides. Verdicts by the interval:
 
     holds               it excludes zero and overlaps the accepted range; without a claimed size, it excludes zero on
                         the claimed side; for "no change", it lies within the tolerance
-    holds in direction  it excludes zero on the claimed side, but misses the accepted range
-    contradicted        it excludes zero on the other side; or includes zero but nothing of the accepted range; or ends
-                        before a twentieth of the claimed effect; for "no change", it lies beyond the tolerance
+    holds in direction  it excludes zero on the claimed side, but does not overlap the accepted range
+    contradicted        it excludes zero on the other side; or it includes zero but no part of the accepted range; or
+                        all of it is below a twentieth of the claimed effect; for "no change", it lies beyond the
+                        tolerance
     not shown           it includes zero and part of the accepted range (for "no change", it crosses the tolerance);
                         or there are too few seeds, no finished pair of trials, or peaks of memory with different
-                        micro-batches; or the decision does not pass the correction below
+                        micro-batches; or the decision is not significant after the correction below
     needs other hardware  the machine lacks something that the claim needs (for memory: a GPU), or the claim is about
                         speed and an arm was emulated
-    not measured        no study has its arms, or nothing here can test it
+    not measured        no study has both arms, or deskside cannot test the claim
 
-"Not shown" differs from "contradicted": an interval with both the claimed effect and zero supports neither.
+Many claims are judged at once, so the decisions are corrected by the Benjamini-Hochberg rule over all measured claims
+(statistics.py): at most one in twenty is expected to be wrong. The p-value of a claim belongs to the hypothesis that
+its decision rejects: no effect, or the nearest effect that the claim accepts.
 
-Many claims are judged at once, so decisions pass the Benjamini-Hochberg rule over all measured claims (statistics.py):
-one in twenty is expected to be wrong. The p-value of a claim is that of the hypothesis that its decision rejects: no
-effect, or the nearest effect that the claim accepts.
+The memory and the loss of emulated arms are judged, because emulation does not change the loss, and it needs less than
+1 % more memory at a step's peak than native products (budget/memory.py).
 
-The memory and the loss of emulated arms are judged, because emulation does not change the loss, and allocates less than
-1 % of a step's peak beyond native products (budget/memory.py).
-
-A claim that compares no arms (450 W) is answered by a formula (formulas.py). Arithmetic, data sheets and published
-prices decide it: it holds if the range of the answer overlaps it. The planner's model decides nothing, because its
-range is wide: such a claim is "consistent with the model" or not.
+A claim that compares no arms (450 W) is answered by a formula (formulas.py). By arithmetic, data sheets and published
+prices, it holds if the range of the answer overlaps the claimed range. The range of the planner's model is too wide for
+a decision, so such a claim is "consistent with the model" or "not consistent with the model".
 """
 
 import math
@@ -50,17 +49,17 @@ Verdict = Literal[
     "needs other hardware",
     "not measured",
 ]
-MIN_SHARE = 0.05  # of a claimed effect, as a log-ratio: -0.3 % does not confirm a claimed -60 %
-
-
+MIN_SHARE = 0.05  # smallest share of a claimed log-ratio that confirms its direction
 Source = Literal["arithmetic", "data sheet", "modelled", "published prices"]
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A computed value with its range, in the claim's unit. A claimed change is relative: -0.3 is 30 % less.
+    """A computed value with its range, in the claim's unit. A change is relative: -0.3 is 30 % less.
 
-    source: the basis of the value. on: the hardware and setting that it applies to.
+    Attributes:
+        source: Basis of the value.
+        on: Hardware and setting that the value applies to, as text.
     """
 
     low: float
@@ -76,14 +75,19 @@ class Answer:
 
     @classmethod
     def modelled(cls, values: Range, scale: float, on: str) -> "Answer":
-        """Return `scale` times a range of the planner."""
+        """Return the answer for a range of the planner, (low, expected, high), multiplied by `scale`."""
         low, value, high = (scale * v for v in values)
         return cls(low, value, high, "modelled", on)
 
 
 @dataclass(frozen=True)
 class Change:
-    """A measured or computed change, as a log-ratio. low and high are None if there are too few seeds."""
+    """A measured or computed change as a log-ratio, with its interval.
+
+    Attributes:
+        low, high: None if there are too few seeds.
+        n: Number of seeds; 0 for a computed change.
+    """
 
     log: float
     low: float | None
@@ -92,7 +96,7 @@ class Change:
 
 
 def verdict_of_change(claim: Claim, change: Change) -> Verdict:
-    """Return the verdict on a claimed change, by the rules above."""
+    """Return the verdict on a claimed change by the rules in the module's docstring, before the correction."""
     if change.low is None or change.high is None:
         return "not shown"
     if claim.direction == "none":
@@ -106,29 +110,31 @@ def verdict_of_change(claim: Claim, change: Change) -> Verdict:
         return "contradicted"
     if meets(claim, change):
         return "holds"
-    assert claim.size is not None  # a claim of a direction alone has been decided
-    least = MIN_SHARE * min(abs(math.log1p(end)) for end in claim.size)
-    return "holds in direction" if max(abs(change.low), abs(change.high)) >= least else "contradicted"
+    assert claim.size is not None  # without a size, the change meets the claim on its side of zero
+    min_effect = MIN_SHARE * min(abs(math.log1p(end)) for end in claim.size)
+    return "holds in direction" if max(abs(change.low), abs(change.high)) >= min_effect else "contradicted"
 
 
-def verdict_of_value(claim: Claim, found: Answer) -> Verdict:
-    """Return the verdict on a claimed value: whether the range of the answer overlaps it."""
+def verdict_of_value(claim: Claim, answer: Answer) -> Verdict:
+    """Return the verdict on a claimed value, by the range of the answer."""
     assert claim.value is not None  # required for such a claim
     low, high = claim.value[0] * (1 - claim.tolerance), claim.value[1] * (1 + claim.tolerance)
-    if found.source == "modelled":
-        reaches = claim.direction == "at least" or found.low <= high
-        return by_model(reaches and (claim.direction == "at most" or found.high >= low))
+    not_above, not_below = answer.low <= high, answer.high >= low  # some value of the range is
     if claim.direction == "at most":
-        met, sure = found.low <= high, found.value <= high
+        possible, expected = not_above, answer.value <= high
     elif claim.direction == "at least":
-        met, sure = found.high >= low, found.value >= low
+        possible, expected = not_below, answer.value >= low
     else:
-        met = sure = found.low <= high and found.high >= low
-    return ("holds" if sure else "not shown") if met else "contradicted"
+        possible = expected = not_above and not_below
+    if answer.source == "modelled":
+        return verdict_of_model(possible)
+    if not possible:
+        return "contradicted"
+    return "holds" if expected else "not shown"
 
 
 def accepted(claim: Claim) -> tuple[float, float]:
-    """Return the range of log-ratios that a claim of a change accepts."""
+    """Return the range of log-ratios that the claim accepts."""
     if claim.direction == "none":
         return math.log1p(-claim.tolerance), math.log1p(claim.tolerance)
     if claim.size is None:
@@ -139,22 +145,23 @@ def accepted(claim: Claim) -> tuple[float, float]:
 
 
 def meets(claim: Claim, change: Change) -> bool:
-    """Return whether the interval overlaps what the claim accepts."""
+    """Return True if the interval of the change overlaps the range that the claim accepts."""
     low, high = accepted(claim)
     assert change.low is not None and change.high is not None  # checked by the caller
     return change.low <= high and change.high >= low
 
 
-def by_model(met: bool) -> Verdict:
-    """Return the verdict on a claim that only a model can answer."""
-    return "consistent with the model" if met else "not consistent with the model"
+def verdict_of_model(consistent: bool) -> Verdict:
+    """Return the verdict on a claim that only the planner's model answers."""
+    return "consistent with the model" if consistent else "not consistent with the model"
 
 
 def decision_p(claim: Claim, change: Change) -> float | None:
     """Return the two-sided p-value of the null hypothesis that the verdict rejects; None without an interval.
 
-    The null hypothesis is no effect if the interval excludes zero, and otherwise the nearest effect that the claim
-    accepts. For a claim of no change it is both ends of the tolerance, or the end that the change lies beyond.
+    If the interval excludes zero, the null hypothesis is no effect; otherwise it is the nearest effect that the claim
+    accepts. For a claim of no change it is the end of the tolerance that the change lies beyond, or both ends if the
+    change lies between them.
     """
     if change.low is None or change.high is None or change.n == 0:
         return None
@@ -163,16 +170,16 @@ def decision_p(claim: Claim, change: Change) -> float | None:
         if low < change.log < high:
             return max(_p_against(change, low), _p_against(change, high))
         return _p_against(change, low if change.log <= low else high)
-    none = _p_against(change, 0.0)
     if not change.low <= 0 <= change.high or claim.size is None or meets(claim, change):
-        return none
+        return _p_against(change, 0.0)
     return _p_against(change, low if change.log < low else high)
 
 
 def _p_against(change: Change, effect: float) -> float:
+    """Return the p-value of the hypothesis that the true log-ratio is `effect`, by a t-test."""
     assert change.low is not None and change.high is not None  # checked by the caller
-    half = (change.high - change.low) / 2
-    if half == 0:
+    half_width = (change.high - change.low) / 2
+    if half_width == 0:
         return 1.0 if change.log == effect else 0.0
-    error = half / float(stdtrit(change.n - 1, (1 + CONFIDENCE) / 2))
-    return 2 * float(stdtr(change.n - 1, -abs(change.log - effect) / error))
+    standard_error = half_width / float(stdtrit(change.n - 1, (1 + CONFIDENCE) / 2))
+    return 2 * float(stdtr(change.n - 1, -abs(change.log - effect) / standard_error))

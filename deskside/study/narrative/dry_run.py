@@ -1,4 +1,4 @@
-"""The preview of a study: its question, each arm with its changes and forecast, and the totals."""
+"""The preview of a study (`--dry-run`): its question, each arm with its changes and forecast, and the totals."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ from deskside.utils.format import count, duration, plural
 
 MAX_WIDTH = 100
 MAX_VALUE_LENGTH = 24
-Forecasts = Mapping[str, TrialForecast]  # by the arm's id
+Forecasts = Mapping[str, TrialForecast]  # arm id -> forecast of one of its trials
 
 
 def plan_table(
@@ -46,23 +46,19 @@ def plan_table(
             console.print(Text(f"every combination of: {sizes}"))
         elif len(group.factors) > 1:
             console.print(Text("one factor at a time is varied"))
-        console.print(_arms([arm for arm in plan["arms"] if arm["group"] == group.name]))
+        console.print(_arms_table([arm for arm in plan["arms"] if arm["group"] == group.name]))
     if expansion.excluded:
         console.print(Text("\nexcluded", style="bold"))
         for line in expansion.excluded:
             console.print(Text(f"- {line}"))
-    arms = len(expansion.arms)
-    total = f"{plan['trials']} trials of {arms} arm{'' if arms == 1 else 's'}"
+    total = f"{plan['trials']} trials of {plural(len(expansion.arms), 'arm')}"
     if devices > 1:
         total += f", on {devices} GPUs"
     if plan["seconds"] is not None:
         lines = [f"{total}: about {duration(plan['seconds'])} in all", f"times: {plan['source']}"]
     else:
-        least = plan["trials"] * machine.setup_seconds / devices
-        lines = [
-            f"{total}: starting them takes about {duration(least)}, training: not known",
-            plan["source"],
-        ]
+        setup = duration(plan["trials"] * machine.setup_seconds / devices)
+        lines = [f"{total}: starting them takes about {setup}, training: not known", plan["source"]]
     console.print()
     for line in lines:
         console.print(Text(line))
@@ -75,8 +71,8 @@ def plan_json(
     trials = [arm for arm in expansion.arms for _ in range(expansion.seeds[arm.group])]
     source = machine.why_unknown
     if machine.request is not None:
-        known = machine.request.calibration
-        source = f"{known.source}, within {known.speed_spread:.0%}: {known.basis}"
+        calibration = machine.request.calibration
+        source = f"{calibration.source}, within {calibration.speed_spread:.0%}: {calibration.basis}"
     return {
         "name": study.name,
         "question": study.question,
@@ -105,23 +101,27 @@ def plan_json(
 
 
 def changes(study: StudySpec, arm: PlannedArm, baseline: PlannedArm) -> dict[str, Any]:
-    """Return the keys, of those that the study sets for an arm or its baseline, that differ, with the arm's values."""
+    """Return the configuration of an arm that differs from its baseline, as {key: the arm's value}.
+
+    Only the keys that the levels or the arm's own `set` name are compared.
+    """
     group = next(group for group in study.groups if group.name == arm.group)
-    mine, other = (flatten(one.config.model_dump(mode="json")) for one in (arm, baseline))
+    values = flatten(arm.config.model_dump(mode="json"))
+    baseline_values = flatten(baseline.config.model_dump(mode="json"))
     layers = [
         factor.level(levels[factor.name]).set
         for levels in (arm.levels, baseline.levels)
         for factor in group.factors
     ]
-    layers += [extra.set for extra in group.arms if extra.name == arm.levels.get("arm")]
-    written = dict.fromkeys(key for layer in layers for key in flatten(layer))
-    return {key: mine[key] for key in written if key in mine and mine[key] != other.get(key)}
+    layers += [spec.set for spec in group.arms if spec.name == arm.levels.get("arm")]
+    keys = dict.fromkeys(key for layer in layers for key in flatten(layer))
+    return {key: values[key] for key in keys if key in values and values[key] != baseline_values.get(key)}
 
 
 def _arm_json(
     study: StudySpec, expansion: Expansion, forecasts: Forecasts, arm: PlannedArm
 ) -> dict[str, Any]:
-    found = forecasts[arm.id]
+    forecast = forecasts[arm.id]
     baseline = next(other for other in expansion.arms if other.id == arm.baseline)
     return {
         "id": arm.id,
@@ -133,44 +133,45 @@ def _arm_json(
         "parameters": num_params(arm.config.model),
         "changes": changes(study, arm, baseline),
         "forecast": {
-            "seconds": found.seconds_total,
-            "training_seconds": found.seconds_training,
-            "tokens": found.tokens,
-            "memory_gib": found.memory_gib,
-            "source": found.source or None,
-            "note": found.note,
+            "seconds": forecast.seconds_total,
+            "training_seconds": forecast.seconds_training,
+            "tokens": forecast.tokens,
+            "memory_gib": forecast.memory_gib,
+            "source": forecast.source or None,
+            "note": forecast.note,
         },
     }
 
 
-def _arms(arms: Sequence[Mapping[str, Any]]) -> Table:
-    """Return the table of arms, given as `plan_json` describes them."""
+def _arms_table(arms: Sequence[Mapping[str, Any]]) -> Table:
+    """Return the table of arms, which are entries of "arms" in `plan_json`."""
     table = Table(box=None, pad_edge=False)
     table.add_column("arm (* baseline)", ratio=5)
     table.add_column("changes from its baseline", ratio=6)
     table.add_column("params", justify="right", no_wrap=True)
     forecasts = [arm["forecast"] for arm in arms]
-    timed = any(found["seconds"] is not None for found in forecasts)
-    sized = any(found["memory_gib"] is not None for found in forecasts)
-    if timed:
+    has_seconds = any(forecast["seconds"] is not None for forecast in forecasts)
+    has_memory = any(forecast["memory_gib"] is not None for forecast in forecasts)
+    if has_seconds:
         table.add_column("a trial", justify="right", no_wrap=True)
-    if sized:
+    if has_memory:
         table.add_column("GiB", justify="right", no_wrap=True)
-    for arm, found in zip(arms, forecasts, strict=True):
-        told = [f"{key} {_value(value)}" for key, value in arm["changes"].items()]
-        if found["note"]:
-            told.append(f"({found['note']})")
-        cells = [f"{arm['label']}{' *' if arm['id'] == arm['baseline'] else ''}", "\n".join(told)]
+    for arm, forecast in zip(arms, forecasts, strict=True):
+        lines = [f"{key} {_value_text(value)}" for key, value in arm["changes"].items()]
+        if forecast["note"]:
+            lines.append(f"({forecast['note']})")
+        cells = [f"{arm['label']}{' *' if arm['id'] == arm['baseline'] else ''}", "\n".join(lines)]
         cells.append(count(arm["parameters"]))
-        if timed:
-            cells.append("-" if found["seconds"] is None else duration(found["seconds"]))
-        if sized:
-            cells.append("-" if found["memory_gib"] is None else f"{found['memory_gib']:.1f}")
+        if has_seconds:
+            cells.append("-" if forecast["seconds"] is None else duration(forecast["seconds"]))
+        if has_memory:
+            cells.append("-" if forecast["memory_gib"] is None else f"{forecast['memory_gib']:.1f}")
         table.add_row(*(Text(cell) for cell in cells))
     return table
 
 
-def _value(value: Any) -> str:
+def _value_text(value: Any) -> str:
+    """Return a configuration value as short text; a long list or table as its number of entries."""
     if isinstance(value, bool):
         return str(value).lower()
     text = "none" if value is None else str(value)

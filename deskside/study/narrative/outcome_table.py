@@ -1,10 +1,10 @@
-"""The result of a finished study for the terminal: each arm's loss, its difference from the baseline, the verdict."""
+"""Terminal output at the end of a study: each arm's loss, its difference from the baseline, and the verdict."""
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from deskside.study.narrative.findings import GOALS, by_group, other_name, unfinished
+from deskside.study.narrative.findings import GOALS, baseline_name, findings_by_group, unfinished
 from deskside.study.results import EXACT, NO_DIFFERENCE, TOO_FEW, Arm, Comparison, Results
 from deskside.study.stats.metrics import BY_KEY
 from deskside.utils.format import percent, percent_digits, percent_range
@@ -17,20 +17,21 @@ def print_outcome(results: Results, console: Console | None = None) -> None:
     """Print the best arm of every group and a table of its arms, best first, if a trial has finished."""
     console = console or Console(highlight=False)
     console.width = min(console.width, MAX_WIDTH)
-    groups = by_group(results, "quality")
-    for group, sentences in groups:
+    findings = findings_by_group(results, "quality")
+    for group, sentences in findings:
         if len(results.groups) > 1:
             console.print(Text(f"\n{group.title or group.name}", style="bold"))
         console.print(Text(sentences[0]))  # the best arm, or why nothing was measured
-        arms = [arm for arm in results.arms if arm.group == group.name and METRIC.key in arm.estimates]
+        arms = [arm for arm in results.arms_in(group) if METRIC.key in arm.estimates]
         if arms:
             console.print(_table(results, arms))
-    for line in unfinished(results) if groups else []:
-        console.print(Text(line))
+    if findings:
+        for line in unfinished(results):
+            console.print(Text(line))
 
 
-def verdict(comparison: Comparison) -> str:
-    """Return "better", "worse", "no difference shown", "equal", or "not shown (1 seed)"."""
+def verdict_text(comparison: Comparison) -> str:
+    """Return "shown: better", "shown: worse", "no difference shown", "equal", or "not shown (1 seed)"."""
     if comparison.verdict == TOO_FEW:
         return "not shown (1 seed)"
     if comparison.verdict == EXACT and comparison.relative == 0:
@@ -50,23 +51,28 @@ def _table(results: Results, arms: list[Arm]) -> Table:
     table.add_column("difference (95 %)", justify="right", ratio=4)
     table.add_column("verdict", ratio=4)
     for arm in sorted(arms, key=lambda arm: -sign * arm.estimates[METRIC.key].mean):
-        found = next((c for c in arm.comparisons if c.metric == METRIC.key), None)
+        comparison = next((c for c in arm.comparisons if c.metric == METRIC.key), None)
         is_baseline = arm.id == arm.baseline
-        mean = f"{arm.estimates[METRIC.key].mean * METRIC.scale:,.{METRIC.digits}f}"
-        said = "baseline" if is_baseline else "not compared" if found is None else verdict(found)
-        if found is not None and len(baselines) > 1:
-            said += f" (vs. {other_name(arm, results.arm(found.baseline), found.baseline)})"
-        cells = [f"{arm.label}{' *' if is_baseline else ''}", mean, _difference(found), said]
+        if is_baseline:
+            verdict = "baseline"
+        elif comparison is None:
+            verdict = "not compared"
+        else:
+            verdict = verdict_text(comparison)
+        if comparison is not None and len(baselines) > 1:
+            verdict += f" (vs. {baseline_name(arm, results.arm(comparison.baseline), comparison.baseline)})"
+        mean = METRIC.text(arm.estimates[METRIC.key].mean)
+        cells = [f"{arm.label}{' *' if is_baseline else ''}", mean, _difference_text(comparison), verdict]
         table.add_row(*(Text(cell) for cell in cells))
     return table
 
 
-def _difference(found: Comparison | None) -> str:
-    """Return the relative difference with its interval, such as "+1.2 % (+0.4 to +2.0 %)"."""
-    if found is None:
+def _difference_text(comparison: Comparison | None) -> str:
+    """Return the relative difference with its interval, such as "+1.2 % (+0.4 to +2.0 %)", or ""."""
+    if comparison is None:
         return ""
-    low, high = found.relative_low, found.relative_high
+    relative, low, high = comparison.relative, comparison.relative_low, comparison.relative_high
     if low is None or high is None or low == high:
-        return percent(found.relative, percent_digits(found.relative), signed=True)
-    places = percent_digits(low, high)
-    return f"{percent(found.relative, places, signed=True)} ({percent_range(low, high, places, signed=True)})"
+        return percent(relative, percent_digits(relative), signed=True)
+    digits = percent_digits(low, high)
+    return f"{percent(relative, digits, signed=True)} ({percent_range(low, high, digits, signed=True)})"

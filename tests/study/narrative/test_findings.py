@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deskside.study.narrative.findings import GOALS, by_group, insights, sentence, unfinished
+from deskside.study.narrative.findings import GOALS, describe, findings_by_group, insights, unfinished
 from deskside.study.results import Arm, Comparison, Results
 from deskside.study.stats.compare import compare
 from tests.study.made import results as made
@@ -24,7 +24,7 @@ def say(emulated: bool = False, budget: str = "100M tokens", **changed: object) 
     other = Arm("small-gqa", "small, GQA", "main", {}, "small-mha", emulated, comparisons=[comparison])
     results = study([base, other])
     groups = [dataclasses.replace(results.groups[0], budget=budget)]
-    return sentence(comparison, other, dataclasses.replace(results, groups=groups))
+    return describe(comparison, other, dataclasses.replace(results, groups=groups))
 
 
 def turned(relative: float, low: float | None, high: float | None) -> dict[str, float | None]:
@@ -196,7 +196,7 @@ def test_by_group_says_the_same_without_the_titles() -> None:
     ]
     groups = [*one.groups, dataclasses.replace(one.groups[0], name="b", title="A second")]
     both = compare(dataclasses.replace(one, groups=groups, arms=[*one.arms, *second]))
-    told = by_group(both, "speed")
+    told = findings_by_group(both, "speed")
     assert [group.name for group, _ in told] == [group.name for group in groups]
     assert all("A second" not in line for _, lines in told for line in lines)
     flat = [f"{group.title or group.name}: {line}" for group, lines in told for line in lines]

@@ -143,7 +143,7 @@ def test_refusals_name_the_thing(change: tuple[str, str], message: str) -> None:
 
 
 def test_a_factor_of_one_level_is_refused() -> None:
-    with pytest.raises(UsageError, match="two levels or more"):
+    with pytest.raises(UsageError, match="two or more levels"):
         parse('name = "x"\nbase = "small"\n[[factor]]\nname = "a"\n[[factor.level]]\nname = "b"\n')
 
 
