@@ -42,7 +42,7 @@ from deskside.align.losses import advantages, policy_terms
 from deskside.align.prepared import describe_data
 from deskside.align.rollouts import Rollout, RolloutLog
 from deskside.align.sampler import (
-    SHARE,
+    KV_CACHE_SHARE,
     Left,
     Sampled,
     Sampler,
@@ -201,7 +201,7 @@ class Grpo(SampledAnswers):
         dtype = model.activation_dtype
         copies = (2 if self.options.kl else 1) * num_params(config.model) * dtype.itemsize
         answers = answers_bytes(config.model, dtype, self.options.group, config.batch.sequence_length)
-        return int((copies + answers) / SHARE)
+        return int((copies + answers) / KV_CACHE_SHARE)
 
     def loader(self, dataset: RowDataset, options: LoaderOptions) -> Batches:
         return _RolloutLoader(self, cast(Questions, dataset), options)

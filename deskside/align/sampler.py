@@ -22,7 +22,7 @@ from functools import partial
 import torch
 
 from deskside.budget.shape import Shape, kv_bytes_per_token
-from deskside.engine.device import SHARE, allowed_bytes
+from deskside.engine.device import KV_CACHE_SHARE, allowed_bytes
 from deskside.engine.engine import PAGE_SIZE, PREFILL_TOKENS, Engine
 from deskside.engine.requests import Request
 from deskside.engine.sampling import Sampling
@@ -136,7 +136,7 @@ class Sampler:
         self.copy = copy_of(model, adapted)
         rows = min(rows, MOST_ROWS)
         if left is not None:
-            room = SHARE * left.without(self.copy).free
+            room = KV_CACHE_SHARE * left.without(self.copy).free
             needed = partial(answers_bytes, model.config, self.copy.activation_dtype, row_tokens=row_tokens)
             rows = next((n for n in range(rows, 0, -1) if needed(n) <= room), 0)
             if not rows:

@@ -10,7 +10,7 @@ from deskside.data.chat.chat_template import ChatTemplate
 from deskside.data.chat.prepare_chat import SAMPLES_FILE
 from deskside.data.chat.renderer import NotRendered
 from deskside.data.tokenizer import load as load_tokenizer
-from deskside.engine.generate import events
+from deskside.engine.generate import generate_events
 from deskside.engine.sampling import GREEDY
 from deskside.model.transformer import Transformer
 from deskside.precision.lora import is_adapted
@@ -93,7 +93,7 @@ def answers(
     ends = run.read_json("generation_config.json")["eos_token_id"]
     said: list[list[int]] = [[] for _ in prompts]
     until = time.perf_counter() + seconds
-    for event in events(
+    for event in generate_events(
         model,
         prompts,
         max_new_tokens=longest,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from deskside.cli.options import Command, option
 from deskside.cli.shared_options import ModelOption
-from deskside.engine.device import Device, device_of, dtype_of
+from deskside.engine.device import Device, select_device, select_dtype
 from deskside.engine.sampling import Sampling
 from deskside.serve.chat import ChatOptions, converse
 from deskside.utils.console import say
@@ -49,8 +49,8 @@ def run(argv: Sequence[str]) -> int:
         raise UsageError(f"--max-new-tokens {options.max_new_tokens}: must be at least 1")
     if options.seed is not None and options.seed < 0:
         raise UsageError(f"--seed {options.seed}: must be 0 or more")
-    device = device_of(options.device)
-    loaded = load_model(options.model, device, dtype_of(device), say)
+    device = select_device(options.device)
+    loaded = load_model(options.model, device, select_dtype(device), say)
     return converse(
         loaded,
         ChatOptions(sampling, options.max_new_tokens, options.seed, options.system),

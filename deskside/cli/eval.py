@@ -15,21 +15,21 @@ from deskside.cli.output import print_json
 from deskside.cli.shared_options import JsonOption, ModelOption
 from deskside.data.chat.renderer import Renderer, read_chat_template
 from deskside.data.corpus.progress_bar import ProgressBar
-from deskside.engine.device import Device, device_of, dtype_of
+from deskside.engine.device import Device, select_device, select_dtype
 from deskside.evaluate.likelihood import Encoder
 from deskside.evaluate.run_task import (
     CORE_TASKS,
     Core,
-    Prepared,
-    Subject,
+    EvaluatedModel,
+    PreparedTask,
     TaskResult,
-    answers_of,
     check_chat,
     core,
+    count_answers,
     evaluate,
 )
 from deskside.evaluate.tasks import TaskSelection, select
-from deskside.evaluate.text_bpb import TextBpb, has_data, measure, run_config
+from deskside.evaluate.text_bpb import TextBpb, has_own_data, measure, run_config
 from deskside.utils import strict_json
 from deskside.utils.console import say
 from deskside.utils.errors import RunError, UsageError
@@ -80,16 +80,18 @@ def run(argv: Sequence[str]) -> int:
     """Run `deskside eval` and return the exit code. Raises UsageError and RunError."""
     options = COMMAND.parse(argv)
     selection = _selected_tasks(options)
-    device = device_of(options.device)
+    device = select_device(options.device)
     tasks = [] if selection is None else _prepare_tasks(options, selection)
-    loaded = load_model(options.model, device, dtype_of(device), say)
+    loaded = load_model(options.model, device, select_dtype(device), say)
     config = run_config(loaded)
     batch_tokens = options.batch_tokens or BATCH_TOKENS[device.type]
     renderer = _chat_renderer(loaded) if options.chat else None
     encoder = Encoder(loaded.tokenizer, loaded.start_token, always_start=options.start, chat=renderer)
-    subject = Subject(loaded.model, loaded.tokenizer, encoder, loaded.eos_tokens, batch_tokens, options.chat)
+    subject = EvaluatedModel(
+        loaded.model, loaded.tokenizer, encoder, loaded.eos_tokens, batch_tokens, options.chat
+    )
     measured = None
-    if options.tasks is None or options.text or options.data or has_data(config):
+    if options.tasks is None or options.text or options.data or has_own_data(config):
         measured = measure(
             loaded,
             config,
@@ -168,7 +170,7 @@ def _selected_tasks(options: EvalOptions) -> TaskSelection | None:
 
 
 def _evaluate_tasks(
-    options: EvalOptions, tasks: Sequence[Prepared], subject: Subject
+    options: EvalOptions, tasks: Sequence[PreparedTask], subject: EvaluatedModel
 ) -> tuple[list[TaskResult], dict[str, str]]:
     """Return the results of all tasks, and the errors of those that failed. Raises the error of an only task."""
     results: list[TaskResult] = []
@@ -176,7 +178,7 @@ def _evaluate_tasks(
     for prepared in tasks:
         name = prepared.chosen.name
         try:
-            with ProgressBar(name, answers_of(prepared, options.limit), "answers") as bar:
+            with ProgressBar(name, count_answers(prepared, options.limit), "answers") as bar:
                 result = evaluate(subject, prepared, limit=options.limit, tick=bar.advance)
         except (UsageError, RunError) as error:
             if len(tasks) == 1:
@@ -190,11 +192,11 @@ def _evaluate_tasks(
     return results, failed
 
 
-def _prepare_tasks(options: EvalOptions, selection: TaskSelection) -> list[Prepared]:
+def _prepare_tasks(options: EvalOptions, selection: TaskSelection) -> list[PreparedTask]:
     """Read the data of all tasks, report damaged records, and check --items. Raises UsageError."""
     if selection.left_out:
         say(f"no data in {options.tasks_dir} for: {', '.join(selection.left_out)}")
-    tasks = [Prepared(chosen, options.chat) for chosen in selection.chosen]
+    tasks = [PreparedTask(chosen, options.chat) for chosen in selection.chosen]
     for task in tasks:
         if task.bad.total:
             reason, places = next(iter(task.bad.examples.items()))

@@ -11,7 +11,7 @@ import torch
 
 from deskside.cli.options import Command, option
 from deskside.cli.shared_options import ModelOption, addresses, is_loopback
-from deskside.engine.device import Device, cache_tokens, device_of, dtype_of
+from deskside.engine.device import Device, cache_tokens, select_device, select_dtype
 from deskside.engine.engine import PAGE_SIZE, Engine
 from deskside.utils.console import say
 from deskside.utils.errors import RunError, UsageError
@@ -79,8 +79,8 @@ def run(argv: Sequence[str]) -> int:
     limits = ClientLimits(body_bytes=options.body_bytes, connections=options.connections)
     listening = _bind(options.host, options.port)
     with listening:
-        device = device_of(options.device)
-        loaded = load_model(options.model, device, dtype_of(device), say)
+        device = select_device(options.device)
+        loaded = load_model(options.model, device, select_dtype(device), say)
         engine = _engine(loaded, options)
         # Against DNS rebinding, where a web page makes its own host name resolve to 127.0.0.1. On other hosts, the
         # token protects the server.

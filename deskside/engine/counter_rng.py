@@ -1,8 +1,8 @@
-"""Counter-based random numbers: a function of (stream, count, purpose, token), equal on every device.
+"""Counter-based random numbers: a pure function of (stream, count, purpose, token), the same on every device.
 
-A stream belongs to one sample of one request and is derived from its seed. A row therefore draws the same numbers
-whatever else is in its batch, and no generator state has to be stored or passed through a CUDA graph. The function is
-the finalizer of SplitMix64 (`utils/splitmix.py`) over counters.
+Each sample of a request has its own stream, a 64-bit number derived from the seed; `count` is the number of tokens
+generated so far. A row therefore draws the same numbers whatever else is in its batch, and no generator state has to
+be stored or passed through a CUDA graph. The function applies the finalizer of SplitMix64 (`utils/splitmix.py`).
 """
 
 import torch
@@ -11,15 +11,15 @@ from torch import Tensor
 from deskside.utils.errors import UsageError
 from deskside.utils.splitmix import GOLDEN, MASK, MULTIPLIER_1, MULTIPLIER_2, finalize
 
-DRAW, PROPOSE, ACCEPT = 1, 2, 3  # purposes: independent numbers for the same place
+DRAW, PROPOSE, ACCEPT = 1, 2, 3  # purposes, which get independent numbers at the same stream and count
 
 
 def stream_of(seed: int, sample: int = 0) -> int:
-    """The stream of a request's sample, as a signed 64-bit number. Raises UsageError for a negative seed."""
+    """Return the random stream of one sample, a signed 64-bit number. Raises UsageError for a negative seed."""
     if seed < 0:
-        raise UsageError(f"seed: {seed} must be 0 or more")
+        raise UsageError(f"seed: must be 0 or more, not {seed}")
     state = 0
-    while True:  # 64 bits of the seed at a time
+    while True:  # mixes in 64 bits of the seed at a time
         state = finalize(state + (seed & MASK) + GOLDEN & MASK)
         seed >>= 64
         if not seed:
@@ -27,9 +27,9 @@ def stream_of(seed: int, sample: int = 0) -> int:
 
 
 def exponentials(stream_B: Tensor, count_B: Tensor, purpose: int, token_BW: Tensor) -> Tensor:
-    """(B, W) float32, exponentially distributed with mean 1, one for each token.
+    """Return exponential random numbers with mean 1, one for each token: (B, W) float32.
 
-    From 32 bits, so that the smallest, which decide a race, are fine: 2^-33 and up.
+    They are made from 32 bits, so the smallest is 2^-33. `gumbel_argmax` depends on the resolution near zero.
     """
     if token_BW.is_cuda:
         from deskside.kernels.decode_triton import exponentials as kernel
@@ -41,7 +41,7 @@ def exponentials(stream_B: Tensor, count_B: Tensor, purpose: int, token_BW: Tens
 
 
 def uniforms(stream_B: Tensor, count_B: Tensor, purpose: int) -> Tensor:
-    """(B,) float64 in [0, 1), of 53 bits."""
+    """Return uniform random numbers in [0, 1) with 53 bits: (B,) float64."""
     return _shift(_base(stream_B, count_B, purpose), 11).double() * 2.0**-53
 
 
@@ -56,9 +56,10 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
-    """To the right, as if there were no sign."""
+    """Logical right shift: torch has no unsigned 64-bit arithmetic."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _signed(x: int) -> int:
+    """Reinterpret an unsigned 64-bit number as signed."""
     return x - (1 << 64) if x >> 63 else x

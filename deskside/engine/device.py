@@ -1,4 +1,4 @@
-"""The device, number format and memory that a command generates with."""
+"""Choose the device, dtype and KV-cache size for generation."""
 
 from typing import Literal
 
@@ -10,26 +10,28 @@ from deskside.utils.console import say
 from deskside.utils.errors import UsageError
 
 Device = Literal["auto", "cpu", "cuda"]
-# Share of the free memory that a KV cache takes at most. A cache that takes all of it leaves none for activations, so
-# that the first long prompt would run out of memory.
-SHARE = 0.85
+# Maximum share of the free memory for the KV cache. The rest is for activations: without it, the first long prompt
+# would run out of memory.
+KV_CACHE_SHARE = 0.85
 
 
-def device_of(name: Device) -> torch.device:
-    """Return a device; auto is cuda if there is one. Raises UsageError for cuda where torch finds no GPU."""
+def select_device(name: Device) -> torch.device:
+    """Return the torch device; auto is cuda if available. Raises UsageError for cuda if torch finds no GPU."""
     if name == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: torch finds no GPU here; use --device cpu")
-    return torch.device(name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
 
 
-def dtype_of(device: torch.device) -> torch.dtype:
-    """Return bfloat16 on a GPU that passes its self-check, else float32."""
+def select_dtype(device: torch.device) -> torch.dtype:
+    """Return the dtype to generate in: bfloat16 on a GPU that passes the BF16 self-check, else float32."""
     if device.type == "cpu":
         return torch.float32
     result = check("bf16", device)
     if result.ok:
         return torch.bfloat16
-    say(f"bf16 fails its self-check here ({result.reason}): using float32")
+    say(f"bf16 fails its self-check on this GPU ({result.reason}): using float32")
     return torch.float32
 
 
@@ -47,9 +49,11 @@ def free_bytes(device: torch.device) -> int | None:
     return allowed_bytes(device) - torch.cuda.memory_allocated(device)
 
 
-def cache_tokens(model: Transformer, wanted: int, least: int) -> int:
-    """Return `wanted` tokens of keys and values, or as many as fit the GPU, but at least `least`."""
+def cache_tokens(model: Transformer, wanted: int, minimum: int) -> int:
+    """Return the KV-cache size in tokens: `wanted`, or fewer if the GPU has less free memory, at least `minimum`."""
     free = free_bytes(model.embed.weight.device)
     if free is None:
-        return max(least, wanted)
-    return max(least, min(wanted, int(SHARE * free / model.kv_bytes_per_token(model.activation_dtype))))
+        return max(minimum, wanted)
+    return max(
+        minimum, min(wanted, int(KV_CACHE_SHARE * free / model.kv_bytes_per_token(model.activation_dtype)))
+    )

@@ -1,19 +1,20 @@
-"""Generation for many requests at once: rows join and leave between steps (Orca, Yu et al. 2022, OSDI).
+"""Inference engine with continuous batching: rows join and leave the batch between steps (Orca, Yu et al. 2022, OSDI).
 
-A step lets waiting requests in, computes a bounded part of the prompts that are not in the cache yet, then one new
-token for every row whose prompt is. A long prompt is therefore computed in parts, between which the other rows go on.
+A row is one sample of a request. A step admits waiting rows, prefills at most `prefill_tokens` tokens of prompts, and
+decodes one token for every row whose prefill is done. A long prompt is prefilled in chunks, so it does not hold up the
+other rows.
 
-Memory: keys and values lie in pages (model/cache.py, pages.py). A row gets all pages that it can need when it is let
-in, so that nothing that runs ever has to stop for want of memory. Requests wait in their order until there is room.
-Full pages are shared: a prompt that begins like one that was computed before goes on from there, and the samples of one
-request wait for the first of them to compute the pages that they have in common.
+Memory: keys and values are stored in pages (model/cache.py, pages.py). An admitted row gets all pages that it can ever
+need, so a running row never runs out of memory. Rows wait in order until there is room. Full pages are shared: a prompt
+with the same prefix as an earlier one continues from the cached pages, and the samples of one request wait for the
+first of them to compute their common pages.
 
-What a row gets depends on its prompt, settings and seed, and not on its neighbours, as far as arithmetic allows: matrix
-products may round differently for another number of rows or another cut of the prompt, and where two tokens are nearly
-equal, that can decide between them. Random numbers, filters and the spans of attention are the row's own.
+The output of a row depends on its prompt, settings and seed, but not on the other rows of its batch, except for
+rounding: matrix products may round differently for another batch size or another chunk of a prompt, which can decide
+between two tokens of nearly equal probability.
 
-On a GPU the host is one step ahead: it queues a step before it has read the tokens of the one before. A row that ended
-there has then computed one token in vain, which is dropped. An engine belongs to one thread.
+On a GPU the host runs one step ahead: it queues a step before it has read the tokens of the previous one. A row that
+ends in the previous step therefore computes one token too many, which is dropped. An engine is not thread-safe.
 """
 
 from collections import deque
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from deskside.engine import steps
 from deskside.engine.counter_rng import stream_of
-from deskside.engine.pages import Key, Pages, keys_of
+from deskside.engine.pages import Key, Pages, page_keys
 from deskside.engine.requests import (
     Event,
     PendingBatch,
@@ -37,33 +38,37 @@ from deskside.engine.requests import (
     SampleOutput,
     check_prompt,
 )
-from deskside.engine.sampling import NOT_FINITE, Settings, width_of
+from deskside.engine.sampling import NOT_FINITE, SamplingTensors, ranking_width
 from deskside.engine.speculate import speculate
-from deskside.engine.steps import Forward, Graphs, PromptParts, Slots, bucket
+from deskside.engine.steps import CachedModel, Graphs, PromptParts, Slots, bucket
 from deskside.engine.text import TextStream
 from deskside.kernels.decode import kernel_supports
 from deskside.model.transformer import Transformer
 from deskside.utils.errors import RunError, UsageError, describe_error
 
 PAGE_SIZE = 32  # tokens
-PREFILL_TOKENS = 4096  # of prompts in one step, padding included
-PAD_TO = 16  # prompts in one step are padded to a multiple of this
+PREFILL_TOKENS = 4096  # maximum tokens of prompts in one step, including padding
+PAD_TO = 16  # prompts in one step are padded to a multiple of this number of tokens
 
 
 class Draft(NamedTuple):
-    """A smaller model with the same tokenizer, which proposes `tokens` tokens a step (speculate.py)."""
+    """A smaller model with the same tokenizer that proposes `tokens` tokens per step (see speculate.py)."""
 
     model: Transformer
     tokens: int = 4
 
 
 class Engine:
-    """Continuous batching over one model.
+    """Generates for many requests with one model. Raises UsageError for invalid sizes.
 
-    max_batch: rows that run at once. max_tokens: tokens of prompts and answers that the cache holds for all of them.
-    tokenizer: makes text of tokens (Event.text), and is needed for stop strings. graphs: None captures CUDA graphs
-    where the step allows it: on CUDA, without experts (whose products may need the host), attention in the kernel.
-    Raises UsageError for sizes that cannot be.
+    Args:
+        max_batch: Maximum number of running rows.
+        max_tokens: Size of the KV cache, in tokens of prompts and answers of all rows.
+        tokenizer: Required for `Event.text` and for stop strings.
+        draft: A draft model for speculative decoding.
+        page_size: Tokens per page of the KV cache.
+        prefill_tokens: Maximum tokens of prompts in one step, including padding.
+        graphs: Whether to capture decoding steps in CUDA graphs. None does so on CUDA if the step can be captured.
     """
 
     def __init__(
@@ -78,141 +83,144 @@ class Engine:
         prefill_tokens: int = PREFILL_TOKENS,
         graphs: bool | None = None,
     ):
-        self.drafts = draft.tokens if draft is not None else 0
+        self.num_drafts = draft.tokens if draft is not None else 0
         sizes = {
             "max_batch": max_batch,
             "page_size": page_size,
+            "prefill_tokens": prefill_tokens,
             "draft": 1 if draft is None else draft.tokens,
         }
         for name, value in sizes.items():
             if value < 1:
-                raise UsageError(f"{name}: {value} must be at least 1")
-        if max_tokens < page_size or prefill_tokens < 1:
-            raise UsageError(
-                f"max_tokens: {max_tokens}, in {prefill_tokens} at once: must hold a page of {page_size} tokens"
-            )
-        self.limit = model.config.max_position_embeddings
+                raise UsageError(f"{name}: must be at least 1, not {value}")
+        if max_tokens < page_size:
+            raise UsageError(f"max_tokens: must be at least one page, {page_size} tokens, not {max_tokens}")
+        self.max_length = model.config.max_position_embeddings
         if draft is not None:
             if draft.model.config.vocab_size != model.config.vocab_size:
                 raise UsageError(
-                    f"draft: its vocabulary has {draft.model.config.vocab_size} tokens and the model's "
-                    f"{model.config.vocab_size}; take a model with the same tokenizer"
+                    f"draft: its vocabulary has {draft.model.config.vocab_size} tokens, but the model's has "
+                    f"{model.config.vocab_size}; use a draft model with the same tokenizer"
                 )
-            self.limit = min(self.limit, draft.model.config.max_position_embeddings)
+            self.max_length = min(self.max_length, draft.model.config.max_position_embeddings)
         self.vocabulary = model.config.vocab_size
         self.device = model.embed.weight.device
         self.max_batch, self.page_size, self.prefill_tokens = max_batch, page_size, prefill_tokens
         self._tokenizer = tokenizer
-        most = -(-self.limit // page_size)
-        count = min(max_tokens // page_size, max_batch * most)
-        self._per_row = min(most, count)  # pages
-        self._longest = min(self.limit, self._per_row * page_size)  # that a row can become here
-        self._pages = Pages(count)
+        pages_per_context = -(-self.max_length // page_size)
+        num_pages = min(max_tokens // page_size, max_batch * pages_per_context)
+        self._pages_per_row = min(pages_per_context, num_pages)
+        self._max_row_length = min(
+            self.max_length, self._pages_per_row * page_size
+        )  # tokens, limited by the cache
+        self._pages = Pages(num_pages)
         models = [model] if draft is None else [model, draft.model]
-        self._forwards = tuple(Forward(each, count, page_size, self._longest) for each in models)
+        self._models = tuple(CachedModel(m, num_pages, page_size, self._max_row_length) for m in models)
         if graphs is None:
-            graphs = self.device.type == "cuda" and all(self._capturable(f) for f in self._forwards)
-        self._captures = graphs
-        self._ahead = self.device.type == "cuda"  # queue a step before the last one's tokens are read
+            graphs = self.device.type == "cuda" and all(self._capturable(m) for m in self._models)
+        self._use_graphs = graphs
+        self._run_ahead = self.device.type == "cuda"  # queue a step before the previous one's tokens are read
         self._slots, self._graphs = self._new_state()
-        self._free = list(range(max_batch - 1, -1, -1))
+        self._free_slots = list(range(max_batch - 1, -1, -1))
         self._waiting: deque[RowState] = deque()
         self._running: list[RowState] = []
         self._pending: deque[PendingBatch] = deque()
-        self._news: list[Event] = []
-        self._next = 0
-        self._lanes: tuple[list[int], Tensor] = ([], self._slots.to_device([]))
+        self._new_events: list[Event] = []
+        self._next_number = 0
+        # The slots of the last decoding step, also as a tensor: consecutive steps often have the same ones.
+        self._last_lanes: tuple[list[int], Tensor] = ([], self._slots.to_device([]))
 
-    # What a caller does
+    # Interface
 
     @property
     def nbytes(self) -> int:
-        """Memory of the key-value cache, in bytes; models and workspace apart."""
-        return sum(forward.nbytes for forward in self._forwards)
+        """Size of the KV cache in bytes."""
+        return sum(model.nbytes for model in self._models)
 
     @property
     def free_tokens(self) -> int:
-        """Tokens that a new request could have now, if no other waited."""
+        """Tokens of prompt and answer that fit in the available pages now."""
         return self._pages.available * self.page_size
 
     @property
     def idle(self) -> bool:
         """True if no request waits or runs and all events were delivered."""
-        return not (self._waiting or self._running or self._pending or self._news)
+        return not (self._waiting or self._running or self._pending or self._new_events)
 
     def submit(self, request: Request) -> int:
-        """Take a request in; returns its number, which its events carry.
+        """Queue a request and return its number, which its events carry.
 
-        Raises UsageError for a prompt that is empty, too long or no text of this model, for a request that would never
-        fit, and for stop strings without a tokenizer. Everything that depends on the request's own values is made here,
-        so that none of them can make a step fail; whatever is raised, nothing of the request stays behind.
+        Raises UsageError for a prompt that is empty, too long or outside of the vocabulary, for a request that never
+        fits the cache, and for stop strings without a tokenizer. Whatever this raises, no part of the request stays
+        queued. All objects that depend on the request's values are created here, so that a bad request fails here and
+        not in a step that it shares with others.
         """
         self._check(request)
-        number = self._next
+        number = self._next_number
         length = len(request.prompt)
-        end = min(self.limit, length + request.max_new_tokens)
-        keys = keys_of(request.prompt, self.page_size)
+        max_length = min(self.max_length, length + request.max_new_tokens)
+        keys = page_keys(request.prompt, self.page_size)
         rows: list[RowState] = []
-        for sample in range(request.samples if length < end else 0):
+        num_rows = request.samples if length < max_length else 0
+        for sample in range(num_rows):
             stream = None
             if self._tokenizer is not None:
                 stream = TextStream(self._tokenizer, request.stop_strings)
-            draws = stream_of(request.seed, request.first_sample + sample)
-            settings = Settings.of([request.sampling], [draws], "cpu")
-            rows.append(RowState(number, sample, request, end, keys, stream, settings))
-        self._next += 1
+            random_stream = stream_of(request.seed, request.first_sample + sample)
+            settings = SamplingTensors.of([request.sampling], [random_stream], "cpu")
+            rows.append(RowState(number, sample, request, max_length, keys, stream, settings))
+        self._next_number += 1
         self._waiting.extend(rows)
         if not rows:
-            self._news += [Event(number, sample, None, "length") for sample in range(request.samples)]
+            self._new_events += [Event(number, sample, None, "length") for sample in range(request.samples)]
         return number
 
     def cancel(self, number: int) -> None:
-        """End what is left of a request; its samples end with the reason "cancelled". An ended one is left alone."""
+        """End the unfinished samples of a request with the reason "cancelled"."""
         for row in [*self._waiting, *self._running]:
             if row.number == number:
-                self._news.append(self._close(row, "cancelled"))
+                self._new_events.append(self._end(row, "cancelled"))
 
     @torch.no_grad()
     def step(self) -> list[Event]:
-        """Compute, and tell what is new. Nothing left to do gives nothing.
+        """Compute one step and return the new events; an idle engine returns none.
 
-        A sample that fails by itself ends with the reason "failed". Where the step itself raises, nothing can be
-        computed any more until `abandon` and `restart` were called; the events so far are not lost.
+        A failure of a single sample ends it with the reason "failed". After an exception from this method, call
+        `abandon`, which returns the undelivered events, and then `restart`.
         """
-        before = len(self._pending)
+        num_earlier = len(self._pending)
         self._admit()
-        starting = [row for row in self._running if not row.prompted]
-        going = [row for row in self._running if row.prompted and row.wants_more]
-        if starting:
-            self._prefill(starting)
-        if going:
-            self._decode(going)
-        ahead = self._ahead and (starting or going)
-        for _ in range(before if ahead else len(self._pending)):
-            self._land(self._pending.popleft())
-        news, self._news = self._news, []
-        return news
+        to_prefill = [row for row in self._running if not row.prefill_done]
+        to_decode = [row for row in self._running if row.prefill_done and row.needs_step]
+        if to_prefill:
+            self._prefill(to_prefill)
+        if to_decode:
+            self._decode(to_decode)
+        ahead = self._run_ahead and (to_prefill or to_decode)
+        for _ in range(num_earlier if ahead else len(self._pending)):
+            self._collect(self._pending.popleft())
+        return self._take_events()
 
     def run(self, requests: Sequence[Request]) -> list[list[SampleOutput]]:
-        """Answers to all of them, one for each sample. Only for an engine that has nothing else to do.
+        """Return the outputs of each request, one per sample. The engine must be idle.
 
-        Raises as `submit`, before anything is computed, and as `events`.
+        Raises what `submit` raises, before anything is computed, and RunError when a sample fails.
         """
         if not self.idle:
             raise UsageError("engine: run() would lose the events of other requests; use submit() and step()")
         for request in requests:
             self._check(request)
         numbers = [self.submit(request) for request in requests]
-        answers = {
+        outputs = {
             number: [SampleOutput(len(request.prompt)) for _ in range(request.samples)]
             for number, request in zip(numbers, requests, strict=True)
         }
         for event in self.events():
-            answers[event.request][event.sample].add(event)
-        return [answers[number] for number in numbers]
+            outputs[event.request][event.sample].add(event)
+        return [outputs[number] for number in numbers]
 
     def events(self) -> Iterator[Event]:
-        """Steps until nothing is left. Raises RunError when a sample fails."""
+        """Step until the engine is idle, and yield all events. Raises RunError when a sample fails."""
         while not self.idle:
             for event in self.step():
                 if event.reason == "failed":
@@ -220,10 +228,14 @@ class Engine:
                 yield event
 
     def abandon(self, why: str, waiting: bool = False) -> list[Event]:
-        """Fail all running samples after a step raised. Return all events that were not delivered yet.
+        """End all running samples as "failed" after a step raised. Return all undelivered events.
 
-        They end with the reason "failed" and the error `why`. Those that wait go on waiting, unless `waiting`, or
-        nothing ran that can have been the cause. Touches only the host, so it works whatever the device does.
+        Waiting samples stay queued, unless `waiting` is true or no running sample can have caused the exception. This
+        does not use the device, which may be in any state.
+
+        Args:
+            why: The error message of the failed samples.
+            waiting: End the waiting samples too.
         """
         rows = list(self._running)
         if waiting or not rows:
@@ -231,244 +243,267 @@ class Engine:
             self._waiting.clear()
         for row in rows:
             row.ended = True
-            self._news.append(Event(row.number, row.sample, None, "failed", error=why))
+            self._new_events.append(Event(row.number, row.sample, None, "failed", error=why))
         self._running.clear()
         self._pending.clear()
         self._pages = Pages(self._pages.count)
-        self._free = list(range(self.max_batch - 1, -1, -1))
-        news, self._news = self._news, []
-        return news
+        self._free_slots = list(range(self.max_batch - 1, -1, -1))
+        return self._take_events()
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Make the device's state anew after `abandon`. Raises what the device raises where it is beyond repair."""
+        """Recreate the state on the device after `abandon`. Raises torch's error if the device is unusable."""
         self._slots, self._graphs = self._new_state()
-        self._lanes = ([], self._slots.to_device([]))
+        self._last_lanes = ([], self._slots.to_device([]))
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def weights_changed(self) -> None:
-        """Forget what was computed with other weights. Raises UsageError while something runs."""
+        """Drop the cached prefixes, which are invalid for the new weights. Raises UsageError while rows run."""
         if self._running or self._pending:
             raise UsageError(
-                "engine: weights changed while answers are being written; let them end, or cancel"
+                "engine: the weights changed while requests were running; wait until they end, or cancel them first"
             )
-        self._pages.forget()
+        self._pages.forget_contents()
 
-    # What a step does
+    # Parts of a step
 
     def _admit(self) -> None:
-        """Let rows in, in their order, while there are slots and pages."""
-        if not (self._waiting and self._free):
+        """Start waiting rows in order, while there are slots and pages."""
+        if not (self._waiting and self._free_slots):
             return
-        computing = {key for row in self._running if not row.prompted for key in row.keys[row.learned :]}
+        # Keys of the pages that are being prefilled.
+        computing = {
+            key for row in self._running if not row.prefill_done for key in row.keys[row.registered :]
+        }
         admitted: list[RowState] = []
         for row in list(self._waiting):
-            if not self._free:
+            if not self._free_slots:
                 break
             length = len(row.request.prompt)
-            # The last token is computed in any case: its logits are wanted.
+            # The last token of the prompt is always computed, because its logits are needed.
             usable = row.keys[: (length - 1) // self.page_size]
-            known = self._pages.known(usable)
-            if known < len(usable) and usable[known] in computing:
-                continue  # until the row that computes this page is done with it
-            taken = self._pages.take(usable[:known], -(-row.end // self.page_size) - known)
-            if taken is None:
+            cached = self._pages.num_cached(usable)
+            if cached < len(usable) and usable[cached] in computing:
+                continue  # waits for the row that computes this page
+            pages = self._pages.allocate(usable[:cached], -(-row.max_length // self.page_size) - cached)
+            if pages is None:
                 break
             self._waiting.remove(row)
-            self._running.append(row)  # now, so that no failure below can lose it
-            row.pages, row.slot = taken, self._free.pop()
-            row.done, row.learned = known * self.page_size, known
-            computing.update(row.keys[known:])
+            self._running.append(row)  # before anything below can raise, so that `abandon` ends it
+            row.pages, row.slot = pages, self._free_slots.pop()
+            row.prefilled, row.registered = cached * self.page_size, cached
+            computing.update(row.keys[cached:])
             admitted.append(row)
         if not admitted:
             return
-        settings = Settings.stacked([row.settings for row in admitted], self.device)
+        settings = SamplingTensors.stacked([row.settings for row in admitted], self.device)
         self._slots.fill(
             [row.slot for row in admitted],
             [row.pages for row in admitted],
-            [row.done for row in admitted],
+            [row.prefilled for row in admitted],
             settings,
         )
         for row in admitted:
             if row.request.sampling.repetition_penalty != 1:
-                self._slots.see(row.slot, row.request.prompt)
+                self._slots.start_seen(row.slot, row.request.prompt)
 
-    def _prefill(self, starting: list[RowState]) -> None:
-        """A part of the prompts, in the order of the rows, within the bound on padded tokens.
+    def _prefill(self, unfinished: list[RowState]) -> None:
+        """Prefill the next chunk of the first rows, at most `prefill_tokens` tokens including padding.
 
-        Rows of which nothing is in the cache go together: they attend among themselves, which is faster.
+        A step takes either only rows with nothing in the cache or only rows that continue from the cache: the former
+        need not read the cache, which is faster.
         """
         rows: list[RowState] = []
-        longest, fresh = 0, starting[0].done == 0
-        for row in starting:
-            if (row.done == 0) != fresh:
+        longest, fresh = 0, unfinished[0].prefilled == 0
+        for row in unfinished:
+            if (row.prefilled == 0) != fresh:
                 continue
-            length = min(len(row.request.prompt) - row.done, self.prefill_tokens)
+            length = min(len(row.request.prompt) - row.prefilled, self.prefill_tokens)
             padded = max(longest, -(-length // PAD_TO) * PAD_TO)
             if rows and (len(rows) + 1) * padded > self.prefill_tokens:
                 break
             rows.append(row)
             longest = padded
-        parts = [row.request.prompt[row.done : row.done + longest][: self.prefill_tokens] for row in rows]
-        tokens = [list(part) + [0] * (longest - len(part)) for part in parts]
-        how = self._how(rows)
+        parts = [
+            row.request.prompt[row.prefilled : row.prefilled + longest][: self.prefill_tokens] for row in rows
+        ]
+        padded_parts = [list(part) + [0] * (longest - len(part)) for part in parts]
+        options = self._step_options(rows)
         for row, part in zip(rows, parts, strict=True):
-            row.done += len(part)
+            row.prefilled += len(part)
         prompts = PromptParts(
             self._slots.to_device([row.slot for row in rows]),
-            self._slots.to_device(tokens),
+            self._slots.to_device(padded_parts),
             self._slots.to_device([len(part) for part in parts]),
-            self._slots.to_device([int(row.prompted) for row in rows]),
-            max(row.done for row in rows),
+            self._slots.to_device([int(row.prefill_done) for row in rows]),
+            max(row.prefilled for row in rows),
             fresh,
         )
-        output = steps.prefill(self._forwards, self._slots, prompts, how)
+        output = steps.prefill(self._models, self._slots, prompts, options)
         for row in rows:
-            self._learn(row, row.keys[: row.done // self.page_size])
-        self._launch([row if row.prompted else None for row in rows], output.packed(), how.logprobs)
+            self._register_pages(row, row.keys[: row.prefilled // self.page_size])
+        self._queue_output(
+            [row if row.prefill_done else None for row in rows], output.packed(), options.logprobs
+        )
 
-    def _decode(self, going: list[RowState]) -> None:
-        """One step of all rows whose prompt is in the cache."""
-        how = self._how(going)
-        most = 1 + self.drafts
-        reach = max(len(r.request.prompt) + len(r.tokens) + (r.flying + 1) * most for r in going)
-        bound = min(self._longest, reach)
-        slots = [row.slot for row in going]
-        if self._ahead:
-            slots += [self._slots.nobody] * (bucket(len(slots)) - len(slots))
-        if slots != self._lanes[0]:
-            self._lanes = (slots, self._slots.to_device(slots))
-        lanes_B = self._lanes[1]
-        if self.drafts:
-            target, draft = self._forwards
-            whole = partial(speculate, target, draft, drafts=self.drafts)
+    def _decode(self, rows: list[RowState]) -> None:
+        """Decode one step of these rows."""
+        options = self._step_options(rows)
+        # An upper bound of the rows' lengths after this step. The host does not know the exact lengths: each step in
+        # flight yields up to 1 + num_drafts tokens.
+        bound = max(
+            len(row.request.prompt) + len(row.tokens) + (row.steps_in_flight + 1) * (1 + self.num_drafts)
+            for row in rows
+        )
+        bound = min(self._max_row_length, bound)
+        slots = [row.slot for row in rows]
+        if self._run_ahead:
+            slots += [self._slots.dummy] * (bucket(len(slots)) - len(slots))
+        if slots != self._last_lanes[0]:
+            self._last_lanes = (slots, self._slots.to_device(slots))
+        lanes_B = self._last_lanes[1]
+        if self.num_drafts:
+            target, draft = self._models
+            decode = partial(speculate, target, draft, num_drafts=self.num_drafts)
         else:
-            whole = partial(steps.decode, self._forwards[0])
+            decode = partial(steps.decode, self._models[0])
+        if self._graphs is not None:
+            bound = self._max_row_length  # a graph is replayed for rows of any length
 
-        def once(lanes_B: Tensor) -> Tensor:
-            read = self._longest if self._graphs is not None else bound
-            return whole(self._slots, lanes_B, bound=read, how=how).packed()
+        def step(lanes_B: Tensor) -> Tensor:
+            return decode(self._slots, lanes_B, bound=bound, options=options).packed()
 
         if self._graphs is not None:
-            packed = self._graphs.run((len(slots), how), lanes_B, once)
+            packed = self._graphs.run((len(slots), options), lanes_B, step)
         else:
-            packed = once(lanes_B)
-        self._launch(going, packed, how.logprobs)
+            packed = step(lanes_B)
+        self._queue_output(rows, packed, options.logprobs)
 
-    def _launch(self, rows: Sequence[RowState | None], packed: Tensor, logprobs: bool) -> None:
-        """Let what came out travel to the host."""
+    def _queue_output(self, rows: Sequence[RowState | None], packed: Tensor, logprobs: bool) -> None:
+        """Start to copy a step's output to the host."""
         for row in rows:
             if row is not None:
-                row.flying += 1
-        arrived = None
+                row.steps_in_flight += 1
+        copied = None
         if packed.is_cuda:
             host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
             host.copy_(packed, non_blocking=True)
-            arrived = torch.cuda.Event()
-            arrived.record()
+            copied = torch.cuda.Event()
+            copied.record()
             packed = host
-        self._pending.append(PendingBatch(rows, packed, logprobs, arrived))
+        self._pending.append(PendingBatch(rows, packed, logprobs, copied))
 
-    def _land(self, batch: PendingBatch) -> None:
-        """Apply the tokens of a finished step to its rows. Lanes beyond the rows are padding."""
-        if batch.arrived is not None:
-            batch.arrived.synchronize()
+    def _collect(self, batch: PendingBatch) -> None:
+        """Wait for the output of a queued step and apply its tokens to the rows. Lanes beyond the rows are padding."""
+        if batch.copied is not None:
+            batch.copied.synchronize()
         for row, lane in zip(batch.rows, batch.packed.tolist(), strict=False):
             if row is None:
                 continue
-            row.flying -= 1
-            for token, logprob, sampled_logprob in steps.unpacked(lane, batch.logprobs):
+            row.steps_in_flight -= 1
+            for token, logprob, sampled_logprob in steps.unpack(lane, batch.logprobs):
                 if row.ended:
                     break
                 try:
-                    event = self._take(row, token, logprob, sampled_logprob)
-                except Exception as error:  # noqa: BLE001 - whatever the tokenizer raises is this row's alone
+                    event = self._append(row, token, logprob, sampled_logprob)
+                except Exception as error:  # noqa: BLE001 - an error of the tokenizer must fail only this row
                     event = self._fail(row, f"the answer cannot be written as text: {describe_error(error)}")
-                self._news.append(event)
+                self._new_events.append(event)
 
-    def _take(self, row: RowState, token: int, logprob: float | None, sampled_logprob: float | None) -> Event:
-        """A row's next token."""
+    def _append(
+        self, row: RowState, token: int, logprob: float | None, sampled_logprob: float | None
+    ) -> Event:
+        """Append a row's next token and return its event."""
         request = row.request
         if token == NOT_FINITE:
             return self._fail(row, "the model's output is not finite (NaN or infinite) after this prompt")
         if token in request.eos_tokens:
-            return self._close(row, "eos")
+            return self._end(row, "eos")
         if token in request.stop_tokens:
-            return self._close(row, "stop")
+            return self._end(row, "stop")
         row.tokens.append(token)
         text = row.stream.push(token) if row.stream is not None else ""
         reason: Reason | None = None
         if row.stream is not None and row.stream.stopped:
             reason = "stop"
-        elif len(request.prompt) + len(row.tokens) == row.end:
+        elif len(request.prompt) + len(row.tokens) == row.max_length:
             reason = "length"
         if reason is not None:
-            text += self._close(row, reason).text
+            text += self._end(row, reason).text
         if not request.logprobs:
             logprob = sampled_logprob = None
         return Event(row.number, row.sample, token, reason, text, logprob, sampled_logprob)
 
-    def _close(self, row: RowState, reason: Reason) -> Event:
-        """End a row, and give back what it held."""
-        # Nobody reads the end of a cancelled answer.
+    def _end(self, row: RowState, reason: Reason) -> Event:
+        """End a row and release its slot and pages."""
+        # The held text of a cancelled answer is dropped: nobody reads it.
         text = row.stream.finish() if row.stream is not None and reason != "cancelled" else ""
         row.ended = True
         if row.slot < 0:
             self._waiting.remove(row)
         else:
-            if row.prompted and row.tokens:
-                # The newest token is not in the cache.
-                self._learn(row, keys_of([*row.request.prompt, *row.tokens[:-1]], self.page_size))
+            if row.prefill_done and row.tokens:
+                # Make the answer's pages available to later prompts. Its last token is not in the cache.
+                self._register_pages(row, page_keys([*row.request.prompt, *row.tokens[:-1]], self.page_size))
             self._release(row)
         return Event(row.number, row.sample, None, reason, text)
 
     def _fail(self, row: RowState, why: str) -> Event:
-        """End a running row that cannot go on. No later prompt goes on from what it computed."""
+        """End a running row as "failed". Cached prefixes are dropped: they may include its pages."""
         row.ended = True
         self._release(row)
-        self._pages.forget()
+        self._pages.forget_contents()
         return Event(row.number, row.sample, None, "failed", error=why)
 
     def _release(self, row: RowState) -> None:
         self._pages.release(row.pages)
-        self._free.append(row.slot)
+        self._free_slots.append(row.slot)
         self._running.remove(row)
 
-    # Small things
+    # Helpers
 
-    def _learn(self, row: RowState, keys: list[Key]) -> None:
-        """Pages of this row that are full now."""
-        for index in range(row.learned, len(keys)):
-            self._pages.learn(row.pages[index], keys[index])
-        row.learned = max(row.learned, len(keys))
+    def _take_events(self) -> list[Event]:
+        """Return the undelivered events and clear the list."""
+        events, self._new_events = self._new_events, []
+        return events
 
-    def _how(self, rows: list[RowState]) -> steps.How:
+    def _register_pages(self, row: RowState, keys: list[Key]) -> None:
+        """Register the row's pages that have become full. keys: of all its full pages."""
+        for index in range(row.registered, len(keys)):
+            self._pages.register(row.pages[index], keys[index])
+        row.registered = max(row.registered, len(keys))
+
+    def _step_options(self, rows: list[RowState]) -> steps.StepOptions:
         samplings = [row.request.sampling for row in rows]
-        return steps.How(
-            width_of(samplings, self.vocabulary),
+        return steps.StepOptions(
+            ranking_width(samplings, self.vocabulary),
             any(sampling.repetition_penalty != 1 for sampling in samplings),
             any(row.request.logprobs for row in rows),
         )
 
     def _new_state(self) -> tuple[Slots, Graphs | None]:
-        """The rows' state on the device, and graphs that were captured with it."""
-        slots = Slots(self.max_batch, self._per_row, self.vocabulary, self.device)
-        return slots, Graphs() if self._captures else None
+        """Return a new state of the rows on the device, and the CUDA graphs for it."""
+        slots = Slots(self.max_batch, self._pages_per_row, self.vocabulary, self.device)
+        return slots, Graphs() if self._use_graphs else None
 
-    def _capturable(self, forward: Forward) -> bool:
-        config = forward.model.config
-        queries = (1 + self.drafts) * (config.num_attention_heads // config.num_key_value_heads)
-        return not config.num_experts and kernel_supports(queries, forward.cache.k[0])
+    def _capturable(self, model: CachedModel) -> bool:
+        """Return True if a decoding step of this model never waits for the host.
+
+        The products of experts may wait, and so may attention outside of the decoding kernel.
+        """
+        config = model.model.config
+        queries = (1 + self.num_drafts) * (config.num_attention_heads // config.num_key_value_heads)
+        return not config.num_experts and kernel_supports(queries, model.cache.k[0])
 
     def _check(self, request: Request) -> None:
-        check_prompt(request.prompt, self.vocabulary, self.limit)
+        check_prompt(request.prompt, self.vocabulary, self.max_length)
         length = len(request.prompt)
-        end = min(self.limit, length + request.max_new_tokens)
-        if -(-end // self.page_size) > self._pages.count:
+        max_length = min(self.max_length, length + request.max_new_tokens)
+        if -(-max_length // self.page_size) > self._pages.count:
             raise UsageError(
-                f"prompt: {length} tokens and {end - length} new ones never fit the cache of "
-                f"{self._pages.count * self.page_size}; ask for fewer, or give the engine more max_tokens"
+                f"prompt: {length} tokens and {max_length - length} new ones do not fit the cache of "
+                f"{self._pages.count * self.page_size} tokens; request fewer tokens, or give the engine more max_tokens"
             )
         if request.stop_strings and self._tokenizer is None:
-            raise UsageError("stop: stop strings need an engine that has a tokenizer; give it one")
+            raise UsageError("stop: stop strings need a tokenizer; create the engine with one")

@@ -1,10 +1,9 @@
-"""One block in few kernels, for steps of decoding and for prompts.
+"""Transformer blocks with fused kernels, for prefill and decoding.
 
-With one new token per row a kernel takes a few microseconds, whatever it does: the step is as long as its list of
-kernels. A block is written here in ten of them: add + norm, product, QK-norm + RoPE + write into the cache, attention
-and its join, product; add + norm, product, activation, product. The weights, and the numbers up to rounding, are those
-of the model as it is written, which takes over for the halves that are not covered. The first tokens of all rows
-attend among themselves, and are only written into the cache.
+With one new token per row, each kernel takes a few microseconds whatever it computes, so the time of a step is
+proportional to its number of kernels. A block takes ten here: add + norm, matmul, QK-norm + RoPE + cache write,
+attention (two kernels), matmul; add + norm, matmul, activation, matmul. The results equal those of the model's own
+modules up to rounding. An attention or MLP that the kernels do not cover runs in its own module.
 """
 
 from torch import Tensor
@@ -19,7 +18,7 @@ from deskside.ops.composite import AddNormLinear, RMSNorm, attention
 
 
 class FusedBlocks(CachedBlocks):
-    """`model.forward_cached(..., blocks=FusedBlocks(model))`."""
+    """Usage: `model.forward_cached(..., blocks=FusedBlocks(model))`."""
 
     def __init__(self, model: Transformer):
         self._model = model
@@ -37,23 +36,24 @@ class FusedBlocks(CachedBlocks):
         return residual_BTD, delta_BTD
 
     def final(self, operator: AddNormLinear, residual_BTD: Tensor, delta_BTD: Tensor) -> Tensor:
-        """The hidden states after the last norm."""
+        """Return the hidden states after the final norm."""
         if isinstance(operator.norm, RMSNorm) and operator.position == "pre":
             return _add_norm(operator, residual_BTD, delta_BTD)[1].view_as(residual_BTD)
         return super().final(operator, residual_BTD, delta_BTD)
 
     def _attention(
-        self, half: Attention, residual_BTD: Tensor, delta_BTD: Tensor, layer_cache: LayerCache
+        self, attn: Attention, residual_BTD: Tensor, delta_BTD: Tensor, layer_cache: LayerCache
     ) -> tuple[Tensor, Tensor]:
         B, T, _ = residual_BTD.shape
-        residual_ND, normed_ND = _add_norm(half.input, residual_BTD, delta_BTD)
-        (projection,) = half.input.projections
+        residual_ND, normed_ND = _add_norm(attn.input, residual_BTD, delta_BTD)
+        (projection,) = attn.input.projections
         qkv_NW = projection(normed_ND)
-        q_norm, k_norm = half.q_norm, half.k_norm
+        q_norm, k_norm = attn.q_norm, attn.k_norm
         norms = None if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight)
-        layout = QkvLayout(half.heads, half.kv_heads, half.head_dim, 0.0 if q_norm is None else q_norm.eps)
+        layout = QkvLayout(attn.heads, attn.kv_heads, attn.head_dim, 0.0 if q_norm is None else q_norm.eps)
         slots, rotation = layer_cache.slots, layer_cache.rotation
         if layer_cache.context is not None:
+            # The cache is empty: the new tokens attend to each other and are only written to it.
             angles = None if rotation is None else (rotation[0].flatten(0, 2), rotation[1].flatten(0, 2))
             q_weight, k_weight = norms or (None, None)
             q_NHC, k_NKC = fused.qk_norm_rope(qkv_NW, q_weight, k_weight, angles, layout)
@@ -67,30 +67,30 @@ class FusedBlocks(CachedBlocks):
             q_BTHC = qk_norm_rope_into_cache(
                 qkv_NW, norms, tables, layout, layer_cache.keys_values, where
             ).unflatten(0, (B, T))
-            o_BTHC = layer_cache.attention(q_BTHC, half.window)
-        return residual_ND.view_as(residual_BTD), half.output(o_BTHC.flatten(2))
+            o_BTHC = layer_cache.attention(q_BTHC, attn.window)
+        return residual_ND.view_as(residual_BTD), attn.output(o_BTHC.flatten(2))
 
     @staticmethod
-    def _mlp(half: MLP, residual_BTD: Tensor, delta_BTD: Tensor) -> tuple[Tensor, Tensor]:
-        residual_ND, normed_ND = _add_norm(half.input, residual_BTD, delta_BTD)
-        (projection,) = half.input.projections
+    def _mlp(mlp: MLP, residual_BTD: Tensor, delta_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        residual_ND, normed_ND = _add_norm(mlp.input, residual_BTD, delta_BTD)
+        (projection,) = mlp.input.projections
         hidden_NF = fused.gated(
             projection(normed_ND),
-            half.output.activation,
+            mlp.output.activation,
             len(projection.slices) == 2,  # type: ignore[arg-type]
         )
         assert isinstance(hidden_NF, Tensor)
-        return residual_ND.view_as(residual_BTD), half.output.projection(hidden_NF).view_as(residual_BTD)
+        return residual_ND.view_as(residual_BTD), mlp.output.projection(hidden_NF).view_as(residual_BTD)
 
 
-def covers_attention(half: Attention) -> bool:
-    """Return whether the fused kernels compute this attention. Decoding runs biases and adapters unfused."""
-    return _covers(half.input, half.head_dim)
+def covers_attention(attn: Attention) -> bool:
+    """Return True if the fused kernels support this attention layer."""
+    return _covers(attn.input, attn.head_dim)
 
 
-def covers_mlp(half: MLP) -> bool:
-    """Return whether the fused kernels compute this MLP."""
-    return _covers(half.input)
+def covers_mlp(mlp: MLP) -> bool:
+    """Return True if the fused kernels support this MLP."""
+    return _covers(mlp.input)
 
 
 def _covers(operator: AddNormLinear, head_dim: int = 1) -> bool:

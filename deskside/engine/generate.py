@@ -1,6 +1,6 @@
-"""Generation in one call: prompts of unequal length together, at once or as a stream.
+"""Batched generation in one call, for prompts of different lengths.
 
-Each call makes an engine (engine.py) as large as it needs. Keep an `Engine` to generate again and again.
+Each call creates an engine (engine.py) that is just large enough. For repeated generation, keep an `Engine` instead.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -11,18 +11,18 @@ from deskside.engine.requests import Event, Request, SampleOutput, check_prompt
 from deskside.engine.sampling import GREEDY, Sampling
 from deskside.model.transformer import Transformer
 
-MAX_BATCH = 64  # rows at once; further prompts wait for a row to end
+MAX_BATCH = 64  # further prompts wait until a row is free
 
 
 def generate(model: Transformer, prompts: Sequence[Sequence[int]], **options: Any) -> list[SampleOutput]:
-    """Continue every prompt, in batches. options: those of `events`."""
+    """Return the continuation of each prompt. `options` are those of `generate_events`."""
     results = [SampleOutput(len(prompt)) for prompt in prompts]
-    for event in events(model, prompts, **options):
+    for event in generate_events(model, prompts, **options):
         results[event.request].add(event)
     return results
 
 
-def events(
+def generate_events(
     model: Transformer,
     prompts: Sequence[Sequence[int]],
     *,
@@ -32,10 +32,10 @@ def events(
     stop_tokens: Collection[int] = (),
     seed: int = 0,
 ) -> Iterator[Event]:
-    """Continue prompts, one event per new token; `Event.request` is the prompt's number.
+    """Yield an event for each new token of any prompt; `Event.request` is the index of the prompt.
 
-    Prompt i's random numbers depend only on (seed, i). Generation stops when the caller stops iterating. Raises
-    UsageError for an empty or too long prompt, or a token outside of the vocabulary, before anything is generated.
+    The random numbers of prompt i depend only on (seed, i). Generation stops when the caller stops iterating. Raises
+    UsageError for a prompt that is empty, too long or has a token outside of the vocabulary, before it generates.
     """
     limit = model.config.max_position_embeddings
     for number, prompt in enumerate(prompts):
@@ -55,8 +55,9 @@ def events(
     if not requests:
         return
     batch = min(len(prompts), MAX_BATCH)
-    needs = sorted(-(-min(limit, len(prompt) + max_new_tokens) // PAGE_SIZE) for prompt in prompts)
-    engine = Engine(model, max_batch=batch, max_tokens=sum(needs[-batch:]) * PAGE_SIZE)
+    # Enough pages for the longest `batch` rows at full length.
+    pages = sorted(-(-min(limit, len(prompt) + max_new_tokens) // PAGE_SIZE) for prompt in prompts)
+    engine = Engine(model, max_batch=batch, max_tokens=sum(pages[-batch:]) * PAGE_SIZE)
     for request in requests:
         engine.submit(request)
     yield from engine.events()

@@ -1,11 +1,11 @@
-"""Who holds which page of the key-value pool, and which pages hold a text that may be asked for again.
+"""Page allocator of the KV cache, with prefix sharing.
 
-A page that is full never changes, so rows with the same beginning read the same pages: the samples of one prompt, the
-turns of a conversation, requests with one system prompt. A full page is known by its key, a digest of all tokens up to
-its end. When nobody holds it any more, its content stays until the memory is wanted, the oldest going first.
+A full page never changes, so rows with the same prefix share its pages: the samples of one prompt, the turns of a
+conversation, requests with one system prompt. A full page is registered under a key, a digest of all tokens up to its
+end. A registered page that no row holds any more keeps its content until the page is needed, oldest first.
 
-Nothing here touches the device. Work is queued there in order, so a page may be handed on while the last step of the
-row that held it is still running.
+This is host-side bookkeeping. The device executes steps in the order in which they were queued, so a page may be
+reused while the last step of the row that held it is still running.
 """
 
 import hashlib
@@ -16,8 +16,8 @@ from collections.abc import Sequence
 Key = bytes
 
 
-def keys_of(tokens: Sequence[int], size: int) -> list[Key]:
-    """Keys of the pages that these tokens fill, in order."""
+def page_keys(tokens: Sequence[int], size: int) -> list[Key]:
+    """Return the keys of the pages that these tokens fill, in order. size: tokens per page."""
     keys: list[Key] = []
     digest = hashlib.blake2b(digest_size=16)
     for start in range(0, len(tokens) - size + 1, size):
@@ -27,64 +27,68 @@ def keys_of(tokens: Sequence[int], size: int) -> list[Key]:
 
 
 class Pages:
-    """Pages 1..count; page 0 is the cache's spare one and is never handed out."""
+    """Allocates pages 1 to `count`. Page 0 is never allocated: padding is written there."""
 
     def __init__(self, count: int):
         self.count = count
         self._free = list(range(count, 0, -1))
-        self._holders = [0] * (count + 1)
-        self._known: dict[Key, int] = {}
+        self._ref_counts = [0] * (count + 1)
+        self._page_of: dict[Key, int] = {}  # registered pages
         self._key_of: dict[int, Key] = {}
-        self._idle: OrderedDict[int, None] = OrderedDict()  # known pages that nobody holds, oldest first
+        self._unused: OrderedDict[int, None] = (
+            OrderedDict()
+        )  # registered pages that no row holds, oldest first
 
     @property
     def available(self) -> int:
-        """Pages that `take` can hand out."""
-        return len(self._free) + len(self._idle)
+        """Number of pages that `allocate` can return."""
+        return len(self._free) + len(self._unused)
 
-    def known(self, keys: Sequence[Key]) -> int:
-        """Return how many of these pages, counted from the first, are cached."""
-        return next((n for n, key in enumerate(keys) if key not in self._known), len(keys))
+    def num_cached(self, keys: Sequence[Key]) -> int:
+        """Return the number of leading keys whose pages are registered."""
+        return next((n for n, key in enumerate(keys) if key not in self._page_of), len(keys))
 
-    def take(self, keys: Sequence[Key], more: int) -> list[int] | None:
-        """Hold the known pages of `keys`, and `more` new ones; None, and nothing taken, where there are too few."""
-        shared = [self._known[key] for key in keys]
-        if self.available - sum(page in self._idle for page in shared) < more:
+    def allocate(self, keys: Sequence[Key], num_new: int) -> list[int] | None:
+        """Return the registered pages of `keys` and `num_new` new ones, all held. None if too few are available."""
+        shared = [self._page_of[key] for key in keys]
+        if self.available - sum(page in self._unused for page in shared) < num_new:
             return None
         for page in shared:
-            self._idle.pop(page, None)
-        pages = shared + [self._new() for _ in range(more)]
+            self._unused.pop(page, None)
+        pages = shared + [self._new() for _ in range(num_new)]
         for page in pages:
-            self._holders[page] += 1
+            self._ref_counts[page] += 1
         return pages
 
-    def learn(self, page: int, key: Key) -> None:
-        """A held page now has the content of this key. Another page may have it already; that one stays known."""
-        if key not in self._known and page not in self._key_of:
-            self._known[key] = page
+    def register(self, page: int, key: Key) -> None:
+        """Make the content of a held, full page available to others. Does nothing if the key has a page already."""
+        if key not in self._page_of and page not in self._key_of:
+            self._page_of[key] = page
             self._key_of[page] = key
 
     def release(self, pages: Sequence[int]) -> None:
-        """Give pages back. The end of a text is forgotten before its beginning, which more texts may share."""
-        for page in reversed(pages):
-            self._holders[page] -= 1
-            assert self._holders[page] >= 0
-            if self._holders[page] == 0:
+        """Release a row's pages."""
+        for page in reversed(
+            pages
+        ):  # the end of a text is evicted before its prefix, which more texts may share
+            self._ref_counts[page] -= 1
+            assert self._ref_counts[page] >= 0
+            if self._ref_counts[page] == 0:
                 if page in self._key_of:
-                    self._idle[page] = None
+                    self._unused[page] = None
                 else:
                     self._free.append(page)
 
-    def forget(self) -> None:
-        """No content is known any more: the model has changed. Pages that are held stay with their holders."""
-        self._free.extend(self._idle)
-        self._idle.clear()
-        self._known.clear()
+    def forget_contents(self) -> None:
+        """Unregister all pages, because their contents are no longer valid. Rows keep the pages that they hold."""
+        self._free.extend(self._unused)
+        self._unused.clear()
+        self._page_of.clear()
         self._key_of.clear()
 
     def _new(self) -> int:
         if self._free:
             return self._free.pop()
-        page, _ = self._idle.popitem(last=False)
-        del self._known[self._key_of.pop(page)]
+        page, _ = self._unused.popitem(last=False)
+        del self._page_of[self._key_of.pop(page)]
         return page

@@ -1,4 +1,4 @@
-"""Requests to the engine, its events and results, and the host-side state of rows and of queued steps."""
+"""Requests, events and outputs of the engine, and its host-side state of rows and queued steps."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from deskside.engine.pages import Key
-from deskside.engine.sampling import GREEDY, Sampling, Settings
+from deskside.engine.sampling import GREEDY, Sampling, SamplingTensors
 from deskside.engine.text import TextStream
 from deskside.utils.errors import UsageError
 
@@ -17,12 +17,15 @@ Reason = Literal["eos", "stop", "length", "cancelled", "failed"]
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt and how to continue it.
+    """A prompt and how to continue it. Raises UsageError for values out of range.
 
-    samples: continuations of the same prompt, which share its computation. Sample i of a request draws from the stream
-    of (seed, first_sample + i). eos_tokens and stop_tokens end a sample and are not part of it. stop_strings end it at
-    the token that completes one of them; that token is counted, but the text ends before the string. They need an
-    engine that has a tokenizer. logprobs: events carry them. Raises UsageError for values out of range.
+    Attributes:
+        samples: Number of continuations. The prompt is computed once for all of them.
+        first_sample: Sample i draws from the random stream of (seed, first_sample + i).
+        eos_tokens, stop_tokens: Tokens that end a sample and are not part of it.
+        stop_strings: Strings that end a sample. Its text ends before the string, but its tokens include those of the
+            string. The engine needs a tokenizer for them.
+        logprobs: Whether events carry log-probabilities.
     """
 
     prompt: tuple[int, ...]
@@ -38,23 +41,27 @@ class Request:
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 0:
-            raise UsageError(f"max_new_tokens: {self.max_new_tokens} must be 0 or more")
+            raise UsageError(f"max_new_tokens: must be 0 or more, not {self.max_new_tokens}")
         if self.samples < 1:
-            raise UsageError(f"samples: {self.samples} must be at least 1")
+            raise UsageError(f"samples: must be at least 1, not {self.samples}")
         if self.seed < 0 or self.first_sample < 0:
-            raise UsageError(f"seed: {self.seed}, {self.first_sample} must be 0 or more")
+            raise UsageError(
+                f"seed and first_sample: must be 0 or more, not {self.seed} and {self.first_sample}"
+            )
         if "" in self.stop_strings:
             raise UsageError("stop: an empty string would end every answer at once; leave it out")
 
 
 @dataclass(frozen=True)
 class Event:
-    """A sample has a new token, or has ended for a reason, or both.
+    """A new token of a sample, its end, or both.
 
-    reason: "eos", an end-of-text token; "stop", another token or a string that was asked to stop at; "length",
-    max_new_tokens or the model's last position; "cancelled"; "failed", for the reason that `error` gives.
-    text: what became complete with this event, in whole characters; empty without a tokenizer.
-    logprob, sampled_logprob: of the token, see `sampling.Drawn`; None where the request does not want them.
+    Attributes:
+        request: The number that `Engine.submit` returned.
+        reason: Why the sample ended; None while it runs. "eos": an end-of-text token. "stop": a stop token or string.
+            "length": max_new_tokens or the model's last position. "failed": see `error`.
+        text: New text in whole characters; empty without a tokenizer.
+        logprob, sampled_logprob: See `sampling.DrawnTokens`; None unless the request asks for them.
     """
 
     request: int
@@ -69,8 +76,10 @@ class Event:
 
 @dataclass
 class SampleOutput:
-    """A complete sample. `tokens` are the new ones, without the token that ended them; `logprobs` and
-    `sampled_logprobs` have one entry per token if the request asks for them."""
+    """The output of one sample. `tokens` excludes the prompt and an end-of-text or stop token.
+
+    `logprobs` and `sampled_logprobs` have one entry per token if the request asks for them, else none.
+    """
 
     prompt_tokens: int
     tokens: list[int] = field(default_factory=list)
@@ -97,48 +106,48 @@ class RowState:
     number: int  # of the request
     sample: int
     request: Request
-    end: int  # tokens that it may have in all
+    max_length: int  # tokens of prompt and answer together
     keys: list[Key]  # of the prompt's full pages
     stream: TextStream | None
-    settings: Settings  # one row, on the host
-    slot: int = -1
+    settings: SamplingTensors  # one row, on the host
+    slot: int = -1  # -1 while it waits
     pages: list[int] = field(default_factory=list)
-    done: int = 0  # tokens of the prompt that are in the cache, or queued to be
-    learned: int = 0  # pages whose content is known to others
-    tokens: list[int] = field(default_factory=list)
-    flying: int = 0  # steps that are queued, and whose tokens the host has not seen
+    prefilled: int = 0  # tokens of the prompt that are in the cache, or will be after the queued steps
+    registered: int = 0  # leading pages that are registered for sharing
+    tokens: list[int] = field(default_factory=list)  # new ones
+    steps_in_flight: int = 0  # queued steps whose tokens the host has not read
     ended: bool = False
 
     @property
-    def prompted(self) -> bool:
-        """True if the whole prompt is in the cache."""
-        return self.done == len(self.request.prompt)
+    def prefill_done(self) -> bool:
+        """True if the whole prompt is in the cache, or will be after the queued steps."""
+        return self.prefilled == len(self.request.prompt)
 
     @property
-    def wants_more(self) -> bool:
-        """True if another token is allowed even if every queued step yields as many as it can."""
-        return len(self.request.prompt) + len(self.tokens) + self.flying < self.end
+    def needs_step(self) -> bool:
+        """True unless the queued steps, which yield at least one token each, already fill the row."""
+        return len(self.request.prompt) + len(self.tokens) + self.steps_in_flight < self.max_length
 
 
 @dataclass
 class PendingBatch:
-    """A queued step: the rows whose tokens it brings, None for a lane that brings nothing, and where they arrive."""
+    """A queued step whose output the host has not read yet."""
 
-    rows: Sequence[RowState | None]
-    packed: Tensor  # see `steps.Output.packed`, on the host
+    rows: Sequence[RowState | None]  # by lane; None if the lane's output is to be ignored
+    packed: Tensor  # `steps.StepOutput.packed`, on the host
     logprobs: bool
-    arrived: torch.cuda.Event | None
+    copied: torch.cuda.Event | None  # recorded after the copy to the host; None on a CPU
 
 
 def check_prompt(prompt: Sequence[int], vocabulary: int, limit: int, name: str = "prompt") -> None:
-    """Raises UsageError for a prompt that is empty, longer than `limit`, or has tokens that the model has not."""
+    """Raise UsageError for a prompt that is empty, longer than `limit`, or has tokens outside of the vocabulary."""
     if not prompt:
         raise UsageError(f"{name}: is empty; begin it with the end-of-text token")
     if len(prompt) > limit:
         raise UsageError(f"{name}: {len(prompt)} tokens do not fit the model's {limit} positions; shorten it")
-    wrong = next((token for token in prompt if not 0 <= token < vocabulary), None)
-    if wrong is not None:
+    invalid = next((token for token in prompt if not 0 <= token < vocabulary), None)
+    if invalid is not None:
         raise UsageError(
-            f"{name}: token {wrong} is outside of the model's vocabulary of {vocabulary}; "
+            f"{name}: token {invalid} is outside of the model's vocabulary of {vocabulary}; "
             "use the tokenizer that the model was trained with"
         )

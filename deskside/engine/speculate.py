@@ -1,13 +1,14 @@
-"""Speculative decoding: a small model drafts, the model checks all drafts at once, and the output is the model's own.
+"""Speculative decoding: a small draft model proposes tokens, and the target model verifies them in one forward pass.
 
-The draft model proposes d_1..d_n, each from its distribution q_i. One pass of the model over them gives its own p_i.
-d_i is accepted with probability min(1, p_i(d_i) / q_i(d_i)); at the first refusal a token is drawn from what p has and
-q lacks, max(0, p_i - q_i) renormalised; if all are accepted, one more comes from p_(n+1). Every token then has exactly
-the distribution p (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318). p and q are the
-distributions after penalty, temperature and filters, so this holds for every setting; greedy is p and q of one token.
+The draft model samples d_1..d_n from its distributions q_1..q_n. One forward pass of the target model yields
+p_1..p_(n+1). d_i is accepted with probability min(1, p_i(d_i) / q_i(d_i)). At the first rejection, a token is sampled
+from max(0, p_i - q_i), renormalised; if all are accepted, one more is sampled from p_(n+1). Every token then has
+the target's exact distribution (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318). p and q
+are the distributions after penalty, temperature and filters, so this holds for all settings; greedy distributions are
+one-hot.
 
-Both models keep keys and values for the same pages and lengths. What refused drafts have written lies beyond a row's
-length, where nothing reads it.
+Both models have a KV cache with the same pages and lengths. The entries of rejected drafts lie beyond a row's length,
+where they are never read.
 """
 
 import torch
@@ -18,46 +19,46 @@ from deskside.engine.sampling import (
     GREEDY_ONLY,
     NOT_FINITE,
     UNRANKED,
-    Settings,
+    SamplingTensors,
     candidates,
     gumbel_argmax,
     penalise,
     raw_logprobs,
 )
-from deskside.engine.steps import Forward, How, Output, Slots
+from deskside.engine.steps import CachedModel, Slots, StepOptions, StepOutput
 
 
 def speculate(
-    target: Forward,
-    draft: Forward,
+    target: CachedModel,
+    draft: CachedModel,
     slots: Slots,
     lanes_B: Tensor,
     bound: int,
-    how: How,
-    drafts: int,
-) -> Output:
-    """1 to `drafts` + 1 more tokens for each lane. `bound` includes them."""
-    newest_B, lengths_B, count_B = slots.take(lanes_B)
+    options: StepOptions,
+    num_drafts: int,
+) -> StepOutput:
+    """Generate 1 to `num_drafts` + 1 tokens for each lane. `bound`: maximum length of a row, including them."""
+    newest_B, lengths_B, count_B = slots.read(lanes_B)
     table_BN, settings = slots.table_SN[lanes_B], slots.settings[lanes_B]
-    seen_BV, width = slots.seen_by(lanes_B, how), how.width
-    B, n = len(newest_B), drafts
+    seen_BV, width = slots.seen_rows(lanes_B, options), options.width
+    B, n = len(newest_B), num_drafts
 
-    fed, seen, q_of = [newest_B], [seen_BV], []
-    for step in range(n + 1):  # the last draft is only read into the draft model's cache
-        logits_BV = draft.decode(fed[step][:, None], table_BN, lengths_B + step, bound)[:, 0]
+    inputs, seen, draft_probs = [newest_B], [seen_BV], []  # by position
+    for step in range(n + 1):
+        logits_BV = draft.decode(inputs[step][:, None], table_BN, lengths_B + step, bound)[:, 0]
         if step == n:
-            break
+            break  # this pass only wrote the last draft into the draft model's cache
         q_BV = probabilities(logits_BV, settings, width, seen[step])
-        fed.append(_drawn(q_BV, settings, count_B + step, counter_rng.PROPOSE))
-        q_of.append(q_BV)
-        seen.append(_with(seen[step], fed[-1]))
+        inputs.append(_sample(q_BV, settings, count_B + step, counter_rng.PROPOSE))
+        draft_probs.append(q_BV)
+        seen.append(_add_seen(seen[step], inputs[-1]))
 
-    fed_BT, T = torch.stack(fed, dim=1), n + 1
-    logits_BTV = target.decode(fed_BT, table_BN, lengths_B, bound).float()
-    each, flat_NV = settings.repeated(T), logits_BTV.flatten(0, 1)
+    input_BT, T = torch.stack(inputs, dim=1), n + 1
+    logits_BTV = target.decode(input_BT, table_BN, lengths_B, bound).float()
+    settings_N, logits_NV = settings.repeated(T), logits_BTV.flatten(0, 1)
     seen_NV = None if seen_BV is None else torch.stack([s for s in seen if s is not None], 1).flatten(0, 1)
-    p_BTV = probabilities(flat_NV, each, width, seen_NV).unflatten(0, (B, T))
-    q_BnV, d_Bn1 = torch.stack(q_of, dim=1), fed_BT[:, 1:, None]
+    p_BTV = probabilities(logits_NV, settings_N, width, seen_NV).unflatten(0, (B, T))
+    q_BnV, d_Bn1 = torch.stack(draft_probs, dim=1), input_BT[:, 1:, None]
     place_n = torch.arange(n, device=newest_B.device)
     u_Bn = counter_rng.uniforms(
         settings.stream_B.repeat_interleave(n), (count_B[:, None] + place_n).flatten(), counter_rng.ACCEPT
@@ -68,28 +69,29 @@ def speculate(
     row_B = torch.arange(B, device=newest_B.device)
     p_BV = p_BTV[row_B, accepted_B]
     q_BV = torch.where((accepted_B < n)[:, None], q_BnV[row_B, accepted_B.clamp(max=n - 1)], 0.0)
-    left_BV = (p_BV - q_BV).clamp(min=0)
-    left_BV = torch.where(left_BV.sum(-1, keepdim=True) > 0, left_BV, p_BV)  # nothing left but rounding
-    last_B = _drawn(left_BV, settings, count_B + accepted_B, counter_rng.DRAW)
-    # A draft is never accepted by a p that is NaN, so what NaN decides is the last token.
-    told_B = torch.where(p_BV.sum(-1).isfinite(), last_B, NOT_FINITE)
+    residual_BV = (p_BV - q_BV).clamp(min=0)
+    residual_BV = torch.where(
+        residual_BV.sum(-1, keepdim=True) > 0, residual_BV, p_BV
+    )  # p equals q up to rounding
+    last_B = _sample(residual_BV, settings, count_B + accepted_B, counter_rng.DRAW)
+    # Where p is NaN no draft is accepted, so only the last token can come from a p that is not finite.
+    output_last_B = torch.where(p_BV.sum(-1).isfinite(), last_B, NOT_FINITE)
 
     place_T = torch.arange(T, device=newest_B.device)
-    drafted_BT = fed_BT.roll(-1, dims=1)
+    drafted_BT = input_BT.roll(-1, dims=1)
     token_BT = torch.where(place_T < accepted_B[:, None], drafted_BT, last_B[:, None])
-    told_BT = torch.where(place_T < accepted_B[:, None], drafted_BT, told_B[:, None])
-    slots.put(lanes_B, last_B, lengths_B + accepted_B + 1, count_B + accepted_B + 1)
-    if how.penalised:
-        real_BT = torch.where(place_T <= accepted_B[:, None], token_BT, last_B[:, None])
-        slots.saw(lanes_B[:, None], real_BT)
-    if not how.logprobs:
-        return Output(told_BT, accepted_B + 1)
+    output_BT = torch.where(place_T < accepted_B[:, None], drafted_BT, output_last_B[:, None])
+    slots.write(lanes_B, last_B, lengths_B + accepted_B + 1, count_B + accepted_B + 1)
+    if options.penalised:
+        slots.add_seen(lanes_B[:, None], token_BT)  # entries after the last token repeat it
+    if not options.logprobs:
+        return StepOutput(output_BT, accepted_B + 1)
     sampled_BT = p_BTV.gather(2, token_BT[..., None])[..., 0].log()
-    logprob_BT = raw_logprobs(flat_NV, each, token_BT.flatten()).view(B, T)
-    return Output(told_BT, accepted_B + 1, logprob_BT, sampled_BT)
+    logprob_BT = raw_logprobs(logits_NV, settings_N, token_BT.flatten()).view(B, T)
+    return StepOutput(output_BT, accepted_B + 1, logprob_BT, sampled_BT)
 
 
-def probabilities(logits_BV: Tensor, settings: Settings, width: int, seen_BV: Tensor | None) -> Tensor:
+def probabilities(logits_BV: Tensor, settings: SamplingTensors, width: int, seen_BV: Tensor | None) -> Tensor:
     """Return the sampling distribution, (B, V) float32 in vocabulary order."""
     logits_BV = logits_BV.float()
     if seen_BV is not None:
@@ -98,10 +100,11 @@ def probabilities(logits_BV: Tensor, settings: Settings, width: int, seen_BV: Te
     return torch.zeros_like(logits_BV).scatter(1, token_BW, log_p_BW.exp())
 
 
-def _drawn(p_BV: Tensor, settings: Settings, count_B: Tensor, purpose: int) -> Tensor:
+def _sample(p_BV: Tensor, settings: SamplingTensors, count_B: Tensor, purpose: int) -> Tensor:
     token_BV = torch.arange(p_BV.shape[1], device=p_BV.device).expand_as(p_BV)
     return gumbel_argmax(p_BV.log(), settings.stream_B, count_B, purpose, token_BV)
 
 
-def _with(seen_BV: Tensor | None, token_B: Tensor) -> Tensor | None:
+def _add_seen(seen_BV: Tensor | None, token_B: Tensor) -> Tensor | None:
+    """Return a copy with one more seen token in each row."""
     return None if seen_BV is None else seen_BV.scatter(1, token_B[:, None], True)

@@ -1,8 +1,9 @@
-"""Device-side state of the rows, and the steps that update it.
+"""Device-side state of the rows, and the prefill and decoding steps that update it.
 
-Each slot of the state holds one running row. The last slot is a dummy, which lanes without a row point to. A step takes
-lanes (slots), updates the state in place and returns its `Output`. It never synchronizes with the device, so the next
-step can be queued before the host has seen the tokens of this one, and a step can be captured in a CUDA graph.
+Each slot of the state holds one running row. A step computes a batch of lanes; `lanes_B` contains the slot of each.
+Lanes without a row, which pad the batch, use the last slot, a dummy. A step updates the state in place and returns a
+`StepOutput`. It never synchronizes with the device, so the next step can be queued before the host has read the tokens
+of this one, and a step can be captured in a CUDA graph.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -12,18 +13,21 @@ import torch
 from torch import Tensor
 
 from deskside.engine.fused import FusedBlocks
-from deskside.engine.sampling import GREEDY, Drawn, Settings, draw
+from deskside.engine.sampling import GREEDY, DrawnTokens, SamplingTensors, draw
 from deskside.kernels.decode import KERNEL_DTYPES
 from deskside.model.block import DEFAULT_BLOCKS, CachedBlocks
 from deskside.model.cache import KVCache, allocate_pool
 from deskside.model.transformer import Transformer
 
-WARM_UP = 2  # steps of a kind that are not captured
-BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
+WARM_UP = 2  # steps that run before a graph is captured
+BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)  # numbers of lanes; multiples of 32 above
 
 
-class Forward:
-    """A model with its part of the pool: pages + 1 pages of `page_size` tokens, of which page 0 takes the padding."""
+class CachedModel:
+    """A model and its paged KV cache.
+
+    pages: number of pages, besides page 0, where padding is written. limit: maximum tokens of a row.
+    """
 
     def __init__(self, model: Transformer, pages: int, page_size: int, limit: int):
         self.model = model
@@ -37,7 +41,7 @@ class Forward:
 
     @property
     def nbytes(self) -> int:
-        """Memory of the keys and values."""
+        """Size of the keys and values in bytes."""
         return self.cache.k.nbytes + self.cache.v.nbytes
 
     def prefill(
@@ -49,30 +53,39 @@ class Forward:
         bound: int,
         fresh: bool,
     ) -> Tensor:
-        """Prompts, or further parts of them; logits (B, V) of each row's last token."""
+        """Append prompts, or parts of them, to the cache. Return the logits of each row's last token: (B, V).
+
+        Args:
+            tokens_BT: Right-padded tokens, of which the first counts_B are real.
+            table_BN: The pages of each row.
+            lengths_B: Tokens that the cache already holds.
+            bound: Maximum length of a row, including the new tokens.
+            fresh: True if lengths_B are all 0.
+        """
         view = self.cache.view_rows(table_BN, lengths_B.clone(), bound, fresh)
         return self.model.forward_cached(tokens_BT, view, counts_B, "last", self._blocks)[:, 0]
 
     def decode(self, tokens_BT: Tensor, table_BN: Tensor, lengths_B: Tensor, bound: int) -> Tensor:
-        """The next tokens; logits (B, T, V)."""
+        """Append T tokens to each row of the cache and return their logits: (B, T, V)."""
         view = self.cache.view_rows(table_BN, lengths_B.clone(), bound)
         return self.model.forward_cached(tokens_BT, view, blocks=self._blocks)
 
 
 @dataclass(frozen=True)
-class How:
-    """The host's decisions about a step. width: see `sampling.width_of`; penalised: whether some row has a
-    repetition penalty; logprobs: whether some row wants them."""
+class StepOptions:
+    """Options of a step, which the host chooses. Together with the number of lanes, they identify a CUDA graph."""
 
-    width: int
-    penalised: bool
-    logprobs: bool
+    width: int  # see `sampling.ranking_width`
+    penalised: bool  # some row has a repetition penalty
+    logprobs: bool  # some row needs log-probabilities
 
 
 @dataclass(frozen=True)
-class Output:
-    """Output of a step for each lane: up to W tokens, of which the first count_B are valid (None: one token), and two
-    logprobs per token if requested."""
+class StepOutput:
+    """The sampled tokens of each lane: up to W, of which the first count_B are valid, with logprobs if requested.
+
+    count_B is None if each lane has one token.
+    """
 
     token_BW: Tensor
     count_B: Tensor | None = None
@@ -80,28 +93,32 @@ class Output:
     sampled_logprob_BW: Tensor | None = None
 
     @staticmethod
-    def of(drawn: Drawn) -> "Output":
-        """One token for each lane."""
+    def of(drawn: DrawnTokens) -> "StepOutput":
+        """Return the output of a step with one token per lane."""
         if drawn.logprob_B is None or drawn.sampled_logprob_B is None:
-            return Output(drawn.token_B[:, None])
-        return Output(
+            return StepOutput(drawn.token_B[:, None])
+        return StepOutput(
             drawn.token_B[:, None], None, drawn.logprob_B[:, None], drawn.sampled_logprob_B[:, None]
         )
 
     def packed(self) -> Tensor:
-        """(B, 2 or more): counts, tokens, logprobs, so that one copy brings all to the host. int64 without logprobs,
-        else float64, which holds every token exactly."""
+        """Return counts, tokens and logprobs as one tensor (B, 1 + W or 1 + 3 W), to copy it to the host at once.
+
+        int64 without logprobs, else float64, which represents every token id exactly.
+        """
         count_B1 = torch.ones_like(self.token_BW[:, :1]) if self.count_B is None else self.count_B[:, None]
         parts = [count_B1, self.token_BW, self.logprob_BW, self.sampled_logprob_BW]
-        given = [part for part in parts if part is not None]
-        return torch.cat(given if len(given) == 2 else [part.double() for part in given], dim=1)
+        present = [part for part in parts if part is not None]
+        if len(present) > 2:
+            present = [part.double() for part in present]
+        return torch.cat(present, dim=1)
 
 
-Values = tuple[int, float | None, float | None]
+TokenLogprobs = tuple[int, float | None, float | None]  # token, logprob, sampled_logprob
 
 
-def unpacked(packed: list[float], logprobs: bool) -> list[Values]:
-    """A lane of `Output.packed`: each real token with its logprobs."""
+def unpack(packed: list[float], logprobs: bool) -> list[TokenLogprobs]:
+    """Return the valid tokens of one lane of `StepOutput.packed`, with their logprobs."""
     count, *values = packed
     if not logprobs:
         return [(int(token), None, None) for token in values[: int(count)]]
@@ -110,118 +127,129 @@ def unpacked(packed: list[float], logprobs: bool) -> list[Values]:
 
 
 class Slots:
-    """The rows' state on the device.
+    """The rows' state on the device. The first dimension S is the slots and one dummy.
 
-    state: (slots + 1, 3) int64, of each row the newest token, which is not in the cache yet, how many tokens are, and
-    how many new ones it has got. seen: tokens that prompt and answer hold, kept from the first request on that has a
-    repetition penalty.
+    Attributes:
+        state_S3: int64: the newest token, which is not in the cache yet; tokens in the cache; new tokens so far.
+        table_SN: int64, the pages of each row.
+        settings: Sampling settings.
+        seen_SV: bool, the tokens of prompt and answer; None until a request has a repetition penalty.
     """
 
     def __init__(self, slots: int, pages_per_row: int, vocabulary: int, device: torch.device):
-        self.nobody = slots
+        self.dummy = slots
         self.vocabulary = vocabulary
         self.device = device
         self.state_S3 = torch.zeros(slots + 1, 3, dtype=torch.int64, device=device)
         self.table_SN = torch.zeros(slots + 1, pages_per_row, dtype=torch.int64, device=device)
-        self.settings = Settings.of([GREEDY] * (slots + 1), [0] * (slots + 1), device)
+        self.settings = SamplingTensors.of([GREEDY] * (slots + 1), [0] * (slots + 1), device)
         self.seen_SV: Tensor | None = None
 
     def to_device(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
-        """int64. Does not wait for the device: small copies of ordinary host memory are taken over by the driver
-        before the call returns."""
+        """Copy integers to the device as int64, without waiting for it.
+
+        The driver stages small copies from pageable memory before the call returns, so the host tensor may be freed.
+        """
         return torch.tensor(values, dtype=torch.int64).to(self.device, non_blocking=True)
 
-    def fill(self, slots: list[int], tables: list[list[int]], lengths: list[int], settings: Settings) -> None:
-        """New rows: their pages, how many tokens these hold already, and how to draw."""
+    def fill(
+        self, slots: list[int], tables: list[list[int]], lengths: list[int], settings: SamplingTensors
+    ) -> None:
+        """Initialize the slots of new rows. lengths: tokens that their pages already hold."""
         N = self.table_SN.shape[1]
         rows = self.to_device(slots)
         self.table_SN[rows] = self.to_device([pages + [0] * (N - len(pages)) for pages in tables])
         self.state_S3[rows] = self.to_device([[0, length, 0] for length in lengths])
         self.settings.put(rows, settings)
 
-    def see(self, slot: int, prompt: tuple[int, ...]) -> None:
-        """The tokens of a new row with a repetition penalty."""
+    def start_seen(self, slot: int, prompt: tuple[int, ...]) -> None:
+        """Initialize the seen tokens of a new row that has a repetition penalty."""
         if self.seen_SV is None:
-            shape = (self.nobody + 1, self.vocabulary)
+            shape = (self.dummy + 1, self.vocabulary)
             self.seen_SV = torch.zeros(shape, dtype=torch.bool, device=self.device)
         self.seen_SV[slot] = False
         self.seen_SV[slot, self.to_device(prompt)] = True
 
-    def saw(self, lanes: Tensor, tokens: Tensor) -> None:
-        """New tokens of these lanes, which broadcast with them. Also while a graph is captured, where `= True` may not
-        be written: torch would fetch that constant from the host."""
+    def add_seen(self, lanes: Tensor, tokens: Tensor) -> None:
+        """Mark new tokens as seen. `lanes` and `tokens` broadcast."""
+        # Not `= True`: torch would copy the constant from the host, which fails while a CUDA graph is captured.
         assert self.seen_SV is not None
         self.seen_SV[lanes, tokens] = torch.ones_like(tokens, dtype=torch.bool)
 
-    def seen_by(self, lanes_B: Tensor, how: How) -> Tensor | None:
-        """(B, V) where a row of the step has a penalty."""
-        return self.seen_SV[lanes_B] if how.penalised and self.seen_SV is not None else None
+    def seen_rows(self, lanes_B: Tensor, options: StepOptions) -> Tensor | None:
+        """Return the seen tokens of the lanes, (B, V); None if no row of the step has a repetition penalty."""
+        return self.seen_SV[lanes_B] if options.penalised and self.seen_SV is not None else None
 
-    def take(self, lanes_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Newest tokens, lengths and counts."""
+    def read(self, lanes_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the newest tokens, the cached lengths and the numbers of new tokens of the lanes."""
         token_B, length_B, count_B = self.state_S3[lanes_B].unbind(1)
         return token_B, length_B, count_B
 
-    def put(self, lanes_B: Tensor, token_B: Tensor, length_B: Tensor, count_B: Tensor) -> None:
-        """Write the current values back. The dummy slot keeps its initial values."""
+    def write(self, lanes_B: Tensor, token_B: Tensor, length_B: Tensor, count_B: Tensor) -> None:
+        """Set what `read` returns. The dummy slot stays zero."""
         self.state_S3[lanes_B] = torch.stack((token_B, length_B, count_B), dim=1)
-        self.state_S3[self.nobody].zero_()
+        self.state_S3[self.dummy].zero_()
 
 
 @dataclass(frozen=True)
 class PromptParts:
-    """Parts of the prompts of some lanes: tokens_BT padded, counts_B real ones, complete_B (int64) 1 where it is the
-    last part. bound: tokens of the longest row with its part. fresh: nothing of these rows is in the cache."""
+    """A chunk of the prompt of each lane. The other arguments are those of `CachedModel.prefill`."""
 
     lanes_B: Tensor
     tokens_BT: Tensor
     counts_B: Tensor
-    complete_B: Tensor
+    complete_B: Tensor  # int64: 1 if this is the last chunk of the prompt, else 0
     bound: int
     fresh: bool
 
 
-def prefill(forwards: tuple[Forward, ...], slots: Slots, parts: PromptParts, how: How) -> Output:
-    """Compute parts of prompts. Rows with a complete prompt get their first token; the others' output means nothing.
+def prefill(
+    models: tuple[CachedModel, ...], slots: Slots, parts: PromptParts, options: StepOptions
+) -> StepOutput:
+    """Prefill parts of prompts. Rows whose prompt is complete get their first token; ignore the output of the others.
 
-    forwards: the model, and the one that drafts for it, whose logits are not used.
+    models: the model, and the draft model if there is one, whose logits are not used.
     """
     lanes_B, counts_B = parts.lanes_B, parts.counts_B
-    _, length_B, drawn_B = slots.take(lanes_B)
+    _, length_B, num_new_B = slots.read(lanes_B)
     table_BN = slots.table_SN[lanes_B]
     logits_BV, *_ = [
-        forward.prefill(parts.tokens_BT, counts_B, table_BN, length_B, parts.bound, parts.fresh)
-        for forward in forwards
+        model.prefill(parts.tokens_BT, counts_B, table_BN, length_B, parts.bound, parts.fresh)
+        for model in models
     ]
-    drawn = _draw(slots, lanes_B, logits_BV, drawn_B, how)
-    slots.put(lanes_B, drawn.safe_token_B, length_B + counts_B, drawn_B + parts.complete_B)
-    if how.penalised:
+    drawn = _draw(slots, lanes_B, logits_BV, num_new_B, options)
+    slots.write(lanes_B, drawn.safe_token_B, length_B + counts_B, num_new_B + parts.complete_B)
+    if options.penalised:
         assert slots.seen_SV is not None
         slots.seen_SV[lanes_B, drawn.safe_token_B] |= parts.complete_B.bool()
-    return Output.of(drawn)
+    return StepOutput.of(drawn)
 
 
-def decode(forward: Forward, slots: Slots, lanes_B: Tensor, bound: int, how: How) -> Output:
-    """One more token for each lane."""
-    token_B, length_B, count_B = slots.take(lanes_B)
-    logits_BTV = forward.decode(token_B[:, None], slots.table_SN[lanes_B], length_B, bound)
-    drawn = _draw(slots, lanes_B, logits_BTV[:, 0], count_B, how)
-    slots.put(lanes_B, drawn.safe_token_B, length_B + 1, count_B + 1)
-    if how.penalised:
-        slots.saw(lanes_B, drawn.safe_token_B)
-    return Output.of(drawn)
+def decode(model: CachedModel, slots: Slots, lanes_B: Tensor, bound: int, options: StepOptions) -> StepOutput:
+    """Generate one token for each lane. `bound`: maximum length of a row, including the new token."""
+    token_B, length_B, count_B = slots.read(lanes_B)
+    logits_BTV = model.decode(token_B[:, None], slots.table_SN[lanes_B], length_B, bound)
+    drawn = _draw(slots, lanes_B, logits_BTV[:, 0], count_B, options)
+    slots.write(lanes_B, drawn.safe_token_B, length_B + 1, count_B + 1)
+    if options.penalised:
+        slots.add_seen(lanes_B, drawn.safe_token_B)
+    return StepOutput.of(drawn)
 
 
-def _draw(slots: Slots, lanes_B: Tensor, logits_BV: Tensor, count_B: Tensor, how: How) -> Drawn:
+def _draw(
+    slots: Slots, lanes_B: Tensor, logits_BV: Tensor, count_B: Tensor, options: StepOptions
+) -> DrawnTokens:
     settings = slots.settings[lanes_B]
-    return draw(logits_BV, settings, how.width, count_B, slots.seen_by(lanes_B, how), how.logprobs)
+    return draw(
+        logits_BV, settings, options.width, count_B, slots.seen_rows(lanes_B, options), options.logprobs
+    )
 
 
 # CUDA graphs
 
 
 def bucket(lanes: int) -> int:
-    """Return the number of lanes that a step with this many rows runs for."""
+    """Return the number of lanes after padding, so that few graphs cover all batch sizes."""
     return next((size for size in BUCKETS if lanes <= size), -(-lanes // 32) * 32)
 
 
@@ -233,12 +261,12 @@ class _Captured:
 
 
 class Graphs:
-    """CUDA graphs of steps: the host queues one graph instead of a few hundred kernels.
+    """CUDA graphs of decoding steps: the host launches one graph instead of a few hundred kernels.
 
-    A graph is captured for each number of lanes, rounded up to a bucket, and each way to draw. The first steps of a
-    kind run as they are written: that compiles the kernels, which a capture may not do. Graphs share one pool of
-    memory, because they run one after the other and what comes out of one is copied to the host before the next
-    begins. Captured memory lives as long as this object.
+    A graph is captured for each kind of step, that is, each bucket of lanes with each `StepOptions`. The first steps of
+    a kind run without a graph, because kernels cannot be compiled during a capture. All graphs share one memory pool:
+    they run one after the other, and each output is copied to the host before the next graph runs. The memory is
+    released with this object.
     """
 
     def __init__(self) -> None:
@@ -247,9 +275,9 @@ class Graphs:
         self._runs: dict[Hashable, int] = {}
 
     def run(self, kind: Hashable, lanes_B: Tensor, step: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return step(lanes): packed output, from its graph if there is one.
+        """Return step(lanes_B), the packed output, from the graph of this kind if it is captured.
 
-        `step` must do the same for every call of this kind.
+        `step` must be the same computation in every call of one kind. The next replay overwrites the output.
         """
         captured = self._captured.get(kind)
         if captured is None:
@@ -262,9 +290,9 @@ class Graphs:
         return captured.output
 
     def _capture(self, lanes_B: Tensor, step: Callable[[Tensor], Tensor]) -> _Captured:
-        mine_B = lanes_B.clone()
+        input_B = lanes_B.clone()
         graph = torch.cuda.CUDAGraph()
-        # Other threads may use the device meanwhile, as a server's do.
+        # thread_local: other threads, such as a server's, may use the device during the capture.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            output = step(mine_B)
-        return _Captured(graph, mine_B, output)
+            output = step(input_B)
+        return _Captured(graph, input_B, output)

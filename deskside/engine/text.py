@@ -1,8 +1,8 @@
-"""Text from a stream of tokens, in whole characters, up to a stop string.
+"""Incremental detokenization: text in whole characters, up to a stop string.
 
-A token of byte-level BPE may end in the middle of a UTF-8 character. Such a token is held back until the tokens after
-it complete the character, so a terminal or an HTTP client never receives half of one. In the same way text is held back
-while it may be the beginning of a stop string.
+A token of byte-level BPE may end in the middle of a UTF-8 character. Such a token is held back until later tokens
+complete the character, so a terminal or an HTTP client never receives half of one. Likewise, text that may be the
+beginning of a stop string is held back.
 """
 
 from collections.abc import Sequence
@@ -11,14 +11,14 @@ from tokenizers import Tokenizer
 
 from deskside.utils.errors import UsageError
 
-REPLACEMENT = "\ufffd"  # what decoders write for bytes that are no character (yet)
+REPLACEMENT = "\ufffd"  # decoders write it for incomplete or invalid UTF-8
 
 
 class TextStream:
-    """Give it tokens, get text. All pieces together, `finish` included, are the text of all tokens.
+    """Turns tokens into text as they arrive. The results of all `push` calls and of `finish` are the whole text.
 
-    stops: strings that end the text. It ends before the one that is complete first; then `stopped` is true, and tokens
-    that still come give nothing. Raises UsageError for an empty stop string.
+    stops: strings that end the text. The text ends before the first one that is completed; from then on `stopped` is
+    true and further tokens yield no text. Raises UsageError for an empty stop string.
     """
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()):
@@ -27,41 +27,44 @@ class TextStream:
         self.stopped = False
         self._tokenizer = tokenizer
         self._stops = tuple(stops)
-        self._before: list[int] = []  # tokens of the last piece: some decoders treat the first token apart
-        self._held: list[int] = []
-        self._unsaid = ""  # text that may begin a stop string
+        # Tokens of the last piece, decoded again with new ones: some decoders treat the first token differently.
+        self._last_tokens: list[int] = []
+        self._held_tokens: list[int] = []
+        self._held_text = ""  # may be the beginning of a stop string
 
     def push(self, token: int) -> str:
-        """The text that is complete with this token; empty while a character or a stop string is unfinished."""
-        self._held.append(token)
+        """Return the text that this token completes; empty while a character or a stop string is incomplete."""
+        self._held_tokens.append(token)
         piece = self._piece()
         if not piece or piece.endswith(REPLACEMENT):
             return ""
-        self._before, self._held = self._held, []
+        self._last_tokens, self._held_tokens = self._held_tokens, []
         return self._until_stop(piece)
 
     def finish(self) -> str:
         """Return the text that was held back. Incomplete UTF-8 sequences become U+FFFD."""
-        piece = self._until_stop(self._piece()) if self._held else ""
-        rest = "" if self.stopped else self._unsaid
-        self._before, self._held, self._unsaid = [], [], ""
+        piece = self._until_stop(self._piece()) if self._held_tokens else ""
+        rest = "" if self.stopped else self._held_text
+        self._last_tokens, self._held_tokens, self._held_text = [], [], ""
         return piece + rest
 
     def _until_stop(self, piece: str) -> str:
+        """Return the held text and the piece, up to a stop string or to what may become one."""
         if self.stopped:
             return ""
-        text = self._unsaid + piece
-        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
-            self.stopped, self._unsaid = True, ""
-            return text[: min(found)]
-        held = max((_overlap(text, stop) for stop in self._stops), default=0)
-        self._unsaid = text[len(text) - held :]
-        return text[: len(text) - held]
+        text = self._held_text + piece
+        stops_at = [position for stop in self._stops if (position := text.find(stop)) >= 0]
+        if stops_at:
+            self.stopped, self._held_text = True, ""
+            return text[: min(stops_at)]
+        num_held = max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held_text = text[len(text) - num_held :]
+        return text[: len(text) - num_held]
 
     def _piece(self) -> str:
-        before = self._decode(self._before) if self._before else ""
-        return self._decode([*self._before, *self._held])[len(before) :]
+        """Return the text of the held tokens."""
+        last = self._decode(self._last_tokens) if self._last_tokens else ""
+        return self._decode([*self._last_tokens, *self._held_tokens])[len(last) :]
 
     def _decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=True)

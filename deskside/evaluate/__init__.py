@@ -1,1 +1,1 @@
-"""Evaluation: bits per byte of prepared data and of plain text."""
+"""Evaluation: bits per byte, and tasks with multiple-choice, generated or executed answers."""

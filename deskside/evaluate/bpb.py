@@ -1,15 +1,14 @@
-"""Bits per byte: how many bits the model needs for each byte of text, whatever its tokenizer.
+"""Bits per byte: a loss that can be compared between models with different tokenizers.
 
-    bits per byte = sum of -log p(token) over the tokens of the text, in nats / ln 2 / bytes of that text
+    bits per byte = sum of -ln p(token) over the tokens of the text / ln 2 / bytes of the text
 
-Loss per token cannot be compared between tokenizers, because a larger vocabulary has fewer and harder tokens for the
-same text; bytes are the same for all. Special tokens are not text. They are inputs, so that the first word of a
-document is predicted from the end-of-text token, but as targets they are left out of the nats as well as of the bytes:
-the end of a document is not part of its text, and other tokenizers have no such token to compare with.
+The loss per token depends on the tokenizer: a larger vocabulary has fewer tokens for the same text, which are harder to
+predict. Special tokens are inputs, so the first word of a document is predicted from the end-of-text token. As targets
+they are excluded: the end of a document is not part of its text, and other tokenizers may have no such token.
 
-A document longer than a row is cut into pieces that do not overlap, where training cuts it too. A piece's first token
-is predicted from the last token of the piece before it, with nothing else carried over. So each token of the text is
-predicted exactly once, and a longer row gives a lower number, because fewer tokens lack their context.
+A document longer than a row is cut into pieces that do not overlap, as in training. The first token of a piece is
+predicted only from the last token of the previous piece. So each token is predicted exactly once, and longer rows give
+lower values, because fewer tokens lack context.
 """
 
 import math
@@ -30,10 +29,9 @@ from deskside.kernels.attention import AttentionContext
 from deskside.model.transformer import Transformer
 from deskside.utils.errors import RunError, UsageError
 
-NARROWEST = (
-    32  # tokens; pieces of text are padded to a power of two from here on, so that shapes rarely change
-)
-AS_IS = AttentionContext()
+# Pieces of text are padded to a power of two, at least this number of tokens, so that there are few shapes.
+MIN_WIDTH = 32
+DEFAULT_ATTENTION = AttentionContext()
 
 
 @dataclass(frozen=True)
@@ -45,14 +43,18 @@ class WorkShare:
     reduce: Callable[[Tensor], object] | None = None
 
 
-ALONE = WorkShare()
+SINGLE_PROCESS = WorkShare()
 
 
 @dataclass(frozen=True)
 class BitsPerByte:
-    """Summed -log p in nats, bytes of text, and tokens of text.
+    """The result of an evaluation.
 
-    target_nats and targets count every target, special tokens too; of a data set alone.
+    Attributes:
+        nats: Sum of -ln p over the tokens of text.
+        bytes: Bytes of text.
+        tokens: Tokens of text.
+        target_nats, targets: The same sum and the number of targets, including special tokens. Only for a data set.
     """
 
     nats: float
@@ -68,7 +70,7 @@ class BitsPerByte:
 
     @property
     def loss(self) -> float:
-        """Nats per token of text."""
+        """Loss per token of text, in nats."""
         return self.nats / self.tokens
 
 
@@ -78,26 +80,31 @@ def evaluate_dataset(
     *,
     micro_rows: int,
     max_tokens: int | None = None,
-    attention: AttentionContext = AS_IS,
+    attention: AttentionContext = DEFAULT_ATTENTION,
     document_mask: bool = False,
-    share: WorkShare = ALONE,
+    share: WorkShare = SINGLE_PROCESS,
     tick: Callable[[int], object] | None = None,
 ) -> BitsPerByte:
-    """Measure bits per byte of a packed split, `micro_rows` rows at a time.
+    """Measure bits per byte of a packed split.
 
-    max_tokens: about as many, in rows spread evenly over the split; None takes all. attention: names the backends.
-    document_mask: documents that are packed into one row do not see each other; off, they do, as in training without
-    it. share: every process runs the model equally often, because sharded models wait for each other. `tick` is called
-    with each batch's number of targets, for a progress bar.
-    Raises UsageError when the split holds no text, RunError when the model's output is not finite.
+    Args:
+        micro_rows: Rows per forward pass.
+        max_tokens: Evaluate about this many tokens, in rows spread evenly over the split; None for all.
+        attention: The attention backends.
+        document_mask: Mask attention between the documents of a row, as training does with the same option.
+        share: This process's share. All processes run the same number of forward passes, because sharded models
+            synchronize in each of them.
+        tick: Called with the number of targets of each batch, for a progress bar.
+
+    Raises UsageError if the split contains no text, RunError if the model's output is not finite.
     """
     device = model.embed.weight.device
     bytes_V = torch.from_numpy(dataset.token_bytes.astype(np.int64)).to(device)
     batches = validation_batches(dataset, micro_rows, "cpu", max_rows_of(dataset, max_tokens), document_mask)
     totals = torch.zeros(5, dtype=torch.float64)
-    for batch, counted in _batches_of(batches, share):
+    for batch, counts in _batches_of(batches, share):
         targets_BT = batch.targets_BT.to(device)
-        if not counted:
+        if not counts:
             targets_BT = torch.full_like(targets_BT, IGNORE)
         bytes_BT = torch.where(targets_BT == IGNORE, 0, bytes_V[targets_BT.clamp(min=0)])
         context, positions_BT = attention, None
@@ -118,7 +125,7 @@ def evaluate_dataset(
 
 
 def max_rows_of(dataset: PackedDataset, max_tokens: int | None) -> int | None:
-    """Return how many rows hold about `max_tokens`; None for all."""
+    """Return the number of rows with about `max_tokens` tokens; None for all rows."""
     return None if max_tokens is None else max(1, max_tokens // dataset.sequence_length)
 
 
@@ -130,12 +137,12 @@ def evaluate_text(
     *,
     sequence_length: int,
     batch_tokens: int,
-    attention: AttentionContext = AS_IS,
+    attention: AttentionContext = DEFAULT_ATTENTION,
 ) -> BitsPerByte:
-    """Measure bits per byte of plain documents. Each begins with `start_token` and is independent of the others.
+    """Measure bits per byte of documents in plain text. Each begins with `start_token`; bytes are counted in UTF-8.
 
-    The bytes are those of the text in UTF-8. About `batch_tokens` tokens go through the model at a time. Raises
-    UsageError for a sequence length that the model does not have, or no text; RunError for output that is not finite.
+    A forward pass has about `batch_tokens` tokens. Raises UsageError for a sequence length that the model does not
+    support and if there is no text, RunError if the model's output is not finite.
     """
     if not 2 <= sequence_length <= model.config.max_position_embeddings:
         raise UsageError(
@@ -145,14 +152,14 @@ def evaluate_text(
     totals = torch.zeros(3, dtype=torch.float64)
     text_bytes = 0
 
-    def counted() -> Iterator[str]:
+    def count_bytes() -> Iterator[str]:
         nonlocal text_bytes
         for text in texts:
             text_bytes += len(text.encode("utf-8"))
             yield text
 
-    pieces = _pieces(counted(), tokenizer, start_token, sequence_length)
-    for inputs, targets in _rectangles(pieces, sequence_length, batch_tokens, start_token):
+    pieces = _pieces(count_bytes(), tokenizer, start_token, sequence_length)
+    for inputs, targets in _length_batches(pieces, sequence_length, batch_tokens, start_token):
         targets_BT = torch.from_numpy(targets).to(device)
         losses_BT = model.token_losses(torch.from_numpy(inputs).to(device), targets_BT, attention)
         text_BT = targets_BT != IGNORE
@@ -162,14 +169,14 @@ def evaluate_text(
 
 
 def _batches_of(batches: Iterable[Batch], share: WorkShare) -> Iterator[tuple[Batch, bool]]:
-    """Yield this process's batches. Processes with fewer batches repeat the last one, which is not counted."""
-    number, last = 0, None
-    for number, last in enumerate(batches, start=1):
-        if (number - 1) % share.size == share.rank:
-            yield last, True
-    over = number % share.size
-    if over and share.rank >= over and last is not None:
-        yield last, False
+    """Yield (batch, counts) of this process. Processes with fewer batches repeat the last one, which does not count."""
+    num_batches, batch = 0, None
+    for num_batches, batch in enumerate(batches, start=1):
+        if (num_batches - 1) % share.size == share.rank:
+            yield batch, True
+    remainder = num_batches % share.size
+    if remainder and share.rank >= remainder and batch is not None:
+        yield batch, False
 
 
 def _sums(losses_BT: Tensor, bytes_BT: Tensor, text_BT: Tensor) -> Tensor:
@@ -177,19 +184,22 @@ def _sums(losses_BT: Tensor, bytes_BT: Tensor, text_BT: Tensor) -> Tensor:
     return torch.stack([losses_BT.double().sum(), bytes_BT.double().sum(), text_BT.double().sum()]).cpu()
 
 
-def _result(totals: Tensor, what: str) -> BitsPerByte:
-    nats, size, tokens, *all_targets = totals.tolist()
-    if not size or not tokens:
-        raise UsageError(f"{what} holds no text to evaluate")
+def _result(totals: Tensor, source: str) -> BitsPerByte:
+    nats, num_bytes, tokens, *of_all_targets = totals.tolist()
+    if not num_bytes or not tokens:
+        raise UsageError(f"{source} holds no text to evaluate")
     if not math.isfinite(nats):
-        raise RunError(f"the model's loss on {what} is {nats}: its weights or its activations are not finite")
-    return BitsPerByte(nats, int(size), int(tokens), *all_targets[:1], *map(int, all_targets[1:]))
+        raise RunError(
+            f"the model's loss on {source} is {nats}: its weights or its activations are not finite"
+        )
+    target_nats, targets = of_all_targets or (0.0, 0)
+    return BitsPerByte(nats, int(num_bytes), int(tokens), target_nats, int(targets))
 
 
 def _pieces(
     texts: Iterable[str], tokenizer: Tokenizer, start_token: int, sequence_length: int
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """Yield (inputs, targets) of every piece of every document, at most `sequence_length` tokens each."""
+    """Yield (inputs, targets) of every piece of every document. A piece has at most `sequence_length` tokens."""
     for text in texts:
         ids = encode(tokenizer, text)
         stream = np.concatenate(([start_token], ids.astype(np.int64)))
@@ -198,16 +208,16 @@ def _pieces(
             yield stream[start : start + length], stream[start + 1 : start + length + 1]
 
 
-def _rectangles(
+def _length_batches(
     pieces: Iterable[tuple[NDArray[np.int64], NDArray[np.int64]]],
     sequence_length: int,
     batch_tokens: int,
     padding: int,
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """Batch pieces of similar length, padded on the right to one of few shapes (rows, width)."""
+    """Batch pieces of similar length, right-padded. There are only a few different shapes (rows, width)."""
     waiting: dict[int, list[tuple[NDArray[np.int64], NDArray[np.int64]]]] = {}
     for piece in pieces:
-        width = min(sequence_length, max(NARROWEST, 1 << (len(piece[0]) - 1).bit_length()))
+        width = min(sequence_length, max(MIN_WIDTH, 1 << (len(piece[0]) - 1).bit_length()))
         group = waiting.setdefault(width, [])
         group.append(piece)
         if len(group) == max(1, batch_tokens // width):

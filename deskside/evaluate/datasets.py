@@ -1,7 +1,7 @@
-"""Convert records of Hugging Face datasets to the form of the files that tasks.toml describes.
+"""Convert records of Hugging Face datasets to the format of the task files that tasks.toml describes.
 
-Each reader names the fields that it takes and makes one record of them; KeyError, IndexError, TypeError or ValueError
-say that a record is not what it should be. The texts are prepared as lm-eval prepares them.
+A reader is a pair: the required fields of a record, and a function that converts it. The function raises KeyError,
+IndexError, TypeError or ValueError for a malformed record. The texts are preprocessed as in lm-eval.
 """
 
 import re
@@ -12,67 +12,78 @@ Fields = Mapping[str, Any]
 Reader = tuple[tuple[str, ...], Callable[[Fields], dict[str, Any]]]
 
 
-def _arc(r: Fields) -> dict[str, Any]:
-    return {"query": f"Question: {r['question']}", **_labelled(r)}
+def _arc(record: Fields) -> dict[str, Any]:
+    return {"query": f"Question: {record['question']}", **_labelled(record)}
 
 
-def _labelled(r: Fields) -> dict[str, Any]:
-    labels = list(r["choices"]["label"])
-    return {"choices": list(r["choices"]["text"]), "gold": labels.index(str(r["answerKey"]).strip())}
+def _labelled(record: Fields) -> dict[str, Any]:
+    labels = list(record["choices"]["label"])
+    return {
+        "choices": list(record["choices"]["text"]),
+        "gold": labels.index(str(record["answerKey"]).strip()),
+    }
 
 
-def _hellaswag(r: Fields) -> dict[str, Any]:
-    query = f"{r['activity_label']}: {r['ctx_a']} {str(r['ctx_b']).capitalize()}"
+def _hellaswag(record: Fields) -> dict[str, Any]:
+    query = f"{record['activity_label']}: {record['ctx_a']} {str(record['ctx_b']).capitalize()}"
     return {
         "query": _without_brackets(query),
-        "choices": [_without_brackets(str(ending)) for ending in r["endings"]],
-        "gold": int(r["label"]),
+        "choices": [_without_brackets(str(ending)) for ending in record["endings"]],
+        "gold": int(record["label"]),
     }
 
 
 def _without_brackets(text: str) -> str:
-    """Remove the marks in brackets of HellaSwag's WikiHow part."""
+    """Remove bracketed markers such as [header], which HellaSwag's WikiHow texts contain."""
     text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
     return text.replace("  ", " ")
 
 
-def _piqa(r: Fields) -> dict[str, Any]:
-    return {"query": f"Question: {r['goal']}", "choices": [r["sol1"], r["sol2"]], "gold": int(r["label"])}
+def _piqa(record: Fields) -> dict[str, Any]:
+    return {
+        "query": f"Question: {record['goal']}",
+        "choices": [record["sol1"], record["sol2"]],
+        "gold": int(record["label"]),
+    }
 
 
-def _boolq(r: Fields) -> dict[str, Any]:
-    query = f"{r['passage']}\nQuestion: {r['question']}?"
-    return {"query": query, "choices": ["no", "yes"], "gold": int(r["label"])}
+def _boolq(record: Fields) -> dict[str, Any]:
+    query = f"{record['passage']}\nQuestion: {record['question']}?"
+    return {"query": query, "choices": ["no", "yes"], "gold": int(record["label"])}
 
 
-def _copa(r: Fields) -> dict[str, Any]:
-    link = {"cause": "because", "effect": "therefore"}[r["question"]]
-    choices = [text[:1].lower() + text[1:] for text in (str(r["choice1"]), str(r["choice2"]))]
-    return {"query": f"{str(r['premise']).strip()[:-1]} {link}", "choices": choices, "gold": int(r["label"])}
+def _copa(record: Fields) -> dict[str, Any]:
+    conjunction = {"cause": "because", "effect": "therefore"}[record["question"]]
+    choices = [text[:1].lower() + text[1:] for text in (str(record["choice1"]), str(record["choice2"]))]
+    return {
+        "query": f"{str(record['premise']).strip()[:-1]} {conjunction}",
+        "choices": choices,
+        "gold": int(record["label"]),
+    }
 
 
-def _openbookqa(r: Fields) -> dict[str, Any]:
-    return {"query": r["question_stem"], **_labelled(r)}
+def _openbookqa(record: Fields) -> dict[str, Any]:
+    return {"query": record["question_stem"], **_labelled(record)}
 
 
-def _winogrande(r: Fields) -> dict[str, Any]:
-    before, after = str(r["sentence"]).split("_", 1)
-    options = [before + str(option) for option in (r["option1"], r["option2"])]
-    return {"context_options": options, "continuation": after.strip(), "gold": int(r["answer"]) - 1}
+def _winogrande(record: Fields) -> dict[str, Any]:
+    before, after = str(record["sentence"]).split("_", 1)
+    options = [before + str(option) for option in (record["option1"], record["option2"])]
+    return {"context_options": options, "continuation": after.strip(), "gold": int(record["answer"]) - 1}
 
 
-def _lambada(r: Fields) -> dict[str, Any]:
-    context, word = str(r["text"]).rsplit(" ", 1)
+def _lambada(record: Fields) -> dict[str, Any]:
+    context, word = str(record["text"]).rsplit(" ", 1)
     return {"context": context, "continuation": word}
 
 
-def _gsm8k(r: Fields) -> dict[str, Any]:
-    solution, answer = str(r["answer"]).split("\n#### ")
-    return {"prompt": r["question"], "solution": solution, "answer": answer}
+def _gsm8k(record: Fields) -> dict[str, Any]:
+    solution, answer = str(record["answer"]).split("\n#### ")
+    return {"prompt": record["question"], "solution": solution, "answer": answer}
 
 
-def _as_it_is(r: Fields) -> dict[str, Any]:
-    return dict(r)
+def _unchanged(record: Fields) -> dict[str, Any]:
+    return dict(record)
 
 
 READERS: dict[str, Reader] = {
@@ -84,7 +95,7 @@ READERS: dict[str, Reader] = {
     "openbookqa": (("question_stem", "choices", "answerKey"), _openbookqa),
     "winogrande": (("sentence", "option1", "option2", "answer"), _winogrande),
     "lambada": (("text",), _lambada),
-    "mmlu": (("question", "subject", "choices", "answer"), _as_it_is),
+    "mmlu": (("question", "subject", "choices", "answer"), _unchanged),
     "gsm8k": (("question", "answer"), _gsm8k),
-    "humaneval": (("prompt", "test", "entry_point"), _as_it_is),
+    "humaneval": (("prompt", "test", "entry_point"), _unchanged),
 }

@@ -1,4 +1,4 @@
-"""Generate answers with the batched engine, greedily up to a stop string, and score them."""
+"""Generate answers greedily with the inference engine, and judge them."""
 
 from collections.abc import Callable, Collection, Sequence
 
@@ -8,17 +8,17 @@ from deskside.engine.device import cache_tokens
 from deskside.engine.engine import PAGE_SIZE, Engine
 from deskside.engine.requests import Request, SampleOutput
 from deskside.evaluate.items import Item
-from deskside.evaluate.likelihood import CACHE_BYTES
+from deskside.evaluate.likelihood import MAX_CACHE_BYTES
 from deskside.evaluate.sandbox import SandboxResult, check_many
 from deskside.evaluate.scoring import code_in, number_in, same_words
 from deskside.evaluate.tasks import CodeTask, Generated, Match, Number
 from deskside.model.transformer import Transformer
 
-ROWS = 64
-CHAT_TOKENS = 512  # of an answer, at least
+MAX_BATCH = 64
+MIN_CHAT_TOKENS = 512  # minimum for the length limit of a chat answer
 
 
-def write(
+def generate_answers(
     model: Transformer,
     tokenizer: Tokenizer,
     prompts: Sequence[Sequence[int]],
@@ -28,30 +28,35 @@ def write(
     chat: bool = False,
     tick: Callable[[int], object] | None = None,
 ) -> list[str]:
-    """Generate a completion of each prompt, without the stop string.
+    """Generate an answer to each prompt, up to a stop string.
 
-    chat: the end of the turn ends an answer, not the task's stop strings, and there is room to explain. An answer gets
-    at most half of the model's positions; a prompt that leaves less room than that loses its beginning, as in lm-eval.
-    `tick` is called with 1 for each answer.
+    An answer gets at most half of the model's context length. A prompt that does not fit in the rest is truncated from
+    the left, as in lm-eval.
+
+    Args:
+        chat: Only the end of the turn ends an answer, not the task's stop strings, and answers may be longer, because
+            chat models explain them.
+        tick: Called with 1 after each answer.
     """
     limit = model.config.max_position_embeddings
-    wanted = max(task.max_new_tokens, CHAT_TOKENS) if chat else task.max_new_tokens
-    new = min(wanted, limit // 2)
+    max_new_tokens = max(task.max_new_tokens, MIN_CHAT_TOKENS) if chat else task.max_new_tokens
+    max_new_tokens = min(max_new_tokens, limit // 2)
     requests = [
         Request(
-            tuple(prompt[-(limit - new) :]),
-            new,
+            tuple(prompt[-(limit - max_new_tokens) :]),
+            max_new_tokens,
             eos_tokens=frozenset(eos_tokens),
             stop_strings=() if chat else task.stop,
         )
         for prompt in prompts
     ]
-    needs = sorted(-(-(len(request.prompt) + new) // PAGE_SIZE) * PAGE_SIZE for request in requests)
-    room = int(CACHE_BYTES / model.kv_bytes_per_token(model.activation_dtype))
+    # KV-cache tokens of each request, in whole pages. The cache should fit the largest batch.
+    sizes = sorted(-(-(len(r.prompt) + max_new_tokens) // PAGE_SIZE) * PAGE_SIZE for r in requests)
+    max_tokens = int(MAX_CACHE_BYTES / model.kv_bytes_per_token(model.activation_dtype))
     engine = Engine(
         model,
-        max_batch=min(ROWS, len(requests)),
-        max_tokens=cache_tokens(model, min(sum(needs[-ROWS:]), room), needs[-1]),
+        max_batch=min(MAX_BATCH, len(requests)),
+        max_tokens=cache_tokens(model, min(sum(sizes[-MAX_BATCH:]), max_tokens), minimum=sizes[-1]),
         tokenizer=tokenizer,
     )
     answers = {engine.submit(request): SampleOutput(len(request.prompt)) for request in requests}
@@ -62,27 +67,30 @@ def write(
     return [answer.text for answer in answers.values()]
 
 
-def judge(task: Generated, items: Sequence[Item], texts: Sequence[str], chat: bool) -> list[SandboxResult]:
-    """Return for each text whether it is correct, and the parsed answer. Raises RunError without a sandbox."""
+def judge_answers(
+    task: Generated, items: Sequence[Item], texts: Sequence[str], chat: bool
+) -> list[SandboxResult]:
+    """Return the verdict on each text; `reason` is the parsed answer. Raises RunError if code cannot be sandboxed."""
     if isinstance(task, CodeTask):
         return check_many(
-            [(program(item, text, chat), *item.check) for item, text in zip(items, texts, strict=True)]
+            [(runnable_code(item, text, chat), *item.check) for item, text in zip(items, texts, strict=True)]
         )
     verdicts = []
     for item, text in zip(items, texts, strict=True):
         if isinstance(task, Number):
-            found, wanted = number_in(text), number_in(item.answers[0])
-            verdicts.append(SandboxResult(found is not None and found == wanted, f"{found}"))
+            number, reference = number_in(text), number_in(item.answers[0])
+            verdicts.append(SandboxResult(number is not None and number == reference, f"{number}"))
         else:
             assert isinstance(task, Match)
             verdicts.append(SandboxResult(same_words(text, item.answers), text.strip()[:80]))
     return verdicts
 
 
-def program(item: Item, text: str, chat: bool) -> str:
-    """Return the code to run: the prompt and its continuation, or in a chat the prompt and the answer's code block.
+def runnable_code(item: Item, text: str, chat: bool) -> str:
+    """Return the code to test: the prompt and its continuation or, in a chat, the prompt and the answer's code block.
 
-    The prompt ends with the function's description, so that it is whole without a body; a block defines it again.
+    The prompt ends with the docstring of a function, so it is valid code by itself. A code block defines the function
+    again.
     """
     block = code_in(text) if chat else None
     return item.answers[0] + (text if block is None else "\n" + block)

@@ -1,6 +1,6 @@
 """Convert records to items (contexts, answers, correct answer), and choose their few-shot examples.
 
-A damaged record is counted with its position and left out.
+A damaged record is skipped; its reason and position are recorded in a `BadInputLog`.
 """
 
 import random
@@ -15,9 +15,9 @@ from deskside.data.corpus.records import iter_records
 from deskside.data.corpus.sources import BadInputLog, Source
 from deskside.evaluate.datasets import READERS
 from deskside.evaluate.tasks import (
-    FIELDS,
+    FIELD_KEYS,
     HUB,
-    TEMPLATES,
+    TEMPLATE_KEYS,
     Choice,
     CodeTask,
     CompletionTask,
@@ -29,16 +29,21 @@ from deskside.evaluate.tasks import (
 )
 from deskside.utils.errors import UsageError
 
-WRONG = "a record that is no item of this task"
+NOT_AN_ITEM = "not a valid record of this task"
 
 
 @dataclass(frozen=True)
 class Item:
-    """One question.
+    """One question of a task.
 
-    contexts: one, or one per option of a schema. answers: what is compared, without the delimiter; for generated text
-    the references. gold: the right one's number. example: question and answer together, as an example for others.
-    same: what examples must have in common with it. check: of code, the tests, the function under test, and helpers.
+    Attributes:
+        origin: File and line of its record.
+        contexts: The prompt; for a schema, one per option.
+        answers: The answers whose log-likelihoods are compared, without delimiter; for generated text, the references.
+        gold: Index of the correct context or answer.
+        example: Question and answer as a few-shot example for other items.
+        group: Examples must be of the same group.
+        check: Of a code task: tests, entry point and helpers, as in `sandbox.check`.
     """
 
     origin: str
@@ -46,121 +51,126 @@ class Item:
     answers: tuple[str, ...]
     gold: int
     example: str
-    same: object = None
+    group: object = None
     check: tuple[str, str, str] = ("", "", "")
 
-    def pairs(self, task: Task, before: str) -> list[tuple[str, str]]:
-        """Return (context, continuation) of each answer, after the examples `before`."""
+    def pairs(self, task: Task, examples: str) -> list[tuple[str, str]]:
+        """Return (context, continuation) of each option or answer. `examples`: text before each context."""
         delimiter = "" if isinstance(task, Generated) else task.delimiter
         if len(self.contexts) > 1:
-            return [(before + context, delimiter + self.answers[0]) for context in self.contexts]
-        return [(before + self.contexts[0], delimiter + answer) for answer in self.answers]
+            return [(examples + context, delimiter + self.answers[0]) for context in self.contexts]
+        return [(examples + self.contexts[0], delimiter + answer) for answer in self.answers]
 
 
-def read(chosen: SelectedTask, bad: BadInputLog, *, chat: bool = False) -> list[Item]:
-    """Return all items of a task's data, in its order. With `chat`, code is requested in a message.
+def read_items(chosen: SelectedTask, bad: BadInputLog, *, chat: bool = False) -> list[Item]:
+    """Return all items of a task, in the order of its data. chat: code tasks use their `chat_prompt`.
 
-    Raises UsageError when there is none.
+    Raises UsageError if there are none.
     """
     items = list(_items(chosen, bad, chat))
     if not items:
         first = next((f" ({places[0]}: {reason})" for reason, places in bad.examples.items()), "")
         raise UsageError(
-            f"{chosen.source}: holds no item of the task {chosen.name}{first}; get the file again"
+            f"{chosen.source}: holds no item of the task {chosen.name}{first}; download the file again"
         )
     return items
 
 
-def limited(items: Sequence[Item], limit: int | None, spread: bool) -> list[int]:
-    """Return the indices of the items to evaluate: the first ones, or evenly spread."""
+def select_indices(items: Sequence[Item], limit: int | None, spread: bool) -> list[int]:
+    """Return the indices of up to `limit` items: the first ones, or ones spread evenly over all items."""
     count = len(items) if limit is None else min(limit, len(items))
-    return [number * len(items) // count for number in range(count)] if spread else list(range(count))
+    if spread:
+        return [n * len(items) // count for n in range(count)]
+    return list(range(count))
 
 
 class Examples:
-    """Few-shot examples of each item: other items, drawn with the item's number as the only seed.
+    """Few-shot examples for each item: other items, chosen at random with the task's name and the item's index as seed.
 
-    Raises UsageError when some item has too few others.
+    Raises UsageError if there are too few items.
     """
 
     def __init__(self, chosen: SelectedTask, items: Sequence[Item]):
         self._chosen, self._items = chosen, items
         self._pools: dict[object, list[int]] = {}
         for number, item in enumerate(items):
-            self._pools.setdefault(item.same, []).append(number)
-        twins = Counter((item.same, item.contexts) for item in items)
-        fewest = min(len(self._pools[same]) - count for (same, _), count in twins.items())
+            self._pools.setdefault(item.group, []).append(number)
+        # An item and its duplicates are not examples for it.
+        duplicates = Counter((item.group, item.contexts) for item in items)
+        fewest = min(len(self._pools[group]) - count for (group, _), count in duplicates.items())
         if fewest < chosen.shots:
             raise UsageError(
-                f"{chosen.source}: has {fewest} examples for an item of {chosen.name}, and {chosen.shots} are "
-                f"wanted; give --shots {fewest}"
+                f"{chosen.source}: has {fewest} examples for an item of {chosen.name}, but {chosen.shots} are "
+                f"needed; give --shots {fewest}"
             )
 
-    def before(self, number: int) -> str:
-        """Return the text of the examples with the final separator; empty for a task without examples."""
+    def prefix(self, number: int) -> str:
+        """Return the examples of an item, with a separator after each; empty without examples."""
         chosen, item = self._chosen, self._items[number]
         if not chosen.shots:
             return ""
         rng = random.Random(f"{chosen.name}:{number}")
-        pool = self._pools[item.same]
-        drawn: list[int] = []
-        # A few more than are wanted, because the item itself, or its twin, may be among them; else all of them.
+        pool = self._pools[item.group]
+        examples: list[int] = []
+        # Sample a few more than needed, because the item or its duplicates may be among them. If that is not enough,
+        # sample the whole pool.
         for size in (min(len(pool), chosen.shots + 4), len(pool)):
             others = (n for n in rng.sample(pool, size) if self._items[n].contexts != item.contexts)
-            drawn = list(islice(others, chosen.shots))
-            if len(drawn) == chosen.shots:
+            examples = list(islice(others, chosen.shots))
+            if len(examples) == chosen.shots:
                 break
-        return chosen.task.between.join([*(self._items[n].example for n in drawn), ""])
+        return chosen.task.between.join([*(self._items[n].example for n in examples), ""])
 
 
 def _items(chosen: SelectedTask, bad: BadInputLog, chat: bool) -> Iterator[Item]:
     task = chosen.task
     fields, convert = _fields(task), None
     if chosen.source.startswith(HUB):
-        assert task.hub is not None  # or it would not have been chosen
+        assert task.hub is not None  # `select` has checked it
         fields, convert = READERS[task.hub.reader]
     for record in iter_records(Source.parse(chosen.source), fields, bad):
         try:
-            yield _item(
-                task, record.fields if convert is None else convert(record.fields), record.origin, chat
-            )
+            item_fields = record.fields if convert is None else convert(record.fields)
+            yield _item(task, item_fields, record.origin, chat)
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-            bad.add(WRONG, record.origin, (str(error) or type(error).__name__)[:80])
+            bad.add(NOT_AN_ITEM, record.origin, (str(error) or type(error).__name__)[:80])
 
 
 def _item(task: Task, record: dict[str, Any], origin: str, chat: bool) -> Item:
     """Convert a record to an item. Raises ValueError, KeyError, IndexError or TypeError for an invalid one."""
-    same = None if task.shots_same is None else record[task.shots_same]
+    group = None if task.shots_same is None else record[task.shots_same]
     prompt = _text(task.prompt, record)
     if isinstance(task, Choice):
         choices = _strings(record, task.choices)
         gold = _gold(record[task.gold], len(choices))
-        return Item(origin, (prompt,), choices, gold, prompt + task.delimiter + choices[gold], same)
+        return Item(origin, (prompt,), choices, gold, prompt + task.delimiter + choices[gold], group)
     if isinstance(task, Schema):
         options = _strings(record, task.options)
         gold = _gold(record[task.gold], len(options))
-        return Item(origin, options, (prompt,), gold, options[gold] + task.delimiter + prompt, same)
+        return Item(origin, options, (prompt,), gold, options[gold] + task.delimiter + prompt, group)
     answer = _text(task.answer, record) if task.answer else ""
     if isinstance(task, CompletionTask):
         if not answer.strip():
             raise ValueError("the answer is empty")
-        return Item(origin, (prompt,), (answer,), 0, prompt + task.delimiter + answer, same)
+        return Item(origin, (prompt,), (answer,), 0, prompt + task.delimiter + answer, group)
     example = prompt + answer
     if isinstance(task, CodeTask):
-        asked = _text(task.chat_prompt, record) if chat else prompt
+        context = _text(task.chat_prompt, record) if chat else prompt
         tests, entry_point, helpers = (
             _text(template, record) for template in (task.tests, task.entry_point, task.helpers)
         )
-        return Item(origin, (asked,), (prompt,), 0, example, same, (tests, entry_point, helpers))
-    references = (
-        (_text(task.reference, record),) if isinstance(task, Number) else _strings(record, task.references)
-    )
-    return Item(origin, (prompt,), references, 0, example, same)
+        return Item(origin, (context,), (prompt,), 0, example, group, (tests, entry_point, helpers))
+    if isinstance(task, Number):
+        references: tuple[str, ...] = (_text(task.reference, record),)
+    else:
+        references = _strings(record, task.references)
+    return Item(origin, (prompt,), references, 0, example, group)
 
 
 def _text(template: str, record: dict[str, Any]) -> str:
+    """Fill in a template. Raises ValueError for text that is not valid Unicode."""
     text = template.format_map(record)
-    text.encode("utf-8")  # half of a surrogate pair cannot be tokenised
+    text.encode("utf-8")  # a lone surrogate cannot be tokenized
     return text
 
 
@@ -168,7 +178,7 @@ def _strings(record: dict[str, Any], field: str | tuple[str, ...]) -> tuple[str,
     """Return a field that holds a list of texts, or the text of each template."""
     values = record[field] if isinstance(field, str) else [_text(template, record) for template in field]
     if not isinstance(values, list) or not values or not all(isinstance(v, str) and v for v in values):
-        raise ValueError(f"{field}: is no list of texts")
+        raise ValueError(f"{field}: is not a list of texts")
     for value in values:
         value.encode("utf-8")
     return tuple(values)
@@ -176,19 +186,21 @@ def _strings(record: dict[str, Any], field: str | tuple[str, ...]) -> tuple[str,
 
 def _gold(value: object, count: int) -> int:
     if not isinstance(value, int) or not 0 <= int(value) < count:
-        raise ValueError(f"the right answer is {value!r} of {count}")
+        raise ValueError(f"the correct answer is {value!r}, but there are {count} answers")
     return int(value)
 
 
 def _fields(task: Task) -> tuple[str, ...]:
-    """Return the fields that a record must have."""
-    names = []
-    for role in type(task).model_fields:
-        value = getattr(task, role)
-        if role in FIELDS or (role == "choices" and isinstance(value, str)):
+    """Return the fields that a record of this task must have."""
+    names: list[str] = []
+    for key in type(task).model_fields:
+        value = getattr(task, key)
+        if key in FIELD_KEYS or (key == "choices" and isinstance(value, str)):
             names += [] if value is None else [value]
-        elif role in TEMPLATES:
+        elif key in TEMPLATE_KEYS:
             for template in [value] if isinstance(value, str) else value:
-                found = (name for _, name, _, _ in Formatter().parse(template) if name)
-                names += [name.split("[")[0].split(".")[0] for name in found]
+                used = (name for _, name, _, _ in Formatter().parse(template) if name)
+                names += [
+                    name.split("[")[0].split(".")[0] for name in used
+                ]  # "choices[0]" uses the field choices
     return tuple(dict.fromkeys(names))

@@ -1,4 +1,4 @@
-"""Evaluate a task on a model."""
+"""Evaluate a model on a task."""
 
 import math
 import time
@@ -9,20 +9,23 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from deskside.data.corpus.sources import BadInputLog
-from deskside.evaluate.generated import judge, write
-from deskside.evaluate.items import Examples, Item, limited, read
+from deskside.evaluate.generated import generate_answers, judge_answers
+from deskside.evaluate.items import Examples, Item, read_items, select_indices
 from deskside.evaluate.likelihood import Encoder, Likelihood, likelihoods
 from deskside.evaluate.scoring import centred, mean_centred, wilson
 from deskside.evaluate.tasks import Choice, CompletionTask, Generated, Schema, SelectedTask
 from deskside.model.transformer import Transformer
 from deskside.utils.errors import UsageError
 
-CORE_TASKS = 22  # in the paper
+CORE_TASKS = 22  # in the paper (see `scoring.centred`)
 
 
 @dataclass(frozen=True)
-class Subject:
-    """The model that is evaluated, and how text becomes its tokens. chat: contexts are a user's messages."""
+class EvaluatedModel:
+    """The model to evaluate, and its tokenization.
+
+    chat: contexts are user messages, rendered with the chat template.
+    """
 
     model: Transformer
     tokenizer: Tokenizer
@@ -34,28 +37,32 @@ class Subject:
 
 @dataclass(frozen=True)
 class TaskResult:
-    """right of n items. `more`: further numbers of this kind of task. records: one for each item, for a file.
+    """The result of a task.
 
-    damaged: reasons and places of records that were left out, as BadInputLog gives them.
+    Attributes:
+        correct: Number of correct items, of `n`.
+        metrics: Further metrics of this kind of task.
+        damaged: Skipped records, as in `BadInputLog.as_dict`.
+        records: The results of each item, for --items.
     """
 
     chosen: SelectedTask
-    right: int
+    correct: int
     n: int
     seconds: float
-    more: dict[str, Any]
+    metrics: dict[str, Any]
     damaged: dict[str, Any]
     records: list[dict[str, Any]]
 
     @property
     def accuracy(self) -> float:
         """Share of correct items."""
-        return self.right / self.n
+        return self.correct / self.n
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the result for JSON; low and high are a 95 % interval."""
+        """Return the result for JSON. low and high: 95 % confidence interval of the accuracy."""
         task = self.chosen.task
-        low, high = wilson(self.right, self.n)
+        low, high = wilson(self.correct, self.n)
         return {
             "accuracy": self.accuracy,
             "low": low,
@@ -65,7 +72,7 @@ class TaskResult:
             "chance": task.chance,
             "kind": task.kind,
             "shots": self.chosen.shots,
-            **self.more,
+            **self.metrics,
             "damaged": sum(reason["count"] for reason in self.damaged.values()),
             "seconds": round(self.seconds, 3),
             "source": self.chosen.source,
@@ -74,7 +81,7 @@ class TaskResult:
 
 @dataclass(frozen=True)
 class Core:
-    """Mean of the centered accuracies of the evaluated CORE tasks, with a 95 % interval."""
+    """The CORE metric over the evaluated tasks: mean centered accuracy, with a 95 % confidence interval."""
 
     value: float
     low: float
@@ -83,7 +90,7 @@ class Core:
 
 
 def core(results: Sequence[TaskResult]) -> Core | None:
-    """Return the CORE metric of the tasks that belong to it; None without any."""
+    """Return the CORE metric of the results that belong to it; None if there are none."""
     members = [result for result in results if result.chosen.core]
     if not members:
         return None
@@ -91,132 +98,136 @@ def core(results: Sequence[TaskResult]) -> Core | None:
     return Core(value, low, high, tuple(r.chosen.name for r in members))
 
 
-class Prepared:
-    """A task with its items, their examples, and the damaged records of its data.
+class PreparedTask:
+    """A task with its items and few-shot examples. `bad` lists the damaged records of its data.
 
-    Raises UsageError for no item, or too few for the examples.
+    Raises UsageError if there is no item, or if there are too few for the examples.
     """
 
     def __init__(self, chosen: SelectedTask, chat: bool = False) -> None:
         self.chosen, self.bad = chosen, BadInputLog()
-        self.items = read(chosen, self.bad, chat=chat)
+        self.items = read_items(chosen, self.bad, chat=chat)
         self.examples = Examples(chosen, self.items)
 
 
 def evaluate(
-    subject: Subject,
-    prepared: Prepared,
+    evaluated: EvaluatedModel,
+    prepared: PreparedTask,
     *,
     limit: int | None = None,
     tick: Callable[[int], object] | None = None,
 ) -> TaskResult:
-    """Evaluate a task on its items. `tick` is called with the number of answers that are done.
+    """Evaluate a model on the items of a task.
 
-    Raises UsageError for an answer that the model cannot hold, RunError for numbers that are not finite and for code
-    that cannot be locked in.
+    Args:
+        limit: Maximum number of items.
+        tick: Called with the number of newly finished answers.
+
+    Raises UsageError for an answer that exceeds the model's context length, RunError for outputs that are not finite
+    and for code that cannot be sandboxed.
     """
-    begin = time.monotonic()
+    start = time.monotonic()
     chosen, items = prepared.chosen, prepared.items
-    numbers = limited(items, limit, chosen.task.spread)
-    taken = [items[number] for number in numbers]
-    before = [prepared.examples.before(number) for number in numbers]
-    more: dict[str, Any] = {}
+    indices = select_indices(items, limit, chosen.task.spread)
+    selected = [items[index] for index in indices]
+    examples = [prepared.examples.prefix(index) for index in indices]
+    metrics: dict[str, Any] = {}
     if isinstance(chosen.task, Generated):
-        records = _generated(subject, chosen.task, taken, before, tick)
+        records = _evaluate_generated(evaluated, chosen.task, selected, examples, tick)
     else:
-        records, more = _likely(subject, chosen.task, taken, before, tick)
-    right = sum(record["right"] for record in records)
+        records, metrics = _evaluate_likelihood(evaluated, chosen.task, selected, examples, tick)
+    correct = sum(record["right"] for record in records)
     records = [
-        {"task": chosen.name, "index": number, "origin": item.origin, **record}
-        for record, number, item in zip(records, numbers, taken, strict=True)
+        {"task": chosen.name, "index": index, "origin": item.origin, **record}
+        for record, index, item in zip(records, indices, selected, strict=True)
     ]
-    seconds = time.monotonic() - begin
-    return TaskResult(chosen, right, len(taken), seconds, more, prepared.bad.as_dict(), records)
+    seconds = time.monotonic() - start
+    return TaskResult(chosen, correct, len(selected), seconds, metrics, prepared.bad.as_dict(), records)
 
 
-def answers_of(prepared: Prepared, limit: int | None) -> int:
+def count_answers(prepared: PreparedTask, limit: int | None) -> int:
     """Return how many answers `evaluate` will count, for a progress bar."""
     chosen, items = prepared.chosen, prepared.items
-    taken = limited(items, limit, chosen.task.spread)
+    indices = select_indices(items, limit, chosen.task.spread)
     if isinstance(chosen.task, Generated):
-        return len(taken)
-    return sum(max(len(items[n].contexts), len(items[n].answers)) for n in taken)
+        return len(indices)
+    return sum(max(len(items[n].contexts), len(items[n].answers)) for n in indices)
 
 
-def _likely(
-    subject: Subject,
+def _evaluate_likelihood(
+    evaluated: EvaluatedModel,
     task: Choice | Schema | CompletionTask,
     items: Sequence[Item],
-    before: Sequence[str],
+    examples: Sequence[str],
     tick: Callable[[int], object] | None,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return a record for each item, judged by log-likelihood, and further numbers of all of them."""
+    """Return a record for each item, judged by log-likelihoods, and metrics of all items."""
     texts = []
-    for item, shown in zip(items, before, strict=True):
-        for context, continuation in item.pairs(task, shown):
-            # In a chat the answer begins a turn, and so has no space before it.
-            texts.append((context, continuation.lstrip() if subject.chat else continuation))
-    pairs = subject.encoder.pairs(texts)
-    found = iter(likelihoods(subject.model, pairs, batch_tokens=subject.batch_tokens, tick=tick))
+    for item, item_examples in zip(items, examples, strict=True):
+        for context, continuation in item.pairs(task, item_examples):
+            # In a chat the answer begins a turn, so it has no leading space.
+            texts.append((context, continuation.lstrip() if evaluated.chat else continuation))
+    pairs = evaluated.encoder.pairs(texts)
+    results = iter(likelihoods(evaluated.model, pairs, batch_tokens=evaluated.batch_tokens, tick=tick))
     records: list[dict[str, Any]] = []
     for item in items:
-        of_item = [next(found) for _ in range(max(len(item.contexts), len(item.answers)))]
-        records.append(_record(task, item, of_item))
+        item_results = [next(results) for _ in range(max(len(item.contexts), len(item.answers)))]
+        records.append(_record(task, item, item_results))
     if isinstance(task, CompletionTask):
         mean = math.fsum(record["logprobs"][0] for record in records) / len(records)
-        # Past e^700 a float ends, and so does any meaning.
+        # math.exp overflows beyond 709.
         return records, {"perplexity": math.exp(-mean) if mean > -700 else None}
     names = ("acc", "acc_norm", "acc_bytes") if isinstance(task, Choice) else ("acc",)
-    more: dict[str, Any] = {
+    metrics: dict[str, Any] = {
         name: sum(record[name] == record["gold"] for record in records) / len(records) for name in names
     }
-    more["score"] = task.score if isinstance(task, Choice) else "acc"
-    return records, more
+    metrics["score"] = task.score if isinstance(task, Choice) else "acc"
+    return records, metrics
 
 
 def _record(
-    task: Choice | Schema | CompletionTask, item: Item, found: Sequence[Likelihood]
+    task: Choice | Schema | CompletionTask, item: Item, results: Sequence[Likelihood]
 ) -> dict[str, Any]:
-    """Return the results of one item's answers.
+    """Return the results of one item.
 
-    acc, acc_norm and acc_bytes are the numbers of the chosen answers; of equal ones the first is chosen, as in lm-eval.
+    acc, acc_norm and acc_bytes are the indices of the chosen answers. Of equal ones the first is chosen, as in lm-eval.
     """
-    logprobs = [each.logprob for each in found]
+    logprobs = [result.logprob for result in results]
     if isinstance(task, CompletionTask):
-        return {"logprobs": logprobs, "right": found[0].greedy}
+        return {"logprobs": logprobs, "right": results[0].greedy}
     lengths = {"acc": [1] * len(logprobs)}
     if isinstance(task, Choice):
         lengths["acc_norm"] = [len(answer) for answer in item.answers]
         lengths["acc_bytes"] = [len(answer.encode()) for answer in item.answers]
     record: dict[str, Any] = {"gold": item.gold, "logprobs": logprobs}
-    for name, sizes in lengths.items():
-        per_size = [p / size for p, size in zip(logprobs, sizes, strict=True)]
-        record[name] = per_size.index(max(per_size))
+    for name, answer_lengths in lengths.items():
+        scores = [logprob / length for logprob, length in zip(logprobs, answer_lengths, strict=True)]
+        record[name] = scores.index(max(scores))
     chosen = record[task.score] if isinstance(task, Choice) else record["acc"]
     return {**record, "right": chosen == item.gold}
 
 
-def _generated(
-    subject: Subject,
+def _evaluate_generated(
+    evaluated: EvaluatedModel,
     task: Generated,
     items: Sequence[Item],
-    before: Sequence[str],
+    examples: Sequence[str],
     tick: Callable[[int], object] | None,
 ) -> list[dict[str, Any]]:
-    """Return a record for each item, judged by a generated answer."""
-    prompts = subject.encoder.prompts(
-        [shown + item.contexts[0] for item, shown in zip(items, before, strict=True)]
+    """Return a record for each item, judged by its generated answer."""
+    prompts = evaluated.encoder.prompts(
+        [item_examples + item.contexts[0] for item, item_examples in zip(items, examples, strict=True)]
     )
-    texts = write(
-        subject.model,
-        subject.tokenizer,
+    texts = generate_answers(
+        evaluated.model,
+        evaluated.tokenizer,
         prompts,
         task,
-        eos_tokens=subject.eos_tokens,
-        chat=subject.chat,
+        eos_tokens=evaluated.eos_tokens,
+        chat=evaluated.chat,
         tick=tick,
     )
-    verdicts = judge(task, items, texts, subject.chat)
+    verdicts = judge_answers(task, items, texts, evaluated.chat)
     return [
         {"text": text, "right": verdict.passed, "judged": verdict.reason}
         for text, verdict in zip(texts, verdicts, strict=True)
@@ -225,8 +236,8 @@ def _generated(
 
 def check_chat(chosen: Sequence[SelectedTask], chat: bool) -> None:
     """Raise UsageError for a task that cannot be put into one chat message."""
-    schema = next((each.name for each in chosen if isinstance(each.task, Schema)), None)
+    schema = next((selected.name for selected in chosen if isinstance(selected.task, Schema)), None)
     if chat and schema is not None:
         raise UsageError(
-            f"--chat: {schema} compares beginnings of a sentence, which are no message; leave it out of --tasks"
+            f"--chat: {schema} compares beginnings of sentences, which are not chat messages; leave it out of --tasks"
         )

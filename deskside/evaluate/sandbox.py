@@ -1,34 +1,34 @@
-"""Run generated code against tests, so that it can neither do harm nor fake a pass.
+"""Sandbox for generated code: it can neither do harm nor fake a pass of the tests.
 
-Guaranteed, by the Linux kernel (seccomp and resource limits, no root needed), for everything that the code does:
+The Linux kernel (seccomp and resource limits, without root) guarantees for everything that the code does:
 
-    files       none can be opened, made, changed or listed, for reading as little as for writing
-    network     no socket can be made
-    processes   none can be started, no thread either, and no signal sent to another one
-    memory      an upper bound, of address space; time: of processor seconds and by the clock
-    inheritance no environment, no open file but its source, a socket to its judge and /dev/null
-    output      goes nowhere
-    leftovers   none: the kernel kills every process of the sandbox when its caller ends, however it ends
+    files       none can be opened, created, changed or listed
+    network     no socket can be created
+    processes   no process or thread can be started, and no signal sent to another process
+    resources   address space, processor time and wall-clock time are limited
+    inheritance no environment variables, and no open files except its source, a socket to the judge and /dev/null
+    output      is discarded
+    leftovers   none: the kernel kills all processes of the sandbox when the caller ends, even if it is killed
 
-The verdict is decided in another process, the judge, in which no code of the model ever runs. Only plain values enter
-it, as data. So nothing that the code does inside its own process can reach the verdict: neither changing `assert`,
-`==`, built-in functions, modules, frames or memory, nor ending the process early with any exit code, nor writing to
-any descriptor. The code's process holds no secret: it never learns the tests or the expected values.
+The tests run in another process, the judge, which never executes the model's code. It receives only plain values. So
+nothing that the code does inside its own process can affect the verdict: neither changing `assert`, `==`, built-in
+functions, modules, frames or memory, nor exiting early with any exit code, nor writing to any file descriptor. The
+process of the code never receives the tests or the expected values.
 
-Objects of the code's own classes stay in its process; the tests hold references. The code answers what the tests ask
-of such an object (attributes, methods, length, iteration), but a plain value never equals one, and it is never told
-what it is compared with. What cannot be guaranteed:
+Instances of the code's own classes stay in its process, and the tests hold references to them. The code answers the
+tests' operations on such an object (attributes, methods, length, iteration), but a plain value never equals it, and the
+code never learns what it is compared with. Not guaranteed:
 
     - tests that let the code decide: `assert f(x) == Point(1, 2)` with a class Point of the code, or a helper that the
-      tests call and only the code defines. Give `entry_point` and `helpers` where they are known.
-    - anything against a bug of the kernel or of Python itself, and the secrecy of the processor's side channels
-    - that the tests mean what they should. Tests that use nothing of the code never pass.
+      tests call and only the code defines. Pass `entry_point` and `helpers` if they are known.
+    - protection against bugs of the kernel or of Python, and against side channels of the processor
+    - that the tests are correct. Tests that use nothing of the code never pass.
 
-Not possible inside: modules beyond the common ones of the standard library (`sandboxed.lock.PRELOADED`), temporary
-files, threads. Instances of the tests' own classes cannot be passed to the code; subclasses of int, str, list and other
-plain types arrive as their base.
+Not supported in the sandbox: modules other than common ones of the standard library (`sandboxed.lock.PRELOADED`),
+temporary files, threads. Instances of the tests' own classes cannot be passed to the code; instances of subclasses of
+int, str, list and other plain types are converted to the plain type.
 
-Another system than Linux on x86-64 or ARM64 has none of this, and there code is not run at all (RunError).
+On systems other than Linux on x86-64 or ARM64, code is not run at all (RunError).
 """
 
 import atexit
@@ -49,14 +49,16 @@ from deskside.utils.child_process import cpu_cores
 from deskside.utils.errors import RunError
 
 SECONDS = 10.0
-WALL_FACTOR = 3.0  # a busy machine gives a process a third of its time
+WALL_FACTOR = (
+    3.0  # wall-clock limit over processor time: a process may get a third of a core on a busy machine
+)
 MEMORY_MIB = 512
 SERVER = ("-m", "deskside.evaluate.sandboxed.fork_server")
 
 
 @dataclass(frozen=True)
 class SandboxResult:
-    """The verdict of the tests. reason: why they failed, an exception or what stopped them."""
+    """The verdict of the tests. reason: why they failed: an exception, or the limit that was exceeded."""
 
     passed: bool
     reason: str
@@ -71,25 +73,25 @@ def check(
     seconds: float = SECONDS,
     memory_mib: int = MEMORY_MIB,
 ) -> SandboxResult:
-    """Run `code`, then `tests`, which call its functions and raise where it is wrong.
+    """Run `code` and then `tests`, which use its functions and raise an exception if it is wrong.
 
     Args:
-        entry_point: The function under test, if known. Only it must come from the code.
-        helpers: Trusted source that the tests may use, such as the prompt of the task. The code cannot replace what it
-            defines, except `entry_point`.
-        seconds: Processor time of each of the two processes; three times as long by the clock.
-        memory_mib: Address space of each of the two processes; an empty one takes about 40.
+        entry_point: Name of the function under test, if known. The code must define it.
+        helpers: Trusted source that the tests may use, such as the prompt of the task. The code cannot replace its
+            definitions, except `entry_point`.
+        seconds: Maximum processor time of each of the two processes. The wall-clock limit is WALL_FACTOR times that.
+        memory_mib: Maximum address space of each of the two processes; Python itself takes about 40 MiB.
 
-    Raises RunError where this machine cannot lock the processes.
+    Raises RunError if this machine cannot sandbox the processes.
     """
     wall_seconds = WALL_FACTOR * seconds
     request = {"seconds": seconds, "wall_seconds": wall_seconds, "memory_bytes": memory_mib << 20}
-    judged = json.dumps({"tests": tests, "helpers": helpers, "entry_point": entry_point})
-    code_file, tests_file = _file(code), _file(judged)
+    for_judge = json.dumps({"tests": tests, "helpers": helpers, "entry_point": entry_point})
+    code_file, tests_file = _memory_file(code), _memory_file(for_judge)
     try:
         outcome = None
-        for _ in range(2):  # once more if the server was killed, by the kernel's want of memory for instance
-            outcome = _server.ask(json.dumps(request).encode(), (code_file, tests_file), wall_seconds)
+        for _ in range(2):  # retry if the fork server was killed, for example because memory ran out
+            outcome = _server.request(json.dumps(request).encode(), (code_file, tests_file), wall_seconds)
             if outcome is not None:
                 break
     finally:
@@ -97,12 +99,12 @@ def check(
         os.close(tests_file)
     if outcome is None:
         raise RunError(
-            "sandbox: its server ended twice without a verdict; look for want of memory in the kernel's log"
+            "sandbox: its server ended twice without a verdict; check the kernel's log for out-of-memory kills"
         )
     if "refused" in outcome:
         raise RunError(
-            f"sandbox: this system does not let a process give up its rights ({outcome['refused']}; it takes Linux "
-            "with seccomp on x86-64 or ARM64), so no code of a model is run here; use a reward or a task without code"
+            f"sandbox: this system cannot restrict processes ({outcome['refused']}; it needs Linux with seccomp on "
+            "x86-64 or ARM64), so no code of a model is run here; use a reward or a task without code"
         )
     return SandboxResult(bool(outcome["passed"]), str(outcome["reason"]))
 
@@ -117,18 +119,18 @@ def check_many(
     """Run `check` for several jobs at a time and return the verdicts in order.
 
     Args:
-        jobs: The positional arguments of `check` for each.
-        workers: How many run at once; None is one per processor.
+        jobs: For each, the positional arguments of `check`.
+        workers: Maximum number of jobs at once; None: one per processor.
     """
     with ThreadPoolExecutor(workers or cpu_cores()) as pool:
         return list(pool.map(lambda job: check(*job, seconds=seconds, memory_mib=memory_mib), jobs))
 
 
-def _file(text: str) -> int:
-    """Return the descriptor of an anonymous file with this text, at its beginning."""
+def _memory_file(text: str) -> int:
+    """Return the descriptor of an anonymous file in memory with this text, positioned at its beginning."""
     if sys.platform != "linux":
         raise RunError(
-            "sandbox: it takes Linux; no code of a model is run here; use a reward or a task without code"
+            "sandbox: it needs Linux, so no code of a model is run here; use a reward or a task without code"
         )
     descriptor = os.memfd_create("sandbox")
     with os.fdopen(os.dup(descriptor), "wb") as file:
@@ -145,49 +147,51 @@ class _Server:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
 
-    def ask(self, request: bytes, files: tuple[int, int], wall_seconds: float) -> dict[str, object] | None:
-        """Return the outcome of a check; None if the server ended before there was one."""
-        mine, theirs = socket.socketpair()
-        with mine:
-            with theirs, self._lock:
+    def request(
+        self, request: bytes, files: tuple[int, int], wall_seconds: float
+    ) -> dict[str, object] | None:
+        """Return the outcome of a check; None if the server ended without one."""
+        result, result_writer = socket.socketpair()
+        with result:
+            with result_writer, self._lock:
                 for descriptor in files:
                     os.lseek(descriptor, 0, os.SEEK_SET)
                 try:
-                    socket.send_fds(self._started(), [request], [theirs.fileno(), *files])
+                    socket.send_fds(self._connection(), [request], [result_writer.fileno(), *files])
                 except OSError:
                     self.stop()
                     return None
-            mine.settimeout(START_SECONDS + 2 * wall_seconds)
+            result.settimeout(START_SECONDS + 2 * wall_seconds)
             data = b""
             try:
-                while part := mine.recv(4096):
+                while part := result.recv(4096):
                     data += part
-            except TimeoutError:
-                return None
-            except ConnectionResetError:
+            except (TimeoutError, ConnectionResetError):
                 return None
         return json.loads(data) if data else None
 
-    def _started(self) -> socket.socket:
+    def _connection(self) -> socket.socket:
+        """Return the control socket, after starting the server if it does not run."""
         if self._control is not None:
             return self._control
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
+        self._control, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with server_end:
             self._process = subprocess.Popen(
-                # No site-packages, no user folder, no bytecode written. Hashes are the same every time.
-                [sys.executable, "-s", "-S", "-B", "-P", *SERVER, str(theirs.fileno()), str(os.getpid())],
+                # No user or system site-packages, no bytecode files, no unsafe path. PYTHONHASHSEED makes hashes
+                # reproducible.
+                [sys.executable, "-s", "-S", "-B", "-P", *SERVER, str(server_end.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(server_end.fileno(),),
                 env={"PYTHONHASHSEED": "0", "PYTHONPATH": str(Path(deskside.__file__).parent.parent)},
                 cwd="/",
-                start_new_session=True,  # Ctrl-C is for the caller
+                start_new_session=True,  # Ctrl-C must not reach the server
             )
         return self._control
 
     def stop(self) -> None:
-        """End the server and its checks; the next one starts a new server."""
+        """Kill the server and its running checks. The next check starts a new server."""
         if self._control is not None:
             self._control.close()
             self._control = None
@@ -197,7 +201,7 @@ class _Server:
         self._process = None
 
     def forget(self) -> None:
-        """Drop the connection in a forked child of this process: the server answers its parent alone."""
+        """Drop the connection in a forked child of this process, because the server serves only its parent."""
         if self._control is not None:
             self._control.close()
         _Server.__init__(self)

@@ -1,4 +1,4 @@
-"""Scoring: read the number, words or code of a written answer, and summarize the accuracy of tasks."""
+"""Extract the number, words or code from a generated answer, and summarize the accuracy of tasks."""
 
 import math
 import re
@@ -7,42 +7,44 @@ from collections.abc import Sequence
 from decimal import Decimal
 
 Z = 1.959963984540054  # of a 95 % confidence interval
-# A minus after a number or a bracket, or apart from its number, is a subtraction.
+# A minus sign after a word character or a closing bracket, or with a space after it, is a subtraction.
 _NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:\$\s?)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
-_MARKED = re.compile(r"####|the (?:final )?answer is:?|\\boxed\{", re.IGNORECASE)
+_ANSWER_MARK = re.compile(r"####|the (?:final )?answer is:?|\\boxed\{", re.IGNORECASE)
 _FENCE = re.compile(r"```(?:python|py)?[ \t]*\r?\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
 
 
 def number_in(text: str) -> Decimal | None:
-    """Return the number in an answer: the first after the last mark ("####", "The answer is"), else the last one.
+    """Return the number in an answer: the first one after the last mark ("####", "The answer is"), else the last one.
 
-    Thousands separators and dollar signs are not part of it. None if there is no number.
+    Thousands separators and dollar signs are ignored. None if there is no number.
     """
-    marks = list(_MARKED.finditer(text))
+    marks = list(_ANSWER_MARK.finditer(text))
     if marks:
-        found = _NUMBER.search(text, marks[-1].end())
-        if found is not None:
-            return _decimal(found[0])
+        match = _NUMBER.search(text, marks[-1].end())
+        if match is not None:
+            return _decimal(match[0])
     numbers = _NUMBER.findall(text)
     return _decimal(numbers[-1]) if numbers else None
 
 
 def same_words(text: str, references: tuple[str, ...]) -> bool:
-    """Return whether a text equals a reference, ignoring case, articles, punctuation and spaces (as SQuAD and
-    TriviaQA compare, Rajpurkar et al. 2016, arXiv:1606.05250)."""
+    """Return True if the text equals one of the references, ignoring case, articles, punctuation and spaces.
+
+    This is how SQuAD and TriviaQA compare (Rajpurkar et al. 2016, arXiv:1606.05250).
+    """
     return words(text) in {words(reference) for reference in references}
 
 
 def words(text: str) -> str:
-    """Return a text in lower case, without articles and punctuation, with single spaces."""
+    """Return the text in lower case with single spaces, without articles and punctuation."""
     bare = "".join(letter for letter in text.lower() if letter not in string.punctuation)
     return " ".join(word for word in bare.split() if word not in ("a", "an", "the"))
 
 
 def code_in(text: str) -> str | None:
     """Return the first fenced code block of a chat answer, or None."""
-    found = _FENCE.search(text)
-    return found[1] if found is not None else None
+    match = _FENCE.search(text)
+    return match[1] if match is not None else None
 
 
 def _decimal(text: str) -> Decimal:
@@ -52,16 +54,16 @@ def _decimal(text: str) -> Decimal:
 # Accuracy
 
 
-def wilson(right: int, n: int) -> tuple[float, float]:
-    """Return the 95 % confidence interval of a share (Wilson 1927, Journal of the American Statistical Association 22).
+def wilson(correct: int, n: int) -> tuple[float, float]:
+    """Return the 95 % confidence interval of an accuracy (Wilson 1927, J. of the American Statistical Association 22).
 
-    It stays inside of 0..1 and has a width also where all items are right or all are wrong.
+    It lies within [0, 1], and is not empty if all items are correct or none is.
     """
-    share, spread = right / n, Z * Z / n
+    share, spread = correct / n, Z * Z / n
     middle = (share + spread / 2) / (1 + spread)
     half = Z / (1 + spread) * math.sqrt(share * (1 - share) / n + spread / (4 * n))
-    # Exactly 0 and 1 at the ends, which rounding misses.
-    return 0.0 if right == 0 else middle - half, 1.0 if right == n else middle + half
+    # The interval ends exactly at 0 or 1 in these cases, but rounding misses it.
+    return 0.0 if correct == 0 else middle - half, 1.0 if correct == n else middle + half
 
 
 def centred(accuracy: float, chance: float) -> float:
@@ -73,10 +75,13 @@ def centred(accuracy: float, chance: float) -> float:
 
 
 def mean_centred(results: Sequence[tuple[float, int, float]]) -> tuple[float, float, float]:
-    """Return the mean centered accuracy of (accuracy, items, chance), and its 95 % interval.
+    """Return the mean centered accuracy of tasks and its 95 % confidence interval: (mean, low, high).
 
-    The interval is that of independent tasks. A task's variance is taken between right and wrong answers with one more
-    of each, so that tasks that are all right or all wrong have some.
+    The tasks are assumed to be independent. The variance of a task is estimated with one more correct and one more
+    wrong answer, so it is not zero if all answers are correct or all are wrong.
+
+    Args:
+        results: (accuracy, number of items, accuracy of guessing) of each task.
     """
     total = variance = 0.0
     for accuracy, n, chance in results:

@@ -1,7 +1,7 @@
-"""Evaluation tasks, described as data (tasks.toml), and their selection.
+"""Evaluation tasks, defined in tasks.toml, and their selection.
 
-A task says where its records are, how a record becomes a prompt, and how an answer is judged. Templates are Python's
-format strings over a record's fields. A folder of data may define further tasks in its own tasks.toml.
+A task defines where its records are, how a record becomes a prompt, and how an answer is judged. Templates are Python
+format strings over the fields of a record. A data folder may define further tasks in its own tasks.toml.
 """
 
 import difflib
@@ -22,17 +22,17 @@ from deskside.utils.errors import UsageError
 from deskside.utils.parsing import Unreadable, toml_table
 
 HUB = "hf:"
-DEPTH = 3  # folders below the one that is given
-FIELDS = {"shots_same", "gold", "options", "references"}  # name a field of a record
-TEMPLATES = {"prompt", "choices", "answer", "reference", "tests", "chat_prompt", "entry_point", "helpers"}
-WHERE = (
+MAX_DEPTH = 3  # levels of folders below --tasks-dir that are searched
+FIELD_KEYS = {"shots_same", "gold", "options", "references"}  # keys of a task that name a field of a record
+TEMPLATE_KEYS = {"prompt", "choices", "answer", "reference", "tests", "chat_prompt", "entry_point", "helpers"}
+DATA_HINT = (
     "give --tasks-dir DIR, a folder with llm-foundry's scripts/eval/local_data or files like them, "
     "or --tasks-dir hf: to read from the Hugging Face hub"
 )
 
 
 class Hub(Part):
-    """A dataset on the hub, and the function of datasets.py that converts its records."""
+    """A dataset on the Hugging Face hub, and the reader in datasets.py that converts its records."""
 
     source: str
     reader: str
@@ -41,16 +41,21 @@ class Hub(Part):
     @classmethod
     def _is_known(cls, reader: str) -> str:
         if reader not in READERS:
-            raise ValueError(f"{reader!r} is none of {', '.join(READERS)}")
+            raise ValueError(f"{reader!r} is not one of {', '.join(READERS)}")
         return reader
 
 
-class _Base(Part):
+class _TaskBase(Part):
     """Fields of every kind of task.
 
-    files: patterns of file names, the best first. shots: solved examples before each question. shots_same: a field that
-    examples must have in common with the question. core_shots: how many the CORE metric gives this task; None: it is
-    not part of it. chance: the accuracy of guessing. spread: a limit takes records from the whole file, not the first.
+    Attributes:
+        files: Patterns of file names, in order of preference.
+        between: Separator after each few-shot example.
+        shots: Number of few-shot examples.
+        shots_same: A field in which examples must equal the question.
+        core_shots: Number of few-shot examples in the CORE metric; None if the task is not part of it.
+        chance: Accuracy of random guessing.
+        spread: --limit selects items evenly from the whole file instead of the first ones.
     """
 
     files: Annotated[tuple[str, ...], Field(min_length=1)]
@@ -65,21 +70,25 @@ class _Base(Part):
 
     @model_validator(mode="after")
     def _templates_can_be_read(self) -> Self:
-        for name in TEMPLATES & set(type(self).model_fields):
+        for name in TEMPLATE_KEYS & set(type(self).model_fields):
             value = getattr(self, name)
             for template in [value] if isinstance(value, str) else value:
                 try:
                     list(Formatter().parse(template))
                 except ValueError as error:
-                    raise ValueError(f"{name}: {template!r} is no template ({error})") from None
+                    raise ValueError(f"{name}: {template!r} is not a valid template ({error})") from None
         return self
 
 
-class Choice(_Base):
-    """Multiple choice: the most probable answer after the prompt.
+class Choice(_TaskBase):
+    """Multiple choice: the model's answer is the most probable one after the prompt.
 
-    choices: the field that holds them, or one template each. gold: the field with the right one's number, from 0.
-    score: which accuracy is the task's own: of plain sums of log p, per character, or per byte of the answer.
+    Attributes:
+        choices: The field that contains the answers, or one template for each answer.
+        gold: The field with the index of the correct answer, from 0.
+        delimiter: Text between prompt and answer.
+        score: The reported accuracy. Answers are compared by their log-likelihood ("acc"), divided by the number of
+            characters ("acc_norm") or bytes ("acc_bytes").
     """
 
     kind: Literal["choice"]
@@ -89,8 +98,8 @@ class Choice(_Base):
     score: Literal["acc", "acc_norm", "acc_bytes"] = "acc"
 
 
-class Schema(_Base):
-    """The context after which the same continuation is most probable. `prompt` is the continuation."""
+class Schema(_TaskBase):
+    """The model's answer is the context, one of `options`, after which the continuation `prompt` is most probable."""
 
     kind: Literal["schema"]
     options: str = "context_options"
@@ -98,7 +107,7 @@ class Schema(_Base):
     delimiter: str = " "
 
 
-class CompletionTask(_Base):
+class CompletionTask(_TaskBase):
     """Correct if greedy decoding produces exactly the answer."""
 
     kind: Literal["completion"]
@@ -106,8 +115,8 @@ class CompletionTask(_Base):
     delimiter: str = " "
 
 
-class Generated(_Base):
-    """Generated text up to a stop string. `answer` is that of an example, as it follows the prompt."""
+class Generated(_TaskBase):
+    """Generated text up to a stop string. `answer` is the template of the answer in few-shot examples."""
 
     answer: str = ""
     stop: tuple[str, ...] = ()
@@ -122,7 +131,7 @@ class Number(Generated):
 
 
 class Match(Generated):
-    """Correct if the text is one of the field `references`, ignoring case, articles and punctuation."""
+    """Correct if the generated text equals one of `references`, ignoring case, articles and punctuation."""
 
     kind: Literal["match"]
     references: str
@@ -131,8 +140,9 @@ class Match(Generated):
 class CodeTask(Generated):
     """Correct if the generated code passes the tests in the sandbox.
 
-    chat_prompt: what a chat model is asked. entry_point: the function under test. helpers: trusted source whose other
-    definitions the tests use; without it they use those of the written code.
+    Attributes:
+        tests, entry_point, helpers: See `sandbox.check`.
+        chat_prompt: The message to a chat model, instead of `prompt`.
     """
 
     kind: Literal["code"]
@@ -149,7 +159,13 @@ GROUPS = ("core", "all")
 
 @dataclass(frozen=True)
 class SelectedTask:
-    """A task to evaluate, with its number of few-shot examples and its data: a file or a hub dataset."""
+    """A task to evaluate.
+
+    Attributes:
+        shots: Number of few-shot examples.
+        source: Its data: a file or a hub dataset.
+        core: True if the result counts for the CORE metric.
+    """
 
     name: str
     task: Task
@@ -160,14 +176,14 @@ class SelectedTask:
 
 @dataclass(frozen=True)
 class TaskSelection:
-    """The tasks to evaluate. `left_out` are tasks of a group whose data was not found."""
+    """The tasks to evaluate. `left_out`: names of tasks of a group whose data was not found."""
 
     chosen: tuple[SelectedTask, ...]
     left_out: tuple[str, ...]
 
 
 @cache
-def known() -> dict[str, Task]:
+def builtin_tasks() -> dict[str, Task]:
     """Return the built-in tasks."""
     return _read(files("deskside.evaluate").joinpath("tasks.toml").read_text("utf-8"), "tasks.toml")
 
@@ -175,93 +191,100 @@ def known() -> dict[str, Task]:
 def select(names: Sequence[str], folder: str | None, shots: int | None = None) -> TaskSelection:
     """Select tasks by name or group ("core", "all"), with their data under `folder` or, for "hf:", on the hub.
 
-    A group takes what has data; a name must have it. Raises UsageError for a name that is not known, for no data, and
-    for a damaged tasks.toml.
+    Tasks of a group are skipped if their data is missing. Raises UsageError for an unknown name, for missing data of a
+    task that is given by name, and for an invalid tasks.toml.
+
+    Args:
+        shots: Number of few-shot examples; None for each task's own.
     """
-    tasks = dict(known())
+    tasks = dict(builtin_tasks())
     root: Path | None = None
     if folder is None:
         root = None
     elif folder != HUB:
         root = Path(folder).expanduser()
         if not root.is_dir():
-            raise UsageError(f"--tasks-dir {folder}: no such folder; {WHERE}")
-        tasks |= _own(root, tasks)
+            raise UsageError(f"--tasks-dir {folder}: no such folder; {DATA_HINT}")
+        tasks |= _folder_tasks(root, tasks)
     unknown = next((name for name in names if name not in tasks and name not in GROUPS), None)
     if unknown is not None:
         near = difflib.get_close_matches(unknown, [*tasks, *GROUPS], n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join([*GROUPS, *sorted(tasks)])}"
         raise UsageError(f"--tasks {unknown}: there is no such task; {hint}")
     if folder is None:
-        raise UsageError(f"--tasks {','.join(names)}: where is the data? {WHERE}")
-    found = _listing(root) if root is not None else []
-    wanted: dict[str, tuple[bool, bool]] = {}  # name -> (must have data, with CORE's examples)
+        raise UsageError(f"--tasks {','.join(names)}: where is the data? {DATA_HINT}")
+    paths = _data_files(root) if root is not None else []
+    requested: dict[str, tuple[bool, bool]] = {}  # name -> (given by name, part of the group core)
     for name in names:
-        group = [each for each, task in tasks.items() if name == "all" or task.core_shots is not None]
-        for member in [name] if name in tasks else group:
-            before = wanted.get(member, (False, False))
-            wanted[member] = (before[0] or name in tasks, before[1] or name == "core")
+        if name in tasks:
+            members = [name]
+        else:
+            members = [n for n, task in tasks.items() if name == "all" or task.core_shots is not None]
+        for member in members:
+            by_name, core = requested.get(member, (False, False))
+            requested[member] = (by_name or name in tasks, core or name == "core")
     chosen, left_out = [], []
-    for name, (needed, core) in wanted.items():
+    for name, (by_name, core) in requested.items():
         task = tasks[name]
-        source = _source(name, task, root, found, needed)
+        source = _source(name, task, root, paths, required=by_name)
         if source is None:
             left_out.append(name)
             continue
-        own = task.core_shots if core and task.core_shots is not None else task.shots
-        chosen.append(
-            SelectedTask(name, task, own if shots is None else shots, source, core and shots is None)
-        )
+        default_shots = task.core_shots if core and task.core_shots is not None else task.shots
+        # Other numbers of examples are not comparable with CORE.
+        counts_for_core = core and shots is None
+        num_shots = default_shots if shots is None else shots
+        chosen.append(SelectedTask(name, task, num_shots, source, counts_for_core))
     if not chosen:
-        raise UsageError(f"--tasks-dir {folder}: holds the data of none of these tasks; {WHERE}")
+        raise UsageError(f"--tasks-dir {folder}: holds the data of none of these tasks; {DATA_HINT}")
     return TaskSelection(tuple(chosen), tuple(left_out))
 
 
-def _source(name: str, task: Task, root: Path | None, found: Sequence[Path], needed: bool) -> str | None:
-    """Find a task's data; None if it is missing and optional."""
+def _source(name: str, task: Task, root: Path | None, paths: Sequence[Path], required: bool) -> str | None:
+    """Return the data of a task: one of the paths or, without `root`, a hub dataset. None if missing and optional."""
     if root is None:
-        if task.hub is None and needed:
+        if task.hub is None and required:
             raise UsageError(
                 f"--tasks {name}: is not read from the hub; give --tasks-dir DIR with {task.files[0]}"
             )
         return None if task.hub is None else task.hub.source
     for pattern in task.files:
-        matches = [path for path in found if path.match(pattern)]
+        matches = [path for path in paths if path.match(pattern)]
         if matches:
             return str(matches[0])
-    if needed:
+    if required:
         raise UsageError(
-            f"--tasks {name}: no file {task.files[0]} in {root} or {DEPTH} folders below; {WHERE}"
+            f"--tasks {name}: no file {task.files[0]} in {root} or {MAX_DEPTH} folders below; {DATA_HINT}"
         )
     return None
 
 
-def _listing(root: Path) -> list[Path]:
-    """Return files that may hold records, nearest to the root first."""
-    found = []
+def _data_files(root: Path) -> list[Path]:
+    """Return the files that may contain records, nearest to the root first."""
+    paths: list[Path] = []
     level = [root]
-    for _ in range(DEPTH + 1):
+    for _ in range(MAX_DEPTH + 1):
         try:
             entries = sorted(path for folder in level for path in folder.iterdir())
         except OSError as error:
             raise UsageError(
                 f"{error.filename}: cannot be listed ({error.strerror}); give --tasks-dir another folder"
             ) from None
-        found += [path for path in entries if path.is_file() and kind_of(path) not in (None, ".txt")]
+        paths += [path for path in entries if path.is_file() and kind_of(path) not in (None, ".txt")]
         level = [path for path in entries if path.is_dir() and not path.name.startswith(".")]
-    return found
+    return paths
 
 
-def _own(root: Path, tasks: Mapping[str, Task]) -> dict[str, Task]:
+def _folder_tasks(root: Path, tasks: Mapping[str, Task]) -> dict[str, Task]:
     """Return the tasks defined in a data folder."""
     file = root / "tasks.toml"
     if not file.is_file():
         return {}
-    own = _read(file.read_bytes(), str(file))
-    for name in own:
+    folder_tasks = _read(file.read_bytes(), str(file))
+    for name in folder_tasks:
         if name in tasks or name in GROUPS or "," in name:
-            raise UsageError(f"{file}: {name!r} cannot name a task here; give it another name")
-    return own
+            raise UsageError(f"{file}: {name!r} cannot be the name of a task; use another name")
+    return folder_tasks
 
 
 def _read(text: str | bytes, where: str) -> dict[str, Task]:
@@ -270,4 +293,4 @@ def _read(text: str | bytes, where: str) -> dict[str, Task]:
     except Unreadable as error:
         raise UsageError(f"{where}: is not valid TOML ({error}); fix it") from None
     except ValidationError as error:
-        raise UsageError(f"{where}: {first_problem(error)}; fix it, or remove it") from None
+        raise UsageError(f"{where}: {first_problem(error)}; fix the file, or remove it") from None

@@ -1,4 +1,4 @@
-"""Bits per byte of a loaded model on its run's validation data, other prepared data, or a text."""
+"""Bits per byte of a loaded model on its run's validation data, on other prepared data, or on a text."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +19,18 @@ from deskside.utils.errors import RunError, UsageError
 from deskside.utils.files import fingerprint
 from deskside.weights.load import Loaded
 
-TEXT: tuple[DataKind, ...] = ("text", "conversations")
-HF_SEQUENCE_LENGTH = 2048  # of a model that comes without a run: the presets' own, so that numbers compare
+BPB_KINDS: tuple[DataKind, ...] = ("text", "conversations")  # kinds of training data that have bits per byte
+HF_SEQUENCE_LENGTH = (
+    2048  # for a model without a run: the same as the presets', so that results are comparable
+)
 
 
 @dataclass(frozen=True)
 class TextBpb:
-    """Bits per byte of a source."""
+    """Bits per byte of a source, evaluated in rows of `length` tokens.
+
+    baselines: bits per byte of simple models on the same text; None if unknown.
+    """
 
     result: BitsPerByte
     baselines: dict[str, float | None]
@@ -43,14 +48,21 @@ def measure(
     sequence_length: int | None,
     batch_tokens: int,
 ) -> TextBpb:
-    """Bits per byte of a text, of prepared data, or of the run's own; tokens that the model sees: None is the run's.
+    """Measure bits per byte of a text file, of prepared data, or of the run's validation data if both are None.
 
-    Raises UsageError for what cannot be read, or was made with another tokenizer.
+    Args:
+        config: The configuration of the model's run; None without a run.
+        sequence_length: Tokens per row; None for the run's.
+        batch_tokens: Tokens per forward pass.
+
+    Raises UsageError for data that cannot be read or was prepared with another tokenizer.
     """
     length = sequence_length
     if length is None:
-        longest = min(loaded.config.max_position_embeddings, HF_SEQUENCE_LENGTH)
-        length = config.batch.sequence_length if config else longest
+        if config is not None:
+            length = config.batch.sequence_length
+        else:
+            length = min(loaded.config.max_position_embeddings, HF_SEQUENCE_LENGTH)
     if not 2 <= length <= loaded.config.max_position_embeddings:
         raise UsageError(
             f"--sequence-length {length}: this model takes 2 to {loaded.config.max_position_embeddings} tokens"
@@ -97,8 +109,8 @@ def run_config(loaded: Loaded) -> RunConfig | None:
         ) from None
 
 
-def has_data(config: RunConfig | None) -> bool:
-    """Return whether a run's own validation data can be measured besides the tasks; say so where it cannot."""
+def has_own_data(config: RunConfig | None) -> bool:
+    """Return True if the run's own validation data has bits per byte. Print the reason if it does not."""
     if config is None or config.data.path is None:
         return False
     try:
@@ -110,18 +122,18 @@ def has_data(config: RunConfig | None) -> bool:
 
 
 def _own_data(config: RunConfig | None) -> str:
-    """Return the path of a run's own data. Raises UsageError if it has no bits per byte, or is not there."""
+    """Return the path of the run's data. Raises UsageError if it has no bits per byte, or does not exist."""
     path = config.data.path if config else None
-    if config is not None and config.data_kind not in TEXT:
+    if config is not None and config.data_kind not in BPB_KINDS:
         raise UsageError(
             f"this run was trained on {DATA_NOUNS[config.data_kind]}, which have no bits per byte; give --tasks NAME, "
             "--text FILE or --data DIR (prepared text)"
         )
     if path is None:
-        raise UsageError("this model brings no validation data; give --text FILE or --data DIR")
+        raise UsageError("this model has no validation data; give --text FILE or --data DIR")
     if not Path(path).is_dir():
         raise UsageError(
-            f"{path}: the run's data is not there any more; give --data DIR (prepared data) or --text FILE"
+            f"{path}: the run's data no longer exists; give --data DIR (prepared data) or --text FILE"
         )
     return str(path)
 
@@ -129,7 +141,10 @@ def _own_data(config: RunConfig | None) -> str:
 def _attention(
     loaded: Loaded, length: int, batch_tokens: int, documents: bool, device: torch.device
 ) -> AttentionContext:
-    """Choose the fastest correct attention backends at this shape, for full and windowed layers."""
+    """Choose the fastest correct attention backends for this shape, for full and for windowed layers.
+
+    documents: whether attention is masked between documents.
+    """
     config = loaded.config
     windows = {config.layer_window(layer) for layer in range(config.num_hidden_layers)}
     names: dict[bool, str] = {}
@@ -150,12 +165,12 @@ def _attention(
     return AttentionContext(backend=full, window_backend=names.get(True))
 
 
-def _dataset(loaded: Loaded, config: RunConfig | None, given: str | None, length: int) -> PackedDataset:
-    """Open the validation split, checked to be of the model's tokenizer."""
-    path = given or _own_data(config)
+def _dataset(loaded: Loaded, config: RunConfig | None, data: str | None, length: int) -> PackedDataset:
+    """Open the validation split of `data` or of the run's data. Raises UsageError if the tokenizer differs."""
+    path = data or _own_data(config)
     dataset = PackedDataset(path, split="val", sequence_length=length)
     if dataset.index.tokenizer.checksum != fingerprint(loaded.tokenizer_dir / "tokenizer.json")[1]:
         raise UsageError(
-            f"{path}: was made with another tokenizer than the model's; give the text itself with --text FILE"
+            f"{path}: was prepared with another tokenizer than the model's; give the text itself with --text FILE"
         )
     return dataset

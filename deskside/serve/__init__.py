@@ -1,1 +1,1 @@
-"""Using a trained model: evaluation, export and chat from the command line."""
+"""Serve a model over HTTP with the OpenAI API, and chat with it in the terminal."""

@@ -1,10 +1,10 @@
 """Chat in the terminal.
 
-A chat model has a chat template beside its tokenizer; what is typed then becomes messages. A model without one only
-continues text: what is typed is added to the text so far, on a new line, and an empty line continues it.
+A chat model has a chat template beside its tokenizer, and each line that the user types becomes a message. A model
+without one continues text: each line is appended to the text so far, and an empty line continues it as it is.
 
-`Conversation` holds what was said and knows no terminal; `converse` is the terminal around it. One engine lives as long
-as the conversation, so of each prompt only what is new since the last one is computed.
+`Conversation` is independent of the terminal; `converse` reads and prints its messages. The engine is kept for the
+whole conversation, so its KV cache is reused and only the new part of each prompt is computed.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from pathlib import Path
 from deskside.engine.engine import PAGE_SIZE, Engine
 from deskside.engine.requests import Reason, Request
 from deskside.engine.sampling import Sampling
-from deskside.serve.templating import Prompts
+from deskside.serve.templating import PromptEncoder
 from deskside.utils.console import say
 from deskside.utils.errors import UsageError
 from deskside.utils.signals import Interrupted
@@ -27,13 +27,15 @@ HELP = """/reset       forget the conversation
 /save FILE   write the conversation to a new file
 /help        this list
 /quit        leave (so does Ctrl-D; Ctrl-C stops an answer, twice leaves)"""
-FIRST_CACHE = 2048  # tokens; doubled whenever a conversation outgrows it
-PLAIN = "This model has no chat template: it continues your text. An empty line lets it go on."
+FIRST_CACHE = 2048  # initial KV cache size in tokens; doubled when the conversation needs more
+PLAIN_NOTICE = (
+    "This model has no chat template: it continues your text. An empty line continues without new text."
+)
 
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """Options of a chat. A seed of None is replaced by a new one each time."""
+    """Options of a chat. seed: None picks a random one."""
 
     sampling: Sampling
     max_new_tokens: int
@@ -42,26 +44,28 @@ class ChatOptions:
 
 
 class Conversation:
-    """A conversation and its next answer."""
+    """The messages so far, or the text of a model without a chat template, and the generation of the next answer."""
 
     def __init__(self, loaded: Loaded, options: ChatOptions):
         self.loaded, self.options = loaded, options
-        self._prompts = Prompts(loaded)
+        self._prompts = PromptEncoder(loaded)
         if options.system is not None and self.plain:
             raise UsageError(
                 "--system: this model has no chat template, so it has no system message; leave it out"
             )
         self._seed = int.from_bytes(os.urandom(4)) if options.seed is None else options.seed
-        self.reason: Reason | None = None  # why the last answer ended; None while it runs or was stopped
-        self.forgotten = False  # whether the last answer could not see the beginning
+        self.reason: Reason | None = (
+            None  # why the last answer ended; None if it is running or was interrupted
+        )
+        self.truncated = False  # the last prompt left out the beginning of the conversation
         self._engine: Engine | None = None
-        self._holds = 0  # tokens that the engine's cache has room for
+        self._cache_tokens = 0  # size of the engine's KV cache
         self.reset()
 
     @property
     def plain(self) -> bool:
         """True if the model has no chat template and continues text."""
-        return not self._prompts.chats
+        return not self._prompts.has_chat_template
 
     def reset(self) -> None:
         """Delete the conversation except the system message."""
@@ -70,16 +74,16 @@ class Conversation:
         system = self.options.system
         self._messages = [] if system is None else [{"role": "system", "content": system}]
 
-    def reply(self, said: str) -> Generator[str, None, None]:
-        """Yield the answer in whole characters. Only what was read becomes part of the conversation."""
+    def reply(self, user_text: str) -> Generator[str, None, None]:
+        """Yield the answer to the user's text in pieces. Only the pieces that were read become part of it."""
         if self.plain:
-            self._text += f"\n{said}" if self._text and said else said
+            self._text += f"\n{user_text}" if self._text and user_text else user_text
             prompt = self._text_prompt()
         else:
-            self._messages.append({"role": "user", "content": said})
+            self._messages.append({"role": "user", "content": user_text})
             try:
                 prompt = self._message_prompt()
-            except UsageError:  # as if it had not been said
+            except UsageError:  # the message is too long
                 self._messages.pop()
                 raise
         self.reason = None
@@ -97,7 +101,7 @@ class Conversation:
                 self._messages.append({"role": "assistant", "content": "".join(pieces)})
 
     def _generate(self, prompt: list[int]) -> Generator[str, None, None]:
-        """Continue a prompt. The part of it that is in the cache is not computed again."""
+        """Yield the continuation of a prompt, in pieces of text."""
         options = self.options
         request = Request(
             tuple(prompt),
@@ -113,29 +117,29 @@ class Conversation:
                 self.reason = event.reason
                 if event.text:
                     yield event.text
-        except GeneratorExit:  # between two steps: the engine is sound
-            self._engine = None  # until it is at rest
+        except GeneratorExit:  # between two steps, so the engine can be used again
+            self._engine = None  # in case that another exception interrupts the lines below
             engine.cancel(number)
             for _ in engine.events():
                 pass
             self._engine = engine
             raise
-        except BaseException:  # Ctrl-C in the middle of a step, which may have left anything behind
+        except BaseException:  # Ctrl-C within a step leaves the engine in an undefined state
             self._engine = None
             raise
 
     def _engine_for(self, tokens: int) -> Engine:
-        """Return an engine with room for this many tokens. A larger one starts with an empty cache."""
+        """Return the engine, or a new one with a larger, empty cache if it has no room for this many tokens."""
         limit = self.loaded.config.max_position_embeddings
         tokens = -(-min(tokens, limit) // PAGE_SIZE) * PAGE_SIZE
-        if self._engine is None or tokens > self._holds:
-            size = max(FIRST_CACHE, self._holds)
+        if self._engine is None or tokens > self._cache_tokens:
+            size = max(FIRST_CACHE, self._cache_tokens)
             while size < tokens:
                 size *= 2
-            self._engine = None  # gives its memory back before the new one takes more
-            self._holds = max(tokens, min(size, -(-limit // PAGE_SIZE) * PAGE_SIZE))
+            self._engine = None  # frees its memory before the new one allocates
+            self._cache_tokens = max(tokens, min(size, -(-limit // PAGE_SIZE) * PAGE_SIZE))
             self._engine = Engine(
-                self.loaded.model, max_batch=1, max_tokens=self._holds, tokenizer=self.loaded.tokenizer
+                self.loaded.model, max_batch=1, max_tokens=self._cache_tokens, tokenizer=self.loaded.tokenizer
             )
         return self._engine
 
@@ -147,35 +151,35 @@ class Conversation:
 
     @property
     def _room(self) -> int:
-        """Maximum tokens of a prompt that leave room for an answer."""
+        """Maximum prompt length in tokens that leaves room for an answer."""
         positions = self.loaded.config.max_position_embeddings
         return max(1, positions - min(self.options.max_new_tokens, positions // 2))
 
     def _text_prompt(self) -> list[int]:
         start, *tokens = self._prompts.text(self._text)
-        self.forgotten = len(tokens) + 1 > self._room
-        newest = tokens[len(tokens) - self._room + 1 :] if self.forgotten else tokens
+        self.truncated = len(tokens) + 1 > self._room
+        newest = tokens[len(tokens) - self._room + 1 :] if self.truncated else tokens
         return [start, *newest]
 
     def _message_prompt(self) -> list[int]:
-        """Return the newest exchanges that fit, and the system message."""
+        """Return the prompt of the system message and the newest exchanges that fit. Raises UsageError if none fits."""
         kept = list(self._messages)
         first = 1 if kept[0]["role"] == "system" else 0
-        self.forgotten = False
+        self.truncated = False
         while len(tokens := self._prompts.messages(kept)) > self._room:
             if len(kept) - first <= 1:
                 raise UsageError(
-                    f"this message is {len(tokens)} tokens and the model sees {self._room}; make it shorter"
+                    f"this message has {len(tokens)} tokens, but the model takes at most {self._room}; make it shorter"
                 )
             del kept[first : first + 2]
-            self.forgotten = True
+            self.truncated = True
         return tokens
 
 
 def converse(loaded: Loaded, options: ChatOptions, prompt: str | None) -> int:
-    """Answer `prompt`, or hold a conversation over standard input. Returns the exit code.
+    """Answer `prompt`, or each line of standard input if it is None. Return the exit code.
 
-    Raises UsageError for a message that cannot be answered, unless a person can write another one.
+    Raises UsageError for a message that cannot be answered, unless standard input is a terminal.
     """
     conversation = Conversation(loaded, options)
     if prompt is not None:
@@ -183,12 +187,12 @@ def converse(loaded: Loaded, options: ChatOptions, prompt: str | None) -> int:
         return 130 if interrupted else 0
     terminal = sys.stdin.isatty()
     if terminal:
-        with contextlib.suppress(ImportError):  # line editing, where Python has it
+        with contextlib.suppress(ImportError):  # enables line editing in input(), if available
             import readline  # noqa: F401
-        at = "" if loaded.step is None else f", step {loaded.step}"
-        say(f"{loaded.name}{at}. /help lists the commands.")
+        step = "" if loaded.step is None else f", step {loaded.step}"
+        say(f"{loaded.name}{step}. /help lists the commands.")
     if conversation.plain:
-        say(PLAIN)
+        say(PLAIN_NOTICE)
     interrupted = False
     while True:
         try:
@@ -204,7 +208,7 @@ def converse(loaded: Loaded, options: ChatOptions, prompt: str | None) -> int:
             if interrupted or not terminal:
                 return 0
             interrupted = True
-            say("Ctrl-C again leaves.")
+            say("press Ctrl-C again to quit")
             continue
         interrupted = False
         if line.startswith("/"):
@@ -216,7 +220,7 @@ def converse(loaded: Loaded, options: ChatOptions, prompt: str | None) -> int:
         except UsageError as error:
             if not terminal:
                 raise
-            say(str(error))  # a person can write another message
+            say(str(error))  # the user can type another message
 
 
 def _next_line() -> str:
@@ -226,9 +230,12 @@ def _next_line() -> str:
     return line.rstrip("\n")
 
 
-def _answer(conversation: Conversation, said: str) -> bool:
-    """Print the answer while it is generated. Returns whether Ctrl-C stopped it. Raises UsageError as the template."""
-    reply = conversation.reply(said)
+def _answer(conversation: Conversation, user_text: str) -> bool:
+    """Print the answer while it is generated. Return True if Ctrl-C interrupted it.
+
+    Raises UsageError if the message is too long or the chat template refuses it.
+    """
+    reply = conversation.reply(user_text)
     stopped = False
     try:
         for piece in reply:
@@ -245,32 +252,36 @@ def _answer(conversation: Conversation, said: str) -> bool:
         say("(stopped)")
     elif conversation.reason == "length" and sys.stdin.isatty():
         say(f"(stopped after {conversation.options.max_new_tokens} tokens or at the model's last position)")
-    if conversation.forgotten and sys.stdin.isatty():
-        say("(the conversation is longer than the model can see: its beginning was left out)")
+    if conversation.truncated and sys.stdin.isatty():
+        say("(the conversation exceeds the model's context length: its beginning was left out)")
     return stopped
 
 
 def _command(conversation: Conversation, line: str) -> bool:
-    """Run a /command. Returns False to quit."""
-    name, _, rest = line.partition(" ")
-    rest = rest.strip()
+    """Run a command that starts with a slash. Return False to quit."""
+    name, _, argument = line.partition(" ")
+    argument = argument.strip()
     if name == "/quit":
         return False
     if name == "/reset":
         conversation.reset()
-        say("(forgotten)")
-    elif name == "/save" and rest:
+        say("(the conversation was reset)")
+    elif name == "/save" and argument:
         try:
-            with Path(rest).expanduser().open("x", encoding="utf-8") as file:
+            with Path(argument).expanduser().open("x", encoding="utf-8") as file:
                 file.write(conversation.transcript())
-            say(f"saved to {rest}")
+            say(f"saved to {argument}")
         except FileExistsError:
-            say(f"{rest}: is there already; give a new name")
-        except (OSError, ValueError, RuntimeError) as error:  # a zero byte, an unknown ~user
+            say(f"{argument}: exists already; give a new name")
+        except (
+            OSError,
+            ValueError,
+            RuntimeError,
+        ) as error:  # ValueError: a zero byte. RuntimeError: an unknown ~user
             reason = error.strerror if isinstance(error, OSError) else error
-            say(f"{rest}: cannot be written: {reason}")
+            say(f"{argument}: cannot be written: {reason}")
     elif name == "/save":
-        say("/save FILE: which file?")
+        say("/save needs a file name: /save FILE")
     elif name == "/help":
         say(HELP)
     else:

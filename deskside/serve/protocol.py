@@ -1,6 +1,6 @@
 """Requests of the OpenAI API and their error responses.
 
-Fields and meanings are those of OpenAI's reference (platform.openai.com/docs/api-reference). `top_k`, `min_p` and
+The fields are those of OpenAI's reference (platform.openai.com/docs/api-reference). `top_k`, `min_p` and
 `repetition_penalty` are extensions with the names that vLLM and others use. A field that would change the completion
 but is not supported is rejected with an error, never ignored. Unknown fields are rejected too. Types are strict: the
 string "1" is not accepted as a number.
@@ -29,15 +29,15 @@ MAX_TOKENS = 2**31 - 1
 MAX_SEED = 2**63 - 1
 MAX_MESSAGES, MAX_PARTS = 8192, 4096
 MAX_PROMPTS = 4096
-MAX_NAME = 256  # characters of names, and of other short texts
-# Error messages for fields that are accepted only with a value that does not change the completion.
+MAX_NAME_CHARACTERS = 256  # also of other short texts
+# Continuations of error messages, for fields that are accepted only with a value that has no effect.
 REMEDIES = {
     "frequency_penalty": "is not available here; use repetition_penalty",
     "presence_penalty": "is not available here; use repetition_penalty",
     "logit_bias": "is not available here; leave it out",
     "tools": "are not available here; leave them out",
-    "tool_choice": "takes none and auto, because tools are not available here",
-    "top_logprobs": "takes only 0: only the chosen token's logprob is given",
+    "tool_choice": "must be none or auto, because tools are not available here",
+    "top_logprobs": "must be 0: only the logprob of the sampled token is available",
     "echo": "is not available here; leave it out",
     "suffix": "is not available here; leave it out",
     "best_of": "is not available here; use n",
@@ -45,7 +45,7 @@ REMEDIES = {
 
 
 class ApiError(Exception):
-    """An error response: the HTTP status, and the fields that OpenAI's clients read."""
+    """An error response: the HTTP status, and the fields of OpenAI's error objects. retry_after: in seconds."""
 
     def __init__(
         self,
@@ -62,44 +62,47 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The JSON of the response."""
-        kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-        kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        """The JSON object of the response."""
+        types = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+        default = "invalid_request_error" if self.status < 500 else "server_error"
+        error_type = types.get(self.status, default)
+        return {
+            "error": {"message": self.message, "type": error_type, "param": self.param, "code": self.code}
+        }
 
 
-Tokens = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
-Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
-ShortText = Annotated[str, Field(max_length=MAX_NAME)]
-Nothing = Annotated[list[Any], Field(max_length=0)] | None
+TokenCount = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+ShortText = Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)]
+EmptyList = Annotated[list[Any], Field(max_length=0)] | None
 Zero = Annotated[float, Field(ge=0, le=0)]
 
 
-class _Strict(BaseModel):
+class _StrictModel(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
-class StreamOptions(_Strict):
+class StreamOptions(_StrictModel):
     """Options of a stream."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
 
 
-class TextFormat(_Strict):
+class TextFormat(_StrictModel):
     """The only supported response format."""
 
     type: Literal["text"] = "text"
 
 
-class TextPart(_Strict):
+class TextPart(_StrictModel):
     """A part of a message's content."""
 
     type: Literal["text"] = "text"
     text: str
 
 
-class RequestMessage(_Strict):
+class RequestMessage(_StrictModel):
     """One message of a conversation.
 
     Fields that accept only null or an empty list occur in assistant messages that OpenAI's clients send back unchanged.
@@ -114,11 +117,11 @@ class RequestMessage(_Strict):
     function_call: None = None
     tool_call_id: None = None
     reasoning_content: None = None
-    tool_calls: Nothing = None
-    annotations: Nothing = None
+    tool_calls: EmptyList = None
+    annotations: EmptyList = None
 
 
-class _Common(_Strict):
+class _CommonRequest(_StrictModel):
     """Fields of chat and text completion requests."""
 
     model: ShortText | None = None
@@ -126,13 +129,13 @@ class _Common(_Strict):
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     seed: Annotated[int, Field(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=MAX_TOP_K)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=MIN_PENALTY, le=MAX_PENALTY)] | None = None
-    max_tokens: Tokens | None = None
+    max_tokens: TokenCount | None = None
     user: ShortText | None = None  # identifies the client's user; ignored
     metadata: (
         Annotated[dict[ShortText, Annotated[str, Field(max_length=512)]], Field(max_length=16)] | None
@@ -143,13 +146,13 @@ class _Common(_Strict):
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
 
     @property
-    def count(self) -> int:
-        """Choices for each prompt."""
+    def choices_per_prompt(self) -> int:
+        """Number of completions of each prompt."""
         return self.n or 1
 
     @property
-    def stops(self) -> tuple[str, ...]:
-        """The strings that end an answer."""
+    def stop_strings(self) -> tuple[str, ...]:
+        """Strings that end an answer."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
@@ -161,30 +164,33 @@ class _Common(_Strict):
         """Return the sampling parameters. OpenAI's default is temperature 1 over all tokens."""
         top_p = 1.0 if self.top_p is None else self.top_p
         temperature = 1.0 if self.temperature is None else self.temperature
+        top_k = self.top_k if self.top_k and self.top_k > 0 else None  # 0 and -1 disable it
+        if top_p == 0:
+            top_k = 1  # only the most probable token
         return Sampling(
-            temperature=temperature if temperature >= MIN_TEMPERATURE else 0.0,  # as good as greedy
-            top_k=1 if top_p == 0 else (self.top_k if self.top_k and self.top_k > 0 else None),
+            temperature=temperature if temperature >= MIN_TEMPERATURE else 0.0,  # greedy
+            top_k=top_k,
             top_p=top_p if 0 < top_p < 1 else None,
             min_p=self.min_p or None,
             repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
         )
 
     def check(self) -> None:
-        """Check what types alone cannot express. Raises ApiError."""
+        """Check the fields that depend on each other. Raises ApiError."""
         if self.stream_options is not None and not self.stream:
-            raise ApiError(400, "stream_options needs stream: true", param="stream_options")
+            raise ApiError(400, "stream_options requires stream: true", param="stream_options")
 
 
-class ChatRequest(_Common):
+class ChatRequest(_CommonRequest):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[RequestMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
-    max_completion_tokens: Tokens | None = None
+    max_completion_tokens: TokenCount | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
     response_format: TextFormat | None = None
     store: bool | None = None  # ignored: nothing is stored
-    tools: Nothing = None
+    tools: EmptyList = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
 
@@ -193,34 +199,35 @@ class ChatRequest(_Common):
         return bool(self.logprobs)
 
     @property
-    def limit(self) -> int | None:
-        """Maximum tokens of an answer, if the client gives it."""
+    def max_new_tokens(self) -> int | None:
+        """Maximum tokens of an answer; None if the client gives no limit."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def characters(self) -> int:
-        """Characters of text to tokenize."""
-        return sum(
-            len(message.content)
-            if isinstance(message.content, str)
-            else sum(len(part.text) for part in message.content)
-            for message in self.messages
-        ) + 16 * len(self.messages)
+        """Approximate number of characters to tokenize: the text, and 16 per message for the chat template."""
+        total = 16 * len(self.messages)
+        for message in self.messages:
+            if isinstance(message.content, str):
+                total += len(message.content)
+            else:
+                total += sum(len(part.text) for part in message.content)
+        return total
 
-    def turns(self) -> list[dict[str, Any]]:
-        """Return the messages for a chat template. Raises ApiError for an invalid conversation."""
+    def chat_messages(self) -> list[dict[str, Any]]:
+        """Return the messages as input of a chat template. Raises ApiError for an invalid conversation."""
         try:
             return checked_messages([message.model_dump() for message in self.messages])
         except NotRendered as error:
             raise ApiError(400, f"messages: {error}", param="messages") from None
 
 
-Token = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
-TokenPrompt = Annotated[list[Token], Field(min_length=1)]
+TokenId = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
+TokenPrompt = Annotated[list[TokenId], Field(min_length=1)]
 
 
-class CompletionRequest(_Common):
-    """POST /v1/completions. A prompt is text or tokens; a list of either asks for several."""
+class CompletionRequest(_CommonRequest):
+    """POST /v1/completions. `prompt` is text, token ids, or a list of several prompts of one kind."""
 
     prompt: (
         str
@@ -238,35 +245,35 @@ class CompletionRequest(_Common):
         return self.logprobs is not None
 
     @property
-    def limit(self) -> int | None:
-        """Maximum tokens of an answer; OpenAI's default is 16."""
+    def max_new_tokens(self) -> int | None:
+        """Maximum tokens of an answer; 16 by default, as in OpenAI's API."""
         return 16 if self.max_tokens is None else self.max_tokens
 
     def check(self) -> None:
         super().check()
-        if self.best_of is not None and self.best_of != self.count:
+        if self.best_of is not None and self.best_of != self.choices_per_prompt:
             raise ApiError(400, f"best_of {REMEDIES['best_of']}", param="best_of")
 
     @property
     def characters(self) -> int:
-        """Characters of text to tokenize, and tokens to check."""
+        """Number of characters to tokenize, or of token ids to check."""
         return sum(map(len, self.prompts()))
 
     def prompts(self) -> Sequence[str | list[int]]:
-        """Return the prompts, also if there is only one."""
-        given = self.prompt
-        if isinstance(given, str):
-            return [given]
-        if isinstance(given[0], int):
-            return [[int(token) for token in given]]
-        return given
+        """Return the list of prompts, also if there is only one."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        if isinstance(prompt[0], int):
+            return [[int(token) for token in prompt]]
+        return prompt
 
 
-Read = TypeVar("Read", bound=_Common)
+RequestModel = TypeVar("RequestModel", bound=_CommonRequest)
 
 
-def read(kind: type[Read], body: bytes) -> Read:
-    """Parse a request from JSON. Raises ApiError.
+def parse_request(kind: type[RequestModel], body: bytes) -> RequestModel:
+    """Parse and check the JSON body of a request. Raises ApiError.
 
     pydantic's parser rejects invalid UTF-8 and deeply nested JSON.
     """
@@ -279,21 +286,22 @@ def read(kind: type[Read], body: bytes) -> Read:
 
 
 def _api_error(error: ValidationError) -> ApiError:
+    """Return the error response for the first problem that pydantic found."""
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}"[:300])
     param = str(first["loc"][0]) if first["loc"] else None
     shown = None if param is None else param[:60]
-    # pydantic adds the tried branch of a union to the path. Keep only the fields and indices of the request.
+    # For a union, pydantic's path also contains the type that was tried. Keep only fields and indices of the request.
     places = [str(part) for part in first["loc"] if isinstance(part, int) or part in FIELDS or part == param]
     where = ".".join(places)[:80] or "the body"
     if first["type"] == "extra_forbidden":
         name = ".".join([*places, str(first["loc"][-1])] if len(first["loc"]) > 1 else places)[:80]
-        return ApiError(400, f"{name}: there is no such field here; leave it out", param=shown)
+        return ApiError(400, f"{name}: there is no such field; leave it out", param=shown)
     if param in REMEDIES:
         return ApiError(400, f"{param} {REMEDIES[param]}", param=shown)
-    what = first["msg"].removeprefix("Input ")[:200]
-    return ApiError(400, f"{where}: {what[:1].lower()}{what[1:]}", param=shown)
+    reason = first["msg"].removeprefix("Input ")[:200]
+    return ApiError(400, f"{where}: {reason[:1].lower()}{reason[1:]}", param=shown)
 
 
 def _fields() -> frozenset[str]:

@@ -30,29 +30,29 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
-MAX_HEAD = 16 * 1024  # bytes of a request's line and headers
-OPEN = ("/", "/health")  # paths without a token; they only show that the server is running
+MAX_HEAD_BYTES = 16 * 1024  # of a request's head: request line and headers
+PUBLIC_PATHS = ("/", "/health")  # need no token: they only show that the server is running
 
 
 @dataclass(frozen=True)
 class ClientLimits:
-    """Limits of what clients can use. Times are in seconds."""
+    """Resource limits for clients."""
 
     body_bytes: int = 1 << 20
     head_seconds: float = 10
     body_seconds: float = 20
-    stall_seconds: float = 30  # maximum time without reading the response
+    stall_seconds: float = 30  # maximum time in which a client does not read its response
     connections: int = 256
 
 
 class RequestGuard:
-    """ASGI middleware that refuses requests, or passes them on with their complete body.
+    """ASGI middleware that refuses forbidden or oversized requests, and passes the others on with their complete body.
 
     Args:
         app: The application.
-        hosts: Allowed names in the Host header, None for any.
-        token: The bearer token, None for none.
-        limits: Sizes and times.
+        hosts: Allowed names in the Host header; None for any.
+        token: The bearer token; None for none.
+        limits: Maximum size and time of a body.
     """
 
     def __init__(self, app: App, hosts: frozenset[str] | None, token: str | None, limits: ClientLimits):
@@ -71,34 +71,38 @@ class RequestGuard:
             return
         if body is None:
             return  # the client has disconnected
-        given = False
+        replayed = False
 
         async def replay() -> Message:
-            nonlocal given
-            if given:
+            """Return the body that was read, then further messages, such as a disconnect."""
+            nonlocal replayed
+            if replayed:
                 return await receive()
-            given = True
+            replayed = True
             return {"type": "http.request", "body": body, "more_body": False}
 
         await self._app(scope, replay, send)
 
     def _check(self, scope: MutableMapping[str, Any]) -> None:
-        headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))
+        headers: dict[bytes, bytes] = dict(
+            reversed(scope["headers"])
+        )  # of repeated headers, the first counts
         host = headers.get(b"host", b"").decode("latin-1")
-        if self._hosts is not None and _name(host) not in self._hosts:
+        if self._hosts is not None and _host_name(host) not in self._hosts:
             raise ApiError(403, "the Host header does not name this server", code="wrong_host")
         origin = headers.get(b"origin")
         if origin is not None and origin.decode("latin-1").partition("://")[2].lower() != host.lower():
             raise ApiError(403, "requests from other web pages are refused", code="cross_origin")
-        if self._token is not None and scope["path"] not in OPEN:
-            kind, _, given = headers.get(b"authorization", b"").partition(b" ")
-            if kind.lower() != b"bearer" or not hmac.compare_digest(_digest(given.strip()), self._token):
+        if self._token is not None and scope["path"] not in PUBLIC_PATHS:
+            scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+            if scheme.lower() != b"bearer" or not hmac.compare_digest(_digest(token.strip()), self._token):
                 raise ApiError(401, "a token is needed: Authorization: Bearer TOKEN", code="invalid_api_key")
         if scope["method"] == "POST":
-            kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-            if kind != b"application/json":
+            content_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+            if content_type != b"application/json":
                 raise ApiError(415, "the body must be application/json (Content-Type)")
         length = headers.get(b"content-length", b"0")
+        # A number of more than 18 digits is too large in any case; int() refuses very long ones.
         if length.isdigit() and (len(length) > 18 or int(length) > self._limits.body_bytes):
             raise self._too_large()
 
@@ -134,7 +138,7 @@ async def send_error(send: Send, error: ApiError) -> None:
         (b"cache-control", b"no-store"),
         (b"x-content-type-options", b"nosniff"),
     ]
-    if error.status in (401,):
+    if error.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
     if error.retry_after is not None:
         headers.append((b"retry-after", str(error.retry_after).encode()))
@@ -145,27 +149,27 @@ async def send_error(send: Send, error: ApiError) -> None:
 
 
 def _digest(token: bytes) -> bytes:
-    """Return a hash of fixed length, so that comparing takes the same time for every token."""
+    """Return a hash, so that comparing tokens takes the same time for every length."""
     return hashlib.sha256(token).digest()
 
 
-def _name(host: str) -> str:
-    """Return the Host header without the port."""
+def _host_name(host: str) -> str:
+    """Return the name in a Host header, without the port."""
     if host.startswith("["):
         return host[1:].partition("]")[0].lower()
     return host.partition(":")[0].lower()
 
 
 def connection_class(limits: ClientLimits) -> type[H11Protocol]:
-    """Return uvicorn's HTTP connection class with further limits.
+    """Return uvicorn's HTTP connection class with additional limits.
 
-    uvicorn limits how long a connection idles after a response, but not how long the head of a request may take, and
-    it waits forever for a client that does not read.
+    uvicorn limits how long a connection may idle after a response, but neither the time that the head of a request may
+    take nor the time that a client may leave its response unread.
     """
 
     class Connection(H11Protocol):
-        _late: asyncio.TimerHandle | None = None
-        _stalled: asyncio.TimerHandle | None = None
+        _head_timer: asyncio.TimerHandle | None = None
+        _stall_timer: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
@@ -176,35 +180,35 @@ def connection_class(limits: ClientLimits) -> type[H11Protocol]:
                 )
                 transport.close()
                 return
-            self._expect_head()
+            self._start_head_timer()
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
-            if self.conn.their_state is h11.IDLE:  # part of a head
-                self._expect_head()
+            if self.conn.their_state is h11.IDLE:  # the head is incomplete
+                self._start_head_timer()
             else:
-                self._unset("_late")
+                self._cancel_timer("_head_timer")
 
         def connection_lost(self, exc: Exception | None) -> None:
-            self._unset("_late")
-            self._unset("_stalled")
+            self._cancel_timer("_head_timer")
+            self._cancel_timer("_stall_timer")
             super().connection_lost(exc)
 
         def pause_writing(self) -> None:
             super().pause_writing()
-            if self._stalled is None:
-                self._stalled = self.loop.call_later(limits.stall_seconds, self.transport.abort)
+            if self._stall_timer is None:
+                self._stall_timer = self.loop.call_later(limits.stall_seconds, self.transport.abort)
 
         def resume_writing(self) -> None:
             super().resume_writing()
-            self._unset("_stalled")
+            self._cancel_timer("_stall_timer")
 
-        def _expect_head(self) -> None:
-            """Start the timer of a request head, unless it runs: more bytes do not extend it."""
-            if self._late is None:
-                self._late = self.loop.call_later(limits.head_seconds, self.transport.abort)
+        def _start_head_timer(self) -> None:
+            """Start the timer of a request head, unless it runs already: more bytes do not extend the time."""
+            if self._head_timer is None:
+                self._head_timer = self.loop.call_later(limits.head_seconds, self.transport.abort)
 
-        def _unset(self, name: str) -> None:
+        def _cancel_timer(self, name: str) -> None:
             timer: asyncio.TimerHandle | None = getattr(self, name)
             if timer is not None:
                 timer.cancel()

@@ -1,7 +1,7 @@
 """Responses of the OpenAI API, complete or as a stream of server-sent events.
 
-A stream is a list of JSON objects behind `data: `, each followed by an empty line, and `data: [DONE]` at its end
-(WHATWG HTML, "Server-sent events"; the objects are OpenAI's chunks).
+Each event of a stream is a line `data: ` with a JSON object, followed by an empty line (WHATWG HTML, "Server-sent
+events"). The objects are OpenAI's chunks, and the last event is `data: [DONE]`.
 """
 
 import json
@@ -16,81 +16,82 @@ from deskside.engine.requests import Event, SampleOutput
 from deskside.engine.text import REPLACEMENT
 
 DONE = b"data: [DONE]\n\n"
-FINISH = {"eos": "stop", "stop": "stop", "length": "length", "cancelled": "stop"}
+FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "cancelled": "stop"}
 
 
 def sse(value: dict[str, Any]) -> bytes:
-    """Return one event of a stream."""
+    """Return one server-sent event."""
     return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
-def usage(prompts: Sequence[int], completion: int) -> dict[str, int]:
-    """Return token counts: each prompt once, and all generated tokens."""
+def usage(prompt_lengths: Sequence[int], completion_tokens: int) -> dict[str, int]:
+    """Return the token counts of a response. A prompt counts once for all of its choices."""
     return {
-        "prompt_tokens": sum(prompts),
-        "completion_tokens": completion,
-        "total_tokens": sum(prompts) + completion,
+        "prompt_tokens": sum(prompt_lengths),
+        "completion_tokens": completion_tokens,
+        "total_tokens": sum(prompt_lengths) + completion_tokens,
     }
 
 
 class ResponseWriter:
-    """Makes the JSON objects of one chat or text completion."""
+    """Creates the JSON objects of one chat or text completion."""
 
     def __init__(self, chat: bool, model: str, fingerprint: str, tokenizer: Tokenizer, logprobs: bool):
         self.chat, self.logprobs = chat, logprobs
         self._tokenizer = tokenizer
-        self._head = {
+        self._common = {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
             "created": int(time.time()),
             "model": model,
             "system_fingerprint": fingerprint,
         }
 
-    def whole(self, answers: Sequence[SampleOutput], prompts: Sequence[int]) -> dict[str, Any]:
-        """Return the response to a request without streaming; `answers` are in the order of the choices."""
+    def complete(self, answers: Sequence[SampleOutput], prompt_lengths: Sequence[int]) -> dict[str, Any]:
+        """Return the response of a request without streaming; one answer per choice."""
         choices: list[dict[str, Any]] = []
         for index, answer in enumerate(answers):
             assert answer.reason is not None
-            given = self._logprobs(answer.tokens, answer.logprobs, 0) if self.logprobs else None
-            says = {"role": "assistant", "content": answer.text, "refusal": None}
-            content = {"message": says} if self.chat else {"text": answer.text}
-            choices.append(
-                {"index": index, **content, "logprobs": given, "finish_reason": FINISH[answer.reason]}
-            )
+            logprobs = self._logprobs(answer.tokens, answer.logprobs, 0) if self.logprobs else None
+            message = {"role": "assistant", "content": answer.text, "refusal": None}
+            content = {"message": message} if self.chat else {"text": answer.text}
+            finish_reason = FINISH_REASONS[answer.reason]
+            choices.append({"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason})
         return {
-            **self._head,
+            **self._common,
             "object": "chat.completion" if self.chat else "text_completion",
             "choices": choices,
-            "usage": usage(prompts, sum(len(answer.tokens) for answer in answers)),
+            "usage": usage(prompt_lengths, sum(len(answer.tokens) for answer in answers)),
         }
 
-    def first(self, index: int) -> bytes:
+    def first_chunk(self, index: int) -> bytes:
         """Return the first chunk of a choice in a chat stream."""
         return self._chunk(index, {"delta": {"role": "assistant", "content": ""}}, None, None)
 
-    def piece(self, index: int, event: Event, offset: int) -> bytes:
-        """Return a chunk of a choice, or its end. `offset` counts the characters of the choice before it."""
+    def chunk(self, index: int, event: Event, offset: int) -> bytes:
+        """Return the chunk of an event. `offset`: characters of the choice in earlier chunks."""
         content: dict[str, Any] = {"delta": {"content": event.text}} if self.chat else {"text": event.text}
         if self.chat and not event.text and event.reason is not None:
             content = {"delta": {}}
-        given = None
+        logprobs = None
         if self.logprobs and event.token is not None and event.logprob is not None:
-            given = self._logprobs([event.token], [event.logprob], offset)
-        return self._chunk(index, content, given, FINISH[event.reason] if event.reason is not None else None)
+            logprobs = self._logprobs([event.token], [event.logprob], offset)
+        finish_reason = None if event.reason is None else FINISH_REASONS[event.reason]
+        return self._chunk(index, content, logprobs, finish_reason)
 
-    def counts(self, prompts: Sequence[int], completion: int) -> bytes:
+    def usage_chunk(self, prompt_lengths: Sequence[int], completion_tokens: int) -> bytes:
         """Return the last chunk of a stream, with token counts."""
-        return self._sse([], {"usage": usage(prompts, completion)})
+        return self._sse([], {"usage": usage(prompt_lengths, completion_tokens)})
 
-    def _chunk(self, index: int, content: dict[str, Any], given: Any, finish: str | None) -> bytes:
-        return self._sse([{"index": index, **content, "logprobs": given, "finish_reason": finish}], {})
+    def _chunk(self, index: int, content: dict[str, Any], logprobs: Any, finish_reason: str | None) -> bytes:
+        choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
+        return self._sse([choice], {})
 
-    def _sse(self, choices: list[dict[str, Any]], more: dict[str, Any]) -> bytes:
+    def _sse(self, choices: list[dict[str, Any]], extra: dict[str, Any]) -> bytes:
         kind = "chat.completion.chunk" if self.chat else "text_completion"
-        return sse({**self._head, "object": kind, "choices": choices, **more})
+        return sse({**self._common, "object": kind, "choices": choices, **extra})
 
     def _logprobs(self, tokens: Sequence[int], logprobs: Sequence[float], offset: int) -> dict[str, Any]:
-        """Return tokens as text with log-probabilities. A partial character is shown as U+FFFD."""
+        """Return OpenAI's logprobs object. A token that ends within a character has U+FFFD in its text."""
         texts = [str(self._tokenizer.decode([token], skip_special_tokens=False)) for token in tokens]
         if self.chat:
             content = [

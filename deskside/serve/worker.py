@@ -1,7 +1,7 @@
-"""The thread that owns the engine, and how an asyncio server talks to it.
+"""The engine's thread, and its communication with an asyncio server.
 
-Only one thread uses the engine. Requests and cancellations reach it through a queue, and the events of a step go back
-to the event loop in one call. Cancelling a request frees its row and memory at the next step.
+Only this thread uses the engine. It receives requests and cancellations through a queue, and passes the events of a
+step to the event loop in one call. Cancelling a request frees its row and memory at the next step.
 
 The thread survives every exception. An error while a request is submitted ends that request. An error in a step ends
 the running requests: the engine restarts with an empty cache and then computes the waiting ones. If the device cannot
@@ -26,14 +26,15 @@ STOPPING = "the server is stopping"
 
 @dataclass(eq=False)
 class RequestFuture:
-    """A submitted request. `tell` is called on the event loop with each event.
+    """A submitted request. `on_message` is called on the event loop with each event, and with an error if there is one.
 
-    An error is the last event: UsageError if the engine refuses the request, RunError if it failed or the server stops.
+    An error is the last message: UsageError if the engine refuses the request, RunError if the request fails or the
+    server stops.
     """
 
     request: Request
-    tell: Callable[[EngineMessage], None]
-    left: int  # unfinished samples; used by the engine's thread only
+    on_message: Callable[[EngineMessage], None]
+    unfinished: int  # samples; used by the engine's thread only
 
 
 class Worker:
@@ -42,13 +43,13 @@ class Worker:
     Attributes:
         failed: Why the device cannot be used any more; None while it works.
 
-    `on_failure` is called on the event loop with a line for the log when the engine or a request has failed.
+    `on_failure` is called on the event loop with a line for the log when the engine or a request fails.
     """
 
     def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop, on_failure: Callable[[str], None]):
         self.failed: RunError | None = None
         self._engine, self._loop, self._on_failure = engine, loop, on_failure
-        self._news = threading.Condition()
+        self._changed = threading.Condition()  # guards the inbox and `_stopping`
         self._inbox: deque[tuple[str, RequestFuture]] = deque()
         self._stopping = False
         self._numbers: dict[RequestFuture, int] = {}
@@ -61,56 +62,54 @@ class Worker:
 
     def stop(self) -> None:
         """End all requests and join the thread."""
-        with self._news:
+        with self._changed:
             self._stopping = True
-            self._news.notify()
+            self._changed.notify()
         if self._thread.is_alive():
             self._thread.join()
 
-    def submit(self, request: Request, tell: Callable[[EngineMessage], None]) -> RequestFuture:
+    def submit(self, request: Request, on_message: Callable[[EngineMessage], None]) -> RequestFuture:
         """Submit a request to the engine. Raises RunError if the server is stopping."""
-        future = RequestFuture(request, tell, request.samples)
-        self._tell("submit", future)
+        future = RequestFuture(request, on_message, request.samples)
+        self._send("submit", future)
         return future
 
     def cancel(self, future: RequestFuture) -> None:
         """Cancel a request; no further event is delivered. Does nothing for a finished one."""
-        self._tell("cancel", future)
+        self._send("cancel", future)
 
-    def _tell(self, what: str, future: RequestFuture) -> None:
-        with self._news:
-            if self._stopping:  # the thread reads no more messages
-                if what == "submit":
+    def _send(self, action: str, future: RequestFuture) -> None:
+        with self._changed:
+            if self._stopping:  # the thread no longer reads messages
+                if action == "submit":
                     raise RunError(STOPPING)
                 return
-            self._inbox.append((what, future))
-            self._news.notify()
+            self._inbox.append((action, future))
+            self._changed.notify()
 
     # In the thread
 
     def _work(self) -> None:
-        while self._take_orders():
+        while self._process_inbox():
             if self.failed is not None:
-                continue  # all requests have been told
+                continue  # all requests have failed; a new one retries the restart
             try:
                 events = self._engine.step()
-            except BaseException as error:  # noqa: BLE001 - a panic of the tokenizer's Rust code is no Exception
+            except BaseException as error:  # noqa: BLE001 - a panic of the tokenizer's Rust code is a BaseException
                 why = f"the engine failed: {describe_error(error)}"
                 events = self._engine.abandon(why)
                 ended = sum(event.reason == "failed" for event in events)
-                self._log(f"{why} ({_place(error)}); {ended} answers ended with it")
+                self._log(f"{why} ({_location(error)}); {ended} running answers failed")
                 self._restart()
             self._post(events)
         self._end(RunError(STOPPING))
 
     def _restart(self) -> bool:
-        """Rebuild the engine's state on the device. Returns whether that succeeded."""
+        """Recreate the engine's state on the device. Return True if that succeeded."""
         try:
             self._engine.restart()
-        except BaseException as error:  # noqa: BLE001 - whatever it is, those who wait have to hear of it
-            failure = RunError(
-                f"the engine cannot be started again: {describe_error(error)}; restart the server"
-            )
+        except BaseException as error:  # noqa: BLE001 - waiting requests must fail whatever the error is
+            failure = RunError(f"the engine cannot be restarted: {describe_error(error)}; restart the server")
             if self.failed is None:
                 self._log(str(failure))
             self.failed = failure
@@ -119,16 +118,16 @@ class Worker:
         self.failed = None
         return True
 
-    def _take_orders(self) -> bool:
-        """Process the messages since the last step, and wait while the engine is idle. False means stop."""
-        with self._news:
+    def _process_inbox(self) -> bool:
+        """Process new messages, after waiting for one if the engine is idle. Return False if the thread should stop."""
+        with self._changed:
             while not self._inbox and self._engine.idle and not self._stopping:
-                self._news.wait()
+                self._changed.wait()
             if self._stopping:
                 return False
-            orders, self._inbox = self._inbox, deque()
-        for what, future in orders:
-            if what == "cancel":
+            messages, self._inbox = self._inbox, deque()
+        for action, future in messages:
+            if action == "cancel":
                 self._cancel(future)
             elif self.failed is not None and not self._restart():
                 self._deliver([(future, self.failed)])
@@ -141,9 +140,9 @@ class Worker:
             number = self._engine.submit(future.request)
         except UsageError as error:
             self._deliver([(future, error)])
-        except BaseException as error:  # noqa: BLE001 - whatever it is, it is this request's alone
+        except BaseException as error:  # noqa: BLE001 - an error must fail only this request
             why = f"the request could not be set up: {describe_error(error)}"
-            self._log(f"{why} ({_place(error)})")
+            self._log(f"{why} ({_location(error)})")
             self._deliver([(future, RunError(why))])
         else:
             self._numbers[future], self._futures[number] = number, future
@@ -158,14 +157,14 @@ class Worker:
         for event in events:
             if (future := self._futures.get(event.request)) is None:
                 continue  # cancelled
-            if event.reason == "failed":  # the response needs all samples
+            if event.reason == "failed":  # fails the whole request: its response needs all samples
                 self._cancel(future)
                 messages.append((future, RunError(event.error)))
                 continue
             messages.append((future, event))
             if event.reason is not None:
-                future.left -= 1
-                if not future.left:
+                future.unfinished -= 1
+                if not future.unfinished:
                     self._forget(event.request)
         if messages:
             self._deliver(messages)
@@ -174,8 +173,8 @@ class Worker:
         del self._numbers[self._futures.pop(number)]
 
     def _end(self, error: RunError) -> None:
-        with self._news:
-            waiting = [future for what, future in self._inbox if what == "submit"]
+        with self._changed:
+            waiting = [future for action, future in self._inbox if action == "submit"]
             self._inbox.clear()
         self._deliver([(future, error) for future in [*self._futures.values(), *waiting]])
 
@@ -185,12 +184,12 @@ class Worker:
     def _deliver(self, messages: list[tuple[RequestFuture, EngineMessage]]) -> None:
         def put() -> None:
             for future, message in messages:
-                future.tell(message)
+                future.on_message(message)
 
         self._loop.call_soon_threadsafe(put)
 
 
-def _place(error: BaseException) -> str:
+def _location(error: BaseException) -> str:
     """Return the file and line that raised an exception."""
     frames = traceback.extract_tb(error.__traceback__)
     return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "unknown place"

@@ -30,9 +30,9 @@ from deskside.config.run import RunConfig
 from deskside.config.sections import AdapterConfig
 from deskside.data.chat import chat_template
 from deskside.engine import counter_rng
-from deskside.engine.device import SHARE
+from deskside.engine.device import KV_CACHE_SHARE
 from deskside.engine.engine import Engine
-from deskside.engine.sampling import Settings, draw, width_of
+from deskside.engine.sampling import SamplingTensors, draw, ranking_width
 from deskside.engine.steps import WARM_UP
 from deskside.kernels.attention import AttentionContext
 from deskside.model.transformer import Transformer
@@ -293,7 +293,7 @@ def test_answers_get_what_training_and_the_copies_leave(
     assert left.without(model).free == left.free - weights
     answer = 64 * model.kv_bytes_per_token(torch.float32)
     drawn = DRAWN_BYTES * model.config.vocab_size  # a graph of 4 lanes is used for 3
-    free = weights + (3 * answer + 4 * drawn) / SHARE
+    free = weights + (3 * answer + 4 * drawn) / KV_CACHE_SHARE
 
     def rows(free: float) -> int:
         return Sampler(model, False, 40, 64, frozenset(), Left(int(free), 0)).engine.max_batch
@@ -302,7 +302,7 @@ def test_answers_get_what_training_and_the_copies_leave(
     with pytest.raises(
         RunError, match=r"training leaves \d+ MiB for sampling, and one answer of 64 tokens needs \d+; give"
     ):
-        rows(weights + answer / SHARE)
+        rows(weights + answer / KV_CACHE_SHARE)
 
 
 @pytest.mark.parametrize("kl", [0.0, 0.1])
@@ -337,10 +337,10 @@ def test_what_a_row_draws_with_is_counted(taught: Path, monkeypatch: pytest.Monk
     """With the logits, in 16 bits; random numbers are made by one kernel there, 4 bytes each."""
     rows, V = 16, 20000
     logits = torch.randn(rows, V).bfloat16()
-    settings = Settings.of([ANY] * rows, list(range(rows)), torch.device("cpu"))
+    settings = SamplingTensors.of([ANY] * rows, list(range(rows)), torch.device("cpu"))
     monkeypatch.setattr(counter_rng, "exponentials", lambda *given: torch.ones(given[3].shape))
     with Live() as live:
-        draw(logits, settings, width_of([ANY], V), torch.zeros(rows, dtype=torch.int64))
+        draw(logits, settings, ranking_width([ANY], V), torch.zeros(rows, dtype=torch.int64))
     assert (DRAWN_BYTES - 3) * rows * V < live.peak + logits.nbytes <= DRAWN_BYTES * rows * V
 
 

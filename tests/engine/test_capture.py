@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from deskside.engine import steps
-from deskside.engine.sampling import GREEDY, Sampling, width_of
+from deskside.engine.sampling import GREEDY, Sampling, ranking_width
 from deskside.engine.speculate import speculate
-from deskside.engine.steps import Forward, How, Slots
+from deskside.engine.steps import CachedModel, Slots, StepOptions
 from tests.engine.test_generate import SHAPE, VARIANTS, make
 
 META = torch.device("meta")
@@ -61,15 +61,15 @@ class NoConstantsByIndex(TorchFunctionMode):
 def test_a_step_stays_on_its_device(kind: str, penalised: bool, drafts: int) -> None:
     vocabulary = SHAPE["vocab_size"]
     target, draft = (
-        Forward(make(**VARIANTS["window"], num_hidden_layers=n).to(META), LANES * PAGES, 16, 48)
+        CachedModel(make(**VARIANTS["window"], num_hidden_layers=n).to(META), LANES * PAGES, 16, 48)
         for n in (3, 1)
     )
     slots = Slots(LANES, PAGES, vocabulary, META)
     if penalised:
-        slots.see(0, (1, 2))
+        slots.start_seen(0, (1, 2))
     lanes = slots.to_device(range(LANES))
-    step = partial(speculate, target, draft, drafts=drafts) if drafts else partial(steps.decode, target)
-    how = How(width_of([SAMPLINGS[kind]], vocabulary), penalised, logprobs=True)
+    step = partial(speculate, target, draft, num_drafts=drafts) if drafts else partial(steps.decode, target)
+    options = StepOptions(ranking_width([SAMPLINGS[kind]], vocabulary), penalised, logprobs=True)
     with OnOneDevice(), NoConstantsByIndex():
-        packed = step(slots, lanes, bound=48, how=how).packed()
+        packed = step(slots, lanes, bound=48, options=options).packed()
     assert packed.shape == (LANES, 1 + 3 * (1 + drafts))

@@ -72,7 +72,7 @@ def test_any_order_of_arrivals_and_cancellations(data: st.DataObject) -> None:
         page_size=4,
         prefill_tokens=drawn(st.sampled_from([3, 8, 64])),
     )
-    engine._ahead = drawn(st.booleans())  # as on a GPU
+    engine._run_ahead = drawn(st.booleans())  # as on a GPU
     free = engine.free_tokens
     taken: dict[int, Request] = {}
     answers: dict[tuple[int, int], SampleOutput] = {}
@@ -132,7 +132,7 @@ def test_samples_of_a_prompt_equal_separate_prompts_and_share_its_pages() -> Non
 def counted(engine: Engine) -> list[int]:
     """Real prompt tokens of every prefill from now on."""
     computed: list[int] = []
-    forward = engine._forwards[0]
+    forward = engine._models[0]
     prefill = forward.prefill
 
     def count(tokens_BT: torch.Tensor, counts_B: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -192,7 +192,7 @@ def test_waiting_for_memory_and_never_fitting() -> None:
     assert engine.free_tokens == 4
     order = [event.request for event in engine.events()]
     assert order == sorted(order) and set(order) == {first, second}
-    with pytest.raises(UsageError, match="10 tokens and 7 new ones never fit the cache of 16"):
+    with pytest.raises(UsageError, match="10 tokens and 7 new ones do not fit the cache of 16"):
         engine.submit(request([1] * 10, 7))
     assert engine.idle
 

@@ -9,8 +9,8 @@ import torch
 
 from deskside.engine.engine import Draft, Engine
 from deskside.engine.requests import Event, Request, SampleOutput
-from deskside.engine.sampling import GREEDY, Sampling, Settings
-from deskside.engine.steps import Forward
+from deskside.engine.sampling import GREEDY, Sampling, SamplingTensors
+from deskside.engine.steps import CachedModel
 from deskside.model.transformer import Transformer
 from deskside.utils.errors import RunError
 from tests.engine.test_generate import make, plain
@@ -50,7 +50,7 @@ def test_output_that_is_not_finite_fails_its_sample_alone(
     model = poisoned()
     other: dict[str, Any] = {"draft": Draft(model, 2)} if drafted else {}
     engine = Engine(model, max_batch=4, max_tokens=160, page_size=4, prefill_tokens=8, **other)
-    engine._ahead = ahead
+    engine._run_ahead = ahead
     free = engine.free_tokens
     bad = [[POISON], [5, 17, 3, 8, 9, POISON], [POISON, *range(1, 12)]]
     for _ in range(3):
@@ -77,11 +77,11 @@ def test_a_step_that_raises_ends_those_that_ran_and_nobody_else(
 ) -> None:
     model = make(num_hidden_layers=2)
     engine = Engine(model, max_batch=2, max_tokens=128, page_size=4)
-    engine._ahead = ahead
+    engine._run_ahead = ahead
     free = engine.free_tokens
-    real, calls = getattr(Forward, where), []
+    real, calls = getattr(CachedModel, where), []
 
-    def broken(self: Forward, *rest: Any) -> Any:
+    def broken(self: CachedModel, *rest: Any) -> Any:
         calls.append(1)
         if len(calls) == (3 if where == "decode" else 1):
             for part in (self.cache.k, self.cache.v):
@@ -89,7 +89,7 @@ def test_a_step_that_raises_ends_those_that_ran_and_nobody_else(
             raise torch.OutOfMemoryError("CUDA out of memory")
         return real(self, *rest)
 
-    monkeypatch.setattr(Forward, where, broken)
+    monkeypatch.setattr(CachedModel, where, broken)
     short = engine.submit(Request((9,), 0))  # its end is news that the failing step has not told
     prompts = [*GOOD, [3, 1, 4, 1, 5]]
     numbers = [engine.submit(Request(tuple(prompt), 6)) for prompt in prompts]
@@ -114,14 +114,14 @@ def test_what_is_raised_while_a_request_is_taken_in_leaves_nothing_behind(
 ) -> None:
     model = make(num_hidden_layers=2)
     engine = Engine(model, max_batch=2, max_tokens=128)
-    real = Settings.of
+    real = SamplingTensors.of
 
-    def broken(samplings: Any, streams: Any, device: Any) -> Settings:
+    def broken(samplings: Any, streams: Any, device: Any) -> SamplingTensors:
         if samplings[0].top_k == 7:
             raise ValueError("Overflow when unpacking long long")
         return real(samplings, streams, device)
 
-    monkeypatch.setattr(Settings, "of", staticmethod(broken))
+    monkeypatch.setattr(SamplingTensors, "of", staticmethod(broken))
     number = engine.submit(Request((5, 17, 3), 4))
     events = engine.step()
     with pytest.raises(ValueError):

@@ -7,9 +7,9 @@ import torch
 
 from deskside.config.model import ModelConfig
 from deskside.engine.counter_rng import stream_of
-from deskside.engine.generate import events, generate
+from deskside.engine.generate import generate, generate_events
 from deskside.engine.requests import Reason, SampleOutput
-from deskside.engine.sampling import ALL, GREEDY, Sampling, Settings, draw
+from deskside.engine.sampling import ALL, GREEDY, Sampling, SamplingTensors, draw
 from deskside.model.transformer import Transformer
 from deskside.utils.errors import UsageError
 
@@ -57,7 +57,7 @@ def plain(
     seed: int = 0,
 ) -> list[int]:
     tokens, device = list(prompt), model.embed.weight.device
-    settings = Settings.of([sampling], [stream_of(seed, row)], device)
+    settings = SamplingTensors.of([sampling], [stream_of(seed, row)], device)
     for count in range(min(new, model.config.max_position_embeddings - len(prompt))):
         logits_BV = model(torch.tensor([tokens], device=device))[:, -1]
         seen_BV = torch.zeros_like(logits_BV, dtype=torch.bool)
@@ -131,7 +131,7 @@ def test_stream_is_the_same_and_lazy() -> None:
         return forward(*args, **kwargs)
 
     model.forward_cached = counted  # type: ignore[method-assign]
-    stream = events(model, [PROMPTS[0]], max_new_tokens=20)
+    stream = generate_events(model, [PROMPTS[0]], max_new_tokens=20)
     first = [next(stream).token for _ in range(3)]
     assert calls == 3
     rest = list(stream)

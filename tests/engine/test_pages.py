@@ -4,35 +4,35 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deskside.engine.pages import Pages, keys_of
+from deskside.engine.pages import Pages, page_keys
 
 
 def test_a_key_stands_for_all_tokens_up_to_the_end_of_its_page() -> None:
-    assert keys_of([1, 2, 3], 4) == []
-    a, b = keys_of([1, 2, 3, 4, 5, 6, 7, 8, 9], 4), keys_of([1, 2, 3, 4, 5, 6, 7, 0], 4)
+    assert page_keys([1, 2, 3], 4) == []
+    a, b = page_keys([1, 2, 3, 4, 5, 6, 7, 8, 9], 4), page_keys([1, 2, 3, 4, 5, 6, 7, 0], 4)
     assert len(a) == len(b) == 2
     assert a[0] == b[0] and a[1] != b[1]
-    assert keys_of([5, 6, 7, 8], 4)[0] != a[1]
+    assert page_keys([5, 6, 7, 8], 4)[0] != a[1]
 
 
 def test_known_pages_are_shared_and_kept_until_they_are_wanted() -> None:
-    pages, keys = Pages(4), keys_of(list(range(8)), 4)
-    first = pages.take([], 3)
+    pages, keys = Pages(4), page_keys(list(range(8)), 4)
+    first = pages.allocate([], 3)
     assert first is not None and pages.available == 1
-    pages.learn(first[0], keys[0])
-    pages.learn(first[1], keys[1])
-    second = pages.take(keys, 1)
+    pages.register(first[0], keys[0])
+    pages.register(first[1], keys[1])
+    second = pages.allocate(keys, 1)
     assert second is not None and second[:2] == first[:2] and pages.available == 0
-    assert pages.take([], 1) is None
+    assert pages.allocate([], 1) is None
     pages.release(first)
     assert pages.available == 1  # two of the three are still held
     pages.release(second)
-    assert pages.available == 4 and pages.known(keys) == 2
-    third = pages.take(keys[:1], 2)  # the end of the text is forgotten before its beginning
-    assert third is not None and third[0] == first[0] and pages.known(keys) == 2
-    assert pages.take([], 1) is not None and pages.known(keys) == 1
-    pages.forget()
-    assert pages.known(keys) == 0
+    assert pages.available == 4 and pages.num_cached(keys) == 2
+    third = pages.allocate(keys[:1], 2)  # the end of the text is forgotten before its beginning
+    assert third is not None and third[0] == first[0] and pages.num_cached(keys) == 2
+    assert pages.allocate([], 1) is not None and pages.num_cached(keys) == 1
+    pages.forget_contents()
+    assert pages.num_cached(keys) == 0
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 6), st.booleans()), max_size=60))
@@ -41,7 +41,7 @@ def test_nothing_leaks_and_nobody_gets_a_page_that_another_writes(
     steps: list[tuple[int, int, bool]],
 ) -> None:
     """Texts (four, of which two begin alike) are taken with a number of pages, learnt or not, and released."""
-    texts = [keys_of(text, 2) for text in ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 9, 9], [7] * 6, [8] * 6)]
+    texts = [page_keys(text, 2) for text in ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 9, 9], [7] * 6, [8] * 6)]
     pages = Pages(8)
     held: list[tuple[list[int], int]] = []  # pages, and how many of them are shared
     for text, more, learn in steps:
@@ -49,9 +49,9 @@ def test_nothing_leaks_and_nobody_gets_a_page_that_another_writes(
             if held:
                 pages.release(held.pop(0)[0])
             continue
-        known = pages.known(texts[text])
+        known = pages.num_cached(texts[text])
         before = pages.available
-        got = pages.take(texts[text][:known], more)
+        got = pages.allocate(texts[text][:known], more)
         if got is None:
             assert pages.available == before < 8
             continue
@@ -61,11 +61,11 @@ def test_nothing_leaks_and_nobody_gets_a_page_that_another_writes(
         held.append((got, known))
         if learn:
             for page, key in list(zip(got, texts[text], strict=False))[known:]:
-                pages.learn(page, key)
+                pages.register(page, key)
         assert pages.available == 8 - len({page for others, _ in held for page in others})
     for others, _ in held:
         pages.release(others)
     assert pages.available == 8
-    assert pages.take([], 8) is not None
+    assert pages.allocate([], 8) is not None
     with pytest.raises(AssertionError):
         pages.release([1, 1])

@@ -25,12 +25,12 @@ from deskside.engine.sampling import (
     NOT_FINITE,
     UNRANKED,
     Sampling,
-    Settings,
+    SamplingTensors,
     candidates,
     draw,
     penalise,
     ranked,
-    width_of,
+    ranking_width,
 )
 from deskside.utils.errors import UsageError
 
@@ -82,8 +82,8 @@ def boundary(logits: list[float], sampling: Sampling) -> bool:
     return False
 
 
-def settings_of(sampling: Sampling, rows: int = 1, seed: int = 0) -> Settings:
-    return Settings.of([sampling] * rows, [stream_of(seed, row) for row in range(rows)], "cpu")
+def settings_of(sampling: Sampling, rows: int = 1, seed: int = 0) -> SamplingTensors:
+    return SamplingTensors.of([sampling] * rows, [stream_of(seed, row) for row in range(rows)], "cpu")
 
 
 def distribution(logits: list[float], sampling: Sampling, width: int = ALL) -> dict[int, float]:
@@ -111,7 +111,7 @@ def test_every_width_that_is_wide_enough_gives_the_same(logits: list[float], sam
     """Rows are computed with the width that the widest row of their batch needs."""
     assume(not boundary(logits, sampling))
     wanted = distribution(logits, sampling)
-    need = width_of([sampling], len(logits))
+    need = ranking_width([sampling], len(logits))
     if sampling.temperature == 0 or (sampling.top_k is None and sampling.top_p is None):
         assert need in (UNRANKED, GREEDY_ONLY)
         assert distribution(logits, sampling, UNRANKED) == pytest.approx(wanted, abs=1e-6)
@@ -123,13 +123,13 @@ def test_every_width_that_is_wide_enough_gives_the_same(logits: list[float], sam
 
 def test_width_of() -> None:
     plain, greedy = Sampling(0.7, min_p=0.1), GREEDY
-    assert width_of([greedy], 50_000) == GREEDY_ONLY
-    assert width_of([greedy, plain], 50_000) == UNRANKED
-    assert width_of([greedy, Sampling(top_k=50)], 50_000) == 64
-    assert width_of([Sampling(top_k=50), Sampling(top_k=65, top_p=0.9)], 50_000) == 256
-    assert width_of([Sampling(top_k=50)], 64) == ALL
-    assert width_of([Sampling(top_p=0.9), plain], 50_000) == ALL
-    assert width_of([Sampling(top_k=50), plain], 50_000) == ALL
+    assert ranking_width([greedy], 50_000) == GREEDY_ONLY
+    assert ranking_width([greedy, plain], 50_000) == UNRANKED
+    assert ranking_width([greedy, Sampling(top_k=50)], 50_000) == 64
+    assert ranking_width([Sampling(top_k=50), Sampling(top_k=65, top_p=0.9)], 50_000) == 256
+    assert ranking_width([Sampling(top_k=50)], 64) == ALL
+    assert ranking_width([Sampling(top_p=0.9), plain], 50_000) == ALL
+    assert ranking_width([Sampling(top_k=50), plain], 50_000) == ALL
 
 
 TRANSFORMERS = [
@@ -162,7 +162,7 @@ def test_filters_equal_transformers(sampling: Sampling, warpers: list[object]) -
     seen_BV = torch.zeros(16, 300, dtype=torch.bool).scatter_(1, text_BT, True)
     rows = settings_of(sampling, 16)
     penalised_BV = penalise(logits_BV, seen_BV, rows.penalty_B)
-    for width in {width_of([sampling], 300), ALL}:
+    for width in {ranking_width([sampling], 300), ALL}:
         log_p_BW, token_BW = candidates(penalised_BV, rows, width)
         ours_BV = torch.zeros(16, 300).scatter(1, token_BW, log_p_BW.exp())
         torch.testing.assert_close(ours_BV, expected_BV)
@@ -201,9 +201,9 @@ def test_a_draw_is_always_a_candidate(logits: list[float], sampling: Sampling, s
 def test_draws_follow_the_distribution(sampling: Sampling) -> None:
     """Chi-square over many draws of one stream."""
     logits, n = [0.5, 2.0, -1.0, 1.0, 0.5], 20_000
-    rows = Settings.of([sampling] * n, [stream_of(8)] * n, "cpu")
+    rows = SamplingTensors.of([sampling] * n, [stream_of(8)] * n, "cpu")
     logits_BV = torch.tensor([logits]).expand(n, -1)
-    width = width_of([sampling], 5)
+    width = ranking_width([sampling], 5)
     drawn = draw(logits_BV, rows, width, torch.arange(n))
     wanted = brute_force(logits, sampling)
     counts = np.bincount(drawn.token_B.numpy(), minlength=5)
@@ -239,7 +239,7 @@ def test_log_probabilities_of_what_was_drawn() -> None:
 def test_logits_that_are_not_finite_draw_no_token(logits: list[float], sampling: Sampling) -> None:
     """And they leave the row beside them alone."""
     both = torch.tensor([logits, [0.0, 50.0, 0.0]])
-    widths = [width_of([sampling], 3), ALL] if sampling.temperature else [GREEDY_ONLY]
+    widths = [ranking_width([sampling], 3), ALL] if sampling.temperature else [GREEDY_ONLY]
     for width in widths:
         seen_BV = torch.ones(2, 3, dtype=torch.bool)
         drawn = draw(both, settings_of(sampling, 2), width, torch.zeros(2, dtype=torch.int64), seen_BV)

@@ -11,7 +11,7 @@ from scipy import stats
 
 from deskside.engine.engine import Draft, Engine
 from deskside.engine.requests import Request
-from deskside.engine.sampling import ALL, GREEDY, Sampling, Settings, candidates, penalise
+from deskside.engine.sampling import ALL, GREEDY, Sampling, SamplingTensors, candidates, penalise
 from deskside.model.transformer import Transformer
 from deskside.utils.errors import UsageError
 from tests.engine.test_generate import PROMPTS, VARIANTS, make, plain
@@ -35,7 +35,7 @@ def make_draft(model: Transformer, noise: float) -> Transformer:
 @torch.no_grad()
 def probability(model: Transformer, prompt: list[int], text: tuple[int, ...], sampling: Sampling) -> float:
     """Of exactly this continuation, token by token through the whole model."""
-    settings, total, tokens = Settings.of([sampling], [0], "cpu"), 1.0, list(prompt)
+    settings, total, tokens = SamplingTensors.of([sampling], [0], "cpu"), 1.0, list(prompt)
     for token in text:
         logits_BV = model(torch.tensor([tokens]))[:, -1]
         seen_BV = torch.zeros(1, V, dtype=torch.bool)
@@ -155,5 +155,5 @@ def test_a_row_that_fills_the_whole_cache() -> None:
 
 
 def test_another_vocabulary_is_refused() -> None:
-    with pytest.raises(UsageError, match="vocabulary has 90 tokens and the model's 97"):
+    with pytest.raises(UsageError, match="vocabulary has 90 tokens, but the model's has 97"):
         Engine(make(), draft=Draft(make(vocab_size=90)))

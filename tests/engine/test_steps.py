@@ -59,8 +59,8 @@ def test_what_is_covered() -> None:
 
 def as_on_a_gpu(model: Transformer, **options: Any) -> Engine:
     engine = Engine(model, **options)
-    engine._ahead = True
-    for forward in engine._forwards:
+    engine._run_ahead = True
+    for forward in engine._models:
         forward._blocks = FusedBlocks(forward.model)
     return engine
 

@@ -11,7 +11,7 @@ import pytest
 
 from deskside.data.corpus.sources import BadInputLog
 from deskside.evaluate.datasets import READERS
-from deskside.evaluate.items import read
+from deskside.evaluate.items import read_items
 from deskside.evaluate.tasks import select
 
 
@@ -105,7 +105,7 @@ def test_a_hub_task_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     bad = BadInputLog()
     (chosen,) = select(["arc_easy"], "hf:").chosen
-    items = read(chosen, bad)
+    items = read_items(chosen, bad)
     assert asked == [("allenai/ai2_arc", "ARC-Easy", "test", True)]
     assert [item.gold for item in items] == [0, 1] and bad.total == 1
     assert items[1].pairs(chosen.task, "")[0] == ("Question: q1\nAnswer:", " x")

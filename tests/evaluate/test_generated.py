@@ -13,9 +13,9 @@ from deskside.engine.engine import PAGE_SIZE, Engine
 from deskside.engine.generate import generate
 from deskside.engine.sampling import GREEDY
 from deskside.evaluate import generated
-from deskside.evaluate.generated import judge, write
-from deskside.evaluate.items import Item, read
-from deskside.evaluate.tasks import CodeTask, Generated, Match, Number, known, select
+from deskside.evaluate.generated import generate_answers, judge_answers
+from deskside.evaluate.items import Item, read_items
+from deskside.evaluate.tasks import CodeTask, Generated, Match, Number, builtin_tasks, select
 from tests.evaluate.made_model import POSITIONS, Made, make
 
 PROMPT = 'import math\n\n\ndef area(r):\n    """Of a circle.\n    """\n'
@@ -28,7 +28,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 
 def of(name: str) -> Generated:
-    task = known()[name]
+    task = builtin_tasks()[name]
     assert isinstance(task, Generated)
     return task
 
@@ -39,7 +39,7 @@ def test_written_text_is_the_engines_up_to_a_stop(made: Made) -> None:
     done: list[int] = []
     for chat, length in ((False, 40), (True, POSITIONS // 2)):
         plain = generate(made.model, prompts, max_new_tokens=length, sampling=GREEDY, eos_tokens=[made.end])
-        found = write(
+        found = generate_answers(
             made.model, made.tokenizer, prompts, task, eos_tokens=[made.end], chat=chat, tick=done.append
         )
         for text, whole in zip(found, plain, strict=True):
@@ -63,10 +63,10 @@ def test_a_full_card_writes_the_same_with_a_smaller_cache(
             sizes.append(self.free_tokens)
 
     monkeypatch.setattr(generated, "Engine", Noted)
-    found = write(made.model, made.tokenizer, prompts, task, eos_tokens=[])
-    free = 2 * PAGE_SIZE * made.model.kv_bytes_per_token(torch.float32) / device.SHARE
+    found = generate_answers(made.model, made.tokenizer, prompts, task, eos_tokens=[])
+    free = 2 * PAGE_SIZE * made.model.kv_bytes_per_token(torch.float32) / device.KV_CACHE_SHARE
     monkeypatch.setattr(device, "free_bytes", lambda device: int(free) + 10)
-    assert write(made.model, made.tokenizer, prompts, task, eos_tokens=[]) == found
+    assert generate_answers(made.model, made.tokenizer, prompts, task, eos_tokens=[]) == found
     assert sizes == [12 * PAGE_SIZE, 2 * PAGE_SIZE]
 
 
@@ -75,7 +75,7 @@ def test_a_long_prompt_loses_its_beginning(made: Made) -> None:
     ids = made.tokenizer.encode("the sea went to the ships, " * 30).ids
     task = of("svamp").model_copy(update={"stop": (), "max_new_tokens": 1000})
     assert len(ids) > POSITIONS
-    assert write(made.model, made.tokenizer, [ids], task, eos_tokens=[]) == write(
+    assert generate_answers(made.model, made.tokenizer, [ids], task, eos_tokens=[]) == generate_answers(
         made.model, made.tokenizer, [ids[-POSITIONS // 2 :]], task, eos_tokens=[]
     )
 
@@ -89,9 +89,9 @@ def test_numbers_and_words_are_judged() -> None:
     assert isinstance(number, Number) and isinstance(match, Match)
     items = [item(("1,200",))] * 4
     texts = [" 600 * 2\n#### 1200", "The answer is 1200.00.", "1,201", "none"]
-    assert [v.passed for v in judge(number, items, texts, False)] == [True, True, False, False]
+    assert [v.passed for v in judge_answers(number, items, texts, False)] == [True, True, False, False]
     words = [item(("Onion", "the bulb onion"))] * 3
-    assert [v.passed for v in judge(match, words, ["onion.", "Bulb Onion", "leek"], False)] == [
+    assert [v.passed for v in judge_answers(match, words, ["onion.", "Bulb Onion", "leek"], False)] == [
         True,
         True,
         False,
@@ -103,12 +103,12 @@ def test_code_is_judged_in_the_sandbox(tmp_path: Path) -> None:
     (tmp_path / "HumanEval.jsonl").write_text(json.dumps(record) + "\n")
     (chosen,) = select(["humaneval"], str(tmp_path)).chosen
     assert isinstance(chosen.task, CodeTask)
-    (base,) = read(chosen, BadInputLog())
+    (base,) = read_items(chosen, BadInputLog())
     assert base.contexts == (PROMPT,)
     texts = ["    return math.pi * r * r\n", "    return r\n", "    return 'as\n", "```python\nx\n```"]
-    verdicts = judge(chosen.task, [base] * 4, texts, False)
+    verdicts = judge_answers(chosen.task, [base] * 4, texts, False)
     assert [verdict.passed for verdict in verdicts] == [True, False, False, False]
-    (asked,) = read(chosen, BadInputLog(), chat=True)
+    (asked,) = read_items(chosen, BadInputLog(), chat=True)
     assert asked.contexts[0].endswith(f"```python\n{PROMPT}```")
     block = "def area(r):\n    return math.pi * r * r\n"
     texts = [
@@ -116,5 +116,5 @@ def test_code_is_judged_in_the_sandbox(tmp_path: Path) -> None:
         f"```python\n{block.replace('* r', '', 1)}```",
         "No.",
     ]
-    verdicts = judge(chosen.task, [asked] * 3, texts, True)
+    verdicts = judge_answers(chosen.task, [asked] * 3, texts, True)
     assert [verdict.passed for verdict in verdicts] == [True, False, False]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from deskside.data.corpus.sources import BadInputLog
-from deskside.evaluate.items import Examples, limited, read
+from deskside.evaluate.items import Examples, read_items, select_indices
 from deskside.evaluate.tasks import SelectedTask, select
 from deskside.utils.errors import UsageError
 
@@ -36,7 +36,7 @@ def test_damaged_records_are_counted_with_their_places(tmp_path: Path) -> None:
         [1],
     ]
     bad = BadInputLog()
-    items = read(chosen(tmp_path, "arc_easy", [GOOD, *damaged, GOOD], "arc_easy.jsonl"), bad)
+    items = read_items(chosen(tmp_path, "arc_easy", [GOOD, *damaged, GOOD], "arc_easy.jsonl"), bad)
     assert len(items) == 2
     assert bad.total == len(damaged)
     assert [place for places in bad.examples.values() for place in places if ":4 " in place]
@@ -44,13 +44,13 @@ def test_damaged_records_are_counted_with_their_places(tmp_path: Path) -> None:
         UsageError,
         match=r"arc_easy\.jsonl: holds no item of the task arc_easy \(.*:1 .*: JSON that does not parse\)",
     ):
-        read(chosen(tmp_path, "arc_easy", damaged, "arc_easy.jsonl"), BadInputLog())
+        read_items(chosen(tmp_path, "arc_easy", damaged, "arc_easy.jsonl"), BadInputLog())
 
 
 def test_pairs_of_each_kind(tmp_path: Path) -> None:
     def pairs(name: str, file: str, row: dict[str, Any]) -> list[tuple[str, str]]:
         task = chosen(tmp_path, name, [row], file)
-        (item,) = read(task, BadInputLog())
+        (item,) = read_items(task, BadInputLog())
         return item.pairs(task.task, "before ")
 
     assert pairs("arc_easy", "arc_easy.jsonl", GOOD) == [
@@ -74,12 +74,12 @@ def test_pairs_of_each_kind(tmp_path: Path) -> None:
 def test_examples_are_others_and_solved(tmp_path: Path) -> None:
     rows = [{"query": f"Q{n}", "choices": [f"no{n}", f"yes{n}"], "gold": 1} for n in range(12)]
     task = chosen(tmp_path, "arc_easy", [*rows, rows[0]], "arc_easy.jsonl", shots=5)
-    items = read(task, BadInputLog())
+    items = read_items(task, BadInputLog())
     examples = Examples(task, items)
     seen = set()
     for number in range(len(items)):
-        before = examples.before(number)
-        assert before == Examples(task, items).before(number)  # nothing but the number decides
+        before = examples.prefix(number)
+        assert before == Examples(task, items).prefix(number)  # nothing but the number decides
         shown = before.split("\n\n")
         assert shown.pop() == ""
         assert len(set(shown)) == len(shown) == 5
@@ -90,10 +90,10 @@ def test_examples_are_others_and_solved(tmp_path: Path) -> None:
             seen.add(n)
     assert len(seen) == 12
     # Of the first item one of the other twelve is its twin.
-    with pytest.raises(UsageError, match=r"has 11 examples .* and 12 are wanted; give --shots 11"):
+    with pytest.raises(UsageError, match=r"has 11 examples .* but 12 are needed; give --shots 11"):
         Examples(chosen(tmp_path, "arc_easy", [*rows, rows[0]], "arc_easy.jsonl", shots=12), items)
     task = chosen(tmp_path, "arc_easy", [*rows, rows[0]], "arc_easy.jsonl", shots=11)
-    assert all(Examples(task, items).before(n).count("Answer:") == 11 for n in range(13))
+    assert all(Examples(task, items).prefix(n).count("Answer:") == 11 for n in range(13))
 
 
 def test_examples_of_the_same_subject(tmp_path: Path) -> None:
@@ -107,10 +107,10 @@ def test_examples_of_the_same_subject(tmp_path: Path) -> None:
         for n in range(30)
     ]
     task = chosen(tmp_path, "mmlu", rows, "mmlu_test.jsonl", shots=4)
-    items = read(task, BadInputLog())
+    items = read_items(task, BadInputLog())
     for number in range(30):
-        shown = Examples(task, items).before(number).split("\n\n")[:-1]
+        shown = Examples(task, items).prefix(number).split("\n\n")[:-1]
         assert {one[0] for one in shown} == {"abc"[number % 3]}
-    assert limited(items, 3, task.task.spread) == [0, 10, 20]
-    assert limited(items, 3, False) == [0, 1, 2]
-    assert limited(items, None, True) == limited(items, 99, False) == list(range(30))
+    assert select_indices(items, 3, task.task.spread) == [0, 10, 20]
+    assert select_indices(items, 3, False) == [0, 1, 2]
+    assert select_indices(items, None, True) == select_indices(items, 99, False) == list(range(30))

@@ -12,7 +12,7 @@ from tokenizers.processors import TemplateProcessing
 
 from deskside.data.chat.renderer import Renderer
 from deskside.engine import device
-from deskside.evaluate.likelihood import PAGE, Encoder, Likelihood, Pair, likelihoods
+from deskside.evaluate.likelihood import PAGE_SIZE, Encoder, Likelihood, Pair, likelihoods
 from deskside.model.cache import allocate_pool
 from deskside.model.transformer import Transformer
 from deskside.utils.errors import RunError, UsageError
@@ -35,11 +35,11 @@ def pairs(seed: int) -> list[Pair]:
     lengths = [
         1,
         2,
-        PAGE - 1,
-        PAGE,
-        PAGE + 1,
-        2 * PAGE,
-        3 * PAGE + 1,
+        PAGE_SIZE - 1,
+        PAGE_SIZE,
+        PAGE_SIZE + 1,
+        2 * PAGE_SIZE,
+        3 * PAGE_SIZE + 1,
         70,
         POSITIONS - 1,
         POSITIONS,
@@ -216,9 +216,9 @@ def test_a_context_is_computed_once(made: Made, monkeypatch: pytest.MonkeyPatch)
         return forward(self, tokens_BT, *args, **options)
 
     monkeypatch.setattr(Transformer, "forward_cached", counted)
-    context = tuple(range(6 * PAGE + 5))
+    context = tuple(range(6 * PAGE_SIZE + 5))
     likelihoods(made.model, [Pair(context, (n,) * 9) for n in range(4)], batch_tokens=10_000)
-    assert computed == 6 * PAGE + 4 * (5 + 8)
+    assert computed == 6 * PAGE_SIZE + 4 * (5 + 8)
     computed = 0
     likelihoods(made.model, [Pair(context, (n,)) for n in range(4)], batch_tokens=10_000)
     assert computed == len(context)

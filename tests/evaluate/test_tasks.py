@@ -6,7 +6,7 @@ import pytest
 
 from deskside.data.corpus.sources import Source
 from deskside.evaluate.datasets import READERS
-from deskside.evaluate.tasks import TaskSelection, known, select
+from deskside.evaluate.tasks import TaskSelection, builtin_tasks, select
 from deskside.utils.errors import UsageError
 
 
@@ -22,7 +22,7 @@ def names(selection: TaskSelection) -> list[str]:
 
 def test_the_table_is_whole() -> None:
     """Every task can be read, from files and from the hub; CORE's numbers are those of its tasks."""
-    tasks = known()
+    tasks = builtin_tasks()
     for name, task in tasks.items():
         assert task.files, name
         if task.hub is not None:
@@ -115,15 +115,18 @@ def test_own_tasks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (OWN.replace("capitals]", "piqa]"), "'piqa' cannot name a task here"),
-        (OWN.replace("capitals]", "core]"), "'core' cannot name a task here"),
+        (OWN.replace("capitals]", "piqa]"), "'piqa' cannot be the name of a task"),
+        (OWN.replace("capitals]", "core]"), "'core' cannot be the name of a task"),
         (OWN.replace('"completion"', '"complete"'), "kind"),
         (OWN + 'score = "acc"\n', "capitals.completion.score: Extra inputs"),
         (OWN.replace("answer", "answers"), "answer"),
         ("[a\n", "is not valid TOML"),
-        (OWN.replace("{country}", "{country"), "prompt: 'The capital of {country is' is no template"),
+        (
+            OWN.replace("{country}", "{country"),
+            "prompt: 'The capital of {country is' is not a valid template",
+        ),
         (OWN.replace('["capitals.jsonl"]', "[]"), "files"),
-        (OWN + 'hub = { source = "hf:a/b", reader = "arcs" }\n', "hub.reader: 'arcs' is none of arc"),
+        (OWN + 'hub = { source = "hf:a/b", reader = "arcs" }\n', "hub.reader: 'arcs' is not one of arc"),
     ],
 )
 def test_own_tasks_that_cannot_be(tmp_path: Path, text: str, message: str) -> None:

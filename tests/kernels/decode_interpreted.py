@@ -100,7 +100,7 @@ def engine(found: dict[str, float]) -> None:
     ):
         for draft in (None, Draft(model, 2)):
             made = Engine(model, max_batch=2, max_tokens=96, page_size=16, draft=draft)
-            for forward in made._forwards:
+            for forward in made._models:
                 forward._blocks = fused.FusedBlocks(model)
             answers = made.run([Request(tuple(prompt), 5) for prompt in prompts])
             wrong = sum(

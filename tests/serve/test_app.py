@@ -10,7 +10,7 @@ import pytest
 
 from deskside.engine.engine import Engine
 from deskside.serve.app import SHORT_CHARACTERS, Service, make_app
-from deskside.serve.templating import Prompts
+from deskside.serve.templating import PromptEncoder
 from deskside.serve.worker import Worker
 from deskside.weights.load import Loaded, load_model
 from tests.serve.chatty import make_chatty
@@ -27,15 +27,15 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
 def test_a_short_prompt_does_not_wait_for_long_ones(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten long texts of which none can be encoded until the short one has its answer."""
     answered, begun = threading.Event(), threading.Event()
-    real = Prompts.text
+    real = PromptEncoder.text
 
-    def text(self: Prompts, given: str) -> list[int]:
+    def text(self: PromptEncoder, given: str) -> list[int]:
         if len(given) > SHORT_CHARACTERS:
             begun.set()
             assert answered.wait(60), "the short prompt waits for the long ones"
         return real(self, given)
 
-    monkeypatch.setattr(Prompts, "text", text)
+    monkeypatch.setattr(PromptEncoder, "text", text)
 
     async def run() -> None:
         engine = Engine(loaded.model, tokenizer=loaded.tokenizer)

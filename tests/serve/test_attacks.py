@@ -150,13 +150,13 @@ def test_connections_that_break_off_leave_nothing(server: tuple[str, int], good:
 
 BROKEN = """
 import os, sys
-from deskside.engine.steps import Forward
-real, told = Forward.decode, []
+from deskside.engine.steps import CachedModel
+real, told = CachedModel.decode, []
 def decode(self, *rest):
     told.append(1)
     if len(told) == 3: raise RuntimeError('CUDA error: an illegal memory access')
     return real(self, *rest)
-Forward.decode = decode
+CachedModel.decode = decode
 from deskside.cli.main import main
 sys.exit(main(['serve', sys.argv[1], '--port', '0', '--device', 'cpu']))
 """

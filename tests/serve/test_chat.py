@@ -21,7 +21,7 @@ from torch import Tensor
 from deskside.cli.chat import run as run_chat
 from deskside.engine.generate import generate
 from deskside.engine.sampling import GREEDY, Sampling
-from deskside.engine.steps import Forward
+from deskside.engine.steps import CachedModel
 from deskside.serve.chat import ChatOptions, Conversation, converse
 from deskside.utils.errors import UsageError
 from deskside.weights.load import Loaded, load_model
@@ -96,7 +96,7 @@ def test_long_text_keeps_its_end_and_says_so(loaded: Loaded) -> None:
     chat = Conversation(loaded, options(12))
     text = "songs and ships " * 1500
     answer = "".join(chat.reply(text))
-    assert chat.forgotten
+    assert chat.truncated
     ids = loaded.tokenizer.encode(text, add_special_tokens=False).ids
     newest = [loaded.start_token, *ids[-(4096 - 12 - 1) :]]
     assert answer == continuation(loaded, "", 12, newest)
@@ -124,7 +124,7 @@ def test_chat_template_is_used_and_old_exchanges_are_dropped_whole(chatty: Loade
     assert chat.transcript() == f"system: be brief\n\nuser: hello\n\nassistant: {answer}\n"
     for _ in range(6):
         list(chat.reply("the ship went to the sea " * 160))
-    assert chat.forgotten
+    assert chat.truncated
     assert chat.transcript().count("user:") == 7  # forgotten by the model, not by the transcript
     with pytest.raises(UsageError, match="make it shorter"):
         list(chat.reply("ships " * 5000))
@@ -166,13 +166,13 @@ def test_messages_cannot_forge_a_turn(chatty: Loaded) -> None:
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Tokens of prompts that are computed from now on, one number for each step."""
     counts: list[int] = []
-    real = Forward.prefill
+    real = CachedModel.prefill
 
-    def counting(self: Forward, tokens_BT: Tensor, counts_B: Tensor, *rest: Any) -> Tensor:
+    def counting(self: CachedModel, tokens_BT: Tensor, counts_B: Tensor, *rest: Any) -> Tensor:
         counts.append(int(counts_B.sum()))
         return real(self, tokens_BT, counts_B, *rest)
 
-    monkeypatch.setattr(Forward, "prefill", counting)
+    monkeypatch.setattr(CachedModel, "prefill", counting)
     return counts
 
 
@@ -212,15 +212,15 @@ def test_ctrl_c_inside_of_a_step_leaves_nothing_broken(
     loaded: Loaded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chat = Conversation(loaded, options(12))
-    real = Forward.decode
+    real = CachedModel.decode
     calls = iter(range(100))
 
-    def interrupted(self: Forward, *rest: Any) -> Tensor:
+    def interrupted(self: CachedModel, *rest: Any) -> Tensor:
         if next(calls) == 5:
             raise KeyboardInterrupt
         return real(self, *rest)
 
-    monkeypatch.setattr(Forward, "decode", interrupted)
+    monkeypatch.setattr(CachedModel, "decode", interrupted)
     said = []
     with pytest.raises(KeyboardInterrupt):
         for piece in chat.reply("the sea"):
@@ -255,7 +255,7 @@ def test_lines_from_a_pipe_with_commands(
     assert saved.read_text("utf-8") == f"the sea{first}\n"
     assert "it continues your text" in streams.err
     assert "/nonsense: there is no such command" in streams.err
-    assert "which file?" in streams.err
+    assert "needs a file name" in streams.err
     assert "cannot be written" in streams.err
     monkeypatch.setattr(sys, "stdin", io.StringIO("the sea"))  # no newline at the end, no /quit
     assert converse(loaded, options(), None) == 0
@@ -277,7 +277,7 @@ def test_save_writes_new_files_only(
     monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"/save {name}\n" for name in names)))
     assert converse(loaded, options(), None) == 0
     told = capsys.readouterr().err
-    assert told.count("is there already; give a new name") == 3 and told.count("cannot be written: ") == 2
+    assert told.count("exists already; give a new name") == 3 and told.count("cannot be written: ") == 2
     assert (tmp_path / "thesis.txt").read_text() == "years of work" and not (
         tmp_path / "nowhere.txt"
     ).exists()
@@ -355,7 +355,7 @@ def test_ctrl_c_at_the_prompt_asks_once_and_control_d_leaves(made: MadeRun) -> N
     terminal = Terminal([str(made.path), "--device", "cpu"])
     try:
         terminal.wait_for("> ")
-        terminal.interrupt_at_prompt(lambda seconds: terminal.wait_for("Ctrl-C again leaves", seconds))
+        terminal.interrupt_at_prompt(lambda seconds: terminal.wait_for("Ctrl-C again", seconds))
         terminal.type("/help\n")
         terminal.wait_for("/save FILE")
         terminal.wait_for("> ")

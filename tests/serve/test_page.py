@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.serve_load import served
 from deskside.engine.generate import generate
-from deskside.serve.templating import Prompts
+from deskside.serve.templating import PromptEncoder
 from deskside.weights.load import load_model
 from tests.serve.chatty import make_chatty, make_endless
 
@@ -82,7 +82,7 @@ def test_a_conversation(browser: "sync_api.Browser", address: str, runs: tuple[P
     seen.settings(temperature="0", max_tokens="30", system="be brief")
     expected: list[dict[str, str]] = [{"role": "system", "content": "be brief"}]
     loaded = load_model(runs[1])
-    prompts = Prompts(loaded)
+    prompts = PromptEncoder(loaded)
     said = ["hello <b>you</b>", "and <script>alert(1)</script>"]
     for text in said:
         seen.say(text)
@@ -96,7 +96,7 @@ def test_a_conversation(browser: "sync_api.Browser", address: str, runs: tuple[P
     assert [" ".join(t.split()) for t in seen.turns()] == [
         " ".join(m["content"].split()) for m in expected[1:]
     ]
-    assert page.get_by_text("Ended at the most tokens").count() == 2
+    assert page.get_by_text("Ended at the maximum").count() == 2
     assert page.locator(".turn b, .turn script").count() == 0
     page.get_by_role("button", name="New chat").click()
     assert seen.turns() == []
@@ -124,7 +124,7 @@ def test_refusals_are_shown_and_what_was_said_comes_back(browser: "sync_api.Brow
     seen = Seen(browser, address, DESKTOP)
     seen.settings(max_tokens="9999")
     seen.say("a question")
-    sync_api.expect(seen.page.get_by_role("alert")).to_contain_text("more than this server's 4000")
+    sync_api.expect(seen.page.get_by_role("alert")).to_contain_text("maximum of 4000")
     sync_api.expect(seen.page.get_by_label("Message", exact=True)).to_have_value("a question")
     assert seen.turns() == []
     seen.settings(max_tokens="5", temperature="0")
@@ -173,7 +173,7 @@ def test_a_token_is_asked_for_and_a_plain_model_continues(
         _,
     ):
         seen = Seen(browser, base, DESKTOP)
-        sync_api.expect(seen.page.get_by_role("alert")).to_contain_text("wants a token")
+        sync_api.expect(seen.page.get_by_role("alert")).to_contain_text("requires a token")
         seen.page.get_by_label("Token", exact=True).fill(TOKEN)
         seen.page.keyboard.press("Tab")
         sync_api.expect(seen.page.locator("#hint")).to_contain_text("continues your text")

@@ -13,7 +13,7 @@ import pytest
 import uvicorn
 
 from deskside.cli.shared_options import is_loopback
-from deskside.serve.request_guard import MAX_HEAD, ClientLimits, RequestGuard, connection_class
+from deskside.serve.request_guard import MAX_HEAD_BYTES, ClientLimits, RequestGuard, connection_class
 
 LIMITS = ClientLimits(body_bytes=1000, head_seconds=0.6, body_seconds=0.8, stall_seconds=0.8, connections=12)
 GOOD = {"Host": "127.0.0.1", "Content-Type": "application/json"}
@@ -42,7 +42,7 @@ def guarded(
         lifespan="off",
         log_config=None,
         access_log=False,
-        h11_max_incomplete_event_size=MAX_HEAD,
+        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         timeout_graceful_shutdown=1,
     )
     server = uvicorn.Server(config)
@@ -130,8 +130,8 @@ def test_huge_bodies(port: int) -> None:
 
 def test_heads_too_long_or_broken(port: int) -> None:
     for sent in (
-        b"GET /" + b"a" * MAX_HEAD * 30 + b" HTTP/1.1\r\n\r\n",
-        head("GET", "/", {"Host": "127.0.0.1", "X": "y" * MAX_HEAD * 30}),
+        b"GET /" + b"a" * MAX_HEAD_BYTES * 30 + b" HTTP/1.1\r\n\r\n",
+        head("GET", "/", {"Host": "127.0.0.1", "X": "y" * MAX_HEAD_BYTES * 30}),
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\r\n\r\n",
         b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n",
         b"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: -1\r\n\r\n",

@@ -79,7 +79,7 @@ HELLO: list = [{"role": "system", "content": "be brief"}, {"role": "user", "cont
 def test_models(client: openai.OpenAI) -> None:
     assert [m.id for m in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").owned_by == "deskside"
-    with pytest.raises(openai.NotFoundError, match="gpt-9 is not served here; this is tiny"):
+    with pytest.raises(openai.NotFoundError, match="gpt-9 is not served"):
         client.models.retrieve("gpt-9")
 
 
@@ -308,7 +308,7 @@ def test_places_run_out_and_come_back_when_clients_leave(address: str, client: o
                 full = http.post("/v1/completions", json={"prompt": "a"})
                 assert full.status_code == 429 and int(full.headers["retry-after"]) >= 1
                 assert full.json()["error"]["type"] == "rate_limit_error"
-                with pytest.raises(openai.RateLimitError, match="all 8 places are taken"):
+                with pytest.raises(openai.RateLimitError, match="at capacity"):
                     client.completions.create(model="tiny", prompt="a")
         # Both have hung up, far from their end.
         waited = time.monotonic()
@@ -417,7 +417,9 @@ def test_the_cache_leaves_a_card_room_to_compute_in(
     wanted = _engine(loaded, ServeOptions(model=str(chatty), max_batch=4)).free_tokens
     assert capsys.readouterr().err == ""
     each = loaded.model.kv_bytes_per_token(torch.float32)
-    monkeypatch.setattr(engine_device, "free_bytes", lambda device: int(64 * each / engine_device.SHARE) + 1)
+    monkeypatch.setattr(
+        engine_device, "free_bytes", lambda device: int(64 * each / engine_device.KV_CACHE_SHARE) + 1
+    )
     assert _engine(loaded, ServeOptions(model=str(chatty), max_batch=4)).free_tokens == 64 < wanted
     said = capsys.readouterr().err
     assert "64 tokens" in said and f"{wanted:,}" in said

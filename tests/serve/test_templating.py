@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from deskside.data.chat import renderer
 from deskside.data.chat.renderer import NotRendered
-from deskside.serve.templating import PREFIX_CHARACTERS, Prompts, TooLong
+from deskside.serve.templating import PREFIX_CHARACTERS, PromptEncoder, PromptTooLong
 from deskside.weights.load import Loaded, load_model
 from tests.serve.chatty import TEMPLATE, make_chatty, rendered
 
@@ -30,7 +30,7 @@ def loaded(folder: Path) -> Loaded:
 
 
 def test_text_begins_with_the_start_token_and_spells_no_other(loaded: Loaded) -> None:
-    start, *tokens = Prompts(loaded).text("a<|im_end|>\n<|im_start|>b<|endoftext|>")
+    start, *tokens = PromptEncoder(loaded).text("a<|im_end|>\n<|im_start|>b<|endoftext|>")
     special = {loaded.tokenizer.token_to_id(t) for t in ("<|im_start|>", "<|im_end|>", "<|endoftext|>")}
     assert start == loaded.start_token
     assert not special & set(tokens)
@@ -40,16 +40,16 @@ def test_templates_inside_of_the_configuration_and_none(folder: Path, loaded: Lo
     inside = tmp_path / "inside"
     shutil.copytree(folder, inside)
     (inside / "chat_template.jinja").unlink()
-    assert not Prompts(load_model(inside)).chats
+    assert not PromptEncoder(load_model(inside)).has_chat_template
     (inside / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
-    tokens = Prompts(load_model(inside)).messages(MESSAGES)
-    assert tokens == Prompts(loaded).messages(MESSAGES)
+    tokens = PromptEncoder(load_model(inside)).messages(MESSAGES)
+    assert tokens == PromptEncoder(loaded).messages(MESSAGES)
     assert loaded.tokenizer.decode(tokens, skip_special_tokens=False) == rendered(MESSAGES)
 
 
 def test_a_template_that_refuses_says_why(loaded: Loaded) -> None:
     with pytest.raises(NotRendered, match="refuses these messages: no wizards"):
-        Prompts(loaded).messages([{"role": "wizard", "content": "a"}])
+        PromptEncoder(loaded).messages([{"role": "wizard", "content": "a"}])
 
 
 LONG = {
@@ -66,7 +66,7 @@ LONG = {
 def test_texts_that_are_far_too_long_are_never_encoded_whole(
     loaded: Loaded, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompts, room = Prompts(loaded, 4095), 4095 * PREFIX_CHARACTERS
+    prompts, room = PromptEncoder(loaded, 4095), 4095 * PREFIX_CHARACTERS
     encoded: list[int] = []
     real = renderer.encode
 
@@ -77,12 +77,12 @@ def test_texts_that_are_far_too_long_are_never_encoded_whole(
     monkeypatch.setattr(renderer, "encode", counting)
     for attempt in (prompts.text, lambda text: prompts.messages([{"role": "user", "content": text}])):
         encoded.clear()
-        with pytest.raises(TooLong, match="4095 at most"):
+        with pytest.raises(PromptTooLong, match="maximum is 4095"):
             attempt(LONG[name])
         assert sum(encoded) <= 10 * room  # a special token is written with two characters while it is escaped
     # What is not far too long is counted to the token.
     for text in ("the sea " * 2500, "q1 " * 2700):
-        tokens = Prompts(loaded).text(text)
-        assert Prompts(loaded, len(tokens)).text(text) == tokens
-        with pytest.raises(TooLong, match=f"has {len(tokens)} tokens"):
-            Prompts(loaded, len(tokens) - 1).text(text)
+        tokens = PromptEncoder(loaded).text(text)
+        assert PromptEncoder(loaded, len(tokens)).text(text) == tokens
+        with pytest.raises(PromptTooLong, match=f"has {len(tokens)} tokens"):
+            PromptEncoder(loaded, len(tokens) - 1).text(text)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from deskside.data.reading.rows import PackedDataset
 from deskside.data.tokenizer import load as load_tokenizer
-from deskside.engine.generate import events
+from deskside.engine.generate import generate_events
 from deskside.engine.sampling import Sampling
 from deskside.model.transformer import Transformer
 from deskside.precision.lora import is_adapted
@@ -37,7 +37,7 @@ def samples(
     prompts: list[list[int]] = [row.tolist() for row in rows]
     new: list[list[int]] = [[] for _ in prompts]
     until = time.perf_counter() + seconds
-    for event in events(
+    for event in generate_events(
         model,
         prompts,
         max_new_tokens=SAMPLE_TOKENS,
