@@ -1,4 +1,4 @@
-"""Prepared data, the single thread of the tests that train, and a process that has just started."""
+"""Fixtures of other packages for the tests of the commands, and a reset of the start time of the process."""
 
 import time
 
@@ -13,5 +13,5 @@ __all__ = ["data", "one_thread", "prepared", "short_ends"]
 
 @pytest.fixture(autouse=True)
 def just_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests of training with a virtual clock leave their own start of the process behind."""
+    """Reset the start time of the process, which tests with a virtual clock change."""
     monkeypatch.setattr(deskside, "STARTED", time.perf_counter())

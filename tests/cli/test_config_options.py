@@ -1,4 +1,4 @@
-"""Every configuration key can be given on the command line, and comes back as it was meant."""
+"""Every configuration key can be given on the command line and gets the given value."""
 
 import json
 import re
@@ -19,7 +19,7 @@ from deskside.utils.errors import UsageError
 
 @dataclass
 class Own:
-    """Options of a made-up command."""
+    """Options of an invented command."""
 
     what: str | None = option("", None, metavar="WHAT", positional=True)
     loud: bool = option("", False)
@@ -30,7 +30,7 @@ def parse(*argv: str) -> tuple[Own, dict[str, Any]]:
     return Command("made-up", Own, configuration=True).parse_config(argv)
 
 
-# What else a key needs before it has an effect.
+# Other keys without which a key has no effect.
 MOE = {"model": {"num_experts": 16}}
 FP8 = {"precision": {"name": "fp8-tensorwise"}}
 NEEDS: dict[str, dict[str, Any]] = {
@@ -53,7 +53,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     "precision.backend": FP8,
     **{".".join(path): {"optim": {"name": "adamw"}} for path, _ in config_fields() if path[0] == "adapter"},
 }
-# Values where "another one of its kind" would not be valid.
+# Valid values of keys for which `another` would return an invalid one.
 VALUES: dict[str, str] = {
     "model.num_attention_heads": "6",
     "model.num_key_value_heads": "4",
@@ -79,7 +79,7 @@ VALUES: dict[str, str] = {
 
 
 def another(key: str, field: FieldInfo) -> str:
-    """A valid value of a key that is not its default, as text."""
+    """Return a valid value of a key, as text, that is not its default."""
     if key in VALUES:
         return VALUES[key]
     choices = [c for part in (field.annotation, *get_args(field.annotation)) for c in literal(part)]
@@ -104,7 +104,7 @@ def literal(annotation: Any) -> tuple[Any, ...]:
 
 @pytest.fixture(scope="module")
 def everything() -> dict[str, Any]:
-    """One command line with every key there is; nothing is validated yet."""
+    """Return the parsed but not validated values of a command line with every key."""
     return parse(
         *(
             word
@@ -129,7 +129,7 @@ def test_every_key_can_be_given(path: tuple[str, ...], everything: dict[str, Any
     for part in path:
         value = getattr(value, part)
     assert value != field.default
-    # The same as the same text read by pydantic from the file: nothing is lost between the line and the value.
+    # The value in the JSON of the configuration is the text that was given.
     stored = config.model_dump(mode="json")
     for part in path:
         stored = stored[part]
@@ -142,7 +142,7 @@ def test_every_key_can_be_given(path: tuple[str, ...], everything: dict[str, Any
     assert RunConfig.model_validate(config.model_dump(mode="json")) == config
 
 
-def test_both_ways_to_write_a_key_and_its_value() -> None:
+def test_hyphens_underscores_and_equals_signs() -> None:
     for argv in (
         ("--model.hidden_size", "512"),
         ("--model.hidden-size", "512"),
@@ -152,7 +152,7 @@ def test_both_ways_to_write_a_key_and_its_value() -> None:
         assert parse(*argv)[1] == {"model": {"hidden_size": "512"}}
 
 
-def test_own_options_stay_apart() -> None:
+def test_own_options_are_separate_from_configuration_keys() -> None:
     own, given = parse("thing", "--seed", "4", "--loud", "--times", "3")
     assert own == Own(what="thing", loud=True, times=3)
     assert given == {"seed": "4"}
@@ -174,9 +174,9 @@ LISTS = {
 
 
 def test_lists_are_written_with_commas_or_in_brackets() -> None:
-    """Every option that is a list of plain values; one value needs no brackets either."""
-    of_words = {".".join(path) for path, field in config_fields() if takes_list(field.annotation)}
-    assert of_words == set(LISTS)
+    """Covers every option that is a list of plain values. A single value needs no brackets."""
+    list_keys = {".".join(path) for path, field in config_fields() if takes_list(field.annotation)}
+    assert list_keys == set(LISTS)
     for key, values in LISTS.items():
         part, leaf = key.split(".")
         for value in values:
@@ -188,7 +188,7 @@ def test_lists_are_written_with_commas_or_in_brackets() -> None:
                 assert (found if isinstance(found, str) else list(found)) == value
 
 
-def test_none_unsets() -> None:
+def test_none_is_accepted_for_optional_keys() -> None:
     config = build([{"evaluate": {"every": "5m"}}, parse("--evaluate.every", "none")[1]])
     assert config.evaluate.every is None
 
@@ -225,8 +225,8 @@ def test_mistakes_are_one_line(argv: list[str], message: str, capfd: pytest.Capt
     assert capfd.readouterr() == ("", "")
 
 
-def test_options_of_an_objective_are_its_command_s(capsys: pytest.CaptureFixture[str]) -> None:
-    """`--align.KEY` where the command has that objective, and nowhere else; what the command has itself is left out."""
+def test_align_options_exist_only_for_their_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """--align.KEY exists only for a command with an objective, and not for keys that the command sets itself."""
     with pytest.raises(UsageError, match=r"--align\.turns: there is no such option"):
         parse("--align.turns", "last")
     command = Command("x", Own, configuration=True, align=SftConfig)
@@ -271,7 +271,7 @@ def test_help_has_every_key_within_80_columns(
         assert undocumented not in text
     joined = " ".join(text.split())
     muon, adamw = MuonConfig().lr, AdamWConfig().lr
-    assert f"(default: {muon}; adamw: {adamw})" in joined  # whose default it is, where alternatives differ
+    assert f"(default: {muon}; adamw: {adamw})" in joined  # defaults that differ between alternatives
     assert "--optim.name {muon,adamw}" in joined
     assert "Newton-Schulz iterations (muon only; default: 5)" in joined
 

@@ -1,4 +1,4 @@
-"""`deskside dashboard`: its options, its errors, and that it starts without torch."""
+"""`deskside dashboard`: options, errors, and that it starts without torch."""
 
 import socket
 import subprocess
@@ -16,7 +16,7 @@ from deskside.utils.errors import UsageError
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, str, int]]:
-    """What would be served."""
+    """Replace the server, and return the list of arguments that it is called with."""
     calls: list[tuple[Path, str, int]] = []
     monkeypatch.setattr(
         dashboard_command, "_serve", lambda root, host, port: calls.append((root, host, port))
@@ -24,7 +24,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, str, int]]:
     return calls
 
 
-def test_this_machine_alone_by_default(
+def test_serves_only_this_machine_by_default(
     tmp_path: Path, served: list[tuple[Path, str, int]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["dashboard", str(tmp_path)]) == 0
@@ -34,7 +34,7 @@ def test_this_machine_alone_by_default(
     assert f"http://localhost:{port}" in out and err == ""
 
 
-def test_another_address_is_warned_about(
+def test_warns_about_a_public_address(
     tmp_path: Path, served: list[tuple[Path, str, int]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["dashboard", str(tmp_path), "--host", "0.0.0.0"]) == 0
@@ -43,7 +43,7 @@ def test_another_address_is_warned_about(
     assert capsys.readouterr().err == ""
 
 
-def test_a_port_that_is_taken_is_stepped_over_unless_it_was_asked_for(
+def test_a_taken_port_is_skipped_unless_it_is_given(
     tmp_path: Path, served: list[tuple[Path, str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with socket.socket() as other:
@@ -74,9 +74,7 @@ def test_errors_are_one_line(words: list[str], message: str, served: list[object
     assert "\n" not in str(error.value) and not served
 
 
-def test_nothing_is_read_ahead_before_the_server_listens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_preloading_waits_until_the_server_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[Path] = []
     monkeypatch.setattr(file_cache, "preload", read.append)
     with socket.socket() as server:
@@ -91,13 +89,15 @@ def test_nothing_is_read_ahead_before_the_server_listens(
     assert not thread.is_alive() and read == [tmp_path]
 
 
-def test_without_streamlit_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_streamlit_is_an_error_with_the_install_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(dashboard_command.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"pip install 'deskside\[dashboard\]'"):
         dashboard_command.run([str(tmp_path)])
 
 
-def test_nothing_is_sent_anywhere() -> None:
+def test_telemetry_is_off() -> None:
     settings = dashboard_command.settings("localhost", 1)
     assert settings["browser.gatherUsageStats"] == "false"
     assert settings["server.headless"] == "true" and settings["client.toolbarMode"] == "minimal"
@@ -121,7 +121,7 @@ def test_neither_the_command_nor_any_tab_imports_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120).returncode == 0
 
 
-def test_the_page_starts_without_what_only_tabs_need() -> None:
+def test_the_page_does_not_import_the_libraries_of_its_tabs() -> None:
     code = "import sys, deskside.dashboard.page; print(*[m for m in ('scipy', 'pandas', 'torch') if m in sys.modules])"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True

@@ -1,4 +1,4 @@
-"""`deskside eval --tasks` as a person and a program see it."""
+"""`deskside eval --tasks`: its output as text and as JSON, and its errors."""
 
 import json
 from pathlib import Path
@@ -59,7 +59,7 @@ def test_json(made: Made, data: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert run_eval(arguments) == 0
     out, err = capsys.readouterr()
     found = json.loads(out)
-    assert found["bpb"] is None  # this model brings no text
+    assert found["bpb"] is None  # a model directory has no validation data
     assert list(found["tasks"]) == ["arc_easy", "winograd", "svamp"]
     arc = found["tasks"]["arc_easy"]
     assert (arc["n"], arc["shots"], arc["damaged"], arc["kind"]) == (30, 10, 1, "choice")
@@ -80,7 +80,9 @@ def test_json(made: Made, data: Path, tmp_path: Path, capsys: pytest.CaptureFixt
         run_eval(arguments)
 
 
-def test_batches_change_nothing(made: Made, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_results_do_not_depend_on_the_batch_size(
+    made: Made, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     found = []
     for size in ("1", "300", "100000"):
         run_eval(
@@ -93,7 +95,9 @@ def test_batches_change_nothing(made: Made, data: Path, capsys: pytest.CaptureFi
     assert found[0] == found[1] == found[2]
 
 
-def test_a_run_has_both(run: MadeRun, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_gets_bits_per_byte_and_tasks(
+    run: MadeRun, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = [
         str(run.path),
         "--tasks",
@@ -166,7 +170,7 @@ def test_chat_needs_a_template(run: MadeRun, data: Path) -> None:
         )
 
 
-def test_a_task_that_fails_leaves_the_others(
+def test_a_failed_task_does_not_stop_the_others(
     made: Made, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "winograd_wsc.jsonl").write_bytes((data / "winograd_wsc.jsonl").read_bytes())
@@ -182,7 +186,7 @@ def test_a_task_that_fails_leaves_the_others(
         run_eval(arguments)
 
 
-def test_items_that_cannot_be_written_are_said_before_the_work(
+def test_errors_of_items_and_shots_come_before_the_model_is_loaded(
     made: Made, data: Path, tmp_path: Path
 ) -> None:
     arguments = ["no-such-model", "--tasks", "arc_easy", "--tasks-dir", str(data)]

@@ -1,4 +1,4 @@
-"""`deskside export` as a person runs it: the three forms, their JSON, what is refused, and disks and runs that fail."""
+"""`deskside export`: the three formats, their JSON output, refused options, full disks and damaged runs."""
 
 import json
 import re
@@ -56,7 +56,7 @@ def test_a_run_becomes_one_gguf_file(
     assert torch.equal(embedding, made.model.embed.weight.detach().reshape(embedding.shape))
 
 
-def test_a_tokenizer_with_nfc_says_what_llama_cpp_leaves_out(
+def test_gguf_of_a_tokenizer_with_nfc_has_a_note(
     made: MadeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, out = tmp_path / "hf", tmp_path / "out"
@@ -69,7 +69,7 @@ def test_a_tokenizer_with_nfc_says_what_llama_cpp_leaves_out(
     assert note in capsys.readouterr().err and note in (out / "README.md").read_text("utf-8")
 
 
-def test_q8_0_says_what_stayed_in_float16(
+def test_q8_0_reports_tensors_in_float16(
     made: MadeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
@@ -78,12 +78,12 @@ def test_q8_0_says_what_stayed_in_float16(
     assert output.out == f"{out / 'small-Q8_0.gguf'}\n"
     assert "2 tensors are in float16, such as blk.0.ffn_down.weight" in output.err  # the MLP is 48 wide
     assert f"llama-server -m {out / 'small-Q8_0.gguf'}" in output.err
-    # Another type takes the place of this one, which only the program itself wrote.
+    # A new export replaces files that only the program itself has written.
     assert run_export([str(made.path), "--to", "gguf", "--out", str(out)]) == 0
     assert names(out) == ["README.md", "deskside.json", "small-F32.gguf"]
 
 
-def test_a_card_that_a_person_wrote_is_kept(made: MadeRun, tmp_path: Path) -> None:
+def test_an_edited_model_card_is_not_overwritten(made: MadeRun, tmp_path: Path) -> None:
     out = tmp_path / "out"
     run_export([str(made.path), "--out", str(out)])
     assert "# small" in (out / "README.md").read_text("utf-8")
@@ -94,8 +94,8 @@ def test_a_card_that_a_person_wrote_is_kept(made: MadeRun, tmp_path: Path) -> No
     assert (out / "README.md").read_text() == "my own words"
 
 
-def test_adapters_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of a run with adapters peft gets what trained, and hf the merged model."""
+def test_export_of_a_run_with_adapters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """--to peft writes the adapters, --to hf the merged model."""
     model, _ = trained()
     run = tmp_path / "run"
     run.mkdir()
@@ -124,7 +124,7 @@ def test_adapters_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 def test_adapters_are_merged_into_the_original_weights(
     kept: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As PEFT merges them, without the rounding of the base that the run keeps; only where it is the original."""
+    """The result equals PEFT's. If the original model has changed, the rounded weights of the run are used instead."""
     peft = pytest.importorskip("peft")
     config, options = ModelConfig(**TINY), AdapterConfig(rank=4, alpha=8, base=kept)
     plain = Transformer(config)
@@ -172,7 +172,7 @@ def test_export_refuses(made: MadeRun, arguments: list[str], message: str, tmp_p
     assert not list(tmp_path.iterdir())
 
 
-def test_a_hugging_face_directory_is_no_run(made: MadeRun, tmp_path: Path) -> None:
+def test_peft_export_needs_a_run(made: MadeRun, tmp_path: Path) -> None:
     run_export([str(made.path), "--out", str(tmp_path / "hf")])
     with pytest.raises(UsageError, match="is not a run"):
         run_export([str(tmp_path / "hf"), "--to", "peft", "--out", str(tmp_path / "out")])
@@ -181,7 +181,7 @@ def test_a_hugging_face_directory_is_no_run(made: MadeRun, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("to", ["hf", "gguf"])
-def test_a_run_whose_checkpoints_are_damaged(to: str, tmp_path: Path) -> None:
+def test_damaged_checkpoints_are_an_error(to: str, tmp_path: Path) -> None:
     run = make(tmp_path).path
     for file in run.glob("checkpoints/*/model.safetensors"):
         file.write_bytes(file.read_bytes()[:-1])
@@ -191,8 +191,8 @@ def test_a_run_whose_checkpoints_are_damaged(to: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("to", ["hf", "gguf"])
-def test_a_disk_that_takes_no_more(to: str, made: MadeRun, tmp_path: Path) -> None:
-    """One line, and the export that was there is there. No file of this process may pass 30 kB for a moment."""
+def test_a_full_disk_keeps_the_earlier_export(to: str, made: MadeRun, tmp_path: Path) -> None:
+    """A limit of 30 kB on the size of files stands for a full disk."""
     out = tmp_path / "out"
     run_export([str(made.path), "--to", to, "--out", str(out)])
     before = {path.name: path.read_bytes() for path in out.iterdir()}
@@ -207,7 +207,7 @@ def test_a_disk_that_takes_no_more(to: str, made: MadeRun, tmp_path: Path) -> No
     assert names(tmp_path) == ["out"]
 
 
-def test_the_weights_of_a_smaller_type(made: MadeRun, tmp_path: Path) -> None:
+def test_export_in_float16(made: MadeRun, tmp_path: Path) -> None:
     run_export([str(made.path), "--out", str(tmp_path / "hf"), "--dtype", "float16"])
     stored = load_file(tmp_path / "hf" / "model.safetensors")
     assert {tensor.dtype for tensor in stored.values()} == {torch.float16}

@@ -1,4 +1,4 @@
-"""`deskside go` as a whole: what it refuses, the road to its end, kills in every phase, another band, a target."""
+"""`deskside go`: refused options, complete pipelines, kills in every phase, a change of the band, a target loss."""
 
 import json
 import random
@@ -45,21 +45,21 @@ every = "10 steps"
 every = "1h"
 """
 LIMIT, STEP = 60.0, 0.25  # seconds of the virtual clock
-TAIL = 6.0 + 0.005 * LIMIT  # on a machine that is not busy
-HOURS = 0.004  # 14.4 s of a real one
+TAIL = 6.0 + 0.005 * LIMIT  # seconds reserved for the end, on a machine that is not busy
+HOURS = 0.004  # 14.4 s of real time
 
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny.toml").write_text(PRESET, "utf-8")
-    monkeypatch.setattr(journals, "contention", lambda: 1.0)  # other work on this machine changes no test
+    monkeypatch.setattr(journals, "contention", lambda: 1.0)  # independent of other work on this machine
     deskside.STARTED = time.perf_counter()
     return tmp_path
 
 
 def go(words: list[str]) -> None:
-    """`deskside go` in a child, in which a step takes `STEP` seconds of the clock."""
+    """Run `deskside go` in a child process with a virtual clock, on which a step takes `STEP` seconds."""
     journals.BEAT = 0.02
     journals.contention = lambda: 1.0
     virtual(pytest.MonkeyPatch())
@@ -89,7 +89,7 @@ def state(run: Path) -> dict[str, Any]:
     return dict(json.loads((run / "go.json").read_text("utf-8")))
 
 
-# What is refused before anything is made
+# Errors before anything is written
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_refused(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_name_that_is_taken(here: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_name_of_an_existing_run(here: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "runs" / "mine").mkdir(parents=True)
     line = refused(argv(data, "--name", "mine"), capsys)
     assert line == "runs/mine exists; choose another --name"
@@ -180,7 +180,7 @@ def test_a_name_that_is_taken(here: Path, data: Path, capsys: pytest.CaptureFixt
     assert line == "runs/mine exists; choose another --name, or continue with: deskside go --resume runs/mine"
 
 
-def test_what_fails_before_training_leaves_no_run(
+def test_a_failure_before_training_leaves_no_run(
     here: Path, data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unfit(*_: Any) -> dict[str, Any]:
@@ -192,10 +192,10 @@ def test_what_fails_before_training_leaves_no_run(
     assert list((here / "runs").iterdir()) == []
 
 
-def test_hours_in_which_no_step_fits(
+def test_hours_too_short_for_a_step(
     here: Path, data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Told by the option that was typed, and without a folder that nothing came of."""
+    """The error names the option that the user gave, and the run directory is deleted."""
     virtual(monkeypatch)
     original = training_run.first_plan
 
@@ -210,7 +210,7 @@ def test_hours_in_which_no_step_fits(
     assert list((here / "runs").iterdir()) == []
 
 
-def test_it_asks_once(
+def test_it_asks_for_confirmation_once(
     here: Path, data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
@@ -229,7 +229,7 @@ def test_it_asks_once(
 
 
 @pytest.mark.parametrize("seconds", [0.5, pytest.param(20.0, marks=pytest.mark.full)])
-def test_a_long_wait_for_the_answer_is_planned_for(
+def test_planning_is_repeated_after_a_long_wait_for_the_answer(
     seconds: float,
     here: Path,
     data: Path,
@@ -258,7 +258,7 @@ def test_a_long_wait_for_the_answer_is_planned_for(
     assert kept["results"]["plan"]["pretrain_seconds"] == planned[-1] and kept["spent_seconds"] <= LIMIT
 
 
-def test_a_wait_that_took_all_the_hours(
+def test_a_wait_longer_than_the_time_budget(
     here: Path, data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = virtual(monkeypatch)
@@ -275,10 +275,10 @@ def test_a_wait_that_took_all_the_hours(
     assert list((here / "runs").iterdir()) == []
 
 
-# The whole road
+# Complete pipelines
 
 
-def test_to_the_end(here: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_complete_pipeline(here: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     began = time.monotonic()
     assert main(argv(data, "--json", "--seed", "3", hours=HOURS)) == 0
     took = time.monotonic() - began
@@ -313,7 +313,7 @@ def test_a_length_in_steps(here: Path, data: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("slower", [pytest.param(1.0, marks=pytest.mark.full), 2.0])
-def test_on_time_when_the_throughput_drops_in_the_middle(
+def test_it_ends_on_time_when_throughput_drops(
     slower: float, here: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = virtual(monkeypatch, lambda step: STEP * (slower if clock.now > LIMIT / 2 else 1.0))
@@ -321,7 +321,7 @@ def test_on_time_when_the_throughput_drops_in_the_middle(
     summary = json.loads((here / "runs/tiny/summary.json").read_text("utf-8"))
     assert 0.97 * (LIMIT - TAIL) <= summary["seconds"] <= LIMIT - TAIL
     lrs = [row["lr"] for row in rows(here / "runs/tiny")]
-    assert lrs[-1] <= 0.08 * max(lrs)  # it ends at 0.05
+    assert lrs[-1] <= 0.08 * max(lrs)  # the schedule ends at 0.05
     assert state(here / "runs/tiny")["spent_seconds"] <= LIMIT
 
 
@@ -329,7 +329,7 @@ def test_on_time_when_the_throughput_drops_in_the_middle(
 
 
 def paused(phase: str, words: list[str], mark: str) -> None:
-    """`deskside go` that stops for ever when it comes to `phase`."""
+    """Run `deskside go` until it starts `phase`, then touch `mark` and wait to be killed."""
 
     def wait(*_: Any) -> None:
         Path(mark).touch()
@@ -357,7 +357,7 @@ def wait_for(true: Callable[[], bool], child: tiny_run.Child, seconds: float = 6
     ],
 )
 def test_a_kill_in_every_phase(phase: str, here: Path, data: Path) -> None:
-    """The road goes on where it was, with the hours that were left; the time in between does not count."""
+    """The pipeline continues where it was, with its remaining hours. The time in between does not count."""
     run, mark = here / "runs" / "tiny", here / "mark"
     child = tiny_run.call(paused, phase, argv(data), str(mark), log=here / "first.log")
     wait_for(mark.exists, child)
@@ -384,8 +384,10 @@ def test_kills_during_training(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """Killed twice at some step: what was spent on lost steps is spent, and it ends inside its hours. It goes on from
-    another directory, in which its relative paths lead nowhere."""
+    """After two kills, the pipeline still ends within its hours, which include the time of lost steps.
+
+    It is resumed in another working directory, where its relative paths do not exist.
+    """
     run = here / "runs" / "tiny"
     (here / "data").symlink_to(data)
     child = tiny_run.call(go, argv(Path("data")), log=here / "log")
@@ -401,7 +403,7 @@ def test_kills_during_training(
     steps = [row["step"] for row in rows(run)]
     assert steps == list(range(1, len(steps) + 1))
     assert state(run)["phase"] == "done" and spent < state(run)["spent_seconds"] <= LIMIT
-    # Steps of a lost stretch were paid for: fewer of them fit than into a road without kills.
+    # Lost steps took time too, so there are fewer steps than without kills.
     assert len(steps) < (LIMIT - TAIL) / STEP - 10
     lrs = [row["lr"] for row in rows(run)]
     assert lrs[-1] <= 0.1 * max(lrs)
@@ -410,7 +412,7 @@ def test_kills_during_training(
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(3))
 def test_kills_at_random_moments(seed: int, here: Path, data: Path) -> None:
-    """Ten kills, whatever it is doing: it always goes on, and comes to its end inside its hours."""
+    """After up to ten kills at random moments, the pipeline still ends within its hours."""
     rng, run = random.Random(seed), here / "runs" / "tiny"
     child = tiny_run.call(go, argv(data), log=here / "log")
     kills = 0
@@ -433,7 +435,7 @@ def test_kills_at_random_moments(seed: int, here: Path, data: Path) -> None:
 
 
 def measuring(words: list[str], mark: str) -> None:
-    """`deskside go` whose doctor has a child that would run for ever."""
+    """Run `deskside go` with a doctor that starts a child process which does not end."""
 
     def doctor(*_: Any) -> dict[str, Any]:
         lasting = ["sh", "-c", f"echo $$ > '{mark}'; exec sleep 600"]
@@ -444,7 +446,7 @@ def measuring(words: list[str], mark: str) -> None:
     go(words)
 
 
-def test_a_stop_before_training_leaves_no_child_behind(here: Path, data: Path) -> None:
+def test_a_signal_before_training_ends_child_processes(here: Path, data: Path) -> None:
     run, mark = here / "runs" / "tiny", here / "mark"
     child = tiny_run.call(measuring, argv(data), str(mark), log=here / "log")
     wait_for(lambda: mark.exists() and mark.read_text("utf-8") != "", child)
@@ -454,14 +456,14 @@ def test_a_stop_before_training_leaves_no_child_behind(here: Path, data: Path) -
     stat = Path("/proc", mark.read_text("utf-8").strip(), "stat")
     assert (
         not stat.exists() or stat.read_text("utf-8").rsplit(")")[1].split()[0] == "Z"
-    )  # nobody reaps it here
+    )  # a zombie: nothing reaps it here
     assert state(run)["phase"] == "doctor"
     again = tiny_run.call(go, ["go", "--resume", str(run), "--yes"], log=here / "log")
     assert again.wait() == 0 and state(run)["phase"] == "done", again.text()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.full)])
-def test_a_stop_by_a_signal_shows_in_the_exit_code(number: int, here: Path, data: Path) -> None:
+def test_a_signal_in_training_determines_the_exit_code(number: int, here: Path, data: Path) -> None:
     run = here / "runs" / "tiny"
     child = tiny_run.call(go, argv(data), log=here / "log")
     wait_for(lambda: len(rows(run)) >= 20, child)
@@ -473,13 +475,13 @@ def test_a_stop_by_a_signal_shows_in_the_exit_code(number: int, here: Path, data
 
 
 def without_a_terminal(words: list[str]) -> None:
-    """As nohup starts it."""
+    """Run `deskside go` like nohup, which ignores SIGHUP."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     go(words)
 
 
 @pytest.mark.full
-def test_nohup_outlives_its_terminal(here: Path, data: Path) -> None:
+def test_nohup_ignores_sighup(here: Path, data: Path) -> None:
     run = here / "runs" / "tiny"
     child = tiny_run.call(without_a_terminal, argv(data), log=here / "log")
     wait_for(run.exists, child)
@@ -507,7 +509,7 @@ def test_a_target_out_of_reach(
 
 
 def two_bands(patch: pytest.MonkeyPatch) -> None:
-    """A plan whose speed was wrong by far, beside a model that would be better."""
+    """Replace the plan by one with a speed that is far too high, and with a band that is better at the real speed."""
     original = phases.plan
 
     def wrong(request: phases.PipelineRequest, seconds: float) -> tuple[dict[str, Any], None]:
@@ -531,27 +533,27 @@ def two_bands(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(phases, "plan", wrong)
 
 
-def test_another_band_is_trained_with_what_is_left(
+def test_another_band_is_trained_in_the_remaining_time(
     here: Path, data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A new run, the same hours, and its own state is kept: the clock in it runs, and its lock is held."""
+    """The pipeline continues in a new run, which has its own state and lock, with the same clock."""
     two_bands(monkeypatch)
     virtual(monkeypatch)
     monkeypatch.setattr(journals, "BEAT", 0.02)
     first, second = here / "runs/tiny", here / "runs/tiny-small"
     original, seen = go_command.Pipeline.report, []
 
-    def report(road: go_command.Pipeline) -> None:
-        time.sleep(0.2)  # some beats
+    def report(pipeline: go_command.Pipeline) -> None:
+        time.sleep(0.2)  # some intervals in which the state is saved
         seen.append(state(second)["spent_seconds"])
         with (
             pytest.raises(UsageError, match="another process is running this pipeline"),
             PipelineState.open(second).kept(),
         ):
             pass
-        with PipelineState.open(first).kept():  # which nobody is on any more
+        with PipelineState.open(first).kept():  # its lock is free
             pass
-        original(road)
+        original(pipeline)
 
     monkeypatch.setattr(go_command.Pipeline, "report", report)
     assert main(argv(data, "--json")) == 0
@@ -560,17 +562,17 @@ def test_another_band_is_trained_with_what_is_left(
     assert not (first / "summary.json").exists() and (second / "report.html").exists()
     assert json.loads((second / "run.json").read_text())["config"]["model"]["num_hidden_layers"] == 1
     assert result["spent_seconds"] <= LIMIT and state(second)["phase"] == "done"
-    # The clock went on: the second run began with what the first had spent.
+    # The clock continued: the second run starts with the time that the first one has spent.
     assert rows(second)[0]["seconds"] > rows(first)[-1]["seconds"]
     assert seen[0] == pytest.approx(rows(second)[-1]["seconds"], abs=1.0)
     assert refused(["go", "--resume", str(first)], capsys).startswith(f"{second} is done")
 
 
 @pytest.mark.parametrize("stopped", ["before", pytest.param("between", marks=pytest.mark.full)])
-def test_a_decision_for_another_band_outlives_a_kill(
+def test_the_decision_for_another_band_survives_a_kill(
     stopped: str, here: Path, data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before the other run had its directory, or before it had its state. Resumed from another folder."""
+    """The kill comes before the new run has a directory, or before it has a state. Resumed in another directory."""
     two_bands(monkeypatch)
     virtual(monkeypatch)
     first, second = here / "runs/tiny", here / "runs/tiny-small"
@@ -599,22 +601,22 @@ def test_a_decision_for_another_band_outlives_a_kill(
 
 
 def keeping(patch: pytest.MonkeyPatch, killed: Callable[..., Any]) -> Callable[..., Any]:
-    """`_begun`, after which no state can be begun."""
+    """Return `_create_pipeline` with a kill at the next creation of a state."""
     original = go_command._create_pipeline
 
-    def begun(*arguments: Any) -> PipelineState:
+    def create_pipeline(*arguments: Any) -> PipelineState:
         state = original(*arguments)
         patch.setattr(PipelineState, "begin", killed)
         return state
 
-    return begun
+    return create_pipeline
 
 
 @pytest.mark.full
-def test_a_target_found_out_of_reach_before_a_kill(
+def test_a_target_out_of_reach_survives_a_kill(
     here: Path, data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who resumes is told first, without a step more; who resumes again goes on."""
+    """The first resume reports the target without a further step; the second one continues training."""
     run = here / "runs" / "tiny"
     virtual(monkeypatch)
 

@@ -1,4 +1,4 @@
-"""The command line as a person meets it: help that fits, mistakes as one line, exit codes, --debug."""
+"""The command line: help that fits the terminal, one-line errors, exit codes, --debug."""
 
 import io
 import os
@@ -21,7 +21,7 @@ HELPED = [[name] for name in cli.COMMANDS] + [["data", "prepare"], ["data", "ver
 
 
 def call(argv: Sequence[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    """Exit code, standard output, standard error."""
+    """Return the exit code, standard output and standard error of a command."""
     try:
         code = main(argv)
     except SystemExit as end:
@@ -36,7 +36,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("argv", [[], ["--help"], ["-h"], ["help"]])
-def test_the_start_page_names_every_command_on_one_screen(
+def test_main_help_lists_every_command_on_one_screen(
     argv: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, out, err = call(argv, capsys)
@@ -53,7 +53,7 @@ def test_help_has_an_example_and_fits(argv: list[str], capsys: pytest.CaptureFix
     assert (code, err) == (0, "")
     assert max(map(len, out.splitlines())) <= 80
     assert out.startswith(f"usage: deskside {' '.join(argv)} ")
-    if argv != ["data"]:  # it lists its own commands, which have examples
+    if argv != ["data"]:  # its help lists its subcommands, which have examples
         assert argv == ["presets"] or (
             "Example" in out and f"deskside {' '.join(argv)} " in out.split("Example", 1)[1]
         )
@@ -94,18 +94,18 @@ BUG = "deskside: this is a bug; deskside --debug ... shows where"
 
 
 class Panic(BaseException):
-    """As a library in Rust raises it."""
+    """An exception like the panics of Rust libraries."""
 
 
 class Mute(Exception):
-    """An exception that cannot say what it is."""
+    """An exception whose __str__ fails."""
 
     def __str__(self) -> str:
         raise RecursionError
 
 
 class Fails:
-    """A command that raises what it was given."""
+    """A command that raises the given error."""
 
     def __init__(self, error: BaseException):
         self.error = error
@@ -153,24 +153,24 @@ def test_exit_codes(
 
 
 def waiting(argv: Sequence[str]) -> int:
-    """A command that a signal reaches while it works."""
+    """A command that sends a signal to its own process."""
     number = int(argv[0])
     os.kill(os.getpid(), number)
     return 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_ends_any_command_with_its_own_code(
+def test_a_signal_determines_the_exit_code(
     number: signal.Signals, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGHUP)]
+    before = [signal.getsignal(handled) for handled in (signal.SIGTERM, signal.SIGHUP)]
     monkeypatch.setitem(cli.COMMANDS, "wait", (__name__, "waiting", "wait"))
     assert call(["wait", str(int(number))], capsys)[0] == 128 + number
-    assert [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGHUP)] == before
+    assert [signal.getsignal(handled) for handled in (signal.SIGTERM, signal.SIGHUP)] == before
 
 
 def test_as_a_process() -> None:
-    """python -m deskside: the code reaches the shell, and a traceback shows with --debug only."""
+    """python -m deskside returns the exit code, and prints a traceback only with --debug."""
     plain = subprocess.run(
         [sys.executable, "-m", "deskside", "train", "nope"], capture_output=True, text=True
     )
@@ -185,7 +185,7 @@ def test_as_a_process() -> None:
     assert debug.returncode != 0 and "Traceback" in debug.stderr and "presets.py" in debug.stderr
 
 
-def test_the_list_of_commands_imports_no_library() -> None:
+def test_main_help_imports_no_library() -> None:
     """`deskside --help` took 0.03 s of CPU time; pydantic alone takes 0.1 s."""
     code = (
         "import sys; from deskside.cli.main import main; main(['--help']); "
@@ -194,8 +194,8 @@ def test_the_list_of_commands_imports_no_library() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
 
 
-def test_a_reader_that_goes_away() -> None:
-    """`deskside train --help | head -1` ends quietly."""
+def test_a_closed_pipe_ends_the_command_quietly() -> None:
+    """As in `deskside train --help | head -1`."""
     process = subprocess.Popen(
         [sys.executable, "-m", "deskside", "train", "124m", "--dry-run"],
         stdout=subprocess.PIPE,
@@ -211,7 +211,7 @@ def test_a_reader_that_goes_away() -> None:
 
 
 def shell(line: str) -> tuple[int, str]:
-    """The exit code of `python -m deskside LINE` in a shell, and what came out of it."""
+    """Return the exit code and the output of `python -m deskside LINE` in a shell."""
     done = subprocess.run(
         ["bash", "-c", f'"{sys.executable}" -m deskside {line}'], capture_output=True, text=True, timeout=120
     )
@@ -233,11 +233,11 @@ def shell(line: str) -> tuple[int, str]:
         ),
     ],
 )
-def test_streams_that_are_full_closed_or_not_text(line: str, code: int, said: str) -> None:
+def test_full_and_closed_streams_and_invalid_utf8(line: str, code: int, said: str) -> None:
     assert shell(line) == (code, said)
 
 
-def test_what_cannot_be_encoded_is_written_otherwise(
+def test_characters_outside_the_encoding_are_escaped(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def speak(argv: Sequence[str]) -> int:
@@ -253,7 +253,7 @@ def test_what_cannot_be_encoded_is_written_otherwise(
     assert sys.stdout is out
 
 
-def test_help_ends_in_a_terminal_of_one_column(
+def test_help_works_in_a_terminal_of_one_column(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "1")
@@ -285,7 +285,7 @@ def short_of_memory(argv: Sequence[str]) -> int:
         (short_of_memory, "out of memory: Unable to allocate"),
     ],
 )
-def test_what_the_system_refuses_is_one_line(
+def test_os_errors_are_one_line(
     command: Callable[[Sequence[str]], int],
     said: str,
     monkeypatch: pytest.MonkeyPatch,

@@ -1,4 +1,4 @@
-"""One parser for the options of all commands: values, defaults, lists, mistakes."""
+"""Parsing of the options of a command: values, defaults, lists, errors."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

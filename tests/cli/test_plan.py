@@ -1,4 +1,4 @@
-"""`deskside plan` as it is called: exit codes, one line for what is wrong, JSON alone on standard output, quickly."""
+"""`deskside plan`: exit codes, one-line errors, only JSON on standard output, and its speed."""
 
 import json
 import re
@@ -39,7 +39,7 @@ def plan(capsys: pytest.CaptureFixture[str], line: str) -> tuple[int, str, str]:
 
 @pytest.fixture(autouse=True)
 def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing was measured, whatever lies in the checkout."""
+    """Run in an empty directory, so that no stored measurements are found."""
     monkeypatch.chdir(tmp_path)
 
 
@@ -61,7 +61,7 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "--gpu rtx5090 --depth 24 --claim-step-seconds 1 --claim_watts 450 --claim-vram-gib 24",
     ],
 )
-def test_json_is_whole_and_alone(capsys: pytest.CaptureFixture[str], line: str) -> None:
+def test_output_as_json_and_as_text(capsys: pytest.CaptureFixture[str], line: str) -> None:
     code, out, err = plan(capsys, f"{line} --json")
     assert code == 0 and err == ""
 
@@ -79,7 +79,7 @@ def test_json_is_whole_and_alone(capsys: pytest.CaptureFixture[str], line: str) 
     if found["memory"]:
         assert found["memory"]["peak_allocated"] == sum(found["memory"]["items"].values())
         assert found["speed"]["step_seconds"] == pytest.approx(sum(found["speed"]["items"].values()))
-    # The same for a person, in 80 columns but for the command that is to be copied.
+    # The text has at most 80 columns, except for the command to copy.
     code, out, err = plan(capsys, line)
     assert code == 0 and err == ""
     assert f"verdict: {found['verdict']}" in out
@@ -146,7 +146,7 @@ def test_explanations(capsys: pytest.CaptureFixture[str], item: str) -> None:
     assert code == 0 and json.loads(out)["item"] == item
 
 
-def test_prices_are_never_filled_in_silently(capsys: pytest.CaptureFixture[str]) -> None:
+def test_default_prices_are_noted(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = plan(capsys, "--gpu rtx4090 --hours 24 --json")
     cost = json.loads(out)["cost"]
     assert cost["kwh"]["expected"] > 0
@@ -159,13 +159,13 @@ def test_prices_are_never_filled_in_silently(capsys: pytest.CaptureFixture[str])
     assert cost["electricity"]["source"] == cost["rent"]["source"] == "given"
     assert cost["electricity"]["usd"] == pytest.approx(0.5 * cost["kwh"]["expected"], rel=1e-3)
     assert cost["rent"]["usd"] == pytest.approx(24 * 0.25)
-    # A card that nobody rents out, in our table: the cost is left out and it is said.
+    # For a GPU without a rental price in our table, the cost of renting is left out, with a note.
     _, out, _ = plan(capsys, "--gpu 'RTX 3060 12GB' --hours 24 --json")
     cost = json.loads(out)["cost"]
     assert cost["rent"] is None and any("renting is left out" in note for note in cost["notes"])
 
 
-def test_the_budget_is_split(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_hours_are_split_between_phases(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = plan(capsys, "--gpu rtx4090 --hours 24 --json")
     hours = json.loads(out)["hours"]
     assert sum(hours.values()) == pytest.approx(24)
@@ -174,8 +174,8 @@ def test_the_budget_is_split(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("line", ["--gpu rtx4090 --hours 24 --json", "--gpu rtx5090 --preset 710m --json"])
-def test_quick_and_without_torch(line: str, tmp_path: Path) -> None:
-    """Function calls are counted instead of seconds: 0.7 and 1.4 million take less than a second on an idle core."""
+def test_speed_and_imports(line: str, tmp_path: Path) -> None:
+    """Counts function calls instead of seconds: these plans need 0.7 and 1.4 million, less than a second."""
     code = (
         "import cProfile, pstats, sys; from deskside.cli.main import main; profile = cProfile.Profile(); "
         "code = profile.runcall(main, sys.argv[1:]); "
@@ -200,10 +200,10 @@ ALIGNED = 'base = "124m"\n[align]\nname = "sft"\n[data]\ndocument_mask = true\n'
 
 @pytest.mark.parametrize("budget", ["", "--hours 8", "--tokens 10M"])
 @pytest.mark.parametrize("model", ["124m --adapter.rank 16 --optim.name adamw", "sft.toml"])
-def test_of_a_run_that_fine_tunes_no_bits_per_byte_are_predicted(
+def test_no_loss_is_predicted_for_fine_tuning(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, model: str, budget: str
 ) -> None:
-    """The law of loss is of models that are trained from nothing."""
+    """The scaling law of the loss holds only for models that are trained from random weights."""
     (tmp_path / "sft.toml").write_text(ALIGNED)
     line = f"--gpu rtx4090 --preset {model} {budget}"
     code, out, _ = plan(capsys, line)
@@ -217,10 +217,10 @@ def test_of_a_run_that_fine_tunes_no_bits_per_byte_are_predicted(
     assert "loss" not in names and "tokens" in names
     same = line.replace("sft.toml", "124m").replace("--adapter.rank 16", "")
     code, out, _ = plan(capsys, same)
-    assert "bits per byte" in out  # of the same model, pretrained
+    assert "bits per byte" in out  # the same model without fine-tuning
 
 
-def test_adapters_are_carried_out_beside_given_weights(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_for_adapters_starts_from_given_weights(capsys: pytest.CaptureFixture[str]) -> None:
     line = "--gpu rtx4090 --preset 124m --adapter.rank 16 --optim.name adamw --tokens 10M"
     _, out, _ = plan(capsys, f"{line} --json")
     words = shlex.split(json.loads(out)["bands"][0]["command"])
@@ -234,10 +234,10 @@ def test_adapters_are_carried_out_beside_given_weights(capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize("kind, own", [("sft", {"turns": "last"}), ("dpo", {"beta": 0.3})])
-def test_fine_tuning_is_carried_out_by_its_own_command(
+def test_the_command_for_fine_tuning_has_the_options_of_the_file(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, kind: str, own: dict[str, Any]
 ) -> None:
-    """It takes no preset, so what the file says stands on the command line."""
+    """Fine-tuning commands take no preset, so the keys of the file become options."""
     written = "".join(f"{key} = {json.dumps(value)}\n" for key, value in own.items())
     (tmp_path / "mine.toml").write_text(ALIGNED.replace('name = "sft"\n', f'name = "{kind}"\n{written}'))
     line = "--gpu rtx4090 --preset mine.toml --tokens 10M --optim.name adamw"
@@ -261,7 +261,7 @@ def test_fine_tuning_is_carried_out_by_its_own_command(
     assert "(DATA: the training data" in out and "DIR" not in out
 
 
-def test_adapters_need_a_model_and_no_loss_to_reach(capsys: pytest.CaptureFixture[str]) -> None:
+def test_adapters_need_a_model_and_exclude_a_target_loss(capsys: pytest.CaptureFixture[str]) -> None:
     adapted = "--adapter.rank 16 --optim.name adamw"
     code, out, err = plan(capsys, f"--gpu rtx4090 --hours 8 {adapted}")
     assert (code, out) == (2, "") and err.startswith("deskside: --adapter: ")
@@ -269,7 +269,7 @@ def test_adapters_need_a_model_and_no_loss_to_reach(capsys: pytest.CaptureFixtur
     assert (code, out) == (2, "") and err.startswith("deskside: --loss: bits per byte are only predicted for")
 
 
-def test_lists_of_cards_and_of_items_say_what_they_are(capsys: Any) -> None:
+def test_lists_of_gpus_and_of_items_have_descriptions(capsys: Any) -> None:
     code, out, _ = plan(capsys, "--gpu list")
     assert code == 0 and all(gpu.name in out for gpu in gpus())
     (line,) = [line for line in out.splitlines() if line.startswith("MI300X")]
@@ -278,7 +278,7 @@ def test_lists_of_cards_and_of_items_say_what_they_are(capsys: Any) -> None:
     assert code == 0 and all(len(line.split()) > 1 for line in out.splitlines())
 
 
-def test_a_preset_is_told_with_its_true_size_and_tokens_without_an_exponent(capsys: Any) -> None:
+def test_the_title_has_the_parameter_count_and_no_exponents(capsys: Any) -> None:
     """1.3b has 1.29 billion parameters; 999.6M tokens were printed as 1e+03M."""
     code, out, _ = plan(capsys, "--gpu rtx4090 --preset 1.3b --tokens 999.6M")
     assert code == 0
@@ -290,7 +290,7 @@ def test_a_preset_is_told_with_its_true_size_and_tokens_without_an_exponent(caps
 @pytest.mark.parametrize(
     "line", ["--gpu rtx4090 --hours 24", "--gpu rtx3060-12gb --hours 8", "--gpu h200 --hours 1"]
 )
-def test_a_safe_model_that_needs_more_memory_says_why(line: str, capsys: Any) -> None:
+def test_a_safe_band_that_needs_more_memory_has_a_reason(line: str, capsys: Any) -> None:
     code, out, _ = plan(capsys, f"{line} --json")
     bands = {band["name"]: band for band in json.loads(out)["bands"]}
     assert code == 0 and {"safe", "target"} <= bands.keys()
@@ -298,7 +298,7 @@ def test_a_safe_model_that_needs_more_memory_says_why(line: str, capsys: Any) ->
     assert ("more memory" in bands["safe"]["why"]) == (needed["safe"] > needed["target"])
 
 
-def test_hours_that_go_does_not_use_name_their_command(capsys: Any) -> None:
+def test_hours_for_fine_tuning_name_their_command(capsys: Any) -> None:
     """`go` pretrains and evaluates; the time for fine-tuning is left for `deskside sft`."""
     code, out, _ = plan(capsys, "--gpu rtx4090 --hours 24")
     told = " ".join(out.split())

@@ -1,4 +1,4 @@
-"""The command: real child processes that answer at once, real signals, and one line for each mistake."""
+"""`deskside probe` with real child processes whose measurements are faked, real signals, and one-line errors."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def test_json_store_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert Path(found["map"]).read_bytes().startswith(b"\x89PNG")
     assert len(Path(found["store"]).read_text().splitlines()) == 5
     assert "1 of 4: 4x256 2/2" in err and "the card itself: 20.00 TFLOP/s" in err
-    # Again: nothing is measured, and it is said.
+    # Again: nothing is measured, and the output tells so.
     before = Path(found["store"]).read_bytes()
     assert call(tmp_path) == 0
     out, err = capsys.readouterr()
@@ -51,9 +51,7 @@ def test_json_store_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert Path(found["store"]).read_bytes() == before
 
 
-def test_calibration_is_what_happens_without_a_model(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_model_it_calibrates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(tmp_path, depth=None, sequence=None, json=True) == 0
     points = json.loads(capsys.readouterr().out)["points"]
     assert len(points) == 5 and {p["status"] for p in points} == {"ok"}
@@ -72,14 +70,14 @@ def test_rows_of_another_driver_are_not_used(tmp_path: Path, capsys: pytest.Capt
     assert len(store.rows(machine)) == 2
 
 
-def test_a_crash_is_a_result_and_nothing_but_crashes_is_an_error(tmp_path: Path) -> None:
+def test_crashes_are_stored_and_only_crashes_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="no point could be measured: the process was ended by SIGABRT"):
         call(tmp_path, "crash")
     rows = open_store(tmp_path / "probes").rows(this_machine(), "point")
     assert {row["status"] for row in rows} == {"failed"}
 
 
-def test_minutes_too_few_for_anything(tmp_path: Path) -> None:
+def test_too_few_minutes_for_a_point(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"--minutes: 0\.05 is too short"):
         call(tmp_path, minutes=0.05)
 
@@ -121,7 +119,9 @@ def test_mistakes_are_one_line(
     assert not (tmp_path / "probes").exists()
 
 
-def test_a_store_of_rubbish_is_one_line_and_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_store_is_an_error_and_not_changed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = open_store(tmp_path).path(this_machine().card)
     path.write_text("rubbish\n")
     assert main(["probe", "--depth", "4", "--probes", str(tmp_path)]) == 2
@@ -130,7 +130,7 @@ def test_a_store_of_rubbish_is_one_line_and_stays(tmp_path: Path, capsys: pytest
     assert path.read_text() == "rubbish\n"
 
 
-def test_a_second_probe_is_refused_and_told_why(tmp_path: Path) -> None:
+def test_a_second_probe_at_the_same_time_is_refused(tmp_path: Path) -> None:
     card = this_machine().card
     with open_store(tmp_path / "probes").measuring(card):
         with pytest.raises(UsageError, match=rf"another probe \(process {os.getpid()}\) is measuring"):
@@ -141,7 +141,7 @@ def test_a_second_probe_is_refused_and_told_why(tmp_path: Path) -> None:
         assert call(tmp_path, depth="4", sequence="512") == 0
 
 
-def test_a_store_that_cannot_be_written_is_told_before_anything_is_measured(
+def test_an_unwritable_store_is_an_error_before_measuring(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("deskside.utils.child_process.run", lambda *given: pytest.fail("it is measured"))
@@ -151,7 +151,7 @@ def test_a_store_that_cannot_be_written_is_told_before_anything_is_measured(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_it_and_what_it_started(tmp_path: Path, number: int) -> None:
+def test_a_signal_ends_the_command_and_its_child_process(tmp_path: Path, number: int) -> None:
     pid = tmp_path / "pid"
     code = (
         "import sys; from deskside.cli.probe import ProbeOptions, probe\n"
@@ -177,9 +177,9 @@ def test_a_signal_ends_it_and_what_it_started(tmp_path: Path, number: int) -> No
     assert [row["kind"] for row in open_store(tmp_path / "probes").rows(this_machine())] == ["card"]
 
 
-def test_the_limit_is_hard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_limit_interrupts_a_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DESKSIDE_TEST_PID", str(tmp_path / "pid"))
-    # So short that nothing would be begun if the first estimate were not lowered.
+    # With the real estimates, no measurement would start within such a short limit.
     monkeypatch.setattr("deskside.probe.sweep.CARD_SECONDS", {"cpu": 0.0, "cuda": 0.0})
     monkeypatch.setattr("deskside.probe.grid.SETUP_SECONDS", {"cpu": 0.0, "cuda": 0.0})
     began = time.monotonic()

@@ -1,4 +1,4 @@
-"""`deskside train`: what it refuses before anything is made, the dry run, and --init."""
+"""`deskside train`: errors before anything is written, the dry run, and --init."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ from deskside.cli.output import speed
 from deskside.config.run import RunConfig
 from tests.serve.made_run import MadeRun, make
 
-CUT = (
+STAGES = (
     "--schedule.stages=[{until = 0.5, sequence_length = 512, batch_tokens = 65536}, "
     "{until = 1.0, sequence_length = 2048}]"
 )
@@ -32,7 +32,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line of a command that exits with 2 and prints nothing else."""
+    """Return the one-line error of a command that exits with 2 and prints nothing else."""
     assert main(["train", *argv]) == 2
     shown = capsys.readouterr()
     assert shown.out == "" and shown.err.count("\n") == 1
@@ -119,7 +119,7 @@ def test_a_file_for_fine_tuning_is_not_pretrained(
 
 
 @pytest.mark.parametrize("name", ["a/b", "..", "", "."])
-def test_a_name_that_is_no_folder(
+def test_an_invalid_run_name(
     name: str, made: MadeRun, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = ["demo", "--data.path", made.config.data.path or "", f"--name={name}"]
@@ -128,7 +128,7 @@ def test_a_name_that_is_no_folder(
     assert list(here.iterdir()) == []
 
 
-def test_a_name_that_is_taken(made: MadeRun, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_name_of_an_existing_run(made: MadeRun, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "runs" / "mine").mkdir(parents=True)
     line = refused(["demo", "--data.path", made.config.data.path or "", "--name", "mine"], capsys)
     assert (
@@ -167,7 +167,7 @@ def test_resume_of_a_run_without_length_or_data(
 
 
 @pytest.mark.parametrize("runs", ["file", "file/runs"])
-def test_runs_that_are_no_folder(
+def test_runs_must_be_a_directory(
     runs: str, made: MadeRun, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (here / "file").write_text("")
@@ -197,12 +197,12 @@ def test_dry_run_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_dry_run_in_tokens_counts_the_stages(capsys: pytest.CaptureFixture[str]) -> None:
     """Half of the steps have 65536 tokens, half 131072: 100M tokens are 1018 steps."""
-    result = dry(["124m", "--schedule.tokens", "1e8", "--batch.tokens", "131072", CUT], capsys)
+    result = dry(["124m", "--schedule.tokens", "1e8", "--batch.tokens", "131072", STAGES], capsys)
     steps = -(-100_000_000 // ((65536 + 131072) // 2))
     assert (result["steps"], result["tokens"]) == (steps, steps * (65536 + 131072) // 2)
 
 
-def test_dry_run_in_hours_invents_no_steps(capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_in_hours_has_no_steps(capsys: pytest.CaptureFixture[str]) -> None:
     result = dry(["124m", "--hours", "2", "--schedule.warmup", "50 steps"], capsys)
     assert result["steps"] is None and result["tokens"] is None
     assert [row["step"] for row in result["schedule"]] == [None] * 4
@@ -212,7 +212,7 @@ def test_dry_run_in_hours_invents_no_steps(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     "argv", [["demo"], ["gpt2"], ["d20", "--schedule.steps", "9000"], ["1.3b", "--hours", "24"]]
 )
-def test_dry_run_for_people(argv: list[str], here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_as_text(argv: list[str], here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", *argv, "--dry-run"]) == 0
     shown = capsys.readouterr()
     assert shown.err == "" and list(here.iterdir()) == []
@@ -236,7 +236,7 @@ def test_dry_run_for_people(argv: list[str], here: Path, capsys: pytest.CaptureF
 
 
 def test_init_takes_the_shape_of_the_weights(made: MadeRun, capsys: pytest.CaptureFixture[str]) -> None:
-    """Also over a preset of another kind; nothing of the preset's shape is left."""
+    """The shape of the weights replaces all of the preset's shape."""
     for preset in ([], ["gpt2"]):
         result = dry([*preset, "--init", str(made.path)], capsys)
         assert RunConfig.model_validate(result["config"]).model == made.config.model
@@ -265,8 +265,8 @@ def test_dry_run_of_a_resume_shows_the_recorded_run(
         (None, "not known, in bf16, emulated"),
     ],
 )
-def test_two_speeds_say_what_they_are_of(rate: float | None, said: str) -> None:
-    """515 tokens/s stood beside numbers whose quotient is 357."""
+def test_speed_of_steps_and_of_the_run(rate: float | None, said: str) -> None:
+    """The speed of the whole run, tokens / seconds, is shown too if it is lower than that of the steps."""
     summary = {
         "tokens": 35_700,
         "seconds": 100.0,

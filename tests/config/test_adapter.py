@@ -1,4 +1,4 @@
-"""Adapters in a configuration: what does not go together is refused in one line, with the remedy."""
+"""Adapters in a configuration: contradictory options are refused in one line, with the remedy."""
 
 from typing import Any
 
@@ -44,7 +44,7 @@ ADAMW = {"optim": {"name": "adamw"}}
         ({"adapter": {"ranks": 8}}, r"adapter.ranks: there is no such option; did you mean adapter.rank"),
     ],
 )  # fmt: skip
-def test_what_does_not_go_together_is_refused(given: dict[str, Any], message: str) -> None:
+def test_contradictory_options_are_refused(given: dict[str, Any], message: str) -> None:
     adapter = {"adapter": {"rank": 8, **given.get("adapter", {})}}
     with pytest.raises(UsageError, match=message) as caught:
         build([{**ADAMW, **given, **adapter}])
@@ -56,7 +56,7 @@ def test_without_adapters_nothing_changes() -> None:
     assert build([{"precision": {"weight_cache": False}}]).precision.weight_cache is False
 
 
-def test_a_preset_s_options_give_way_to_adapters() -> None:
+def test_adapters_drop_options_of_a_preset_without_effect() -> None:
     preset = {"precision": {"weight_cache": False}, "optim": {"name": "adamw", "scale": False}}
     config = build([preset, {"adapter": {"rank": 4, "targets": ["q_proj", "v_proj"]}}])
     assert config.adapter == AdapterConfig(rank=4, targets=("q_proj", "v_proj"))

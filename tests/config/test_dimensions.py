@@ -1,4 +1,4 @@
-"""Sizes that do not divide are refused by key, with a size that does; what is suggested is accepted."""
+"""Sizes that do not fit a recipe are refused, with the key and a size that fits."""
 
 from typing import Any
 
@@ -24,35 +24,35 @@ def refused(**parts: Any) -> str:
 @pytest.mark.parametrize(
     "preset", [*(n for n in presets.names() if n not in ("demo", "gpt2")), "d12", "d14", "d20"]
 )
-def test_every_preset_that_is_a_shape_divides(preset: str, recipe: str) -> None:
+def test_presets_fit_every_recipe(preset: str, recipe: str) -> None:
     build([*presets.layers(preset), {"precision": {"name": recipe, "head": "fp8"}}])
 
 
 @pytest.mark.parametrize(
-    ("recipe", "model", "key", "mend"),
+    ("recipe", "model", "key", "remedy"),
     [
         ("fp8", {"hidden_size": 770, "head_dim": 64}, "model.hidden_size: 770", {"hidden_size": 768}),
         ("nvfp4", {"intermediate_size": 2050}, "model.intermediate_size: 2050", {"intermediate_size": 2048}),
         ("nvfp4-eden", {"hidden_size": 832, "head_dim": 64}, "model.hidden_size: 832", {"hidden_size": 896}),
         ("fp8", {"head_dim": 62}, "model.head_dim: 12 query", {"head_dim": 64}),
-        # 12 heads of 64 and 3 of 64: 1152 rows together are 9 x 128, 192 of k alone are not.
+        # 12 query heads of 64 have 768 = 6 x 128 rows, but the 3 heads of k alone have 192, no multiple of 128.
         ("fp8-nvfp4", {"fused_qkv": False}, "model.head_dim: 12 query", {"head_dim": 128}),
         ("fp8-nvfp4", {"intermediate_size": 2112, "fused_gate_up": False}, "model.intermediate_size: 2112",
          {"intermediate_size": 2176}),
     ],
 )  # fmt: skip
-def test_a_size_that_does_not_divide(
-    recipe: str, model: dict[str, Any], key: str, mend: dict[str, Any]
+def test_a_size_that_does_not_fit(
+    recipe: str, model: dict[str, Any], key: str, remedy: dict[str, Any]
 ) -> None:
     line = refused(model=model, precision={"name": recipe})
     assert line.startswith(key)
-    assert str(next(iter(mend.values()))) in line
-    build([{"model": {**model, **mend}, "precision": {"name": recipe}}])
+    assert str(next(iter(remedy.values()))) in line
+    build([{"model": {**model, **remedy}, "precision": {"name": recipe}}])
     build([{"model": model, "precision": {"name": "bf16"}}])
 
 
-def test_the_width_that_leaves_a_fused_gate_counts_twice() -> None:
-    """Rows of the fused gate and up: 2 x 2112 = 33 x 128, but columns of the down projection need 16 alone."""
+def test_a_fused_gate_and_up_has_twice_the_rows() -> None:
+    """Gate and up together have 2 x 2112 = 33 x 128 rows; the columns of the down projection need a multiple of 16."""
     build([{"model": {"intermediate_size": 2112}, "precision": {"name": "nvfp4-eden"}}])
 
 
@@ -67,8 +67,10 @@ def test_the_width_that_leaves_a_fused_gate_counts_twice() -> None:
         ("fp8", {"model": {"hidden_size": 784, "head_dim": 64}}, None),
     ],
 )
-def test_native_nvfp4_wants_twice_the_block(recipe: str, parts: dict[str, Any], key: str | None) -> None:
-    """A run of other sizes is allowed, emulated; which size it is is told."""
+def test_native_nvfp4_needs_multiples_of_two_blocks(
+    recipe: str, parts: dict[str, Any], key: str | None
+) -> None:
+    """Other sizes are allowed but emulated; the reason names the size."""
     reason = build([{**parts, "precision": {"name": recipe}}]).native_fp4_problem()
     if key is None:
         assert reason is None
@@ -76,7 +78,7 @@ def test_native_nvfp4_wants_twice_the_block(recipe: str, parts: dict[str, Any], 
         assert reason is not None and reason.startswith(f"{key} is not a multiple of 32, as {recipe} needs")
 
 
-def test_the_vocabulary_counts_only_with_the_head() -> None:
+def test_the_vocabulary_matters_only_with_a_quantized_head() -> None:
     model = {"vocab_size": 32770}
     build([{"model": model, "precision": {"name": "fp8"}}])
     assert refused(model=model, precision={"name": "fp8", "head": "fp8"}).startswith(
@@ -84,7 +86,7 @@ def test_the_vocabulary_counts_only_with_the_head() -> None:
     )
 
 
-def test_tokens_are_what_the_weight_gradient_sums_over() -> None:
+def test_micro_tokens_must_fit_the_weight_gradient() -> None:
     rows = {"sequence_length": 200, "tokens": 64000}
     build([{"batch": {**rows, "micro_tokens": 3200}, "precision": {"name": "fp8"}}])
     assert refused(batch=rows, precision={"name": "fp8"}).startswith("batch.sequence_length: 200")
@@ -93,8 +95,8 @@ def test_tokens_are_what_the_weight_gradient_sums_over() -> None:
     build([{"batch": {**rows, "micro_tokens": 6400}, "precision": {"name": "nvfp4-eden"}}])  # 50 x 128
 
 
-def test_the_pieces_of_the_loss_count_only_with_the_head() -> None:
-    """A piece's tokens are summed in the gradient of the head's weight."""
+def test_loss_chunks_matter_only_with_a_quantized_head() -> None:
+    """The gradient of the head's weight sums over the tokens of a chunk."""
     compute = {"loss_chunk_tokens": 1000}
     build([{"compute": compute, "precision": {"name": "fp8"}}])
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Duration: the accepted forms, the refused ones, and the round trip of its canonical string."""
+"""Duration: accepted and refused forms, and the round trip of its canonical string."""
 
 import json
 from typing import Annotated
@@ -50,12 +50,12 @@ def test_accepted_forms(text: str | int, value: float, unit: str, canonical: str
      "h30", True, None, [1], "1..5h",
      "1e999999 tokens", "5 B", "tokens", "1h; 3 steps"],
 )  # fmt: skip
-def test_anything_else_names_the_accepted_forms(text: object) -> None:
+def test_errors_list_the_accepted_forms(text: object) -> None:
     with pytest.raises(ValueError, match=r"24h.*tokens.*steps.*epochs"):
         Duration.parse(text)  # type: ignore[arg-type]
 
 
-def test_equal_durations_are_one_key() -> None:
+def test_equal_durations_have_equal_hashes() -> None:
     assert {Duration.parse("24h"): 1}[Duration.parse("1440m")] == 1
     assert Duration.parse("24h") != Duration(86400, "steps")
 
@@ -88,7 +88,7 @@ def test_json_round_trip_through_pydantic(duration: Duration) -> None:
     assert Holder.model_validate_json(text).every == duration
 
 
-def test_pydantic_names_the_field_and_the_forms() -> None:
+def test_pydantic_errors_name_the_field_and_the_accepted_forms() -> None:
     assert Holder(every=5, other="2h").other == Duration(7200, "seconds")  # type: ignore[arg-type]
     with pytest.raises(ValidationError, match=r"(?s)every.*'soon' is not a duration; write it as 24h"):
         Holder.model_validate({"every": "soon"})

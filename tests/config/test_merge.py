@@ -1,4 +1,4 @@
-"""Layers of dicts to one configuration: origins, alternatives, options without effect, one-line errors."""
+"""Merging of layers into one configuration: origins, alternatives, options without effect, one-line errors."""
 
 import json
 import math
@@ -25,7 +25,7 @@ from deskside.config.optim import AdamWConfig
 from deskside.config.run import RunConfig
 from deskside.utils.errors import UsageError
 
-# For every rule of NO_EFFECT: where the key has effect (a preset, say), and the choice that takes its effect away.
+# (key, cause) of every rule of NO_EFFECT -> (a layer in which the key has an effect, a layer that takes it away).
 LIVE_AND_DEAD: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any]]] = {
     ("model.rope_theta", "model.position_embedding"): (
         {"model": {"rope_theta": 5e5}},
@@ -170,11 +170,11 @@ IN_BF16_SOMEWHERE: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", IN_BF16_SOMEWHERE)
-def test_accumulating_inside_needs_weight_gradients_in_bf16(options: dict[str, Any]) -> None:
-    asked = {"name": "fp8-delayed", "accumulate": "fused"}
-    assert build([{"precision": {**asked, **options}}]).precision.accumulate == "fused"
+def test_fused_accumulation_needs_weight_gradients_in_bf16(options: dict[str, Any]) -> None:
+    precision = {"name": "fp8-delayed", "accumulate": "fused"}
+    assert build([{"precision": {**precision, **options}}]).precision.accumulate == "fused"
     with pytest.raises(UsageError, match=r"^precision\.accumulate: has no effect here: no weight gradient"):
-        build([{"precision": asked}])
+        build([{"precision": precision}])
 
 
 def value_at(config: RunConfig, key: str) -> Any:
@@ -185,14 +185,14 @@ def value_at(config: RunConfig, key: str) -> Any:
 
 
 def together(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Both in one layer; the length of the upper one replaces the length of the lower one."""
+    """Return both as one layer. The length of the upper one replaces that of the lower one."""
     joined = {part: {**below.get(part, {}), **above.get(part, {})} for part in {**below, **above}}
     if "steps" in joined.get("schedule", {}):
         joined["schedule"].pop("hours", None)
     return joined
 
 
-def test_every_rule_has_its_case_here() -> None:
+def test_every_rule_has_a_case() -> None:
     assert sorted(LIVE_AND_DEAD) == sorted((rule.key, rule.cause) for rule in NO_EFFECT)
 
 
@@ -216,12 +216,12 @@ def test_a_key_without_effect_set_in_the_same_place_is_an_error(rule: Any) -> No
 
 
 def dead_value(below: dict[str, Any], above: dict[str, Any], rule: Any) -> dict[str, Any]:
-    """The key alone, given above a layer that has already taken its effect away."""
+    """Return a layer with only the key, for a place above the layer that takes its effect away."""
     part, leaf = rule.key.split(".")
     return {part: {leaf: below[part][leaf]}}
 
 
-def test_later_layers_win_and_origins_say_who() -> None:
+def test_higher_layers_win_and_are_the_origin() -> None:
     values, origins = merge(
         [{"seed": 1, "model": {"hidden_size": 64}}, {"model": {"hidden_size": 128}}, {"seed": 3}]
     )
@@ -229,7 +229,7 @@ def test_later_layers_win_and_origins_say_who() -> None:
     assert origins == {("seed",): 2, ("model", "hidden_size"): 1}
 
 
-def test_merging_leaves_the_layers_alone() -> None:
+def test_merging_does_not_change_the_layers() -> None:
     layers = [{"model": {"num_experts": 8, "norm_topk_prob": False}}, {"model": {"num_experts": 0}}]
     before = json.dumps(layers)
     build(layers)
@@ -250,7 +250,7 @@ def test_the_same_alternative_again_keeps_its_options() -> None:
     assert value_at(config, "optim.momentum") == 0.9
 
 
-def test_mixture_weights_are_one_value() -> None:
+def test_mixture_weights_are_replaced_as_a_whole() -> None:
     config = build([{"data": {"weights": {"en": 0.5, "de": 0.5}}}, {"data": {"weights": {"fr": 1.0}}}])
     assert config.data.weights == {"fr": 1.0}
 
@@ -259,7 +259,7 @@ def test_mixture_weights_are_one_value() -> None:
     ("given", "length"),
     [({"steps": 7}, "7 steps"), ({"hours": 1.5}, "1h30m"), ({"tokens": "2B"}, "2B tokens")],
 )
-def test_other_spellings_of_the_length(given: dict[str, Any], length: str) -> None:
+def test_aliases_of_the_length(given: dict[str, Any], length: str) -> None:
     config = build([{"schedule": {"length": "9h"}}, {"schedule": given}])
     assert str(config.schedule.length) == length
 
@@ -325,9 +325,7 @@ ERRORS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize(("layer", "words"), ERRORS, ids=[str(layer)[:60] for layer, _ in ERRORS])
-def test_what_cannot_be_is_one_line_with_key_and_remedy(
-    layer: dict[str, Any], words: tuple[str, ...]
-) -> None:
+def test_errors_are_one_line_with_key_and_remedy(layer: dict[str, Any], words: tuple[str, ...]) -> None:
     with pytest.raises(UsageError) as error:
         build([layer])
     line = str(error.value)
@@ -338,7 +336,7 @@ def test_what_cannot_be_is_one_line_with_key_and_remedy(
 
 
 def test_keeping_most_projections_leaves_the_rest() -> None:
-    """Fused, q and gate take their neighbours with them; in weights of their own they do not."""
+    """In a fused weight, q_proj and up_proj keep the other projections of the weight in BF16 too."""
     keep = ["q_proj", "o_proj", "up_proj", "down_proj"]
     for apart in ("fused_qkv", "fused_gate_up"):
         assert build(
@@ -349,7 +347,7 @@ def test_keeping_most_projections_leaves_the_rest() -> None:
 
 @st.composite
 def typos(draw: st.DrawFn) -> str:
-    """A key with one character changed, left out, doubled, or two swapped, in its last word."""
+    """A key with one character of its last word changed, left out or doubled, or two of them swapped."""
     key = draw(st.sampled_from(option_keys()))
     head, _, leaf = key.rpartition(".")
     at = draw(st.integers(0, len(leaf) - 1))
@@ -368,7 +366,7 @@ def typos(draw: st.DrawFn) -> str:
 
 
 @given(typos())
-def test_a_typo_is_answered_with_a_key(wrong: str) -> None:
+def test_a_key_is_suggested_for_a_typo(wrong: str) -> None:
     known = {*option_keys(), *(path[0] for path, _ in config_fields())}
     if wrong in known:
         return
@@ -383,8 +381,8 @@ def test_a_typo_is_answered_with_a_key(wrong: str) -> None:
     assert suggested in known
 
 
-def test_the_nearest_key_is_the_one_that_was_meant() -> None:
-    """Of seeded random slips in long words, nearly all lead back to the key itself."""
+def test_the_suggested_key_is_the_right_one() -> None:
+    """For long words with one letter left out, the suggestion is nearly always the key itself."""
     random.seed(5)
     long = [key for key in option_keys() if len(key.rpartition(".")[2]) >= 6]
     right = 0
@@ -415,7 +413,7 @@ def test_the_resolved_configuration_reads_back() -> None:
 
 
 def layer_with(path: tuple[str, ...], value: object) -> dict[str, Any]:
-    """One key set, and the alternative chosen that has it."""
+    """Return a layer with one key, and with the alternative that has the key."""
     if len(path) == 1:
         return {path[0]: value}
     part, leaf = path
@@ -431,8 +429,8 @@ LEAVES = [path for path, field in config_fields()]
 
 @pytest.mark.parametrize("path", LEAVES, ids=".".join)
 @pytest.mark.parametrize("value", [True, [True], math.nan, math.inf, -math.inf, "???", {"?": 1}], ids=str)
-def test_no_key_takes_what_is_no_value_of_it(path: tuple[str, ...], value: object) -> None:
-    """The message begins with the key, as it is written, and nothing that pydantic adds."""
+def test_invalid_values_are_refused_for_every_key(path: tuple[str, ...], value: object) -> None:
+    """The message starts with the key as it is written, without additions of pydantic."""
     key = ".".join(path)
     field = dict(config_fields())[path]
     takes = {True: bool, "???": str}.get(value) if isinstance(value, bool | str) else None
@@ -463,7 +461,7 @@ def test_numbers_that_are_not_finite_inside_tables() -> None:
 
 @pytest.mark.parametrize("key", sorted(ModelConfig.model_fields))
 def test_options_that_contradict_given_weights_are_refused(key: str) -> None:
-    """Every key of the shape, so that one which is added later has to be decided on here."""
+    """Covers every key of the model, so that a new key needs a decision here."""
     own = build([{"model": {"num_hidden_layers": 4, "sliding_window": 64, "window_pattern": "SSL"}}]).model
     other = {
         "attention_bias": True, "final_logit_softcapping": 9.0, "fused_gate_up": False, "fused_qkv": False,
@@ -476,7 +474,7 @@ def test_options_that_contradict_given_weights_are_refused(key: str) -> None:
     }  # fmt: skip
     moe_only = {"num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "router_aux_loss_coef"}
     beside = {"norm_bias": {"norm": "layernorm"}, "num_experts": {"num_experts_per_tok": 2}}.get(key, {})
-    if key in moe_only:  # without effect in a dense model, which is refused for its own reason
+    if key in moe_only:  # without effect in a dense model, which is another error
         return
     refuse_other_model(own, {"model": {key: getattr(own, key)}}, "runs/a")
     given = {"model": {**beside, key: other[key]}}
@@ -487,7 +485,7 @@ def test_options_that_contradict_given_weights_are_refused(key: str) -> None:
         refuse_other_model(own, given, "runs/a")
 
 
-def test_the_weight_of_the_balancing_loss_may_change_beside_given_weights() -> None:
+def test_the_weight_of_the_balancing_loss_may_change() -> None:
     own = build([{"model": {"num_experts": 4, "num_experts_per_tok": 2}}]).model
     refuse_other_model(own, {"model": {"router_aux_loss_coef": 0.5}}, "runs/a")
     with pytest.raises(

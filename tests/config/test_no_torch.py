@@ -1,4 +1,4 @@
-"""The arithmetic floor and the command line start without torch: a plan or a dry run takes a moment, not seconds."""
+"""Configuration, budget, facts and the command line do not import torch, so that plans and dry runs start fast."""
 
 import subprocess
 import sys

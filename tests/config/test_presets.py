@@ -1,4 +1,4 @@
-"""Presets: their shapes as published, their parameters counted by other people's models, files that build on others."""
+"""Presets: their shapes, parameter counts equal to those of transformers, and files that build on others."""
 
 from pathlib import Path
 
@@ -30,13 +30,13 @@ SHAPES = {
 }
 
 
-def test_every_preset_that_ships_is_known_here() -> None:
+def test_every_preset_is_in_shapes() -> None:
     assert set(presets.names()) == ({name for name in SHAPES if name[0] != "d"} | {"demo", "gpt2"})
 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_shape_and_parameters(name: str) -> None:
-    """Qwen3 as transformers builds it has as many parameters, and our model on the meta device too."""
+    """The parameter count equals that of Qwen3 in transformers and that of our model on the meta device."""
     model = build(presets.layers(name)).model
     layers, hidden, heads, kv_heads, head_dim, ffn = SHAPES[name]
     theirs = Qwen3Config(
@@ -73,12 +73,12 @@ def test_demo_is_small_and_short() -> None:
 
 
 @pytest.mark.parametrize("number", [-2, 0, 1, 7, 13])
-def test_a_depth_that_cannot_be(number: int) -> None:
+def test_an_invalid_depth(number: int) -> None:
     with pytest.raises(UsageError, match="use an even depth"):
         presets.depth(number)
 
 
-def test_a_file_builds_on_a_preset_and_a_file_on_that(
+def test_a_file_builds_on_a_file_that_builds_on_a_preset(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "wide.toml").write_text(
@@ -86,7 +86,7 @@ def test_a_file_builds_on_a_preset_and_a_file_on_that(
     )
     deep = tmp_path / "deep.toml"
     deep.write_text('base = "wide.toml"\n[model]\nnum_hidden_layers = 14\n')
-    monkeypatch.chdir(tmp_path.parent)  # `base` is meant from the file that says it
+    monkeypatch.chdir(tmp_path.parent)  # `base` is relative to its file
     model = build(presets.layers(str(deep))).model
     assert (model.num_hidden_layers, model.intermediate_size, model.num_key_value_heads) == (14, 3072, 3)
     (tmp_path / "depth.toml").write_text('base = "d14"\nseed = 4\n')
@@ -115,7 +115,7 @@ def test_a_broken_file_is_one_line(tmp_path: Path, text: str, message: str) -> N
     assert "\n" not in str(error.value)
 
 
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+def test_unreadable_files(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"gone.toml: no such file; presets that ship are 1.3b"):
         presets.layers(str(tmp_path / "gone.toml"))
     folder = tmp_path / "folder.toml"

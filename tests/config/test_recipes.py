@@ -1,4 +1,4 @@
-"""Recipes as data: what the published ones say, and that every recipe is a sound combination of the parts."""
+"""Recipes: equal to the published ones, and valid combinations of the options of an operand."""
 
 from typing import get_args
 
@@ -11,7 +11,7 @@ from deskside.utils.errors import UsageError
 ALL = [pytest.param(recipe, id=recipe.name) for recipe in RECIPES.values()]
 
 
-def test_the_configuration_takes_every_recipe_and_no_other() -> None:
+def test_the_configuration_accepts_exactly_the_recipes() -> None:
     assert set(get_args(PrecisionName)) == {"auto", *ALIASES, *RECIPES}
     assert recipe_named("fp8") is RECIPES["fp8-delayed"]
     for names in BACKEND_RECIPES.values():
@@ -23,7 +23,7 @@ def test_the_configuration_takes_every_recipe_and_no_other() -> None:
 
 
 @pytest.mark.parametrize("recipe", ALL)
-def test_both_operands_of_a_product_are_quantised_and_share_their_transform(recipe: Recipe) -> None:
+def test_both_operands_of_a_product_have_the_same_transform(recipe: Recipe) -> None:
     for product in recipe.products:
         assert product.left.quantized == product.right.quantized
         assert product.left.hadamard == product.right.hadamard
@@ -31,7 +31,7 @@ def test_both_operands_of_a_product_are_quantised_and_share_their_transform(reci
 
 
 @pytest.mark.parametrize("recipe", ALL)
-def test_options_of_an_operand_belong_to_its_format(recipe: Recipe) -> None:
+def test_options_of_an_operand_fit_its_format(recipe: Recipe) -> None:
     for operand in (o for p in recipe.products for o in (p.left, p.right)):
         if operand.format == "nvfp4":
             assert operand.scaling in ("1x16", "16x16")
@@ -39,20 +39,20 @@ def test_options_of_an_operand_belong_to_its_format(recipe: Recipe) -> None:
             plain = Operand(operand.format, operand.scaling)
             assert operand == plain
             assert (operand.scaling == "none") == (not operand.quantized)
-        # The choice between 4 and 6 is by the smaller error, which is no unbiased choice.
+        # Four over six chooses the smaller error, which is biased, so it cannot be combined with unbiased rounding.
         assert not (operand.four_over_six and (operand.rounding != "nearest" or operand.hadamard))
-        # A tile of 16x16 cannot be transformed along one of its sides and stay one.
+        # A transform along one dimension would break the symmetry of a 16x16 tile.
         assert not (operand.scaling == "16x16" and operand.hadamard)
 
 
 @pytest.mark.parametrize("recipe", ALL)
-def test_no_forward_operand_is_rounded_at_random(recipe: Recipe) -> None:
+def test_the_forward_rounds_to_nearest(recipe: Recipe) -> None:
     assert {recipe.output.left.rounding, recipe.output.right.rounding} == {"nearest"}
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "nvfp4-4o6", "nvfp4-unbiased"])
 def test_nvidias_arrangement(name: str) -> None:
-    """arXiv 2509.25149: W and W^T are the same numbers, gradients alone are stochastic, 16 signs in one place."""
+    """arXiv 2509.25149: equal W and W^T, stochastic rounding of gradients, one transformed product."""
     recipe = RECIPES[name]
     assert recipe.output.right == recipe.input_gradient.right
     assert recipe.output.right.scaling == "16x16"
@@ -64,7 +64,7 @@ def test_nvidias_arrangement(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["nvfp4-eden", "fp8-nvfp4"])
 def test_ms_eden_in_the_backward(name: str) -> None:
-    """arXiv 2601.22813: all four operands of the backward, fresh signs over 128 values, no 16x16 tiles anywhere."""
+    """arXiv 2601.22813: MS-EDEN for all operands of the backward, fresh signs over 128 values, no 16x16 tiles."""
     recipe = RECIPES[name]
     for product in (recipe.input_gradient, recipe.weight_gradient):
         for operand in (product.left, product.right):
@@ -89,7 +89,7 @@ def test_blocks_that_stay_in_bf16(name: str, layers: int, kept: tuple[int, int])
     assert PrecisionConfig(name=name).recipe().kept_blocks(layers) == kept  # type: ignore[arg-type]
 
 
-def test_kept_shares_are_the_recipes_unless_given() -> None:
+def test_given_kept_shares_replace_the_recipes() -> None:
     assert PrecisionConfig(name="nvfp4", keep_first=0).recipe().kept_blocks(12) == (0, 2)
     assert PrecisionConfig(name="fp8", keep_last=0.25).recipe().kept_blocks(12) == (0, 3)
     assert PrecisionConfig(name="auto").recipe("bf16") == RECIPES["bf16"]
