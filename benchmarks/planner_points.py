@@ -31,7 +31,7 @@ from benchmarks.step_config import configuration
 from deskside.budget.format_costs import LowFormat
 from deskside.budget.speed import Rates
 from deskside.config.run import RunConfig
-from deskside.plan.estimate import Setting, of_config, peak_memory, setting_seconds
+from deskside.plan.estimate import Setting, mean_step_seconds, peak_memory, setting_from_config
 
 ROOT = Path(__file__).parents[1] / "docs/data"
 STEPS = ("2026-11-21-step", "2026-11-22-h200/step", "2026-11-22-release/step", "2026-11-22-release/memory")
@@ -69,7 +69,7 @@ class Point:
 
     def step(self, rates: Rates) -> dict[str, float]:
         """Return the modelled seconds of a mean step by item."""
-        return setting_seconds(self.setting, rates)
+        return mean_step_seconds(self.setting, rates)
 
     def modelled_speed(self, rates: Rates) -> float:
         return self.setting.tokens_per_step / sum(self.step(rates).values())
@@ -106,7 +106,7 @@ def _setting(config: RunConfig, recipe: str, native: bool, micro_tokens: int) ->
     config = config.model_copy(
         update={"batch": config.batch.model_copy(update={"micro_tokens": micro_tokens})}
     )
-    return of_config(config, 1, recipe, native=kinds)  # type: ignore[arg-type]  # a recipe that ran
+    return setting_from_config(config, 1, recipe, native=kinds)  # type: ignore[arg-type]  # a recipe that ran
 
 
 def _steps() -> Iterator[Point]:

@@ -18,7 +18,16 @@ from deskside.budget.step_spec import StepSpec
 from deskside.config.model import ModelConfig
 from deskside.facts.measurements import Measurement, published
 from deskside.plan.calibrate import UNKNOWN_SPREAD
-from deskside.plan.published import ANCHOR, fit, fitted, modelled, shape_of, split, usable, work_of
+from deskside.plan.published import (
+    REFERENCE_ARCHITECTURE,
+    calibration_split,
+    fit_speed_factors,
+    modelled_speed,
+    shape_of,
+    speed_factors,
+    step_of,
+    usable,
+)
 
 SPEED, MEMORY = 0.30, 0.15  # issue 3: bounds for nine in ten errors, without a probe
 # Bytes per logit that a trainer keeps if it does not split the logits, compiled (True) and eager (False): read from
@@ -48,13 +57,13 @@ class Speed:
 
 def speeds(rows: Sequence[Measurement]) -> list[Speed]:
     """Return predictions for usable rows."""
-    parts, found = fitted(), []
+    parts, found = speed_factors(), []
     for row in rows:
         gpu = row.data_sheet()
         assert gpu is not None
-        model = modelled(row)
+        model = modelled_speed(row)
         predicted = model * parts.trainers.get(row.framework, 1.0) * parts.architectures[gpu.architecture]
-        plain = row.gpus * formula(shape_of(row), work_of(row).sequence_length, gpu)
+        plain = row.gpus * formula(shape_of(row), step_of(row).sequence_length, gpu)
         known = row.framework in parts.trainers
         found.append(Speed(row, gpu.architecture, known, model, predicted, plain))
     return found
@@ -66,7 +75,7 @@ def _errors(rows: Sequence[Speed], which: Callable[[Speed], float] = lambda s: s
 
 def kept_out() -> list[Speed]:
     """Return the held-out rows whose trainer has a calibrating row, BF16 and FP8."""
-    return [s for s in speeds(split()[1]) if s.known]
+    return [s for s in speeds(calibration_split()[1]) if s.known]
 
 
 def glance() -> list[tuple[str, float, Errors]]:
@@ -90,8 +99,8 @@ def glance() -> list[tuple[str, float, Errors]]:
 
 def section() -> list[str]:
     """Return the lines of the section on published measurements."""
-    parts = fitted()
-    calibrating, kept = speeds(split()[0]), speeds(split()[1])
+    parts = speed_factors()
+    calibrating, kept = speeds(calibration_split()[0]), speeds(calibration_split()[1])
     known, foreign = [s for s in kept if s.known], [s for s in kept if not s.known]
     lines = []
     for name, rows in (("calibrating", calibrating), ("held-out", known)):
@@ -137,7 +146,7 @@ def section() -> list[str]:
         "",
         *table(HEADINGS, by_architecture),
         "",
-        "### Fitted factors",
+        "### SpeedFactors factors",
         "",
         "Factors relative to the model's speed. Hopper is 1 by definition, and trainers are relative to deskside on "
         "Hopper.",
@@ -258,7 +267,7 @@ def _peak(row: Measurement, shape: ModelConfig, pure: bool, split_logits: bool) 
     """Return the allocated bytes of our step with the logits and the states of that trainer."""
     assert row.sequence_length and row.rows
     micro = row.sequence_length * row.rows
-    step = work_of(row)
+    step = step_of(row)
     work = StepSpec(
         row.sequence_length,
         micro * row.gpus if pure else step.tokens,
@@ -352,13 +361,15 @@ def left_out() -> list[LeftOut]:
     rows = [row for row in published() if usable(row) and row.precision == "bf16"]
     found = []
     for architecture in sorted({_architecture(row) for row in rows}):
-        parts = fit(row for row in rows if _architecture(row) != architecture)
+        parts = fit_speed_factors(row for row in rows if _architecture(row) != architecture)
         # Without the rows of the anchor, the other factors are relative to their own mean.
         mean = 1.0
-        if architecture == ANCHOR:
+        if architecture == REFERENCE_ARCHITECTURE:
             mean = sum(parts.architectures.values()) / len(parts.architectures)
         own = [row for row in rows if _architecture(row) == architecture and row.framework in parts.trainers]
-        pairs = [(modelled(row) * parts.trainers[row.framework] * mean, row.tokens_per_second) for row in own]
+        pairs = [
+            (modelled_speed(row) * parts.trainers[row.framework] * mean, row.tokens_per_second) for row in own
+        ]
         if pairs:
             found.append(LeftOut(architecture, Errors(pairs)))
     return found

@@ -18,10 +18,7 @@ from deskside.budget.shape import Shape, block_matrices
 from deskside.budget.sizes import Sizes
 from deskside.budget.step_spec import AdapterSpec, StepSpec
 
-NF4_BLOCK, NF4_SCALE_BLOCK = (
-    64,
-    256,
-)  # weights per 8-bit scale, and scales per float32 scale (double quantization)
+NF4_BLOCK, NF4_SCALE_BLOCK = 64, 256  # weights per 8-bit scale, and 8-bit scales per float32 scale
 NF4_TABLE_BYTES = 4 * 257  # per weight matrix
 
 

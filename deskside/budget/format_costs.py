@@ -31,10 +31,7 @@ SQUARE_TILES = ("nvfp4", "nvfp4-4o6", "nvfp4-unbiased")  # a weight and its tran
 ALL_NATIVE: frozenset[LowFormat] = frozenset({"fp8", "nvfp4"})
 EMULATED_RATE_SHARE = 0.8  # rate of an emulated product, relative to BF16
 FP8_TRAFFIC = 1.47  # element-wise traffic, relative to BF16
-CURRENT_SCALING = (
-    "fp8-tensorwise",
-    "fp8-rowwise",
-)  # recipes whose scales are computed from the tensor itself
+CURRENT_SCALING = ("fp8-tensorwise", "fp8-rowwise")  # recipes whose scales come from the tensor itself
 CURRENT_SCALING_BYTES = 6.0  # per value: read for the maximum, read again, written in two layouts
 NVFP4_READ, NVFP4_WRITTEN = 4.0, {True: 0.5625, False: 2.0}  # bytes per value and product; keys: native
 # Time of quantizing relative to the time of its memory traffic, by recipe.

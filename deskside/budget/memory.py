@@ -90,13 +90,10 @@ GRADIENTS_FACTOR = RECOMPUTE_FACTOR - 1  # temporary gradients of a block, relat
 LIBRARIES = 64 * 2**20  # bytes of cuBLAS workspaces
 STACK_WEIGHTS = 2**26  # weights that Muon updates at a time, unless a single matrix is larger
 BUCKET_WEIGHTS = 2**25  # size at which a bucket of gradients is summed between GPUs; it holds whole tensors
-STACK_BYTES = (
-    14  # bytes per weight of Muon's stack: bfloat16 iterate and two results, float32 weight and update
-)
-RESERVED_SHARE, RESERVED_BYTES = (
-    0.05,
-    256 * 2**20,
-)  # measured medians of what the allocator reserved beyond the peak
+# Bytes per weight of Muon's stack: bfloat16 iterate and two results, float32 weight and update.
+STACK_BYTES = 14
+# What the allocator reserved beyond the peak of allocated bytes: medians of measurements.
+RESERVED_SHARE, RESERVED_BYTES = 0.05, 256 * 2**20
 Items = dict[str, float]  # bytes by item
 
 

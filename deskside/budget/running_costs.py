@@ -22,9 +22,7 @@ from deskside.facts import power_and_prices as facts
 from deskside.facts.gpus import Gpu
 
 MEASURED_SPREAD = 0.03  # as a share: how much a run's watts may differ from those of a probe on the same card
-LIFE_HOURS = (
-    3 * 365 * 24 * 0.5
-)  # three years, computing half of the time: an assumption that is shown to the user
+LIFE_HOURS = 3 * 365 * 24 * 0.5  # three years, computing half of the time: assumed, and shown to the user
 
 
 @dataclass(frozen=True)

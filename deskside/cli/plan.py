@@ -10,7 +10,7 @@ from deskside.cli.shared_options import JsonOption
 from deskside.config.duration import HOURS
 from deskside.plan import claim_check as claims
 from deskside.plan.planner import make_plan
-from deskside.plan.request import PlanQuestion, PlanRequest, ask
+from deskside.plan.request import PlanQuestion, PlanRequest, make_request
 from deskside.utils.errors import UsageError
 
 
@@ -74,7 +74,7 @@ def run(argv: Sequence[str]) -> int:
     if options.gpu == "list":
         return _list_cards(options.json)
     claim_names = [field.name for field in fields(claims.Claims)]
-    claimed = claims.parse({name: getattr(options, f"claim_{name}") for name in claim_names})
+    claimed = claims.parse_claims({name: getattr(options, f"claim_{name}") for name in claim_names})
     request = _request(options, overrides, claimed)
     if request is None:
         return _check_card_claims(options, claimed)
@@ -108,7 +108,7 @@ def run(argv: Sequence[str]) -> int:
 def _list_cards(as_json: bool) -> int:
     """Print the name, memory and speed of every known GPU. Mark GPUs whose architecture no measurement calibrates."""
     from deskside.facts.gpus import gpus
-    from deskside.plan.published import unknown
+    from deskside.plan.published import uncalibrated_reason
 
     rows = [
         {
@@ -116,7 +116,7 @@ def _list_cards(as_json: bool) -> int:
             "memory_gib": round(gpu.memory_bytes / 2**30, 1),
             "bf16_tflops": gpu.bf16_flops / 1e12,
             "bandwidth_gb_s": gpu.bandwidth / 1e9,
-            "calibrated": not unknown(gpu),
+            "calibrated": not uncalibrated_reason(gpu),
         }
         for gpu in gpus()
     ]
@@ -138,7 +138,7 @@ def _request(options: PlanOptions, overrides: dict[str, Any], claimed: claims.Cl
     model = (options.preset, options.depth, options.params)
     if claimed and claimed.of_card_alone and all(value is None for value in (*budget, *model)):
         return None
-    return ask(options, overrides)
+    return make_request(options, overrides)
 
 
 def _check_card_claims(options: PlanOptions, claimed: claims.Claims) -> int:
@@ -147,7 +147,7 @@ def _check_card_claims(options: PlanOptions, claimed: claims.Claims) -> int:
 
     if options.gpu is None:
         raise UsageError("the claims are about a GPU; name it with --gpu, such as --gpu rtx5090")
-    findings = claims.of_card(find(options.gpu), claimed)
+    findings = claims.check_card_claims(find(options.gpu), claimed)
     if options.json:
         print_json({"claims": [asdict(finding) for finding in findings]}, indent=1)
     else:

@@ -20,7 +20,7 @@ from deskside.doctor.examine import examine
 from deskside.measurements.identity import Machine
 from deskside.measurements.store import Busy, Row, Store
 from deskside.plan.planner import make_plan
-from deskside.plan.request import PlanQuestion, PlanRequest, ask
+from deskside.plan.request import PlanQuestion, PlanRequest, make_request
 from deskside.plan.result import Plan, PlannedBand
 from deskside.probe.grid import CARD_SECONDS, calibration_points, estimate_seconds
 from deskside.probe.sweep import ProbeResult, Sweep
@@ -322,7 +322,7 @@ def _plan_request(wanted: PipelineRequest, pretrain_seconds: float) -> PlanReque
         unique_tokens=None if data is None else unique_tokens(data),
     )
     overrides = given_layer(wanted) if wanted.preset is not None else None
-    request = ask(question, overrides, pretrain_seconds if tokens is None else None)
+    request = make_request(question, overrides, pretrain_seconds if tokens is None else None)
     if wanted.preset is None:
         request = replace(request, overrides=given_layer(wanted))
     if wanted.memory_gib is not None:

@@ -1,14 +1,15 @@
-"""Three bands chosen from the candidates (safe, target, stretch), and the recommended one.
+"""The choice of three candidates (safe, target, stretch), called bands, and of the recommended one.
 
-- target: the lowest expected loss at the expected speed, among what fits even at the high end of its memory.
+- target: the lowest expected loss at the expected speed, among the candidates that fit even at the high end of their
+  memory range.
 - safe: the best smaller model if the speed is at the low end of its range. It learns more per hour at first and is
-  cheaper to use afterwards. Safe refers to time: it may need more memory than the target, because free memory is used
+  cheaper to use afterwards. "Safe" refers to time: it may need more memory than the target, because it uses free memory
   for larger passes.
 - stretch: the best larger model if the speed is at the high end. Its memory only needs to fit as expected.
 
-With a number of tokens instead of a time, a larger model always learns more from them, so the target is the largest one
-for which that many tokens are still compute-optimal. With a loss to reach, the target reaches it first; safe reaches it
-even at the high end of the expected loss, stretch only at the low end.
+With a budget of tokens, a larger model always has a lower loss, so the target is the largest model for which that many
+tokens are still compute-optimal. With a loss to reach, the target is the model that is expected to reach it first; safe
+reaches it even at the high end of the range of the loss, stretch only at the low end.
 """
 
 from collections.abc import Sequence
@@ -16,18 +17,20 @@ from dataclasses import dataclass
 from typing import Literal
 
 from deskside.budget.loss import LAW
-from deskside.plan.candidates import AT_MOST, Candidate, bpb, optimal_tokens, search
+from deskside.plan.candidates import MAX_SIZE_RATIO, Candidate, bpb, optimal_tokens, search
 from deskside.plan.request import PlanRequest
 from deskside.utils.format import count, duration
 
-Name = Literal["safe", "target", "stretch"]
+BandName = Literal["safe", "target", "stretch"]
 WHY_TARGET = "the lowest expected loss in this budget, at the expected speed"
 WHY_TARGET_OF_TOKENS = (
     "the largest model for which this many tokens are still compute-optimal, or the largest that fits"
 )
-SMALLER, LARGER = 0.8, 1.2  # parameters of safe and stretch against the target's, at most and at least
+MORE_MEMORY = "it needs more memory"
+SMALLER, LARGER = 0.8, 1.2  # safe has at most, stretch at least this multiple of the target's weights
 
-LOSS_BANDS: tuple[tuple[Name, int, str], ...] = (
+# (band, end of the range of the loss, reason)
+LOSS_BANDS: tuple[tuple[BandName, int, str], ...] = (
     ("safe", 2, "the fastest way to reach the loss even at the high end of its range"),
     ("target", 1, "the fastest way to reach the loss as expected"),
     ("stretch", 0, "the fastest way if the loss turns out at the low end of its range"),
@@ -38,28 +41,30 @@ LOSS_BANDS: tuple[tuple[Name, int, str], ...] = (
 class Band:
     """A candidate with its name and the reason for it."""
 
-    name: Name
+    name: BandName
     candidate: Candidate
     why: str
 
 
-def choose(request: PlanRequest) -> list[Band]:
-    """Return the bands of the open search, safe first, without those that have no candidate."""
+def choose_bands(request: PlanRequest) -> list[Band]:
+    """Return the bands of the open search, safe first. A band without a candidate is left out."""
     if request.budget.kind == "loss":
-        return _to_loss(request)
-    found = search(request)
-    sure = [c for c in found if c.estimate.fits == "fits"] or found
-    if not sure:
+        return _bands_to_loss(request)
+    candidates = search(request)
+    fitting = [c for c in candidates if c.estimate.fits == "fits"] or candidates
+    if not fitting:
         return []
     by_time = request.budget.kind != "tokens"
-    best = sure
+    eligible = fitting
     if not by_time:
         tokens = request.budget.value
-        best = [c for c in sure if optimal_tokens(LAW, c.weights) <= tokens] or sure[:1]
-    target = min(best, key=lambda c: (c.loss[1], c.weights))
+        eligible = [c for c in fitting if optimal_tokens(LAW, c.weights) <= tokens] or fitting[:1]
+    target = min(eligible, key=lambda c: (c.loss[1], c.weights))
     bands = [Band("target", target, WHY_TARGET if by_time else WHY_TARGET_OF_TOKENS)]
-    smaller = [c for c in sure if c.weights <= SMALLER * target.weights]
-    larger = [c for c in found if LARGER * target.weights <= c.weights <= AT_MOST * target.weights]
+    smaller = [c for c in fitting if c.weights <= SMALLER * target.weights]
+    larger = [
+        c for c in candidates if LARGER * target.weights <= c.weights <= MAX_SIZE_RATIO * target.weights
+    ]
     if smaller:
         safe = min(smaller, key=lambda c: (_loss_at(request, c, 0), -c.weights))
         bands.insert(0, Band("safe", safe, _why_safe(safe, target)))
@@ -72,7 +77,7 @@ def choose(request: PlanRequest) -> list[Band]:
 
 
 def recommended(bands: Sequence[Band]) -> Band | None:
-    """Return the target, unless only a smaller model is certain to fit."""
+    """Return the target, unless only the safe band fits at the high end of its memory range."""
     by_name = {band.name: band for band in bands}
     target, safe = by_name.get("target"), by_name.get("safe")
     if target is not None and safe is not None and target.candidate.estimate.fits != "fits":
@@ -81,7 +86,7 @@ def recommended(bands: Sequence[Band]) -> Band | None:
 
 
 def reason(request: PlanRequest, bands: Sequence[Band], chosen: Band) -> str:
-    """Return why this band is recommended."""
+    """Return the reason for recommending this band, as one line."""
     by_name = {band.name: band for band in bands}
     best, kind = chosen.candidate, request.budget.kind
     if kind == "loss":
@@ -90,12 +95,12 @@ def reason(request: PlanRequest, bands: Sequence[Band], chosen: Band) -> str:
             text += f"; to be sure of it takes {duration(by_name['safe'].candidate.seconds[1])} (safe)"
         return text
     if chosen.name != "target":
-        return f"{chosen.name} is recommended: the target's memory fits only if it turns out as expected"
+        return f"{chosen.name} is recommended: the target's memory only fits as expected, not at the high end"
     if kind == "tokens":
         return f"target is recommended: {best.shape.preset} is {chosen.why}"
     text = (
-        f"target is recommended: {best.loss[1]:.3f} bits per byte is the lowest that is expected in this budget, "
-        f"of what surely fits"
+        f"target is recommended: {best.loss[1]:.3f} bits per byte is the lowest expected loss in this budget among "
+        f"the models that fit even at the high end of their memory range"
     )
     if "stretch" in by_name:
         other = by_name["stretch"].candidate
@@ -105,37 +110,37 @@ def reason(request: PlanRequest, bands: Sequence[Band], chosen: Band) -> str:
         )
     if "safe" in by_name:
         text += f"; safe costs {by_name['safe'].candidate.loss[1] - best.loss[1]:+.3f}"
-        _, memory, reason = by_name["safe"].why.partition("; it needs more memory")
-        text += f" (safe is about time{memory}{reason})".replace("time; it", "time: it") if memory else ""
+        _, _, cause = by_name["safe"].why.partition(MORE_MEMORY)
+        text += f" (safe refers to time: {MORE_MEMORY}{cause})" if cause else ""
     return text
 
 
-def _loss_at(request: PlanRequest, found: Candidate, end: int) -> float:
-    """Return the expected loss at one end of the range of the speed."""
-    return bpb(request, found.setting, found.tokens[end])[1]
+def _loss_at(request: PlanRequest, candidate: Candidate, end: int) -> float:
+    """Return the expected loss if the speed is at one end of its range: 0 low, 1 expected, 2 high."""
+    return bpb(request, candidate.setting, candidate.tokens[end])[1]
 
 
-def _to_loss(request: PlanRequest) -> list[Band]:
-    """Return the fastest way to a loss at the high end of its range (safe), as expected, and at the low end."""
+def _bands_to_loss(request: PlanRequest) -> list[Band]:
+    """Return the bands for a budget of loss: for each end of its range, the candidate that reaches it first."""
     bands = []
-    for name, end, words in LOSS_BANDS:
-        found = search(request, end)
-        sure = [c for c in found if c.estimate.fits == "fits"] or found
-        if sure:
-            best = min(sure, key=lambda c: (c.seconds[1], c.weights))
-            bands.append(Band(name, best, words))
+    for name, end, why in LOSS_BANDS:
+        candidates = search(request, end)
+        fitting = [c for c in candidates if c.estimate.fits == "fits"] or candidates
+        if fitting:
+            fastest = min(fitting, key=lambda c: (c.seconds[1], c.weights))
+            bands.append(Band(name, fastest, why))
     return bands
 
 
 def _why_safe(safe: Candidate, target: Candidate) -> str:
     faster = safe.estimate.tokens_per_second[1] / target.estimate.tokens_per_second[1]
-    own, other, more = safe.setting, target.setting, ""
+    more = ""
     if safe.estimate.memory_bytes[1] > target.estimate.memory_bytes[1]:
-        more = "; it needs more memory, because it recomputes less: what is free is used for speed"
-        if own.micro_tokens > other.micro_tokens:
+        more = f"; {MORE_MEMORY}, because it recomputes less: free memory is used for speed"
+        passes = safe.setting.micro_tokens, target.setting.micro_tokens
+        if passes[0] > passes[1]:
             more = (
-                f"; it needs more memory, because it puts {own.micro_tokens:,} tokens through a pass where the target "
-                f"puts {other.micro_tokens:,}"
+                f"; {MORE_MEMORY}, because it has {passes[0]:,} tokens per pass and the target {passes[1]:,}"
             )
     return (
         f"{safe.weights / target.weights:.0%} of the target's size and {faster:.1f} times its speed: the best smaller "
@@ -144,7 +149,7 @@ def _why_safe(safe: Candidate, target: Candidate) -> str:
 
 
 def _why_stretch(stretch: Candidate, target: Candidate) -> str:
-    tight = "; its memory fits only as expected" if stretch.estimate.fits != "fits" else ""
+    tight = "; its memory only fits as expected" if stretch.estimate.fits != "fits" else ""
     return (
         f"{stretch.weights / target.weights:.1f} times the target's size: the best larger model if the speed turns "
         f"out at the high end{tight}"

@@ -25,7 +25,13 @@ from deskside.budget.speed import Rates, operator_seconds
 from deskside.budget.step_spec import StepSpec
 from deskside.config.model import ModelConfig
 from deskside.facts.gpus import Gpu
-from deskside.plan.published import ANCHOR, Gain, architecture_factor, fitted, sheet_rates
+from deskside.plan.published import (
+    REFERENCE_ARCHITECTURE,
+    Speedup,
+    architecture_factor,
+    sheet_rates,
+    speed_factors,
+)
 from deskside.utils.errors import UsageError
 
 Source = Literal["measured", "published", "modelled"]
@@ -52,9 +58,9 @@ class Calibration:
 
     Attributes:
         speed_spread, memory_spread: Half-widths of the ranges of tokens/s and bytes, as shares.
-        basis: Where the rates come from, in one line.
+        basis: Source of the rates, in one line.
         overhead_bytes: Device memory of a process outside torch's allocator.
-        host_measured: Whether the host's times were measured on this machine.
+        host_measured: True if the host's times were measured on this machine.
     """
 
     rates: Rates
@@ -69,7 +75,8 @@ class Calibration:
 def calibrate(gpu: Gpu | None, points: Sequence[Mapping[str, Any]]) -> Calibration:
     """Return the best available calibration of a card.
 
-    gpu: its data sheet, if known. points: all of its rows in the probe store, of the kinds "card" and "point".
+    gpu: its data sheet, if known. points: its rows in the probe store, of the kinds "card" (benchmark of the GPU) and
+    "point" (training run).
     Raises UsageError for a card that has neither a data sheet nor a usable measurement.
     """
     usable = [
@@ -82,41 +89,40 @@ def calibrate(gpu: Gpu | None, points: Sequence[Mapping[str, Any]]) -> Calibrati
         return _measured(gpu, usable, card)
     if gpu is None:
         raise UsageError(
-            "this device has no data sheet here and was not measured; measure it with: deskside probe"
+            "this device is not in the table of GPUs and was not measured; measure it with: deskside probe"
         )
     return _published(gpu)
 
 
-def measured_fp8_gain(rows: Sequence[Mapping[str, Any]]) -> Gain | None:
-    """Return the median speed-up of FP8 over BF16 in points that differ only in precision; None without such points."""
+def measured_fp8_speedup(rows: Sequence[Mapping[str, Any]]) -> Speedup | None:
+    """Return the median speedup of FP8 over BF16 in points that differ only in precision; None without such points."""
     seconds: dict[str, dict[str, float]] = {}
     for row in rows:
         if row["kind"] == "point" and row["status"] == "ok":
             spec, result = row["key"]["spec"], row["result"]
             others = {key: value for key, value in spec.items() if key != "precision"}
-            precision = (
-                "fp8" if str(result.get("precision")).startswith("fp8-") else str(result.get("precision"))
-            )
-            by_precision = seconds.setdefault(
-                json.dumps([others, result["micro_tokens"]], sort_keys=True), {}
-            )
+            precision = str(result.get("precision"))
+            if precision.startswith("fp8-"):
+                precision = "fp8"
+            point = json.dumps([others, result["micro_tokens"]], sort_keys=True)
+            by_precision = seconds.setdefault(point, {})
             by_precision[precision] = float(result["step_seconds"]["median"])
     gains = [found["bf16"] / found["fp8"] for found in seconds.values() if {"bf16", "fp8"} <= set(found)]
     if not gains:
         return None
     count = f"{len(gains)} pairs of points" if len(gains) != 1 else "one pair of points"
-    return Gain(statistics.median(gains), f"measured: {count} on this card with deskside probe")
+    return Speedup(statistics.median(gains), f"measured: {count} on this card with deskside probe")
 
 
 def _is_informative(row: Mapping[str, Any]) -> bool:
-    """Return whether a point measures the speed of the device.
+    """Return True if a point measures the speed of the device.
 
-    It must use the format of the device's rated speed, and the host must launch the step in less than 90 % of the step
-    time. Otherwise the step time says more about the host than about the device.
+    It must use the format of the measured matmul rate, and launching must take less than 90 % of the step time.
+    Otherwise the step time depends more on the host than on the device.
     """
     result = row["result"]
-    rated = ("bf16", "fp32") if result.get("device") == "cpu" else ("bf16",)
-    if result.get("precision", "bf16") not in rated:
+    rated_formats = ("bf16", "fp32") if result.get("device") == "cpu" else ("bf16",)
+    if result.get("precision", "bf16") not in rated_formats:
         return False
     host = HostTimes().scaled(_host_factor([row]) or 1.0)
     return host_seconds(*_step(row), host) < 0.9 * float(result["step_seconds"]["median"])
@@ -141,10 +147,11 @@ def _host_factor(points: Sequence[Mapping[str, Any]]) -> float | None:
 def _published(gpu: Gpu) -> Calibration:
     """Return the calibration of a card that was not measured, from its data sheet and published runs."""
     factor, basis = architecture_factor(gpu)
-    rows = fitted().rows.get(gpu.architecture, 0)
-    spread = PUBLISHED_SPREAD if rows >= FEW_ROWS else FEW_ROWS_SPREAD if rows else UNKNOWN_SPREAD
-    if gpu.architecture == ANCHOR:
+    rows = speed_factors().rows.get(gpu.architecture, 0)
+    if gpu.architecture == REFERENCE_ARCHITECTURE or rows >= FEW_ROWS:
         spread = PUBLISHED_SPREAD
+    else:
+        spread = FEW_ROWS_SPREAD if rows else UNKNOWN_SPREAD
     rate = "measured and published" if gpu.measured_bf16_flops is not None else "from the data sheet"
     return Calibration(
         rates=sheet_rates(gpu).corrected(1 / factor, 1 / factor, 1.0),
@@ -159,7 +166,7 @@ def _published(gpu: Gpu) -> Calibration:
 def _measured(
     gpu: Gpu | None, points: Sequence[Mapping[str, Any]], card: Mapping[str, Any] | None
 ) -> Calibration:
-    """Return the calibration from measured points. card: the result of the GPU benchmark, None if it did not run."""
+    """Return the calibration from measured points. card: result of the GPU benchmark, None if it did not run."""
     device = str(points[-1]["result"].get("device", "cuda"))
     peak = statistics.median(float(row["result"]["matmul_peak_tflops"]) * 1e12 for row in points)
     if gpu is not None:
@@ -174,7 +181,7 @@ def _measured(
     host_factor = _host_factor(points)
     prior = replace(prior, host=prior.host.scaled(host_factor or 1.0))
     factors, spread = _fit(points, prior, PRIOR_SPREAD["cpu" if device == "cpu" else "cuda"])
-    # The memory in use is read at the end of a point, when torch may have released some of its peak. Hence at least 0.
+    # device_used_bytes are read at the end of a point. They may be less than the peak that torch had reserved.
     overhead = [
         max(0, int(result["device_used_bytes"]) - int(result["peak_reserved_bytes"]))
         for result in (row["result"] for row in points)
@@ -206,7 +213,7 @@ def _fit(
 
     The half-width is twice the root mean square of the leave-one-out errors, and at least MIN_SPREAD.
     """
-    import numpy as np  # imported here, because only measured cards need it and it takes a fifth of a plan's time
+    import numpy as np  # here, because only measured cards need it, and the import takes a fifth of a plan's time
 
     weights = NOISE / np.array(prior_spread)
 
@@ -218,7 +225,7 @@ def _fit(
     table, targets = [], []
     for row in points:
         shape, spec = _step(row)
-        parts = [0.0] * 4  # seconds of products, traffic, delays, and of what no factor multiplies
+        parts = [0.0] * 4  # seconds of products, traffic, delays, and operators without a factor
         for operator in step_operators(shape, spec):
             parts[_part_of(operator.group)] += operator_seconds(operator, prior, spec)
         host = host_seconds(shape, spec, prior.host)
@@ -234,19 +241,19 @@ def _fit(
 
 
 def _step(row: Mapping[str, Any]) -> tuple[ModelConfig, StepSpec]:
-    """Return the model and the step that a point measured."""
-    asked, result = row["key"]["spec"], row["result"]
+    """Return the model and the optimizer step of a measured point."""
+    point, result = row["key"]["spec"], row["result"]
     spec = StepSpec(
-        sequence_length=asked["sequence_length"],
-        tokens=asked["tokens"],
+        sequence_length=point["sequence_length"],
+        tokens=point["tokens"],
         micro_tokens=result["micro_tokens"],
-        optimizer=asked.get("optimizer", "muon"),
+        optimizer=point.get("optimizer", "muon"),
         precision=result.get("precision", "bf16"),
-        activation_checkpointing=asked.get("activation_checkpointing", "none"),
+        activation_checkpointing=point.get("activation_checkpointing", "none"),
         compiled=result.get("compile", "block") != "off",
         copies="step" if result.get("compile") == "fused" else "pass",
     )
-    return ModelConfig(**asked["model"]), spec
+    return ModelConfig(**point["model"]), spec
 
 
 def _part_of(group: Group) -> int:

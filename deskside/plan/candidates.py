@@ -1,14 +1,14 @@
-"""The search: models that could be trained in the budget, each in the fastest way that fits.
+"""The search: models that could be trained in the budget, each with its fastest setting that fits.
 
-A candidate is a model shape (the depth series, and the presets that only set a shape) with everything else decided:
-stages of sequence length, optimizer, activation checkpointing, loss chunk, sharding, tokens per pass and per step.
-Options that only affect speed are chosen by the modelled speed. Two choices change how much a token teaches:
+A candidate is a model shape (the depth series, and the presets that only set a shape) with all other options chosen:
+sequence-length stages, optimizer, activation checkpointing, loss chunk, sharding, tokens per pass and per step. Options
+that only affect speed are chosen by the modelled speed. Two options also affect the loss after a number of tokens:
 
-- The optimizer. AdamW is credited with fewer tokens than Muon, because it needs more for the same loss: 1.4 times at
-  0.1 billion parameters, 1.1 times at 1.2 billion (Wen et al. 2025, arXiv 2509.02046), interpolated on a log scale.
-- Short rows first: stages of a quarter, a half and the whole of the sequence. They are used wherever they are long
-  enough, because attention over shorter rows costs less and no loss was measurable: in 300 s on one H200 they ended at
-  1.136 bits per byte, against 1.151 without (docs/log.md). A token counts the same.
+- The optimizer. AdamW needs more tokens than Muon for the same loss: 1.4 times as many at 0.1 billion parameters, 1.1
+  times at 1.2 billion (Wen et al. 2025, arXiv 2509.02046), interpolated on a log scale.
+- Sequence-length stages: a quarter, a half and the whole sequence length. They are used unless a quarter is too short,
+  because attention is cheaper over shorter rows. The loss law treats their tokens alike: in 300 s on one H200, a run
+  with stages ended at 1.136 bits per byte, one without at 1.151 (docs/log.md).
 """
 
 import heapq
@@ -29,18 +29,19 @@ from deskside.plan.estimate import (
     Setting,
     StageSetting,
     StepEstimate,
-    check_shared,
-    fitted,
-    of_config,
+    check_batch_divides,
+    estimate_max_microbatch,
     pass_sizes,
+    setting_from_config,
 )
-from deskside.plan.request import DEEPEST, SPLIT, CandidateModel, PlanRequest, longer
+from deskside.plan.request import MAX_DEPTH, TIME_SHARES, CandidateModel, PlanRequest, sequence_length_layer
 from deskside.utils.errors import UsageError
 from deskside.utils.format import duration
 
 STAGES = ((0.35, 4), (0.35, 2), (0.3, 1))  # share of the run, divisor of the sequence length
-SHORTEST_STAGE = 256
-FEWEST_STEPS = 200  # the batch is chosen small enough for this many steps
+MIN_STAGE_TOKENS = 256
+MIN_STEPS = 200  # the batch is chosen small enough for this many steps
+# Activation checkpointing and loss_chunk_tokens, in the order of decreasing memory and mostly decreasing speed.
 LADDER: tuple[tuple[Checkpointing, int], ...] = (
     ("none", 8192),
     ("none", 2048),
@@ -49,23 +50,23 @@ LADDER: tuple[tuple[Checkpointing, int], ...] = (
     ("block", 2048),
     ("block", 512),
 )
-ENOUGH_PASS_TOKENS = 16384  # with this many tokens per pass, recomputing to fit more makes nothing faster
-LONGEST_SECONDS = 365 * 86400.0  # longer runs are refused
+ENOUGH_PASS_TOKENS = 16384  # from this pass size on, recomputation to fit larger passes does not pay
+MAX_SECONDS = 365 * 86400.0  # longer runs get the verdict "no"
 TOO_LONG = "that is more than a year of training: it needs more or faster cards, or a smaller goal"
-TOO_SMALL = "the budget is too small: nothing would be learned from so few tokens"
-AT_MOST = 3.0  # times the target's size: no band is larger
-MUON_ADVANTAGE = ((1e8, 1.4), (1.2e9, 1.1))
-NOTHING_LEARNED = 8.0  # bits per byte, when every byte is as likely as any other
-# Before the first step, when nothing was measured here. On an H200 machine it was 20 to 48 s for one stage
-# (docs/log.md); a desktop's processor compiles more slowly, and three stages compile three times.
+TOO_SMALL = "the budget is too small: a model learns nothing from so few tokens"
+MAX_SIZE_RATIO = 3.0  # the largest stretch band, relative to the target
+MUON_ADVANTAGE = ((1e8, 1.4), (1.2e9, 1.1))  # (parameters, tokens that AdamW needs / tokens that Muon needs)
+UNIFORM_BPB = 8.0  # bits per byte of a uniform distribution over bytes
+# Seconds before the first step if not measured. On an H200 machine they were 20 to 48 s for one stage (docs/log.md); a
+# desktop's processor compiles more slowly, and three stages compile three times.
 SETUP_SECONDS = 90.0
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A model trained in the fastest way that fits, and the result.
+    """A model with its fastest setting that fits, and the modelled result of training it.
 
-    tokens, seconds: of the pretraining run, set-up included, at the low, expected and high end of the speed; loss: bits
+    tokens, seconds: of the pretraining run, including set-up, with their ranges from the range of the speed; loss: bits
     per byte after the expected tokens.
     """
 
@@ -85,14 +86,14 @@ class Candidate:
 
     @property
     def weights(self) -> int:
-        """Weights that a token is multiplied with: the N of the loss law."""
+        """Number of weights that a token is multiplied with: `params` of the loss law."""
         return matmul_params(self.setting.model)
 
 
-def shapes(request: PlanRequest) -> Iterator[CandidateModel]:
-    """Yield every model of the open search, small to large. Raises UsageError if the overrides exclude all of them."""
-    own = frozenset(".".join(path) for path in merge.merge([request.overrides])[1])
-    refused: list[UsageError] = []
+def models(request: PlanRequest) -> Iterator[CandidateModel]:
+    """Yield all models of the open search, small to large. Raises UsageError if the overrides exclude all of them."""
+    explicit = frozenset(".".join(path) for path in merge.merge([request.overrides])[1])
+    errors: list[UsageError] = []
 
     def built(named: Iterable[tuple[str, list[dict[str, Any]]]]) -> Iterator[tuple[int, CandidateModel]]:
         for preset, layers in named:
@@ -100,69 +101,70 @@ def shapes(request: PlanRequest) -> Iterator[CandidateModel]:
                 layers = [*layers, dict(request.overrides)]
             try:
                 config = merge.build(layers)
-                layer = longer(request.sequence, config, own)
+                layer = sequence_length_layer(request.sequence, config, explicit)
                 layers = [*layers, layer]
                 if layer != {"batch": {"sequence_length": config.batch.sequence_length}}:
                     config = merge.build(layers)
             except UsageError as error:
-                refused.append(error)
+                errors.append(error)
             else:
                 yield matmul_params(config.model), CandidateModel(preset, tuple(layers), config)
 
-    depth_series = built((f"d{number}", [presets.depth(number)]) for number in range(2, DEEPEST + 1, 2))
+    depth_series = built((f"d{number}", [presets.depth(number)]) for number in range(2, MAX_DEPTH + 1, 2))
     named = [(name, presets.layers(name)) for name in presets.names()]
     shaped = built(
         (name, layers) for name, layers in named if all(set(layer) == {"model"} for layer in layers)
     )
     by_size = itemgetter(0)
-    # Text that is repeated many times does not suffice for a large model, and no such run was measured.
-    most = math.inf if request.unique_tokens is None else MAX_WEIGHTS_PER_TOKEN * request.unique_tokens
+    # Repeated text does not suffice for a large model, and no such run was measured.
+    max_weights = math.inf if request.unique_tokens is None else MAX_WEIGHTS_PER_TOKEN * request.unique_tokens
     first = True
     for weights, shape in heapq.merge(depth_series, sorted(shaped, key=by_size), key=by_size):
-        if first or weights <= most:
+        if first or weights <= max_weights:
             yield shape
         first = False
-    if first and refused:
-        raise refused[-1]
+    if first and errors:
+        raise errors[-1]
 
 
 def search(request: PlanRequest, end: int = 1, staged: bool = True) -> list[Candidate]:
     """Return the best candidate of every model, small to large.
 
-    The search stops at models more than `AT_MOST` times as large as the best one, and at the first depth that does not
-    fit. end: the end of the expected loss that a budget of loss must reach; staged: short rows may come first.
+    The search stops at models more than 2 x `MAX_SIZE_RATIO` times as large as the best one, and at the first
+    depth that does not fit. end: with a budget of loss, the end of the range that must reach it: 0 low, 1 expected, 2
+    high. staged: the run may have sequence-length stages.
     """
     found: list[Candidate] = []
     best: Candidate | None = None
-    for shape in shapes(request):
-        if best is not None and matmul_params(shape.model) > 2 * AT_MOST * best.weights:
+    for shape in models(request):
+        if best is not None and matmul_params(shape.model) > 2 * MAX_SIZE_RATIO * best.weights:
             break
-        ways = [c for c in _ways(request, shape, end, staged) if c is not None]
-        if ways:
-            found.append(min(ways, key=lambda c: (c.estimate.fits != "fits", c.loss[1], c.seconds[1])))
-            if best is None or _merit(request, found[-1]) < _merit(request, best):
+        options = [c for c in _by_optimizer(request, shape, end, staged) if c is not None]
+        if options:
+            found.append(min(options, key=lambda c: (c.estimate.fits != "fits", c.loss[1], c.seconds[1])))
+            if best is None or _objective(request, found[-1]) < _objective(request, best):
                 best = found[-1]
         elif shape.preset.startswith("d") and (found or request.budget.kind != "loss"):
-            break  # a model is too small for the budget only if that is a loss
+            break  # only a budget of loss can exclude small models and still allow larger ones
     return found
 
 
-def _merit(request: PlanRequest, found: Candidate) -> float:
-    """Return the number that the budget asks to minimize."""
+def _objective(request: PlanRequest, found: Candidate) -> float:
+    """Return the number to minimize under this kind of budget."""
     kind = request.budget.kind
     if kind == "loss":
         return found.seconds[1]
-    if kind == "tokens":  # a larger model learns more from them, up to the compute-optimal size
+    if kind == "tokens":  # the best size is the one for which this many tokens are compute-optimal
         return abs(math.log(optimal_tokens(LAW, found.weights) / found.tokens[1]))
     return found.loss[1]
 
 
 def fits_at_all(request: PlanRequest) -> bool:
-    """Return whether the smallest model fits in any way."""
-    smallest = setting_of(request, next(shapes(request)).config)
+    """Return True if the smallest model fits in some setting."""
+    smallest = setting_on_card(request, next(models(request)).config)
     one_row = stages(request.sequence, request.sequence * request.gpus)[-1]
     row = replace(smallest, stages=(replace(one_row, share=1.0),), micro_tokens=request.sequence)
-    return fastest(request, row).fits != "no"
+    return fastest_that_fits(request, row).fits != "no"
 
 
 def precision(request: PlanRequest) -> Precision:
@@ -172,24 +174,26 @@ def precision(request: PlanRequest) -> Precision:
     return "fp32" if request.card.is_cpu else "bf16"
 
 
-def setting_of(request: PlanRequest, config: RunConfig) -> Setting:
-    """Return the setting of a configuration, on the card and in the precision of the request."""
-    return of_config(config, request.gpus, precision(request), request.card.is_cpu, request.card.native)
+def setting_on_card(request: PlanRequest, config: RunConfig) -> Setting:
+    """Return the setting of a configuration on the requested GPUs and in the requested precision."""
+    return setting_from_config(
+        config, request.gpus, precision(request), request.card.is_cpu, request.card.native
+    )
 
 
 def batch_tokens(total_tokens: float, sequence_length: int, gpus: int) -> int:
-    """Return the best tokens per step for a run of `total_tokens`: a power of two of rows on each GPU."""
+    """Return the best tokens per step for a run of `total_tokens`, as a power of two of rows per GPU."""
     row = sequence_length * gpus
-    best = min(best_batch_tokens(max(1, int(total_tokens))), total_tokens / FEWEST_STEPS)
+    best = min(best_batch_tokens(max(1, int(total_tokens))), total_tokens / MIN_STEPS)
     return row * 2 ** max(0, round(math.log2(max(best, 1) / row)))
 
 
 def stages(sequence_length: int, tokens: int) -> tuple[StageSetting, ...]:
-    """Return stages of a quarter, a half and the whole sequence length, or one stage if a quarter is too short."""
+    """Return stages of a quarter, half and all of the sequence length, or one stage if a quarter is too short."""
     shortest = sequence_length // STAGES[0][1]
-    if shortest < SHORTEST_STAGE or sequence_length % STAGES[0][1]:
+    if shortest < MIN_STAGE_TOKENS or sequence_length % STAGES[0][1]:
         return (StageSetting(1.0, sequence_length, tokens),)
-    return tuple(StageSetting(share, sequence_length // by, tokens) for share, by in STAGES)
+    return tuple(StageSetting(share, sequence_length // divisor, tokens) for share, divisor in STAGES)
 
 
 def pretrain_seconds(request: PlanRequest) -> float | None:
@@ -198,15 +202,16 @@ def pretrain_seconds(request: PlanRequest) -> float | None:
         return request.pretrain_seconds
     if request.budget.kind != "hours":
         return None
-    return request.budget.value * 3600 * SPLIT["pretraining"]
+    return request.budget.value * 3600 * TIME_SHARES["pretraining"]
 
 
 def setup_seconds(request: PlanRequest) -> float:
-    """Return the seconds before the first step: measured here, else as on the reference machine."""
+    """Return the seconds before the first step: measured on this machine, else `SETUP_SECONDS`."""
     return SETUP_SECONDS if request.setup_seconds is None else request.setup_seconds
 
 
 def too_short(request: PlanRequest, seconds: float) -> str:
+    """Return the message for a budget of hours that is too short."""
     return (
         f"the time is too short: {duration(seconds)} of pretraining, of which set-up takes about "
         f"{duration(setup_seconds(request))}"
@@ -214,7 +219,7 @@ def too_short(request: PlanRequest, seconds: float) -> str:
 
 
 def optimal_tokens(law: LossLaw, params: float) -> float:
-    """Return the compute-optimal tokens of a model size, where both terms of the law fall equally fast."""
+    """Return the compute-optimal tokens of a model size: at equal FLOPs, no other size has a lower loss."""
     return (law.beta * law.B * params**law.alpha / (law.alpha * law.A)) ** (1 / law.beta)
 
 
@@ -228,148 +233,155 @@ def muon_advantage(params: float) -> float:
 def bpb(request: PlanRequest, setting: Setting, tokens: float) -> Range:
     """Return the range of bits per byte after `tokens` tokens."""
     weights = matmul_params(setting.model)
-    worth = tokens / muon_advantage(weights) if setting.optimizer == "adamw" else tokens
-    return expected_bpb(LAW, weights, max(worth, 1.0), request.unique_tokens)
+    effective = tokens / muon_advantage(weights) if setting.optimizer == "adamw" else tokens
+    return expected_bpb(LAW, weights, max(effective, 1.0), request.unique_tokens)
 
 
 def tokens_to_reach(request: PlanRequest, setting: Setting, loss: float, end: int) -> float | None:
     """Return the tokens after which the low (0), expected (1) or high (2) end of the loss reaches `loss`, or None.
 
-    The ends are the law's own, without the widening of far extrapolation.
+    The ends are those of the law, without its widening outside the measured sizes. Bisection on a log scale.
     """
-    wanted = loss / (LAW.low, 1.0, LAW.high)[end]
-    below, reached = None, None
+    target = loss / (LAW.low, 1.0, LAW.high)[end]
+    too_few, enough = None, None
     for step in range(12 * 8 + 1):
         tokens = 10 ** (4 + step / 8)  # 10 thousand to 10 quadrillion
-        if bpb(request, setting, tokens)[1] <= wanted:
-            reached = tokens
+        if bpb(request, setting, tokens)[1] <= target:
+            enough = tokens
             break
-        below = tokens
-    if reached is None or below is None:
-        return reached
+        too_few = tokens
+    if enough is None or too_few is None:
+        return enough
     for _ in range(30):
-        middle = math.sqrt(below * reached)
-        if bpb(request, setting, middle)[1] <= wanted:
-            reached = middle
+        middle = math.sqrt(too_few * enough)
+        if bpb(request, setting, middle)[1] <= target:
+            enough = middle
         else:
-            below = middle
-    return reached
+            too_few = middle
+    return enough
 
 
-def length(request: PlanRequest, found: StepEstimate, end: int = 1) -> tuple[Range, Range] | None:
-    """Return (tokens, seconds) of the pretraining run that the budget allows, or None if it allows no step or the
-    requested loss is out of reach. end: the end of the loss that a budget of loss must reach."""
-    setup, (slow, expected, fast) = setup_seconds(request), found.tokens_per_second
+def run_length(request: PlanRequest, step: StepEstimate, end: int = 1) -> tuple[Range, Range] | None:
+    """Return (tokens, seconds) of the pretraining run that the budget allows, with their ranges. None if it allows no
+    step or the requested loss is out of reach. end: see `search`."""
+    setup, (slow, expected, fast) = setup_seconds(request), step.tokens_per_second
     seconds = pretrain_seconds(request)
     if seconds is not None:
         training = seconds - setup
-        if training * expected < found.setting.tokens_per_step:
+        if training * expected < step.setting.tokens_per_step:
             return None
         return (training * slow, training * expected, training * fast), (seconds, seconds, seconds)
-    tokens = _tokens(request, found.setting, end)
+    tokens = _budget_tokens(request, step.setting, end)
     if tokens is None:
         return None
     return (tokens, tokens, tokens), (setup + tokens / fast, setup + tokens / expected, setup + tokens / slow)
 
 
-def candidate(
-    request: PlanRequest, shape: CandidateModel, found: StepEstimate, end: int = 1
+def make_candidate(
+    request: PlanRequest, shape: CandidateModel, step: StepEstimate, end: int = 1
 ) -> Candidate | None:
     """Return the candidate of a model and its estimate, or None if the budget allows no step or nothing is learned."""
-    reached = length(request, found, end)
-    if reached is None:
+    lengths = run_length(request, step, end)
+    if lengths is None:
         return None
-    tokens, seconds = reached
-    loss = bpb(request, found.setting, tokens[1])
-    return Candidate(shape, found, tokens, seconds, loss) if loss[1] < NOTHING_LEARNED else None
+    tokens, seconds = lengths
+    loss = bpb(request, step.setting, tokens[1])
+    return Candidate(shape, step, tokens, seconds, loss) if loss[1] < UNIFORM_BPB else None
 
 
-def fastest(request: PlanRequest, base: Setting, free: bool = True) -> StepEstimate:
-    """Return the fastest way to run a setting that fits, else the one that needs the least memory. free: activation
-    checkpointing, loss chunk and sharding may be chosen; else only the micro-batch."""
-    ways = _ladder(request, base) if free else [base]
+def fastest_that_fits(request: PlanRequest, base: Setting) -> StepEstimate:
+    """Return the fastest variant of a setting that fits, else the variant that needs least memory.
+
+    Variants differ in micro-batch, activation checkpointing, loss chunk, cached weights and sharding.
+    """
     best: StepEstimate | None = None
-    for way in ways:
-        found = fitted(way, request.calibration, request.card.memory_bytes)
-        if best is None or _rank(found) < _rank(best):
-            best = found
-        enough = min(ENOUGH_PASS_TOKENS, pass_sizes(way)[0])
+    for setting in _ladder(request, base):
+        step = estimate_max_microbatch(setting, request.calibration, request.card.memory_bytes)
+        if best is None or _rank(step) < _rank(best):
+            best = step
+        enough = min(ENOUGH_PASS_TOKENS, pass_sizes(setting)[0])
         if best.fits == "fits" and best.setting.micro_tokens >= enough and not best.setting.sharded:
             break
     assert best is not None
     return best
 
 
-def _rank(found: StepEstimate) -> tuple[int, float]:
-    order = ("fits", "tight", "no").index(found.fits)
-    return order, found.memory_bytes[1] if order == 2 else -found.tokens_per_second[1]
+def _rank(step: StepEstimate) -> tuple[int, float]:
+    """Return a sort key: estimates that fit come first, then the faster ones, or the smaller ones if none fits."""
+    order = ("fits", "tight", "no").index(step.fits)
+    return order, step.memory_bytes[1] if step.fits == "no" else -step.tokens_per_second[1]
 
 
 def _ladder(request: PlanRequest, base: Setting) -> Iterator[Setting]:
-    """Yield ways to run a step, the fastest first. Options in the overrides stay."""
-    own = request.overrides.get("compute", {})
-    both = base.gpus > 1 and base.shardable and "parallel" not in request.overrides
-    for sharded in (False, True) if both else (base.sharded,):
-        ways = []
-        for rung, chunk in LADDER:
-            if "activation_checkpointing" in own and rung != own["activation_checkpointing"]:
+    """Yield variants of a setting, the fastest first. Options in the overrides are not changed."""
+    explicit = request.overrides.get("compute", {})
+    may_shard = base.gpus > 1 and base.shardable and "parallel" not in request.overrides
+    for sharded in (False, True) if may_shard else (base.sharded,):
+        variants = []
+        for checkpointing, chunk in LADDER:
+            if checkpointing != explicit.get("activation_checkpointing", checkpointing):
                 continue
-            chunk = (
-                base.loss_chunk_tokens if "loss_chunk_tokens" in own else min(chunk, base.loss_chunk_tokens)
+            chunk = min(chunk, base.loss_chunk_tokens)
+            if "loss_chunk_tokens" in explicit:
+                chunk = base.loss_chunk_tokens
+            variants.append(
+                replace(
+                    base, sharded=sharded, activation_checkpointing=checkpointing, loss_chunk_tokens=chunk
+                )
             )
-            ways.append(
-                replace(base, sharded=sharded, activation_checkpointing=rung, loss_chunk_tokens=chunk)
-            )
-        yield from ways
-        if ways[0].has_optional_cache and "weight_cache" not in request.overrides.get("precision", {}):
-            yield from (replace(way, copies="use") for way in ways)
+        yield from variants
+        if variants[0].has_optional_cache and "weight_cache" not in request.overrides.get("precision", {}):
+            yield from (replace(variant, copies="use") for variant in variants)
 
 
-def _ways(request: PlanRequest, shape: CandidateModel, end: int, staged: bool) -> Iterator[Candidate | None]:
-    """Yield a model with Muon, and with AdamW where that could be better, unless the overrides set the optimizer."""
+def _by_optimizer(
+    request: PlanRequest, shape: CandidateModel, end: int, staged: bool
+) -> Iterator[Candidate | None]:
+    """Yield a model with Muon, and with AdamW if this could be better, unless the overrides set the optimizer."""
     if "name" in request.overrides.get("optim", {}):
-        yield _way(request, shape, shape.config.optim.name, end, staged)
+        yield _with_optimizer(request, shape, shape.config.optim.name, end, staged)
         return
-    muon = _way(request, shape, "muon", end, staged)
+    muon = _with_optimizer(request, shape, "muon", end, staged)
     yield muon
-    # Without its update Muon's step could be faster by this share at most, and AdamW needs more tokens than that.
+    # AdamW needs at least MUON_ADVANTAGE[1][1] times the tokens. It can only win if Muon's update takes more of a step.
     if (
         muon is None
         or muon.estimate.step["optimizer"] / muon.estimate.step_seconds > 1 - 1 / MUON_ADVANTAGE[1][1]
     ):
-        yield _way(request, shape, "adamw", end, staged)
+        yield _with_optimizer(request, shape, "adamw", end, staged)
 
 
-def _way(
+def _with_optimizer(
     request: PlanRequest, shape: CandidateModel, optimizer: OptimizerName, end: int, staged: bool
 ) -> Candidate | None:
-    base = replace(setting_of(request, shape.config), optimizer=optimizer)
-    if request.budget.kind == "loss" and _tokens(request, base, end) is None:
+    base = replace(setting_on_card(request, shape.config), optimizer=optimizer)
+    if request.budget.kind == "loss" and _budget_tokens(request, base, end) is None:
         return None
-    by_hand = "stages" in request.overrides.get("schedule", {})
-    fixed = "tokens" in request.overrides.get("batch", {})
-    # The batch follows from the tokens, which follow from the speed, which hardly depends on the batch: two rounds.
+    explicit_stages = "stages" in request.overrides.get("schedule", {})
+    explicit_batch = "tokens" in request.overrides.get("batch", {})
+    # The best batch depends on the tokens of the run, these on the speed, and the speed a little on the batch: two
+    # iterations suffice.
     tokens = batch_tokens(1e9, request.sequence, request.gpus)
     found: StepEstimate | None = None
     for _ in range(2):
         setting = base
-        if not by_hand:
-            step = shape.config.batch.tokens if fixed else tokens
-            one = (StageSetting(1.0, request.sequence, step),)
-            setting = replace(base, stages=stages(request.sequence, step) if staged else one)
-        if fixed or by_hand:
-            check_shared(setting)
+        if not explicit_stages:
+            step_tokens = shape.config.batch.tokens if explicit_batch else tokens
+            one_stage = (StageSetting(1.0, request.sequence, step_tokens),)
+            setting = replace(base, stages=stages(request.sequence, step_tokens) if staged else one_stage)
+        if explicit_batch or explicit_stages:
+            check_batch_divides(setting)
         largest = min(stage.tokens for stage in setting.stages) // request.gpus
         micro = base.micro_tokens if "micro_tokens" in request.overrides.get("batch", {}) else largest
-        found = fastest(request, replace(setting, micro_tokens=micro))
+        found = fastest_that_fits(request, replace(setting, micro_tokens=micro))
         if found.fits == "no":
             return None
-        reached = length(request, found, end)
-        if fixed or by_hand:
+        lengths = run_length(request, found, end)
+        if explicit_batch or explicit_stages:
             break
-        # A budget too short for one step at this batch may do for a smaller one.
+        # If the budget is too short for one step of this batch, try the batch for the tokens that it does allow.
         seconds = pretrain_seconds(request)
-        total = reached[0][1] if reached else None
+        total = lengths[0][1] if lengths else None
         if total is None and seconds is not None:
             total = max(1.0, (seconds - setup_seconds(request)) * found.tokens_per_second[1])
         if total is None:
@@ -379,10 +391,11 @@ def _way(
             break
         tokens = better
     assert found is not None
-    return candidate(request, shape, found, end)
+    return make_candidate(request, shape, found, end)
 
 
-def _tokens(request: PlanRequest, setting: Setting, end: int) -> float | None:
+def _budget_tokens(request: PlanRequest, setting: Setting, end: int) -> float | None:
+    """Return the tokens that a budget other than hours allows; None if the requested loss is out of reach."""
     budget = request.budget
     if budget.kind is None:
         return optimal_tokens(LAW, matmul_params(setting.model))

@@ -1,8 +1,8 @@
 """Claims about a run, checked against the data sheet, against arithmetic and against the plan.
 
-`deskside plan --gpu rtx5090 --preset moe.toml --claim_step_seconds 1 --claim_memory_gib 28` answers for each claim:
-holds, unlikely (outside the planner's range), wrong (contradicts the data sheet), impossible (more than the card can do
-in any number format), or contradiction (two claims exclude each other), with the numbers filled in.
+`deskside plan --gpu rtx5090 --preset moe.toml --claim_step_seconds 1 --claim_memory_gib 28` prints a verdict
+on each claim, with the arithmetic: holds, unlikely (outside the planner's range), wrong (contradicts the data sheet),
+impossible (more than the card can do in any number format), or contradiction (two claims exclude each other).
 """
 
 import re
@@ -17,16 +17,19 @@ from deskside.plan.request import PlanRequest
 from deskside.utils.errors import UsageError
 from deskside.utils.format import duration, flops, gib, number, span
 
-Holds = Literal["holds", "unlikely", "wrong", "impossible", "contradiction"]
+ClaimVerdict = Literal["holds", "unlikely", "wrong", "impossible", "contradiction"]
 Interval = tuple[float, float]
-SHEET_TOLERANCE = 0.03
+SHEET_TOLERANCE = 0.03  # relative difference from the data sheet that is still right
 CONTRADICTION = 1.5  # two claims may differ by this factor
 
 
 @dataclass(frozen=True)
 class Claims:
-    """Claims as (low, high), equal for a single number. step_seconds: of an optimizer step; memory_gib: peak; vram_gib
-    and watts: of the card; steps in hours: the length of training."""
+    """Claims as (low, high), equal for a single number.
+
+    step_seconds: seconds of an optimizer step; memory_gib: peak memory of training; vram_gib, watts: memory and power
+    limit of the card; steps, hours: that training takes so many steps in so many hours.
+    """
 
     step_seconds: Interval | None = None
     memory_gib: Interval | None = None
@@ -42,21 +45,21 @@ class Claims:
     @property
     def of_card_alone(self) -> bool:
         """True if no claim needs a model."""
-        own = {"vram_gib", "watts"}
-        return all(getattr(self, field.name) is None for field in fields(self) if field.name not in own)
+        of_card = {"vram_gib", "watts"}
+        return all(getattr(self, field.name) is None for field in fields(self) if field.name not in of_card)
 
 
 @dataclass(frozen=True)
 class ClaimFinding:
-    """A claim, its verdict and the reason. source: where the number that it was checked against comes from."""
+    """A claim, its verdict and the reason. source: the source of the number that the claim was compared with."""
 
     claim: str
-    verdict: Holds
+    verdict: ClaimVerdict
     why: str
     source: str
 
 
-def parse(given: dict[str, str | None]) -> Claims:
+def parse_claims(given: dict[str, str | None]) -> Claims:
     """Parse claims written as `28`, or `50-100` for a range. Raises UsageError."""
     values: dict[str, Interval | None] = {}
     for name, text in given.items():
@@ -70,33 +73,40 @@ def parse(given: dict[str, str | None]) -> Claims:
             high = float(parts[2].replace(",", "")) if parts[2] else low
         except ValueError:
             raise UsageError(
-                f"--claim_{name}: '{text}' is neither a number nor a range such as 50-100"
+                f"--claim_{name}: '{text}' is not a number or range; write it as 28 or 50-100"
             ) from None
         if not 0 < low <= high < 1e30:
-            raise UsageError(f"--claim_{name}: {text} must be above zero, and a range must rise")
+            raise UsageError(
+                f"--claim_{name}: {text} is not possible; give a positive number, or a range from low to high"
+            )
         values[name] = (low, high)
     if ("steps" in values) != ("hours" in values):
-        raise UsageError("--claim_steps and --claim_hours belong together: so many steps in so many hours")
+        raise UsageError(
+            "--claim_steps and --claim_hours belong together; give both: so many steps in so many hours"
+        )
     return Claims(**values)
 
 
-def check(request: PlanRequest, claims: Claims, asked: StepEstimate | None) -> list[ClaimFinding]:
-    """Check every claim. asked: the run that the claims are about."""
-    found = []
+def check_claims(request: PlanRequest, claims: Claims, requested: StepEstimate | None) -> list[ClaimFinding]:
+    """Return a finding for every claim. requested: the run that the claims are about."""
+    findings = []
     if request.card.gpu is not None:
-        found = of_card(request.card.gpu, claims)
+        findings = check_card_claims(request.card.gpu, claims)
     elif claims.vram_gib is not None or claims.watts is not None:
-        raise UsageError(f"{request.card.name} is not in the table, so claims about it cannot be checked")
-    if asked is not None:
-        found += [*_memory(request, claims, asked), *_speed(request, claims, asked)]
-        found += [*_length(request, claims, asked)]
-    return found
+        raise UsageError(
+            f"{request.card.name} is not in the table of GPUs, so claims about it cannot be checked"
+        )
+    if requested is not None:
+        findings += _memory(request, claims, requested)
+        findings += _speed(request, claims, requested)
+        findings += _length(request, claims, requested)
+    return findings
 
 
-def of_card(gpu: Gpu, claims: Claims) -> list[ClaimFinding]:
-    """Check claims about the card itself against its data sheet."""
-    found = []
-    limited = "; a lower limit can be set, at a lower speed, but it is another run"
+def check_card_claims(gpu: Gpu, claims: Claims) -> list[ClaimFinding]:
+    """Compare claims about the card itself with its data sheet."""
+    findings = []
+    limited = "; a lower power limit can be set, but reduces the speed"
     for claimed, name, sheet, unit, more in (
         (claims.vram_gib, "memory", gpu.memory_bytes / 2**30, "GiB", ""),
         (claims.watts, "power", gpu.watts, "W", limited),
@@ -106,37 +116,39 @@ def of_card(gpu: Gpu, claims: Claims) -> list[ClaimFinding]:
             right = claimed[1] >= low and claimed[0] <= high
             why = f"the data sheet says {number(sheet)} {unit}{'' if right else more}"
             claim = f"{name} of the {gpu.name}: {span(claimed)} {unit}"
-            found.append(ClaimFinding(claim, "holds" if right else "wrong", why, f"published: {gpu.source}"))
-    return found
+            findings.append(
+                ClaimFinding(claim, "holds" if right else "wrong", why, f"published: {gpu.source}")
+            )
+    return findings
 
 
-def _memory(request: PlanRequest, claims: Claims, asked: StepEstimate) -> Iterator[ClaimFinding]:
+def _memory(request: PlanRequest, claims: Claims, requested: StepEstimate) -> Iterator[ClaimFinding]:
     if claims.memory_gib is None:
         return
-    low, expected, high = asked.memory_bytes
-    top = sorted(asked.memory.items.items(), key=lambda item: -item[1])[:4]
+    low, expected, high = requested.memory_bytes
+    top = sorted(requested.memory.items.items(), key=lambda item: -item[1])[:4]
     items = " + ".join(f"{name} {gib(size)}" for name, size in top)
     claimed = claims.memory_gib[1] * 2**30
-    least = minimum_over_changes(request, asked.setting, same_task=True)
-    text = f"this run needs {gib(expected)} ({gib(low)} to {gib(high)}): {items}, and the rest"
-    verdict: Holds = "holds"
+    least = minimum_over_changes(request, requested.setting, same_task=True)
+    text = f"this run needs {gib(expected)} ({gib(low)} to {gib(high)}): {items}, and smaller items"
+    verdict: ClaimVerdict = "holds"
     if claimed < low:
         verdict = "impossible" if claimed < least.memory_bytes[0] else "unlikely"
         text += (
-            ". With everything that saves memory at this length of rows together "
-            f"{'it still needs' if verdict == 'impossible' else 'it comes to'} {gib(least.memory_bytes[1])}"
+            ". With all memory-saving options together, at this sequence length, it "
+            f"{'still needs' if verdict == 'impossible' else 'needs'} {gib(least.memory_bytes[1])}"
         )
     elif claims.memory_gib[0] * 2**30 > high:
         verdict = "unlikely"
     yield ClaimFinding(f"memory: {span(claims.memory_gib)} GiB", verdict, text, _source(request))
 
 
-def _speed(request: PlanRequest, claims: Claims, asked: StepEstimate) -> Iterator[ClaimFinding]:
-    tokens = asked.setting.tokens_per_step
-    slow, expected, fast = asked.tokens_per_second
+def _speed(request: PlanRequest, claims: Claims, requested: StepEstimate) -> Iterator[ClaimFinding]:
+    tokens = requested.setting.tokens_per_step
+    slow, expected, fast = requested.tokens_per_second
     if claims.step_seconds is not None:
         low, high = claims.step_seconds
-        verdict, why = _against_card(request, asked, tokens / high, tokens / low)
+        verdict, why = _against_card(request, requested, tokens / high, tokens / low)
         yield ClaimFinding(
             f"{span(claims.step_seconds)} s per step of {tokens:,.0f} tokens",
             verdict,
@@ -145,7 +157,7 @@ def _speed(request: PlanRequest, claims: Claims, asked: StepEstimate) -> Iterato
             _source(request),
         )
     if claims.tokens_per_second is not None:
-        verdict, why = _against_card(request, asked, *claims.tokens_per_second)
+        verdict, why = _against_card(request, requested, *claims.tokens_per_second)
         yield ClaimFinding(
             f"{span(claims.tokens_per_second)} tokens/s",
             verdict,
@@ -154,27 +166,26 @@ def _speed(request: PlanRequest, claims: Claims, asked: StepEstimate) -> Iterato
         )
 
 
-def _length(request: PlanRequest, claims: Claims, asked: StepEstimate) -> Iterator[ClaimFinding]:
+def _length(request: PlanRequest, claims: Claims, requested: StepEstimate) -> Iterator[ClaimFinding]:
     if claims.steps is None or claims.hours is None:
         return
-    tokens = asked.setting.tokens_per_step
+    tokens = requested.setting.tokens_per_step
     low = claims.steps[0] * tokens / (claims.hours[1] * 3600)
     high = claims.steps[1] * tokens / (claims.hours[0] * 3600)
-    verdict, why = _against_card(request, asked, low, high)
-    said = f"{span(claims.steps)} steps in {span(claims.hours)} hours"
+    verdict, why = _against_card(request, requested, low, high)
+    claim = f"{span(claims.steps)} steps in {span(claims.hours)} hours"
     yield ClaimFinding(
-        said,
+        claim,
         verdict,
         f"{number(claims.steps[0])} x {tokens:,.0f} tokens in {number(claims.hours[1])} h are {low:,.0f} tokens/s; "
-        f"{why}. "
-        f"Modelled: {duration(claims.steps[0] * tokens / asked.tokens_per_second[1])}",
+        f"{why}. Modelled: {duration(claims.steps[0] * tokens / requested.tokens_per_second[1])}",
         _source(request),
     )
     rate = claims.tokens_per_second
     if rate is not None and not (low / CONTRADICTION <= rate[1] and rate[0] <= high * CONTRADICTION):
         needed = claims.steps[0] * tokens / rate[1]
         yield ClaimFinding(
-            f"{span(rate)} tokens/s beside {said}",
+            f"{span(rate)} tokens/s and {claim}",
             "contradiction",
             f"at {number(rate[1])} tokens/s, {number(claims.steps[0])} steps of {tokens:,.0f} tokens take "
             f"{duration(needed)}; in {span(claims.hours)} hours it must be {low:,.0f} tokens/s, "
@@ -183,24 +194,26 @@ def _length(request: PlanRequest, claims: Claims, asked: StepEstimate) -> Iterat
         )
 
 
-def _against_card(request: PlanRequest, asked: StepEstimate, low: float, high: float) -> tuple[Holds, str]:
-    """Return whether `low` to `high` tokens per second are possible, and the arithmetic."""
-    per_token = asked.setting.flops_per_token
+def _against_card(
+    request: PlanRequest, requested: StepEstimate, low: float, high: float
+) -> tuple[ClaimVerdict, str]:
+    """Return the verdict on `low` to `high` tokens per second, and the arithmetic."""
+    per_token = requested.setting.flops_per_token
     needed, gpu, gpus = low * per_token, request.card.gpu, request.gpus
     text = f"at {flops(per_token)} per token that is {flops(needed)}/s"
     if gpu is not None:
         formats = (("BF16", gpu.bf16_flops), ("FP8", gpu.fp8_flops), ("FP4", gpu.fp4_flops))
         peaks = {name: peak * gpus for name, peak in formats if peak is not None}
-        told = " and ".join(f"{flops(peak)}/s in {name}" for name, peak in peaks.items())
-        text += f"; {'the card has' if gpus == 1 else f'{gpus} cards have'} {told}"
+        rates = " and ".join(f"{flops(peak)}/s in {name}" for name, peak in peaks.items())
+        text += f"; {'the card has' if gpus == 1 else f'{gpus} cards have'} {rates}"
         best = max(peaks.values())
         if needed > best:
-            return "impossible", f"{text}: {number(needed / best)} times more than it can do in any format"
-    slow, _, fast = asked.tokens_per_second
+            return "impossible", f"{text}: {number(needed / best)} times the maximum in any format"
+    slow, _, fast = requested.tokens_per_second
     if low > fast:
-        return "unlikely", f"{text}, and training reaches less"
+        return "unlikely", f"{text}, but training is modelled to be slower"
     if high < slow:
-        return "unlikely", f"{text}, and that is {number(slow / high)} times less than the card should do"
+        return "unlikely", f"{text}, but training is modelled to be {number(slow / high)} times as fast"
     return "holds", text
 
 

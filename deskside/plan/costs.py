@@ -1,6 +1,7 @@
-"""Energy and money of a number of hours on the card. Every price says whose it is.
+"""Energy and cost of a number of hours on the card.
 
-A price given by the user is used. Without one, a published price is used and labelled as such, or the cost is left out.
+A price that the user gives takes precedence. Without one, a published price is used, with its source, or the cost is
+left out.
 """
 
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from deskside.plan.request import PlanRequest
 
 @dataclass(frozen=True)
 class Money:
-    """An amount with its range, its price, and the source of the price ("given", or the label of a published one)."""
+    """An amount in dollars with its range, and the price per unit. source: "given", or that of a published price."""
 
     amount: Range
     price: float
@@ -36,8 +37,11 @@ class Money:
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of a number of hours. of: what takes the hours; wall, kwh, electricity, rent, own: None where nothing is
-    known, and notes give the reason."""
+    """Cost of a number of hours.
+
+    of: the activity that takes the hours; wall: power at the wall; own: comparison with buying; caps: the card at lower
+    power limits, as in the JSON. Values that are unknown are None, and `notes` give the reason.
+    """
 
     of: str
     hours: Range
@@ -80,25 +84,23 @@ class Cost:
 
 
 def cost(request: PlanRequest, seconds: Range, of: str) -> Cost:
-    """Return the energy and cost of `seconds` on all GPUs of the request."""
+    """Return the energy and cost of `seconds` on all GPUs of the request. of: the activity that takes them."""
     low, expected, high = (value / 3600 for value in seconds)
     gpu, notes = request.card.gpu, []
-    wall = kwh = power = own = None
+    wall = kwh = electricity_cost = own = None
     basis, caps = "", []
     if gpu is None:
-        notes.append(f"energy is left out: nothing is known about the power of {request.card.name}")
+        notes.append(f"energy is left out: the power of {request.card.name} is not known")
     else:
         machine = request.card.machine
-        one = gpu_watts(gpu, machine.power_limit_watts if machine else None, request.measured_watts)
-        wall = wall_watts(one, request.gpus)
+        card_watts = gpu_watts(gpu, machine.power_limit_watts if machine else None, request.measured_watts)
+        wall = wall_watts(card_watts, request.gpus)
         kwh = kilowatt_hours(wall, low, expected, high)
         price, source = request.price_kwh, "given"
         if price is None:
             price, source = electricity_prices()[0].usd, electricity_prices()[0].label
-            notes.append(
-                "no --price-kwh was given: the cost of electricity is at a published price, not at yours"
-            )
-        power = Money((kwh[0] * price, kwh[1] * price, kwh[2] * price), price, source)
+            notes.append("no --price-kwh was given: electricity is at a published price")
+        electricity_cost = Money((kwh[0] * price, kwh[1] * price, kwh[2] * price), price, source)
         caps = [
             {
                 "watts": point.limit_watts,
@@ -115,18 +117,30 @@ def cost(request: PlanRequest, seconds: Range, of: str) -> Cost:
         gpu is not None
         and gpu.msrp_usd is not None
         and wall is not None
-        and power is not None
+        and electricity_cost is not None
         and rent is not None
     ):
         basis = (
-            f"published price of ${gpu.msrp_usd:,.0f} and nothing for it afterwards; electricity and rent as above; "
+            f"published price of ${gpu.msrp_usd:,.0f}, no resale value; electricity and rent as above; "
             f"{LIFE_HOURS:,.0f} hours of use assumed"
         )
-        own = own_or_rent(request.gpus, gpu.msrp_usd, wall.expected, power.price, rent.price)
-    return Cost(of, (low, expected, high), wall, kwh, power, rent, own, basis, caps, notes)
+        own = own_or_rent(request.gpus, gpu.msrp_usd, wall.expected, electricity_cost.price, rent.price)
+    return Cost(
+        of=of,
+        hours=(low, expected, high),
+        wall=wall,
+        kwh=kwh,
+        electricity=electricity_cost,
+        rent=rent,
+        own=own,
+        own_basis=basis,
+        caps=caps,
+        notes=notes,
+    )
 
 
 def _rent(request: PlanRequest, hours: Range, notes: list[str]) -> Money | None:
+    """Return the cost of renting, None if no price is known. Adds to `notes`."""
     price, source = request.rent_per_hour, "given"
     if price is None:
         offers = [] if request.card.gpu is None else rental_prices(request.card.gpu)

@@ -1,8 +1,8 @@
-"""Memory and speed of one way of training, with their ranges.
+"""Memory and speed of a training setting, with their ranges.
 
-A setting is a model and everything about its optimizer step. It may have stages of sequence length: its memory is that
-of the stage that needs the most, and its speed the mean over the run. Ranges come from the calibration: narrow after a
-measurement on this card, wide without one.
+A setting is a model and all options of its optimizer step. It may have stages with different sequence lengths: its
+memory is the maximum over the stages, its speed the mean over the run. The ranges come from the calibration: they are
+narrow after a measurement on this card, and wide without one.
 """
 
 import math
@@ -26,24 +26,23 @@ from deskside.plan.request import defaults
 from deskside.utils.errors import UsageError
 
 MEMORY_SOURCE = (
-    "modelled: what autograd and torch.compile keep was read from this project's blocks; what lies beside them was "
-    "fitted on an H200 (docs/planner-accuracy.md)"
+    "modelled: activations as autograd and torch.compile save them for this project's blocks; the memory of compiled "
+    "blocks beyond these was fitted on an H200 (docs/planner-accuracy.md)"
 )
 Range = tuple[float, float, float]  # low, expected, high
 Fits = Literal["fits", "tight", "no"]
-LINK_SPREAD = 0.5  # of the time between GPUs: no run on several was measured
-# Of the host's time, where `deskside probe` did not time this machine's: processors differ by a factor of two, and the
-# trials of one study on one host by 13 % either way (docs/performance.md, "Small passes").
+LINK_SPREAD = 0.5  # error of the communication time, as a share: no run on several GPUs was measured
+# Error of the host time, as a share. Keys: whether `deskside probe` timed this machine's host. Processors differ by a
+# factor of two; trials of one study on one host differed by +-13 % (docs/performance.md, "Small passes").
 HOST_SPREAD = {True: 0.15, False: 0.5}
-HOST_BOUND = 0.5  # share of the host in a step's time from which a plan says that the passes wait for it
-WIDEST_SPREAD = 0.9  # the low end of a speed is a speed
-# Rows per pass that are tried go down by halves, so that fitting is a handful of evaluations, as in training.
-MOST_PASS_TOKENS = 2**18  # more tokens in one pass than this make nothing faster
+HOST_BOUND = 0.5  # d log(step) / d log(host) from which a plan calls a step host-bound
+MAX_SPEED_SPREAD = 0.9  # keeps the low end of a speed above zero
+MAX_PASS_TOKENS = 2**18  # larger passes are not faster
 
 
 @dataclass(frozen=True)
 class StageSetting:
-    """A share of the run's steps, in rows of `sequence_length`, `tokens` per step, window layers seeing `window`."""
+    """A stage of a run. share: its share of the steps; tokens: per step; window: of layers with a sliding window."""
 
     share: float
     sequence_length: int
@@ -53,8 +52,10 @@ class StageSetting:
 
 @dataclass(frozen=True)
 class Setting(StepOptions):
-    """A model, and how a run trains it. micro_tokens: of one pass on one GPU; kept: shares of the blocks, front and
-    back, that stay in BF16."""
+    """A model, and how a run trains it.
+
+    micro_tokens: tokens per pass on one GPU; kept: shares of the first and of the last blocks that stay in BF16.
+    """
 
     model: ModelConfig
     stages: tuple[StageSetting, ...]
@@ -69,19 +70,19 @@ class Setting(StepOptions):
 
     @property
     def emulated(self) -> bool:
-        """True if products of a lower format are computed in BF16, with the same numbers."""
+        """True if some products in a lower format are computed in BF16 with the same numbers."""
         return emulated(self.precision, self.native) or (self.fp8_head and "fp8" not in self.native)
 
     @property
     def has_optional_cache(self) -> bool:
-        """True if BF16 copies of the weights are cached that could be converted at each use instead."""
+        """True if a cache of BF16 weights could be turned off, so that weights are converted at each use."""
         return self.copies == "step" and self.precision == "bf16" and not self.sharded
 
     @property
     def shardable(self) -> bool:
-        """True if training can shard this setting over several GPUs."""
-        light = self.states == "8bit" or self.offload_optimizer or self.adapter is not None
-        return not quantized(self.precision) and not light
+        """True if training supports sharding of this setting over several GPUs."""
+        memory_saving = self.states == "8bit" or self.offload_optimizer or self.adapter is not None
+        return not quantized(self.precision) and not memory_saving
 
     @property
     def tokens_per_step(self) -> float:
@@ -98,7 +99,7 @@ class Setting(StepOptions):
         return flops / self.tokens_per_step
 
     def step_specs(self) -> Iterator[tuple[StageSetting, ModelConfig, StepSpec]]:
-        """Yield every stage with the model it trains (its window set) and its optimizer step."""
+        """Yield every stage with its model (which has the window of the stage) and its optimizer step."""
         for stage in self.stages:
             yield stage, *self.step_spec(stage)
 
@@ -113,7 +114,7 @@ class Setting(StepOptions):
             rows -= 1
         layers = shape.num_hidden_layers
         options = self.options()
-        if self.sharded and self.copies == "step":  # gathered weights do not outlast a pass
+        if self.sharded and self.copies == "step":  # sharding frees gathered weights after each use
             options["copies"] = "use"
         return shape, StepSpec(
             sequence_length=stage.sequence_length,
@@ -128,8 +129,9 @@ class Setting(StepOptions):
 class StepEstimate:
     """Memory and speed of a setting on one card.
 
-    memory: of the stage that needs the most; memory_bytes: everything that must be in the card's memory, the CUDA
-    context included; step: seconds of a mean step by item; host_sensitivity: d log(step seconds) / d log(host seconds).
+    memory: of the stage that needs most; memory_bytes: everything in the card's memory, including the CUDA context;
+    capacity: bytes that programs can use; step: seconds of a mean step by item; host_sensitivity: d log(step seconds) /
+    d log(host seconds).
     """
 
     setting: Setting
@@ -148,7 +150,7 @@ class StepEstimate:
 
     @property
     def host_bound(self) -> bool:
-        """True if launching kernels takes most of a step, not the device's work."""
+        """True if the step time depends more on the host, which launches kernels, than on the device."""
         return self.host_sensitivity >= HOST_BOUND
 
     @property
@@ -157,7 +159,7 @@ class StepEstimate:
 
     @property
     def fits(self) -> Fits:
-        """Fits at the high end of the range ("fits"), only as expected ("tight"), or not ("no")."""
+        """Verdict on memory: "fits" at the high end of the memory range, "tight" only as expected, or "no"."""
         _, expected, high = self.memory_bytes
         if high <= self.capacity:
             return "fits"
@@ -169,27 +171,26 @@ class StepEstimate:
         return self.setting.step_spec(self.setting.stages[-1])[1].accumulation
 
 
-def range_json(found: Range) -> dict[str, float]:
-    return dict(zip(("low", "expected", "high"), found, strict=True))
+def range_json(values: Range) -> dict[str, float]:
+    """Return a range as {"low": ..., "expected": ..., "high": ...}."""
+    return dict(zip(("low", "expected", "high"), values, strict=True))
 
 
 def estimate(
     setting: Setting, calibration: Calibration, capacity: int, memory: Memory | None = None
 ) -> StepEstimate:
-    """Return the memory and speed of a setting. capacity: bytes that the card has for programs; memory: the peak, if
-    it is known already."""
+    """Return the memory and speed of a setting. capacity: bytes that programs can use; memory: the peak, if known."""
     memory = memory or peak_memory(setting)
-    step = setting_seconds(setting, calibration.rates)
+    step = mean_step_seconds(setting, calibration.rates)
     total = sum(step.values())
     sensitivity = host_sensitivity(total, step["host"], calibration.rates.host.overlap)
-    # A calibration of one GPU says nothing about the link between several or about the host. Their times may be off by
-    # half, which adds to the calibration's spread as independent errors.
+    # The calibration of a GPU covers neither the link between GPUs nor the host. Their errors are independent.
     spread = calibration.speed_spread
     if sensitivity:
         spread = math.hypot(spread, HOST_SPREAD[calibration.host_measured] * sensitivity)
     if setting.gpus > 1:
         spread = math.hypot(spread, LINK_SPREAD * (step["communication"] / total))
-    spread = min(spread, WIDEST_SPREAD)
+    spread = min(spread, MAX_SPEED_SPREAD)
     speed = setting.tokens_per_step / total
     return StepEstimate(
         setting=setting,
@@ -202,31 +203,30 @@ def estimate(
     )
 
 
-def fitted(setting: Setting, calibration: Calibration, capacity: int) -> StepEstimate:
-    """Return the estimate of a setting with the most tokens per pass, up to its own micro_tokens, that fit.
+def estimate_max_microbatch(setting: Setting, calibration: Calibration, capacity: int) -> StepEstimate:
+    """Return the estimate of a setting with the largest micro-batch that fits, at most the setting's own.
 
-    If no pass fits at the high end of the memory range, the largest that is expected to fit is taken; if none is, a
-    single row.
+    If none fits at the high end of the memory range, it is the largest that is expected to fit; if none is, one row.
     """
     sizes = [n for n in pass_sizes(setting) if n <= setting.micro_tokens] or pass_sizes(setting)[-1:]
-    chosen: tuple[Setting, Memory | None] = replace(setting, micro_tokens=sizes[-1]), None
+    best, best_memory = replace(setting, micro_tokens=sizes[-1]), None
     for size in sizes:
-        tried = replace(setting, micro_tokens=size)
-        memory = training_memory(*tried.step_spec(tried.stages[-1]))
-        # The last stage has the longest rows and usually decides. The others are only computed if it fits.
+        trial = replace(setting, micro_tokens=size)
+        memory = training_memory(*trial.step_spec(trial.stages[-1]))
+        # The last stage has the longest rows and usually the peak. The others are only computed if the last one fits.
         if memory_range(memory, calibration)[1] > capacity:
             continue
-        memory = peak_memory(tried, last=memory)
+        memory = peak_memory(trial, last=memory)
         _, expected, high = memory_range(memory, calibration)
-        if high <= capacity or (chosen[1] is None and expected <= capacity):
-            chosen = tried, memory
+        if high <= capacity or (best_memory is None and expected <= capacity):
+            best, best_memory = trial, memory
         if high <= capacity:
             break
-    return estimate(chosen[0], calibration, capacity, chosen[1])
+    return estimate(best, calibration, capacity, best_memory)
 
 
-def setting_seconds(setting: Setting, rates: Rates) -> dict[str, float]:
-    """Return the seconds of a mean step by item (`budget.speed.ITEMS`), over all stages."""
+def mean_step_seconds(setting: Setting, rates: Rates) -> dict[str, float]:
+    """Return the seconds of a mean step over all stages, by item (`budget.speed.ITEMS`)."""
     step: dict[str, float] = {}
     for stage, shape, spec in setting.step_specs():
         for item, seconds in step_seconds(shape, spec, rates).items():
@@ -235,43 +235,52 @@ def setting_seconds(setting: Setting, rates: Rates) -> dict[str, float]:
 
 
 def peak_stage(setting: Setting) -> tuple[ModelConfig, StepSpec]:
-    """Return the model and the step of the stage that needs the most memory."""
+    """Return the model and the optimizer step of the stage that needs most memory."""
     stages = [(shape, spec) for _, shape, spec in setting.step_specs()]
     return max(stages, key=lambda stage: training_memory(*stage).reserved)
 
 
 def peak_memory(setting: Setting, last: Memory | None = None) -> Memory:
-    """Return the memory of the stage that needs the most. last: that of the last stage, if it is known already."""
-    found = [training_memory(*setting.step_spec(stage)) for stage in setting.stages[: -1 if last else None]]
-    return max([*found, last] if last else found, key=lambda memory: memory.reserved)
+    """Return the memory of the stage that needs most. last: the memory of the last stage, if known."""
+    stages = setting.stages if last is None else setting.stages[:-1]
+    memories = [training_memory(*setting.step_spec(stage)) for stage in stages]
+    if last is not None:
+        memories.append(last)
+    return max(memories, key=lambda memory: memory.reserved)
 
 
 def memory_range(memory: Memory, calibration: Calibration) -> Range:
-    """Return (low, expected, high) bytes in the card's memory: the allocator's reserve and the CUDA context."""
-    spread, beside, reserved = calibration.memory_spread, calibration.overhead_bytes, memory.reserved
-    return reserved * (1 - spread) + beside, reserved + beside, reserved * (1 + spread) + beside
+    """Return (low, expected, high) bytes in the card's memory: reserved by the allocator, plus the CUDA context."""
+    spread, overhead, reserved = calibration.memory_spread, calibration.overhead_bytes, memory.reserved
+    return reserved * (1 - spread) + overhead, reserved + overhead, reserved * (1 + spread) + overhead
 
 
 def pass_sizes(setting: Setting) -> list[int]:
-    """Return tokens per pass that divide every stage's step evenly, descending, each at most half of the one before."""
+    """Return the tokens per pass to try, largest first.
+
+    Each divides the steps of all stages evenly and is at most half of the size before it, so that a search over them
+    takes few evaluations.
+    """
     longest = setting.sequence_length
     rows = math.gcd(*(stage.tokens // (longest * setting.gpus) for stage in setting.stages))
-    small = [n for n in range(1, math.isqrt(max(1, rows)) + 1) if rows % n == 0]
-    divisors = sorted({1, *small, *(rows // n for n in small)}, reverse=True)
-    chosen: list[int] = []
+    small_divisors = [n for n in range(1, math.isqrt(max(1, rows)) + 1) if rows % n == 0]
+    divisors = sorted({1, *small_divisors, *(rows // n for n in small_divisors)}, reverse=True)
+    rows_per_pass: list[int] = []
     for n in divisors:
-        if n <= max(1, MOST_PASS_TOKENS // longest) and (not chosen or 2 * n <= chosen[-1] or n == 1):
-            chosen.append(n)
-    return [n * longest for n in chosen]
+        if n <= max(1, MAX_PASS_TOKENS // longest) and (
+            not rows_per_pass or 2 * n <= rows_per_pass[-1] or n == 1
+        ):
+            rows_per_pass.append(n)
+    return [n * longest for n in rows_per_pass]
 
 
-def max_microbatch(setting: Setting) -> Setting:
-    """Return the setting with each GPU's share of a step in one pass, from which `fitted` starts."""
+def with_max_microbatch(setting: Setting) -> Setting:
+    """Return the setting with the largest micro-batch: one pass per step, up to MAX_PASS_TOKENS."""
     return replace(setting, micro_tokens=pass_sizes(setting)[0])
 
 
-def check_shared(setting: Setting) -> None:
-    """Raise UsageError if the GPUs cannot share a step's rows evenly."""
+def check_batch_divides(setting: Setting) -> None:
+    """Raise UsageError if the rows of a step cannot be divided evenly among the GPUs."""
     for stage in setting.stages:
         if stage.tokens % (stage.sequence_length * setting.gpus):
             raise UsageError(
@@ -280,25 +289,24 @@ def check_shared(setting: Setting) -> None:
             )
 
 
-def in_precision(
+def with_precision(
     setting: Setting, config: RunConfig, precision: Precision, native: frozenset[LowFormat]
 ) -> Setting:
-    """Return the setting in another precision, with the configuration's options for it. native: formats of the card."""
+    """Return the setting in another precision, with the configuration's options for it."""
     uncovered = model_uncovered_reason(config.model, adapters=config.adapter is not None)
-    covered = config.compute.compile in ("auto", "fused") and uncovered is None
-    # torch.compile does not take the layers of a quantized recipe: where no fused sublayer covers them, they run
-    # eagerly.
-    eager = quantized(precision) and config.precision.backend == "deskside" and not covered
+    fused = config.compute.compile in ("auto", "fused") and uncovered is None
+    # torch.compile does not support quantized layers. Without fused sublayers they run eagerly.
+    eager = quantized(precision) and config.precision.backend == "deskside" and not fused
     compiled = setting.compiled and not eager
     return replace(
         setting,
         compiled=compiled,
         kept=kept_shares(config, precision),
-        **format_options(config, precision, native, compiled and covered),
+        **format_options(config, precision, native, compiled and fused),
     )
 
 
-def of_config(
+def setting_from_config(
     config: RunConfig,
     gpus: int,
     precision: Precision,
@@ -307,7 +315,7 @@ def of_config(
 ) -> Setting:
     """Return the setting that `deskside train` would run, with the micro-batch as large as the step.
 
-    native: formats below 16 bits that the card's tensor cores have.
+    native: formats below 16 bits that the card's tensor cores support.
     """
     start, stages = 0.0, []
     for stage in config.stages():
@@ -318,8 +326,8 @@ def of_config(
         )
         start = stage.until
     longest = max(stage.sequence_length for stage in stages)
-    asked = config.batch.micro_tokens
-    micro = max(longest, min(stage.tokens for stage in stages) // gpus) if asked == "auto" else asked
+    largest = max(longest, min(stage.tokens for stage in stages) // gpus)
+    micro = largest if config.batch.micro_tokens == "auto" else config.batch.micro_tokens
     setting = Setting(
         model=config.model,
         stages=tuple(stages),
@@ -329,11 +337,11 @@ def of_config(
         compiled=config.compute.compile != "off" and not (cpu and config.compute.compile == "auto"),
         **step_options(config),
     )
-    return in_precision(setting, config, precision, native)
+    return with_precision(setting, config, precision, native)
 
 
 def optim_options(setting: Setting) -> dict[str, Any]:
-    """Return the options of the optimizer that differ from the defaults: its name, the states' format and place."""
+    """Return the optimizer options that differ from the defaults: name, format of the states, offloading."""
     result: dict[str, Any] = {}
     if setting.states != "float32":
         result["states"] = setting.states

@@ -1,8 +1,8 @@
 """`--explain ITEM`: the formula of one number of the plan, with this plan's numbers filled in, and its source.
 
-Nothing is derived here. The functions that computed the plan run once more with `Term`s (`budget/terms.py`), which
-carry their formulas, and this module prints them. Every line is arithmetic that can be typed into a calculator, and a
-test does that. A run with stages is explained by its last stage, where rows are longest.
+The functions that computed the plan run again with `Term`s (`budget/terms.py`), which carry their formulas, so no
+formula is repeated here. Every line can be recomputed with a calculator; a test does so. For a run with stages, the
+last stage is explained, which has the longest rows.
 """
 
 from collections.abc import Callable
@@ -18,19 +18,20 @@ from deskside.budget.speed import Rates, operator_seconds, step_seconds
 from deskside.budget.terms import Line, explained, leaf, traced
 from deskside.plan.candidates import muon_advantage, optimal_tokens, pretrain_seconds, setup_seconds
 from deskside.plan.estimate import MEMORY_SOURCE, StepEstimate, peak_stage
-from deskside.plan.request import SPLIT
+from deskside.plan.request import TIME_SHARES
 from deskside.plan.result import Plan, PlannedBand
 from deskside.utils.errors import UsageError
 from deskside.utils.format import duration, gib, number
 
+# Units of operators by group; the others are in bytes.
 UNITS = {"matmul": "FLOP", "head": "FLOP", "optimizer_matmul": "FLOP", "attention": "FLOP", "layers": "times"}
-# What an item is, by its name or, for "part.name", by its part.
+# Descriptions of items. An item "part.name" that is not listed has the description of its part.
 DESCRIPTIONS = {
     "memory.weights": "float32 weights",
     "memory.optimizer": "optimizer states",
     "memory.gradients": "float32 gradients",
-    "memory.copies": "weights in the format of the products",
-    "memory.activations": "what the forward pass keeps for the backward",
+    "memory.copies": "weights converted to the format of the products",
+    "memory.activations": "activations saved for the backward pass",
     "memory.logits": "logits and their gradient, one chunk",
     "memory.workspace": "largest temporary buffers",
     "memory.needed": "everything on the card, fragmentation and context included",
@@ -43,7 +44,7 @@ DESCRIPTIONS = {
     "speed.loss": "head and loss",
     "speed.optimizer": "optimizer update",
     "speed.recompute": "activation checkpointing",
-    "speed.communication": "exchange between GPUs",
+    "speed.communication": "communication between GPUs",
     "speed.offload": "optimizer states to the host and back",
     "speed.launches": "tails of small kernels",
     "speed.host": "waiting for the host to launch kernels",
@@ -54,16 +55,16 @@ DESCRIPTIONS = {
     "tokens": "tokens that the budget allows",
     "loss": "expected bits per byte",
     "cost.kwh": "energy at the wall",
-    "cost.electricity": "price of that energy",
-    "cost.rent": "price of renting instead",
-    "cost.own": "hours until buying is cheaper than renting",
+    "cost.electricity": "cost of the energy",
+    "cost.rent": "cost of renting instead",
+    "cost.own": "hours of use after which buying is cheaper than renting",
 }
-Explainer = Callable[[], tuple[list[Line], str]]
+Explainer = Callable[[], tuple[list[Line], str]]  # returns the lines and their source
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """lines: formula, numbers, value; source: measured, modelled or published, and on what basis."""
+    """The arithmetic of one item. of: band and card; source: measured, modelled or published, with the basis."""
 
     item: str
     of: str
@@ -72,12 +73,13 @@ class Explanation:
 
     def text(self) -> str:
         """Return the explanation as text."""
-        shown = [f"{self.item} of {self.of}"]
+        output = [f"{self.item} of {self.of}"]
         for line in self.lines:
-            shown.append(f"  {line.what} = {line.formula}")
-            shown += [f"    = {line.filled}"] if line.filled != line.formula else []
-            shown.append(f"    = {_value(line)}")
-        return "\n".join([*shown, f"source: {self.source}"])
+            output.append(f"  {line.what} = {line.formula}")
+            if line.filled != line.formula:
+                output.append(f"    = {line.filled}")
+            output.append(f"    = {_value(line)}")
+        return "\n".join([*output, f"source: {self.source}"])
 
     def to_json(self) -> dict[str, Any]:
         lines = [asdict(line) for line in self.lines]
@@ -85,18 +87,23 @@ class Explanation:
 
 
 def explain(plan: Plan, item: str) -> Explanation:
-    """Explain one item of the recommended band, or of the run as it was asked for. Raises UsageError for an unknown
-    item."""
-    known = _items(plan)
-    wanted = item.strip().lower()
-    if wanted not in known:
-        by_last = [name for name in known if name.split(".")[-1] == wanted]
-        if len(by_last) != 1:
-            raise UsageError(f"--explain: {item} is none of {', '.join(known)}; --explain list lists them")
-        wanted = by_last[0]
-    lines, source = known[wanted]()
-    of = plan.best.name if plan.best else "the run as it was asked for"
-    return Explanation(wanted, f"{of}, {plan.request.card.name}", tuple(lines), source)
+    """Explain one item of the recommended band, or of the requested run if there is no band.
+
+    "weights" is accepted for "memory.weights" if no other item ends so. Raises UsageError for an unknown item.
+    """
+    items = _items(plan)
+    name = item.strip().lower()
+    if name not in items:
+        matches = [other for other in items if other.split(".")[-1] == name]
+        if len(matches) != 1:
+            raise UsageError(
+                f"--explain: {item} is not an item of this plan; use one of {', '.join(items)}; --explain list "
+                f"describes them"
+            )
+        name = matches[0]
+    lines, source = items[name]()
+    of = plan.best.name if plan.best else "the requested run"
+    return Explanation(name, f"{of}, {plan.request.card.name}", tuple(lines), source)
 
 
 def descriptions(plan: Plan) -> dict[str, str]:
@@ -105,13 +112,13 @@ def descriptions(plan: Plan) -> dict[str, str]:
 
 
 def _items(plan: Plan) -> dict[str, Explainer]:
-    """Return a function for every item that returns its lines and their source."""
+    """Return a function for every item of this plan that can be explained."""
     shown, best, calibration = plan.shown, plan.best, plan.request.calibration
-    found: dict[str, Explainer] = {}
+    items: dict[str, Explainer] = {}
     modelled = f"modelled, with rates {calibration.source}: {calibration.basis}"
 
     def add(item: str, source: str, lines: Callable[..., list[Line]], *arguments: Any) -> None:
-        found[item] = lambda: (lines(*arguments), source)
+        items[item] = lambda: (lines(*arguments), source)
 
     if shown is not None:
         for name in shown.memory.items:
@@ -126,7 +133,7 @@ def _items(plan: Plan) -> dict[str, Explainer]:
         convention = "arithmetic on the shape, by the convention of budget/shape.py"
         add("speed.flops_per_token", convention, _flops_per_token, shown)
     if best is None:
-        return found
+        return items
     add("tokens", modelled, _tokens, plan, best)
     if plan.request.pretrains:
         add("loss", LAW.source, _loss, plan, best)
@@ -148,7 +155,7 @@ def _items(plan: Plan) -> dict[str, Explainer]:
         electricity = leaf("electricity per hour", own.electricity_per_hour)
         saved = leaf("rent per hour", own.rent_per_hour) - electricity
         add("cost.own", cost.own_basis, explained, "hours to break even", bought / saved, "h")
-    return found
+    return items
 
 
 def _memory(shown: StepEstimate, item: str) -> list[Line]:
@@ -157,16 +164,16 @@ def _memory(shown: StepEstimate, item: str) -> list[Line]:
 
 
 def _needed(plan: Plan, shown: StepEstimate) -> list[Line]:
-    """From the peak of allocated bytes to the bytes that the card must have."""
+    """Return the lines from the allocated bytes to the bytes that the card must have."""
     calibration, peak = plan.request.calibration, shown.memory
     allocated = sum(leaf(name, size) for name, size in peak.items.items() if size)
     reserved = leaf("reserved", peak.reserved)
     context = leaf("CUDA context", calibration.overhead_bytes)
     spread = leaf("spread", calibration.memory_spread)
-    fragments = leaf("allocated", peak.allocated) * (1 + RESERVED_SHARE) + RESERVED_BYTES
+    fragmented = leaf("allocated", peak.allocated) * (1 + RESERVED_SHARE) + RESERVED_BYTES
     return [
         *explained("peak allocated", allocated, "bytes"),
-        replace(explained("reserved", fragments, "bytes")[-1], value=peak.reserved),
+        replace(explained("reserved", fragmented, "bytes")[-1], value=peak.reserved),
         *explained("needed", reserved + context, "bytes"),
         *explained("low", reserved * (1 - spread) + context, "bytes"),
         *explained("high", reserved * (1 + spread) + context, "bytes"),
@@ -175,8 +182,7 @@ def _needed(plan: Plan, shown: StepEstimate) -> list[Line]:
 
 
 def _speed(plan: Plan, shown: StepEstimate, item: str) -> list[Line]:
-    """Return the operators of an item with their amounts and rates, then the mean over the
-    stages."""
+    """Return the operators of an item with their amounts and rates, then the mean over the stages."""
     rates = plan.request.calibration.rates
     if item == "host":
         return _host(rates, shown)
@@ -190,23 +196,23 @@ def _speed(plan: Plan, shown: StepEstimate, item: str) -> list[Line]:
             continue
         unit = UNITS.get(operator.group, "bytes")
         lines += explained(_label(operator), operator.amount, unit)
-        priced = replace(operator, amount=leaf(unit, operator.amount))
-        lines += explained("  takes", operator_seconds(priced, named_rates, spec), "s")
+        in_units = replace(operator, amount=leaf(unit, operator.amount))
+        lines += explained("  takes", operator_seconds(in_units, named_rates, spec), "s")
         times.append(leaf(operator.name, lines[-1].value))
     if not times:
-        return explained(item, 0.0, "s", nothing="nothing of this kind in this run")
+        return explained(item, 0.0, "s", nothing="none in this run")
     if len(stages) == 1:
         return [*lines, *explained(item, sum(times), "s")]
     lines += explained(f"{item}, last stage", sum(times), "s")
     mean = sum(
-        leaf("share", stage.share) * leaf("seconds of the stage", step_seconds(s, w, rates)[item])
-        for stage, s, w in stages
+        leaf("share", stage.share) * leaf("seconds of the stage", step_seconds(shape, spec, rates)[item])
+        for stage, shape, spec in stages
     )
     return [*lines, *explained(item, mean, "s")]
 
 
 def _host(rates: Rates, shown: StepEstimate) -> list[Line]:
-    """Time that the device waits for the host (`budget/host.py`), stage by stage."""
+    """Return the lines for the time that the device waits for the host (`budget/host.py`), by stage."""
     lines: list[Line] = []
     mean: float = 0.0
     for stage, shape, spec in shown.setting.step_specs():
@@ -221,12 +227,13 @@ def _host(rates: Rates, shown: StepEstimate) -> list[Line]:
         )
         mean = mean + leaf("share", stage.share) * leaf("waited for", lines[-1].value)
     if not lines:
-        return explained("host", 0.0, "s", nothing="the device is not known to wait for the host here")
+        return explained("host", 0.0, "s", nothing="none is modelled for this kind of step")
     return [*lines, *explained("host", mean, "s")]
 
 
 def _traced_rates(rates: Rates) -> Rates:
-    found: Rates = traced(
+    """Return the rates as named `Term`s."""
+    named_rates: Rates = traced(
         rates,
         matmul_flops="large matmul rate",
         low_precision_flops="large FP8 rate",
@@ -246,11 +253,13 @@ def _traced_rates(rates: Rates) -> Rates:
         "windowed": "window share",
         "muon_width": "width of half efficiency",
     }
-    return replace(found, efficiency=traced(rates.efficiency, **names), fused=traced(rates.fused, **names))
+    return replace(
+        named_rates, efficiency=traced(rates.efficiency, **names), fused=traced(rates.fused, **names)
+    )
 
 
 def _label(operator: Operator) -> str:
-    """Return an operator's name, with the format of a product of a quantized run."""
+    """Return an operator's name, with its format if the run has products in several formats."""
     low = operator.runs_as not in ("fp32", "bf16") or operator.share < 1
     return f"{operator.name}, {operator.runs_as}" if low and operator.group != "quantize" else operator.name
 
@@ -271,7 +280,9 @@ def _tokens_per_second(shown: StepEstimate) -> list[Line]:
 def _mfu(plan: Plan, shown: StepEstimate) -> list[Line]:
     gpu = plan.request.card.gpu
     if gpu is None:
-        raise UsageError(f"--explain: {plan.request.card.name} has no data sheet here to compare with")
+        raise UsageError(
+            f"--explain: {plan.request.card.name} is not in the table of GPUs, so its utilization is unknown"
+        )
     flops = leaf("FLOPs per token", shown.setting.flops_per_token)
     per_gpu = flops * leaf("tokens/s", shown.tokens_per_second[1]) / leaf("GPUs", plan.request.gpus)
     return explained("utilization", per_gpu / leaf("peak", gpu.bf16_flops), "")
@@ -292,7 +303,7 @@ def _tokens(plan: Plan, best: PlannedBand) -> list[Line]:
     if seconds is not None:
         lines = []
         if request.pretrain_seconds is None:
-            share = leaf("share of pretraining", SPLIT["pretraining"])
+            share = leaf("share of pretraining", TIME_SHARES["pretraining"])
             lines = explained("pretraining", leaf("hours", budget.value) * 3600 * share, "s")
         training = leaf("pretraining", seconds) - leaf("set-up", setup_seconds(request))
         rate = leaf("tokens/s", best.estimate.tokens_per_second[1])
@@ -301,8 +312,8 @@ def _tokens(plan: Plan, best: PlannedBand) -> list[Line]:
         per_token = leaf("FLOPs per token", best.estimate.setting.flops_per_token)
         return explained("tokens", leaf("FLOPs", budget.value) / per_token, "tokens")
     if budget.kind is not None:
-        known = "as given" if budget.kind == "tokens" else "where the loss below is reached"
-        return explained("tokens", leaf(known, tokens), "tokens")
+        origin = "as given" if budget.kind == "tokens" else "where the loss below is reached"
+        return explained("tokens", leaf(origin, tokens), "tokens")
     return explained("tokens", optimal_tokens(traced(LAW), leaf("N", best.candidate.weights)), "tokens")
 
 

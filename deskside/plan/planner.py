@@ -1,4 +1,4 @@
-"""From a request to a plan: the open search or the verdict on a given model, then alternatives, costs and claims."""
+"""Make a plan from a request: search or verdict on a given model, then alternatives, costs and claims."""
 
 import math
 from dataclasses import asdict, replace
@@ -8,10 +8,10 @@ from deskside.budget.format_costs import quantized
 from deskside.budget.loss import LAW
 from deskside.budget.shape import num_params
 from deskside.config import merge
-from deskside.plan import bands as choice
+from deskside.plan import bands as band_choice
 from deskside.plan.bands import Band
 from deskside.plan.candidates import (
-    LONGEST_SECONDS,
+    MAX_SECONDS,
     TOO_LONG,
     TOO_SMALL,
     Candidate,
@@ -20,51 +20,52 @@ from deskside.plan.candidates import (
     setup_seconds,
     too_short,
 )
-from deskside.plan.claim_check import Claims, check
+from deskside.plan.claim_check import Claims, check_claims
 from deskside.plan.costs import cost
-from deskside.plan.estimate import StepEstimate, estimate, fitted, in_precision, options
-from deskside.plan.published import fp8_gain, unknown
+from deskside.plan.estimate import StepEstimate, estimate, estimate_max_microbatch, options, with_precision
+from deskside.plan.published import published_fp8_speedup, uncalibrated_reason
 from deskside.plan.remedies import Remedy
-from deskside.plan.request import SPLIT, PlanRequest
+from deskside.plan.request import TIME_SHARES, PlanRequest
 from deskside.plan.result import Plan, PlannedBand, executable
 from deskside.plan.verdict import Answer, judge
 from deskside.utils.errors import UsageError
 from deskside.utils.format import count, number
 
 NO_CLAIMS = Claims()
-OFFERED = "fp8"
+OFFERED = "fp8"  # the precision that is offered as an alternative to BF16
 LOSS_SENTENCE = "how close its loss comes to BF16's is in docs/precision.md"
-WORTH_OFFERING = 1.02  # times the speed
-# Text that is read up to four times teaches almost as much as new text (Muennighoff et al. 2023, arXiv 2305.16264).
-MOST_READINGS = 4
+MIN_OFFERED_SPEEDUP = 1.02
+# Up to four epochs, repeated text is almost as useful as new text (Muennighoff et al. 2023, arXiv 2305.16264).
+MAX_EPOCHS = 4
 
 
 def make_plan(request: PlanRequest, claims: Claims = NO_CLAIMS) -> Plan:
-    """Return the plan for a request from `plan.request.ask`. Raises UsageError if the overrides exclude every model."""
-    asked: StepEstimate | None = None
+    """Return the plan for a request. Raises UsageError if the overrides exclude every model."""
+    requested: StepEstimate | None = None
     remedies: tuple[Remedy, ...] = ()
     if request.given is not None:
         verdict = judge(request)
-        answer, reasons, asked, remedies = verdict.answer, verdict.reasons, verdict.asked, verdict.remedies
-        if request.refused is not None:
-            reasons = [f"planned in BF16: {request.refused}", *reasons]
+        answer, reasons = verdict.answer, verdict.reasons
+        requested, remedies = verdict.requested, verdict.remedies
+        if request.format_error is not None:
+            reasons = [f"planned in BF16: {request.format_error}", *reasons]
             answer = "yes-if" if answer == "yes" else answer
-        why = f"the model that was asked about: {request.given.label}"
-        found = [] if verdict.chosen is None else [Band("target", verdict.chosen, why)]
-        chosen = found[0] if found else None
+        why = f"the requested model: {request.given.label}"
+        bands = [] if verdict.chosen is None else [Band("target", verdict.chosen, why)]
+        chosen = bands[0] if bands else None
     else:
-        found = choice.choose(request)
-        chosen = choice.recommended(found)
-        answer, reasons = _open(request, found, chosen)
-    offered = [] if chosen is None else _offers(request, chosen.candidate)
-    shown = chosen.candidate.estimate if chosen else asked
-    findings = check(request, claims, asked or shown)
+        bands = band_choice.choose_bands(request)
+        chosen = band_choice.recommended(bands)
+        answer, reasons = _search_verdict(request, bands, chosen)
+    alternatives = [] if chosen is None else _alternatives(request, chosen.candidate)
+    shown = chosen.candidate.estimate if chosen else requested
+    findings = check_claims(request, claims, requested or shown)
     failed = [finding for finding in findings if finding.verdict != "holds"]
     reasons = [
         *reasons,
-        *([] if chosen is None else _repeats(request, chosen)),
-        *(f"{offer['option']} is offered: {offer['told']}" for offer in offered),
-        *([] if shown is None else _about_speed(request, shown)),
+        *([] if chosen is None else _repetition_notes(request, chosen)),
+        *(f"{other['option']} is an alternative: {other['told']}" for other in alternatives),
+        *([] if shown is None else _speed_notes(request, shown)),
         *([f"{len(failed)} of {len(findings)} claims do not hold"] if failed else []),
     ]
     hours = request.budget.value if request.budget.kind == "hours" else None
@@ -72,18 +73,19 @@ def make_plan(request: PlanRequest, claims: Claims = NO_CLAIMS) -> Plan:
         request=request,
         verdict=answer,
         reasons=tuple(reasons),
-        bands=tuple(_planned(request, band) for band in found),
+        bands=tuple(_planned_band(request, band) for band in bands),
         recommended=chosen.name if chosen else None,
-        asked=asked,
+        requested=requested,
         remedies=remedies,
         findings=tuple(findings),
-        alternatives=tuple(offered),
-        hours={} if hours is None else {what: hours * share for what, share in SPLIT.items()},
+        alternatives=tuple(alternatives),
+        hours={} if hours is None else {phase: hours * share for phase, share in TIME_SHARES.items()},
         notes=tuple(_notes(request, chosen)),
     )
 
 
-def _planned(request: PlanRequest, band: Band) -> PlannedBand:
+def _planned_band(request: PlanRequest, band: Band) -> PlannedBand:
+    """Return a band with its configuration, command and cost."""
     config, command = executable(request, band.candidate)
     seconds, of = band.candidate.seconds, "the pretraining run"
     if request.budget.kind == "hours":
@@ -92,10 +94,10 @@ def _planned(request: PlanRequest, band: Band) -> PlannedBand:
     return PlannedBand(band.name, band.why, band.candidate, config, command, costs)
 
 
-def _offers(request: PlanRequest, chosen: Candidate) -> list[dict[str, Any]]:
-    """Return FP8 as an alternative to BF16, if the card has it, the model's sizes divide and it is modelled faster.
+def _alternatives(request: PlanRequest, chosen: Candidate) -> list[dict[str, Any]]:
+    """Return FP8 as an alternative to BF16 if the card and the model's dimensions support it and it is faster.
 
-    BF16 stays the default: the loss of FP8 is close to BF16's, but not equal, so the user decides.
+    BF16 stays the default: the loss of FP8 is close to that of BF16, but not equal, so the user decides.
     """
     setting = chosen.setting
     if setting.precision != "bf16" or OFFERED not in request.card.native:
@@ -103,17 +105,19 @@ def _offers(request: PlanRequest, chosen: Candidate) -> list[dict[str, Any]]:
     layers = [*chosen.shape.layers, options(setting), {"precision": {"name": OFFERED}}]
     try:
         config = merge.build(layers)
-    except UsageError:  # sizes that do not divide, or a sharded run
+    except UsageError:  # dimensions that FP8 does not support, or a sharded run
         return []
-    in_fp8 = in_precision(setting, config, OFFERED, request.card.native)
-    faster = fitted(in_fp8, request.calibration, request.card.memory_bytes)
-    modelled = faster.tokens_per_second[1] / chosen.estimate.tokens_per_second[1]
-    seen = request.measured_fp8
-    speed, source = (modelled, "modelled") if seen is None else (seen.speed, seen.source)
-    if speed < WORTH_OFFERING or faster.fits == "no":
+    in_fp8 = with_precision(setting, config, OFFERED, request.card.native)
+    fp8_estimate = estimate_max_microbatch(in_fp8, request.calibration, request.card.memory_bytes)
+    modelled = fp8_estimate.tokens_per_second[1] / chosen.estimate.tokens_per_second[1]
+    measured = request.measured_fp8
+    speed, source = (modelled, "modelled") if measured is None else (measured.speed, measured.source)
+    if speed < MIN_OFFERED_SPEEDUP or fp8_estimate.fits == "no":
         return []
-    published = fp8_gain(request.card.gpu, num_params(setting.model)) if request.card.gpu else None
-    beside = "" if published is None else f"; {published.source}: {published.speed:.2f} times"
+    published = (
+        published_fp8_speedup(request.card.gpu, num_params(setting.model)) if request.card.gpu else None
+    )
+    others = "" if published is None else f"; {published.source}: {published.speed:.2f} times"
     return [
         {
             "precision": OFFERED,
@@ -124,13 +128,13 @@ def _offers(request: PlanRequest, chosen: Candidate) -> list[dict[str, Any]]:
             "modelled_speed": modelled,
             "source": source,
             "published": published and asdict(published),
-            "told": f"{speed:.2f} times the speed of BF16 ({source}{beside}); {LOSS_SENTENCE}",
+            "told": f"{speed:.2f} times the speed of BF16 ({source}{others}); {LOSS_SENTENCE}",
         }
     ]
 
 
 def _precision_notes(request: PlanRequest, shown: StepEstimate) -> list[str]:
-    """Return notes on a run below 16 bits: whose loss is shown, and products that are emulated or untested here."""
+    """Return notes on a run below 16 bits: on its loss, and on products that are emulated or untested on this card."""
     setting, gpu = shown.setting, request.card.gpu
     if not quantized(setting.precision):
         return []
@@ -138,85 +142,84 @@ def _precision_notes(request: PlanRequest, shown: StepEstimate) -> list[str]:
     loss = f"the expected loss is BF16's; how close {name} comes to it is in docs/precision.md"
     if not setting.emulated and nvfp4:
         return [
-            f"{name}: NVFP4 products are priced by {request.card.name}'s data sheet, and deskside has not "
-            f"run them on such a card; deskside doctor tells whether they work",
+            f"{name}: the speed of NVFP4 products is that of {request.card.name}'s data sheet; deskside has not "
+            f"run them on such a card; deskside doctor tests them",
             loss,
         ]
     if not setting.emulated:
         return [loss]
-    plain = replace(setting, precision="bf16", kept=(0.0, 0.0), fp8_head=False)
-    bf16 = estimate(plain, request.calibration, request.card.memory_bytes)
+    in_bf16 = replace(setting, precision="bf16", kept=(0.0, 0.0), fp8_head=False)
+    bf16 = estimate(in_bf16, request.calibration, request.card.memory_bytes)
     share = f"{shown.tokens_per_second[1] / bf16.tokens_per_second[1]:.0%} of BF16's speed (modelled)"
-    never = request.given is not None and request.given.config.precision.native == "never"
-    if nvfp4 and gpu is not None and gpu.fp4_flops and not never:
+    native_off = request.given is not None and request.given.config.precision.native == "never"
+    if nvfp4 and gpu is not None and gpu.fp4_flops and not native_off:
         return [
             f"{name} is planned as emulated, at {share}: {request.card.name} has FP4 units, but deskside has not run "
-            f"them on one; deskside doctor tells whether they work there",
+            f"on such units; deskside doctor tests them",
             loss,
         ]
     return [
-        f"{name} is emulated on {request.card.name}: its numbers are true, its products are computed in BF16, at "
-        f"{share}; it is for comparing, not for saving time",
+        f"{name} is emulated on {request.card.name}: the same numbers, but multiplied in BF16, at {share}; this is for "
+        f"studying the loss, not for speed",
         loss,
     ]
 
 
-def _about_speed(request: PlanRequest, shown: StepEstimate) -> list[str]:
-    """Return notes on a low precision, on a step that waits for the host, and on a card that nothing calibrates."""
-    told = _precision_notes(request, shown)
+def _speed_notes(request: PlanRequest, shown: StepEstimate) -> list[str]:
+    """Return notes on a low precision, on a host-bound step, and on an architecture without measurements."""
+    notes = _precision_notes(request, shown)
     calibration, gpu = request.calibration, request.card.gpu
     if shown.host_bound:
         source = "timed here by the probe" if calibration.host_measured else "not measured here"
-        told.append(
-            f"host-bound: passes of {shown.setting.micro_tokens:,} tokens are over before the next kernels are "
-            f"launched; the device waits for {shown.step['host'] / shown.step_seconds:.0%} of a step (host {source}, "
-            f"+-{shown.speed_spread:.0%}); more tokens per pass are faster"
+        notes.append(
+            f"host-bound: passes of {shown.setting.micro_tokens:,} tokens take the device less time than launching "
+            f"their kernels takes the host; the device waits for {shown.step['host'] / shown.step_seconds:.0%} of a "
+            f"step (host {source}, +-{shown.speed_spread:.0%}); more tokens per pass are faster"
         )
-    if gpu is not None and calibration.source != "measured" and (said := unknown(gpu)):
-        told.append(f"{said}: speed within +-{calibration.speed_spread:.0%}")
-    return told
+    if gpu is not None and calibration.source != "measured" and (reason := uncalibrated_reason(gpu)):
+        notes.append(f"{reason}: speed within +-{calibration.speed_spread:.0%}")
+    return notes
 
 
 def _notes(request: PlanRequest, chosen: Band | None) -> list[str]:
-    """Return the notes of the request, and what the plan assumes about the link between GPUs and about the text."""
+    """Return the notes of the request, and notes on the assumed link between GPUs and the assumed amount of text."""
     notes, gpu = list(request.notes), request.card.gpu
     if request.gpus > 1:
-        what = "PCIe"
+        link = "PCIe"
         if gpu is not None:
-            what = "NVLink or Infinity Fabric" if gpu.fabric_bandwidth is not None else f"PCIe {gpu.pcie}"
-        link = number(request.calibration.rates.link_bandwidth / 1e9)
+            link = "NVLink or Infinity Fabric" if gpu.fabric_bandwidth is not None else f"PCIe {gpu.pcie}"
+        rate = number(request.calibration.rates.link_bandwidth / 1e9)
         notes.append(
-            f"communication: {link} GB/s of {what}, from the data sheet; no run on several GPUs was measured"
+            f"communication: {rate} GB/s of {link}, from the data sheet; no run on several GPUs was measured"
         )
     if chosen is not None and request.unique_tokens is None and request.pretrains:
         notes.append(
-            f"text: {count(chosen.candidate.tokens[1])} tokens of it are assumed, none read twice; say how many there "
-            f"are with --unique-tokens"
+            f"text: {count(chosen.candidate.tokens[1])} unique tokens are assumed; if there are fewer, give "
+            f"--unique-tokens"
         )
     return notes
 
 
-def _repeats(request: PlanRequest, chosen: Band) -> list[str]:
-    """Return a note if the text is repeated more often than helps."""
-    times = chosen.candidate.tokens[1] / (request.unique_tokens or math.inf)
-    if times <= MOST_READINGS:
+def _repetition_notes(request: PlanRequest, chosen: Band) -> list[str]:
+    """Return a note if the run takes more than MAX_EPOCHS epochs."""
+    epochs = chosen.candidate.tokens[1] / (request.unique_tokens or math.inf)
+    if epochs <= MAX_EPOCHS:
         return []
     return [
-        f"it reads its {count(request.unique_tokens)} tokens of text {number(times)} times; beyond {MOST_READINGS} "
-        f"times there is little left to learn: more text would help more than more hours"
+        f"it reads its {count(request.unique_tokens)} tokens of text {number(epochs)} times; beyond {MAX_EPOCHS} "
+        f"times, more text helps more than more hours"
     ]
 
 
-def _open(request: PlanRequest, found: list[Band], chosen: Band | None) -> tuple[Answer, list[str]]:
+def _search_verdict(request: PlanRequest, bands: list[Band], chosen: Band | None) -> tuple[Answer, list[str]]:
+    """Return the verdict and the reasons of the open search."""
     if chosen is None:
-        return "no", [_nothing(request)]
-    reasons = [choice.reason(request, found, chosen)]
-    if chosen.candidate.seconds[1] > LONGEST_SECONDS:
+        return "no", [_no_candidate_reason(request)]
+    reasons = [band_choice.reason(request, bands, chosen)]
+    if chosen.candidate.seconds[1] > MAX_SECONDS:
         return "no", [*reasons, TOO_LONG]
     if chosen.candidate.estimate.fits != "fits":
-        reasons.append(
-            "its memory fits as expected, but not at the high end of the range: only a trial will tell"
-        )
+        reasons.append("its memory fits as expected, but not at the high end of the range: try it out")
         return "yes-if", reasons
     if request.budget.kind == "loss" and chosen.name == "stretch":
         reasons = ["the loss is reached only if it turns out at the low end of its range"]
@@ -224,14 +227,15 @@ def _open(request: PlanRequest, found: list[Band], chosen: Band | None) -> tuple
     return "yes", reasons
 
 
-def _nothing(request: PlanRequest) -> str:
+def _no_candidate_reason(request: PlanRequest) -> str:
+    """Return the reason why the search found no candidate."""
     budget = request.budget
     if not fits_at_all(request):
         return f"not even the smallest model fits on {request.card.name} with rows of {request.sequence:,} tokens"
     if budget.kind == "loss":
         return (
             f"{budget.value:g} bits per byte is out of reach for every model that fits on {request.card.name}; "
-            f"the law's floor is {LAW.E + LAW.offset:.3f} for a model of any size"
+            f"the loss law's limit for an infinitely large model is {LAW.E + LAW.offset:.3f}"
         )
     seconds = pretrain_seconds(request)
     if seconds is not None and (request.unique_tokens is None or seconds < 2 * setup_seconds(request)):

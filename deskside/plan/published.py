@@ -1,17 +1,17 @@
 """Calibration of cards that were not measured with deskside, from published measurements.
 
-The operator model (`budget/speed.py`) has its efficiencies from one H200. Other architectures come nearer to their
-matmul rate, or stay farther from it, and other trainers are faster or slower than ours. Both show in published runs:
+The efficiencies of the operator model (`budget/speed.py`) were fitted on one H200. Other architectures reach another
+share of their matmul rate, and other trainers are faster or slower than ours. Published runs show both:
 
     log(measured speed / modelled speed) = trainer + architecture + noise
 
-fitted by medians in turn (Tukey's median polish), with deskside on Hopper as zero. What counts here is the
-architecture's part: two cards that ran the same trainer tell how much better one of them suits the model than the
-other. Of each architecture only every second row takes part, by its place in the table; the others are kept to see
-how well this predicts (`benchmarks/planner_published.py`, docs/planner-accuracy.md).
+The two terms are fitted by alternating medians (Tukey's median polish), with Hopper as zero. The architecture's term is
+used for calibration: it compares cards that ran the same trainer. Only every second row of an architecture, in the
+order of the table, takes part; the others are held out to test the predictions (`benchmarks/planner_published.py`,
+docs/planner-accuracy.md).
 
-Attention of these runs is that of their kernels' generation, not of ours (`attention_share`). Left out are runs that
-recompute or offload in ways we cannot map, and sequences beyond 8,192.
+The efficiency of attention is that of the attention kernels of a run, not of ours (`attention_share`). Runs with
+recomputation or offloading that the model cannot represent, and sequences longer than 8,192, are left out.
 """
 
 import math
@@ -27,31 +27,32 @@ from deskside.config.model import ModelConfig
 from deskside.facts.gpus import Gpu
 from deskside.facts.measurements import Measurement, published
 
-ANCHOR = "Hopper"  # where deskside itself was measured
-LONGEST = 8192
-STEP_TOKENS = 2**19  # where a row does not say how many tokens an optimizer step had
-ROUNDS = 20
-PLAIN_SAVINGS = ("", "FULL_SHARD ckpt=False")
-# Efficiency of attention kernels relative to ours (cuDNN, FlashAttention-3). The second generation doubles the first
-# (arXiv 2307.08691). On Hopper, whose instructions it does not use, it reaches 35 % of 989 TFLOP/s (arXiv 2407.08608),
-# which is 0.44 of a large product's 790 beside our 0.59.
-FIRST_GENERATION = 0.5  # of the second
+REFERENCE_ARCHITECTURE = "Hopper"  # where deskside itself was measured
+MAX_SEQUENCE = 8192
+STEP_TOKENS = 2**19  # assumed tokens per optimizer step
+MAX_ROUNDS = 20  # of the median polish, which usually converges earlier
+PLAIN_SAVINGS = ("", "FULL_SHARD ckpt=False")  # column `saving` of runs without recomputation or offloading
+# Efficiency of attention kernels relative to ours (cuDNN, FlashAttention-3). FlashAttention-2 is twice as fast as the
+# first version (arXiv 2307.08691). It does not use Hopper's instructions and reaches 35 % of 989 TFLOP/s there (arXiv
+# 2407.08608). That is 0.44 of the rate of a large product, 790 TFLOP/s; ours reaches 0.59.
+FIRST_GENERATION = 0.5  # relative to the second
 SECOND_ON_HOPPER = 0.74
-FIRST_KERNELS = ("FlashAttention", "Flash (PT2.0)")  # as published; before FlashAttention-2 of July 2023
+FIRST_KERNELS = ("FlashAttention", "Flash (PT2.0)")  # names in the table, before FlashAttention-2 (July 2023)
 SECOND_KERNELS = ("FA2", "SDPA", "SDPA causal", "SDPA flash GQA")
-# Measured large BF16 products as a share of the data sheet, for cards that lack one: medians of facts/gpus.csv.
+# Rate of large BF16 products as a share of the data sheet, for cards without a measurement: medians of facts/gpus.csv.
 SHEET_SHARE = {"GeForce": 1.03, "other": 0.80}
-# Share of the data sheet's bandwidth that exchanges reach. Modelled, except for the host: optimizer states of 124m that
-# travelled at each step on an H200 (docs/data/2026-11-22-release/memory/memory_124m.json) took what 0.8 of PCIe 5.0 x16
-# gives.
+# Share of the data sheet's bandwidth that transfers reach: over NVLink or Infinity Fabric, over PCIe, and to the host.
+# The first two are modelled. The last was measured: the offloaded optimizer states of 124m on an H200 (PCIe 5.0 x16,
+# docs/data/2026-11-22-release/memory/memory_124m.json).
 FABRIC_SHARE, PEER_SHARE, HOST_SHARE = 0.78, 0.70, 0.80
 
 
 @dataclass(frozen=True)
-class Fitted:
-    """exp of the parts: how many times the model's speed a trainer and an architecture reach; rows: how many took part.
+class SpeedFactors:
+    """Speed relative to the operator model, by trainer and by architecture.
 
-    spread: the share within which nine in ten of the rows that took part lie."""
+    rows: number of fitted rows by architecture; spread: 90th percentile of the relative errors of the fitted rows.
+    """
 
     trainers: Mapping[str, float]
     architectures: Mapping[str, float]
@@ -60,19 +61,18 @@ class Fitted:
 
 
 def matmul_rate(gpu: Gpu) -> float:
-    """Return FLOP/s of a large BF16 product: measured and published, else the data sheet's times what its class
-    reaches."""
+    """Return the FLOP/s of a large BF16 product: measured, else a typical share of the data sheet's rate."""
     if gpu.measured_bf16_flops is not None:
         return gpu.measured_bf16_flops
     return gpu.bf16_flops * SHEET_SHARE["GeForce" if gpu.geforce else "other"]
 
 
 def sheet_rates(gpu: Gpu) -> Rates:
-    """Rates of a card by what is published about it, with deskside's efficiencies from Hopper."""
+    """Return the rates of a card from its data sheet, with the efficiencies that were fitted on Hopper."""
     rate = matmul_rate(gpu)
     low = None if gpu.fp8_flops is None else gpu.fp8_flops * rate / gpu.bf16_flops
     fp4 = None if gpu.fp4_flops is None else gpu.fp4_flops * rate / gpu.bf16_flops
-    # FP32 runs beside the tensor cores, two FLOPs per lane and clock.
+    # FP32 products run on the CUDA cores, two FLOPs per lane and clock.
     lanes = 64 if gpu.compute_capability == "8.0" else 128
     single = 2.0 * lanes * gpu.multiprocessors * gpu.boost_hz
     return Rates(
@@ -87,14 +87,14 @@ def sheet_rates(gpu: Gpu) -> Rates:
 
 
 def link_bandwidth(gpu: Gpu) -> float:
-    """Return the bytes/s that one card exchanges with the others of a machine while all do."""
+    """Return the bytes/s that one card exchanges with the others while all of them communicate."""
     if gpu.fabric_bandwidth is not None:
         return FABRIC_SHARE * gpu.fabric_bandwidth
     return PEER_SHARE * gpu.pcie_bandwidth
 
 
 def usable(row: Measurement) -> bool:
-    """Return whether a published run can be put beside the model."""
+    """Return True if the operator model applies to a published run."""
     saving = row.saving
     chunked = all(word.startswith(("--lmhead-chunks", "--attn-bwd-chunks")) for word in saving.split())
     plain = saving in PLAIN_SAVINGS or chunked
@@ -103,15 +103,15 @@ def usable(row: Measurement) -> bool:
         and bool(row.card)
         and plain
         and row.precision in ("bf16", "fp8")
-        and (row.sequence_length or 0) <= LONGEST
+        and (row.sequence_length or 0) <= MAX_SEQUENCE
     )
 
 
-def modelled(row: Measurement) -> float:
-    """Return tokens per second of a published run by the operator model, the architecture's part left out."""
+def modelled_speed(row: Measurement) -> float:
+    """Return the tokens per second of a published run by the operator model, without the architecture's factor."""
     gpu = row.data_sheet()
     assert gpu is not None
-    shape, spec = shape_of(row), work_of(row)
+    shape, spec = shape_of(row), step_of(row)
     rates, share = sheet_rates(gpu), attention_share(row, gpu)
     ours = rates.efficiency
     theirs = replace(ours, attention_64=share * ours.attention_64, attention_128=share * ours.attention_128)
@@ -119,7 +119,7 @@ def modelled(row: Measurement) -> float:
 
 
 def attention_share(row: Measurement, gpu: Gpu) -> float:
-    """Return the efficiency of a published run's attention kernel against ours."""
+    """Return the efficiency of a published run's attention kernel relative to ours."""
     second = SECOND_ON_HOPPER if gpu.architecture == "Hopper" else 1.0
     if row.attention in FIRST_KERNELS:
         return FIRST_GENERATION * second
@@ -127,7 +127,7 @@ def attention_share(row: Measurement, gpu: Gpu) -> float:
 
 
 def shape_of(row: Measurement) -> ModelConfig:
-    """Return the model of a published run. Activations are of the same kind everywhere: gated SiLU, or ReLU squared."""
+    """Return the model of a published run. The activation is assumed to be SiLU if gated, else squared ReLU."""
     assert row.hidden and row.heads and row.kv_heads and row.layers and row.vocab and row.ffn
     gated = row.mlp_matrices == 3
     return ModelConfig(
@@ -144,7 +144,7 @@ def shape_of(row: Measurement) -> ModelConfig:
     )
 
 
-def work_of(row: Measurement) -> StepSpec:
+def step_of(row: Measurement) -> StepSpec:
     """Return the optimizer step of a published run, of about half a million tokens."""
     assert row.sequence_length and row.rows
     micro = row.rows * row.sequence_length
@@ -160,117 +160,118 @@ def work_of(row: Measurement) -> StepSpec:
     )
 
 
-def split() -> tuple[list[Measurement], list[Measurement]]:
-    """Return (rows that calibrate, rows that are kept out): in the table's order, every second row of each architecture
-    and precision is kept out."""
-    seen: dict[tuple[str, str], int] = {}
+def calibration_split() -> tuple[list[Measurement], list[Measurement]]:
+    """Return (calibrating rows, held-out rows). They alternate within each architecture and precision, in the order of
+    the table."""
+    counts: dict[tuple[str, str], int] = {}
     parts: tuple[list[Measurement], list[Measurement]] = ([], [])
     for row in published():
         if usable(row):
             gpu = row.data_sheet()
             assert gpu is not None
-            place = seen.get((gpu.architecture, row.precision), 0)
-            seen[gpu.architecture, row.precision] = place + 1
-            parts[place % 2].append(row)
+            index = counts.get((gpu.architecture, row.precision), 0)
+            counts[gpu.architecture, row.precision] = index + 1
+            parts[index % 2].append(row)
     return parts
 
 
 @cache
-def fitted() -> Fitted:
-    """Return the parts of trainers and architectures, from the BF16 rows that calibrate."""
-    return fit(row for row in split()[0] if row.precision == "bf16")
+def speed_factors() -> SpeedFactors:
+    """Return the factors fitted to the calibrating BF16 rows."""
+    return fit_speed_factors(row for row in calibration_split()[0] if row.precision == "bf16")
 
 
-def fit(rows: Iterable[Measurement]) -> Fitted:
-    """Median polish of log(measured / modelled), with the architecture `ANCHOR` moved to zero afterwards."""
+def fit_speed_factors(rows: Iterable[Measurement]) -> SpeedFactors:
+    """Fit trainers and architectures to log(measured / modelled) by median polish, with REFERENCE_ARCHITECTURE as 1."""
     table = []
     for row in rows:
         gpu = row.data_sheet()
         assert gpu is not None
         assert row.tokens_per_second is not None
-        table.append((row.framework, gpu.architecture, math.log(row.tokens_per_second / modelled(row))))
+        table.append((row.framework, gpu.architecture, math.log(row.tokens_per_second / modelled_speed(row))))
     trainers = dict.fromkeys({trainer for trainer, _, _ in table}, 0.0)
     architectures = dict.fromkeys({architecture for _, architecture, _ in table}, 0.0)
-    for _ in range(ROUNDS):
-        before = [*trainers.values(), *architectures.values()]
+    for _ in range(MAX_ROUNDS):
+        previous = [*trainers.values(), *architectures.values()]
         for trainer in trainers:
             trainers[trainer] = statistics.median(v - architectures[a] for t, a, v in table if t == trainer)
         for architecture in architectures:
             architectures[architecture] = statistics.median(
                 v - trainers[t] for t, a, v in table if a == architecture
             )
-        if before == [*trainers.values(), *architectures.values()]:
+        if previous == [*trainers.values(), *architectures.values()]:
             break
-    # Not held at zero while fitting: the medians of the others would settle beside it and never come back.
-    shift = architectures.get(ANCHOR, 0.0)
+    # The shift comes after the fit: with the reference fixed at zero during it, the medians converge to a worse result.
+    shift = architectures.get(REFERENCE_ARCHITECTURE, 0.0)
     architectures = {a: v - shift for a, v in architectures.items()}
     trainers = {t: v + shift for t, v in trainers.items()}
-    left = sorted(abs(math.expm1(v - trainers[t] - architectures[a])) for t, a, v in table)
-    return Fitted(
+    errors = sorted(abs(math.expm1(v - trainers[t] - architectures[a])) for t, a, v in table)
+    return SpeedFactors(
         trainers={t: math.exp(v) for t, v in trainers.items()},
         architectures={a: math.exp(v) for a, v in architectures.items()},
         rows={a: sum(1 for _, other, _ in table if other == a) for a in architectures},
-        spread=left[int(0.9 * (len(left) - 1))] if left else 0.0,
+        spread=errors[int(0.9 * (len(errors) - 1))] if errors else 0.0,
     )
 
 
-def unknown(gpu: Gpu) -> str:
-    """Return what to say of an architecture that nothing calibrates, "" of one that something does."""
-    if gpu.architecture == ANCHOR or gpu.architecture in fitted().architectures:
+def uncalibrated_reason(gpu: Gpu) -> str:
+    """Return a sentence about an architecture without calibrating runs, "" if there are some."""
+    if gpu.architecture == REFERENCE_ARCHITECTURE or gpu.architecture in speed_factors().architectures:
         return ""
     software = "; software: ROCm untested" if gpu.rocm else ""
-    return f"no run of ours or published calibrates {gpu.architecture}{software}"
+    return f"no measured or published run calibrates {gpu.architecture}{software}"
 
 
 def architecture_factor(gpu: Gpu) -> tuple[float, str]:
-    """Return (how many times the model's speed this architecture reaches, from what)."""
-    found = fitted()
-    if gpu.architecture == ANCHOR:
-        return 1.0, "the architecture that the model's efficiencies come from"
-    if gpu.architecture in found.architectures:
-        count = found.rows[gpu.architecture]
-        return found.architectures[gpu.architecture], f"{count} published runs on {gpu.architecture}"
-    return 1.0, unknown(gpu)
+    """Return (speed of this architecture relative to the operator model, source of this number)."""
+    factors = speed_factors()
+    if gpu.architecture == REFERENCE_ARCHITECTURE:
+        return 1.0, "the architecture that the efficiencies were fitted on"
+    if gpu.architecture in factors.architectures:
+        count = factors.rows[gpu.architecture]
+        return factors.architectures[gpu.architecture], f"{count} published runs on {gpu.architecture}"
+    return 1.0, uncalibrated_reason(gpu)
 
 
 @dataclass(frozen=True)
-class Gain:
-    """speed: FP8 tokens per second relative to BF16; source: measured or published, and whose pairs of runs."""
+class Speedup:
+    """Tokens per second in FP8 relative to BF16. source: measured or published, and by which runs."""
 
     speed: float
     source: str
 
 
-def fp8_gain(gpu: Gpu, params: float) -> Gain | None:
+def published_fp8_speedup(gpu: Gpu, params: float) -> Speedup | None:
     """Return the published speed-up of FP8 at this model size: on this card, else on its architecture, else None.
 
-    It grows with the model, because products grow faster than the traffic around them. Between published sizes it is
-    interpolated over log(size), and beyond them it is that of the nearest.
+    It grows with the model, because products grow faster than memory traffic. It is interpolated over log(size) between
+    published sizes, and constant beyond them.
     """
     if gpu.fp8_flops is None:
         return None
     pairs = _fp8_pairs()
-    own = [pair for pair in pairs if pair[0].card == gpu.name]
+    same_card = [pair for pair in pairs if pair[0].card == gpu.name]
     sheets = [(pair, pair[0].data_sheet()) for pair in pairs]
-    near = [pair for pair, sheet in sheets if sheet is not None and sheet.architecture == gpu.architecture]
-    found = own or near
-    if not found:
+    same_architecture = [pair for pair, sheet in sheets if sheet and sheet.architecture == gpu.architecture]
+    used = same_card or same_architecture
+    if not used:
         return None
     by_size: dict[float, list[float]] = {}
-    for fp8, bf16 in found:
+    for fp8, bf16 in used:
         assert fp8.params and fp8.tokens_per_second and bf16.tokens_per_second
         by_size.setdefault(fp8.params, []).append(fp8.tokens_per_second / bf16.tokens_per_second)
     sizes = sorted(by_size)
     speed = _interpolated(
         math.log(params), [(math.log(size), statistics.median(by_size[size])) for size in sizes]
     )
-    cards = ", ".join(dict.fromkeys(pair[0].card for pair in found))
-    trainers = ", ".join(dict.fromkeys(pair[0].framework for pair in found))
+    cards = ", ".join(dict.fromkeys(pair[0].card for pair in used))
+    trainers = ", ".join(dict.fromkeys(pair[0].framework for pair in used))
     ends = [f"{size / 1e6:,.0f}M" for size in dict.fromkeys((sizes[0], sizes[-1]))]
-    return Gain(speed, f"published: {trainers} on {cards}, {' to '.join(ends)} parameters")
+    return Speedup(speed, f"published: {trainers} on {cards}, {' to '.join(ends)} parameters")
 
 
 def _interpolated(x: float, points: Sequence[tuple[float, float]]) -> float:
+    """Return y at `x` by linear interpolation of (x, y) points in ascending order; constant beyond them."""
     for (left, low), (right, high) in pairwise(points):
         if left <= x <= right:
             return (high - low) / (right - left) * (x - left) + low
@@ -279,7 +280,7 @@ def _interpolated(x: float, points: Sequence[tuple[float, float]]) -> float:
 
 @cache
 def _fp8_pairs() -> tuple[tuple[Measurement, Measurement], ...]:
-    """Return (FP8, BF16) runs on one GPU that differ in nothing else."""
+    """Return pairs of (FP8, BF16) runs on one GPU that differ only in precision."""
 
     def settings(row: Measurement) -> tuple[object, ...]:
         return (row.card, row.framework, row.model, row.sequence_length, row.rows, row.workload, row.saving)

@@ -1,8 +1,8 @@
 """A checked request to the planner: the card, the budget, the model if it is given, prices.
 
-`ask` takes a `PlanQuestion`, the options of the command line, and returns a `PlanRequest` that the rest of the planner
-can trust. Every error is one line. An option that was not given stays None and is left out of the plan or marked as
-published; nothing is filled in silently.
+`make_request` checks a `PlanQuestion`, the options of the command line, and returns a `PlanRequest` that the rest of
+the planner relies on. Every error is one line. An option that was not given stays None. The plan then leaves the
+results out that depend on it, or uses a published value and says so.
 """
 
 import contextlib
@@ -22,37 +22,37 @@ from deskside.config.run import RunConfig
 from deskside.config.sections import PrecisionName
 from deskside.facts import gpus
 from deskside.facts.gpus import Gpu
-from deskside.plan.calibrate import Calibration, calibrate, measured_fp8_gain
-from deskside.plan.published import Gain
+from deskside.plan.calibrate import Calibration, calibrate, measured_fp8_speedup
+from deskside.plan.published import Speedup
 from deskside.utils import format
 from deskside.utils.errors import UsageError
 from deskside.utils.format import gib
 
-MOST = {"hours": 1e6, "tokens": 1e16, "flops": 1e30}  # a century; many times all text that exists
-UNTRAINED = 3.4  # bits per byte of a uniform guess among 32,768 tokens of 4.4 bytes
-DEAREST = 1e6
-SCALES = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
-# Share of a card's memory that the driver keeps: a 24 GiB RTX 4090 offers 23.5, a 32 GiB RTX 5090 31.4.
+MAX_BUDGET = {"hours": 1e6, "tokens": 1e16, "flops": 1e30}  # 114 years; many times the text that exists
+UNTRAINED_BPB = 3.4  # bits per byte of a uniform distribution over 32,768 tokens of 4.4 bytes each
+MAX_PRICE = 1e6  # dollars per kWh or per hour
+SUFFIXES = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+# Share of a card's memory that the driver reserves: programs can use 23.5 of 24 GiB on an RTX 4090, 31.4 of 32 GiB on
+# an RTX 5090.
 DRIVER_SHARE = 0.02
-DEEPEST = 128  # of the depth series: 8192 wide, 104 billion parameters
-SMALLEST_SEQUENCE = 16
-MOST_GPUS = 64
-MENTIONED_USE = 256 * 2**20  # bytes in use by other programs that a plan mentions
-# NVFP4 is planned as emulated on every card: training's native products of it (kernels/nvfp4/native.py) were compiled
-# for cards that have such units, and never run on one.
+MAX_DEPTH = 128  # of the depth series: hidden size 8192, 104 billion parameters
+MIN_SEQUENCE_LENGTH = 16
+MAX_GPUS = 64
+REPORTED_USE = 256 * 2**20  # a plan mentions memory used by other programs from this many bytes on
+# NVFP4 is planned as emulated on every card: our native NVFP4 products (kernels/nvfp4/native.py) were compiled for
+# cards with FP4 units, but never run on one.
 TRAINED_NATIVELY: tuple[LowFormat, ...] = ("fp8",)
-STAGES_DECIDE = (
-    "--sequence: schedule.stages gives the tokens per row of each stage; change it there, or drop one of them"
+STAGES_SET_LENGTH = (
+    "--sequence: schedule.stages sets the sequence lengths; change them there, or leave one out"
 )
 
-
-# Shares of a budget of hours.
-SPLIT = {"pretraining": 0.85, "sft": 0.08, "evaluation": 0.03, "margin": 0.04}
+# Shares of a time budget.
+TIME_SHARES = {"pretraining": 0.85, "sft": 0.08, "evaluation": 0.03, "margin": 0.04}
 
 
 @dataclass(kw_only=True)
 class PlanQuestion:
-    """The options of `deskside plan`, unchecked. Counts may be text such as 3B or 1.5e9."""
+    """The unchecked options of `deskside plan`. Counts may be text such as 3B or 1.5e9."""
 
     gpu: str | None = None
     here: bool = False
@@ -74,8 +74,8 @@ class PlanQuestion:
 
 @dataclass(frozen=True)
 class PlanBudget:
-    """Limit of a pretraining run; None: no limit. kind hours: the whole budget, everything included; flops: of
-    training, in the convention of `budget/shape.py`; loss: bits per byte to reach."""
+    """Limit of a run. kind None: no limit; "hours": for all of `TIME_SHARES`; "flops": training FLOPs by the convention
+    of `budget/shape.py`; "loss": bits per byte to reach."""
 
     kind: Literal["hours", "tokens", "flops", "loss"] | None = None
     value: float = 0.0
@@ -83,10 +83,10 @@ class PlanBudget:
 
 @dataclass(frozen=True)
 class PlanCard:
-    """The GPU that is planned for.
+    """The GPU to plan for.
 
-    memory_bytes: memory that programs can use; for a card in this machine, what is free now; gpu: its row in the table,
-    None if it has none; machine: set when the card is in this machine.
+    memory_bytes: memory that programs can use, or for a card in this machine, the memory that is free now; gpu: the
+    card's data sheet, None if it is not in the table; machine: this machine if it contains the card, else None.
     """
 
     name: str
@@ -101,17 +101,17 @@ class PlanCard:
 
     @property
     def native(self) -> frozenset[LowFormat]:
-        """Formats below 16 bits that its tensor cores have, by its data sheet, and that training has run on them."""
+        """Formats below 16 bits that its tensor cores support and that deskside has trained with natively."""
         if self.gpu is None:
             return frozenset()
         rates: dict[LowFormat, float | None] = {"fp8": self.gpu.fp8_flops, "nvfp4": self.gpu.fp4_flops}
-        return frozenset(kind for kind in TRAINED_NATIVELY if rates[kind] is not None)
+        return frozenset(format for format in TRAINED_NATIVELY if rates[format] is not None)
 
 
 @dataclass(frozen=True)
 class CandidateModel:
-    """A model that could be trained. preset: the argument of `deskside train`; layers: its configuration layers, the
-    command line's options last."""
+    """A model that could be trained. preset: the argument of `deskside train`; layers: its configuration layers, of
+    which later ones take precedence."""
 
     preset: str
     layers: tuple[dict[str, Any], ...]
@@ -123,11 +123,11 @@ class CandidateModel:
 
 
 @dataclass(frozen=True)
-class Given(CandidateModel):
-    """The model that was asked about. label: as the user wrote it; own: the dotted keys that were set explicitly."""
+class GivenModel(CandidateModel):
+    """The model that the user asks about. label: its name for messages; explicit: the dotted keys set by a layer."""
 
     label: str
-    own: frozenset[str]
+    explicit: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -135,16 +135,16 @@ class PlanRequest:
     """The input of the planner.
 
     Attributes:
-        overrides: Configuration set by the user, which takes precedence over what the planner chooses.
-        refused: Why the requested number format cannot be planned, so that BF16 is planned instead.
-        setup_seconds, measured_watts, measured_fp8: Measured on this card.
+        overrides: Configuration set by the user, which takes precedence over the planner's choices.
+        setup_seconds, measured_watts, measured_fp8: Results of the probe on this card, None if it did not run.
+        format_error: Error message if the requested number format cannot be planned; the plan is for BF16 then.
         pretrain_seconds: Wall-clock seconds of the pretraining run, if the caller knows them better than the split.
     """
 
     card: PlanCard
     calibration: Calibration
     budget: PlanBudget
-    given: Given | None
+    given: GivenModel | None
     gpus: int = 1
     precision: str | None = None
     sequence_length: int | None = None
@@ -155,9 +155,9 @@ class PlanRequest:
     setup_seconds: float | None = None
     pretrain_seconds: float | None = None
     measured_watts: float | None = None
-    measured_fp8: Gain | None = None
+    measured_fp8: Speedup | None = None
     notes: tuple[str, ...] = ()
-    refused: str | None = None
+    format_error: str | None = None
 
     @property
     def sequence(self) -> int:
@@ -171,35 +171,35 @@ class PlanRequest:
 
     @property
     def pretrains(self) -> bool:
-        """True if the model is trained from scratch. The loss law holds for such runs only."""
+        """True if the model is trained from scratch. Only then does the loss law apply."""
         return self.given is None or (self.given.config.adapter is None and self.given.config.align is None)
 
 
-def ask(
+def make_request(
     question: PlanQuestion, overrides: Mapping[str, Any] | None = None, pretrain_seconds: float | None = None
 ) -> PlanRequest:
-    """Check a question and return the request. Raises UsageError.
+    """Return the checked request for a question. Raises UsageError.
 
     Args:
         overrides: Configuration set by the user, such as {"model": {...}, "batch": {...}}.
-        pretrain_seconds: Wall-clock seconds of the pretraining run, if the caller knows them better than `SPLIT`.
+        pretrain_seconds: Wall-clock seconds of the pretraining run, if the caller knows them better than `TIME_SHARES`.
     """
     q, overrides = question, dict(overrides or {})
     budget = _budget(q)
     models = [f"--{name}" for name in ("preset", "depth", "params") if getattr(q, name) is not None]
     if len(models) > 1:
-        raise UsageError(f"{' and '.join(models)}: each sets the model; give only one of them")
-    if not 1 <= q.gpus <= MOST_GPUS:
-        raise UsageError(f"--gpus: {q.gpus} cannot be planned; give 1 to {MOST_GPUS}, all in one machine")
-    if q.sequence is not None and q.sequence < SMALLEST_SEQUENCE:
+        raise UsageError(f"{' and '.join(models)} each set the model; give only one of them")
+    if not 1 <= q.gpus <= MAX_GPUS:
+        raise UsageError(f"--gpus: {q.gpus} cannot be planned; give 1 to {MAX_GPUS}, all in one machine")
+    if q.sequence is not None and q.sequence < MIN_SEQUENCE_LENGTH:
         raise UsageError(
-            f"--sequence: rows of {q.sequence} tokens are too short; give {SMALLEST_SEQUENCE} or more"
+            f"--sequence: rows of {q.sequence} tokens are too short; give {MIN_SEQUENCE_LENGTH} or more"
         )
     for name in ("price_kwh", "rent_per_hour"):
         price = getattr(q, name)
-        if price is not None and not 0 <= price <= DEAREST:
+        if price is not None and not 0 <= price <= MAX_PRICE:
             raise UsageError(
-                f"--{name}: a price is a number of dollars from 0 to {DEAREST:,.0f}, not {price:g}"
+                f"--{name}: a price is a number of dollars from 0 to {MAX_PRICE:,.0f}, not {price:g}"
             )
     unique = None if q.unique_tokens is None else int(count("--unique_tokens", q.unique_tokens))
     precision = _precision(q.precision, overrides)
@@ -214,18 +214,18 @@ def ask(
         raise UsageError("--compute.device: cpu contradicts --gpu; leave one of them out")
     card, rows, notes = _card(q)
     if q.sequence is not None and overrides.get("schedule", {}).get("stages"):
-        raise UsageError(STAGES_DECIDE)
-    refused = None
+        raise UsageError(STAGES_SET_LENGTH)
+    format_error = None
     try:
         given = _given(q, overrides)
     except UsageError as error:
-        # The question is whether the model can be trained: where only the number format excludes it, BF16 answers.
-        plain = {**overrides, "precision": {"name": "bf16"}}
+        # If a mixture of experts is impossible only because of the number format, plan it in BF16 and report the error.
+        in_bf16 = {**overrides, "precision": {"name": "bf16"}}
         with contextlib.suppress(UsageError):
-            given = _given(q, plain)
+            given = _given(q, in_bf16)
             if given is not None and given.config.model.num_experts:
-                refused, precision, overrides = str(error), "bf16", plain
-        if refused is None:
+                format_error, precision, overrides = str(error), "bf16", in_bf16
+        if format_error is None:
             raise
     if given is None and "adapter" in overrides:
         raise UsageError("--adapter: needs a model; give --preset, --depth or --params")
@@ -248,9 +248,9 @@ def ask(
         setup_seconds=max(_measured(rows, "setup_seconds"), default=None),
         pretrain_seconds=pretrain_seconds,
         measured_watts=max(_measured(rows, "watts"), default=None),
-        measured_fp8=measured_fp8_gain(rows),
+        measured_fp8=measured_fp8_speedup(rows),
         notes=tuple(notes),
-        refused=refused,
+        format_error=format_error,
     )
     if budget.kind == "loss" and not request.pretrains:
         raise UsageError(
@@ -264,16 +264,16 @@ def _budget(q: PlanQuestion) -> PlanBudget:
     if not named:
         return PlanBudget()
     if len(named) > 1:
-        raise UsageError(f"--{' and --'.join(named)}: each is a budget on its own; give only one of them")
+        raise UsageError(f"--{' and --'.join(named)} each set the budget; give only one of them")
     kind, given = named[0], getattr(q, named[0])
     value = count(f"--{kind}", given) if kind == "tokens" else float(given)
     if not (value > 0 and math.isfinite(value)):
         raise UsageError(f"--{kind}: must be a number above zero, not {value:g}")
-    if kind in MOST and value > MOST[kind]:
-        raise UsageError(f"--{kind}: {value:g} is too large; give at most {MOST[kind]:g}")
-    if kind == "loss" and value >= UNTRAINED:
+    if kind in MAX_BUDGET and value > MAX_BUDGET[kind]:
+        raise UsageError(f"--{kind}: {value:g} is too large; give at most {MAX_BUDGET[kind]:g}")
+    if kind == "loss" and value >= UNTRAINED_BPB:
         raise UsageError(
-            f"--loss: an untrained model reaches {value:g} bits per byte; give less than {UNTRAINED:g}"
+            f"--loss: an untrained model has {value:g} bits per byte already; give less than {UNTRAINED_BPB:g}"
         )
     return PlanBudget(kind, value)  # type: ignore[arg-type]
 
@@ -285,9 +285,9 @@ def defaults() -> RunConfig:
 
 
 def count(option: str, given: Any) -> float:
-    """Return a whole number above zero, written as 3000000, 3M, 1.5B or 2e9. Raises UsageError."""
+    """Parse a positive whole number, written as 3000000, 3M, 1.5B or 2e9. Raises UsageError."""
     text = str(given).strip().lower().replace(",", "").replace("_", "")
-    scale = SCALES.get(text[-1:], 1)
+    scale = SUFFIXES.get(text[-1:], 1)
     try:
         value = Decimal(text[:-1] if scale > 1 else text) * scale
     except InvalidOperation:
@@ -304,16 +304,18 @@ def count(option: str, given: Any) -> float:
 def _precision(name: str | None, overrides: Mapping[str, Any]) -> str | None:
     """Return the precision set by --precision or --precision.name, None if neither is given."""
     known = [known for known in get_args(PrecisionName) if known != "auto"]
-    by_hand = overrides.get("precision", {}).get("name", "auto")
+    override = overrides.get("precision", {}).get("name", "auto")
     if name is not None and name not in known:
         raise UsageError(f"--precision: {name} cannot be planned; use one of {', '.join(known)}")
-    if name is not None and by_hand not in ("auto", name):
-        raise UsageError(f"--precision: {name} contradicts --precision.name {by_hand}; leave one of them out")
-    return name or (by_hand if by_hand in known else None)
+    if name is not None and override not in ("auto", name):
+        raise UsageError(
+            f"--precision: {name} contradicts --precision.name {override}; leave one of them out"
+        )
+    return name or (override if override in known else None)
 
 
 def _card(q: PlanQuestion) -> tuple[PlanCard, list[probe_store.Row], list[str]]:
-    """Return the card, its probe results, and notes about results that are not used."""
+    """Return the card, its probe results, and notes on memory in use and on results that are not used."""
     store = probe_store.open_store(q.probes)
     if q.here and q.gpu is not None:
         raise UsageError("--gpu and --here both set the card; give only one of them")
@@ -327,42 +329,42 @@ def _card(q: PlanQuestion) -> tuple[PlanCard, list[probe_store.Row], list[str]]:
         )
         return (card, *_measured_elsewhere(store, gpu))
     machine = probe_store.this_machine()
-    found = gpus.find_device(machine.card, machine.memory_bytes) if machine.device == "cuda" else None
+    gpu_here = gpus.find_device(machine.card, machine.memory_bytes) if machine.device == "cuda" else None
     notes = []
     memory, source = machine.memory_bytes, "measured: reported by this machine"
     if machine.free_bytes is not None and machine.free_bytes < memory:
-        taken = memory - machine.free_bytes
+        in_use = memory - machine.free_bytes
         memory, source = machine.free_bytes, f"measured: free on this machine now, of {gib(memory)}"
-        if taken > MENTIONED_USE:
+        if in_use > REPORTED_USE:
             notes.append(
-                f"{gib(taken)} of the card's {gib(machine.memory_bytes)} are in use by other programs now, and the "
-                f"plan leaves them alone; close them and plan again to use it all"
+                f"{gib(in_use)} of the card's {gib(machine.memory_bytes)} are in use by other programs, so the plan "
+                f"does not use them; close these programs and plan again to use all of the memory"
             )
-    card = PlanCard(machine.card, memory, source, found, machine)
+    card = PlanCard(machine.card, memory, source, gpu_here, machine)
     rows = store.require(machine)
-    if not rows and found is None:
-        what = "the CPU" if card.is_cpu else "not in the table"
+    if not rows and gpu_here is None:
+        what = "the CPU" if card.is_cpu else "a GPU without a data sheet here"
         raise UsageError(
-            f"{machine.card}: this is {what}, and nothing was measured on it; measure it first with: "
-            f"deskside probe, or name a card with --gpu"
+            f"{machine.card}: this is {what}, so it must be measured; measure it first with: deskside probe, or name a "
+            f"card with --gpu"
         )
     return card, rows, [*notes, *store.notes(machine)]
 
 
 def _measured_elsewhere(store: probe_store.Store, gpu: Gpu) -> tuple[list[probe_store.Row], list[str]]:
-    """Return the probe results of a named card, and notes.
+    """Return the probe results of a card given by name, and notes.
 
-    If the card is this machine's own, only results with this driver and software count. Otherwise the newest machine's
-    results count, and a note names it.
+    If the card is in this machine, only results with the current driver and software count. Otherwise the results of
+    the last measured machine count, and a note names it.
     """
 
-    def is_it(row: probe_store.Row) -> bool:
+    def is_this_card(row: probe_store.Row) -> bool:
         machine = row["key"]["machine"]
         name, gib = machine.get("card"), machine.get("memory_gib")
-        known = isinstance(name, str) and isinstance(gib, (int, float))
-        return known and gpus.find_device(name, int(gib * 2**30)) == gpu
+        valid = isinstance(name, str) and isinstance(gib, (int, float))
+        return valid and gpus.find_device(name, int(gib * 2**30)) == gpu
 
-    rows = [row for row in store.rows() if is_it(row)]
+    rows = [row for row in store.rows() if is_this_card(row)]
     if not rows:
         return [], store.notes()
     machine = probe_store.this_machine()
@@ -375,64 +377,68 @@ def _measured_elsewhere(store: probe_store.Store, gpu: Gpu) -> tuple[list[probe_
         f"machine, with driver {newest.get('driver')} and torch {newest.get('torch')}"
     ]
     if len(used) < len(rows):
-        notes.append(f"{len(rows) - len(used)} older ones, of other drivers or software, are not used")
+        notes.append(f"{len(rows) - len(used)} older results with other drivers or software are not used")
     return used, [*notes, *store.notes()]
 
 
-def _given(q: PlanQuestion, overrides: Mapping[str, Any]) -> Given | None:
+def _given(q: PlanQuestion, overrides: Mapping[str, Any]) -> GivenModel | None:
+    """Return the model set by --preset, --depth or --params; None in an open search."""
     if q.preset is not None:
         preset = label = q.preset
         layers = presets.layers(preset)
     elif q.depth is not None or q.params is not None:
         depth = q.depth if q.depth is not None else _nearest_depth(count("--params", q.params), str(q.params))
-        if depth > DEEPEST:
+        if depth > MAX_DEPTH:
             raise UsageError(
-                f"--depth: {depth} is beyond what can be planned; give an even depth from 2 to {DEEPEST}"
+                f"--depth: {depth} is beyond what can be planned; give an even depth from 2 to {MAX_DEPTH}"
             )
         preset = label = f"d{depth}"
         if q.depth is None:
-            label = f"{preset}, the nearest on the depth series to {q.params} parameters"
+            label = f"{preset}, the depth with the nearest size to {q.params} parameters"
         layers = [presets.depth(depth)]
     else:
         return None
     layers = [*layers, dict(overrides)] if overrides else layers
-    own = frozenset(".".join(path) for path in merge.merge(layers)[1])
+    explicit = frozenset(".".join(path) for path in merge.merge(layers)[1])
     config = merge.build(layers)
     if q.sequence is not None:
         if config.schedule.stages:
-            raise UsageError(STAGES_DECIDE)
-        layers = [*layers, longer(q.sequence, config, own)]
+            raise UsageError(STAGES_SET_LENGTH)
+        layers = [*layers, sequence_length_layer(q.sequence, config, explicit)]
         config = merge.build(layers)
-    return Given(preset, tuple(layers), config, label, own)
+    return GivenModel(preset, tuple(layers), config, label, explicit)
 
 
-def longer(sequence: int, config: RunConfig, own: frozenset[str] = frozenset()) -> dict[str, Any]:
+def sequence_length_layer(
+    sequence: int, config: RunConfig, explicit: frozenset[str] = frozenset()
+) -> dict[str, Any]:
     """Return the configuration layer that sets the sequence length.
 
-    It also raises max_position_embeddings if needed, and adjusts a batch that does not divide unless it was set
-    explicitly (its key is in `own`).
+    It also raises max_position_embeddings if needed, and rounds batch.tokens to a multiple of the sequence length
+    unless `explicit` contains that key.
     """
     batch: dict[str, Any] = {"sequence_length": sequence}
     layer: dict[str, Any] = {"batch": batch}
     if sequence > config.model.max_position_embeddings:
         layer["model"] = {"max_position_embeddings": sequence}
-    if config.batch.tokens % sequence and "batch.tokens" not in own:
+    if config.batch.tokens % sequence and "batch.tokens" not in explicit:
         batch["tokens"] = max(1, round(config.batch.tokens / sequence)) * sequence
     return layer
 
 
-def _nearest_depth(wanted: float, written: str) -> int:
-    sizes = {d: num_params(ModelConfig(**presets.depth(d)["model"])) for d in range(2, DEEPEST + 1, 2)}
-    nearest = min(sizes, key=lambda d: abs(math.log(sizes[d] / wanted)))
-    if not 0.5 <= sizes[nearest] / wanted <= 2:
+def _nearest_depth(params: float, text: str) -> int:
+    """Return the depth with the nearest number of parameters. text: the number as the user wrote it."""
+    sizes = {d: num_params(ModelConfig(**presets.depth(d)["model"])) for d in range(2, MAX_DEPTH + 1, 2)}
+    nearest = min(sizes, key=lambda d: abs(math.log(sizes[d] / params)))
+    if not 0.5 <= sizes[nearest] / params <= 2:
         raise UsageError(
-            f"--params: no depth has {written} parameters; sizes go from {format.count(sizes[2])} (d2) "
-            f"to {format.count(sizes[DEEPEST])} (d{DEEPEST})"
+            f"--params: no depth has about {text} parameters; give a size from {format.count(sizes[2])} (d2) "
+            f"to {format.count(sizes[MAX_DEPTH])} (d{MAX_DEPTH})"
         )
     return nearest
 
 
-def _measured(rows: Sequence[probe_store.Row], what: str) -> list[float]:
-    """Return one number of every completed probe point."""
-    found = [r["result"].get(what) for r in rows if r["kind"] == "point" and r["status"] == "ok"]
-    return [float(value) for value in found if isinstance(value, (int, float)) and value > 0]
+def _measured(rows: Sequence[probe_store.Row], key: str) -> list[float]:
+    """Return one result of every completed probe point that has it."""
+    values = [r["result"].get(key) for r in rows if r["kind"] == "point" and r["status"] == "ok"]
+    return [float(value) for value in values if isinstance(value, (int, float)) and value > 0]

@@ -1,6 +1,6 @@
-"""The plan as data: for the text output, for programs as JSON, and for `deskside go`.
+"""The plan as a data structure and as JSON. The text output and `deskside go` read it too.
 
-Every section names the source of its numbers: `measured` on this card, `published` by others, or `modelled`, with the
+Every section has the source of its numbers: `measured` on this card, `published` by others, or `modelled`, with the
 basis of the model in one line.
 """
 
@@ -13,7 +13,7 @@ from deskside.budget.loss import LAW
 from deskside.budget.shape import active_params
 from deskside.config import merge, presets
 from deskside.config.duration import Duration
-from deskside.plan.bands import Name
+from deskside.plan.bands import BandName
 from deskside.plan.candidates import Candidate, precision
 from deskside.plan.claim_check import ClaimFinding
 from deskside.plan.costs import Cost
@@ -33,10 +33,13 @@ PLACEHOLDERS = {
 
 @dataclass(frozen=True)
 class PlannedBand:
-    """A band that can be executed. config: the configuration of `deskside train` as a plain dict for `merge.build`;
-    command: the same as a command line, with PLACEHOLDERS for what a plan does not know."""
+    """A band that can be executed.
 
-    name: Name
+    why: reason for the choice; config: the configuration of `deskside train`, as a dict for `merge.build`; command: the
+    same as a command line, with PLACEHOLDERS for files that a plan does not know.
+    """
+
+    name: BandName
     why: str
     candidate: Candidate
     config: dict[str, Any]
@@ -58,15 +61,21 @@ class PlannedBand:
 
 @dataclass(frozen=True)
 class Plan:
-    """The answer to a request. recommended: the name of the band to run; asked: the given model's run exactly as
-    requested, None in an open search; alternatives: other precisions for the recommended band, with their speed."""
+    """The answer to a request.
+
+    Attributes:
+        recommended: Name of the recommended band.
+        requested: The given model's run exactly as requested; None in an open search.
+        alternatives: Other precisions for the recommended band, with their speed.
+        hours: A time budget, split into the phases of `TIME_SHARES`.
+    """
 
     request: PlanRequest
     verdict: Answer
     reasons: tuple[str, ...]
     bands: tuple[PlannedBand, ...]
-    recommended: Name | None
-    asked: StepEstimate | None
+    recommended: BandName | None
+    requested: StepEstimate | None
     remedies: tuple[Remedy, ...]
     findings: tuple[ClaimFinding, ...]
     alternatives: tuple[dict[str, Any], ...]
@@ -81,7 +90,7 @@ class Plan:
     @property
     def shown(self) -> StepEstimate | None:
         """The estimate whose memory and speed are shown: the recommended band, else the run as requested."""
-        return self.asked if self.best is None else self.best.estimate
+        return self.requested if self.best is None else self.best.estimate
 
     def to_json(self) -> dict[str, Any]:
         """Return the whole plan as JSON."""
@@ -97,10 +106,10 @@ class Plan:
             "speed": {} if shown is None else speed_json(self.request, shown),
             "cost": {} if best is None else best.cost.to_json(),
             "hours": self.hours,
-            "asked": self.asked
+            "asked": self.requested
             and {
-                "memory": memory_json(self.request, self.asked),
-                "speed": speed_json(self.request, self.asked),
+                "memory": memory_json(self.request, self.requested),
+                "speed": speed_json(self.request, self.requested),
             },
             "remedies": [remedy.to_json() for remedy in self.remedies],
             "claims": [asdict(finding) for finding in self.findings],
@@ -110,139 +119,142 @@ class Plan:
 
 
 def executable(request: PlanRequest, candidate: Candidate) -> tuple[dict[str, Any], str]:
-    """Return (config, command) of a candidate. Raises UsageError if the configuration rejects it, which is a bug."""
-    own: dict[str, Any] = options(candidate.setting, staged=bool(candidate.shape.config.schedule.stages))
-    # The length of the run follows the budget: a time for hours, otherwise tokens.
+    """Return (config, command) of a candidate. A UsageError from the configuration is a bug of the planner."""
+    planned: dict[str, Any] = options(candidate.setting, staged=bool(candidate.shape.config.schedule.stages))
+    # A budget of hours sets the length of the run as a time, any other budget as tokens.
     if request.pretrain_seconds is not None or request.budget.kind == "hours":
         length = str(Duration(int(candidate.seconds[1]), "seconds"))
     else:
         length = str(Duration(max(1, int(candidate.tokens[1])), "tokens"))
-    own.setdefault("schedule", {})["length"] = length
-    # Another precision than the request's may be what makes it fit.
+    planned.setdefault("schedule", {})["length"] = length
+    # The candidate may fit only in another precision than the requested one.
     if candidate.setting.precision != precision(request) or request.precision is not None:
-        own.setdefault("precision", {})["name"] = candidate.setting.precision
+        planned.setdefault("precision", {})["name"] = candidate.setting.precision
     positions = candidate.setting.model.max_position_embeddings
-    built = merge.build([*candidate.shape.layers, own])
+    built = merge.build([*candidate.shape.layers, planned])
     config = built.model_dump(mode="json", exclude_unset=True)
     if built.align is not None:
-        words = _fine_tuning(config)
+        arguments = _fine_tuning_arguments(config)
     else:
-        by_hand: dict[str, Any] = {}
-        for layer in (request.overrides, own):
-            by_hand = merge.merge([by_hand, layer])[0]
+        explicit: dict[str, Any] = {}
+        for layer in (request.overrides, planned):
+            explicit = merge.merge([explicit, layer])[0]
         if positions != merge.build(presets.layers(candidate.shape.preset)).model.max_position_embeddings:
-            by_hand.setdefault("model", {})["max_position_embeddings"] = positions
-        options_by_hand = _words(by_hand)
-        words = ["train", candidate.shape.preset]
+            explicit.setdefault("model", {})["max_position_embeddings"] = positions
+        explicit_options = _command_options(explicit)
+        arguments = ["train", candidate.shape.preset]
         if built.adapter is not None:  # adapters need weights to start from
-            words += ["--init", "MODEL"]
-        if "--data.path" not in options_by_hand:
-            words += ["--data.path", "DIR"]
-        words += options_by_hand
+            arguments += ["--init", "MODEL"]
+        if "--data.path" not in explicit_options:
+            arguments += ["--data.path", "DIR"]
+        arguments += explicit_options
     launcher = ["torchrun", "--nproc-per-node", str(request.gpus), "-m"] if request.gpus > 1 else []
-    return config, shlex.join([*launcher, "deskside", *words])
+    return config, shlex.join([*launcher, "deskside", *arguments])
 
 
-def _fine_tuning(config: Mapping[str, Any]) -> list[str]:
-    """Return the words of a fine-tuning command. It takes no preset: every key is an option, the model comes with its
-    weights."""
-    own = {part: values for part, values in config.items() if part not in ("model", "align")}
+def _fine_tuning_arguments(config: Mapping[str, Any]) -> list[str]:
+    """Return the arguments of a fine-tuning command, such as `deskside sft`.
+
+    It takes no preset, so that every key becomes an option. The model's shape comes with its weights.
+    """
+    sections = {part: values for part, values in config.items() if part not in ("model", "align")}
     align = {key: value for key, value in config["align"].items() if key not in ("name", "data", "val")}
-    words = [config["align"]["name"], "MODEL", "--data", *(config["align"].get("data") or ["DATA"])]
+    arguments = [config["align"]["name"], "MODEL", "--data", *(config["align"].get("data") or ["DATA"])]
     if held_out := config["align"].get("val"):
-        words += ["--val", *held_out]
-    return [*words, *_words({**own, "align": align})]
+        arguments += ["--val", *held_out]
+    return [*arguments, *_command_options({**sections, "align": align})]
 
 
-def _words(given: Mapping[str, Any]) -> list[str]:
-    """Options of the command line."""
-    words = []
-    for part, values in given.items():
+def _command_options(config: Mapping[str, Any]) -> list[str]:
+    """Return a configuration as command-line options."""
+    arguments = []
+    for part, values in config.items():
         if isinstance(values, Mapping):
             for key, value in values.items():
-                words += [f"--{part}.{key}", _written(value)]
+                arguments += [f"--{part}.{key}", _option_text(value)]
         else:
-            words += [f"--{part}", _written(values)]
-    return words
+            arguments += [f"--{part}", _option_text(values)]
+    return arguments
 
 
-def _written(value: Any) -> str:
-    """Return a value as `deskside train` reads it: lists and tables as in TOML."""
+def _option_text(value: Any) -> str:
+    """Return a value as `deskside train` parses it: lists and tables in TOML syntax."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}={_written(v)}" for key, v in value.items()) + "}"
+        return "{" + ",".join(f"{key}={_option_text(v)}" for key, v in value.items()) + "}"
     if isinstance(value, list | tuple):
-        return "[" + ",".join(_written(v) for v in value) + "]"
+        return "[" + ",".join(_option_text(v) for v in value) + "]"
     return str(value)
 
 
-def memory_json(request: PlanRequest, found: StepEstimate) -> dict[str, Any]:
+def memory_json(request: PlanRequest, estimate: StepEstimate) -> dict[str, Any]:
+    """Return the memory of an estimate as JSON, in bytes."""
     return {
         "source": MODELLED,
         "basis": MEMORY_SOURCE,
         "unit": "bytes",
-        "items": dict(found.memory.items),
-        "peak_allocated": found.memory.allocated,
-        "reserved": found.memory.reserved,
+        "items": dict(estimate.memory.items),
+        "peak_allocated": estimate.memory.allocated,
+        "reserved": estimate.memory.reserved,
         "context": request.calibration.overhead_bytes,
-        "needed": {end: int(size) for end, size in range_json(found.memory_bytes).items()},
-        "capacity": found.capacity,
+        "needed": {end: int(size) for end, size in range_json(estimate.memory_bytes).items()},
+        "capacity": estimate.capacity,
         "capacity_source": request.card.memory_source,
-        "peak_at": found.memory.instant,
-        "fits": found.fits,
+        "peak_at": estimate.memory.instant,
+        "fits": estimate.fits,
     }
 
 
-def speed_json(request: PlanRequest, found: StepEstimate) -> dict[str, Any]:
-    setting = found.setting
+def speed_json(request: PlanRequest, estimate: StepEstimate) -> dict[str, Any]:
+    """Return the speed of an estimate as JSON. items: seconds of a mean step."""
+    setting = estimate.setting
     gpu = request.card.gpu
-    per_second = setting.flops_per_token * found.tokens_per_second[1] / request.gpus
+    flops_per_gpu = setting.flops_per_token * estimate.tokens_per_second[1] / request.gpus
     return {
         "source": MODELLED,
         "calibration": request.calibration.source,
         "basis": request.calibration.basis,
         "precision": setting.precision,
         "emulated": setting.emulated,
-        "tokens_per_second": range_json(found.tokens_per_second),
-        "step_seconds": found.step_seconds,
-        "items": dict(found.step),
+        "tokens_per_second": range_json(estimate.tokens_per_second),
+        "step_seconds": estimate.step_seconds,
+        "items": dict(estimate.step),
         "tokens_per_step": setting.tokens_per_step,
         "micro_tokens": setting.micro_tokens,
-        "accumulation": found.accumulation,
+        "accumulation": estimate.accumulation,
         "flops_per_token": setting.flops_per_token,
-        "mfu": None if gpu is None else per_second / gpu.bf16_flops,
+        "mfu": None if gpu is None else flops_per_gpu / gpu.bf16_flops,
         "mfu_of": "data sheet, BF16 with FP32 accumulation, causal attention",
     }
 
 
 def _band(plan: Plan, band: PlannedBand) -> dict[str, Any]:
-    found, setting = band.candidate, band.candidate.setting
-    loss = {**range_json(found.loss), "unit": "bits per byte", "source": LAW.source}
+    candidate, setting = band.candidate, band.candidate.setting
+    unique = plan.request.unique_tokens
+    loss = {**range_json(candidate.loss), "unit": "bits per byte", "source": LAW.source}
     return {
         "name": band.name,
         "recommended": band.name == plan.recommended,
         "why": band.why,
         "model": {
             "preset": band.preset,
-            "params": found.params,
+            "params": candidate.params,
             "active_params": active_params(setting.model),
-            "weights": found.weights,
+            "weights": candidate.weights,
             "layers": setting.model.num_hidden_layers,
             "hidden_size": setting.model.hidden_size,
         },
-        "tokens": int(found.tokens[1]),
-        "tokens_range": {"low": int(found.tokens[0]), "high": int(found.tokens[2])},
-        "tokens_per_param": found.tokens[1] / found.weights,
-        "epochs": None
-        if plan.request.unique_tokens is None
-        else found.tokens[1] / plan.request.unique_tokens,
-        "steps": int(found.tokens[1] // setting.tokens_per_step),
+        "tokens": int(candidate.tokens[1]),
+        "tokens_range": {"low": int(candidate.tokens[0]), "high": int(candidate.tokens[2])},
+        "tokens_per_param": candidate.tokens[1] / candidate.weights,
+        "epochs": candidate.tokens[1] / unique if unique is not None else None,
+        "steps": int(candidate.tokens[1] // setting.tokens_per_step),
         **({"loss": loss} if plan.request.pretrains else {}),
         "batch": {
             "tokens": setting.stages[-1].tokens,
             "micro_tokens": setting.micro_tokens,
-            "accumulation": found.estimate.accumulation,
+            "accumulation": candidate.estimate.accumulation,
         },
         "stages": [
             {"share": s.share, "sequence_length": s.sequence_length, "tokens": s.tokens}
@@ -252,11 +264,11 @@ def _band(plan: Plan, band: PlannedBand) -> dict[str, Any]:
         "optimizer": setting.optimizer,
         "precision": setting.precision,
         "activation_checkpointing": setting.activation_checkpointing,
-        "memory": memory_json(plan.request, found.estimate),
-        "speed": speed_json(plan.request, found.estimate),
+        "memory": memory_json(plan.request, candidate.estimate),
+        "speed": speed_json(plan.request, candidate.estimate),
         "time": {
             "source": MODELLED,
-            "pretraining_seconds": range_json(found.seconds),
+            "pretraining_seconds": range_json(candidate.seconds),
         },
         "cost": band.cost.to_json(),
         "config": band.config,

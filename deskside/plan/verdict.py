@@ -1,11 +1,12 @@
-"""The model is given: yes, yes-if (what to change), or no (what would be needed).
+"""The verdict on a given model: "yes", "yes-if" (with changes), or "no" (with what would be needed).
 
-Memory is checked first: the requested run, with its micro-batch fitted, must fit at the high end of the range. If it
-does not, the options of `deskside train` that save memory are tried in every combination, the least change first
-(`plan/remedies.py`). A run that fits with them is a yes-if. Time is checked next: a budget of hours must leave room for
-training. If a smaller model would end clearly better in the same hours, the verdict is yes-if at best. A model that
-reads too few tokens for its size is always reported. Sharding over the requested GPUs is a change. More GPUs, a larger
-card or a smaller model answer another question and are reported as what would be needed.
+Memory is checked first: the requested run, with the largest micro-batch that fits, must fit at the high end of its
+memory range. If it does not, all combinations of the memory-saving options of `deskside train` are tried, from small to
+large changes (`plan/remedies.py`). If one of them fits, the verdict is "yes-if". Time is checked next: a budget of
+hours must be long enough for training. If a smaller model would end with a clearly lower loss in the same time, the
+verdict is "yes-if" at best. A model that is trained on too few tokens for its size is always reported. Sharding over
+the requested GPUs is such a change. More GPUs, a larger card or a smaller model are not: they are listed with the
+verdict "no".
 """
 
 import itertools
@@ -15,36 +16,44 @@ from typing import Literal
 from deskside.budget.loss import LAW
 from deskside.budget.shape import matmul_params
 from deskside.plan.candidates import (
-    LONGEST_SECONDS,
+    MAX_SECONDS,
     TOO_LONG,
     TOO_SMALL,
     Candidate,
     batch_tokens,
     bpb,
-    candidate,
-    fastest,
-    length,
+    fastest_that_fits,
+    make_candidate,
     optimal_tokens,
     pretrain_seconds,
+    run_length,
     search,
-    setting_of,
+    setting_on_card,
     too_short,
 )
-from deskside.plan.estimate import Setting, StepEstimate, check_shared, estimate, fitted, optim_options
+from deskside.plan.estimate import (
+    Setting,
+    StepEstimate,
+    check_batch_divides,
+    estimate,
+    estimate_max_microbatch,
+    optim_options,
+)
 from deskside.plan.remedies import (
     Remedy,
     combinations,
     first_that_fits,
-    max_microbatch_unless_set,
     minimum_memory,
     minimum_over_changes,
     remedies,
+    with_max_microbatch_unless_set,
 )
-from deskside.plan.request import Given, PlanRequest
+from deskside.plan.request import GivenModel, PlanRequest
 from deskside.utils.format import count, duration, gib
 
 Answer = Literal["yes", "yes-if", "no"]
-UNDERTRAINED = 1.05  # loss above the law's floor, relative to the best smaller model in the same hours
+# A smaller model ends clearly better if the given model's loss above the law's limit is this multiple of its own.
+UNDERTRAINED = 1.05
 CHANGED_OPTIONS = (
     ("--precision", "precision"),
     ("--compute.activation_checkpointing", "activation_checkpointing"),
@@ -53,16 +62,16 @@ CHANGED_OPTIONS = (
     ("--optim.states", "states"),
     ("--optim.offload", "offload_optimizer"),
 )
-FEW_TOKENS = 1 / 3  # of the optimum for the size; a plan reports fewer
+FEW_TOKENS = 1 / 3  # share of the compute-optimal tokens below which a plan reports that they are too few
 
 
 @dataclass(frozen=True)
 class ModelVerdict:
-    """Verdict on a given model. asked: the run as requested; chosen: the run that is possible, None without one."""
+    """Verdict on a given model. requested: the run as requested; chosen: the run to do, None if none is possible."""
 
     answer: Answer
     reasons: list[str]
-    asked: StepEstimate
+    requested: StepEstimate
     chosen: Candidate | None
     remedies: tuple[Remedy, ...]
 
@@ -70,99 +79,115 @@ class ModelVerdict:
 def judge(request: PlanRequest) -> ModelVerdict:
     """Return the verdict on the given model. The request must have one."""
     assert request.given is not None
-    asked = _asked(request, request.given)
-    found, answer, reasons = _memory(request, asked)
-    needed = tuple(remedies(replace(request, overrides={}), asked)) if asked.fits != "fits" else ()
-    if found is None:
-        would = [remedy.what for remedy in needed if remedy.kind in ("hardware", "other model")]
-        return ModelVerdict("no", [*reasons, f"what would do: {'; or '.join(would)}"], asked, None, needed)
-    chosen = candidate(request, request.given, found)
+    requested = _requested_run(request, request.given)
+    possible, answer, reasons = _check_memory(request, requested)
+    needed_remedies = (
+        tuple(remedies(replace(request, overrides={}), requested)) if requested.fits != "fits" else ()
+    )
+    if possible is None:
+        would = [remedy.what for remedy in needed_remedies if remedy.kind in ("hardware", "other model")]
+        return ModelVerdict(
+            "no", [*reasons, f"what would fit: {'; or '.join(would)}"], requested, None, needed_remedies
+        )
+    chosen = make_candidate(request, request.given, possible)
     if chosen is None:
-        return ModelVerdict("no", [*reasons, _out_of_reach(request, found)], asked, None, needed)
-    if chosen.seconds[1] > LONGEST_SECONDS:
-        told = f"{count(chosen.tokens[1])} tokens take {duration(chosen.seconds[1])}; {TOO_LONG}"
-        return ModelVerdict("no", [*reasons, told], asked, chosen, needed)
-    # The optimal tokens of a size, and the better of two sizes, are only known for pretraining.
-    late, worse = _undertrained(request, chosen) if request.pretrains else (None, False)
-    if late is not None:
-        reasons.append(late)
-    if worse:
-        answer = "yes-if"
-    return ModelVerdict(answer, reasons, asked, chosen, needed)
+        return ModelVerdict(
+            "no", [*reasons, _out_of_reach(request, possible)], requested, None, needed_remedies
+        )
+    if chosen.seconds[1] > MAX_SECONDS:
+        too_long = f"{count(chosen.tokens[1])} tokens take {duration(chosen.seconds[1])}; {TOO_LONG}"
+        return ModelVerdict("no", [*reasons, too_long], requested, chosen, needed_remedies)
+    if request.pretrains:  # the loss law applies only to pretraining
+        message, smaller_is_better = _undertrained(request, chosen)
+        if message is not None:
+            reasons.append(message)
+        if smaller_is_better:
+            answer = "yes-if"
+    return ModelVerdict(answer, reasons, requested, chosen, needed_remedies)
 
 
-def _asked(request: PlanRequest, given: Given) -> StepEstimate:
-    """Return the requested run. Options that were not set: the best batch for its tokens, the micro-batch that fits."""
-    base = setting_of(request, given.config)
-    capacity, own = request.card.memory_bytes, given.own
+def _requested_run(request: PlanRequest, given: GivenModel) -> StepEstimate:
+    """Return the requested run. If not set explicitly, its batch is the best for its tokens, its micro-batch the
+    largest that fits."""
+    base = setting_on_card(request, given.config)
+    capacity, explicit = request.card.memory_bytes, given.explicit
 
-    def run(setting: Setting) -> StepEstimate:
-        if "batch.micro_tokens" in own and setting.micro_tokens <= setting.tokens_per_step:
+    def estimated(setting: Setting) -> StepEstimate:
+        if "batch.micro_tokens" in explicit and setting.micro_tokens <= setting.tokens_per_step:
             return estimate(setting, request.calibration, capacity)
-        return fitted(setting, request.calibration, capacity)
+        return estimate_max_microbatch(setting, request.calibration, capacity)
 
     by_stage = any(stage.batch_tokens for stage in given.config.schedule.stages)
-    if "batch.tokens" in own or by_stage or len(base.stages) > 1:
-        check_shared(base)
-        return run(base)
+    if "batch.tokens" in explicit or by_stage or len(base.stages) > 1:
+        check_batch_divides(base)
+        return estimated(base)
     found: StepEstimate | None = None
+    # The best batch depends on the tokens of the run, and these on the speed, which depends a little on the batch.
     tokens = batch_tokens(optimal_tokens(LAW, matmul_params(base.model)), request.sequence, request.gpus)
     for _ in range(2):
         stages = (replace(base.stages[0], sequence_length=request.sequence, tokens=tokens),)
-        micro = base.micro_tokens if "batch.micro_tokens" in own else tokens // request.gpus
-        found = run(replace(base, stages=stages, micro_tokens=micro))
-        reached = length(request, found)
-        if reached is not None:
-            tokens = batch_tokens(reached[0][1], request.sequence, request.gpus)
+        micro = base.micro_tokens if "batch.micro_tokens" in explicit else tokens // request.gpus
+        found = estimated(replace(base, stages=stages, micro_tokens=micro))
+        lengths = run_length(request, found)
+        if lengths is not None:
+            tokens = batch_tokens(lengths[0][1], request.sequence, request.gpus)
     assert found is not None
     return found
 
 
-def _memory(request: PlanRequest, asked: StepEstimate) -> tuple[StepEstimate | None, Answer, list[str]]:
-    """Return the run that is possible, the verdict on memory alone, and the reasons."""
+def _check_memory(
+    request: PlanRequest, requested: StepEstimate
+) -> tuple[StepEstimate | None, Answer, list[str]]:
+    """Return (the run that is possible or None, the verdict on memory alone, the reasons)."""
     capacity = gib(request.card.memory_bytes)
-    low, expected, high = asked.memory_bytes
-    told = f"{gib(expected)} ({gib(low)} to {gib(high)}) of {capacity}"
-    if asked.fits == "fits":
-        return asked, "yes", [f"it fits: {told}, {asked.setting.micro_tokens:,} tokens per pass"]
-    # The overrides do not fit, so they may be changed too.
+    low, expected, high = requested.memory_bytes
+    needs = f"{gib(expected)} ({gib(low)} to {gib(high)}) of {capacity}"
+    if requested.fits == "fits":
+        return requested, "yes", [f"it fits: {needs}, {requested.setting.micro_tokens:,} tokens per pass"]
+    # The run does not fit as set by the user, so these options may be changed too.
     request = replace(request, overrides={})
-    start = max_microbatch_unless_set(request, asked.setting)
+    start = with_max_microbatch_unless_set(request, requested.setting)
     found = first_that_fits(request, start)
     if found is not None:
-        return found, "yes-if", [f"as asked it needs {told}", f"it fits with {_differences(asked, found)}"]
+        return (
+            found,
+            "yes-if",
+            [f"as requested it needs {needs}", f"it fits with {_differences(requested, found)}"],
+        )
     possible = (s for s in combinations(request, start) if minimum_memory(request, s).fits != "no")
-    for found in itertools.chain([asked], (fastest(request, setting) for setting in possible)):
+    for found in itertools.chain([requested], (fastest_that_fits(request, setting) for setting in possible)):
         if found.fits == "tight":
             _, expected, high = found.memory_bytes
             text = f"it needs {gib(expected)} as expected, but {gib(high)} at the high end"
-            what = _differences(asked, found)
-            trial = f"{text} of the range{f', with {what}' if what else ''}: only a trial will tell"
-            return found, "yes-if", [trial]
+            what = _differences(requested, found)
+            changes = f", with {what}" if what else ""
+            return found, "yes-if", [f"{text} of the range{changes}: try it out"]
     lean = minimum_over_changes(request, start)
     still = f"{gib(lean.memory_bytes[1])}, at most {gib(lean.memory_bytes[2])}"
-    saved = f"with everything that saves memory together ({_differences(asked, lean)}) it still needs {still}"
-    return None, "no", [f"as asked it needs {told}", saved]
+    least = (
+        f"with everything that saves memory together ({_differences(requested, lean)}) it still needs {still}"
+    )
+    return None, "no", [f"as requested it needs {needs}", least]
 
 
-def _differences(asked: StepEstimate, found: StepEstimate) -> str:
+def _differences(requested: StepEstimate, found: StepEstimate) -> str:
     """Return the changed options as text."""
-    before, after = asked.setting, found.setting
-    words = [
+    before, after = requested.setting, found.setting
+    changes = [
         f"{option} {str(getattr(after, field)).lower()}"
         for option, field in CHANGED_OPTIONS
         if getattr(after, field) != getattr(before, field)
     ]
     if after.copies == "use" and before.copies == "step":
-        words.append("--precision.weight_cache false")
+        changes.append("--precision.weight_cache false")
     if after.sharded and not before.sharded:
-        words.append(f"sharding over the {after.gpus} GPUs (--parallel.mode shard)")
+        changes.append(f"sharding over the {after.gpus} GPUs (--parallel.mode shard)")
     if after.sequence_length != before.sequence_length:
-        words.append(f"rows of {after.sequence_length:,} tokens")
+        changes.append(f"rows of {after.sequence_length:,} tokens")
     if after.micro_tokens != before.micro_tokens:
-        words.append(f"{after.micro_tokens:,} tokens per pass")
-    speed = found.tokens_per_second[1] / asked.tokens_per_second[1]
-    return f"{', '.join(words)}, at {speed:.0%} of the speed" if words else ""
+        changes.append(f"{after.micro_tokens:,} tokens per pass")
+    speed = found.tokens_per_second[1] / requested.tokens_per_second[1]
+    return f"{', '.join(changes)}, at {speed:.0%} of the speed" if changes else ""
 
 
 def _out_of_reach(request: PlanRequest, found: StepEstimate) -> str:
@@ -171,46 +196,46 @@ def _out_of_reach(request: PlanRequest, found: StepEstimate) -> str:
         floor = bpb(request, found.setting, 1e15)[1]
         return (
             f"{budget.value:g} bits per byte is out of reach: a model of this size is expected to end above "
-            f"{floor:.3f} whatever it reads"
+            f"{floor:.3f} after any number of tokens"
         )
     seconds = pretrain_seconds(request)
-    if seconds is None or length(request, found) is not None:
+    if seconds is None or run_length(request, found) is not None:
         return TOO_SMALL
     return f"{too_short(request, seconds)}, and a step {duration(found.step_seconds)}"
 
 
 def _undertrained(request: PlanRequest, chosen: Candidate) -> tuple[str | None, bool]:
-    """Return (message about a model that reads too few tokens, or None; whether a smaller one ends clearly better).
+    """Return (message if the model is trained on too few tokens, else None; True if a smaller model is clearly better).
 
-    Two models are compared by their loss above the law's floor, with the same optimizer and the same use of short rows.
+    Two models are compared by their loss above the law's limit, with the same optimizer and the same kind of stages.
     """
-    right = optimal_tokens(LAW, chosen.weights)
-    rival = _rival(request, chosen)
-    if rival is None and chosen.tokens[1] >= FEW_TOKENS * right:
+    optimal = optimal_tokens(LAW, chosen.weights)
+    smaller = _better_smaller_model(request, chosen)
+    if smaller is None and chosen.tokens[1] >= FEW_TOKENS * optimal:
         return None, False
     text = f"it sees only {chosen.tokens[1] / chosen.params:.2g} tokens per parameter"
-    if rival is not None:
+    if smaller is not None:
         text += (
-            f" and is expected at {chosen.loss[1]:.3f} bits per byte, where {rival.shape.preset} "
-            f"({count(rival.params)}), trained alike, gets to {rival.loss[1]:.3f} in the same budget"
+            f" and is expected at {chosen.loss[1]:.3f} bits per byte, while {smaller.shape.preset} "
+            f"({count(smaller.params)}), trained in the same way, ends at {smaller.loss[1]:.3f} in the same budget"
         )
-    needed = duration(right / chosen.estimate.tokens_per_second[1])
-    text += f"; this size is the best choice from {count(right)} tokens on, which take {needed}"
-    return text, rival is not None
+    needed = duration(optimal / chosen.estimate.tokens_per_second[1])
+    text += f"; this size is the best choice from {count(optimal)} tokens on, which take {needed}"
+    return text, smaller is not None
 
 
-def _rival(request: PlanRequest, chosen: Candidate) -> Candidate | None:
-    """Return the best smaller model of the same budget, trained in the same way, if it ends clearly better."""
+def _better_smaller_model(request: PlanRequest, chosen: Candidate) -> Candidate | None:
+    """Return the best smaller model in the same budget, trained in the same way, if its loss is clearly lower."""
     if request.budget.kind not in ("hours", "flops"):
         return None
-    alike = replace(
+    open_request = replace(
         request,
         given=None,
         overrides={"optim": {"name": chosen.setting.optimizer} | optim_options(chosen.setting)},
         sequence_length=request.sequence,
     )
-    found = search(alike, staged=len(chosen.setting.stages) > 1)
-    smaller = [c for c in found if c.estimate.fits == "fits" and c.weights < chosen.weights]
+    candidates = search(open_request, staged=len(chosen.setting.stages) > 1)
+    smaller = [c for c in candidates if c.estimate.fits == "fits" and c.weights < chosen.weights]
     if not smaller:
         return None
     best = min(smaller, key=lambda c: c.loss[1])

@@ -12,8 +12,8 @@ from pathlib import Path
 from deskside.budget.step_spec import Precision
 from deskside.config.run import RunConfig
 from deskside.plan.candidates import SETUP_SECONDS
-from deskside.plan.estimate import StepEstimate, estimate, fitted, of_config
-from deskside.plan.request import PlanQuestion, PlanRequest, ask
+from deskside.plan.estimate import StepEstimate, estimate, estimate_max_microbatch, setting_from_config
+from deskside.plan.request import PlanQuestion, PlanRequest, make_request
 from deskside.study.spec.expand import PlannedArm
 from deskside.utils.errors import UsageError
 from deskside.utils.format import gib
@@ -73,7 +73,7 @@ def local_machine(probes: str | Path = "probes") -> LocalMachine:
     """Return this machine. probes: folder of the probe store. Raises RunError if the NVIDIA driver does not respond."""
     try:
         # A request needs a preset. Forecasts replace it by the configuration of the arm.
-        return LocalMachine(ask(PlanQuestion(here=True, preset="124m", probes=str(probes))))
+        return LocalMachine(make_request(PlanQuestion(here=True, preset="124m", probes=str(probes))))
     except UsageError as error:
         return LocalMachine(None, f"{str(error).split(';')[0]}; measure it with: deskside probe")
 
@@ -131,9 +131,9 @@ def _estimate(config: RunConfig, request: PlanRequest, memory_fraction: float) -
     if config.precision.name != "auto":
         precision = config.precision.name
     native_formats = frozenset() if cpu else request.card.native
-    setting = of_config(config, 1, precision, cpu, native_formats)
+    setting = setting_from_config(config, 1, precision, cpu, native_formats)
     capacity = int(request.card.memory_bytes * memory_fraction)
-    estimator = fitted if config.batch.micro_tokens == "auto" else estimate
+    estimator = estimate_max_microbatch if config.batch.micro_tokens == "auto" else estimate
     return estimator(setting, request.calibration, capacity)
 
 

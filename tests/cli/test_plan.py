@@ -84,7 +84,7 @@ def test_output_as_json_and_as_text(capsys: pytest.CaptureFixture[str], line: st
     assert code == 0 and err == ""
     assert f"verdict: {found['verdict']}" in out
     assert all(len(row) <= 80 for row in out.splitlines() if " train " not in row)
-    assert "where the numbers come from" in out
+    assert "sources of the numbers" in out
 
 
 @pytest.mark.parametrize(

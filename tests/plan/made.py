@@ -6,8 +6,7 @@ from deskside.budget.speed import Rates
 from deskside.config import merge, presets
 from deskside.facts import gpus
 from deskside.plan.calibrate import Calibration
-from deskside.plan.request import Given, PlanBudget, PlanCard, PlanQuestion, PlanRequest
-from deskside.plan.request import ask as ask_question
+from deskside.plan.request import GivenModel, PlanBudget, PlanCard, PlanQuestion, PlanRequest, make_request
 
 GIB = 2**30
 
@@ -44,15 +43,15 @@ def request(
     )
 
 
-def given(preset: str, **overrides: Any) -> Given:
-    """A preset with options by hand, as `ask` makes it."""
+def given(preset: str, **overrides: Any) -> GivenModel:
+    """A preset with options by hand, as `make_request` makes it."""
     layers = [*presets.layers(preset), overrides]
     own = frozenset(".".join(path) for path in merge.merge(layers)[1])
-    return Given(preset, tuple(layers), merge.build(layers), preset, own)
+    return GivenModel(preset, tuple(layers), merge.build(layers), preset, own)
 
 
 def ask(
     overrides: dict[str, Any] | None = None, pretrain_seconds: float | None = None, **options: Any
 ) -> PlanRequest:
     """Return the request for these options of `deskside plan`."""
-    return ask_question(PlanQuestion(**options), overrides, pretrain_seconds)
+    return make_request(PlanQuestion(**options), overrides, pretrain_seconds)

@@ -125,11 +125,11 @@ def test_there_are_rows_to_compare_with() -> None:
 
 def test_published_claims_of_seed_001_are_doubted(tmp_path: Path) -> None:
     """ "185K tokens/s" of 124M on an RTX 5090 is about what it does in FP8; 1.5B at 15,000 in BF16 is plausible."""
-    from deskside.plan.claim_check import Claims, check
+    from deskside.plan.claim_check import Claims, check_claims
 
     def verdict(preset: str, speed: float) -> str:
         plan = make_plan(ask(gpu="rtx5090", preset=preset, sequence=2048, probes=str(tmp_path / "none")))
-        [finding] = check(plan.request, Claims(tokens_per_second=(speed, speed)), plan.shown)
+        [finding] = check_claims(plan.request, Claims(tokens_per_second=(speed, speed)), plan.shown)
         return finding.verdict
 
     assert verdict("124m", 185_000) == "holds"

@@ -19,7 +19,7 @@ from deskside.config import merge, presets
 from deskside.config.model import ModelConfig
 from deskside.config.run import RunConfig
 from deskside.plan import bands, candidates
-from deskside.plan.estimate import of_config
+from deskside.plan.estimate import setting_from_config
 from deskside.plan.planner import make_plan
 from deskside.plan.request import PlanRequest
 from deskside.plan.result import Plan
@@ -35,7 +35,7 @@ CARDS = st.fixed_dictionaries(
 
 
 def target_loss(request: PlanRequest) -> float:
-    found = {band.name: band.candidate for band in bands.choose(request)}
+    found = {band.name: band.candidate for band in bands.choose_bands(request)}
     return found["target"].loss[1] if found else math.inf
 
 
@@ -65,7 +65,7 @@ def check(plan: Plan) -> None:
         # It can be executed, and what is executed is what was planned.
         config = merge.build([band.config])
         assert carried_out(config, request) == carried_out(merge.build(layers_of(band.command)), request)
-        again = of_config(config, request.gpus, setting.precision)
+        again = setting_from_config(config, request.gpus, setting.precision)
         assert (again.stages[-1], again.micro_tokens, again.activation_checkpointing, again.optimizer) == (
             setting.stages[-1],
             setting.micro_tokens,
@@ -205,7 +205,7 @@ def test_the_target_is_where_a_brute_force_finds_it() -> None:
     best = min(losses, key=lambda name: losses[name])
     found = {c.shape.preset: c for c in candidates.search(request)}
     assert found[best].loss[1] == pytest.approx(losses[best], rel=1e-3)
-    target = next(band for band in bands.choose(request) if band.name == "target")
+    target = next(band for band in bands.choose_bands(request) if band.name == "target")
     assert target.candidate.loss[1] <= losses[best] * 1.001
 
 

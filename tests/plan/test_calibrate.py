@@ -305,7 +305,7 @@ def test_the_draw_is_fixed() -> None:
 
 def test_no_torch() -> None:
     code = (
-        "import sys, deskside.plan.calibrate, deskside.plan.published as p; p.fitted(); "
+        "import sys, deskside.plan.calibrate, deskside.plan.published as p; p.speed_factors(); "
         "sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -13,7 +13,7 @@ import pytest
 from deskside.budget.shape import flops_per_token, num_params
 from deskside.facts import gpus
 from deskside.plan import claim_check as claims
-from deskside.plan.claim_check import ClaimFinding, Claims, check, of_card, parse
+from deskside.plan.claim_check import ClaimFinding, Claims, check_card_claims, check_claims, parse_claims
 from deskside.plan.planner import make_plan
 from deskside.plan.request import PlanRequest
 from deskside.utils.errors import UsageError
@@ -74,18 +74,18 @@ def test_every_old_claim_is_refuted_with_its_arithmetic(moe: PlanRequest) -> Non
         "1 s per step of 524,288 tokens": "impossible",
         "50 to 100 tokens/s": "unlikely",
         "100,000 steps in 28.8 hours": "impossible",
-        "50 to 100 tokens/s beside 100,000 steps in 28.8 hours": "contradiction",
+        "50 to 100 tokens/s and 100,000 steps in 28.8 hours": "contradiction",
     }
     why = {finding.claim: finding.why for finding in plan.findings}
     assert "32 GiB" in why["memory of the RTX 5090: 24 GiB"]
     assert "575 W" in why["power of the RTX 5090: 450 W"]
     # 72 GiB as it was described; everything that saves memory together, states on the host included, is still more.
-    least = re.findall(r"it comes to (\d+\.\d) GiB", why["memory: 28 GiB"])
+    least = re.findall(r"it needs (\d+\.\d) GiB", why["memory: 28 GiB"])
     assert len(least) == 1 and float(least[0]) > 28
     # 100,000 x 524,288 / (28.8 x 3600) = 505,679
     assert "505,679 tokens/s" in why["100,000 steps in 28.8 hours"]
     # and at 100 tokens per second 524,288,000 s: 16.6 years
-    assert "16.6 years" in why["50 to 100 tokens/s beside 100,000 steps in 28.8 hours"]
+    assert "16.6 years" in why["50 to 100 tokens/s and 100,000 steps in 28.8 hours"]
     assert "7 of 7 claims do not hold" in plan.reasons
     # With shorter rows and the states on the host together it can be trained, which is not what was claimed.
     assert plan.verdict == "yes-if" and any("rows of 8,192 tokens" in reason for reason in plan.reasons)
@@ -102,8 +102,8 @@ def test_one_second_per_step_is_more_than_the_card_has_in_any_format(moe: PlanRe
 
 def test_what_holds_is_said_to_hold(moe: PlanRequest) -> None:
     plan = make_plan(moe)
-    assert plan.asked is not None
-    rate, (low, _, high) = plan.asked.tokens_per_second[1], plan.asked.memory_bytes
+    assert plan.requested is not None
+    rate, (low, _, high) = plan.requested.tokens_per_second[1], plan.requested.memory_bytes
     right = Claims(
         step_seconds=(524288 / rate, 524288 / rate),
         memory_gib=(low / 2**30, high / 2**30),
@@ -113,21 +113,21 @@ def test_what_holds_is_said_to_hold(moe: PlanRequest) -> None:
         steps=(1000, 1000),
         hours=(524288 * 1000 / rate / 3600,) * 2,
     )
-    findings = check(moe, right, plan.asked)
+    findings = check_claims(moe, right, plan.requested)
     assert [finding.verdict for finding in findings] == ["holds"] * len(findings)
     assert len(findings) == 6
 
 
 def test_claims_between_can_and_cannot_are_unlikely(moe: PlanRequest) -> None:
     plan = make_plan(moe)
-    assert plan.asked is not None
-    rate = plan.asked.tokens_per_second[1]
+    assert plan.requested is not None
+    rate = plan.requested.tokens_per_second[1]
     for speed in (2 * rate, rate / 3):
-        [finding] = check(moe, Claims(tokens_per_second=(speed, speed)), plan.asked)
+        [finding] = check_claims(moe, Claims(tokens_per_second=(speed, speed)), plan.requested)
         assert finding.verdict == "unlikely"
-    expected = plan.asked.memory_bytes[1] / 2**30
+    expected = plan.requested.memory_bytes[1] / 2**30
     for size in (0.85 * expected, 2 * expected):
-        [finding] = check(moe, Claims(memory_gib=(size, size)), plan.asked)
+        [finding] = check_claims(moe, Claims(memory_gib=(size, size)), plan.requested)
         assert finding.verdict == "unlikely"
 
 
@@ -135,29 +135,29 @@ def test_the_card_alone_needs_no_model() -> None:
     """Seeds: an RTX 5090 of 24 GB, of 450 W, of under 400 W; an RTX 4090 of 24 GB and 450 W is right."""
     card = gpus.find("rtx5090")
     for claimed in (Claims(vram_gib=(24, 24)), Claims(watts=(450, 450)), Claims(watts=(400, 400))):
-        [finding] = of_card(card, claimed)
+        [finding] = check_card_claims(card, claimed)
         assert finding.verdict == "wrong" and finding.source.startswith("published")
-    right = of_card(gpus.find("rtx4090"), Claims(vram_gib=(24, 24), watts=(450, 450)))
+    right = check_card_claims(gpus.find("rtx4090"), Claims(vram_gib=(24, 24), watts=(450, 450)))
     assert [finding.verdict for finding in right] == ["holds", "holds"]
 
 
 def test_claims_are_read() -> None:
-    assert parse({"memory_gib": "28", "tokens_per_second": "50-100", "watts": None}) == Claims(
+    assert parse_claims({"memory_gib": "28", "tokens_per_second": "50-100", "watts": None}) == Claims(
         memory_gib=(28, 28), tokens_per_second=(50, 100)
     )
-    assert not parse({"memory_gib": None})
+    assert not parse_claims({"memory_gib": None})
     assert Claims(vram_gib=(1, 1)).of_card_alone and not OLD.of_card_alone
 
 
 @pytest.mark.parametrize("text", ["much", "-3", "0", "100-50", "1-", "", "1e999"])
 def test_claims_that_are_no_numbers_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match="--claim_memory_gib"):
-        parse({"memory_gib": text})
+        parse_claims({"memory_gib": text})
 
 
 def test_steps_and_hours_belong_together() -> None:
     with pytest.raises(UsageError, match="belong together"):
-        parse({"steps": "1000"})
+        parse_claims({"steps": "1000"})
 
 
 def test_a_card_without_a_data_sheet_cannot_be_held_against_one(moe: PlanRequest) -> None:
@@ -165,4 +165,4 @@ def test_a_card_without_a_data_sheet_cannot_be_held_against_one(moe: PlanRequest
 
     unknown = replace(moe, card=replace(moe.card, gpu=None))
     with pytest.raises(UsageError, match="not in the table"):
-        claims.check(unknown, Claims(watts=(450, 450)), None)
+        claims.check_claims(unknown, Claims(watts=(450, 450)), None)

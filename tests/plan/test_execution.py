@@ -9,7 +9,7 @@ from deskside.budget.format_costs import Precision
 from deskside.config import merge
 from deskside.config.dimensions import model_uncovered_reason
 from deskside.model.transformer import Transformer
-from deskside.plan.estimate import of_config
+from deskside.plan.estimate import setting_from_config
 from deskside.precision.convert import why_not_fused
 from deskside.train.prepare.setup import execution_mode
 
@@ -34,7 +34,7 @@ def test_it_plans_what_training_does_on_a_card(shape: str, precision: Precision,
         [{"model": SHAPES[shape], "precision": {"name": precision}, "compute": {"compile": compile}}]
     )
     mode = execution_mode(config, precision, torch.device("cuda"))
-    planned = of_config(config, 1, precision)
+    planned = setting_from_config(config, 1, precision)
     assert planned.compiled == (mode != "off")
     assert planned.copies == ("step" if mode == "fused" else "pass")
 

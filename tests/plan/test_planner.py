@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from deskside.config import merge
-from deskside.plan.calibrate import measured_fp8_gain
+from deskside.plan.calibrate import measured_fp8_speedup
 from deskside.plan.planner import make_plan
-from deskside.plan.published import Gain
+from deskside.plan.published import Speedup
 from deskside.plan.render import show
 from tests.plan import made
 
@@ -22,8 +22,8 @@ def test_bf16_stays_the_default_and_fp8_is_offered_with_its_gain() -> None:
     assert plan.best.candidate.setting.precision == "bf16"
     (offer,) = plan.alternatives
     assert (offer["precision"], offer["option"], offer["source"]) == ("fp8", "--precision fp8", "modelled")
-    told = f"--precision fp8 is offered: {offer['speed']:.2f} times the speed of BF16 (modelled"
-    (reason,) = [reason for reason in plan.reasons if "offered" in reason]
+    told = f"--precision fp8 is an alternative: {offer['speed']:.2f} times the speed of BF16 (modelled"
+    (reason,) = [reason for reason in plan.reasons if "alternative" in reason]
     assert reason.startswith(told) and reason.endswith("docs/precision.md")
     assert "llmq" in reason  # the published pairs stand beside it
     # What was offered is what choosing it plans.
@@ -32,11 +32,13 @@ def test_bf16_stays_the_default_and_fp8_is_offered_with_its_gain() -> None:
 
 
 def test_a_measured_gain_goes_before_the_model() -> None:
-    plan = planned(measured_fp8=Gain(1.61, "measured: one pair of points on this card with deskside probe"))
+    plan = planned(
+        measured_fp8=Speedup(1.61, "measured: one pair of points on this card with deskside probe")
+    )
     (offer,) = plan.alternatives
     assert offer["speed"] == 1.61 and offer["modelled_speed"] != 1.61
     assert any("1.61 times the speed of BF16 (measured: one pair" in reason for reason in plan.reasons)
-    assert planned(measured_fp8=Gain(0.97, "measured: one pair")).alternatives == ()
+    assert planned(measured_fp8=Speedup(0.97, "measured: one pair")).alternatives == ()
 
 
 @pytest.mark.parametrize(
@@ -138,9 +140,9 @@ def point(precision: str, seconds: float, tokens: int = 65536) -> dict[str, Any]
 
 def test_pairs_of_probe_points() -> None:
     rows = [point("bf16", 0.12), point("fp8-delayed", 0.08), point("bf16", 0.2, 131072), point("fp32", 0.9)]
-    found = measured_fp8_gain(rows)
+    found = measured_fp8_speedup(rows)
     assert found is not None
     assert found.speed == pytest.approx(1.5) and found.source.startswith("measured: one pair of points")
-    assert measured_fp8_gain(rows[2:]) is None
+    assert measured_fp8_speedup(rows[2:]) is None
     failed = {**point("fp8-delayed", 0.1, 131072), "status": "oom"}
-    assert measured_fp8_gain([rows[2], failed]) is None
+    assert measured_fp8_speedup([rows[2], failed]) is None

@@ -20,20 +20,20 @@ from deskside.facts.measurements import Measurement, published
 from deskside.plan.calibrate import calibrate
 from deskside.plan.published import (
     FIRST_KERNELS,
-    LONGEST,
+    MAX_SEQUENCE,
     SECOND_KERNELS,
     architecture_factor,
     attention_share,
-    fit,
-    fitted,
-    fp8_gain,
+    calibration_split,
+    fit_speed_factors,
     matmul_rate,
-    modelled,
+    modelled_speed,
+    published_fp8_speedup,
     shape_of,
     sheet_rates,
-    split,
+    speed_factors,
+    step_of,
     usable,
-    work_of,
 )
 
 CARDS = ("H100 SXM", "RTX 4090", "A100 80GB SXM", "RTX 5090")
@@ -49,14 +49,14 @@ def made(card: str, trainer: str, speed: float) -> Measurement:
 @cache
 def template(card: str) -> tuple[Measurement, float]:
     """A usable row with its card exchanged, and its modelled speed there."""
-    row = next(row for row in split()[0] if row.gpus == 1 and row.precision == "bf16")
+    row = next(row for row in calibration_split()[0] if row.gpus == 1 and row.precision == "bf16")
     row = dataclasses.replace(row, card=card)
-    return row, modelled(row)
+    return row, modelled_speed(row)
 
 
 def test_hopper_is_the_anchor() -> None:
     """deskside was measured there, so nothing published may move it."""
-    assert fitted().architectures["Hopper"] == 1.0
+    assert speed_factors().architectures["Hopper"] == 1.0
     for card in ("h200", "h100 sxm", "h100 pcie"):
         assert architecture_factor(find(card))[0] == 1.0
 
@@ -81,7 +81,7 @@ def test_planted_parts_are_found(
         for _ in range(2)
     ]
     rows.append(made(spoiled, "one", 10 * of_trainer["one"] * of_card[spoiled]))
-    found = fit(rows)
+    found = fit_speed_factors(rows)
     for trainer, part in of_trainer.items():
         assert found.trainers[trainer] == pytest.approx(part, rel=1e-6)
     for card, part in of_card.items():
@@ -91,10 +91,10 @@ def test_planted_parts_are_found(
 
 def test_the_split_is_by_place_alone() -> None:
     """Every usable row is in one half; of each architecture and precision the halves alternate; twice is the same."""
-    calibrating, kept = split()
+    calibrating, kept = calibration_split()
     usable_rows = [row for row in published() if usable(row)]
     assert len(calibrating) + len(kept) == len(usable_rows) > 100
-    assert split() == (calibrating, kept)
+    assert calibration_split() == (calibrating, kept)
     places: dict[tuple[str, str], list[bool]] = {}
     ids = {id(row) for row in calibrating}
     for row in usable_rows:
@@ -106,19 +106,22 @@ def test_the_split_is_by_place_alone() -> None:
 
 
 def test_no_kept_out_row_has_a_part_in_the_fit() -> None:
-    again = fit(row for row in split()[0] if row.precision == "bf16")
-    assert again == fitted()
-    assert fit(row for part in split() for row in part if row.precision == "bf16") != fitted()
+    again = fit_speed_factors(row for row in calibration_split()[0] if row.precision == "bf16")
+    assert again == speed_factors()
+    assert (
+        fit_speed_factors(row for part in calibration_split() for row in part if row.precision == "bf16")
+        != speed_factors()
+    )
 
 
 def test_usable_rows_are_plain_runs() -> None:
     for row in published():
         if usable(row):
             assert not row.rejected
-            assert (row.sequence_length or 0) <= LONGEST
+            assert (row.sequence_length or 0) <= MAX_SEQUENCE
             assert "offload" not in row.saving.lower()
             assert "recompute" not in row.saving.lower()
-            spec, shape = work_of(row), shape_of(row)
+            spec, shape = step_of(row), shape_of(row)
             assert spec.gpus == row.gpus
             assert shape.num_hidden_layers == row.layers
 
@@ -158,11 +161,11 @@ def test_both_parts_are_needed() -> None:
 
 def test_a_calibration_is_a_factor_of_the_data_sheet() -> None:
     """The planner's tokens per second on a 4090 are the architecture's part times the model's, but for the delays."""
-    row = next(r for r in split()[1] if r.card == "RTX 4090" and r.precision == "bf16")
+    row = next(r for r in calibration_split()[1] if r.card == "RTX 4090" and r.precision == "bf16")
     gpu = find("rtx4090")
     factor, basis = architecture_factor(gpu)
-    speed = tokens_per_second(shape_of(row), work_of(row), calibrate(gpu, []).rates)
-    assert speed == pytest.approx(factor * modelled(row), rel=0.03)
+    speed = tokens_per_second(shape_of(row), step_of(row), calibrate(gpu, []).rates)
+    assert speed == pytest.approx(factor * modelled_speed(row), rel=0.03)
     assert "published runs on Ada" in basis
 
 
@@ -222,7 +225,7 @@ def test_every_kept_out_row_is_in_the_report() -> None:
     text = "\n".join(section())
     table = text.split("### Every held-out row")[1].split("## Published measurements: memory")[0]
     lines = [line for line in table.splitlines() if line.startswith("| ") and "---" not in line]
-    assert len(lines) - 1 == len(split()[1])
+    assert len(lines) - 1 == len(calibration_split()[1])
     for line in lines[1:]:
         error = float(line.split("|")[9].strip(" *%")) / 100
         assert ("miss" in line) == (abs(error) > 0.30)
@@ -256,7 +259,7 @@ def test_formats_against_an_8b_model_on_a_b200(precision: Any, kept: int, publis
     ],
 )
 def test_the_published_pairs(card: str, params: float, speed: float) -> None:
-    found = fp8_gain(find(card), params)
+    found = published_fp8_speedup(find(card), params)
     assert found is not None
     assert found.speed == pytest.approx(speed, rel=0.01)
     assert found.source.startswith("published")
@@ -264,11 +267,11 @@ def test_the_published_pairs(card: str, params: float, speed: float) -> None:
 
 def test_between_sizes_it_grows_and_outside_it_stays() -> None:
     card = find("rtx4090")
-    speeds = [fp8_gain(card, size).speed for size in (1e8, 4.94e8, 9e8, 1.5436e9)]  # type: ignore[union-attr]
+    speeds = [published_fp8_speedup(card, size).speed for size in (1e8, 4.94e8, 9e8, 1.5436e9)]  # type: ignore[union-attr]
     assert speeds[0] == speeds[1] < speeds[2] < speeds[3]
 
 
 def test_a_card_without_fp8_has_none_and_a_relative_is_named() -> None:
-    assert fp8_gain(find("rtx3090"), 1e9) is None
-    relative = fp8_gain(find("rtx4080"), 1e9)
+    assert published_fp8_speedup(find("rtx3090"), 1e9) is None
+    relative = published_fp8_speedup(find("rtx4080"), 1e9)
     assert relative is not None and "4090" in relative.source

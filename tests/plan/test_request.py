@@ -14,7 +14,7 @@ from deskside.config import presets
 from deskside.config.model import ModelConfig
 from deskside.config.sections import PrecisionName
 from deskside.measurements.store import Machine
-from deskside.plan.request import DRIVER_SHARE, SPLIT, count
+from deskside.plan.request import DRIVER_SHARE, TIME_SHARES, count
 from deskside.utils.errors import UsageError
 from tests.plan.made import ask
 
@@ -282,7 +282,7 @@ def test_a_named_card_is_planned_beside_damaged_lines_and_they_are_told(
 
 
 def test_shares_of_a_budget_sum_to_one() -> None:
-    assert min(SPLIT.values()) >= 0 and sum(SPLIT.values()) == pytest.approx(1)
+    assert min(TIME_SHARES.values()) >= 0 and sum(TIME_SHARES.values()) == pytest.approx(1)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ GIB = 2**30
 def test_what_fits_is_a_yes_and_needs_no_remedy() -> None:
     plan = make_plan(made.request("tokens", 1e9, given=made.given("124m")))
     assert plan.verdict == "yes"
-    assert plan.asked is not None and plan.asked.fits == "fits"
+    assert plan.requested is not None and plan.requested.fits == "fits"
     assert plan.remedies == ()
     best = plan.best
     assert best is not None and len(plan.bands) == 1
@@ -43,7 +43,7 @@ def test_yes_if_names_the_change_and_carries_it_out() -> None:
     request = made.request("tokens", 1e9, memory_gib=16.0, given=made.given("d24"))
     plan = make_plan(request)
     assert plan.verdict == "yes-if"
-    assert plan.asked is not None and plan.asked.fits != "fits"
+    assert plan.requested is not None and plan.requested.fits != "fits"
     best = plan.best
     assert best is not None
     config = merge.build([best.config])
@@ -68,8 +68,8 @@ def test_no_says_what_would_be_needed() -> None:
     plan = make_plan(made.request("tokens", 1e9, memory_gib=24.0, given=made.given("d38")))
     assert plan.verdict == "no" and plan.best is None
     # States alone: 4 + 4 + 4 bytes per weight, whatever is recomputed.
-    assert plan.asked is not None
-    assert 12 * num_params(plan.asked.setting.model) > 24 * GIB
+    assert plan.requested is not None
+    assert 12 * num_params(plan.requested.setting.model) > 24 * GIB
     would = " ".join(plan.reasons)
     assert "of this card, sharded" in would and "d" in would
     kinds = {remedy.kind for remedy in plan.remedies}
@@ -120,14 +120,14 @@ def test_sharding_does_not_shrink_the_gradients_of_several_passes() -> None:
     """The states of d38 over four GPUs would leave room on 20 GiB, but one pass of all rows does not fit beside them,
     and from the second pass on every GPU holds whole gradients."""
     plan = make_plan(made.request("tokens", 1e9, memory_gib=20.0, gpus=4, given=made.given("d38")))
-    assert plan.verdict == "no" and plan.asked is not None
-    weights = num_params(plan.asked.setting.model)
+    assert plan.verdict == "no" and plan.requested is not None
+    weights = num_params(plan.requested.setting.model)
     assert 16 * weights / 4 < 12 * GIB < 20 * GIB < (4 + 12 / 4) * weights * 1.1 + 2 * GIB
 
 
 def test_every_change_saves_memory_and_only_changes_are_executable() -> None:
     request = made.request("tokens", 1e9, given=made.given("d38", optim={"name": "adamw"}))
-    asked = judge(request).asked
+    asked = judge(request).requested
     found = judge(request).remedies
     changes = [remedy for remedy in found if remedy.kind == "change"]
     assert {"Muon instead of AdamW", "activation checkpointing of whole blocks"} <= {r.what for r in changes}
@@ -169,9 +169,9 @@ def test_a_model_that_reads_too_little_is_told_so_though_it_fits() -> None:
     """The floor of the law hides in the total loss how much a model has missed."""
     request = made.request(value=24.0, memory_gib=32.0, tflops=210.0, given=made.given("1.3b"))
     plan = make_plan(request)
-    assert plan.asked is not None and plan.asked.fits == "fits" and plan.best is not None
+    assert plan.requested is not None and plan.requested.fits == "fits" and plan.best is not None
     told = [reason for reason in plan.reasons if "tokens per parameter" in reason]
-    assert plan.verdict == "yes-if" and len(told) == 1 and "trained alike" in told[0]
+    assert plan.verdict == "yes-if" and len(told) == 1 and "trained in the same way" in told[0]
     # A third of the best number of tokens is where it begins, whatever the budget is of; tokens are not hours, so
     # that a smaller model has nothing to gain from them.
     right = optimal_tokens(LAW, plan.best.candidate.weights)
@@ -189,7 +189,7 @@ def test_a_size_is_compared_with_what_is_trained_alike() -> None:
     assert best is not None and len(best.candidate.setting.stages) > 1
     for optimizer in ("muon", "adamw"):
         plan = make_plan(made.request(value=24.0, given=made.given(best.preset, optim={"name": optimizer})))
-        assert not any("trained alike" in reason for reason in plan.reasons)
+        assert not any("trained in the same way" in reason for reason in plan.reasons)
 
 
 def test_too_little_time_and_a_loss_out_of_reach_are_a_no() -> None:
@@ -226,9 +226,9 @@ def test_a_long_sequence_needs_more(sequence: int) -> None:
         "model": {"max_position_embeddings": sequence},
     }
     plan = make_plan(made.request("tokens", 1e9, given=made.given("124m", **layer), overrides=layer))
-    assert plan.asked is not None
-    assert plan.asked.setting.sequence_length == sequence
-    assert plan.asked.accumulation * plan.asked.setting.micro_tokens == 2**19
+    assert plan.requested is not None
+    assert plan.requested.setting.sequence_length == sequence
+    assert plan.requested.accumulation * plan.requested.setting.micro_tokens == 2**19
 
 
 def test_between_gpus_the_range_is_wider_and_the_link_is_named() -> None:
@@ -268,9 +268,7 @@ def test_text_that_is_read_too_often_is_told(unique: int | None, told: bool, pre
     plan = make_plan(made.request("tokens", 1e9, given=model, unique_tokens=unique))
     assert any("200M tokens of text 5 times" in reason for reason in plan.reasons) == told
     assert any("of text" in reason for reason in plan.reasons) == told
-    assumed = [
-        note for note in plan.notes if note.startswith("text: 1B tokens of it are assumed, none read twice")
-    ]
+    assumed = [note for note in plan.notes if note.startswith("text: 1B unique tokens are assumed")]
     assert len(assumed) == (unique is None)
 
 
@@ -304,8 +302,8 @@ def test_a_yes_if_uses_the_room_that_it_makes(preset: str, gpus: int, gib: float
     """What was cut to one row per pass because nothing fitted grows again once something does."""
     request = made.request("tokens", 1e10, gpus=gpus, memory_gib=gib, given=made.given(preset))
     plan = make_plan(request)
-    assert plan.verdict == "yes-if" and plan.best is not None and plan.asked is not None
-    asked = plan.asked.setting
+    assert plan.verdict == "yes-if" and plan.best is not None and plan.requested is not None
+    asked = plan.requested.setting
     assert asked.micro_tokens == asked.sequence_length  # one row
     chosen = plan.best.estimate
     assert chosen.tokens_per_second[1] == pytest.approx(fastest_of_all(request, asked), rel=1e-9)
@@ -321,7 +319,7 @@ def test_a_yes_if_uses_the_room_that_it_makes(preset: str, gpus: int, gib: float
             assert rung == rungs[what]
             row = replace(asked, activation_checkpointing=rung)
             slow = estimate(row, request.calibration, request.card.memory_bytes)
-            assert remedy.speed * plan.asked.tokens_per_second[1] >= slow.tokens_per_second[1]
+            assert remedy.speed * plan.requested.tokens_per_second[1] >= slow.tokens_per_second[1]
     other = [remedy for remedy in plan.remedies if remedy.kind == "other model"]
     assert all("smaller" in remedy.costs and remedy.saves_bytes > 0 for remedy in other)
 
@@ -398,10 +396,10 @@ def test_what_an_option_makes_possible_is_offered_without_it(
         model, precision = made.given(preset, **nested(options)), options.get("precision.name")
         return made.request("tokens", 1e8, memory_gib=gib, given=model, precision=precision)
 
-    needed = judge(asked(999.0, changed)).asked.memory_bytes[2]
+    needed = judge(asked(999.0, changed)).requested.memory_bytes[2]
     gib = room * needed / GIB
     with_options, without = judge(asked(gib, changed)), judge(asked(gib, plain))
-    assert with_options.asked.fits == "fits" and with_options.answer == "yes"
+    assert with_options.requested.fits == "fits" and with_options.answer == "yes"
     assert without.answer != "no"
     for verdict in (with_options, without):
         cards = [remedy.what for remedy in verdict.remedies if remedy.what.startswith("a card with")]

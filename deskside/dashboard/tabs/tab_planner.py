@@ -13,7 +13,7 @@ from deskside.dashboard.runs import run_predictions, trial_predictions
 from deskside.dashboard.sidebar import Context
 from deskside.facts.gpus import gpus
 from deskside.plan.planner import make_plan
-from deskside.plan.request import PlanQuestion, ask
+from deskside.plan.request import PlanQuestion, make_request
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.format import count, dollars, duration, gib, number, plural
 
@@ -74,7 +74,7 @@ def _controls(probes: str) -> PlanQuestion:
 
 @st.cache_data(ttl=60, max_entries=32, show_spinner="planning")
 def _plan(question: PlanQuestion) -> dict[str, Any]:
-    return make_plan(ask(question)).to_json()
+    return make_plan(make_request(question)).to_json()
 
 
 def _answer(plan: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from deskside.config.model import ModelConfig
 from deskside.facts import gpus
 from deskside.plan.estimate import StepEstimate
 from deskside.plan.planner import make_plan
-from deskside.plan.request import PlanQuestion, ask
+from deskside.plan.request import PlanQuestion, make_request
 from deskside.study.claims.verdicts import Answer
 
 SPEEDRUN_FLOPS = 4.33e19  # of a training run that the document about target architectures uses as a reference
@@ -50,8 +50,8 @@ def _estimate(card: str, preset: str, overrides: dict[str, Any], **options: Any)
         options: Fields of `PlanQuestion`.
     """
     with TemporaryDirectory() as no_probes:
-        request = ask(PlanQuestion(gpu=card, preset=preset, probes=no_probes, **options), overrides)
-    estimate = make_plan(request).asked
+        request = make_request(PlanQuestion(gpu=card, preset=preset, probes=no_probes, **options), overrides)
+    estimate = make_plan(request).requested
     assert estimate is not None  # the model is given
     return estimate
 

@@ -9,7 +9,7 @@ from deskside.budget.format_costs import LowFormat, Precision
 from deskside.budget.memory import training_memory
 from deskside.budget.step_spec import StepSpec
 from deskside.config import merge
-from deskside.plan.estimate import of_config, peak_memory
+from deskside.plan.estimate import peak_memory, setting_from_config
 from deskside.train.prepare.step_planning import modelled_memory_gib
 
 ROWS = 1024
@@ -48,11 +48,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("changes", SETTINGS.values(), ids=SETTINGS)
 def test_training_models_the_step_that_the_planner_models(changes: dict[str, Any]) -> None:
-    """Two roads from one configuration to bytes: `plan.estimate.of_config`, and what a run says of itself."""
+    """Two roads from one configuration to bytes: `plan.estimate.setting_from_config`, and what a run says of itself."""
     config = merge.build([{"batch": {"tokens": 4 * ROWS, "sequence_length": ROWS}}, changes])
     name = config.precision.name if config.precision.name != "auto" else "bf16"
     native: frozenset[LowFormat] = frozenset({"fp8"})
-    setting = replace(of_config(config, 1, cast("Precision", name), native=native), micro_tokens=ROWS)
+    setting = replace(
+        setting_from_config(config, 1, cast("Precision", name), native=native), micro_tokens=ROWS
+    )
     assert modelled_memory_gib(config, ROWS, name, "fused", native=True) == pytest.approx(
         peak_memory(setting).allocated / 2**30, rel=1e-12
     )
