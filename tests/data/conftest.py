@@ -13,7 +13,7 @@ from tests.data.data_corpus import make_corpus
 
 @pytest.fixture(scope="session")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Several shards per split, so that everything that crosses a shard is met."""
+    """Several shards per split, so that tests cross the boundaries of shards."""
     folder = tmp_path_factory.mktemp("prepared")
     make_corpus(folder / "corpus.jsonl", 300)
     out = folder / "out"

@@ -14,7 +14,7 @@ WORDS = {lang: line.split() for lang, line in _LINES.items()}
 
 
 def make_corpus(path: Path, documents: int, seed: int = 0) -> list[dict[str, str]]:
-    """Writes a .jsonl of documents from 1 to 400 words, two thirds English, and returns its records."""
+    """Write a .jsonl file of documents with 1 to 400 words, two thirds of them English, and return its records."""
     rng = random.Random(seed)
     records = []
     for i in range(documents):

@@ -1,4 +1,4 @@
-"""index.json and prepare.json with a value of the wrong kind, anywhere: one line that names the file, never a bug."""
+"""index.json and prepare.json with any value of a wrong kind: the error is one line that names the file."""
 
 import copy
 import json
@@ -22,7 +22,7 @@ DELETED = object()
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Where something stands in a JSON value; of a list its first entry."""
+    """Yield the path of every entry in a JSON value; in a list only of the first entry."""
     if path:
         yield path
     inside = (
@@ -45,7 +45,7 @@ def changed(whole: Any, path: tuple[Any, ...], value: object) -> Any:
 
 
 def check(file: Path, use: Callable[[], object]) -> int:
-    """Every change of a JSON file, and what `use` says of it. Returns how many were refused."""
+    """Call `use` for every change of a JSON file. Only RunError and UsageError may be raised; return their number."""
     whole = json.loads(file.read_text())
     text = file.read_bytes()
     refused = 0
@@ -72,7 +72,7 @@ def check(file: Path, use: Callable[[], object]) -> int:
 
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
-    """A data set of one shard in each split, with something left out."""
+    """A data set of one shard per split, with bad input and an ignored file."""
     make_corpus(tmp_path / "corpus.jsonl", 60)
     with (tmp_path / "corpus.jsonl").open("a") as file:
         file.write('{"body": 1}\n')
@@ -104,7 +104,7 @@ def test_prepare(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("content", [b"\xff", b"[", b"3", b"{}", b""])
 def test_stamp(small: Path, content: bytes) -> None:
-    """What it should remember is found out again."""
+    """A damaged stamp is written again."""
     (small / shards.STAMP).write_bytes(content)
     shards.check(small)
     assert json.loads((small / shards.STAMP).read_text())["index.json"]

@@ -95,7 +95,7 @@ PATTERNS = {
 
 @pytest.fixture(scope="module")
 def published() -> dict[str, Tokenizer]:
-    """Tokenizers with the split patterns of published ones, trained on words whose merges cross what a bad cut cuts."""
+    """Tokenizers with published split patterns, trained so that a cut at a wrong place changes the tokens."""
     found = {}
     for name, pattern in PATTERNS.items():
         spec = json.loads(bpe.train([*TEXTS, "ab a\n\nab 1é ab.\n ab दीa\r\n ab" * 30], 500).to_str())
@@ -114,7 +114,7 @@ def test_pieces_of_a_long_text_have_the_tokens_of_the_whole(
     tokenizer = published[name]
     for start, end in bpe.spans(data, limit=8):
         left, right = data[:end].decode(), data[end:].decode()
-        if end - start < 16 * 8:  # no cut for want of a place
+        if end - start < 16 * 8:  # longer spans end at a place that may change the tokens
             ids = tokenizer.encode(left).ids + tokenizer.encode(right).ids
             assert ids == tokenizer.encode(text).ids
     assert b"".join(data[a:b] for a, b in bpe.spans(data, limit=8)) == data
@@ -136,7 +136,7 @@ def test_training_is_deterministic() -> None:
     assert bpe.train(TEXTS, 500).to_str() == bpe.train(TEXTS, 500).to_str()
 
 
-def test_existing_tokenizer_is_taken_over(directory: Path, tmp_path: Path) -> None:
+def test_copying_an_existing_tokenizer(directory: Path, tmp_path: Path) -> None:
     other = tmp_path / "hf"
     other.mkdir()
     spec = json.loads((directory / "tokenizer.json").read_text())
@@ -163,8 +163,8 @@ def test_wrong_tokenizers(tmp_path: Path) -> None:
         bpe.token_bytes(Tokenizer(models.BPE({"a": 0}, [])))
 
 
-def test_lengths_fit() -> None:
-    """A corpus of one letter has tokens of more than 65,535 of them."""
+def test_token_bytes_above_uint16() -> None:
+    """A token may have more than 65,535 bytes, if the corpus repeats one letter."""
     long = "a" * 70_000
     tokenizer = Tokenizer(models.BPE({long: 0, "b": 1}, []))
     tokenizer.decoder = decoders.ByteLevel()
@@ -175,7 +175,7 @@ def test_lengths_fit() -> None:
 @pytest.mark.parametrize("normalised", [False, True])
 @given(text=st.text(max_size=60) | st.text("\u1100\u1161\u11a8\u1fef\u212ae\u0301\u0323 ", max_size=60))
 @settings(max_examples=100, deadline=None)
-def test_no_token_stands_for_more_bytes_than_the_longest(
+def test_max_bytes_per_token_bounds_the_number_of_tokens(
     directory: Path, normalised: bool, text: str
 ) -> None:
     tokenizer = bpe.load(directory)
@@ -186,7 +186,7 @@ def test_no_token_stands_for_more_bytes_than_the_longest(
     assert len(tokenizer.encode(text, add_special_tokens=False).ids) * longest >= len(text.encode())
 
 
-def test_no_bound_where_a_token_may_stand_for_anything(directory: Path) -> None:
+def test_no_bound_for_lossy_tokenizers(directory: Path) -> None:
     for change in (
         {"normalizer": {"type": "Strip", "strip_left": True, "strip_right": True}},
         {"normalizer": {"type": "Replace", "pattern": {"Regex": " +"}, "content": " "}},

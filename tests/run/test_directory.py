@@ -1,4 +1,4 @@
-"""Names of runs, whole files or none, lines whole or not at all."""
+"""The run directory: its name, its JSON files, and the rows of metrics.jsonl."""
 
 import json
 import math
@@ -26,7 +26,7 @@ ROWS = st.lists(
 )
 
 
-def test_a_given_name_must_be_free_and_a_default_gets_a_number(tmp_path: Path) -> None:
+def test_given_name_must_be_unused_and_default_gets_a_number(tmp_path: Path) -> None:
     assert RunDirectory.create(tmp_path, "mine", "demo").path.name == "mine"
     with pytest.raises(
         UsageError, match=r"mine exists; choose another --name, or continue it with.*--resume"
@@ -37,12 +37,12 @@ def test_a_given_name_must_be_free_and_a_default_gets_a_number(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "a\\b"])
-def test_names_that_are_no_folder(name: str, tmp_path: Path) -> None:
+def test_names_that_are_not_plain_folder_names(name: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="plain folder name"):
         RunDirectory.create(tmp_path, name, "demo")
 
 
-def test_a_place_that_cannot_be_made(tmp_path: Path) -> None:
+def test_runs_folder_that_cannot_be_created(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match=r"^--runs .*file: is a file"):
         RunDirectory.create(tmp_path / "file", None, "demo")
@@ -50,7 +50,7 @@ def test_a_place_that_cannot_be_made(tmp_path: Path) -> None:
         RunDirectory.create(tmp_path, "n" * 300, "demo")
 
 
-def test_what_is_no_run(tmp_path: Path) -> None:
+def test_folder_without_run_json_is_not_a_run(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"is not a run \(no run\.json\)"):
         RunDirectory.open(tmp_path)
 
@@ -76,7 +76,7 @@ def test_rows_come_back_and_are_strict_json(
 @pytest.mark.parametrize(
     "line", ["[]", "3", "{}", '{"step": "2"}', '{"step": 2.5}', '{"step": true}', "[" * 9000]
 )
-def test_a_row_that_is_none_is_named(line: str, tmp_path: Path) -> None:
+def test_damaged_row_raises_run_error(line: str, tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     run.append_metrics({"step": 1})
     append_line(run.metrics, line)
@@ -86,7 +86,7 @@ def test_a_row_that_is_none_is_named(line: str, tmp_path: Path) -> None:
     assert run.metrics.read_bytes() == before
 
 
-def test_cutting_drops_later_and_half_written_rows(tmp_path: Path) -> None:
+def test_cut_metrics_drops_later_and_half_written_rows(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     assert run.cut_metrics(3) == 0
     for step in range(1, 8):
@@ -99,7 +99,7 @@ def test_cutting_drops_later_and_half_written_rows(tmp_path: Path) -> None:
     assert [r["step"] for r in run.read_metrics()] == [1, 2, 3, 4, 5, 6]
 
 
-def test_metrics_that_cannot_be_forced_to_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_fsync_raises_run_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = RunDirectory(tmp_path)
     run.sync_metrics()  # nothing there yet
     run.append_metrics({"step": 1})
@@ -113,7 +113,7 @@ def test_metrics_that_cannot_be_forced_to_the_disk(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("content", ["", "{", "\xff"])
-def test_a_damaged_file_is_named(content: str, tmp_path: Path) -> None:
+def test_damaged_or_missing_json_raises_run_error(content: str, tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     with pytest.raises(RunError, match=r"plan\.json: is missing"):
         run.read_json("plan.json")
@@ -128,28 +128,28 @@ def test_a_damaged_file_is_named(content: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "damage", ['{"revisions": 3}', "[]", "{}", '{"revisions": [{"step": "x"}]}', "[" * 5000]
 )
-def test_a_plan_that_is_none_is_named(tmp_path: Path, damage: str) -> None:
+def test_invalid_plan_raises_run_error(tmp_path: Path, damage: str) -> None:
     (tmp_path / "plan.json").write_text(damage)
     with pytest.raises(RunError, match=r"plan\.json: is damaged"):
         recorded_plan(RunDirectory(tmp_path))
 
 
 @pytest.mark.parametrize("damage", ["{}", '{"config": 3}', '{"config": {"seed": -1}}'])
-def test_a_run_without_configuration_is_named(tmp_path: Path, damage: str) -> None:
+def test_invalid_configuration_raises_run_error(tmp_path: Path, damage: str) -> None:
     (tmp_path / "run.json").write_text(damage)
     with pytest.raises(RunError, match=r"run\.json: has no valid run configuration"):
         RunDirectory.open(tmp_path).config()
 
 
 @pytest.mark.parametrize("version", [None, 2, "1"])
-def test_a_run_of_another_version_is_named(tmp_path: Path, version: object) -> None:
+def test_other_schema_version_raises_run_error(tmp_path: Path, version: object) -> None:
     run = {"config": RunConfig().model_dump(mode="json"), "schema_version": version}
     (tmp_path / "run.json").write_text(json.dumps(run))
     with pytest.raises(RunError, match=r"run\.json: has schema version"):
         RunDirectory.open(tmp_path).config()
 
 
-def test_a_summary_that_is_not_finite_is_json_all_the_same(tmp_path: Path) -> None:
+def test_summary_with_nan_is_strict_json(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     run.write_json("summary.json", {"val_bpb": math.nan, "best": {"at": [math.inf, 1.5]}})
     text = (tmp_path / "summary.json").read_text()

@@ -1,4 +1,4 @@
-"""The tolerant reader: it returns what can be read, names every problem, and never raises for damaged content."""
+"""The tolerant reader returns what can be read, lists every problem, and never raises for damaged content."""
 
 import json
 from pathlib import Path
@@ -54,7 +54,7 @@ def test_missing_files_are_told_apart_from_damaged_ones(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("finished", [True, False])
-def test_the_brief_agrees_with_the_whole_record(tmp_path: Path, finished: bool) -> None:
+def test_read_brief_agrees_with_read_run(tmp_path: Path, finished: bool) -> None:
     made_up.run(tmp_path / "r", finished=finished)
     brief, whole = read_brief(tmp_path / "r"), read_run(tmp_path / "r")
     assert (brief.name, brief.config, brief.summary) == (whole.name, whole.config, whole.summary)

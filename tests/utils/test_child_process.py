@@ -1,4 +1,4 @@
-"""A child process: whatever becomes of it is a result, and nothing that it started outlives it."""
+"""Child processes: every failure is reported as an Outcome, and no process of a child outlives it."""
 
 import os
 import signal
@@ -11,11 +11,11 @@ import pytest
 
 from deskside.utils import child_process
 
-HERE = "tests.utils.test_child_process:"
+MODULE = "tests.utils.test_child_process:"
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended and waits to be collected does not."""
+    """Return True if a process is running and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
@@ -23,17 +23,20 @@ def alive(pid: int) -> bool:
 
 
 def gone_within(pid: int, seconds: float) -> bool:
-    began = time.monotonic()
-    while time.monotonic() - began < seconds:
+    """Return True if a process ends within this time."""
+    start = time.monotonic()
+    while time.monotonic() - start < seconds:
         if not alive(pid):
             return True
         time.sleep(0.05)
     return False
 
 
-# What the children run.
+# Functions that run in child processes
+
+
 def double(number: int) -> dict[str, object]:
-    print("a library prints what it likes")
+    print("output of a library")
     return {"twice": 2 * number, "pid": os.getpid(), "session": os.getsid(0)}
 
 
@@ -62,23 +65,23 @@ def leave() -> None:
 
 
 def hang(pids: str) -> None:
-    """Starts a process of its own, as a compiler does, and never ends."""
+    """Start another process, as a compiler does, write both process ids to the file `pids`, and never end."""
     helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     Path(pids).write_text(f"{os.getpid()} {helper.pid}")
     time.sleep(600)
 
 
-def test_a_result_comes_back() -> None:
-    outcome = child_process.run(HERE + "double", {"number": 21}, 60)
+def test_result_of_a_child_is_returned() -> None:
+    outcome = child_process.run(MODULE + "double", {"number": 21}, 60)
     assert (outcome.status, outcome.error, outcome.value["twice"]) == ("ok", "", 42)
     assert outcome.value["pid"] != os.getpid()
     assert outcome.value["session"] == outcome.value["pid"]
-    assert "prints what it likes" in outcome.stderr
+    assert "output of a library" in outcome.stderr
     assert 0 < outcome.seconds < 60
 
 
-def test_environment_is_added() -> None:
-    assert child_process.run(HERE + "variable", {"name": "ADDED"}, 60, {"ADDED": "yes"}).value == "yes"
+def test_environment_variables_are_added() -> None:
+    assert child_process.run(MODULE + "variable", {"name": "ADDED"}, 60, {"ADDED": "yes"}).value == "yes"
 
 
 @pytest.mark.parametrize(
@@ -91,31 +94,31 @@ def test_environment_is_added() -> None:
         ("leave", "failed", "the process ended with exit code 3 and no answer"),
     ],
 )
-def test_failures_are_results(target: str, status: str, error: str) -> None:
-    outcome = child_process.run(HERE + target, {}, 60)
+def test_failures_are_reported_by_status(target: str, status: str, error: str) -> None:
+    outcome = child_process.run(MODULE + target, {}, 60)
     assert (outcome.status, outcome.error, outcome.value) == (status, error, None)
 
 
-def test_a_module_that_cannot_be_imported_is_a_result() -> None:
+def test_import_error_is_reported_as_failure() -> None:
     outcome = child_process.run("deskside.probe.nothing:at_all", {}, 60)
     assert outcome.status == "failed" and "deskside.probe.nothing" in outcome.error
 
 
-def test_the_time_limit_ends_everything_that_it_started(tmp_path: Path) -> None:
+def test_timeout_kills_all_processes_of_the_child(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
-    outcome = child_process.run(HERE + "hang", {"pids": str(pids)}, 5)
+    outcome = child_process.run(MODULE + "hang", {"pids": str(pids)}, 5)
     assert (outcome.status, outcome.error) == ("timeout", "no answer within 5 s")
     assert outcome.seconds < 15
     assert all(gone_within(int(pid), 10) for pid in pids.read_text().split())
 
 
-def test_an_interrupt_ends_the_child(tmp_path: Path) -> None:
+def test_interrupting_the_parent_kills_the_child(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
-    call = f"child_process.run({HERE + 'hang'!r}, {{'pids': {str(pids)!r}}}, 500)"
+    call = f"child_process.run({MODULE + 'hang'!r}, {{'pids': {str(pids)!r}}}, 500)"
     code = f"from deskside.utils import child_process; {call}"
     parent = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
-    began = time.monotonic()
-    while not (pids.exists() and pids.read_text()) and time.monotonic() - began < 60:
+    start = time.monotonic()
+    while not (pids.exists() and pids.read_text()) and time.monotonic() - start < 60:
         time.sleep(0.05)
     parent.send_signal(signal.SIGINT)
     assert parent.wait(20) != 0

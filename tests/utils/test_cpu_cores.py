@@ -7,13 +7,13 @@ from deskside.utils.child_process import cpu_cores
 
 
 @pytest.fixture(autouse=True)
-def eight(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that may use eight cores of sixty-four."""
+def eight_of_64_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this process use eight of 64 cores."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
 
 
-def write(folder: Path, files: dict[str, str]) -> Path:
+def write_cgroup(folder: Path, files: dict[str, str]) -> Path:
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
@@ -33,12 +33,10 @@ def write(folder: Path, files: dict[str, str]) -> Path:
         ({"cpu/cpu.cfs_quota_us": "400000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 4),
     ],
 )
-def test_affinity_and_the_containers_quota(files: dict[str, str], cores: int, tmp_path: Path) -> None:
-    assert cpu_cores(write(tmp_path, files)) == cores
+def test_cores_are_limited_by_affinity_and_quota(files: dict[str, str], cores: int, tmp_path: Path) -> None:
+    assert cpu_cores(write_cgroup(tmp_path, files)) == cores
 
 
-def test_all_cores_where_the_system_knows_no_affinity(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_cores_without_affinity_support(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     assert cpu_cores(tmp_path) == 64

@@ -1,4 +1,4 @@
-"""Files are replaced as a whole or not at all, at every operation that the disk may refuse."""
+"""Files are replaced as a whole or not at all, whichever file operation fails."""
 
 import os
 from pathlib import Path
@@ -9,7 +9,7 @@ from deskside.utils.errors import RunError
 from deskside.utils.files import append_line, write_atomically
 
 
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "plan.json"
     write_atomically(path, "old")
 
@@ -26,17 +26,17 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
     assert path.read_text() == "new"
 
 
-def test_a_partly_written_line_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partially_written_line_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "metrics.jsonl"
     append_line(path, "one")
 
-    class Short:
-        """A file on a disk with room for three more bytes."""
+    class FullDiskFile:
+        """A file on a disk with three bytes of free space."""
 
         def __init__(self) -> None:
             self.file = open(path, "ab", buffering=0)  # noqa: SIM115 - closed in __exit__
 
-        def __enter__(self) -> "Short":
+        def __enter__(self) -> "FullDiskFile":
             return self
 
         def __exit__(self, *args: object) -> None:
@@ -49,7 +49,7 @@ def test_a_partly_written_line_is_removed(tmp_path: Path, monkeypatch: pytest.Mo
             return getattr(self.file, name)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "open", lambda self, *a, **k: Short())
+        patch.setattr(Path, "open", lambda self, *a, **k: FullDiskFile())
         with pytest.raises(RunError, match=r"cannot be written: No space left.*free some space"):
             append_line(path, "two and more")
     assert path.read_text() == "one\n"

@@ -1,4 +1,4 @@
-"""Formatted numbers: no exponent, never 1000 of a unit where the next one begins, at most half a percent off."""
+"""Formatted numbers have no exponent, use the largest fitting unit, and are at most half a percent off."""
 
 import re
 
@@ -45,20 +45,20 @@ def test_counts(value: float, text: str) -> None:
 
 @given(st.floats(1, 1e20))
 def test_any_count_reads_back(value: float) -> None:
-    found = re.fullmatch(r"([\d,]+(?:\.\d+)?)([MBT]?)", count(value))
-    assert found, count(value)
-    digits = float(found[1].replace(",", ""))
-    assert digits * UNITS[found[2]] == pytest.approx(value, rel=0.0051, abs=0.51)
-    assert digits < 1000 or found[2] in ("", "T")
+    match = re.fullmatch(r"([\d,]+(?:\.\d+)?)([MBT]?)", count(value))
+    assert match, count(value)
+    digits = float(match[1].replace(",", ""))
+    assert digits * UNITS[match[2]] == pytest.approx(value, rel=0.0051, abs=0.51)
+    assert digits < 1000 or match[2] in ("", "T")
 
 
 @given(st.floats(1, 1e20))
 def test_any_number_of_flops_reads_back(value: float) -> None:
-    found = re.fullmatch(r"([\d,]+(?:\.\d+)?) ([MGTPE]?)FLOP", flops(value))
-    assert found, flops(value)
-    digits = float(found[1].replace(",", ""))
-    assert digits * PREFIXES[found[2]] == pytest.approx(value, rel=0.0051)
-    assert digits < 1000 or found[2] in ("", "E")
+    match = re.fullmatch(r"([\d,]+(?:\.\d+)?) ([MGTPE]?)FLOP", flops(value))
+    assert match, flops(value)
+    digits = float(match[1].replace(",", ""))
+    assert digits * PREFIXES[match[2]] == pytest.approx(value, rel=0.0051)
+    assert digits < 1000 or match[2] in ("", "E")
 
 
 @given(st.floats(-1e9, 1e9).filter(lambda value: value == 0 or abs(value) > 1e-9))
@@ -90,9 +90,9 @@ SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86400}
 @given(st.floats(0.001, 1e8))
 def test_elapsed_reads_back_to_its_smaller_unit(seconds: float) -> None:
     parts = elapsed(seconds).split()
-    back = sum(float(amount) * SECONDS[unit] for amount, unit in zip(parts[::2], parts[1::2], strict=True))
+    parsed = sum(float(amount) * SECONDS[unit] for amount, unit in zip(parts[::2], parts[1::2], strict=True))
     smallest = SECONDS[parts[-1]] if len(parts) > 2 else 0.1 if seconds >= 9.995 else 0.01 * seconds
-    assert back == pytest.approx(seconds, abs=0.51 * smallest + 0.51 * (len(parts) > 2))
+    assert parsed == pytest.approx(seconds, abs=0.51 * smallest + 0.51 * (len(parts) > 2))
 
 
 def test_unknown_values_have_one_text() -> None:
@@ -102,8 +102,8 @@ def test_unknown_values_have_one_text() -> None:
 @given(st.floats(-50, 50))
 def test_percentages_round_to_their_digits(share: float) -> None:
     decimals = percent_digits(share)
-    back = float(percent(share, decimals, signed=True).removesuffix(" %").replace(",", ""))
-    assert back == pytest.approx(100 * share, abs=0.5001 * 10**-decimals)
+    parsed = float(percent(share, decimals, signed=True).removesuffix(" %").replace(",", ""))
+    assert parsed == pytest.approx(100 * share, abs=0.5001 * 10**-decimals)
 
 
 def test_percentages_have_signs_and_ranges() -> None:
@@ -124,7 +124,7 @@ def test_json_values_are_short_text() -> None:
     assert value_text(12345) == "12,345" and value_text([]) == "(empty)" and value_text(3e-4) == "0.0003"
 
 
-def test_numbers_are_scaled_here_and_nowhere_else() -> None:
+def test_no_other_module_scales_numbers() -> None:
     """`f"{n / 1e6:.3g}M"` writes 1.29 billion as 1.29e+03M."""
     scaled_by_hand = re.compile(r"/ ?1e(6|9|12):[^}]*g\}\s?[MBT]\b")
     found = {path.name for path in files(PACKAGE, "*.py") if scaled_by_hand.search(path.read_text("utf-8"))}

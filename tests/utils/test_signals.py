@@ -1,4 +1,4 @@
-"""The first signal asks, a second Ctrl-C ends at once, and afterwards signals do what they did before."""
+"""StopSignal: the first signal requests a stop, a second Ctrl-C raises, and the old handlers are restored."""
 
 import os
 import signal
@@ -9,25 +9,25 @@ from deskside.utils.signals import StopSignal
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_the_first_signal_only_asks(number: signal.Signals) -> None:
+def test_first_signal_only_sets_requested(number: signal.Signals) -> None:
     before = signal.getsignal(number)
     with StopSignal() as stop:
         assert stop.requested is None
         os.kill(os.getpid(), number)
         assert stop.requested == number.name
-        os.kill(os.getpid(), signal.SIGTERM)  # a scheduler may ask twice
+        os.kill(os.getpid(), signal.SIGTERM)  # a scheduler may send a second signal
         assert stop.requested == "SIGTERM"
     assert signal.getsignal(number) is before
 
 
-def test_a_second_ctrl_c_ends_at_once() -> None:
+def test_second_ctrl_c_raises_keyboard_interrupt() -> None:
     with pytest.raises(KeyboardInterrupt), StopSignal():
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_nohup_is_respected() -> None:
+def test_ignored_sighup_stays_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with StopSignal() as stop:

@@ -1,4 +1,4 @@
-"""What is printed as JSON is JSON for every reader: no NaN, no infinity, wherever they stand."""
+"""Printed JSON is standard JSON: no NaN and no infinity, at any depth."""
 
 import json
 import math
@@ -26,7 +26,7 @@ def expected(value: Any) -> Any:
 
 
 @given(VALUES)
-def test_every_value_comes_back_and_what_is_not_finite_is_null(value: Any) -> None:
+def test_values_round_trip_and_non_finite_numbers_become_null(value: Any) -> None:
     text = strict_json.dumps(value)
     assert text.isascii()
     assert json.loads(text, parse_constant=lambda name: pytest.fail(name)) == expected(value)

@@ -1,4 +1,4 @@
-"""Prepared conversations: what is held out, what is left out, and that packing changes no target."""
+"""Prepared conversations: which are held out or left out, and that packing changes no target."""
 
 import gzip
 import itertools
@@ -62,7 +62,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> Path:
 
 
 def expected(tokenizer: Path, found: list[list[dict[str, Any]]]) -> dict[tuple[int, ...], tuple[int, ...]]:
-    """Tokens -> targets of every conversation by itself, a token too short."""
+    """Return {inputs: targets} of every conversation on its own."""
     template = ChatTemplate(tokenizer)
     result = {}
     for messages in found:
@@ -74,7 +74,7 @@ def expected(tokenizer: Path, found: list[list[dict[str, Any]]]) -> dict[tuple[i
 
 
 def pieces(dataset: PackedDataset) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(inputs, targets) of everything between two boundaries of every row, padding left out."""
+    """Return (inputs, targets) of every piece of every row, without padding."""
     rows = dataset.rows_by_number(np.arange(dataset.num_rows))
     inputs, targets = rows.inputs.ravel(), rows.targets.ravel()
     edges = [*rows.boundaries.tolist(), len(inputs)]
@@ -88,7 +88,7 @@ def pieces(dataset: PackedDataset) -> list[tuple[tuple[int, ...], tuple[int, ...
 
 
 def test_packing_changes_no_target(prepared: Path, tokenizer: Path) -> None:
-    """Every piece of every row is a whole conversation with its own targets, and every conversation stands once."""
+    """Every piece of every row is a whole conversation with its targets, and every conversation occurs once."""
     whole = expected(tokenizer, conversations(120))
     both = [p for split in ("train", "val") for p in pieces(PackedDataset(prepared, split, 256))]
     assert len(both) == len(whole) == len(set(both)) and dict(both) == whole
@@ -113,7 +113,7 @@ def test_a_conversation_longer_than_a_row_ends_there(prepared: Path, tokenizer: 
     assert dataset.truncation.left_out == len(train) - len(short)
     assert dataset.truncation.shortened == sum(len(ids) > width and ids[:width] in short for ids in train)
     assert dataset.truncation.left_out > 0 and dataset.truncation.shortened > 0
-    assert dataset.num_valid_per_row.min() >= 1  # no step is without a target
+    assert dataset.num_valid_per_row.min() >= 1  # so that every step has a target
 
 
 def test_the_loader_counts_targets(prepared: Path) -> None:
@@ -136,8 +136,8 @@ def test_held_out_conversations_are_not_trained_on(tmp_path: Path, tokenizer: Pa
     assert "10 held out" in lines[0] and lines[-1].startswith("left out: 10 ")
 
 
-def test_order_and_place_of_the_files_decide_nothing(tmp_path: Path, tokenizer: Path) -> None:
-    """The same conversations in another order: the same ones are held out. Elsewhere: the same key."""
+def test_split_and_cache_key_do_not_depend_on_order_and_location(tmp_path: Path, tokenizer: Path) -> None:
+    """In another order the same conversations are held out; in another folder the cache key is the same."""
     found = conversations(60)
     specs = [ChatSpec((write(tmp_path / n, f),)) for n, f in (("a.jsonl", found), ("b.jsonl", found[::-1]))]
     held = []
@@ -162,7 +162,7 @@ def test_parquet_is_read_like_jsonl(tmp_path: Path, tokenizer: Path) -> None:
         assert a == b
 
 
-def test_bad_records_are_counted_and_said(tmp_path: Path, tokenizer: Path) -> None:
+def test_bad_records_are_counted(tmp_path: Path, tokenizer: Path) -> None:
     good = [json.dumps({"messages": m}) for m in conversations(30)]
     bad = [
         "{",
@@ -192,7 +192,7 @@ def test_a_template_without_an_end_of_turn_gets_the_end_of_text(tmp_path: Path) 
         assert targets[-1] == index.tokenizer.eos_id
 
 
-def test_a_damaged_mask_is_found(tmp_path: Path, tokenizer: Path) -> None:
+def test_damaged_or_missing_mask_is_detected(tmp_path: Path, tokenizer: Path) -> None:
     source = write(tmp_path / "a.jsonl", conversations(30))
     prepare_chat(ChatSpec((source,)), tokenizer, tmp_path / "data", quiet=True)
     path = tmp_path / "data" / "train-00000.mask.bin"

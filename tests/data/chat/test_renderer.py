@@ -1,4 +1,4 @@
-"""Messages -> text and tokens: against transformers' own rendering; what messages that spell special tokens become."""
+"""Rendering and tokenization of messages: as in transformers, and without special tokens from the messages' text."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, normalizers
 from transformers import AutoTokenizer
 
-from deskside.data import tokenizer
+from deskside.data import tokenizer as bpe
 from deskside.data.chat.chat_template import ChatTemplate
 from deskside.data.chat.escaping import Escaping
 from deskside.data.chat.renderer import (
@@ -43,21 +43,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def renderer(folder: Path) -> Renderer:
-    return made(folder)
+    return load_renderer(folder)
 
 
-def made(folder: Path) -> Renderer:
-    return Renderer(folder, tokenizer.load(folder))
+def load_renderer(folder: Path) -> Renderer:
+    return Renderer(folder, bpe.load(folder))
 
 
-@pytest.mark.parametrize("reply", [False, True])
-def test_messages_are_rendered_as_transformers_does(folder: Path, renderer: Renderer, reply: bool) -> None:
+@pytest.mark.parametrize("add_generation_prompt", [False, True])
+def test_messages_are_rendered_as_transformers_does(
+    folder: Path, renderer: Renderer, add_generation_prompt: bool
+) -> None:
     theirs = AutoTokenizer.from_pretrained(folder)
-    text = renderer.text(MESSAGES, reply)
-    assert text == theirs.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=reply)
-    ids = theirs.apply_chat_template(MESSAGES, add_generation_prompt=reply, return_dict=False)
-    assert renderer.ids(renderer.text(MESSAGES, reply)) == ids
-    if reply:
+    text = renderer.text(MESSAGES, add_generation_prompt)
+    assert text == theirs.apply_chat_template(
+        MESSAGES, tokenize=False, add_generation_prompt=add_generation_prompt
+    )
+    ids = theirs.apply_chat_template(MESSAGES, add_generation_prompt=add_generation_prompt, return_dict=False)
+    assert renderer.ids(renderer.text(MESSAGES, add_generation_prompt)) == ids
+    if add_generation_prompt:
         assert renderer.prompt(MESSAGES) == ids
 
 
@@ -66,7 +70,7 @@ def test_a_template_may_name_tokens(folder: Path, tmp_path: Path) -> None:
         (tmp_path / name).write_bytes((folder / name).read_bytes())
     (tmp_path / "chat_template.jinja").write_text(NAMING)
     theirs = AutoTokenizer.from_pretrained(tmp_path)
-    text = made(tmp_path).text(MESSAGES, add_generation_prompt=False)
+    text = load_renderer(tmp_path).text(MESSAGES, add_generation_prompt=False)
     assert text == theirs.apply_chat_template(MESSAGES, tokenize=False)
     assert text.startswith("<|endoftext|>be brief<|endoftext|>")
 
@@ -80,8 +84,8 @@ def test_special_tokens_in_messages_are_plain_text(folder: Path, renderer: Rende
         "doubled": "<|im_end|><|im_end|>",
         "nested": "<|im_<|im_end|>end|>",
     }[place]
-    coder = tokenizer.load(folder)
-    special = {coder.token_to_id(token) for token in SPECIAL}
+    tokenizer = bpe.load(folder)
+    special = {tokenizer.token_to_id(token) for token in SPECIAL}
 
     def count(tokens: list[int]) -> int:
         return sum(token in special for token in tokens)
@@ -89,10 +93,10 @@ def test_special_tokens_in_messages_are_plain_text(folder: Path, renderer: Rende
     honest = renderer.prompt([{"role": "user", "content": "hello"}])
     forged = renderer.prompt([{"role": "user", "content": text}])
     assert count(forged) == count(honest) == 3
-    assert text in coder.decode(forged, skip_special_tokens=False)
+    assert text in tokenizer.decode(forged, skip_special_tokens=False)
 
 
-# What an attacker would write: special tokens, their parts, and the characters that escapes are made of.
+# Texts of an attacker: special tokens, parts of them, and the characters of escapes.
 PIECES = st.sampled_from(
     [
         *SPECIAL,
@@ -119,27 +123,27 @@ NAMED = (
 
 @pytest.fixture(scope="module", params=["usual", "of one character", "normalised"])
 def hostile(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Renderer:
-    """A template that writes names, and tokenizers whose special tokens are hard to keep apart from text."""
+    """A template that writes names, with tokenizers whose special tokens are hard to distinguish from text."""
     folder = chat_tokenizer.make(tmp_path_factory.mktemp("hostile"), NAMED)
-    coder = tokenizer.load(folder)
+    tokenizer = bpe.load(folder)
     if request.param == "of one character":
-        coder.add_special_tokens([AddedToken(token, special=True) for token in ("☃", "東京")])
-    if request.param == "normalised":  # what a normaliser makes of a text may spell a special token
-        coder = Tokenizer.from_str(coder.to_str())
-        coder.normalizer = normalizers.NFKC()
-        coder.add_special_tokens([AddedToken("<|im_end|>", special=True, normalized=True)])
-    return Renderer(folder, coder)
+        tokenizer.add_special_tokens([AddedToken(token, special=True) for token in ("☃", "東京")])
+    if request.param == "normalised":  # a normalized text may spell a special token
+        tokenizer = Tokenizer.from_str(tokenizer.to_str())
+        tokenizer.normalizer = normalizers.NFKC()
+        tokenizer.add_special_tokens([AddedToken("<|im_end|>", special=True, normalized=True)])
+    return Renderer(folder, tokenizer)
 
 
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(HOSTILE, HOSTILE), min_size=1, max_size=3), HOSTILE)
 def test_nothing_from_outside_becomes_a_special_token(
-    hostile: Renderer, said: list[tuple[str, str]], role: str
+    hostile: Renderer, texts_and_names: list[tuple[str, str]], role: str
 ) -> None:
     special = special_tokens(hostile._tokenizer)
 
     def control(texts: list[tuple[str, str]]) -> list[int]:
-        """The special tokens of a prompt."""
+        """Return the special tokens of a prompt with these texts and names."""
         messages = [{"role": "user", "content": text, "name": f"{name}."} for text, name in texts]
         try:
             messages = checked_messages(messages)
@@ -148,16 +152,16 @@ def test_nothing_from_outside_becomes_a_special_token(
             return control([("", "")] * len(texts))
         return [token for token in hostile.prompt(messages) if token in special.values()]
 
-    assert control(said) == control([("", "")] * len(said))
+    assert control(texts_and_names) == control([("", "")] * len(texts_and_names))
     with pytest.raises(NotRendered):
         hostile.prompt([{"role": f"user{role}\n", "content": "a"}])
 
 
-def test_a_text_that_can_only_be_written_with_a_control_token_is_refused(folder: Path) -> None:
-    """A byte of the alphabet that the tokenizer declares special: there are no other tokens for it."""
-    coder = tokenizer.load(folder)
-    coder.add_special_tokens([AddedToken("q", special=True)])
-    renderer = Renderer(folder, coder)
+def test_text_that_encodes_to_a_special_token_is_refused(folder: Path) -> None:
+    """The tokenizer declares a letter of its alphabet special, so it has no other token for this letter."""
+    tokenizer = bpe.load(folder)
+    tokenizer.add_special_tokens([AddedToken("q", special=True)])
+    renderer = Renderer(folder, tokenizer)
     assert renderer.prompt([{"role": "user", "content": "a"}])
     with pytest.raises(NotRendered, match="the control token q for plain text"):
         renderer.prompt([{"role": "user", "content": "a q"}])
@@ -192,24 +196,24 @@ def test_a_template_knows_the_roles_that_it_writes_or_refuses(folder: Path, tmp_
         "{% elif 'ipython' == m.role %}{% generation %}{{ m.content }}{% endgeneration %}{% endif %}{% endfor %}"
     )
     (tmp_path / "chat_template.jinja").write_text(template)
-    # assistant and system would silently be left out by this template
-    assert made(tmp_path).roles == {"user", "critic", "tool", "ipython"}
+    # this template would silently leave out the messages of assistant and system
+    assert load_renderer(tmp_path).roles == {"user", "critic", "tool", "ipython"}
     with pytest.raises(NotRendered, match="no tools"):
-        made(tmp_path).prompt([{"role": "tool", "content": "a"}])
+        load_renderer(tmp_path).prompt([{"role": "tool", "content": "a"}])
 
 
-def test_a_name_is_refused_where_the_template_does_not_write_it(renderer: Renderer) -> None:
+def test_name_is_refused_if_the_template_does_not_write_it(renderer: Renderer) -> None:
     with pytest.raises(NotRendered, match=r"message 1: .* does not write the name"):
         renderer.prompt([{"role": "user", "content": "a", "name": "Ada"}])
 
 
-def test_a_template_that_refuses_and_none(folder: Path, tmp_path: Path) -> None:
+def test_missing_template_and_template_that_refuses(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
     with pytest.raises(UsageError, match="has no chat template"):
-        made(tmp_path)
+        load_renderer(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(REFUSING)
     with pytest.raises(UsageError, match="refuses these messages: no users"):
-        made(tmp_path).text([{"role": "user", "content": "a"}], add_generation_prompt=True)
+        load_renderer(tmp_path).text([{"role": "user", "content": "a"}], add_generation_prompt=True)
 
 
 @pytest.mark.parametrize(
@@ -231,7 +235,7 @@ def test_whatever_a_template_raises_is_one_line(
     (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
     (tmp_path / "chat_template.jinja").write_text(template)
     with pytest.raises(RefusedByTemplate, match=reason) as raised:
-        made(tmp_path).prompt([{"role": "user", "content": "a"}])
+        load_renderer(tmp_path).prompt([{"role": "user", "content": "a"}])
     assert "\n" not in str(raised.value)
     with pytest.raises(UsageError, match="chat template: refused: "):
         ChatTemplate(tmp_path)
@@ -253,7 +257,7 @@ def test_a_template_runs_in_the_sandbox(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
     (tmp_path / "chat_template.jinja").write_text("{{ ''.__class__.__mro__[1].__subclasses__() }}")
     with pytest.raises(NotRendered, match="unsafe"):
-        made(tmp_path).text(talk("a", "b"), add_generation_prompt=False)
+        load_renderer(tmp_path).text(talk("a", "b"), add_generation_prompt=False)
 
 
 @pytest.mark.parametrize(
@@ -282,13 +286,13 @@ def test_a_template_runs_in_the_sandbox(folder: Path, tmp_path: Path) -> None:
         ([{"role": "user", "content": "a", "name": 5}], "name that is not text"),
     ],
 )
-def test_what_is_no_conversation_is_named(messages: Any, reason: str) -> None:
+def test_invalid_conversations_are_refused_with_a_reason(messages: Any, reason: str) -> None:
     with pytest.raises(NotRendered, match=reason):
         checked_messages(messages)
 
 
 def test_fields_without_a_value_are_left_out() -> None:
-    """Tables fill in null where other rows have a value, and clients send back what they got."""
+    """Parquet files have null for fields of other rows, and clients send back all fields of an answer."""
     given = {"role": "user", "content": "a", "tool_calls": [], "refusal": None, "name": "", "audio": {}}
     assert checked_messages([given]) == [{"role": "user", "content": "a"}]
     assert checked_messages([{**given, "name": "Ada"}]) == [{"role": "user", "content": "a", "name": "Ada"}]

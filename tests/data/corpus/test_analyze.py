@@ -1,4 +1,4 @@
-"""The tokenizer's sample: the training text, whatever becomes validation."""
+"""The sample for the tokenizer contains only training text."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,7 +11,7 @@ DOCUMENT = st.text("ab \nहि", min_size=30, max_size=300).map(lambda text: ("
 
 @settings(max_examples=20)
 @given(st.lists(DOCUMENT, min_size=1, max_size=14, unique=True))
-def test_a_sample_without_limit_is_the_text_that_is_trained_on(documents: list[str]) -> None:
+def test_unlimited_sample_equals_the_training_text(documents: list[str]) -> None:
     planner, sampler = HoldoutPlanner(seed=0, fraction=None), TextSampler(1 << 30, seed=0)
     for text in (document.encode() for document in documents):
         key = text_hash(text)

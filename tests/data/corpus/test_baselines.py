@@ -1,4 +1,4 @@
-"""Baselines of the rows that a model was evaluated on, against Python's gzip and the text itself."""
+"""Baselines of the rows that a model was evaluated on, compared with Python's gzip and counts of the text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_all_rows_have_the_baselines_of_the_split(prepared: Path) -> None:
     found = baselines_of_rows(dataset, evaluated_rows(dataset, None))
     split = dataset.index.splits["val"]
     assert found["unigram_bpb"] == pytest.approx(split.unigram_bpb, rel=1e-9)
-    assert found["gzip_bpb"] == pytest.approx(split.gzip_bpb, rel=0.1)  # packing has another order
+    assert found["gzip_bpb"] == pytest.approx(split.gzip_bpb, rel=0.1)  # the rows have another order
 
 
 def test_some_rows_have_their_own(prepared: Path) -> None:
@@ -45,7 +45,7 @@ def test_counts_that_are_gone_or_damaged(prepared: Path, tmp_path: Path) -> None
     copy = tmp_path / "copy"
     shutil.copytree(prepared, copy)
     numbers = np.array([0])
-    (copy / TRAIN_COUNTS).unlink()  # as of data that an earlier version prepared
+    (copy / TRAIN_COUNTS).unlink()  # as in data prepared by an earlier version
     assert baselines_of_rows(PackedDataset(copy, "val", 64), numbers)["unigram_bpb"] is None
     (copy / TRAIN_COUNTS).write_bytes(b"damaged")
     with pytest.raises(RunError, match=TRAIN_COUNTS):

@@ -1,4 +1,4 @@
-"""Long JSON lines parsed without their long strings, against Python's own parser."""
+"""parse_long is compared with Python's own JSON parser."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from deskside.data.corpus.lines import parse_long, utf8_error
 
 
 @pytest.fixture
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Strings are long from a few bytes on, and unescaped in pieces of 16 bytes."""
+def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make parse_long leave out strings of more than 8 bytes, and unescape in pieces of 16 bytes."""
     monkeypatch.setattr(lines, "_LONG_STRING", 8)
     monkeypatch.setattr(lines, "CHUNK", 16)
 
@@ -26,9 +26,9 @@ VALUES = st.recursive(
 )
 
 
-@pytest.mark.usefixtures("short")
+@pytest.mark.usefixtures("small_limits")
 @pytest.mark.parametrize("ascii_only", [True, False])
-def test_as_json_loads(ascii_only: bool) -> None:
+def test_long_lines_parse_as_json_loads(ascii_only: bool) -> None:
     @given(st.dictionaries(st.sampled_from(["text", "source", 'a "long" key \\']), VALUES, max_size=3))
     @settings(max_examples=300, deadline=None)
     def check(record: dict[str, Any]) -> None:
@@ -45,10 +45,10 @@ def test_as_json_loads(ascii_only: bool) -> None:
     check()
 
 
-@pytest.mark.usefixtures("short")
+@pytest.mark.usefixtures("small_limits")
 @given(st.binary(max_size=60))
 @settings(max_examples=300, deadline=None)
-def test_what_json_refuses_is_refused(raw: bytes) -> None:
+def test_invalid_json_is_refused(raw: bytes) -> None:
     line = b'{"text": "abcdefghijklmnop' + raw + b'"}'
     try:
         wanted = json.loads(line)["text"].encode() if isinstance(json.loads(line), dict) else None
@@ -60,7 +60,7 @@ def test_what_json_refuses_is_refused(raw: bytes) -> None:
     assert isinstance(found, dict) and found["text"] in (wanted, wanted.decode() if wanted else None)
 
 
-@pytest.mark.usefixtures("short")
+@pytest.mark.usefixtures("small_limits")
 def test_pairs_of_surrogates_and_backslashes_are_not_divided() -> None:
     for padding in range(40):
         text = "x" * padding + "🎉" * 9 + "\\" * 33 + '"' + "é" * 9

@@ -31,11 +31,11 @@ SMALL: dict[str, Any] = {"vocab_size": 400, "workers": 1, "shard_bytes": 60_000,
 
 
 class _StopHere(Exception):
-    """Ends a preparation as a kill would."""
+    """Ends a preparation without any clean-up for usage errors, as a kill would."""
 
 
 def texts_of(out: Path, split: str) -> list[str]:
-    """Every document of a split, decoded from the shards."""
+    """Return every document of a split, decoded from the shards."""
     index = shards.read_index(out)
     tokenizer = bpe.load(out)
     found = []
@@ -80,7 +80,7 @@ def test_index_counts_and_baselines(prepared: Path) -> None:
     counts = np.ones(tokenizer.get_vocab_size())
     for text in texts_of(prepared, "train"):
         np.add.at(counts, bpe.encode(tokenizer, text), 1)
-    counts[0] = 0  # the end of text is no text
+    counts[0] = 0  # the end-of-text token has no text
     bits = sum(-np.log2(counts[bpe.encode(tokenizer, t)] / counts.sum()).sum() for t in val)
     assert index.splits["val"].unigram_bpb == pytest.approx(bits / len(data))
     assert {(t.source, t.lang) for t in index.tags} == {("src-en", "en"), ("src-hi", "hi")}
@@ -103,7 +103,7 @@ def test_split_is_stable_when_sources_are_added(corpus: Path, tmp_path: Path) ->
     assert not set(texts_of(tmp_path / "b", "val")) & set(texts_of(tmp_path / "b", "train"))
 
 
-def test_one_document_gives_its_tail(tmp_path: Path) -> None:
+def test_validation_of_one_document_is_its_tail(tmp_path: Path) -> None:
     text = "".join(f"line {i} of the only book\n" for i in range(4000))
     (tmp_path / "book.txt").write_text(text)
     prepare([str(tmp_path / "book.txt")], tmp_path / "out", CorpusOptions(**SMALL))
@@ -121,7 +121,7 @@ def test_tail_start_stays_inside(text: str, tail: int) -> None:
     assert 0 <= tail_start(text.encode(), tail) <= len(text)
 
 
-def test_few_documents_give_their_tails(tmp_path: Path) -> None:
+def test_validation_of_few_documents_is_their_tails(tmp_path: Path) -> None:
     records = make_corpus(tmp_path / "few.jsonl", 8)
     prepare([str(tmp_path / "few.jsonl")], tmp_path / "out", CorpusOptions(**SMALL))
     train, val = texts_of(tmp_path / "out", "train"), texts_of(tmp_path / "out", "val")
@@ -148,7 +148,7 @@ def test_validation_sources_are_kept_out_of_training(corpus: Path, tmp_path: Pat
     assert texts_of(tmp_path / "out", "val") == [r["text"] for r in held]
 
 
-def test_no_validation_when_asked(corpus: Path, tmp_path: Path) -> None:
+def test_val_fraction_zero_gives_no_validation(corpus: Path, tmp_path: Path) -> None:
     report = prepare([str(corpus)], tmp_path / "out", CorpusOptions(val_fraction=0, **SMALL))
     assert set(report.tokens) == {"train"} and report.gzip_bpb is None
 
@@ -188,7 +188,7 @@ def test_nothing_to_read(tmp_path: Path, content: bytes) -> None:
         prepare([str(tmp_path / "empty.jsonl")], tmp_path / "out", CorpusOptions(**SMALL))
 
 
-def test_again_keeps_everything_and_other_arguments_are_refused(corpus: Path, tmp_path: Path) -> None:
+def test_repeating_keeps_all_shards_and_refuses_other_arguments(corpus: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     first = prepare([str(corpus)], out, CorpusOptions(**SMALL))
     before = files_of(out)
@@ -224,7 +224,7 @@ FOREIGN = ["prepare-notes.json", "train-notes.txt", "train-00099.bin", "val-resu
 
 
 @pytest.mark.parametrize("name", FOREIGN)
-def test_replacing_refuses_where_a_person_has_put_files(name: str, corpus: Path, tmp_path: Path) -> None:
+def test_replacing_refuses_folders_with_foreign_files(name: str, corpus: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     prepare([str(corpus)], out, CorpusOptions(**SMALL))
     (out / name).parent.mkdir(exist_ok=True)
@@ -238,7 +238,7 @@ def test_replacing_refuses_where_a_person_has_put_files(name: str, corpus: Path,
     assert sorted(p.name for p in tmp_path.iterdir()) == ["corpus.jsonl", "out"]
 
 
-def test_a_prepare_json_of_something_else(corpus: Path, tmp_path: Path) -> None:
+def test_foreign_prepare_json_is_refused(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "prepare.json").write_text('{"recipe": "soup"}')
     for resume in (True, False):
         with pytest.raises(RunError, match=r"prepare\.json: is damaged, or was not written by"):
@@ -254,7 +254,7 @@ def test_sources_inside_out_survive(corpus: Path, tmp_path: Path) -> None:
         with pytest.raises(UsageError):
             prepare([str(out / "train-corpus.jsonl")], out, CorpusOptions(resume=resume, **SMALL))
     (out / "train-corpus.jsonl").rename(corpus)
-    # Its own tokenizer, too, is read before it is replaced.
+    # The tokenizer in the replaced folder is read before the replacement.
     report = prepare(
         [str(corpus)], out, CorpusOptions(tokenizer=out, resume=False, val_fraction=0.3, **SMALL)
     )
@@ -262,7 +262,7 @@ def test_sources_inside_out_survive(corpus: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("link", [False, True])
-def test_the_old_data_stays_until_the_new_is_whole(
+def test_old_data_stays_until_the_new_data_is_complete(
     link: bool, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
@@ -270,7 +270,7 @@ def test_the_old_data_stays_until_the_new_is_whole(
         (tmp_path / "disk").mkdir()
         out.symlink_to(tmp_path / "disk", target_is_directory=True)
     prepare([str(corpus)], out, CorpusOptions(**SMALL))
-    (out / f"train-00099.bin{shards.TEMPORARY_SUFFIX}").write_bytes(b"half")  # of a kill
+    (out / f"train-00099.bin{shards.TEMPORARY_SUFFIX}").write_bytes(b"half")  # left by a kill
     before = {
         name: data for name, data in files_of(out).items() if not name.endswith(shards.TEMPORARY_SUFFIX)
     }
@@ -306,7 +306,7 @@ def test_the_working_directory_is_not_replaced(
         prepare([str(corpus)], ".", CorpusOptions(resume=False, **SMALL))
 
 
-def test_other_arguments_for_a_broken_off_replacement(
+def test_interrupted_replacement_accepts_other_arguments(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
@@ -329,7 +329,7 @@ def test_other_arguments_for_a_broken_off_replacement(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["corpus.jsonl", "out"]
 
 
-def test_a_mistake_does_not_stand_in_the_way_of_the_next_try(corpus: Path, tmp_path: Path) -> None:
+def test_failed_preparation_does_not_block_the_next_one(corpus: Path, tmp_path: Path) -> None:
     bad, out = tmp_path / "bad.jsonl", tmp_path / "out"
     bad.write_text('{"text": "x"}\n' * 3)
     with pytest.raises(UsageError, match="too short"):
@@ -342,7 +342,7 @@ def test_a_mistake_does_not_stand_in_the_way_of_the_next_try(corpus: Path, tmp_p
     assert prepare([str(corpus)], out, CorpusOptions(**SMALL)).made > 0
 
 
-def test_other_arguments_are_welcome_until_something_is_made(
+def test_other_arguments_are_accepted_before_the_first_pass_ends(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stop(*args: object, **given: object) -> None:
@@ -358,7 +358,7 @@ def test_other_arguments_are_welcome_until_something_is_made(
     )
 
 
-def test_a_damaged_shard_alone_is_made_again(corpus: Path, tmp_path: Path) -> None:
+def test_only_damaged_shards_are_made_again(corpus: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     made = prepare([str(corpus)], out, CorpusOptions(**SMALL)).made
     before = files_of(out)

@@ -1,4 +1,4 @@
-"""Processes that share work: the same as one does, in order, and nothing is left of them."""
+"""Worker processes: the same results as in one process, in order, and no process is left over."""
 
 import os
 import signal
@@ -21,8 +21,8 @@ from tests.train.tiny_run import descendants
 
 
 @pytest.fixture
-def several(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two processes, for little work already."""
+def two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use two processes, even for a few items."""
     monkeypatch.setattr(process_pool, "cpu_cores", lambda: 2)
     monkeypatch.setattr(process_pool, "MIN_PARALLEL_ITEMS", 8)
     monkeypatch.setattr(process_pool, "ITEMS_PER_TASK", 4)
@@ -38,36 +38,36 @@ def squared(tool: tuple[str, int], item: int) -> tuple[int, str, int]:
     return item * item, *tool
 
 
-@pytest.mark.usefixtures("several")
-def test_results_are_in_order_with_what_stayed_here() -> None:
-    items = [(lambda n=n: n, n) for n in range(50)]  # a context need not travel
-    with closing(process_pool.map_in_order(items, squared, ("own", 0), partial(tool, "built"))) as made:
-        found = [(context(), result) for context, result in made]
+@pytest.mark.usefixtures("two_processes")
+def test_results_are_in_order_with_their_contexts() -> None:
+    items = [(lambda n=n: n, n) for n in range(50)]  # contexts are not sent, so they need not be picklable
+    with closing(process_pool.map_in_order(items, squared, ("local", 0), partial(tool, "built"))) as results:
+        found = [(context(), result) for context, result in results]
     assert [(n, result[0]) for n, result in found] == [(n, n * n) for n in range(50)]
     assert {result[1] for _, result in found} == {"built"}
     assert os.getpid() not in {result[2] for _, result in found} and not active_children()
 
 
-@pytest.mark.usefixtures("several")
-def test_little_is_done_here() -> None:
+@pytest.mark.usefixtures("two_processes")
+def test_few_items_are_processed_in_this_process() -> None:
     items = [(n, n) for n in range(7)]
-    made = list(process_pool.map_in_order(items, squared, ("own", 0), partial(tool, "built")))
-    assert made == [(n, (n * n, "own", 0)) for n in range(7)]
+    results = list(process_pool.map_in_order(items, squared, ("local", 0), partial(tool, "built")))
+    assert results == [(n, (n * n, "local", 0)) for n in range(7)]
 
 
-@pytest.mark.usefixtures("several")
+@pytest.mark.usefixtures("two_processes")
 @pytest.mark.full
-def test_what_was_not_read_to_its_end_leaves_no_process() -> None:
+def test_closed_generator_leaves_no_process() -> None:
     with closing(
         process_pool.map_in_order([(n, n) for n in range(99)], squared, ("", 0), partial(tool, ""))
-    ) as made:
-        next(made)
+    ) as results:
+        next(results)
         assert len(active_children()) >= 1
     assert not active_children()
 
 
-@pytest.mark.usefixtures("several")
-def test_a_process_that_dies_is_one_line() -> None:
+@pytest.mark.usefixtures("two_processes")
+def test_dead_worker_raises_run_error() -> None:
     items = [(n, n if n < 20 else -1) for n in range(30)]
     with pytest.raises(
         RunError, match="a process that prepares data was killed, most likely for lack of memory"
@@ -80,12 +80,12 @@ def megabytes(tool: tuple[str, int], item: int) -> bytes:
     return bytes(item)
 
 
-@pytest.mark.usefixtures("several")
+@pytest.mark.usefixtures("two_processes")
 def test_workers_killed_while_they_send_do_not_block_this_process() -> None:
-    """64 MB are more than a pipe holds, so a worker is in the middle of a message when the generator is closed."""
+    """A result of 64 MB is larger than a pipe's buffer, so a worker is sending when the generator is closed."""
     items = [(n, 16_000_000) for n in range(60)]
-    with closing(process_pool.map_in_order(items, megabytes, ("", 0), partial(tool, ""))) as made:
-        next(made)
+    with closing(process_pool.map_in_order(items, megabytes, ("", 0), partial(tool, ""))) as results:
+        next(results)
     assert not active_children()
 
 
@@ -99,7 +99,7 @@ class Unpicklable(Exception):
     pass
 
 
-def test_an_exception_of_a_call_is_raised_here() -> None:
+def test_exception_in_a_worker_is_raised_in_the_parent() -> None:
     with process_pool.WorkerPool(1, print, ()) as pool:
         for kind, error in (("full disk", RunError), ("unpicklable", RuntimeError)):
             task = pool.submit(failing, kind)
@@ -111,8 +111,8 @@ def test_an_exception_of_a_call_is_raised_here() -> None:
         assert good.result() == 3
 
 
-def made(folder: Path) -> dict[str, bytes]:
-    """Every file, but for .verified.json, which holds the times of the others."""
+def contents(folder: Path) -> dict[str, bytes]:
+    """Return the content of every file except .verified.json, which has the times of the others."""
     return {p.name: p.read_bytes() for p in folder.iterdir() if p.name != ".verified.json"}
 
 
@@ -120,7 +120,7 @@ def made(folder: Path) -> dict[str, bytes]:
 def test_conversations_are_the_same_from_one_process_and_from_several(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To the last byte, with copies, what a template refuses, and lines that hold no conversation."""
+    """All bytes are equal, with duplicates, conversations that a template refuses, and invalid lines."""
     tokenizer = chat_tokenizer.make(tmp_path / "tokenizer")
     found = conversations(150)
     found[20], found[70] = found[10], [{"role": "user", "content": "hello"}]
@@ -135,7 +135,7 @@ def test_conversations_are_the_same_from_one_process_and_from_several(
                 patch.setattr(process_pool, "MIN_PARALLEL_ITEMS", 8)
                 out = tmp_path / f"{count}-{spec.turns}"
                 index = prepare_chat(spec, tokenizer, out, quiet=True, shard_tokens=1500)
-            results.append(made(out))
+            results.append(contents(out))
             assert {"the chat template cannot render it", "no conversation"} <= index.bad_input[
                 "train"
             ].keys()
@@ -152,8 +152,8 @@ prepare_chat(ChatSpec((sys.argv[1],)), Path(sys.argv[2]), Path(sys.argv[3]), qui
 """
 
 
-def running(pid: int) -> bool:
-    """Whether it is there, and not only its exit code."""
+def is_running(pid: int) -> bool:
+    """Return True if a process is running and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -173,9 +173,9 @@ def test_ctrl_c_ends_all_processes_and_leaves_nothing(tmp_path: Path) -> None:
         time.sleep(0.05)
     started = descendants(process.pid)
     os.killpg(process.pid, signal.SIGINT)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode in (-signal.SIGINT, 130, 1) and said.rstrip().endswith("KeyboardInterrupt")
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode in (-signal.SIGINT, 130, 1) and stderr.rstrip().endswith("KeyboardInterrupt")
     assert list((tmp_path / "out").iterdir()) == []
-    while any(map(running, started)):  # the resource tracker goes last, when nobody is left
+    while any(map(is_running, started)):  # the resource tracker ends last
         assert time.monotonic() < deadline + 30
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""Progress without a terminal."""
+"""Progress lines without a terminal."""
 
 import re
 

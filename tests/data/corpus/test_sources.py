@@ -71,7 +71,7 @@ def test_parquet(tmp_path: Path) -> None:
     assert read(tmp_path / "b.parquet")[1].counts == {sources.TRUNCATED: 1}
 
 
-def test_parquet_row_that_is_not_utf8(tmp_path: Path) -> None:
+def test_parquet_row_with_invalid_utf8(tmp_path: Path) -> None:
     raw = pa.array([b"good", b"\xff\xfe", b"fine"], pa.binary())
     bad = pa.StringArray.from_buffers(3, raw.buffers()[1], raw.buffers()[2])
     pq.write_table(pa.table({"text": bad}), tmp_path / "a.parquet")
@@ -189,7 +189,7 @@ def test_dictionary_encoded_text_in_parquet(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet"])
-def test_what_is_too_long_is_named_and_the_rest_is_read(tmp_path: Path, name: str) -> None:
+def test_too_long_lines_are_counted_and_the_others_read(tmp_path: Path, name: str) -> None:
     texts = ["one", "x" * 4000, "two", "y" * 3_000_000, "é" * 100]
     path = tmp_path / name
     if name.endswith("parquet"):
@@ -233,14 +233,17 @@ print(found, log.total, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - be
 
 
 def peak(path: Path) -> tuple[int, int, int]:
-    """Bytes of text, bad input, and MiB that reading a source takes above what the imports take."""
+    """Return the bytes of text of a source, its items of bad input, and the peak memory of reading it in MiB.
+
+    The memory of the imports is not included.
+    """
     run = subprocess.run([sys.executable, "-c", PEAK, str(path)], check=True, capture_output=True, text=True)
     text, bad, mebibytes = map(int, run.stdout.split())
     return text, bad, mebibytes
 
 
 def test_an_archive_of_one_endless_line_takes_bounded_memory(tmp_path: Path) -> None:
-    """Half a GiB from some kB; before there was a limit, all of it was held, and more than once."""
+    """An archive of some kB decompresses to a line of half a GiB."""
     packer = zstandard.ZstdCompressor().compressobj()
     packed = [packer.compress(b'{"text": "')] + [packer.compress(bytes(1 << 20)) for _ in range(512)]
     (tmp_path / "a.jsonl.zst").write_bytes(b"".join([*packed, packer.flush()]))
@@ -249,7 +252,7 @@ def test_an_archive_of_one_endless_line_takes_bounded_memory(tmp_path: Path) -> 
 
 
 def test_a_long_document_takes_little_more_than_its_size(tmp_path: Path) -> None:
-    """Emoji in it, for which `str` takes four times as much; as JSON escapes, too."""
+    """The text contains emoji, with which `str` needs four bytes per character, as UTF-8 and as JSON escapes."""
     text = ("words of a long document 🎉 \n" * 100 + "\\") * 5000
     size = len(text.encode()) / 2**20
     for name, ascii_only in (("a", True), ("b", False)):
@@ -260,7 +263,7 @@ def test_a_long_document_takes_little_more_than_its_size(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("spec", ["a.docx", "hf:name", "hf:a/b:c:d:e", "bundled:no.txt", "nowhere/*.jsonl"])
-def test_specs_that_name_nothing(spec: str) -> None:
+def test_invalid_specs_are_refused(spec: str) -> None:
     with pytest.raises(UsageError):
         Source.parse(spec)
 
@@ -310,14 +313,14 @@ def test_hub(monkeypatch: pytest.MonkeyPatch) -> None:
         read("hf:owner/name")
 
 
-def test_a_directory_that_cannot_be_listed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_directory_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "closed" / "inner").mkdir(parents=True)
     (tmp_path / "open").mkdir()
     for folder in (tmp_path / "closed", tmp_path / "open"):
         (folder / "a.txt").write_text("text")
     scandir = os.scandir
 
-    def refusing(path: str) -> Any:  # the superuser, whom tests may run as, is refused nothing
+    def refusing(path: str) -> Any:  # tests may run as root, who may list any directory
         if Path(path).name == "closed":
             raise PermissionError(13, "Permission denied", str(path))
         return scandir(path)

@@ -21,7 +21,7 @@ def dataset(prepared: Path) -> PackedDataset:
 
 
 def steps(dataset: PackedDataset, count: int, start: int = 0, **options: object) -> list[torch.Tensor]:
-    """Rows of each step, micro-batches put together."""
+    """Return the rows of each step, with its micro-batches concatenated."""
     with Loader(dataset, LoaderOptions(1, start, 12, **options)) as loader:  # type: ignore[arg-type]
         return [torch.cat([b.tokens_BT for b in step]) for step in islice(loader, count)]
 
@@ -42,7 +42,7 @@ def test_resumes_at_any_row(dataset: PackedDataset) -> None:
     assert all(map(torch.equal, steps(dataset, 2, start=36, micro_batch_rows=6), straight[3:]))
 
 
-def test_batches_are_whole(dataset: PackedDataset) -> None:
+def test_batch_contents(dataset: PackedDataset) -> None:
     with Loader(dataset, LoaderOptions(1, 0, 12, 4, world_size=3, rank=1)) as loader:
         step = next(loader)
         rows = dataset.rows(1, np.arange(12))
@@ -103,7 +103,7 @@ def test_close_ends_the_thread(dataset: PackedDataset) -> None:
     assert list(loader) == []
 
 
-def test_steps_that_do_not_divide(dataset: PackedDataset) -> None:
+def test_indivisible_steps_are_refused(dataset: PackedDataset) -> None:
     with pytest.raises(UsageError, match="multiple of 8 rows"):
         Loader(dataset, LoaderOptions(0, 0, 12, 4, world_size=2))
 

@@ -67,12 +67,12 @@ def test_components_by_language_source_and_both() -> None:
         ({"en": 0.0, "hi": 0.0}, "every weight is 0"),
     ],
 )
-def test_wrong_weights_name_the_thing(weights: dict[str, float], message: str) -> None:
+def test_invalid_weights(weights: dict[str, float], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         assign_components(TAGS, [0, 1, 2], weights)
 
 
-def test_a_word_that_is_both() -> None:
+def test_name_that_is_source_and_language() -> None:
     tags = [TagInfo(source="en", lang="en"), TagInfo(source="x", lang="en")]
     with pytest.raises(UsageError, match="write source: or lang:"):
         assign_components(tags, [0, 1], {"en": 1.0})

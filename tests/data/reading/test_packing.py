@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from deskside.data.reading.packing import assign_best_fit, cut, pack
 
 
-def brute_best_fit(lengths: list[int], capacity: int) -> list[int]:
-    """Free space of each row, piece by piece: longest first, into the fullest row with room."""
+def best_fit_one_by_one(lengths: list[int], capacity: int) -> list[int]:
+    """Return the free space of each row after placing the pieces one by one: longest first, into the fullest row."""
     space: list[int] = []
     for length in sorted(lengths, reverse=True):
         best = min((r for r in range(len(space)) if space[r] >= length), key=lambda r: space[r], default=None)
@@ -28,16 +28,16 @@ def pieces(draw: st.DrawFn) -> tuple[list[int], int]:
 
 @given(pieces())
 @settings(max_examples=300, deadline=None)
-def test_equals_best_fit_decreasing_piece_by_piece(case: tuple[list[int], int]) -> None:
+def test_packing_equals_placing_pieces_one_by_one(case: tuple[list[int], int]) -> None:
     lengths, capacity = case
     row = assign_best_fit(np.array(lengths, dtype=np.int32), capacity)
     filled = np.bincount(row, weights=lengths).astype(int) if lengths else np.zeros(0, int)
-    assert sorted((capacity - filled).tolist()) == brute_best_fit(lengths, capacity)
+    assert sorted((capacity - filled).tolist()) == best_fit_one_by_one(lengths, capacity)
 
 
 @given(st.lists(st.integers(0, 200), max_size=60), st.integers(1, 50))
 @settings(max_examples=200, deadline=None)
-def test_every_token_once_and_no_row_over(lengths: list[int], width: int) -> None:
+def test_every_token_is_packed_once_and_no_row_overflows(lengths: list[int], width: int) -> None:
     length = np.array(lengths, dtype=np.int64)
     start = np.cumsum(length) - length
     packing = pack(start, length, width)
@@ -61,7 +61,7 @@ def test_cut_gives_whole_rows_then_the_rest() -> None:
 
 
 def test_same_input_same_rows_of_a_million_pieces() -> None:
-    """So many that work growing with their square would run into the time limit of every test."""
+    """An algorithm of quadratic time would exceed the time limit of tests."""
     rng = np.random.default_rng(0)
     length = np.minimum(rng.lognormal(6, 1.3, 1_000_000).astype(np.int64) + 2, 100_000)
     start = np.cumsum(length) - length

@@ -20,7 +20,7 @@ def dataset(prepared: Path) -> PackedDataset:
 
 
 def stream(dataset: PackedDataset) -> list[np.ndarray]:
-    """Documents as token arrays, each with the end-of-text before and after it, straight from the files."""
+    """Read documents from the files as token arrays, each with the end-of-text token before and after it."""
     found = []
     for shard in dataset.index.splits[dataset.split].shards:
         tokens = np.fromfile(dataset.directory / shard.file, dtype=dataset.index.dtype)
@@ -31,13 +31,13 @@ def stream(dataset: PackedDataset) -> list[np.ndarray]:
 
 def test_one_epoch_holds_every_token_pair_once(dataset: PackedDataset) -> None:
     """The multiset of pieces (inputs, targets) equals the documents cut at multiples of T."""
-    wanted = []
+    expected = []
     for document in stream(dataset):
         for a in range(0, len(document) - 1, T):
             piece = document[a : a + T + 1]
-            wanted.append((tuple(piece[:-1].tolist()), tuple(piece[1:].tolist())))
+            expected.append((tuple(piece[:-1].tolist()), tuple(piece[1:].tolist())))
     rows = dataset.rows(3, np.arange(dataset.num_rows))
-    got = []
+    pieces = []
     for r in range(dataset.num_rows):
         bounds = rows.boundaries[rows.row_boundaries[r] : rows.row_boundaries[r + 1]] - r * T
         assert bounds[0] == 0
@@ -47,8 +47,8 @@ def test_one_epoch_holds_every_token_pair_once(dataset: PackedDataset) -> None:
             if targets[0] == IGNORE:
                 assert (targets == IGNORE).all() and (inputs == 0).all() and b == T
             else:
-                got.append((tuple(inputs.tolist()), tuple(targets.tolist())))
-    assert sorted(got) == sorted(wanted)
+                pieces.append((tuple(inputs.tolist()), tuple(targets.tolist())))
+    assert sorted(pieces) == sorted(expected)
     assert sum(len(d) - 1 for d in stream(dataset)) == dataset.num_tokens == (rows.targets != IGNORE).sum()
     assert rows.num_valid.tolist() == (rows.targets != IGNORE).sum(axis=1).tolist()
     assert (
@@ -108,7 +108,7 @@ def test_boundaries_never_exceed_their_bound(dataset: PackedDataset, rows: int) 
             break
 
 
-def test_wrong_openings(prepared: Path, tmp_path: Path) -> None:
+def test_invalid_data_sets_splits_and_weights(prepared: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="not a prepared data set"):
         PackedDataset(tmp_path, "train", T)
     with pytest.raises(UsageError, match=r"no split 'test'. It has: train, val"):

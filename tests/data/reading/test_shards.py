@@ -33,7 +33,7 @@ def copy(prepared: Path, tmp_path: Path) -> Path:
     dtype=st.sampled_from(["uint16", "uint32"]),
 )
 @settings(max_examples=60, deadline=None)
-def test_what_is_written_is_read(
+def test_write_shard_round_trip(
     tmp_path_factory: pytest.TempPathFactory, documents: list, dtype: str
 ) -> None:
     folder = tmp_path_factory.mktemp("shard")
@@ -42,21 +42,23 @@ def test_what_is_written_is_read(
     info = write_shard(
         folder, "x", encoded, eos_id=0, dtype=dtype, text_bytes=7, token_bytes=token_bytes, key="k"
     )
-    assert not {"x.bin", "x.idx.npy"} & {p.name for p in folder.iterdir()}  # it may be noted first
+    assert not {"x.bin", "x.idx.npy"} & {
+        p.name for p in folder.iterdir()
+    }  # they are recorded before they are published
     publish(folder, info)
-    wanted = [0]
+    expected = [0]
     starts = []
     for ids, _ in documents:
-        starts.append(len(wanted) - 1)
-        wanted += [*ids, 0]
+        starts.append(len(expected) - 1)
+        expected += [*ids, 0]
     raw = np.frombuffer((folder / "x.bin").read_bytes(), dtype="<u2" if dtype == "uint16" else "<u4")
-    assert raw.tolist() == wanted == open_tokens(folder, info, dtype).tolist()
+    assert raw.tolist() == expected == open_tokens(folder, info, dtype).tolist()
     table = open_table(folder, info)
     assert table["start"].tolist() == starts and table["tag"].tolist() == [t for _, t in documents]
     assert info.checksum == xxhash.xxh3_128_hexdigest((folder / "x.bin").read_bytes())
     assert info.token_text_bytes == sum(sum(ids) for ids, _ in documents)
     assert sum(c.documents for c in info.tags.values()) == len(documents)
-    assert sum(c.tokens for c in info.tags.values()) == len(wanted) - 1
+    assert sum(c.tokens for c in info.tags.values()) == len(expected) - 1
     assert sorted(p.name for p in folder.iterdir()) == ["x.bin", "x.idx.npy"]
 
 
@@ -86,7 +88,7 @@ def test_sizes_are_checked_at_every_opening(copy: Path) -> None:
         shards.check(copy)
 
 
-def test_stamp_spares_a_second_reading(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stamp_avoids_a_second_verification(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (copy / shards.STAMP).unlink(missing_ok=True)
     read: list[str] = []
     real = shards.fingerprint
@@ -121,7 +123,7 @@ def test_wrong_directories_and_indexes(copy: Path, tmp_path: Path) -> None:
         shards.read_index(copy)
 
 
-def test_full_disk_leaves_nothing_under_the_final_name(tmp_path: Path) -> None:
+def test_full_disk_leaves_no_file_with_the_final_name(tmp_path: Path) -> None:
     def fail(file: object) -> None:
         file.write(b"half")  # type: ignore[attr-defined]
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -10,21 +10,21 @@ from deskside.data.reading.shuffle import combine_keys, mix, permute
 
 @given(st.integers(1, 3000), st.integers(0, 2**64 - 1))
 @settings(max_examples=100, deadline=None)
-def test_is_a_permutation_and_can_be_entered_anywhere(n: int, key: int) -> None:
+def test_permute_is_a_permutation_with_random_access(n: int, key: int) -> None:
     whole = permute(np.arange(n), n, key)
     assert np.array_equal(np.sort(whole), np.arange(n))
     some = np.array([n - 1, 0, n // 2])
     assert np.array_equal(permute(some, n, key), whole[some])
 
 
-def test_mixing_is_splitmix64() -> None:
+def test_mix_equals_published_splitmix64() -> None:
     # The first outputs of SplitMix64 from state 0, as published with the generator (prng.di.unimi.it).
     assert mix(0) == 0xE220A8397B1DCDAF
     assert mix(0x9E3779B97F4A7C15) == 0x6E789E6AA1B965F4
 
 
 def test_order_never_changes() -> None:
-    """Runs that are resumed under a later version must see the same rows: these are fixed values of this order."""
+    """A run that is resumed with a later version must get the same rows, so these values must never change."""
     assert permute(np.arange(10), 10, 1).tolist() == [7, 6, 2, 5, 3, 9, 0, 1, 8, 4]
     assert combine_keys(1, 2) != combine_keys(2, 1)
 
