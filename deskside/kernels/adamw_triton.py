@@ -71,6 +71,7 @@ def _adamw(  # type: ignore[no-untyped-def]
     lr, decay, one_minus_beta1, one_minus_beta2, log2_beta1, log2_beta2, eps, n,
     EIGHT_BIT: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
+    """Update ROWS blocks of WIDTH weights per program. decay: lr x weight_decay. factor_ptr: as in `adamw_update`."""
     if tl.load(skip_ptr) > 0:
         return
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)

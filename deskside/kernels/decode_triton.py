@@ -32,8 +32,9 @@ def _attend(  # type: ignore[no-untyped-def]
     SPANS: tl.constexpr, SPAN: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
     WINDOWED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Q: (B, T, HEADS, C). K, V: (pages, KV_HEADS, S, C). TABLE: (B, width). POSITION: (B, T).
+    """Attend from the new tokens of a row to one span of its cache, for the query heads of one key-value head.
 
+    Q: (B, T, HEADS, C). K, V: (pages, KV_HEADS, S, C). TABLE: (B, width). POSITION: (B, T).
     OUT: (B, SPANS, T, HEADS, C) float32, normalised within a span. LSE: (B, SPANS, T, HEADS), log2 of the span's sum of
     exponentials, -inf for a query that sees nothing in the span.
     """

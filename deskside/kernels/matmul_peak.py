@@ -41,6 +41,7 @@ def _operands(n: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor,
 
 
 def _measure(left: Tensor, right: Tensor, runs: int) -> float:
+    """Return the FLOP/s of left @ right, the median of `runs` after a warm-up."""
     out = torch.empty_like(left)
     torch.mm(left, right, out=out)
     seconds = []

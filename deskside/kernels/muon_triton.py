@@ -22,6 +22,7 @@ def _look_ahead(  # type: ignore[no-untyped-def]
     g_e, g_r, g_c, m_e, m_r, m_c, out_e, out_r, out_c,
     NESTEROV: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
+    """Process one tile of SIDE x SIDE of one expert. The `*_e`, `*_r`, `*_c` are strides of experts, rows, columns."""
     expert = tl.program_id(2).to(tl.int64)
     row = tl.program_id(0).to(tl.int64) * SIDE + tl.arange(0, SIDE)
     column = tl.program_id(1) * SIDE + tl.arange(0, SIDE)
@@ -44,6 +45,7 @@ def _apply(  # type: ignore[no-untyped-def]
     p_e, p_r, p_c, u_e, u_r, u_c, f_e, f_r, f_c,
     CAUTIOUS: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
+    """Update one tile of SIDE x SIDE weights of one expert; strides as in `_look_ahead`."""
     if tl.load(skip_ptr) > 0:
         return
     expert = tl.program_id(2).to(tl.int64)

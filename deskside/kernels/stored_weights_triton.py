@@ -23,7 +23,7 @@ def gather(  # type: ignore[no-untyped-def]
     TABLE, TOKENS, OUT, N, V,
     D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """OUT (N, D): the rows TOKENS (N,) of TABLE (V, D), rounded. NaN for a token outside 0..V - 1."""
+    """Write the rows TOKENS (N,) of TABLE (V, D) to OUT (N, D), rounded. A token outside 0..V - 1 gives NaN."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     token = tl.load(TOKENS + rows, mask=rows < N, other=0)
@@ -41,7 +41,7 @@ def add_runs(  # type: ignore[no-untyped-def]
     GRAD, IDS, ORDER, OUT, FIRST, LAST, N, V,
     D: tl.constexpr, PIECE: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """OUT (V, D): for each run of equal IDS (N,), which are sorted, the sum of its rows ORDER (N,) of GRAD (N, D).
+    """Sum the rows ORDER (N,) of GRAD (N, D) over each run of equal IDS (N,), which are sorted, into OUT (V, D).
 
     FIRST, LAST: (pieces, D), partial sums of runs across pieces. FIRST: of a piece's first run, if it began in an
     earlier piece. LAST: of its last run, if it began in this piece and continues in the next.
@@ -80,7 +80,7 @@ def join_runs(  # type: ignore[no-untyped-def]
     IDS, OUT, FIRST, LAST, N, V,
     D: tl.constexpr, PIECE: tl.constexpr, PARTIAL_SUMS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """OUT (V, D): the sum of the run that begins in this program's piece and continues in the next, if any."""
+    """Write to OUT (V, D) the sum of the run that begins in this program's piece and continues in the next, if any."""
     piece = tl.program_id(0)
     start = piece * PIECE
     columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)

@@ -75,7 +75,7 @@ class Attention(AttentionSublayer):
     def forward(
         self, residual_BTD: Tensor, delta_BTD: Tensor, rotation: Rotation | None, context: AttentionContext
     ) -> tuple[Tensor, Tensor]:
-        """`context` is prepared for this layer's window; `rotation` is None without RoPE."""
+        """(residual, delta) -> (residual, delta). context: prepared for this window. rotation: None without RoPE."""
         if self.forward_override is not None:
             residual_BTD, delta_BTD = self.forward_override(residual_BTD, delta_BTD, rotation, context)
             return residual_BTD, delta_BTD

@@ -237,6 +237,7 @@ class Transformer(nn.Module):
 
     @property
     def _head_table(self) -> Embedding | Linear:
+        """The module whose weight is the head's."""
         return self.embed if self.head is None else self.head
 
     @property
@@ -265,6 +266,7 @@ class Transformer(nn.Module):
         return x_BTD * 0.5, x_BTD * 0.5
 
     def _rotation(self, tokens: int, positions_BT: Tensor | None) -> Rotation | None:
+        """Return cos and sin of the positions, (B or 1, T, 1, C / 2) each, or None without RoPE."""
         if self.rope_cos is None or self.rope_sin is None:
             return None
         rows = slice(0, tokens) if positions_BT is None else positions_BT

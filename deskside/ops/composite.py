@@ -155,12 +155,12 @@ class GatedLinear(nn.Module):
         self.projection = projection
 
     def forward(self, *inputs_BTF: Tensor) -> Tensor:
-        """`inputs_BTF` is (gate, up) or (up,), as AddNormLinear gives them."""
+        """inputs_BTF: (gate, up) or (up,), the outputs of AddNormLinear."""
         return self.projection(activate(self.activation, *inputs_BTF))
 
 
 def activate(activation: Activation, *inputs: Tensor) -> Tensor:
-    """activation(gate) * up for two inputs, activation(up) for one."""
+    """Return activation(gate) * up for two inputs, activation(up) for one."""
     hidden = ACTIVATIONS[activation](inputs[0])
     return hidden * inputs[1] if len(inputs) == 2 else hidden
 

@@ -102,7 +102,9 @@ def choose(need: Requirements, candidates: Sequence[str] | None = None, seed: in
             rejected[backend.name] = f"failed: {first_line}"
     if not seconds:
         reasons = "; ".join(f"{name} {reason}" for name, reason in rejected.items())
-        raise RunError(f"no attention backend works here at this shape: {reasons}")
+        raise RunError(
+            f"no attention backend works at this shape; change head_dim, the window or the dtype: {reasons}"
+        )
     return BackendChoice(_fastest(seconds), seconds, errors, rejected)
 
 
@@ -192,6 +194,7 @@ def _problem(need: Requirements, checked_tokens: int, seed: int) -> tuple[list[T
 
 
 def _boundaries(need: Requirements, second_document: int) -> Tensor:
+    """Return cu_seqlens of two documents per row, the second from `second_document` on."""
     starts = [row * need.tokens + offset for row in range(need.batch) for offset in (0, second_document)]
     end = need.batch * need.tokens
     return torch.tensor([*starts, end, end], dtype=torch.int32, device=need.device)

@@ -79,6 +79,8 @@ def document_mask_mod(documents_BT: Tensor, causal: bool, window: int | None) ->
 
 
 def _visible_mask_mod(causal: bool, window: int | None) -> MaskMod:
+    """Return the mask of causality and window."""
+
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         allowed = q >= k if causal else q == q
         return allowed if window is None else allowed & (q - k < window)

@@ -33,6 +33,7 @@ def _next_power_of_2(n: int) -> int:
 
 
 def _fp8(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Fp8:
+    """Allocate an FP8 matrix (rows, columns) and its transpose."""
     rows, columns = shape
     if rows % 4:
         raise UsageError(
@@ -45,7 +46,7 @@ def _fp8(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Fp
 
 
 def cast_fp8(x: Tensor, cast: Cast) -> Fp8:
-    """(N, K) -> rows (N, K) and columns (K, N)."""
+    """See `reference.cast_fp8`. (N, K) -> rows (N, K) and columns (K, N)."""
     N, K = x.shape
     out = _fp8((N, K), cast.dtype, x.device)
     grid = (_cdiv(K, 128), _cdiv(N, FP8_ROWS))
@@ -56,7 +57,7 @@ def cast_fp8(x: Tensor, cast: Cast) -> Fp8:
 
 
 def row_col_amax(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(N, K) -> (N,) and (K,)."""
+    """See `reference.row_col_amax`. (N, K) -> (N,) and (K,)."""
     N, K = x.shape
     rows, columns = (torch.zeros(size, dtype=torch.float32, device=x.device) for size in (N, K))
     triton_cast.row_col_amax[(_cdiv(N, 64), _cdiv(K, 128))](x, rows, columns, N, K, 64, 128, num_warps=4)
@@ -64,7 +65,7 @@ def row_col_amax(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def cast_both(x: Tensor, dtype: torch.dtype, row_scale: Tensor, column_scale: Tensor) -> Fp8:
-    """(N, K) -> rows with a scale per row, and the transpose with a scale per column."""
+    """See `reference.cast_both`. (N, K) -> rows (N, K) and columns (K, N)."""
     N, K = x.shape
     out = _fp8((N, K), dtype, x.device)
     triton_cast.cast_both[(_cdiv(N, FP8_ROWS), _cdiv(K, 64))](
@@ -76,7 +77,7 @@ def cast_both(x: Tensor, dtype: torch.dtype, row_scale: Tensor, column_scale: Te
 def add_norm(
     residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, cast: Cast | None = None
 ) -> tuple[Tensor, Tensor | Fp8, Tensor]:
-    """residual, delta: (N, D) contiguous."""
+    """See `reference.add_norm`. residual, delta: (N, D), contiguous."""
     N, D = residual.shape
     out = residual if delta is None else torch.empty_like(residual)
     rstd = torch.empty(N, dtype=torch.float32, device=residual.device)
@@ -100,7 +101,7 @@ def add_norm(
 def add_norm_backward(
     grad_normed: Tensor, residual_out: Tensor, rstd: Tensor, weight: Tensor, grad_residual: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """All but rstd (N,) and weight (D,) are (N, D) and contiguous."""
+    """See `reference.add_norm_backward`. All but rstd (N,) and weight (D,) are (N, D) and contiguous."""
     N, D = residual_out.shape
     grad = torch.empty_like(residual_out)
     block = _next_power_of_2(D)
@@ -122,7 +123,7 @@ def qk_norm_rope(
     angles: Angles,
     layout: QkvLayout,
 ) -> tuple[Tensor, Tensor]:
-    """qkv: (N, width) contiguous."""
+    """See `reference.qk_norm_rope`. qkv: (N, width), contiguous."""
     N, C = len(qkv), layout.head_dim
     q = torch.empty(N, layout.heads, C, dtype=qkv.dtype, device=qkv.device)
     k = torch.empty(N, layout.kv_heads, C, dtype=qkv.dtype, device=qkv.device)
@@ -144,7 +145,7 @@ def qk_norm_rope_backward(
     layout: QkvLayout,
     cast: Cast | None = None,
 ) -> tuple[Tensor | Fp8, Tensor | None, Tensor | None]:
-    """grads: of q (N, heads, C), k and v (N, kv_heads, C), with contiguous channels and any other strides."""
+    """See `reference.qk_norm_rope_backward`. grads: those of q, k and v, with contiguous channels, else any strides."""
     (N, width), C = qkv.shape, layout.head_dim
     rows = FP8_ROWS if cast is not None else max(16, 2048 // C)
     programs, heads = _cdiv(N, rows), layout.heads
@@ -193,7 +194,7 @@ def column_sums(x: Tensor, num_first: int) -> Tensor:
 
 
 def gated(x: Tensor, activation: str, has_gate: bool, cast: Cast | None = None) -> Tensor | Fp8:
-    """(N, 2F) or (N, F) -> (N, F)."""
+    """See `reference.gated`. (N, 2F) or (N, F) -> (N, F)."""
     N, F = len(x), x.shape[1] // (2 if has_gate else 1)
     if cast is None:
         out = torch.empty(N, F, dtype=x.dtype, device=x.device)
@@ -212,7 +213,7 @@ def gated(x: Tensor, activation: str, has_gate: bool, cast: Cast | None = None) 
 def gated_backward(
     grad: Tensor, x: Tensor, activation: str, has_gate: bool, cast: Cast | None = None
 ) -> Tensor | Fp8:
-    """grad (N, F), x as in `gated` -> the gradient of x."""
+    """See `reference.gated_backward`. grad (N, F) -> (N, 2F) or (N, F)."""
     N, F = grad.shape
     if cast is None:
         out = torch.empty_like(x)
@@ -231,7 +232,7 @@ def gated_backward(
 
 
 def transpose(rows: Tensor, out: Tensor) -> None:
-    """Write the transpose of an FP8 matrix (N, K) to `out` (K, N), whose row stride may exceed N."""
+    """See `reference.transpose`. rows: (N, K); out: (K, N), whose row stride may exceed N."""
     N, K = rows.shape
     grid, words = (_cdiv(N, 128), _cdiv(K, 128)), out.view(torch.int32)
     triton_cast.transpose[grid](rows.view(torch.uint8), words, N, K, words.stride(0), 128, 128, num_warps=8)

@@ -96,6 +96,7 @@ def transpose(rows: Tensor, out: Tensor) -> None:
 
 
 def _to_output(values: Tensor, cast: Cast | None, dtype: torch.dtype) -> Tensor | Fp8:
+    """Convert to `dtype`, or to FP8 if there is a cast."""
     return values.to(dtype) if cast is None else cast_fp8(values, cast)
 
 
@@ -158,6 +159,7 @@ def qk_norm_rope(
 
 
 def _rotate(x_NHC: Tensor, angles: Angles) -> Tensor:
+    """Apply RoPE, if there are angles, in float32 or wider."""
     x = x_NHC.to(at_least_float32(x_NHC))
     if angles is None:
         return x

@@ -61,7 +61,7 @@ def gated(  # type: ignore[no-untyped-def]
     INPUT, OUT, N, F,
     KIND: tl.constexpr, GATED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
-    """INPUT: (N, 2F) gate and up, or (N, F). OUT: (N, F)."""
+    """Write OUT (N, F) for INPUT (N, 2F), gate and up, or INPUT (N, F)."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     columns = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
     mask = (rows < N)[:, None] & (columns < F)[None, :]
@@ -91,7 +91,7 @@ def gated_backward(  # type: ignore[no-untyped-def]
     GRAD, INPUT, OUT, N, F,
     KIND: tl.constexpr, GATED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
-    """GRAD: (N, F), of the output of `gated`. OUT: the gradient of INPUT, (N, 2F) or (N, F)."""
+    """Write OUT, the gradient of INPUT (N, 2F) or (N, F), from GRAD (N, F), that of the output of `gated`."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     columns = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
     mask = (rows < N)[:, None] & (columns < F)[None, :]

@@ -18,7 +18,7 @@ def add_norm(  # type: ignore[no-untyped-def]
     RESIDUAL, DELTA, WEIGHT, RESIDUAL_OUT, NORMED, RSTD, N, eps,
     D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HAS_DELTA: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N whole rows per program; BLOCK_D is the power of two that holds D."""
+    """Add and normalise BLOCK_N whole rows per program. BLOCK_D: the next power of two of D."""
     rows = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     columns = tl.arange(0, BLOCK_D)
     mask = (rows < N)[:, None] & (columns < D)[None, :]
@@ -56,7 +56,7 @@ def add_norm_fp8(  # type: ignore[no-untyped-def]
     RESIDUAL, DELTA, WEIGHT, RESIDUAL_OUT, ROWS, WORDS, RSTD, SCALE, AMAX, N, eps,
     D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HAS_DELTA: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N rows per program, in two passes over pieces of BLOCK_D columns.
+    """Like `add_norm`, in FP8: writes ROWS and its transpose, in two passes over pieces of BLOCK_D columns.
 
     The second pass reads the sum that the first one wrote from the L2 cache; residual and delta, which are not read
     again, are therefore loaded as evict_first. Without delta, RESIDUAL_OUT is RESIDUAL.
@@ -110,7 +110,7 @@ def add_norm_backward(  # type: ignore[no-untyped-def]
     GRAD_NORMED, RESIDUAL_OUT, RSTD, WEIGHT, GRAD_RESIDUAL, GRAD, GRAD_WEIGHT, N, rows_per_program,
     D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HAS_GRAD_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """`rows_per_program` rows per program, BLOCK_N at a time. GRAD_WEIGHT: (programs, D), partial sums."""
+    """Process `rows_per_program` rows per program, BLOCK_N at a time. GRAD_WEIGHT: (programs, D), partial sums."""
     program = tl.program_id(0)
     columns = tl.arange(0, BLOCK_D)
     weight = tl.load(WEIGHT + columns, mask=columns < D, other=0.0).to(tl.float32)[None, :]
@@ -141,7 +141,7 @@ def column_sums(  # type: ignore[no-untyped-def]
     X, OUT, N,
     C: tl.constexpr, FIRST: tl.constexpr, PIECES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """X: (N, PIECES, C), float32. OUT: (1 or 2, C), the sums over N and the first FIRST pieces, and over the others.
+    """Sum X (N, PIECES, C) float32 over N and the first FIRST pieces, and over the others: OUT (1 or 2, C).
 
     X has about a thousand rows of a few hundred columns, so only the latency of loads matters: each program takes few
     columns and loads a thousand rows at once.

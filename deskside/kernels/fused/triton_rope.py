@@ -18,7 +18,7 @@ def qk_norm_rope(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, C: tl.constexpr, BLOCK_N: tl.constexpr,
     NORM: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
-    """QKV: (N, (HEADS + 2 KV_HEADS) C). Q: (N, HEADS, C), K: (N, KV_HEADS, C). COS, SIN: (P, C / 2)."""
+    """Read QKV (N, (HEADS + 2 KV_HEADS) C), write Q (N, HEADS, C) and K (N, KV_HEADS, C). COS, SIN: (P, C / 2)."""
     HALF: tl.constexpr = C // 2
     token = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = token.to(tl.int64)
@@ -58,9 +58,10 @@ def qk_norm_rope_backward(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, C: tl.constexpr, BLOCK_N: tl.constexpr, PER_PROGRAM: tl.constexpr,
     NORM: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
-    """Each program loops over PER_PROGRAM heads of some tokens, whose angles stay in the cache.
+    """Write OUT, the gradient of QKV. Each program loops over PER_PROGRAM heads of some tokens.
 
-    PER_PROGRAM divides HEADS and KV_HEADS, so that all heads of a program are queries, or keys, or values.
+    The angles of the tokens stay in the cache for all heads of a program. PER_PROGRAM divides HEADS and KV_HEADS, so
+    that these heads are all queries, or keys, or values.
     GRAD_Q, GRAD_K, GRAD_V: with the given strides of rows and heads. OUT: (N, (HEADS + 2 KV_HEADS) C). GRAD_WEIGHTS:
     (blocks of tokens, (HEADS + KV_HEADS) / PER_PROGRAM, C), each program's partial sum for the weight of its norm.
     """
@@ -199,7 +200,7 @@ def _head_gradient(  # type: ignore[no-untyped-def]
     grad, qkv, Q_WEIGHT, K_WEIGHT, COS, SIN, angle, is_query, mask, eps,
     C: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
-    """Return the gradients of the two halves of a query or key head, and each row's shares of the norm weight's.
+    """Return the gradients of both halves of a query or key head, and each row's share of the norm's weight gradient.
 
     The shares are not summed here, because a sum over rows waits for other warps. grad and qkv are pointers; angle is
     the index into COS and SIN.

@@ -116,7 +116,7 @@ def descriptor_kernel(  # type: ignore[no-untyped-def]
     LEFT_TRANSPOSED: tl.constexpr, RIGHT_TRANSPOSED: tl.constexpr, BL: tl.constexpr, BR: tl.constexpr,
     BS: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """out: (PARTS, L, R). Values beyond an edge are read as zero and not written."""
+    """Compute out (PARTS, L, R), several tiles per program. Values beyond an edge are read as zero and not written."""
     tiles = tl.cdiv(L, BL) * tl.cdiv(R, BR) * PARTS
     steps = tl.cdiv(tl.cdiv(S, BS), PARTS)
     factor = _scales(scale_a_ptr, scale_b_ptr, PARTS)
@@ -147,7 +147,7 @@ def pointer_kernel(  # type: ignore[no-untyped-def]
     LEFT_TRANSPOSED: tl.constexpr, RIGHT_TRANSPOSED: tl.constexpr, BL: tl.constexpr, BR: tl.constexpr,
     BS: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """One tile per program. EVEN: every step of the sum is whole. Rows beyond an edge wrap around, unwritten."""
+    """Compute one tile per program. EVEN: no step of the sum is partial. Rows beyond an edge wrap around, unwritten."""
     i0, j0, part = _tile_and_part(tl.program_id(0), L, R, BL, BR, GROUP)
     steps = tl.cdiv(tl.cdiv(S, BS), PARTS)
     i = i0 + tl.arange(0, BL)
@@ -189,7 +189,7 @@ def add_parts_kernel(  # type: ignore[no-untyped-def]
     parts_ptr, out_ptr, scale_a_ptr, scale_b_ptr, numel,
     PARTS: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """out = scales x the sum of the parts, added from the first to the last."""
+    """Write out = scales x the sum of the parts, added from first to last."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for part in tl.static_range(PARTS):

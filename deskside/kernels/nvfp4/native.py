@@ -35,7 +35,7 @@ def nvfp4_kernel(  # type: ignore[no-untyped-def]
     BL: tl.constexpr, BR: tl.constexpr, BS: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
     DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """One tile per program. A row has pairs = S / 2 bytes of codes and blocks = S / 16 scales.
+    """Compute one tile per program. A row has pairs = S / 2 bytes of codes and blocks = S / 16 scales.
 
     These are separate arguments, because Triton specializes each integer argument on its divisibility by 16, and then
     loads several values at once.
@@ -78,7 +78,7 @@ def fp8_kernel(  # type: ignore[no-untyped-def]
     LEFT: tl.constexpr, RIGHT: tl.constexpr, BL: tl.constexpr, BR: tl.constexpr, BS: tl.constexpr,
     GROUP: tl.constexpr, EVEN: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """One tile per program. LEFT, RIGHT: "e4m3" or "e5m2"."""
+    """Compute one tile per program. LEFT, RIGHT: "e4m3" or "e5m2"."""
     i0, j0 = tile_origin(tl.program_id(0), L, R, BL, BR, GROUP)
     i = i0 + tl.arange(0, BL)
     j = j0 + tl.arange(0, BR)

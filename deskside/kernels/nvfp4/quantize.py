@@ -186,7 +186,7 @@ def _transform(x_NK: Tensor, operand: Operand, signs: Tensor | None) -> tuple[Te
 
 @cache
 def _hadamard_matrix(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Sylvester's matrix of +-1; of size 16 four times along a diagonal."""
+    """Return Sylvester's Hadamard matrix of +-1; for size 16, a block-diagonal matrix of four copies."""
     matrix = torch.ones(1, 1)
     while len(matrix) < size:
         matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), matrix)

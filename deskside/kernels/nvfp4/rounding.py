@@ -58,6 +58,7 @@ def e4m3_stochastic(v, noise):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _stochastic(v, step, noise):  # type: ignore[no-untyped-def]
+    """Round v down or up to a multiple of `step`, a power of two, by comparing the remainder with the noise."""
     # The inverse of a power of two with exponent field e has the field 254 - e, so this product is exact.
     steps = v * (0x7F000000 - step.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
     low = tl.floor(steps)
