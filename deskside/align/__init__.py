@@ -1,4 +1,4 @@
-"""Objectives of post-training (SFT, DPO, GRPO) for the training loop, and their data."""
+"""The objectives of post-training (SFT, DPO, GRPO), which the training loop optimizes, and their data."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def objective_of(config: RunConfig) -> Objective | None:
-    """Return the objective of a run, or None for pretraining, for the training loop."""
+    """Return the objective that the configuration names, or None for pretraining."""
     if config.align is None:
         return None
     if config.align.name == "dpo":

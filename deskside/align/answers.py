@@ -1,8 +1,8 @@
-"""Packing of answers into rows: texts that begin with a question, of which only the rest is scored.
+"""Pack answers into rows and score them. A text is a question with its answer; only the answer is scored.
 
 Rows have the format of pretraining (`data/reading/rows.py`): several texts in sequence, which cannot attend to each
-other. A unit must stay together in a row: the two answers of a pair, or one sampled answer. Units are packed
-best-fit.
+other. A packing unit stays in one row: the two texts of a preference pair, or the text of one sampled answer. Units
+are packed best-fit.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from deskside.align.logprobs import by_sequence, token_logprobs
+from deskside.align.logprobs import pad_sequences, token_logprobs
 from deskside.config.run import RunConfig
 from deskside.config.sections import ComputeConfig
 from deskside.data.reading.loader import Batch
@@ -28,38 +28,39 @@ from deskside.utils.errors import UsageError
 
 
 @dataclass(frozen=True)
-class Text:
-    """Tokens of a question with its answer, int64. The answer begins at index `answer` and is not empty."""
+class TokenizedText:
+    """Tokens of a question with its answer, int64. The answer begins at index `answer_start` and is not empty."""
 
     tokens: NDArray[np.int64]
-    answer: int
+    answer_start: int
 
     @property
-    def room(self) -> int:
-        """Return the tokens that it takes in a row: all but the last, which is only a target."""
+    def num_inputs(self) -> int:
+        """Return the number of input tokens, which is the space in a row: the last token is only a target."""
         return len(self.tokens) - 1
 
     @property
-    def scored(self) -> int:
-        return len(self.tokens) - self.answer
+    def num_targets(self) -> int:
+        return len(self.tokens) - self.answer_start
 
 
 @dataclass(frozen=True)
 class AnswerBatch(Batch):
-    """A micro-batch of S answers; targets are -100 outside them.
+    """A micro-batch of S answers of up to L tokens. Targets outside the answers are -100.
 
-    counted_M: int64, indices of the answers' targets in the flattened rows, answer by answer. mask_SL: bool, the
-    number of targets of each answer.
+    target_index_M: int64, positions of the answers' targets in the flattened rows, answer by answer; M in all.
+    mask_SL: bool, True for the first n entries of the row of an answer with n targets.
     """
 
-    counted_M: Tensor
+    target_index_M: Tensor
     mask_SL: Tensor
 
 
 @dataclass(frozen=True)
 class Scores:
-    """logprobs_SL and entropy_SL: of each answer's tokens, float32, zero elsewhere. balance: the load-balancing
-    loss of a mixture of experts.
+    """Log-probability and entropy of every answer token, float32 (S, L), zero beyond the end of an answer.
+
+    balance: the load-balancing loss of a mixture of experts, None for other models.
     """
 
     logprobs_SL: Tensor
@@ -74,22 +75,22 @@ def score(
     compute: ComputeConfig,
     temperature: float = 1.0,
 ) -> Scores:
-    """Compute the log-probabilities of a micro-batch's answers. The head is applied to the answers only."""
+    """Compute the log-probabilities of a micro-batch's answers. The head runs on the answers' positions only."""
     hidden_BTD, statistics = model.hidden_and_router(batch.tokens_BT, context, batch.positions_BT)
     logprobs_M, entropy_M = token_logprobs(
-        hidden_BTD.flatten(0, 1).index_select(0, batch.counted_M),
+        hidden_BTD.flatten(0, 1).index_select(0, batch.target_index_M),
         model.head_weight,
-        batch.targets_BT.flatten()[batch.counted_M],
+        batch.targets_BT.flatten()[batch.target_index_M],
         temperature=temperature,
         softcap=model.config.final_logit_softcapping,
         chunk_tokens=compute.loss_chunk_tokens,
     )
     balance = load_balancing_loss(torch.stack(statistics), batch.tokens_BT.numel()) if statistics else None
-    return Scores(by_sequence(logprobs_M, batch.mask_SL), by_sequence(entropy_M, batch.mask_SL), balance)
+    return Scores(pad_sequences(logprobs_M, batch.mask_SL), pad_sequences(entropy_M, batch.mask_SL), balance)
 
 
 def evaluation_context(session: Session, batch: Batch) -> AttentionContext:
-    """Return the attention context of a forward pass outside a training step."""
+    """Return the attention context of a forward pass outside a training step: the model's own window."""
     tokens = batch.tokens_BT.shape[1]
     full, windowed = session.attention.at(tokens, None)
     return AttentionContext(
@@ -97,76 +98,78 @@ def evaluation_context(session: Session, batch: Batch) -> AttentionContext:
     )
 
 
-def check_compute(config: RunConfig) -> None:
-    """Raise UsageError for options of the pretraining loss that have no effect here."""
+def check_supported(config: RunConfig) -> None:
+    """Raise UsageError for options that DPO and GRPO do not support."""
     if config.compute.z_loss:
-        raise UsageError("compute.z_loss: has no effect on this objective; remove it")
+        raise UsageError("compute.z_loss: this objective does not use it; remove it")
     if config.precision.head == "fp8":
         raise UsageError("precision.head: this objective computes the head in BF16; use bf16")
     if config.parallel.mode == "shard":
         raise UsageError("parallel.mode: this objective runs on whole models; use --parallel.mode replicate")
     if len(config.stages()) > 1:
-        raise UsageError("schedule.stages: this objective has rows of one length; give none")
+        raise UsageError(
+            "schedule.stages: this objective supports one sequence length only; remove the stages"
+        )
 
 
-def pack_units(rooms: NDArray[np.int64], sequence_length: int) -> list[NDArray[np.int64]]:
-    """Return the units of each row. rooms: tokens of each unit, at most sequence_length."""
-    numbers = np.arange(len(rooms), dtype=np.int64)
-    packing = pack(numbers, rooms, sequence_length)
+def pack_units(lengths: NDArray[np.int64], sequence_length: int) -> list[NDArray[np.int64]]:
+    """Return the indices of the units in each row. lengths: input tokens of each unit, at most sequence_length."""
+    packing = pack(np.arange(len(lengths), dtype=np.int64), lengths, sequence_length)
     return np.split(packing.start, packing.row_start[1:-1]) if packing.num_rows else []
 
 
 def lay_out(
-    rows: Sequence[Sequence[Text]], sequence_length: int, boundaries: int, filler: int
+    rows: Sequence[Sequence[TokenizedText]], sequence_length: int, num_boundaries: int, pad_token: int
 ) -> dict[str, Any]:
-    """Convert rows of texts to the fields of an `AnswerBatch`, except the two counts, as CPU tensors.
+    """Convert rows of texts to the tensors of an `AnswerBatch`, on the CPU, by field name.
 
-    boundaries: the length of cu_seqlens. filler: the padding token.
+    num_boundaries: the length of cu_seqlens, which is padded to a constant shape.
     """
     shape = (len(rows), sequence_length)
-    tokens, positions = np.full(shape, filler, np.int64), np.zeros(shape, np.int64)
+    tokens, positions = np.full(shape, pad_token, np.int64), np.zeros(shape, np.int64)
     targets = np.full(shape, IGNORE, np.int64)
     starts: list[int] = []
-    counted: list[NDArray[np.int64]] = []
-    for number, row in enumerate(rows):
-        at = 0
+    target_index: list[NDArray[np.int64]] = []
+    for i, row in enumerate(rows):
+        start = 0
         for text in row:
-            end, first = at + text.room, at + text.answer - 1
-            tokens[number, at:end] = text.tokens[:-1]
-            targets[number, first:end] = text.tokens[text.answer :]
-            positions[number, at:end] = np.arange(text.room)
-            starts.append(number * sequence_length + at)
-            counted.append(np.arange(first, end) + number * sequence_length)
-            at = end
-        if at < sequence_length:
-            positions[number, at:] = np.arange(sequence_length - at)
-            starts.append(number * sequence_length + at)
-    cu_seqlens = np.full(boundaries, tokens.size, np.int32)
+            # The position before the answer predicts its first token.
+            first, end = start + text.answer_start - 1, start + text.num_inputs
+            tokens[i, start:end] = text.tokens[:-1]
+            targets[i, first:end] = text.tokens[text.answer_start :]
+            positions[i, start:end] = np.arange(text.num_inputs)
+            starts.append(i * sequence_length + start)
+            target_index.append(np.arange(first, end) + i * sequence_length)
+            start = end
+        if start < sequence_length:
+            positions[i, start:] = np.arange(sequence_length - start)
+            starts.append(i * sequence_length + start)
+    cu_seqlens = np.full(num_boundaries, tokens.size, np.int32)
     cu_seqlens[: len(starts)] = starts
-    lengths = np.array([len(c) for c in counted], np.int64)
+    lengths = np.array([len(index) for index in target_index], np.int64)
     mask = np.arange(lengths.max(initial=1)) < lengths[:, None]
     return {
         "tokens_BT": torch.from_numpy(tokens),
         "targets_BT": torch.from_numpy(targets),
         "cu_seqlens": torch.from_numpy(cu_seqlens),
         "positions_BT": torch.from_numpy(positions),
-        "counted_M": torch.from_numpy(np.concatenate([*counted, np.empty(0, np.int64)])),
+        "target_index_M": torch.from_numpy(np.concatenate([*target_index, np.empty(0, np.int64)])),
         "mask_SL": torch.from_numpy(mask),
     }
 
 
-def moved(fields: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Copy tensors to the device without synchronization."""
-    if device.type != "cuda":
-        return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in fields.items()}
-    return {
-        k: v.pin_memory().to(device, non_blocking=True) if isinstance(v, Tensor) else v
-        for k, v in fields.items()
-    }
+def to_device(fields: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Copy the tensors among the fields to the device, without synchronization."""
+    copied = dict(fields)
+    for name, value in fields.items():
+        if isinstance(value, Tensor):
+            pinned = value.pin_memory() if device.type == "cuda" else value
+            copied[name] = pinned.to(device, non_blocking=device.type == "cuda")
+    return copied
 
 
-def full_row_texts(sequence_length: int, texts: int, vocabulary: int) -> list[Text]:
+def worst_case_texts(sequence_length: int, num_texts: int, vocab_size: int) -> list[TokenizedText]:
     """Return random texts that fill a row and are scored from their second token on: the most expensive row."""
     generator = np.random.default_rng(0)
-    cuts = np.linspace(0, sequence_length, texts + 1).astype(int)
-    return [Text(generator.integers(vocabulary, size=n + 1), 1) for n in np.diff(cuts).tolist()]
+    cuts = np.linspace(0, sequence_length, num_texts + 1).astype(int)
+    return [TokenizedText(generator.integers(vocab_size, size=n + 1), 1) for n in np.diff(cuts).tolist()]

@@ -1,19 +1,21 @@
-"""Group-relative policy optimization (Shao et al. 2024, arXiv 2402.03300): sample several answers to each question,
-and make those with a reward above their group's mean more likely.
+"""Group-relative policy optimization (Shao et al. 2024, arXiv 2402.03300).
 
-A row of the configured batch is one answer with its question, so a step has batch.tokens / batch.sequence_length
-answers, in whole groups; in the forward pass, answers are packed into fewer rows. The `tokens` of a run count whole
-rows, filled or not. losses.py has the loss and its options.
+Several answers are sampled to each question. Training makes answers with a reward above the mean of their group more
+likely, and the others less likely. losses.py has the loss and its options.
 
-The answers of a step are sampled by the weights before it (or `steps_per_rollout` steps ago), with random numbers
-that depend only on the seed and on the position of the answer in the run, so a resumed run samples the same
-answers. The sampling probabilities are those of the engine, at the sampling temperature; the ratio to the training
-probabilities corrects for differences in their arithmetic.
+Each answer, with its question, counts as one row of the configured batch, so a step has batch.tokens /
+batch.sequence_length answers, in whole groups. The `tokens` of a run count these rows at full length. In the forward
+pass, the answers are packed into fewer rows.
 
-Reported metrics of each step: mean and standard deviation of the rewards, answer length in tokens, the share of
-truncated answers, the share of answers in groups with unequal rewards (only these give a gradient), entropy, the
-share of clipped tokens, `drift`: k3 per token between the sampling and the trained weights, and with align.kl `kl`:
-k3 from the initial weights.
+The answers of a step are sampled with the weights before it, or before the first of the `steps_per_rollout` steps that
+share a round of sampling. Their random numbers depend only on the seed and on the position of the answer in the run, so
+a resumed run samples the same answers. Their log-probabilities come from the inference engine, at the sampling
+temperature. The importance ratio in the loss also corrects for the engine's different rounding.
+
+Metrics of each step: mean and standard deviation of the rewards; answer length in tokens; the share of truncated
+answers; the share of answers in groups with unequal rewards (only these give a gradient); entropy; the share of clipped
+tokens; `drift`, which is k3 (losses.py) per token between the weights that sampled and the trained weights; and with
+align.kl `kl`, which is k3 per token from the initial weights.
 """
 
 import shutil
@@ -27,30 +29,31 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from deskside.align import answers, rewards
+from deskside.align import answers
 from deskside.align.answers import (
     AnswerBatch,
-    Text,
-    check_compute,
-    full_row_texts,
+    TokenizedText,
+    check_supported,
     lay_out,
-    moved,
     pack_units,
+    to_device,
+    worst_case_texts,
 )
 from deskside.align.grpo_data import Question, Questions
-from deskside.align.losses import advantages, policy_terms
+from deskside.align.losses import advantages, policy_loss
 from deskside.align.prepared import describe_data
+from deskside.align.rewards import parse as parse_reward
 from deskside.align.rollouts import Rollout, RolloutLog
 from deskside.align.sampler import (
     KV_CACHE_SHARE,
-    Left,
-    Sampled,
+    MemoryHeadroom,
+    SampledAnswer,
     Sampler,
     answers_bytes,
-    copy_of,
     memory_for_sampling,
+    sampling_copy,
 )
-from deskside.align.samples import SampledAnswers
+from deskside.align.samples import AlignObjective
 from deskside.budget.shape import num_params
 from deskside.config.align import GrpoConfig
 from deskside.config.run import RunConfig
@@ -63,9 +66,9 @@ from deskside.train.objective import Batches, Evaluation, Loss, RowDataset, Sess
 from deskside.train.prepare.preflight import MEASURE_SHARE, REPORT_SHARE, SAMPLE_SHARE
 from deskside.utils.errors import RunError, UsageError
 
-REFERENCE = "reference.safetensors"  # in the run directory: the initial weights, for align.kl
-REWARD_FILE = "reward.py"
-EXTRAS: tuple[str, ...] = (
+REFERENCE = "reference.safetensors"  # file in the run directory with the initial weights, for align.kl
+REWARD_FILE = "reward.py"  # copy of the user's reward function in the run directory
+METRICS: tuple[str, ...] = (
     "answers", "answer_tokens", "reward", "reward_square", "cut_off", "informative", "entropy", "clipped", "drift",
     "kl",
 )  # fmt: skip
@@ -73,135 +76,135 @@ EXTRAS: tuple[str, ...] = (
 
 @dataclass(frozen=True)
 class RolloutBatch(AnswerBatch):
-    """S sampled answers.
+    """A micro-batch of S sampled answers.
 
-    sampled_SL: log-probabilities at sampling. reference_SL: of the initial weights. learnt_S: bool, the answers
-    that count in the loss. cut_off_S: bool, the truncated answers.
+    sampled_SL: log-probabilities of the weights that sampled the answers. reference_SL: those of the initial weights,
+    None without align.kl. in_loss_S: bool, True if the answer counts in the loss. cut_off_S: bool, True if the answer
+    was truncated.
     """
 
     sampled_SL: Tensor
     reference_SL: Tensor | None
     advantage_S: Tensor
     reward_S: Tensor
-    learnt_S: Tensor
+    in_loss_S: Tensor
     cut_off_S: Tensor
 
 
-class Grpo(SampledAnswers):
-    """The GRPO objective; see the module and `train.objective.Objective`."""
+class Grpo(AlignObjective):
+    """Group-relative policy optimization; implements `train.objective.Objective`."""
 
-    name, command, extras, measured_first = "grpo", "deskside grpo", EXTRAS, True
+    name, command, metric_names, evaluate_first = "grpo", "deskside grpo", METRICS, True
 
     def __init__(self, options: GrpoConfig) -> None:
         self.options = options
-        self.rewards = rewards.parse(options.reward)
-        self.opened: dict[str, Questions] = {}
+        self.reward = parse_reward(options.reward)
+        self.datasets: dict[str, Questions] = {}
         self.reference: Transformer | None = None
         self.rollout_seconds = 0.0
 
     def open(self, config: RunConfig, path: Path, split: str, sequence_length: int) -> Questions:
-        check_compute(config)
+        check_supported(config)
         options, rows = self.options, config.batch.tokens // sequence_length
         if rows % options.group:
             raise UsageError(
-                f"batch.tokens: {rows} answers per step are not whole groups of {options.group}; use a multiple of "
-                f"{options.group * sequence_length}"
+                f"batch.tokens: {rows} answers per step cannot be split into groups of {options.group}; use a "
+                f"multiple of {options.group * sequence_length}"
             )
-        self.opened[split] = Questions(
+        self.datasets[split] = Questions(
             path, split, sequence_length, options.group, options.answer_tokens, config.model.vocab_size
         )
         self.folder = path
-        return self.opened[split]
+        return self.datasets[split]
 
     def begin(self, session: Session) -> None:
         self.session = session
-        describe_data(self.opened["train"].index, session.say)
-        for questions in self.opened.values():
+        describe_data(self.datasets["train"].index, session.say)
+        for questions in self.datasets.values():
             if questions.left_out:
                 session.say(
                     f"{questions.split}: {questions.left_out:,} questions leave no room for "
                     f"{self.options.answer_tokens} tokens of answer in {questions.sequence_length} and are left out"
                 )
-        self._keep_reward_file(session)
+        self._copy_reward_file(session)
         steps, config = self.options.steps_per_rollout, session.config
         self.answers_per_step = config.batch.tokens // config.batch.sequence_length
-        if (self.answers_per_step // self.options.group) % session.world.size:
+        questions_per_step, processes = self.answers_per_step // self.options.group, session.world.size
+        if questions_per_step % processes:
             raise UsageError(
-                f"batch.tokens: {self.answers_per_step // self.options.group} questions per step do not divide among "
-                f"{session.world.size} processes; use a larger batch"
+                f"batch.tokens: {questions_per_step} questions per step cannot be shared evenly by {processes} "
+                f"processes; use a multiple of {self.options.group * processes * config.batch.sequence_length}"
             )
         ends = session.run.read_json("generation_config.json")["eos_token_id"]
         self.ends = frozenset(ends if isinstance(ends, list) else [ends])
         self.tokenizer = load_tokenizer(session.run.tokenizer)
         self.log = RolloutLog(session.run.path, session.world.rank, steps > 1)
         with session.precision.high_precision(), memory_for_sampling():
-            left = Left.of(session.world.device)
-            self._keep_reference(session)  # first, because the sampler divides the memory that is left
-            if left is not None and self.reference is not None:
-                left = left.without(self.reference)
+            headroom = MemoryHeadroom.measure(session.world.device)
+            self._load_reference(session)  # first, because the sampler takes all of the remaining memory
+            if headroom is not None and self.reference is not None:
+                headroom = headroom.after_allocating(self.reference)
             self.sampler = Sampler(
                 session.model,
                 config.adapter is not None,
                 steps * self.answers_per_step // session.world.size,
                 config.batch.sequence_length,
                 self.ends,
-                left,
+                headroom,
             )
-            if left is not None:  # only memory is tested
-                self.sampler.rehearse(self.opened["train"].vocab_size)
+            if headroom is not None:
+                self.sampler.rehearse(self.datasets["train"].vocab_size)
             if session.budget.limit is not None:
                 self._fit_into_time(session)
         self.sample_before(session)
 
-    def seconds_beside_step(self) -> float:
+    def extra_step_seconds(self) -> float:
         return self.rollout_seconds / self.options.steps_per_rollout
 
     def _fit_into_time(self, session: Session) -> None:
-        """Measure the speed of sampling, to get its time in a step and the number of held-out questions that fit.
+        """Measure the speed of sampling. Set its time per round, and drop held-out questions that take too long.
 
         Raises UsageError if there is no time for one optimizer step.
         """
-        budget, val, options = session.budget, self.opened["val"], self.options
+        budget, val, options = session.budget, self.datasets["val"], self.options
         count = options.steps_per_rollout * self.answers_per_step // session.world.size
-        prompts = [q.tokens for q in self.opened["train"].questions]
+        prompts = [q.tokens for q in self.datasets["train"].questions]
         pace = self.sampler.measure_pace(prompts, count, options.temperature)
         lanes = self.sampler.engine.max_batch
         seconds = pace.seconds(count, options.answer_tokens, lanes)
         self.rollout_seconds = session.world.broadcast([seconds])[0]
-        most = budget.share(MEASURE_SHARE)
         size, total = session.world.size, len(val.questions)
-        asked = next(
-            (
-                n
-                for n in range(total, 1, -1)
-                if pace.seconds(-(-n // size), options.answer_tokens, lanes) <= most
-            ),
-            1,
-        )
+
+        def evaluation_seconds(num_questions: int) -> float:
+            return pace.seconds(-(-num_questions // size), options.answer_tokens, lanes)
+
+        asked = total
+        while asked > 1 and evaluation_seconds(asked) > budget.share(MEASURE_SHARE):
+            asked -= 1
         asked = int(session.world.broadcast([asked])[0])
-        measuring = pace.seconds(-(-asked // size), options.answer_tokens, lanes)
-        later = 4 * measuring + budget.share(2 * SAMPLE_SHARE + REPORT_SHARE)
-        step = self.seconds_beside_step() + self.answers_per_step * session.row_seconds
+        # Four evaluations follow: two rehearsals, one before the first step, and the final one.
+        later = 4 * evaluation_seconds(asked) + budget.share(2 * SAMPLE_SHARE + REPORT_SHARE)
+        step = self.extra_step_seconds() + self.answers_per_step * session.row_seconds
         if session.world.broadcast([float(budget.left() - later < step)])[0]:
             raise budget.too_short(
-                f"a step takes {step:.0f} s, {self.seconds_beside_step():.0f} s of it for {self.answers_per_step} "
+                f"a step takes {step:.0f} s, {self.extra_step_seconds():.0f} s of it for {self.answers_per_step} "
                 f"answers of {options.answer_tokens} tokens, and {max(0.0, budget.left() - later):.0f} s are left",
                 step,
                 later,
             )
         if asked < total:
             session.say(
-                f"{asked} of {total} held-out questions are asked, so that the run ends on time; more --hours take in "
-                "more"
+                f"{asked} of {total} held-out questions are used, so that the run ends on time; a longer run (--hours) "
+                "uses more"
             )
-            val.questions = [val.questions[n] for n in (np.arange(asked) * total // asked).tolist()]
+            val.questions = [val.questions[i] for i in (np.arange(asked) * total // asked).tolist()]
 
-    def keeps_bytes(self, config: RunConfig, model: Transformer) -> int:
-        """Return the memory of the model's copies and of the answers to one question, the minimum for sampling."""
+    def reserved_bytes(self, config: RunConfig, model: Transformer) -> int:
+        """Return the bytes of the sampling copy, of the reference, and of the answers to one question at a time."""
         dtype = model.activation_dtype
-        copies = (2 if self.options.kl else 1) * num_params(config.model) * dtype.itemsize
-        answers = answers_bytes(config.model, dtype, self.options.group, config.batch.sequence_length)
-        return int((copies + answers) / KV_CACHE_SHARE)
+        weights = (2 if self.options.kl else 1) * num_params(config.model) * dtype.itemsize
+        cache = answers_bytes(config.model, dtype, self.options.group, config.batch.sequence_length)
+        return int((weights + cache) / KV_CACHE_SHARE)
 
     def loader(self, dataset: RowDataset, options: LoaderOptions) -> Batches:
         return _RolloutLoader(self, cast(Questions, dataset), options)
@@ -214,10 +217,12 @@ class Grpo(SampledAnswers):
         device: torch.device,
         document_mask: bool,
     ) -> Batch:
-        texts = [full_row_texts(dataset.sequence_length, 1, dataset.vocab_size) for _ in range(rows)]
-        made = [Sampled(tuple(row[0].tokens[1:].tolist()), (-1.0,) * row[0].scored, True) for row in texts]
+        texts = [worst_case_texts(dataset.sequence_length, 1, dataset.vocab_size) for _ in range(rows)]
         question = Question("", "", (0,))
-        rollouts = [[Rollout(0, question, sampled, "", 0.0, 1.0)] for sampled in made]
+        rollouts = []
+        for (text,) in texts:
+            sampled = SampledAnswer(tuple(text.tokens[1:].tolist()), (-1.0,) * text.num_targets, True)
+            rollouts.append([Rollout(0, question, sampled, "", 0.0, 1.0)])
         count = rows * (dataset.sequence_length if self.options.average == "token" else 1)
         return self._batch(cast(Questions, dataset), rollouts, count * passes_everywhere, device, dry=True)
 
@@ -225,99 +230,104 @@ class Grpo(SampledAnswers):
         self, model: Transformer, batch: Batch, context: AttentionContext, compute: ComputeConfig
     ) -> Loss:
         batch, options = cast(RolloutBatch, batch), self.options
-        found = answers.score(model, batch, context, compute, options.temperature)
-        terms = policy_terms(
-            found.logprobs_SL,
+        scores = answers.score(model, batch, context, compute, options.temperature)
+        terms = policy_loss(
+            scores.logprobs_SL,
             batch.sampled_SL,
             batch.advantage_S,
-            batch.mask_SL & batch.learnt_S[:, None],
+            batch.mask_SL & batch.in_loss_S[:, None],
             options,
             batch.reference_SL,
         )
-        apart_SL = (found.logprobs_SL.detach() - batch.sampled_SL) * batch.mask_SL
-        extra = {
+        log_ratio_SL = (scores.logprobs_SL.detach() - batch.sampled_SL) * batch.mask_SL
+        metric_sums = {
             "answers": torch.ones_like(batch.reward_S).sum(),
             "answer_tokens": batch.mask_SL.sum().float(),
             "reward": batch.reward_S.sum(),
             "reward_square": batch.reward_S.square().sum(),
             "cut_off": batch.cut_off_S.sum().float(),
             "informative": (batch.advantage_S != 0).sum().float(),
-            "entropy": found.entropy_SL.sum(),
+            "entropy": scores.entropy_SL.sum(),
             "clipped": terms.clipped_SL.sum().float(),
-            "drift": (apart_SL.exp() - apart_SL - 1).sum(),
+            "drift": (log_ratio_SL.exp() - log_ratio_SL - 1).sum(),
             "kl": terms.kl_SL.sum(),
         }
-        return Loss(terms.loss, found.balance, extra)
+        return Loss(terms.loss, scores.balance, metric_sums)
 
-    def row(self, extra: Mapping[str, float], count: float) -> dict[str, float]:
-        texts, tokens = max(1.0, extra["answers"]), max(1.0, extra["answer_tokens"])
-        mean = extra["reward"] / texts
-        found = {
+    def metrics(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
+        num_answers, tokens = max(1.0, sums["answers"]), max(1.0, sums["answer_tokens"])
+        mean = sums["reward"] / num_answers
+        metrics = {
             "reward": mean,
-            "reward_std": max(0.0, extra["reward_square"] / texts - mean**2) ** 0.5,
-            "answer_tokens": tokens / texts,
-            "cut_off": extra["cut_off"] / texts,
-            "informative": extra["informative"] / texts,
-            "entropy": extra["entropy"] / tokens,
-            "clipped": extra["clipped"] / tokens,
-            "drift": extra["drift"] / tokens,
+            "reward_std": max(0.0, sums["reward_square"] / num_answers - mean**2) ** 0.5,
+            "answer_tokens": tokens / num_answers,
+            "cut_off": sums["cut_off"] / num_answers,
+            "informative": sums["informative"] / num_answers,
+            "entropy": sums["entropy"] / tokens,
+            "clipped": sums["clipped"] / tokens,
+            "drift": sums["drift"] / tokens,
         }
-        return found | ({"kl": extra["kl"] / tokens} if self.options.kl else {})
+        return metrics | ({"kl": sums["kl"] / tokens} if self.options.kl else {})
 
-    def measure(self, session: Session, max_tokens: int | None) -> Evaluation:
+    def evaluate(self, session: Session, max_tokens: int | None) -> Evaluation:
         """Return the mean reward of greedy answers to held-out questions."""
         questions, world = cast(Questions, session.validation), session.world
-        wanted = len(questions.questions)
+        count = len(questions.questions)
         if max_tokens is not None:
-            wanted = min(wanted, max(world.size, max_tokens // questions.sequence_length))
-        chosen = np.unique(np.arange(wanted) * len(questions.questions) // wanted)[world.rank :: world.size]
-        mine = [questions.questions[n] for n in chosen.tolist()]
-        self.sampler.renew()
-        made = self.sampler.sample(
+            count = min(count, max(world.size, max_tokens // questions.sequence_length))
+        chosen = np.unique(np.arange(count) * len(questions.questions) // count)[world.rank :: world.size]
+        mine = [questions.questions[i] for i in chosen.tolist()]
+        self.sampler.update_weights()
+        sampled = self.sampler.sample(
             [q.tokens for q in mine], [0] * len(mine), 0, 0.0, self.options.answer_tokens
         )
-        values = self._judge(mine, made)
         totals = torch.tensor(
-            [sum(values), sum(len(s.tokens) for s in made), len(mine)],
+            [sum(self._rewards(mine, sampled)), sum(len(s.tokens) for s in sampled), len(mine)],
             dtype=torch.float64,
             device=world.device,
         )
         reward, tokens, count = world.all_reduce_sum(totals).tolist()
-        row = {"val_reward": reward / count, "val_answer_tokens": tokens / count}
-        said = f"mean reward {row['val_reward']:.3f} on {int(count):,} held-out questions, answered greedily"
+        count = int(count)
+        metrics = {"val_reward": reward / count, "val_answer_tokens": tokens / count}
+        message = (
+            f"mean reward {metrics['val_reward']:.3f} on {count:,} held-out questions, answered greedily"
+        )
         return Evaluation(
-            row, {**row, "val_questions": int(count)}, said, int(count) * questions.sequence_length
+            metrics, {**metrics, "val_questions": count}, message, count * questions.sequence_length
         )
 
     # Sampling
 
     def roll_out(self, questions: Sequence[Question], positions: Sequence[int], seed: int) -> list[Rollout]:
-        """Sample and score answers with the present weights. A question is repeated for each answer of its group."""
-        self.sampler.renew()
-        made = self.sampler.sample(
+        """Sample answers with the present weights, and compute their rewards and advantages.
+
+        questions: one per answer, so the `group` answers to a question repeat it. positions: see `rollouts.py`.
+        """
+        self.sampler.update_weights()
+        samples = self.sampler.sample(
             [q.tokens for q in questions],
             positions,
             seed,
             self.options.temperature,
             self.options.answer_tokens,
         )
-        values = self._judge(questions, made)
-        grouped_GS = torch.tensor(values, dtype=torch.float64).view(-1, self.options.group)
-        better = advantages(grouped_GS, self.options.scale_rewards).flatten().tolist()
-        found = [
-            Rollout(position, question, sampled, self._text(sampled), value, advantage)
-            for position, question, sampled, value, advantage in zip(
-                positions, questions, made, values, better, strict=True
+        rewards = self._rewards(questions, samples)
+        rewards_GS = torch.tensor(rewards, dtype=torch.float64).view(-1, self.options.group)
+        advantages_N = advantages(rewards_GS, self.options.scale_rewards).flatten().tolist()
+        rollouts = [
+            Rollout(position, question, sampled, self._text(sampled), reward, advantage)
+            for position, question, sampled, reward, advantage in zip(
+                positions, questions, samples, rewards, advantages_N, strict=True
             )
         ]
-        self.log.add(found, self.options.group)
-        return found
+        self.log.add(rollouts, self.options.group)
+        return rollouts
 
-    def _judge(self, questions: Sequence[Question], made: Sequence[Sampled]) -> list[float]:
-        cases = [(q.prompt, self._text(s), q.answer) for q, s in zip(questions, made, strict=True)]
-        return self.rewards.of(cases)
+    def _rewards(self, questions: Sequence[Question], samples: Sequence[SampledAnswer]) -> list[float]:
+        cases = [(q.prompt, self._text(s), q.answer) for q, s in zip(questions, samples, strict=True)]
+        return self.reward.compute_all(cases)
 
-    def _text(self, sampled: Sampled) -> str:
+    def _text(self, sampled: SampledAnswer) -> str:
         tokens = sampled.tokens[:-1] if sampled.ended else sampled.tokens
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
@@ -326,58 +336,62 @@ class Grpo(SampledAnswers):
     def batches(
         self, questions: Questions, rollouts: Sequence[Rollout], micro_rows: int, device: torch.device
     ) -> list[Batch]:
-        """Pack this rank's answers of a step. All ranks call this at the same time."""
-        learnt = [r for r in rollouts if self.options.learn_truncated or r.sampled.ended]
-        counted = float(len(rollouts))
+        """Pack this rank's answers of a step into micro-batches. All ranks call this at the same time."""
+        count = float(len(rollouts))
         if self.options.average == "token":
-            counted = float(sum(len(r.sampled.tokens) for r in learnt))
-        total = torch.tensor([counted], dtype=torch.float64, device=device)
-        everywhere = max(1, int(self.session.world.all_reduce_sum(total).item()))
-        rooms = np.array([len(r.question.tokens) + len(r.sampled.tokens) - 1 for r in rollouts], np.int64)
-        rows: list[list[Rollout]] = [
-            [rollouts[n] for n in row] for row in pack_units(rooms, questions.sequence_length)
-        ]
-        found: list[Batch] = []
-        at = 0
-        for size in passes(len(rows), micro_rows):
-            part = rows[at : at + size]
+            count = float(sum(len(r.sampled.tokens) for r in rollouts if self._is_in_loss(r)))
+        total = torch.tensor([count], dtype=torch.float64, device=device)
+        step_count = max(1, int(self.session.world.all_reduce_sum(total).item()))
+        lengths = np.array([len(r.question.tokens) + len(r.sampled.tokens) - 1 for r in rollouts], np.int64)
+        packed = pack_units(lengths, questions.sequence_length)
+        rows = [[rollouts[i] for i in row] for row in packed]
+        batches: list[Batch] = []
+        start = 0
+        for size in pass_sizes(len(rows), micro_rows):
+            part = rows[start : start + size]
             part += [[] for _ in range(size - len(part))]
-            found.append(self._batch(questions, part, everywhere, device))
-            at += size
-        return found
+            batches.append(self._batch(questions, part, step_count, device))
+            start += size
+        return batches
+
+    def _is_in_loss(self, rollout: Rollout) -> bool:
+        return self.options.learn_truncated or rollout.sampled.ended
 
     def _batch(
         self,
         questions: Questions,
         rows: list[list[Rollout]],
-        everywhere: int,
+        step_count: int,
         device: torch.device,
         dry: bool = False,
     ) -> RolloutBatch:
         texts = [[_text_of(rollout) for rollout in row] for row in rows]
         fields = lay_out(
-            texts, questions.sequence_length, questions.max_boundaries(len(rows)) + 1, questions.filler
+            texts, questions.sequence_length, questions.max_boundaries(len(rows)) + 1, questions.pad_token
         )
         flat = [rollout for row in rows for rollout in row]
         sampled_SL = torch.zeros(fields["mask_SL"].shape)
-        sampled_SL[fields["mask_SL"]] = torch.tensor([v for r in flat for v in r.sampled.logprobs])
-        keep = [self.options.learn_truncated or r.sampled.ended for r in flat]
-        own = {
+        sampled_SL[fields["mask_SL"]] = torch.tensor(
+            [logprob for r in flat for logprob in r.sampled.logprobs]
+        )
+        rollout_fields = {
             "sampled_SL": sampled_SL,
             "reference_SL": torch.zeros_like(sampled_SL) if dry and self.options.kl else None,
             "advantage_S": torch.tensor([r.advantage for r in flat]),
             "reward_S": torch.tensor([r.reward for r in flat]),
-            "learnt_S": torch.tensor(keep, dtype=torch.bool),
+            "in_loss_S": torch.tensor([self._is_in_loss(r) for r in flat], dtype=torch.bool),
             "cut_off_S": torch.tensor([not r.sampled.ended for r in flat], dtype=torch.bool),
         }
         count = sum(len(r.sampled.tokens) for r in flat) if self.options.average == "token" else len(flat)
-        batch = RolloutBatch(**moved({**fields, **own}, device), num_valid=count, num_valid_step=everywhere)
+        tensors = to_device({**fields, **rollout_fields}, device)
+        batch = RolloutBatch(**tensors, num_valid=count, num_valid_step=step_count)
         return self._with_reference(batch) if self.reference is not None and not dry else batch
 
-    # Initial weights
+    # Reference
 
     @torch.no_grad()
     def _with_reference(self, batch: RolloutBatch) -> RolloutBatch:
+        """Return the batch with the log-probabilities of the initial weights."""
         assert self.reference is not None
         context = answers.evaluation_context(self.session, batch)
         scores = answers.score(
@@ -385,15 +399,18 @@ class Grpo(SampledAnswers):
         )
         return RolloutBatch(**{**vars(batch), "reference_SL": scores.logprobs_SL})
 
-    def _keep_reference(self, session: Session) -> None:
+    def _load_reference(self, session: Session) -> None:
+        """Keep a copy of the initial weights for align.kl, in memory and in the run directory for a resumed run."""
         if not self.options.kl:
             return
         path = session.run.path / REFERENCE
-        self.reference = copy_of(session.model, session.config.adapter is not None)
+        self.reference = sampling_copy(session.model, session.config.adapter is not None)
         named = dict(self.reference.named_parameters())
         if session.resumed:
             if not path.is_file():
-                raise RunError(f"{path}: is missing; align.kl needs the initial weights of the run")
+                raise RunError(
+                    f"{path}: the initial weights of the run are missing, which align.kl needs; restore the file"
+                )
             with torch.no_grad():
                 for name, tensor in load_file(path).items():
                     named[name].copy_(tensor)
@@ -403,93 +420,95 @@ class Grpo(SampledAnswers):
             except OSError as error:
                 raise RunError(f"{path}: cannot be written: {error.strerror}") from None
 
-    def _keep_reward_file(self, session: Session) -> None:
+    def _copy_reward_file(self, session: Session) -> None:
         """Copy the user's reward function into the run, and check that a resumed run uses the same one."""
-        if self.rewards.file is None:
+        if self.reward.file is None:
             return
-        kept = session.run.path / REWARD_FILE
+        recorded = session.run.path / REWARD_FILE
         if not session.resumed:
             if session.world.is_rank_zero:
-                shutil.copyfile(self.rewards.file, kept)
-        elif not kept.is_file() or kept.read_bytes() != self.rewards.file.read_bytes():
+                shutil.copyfile(self.reward.file, recorded)
+        elif not recorded.is_file() or recorded.read_bytes() != self.reward.file.read_bytes():
             raise RunError(
-                f"reward: {self.rewards.file} changed since the run started; restore it from {kept}"
+                f"reward: {self.reward.file} changed since the run started; restore it from {recorded}"
             )
 
 
-def passes(rows: int, most: int) -> list[int]:
-    """Return the number of rows of each forward pass: `most`, and for the rest that, a half, a quarter or an eighth
-    of it.
+def pass_sizes(rows: int, max_rows: int) -> list[int]:
+    """Return the number of rows of each forward pass: `max_rows`, and less in the last pass.
 
-    So a compiled step sees at most four shapes, and more than half of the last pass is filled.
+    The last pass has the smallest sufficient size among `max_rows` and a half, a quarter and an eighth of it. So a
+    compiled step sees at most four shapes, and little of the last pass is padding.
     """
-    sizes = sorted({-(-most // part) for part in (1, 2, 4, 8)})
-    whole, left = divmod(rows, most)
-    return [most] * whole + ([next(size for size in sizes if size >= left)] if left else [])
+    full_passes, rest = divmod(rows, max_rows)
+    sizes = [max_rows] * full_passes
+    if rest:
+        sizes.append(min(size for n in (1, 2, 4, 8) if (size := -(-max_rows // n)) >= rest))
+    return sizes
 
 
-def _text_of(rollout: Rollout) -> Text:
+def _text_of(rollout: Rollout) -> TokenizedText:
     question = rollout.question.tokens
-    return Text(np.array([*question, *rollout.sampled.tokens], np.int64), len(question))
+    return TokenizedText(np.array([*question, *rollout.sampled.tokens], np.int64), len(question))
 
 
 class _RolloutLoader:
-    """A loader of optimizer steps of sampled answers. One round of sampling gives `steps_per_rollout` steps."""
+    """Iterator over optimizer steps on sampled answers. A round of sampling lasts for `steps_per_rollout` steps."""
 
     def __init__(self, objective: Grpo, questions: Questions, options: LoaderOptions):
         self.objective, self.questions, self.options = objective, questions, options
-        self.at = options.start_row
-        self.round = objective.options.steps_per_rollout * options.rows_per_step
+        self.position = options.start_row  # of the next step's first answer
+        self.round_answers = objective.options.steps_per_rollout * options.rows_per_step
         self.rollouts: list[Rollout] = []
-        # A round that has been used by a step is kept whole.
-        objective.log.cut(-(-self.at // self.round) * self.round)
+        # A round that a step has used stays in the log; later ones are sampled again.
+        objective.log.cut(-(-self.position // self.round_answers) * self.round_answers)
 
     def __iter__(self) -> Iterator[list[Batch]]:
         return self
 
     def __next__(self) -> list[Batch]:
         options, objective = self.options, self.objective
-        begin = self.at - self.at % self.round
-        if not self.rollouts or self.rollouts[0].position < begin:
-            self.rollouts = self._round_from(begin)
-        mine = set(self._mine(self.at, self.at + options.rows_per_step))
-        rollouts = [r for r in self.rollouts if r.position in mine]
-        self.at += options.rows_per_step
+        round_start = self.position - self.position % self.round_answers
+        if not self.rollouts or self.rollouts[0].position < round_start:
+            self.rollouts = self._round_at(round_start)
+        step_positions = set(self._rank_positions(self.position, self.position + options.rows_per_step))
+        rollouts = [r for r in self.rollouts if r.position in step_positions]
+        self.position += options.rows_per_step
         return objective.batches(self.questions, rollouts, options.micro_batch_rows, options.device)
 
-    def _mine(self, first: int, last: int) -> list[int]:
-        """Return this rank's positions of each step in the range."""
+    def _rank_positions(self, first: int, last: int) -> list[int]:
+        """Return the positions from `first` up to `last` that belong to this rank: one slice of each step."""
         share = self.options.rows_per_step // self.options.world_size
         steps = range(first + self.options.rank * share, last, self.options.rows_per_step)
         return [p for step in steps for p in range(step, step + share)]
 
-    def _round_from(self, begin: int) -> list[Rollout]:
-        """Return the round that begins at a position: sampled now, or read from the log after a resume."""
-        positions = self._mine(begin, begin + self.round)
+    def _round_at(self, start: int) -> list[Rollout]:
+        """Return this rank's answers of the round that starts at a position.
+
+        They are sampled now, or read from the log if the run was resumed in the middle of the round.
+        """
+        positions = self._rank_positions(start, start + self.round_answers)
         group = self.questions.group
-        first = np.array(positions[::group], np.int64) // group
-        questions = [q for q in self.questions.at(self.options.seed, first) for _ in range(group)]
-        if self.at == begin:
-            return self.objective.roll_out(questions, positions, self.options.seed)
-        said = {row["position"]: row for row in self.objective.log.read(begin, begin + self.round)}
-        if set(said) != set(positions):
-            raise RunError(
-                f"{self.objective.log.lines}: the sampled answers of the next step are missing; start the run "
-                "again"
-            )
-        return [
-            Rollout(
-                position,
-                question,
-                Sampled(tuple(row["token_ids"]), tuple(row["logprobs"]), row["ended"]),
-                row["text"],
-                row["reward"],
-                row["advantage"],
-            )
-            for position, question, row in zip(
-                positions, questions, (said[p] for p in positions), strict=True
-            )
+        question_positions = np.array(positions[::group], np.int64) // group
+        questions = [
+            q for q in self.questions.at(self.options.seed, question_positions) for _ in range(group)
         ]
+        if self.position == start:
+            return self.objective.roll_out(questions, positions, self.options.seed)
+        logged = {row["position"]: row for row in self.objective.log.read(start, start + self.round_answers)}
+        if set(logged) != set(positions):
+            raise RunError(
+                f"{self.objective.log.lines}: the sampled answers of the next step are missing; restore the file, or "
+                "start a new run"
+            )
+        rollouts = []
+        for position, question in zip(positions, questions, strict=True):
+            row = logged[position]
+            sampled = SampledAnswer(tuple(row["token_ids"]), tuple(row["logprobs"]), row["ended"])
+            rollouts.append(
+                Rollout(position, question, sampled, row["text"], row["reward"], row["advantage"])
+            )
+        return rollouts
 
     def close(self) -> None:
         pass

@@ -1,7 +1,7 @@
 """Questions with checkable answers: conversion of records to prompts, and their endless shuffled order.
 
-A record has `prompt` (text or messages) and `answer`, the text that a reward compares with; for the reward `code`,
-tests.
+A record has `prompt` (text or messages) and `answer`, against which a reward checks the model's answer. It is the
+correct answer, or tests for the reward `code`.
 """
 
 import json
@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deskside.align.preference_data import question_of
-from deskside.align.prepared import Made, PreparedSplit, Spec, make_folder
+from deskside.align.preference_data import question_messages
+from deskside.align.prepared import FolderSpec, PreparedItem, PreparedSplit, prepare_folder
 from deskside.data.chat.chat_template import ChatTemplate
 from deskside.data.chat.renderer import NotRendered
 from deskside.data.reading.shuffle import endless_shuffle
@@ -23,29 +23,34 @@ from deskside.utils.errors import UsageError
 
 @dataclass(frozen=True)
 class Question:
-    """A question. prompt: the user's last message. tokens: the conversation up to the assistant's turn."""
+    """A question. prompt: the user's last message. tokens: the conversation up to where the answer begins."""
 
     prompt: str
     answer: str
     tokens: tuple[int, ...]
 
 
-def prepare_questions(spec: Spec, system: str | None, tokenizer: Path, out: Path) -> dict[str, Any]:
-    """Write the folder `out` and return its index; see `make_folder`. system: the message of questions without one."""
-    return make_folder(spec, tokenizer, out, ("prompt", "answer"), partial(_question, system), _write)
+def prepare_questions(spec: FolderSpec, system: str | None, tokenizer: Path, out: Path) -> dict[str, Any]:
+    """Write the folder `out` and return its index; see `prepare_folder`.
+
+    system: the system message of questions that have none, or None.
+    """
+    return prepare_folder(spec, tokenizer, out, ("prompt", "answer"), partial(_question, system), _write)
 
 
-def _question(system: str | None, template: ChatTemplate, end: int | None, fields: dict[str, Any]) -> Made:
-    messages = question_of(fields["prompt"])
+def _question(
+    system: str | None, template: ChatTemplate, end_token: int | None, fields: dict[str, Any]
+) -> PreparedItem:
+    messages = question_messages(fields["prompt"])
     if messages[-1]["role"] == "assistant":
-        raise NotRendered("it ends with an answer")
+        raise NotRendered("the prompt ends with an answer")
     if system is not None and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system}, *messages]
     answer = fields["answer"]
     if not isinstance(answer, str):
         answer = json.dumps(answer, ensure_ascii=False)
     value = {"prompt": messages[-1]["content"], "answer": answer, "tokens": template.prompt(messages)}
-    return Made.of(value, messages, answer)
+    return PreparedItem.of(value, messages, answer)
 
 
 def _write(folder: Path, split: str, questions: list[dict[str, Any]]) -> tuple[str, dict[str, Any]]:
@@ -55,29 +60,26 @@ def _write(folder: Path, split: str, questions: list[dict[str, Any]]) -> tuple[s
 
 
 class Questions(PreparedSplit):
-    """One split. A row is one answer to a question: `group` consecutive rows are answers to the same question.
+    """One split of prepared questions. A row is one answer, and `group` consecutive rows answer the same question.
 
-    Questions that leave less than `answer_tokens` in a row are left out; `left_out` counts them.
+    Questions that leave less than `answer_tokens` in a row are left out; `left_out` counts them. Raises UsageError if
+    no question fits, RunError if the data is damaged.
     """
 
     def __init__(
-        self, path: Path, split: str, sequence_length: int, group: int, answer_tokens: int, vocabulary: int
+        self, path: Path, split: str, sequence_length: int, group: int, answer_tokens: int, vocab_size: int
     ):
-        """Raises UsageError if no question fits, RunError if the data is damaged."""
-        super().__init__(path, split, sequence_length, "questions", vocabulary)
+        super().__init__(path, split, sequence_length, "questions", vocab_size)
         self.group, self.answer_tokens = group, answer_tokens
-        text = self.file.read_text("utf-8")
-        every = [
-            Question(q["prompt"], q["answer"], tuple(q["tokens"]))
-            for q in map(json.loads, text.split("\n")[:-1])
-        ]
-        self.questions = [q for q in every if len(q.tokens) + answer_tokens <= sequence_length]
-        self.left_out = len(every) - len(self.questions)
+        records = [json.loads(line) for line in self.file.read_text("utf-8").split("\n")[:-1]]
+        all_questions = [Question(r["prompt"], r["answer"], tuple(r["tokens"])) for r in records]
+        self.questions = [q for q in all_questions if len(q.tokens) + answer_tokens <= sequence_length]
+        self.left_out = len(all_questions) - len(self.questions)
         if not self.questions:
-            shortest = min(len(q.tokens) for q in every)
+            shortest = min(len(q.tokens) for q in all_questions)
             raise UsageError(
-                f"batch.sequence_length: {sequence_length} tokens hold no question of the {split} split and an answer "
-                f"of {answer_tokens}; the shortest needs {shortest + answer_tokens}"
+                f"batch.sequence_length: no question of the {split} split fits into {sequence_length} tokens with an "
+                f"answer of {answer_tokens}; give at least {shortest + answer_tokens}"
             )
         self._shortest = min(len(q.tokens) for q in self.questions)
 
@@ -91,10 +93,10 @@ class Questions(PreparedSplit):
         return len(self.questions) * self.sequence_length
 
     def max_boundaries(self, rows: int) -> int:
-        """Return the maximum number of answers and paddings in `rows` rows."""
+        """Return the maximum number of answers and padding segments in `rows` rows."""
         return rows * (self.sequence_length // self._shortest + 1)
 
     def at(self, seed: int, positions: NDArray[np.int64]) -> list[Question]:
         """Return the questions at these positions of their endless shuffled order."""
-        found = endless_shuffle(positions, len(self.questions), seed, self.sequence_length)
-        return [self.questions[n] for n in found.tolist()]
+        indices = endless_shuffle(positions, len(self.questions), seed, self.sequence_length)
+        return [self.questions[i] for i in indices.tolist()]

@@ -1,8 +1,8 @@
 """Log-probabilities of given tokens under a linear head, differentiable, without the logits of a whole batch.
 
-Cross-entropy (kernels/cross_entropy.py) can compute its gradient in the forward pass, because the gradient of a sum
-is known there. In DPO and GRPO the gradient of each token's log-probability depends on all of them, so the backward
-pass recomputes the logits chunk by chunk from the saved log-sum-exp.
+Cross-entropy (kernels/cross_entropy.py) computes its gradient in the forward pass, because each token's loss has
+weight 1 in the sum. In DPO and GRPO the weight of each token is known only after all log-probabilities are. So the
+backward pass recomputes the logits chunk by chunk, and the probabilities from the saved log-sum-exp.
 
 Precision: GEMMs in hidden's dtype, everything on logits in float32 (float64 for float64), the weight's gradient
 accumulated in float32 over the chunks. Memory: 6 bytes per logit of a chunk, updated in place.
@@ -26,15 +26,16 @@ def token_logprobs(
     softcap: float | None = None,
     chunk_tokens: int = CHUNK_TOKENS,
 ) -> tuple[Tensor, Tensor]:
-    """Return log softmax(cap(hidden weight^T) / temperature)[token] and the entropy of that distribution, each
-    float32 (N,).
+    """Return the log-probability of each given token, and the entropy of its distribution, each float32 (N,).
 
-    Differentiable in hidden and weight through the log-probabilities; the entropy is for reports and has no
-    gradient. tokens_N: int64, each from 0 to V - 1.
+    The distribution is softmax(cap(hidden weight^T) / temperature). The log-probabilities are differentiable in hidden
+    and weight; the entropy is for reports and has no gradient. tokens_N: int64, each from 0 to V - 1.
     """
-    found = _TokenLogprobs.apply(hidden_ND, weight_VD, tokens_N, temperature, softcap, chunk_tokens)
-    assert isinstance(found, tuple)
-    return found
+    logprobs_and_entropy = _TokenLogprobs.apply(
+        hidden_ND, weight_VD, tokens_N, temperature, softcap, chunk_tokens
+    )
+    assert isinstance(logprobs_and_entropy, tuple)
+    return logprobs_and_entropy
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -51,23 +52,25 @@ class _TokenLogprobs(torch.autograd.Function):
         wide = at_least_float32(hidden_ND)
         weight = weight_VD.to(hidden_ND.dtype)
         logprobs_N = torch.empty(len(tokens_N), dtype=wide, device=hidden_ND.device)
-        entropy_N, total_N = torch.empty_like(logprobs_N), torch.empty_like(logprobs_N)
-        # Half a chunk has two wide tensors here; a whole chunk has one and a half in the backward pass.
+        entropy_N, log_sum_exp_N = torch.empty_like(logprobs_N), torch.empty_like(logprobs_N)
+        # Half chunks, because this pass has two wide tensors at once, so its peak stays below the backward pass's.
         size = -(-chunk_tokens // 2)
         for start in range(0, len(tokens_N), size):
             part = slice(start, start + size)
             logits = _logits(hidden_ND[part], weight, softcap, wide).div_(temperature)
-            total_N[part], logprobs_N[part], entropy_N[part] = _judged(logits, tokens_N[part])
+            log_sum_exp_N[part], logprobs_N[part], entropy_N[part] = _logprob_statistics(
+                logits, tokens_N[part]
+            )
             del logits  # freed before the next ones are allocated
-        ctx.save_for_backward(hidden_ND, weight_VD, tokens_N, total_N)
+        ctx.save_for_backward(hidden_ND, weight_VD, tokens_N, log_sum_exp_N)
         ctx.temperature, ctx.softcap, ctx.chunk_tokens = temperature, softcap, chunk_tokens
         ctx.mark_non_differentiable(entropy_N)
         return logprobs_N, entropy_N
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_ND, weight_VD, tokens_N, total_N = ctx.saved_tensors
-        wide = total_N.dtype
+        hidden_ND, weight_VD, tokens_N, log_sum_exp_N = ctx.saved_tensors
+        wide = log_sum_exp_N.dtype
         weight = weight_VD.to(hidden_ND.dtype)
         d_logprobs_N = grad_outputs[0] / ctx.temperature
         need_hidden, need_weight = ctx.needs_input_grad[:2]
@@ -78,7 +81,7 @@ class _TokenLogprobs(torch.autograd.Function):
             d_logits = _d_logits(
                 _logits(hidden_ND[part], weight, ctx.softcap, wide),
                 tokens_N[part],
-                total_N[part],
+                log_sum_exp_N[part],
                 d_logprobs_N[part],
                 ctx.temperature,
                 ctx.softcap,
@@ -97,40 +100,43 @@ def _logits(hidden_nD: Tensor, weight_VD: Tensor, softcap: float | None, wide: t
     return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 
 
-def _judged(logits_nV: Tensor, tokens_n: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _logprob_statistics(logits_nV: Tensor, tokens_n: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return (log-sum-exp, log-probability of the token, entropy), (n,) each. Overwrites the logits."""
-    highest_n = logits_nV.amax(-1)
-    logits_nV -= highest_n[:, None]
-    picked_n = logits_nV.gather(1, tokens_n[:, None])[:, 0]
+    max_n = logits_nV.amax(-1)
+    logits_nV -= max_n[:, None]
+    token_logit_n = logits_nV.gather(1, tokens_n[:, None])[:, 0]
     exponentials_nV = logits_nV.exp()
     sum_n = exponentials_nV.sum(-1)
     log_sum_n = sum_n.log()
     entropy_n = log_sum_n - exponentials_nV.mul_(logits_nV).sum(-1) / sum_n
-    return highest_n + log_sum_n, picked_n - log_sum_n, entropy_n
+    return max_n + log_sum_n, token_logit_n - log_sum_n, entropy_n
 
 
 def _d_logits(
     logits_nV: Tensor,
     tokens_n: Tensor,
-    total_n: Tensor,
+    log_sum_exp_n: Tensor,
     d_logprobs_n: Tensor,
     temperature: float,
     softcap: float | None,
 ) -> Tensor:
-    """Return the gradient of the raw logits, without the temperature's factor. Overwrites the capped logits."""
-    slope_nV = None if softcap is None else (logits_nV / softcap).square_().neg_().add_(1)
+    """Return the gradient of the logits before the cap. Overwrites the capped logits.
+
+    d_logprobs_n: gradient of the log-probabilities, already divided by the temperature.
+    """
+    d_cap_nV = None if softcap is None else (logits_nV / softcap).square_().neg_().add_(1)
     # d log p[token] / d logits is onehot(token) - p
-    logits_nV.div_(temperature).sub_(total_n[:, None]).exp_().neg_()
+    logits_nV.div_(temperature).sub_(log_sum_exp_n[:, None]).exp_().neg_()
     logits_nV.scatter_add_(1, tokens_n[:, None], torch.ones_like(logits_nV[:, :1]))
     logits_nV *= d_logprobs_n[:, None]
-    return logits_nV if slope_nV is None else logits_nV.mul_(slope_nV)
+    return logits_nV if d_cap_nV is None else logits_nV.mul_(d_cap_nV)
 
 
-def by_sequence(values_M: Tensor, mask_SL: Tensor) -> Tensor:
-    """Arrange concatenated sequences as (S, L), zero where the mask is false. Differentiable.
+def pad_sequences(values_M: Tensor, mask_SL: Tensor) -> Tensor:
+    """Pad concatenated sequences to (S, L) with zeros. Differentiable.
 
-    mask_SL: bool, True for the leading values of each row, M in all. It gathers, because the gradient of scattering
-    under a mask needs the number of True values, for which the host would wait.
+    mask_SL: bool, True for the leading values of each row, M in all. The values are gathered, not scattered under the
+    mask, because the gradient of scattering needs the number of True values, so the host would wait for the device.
     """
     lengths_S = mask_SL.sum(1)
     first_S = lengths_S.cumsum(0) - lengths_S

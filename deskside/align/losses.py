@@ -1,15 +1,16 @@
-"""The losses of preference pairs and of sampled answers.
+"""The losses of DPO (preference pairs) and of GRPO (sampled answers).
 
 Pairs (DPO and its variants), from the log-probabilities of whole answers:
 h = (log p(chosen) - log ref(chosen)) - (log p(rejected) - log ref(rejected)), each summed over an answer's tokens:
 
     sigmoid       -log sigmoid(beta h)                      DPO, Rafailov et al. 2023, arXiv 2305.18290
-      smoothed      with probability e a pair's label is wrong: -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h)
+      smoothed      -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h), if a label is wrong with probability e
                     (conservative DPO, Mitchell 2023)
-    ipo           (h' - 1/(2 beta))^2, h' of token means    IPO, Azar et al. 2023, arXiv 2310.12036
+    ipo           (h' - 1/(2 beta))^2                       IPO, Azar et al. 2023, arXiv 2310.12036; h' is h with
+                                                            token means instead of sums
     sigmoid_norm  -log sigmoid(beta h')                     so that long answers do not dominate
 
-IPO uses means, as in its authors' results and in TRL, so its beta has another scale than DPO's.
+IPO uses token means, like its authors' experiments and TRL, so its beta has another scale than DPO's.
 
 Sampled answers (GRPO and its variants), from the log-probabilities of their tokens:
 
@@ -39,19 +40,19 @@ from torch import Tensor
 
 from deskside.config.align import DpoConfig, GrpoConfig
 
-STD_FLOOR = 1e-4  # added to a group's standard deviation, as in TRL
+STD_EPSILON = 1e-4  # added to a group's standard deviation, as in TRL
 
 
 @dataclass(frozen=True)
-class PairScores:
-    """Results of P pairs, each (P,) float32. Rewards are implicit: beta (log p - log ref) of both answers."""
+class PairLosses:
+    """Losses and implicit rewards of P pairs, each float32 (P,). A reward is beta (log p - log ref) of an answer."""
 
     loss_P: Tensor
     chosen_reward_P: Tensor
     rejected_reward_P: Tensor
 
 
-def pair_scores(logprobs_S: Tensor, reference_S: Tensor, tokens_S: Tensor, options: DpoConfig) -> PairScores:
+def pair_losses(logprobs_S: Tensor, reference_S: Tensor, tokens_S: Tensor, options: DpoConfig) -> PairLosses:
     """Compute the loss and the implicit rewards of P pairs; answers 2p and 2p + 1 are chosen and rejected.
 
     logprobs_S, reference_S: summed log-probabilities of the answers under model and reference. tokens_S: their lengths.
@@ -65,14 +66,14 @@ def pair_scores(logprobs_S: Tensor, reference_S: Tensor, tokens_S: Tensor, optio
         rejected_ratio_P = rejected_ratio_P / tokens_S[1::2].clamp(min=1)
     h_P = chosen_ratio_P - rejected_ratio_P
     if options.loss == "ipo":
-        return PairScores((h_P - 1 / (2 * beta)).square(), *rewards)
-    right_P, wrong_P = -F.logsigmoid(beta * h_P), -F.logsigmoid(-beta * h_P)
-    return PairScores((1 - options.label_smoothing) * right_P + options.label_smoothing * wrong_P, *rewards)
+        return PairLosses((h_P - 1 / (2 * beta)).square(), *rewards)
+    loss_P, swapped_loss_P = -F.logsigmoid(beta * h_P), -F.logsigmoid(-beta * h_P)
+    smoothing = options.label_smoothing
+    return PairLosses((1 - smoothing) * loss_P + smoothing * swapped_loss_P, *rewards)
 
 
 def advantages(rewards_GS: Tensor, scale: bool) -> Tensor:
-    """Convert the rewards of G groups of S answers to advantages (G, S). They are zero if a group's rewards are
-    equal.
+    """Convert the rewards of G groups of S answers to advantages (G, S), zero in groups with equal rewards.
 
     scale: divide by the group's sample standard deviation (S - 1). Raises ValueError for groups of one.
     """
@@ -82,14 +83,15 @@ def advantages(rewards_GS: Tensor, scale: bool) -> Tensor:
     # The mean of equal numbers may differ from them by rounding.
     same_G1 = rewards_GS.amax(1, keepdim=True) == rewards_GS.amin(1, keepdim=True)
     centred_GS = centred_GS.masked_fill(same_G1, 0.0)
-    return centred_GS / (rewards_GS.std(1, keepdim=True) + STD_FLOOR) if scale else centred_GS
+    return centred_GS / (rewards_GS.std(1, keepdim=True) + STD_EPSILON) if scale else centred_GS
 
 
 @dataclass(frozen=True)
-class PolicyTerms:
-    """loss: a sum, to be divided by the step's number of answers, or of tokens for average "token".
+class PolicyLoss:
+    """Loss of a micro-batch of sampled answers.
 
-    clipped_SL: bool, tokens whose clipping is active, which have no gradient. kl_SL: k3, zero without a reference.
+    loss: a sum, to be divided by the step's number of answers, or of tokens if `average` is "token".
+    clipped_SL: bool, tokens whose ratio is clipped, so that they have no gradient. kl_SL: k3, zero without a reference.
     """
 
     loss: Tensor
@@ -97,20 +99,20 @@ class PolicyTerms:
     kl_SL: Tensor
 
 
-def policy_terms(
+def policy_loss(
     logprobs_SL: Tensor,
     sampled_SL: Tensor,
     advantage_S: Tensor,
     mask_SL: Tensor,
     options: GrpoConfig,
     reference_SL: Tensor | None = None,
-) -> PolicyTerms:
+) -> PolicyLoss:
     """Return the loss of S answers of up to L tokens.
 
     Args:
         logprobs_SL: Log-probabilities of the model in training.
-        sampled_SL: Log-probabilities at sampling, at the same temperature.
-        mask_SL: bool, the tokens that count.
+        sampled_SL: Log-probabilities of the weights that sampled the answers, at the same temperature.
+        mask_SL: bool, the tokens that count in the loss.
         reference_SL: Log-probabilities of the reference, for options.kl > 0.
     """
     logprobs_SL = logprobs_SL.masked_fill(~mask_SL, 0.0)
@@ -120,20 +122,20 @@ def policy_terms(
     if options.ratio == "sequence":
         log_ratio_SL = (log_ratio_SL.sum(1, keepdim=True) / tokens_S1).expand_as(log_ratio_SL)
     ratio_SL, advantage_S1 = log_ratio_SL.exp(), advantage_S[:, None]
-    bounded_SL = ratio_SL.clamp(1 - options.clip_low, 1 + options.clip_high)
-    cost_SL = -torch.minimum(ratio_SL * advantage_S1, bounded_SL * advantage_S1)
+    clipped_ratio_SL = ratio_SL.clamp(1 - options.clip_low, 1 + options.clip_high)
+    loss_SL = -torch.minimum(ratio_SL * advantage_S1, clipped_ratio_SL * advantage_S1)
     clipped_SL = ((ratio_SL < 1 - options.clip_low) & (advantage_S1 < 0)) | (
         (ratio_SL > 1 + options.clip_high) & (advantage_S1 > 0)
     )
-    kl_SL = torch.zeros_like(cost_SL)
+    kl_SL = torch.zeros_like(loss_SL)
     if reference_SL is not None:
-        apart_SL = reference_SL.masked_fill(~mask_SL, 0.0) - logprobs_SL
-        kl_SL = apart_SL.exp() - apart_SL - 1
+        reference_log_ratio_SL = reference_SL.masked_fill(~mask_SL, 0.0) - logprobs_SL
+        kl_SL = reference_log_ratio_SL.exp() - reference_log_ratio_SL - 1
         if options.kl:
-            cost_SL = cost_SL + options.kl * kl_SL
-    weighted_SL = cost_SL * mask_SL
+            loss_SL = loss_SL + options.kl * kl_SL
+    weighted_SL = loss_SL * mask_SL
     if options.average == "sequence":
         weighted_SL = weighted_SL / tokens_S1
     elif options.average == "fixed":
         weighted_SL = weighted_SL / options.answer_tokens
-    return PolicyTerms(weighted_SL.sum(), clipped_SL & mask_SL, kl_SL.detach() * mask_SL)
+    return PolicyLoss(weighted_SL.sum(), clipped_SL & mask_SL, kl_SL.detach() * mask_SL)

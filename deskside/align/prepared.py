@@ -1,8 +1,9 @@
-"""Prepared folders of preference pairs and of questions: written as a whole, checked when opened.
+"""Prepared data folders for DPO (preference pairs) and GRPO (questions). They are checked when they are opened.
 
-NAME/index.json   content, sources and checksums      NAME/tokenizer.json, chat_template.jinja, ...
-     train.*      one file for each split                  samples.json   a few held-out questions
-     val.*
+index.json                                   content, sources and checksums
+train.*, val.*                               one file for each split
+samples.json                                 a few held-out questions
+tokenizer.json, chat_template.jinja, ...
 """
 
 import contextlib
@@ -34,42 +35,49 @@ from deskside.utils.errors import RunError, UsageError
 from deskside.utils.files import fingerprint
 from deskside.utils.parsing import json_value
 
-VERSION = 1  # of the folder format
-RENDERED = 2  # of the conversion: the same records give other content
-FEWEST_HELD_OUT = 32
+FORMAT_VERSION = 1  # of the folder; written to index.json
+CONVERSION_VERSION = 2  # raised when the conversion of the same records gives other content
+MIN_HELD_OUT = 32
 Kind = Literal["preference", "questions"]
 NOUN = {"preference": "pair", "questions": "question"}
 
 
 @dataclass(frozen=True)
-class Spec:
-    """Everything that determines a prepared folder, apart from the tokenizer. options: those of the data kind."""
+class FolderSpec:
+    """Everything that determines the content of a prepared folder, apart from the tokenizer.
+
+    val_fraction: held-out share; None is 5 %, limited to between `MIN_HELD_OUT` and `max_held_out` items.
+    options: what else the conversion of this kind depends on.
+    """
 
     kind: Kind
     sources: tuple[str, ...]
     val_sources: tuple[str, ...] = ()
     val_fraction: float | None = None
-    most_held_out: int = 500
+    max_held_out: int = 500
     seed: int = 0
     options: tuple[tuple[str, Any], ...] = ()
 
     def key(self, tokenizer: Path) -> str:
-        """Return a short cache key of the content of everything that determines the folder. Raises UsageError."""
-        rest = (VERSION, RENDERED, self.kind, self.val_fraction, self.most_held_out, self.seed, self.options)
+        """Return a cache key: a hash of the sources' content, the tokenizer and the other fields. Raises UsageError."""
+        versions = (FORMAT_VERSION, CONVERSION_VERSION)
+        rest = (*versions, self.kind, self.val_fraction, self.max_held_out, self.seed, self.options)
         return make_cache_key((self.sources, self.val_sources), tokenizer, rest)
 
-    def fraction(self, count: int) -> float:
+    def held_out_fraction(self, count: int) -> float:
         """Return the share of `count` items to hold out."""
         if self.val_fraction is not None:
             return self.val_fraction
-        share = min(0.05, self.most_held_out / max(1, count))
-        return max(share, min(0.1, FEWEST_HELD_OUT / max(1, count)))
+        share = min(0.05, self.max_held_out / max(1, count))
+        return max(share, min(0.1, MIN_HELD_OUT / max(1, count)))
 
 
 @dataclass
-class Made:
-    """One item: its value for the split's file, a key of its question (copies of a question go to the same split),
-    and a conversation to show if it is short enough.
+class PreparedItem:
+    """One converted record.
+
+    value: what the split's file stores. question: identifies the question; items with the same one go to the same
+    split. sample: the conversation for samples.json, None if it is too long.
     """
 
     value: Any
@@ -77,42 +85,46 @@ class Made:
     sample: list[dict[str, str]] | None
 
     @classmethod
-    def of(cls, value: Any, question: list[dict[str, Any]], answer: str) -> "Made":
-        """Return an item for the messages of a question, shown with this answer."""
-        shown = [*question, {"role": "assistant", "content": answer}]
-        short = sum(len(m["content"]) for m in shown) <= SAMPLE_CHARACTERS
-        return cls(value, json.dumps(question, sort_keys=True), shown if short else None)
+    def of(cls, value: Any, question: list[dict[str, Any]], answer: str) -> "PreparedItem":
+        """Return the item of a question, given as messages, with its answer."""
+        conversation = [*question, {"role": "assistant", "content": answer}]
+        short = sum(len(message["content"]) for message in conversation) <= SAMPLE_CHARACTERS
+        return cls(value, json.dumps(question, sort_keys=True), conversation if short else None)
 
 
-Make = Callable[[ChatTemplate, int | None, dict[str, Any]], Made]
+ConvertRecord = Callable[[ChatTemplate, int | None, dict[str, Any]], PreparedItem]
 
 
-def _made(item: Make, end: int | None, template: ChatTemplate, fields: dict[str, Any]) -> Made | str:
-    """Return the result of `item`, or the reason why there is none."""
+def _convert_or_reason(
+    convert: ConvertRecord, end_token: int | None, template: ChatTemplate, fields: dict[str, Any]
+) -> PreparedItem | str:
+    """Return the converted record, or the reason why it cannot be converted."""
     try:
         refuse_row_fields(fields)
-        return item(template, end, fields)
+        return convert(template, end_token, fields)
     except NotRendered as error:
         return str(error)
 
 
-def make_folder(
-    spec: Spec,
+def prepare_folder(
+    spec: FolderSpec,
     tokenizer: Path,
     out: Path,
     fields: tuple[str, ...],
-    item: Make,
+    convert: ConvertRecord,
     write: Callable[[Path, str, list[Any]], tuple[str, dict[str, Any]]],
 ) -> dict[str, Any]:
     """Write the folder `out`, which must not exist, and return its index.
 
-    tokenizer: a folder written by `chat_template.make_chat_tokenizer`. fields: of a record. item: converts a record
-    to `Made`, given the template and the token that must end an answer if the template writes none; it raises
-    NotRendered for unusable records. write: writes the values of a split to a file and returns its name, and facts
-    for the index.
+    Args:
+        tokenizer: A folder written by `chat_template.make_chat_tokenizer`.
+        fields: The fields of a record.
+        convert: Converts a record, given the template and the token to append to an answer if the template writes no
+            end token, else None. Raises NotRendered for unusable records.
+        write: Writes the values of a split to a file; returns the file's name, and entries for the index.
 
-    Raises UsageError for wrong sources or if no item is usable, RunError if the folder cannot be written, and then
-    leaves nothing.
+    Raises UsageError for wrong sources or if no record is usable, RunError if the folder cannot be written. After an
+    error, no folder is left.
     """
     noun = NOUN[spec.kind]
     log, duplicates = BadInputLog(), 0
@@ -121,52 +133,52 @@ def make_folder(
             f"--data: no {noun}s were given; give a .jsonl or .parquet file, a folder or hf:owner/name"
         )
     with new_folder(tokenizer, out) as new:
-        template, coder = ChatTemplate(new), bpe.load(new)
-        eos = bpe.end_of_text(coder, new)[1]
-        work = partial(_made, item, eos if template.turn_end is None else None)
+        template, loaded_tokenizer = ChatTemplate(new), bpe.load(new)
+        eos = bpe.end_of_text(loaded_tokenizer, new)[1]
+        work = partial(_convert_or_reason, convert, eos if template.turn_end is None else None)
         with ProgressBar("render", _count(spec, fields), f"{noun}s") as bar:
 
-            def made_of(names: Iterable[str]) -> Iterator[Made]:
-                every = (Source.parse(name) for name in names)
-                records = (r for source in every for r in iter_records(source, fields, log, ROW_FIELDS))
-                found = map_in_order(
+            def items_of(names: Iterable[str]) -> Iterator[PreparedItem]:
+                sources = (Source.parse(name) for name in names)
+                records = (r for source in sources for r in iter_records(source, fields, log, ROW_FIELDS))
+                results = map_in_order(
                     ((r, r.fields) for r in records), work, template, partial(ChatTemplate, new)
                 )
-                with contextlib.closing(found):
-                    for record, made in found:
+                with contextlib.closing(results):
+                    for record, result in results:
                         bar.advance(1)
-                        if isinstance(made, Made):
-                            yield made
+                        if isinstance(result, PreparedItem):
+                            yield result
                         else:
-                            log.add(f"no {noun} that can be used", record.origin, made)
+                            log.add(f"no {noun} that can be used", record.origin, result)
 
-            val = list(made_of(spec.val_sources))
-            everything = list(made_of(spec.sources))
-        asked = {made.question for made in val}
+            val = list(items_of(spec.val_sources))
+            items = list(items_of(spec.sources))
+        val_questions = {item.question for item in val}
         train = []
-        fraction = spec.fraction(len(everything)) if not val else 0.0
-        for made in everything:
-            if made.question in asked and spec.val_sources:
+        fraction = spec.held_out_fraction(len(items)) if not val else 0.0
+        for item in items:
+            if item.question in val_questions and spec.val_sources:
                 duplicates += 1
-            elif is_validation(made.question.encode(), spec.seed, fraction):
-                val.append(made)
+            elif is_validation(item.question.encode(), spec.seed, fraction):
+                val.append(item)
             else:
-                train.append(made)
-        if train and not val:  # too few for the share to select one
+                train.append(item)
+        if train and not val:  # there are so few that the fraction selected none
             train, val = train[:-1], train[-1:]
         splits = {}
-        for name, items in (("train", train), ("val", val)):
-            if not items:
+        for name, split_items in (("train", train), ("val", val)):
+            if not split_items:
                 why = f" ({log.summary()})" if log.total else "; give more, or held-out ones with --align.val"
                 raise UsageError(f"--data: no {noun} is left for the {name} split{why}")
-            file, facts = write(new, name, [made.value for made in items])
+            file, facts = write(new, name, [item.value for item in split_items])
             splits[name] = {"file": file, "checksum": fingerprint(new / file)[1], **facts}
-        write_samples(new, [made.sample for made in val if made.sample][:SAMPLES])
+        write_samples(new, [item.sample for item in val if item.sample][:SAMPLES])
         index = {
-            "schema_version": VERSION,
+            "schema_version": FORMAT_VERSION,
             "kind": spec.kind,
             "key": spec.key(tokenizer),
-            "vocab_size": max(coder.get_vocab(with_added_tokens=True).values()) + 1,
+            "vocab_size": max(loaded_tokenizer.get_vocab(with_added_tokens=True).values()) + 1,
             "eos_id": eos,
             "tokenizer": fingerprint(new / "tokenizer.json")[1],
             "splits": splits,
@@ -177,7 +189,7 @@ def make_folder(
     return index
 
 
-def _count(spec: Spec, fields: tuple[str, ...]) -> int | None:
+def _count(spec: FolderSpec, fields: tuple[str, ...]) -> int | None:
     """Return the number of records, for the progress bar; None if counting would need a download."""
     sources = [Source.parse(name) for name in (*spec.val_sources, *spec.sources)]
     if any(source.hub is not None for source in sources):
@@ -185,21 +197,25 @@ def _count(spec: Spec, fields: tuple[str, ...]) -> int | None:
     return sum(1 for source in sources for _ in iter_records(source, fields, BadInputLog()))
 
 
-def open_index(path: Path, kind: Kind, vocabulary: int) -> dict[str, Any]:
-    """Read index.json. Raises UsageError for another kind or too many tokens, RunError if it is damaged."""
+def open_index(path: Path, kind: Kind, vocab_size: int) -> dict[str, Any]:
+    """Return the content of index.json, after checking the folder's files.
+
+    Raises UsageError if the folder holds another kind of data or more tokens than `vocab_size`, RunError if it is
+    damaged.
+    """
     try:
         index: dict[str, Any] = json_value((path / "index.json").read_bytes())
-        found = index.get("kind", "text")
+        found_kind = index.get("kind", "text")
         files = [(path / split["file"], split["checksum"]) for split in index["splits"].values()]
         tokens = int(index["vocab_size"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunError(f"{path / 'index.json'}: is damaged ({error}); prepare the data again") from None
-    if found != kind:
-        raise UsageError(f"data.path: {path} holds {found}, not {kind}; give {NOUN[kind]}s with --data")
-    if tokens > vocabulary:
+    if found_kind != kind:
+        raise UsageError(f"data.path: {path} holds {found_kind}, not {kind}; give {NOUN[kind]}s with --data")
+    if tokens > vocab_size:
         raise UsageError(
-            f"model.vocab_size: {path} has {tokens} tokens, the model {vocabulary}; prepare it with the "
-            "model's own tokenizer"
+            f"model.vocab_size: {path} has {tokens} tokens, the model {vocab_size}; prepare the data with "
+            "the model's own tokenizer"
         )
     for file, checksum in files:
         if not file.is_file() or fingerprint(file)[1] != checksum:
@@ -208,7 +224,7 @@ def open_index(path: Path, kind: Kind, vocabulary: int) -> dict[str, Any]:
 
 
 def key_of(path: Path) -> str | None:
-    """Return the `Spec.key` that a prepared folder was made from, or None in older folders."""
+    """Return the `FolderSpec.key` of a prepared folder, or None if it has none or cannot be read."""
     try:
         return str(json_value((path / "index.json").read_bytes())["key"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -216,11 +232,11 @@ def key_of(path: Path) -> str | None:
 
 
 class PreparedSplit:
-    """One split of a prepared folder, for rows of one length, and the facts that its `index` has."""
+    """Base class of one split of a prepared folder, read in rows of `sequence_length` tokens."""
 
-    def __init__(self, path: Path, split: str, sequence_length: int, kind: Kind, vocabulary: int):
+    def __init__(self, path: Path, split: str, sequence_length: int, kind: Kind, vocab_size: int):
         self.directory, self.split, self.sequence_length = path, split, sequence_length
-        self.index = open_index(path, kind, vocabulary)
+        self.index = open_index(path, kind, vocab_size)
         self.file = path / self.index["splits"][split]["file"]
 
     @property
@@ -228,21 +244,21 @@ class PreparedSplit:
         return int(self.index["vocab_size"])
 
     @property
-    def filler(self) -> int:
+    def pad_token(self) -> int:
         return int(self.index["eos_id"])
 
     @property
     def fingerprint(self) -> str:
-        """Return a checksum of the content of all splits, independent of their location."""
+        """Return a checksum of all splits and the tokenizer, independent of the folder's location."""
         parts = [self.index["tokenizer"], *(split["checksum"] for split in self.index["splits"].values())]
         return xxhash.xxh3_128_hexdigest("\n".join(parts).encode())
 
 
 def describe_data(index: dict[str, Any], say: Callable[[str], None]) -> None:
-    """Print what the user should know about the prepared data."""
+    """Tell the user the sizes of the splits and what was left out."""
     noun, splits = NOUN[index["kind"]], index["splits"]
     say(f"{splits['train']['count']:,} {noun}s to train on, {splits['val']['count']:,} held out")
     for reason, left in index["left_out"].items():
         say(f"left out: {left['count']:,} x {reason}, first {left['first'][0]}")
     if index["duplicates_of_validation"]:
-        say(f"left out: {index['duplicates_of_validation']:,} that are held out too")
+        say(f"left out: {index['duplicates_of_validation']:,} that are also in the held-out split")

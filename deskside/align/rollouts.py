@@ -1,7 +1,7 @@
 """Logs of sampled answers: one line per answer in rollouts.jsonl, and a readable page, rollouts.md.
 
-An answer's `position` is its index in the endless order of answers. A checkpoint determines the position of the
-next step's first answer, so a resumed run removes the answers that it will sample again, and reads those that its
+An answer's `position` is its index among all answers of the run. A checkpoint determines the position of the next
+step's first answer. A resumed run therefore removes the answers that it will sample again, and reads those that its
 next step needs if they were sampled before the checkpoint.
 """
 
@@ -12,22 +12,22 @@ from pathlib import Path
 from typing import Any
 
 from deskside.align.grpo_data import Question
-from deskside.align.sampler import Sampled
+from deskside.align.sampler import SampledAnswer
 from deskside.utils.errors import RunError
 from deskside.utils.files import append_line, sync, write_atomically
 from deskside.utils.parsing import json_value
 
-SHOWN = 2  # questions per round on the page
+SHOWN_QUESTIONS = 2  # per round of sampling in rollouts.md
 HEADING = "## Answers from "
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """One sampled answer with its reward."""
+    """One sampled answer with its reward. position: see the module docstring. text: the decoded answer."""
 
     position: int
     question: Question
-    sampled: Sampled
+    sampled: SampledAnswer
     text: str
     reward: float
     advantage: float
@@ -50,7 +50,10 @@ class Rollout:
 
 
 class RolloutLog:
-    """The two files of one process. with_tokens: include what a resumed run needs to train on the answers again."""
+    """The two log files of one process.
+
+    with_tokens: log token ids and log-probabilities too, which a run that is resumed within a round trains on.
+    """
 
     def __init__(self, folder: Path, rank: int, with_tokens: bool):
         suffix = f"-{rank}" if rank else ""
@@ -58,7 +61,7 @@ class RolloutLog:
         self.with_tokens = with_tokens
 
     def cut(self, position: int) -> None:
-        """Remove answers from this position on. Raises RunError naming a damaged line."""
+        """Remove the answers from this position on from both files. Raises RunError if a line is damaged."""
         if self.lines.exists():
             kept = [
                 json.dumps(row, ensure_ascii=False) + "\n"
@@ -72,7 +75,7 @@ class RolloutLog:
             write_atomically(self.page, HEADING.join([head, *kept]))
 
     def read(self, first: int = 0, last: int | None = None) -> list[dict[str, Any]]:
-        """Return lines with positions from `first` up to `last`, skipping a half-written last line."""
+        """Return the logged answers with first <= position < last. A half-written last line is skipped."""
         rows = []
         if not self.lines.exists():
             return []
@@ -92,21 +95,22 @@ class RolloutLog:
         return rows
 
     def add(self, rollouts: Sequence[Rollout], group: int) -> None:
-        """Log a round of sampling, synced to the disk, because a later checkpoint depends on it."""
+        """Append a round of sampling to both files. It is synced to disk if a later checkpoint depends on it."""
         text = "\n".join(json.dumps(r.to_json(self.with_tokens), ensure_ascii=False) for r in rollouts)
         append_line(self.lines, text)
-        append_line(self.page, self._round(rollouts, group))
+        append_line(self.page, self._page_section(rollouts, group))
         if self.with_tokens:
             sync(self.lines)
 
-    def _round(self, rollouts: Sequence[Rollout], group: int) -> str:
+    def _page_section(self, rollouts: Sequence[Rollout], group: int) -> str:
+        """Return a round in Markdown: its mean reward, and the best and the worst answer to its first questions."""
         mean = sum(r.reward for r in rollouts) / len(rollouts)
         parts = [
             f"{HEADING}{rollouts[0].position:,} onwards\n",
             f"{len(rollouts)} answers, mean reward {mean:.3f}\n",
         ]
-        for at in range(0, min(len(rollouts), SHOWN * group), group):
-            answers = sorted(rollouts[at : at + group], key=lambda r: -r.reward)
+        for start in range(0, min(len(rollouts), SHOWN_QUESTIONS * group), group):
+            answers = sorted(rollouts[start : start + group], key=lambda r: -r.reward)
             parts.append(
                 f"**{_plain(answers[0].question.prompt)}** (wanted: {_plain(answers[0].question.answer)})\n"
             )
@@ -119,7 +123,7 @@ class RolloutLog:
 
 
 def _plain(text: str) -> str:
-    """Return text on one line with Markdown escaped."""
+    """Return the first 400 characters of a text on one line, with Markdown escaped."""
     line = " ".join(text.split())[:400].replace("\\", "\\\\")
     for mark in "*_`#<>[]":
         line = line.replace(mark, f"\\{mark}")

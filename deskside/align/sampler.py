@@ -1,16 +1,16 @@
-"""Sampling from a model in training: a copy of its weights, and an engine that exists for the whole run.
+"""Sampling from a model in training: a copy of its weights, and an inference engine that lives as long as the run.
 
-Training and sampling alternate on one GPU. The engine's memory (the copy, the KV cache, the workspace of CUDA
-graphs) stays allocated, so it is limited to what the largest training step leaves free. It is sized after that step
-has run; then the largest possible sampling is rehearsed, and afterwards the memory of a training step must still be
-available, because torch gives memory that training has released to any other user.
+Training and sampling alternate on one GPU. The engine's memory (the copy, the KV cache, the workspace of CUDA graphs)
+stays allocated, so it is limited to what the largest training step leaves free, and sized after that step has run. Then
+the largest possible sampling is rehearsed. Afterwards the memory of a training step must still be available, because
+torch's allocator lets sampling use the memory that training has released.
 
-Training keeps float32 weights and casts each where it is used. A step of decoding would cast all of them for one token
-of each row, which costs several times what the step does. So the copy has the dtype of the activations. Its tensors
-stay where they are, because CUDA graphs hold their addresses.
+Training keeps float32 weights and casts each where it is used. Decoding would cast all of them in every step, which
+takes several times as long as the step itself. So the copy has the dtype of the activations. It is updated in place,
+because CUDA graphs hold the addresses of its tensors.
 
-The end token is part of an answer, because ending must be learned too. So the engine does not know the end tokens:
-the sampler watches each answer, and cancels its request after one.
+The end token is part of an answer, because the model must learn when to stop. So the engine is not given end tokens:
+the sampler watches each answer, and cancels its request after the end token.
 """
 
 import contextlib
@@ -32,18 +32,18 @@ from deskside.model.transformer import Transformer
 from deskside.utils.errors import RunError, UsageError
 from deskside.weights.merge_adapters import merge_into, merged
 
-MOST_ROWS = 256
+MAX_ROWS = 256
 PACE_TOKENS = 4  # per answer, when the speed of sampling is measured
-FEW_LANES = 0.5
-# Bytes of a decoding step per row and vocabulary entry: the logits, and the workspace of sampling from them by
-# `engine/sampling.py`. CUDA graphs keep it allocated.
-DRAWN_BYTES = 19
-ANY = Sampling(1.0)  # the temperature does not change the memory
+MIN_STEP_SHARE = 0.5  # time of a decoding step with few lanes, as a share of a full one
+# Bytes of a decoding step per row and vocabulary entry: the logits, and the workspace of `engine/sampling.py`. CUDA
+# graphs keep them allocated.
+SAMPLING_BYTES = 19
+ANY_TEMPERATURE = Sampling(1.0)  # for rehearsals: memory does not depend on the temperature
 
 
 @dataclass(frozen=True)
-class Sampled:
-    """One answer. tokens: including the end token. logprobs: at the sampling temperature. ended: not truncated."""
+class SampledAnswer:
+    """One answer. tokens: with the end token. logprobs: at the sampling temperature. ended: False if truncated."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -51,76 +51,82 @@ class Sampled:
 
 
 @dataclass(frozen=True)
-class Left:
-    """Bytes of GPU memory after the largest training step. free: never used by a step. again: released by the step,
-    and needed by the next one.
+class MemoryHeadroom:
+    """Bytes of GPU memory that are not in use between training steps.
+
+    free: not used by the largest step either. step: used by the step, and released until the next one.
     """
 
     free: int
-    again: int
+    step: int
 
     @classmethod
-    def of(cls, device: torch.device) -> "Left | None":
-        """Measure the device, before anything else is allocated in released memory. None on a CPU."""
+    def measure(cls, device: torch.device) -> "MemoryHeadroom | None":
+        """Measure the device after the largest step, before anything else is allocated. Return None on a CPU."""
         if device.type != "cuda":
             return None
         reserved = torch.cuda.memory_reserved(device)
         return cls(allowed_bytes(device) - reserved, reserved - torch.cuda.memory_allocated(device))
 
-    def without(self, model: Transformer) -> "Left":
-        """Return what is left after a model that was allocated since."""
+    def after_allocating(self, model: Transformer) -> "MemoryHeadroom":
+        """Return the headroom that is left after a model that was allocated since the measurement."""
         return replace(self, free=self.free - sum(p.nbytes for p in model.parameters()))
 
     def check(self, device: torch.device) -> None:
-        """Raise RunError if the memory in use now does not leave `again`."""
-        # CUDA graphs reserve memory that nothing else can use.
+        """Raise RunError if a training step no longer fits into the memory that is not in use now."""
+        # Segments of CUDA graphs' private pools cannot be used by anything else.
         graphs = [s for s in torch.cuda.memory_snapshot() if s["segment_pool_id"] != (0, 0)]
-        held = torch.cuda.memory_allocated(device)
-        held += sum(s["total_size"] - s["allocated_size"] for s in graphs)
-        short = held + self.again - allowed_bytes(device)
-        if short > 0:
+        in_use = torch.cuda.memory_allocated(device)
+        in_use += sum(s["total_size"] - s["allocated_size"] for s in graphs)
+        missing = in_use + self.step - allowed_bytes(device)
+        if missing > 0:
             raise RunError(
-                f"out of memory: a training step lacks {short / 2**30:.2f} GiB beside sampling; give a "
+                f"out of memory: sampling leaves a training step {missing / 2**30:.2f} GiB too little; give a "
                 "smaller --batch.micro_tokens, or a shorter --batch.sequence_length"
             )
-        torch.cuda.empty_cache()  # release sampling's memory, whose fragments may not fit training
+        torch.cuda.empty_cache()  # cached blocks of sampling may have the wrong sizes for training
 
 
 def cached_tokens(row_tokens: int) -> int:
-    """Return the KV-cache tokens of one answer with its question, in whole pages."""
+    """Return the tokens in the KV cache of one answer with its question, rounded up to whole pages."""
     return -(-row_tokens // PAGE_SIZE) * PAGE_SIZE
 
 
 def answers_bytes(shape: Shape, dtype: torch.dtype, rows: int, row_tokens: int) -> int:
-    """Return the bytes of `rows` answers: keys, values, and the sampling workspace of a graph with as many lanes."""
-    cached = cached_tokens(row_tokens) * kv_bytes_per_token(shape, dtype.itemsize)
-    return int(rows * cached) + bucket(rows) * DRAWN_BYTES * shape.vocab_size
+    """Return the bytes for sampling `rows` answers at once: their KV cache, and the workspace of a CUDA graph."""
+    cache_bytes = cached_tokens(row_tokens) * kv_bytes_per_token(shape, dtype.itemsize)
+    return int(rows * cache_bytes) + bucket(rows) * SAMPLING_BYTES * shape.vocab_size
 
 
 @dataclass(frozen=True)
 class Pace:
-    """The speed of sampling with `lanes` answers at once: seconds for their prompts, and per further token."""
+    """Measured speed of sampling `lanes` answers at once: seconds for all prompts, and per decoding step."""
 
     lanes: int
     prompt_seconds: float
     token_seconds: float
 
     def seconds(self, count: int, tokens: int, lanes: int) -> float:
-        """Return the seconds for `count` answers of this length, `lanes` at once.
+        """Return the predicted seconds of `count` answers of `tokens` tokens, up to `lanes` at once.
 
-        A step with few lanes is assumed to take at least `FEW_LANES` of a full one, because of its fixed overhead.
+        A step with few lanes is assumed to take at least `MIN_STEP_SHARE` of a full one, because of its fixed overhead.
         """
         waves = -(-count // lanes)
-        share = max(FEW_LANES, min(1.0, count / self.lanes))
+        share = max(MIN_STEP_SHARE, min(1.0, count / self.lanes))
         return count / self.lanes * self.prompt_seconds + waves * share * tokens * self.token_seconds
 
 
 class Sampler:
-    """The sampler of a run. Create it inside `memory_for_sampling`.
+    """Samples answers from a model in training. Create it inside `memory_for_sampling`.
 
-    adapted: the model has adapters, which are merged into the copy. rows: answers to sample at once, each of up to
-    `row_tokens` tokens with its question. left: memory left by training and other allocations, None for no limit.
-    Raises RunError if less than one answer fits.
+    Args:
+        adapted: True if the model has adapters, which are merged into the copy.
+        rows: Answers to sample at once, if memory allows.
+        row_tokens: Maximum tokens of an answer with its question.
+        ends: The end tokens.
+        headroom: GPU memory that training leaves, None for no limit.
+
+    Raises RunError if not even one answer fits into memory.
     """
 
     def __init__(
@@ -130,13 +136,13 @@ class Sampler:
         rows: int,
         row_tokens: int,
         ends: frozenset[int],
-        left: Left | None = None,
+        headroom: MemoryHeadroom | None = None,
     ):
-        self.model, self.adapted, self.ends, self.left = model, adapted, ends, left
-        self.copy = copy_of(model, adapted)
-        rows = min(rows, MOST_ROWS)
-        if left is not None:
-            room = KV_CACHE_SHARE * left.without(self.copy).free
+        self.model, self.adapted, self.ends, self.headroom = model, adapted, ends, headroom
+        self.copy = sampling_copy(model, adapted)
+        rows = min(rows, MAX_ROWS)
+        if headroom is not None:
+            room = KV_CACHE_SHARE * headroom.after_allocating(self.copy).free
             needed = partial(answers_bytes, model.config, self.copy.activation_dtype, row_tokens=row_tokens)
             rows = next((n for n in range(rows, 0, -1) if needed(n) <= room), 0)
             if not rows:
@@ -149,28 +155,30 @@ class Sampler:
         self.engine = Engine(self.copy, max_batch=rows, max_tokens=rows * cached_tokens(row_tokens))
 
     def rehearse(self, vocabulary: int) -> None:
-        """Run the largest possible sampling once: all rows at full length, with separate prompts and then with a
-        shared one.
+        """Sample the largest possible batches: all rows at full length, first with separate prompts, then a shared one.
 
         Call it inside `memory_for_sampling`. Raises RunError if a training step no longer fits beside the engine.
         """
         rows, longest = self.engine.max_batch, self.row_tokens
-        # Rows with a shared prompt recompute parts of its last page; a graph is captured after WARM_UP steps.
-        together = -(-rows * PAGE_SIZE // PREFILL_TOKENS) + WARM_UP + 3
-        new = min(together, longest - 1)
+        # Each row of a shared prompt computes up to a page of it again, so not all rows start in the same step. Then
+        # all of them must decode together for more than WARM_UP steps, after which a CUDA graph is captured.
+        max_new_tokens = min(-(-rows * PAGE_SIZE // PREFILL_TOKENS) + WARM_UP + 3, longest - 1)
         prompt = tuple(n % vocabulary for n in range(longest - 2))
-        alone = [Request((first % vocabulary, *prompt[1:]), 2, ANY, logprobs=True) for first in range(rows)]
-        shared = [Request(prompt[: longest - new], new, ANY, samples=rows, logprobs=True)]
-        for requests in (alone, shared):
-            self.engine.run(requests)
+        separate = [
+            Request((first % vocabulary, *prompt[1:]), 2, ANY_TEMPERATURE, logprobs=True)
+            for first in range(rows)
+        ]
+        self.engine.run(separate)
+        shared = prompt[: longest - max_new_tokens]
+        self.engine.run([Request(shared, max_new_tokens, ANY_TEMPERATURE, samples=rows, logprobs=True)])
         self.engine.weights_changed()
-        if self.left is not None:
-            self.left.check(self.model.embed.weight.device)
+        if self.headroom is not None:
+            self.headroom.check(self.model.embed.weight.device)
 
     def measure_pace(self, prompts: Sequence[tuple[int, ...]], count: int, temperature: float) -> "Pace":
-        """Time the prompts of `count` answers and a few tokens of each."""
+        """Time the prompts and a few further tokens of as many of `count` answers as fit at once."""
         lanes = min(count, self.engine.max_batch)
-        chosen = [prompts[n % len(prompts)] for n in range(lanes)]
+        chosen = [prompts[i % len(prompts)] for i in range(lanes)]
         times = []
         for tokens in (1, 1 + PACE_TOKENS):
             began = time.perf_counter()
@@ -179,12 +187,12 @@ class Sampler:
             self.engine.weights_changed()  # cached prompts would make the next measurement faster
         return Pace(lanes, times[0], max(0.0, times[1] - times[0]) / PACE_TOKENS)
 
-    def renew(self) -> None:
-        """Update the copy from the model in place, since a second copy may not fit."""
+    def update_weights(self) -> None:
+        """Update the copy from the model, in place."""
         if self.adapted:
             merge_into(self.copy, self.model)
         else:
-            refresh(self.copy, self.model)
+            copy_weights(self.copy, self.model)
         self.engine.weights_changed()
 
     def sample(
@@ -194,34 +202,30 @@ class Sampler:
         seed: int,
         temperature: float,
         tokens: int,
-    ) -> list[Sampled]:
-        """Sample an answer to each prompt. temperature 0 is greedy.
+    ) -> list[SampledAnswer]:
+        """Sample an answer of at most `tokens` tokens to each prompt. Temperature 0 is greedy.
 
-        streams: the random stream of each answer, so that it depends only on weights, prompt, seed and stream.
+        streams: a random stream per answer. An answer depends only on the weights, its prompt, the seed and its stream.
         """
         sampling = Sampling(temperature=temperature)
-        numbers = {
-            self.engine.submit(
-                Request(prompt, tokens, sampling, seed, first_sample=stream, logprobs=True)
-            ): at
-            for at, (prompt, stream) in enumerate(zip(prompts, streams, strict=True))
-        }
-        found: list[tuple[list[int], list[float]]] = [([], []) for _ in prompts]
+        index_of: dict[int, int] = {}  # request number -> index of its prompt
+        for index, (prompt, stream) in enumerate(zip(prompts, streams, strict=True)):
+            request = Request(prompt, tokens, sampling, seed, first_sample=stream, logprobs=True)
+            index_of[self.engine.submit(request)] = index
+        generated: list[list[int]] = [[] for _ in prompts]
+        logprobs: list[list[float]] = [[] for _ in prompts]
         ended = [False] * len(prompts)
         for event in self.engine.events():
-            at = numbers[event.request]
-            if event.token is None or ended[at]:
+            index = index_of[event.request]
+            if event.token is None or ended[index]:
                 continue
-            found[at][0].append(event.token)
-            found[at][1].append(float(event.logprob or 0.0))
+            generated[index].append(event.token)
+            logprobs[index].append(float(event.logprob or 0.0))
             if event.token in self.ends:
-                ended[at] = True
+                ended[index] = True
                 if event.reason is None:
                     self.engine.cancel(event.request)
-        return [
-            Sampled(tuple(made), tuple(logprobs), end)
-            for (made, logprobs), end in zip(found, ended, strict=True)
-        ]
+        return [SampledAnswer(tuple(generated[i]), tuple(logprobs[i]), ended[i]) for i in range(len(prompts))]
 
 
 @contextlib.contextmanager
@@ -236,8 +240,8 @@ def memory_for_sampling() -> Iterator[None]:
         ) from None
 
 
-def copy_of(model: Transformer, adapted: bool) -> Transformer:
-    """Return a copy of the model in the dtype of the activations, adapters merged."""
+def sampling_copy(model: Transformer, adapted: bool) -> Transformer:
+    """Return a copy of the model to sample from, in the dtype of the activations, with adapters merged."""
     if not adapted:
         return inference_copy(model)
     dtype = model.activation_dtype
@@ -246,14 +250,14 @@ def copy_of(model: Transformer, adapted: bool) -> Transformer:
 
 @torch.no_grad()
 def inference_copy(model: Transformer) -> Transformer:
-    """Return a copy to sample from, with weights of two and more dimensions in the dtype of the activations."""
+    """Return a copy of a model without adapters. Weights of two or more dimensions have the activations' dtype."""
     copy = allocate(model.config, model.embed.weight.device, model.activation_dtype)
-    refresh(copy, model)
+    copy_weights(copy, model)
     return for_inference(copy, model.activation_dtype)
 
 
 def for_inference(copy: Transformer, dtype: torch.dtype) -> Transformer:
-    """Prepare a model for inference, with activations in `dtype`."""
+    """Set the dtype of the activations, freeze the weights, and set evaluation mode. Returns the same model."""
     copy.embed.output_dtype = dtype
     if copy.position is not None:
         copy.position.output_dtype = dtype
@@ -261,16 +265,16 @@ def for_inference(copy: Transformer, dtype: torch.dtype) -> Transformer:
 
 
 @torch.no_grad()
-def refresh(copy: Transformer, model: Transformer) -> None:
-    """Overwrite the copy's weights with the model's. An engine over it then has to forget: `Engine.weights_changed`.
+def copy_weights(copy: Transformer, model: Transformer) -> None:
+    """Overwrite the copy's weights with the model's. Then call `weights_changed` of an engine that uses the copy.
 
-    Raises UsageError when the two do not have the same parameters.
+    Raises UsageError if the two do not have the same parameters.
     """
-    mine, theirs = dict(copy.named_parameters()), dict(model.named_parameters())
-    if mine.keys() != theirs.keys():
-        other = sorted(mine.keys() ^ theirs.keys())[0]
+    targets, sources = dict(copy.named_parameters()), dict(model.named_parameters())
+    if targets.keys() != sources.keys():
+        other = sorted(targets.keys() ^ sources.keys())[0]
         raise UsageError(
             f"{other}: only one of the two models has this parameter; merge adapters before generating"
         )
-    for name, parameter in mine.items():
-        parameter.copy_(theirs[name])
+    for name, parameter in targets.items():
+        parameter.copy_(sources[name])

@@ -43,10 +43,10 @@ class DpoRun(FinetuneRun):
 
     def data(self, tokenizer: Path) -> PreparedData:
         from deskside.align.preference_data import prepare_pairs
-        from deskside.align.prepared import Spec, key_of
+        from deskside.align.prepared import FolderSpec, key_of
 
         align = self.align
-        spec = Spec("preference", align.data, align.val, align.val_fraction, most_held_out=500)
+        spec = FolderSpec("preference", align.data, align.val, align.val_fraction, max_held_out=500)
         prepare = partial(prepare_pairs, spec, tokenizer)
         return PreparedData(align.data[0], "pairs", "pairs", spec.key(tokenizer), key_of, prepare)
 

@@ -56,12 +56,12 @@ class GrpoRun(FinetuneRun):
 
     def data(self, tokenizer: Path) -> PreparedData:
         from deskside.align.grpo_data import prepare_questions
-        from deskside.align.prepared import Spec, key_of
+        from deskside.align.prepared import FolderSpec, key_of
 
         align = self.align
         options = (("system", align.system),)
-        spec = Spec(
-            "questions", align.data, align.val, align.val_fraction, most_held_out=200, options=options
+        spec = FolderSpec(
+            "questions", align.data, align.val, align.val_fraction, max_held_out=200, options=options
         )
         prepare = partial(prepare_questions, spec, align.system, tokenizer)
         return PreparedData(align.data[0], "questions", "questions", spec.key(tokenizer), key_of, prepare)

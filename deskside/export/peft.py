@@ -23,7 +23,7 @@ from deskside.config.sections import AdapterConfig
 from deskside.model.transformer import Transformer
 from deskside.precision.lora import adapter_of, trained_rows_of
 from deskside.run.directory import resolve_path
-from deskside.train.state.init_weights import grown
+from deskside.train.state.init_weights import resize_vocabulary
 from deskside.utils.errors import RunError, UsageError
 from deskside.weights import frozen_base
 from deskside.weights.checkpoint import Damaged, find
@@ -131,7 +131,7 @@ def merge_into_original(loaded: Loaded, warn: Callable[[str], None]) -> str:
             fresh = loaded.run.get("fresh")
             if not isinstance(fresh, list) or not all(type(token) is int for token in fresh):
                 raise Unavailable("the run does not say which tokens it added to the original")
-            weights = grown(weights, config.model.vocab_size, fresh)
+            weights = resize_vocabulary(weights, config.model.vocab_size, fresh)
         same = frozen_base.is_made_from(run_dir, config.model, config.adapter, config.seed, weights)
         model = read_adapted(run_dir, checkpoint, config, "cpu")
     except (UsageError, RunError, Damaged) as error:

@@ -44,13 +44,13 @@ class Projection:
 class Pilot(Callback):
     """Callback of a run of `deskside go`. `plan` is the result of `phases.plan`."""
 
-    go_on = "deskside go --resume"
+    resume_command = "deskside go --resume"
 
     def __init__(
         self, state: PipelineState, config: RunConfig, plan: Mapping[str, Any], target: float | None
     ):
         self.state, self.config, self.plan, self.target = state, config, plan, target
-        self.spent = state.before
+        self.earlier_seconds = state.before
         self.rows: list[dict[str, Any]] = []
         self.found: dict[str, Any] | None = None
         self.better: Projection | None = None
@@ -214,7 +214,7 @@ class Pilot(Callback):
     def reserve(self, limit: float | None) -> float:
         return self.state.tail()
 
-    def outcome(self, summary: dict[str, Any]) -> dict[str, Any]:
+    def summary_entries(self, summary: dict[str, Any]) -> dict[str, Any]:
         """Return predicted and measured values, for summary.json and the report."""
         planned, pilot = self.planned(), self.found or {}
         # name in the plan -> name in pilot.json, name in summary.json

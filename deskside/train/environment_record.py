@@ -1,4 +1,4 @@
-"""The machine and software of a run, and what its GPU reports while running (power, temperature, throttling)."""
+"""The machine and software of a run, and the power, temperature and memory of its GPU."""
 
 import contextlib
 import os
@@ -18,7 +18,7 @@ from deskside.utils.child_process import cpu_cores, cpu_name
 
 
 def describe(device: torch.device, folder: Path) -> dict[str, Any]:
-    """Plain facts for environment.json."""
+    """Return the content of environment.json. folder: any folder on the disk of the run."""
     facts: dict[str, Any] = {
         "deskside": deskside.__version__,
         "python": sys.version.split()[0],
@@ -50,7 +50,7 @@ def describe(device: torch.device, folder: Path) -> dict[str, Any]:
     return facts
 
 
-SLOWED = (
+SLOWDOWN_REASONS = (  # reasons for low clocks that are about heat or power, unlike an idle GPU
     pynvml.nvmlClocksThrottleReasonSwPowerCap
     | pynvml.nvmlClocksThrottleReasonHwSlowdown
     | pynvml.nvmlClocksThrottleReasonSwThermalSlowdown
@@ -60,36 +60,36 @@ SLOWED = (
 
 
 class Sensors:
-    """Watts, degrees Celsius and throttling of one GPU by NVML; all None where NVML has no answer."""
+    """Power, temperature and throttling of one GPU, read from NVML. All are None on a CPU or if NVML fails."""
 
     def __init__(self, device: torch.device):
         self._handle = None
         if device.type == "cuda":
-            with contextlib.suppress(pynvml.NVMLError):  # a container may hide NVML; sensors are then unknown
+            with contextlib.suppress(pynvml.NVMLError):  # a container may hide NVML
                 pynvml.nvmlInit()
                 self._handle = _handle_of(device)
 
     def read(self) -> dict[str, Any]:
-        """{"watts", "celsius", "throttled"}; throttled means slowed by heat or power, not by an idle GPU."""
+        """Return {"watts", "celsius", "throttled"}. Throttled: slowed down by heat or a power limit."""
         if self._handle is not None:
             try:
                 return {
                     "watts": round(pynvml.nvmlDeviceGetPowerUsage(self._handle) / 1000, 1),
                     "celsius": pynvml.nvmlDeviceGetTemperature(self._handle, pynvml.NVML_TEMPERATURE_GPU),
                     "throttled": bool(
-                        pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._handle) & SLOWED
+                        pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._handle) & SLOWDOWN_REASONS
                     ),
                 }
-            except pynvml.NVMLError:  # some consumer boards answer only part of this
+            except pynvml.NVMLError:  # some consumer cards do not support all of these queries
                 self._handle = None
         return {"watts": None, "celsius": None, "throttled": None}
 
 
 class Meter:
-    """Completes a step's row with what only this process knows: utilisation, memory, and the GPU's sensors.
+    """Adds utilization (MFU), memory and the GPU's sensors to the metrics of a step.
 
-    Utilisation (MFU) is the model's FLOPs as a share of the matmul peak that was measured on this device, `peak_flops`
-    in FLOP/s, times the number of processes.
+    MFU is the model's FLOP/s over all processes, divided by the number of processes times `peak_flops`: the FLOP/s of
+    large matmuls, measured on this device.
     """
 
     def __init__(self, device: torch.device, processes: int, peak_flops: float):
@@ -107,7 +107,7 @@ class Meter:
 
 
 def _handle_of(device: torch.device) -> Any:
-    # NVML ignores CUDA_VISIBLE_DEVICES, so the card is found by its UUID.
+    # NVML ignores CUDA_VISIBLE_DEVICES, so an index could name another GPU; a UUID cannot.
     uuid = str(torch.cuda.get_device_properties(device).uuid)
     return pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
 
@@ -124,7 +124,7 @@ def _driver_facts(device: torch.device) -> dict[str, Any]:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Forget the peak of what came before, such as attempts that did not fit. A CPU's peak cannot be forgotten."""
+    """Reset the peak memory of the GPU, for example after attempts that did not fit. Does nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
@@ -135,14 +135,14 @@ def free_memory_gib(device: torch.device) -> float:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Peak memory so far: allocated on the GPU, or the resident set of this process on a CPU."""
+    """Return the peak memory so far: allocated on the GPU, or the resident set of this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     import resource
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # ru_maxrss is in KiB on Linux
 
 
 def peak_reserved_gib(device: torch.device) -> float | None:
-    """Peak memory so far that torch's allocator held on the GPU, used or not; None on a CPU."""
+    """Return the peak memory that torch's allocator has reserved on the GPU, used or not; None on a CPU."""
     return torch.cuda.max_memory_reserved(device) / 2**30 if device.type == "cuda" else None

@@ -2,12 +2,16 @@
 
 The loop handles steps, time, checkpoints and metrics. An objective handles its data, its loss and its evaluation:
 
-    open     a prepared split -> rows        loader  rows -> optimizer steps, as lists of micro-batches
-    begin    once, before the first step     loss    a micro-batch -> a sum to minimise, and sums to report
-    measure  during the run and at its end   samples what the finished model says
+    open       opens a split of the prepared data, as rows
+    begin      is called once, before the first step
+    loader     iterates over optimizer steps, which are lists of micro-batches
+    loss       returns the loss of a micro-batch, as a sum, and sums for the metrics
+    evaluate   evaluates the model on the validation split, during the run and at its end
+    samples    generates samples with the finished model
 
-A loss is a sum. The loop divides it by the batch's `num_valid_step`, which the loader counts over the whole step on all
-processes (tokens, pairs or samples, depending on the objective), so it depends neither on packing nor on accumulation.
+The loop divides the summed loss by the batch's `num_valid_step`. The loader counts it over the whole step on all
+processes (tokens, pairs or answers, depending on the objective), so the loss depends neither on packing nor on gradient
+accumulation.
 
 `NextToken` is pretraining. The others are in `align/`. `RunConfig.align` names the objective of a run, and the command
 that starts or resumes the run passes it in.
@@ -40,22 +44,24 @@ from deskside.utils.errors import UsageError
 
 
 class RowDataset(Protocol):
-    """A split, cut into rows of one length; `PackedDataset` is one. An epoch is `num_rows` rows."""
+    """A split in rows of `sequence_length` tokens, such as `PackedDataset`. An epoch is `num_rows` rows."""
 
     @property
     def sequence_length(self) -> int: ...
     @property
     def vocab_size(self) -> int: ...
-    def max_boundaries(self, rows: int) -> int: ...
+    def max_boundaries(self, rows: int) -> int:
+        """Return the maximum number of documents and padding segments in `rows` rows."""
+
     @property
     def num_rows(self) -> int: ...
     @property
     def num_tokens(self) -> int:
-        """Tokens that an evaluation of the whole split counts; see `Evaluation.tokens`."""
+        """Return the number of tokens that an evaluation of the whole split counts; see `Evaluation.tokens`."""
 
     @property
     def fingerprint(self) -> str:
-        """Fingerprint of the data, independent of its path. A resumed run must find the same one."""
+        """Return a fingerprint of the data, independent of its path. A resumed run must find the same one."""
 
 
 class Batches(Protocol):
@@ -69,26 +75,27 @@ class Batches(Protocol):
 class Loss:
     """Loss of a micro-batch. `sum` is minimized; `balance` is the load-balancing loss of a model with experts.
 
-    `extra` holds a scalar for each name in the objective's `extras`, detached. It is summed over the step and all
-    processes like `sum`, and `Objective.row` turns it into entries of metrics.jsonl.
+    `metric_sums` holds a detached scalar for each of the objective's `metric_names`. Like `sum`, they are summed over
+    the step and all processes; `Objective.metrics` turns them into entries of metrics.jsonl.
     """
 
     sum: Tensor
     balance: Tensor | None = None
-    extra: Mapping[str, Tensor] = field(default_factory=dict)
+    metric_sums: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Result of an evaluation. `row` goes into metrics.jsonl, `summary` into summary.json, `said` to the terminal.
+    """Result of an evaluation: entries of metrics.jsonl and summary.json, and a message for the terminal.
 
-    `tokens` of the split's `num_tokens` were counted: the loop scales the time by it. `baselines` computes the entries
-    of the summary that differ for a part of the split, so that they and the model are measured on the same bytes.
+    `tokens` of the split's `num_tokens` were evaluated, from which the loop predicts the time of a whole evaluation.
+    `baselines` returns the summary's gzip and unigram entries for the same part of the split; None if the summary has
+    the right ones.
     """
 
-    row: dict[str, float]
+    metrics: dict[str, float]
     summary: dict[str, Any]
-    said: str
+    message: str
     tokens: int
     baselines: Callable[[], dict[str, float | None]] | None = None
 
@@ -98,8 +105,8 @@ class Session:
     """The parts of a run that its objective may use.
 
     `micro_rows`: rows that fit in one forward pass. `resumed`: an earlier process already called `begin`, so its files
-    are in the run directory and the model's weights are not the initial ones. `budget`: the time limit of set-up.
-    `row_seconds`: seconds of an optimizer step per row.
+    are in the run directory and the model's weights are not the initial ones. `say`: logs a line and prints it.
+    `budget`: the time limit of the set-up. `row_seconds`: seconds of an optimizer step per row.
     """
 
     run: RunDirectory
@@ -117,36 +124,37 @@ class Session:
 
 
 class Objective(Protocol):
-    """See the module. One object belongs to one run in one process."""
+    """Data, loss and evaluation of a run; see the module docstring. Each process of a run has its own instance."""
 
     name: str
     """Name in `RunConfig.align.name`; "train" for pretraining."""
     command: str
-    """The command; `COMMAND --resume RUN` resumes a run."""
-    extras: tuple[str, ...]
-    """Names in `Loss.extra`, always all of them."""
-    measured_first: bool
-    """Whether the run is measured before its first step too ("before" in plan.json and summary.json)."""
+    """Command that starts a run; `COMMAND --resume RUN` resumes it."""
+    metric_names: tuple[str, ...]
+    """Keys of every `Loss.metric_sums`."""
+    evaluate_first: bool
+    """True to evaluate the initial weights too ("before" in plan.json and summary.json)."""
 
     def open(self, config: RunConfig, path: Path, split: str, sequence_length: int) -> RowDataset:
-        """A split ("train" or "val"). Raises UsageError when it is not there, or the model cannot hold its tokens."""
+        """Open a split, "train" or "val". Raises UsageError if it is missing or does not fit the model's vocabulary."""
 
     def begin(self, session: Session) -> None:
-        """Called once in every process, after the batch size was found and before a checkpoint is restored.
+        """Prepare for the first step. The model still has its initial weights if the run is new.
 
-        In a new run, the model has its initial weights. All processes call it together.
+        All processes call this together, after the batch size was found and before a checkpoint is restored.
         """
 
-    def seconds_beside_step(self) -> float:
-        """Return the seconds that a step needs beside its passes, as sampling does; known after `begin`."""
+    def extra_step_seconds(self) -> float:
+        """Return the seconds of a step for work besides its passes, such as sampling. Call it after `begin`."""
 
-    def samples_seconds(self) -> float:
-        """Return the seconds that `samples` will take, as far as `begin` has measured them."""
+    def sampling_seconds(self) -> float:
+        """Return the seconds that `samples` will take, as measured by `begin`; 0 if it was not measured."""
 
-    def keeps_bytes(self, config: RunConfig, model: Transformer) -> int:
-        """Return the GPU memory that `begin` will allocate and keep; the micro-batch leaves room for it."""
+    def reserved_bytes(self, config: RunConfig, model: Transformer) -> int:
+        """Return the GPU memory that `begin` will allocate and keep. The batch size search leaves it free."""
 
     def loader(self, dataset: RowDataset, options: LoaderOptions) -> Batches: ...
+
     def dry_batch(
         self,
         dataset: RowDataset,
@@ -155,27 +163,35 @@ class Objective(Protocol):
         device: torch.device,
         document_mask: bool,
     ) -> Batch:
-        """Return the largest possible micro-batch, without reading data. The batch size search measures memory with
-        it."""
+        """Return the most expensive micro-batch of `rows` rows, made without reading data, for dry steps.
+
+        passes_everywhere: number of micro-batches in the step, over all processes.
+        """
 
     def loss(
         self, model: Transformer, batch: Batch, context: AttentionContext, compute: ComputeConfig
     ) -> Loss: ...
-    def row(self, extra: Mapping[str, float], count: float) -> dict[str, float]:
-        """The step's sums -> what metrics.jsonl shows. `count`: the batch's `num_valid_step`."""
 
-    def measure(self, session: Session, max_tokens: int | None) -> Evaluation:
-        """On the validation split, or on about `max_tokens` spread over it. Every process calls it at the same time."""
+    def metrics(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
+        """Convert a step's metric sums to entries of metrics.jsonl. `count`: the batch's `num_valid_step`."""
+
+    def evaluate(self, session: Session, max_tokens: int | None) -> Evaluation:
+        """Evaluate on the validation split, or on about `max_tokens` spread over it.
+
+        All processes call this together.
+        """
 
     def samples(self, session: Session, model: Transformer) -> list[dict[str, Any]]:
-        """Return samples of the finished model, each {"prompt", "text", ...}. Called on rank 0, where `model` is
-        unsharded."""
+        """Generate samples with the finished model, each {"prompt", "text", ...}.
+
+        Only rank 0 calls this. `model`: the model with unsharded weights and merged adapters.
+        """
 
 
 def worst_case_batch(
     dataset: RowDataset, rows: int, passes_everywhere: int, device: torch.device, document_mask: bool
 ) -> Batch:
-    """Return random tokens in every position, one document per row, in the shapes of the loader's batches."""
+    """Return a batch with the shapes of the loader's, with random tokens and one document per row."""
     length = dataset.sequence_length
     generator = torch.Generator().manual_seed(0)
     tokens_BT = torch.randint(dataset.vocab_size, (rows, length), generator=generator).to(device)
@@ -190,10 +206,10 @@ def worst_case_batch(
 
 
 class NextToken:
-    """Pretraining: cross-entropy of the next token, measured in bits per byte."""
+    """Pretraining: the loss is the cross-entropy of the next token, and the evaluation is in bits per byte."""
 
-    name, command, measured_first = "train", "deskside train", False
-    extras: tuple[str, ...] = ()
+    name, command, evaluate_first = "train", "deskside train", False
+    metric_names: tuple[str, ...] = ()
 
     def open(self, config: RunConfig, path: Path, split: str, sequence_length: int) -> PackedDataset:
         weights = dict(config.data.weights) if split == "train" and config.data.weights else None
@@ -209,13 +225,13 @@ class NextToken:
     def begin(self, session: Session) -> None:
         pass
 
-    def seconds_beside_step(self) -> float:
+    def extra_step_seconds(self) -> float:
         return 0.0
 
-    def samples_seconds(self) -> float:
+    def sampling_seconds(self) -> float:
         return 0.0
 
-    def keeps_bytes(self, config: RunConfig, model: Transformer) -> int:
+    def reserved_bytes(self, config: RunConfig, model: Transformer) -> int:
         return 0
 
     def loader(self, dataset: RowDataset, options: LoaderOptions) -> Batches:
@@ -244,12 +260,12 @@ class NextToken:
         )
         return Loss(total, balance)
 
-    def row(self, extra: Mapping[str, float], count: float) -> dict[str, float]:
-        return {name: total / count for name, total in extra.items()}
+    def metrics(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
+        return {name: total / count for name, total in sums.items()}
 
-    def measure(self, session: Session, max_tokens: int | None) -> Evaluation:
+    def evaluate(self, session: Session, max_tokens: int | None) -> Evaluation:
         dataset = cast(PackedDataset, session.validation)
-        result = self.evaluate(session, dataset, max_tokens)
+        result = self.bits_per_byte(session, dataset, max_tokens)
         split = dataset.index.splits["val"]
         summary = {
             "val_bpb": result.bpb,
@@ -259,19 +275,19 @@ class NextToken:
             "gzip_bpb": split.gzip_bpb,
             "unigram_bpb": split.unigram_bpb,
         }
-        said = f"{result.bpb:.4f} bits per byte on the validation text"
+        message = f"{result.bpb:.4f} bits per byte on the validation text"
         if result.bytes == split.token_text_bytes:
-            return Evaluation({"val_bpb": result.bpb}, summary, said, result.tokens)
-        said = (
+            return Evaluation({"val_bpb": result.bpb}, summary, message, result.tokens)
+        message = (
             f"{result.bpb:.4f} bits per byte on {result.bytes:,} of {split.text_bytes:,} bytes of validation"
         )
         rows = evaluated_rows(dataset, max_rows_of(dataset, max_tokens))
         return Evaluation(
-            {"val_bpb": result.bpb}, summary, said, result.tokens, lambda: baselines_of_rows(dataset, rows)
+            {"val_bpb": result.bpb}, summary, message, result.tokens, lambda: baselines_of_rows(dataset, rows)
         )
 
-    def evaluate(self, session: Session, dataset: PackedDataset, max_tokens: int | None) -> BitsPerByte:
-        """The measurement itself, shared among the processes."""
+    def bits_per_byte(self, session: Session, dataset: PackedDataset, max_tokens: int | None) -> BitsPerByte:
+        """Evaluate on a dataset, or on about `max_tokens` of it. The processes share the rows."""
         return evaluate_dataset(
             session.model,
             dataset,
@@ -292,10 +308,7 @@ class NextToken:
 
 @dataclass(kw_only=True)
 class TrainContext:
-    """A model that is ready to train in this process, and what its components share.
-
-    The step, the trainer and the checkpointer take it instead of its parts.
-    """
+    """A model that is ready to train in this process, with everything that a step needs besides the optimizer."""
 
     config: RunConfig
     world: World

@@ -2,7 +2,7 @@
 
 Replicas sum their gradients after the last micro-batch, in buckets that never change. torch's DDP is not used: it
 overlaps the all-reduce with the backward pass, but regroups its buckets after the first step. The order of additions,
-and thus the last bits of the sums, would then differ between a run and the same run after a resume.
+and thus the last bits of the sums, would then differ between a resumed run and an uninterrupted one.
 
 Each process already divides its loss by the number of valid tokens of all processes. Gradients are therefore summed,
 not averaged.
@@ -50,7 +50,7 @@ class World:
     def broadcast_result(self, make: Callable[[], Any]) -> Any:
         """Call `make` on rank 0 and return its result on every rank.
 
-        Used where ranks could decide differently, because a choice depends on timing, files or a device check.
+        Use it for a choice that depends on timing, files or a device check, because ranks could decide differently.
         """
         if self.size == 1:
             return make()
@@ -108,13 +108,14 @@ def init_distributed(device: str, mode: str) -> World:
         )
     local_rank = int(os.environ["LOCAL_RANK"])
     if chosen == "cuda" and local_rank >= torch.cuda.device_count():
+        gpus = torch.cuda.device_count()
         raise UsageError(
-            f"torchrun started more processes than this machine has GPUs ({torch.cuda.device_count()})"
+            f"torchrun started more processes than this machine has GPUs; use at most --nproc-per-node {gpus}"
         )
     target = torch.device("cuda", local_rank) if chosen == "cuda" else torch.device("cpu")
     if chosen == "cuda":
         torch.cuda.set_device(target)
-    # gloo for the CPU tensors of `broadcast` and `all_reduce_min`, which thus need not wait for queued GPU work.
+    # `broadcast` and `all_reduce_min` use CPU tensors and gloo, so that they do not wait for queued GPU work.
     dist.init_process_group("cpu:gloo,cuda:nccl" if chosen == "cuda" else "gloo")
     return World(target, dist.get_rank(), dist.get_world_size(), mode == "shard")
 

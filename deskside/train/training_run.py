@@ -1,4 +1,4 @@
-"""A training run from start to summary: set up, find the batch size, plan, train, evaluate, export."""
+"""A training run from start to finish: set up, find the batch size, plan, train, evaluate, export."""
 
 import shutil
 import signal
@@ -53,7 +53,7 @@ class RunOutcome:
 
     @property
     def exit_code(self) -> int:
-        """Exit code of a command that does nothing but this run."""
+        """Return the exit code of a command that only does this run."""
         return 0 if self.status == "finished" else signals.exit_code(self.status)
 
 
@@ -65,13 +65,17 @@ def start(
     watch: Callback | None = None,
     objective: Objective | None = None,
 ) -> RunOutcome:
-    """Start a new run.
+    """Start a new run, and train until it is finished or stopped.
 
-    where: an existing directory, or the folder, name and default name of a new one (`RunDirectory.create`).
-    objective: None is pretraining; otherwise it has to be the one that `config.align` names.
+    Args:
+        where: An existing run directory, or the arguments of `RunDirectory.create` for a new one.
+        command: The command line, for run.json.
+        initial: The weights to start from; None is random weights.
+        watch: A callback that controls the run.
+        objective: The objective that `config.align` names; None is pretraining.
     """
     check_start(config)
-    objective = _checked(objective, config, "start it with that command")
+    objective = _check_objective(objective, config, "start it with this command")
     world = parallel.init_distributed(config.compute.device, config.parallel.mode)
     try:
         run = None
@@ -96,7 +100,7 @@ def start(
             with run.lock_for_training(world.is_rank_zero):
                 return _Run(run, config, world, objective, initial, False, watch or Callback()).execute()
         except BaseException:
-            # A run that failed or was interrupted before it had a plan has nothing worth keeping.
+            # A run that failed or was interrupted before it had a plan contains nothing worth keeping.
             if world.is_rank_zero and isinstance(where, tuple) and not (run.path / "plan.json").exists():
                 shutil.rmtree(run.path, ignore_errors=True)
             raise
@@ -105,20 +109,20 @@ def start(
 
 
 def resume(path: Path, watch: Callback | None = None, objective: Objective | None = None) -> RunOutcome:
-    """Resume a run from its newest valid checkpoint; it repeats the uninterrupted run to the last bit.
+    """Resume a run from its newest valid checkpoint. The result is bit-identical to that of an uninterrupted run.
 
-    A run that was stopped before its first checkpoint starts over from its initial weights. Raises UsageError if the
-    run is finished already. objective: as in `start`.
+    A run that was stopped before its first checkpoint starts again with its initial weights. Raises UsageError if the
+    run is finished. watch, objective: as in `start`.
     """
     run = RunDirectory.open(path)
     config = run.config()
-    objective = _checked(objective, config, "resume it with that command")
+    objective = _check_objective(objective, config, "resume it with this command")
     if (run.path / "summary.json").exists():
         raise UsageError(
             f"{path} is finished; start another run from its weights with: deskside train --init {path}"
         )
     check_start(config)
-    # Replicas may resume with another number of processes, including one; shards may not.
+    # Replicas may be resumed with another number of processes, or with one. Sharded runs may not.
     world = parallel.init_distributed(
         config.compute.device, "shard" if config.parallel.mode == "shard" else "auto"
     )
@@ -134,16 +138,17 @@ def resume(path: Path, watch: Callback | None = None, objective: Objective | Non
         parallel.destroy_distributed(world)
 
 
-def _checked(objective: Objective | None, config: RunConfig, remedy: str) -> Objective:
-    """Return the objective. Raises UsageError unless it is the one that the configuration names."""
-    chosen, wanted = objective or NextToken(), config.align.name if config.align else NextToken.name
-    if chosen.name != wanted:
-        raise UsageError(f"align: this is a run of deskside {wanted}; {remedy}")
-    return chosen
+def _check_objective(objective: Objective | None, config: RunConfig, remedy: str) -> Objective:
+    """Return the objective (None: pretraining). Raises UsageError unless it is the one that the configuration names."""
+    objective = objective or NextToken()
+    expected = config.align.name if config.align else NextToken.name
+    if objective.name != expected:
+        raise UsageError(f"align: this is a run of deskside {expected}; {remedy}")
+    return objective
 
 
 class _Run:
-    """One process of a run."""
+    """A run, as seen by one of its processes."""
 
     def __init__(
         self,
@@ -158,12 +163,12 @@ class _Run:
         self.run, self.config, self.world, self.objective = run, config, world, objective
         self.initial, self.resumed, self.callback = initial, resumed, callback
         self.log = RunLog(run, world.is_rank_zero)
-        self.recorded: dict[str, Any] = {}
+        self.recorded: dict[str, Any] = {}  # plan.json of a resumed run
         if resumed and (run.path / "plan.json").exists():
             self.recorded = recorded_plan(run)
         assert config.schedule.length is not None  # checked by `preflight.check_start`
         self.length = config.schedule.length
-        self.clock = Clock(config.schedule.clock, deskside.STARTED, callback.spent)
+        self.clock = Clock(config.schedule.clock, deskside.STARTED, callback.earlier_seconds)
 
     def execute(self) -> RunOutcome:
         """Run all phases. Every rank calls this."""
@@ -189,7 +194,7 @@ class _Run:
             limit_seconds=self.length.value if self.length.unit == "seconds" else None,
             reserve=self.reserve,
             decided_until=self.decided_until,
-            journal=self.write_plan,
+            write_plan=self.write_plan,
         )
         if self.world.is_rank_zero:
             resolved = self.config.model_dump(mode="json")
@@ -202,16 +207,16 @@ class _Run:
             progress,
             checkpointer,
             self.log,
-            evaluate=lambda: self.evaluate(self.config.evaluate.tokens).row,
+            evaluate=lambda: self.evaluate(self.config.evaluate.tokens).metrics,
             complete_row=self.meter.complete,
         )
         status = self.train(trainer)
         if status != "finished":
             return self.stopped(status, trainer)
-        # A run that was stopped after its last step has that checkpoint.
+        # A run that was stopped after its last step already has the checkpoint of this step.
         if trainer.progress.step != restored_step:
             checkpointer.save(trainer.progress, self.clock.seconds())
-        # The evaluated and exported model has the configuration's window and precision, not the last stage's.
+        # The final model is evaluated with the configured window, not with the last stage's, and in high precision.
         self.stepper.set_window(None)
         self.context.precision.set_active(False)
         return RunOutcome(self.run, status, self.finish(trainer), self.world.is_rank_zero)
@@ -219,12 +224,12 @@ class _Run:
     # Set-up
 
     def set_up(self) -> None:
-        """Check what can fail early, open the data, and build the model: `self.context` and `self.stepper`."""
+        """Check this machine, open the data, and build `self.context` and `self.stepper`."""
         config, world, recorded = self.config, self.world, self.recorded
-        setup.be_deterministic(config)
+        setup.use_deterministic_kernels(config)
         torch.manual_seed(config.seed)
         check_trackers(config.track)
-        # Before data is prepared, which may take hours, refuse what this machine does not support.
+        # Refuse what this machine does not support before data is prepared, which may take hours.
         recipe, self.precision_facts = world.broadcast_result(
             lambda: setup.choose_recipe(config, world.device, self.log.say, recorded.get("precision"))
         )
@@ -234,7 +239,7 @@ class _Run:
         self.validation = self.objective.open(config, data, "val", config.batch.sequence_length)
         self.check_data(data)
         model = setup.build_model(
-            config, world, recipe, setup.Start(self.initial, self.run.path, self.resumed, self.log.say)
+            config, world, recipe, setup.WeightSource(self.initial, self.run.path, self.resumed, self.log.say)
         )
         attention, self.attention_facts = world.broadcast_result(
             lambda: choose_attention(
@@ -253,7 +258,7 @@ class _Run:
         )
         peak_flops = measure_matmul_peak(world.device, model.activation_dtype)
         self.meter = environment_record.Meter(world.device, world.size, peak_flops)
-        # The rates do not matter yet: this optimizer takes part in the dry steps only.
+        # This optimizer is used for the dry steps only, so its learning rates do not matter.
         optimizer = self.build_optimizer(config.batch.tokens, config.batch.tokens)
         self.stepper = Stepper(self.context, optimizer)
         # A resumed run is never refused for lack of time; it ends late instead.
@@ -262,12 +267,12 @@ class _Run:
         self.save_seconds = float(recorded.get("save_seconds", 0.0))
 
     def check_data(self, data: Path) -> None:
-        """Refuse weights with another tokenizer and, on resume, other data. Copies the tokenizer into the run."""
+        """Check that the data fits the initial weights and, on resume, is the same. Copy its tokenizer into the run."""
         self.fingerprint = self.validation.fingerprint
         if self.recorded.get("data", self.fingerprint) != self.fingerprint:
             raise UsageError(
-                f"data.path: {data} is not the data that {self.run.path} was trained on; put that back, or start "
-                f"another run from its weights with: deskside train --init {self.run.path} --data.path {data}"
+                f"data.path: {data} is not the data that {self.run.path} was trained on; restore that data, or "
+                f"start another run from its weights with: deskside train --init {self.run.path} --data.path {data}"
             )
         if self.initial is not None:
             self.initial.check_tokenizer(data)
@@ -275,7 +280,7 @@ class _Run:
             keep_tokenizer(data, self.run)
 
     def build_optimizer(self, total_tokens: int, step_tokens: float) -> Optimizer:
-        """Return the optimizer, with its rates scaled to the run's length and batch size."""
+        """Return an optimizer whose learning rates are scaled to the run's length and batch size."""
         hidden = self.config.model.hidden_size
         scaling = scales(hidden, round(step_tokens), total_tokens, self.config.optim.name)
         return build(self.context.model, self.config.optim, scaling)
@@ -299,26 +304,26 @@ class _Run:
         )
         self.objective.begin(self.session)
         for stage in self.stages:
-            stage.dry_seconds += self.world.broadcast([self.objective.seconds_beside_step()])[0]
+            stage.dry_seconds += self.world.broadcast([self.objective.extra_step_seconds()])[0]
         self.rehearse_evaluation(last.micro_rows * self.config.batch.sequence_length * self.world.size)
         self.before = self.evaluate_before()
 
     # Plan
 
     def plan_steps(self, stages: list[StageWork]) -> StepPlan:
-        """Return the plan of steps, and set `self.facts`, the rest of plan.json. A resumed run has both recorded."""
+        """Return the plan of steps, and set `self.facts`, the other entries of plan.json. A resumed run reads both."""
         if self.recorded.get("revisions"):
             plan = StepPlan.from_json(self.recorded["revisions"])
         else:
             dry = [stage.dry_seconds for stage in stages]
             elapsed, reserve, *dry = self.world.broadcast([self.clock.seconds(), self.reserve(), *dry])
             plan = first_plan(self.length, stages, elapsed, reserve, dry)
-        micro_batches = [found.to_json() for found in self.micro_batches]
+        micro_batches = [micro_batch.to_json() for micro_batch in self.micro_batches]
         if self.recorded:
             self.facts = {**self.recorded, "fit": micro_batches}
             return plan
         tokens = max(stage.micro_rows * stage.sequence_length for stage in stages)
-        # The resident set of a process on a CPU is not modelled.
+        # For CPUs, there is no model of a process's resident set.
         memory = self.modelled_memory(tokens) if self.world.device.type == "cuda" else None
         self.facts = first_facts(self.config, plan, stages, self.reserve(), memory) | {
             "data": self.fingerprint,
@@ -344,24 +349,25 @@ class _Run:
         )
 
     def reserve(self) -> float:
-        """Return the seconds to keep for what follows the last step: evaluation, checkpoint, samples, report."""
+        """Return the seconds to reserve after the last step: for evaluation, checkpoint, samples and report."""
         if self.clock.kind != "wall":
             return 0.0
-        follows = self.objective.samples_seconds() + self.callback.reserve(self.wall_limit())
-        return self.final_evaluation()[0] + 2 * self.save_seconds + follows
+        samples, callback = self.objective.sampling_seconds(), self.callback.reserve(self.wall_limit())
+        # Twice the time of a checkpoint: for the last checkpoint, and for the export.
+        return self.final_evaluation()[0] + 2 * self.save_seconds + samples + callback
 
     def wall_limit(self) -> float | None:
-        """Return the length in wall-clock seconds, or None for any other kind of length."""
+        """Return the run's length in wall-clock seconds, or None if it is given in another way."""
         return self.length.value if self.length.unit == "seconds" and self.clock.kind == "wall" else None
 
     # Checkpoints
 
     def restore(self, checkpointer: Checkpointer) -> TrainProgress:
-        """Restore the newest checkpoint and cut the metrics back to it."""
+        """Restore the newest checkpoint, and remove the metrics of later steps."""
         progress = checkpointer.load_newest()
         if progress is None:
             raise RunError(
-                f"{self.run.checkpoints}: the checkpoints were deleted while the run was being resumed"
+                f"{self.run.checkpoints}: the checkpoints were deleted while the run was resumed; restore them"
             )
         step = progress.step
         dropped = self.run.cut_metrics(step) if self.world.is_rank_zero else 0
@@ -371,7 +377,7 @@ class _Run:
         return progress
 
     def save_first(self, checkpointer: Checkpointer, plan: StepPlan) -> TrainProgress:
-        """Write the checkpoint of step 0, which shows at once whether the disk can hold one and how long that takes."""
+        """Write the checkpoint of step 0, to fail early if the disk is full, and to time a checkpoint."""
         progress, began = TrainProgress(), time.perf_counter()
         checkpointer.save(progress, self.clock.seconds())
         self.facts["save_seconds"] = self.save_seconds = time.perf_counter() - began
@@ -391,10 +397,11 @@ class _Run:
             self.log.close()
 
     def stopped(self, status: str, trainer: Trainer) -> RunOutcome:
+        """Tell the user how to resume, and return the outcome of a run that a signal stopped."""
         if self.world.size > 1:
-            # torchrun sends SIGTERM to all processes as soon as one has exited; this one still has to clean up.
+            # torchrun sends SIGTERM to the other processes as soon as one exits, but they still have to clean up.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        resume_command = self.callback.go_on or f"{self.objective.command} --resume"
+        resume_command = self.callback.resume_command or f"{self.objective.command} --resume"
         self.log.say(
             f"{status}: saved at step {trainer.progress.step}; resume with: {resume_command} {self.run.path}"
         )
@@ -403,45 +410,46 @@ class _Run:
     # Evaluation
 
     def final_evaluation(self) -> tuple[float, int | None]:
-        """Return the seconds of the final evaluation, and its tokens if the run is too short for all of them.
+        """Return (seconds, maximum tokens) of the final evaluation; None tokens is the whole split.
 
-        It gets at most `MEASURE_SHARE` of a length in wall-clock time.
+        The evaluation may take `MEASURE_SHARE` of a run whose length is in wall-clock time.
         """
-        whole, limit = self.evaluation_seconds, self.wall_limit()
-        if limit is None or whole <= (most := MEASURE_SHARE * limit):
-            return whole, None
-        return most, max(1, int(self.validation.num_tokens * most / whole))
+        whole_seconds, limit = self.evaluation_seconds, self.wall_limit()
+        if limit is None or whole_seconds <= MEASURE_SHARE * limit:
+            return whole_seconds, None
+        seconds = MEASURE_SHARE * limit
+        return seconds, max(1, int(self.validation.num_tokens * seconds / whole_seconds))
 
     def evaluate_before(self) -> dict[str, Any] | None:
-        """Evaluate the initial weights if the objective asks for it. A resumed run has the result recorded."""
-        if "before" in self.recorded or not self.objective.measured_first:
+        """Return the evaluation of the initial weights if the objective asks for it, or the recorded one on resume."""
+        if "before" in self.recorded or not self.objective.evaluate_first:
             return self.recorded.get("before")
         evaluation = self.evaluate(self.final_evaluation()[1])
-        self.log.say(f"before the first step: {evaluation.said}")
+        self.log.say(f"before the first step: {evaluation.message}")
         return evaluation.summary
 
     def rehearse_evaluation(self, tokens: int) -> None:
-        """Evaluate twice on a slice: the first time compiles, the second predicts the time of the final evaluation.
+        """Predict the time of the final evaluation from `tokens` tokens.
 
-        Nothing compiles on a CPU, where a run whose length is given in time may skip the second.
+        They are evaluated twice, because the first pass compiles. On a CPU, where nothing compiles, a run with a short
+        time limit evaluates them once.
         """
         began = self.clock.seconds()
         self.evaluate(tokens)
-        took = self.world.broadcast([self.clock.seconds() - began])[0]
-        if self.world.device.type != "cpu" or took <= self.budget.share(MEASURE_SHARE / 5):
+        seconds = self.world.broadcast([self.clock.seconds() - began])[0]
+        if self.world.device.type != "cpu" or seconds <= self.budget.share(MEASURE_SHARE / 5):
             self.evaluate(tokens)
 
     def evaluate(self, max_tokens: int | None) -> Evaluation:
-        """Return the objective's evaluation on the validation split, computed in high precision."""
+        """Evaluate in high precision on the validation split, and predict the time of a whole evaluation."""
         began = time.perf_counter()
         with self.context.precision.high_precision():
-            evaluation = self.objective.measure(self.session, max_tokens)
+            evaluation = self.objective.evaluate(self.session, max_tokens)
         if self.world.sharded:
             parallel.reshard(self.context.model)
-        # Predict the final evaluation from the newest one, because the machine may have become slower.
-        share = max(1.0, self.validation.num_tokens / max(1, evaluation.tokens))
-        # All ranks use rank 0's time: it decides how many batches the final evaluation runs.
-        self.evaluation_seconds = self.world.broadcast([(time.perf_counter() - began) * share])[0]
+        scale = max(1.0, self.validation.num_tokens / max(1, evaluation.tokens))
+        # All ranks use rank 0's time, because it decides how many batches the final evaluation has.
+        self.evaluation_seconds = self.world.broadcast([(time.perf_counter() - began) * scale])[0]
         return evaluation
 
     def finish(self, trainer: Trainer) -> dict[str, Any]:
@@ -455,7 +463,7 @@ class _Run:
         model = finalize.whole_model(self.context.model, self.world)
         if not self.world.is_rank_zero:
             return {}
-        flops, groups = trainer.flops_per_second(), model.num_params()
+        flops, parameters_by_group = trainer.flops_per_second(), model.num_params()
         summary = {
             "schema_version": 1,
             "status": "finished",
@@ -467,19 +475,19 @@ class _Run:
             "seconds": seconds,
             "clock": self.clock.kind,
             "tokens_per_second": trainer.tokens_per_second(),
-            # Both qualify the speed: an emulated format runs at another speed than a native one.
+            # With the speed, because an emulated format is slower than a native one.
             "precision": self.precision_facts["chosen"],
             "emulated": not self.precision_facts["native"],
             "mfu": self.meter.mfu(flops) if flops else None,
             "peak_memory_gib": peak_memory_gib,
             "peak_reserved_gib": environment_record.peak_reserved_gib(device),
-            "parameters": sum(groups.values()),
-            "parameters_by_group": groups,
+            "parameters": sum(parameters_by_group.values()),
+            "parameters_by_group": parameters_by_group,
             **({"before": self.before} if self.before else {}),
             "samples": self.objective.samples(self.session, model),
         }
         self.log.event(finalize.export(self.run, model))
-        summary |= self.callback.outcome(summary)
+        summary |= self.callback.summary_entries(summary)
         self.run.write_json("summary.json", summary)
-        self.log.event(f"finished: {evaluation.said}")
+        self.log.event(f"finished: {evaluation.message}")
         return summary

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from deskside.align.dpo import Dpo
 from deskside.align.preference_data import PairRows, prepare_pairs
-from deskside.align.prepared import Spec
+from deskside.align.prepared import FolderSpec
 from deskside.cli import dpo as dpo_command
 from deskside.cli.eval import run as run_eval
 from deskside.config.align import DpoConfig
@@ -33,7 +33,7 @@ def prepared(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = tiny.pairs(120)
     rows.append({**rows[0], "prompt": "a longer question " * 4})
     prepare_pairs(
-        Spec("preference", (str(tiny.jsonl(folder / "p.jsonl", rows)),)),
+        FolderSpec("preference", (str(tiny.jsonl(folder / "p.jsonl", rows)),)),
         folder / "tokenizer",
         folder / "data",
     )
@@ -64,10 +64,10 @@ def test_pairs_stay_together_and_are_all_there(prepared: Path) -> None:
         range(rows.index["splits"]["train"]["count"])
     )
     for texts in rows.texts_of(rows.rows):
-        assert sum(text.room for text in texts) <= 200
+        assert sum(text.num_inputs for text in texts) <= 200
         for chosen, rejected in zip(texts[0::2], texts[1::2], strict=True):
-            assert chosen.answer == rejected.answer
-            assert (chosen.tokens[: chosen.answer] == rejected.tokens[: rejected.answer]).all()
+            assert chosen.answer_start == rejected.answer_start
+            assert (chosen.tokens[: chosen.answer_start] == rejected.tokens[: rejected.answer_start]).all()
     assert max(len(row) for row in rows.rows) > 1
 
 
@@ -77,12 +77,12 @@ def test_the_answers_are_what_chatting_would_say(prepared: Path, base: Path) -> 
     turn_end = tokenizer.token_to_id("<|im_end|>")
     for number in range(6):
         text = rows.text(number)
-        said = tokenizer.decode(text.tokens[text.answer : -1].tolist())
+        said = tokenizer.decode(text.tokens[text.answer_start : -1].tolist())
         assert said.startswith("no" if number % 2 else "yes")
         assert text.tokens[-1] == turn_end
-        assert tokenizer.decode(text.tokens[: text.answer].tolist(), skip_special_tokens=False).endswith(
-            "assistant\n"
-        )
+        assert tokenizer.decode(
+            text.tokens[: text.answer_start].tolist(), skip_special_tokens=False
+        ).endswith("assistant\n")
 
 
 def test_pairs_that_do_not_fit_are_left_out_and_counted(prepared: Path) -> None:
@@ -90,7 +90,7 @@ def test_pairs_that_do_not_fit_are_left_out_and_counted(prepared: Path) -> None:
     assert whole.left_out == 0
     assert short.left_out > 0
     assert sum(map(len, short.rows)) + short.left_out == sum(map(len, whole.rows))
-    with pytest.raises(UsageError, match="no pair of the train split fits 20 tokens"):
+    with pytest.raises(UsageError, match="no pair of the train split fits into 20 tokens"):
         PairRows(prepared, "train", 20, 320)
 
 
@@ -134,16 +134,16 @@ def test_loss_in_rows_is_that_of_transformers_on_each_text_alone(
             ids = torch.from_numpy(text.tokens)[None]
             logprobs = theirs(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
             first, last = int(rows.scored_start[number]), int(rows.scored_start[number + 1])
-            ratios.append(logprobs[text.answer - 1 :].sum() - float(reference[first:last].sum()))
-            lengths.append(text.scored)
-            assert text.scored == last - first
+            ratios.append(logprobs[text.answer_start - 1 :].sum() - float(reference[first:last].sum()))
+            lengths.append(text.num_targets)
+            assert text.num_targets == last - first
         right += float(ratios[0] > ratios[1])
         if loss != "sigmoid":
             ratios = [ratio / length for ratio, length in zip(ratios, lengths, strict=True)]
         h = ratios[0] - ratios[1]
         total = total + ((h - 1 / 0.6) ** 2 if loss == "ipo" else -F.logsigmoid(0.3 * h))
     torch.testing.assert_close(found.sum, total, rtol=1e-5, atol=1e-4)
-    assert float(found.extra["accuracy"]) == right
+    assert float(found.metric_sums["accuracy"]) == right
 
 
 def test_a_run_learns_what_is_preferred(
@@ -244,7 +244,7 @@ def test_what_is_no_pair_is_left_out_by_reason(
 ) -> None:
     chat_template.make_chat_tokenizer(base, tmp_path / "tokenizer", None)
     file = tiny.jsonl(tmp_path / "p.jsonl", [*tiny.pairs(20), row])
-    index = prepare_pairs(Spec("preference", (str(file),)), tmp_path / "tokenizer", tmp_path / "data")
+    index = prepare_pairs(FolderSpec("preference", (str(file),)), tmp_path / "tokenizer", tmp_path / "data")
     (left,) = index["left_out"].values()
     assert left["count"] == 1
     assert "p.jsonl:21" in left["first"][0]
@@ -268,7 +268,7 @@ def test_answers_may_be_messages(base: Path, tmp_path: Path) -> None:
     found = []
     for name, rows in (("plain", plain), ("spelt", spelt)):
         file = tiny.jsonl(tmp_path / f"{name}.jsonl", rows)
-        prepare_pairs(Spec("preference", (str(file),)), tmp_path / "tokenizer", tmp_path / name)
+        prepare_pairs(FolderSpec("preference", (str(file),)), tmp_path / "tokenizer", tmp_path / name)
         found.append((tmp_path / name / "train.safetensors").read_bytes())
     assert found[0] == found[1]
 

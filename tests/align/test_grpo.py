@@ -9,20 +9,20 @@ import pytest
 import torch
 
 from deskside.align import answers, grpo, samples
-from deskside.align.grpo import Grpo, RolloutBatch, passes
+from deskside.align.grpo import Grpo, RolloutBatch, pass_sizes
 from deskside.align.grpo_data import Question, Questions, prepare_questions
-from deskside.align.losses import policy_terms
-from deskside.align.prepared import Spec
+from deskside.align.losses import policy_loss
+from deskside.align.prepared import FolderSpec
 from deskside.align.rewards import final_number
 from deskside.align.rollouts import Rollout, RolloutLog
 from deskside.align.sampler import (
-    ANY,
-    DRAWN_BYTES,
-    Left,
-    Sampled,
+    ANY_TEMPERATURE,
+    SAMPLING_BYTES,
+    MemoryHeadroom,
+    SampledAnswer,
     Sampler,
-    copy_of,
     memory_for_sampling,
+    sampling_copy,
 )
 from deskside.cli import grpo as grpo_command
 from deskside.config.align import GrpoConfig
@@ -200,7 +200,7 @@ def test_new_weights_give_other_answers(taught: Path, base: Path) -> None:
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter))
     assert sampler.sample([(5, 6, 7)], [0], 0, 0.0, 8) == first
-    sampler.renew()
+    sampler.update_weights()
     assert sampler.sample([(5, 6, 7)], [0], 0, 0.0, 8) != first
 
 
@@ -221,7 +221,7 @@ def test_new_adapters_reach_the_copy_without_a_second_one(
     expected = {name: parameter.detach() for name, parameter in merged(model).named_parameters()}
     with monkeypatch.context() as patch:
         patch.setattr(merge_adapters, "allocate", lambda *_: pytest.fail("a second copy"))
-        sampler.renew()
+        sampler.update_weights()
     found = dict(sampler.copy.named_parameters())
     assert found.keys() == expected.keys()
     for name, parameter in found.items():
@@ -257,10 +257,10 @@ def test_the_reference_is_there_before_the_sampler_takes_what_memory_is_left(
 
     def copied(*arguments: Any) -> Transformer:
         order.append("copy")
-        return copy_of(*arguments)
+        return sampling_copy(*arguments)
 
     monkeypatch.setattr(grpo, "Sampler", Noted)
-    monkeypatch.setattr(grpo, "copy_of", copied)
+    monkeypatch.setattr(grpo, "sampling_copy", copied)
     train(tmp_path, taught, "r", "--schedule.steps", "1", "--questions", "4", "--align.kl", "0.1")
     assert order == ["copy", "sampler"]
 
@@ -287,16 +287,19 @@ def test_answers_get_what_training_and_the_copies_leave(
     """Copies lie in memory that training has given back, and will want again: they are not free of charge."""
     model = load_model(str(taught)).model
     Card(monkeypatch, total=100 << 20, reserved=60 << 20, allocated=20 << 20)
-    left = Left.of(torch.device("cuda"))
-    assert left == Left(free=40 << 20, again=40 << 20) and Left.of(torch.device("cpu")) is None
+    headroom = MemoryHeadroom.measure(torch.device("cuda"))
+    assert (
+        headroom == MemoryHeadroom(free=40 << 20, step=40 << 20)
+        and MemoryHeadroom.measure(torch.device("cpu")) is None
+    )
     weights = sum(p.nbytes for p in model.parameters())
-    assert left.without(model).free == left.free - weights
+    assert headroom.after_allocating(model).free == headroom.free - weights
     answer = 64 * model.kv_bytes_per_token(torch.float32)
-    drawn = DRAWN_BYTES * model.config.vocab_size  # a graph of 4 lanes is used for 3
+    drawn = SAMPLING_BYTES * model.config.vocab_size  # a graph of 4 lanes is used for 3
     free = weights + (3 * answer + 4 * drawn) / KV_CACHE_SHARE
 
     def rows(free: float) -> int:
-        return Sampler(model, False, 40, 64, frozenset(), Left(int(free), 0)).engine.max_batch
+        return Sampler(model, False, 40, 64, frozenset(), MemoryHeadroom(int(free), 0)).engine.max_batch
 
     assert rows(free + 10) == 3 and rows(free - 10) == 2
     with pytest.raises(
@@ -310,25 +313,25 @@ def test_the_room_that_fitting_leaves_suffices_for_a_question(taught: Path, kl: 
     model = load_model(str(taught)).model
     config = RunConfig(model=model.config, batch={"sequence_length": 64, "tokens": 64 * 16})
     objective = Grpo(GrpoConfig(group=8, kl=kl))
-    left = Left(objective.keeps_bytes(config, model), 0)
+    headroom = MemoryHeadroom(objective.reserved_bytes(config, model), 0)
     if kl:
-        left = left.without(copy_of(model, False))
-    assert Sampler(model, False, 16, 64, frozenset(), left).engine.max_batch >= 8
+        headroom = headroom.after_allocating(sampling_copy(model, False))
+    assert Sampler(model, False, 16, 64, frozenset(), headroom).engine.max_batch >= 8
 
 
 def test_training_must_have_its_room_beside_the_graphs(taught: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     card = Card(monkeypatch, total=100 << 20, reserved=60 << 20, allocated=20 << 20)
-    left = Left.of(torch.device("cuda"))
-    assert left is not None
+    headroom = MemoryHeadroom.measure(torch.device("cuda"))
+    assert headroom is not None
     card.reserved, card.allocated = 90 << 20, 55 << 20
     graph = {"total_size": 5 << 20, "allocated_size": 0, "segment_pool_id": (0, 1)}
     card.segments = [graph, {"total_size": 40 << 20, "allocated_size": 20 << 20, "segment_pool_id": (0, 0)}]
-    left.check(torch.device("cuda"))
+    headroom.check(torch.device("cuda"))
     graph["total_size"] = 6 << 20
-    sampler = Sampler(load_model(str(taught)).model, False, 4, 64, frozenset(), left)
+    sampler = Sampler(load_model(str(taught)).model, False, 4, 64, frozenset(), headroom)
     with pytest.raises(
         RunError,
-        match=r"a training step lacks 0\.00 GiB beside sampling; give a smaller --batch\.micro_tokens",
+        match=r"sampling leaves a training step 0\.00 GiB too little; give a smaller --batch\.micro_tokens",
     ):
         sampler.rehearse(300)
 
@@ -337,11 +340,11 @@ def test_what_a_row_draws_with_is_counted(taught: Path, monkeypatch: pytest.Monk
     """With the logits, in 16 bits; random numbers are made by one kernel there, 4 bytes each."""
     rows, V = 16, 20000
     logits = torch.randn(rows, V).bfloat16()
-    settings = SamplingTensors.of([ANY] * rows, list(range(rows)), torch.device("cpu"))
+    settings = SamplingTensors.of([ANY_TEMPERATURE] * rows, list(range(rows)), torch.device("cpu"))
     monkeypatch.setattr(counter_rng, "exponentials", lambda *given: torch.ones(given[3].shape))
     with Live() as live:
-        draw(logits, settings, ranking_width([ANY], V), torch.zeros(rows, dtype=torch.int64))
-    assert (DRAWN_BYTES - 3) * rows * V < live.peak + logits.nbytes <= DRAWN_BYTES * rows * V
+        draw(logits, settings, ranking_width([ANY_TEMPERATURE], V), torch.zeros(rows, dtype=torch.int64))
+    assert (SAMPLING_BYTES - 3) * rows * V < live.peak + logits.nbytes <= SAMPLING_BYTES * rows * V
 
 
 def test_no_memory_for_sampling_is_one_line(taught: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,8 +370,8 @@ def test_a_run_with_adapters_is_asked_where_it_was_trained(
         asked.append(is_adapted(model))
         return answer(model, *rest)
 
-    answer = samples.answers
-    monkeypatch.setattr(samples, "answers", noted)
+    answer = samples.sample_answers
+    monkeypatch.setattr(samples, "sample_answers", noted)
     run = train(tmp_path, taught, "a", "--schedule.steps", "1", "--questions", "4", "--adapter.rank", "4")
     assert asked == [True, True]
     told = json.loads((run / "summary.json").read_text())["samples"]
@@ -379,7 +382,7 @@ def test_a_run_with_adapters_is_asked_where_it_was_trained(
 def test_passes_hold_all_rows_in_few_shapes(most: int) -> None:
     shapes = set()
     for rows in range(1, 3 * most):
-        sizes = passes(rows, most)
+        sizes = pass_sizes(rows, most)
         assert rows <= sum(sizes) < rows + max(1, -(-most // 2))
         assert max(sizes) <= most
         shapes |= set(sizes)
@@ -390,7 +393,7 @@ def test_passes_hold_all_rows_in_few_shapes(most: int) -> None:
 def test_packing_and_micro_batches_do_not_change_the_loss(average: Any, taught: Path, tmp_path: Path) -> None:
     chat_template.make_chat_tokenizer(taught, tmp_path / "tokenizer", None)
     file = tiny.jsonl(tmp_path / "q.jsonl", tiny.questions()[:60])
-    prepare_questions(Spec("questions", (str(file),)), None, tmp_path / "tokenizer", tmp_path / "data")
+    prepare_questions(FolderSpec("questions", (str(file),)), None, tmp_path / "tokenizer", tmp_path / "data")
     model = load_model(str(taught)).model
     config = RunConfig.model_validate({"align": {"name": "grpo"}, "data": {"document_mask": True}})
     objective = Grpo(GrpoConfig(average=average, answer_tokens=9, kl=0.0))
@@ -407,20 +410,20 @@ def test_packing_and_micro_batches_do_not_change_the_loss(average: Any, taught: 
     random = np.random.default_rng(0)
     rollouts = [
         Rollout(
-            n, q, Sampled(tuple(random.integers(5, 200, k).tolist()), tuple((-random.random(k)).tolist()), True),
+            n, q, SampledAnswer(tuple(random.integers(5, 200, k).tolist()), tuple((-random.random(k)).tolist()), True),
             "", float(n % 2), float(random.normal()),
         )
         for n, (q, k) in enumerate(zip(questions.questions[:10], random.integers(1, 10, 10).tolist(), strict=True))
     ]  # fmt: skip
 
     def total(micro_rows: int) -> tuple[float, list[float]]:
-        losses, extra = 0.0, np.zeros(len(objective.extras))
+        losses, extra = 0.0, np.zeros(len(objective.metric_names))
         for batch in objective.batches(questions, rollouts, micro_rows, torch.device("cpu")):
             assert batch.tokens_BT.shape[0] <= micro_rows
             context = AttentionContext(cu_seqlens=batch.cu_seqlens, max_seqlen=96)
             found = objective.loss(model, batch, context, config.compute)
             losses += float(found.sum) / batch.num_valid_step
-            extra += [float(found.extra[name]) for name in objective.extras]
+            extra += [float(found.metric_sums[name]) for name in objective.metric_names]
         return losses, extra.tolist()
 
     alone = 0.0
@@ -428,7 +431,7 @@ def test_packing_and_micro_batches_do_not_change_the_loss(average: Any, taught: 
         ids = torch.tensor([[*rollout.question.tokens, *rollout.sampled.tokens]])
         logprobs = model(ids)[0, :-1].float().log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
         mine = logprobs[len(rollout.question.tokens) - 1 :][None]
-        terms = policy_terms(
+        terms = policy_loss(
             mine, torch.tensor([rollout.sampled.logprobs]), torch.tensor([rollout.advantage]),
             torch.ones_like(mine, dtype=torch.bool), GrpoConfig(average=average, answer_tokens=9),
         )  # fmt: skip
@@ -439,7 +442,7 @@ def test_packing_and_micro_batches_do_not_change_the_loss(average: Any, taught: 
     assert three[0] == pytest.approx(one[0], rel=1e-4, abs=1e-6)
     np.testing.assert_allclose(three[1], one[1], rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(four[1], one[1], rtol=1e-4, atol=1e-4)
-    row = objective.row(dict(zip(objective.extras, one[1], strict=True)), 1)
+    row = objective.metrics(dict(zip(objective.metric_names, one[1], strict=True)), 1)
     assert row["reward"] == 0.5
     assert row["reward_std"] == pytest.approx(0.5)
 
@@ -447,8 +450,12 @@ def test_packing_and_micro_batches_do_not_change_the_loss(average: Any, taught: 
 def test_answers_that_were_cut_off_can_be_left_out_of_the_loss(taught: Path) -> None:
     model = load_model(str(taught)).model
     question = Question("", "", (5, 6, 7))
-    rollouts = [Rollout(n, question, Sampled((8, 9), (-1.0, -1.0), n == 0), "", 0.0, 1.0) for n in (0, 1)]
-    fields = answers.lay_out([[answers.Text(np.array([5, 6, 7, 8, 9]), 3)] for _ in rollouts], 8, 5, 0)
+    rollouts = [
+        Rollout(n, question, SampledAnswer((8, 9), (-1.0, -1.0), n == 0), "", 0.0, 1.0) for n in (0, 1)
+    ]
+    fields = answers.lay_out(
+        [[answers.TokenizedText(np.array([5, 6, 7, 8, 9]), 3)] for _ in rollouts], 8, 5, 0
+    )
     config = RunConfig()
     found = []
     for keep in (True, False):
@@ -456,7 +463,7 @@ def test_answers_that_were_cut_off_can_be_left_out_of_the_loss(taught: Path) -> 
         learnt = torch.tensor([True, keep])
         batch = RolloutBatch(
             **fields, num_valid=4, num_valid_step=4, sampled_SL=torch.full((2, 2), -1.0), reference_SL=None,
-            advantage_S=torch.ones(2), reward_S=torch.zeros(2), learnt_S=learnt, cut_off_S=torch.tensor([False, True]),
+            advantage_S=torch.ones(2), reward_S=torch.zeros(2), in_loss_S=learnt, cut_off_S=torch.tensor([False, True]),
         )  # fmt: skip
         context = AttentionContext(cu_seqlens=batch.cu_seqlens, max_seqlen=8)
         found.append(float(objective.loss(model, batch, context, config.compute).sum))
@@ -468,7 +475,7 @@ def test_the_log_forgets_and_finds_and_refuses_damage(tmp_path: Path) -> None:
     log = RolloutLog(tmp_path, 0, with_tokens=True)
     for first in (0, 4, 8):
         made = [
-            Rollout(first + n, question, Sampled((2, 3), (-0.1, -0.2), True), f"t{n}", n / 4, 0.0)
+            Rollout(first + n, question, SampledAnswer((2, 3), (-0.1, -0.2), True), f"t{n}", n / 4, 0.0)
             for n in range(4)
         ]
         log.add(made, 2)
@@ -495,7 +502,7 @@ def test_questions_hold_a_system_message_and_copies_stand_on_one_side(base: Path
         {"prompt": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}], "answer": "x"}
     )
     file = tiny.jsonl(tmp_path / "q.jsonl", rows)
-    spec = Spec("questions", (str(file),), val_fraction=0.3)
+    spec = FolderSpec("questions", (str(file),), val_fraction=0.3)
     index = prepare_questions(spec, "Be brief.", tmp_path / "tokenizer", tmp_path / "data")
     assert index["splits"]["train"]["count"] + index["splits"]["val"]["count"] == 120
     assert sum(left["count"] for left in index["left_out"].values()) == 1
@@ -507,7 +514,7 @@ def test_questions_hold_a_system_message_and_copies_stand_on_one_side(base: Path
     assert "system\nBe brief.<|im_end|>" in text
     assert text.endswith("<|im_start|>assistant\n")
     assert val.questions[0].answer.isdigit()
-    with pytest.raises(UsageError, match="hold no question"):
+    with pytest.raises(UsageError, match="no question of the"):
         Questions(tmp_path / "data", "val", 32, 4, 16, 320)
 
 
@@ -515,13 +522,13 @@ def test_questions_hold_a_system_message_and_copies_stand_on_one_side(base: Path
     ("argv", "error"),
     [
         (["BASE"], "--data is required"),
-        (["BASE", "--data", "Q", "--align.reward", "best"], "there is no 'best'"),
+        (["BASE", "--data", "Q", "--align.reward", "best"], "'best' does not exist"),
         (["BASE", "--data", "Q", "--questions", "0"], "at least 1"),
         (["BASE", "--data", "Q", "--questions", "4", "--batch.tokens", "512"], "give one of them"),
         (["BASE", "--data", "Q", "--align.group", "1"], "align.group"),
         (["BASE", "--data", "Q", "--batch.sequence_length", "64", "--batch.tokens", "192",
-          "--align.answer_tokens", "8"], "not whole groups of 8"),
-        (["BASE", "--data", "Q", "--align.answer_tokens", "250", "--schedule.steps", "1"], "hold no question"),
+          "--align.answer_tokens", "8"], "cannot be split into groups of 8"),
+        (["BASE", "--data", "Q", "--align.answer_tokens", "250", "--schedule.steps", "1"], "no question of the"),
     ],
 )  # fmt: skip
 def test_wrong_usage_is_one_line(

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from deskside.align.losses import STD_FLOOR, advantages, policy_terms
+from deskside.align.losses import STD_EPSILON, advantages, policy_loss
 from deskside.config.align import GrpoConfig
 from tests.align import trl_oracle
 
@@ -43,7 +43,7 @@ def test_as_trl_computes_it(average: str, ratio: str, kl: float, clip: tuple[flo
     )  # fmt: skip
     (wanted_grad,) = torch.autograd.grad(wanted, logits)
     logprobs = logits.log_softmax(-1).gather(2, tokens[..., None])[..., 0]
-    found = policy_terms(
+    found = policy_loss(
         logprobs, sampled, advantage, mask,
         GrpoConfig(average=average, clip_low=clip[0], clip_high=clip[1], answer_tokens=L, **options),
         reference if kl else None,
@@ -63,7 +63,7 @@ def test_as_trl_computes_it(average: str, ratio: str, kl: float, clip: tuple[flo
 def test_clipped_tokens_have_no_gradient() -> None:
     logits, tokens, mask, advantage, sampled, _ = made(0.6)
     logprobs = logits.log_softmax(-1).gather(2, tokens[..., None])[..., 0].detach().requires_grad_()
-    found = policy_terms(logprobs, sampled, advantage, mask, PLAIN)
+    found = policy_loss(logprobs, sampled, advantage, mask, PLAIN)
     (grad,) = torch.autograd.grad(found.loss, logprobs)
     assert found.clipped_SL.any()
     assert not grad[found.clipped_SL].any()
@@ -73,7 +73,7 @@ def test_clipped_tokens_have_no_gradient() -> None:
 def test_on_policy_the_gradient_is_the_policy_gradient() -> None:
     logits, tokens, mask, advantage, _, _ = made(0.0)
     logprobs = logits.log_softmax(-1).gather(2, tokens[..., None])[..., 0]
-    found = policy_terms(logprobs, logprobs.detach(), advantage, mask, GrpoConfig(average="token"))
+    found = policy_loss(logprobs, logprobs.detach(), advantage, mask, GrpoConfig(average="token"))
     (grad,) = torch.autograd.grad(found.loss, logits, retain_graph=True)
     (wanted,) = torch.autograd.grad(-(logprobs * mask * advantage[:, None]).sum(), logits)
     torch.testing.assert_close(grad, wanted)
@@ -82,8 +82,8 @@ def test_on_policy_the_gradient_is_the_policy_gradient() -> None:
 def test_padding_may_hold_anything() -> None:
     logits, tokens, mask, advantage, sampled, _ = made(0.1)
     logprobs = logits.log_softmax(-1).gather(2, tokens[..., None])[..., 0].detach()
-    clean = policy_terms(logprobs, sampled, advantage, mask, PLAIN)
-    dirty = policy_terms(
+    clean = policy_loss(logprobs, sampled, advantage, mask, PLAIN)
+    dirty = policy_loss(
         logprobs.masked_fill(~mask, float("nan")),
         sampled.masked_fill(~mask, float("inf")),
         advantage,
@@ -97,7 +97,7 @@ def test_advantages_as_trl_normalises_them() -> None:
     rewards = torch.tensor([[1.0, 0, 0, 1], [0.1, 0.1, 0.1, 0.1], [3, 1, 2, 2]])
     std = rewards.std(1, keepdim=True)
     centred = rewards - rewards.mean(1, keepdim=True)
-    torch.testing.assert_close(advantages(rewards, scale=True), centred / (std + STD_FLOOR))
+    torch.testing.assert_close(advantages(rewards, scale=True), centred / (std + STD_EPSILON))
     torch.testing.assert_close(advantages(rewards, scale=False), centred)
     assert not advantages(rewards, scale=True)[1].any()
     with pytest.raises(ValueError, match="two answers"):

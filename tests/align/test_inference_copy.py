@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deskside.align.sampler import inference_copy, refresh
+from deskside.align.sampler import copy_weights, inference_copy
 from deskside.engine.engine import Engine
 from deskside.engine.requests import Request
 from deskside.precision.convert import convert
@@ -31,7 +31,7 @@ def test_the_copy_computes_what_the_model_does(name: str, recipe: str) -> None:
     for parameter in model.parameters():
         parameter.mul_(1.01)
     assert not torch.equal(copy(TOKENS), model(TOKENS))
-    refresh(copy, model)
+    copy_weights(copy, model)
     assert torch.equal(copy(TOKENS), model(TOKENS))
     assert before == {name: parameter.data_ptr() for name, parameter in copy.named_parameters()}
     assert not any(parameter.requires_grad for parameter in copy.parameters())
@@ -70,7 +70,7 @@ def test_the_engine_runs_on_the_copy() -> None:
     first = engine.run(asked)
     with torch.no_grad():
         model.embed.weight.mul_(-1)
-    refresh(copy, model)
+    copy_weights(copy, model)
     engine.weights_changed()
     second = engine.run(asked)
     assert [a.tokens for (a,) in second] == [a.tokens for (a,) in Engine(model, max_tokens=128).run(asked)]
@@ -79,4 +79,4 @@ def test_the_engine_runs_on_the_copy() -> None:
 
 def test_another_model_is_refused() -> None:
     with pytest.raises(UsageError, match="only one of the two models has this parameter"):
-        refresh(make(), make(qk_norm=False))
+        copy_weights(make(), make(qk_norm=False))

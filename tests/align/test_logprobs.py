@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deskside.align.logprobs import by_sequence, token_logprobs
+from deskside.align.logprobs import pad_sequences, token_logprobs
 from tests.budget.test_adapters import Live
 
 
@@ -113,21 +113,21 @@ def test_by_sequence_asks_the_device_nothing() -> None:
     """What has as many results as a mask has True waits for the device, forward or backward."""
     values, mask = torch.arange(3.0, requires_grad=True), torch.tensor([[True, True], [True, False]])
     with Noted() as noted:
-        by_sequence(values, mask).sum().backward()
+        pad_sequences(values, mask).sum().backward()
     waits = ("masked_select", "masked_scatter", "nonzero", "aten::index.Tensor", "local_scalar", "item")
     assert not [name for name in noted.names if any(word in name for word in waits)]
     assert "aten::index_add" in "".join(noted.names), noted.names  # the backward was seen
 
 
 def test_by_sequence_of_nothing() -> None:
-    assert not by_sequence(torch.empty(0), torch.zeros(2, 3, dtype=torch.bool)).any()
+    assert not pad_sequences(torch.empty(0), torch.zeros(2, 3, dtype=torch.bool)).any()
 
 
 def test_by_sequence_is_padding_and_passes_gradients_back() -> None:
     values = torch.arange(1.0, 7.0, requires_grad=True)
     lengths = torch.tensor([2, 0, 3, 1])
     mask = torch.arange(3) < lengths[:, None]
-    padded = by_sequence(values, mask)
+    padded = pad_sequences(values, mask)
     assert padded.tolist() == [[1, 2, 0], [0, 0, 0], [3, 4, 5], [6, 0, 0]]
     (padded * torch.tensor([[1.0], [2], [3], [4]])).sum().backward()
     assert values.grad is not None and values.grad.tolist() == [1, 1, 3, 3, 3, 4]

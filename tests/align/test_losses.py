@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deskside.align.losses import pair_scores
+from deskside.align.losses import pair_losses
 from deskside.config.align import DpoConfig
 from tests.align import trl_oracle
 
@@ -33,7 +33,7 @@ def ours(logits: Tensor, reference: Tensor, tokens: Tensor, mask: Tensor, **opti
         logprobs = of[:, :-1].log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]
         return paired((logprobs * mask[:, 1:]).sum(1))
 
-    return pair_scores(summed(logits), summed(reference), paired(mask.sum(1)), DpoConfig(**options))
+    return pair_losses(summed(logits), summed(reference), paired(mask.sum(1)), DpoConfig(**options))
 
 
 @pytest.mark.parametrize("loss", ["sigmoid", "ipo", "sigmoid_norm"])

@@ -7,7 +7,7 @@ import pytest
 
 from deskside.align.grpo_data import prepare_questions
 from deskside.align.preference_data import prepare_pairs
-from deskside.align.prepared import Spec
+from deskside.align.prepared import FolderSpec
 from deskside.data.corpus import process_pool
 from tests.align import tiny
 from tests.data import chat_tokenizer
@@ -21,7 +21,7 @@ def test_the_same_from_one_process_and_from_several(
     tokenizer = chat_tokenizer.make(tmp_path / "tokenizer")
     rows = [{**pair, "answer": n} for n, pair in enumerate(tiny.pairs(60))]
     rows.insert(30, {**rows[0], "prompt": 7})
-    spec = Spec(kind, (str(tiny.jsonl(tmp_path / "a.jsonl", rows)),), val_fraction=0.2)
+    spec = FolderSpec(kind, (str(tiny.jsonl(tmp_path / "a.jsonl", rows)),), val_fraction=0.2)
     found = []
     for count in (1, 2):
         with monkeypatch.context() as patch:

@@ -60,7 +60,7 @@ def test_code_runs_the_last_block_in_the_sandbox() -> None:
     blocks = ("def double(x):\n    return x", "def double(x):\n    return 2 * x")
     right = "First\n" + "better\n".join(f"```python\n{block}\n```\n" for block in blocks)
     cases = [("q", right, tests), ("q", "def double(x): return 2 * x", tests), ("q", "double", tests)]
-    assert reward.of(cases) == [1, 1, 0]
+    assert reward.compute_all(cases) == [1, 1, 0]
 
 
 def test_a_function_from_a_file(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_a_function_from_a_file(tmp_path: Path) -> None:
     file.write_text("def length(prompt, completion, answer):\n    return len(completion) / 10\n")
     reward = parse(f"{file}:length")
     assert reward.file == file
-    assert reward.of([("", "12345", ""), ("", "", "")]) == [0.5, 0.0]
+    assert reward.compute_all([("", "12345", ""), ("", "", "")]) == [0.5, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -90,10 +90,10 @@ def test_a_file_without_a_reward_is_refused(text: str, error: str, tmp_path: Pat
 @pytest.mark.parametrize(
     ("spec", "error"),
     [
-        ("numbr", "there is no 'numbr'; choose from number"),
-        ("x*number", "'x' in 'x\\*number' is no weight"),
-        ("nowhere.py:f", "no file"),
-        ("number+", "there is no ''"),
+        ("numbr", "'numbr' does not exist; choose from number"),
+        ("x*number", "'x' in 'x\\*number' is not a number"),
+        ("nowhere.py:f", "does not exist"),
+        ("number+", "'' does not exist"),
     ],
 )
 def test_a_reward_that_does_not_exist_is_refused(spec: str, error: str) -> None:
@@ -105,7 +105,7 @@ def test_a_reward_that_does_not_exist_is_refused(spec: str, error: str) -> None:
     ("body", "error"),
     [
         ("return 1 / 0", "ZeroDivisionError"),
-        ("return float('nan')", "gave nan"),
+        ("return float('nan')", "must be finite, but is nan"),
         ("return 'much'", "ValueError"),
     ],
 )
@@ -117,5 +117,5 @@ def test_a_function_that_fails_is_named(body: str, error: str, tmp_path: Path) -
 
 
 def test_number_needs_a_number_to_compare_with() -> None:
-    with pytest.raises(UsageError, match="holds no number"):
+    with pytest.raises(UsageError, match="has no number"):
         rewards.number("q", "7", "seven")

@@ -61,7 +61,7 @@ def summary(run: Path) -> dict[str, Any]:
 
 
 def recommended(error: UsageError) -> str:
-    found = re.search(r"--hours ([0-9.]+) would do", str(error))
+    found = re.search(r"give --hours ([0-9.]+),", str(error))
     assert found is not None, str(error)
     return found[1]
 

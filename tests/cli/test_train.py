@@ -57,7 +57,7 @@ def dry(argv: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
         (["124m", "--depth", "12"], "--depth and a preset"),
         (["--depth", "13"], "depth 13: hidden size 832 is not a multiple of head_dim 128; use an even depth"),
         (["124m", "--data.path", "x"], "schedule.length: the run has no length; give --hours 2"),
-        (["124m", "--hours", "2"], "data.path: no data was given; make some with: deskside data prepare"),
+        (["124m", "--hours", "2"], "data.path: no data was given; prepare some with: deskside data prepare"),
         (["124m", "--hours", "2", "--data.path", "x"], "data.path: x is not prepared data (no index.json)"),
         (
             ["124m", "--hours", "2", "--schedule.hours", "3"],

@@ -260,7 +260,9 @@ def test_the_way_of_executing_is_refused_by_name() -> None:
     ):
         config = given(compute={"compile": compile}, precision={"name": "fp8-tensorwise", "backend": backend})
         model = setup.build_model(config, world, "fp8-tensorwise")
-        with pytest.raises(UsageError, match=f"compute.compile: {compile} does not go with .*{backend}"):
+        with pytest.raises(
+            UsageError, match=f"compute.compile: precision.backend {backend} does not support {compile}"
+        ):
             setup.prepare_execution(config, model, world, "fp8-tensorwise")
 
 

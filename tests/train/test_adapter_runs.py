@@ -150,9 +150,7 @@ def test_what_cannot_begin_or_go_on_is_named(
     pretrained: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = config(data, adapter={"rank": 2}, **ADAPTER)
-    with pytest.raises(
-        UsageError, match=r"adapter: there is nothing to adapt; give trained weights with --init"
-    ):
+    with pytest.raises(UsageError, match=r"adapter: adapters need trained weights; give them with --init"):
         train(tmp_path, wanted, "nothing")
     assert not (tmp_path / "nothing").exists()
     with monkeypatch.context() as patch:

@@ -216,7 +216,7 @@ def test_without_its_checkpoints_a_run_keeps_its_metrics(
         (run / "checkpoints").mkdir()
     before = (run / "metrics.jsonl").read_bytes()
     with pytest.raises(
-        RunError, match=r"checkpoints: holds no checkpoint, but metrics\.jsonl shows 25 steps"
+        RunError, match=r"checkpoints: contains no checkpoint, but metrics\.jsonl has 25 steps"
     ):
         tiny_run.resume(run)
     assert (run / "metrics.jsonl").read_bytes() == before

@@ -1,8 +1,8 @@
 """Callbacks and loggers: everything that observes the steps of a run.
 
-A `Callback` receives every step's row of metrics, is told when training begins, may request a stop, and can reserve
-time for work after the run; `deskside go` follows its run with one. `RunLog` bundles a run's callbacks with its files
-of metrics and events. Only rank 0 has callbacks.
+A `Callback` is called when training begins and with the metrics of every step. It may request a stop, and can reserve
+time for work after the run; `deskside go` controls its run with one. `RunLog` writes the files of metrics and events
+and calls the callbacks. Only rank 0 has callbacks.
 """
 
 import importlib
@@ -23,18 +23,18 @@ from deskside.train.prepare.preflight import REPORT_SECONDS, REPORT_SHARE
 from deskside.utils.errors import UsageError
 from deskside.utils.signals import StopSignal
 
-LINE_SECONDS = 10.0  # between plain lines, where there is no terminal to draw a bar on
+LINE_SECONDS = 10.0  # between progress lines, if there is no terminal for a progress bar
 
 
 class Callback:
-    """Base class of what follows a run; does nothing itself.
+    """Base class of callbacks; does nothing.
 
-    spent: wall-clock seconds of the run's earlier processes, including steps that were lost. go_on: the command that
-    resumes the run, for the message after a stop; None is the objective's own command.
+    earlier_seconds: wall-clock seconds of the run's earlier processes, including steps that were lost. resume_command:
+    the command that resumes the run, for the message after a stop; None is the objective's own command.
     """
 
-    spent = 0.0
-    go_on: str | None = None
+    earlier_seconds = 0.0
+    resume_command: str | None = None
 
     def begin(self, run: RunDirectory, stop: StopSignal, validation: RowDataset) -> None:
         """Called before the first step. The callback may set `stop.requested` from now on."""
@@ -49,7 +49,7 @@ class Callback:
         """Return the seconds to keep free for work after the run. limit: the run's length in wall-clock seconds."""
         return 0.0
 
-    def outcome(self, summary: dict[str, Any]) -> dict[str, Any]:
+    def summary_entries(self, summary: dict[str, Any]) -> dict[str, Any]:
         """Return entries to add to summary.json."""
         return {}
 
@@ -69,7 +69,7 @@ class RunLog:
         self.loggers: Sequence[Callback] = ()
 
     def event(self, text: str) -> None:
-        """Write a line to the events file."""
+        """Write a line to the events file only."""
         if self.active:
             self.run.event(text)
 
@@ -94,19 +94,19 @@ class RunLog:
 class Terminal(Callback):
     """A progress bar with loss, speed and time left, or plain lines if standard error is not a terminal.
 
-    estimated: the length is a time, so the number of steps changes with the speed; it is shown as ~500.
+    estimated: True if the run's length is a time. The number of steps is then an estimate, shown as ~500.
     """
 
     def __init__(self, first_step: int, total_steps: int, estimated: bool):
-        self._about = "~" if estimated else ""
+        self._total_prefix = "~" if estimated else ""
         self.console = Console(stderr=True)
         self._bar: Progress | None = None
         self._last_line = 0.0
-        self._last_value = ""
+        self._validation = ""
         self._first_step, self._started = first_step, time.monotonic()
         if self.console.is_terminal:
             self._bar = Progress(
-                TextColumn(f"step {{task.completed}}/{self._about}{{task.total}}"),
+                TextColumn(f"step {{task.completed}}/{self._total_prefix}{{task.total}}"),
                 BarColumn(bar_width=None),
                 TextColumn("{task.fields[numbers]}"),
                 TimeRemainingColumn(),
@@ -116,21 +116,21 @@ class Terminal(Callback):
             self._bar.start()
 
     def on_step(self, row: dict[str, Any], total_steps: int) -> None:
-        if row.get("val_loss") is not None:  # objectives that are evaluated by their loss
-            self._last_value = f"  val {row['val_loss']:.3f}"
+        if row.get("val_loss") is not None:  # SFT and DPO
+            self._validation = f"  val {row['val_loss']:.3f}"
         elif row.get("val_bpb") is not None:
-            self._last_value = f"  val {row['val_bpb']:.3f} bpb"
+            self._validation = f"  val {row['val_bpb']:.3f} bpb"
         speed = f"  {row['tokens_per_second']:,.0f} tok/s" if row["tokens_per_second"] else ""
         goal = next((f"  {name} {row[name]:.3f}" for name in ("reward", "accuracy") if name in row), "")
-        numbers = f"loss {row['loss']:.3f}{goal}{self._last_value}{speed}"
+        numbers = f"loss {row['loss']:.3f}{goal}{self._validation}{speed}"
         if self._bar is not None:
             self._bar.update(self._task, completed=row["step"], total=total_steps, numbers=numbers)
         elif time.monotonic() - self._last_line >= LINE_SECONDS or row["step"] == total_steps:
             self._last_line = time.monotonic()
             share = f" ({row['step'] / max(1, total_steps):.0%})"
-            about = self._about if row["step"] < total_steps else ""
+            prefix = self._total_prefix if row["step"] < total_steps else ""
             print(
-                f"step {row['step']}/{about}{total_steps}{share}  {numbers}{self._times(row['step'], total_steps)}",
+                f"step {row['step']}/{prefix}{total_steps}{share}  {numbers}{self._times(row['step'], total_steps)}",
                 file=sys.stderr,
                 flush=True,
             )
@@ -140,9 +140,9 @@ class Terminal(Callback):
             self._bar.stop()
 
     def _times(self, step: int, total: int) -> str:
-        """Return the elapsed time of this process's steps, and the time left at their pace."""
-        elapsed, done = time.monotonic() - self._started, max(1, step - self._first_step)
-        left = timedelta(seconds=round(elapsed / done * max(0, total - step)))
+        """Return the elapsed time of this process's steps, and the time left if the others take as long each."""
+        elapsed, steps = time.monotonic() - self._started, max(1, step - self._first_step)
+        left = timedelta(seconds=round(elapsed / steps * max(0, total - step)))
         return f"  {timedelta(seconds=round(elapsed))} elapsed, {left} left"
 
     @staticmethod
@@ -183,24 +183,30 @@ class Tracker(Callback):
 
 def check_trackers(config: TrackConfig) -> None:
     """Raise UsageError if the package of an enabled tracker is missing. Imports nothing."""
-    switched_on = {"tensorboard": config.tensorboard, "wandb": config.wandb, "trackio": config.trackio}
-    for package, given in switched_on.items():
-        # A folder named wandb, which wandb itself creates, looks like a namespace package: it has no origin.
-        spec = importlib.util.find_spec(package) if given not in (False, None) else None
-        if given not in (False, None) and (spec is None or spec.origin is None):
-            raise UsageError(f"track.{package}: needs its package: pip install 'deskside[{package}]'")
+    settings = {"tensorboard": config.tensorboard, "wandb": config.wandb, "trackio": config.trackio}
+    for package, setting in settings.items():
+        if setting in (False, None):
+            continue
+        spec = importlib.util.find_spec(package)
+        # A folder named wandb, which wandb itself creates, is found as a namespace package, which has no origin.
+        if spec is None or spec.origin is None:
+            raise UsageError(
+                f"track.{package}: the package is missing; install it with: pip install 'deskside[{package}]'"
+            )
 
 
-def trackers(config: TrackConfig, run: RunDirectory, resolved: dict[str, Any]) -> list[TensorBoard | Tracker]:
-    """Return the enabled trackers. Raises UsageError if a package is missing."""
+def trackers(
+    config: TrackConfig, run: RunDirectory, run_config: dict[str, Any]
+) -> list[TensorBoard | Tracker]:
+    """Return the enabled trackers, which record `run_config`. Raises UsageError if a package is missing."""
     check_trackers(config)
-    chosen: list[TensorBoard | Tracker] = []
+    enabled: list[TensorBoard | Tracker] = []
     if config.tensorboard:
-        chosen.append(TensorBoard(run))
+        enabled.append(TensorBoard(run))
     for package, project in (("wandb", config.wandb), ("trackio", config.trackio)):
         if project is not None:
-            chosen.append(Tracker(package, project, run, resolved))
-    return chosen
+            enabled.append(Tracker(package, project, run, run_config))
+    return enabled
 
 
 def _numbers(row: dict[str, Any]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The run's clock, its plan of steps, and events that are due at intervals.
+"""The run's clock, its plan of steps, and triggers at regular intervals.
 
 The learning rate is a function of *progress*, the completed fraction of the run, from 0 to 1. If the length is given in
 steps, progress is step / steps. If it is given in time, the number of steps is an estimate, which is revised when the
@@ -6,12 +6,12 @@ throughput changes. A revision keeps the progress reached so far and spreads the
 
     progress(step) = p0 + (1 - p0) * (step - s0) / remaining        from the latest revision (s0, p0, remaining)
 
-Progress is therefore continuous, so the learning rate is too, and the decay is complete at the last step whatever the
-throughput does. Example: after 400 of 1,000 planned steps (progress 0.4) the GPU throttles and only 300 more steps fit.
-Each of them then advances progress by 0.6 / 300 = 0.002 instead of 0.001.
+Progress and the learning rate are therefore continuous, and the decay is complete at the last step even if the
+throughput changes. Example: after 400 of 1,000 planned steps (progress 0.4), the GPU throttles, and only 300 more steps
+fit. Each of them then advances progress by 0.6 / 300 = 0.002 instead of 0.001.
 
-A revision is written to plan.json before it takes effect. Steps that are repeated after a crash find the same revisions
-and so use the same learning rates.
+A revision is written to plan.json before it takes effect. Steps that are repeated after a crash use the same revisions,
+and thus the same learning rates.
 """
 
 import math
@@ -52,31 +52,31 @@ class StepPlan:
     def to_json(self) -> list[dict[str, Any]]:
         return [asdict(revision) for revision in self.revisions]
 
-    def _valid_at(self, step: float) -> Revision:
+    def _revision_at(self, step: float) -> Revision:
         return next(r for r in reversed(self.revisions) if r.step <= step)
 
     def progress(self, step: float) -> float:
         """Return the completed fraction of the run after `step` steps, in [0, 1]. `step` may be fractional."""
-        r = self._valid_at(step)
+        r = self._revision_at(step)
         if step - r.step >= r.remaining:
             return 1.0
         return r.progress + (1.0 - r.progress) * (step - r.step) / r.remaining
 
     def total_steps(self, step: int) -> int:
-        """Return the planned number of steps of the whole run, as known at `step`."""
-        r = self._valid_at(step)
+        """Return the number of steps of the whole run in the plan that is valid at `step`."""
+        r = self._revision_at(step)
         return r.step + r.remaining
 
     def done(self, step: int) -> bool:
         return step >= self.total_steps(step)
 
     @property
-    def journalled_until(self) -> int:
-        """The step of the latest revision. Steps up to it are never planned again, even if they are repeated."""
+    def last_revision_step(self) -> int:
+        """Return the step of the latest revision. The plan up to it is final, even if its steps are repeated."""
         return self.revisions[-1].step
 
     def revise(self, step: int, remaining: int, elapsed: float, step_seconds: float, reason: str) -> Revision:
-        """Spread the rest of the run over `remaining` steps from `step` on."""
+        """Spread the rest of the run over `remaining` steps from `step` on. elapsed: seconds of the run so far."""
         revision = Revision(step, self.progress(step), max(0, remaining), elapsed, step_seconds, reason)
         self.revisions.append(revision)
         return revision
@@ -103,9 +103,9 @@ def remaining_steps(
 def should_revise(
     planned_remaining: int, estimated_remaining: int, seconds_since_last: float, limit_seconds: float
 ) -> bool:
-    """Return whether a plan is off by more than one step and more than the tolerance.
+    """Return True if a plan is off by more than one step and more than the tolerance.
 
-    True at most once per 1/200 of the run, so that a machine of varying speed does not fill plan.json with revisions.
+    Returns True at most once per 1/200 of the run, so that varying speed does not fill plan.json with revisions.
     """
     off = abs(planned_remaining - estimated_remaining)
     return off > max(1.0, TOLERANCE * planned_remaining) and seconds_since_last >= limit_seconds / 200
@@ -115,7 +115,7 @@ def decay_steps(step: int, progress: float) -> int:
     """Return the minimum number of further steps that the decay needs after `step` steps: 8, or 2 % of `step`.
 
     Returns 0 once the learning rate has decayed. The minimum matters only if much time is lost at once, for example by
-    a slow resume: the run then ends late by these steps instead of with a learning rate that never decayed.
+    a slow resume. The run then ends late by these steps, but with a decayed learning rate.
     """
     return 0 if progress >= DECAYED else min(step, max(8, math.ceil(step / 50)))
 
@@ -123,45 +123,46 @@ def decay_steps(step: int, progress: float) -> int:
 class Clock:
     """Elapsed seconds of a run, accumulated over all of its processes.
 
-    kind "wall" counts everything since the process started, plus the time up to the checkpoint that it resumed from.
-    `spent`: seconds that earlier processes are known to have taken.
-    kind "training" counts only the time between `start` and `stop`, so not compilation, evaluation or checkpoints.
+    kind "wall" counts everything since this process started, plus the time of earlier processes: `earlier_seconds`, or
+    the clock of the restored checkpoint if that is more.
+    kind "training" counts only the time between `start` and `stop`: no compilation, evaluation or checkpoints.
     """
 
-    def __init__(self, kind: str, process_started: float, spent: float = 0.0):
+    def __init__(self, kind: str, process_started: float, earlier_seconds: float = 0.0):
         self.kind = kind
-        self._started = process_started
-        self._before = self._spent = spent  # seconds of earlier processes
-        self._training = 0.0
-        self._since: float | None = None
+        self._process_started = process_started
+        self._known_earlier_seconds = earlier_seconds
+        self._earlier_seconds = earlier_seconds
+        self._training_seconds = 0.0
+        self._training_since: float | None = None  # None while training is paused
 
     def restore(self, seconds: float) -> None:
         """Continue from the clock of a checkpoint."""
         if self.kind == "wall":
-            self._before = max(seconds, self._spent)
+            self._earlier_seconds = max(seconds, self._known_earlier_seconds)
         else:
-            self._training = seconds
+            self._training_seconds = seconds
 
     def restore_running(self, seconds: float) -> None:
-        """Continue from `seconds` within this process. A rollback undoes steps but not the time that they took."""
-        self._started, self._training = time.perf_counter(), seconds
-        self._before = seconds
+        """Set the clock to `seconds` after a rollback, which undoes steps but not the time that they took."""
+        self._process_started = time.perf_counter()
+        self._earlier_seconds = self._training_seconds = seconds
 
     def start(self) -> None:
         """Start or resume counting training time."""
-        self._since = time.perf_counter()
+        self._training_since = time.perf_counter()
 
     def stop(self) -> None:
         """Pause counting training time."""
-        if self._since is not None:
-            self._training += time.perf_counter() - self._since
-            self._since = None
+        if self._training_since is not None:
+            self._training_seconds += time.perf_counter() - self._training_since
+            self._training_since = None
 
     def seconds(self) -> float:
         if self.kind == "wall":
-            return self._before + time.perf_counter() - self._started
-        running = time.perf_counter() - self._since if self._since is not None else 0.0
-        return self._training + running
+            return self._earlier_seconds + time.perf_counter() - self._process_started
+        running = time.perf_counter() - self._training_since if self._training_since is not None else 0.0
+        return self._training_seconds + running
 
 
 @dataclass(frozen=True)
@@ -174,21 +175,24 @@ class Position:
 
 
 class Every:
-    """Trigger that is due once per `every`. In steps and tokens, a resumed run triggers at the same positions."""
+    """Trigger that fires once per `every`, or never if it is None.
+
+    An interval in steps or tokens fires at multiples of it, so a resumed run fires at the same positions.
+    """
 
     def __init__(self, every: Duration | None, start: Position):
         self.every = every
         self._last = start
 
     def due(self, now: Position) -> bool:
-        """Return whether a boundary was crossed since the last time this returned True."""
+        """Return True if the interval has passed since the last time this returned True."""
         if self.every is None:
             return False
-        amount, before = getattr(now, self.every.unit), getattr(self._last, self.every.unit)
+        current, last = getattr(now, self.every.unit), getattr(self._last, self.every.unit)
         if self.every.unit == "seconds":
-            reached = amount - before >= self.every.value
+            reached = current - last >= self.every.value
         else:
-            reached = amount // self.every.value > before // self.every.value
+            reached = current // self.every.value > last // self.every.value
         if reached:
             self._last = now
         return reached

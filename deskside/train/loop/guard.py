@@ -2,13 +2,14 @@
 
 The decision is made on the device, without a host synchronization: a step whose loss or gradient norm is not finite, or
 whose norm exceeds a limit, leaves weights and optimizer state unchanged. The limit is a multiple of the 90th percentile
-of the norms of recent steps, skipped ones included. It excludes the newest step, which the host has not read yet when
-it launches the next one. The limit therefore does not depend on host timing, and a resumed run skips exactly the same
-steps.
+of the norms of recent steps, skipped ones included. It leaves out the previous step, because the host launches a step
+before it has read the metrics of the one before. The limit therefore does not depend on host timing, and a resumed run
+skips exactly the same steps.
 
-Why not the median: once DPO has learned most pairs, the median norm falls by orders of magnitude, while a batch with a
-pair that is still wrong has the norm it always had. Such batches are not outliers, and skipping them stops the learning
-and then the run. In pretraining, norms vary little, and the two limits are nearly equal.
+The median would be too strict: once DPO has learned most pairs, the median norm falls by orders of magnitude, while a
+batch with a pair that is still wrong has a norm as large as before. Such batches are not outliers; if they were
+skipped, the model would stop learning, and then the run would stop. In pretraining, norms vary little, and the median
+and the 90th percentile are nearly equal.
 """
 
 import math
@@ -27,7 +28,7 @@ PERCENTILE = 0.9
 
 
 class Diverged(RunError):
-    """The run was stopped because rolling back to a checkpoint no longer helped."""
+    """The run was stopped because it diverged again after the maximum number of rollbacks."""
 
 
 class Guard:
@@ -39,9 +40,11 @@ class Guard:
         self._in_a_row = 0
 
     def limit(self, step: int) -> float:
-        """Return the largest gradient norm allowed in step `step` (from 1); infinite while the history is short."""
+        """Return the largest gradient norm allowed in step `step` (from 1): infinite while the history is short."""
         # GRPO steps in which all answers earned the same reward have zero gradient and would bias the limit.
-        usable = [norm for at, norm in self._norms if at <= step - 2 and norm > 0][-self.config.window :]
+        usable = [norm for earlier, norm in self._norms if earlier <= step - 2 and norm > 0][
+            -self.config.window :
+        ]
         if len(usable) < MINIMUM_HISTORY:
             return float("inf")
         return self.config.spike_factor * sorted(usable)[int(PERCENTILE * (len(usable) - 1))]
@@ -49,17 +52,17 @@ class Guard:
     def skip(self, loss: Tensor, norm: Tensor, step: int) -> Tensor:
         """Return 1.0 if the step must be skipped, else 0.0, as a tensor on the device."""
         limit = min(self.limit(step), torch.finfo(torch.float32).max)
-        # NaN or inf times 0 is NaN, and NaN <= limit is False. One kernel instead of the four of isfinite().
+        # False if the loss is not finite, since NaN or inf times 0 is NaN. isfinite() would launch four kernels.
         good = loss * 0 + norm.abs() <= limit
         return 1 - good.to(torch.float32)
 
     @property
-    def too_many(self) -> bool:
-        """True if so many steps in a row were skipped that the run has to go back."""
+    def too_many_skips(self) -> bool:
+        """True if so many steps in a row were skipped that the run must roll back."""
         return self._in_a_row >= self.config.max_skips
 
     def record(self, step: int, loss: float, norm: float, skipped: bool) -> str | None:
-        """Record a finished step. Return why it was skipped, or None."""
+        """Record a finished step. Return the reason why it was skipped, or None if it was not."""
         reason = self._reason(step, loss, norm) if skipped else None
         self._in_a_row = self._in_a_row + 1 if skipped else 0
         if math.isfinite(norm):

@@ -1,4 +1,4 @@
-"""One optimizer step: micro-batches -> loss -> backward -> finite check -> update. Never synchronizes with the GPU."""
+"""One optimizer step: forward and backward of all micro-batches, checks, update. The host never waits for the GPU."""
 
 import time
 from collections.abc import Sequence
@@ -16,19 +16,19 @@ from deskside.utils.errors import RunError
 
 
 class DeviceEvent:
-    """A timestamp in stream order: a CUDA event on a GPU, ``time.perf_counter()`` on a CPU.
+    """The time at which the device reaches this point: a CUDA event on a GPU, ``time.perf_counter()`` on a CPU.
 
-    The host runs ahead of the GPU, so a host timer measures when results are read, not when work ran.
+    The host runs ahead of the GPU, so a host timer would measure when work is launched, not when it runs.
     """
 
     def __init__(self, device: torch.device):
         self._event: torch.cuda.Event | None = None
-        self._host = 0.0
+        self._host_time = 0.0
         if device.type == "cuda":
             self._event = torch.cuda.Event(enable_timing=True)
             self._event.record()
-        else:  # CPU work has finished when the call that did it returns
-            self._host = time.perf_counter()
+        else:  # on a CPU, work has finished when its call returns
+            self._host_time = time.perf_counter()
 
     def synchronize(self) -> None:
         """Block until all work recorded before this event has finished."""
@@ -38,22 +38,22 @@ class DeviceEvent:
     def seconds_since(self, start: "DeviceEvent") -> float:
         """Return the seconds between `start` and this event. Blocks until this event has completed."""
         if self._event is None:
-            return self._host - start._host
+            return self._host_time - start._host_time
         assert start._event is not None
         self._event.synchronize()
         return float(start._event.elapsed_time(self._event)) / 1e3
 
 
 class StepMetrics:
-    """Loss, gradient norm and other numbers of one step, on their way from the device to the host.
+    """Loss, gradient norm and metrics of one step, copied from the device to the host asynchronously.
 
-    On a GPU the copy is queued right behind the step, so reading it waits for this step and not for the next one, which
-    has been launched by then. `end` is the time at which the device finished the step.
+    On a GPU the copy is queued right behind the step. Reading it waits for this step, but not for the next one, which
+    may be running already. `end` is the time at which the device finished the step.
     """
 
-    def __init__(self, values: Tensor, extra: Sequence[str] = (), count: int = 0):
-        """values: loss per counted target, gradient norm, 1.0 if skipped, then one sum per name in `extra`."""
-        self._extra, self.count = tuple(extra), count
+    def __init__(self, values: Tensor, metric_names: Sequence[str] = (), count: int = 0):
+        """values: loss, gradient norm, 1.0 if skipped, then one sum per metric name. count: targets in the step."""
+        self._metric_names, self.count = tuple(metric_names), count
         self._values = values
         if values.is_cuda:
             self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -62,39 +62,42 @@ class StepMetrics:
 
     def read(self) -> tuple[float, float, bool]:
         """Wait for the step. Return its loss, its gradient norm, and whether it was skipped."""
-        loss, norm, skipped = self._all()[:3]
+        loss, norm, skipped = self._values_on_host()[:3]
         return loss, norm, bool(skipped)
 
-    def extra(self) -> dict[str, float]:
-        """Wait for the step. Return the objective's sums by name."""
-        return dict(zip(self._extra, self._all()[3:], strict=True))
+    def metric_sums(self) -> dict[str, float]:
+        """Wait for the step. Return the sums of the objective's metrics by name."""
+        return dict(zip(self._metric_names, self._values_on_host()[3:], strict=True))
 
-    def _all(self) -> list[float]:
+    def _values_on_host(self) -> list[float]:
         self.end.synchronize()
         numbers: list[float] = self._values.tolist()
         return numbers
 
 
 class Stepper:
-    """Runs single optimizer steps. It knows nothing of the loop: no clock, no checkpoints, no logging."""
+    """Runs single optimizer steps, without a clock, checkpoints or logging."""
 
     def __init__(self, context: TrainContext, optimizer: Optimizer):
         self.context, self.optimizer = context, optimizer
         self.config, self.world, self.guard = context.config, context.world, context.guard
         self.model, self.precision, self.objective = context.model, context.precision, context.objective
-        self.formats, self.grad_clip = context.config.precision, context.config.optim.grad_clip
-        # Gradients of replicas are summed in this order.
+        self.precision_config, self.grad_clip = context.config.precision, context.config.optim.grad_clip
+        # The order in which replicas sum their gradients.
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.window: int | None = None
 
     def set_progress(self, lr_factor: float, progress: float, step: int) -> None:
-        """Set the learning rate and the number format of the next step. `step`: completed steps."""
+        """Set the learning rate and the number format of the next step. step: number of completed steps."""
         self.optimizer.set_progress(lr_factor, progress, step)
-        late = self.formats.bf16_from is not None and progress >= self.formats.bf16_from
-        self.precision.set_active(step >= self.formats.warmup_steps and not late)
+        formats = self.precision_config
+        in_bf16 = step < formats.warmup_steps or (
+            formats.bf16_from is not None and progress >= formats.bf16_from
+        )
+        self.precision.set_active(not in_bf16)
 
     def set_window(self, window: int | None) -> None:
-        """Set the attention window of all windowed layers; None restores the model's own."""
+        """Set the attention window of all windowed layers; None restores the model's own window."""
         self.window = window
         for block in self.model.layers:
             assert isinstance(block, Block)
@@ -111,10 +114,10 @@ class Stepper:
         return self.objective.loss(self.model, batch, context, self.config.compute)
 
     def run(self, micro_batches: Sequence[Batch], step: int, dry: bool = False) -> StepMetrics:
-        """Run step number `step` (from 1). A `dry` step computes everything but changes no weight.
+        """Run step number `step` (from 1). A dry step computes everything but changes no weight.
 
-        If one process runs out of memory in a dry step, every process raises torch.OutOfMemoryError. If the model is
-        sharded, it raises RunError instead, because the other processes already wait in a collective of the model.
+        If one process runs out of memory in a dry step, all of them raise torch.OutOfMemoryError. With a sharded model,
+        that process raises RunError, because the others already wait for it in a collective of the model.
         """
         self.precision.begin_step(step)
         sums = self.forward_backward_dry(micro_batches) if dry else self.forward_backward(micro_batches)
@@ -128,40 +131,41 @@ class Stepper:
         self.optimizer.zero_grad()
         self.precision.end_step()
         values = torch.cat((torch.stack((total, norm.to(total.dtype), skip)), sums[1:]))
-        return StepMetrics(values, self.objective.extras, micro_batches[0].num_valid_step)
+        return StepMetrics(values, self.objective.metric_names, micro_batches[0].num_valid_step)
 
     def forward_backward(self, micro_batches: Sequence[Batch]) -> Tensor:
-        """Accumulate the gradients of all micro-batches. Return the loss and the extra sums in one tensor.
+        """Accumulate the gradients of all micro-batches. Return the loss and the metric sums of this process, (1 + M,).
 
-        Both are this process's own unless the model is sharded. The loss is divided by the number of targets in all
-        micro-batches of all processes, so it depends neither on packing nor on gradient accumulation.
+        The loss is divided by the number of targets in all micro-batches of all processes, so it depends neither on
+        packing nor on gradient accumulation. With a sharded model, the gradients are summed over all processes.
         """
-        valid, names = micro_batches[0].num_valid_step, self.objective.extras
+        num_valid_step, names = micro_batches[0].num_valid_step, self.objective.metric_names
         sums = torch.zeros(1 + len(names), device=self.world.device)
         for index, batch in enumerate(micro_batches):
             if self.world.sharded:
                 set_gradient_sync(self.model, index == len(micro_batches) - 1)
-            found = self.loss(batch)
-            loss = found.sum / valid
+            batch_loss = self.loss(batch)
+            loss = batch_loss.sum / num_valid_step
             sums[0] += loss.detach()
-            for place, name in enumerate(names, start=1):
-                sums[place] += found.extra[name]
-            if found.balance is not None:
-                share = batch.num_valid / valid
-                loss = loss + self.model.config.router_aux_loss_coef * share * found.balance
+            for i, name in enumerate(names, start=1):
+                sums[i] += batch_loss.metric_sums[name]
+            if batch_loss.balance is not None:
+                share = batch.num_valid / num_valid_step
+                loss = loss + self.model.config.router_aux_loss_coef * share * batch_loss.balance
             loss.backward()
         return sums
 
     def forward_backward_dry(self, micro_batches: Sequence[Batch]) -> Tensor:
-        """Like `forward_backward`. All ranks agree on whether it fit in memory before any of them raises."""
+        """Run `forward_backward`. If it does not fit into memory on one rank, all ranks raise."""
         failure: torch.OutOfMemoryError | None = None
-        sums = torch.zeros(1 + len(self.objective.extras), device=self.world.device)
+        sums = torch.zeros(1 + len(self.objective.metric_names), device=self.world.device)
         try:
             sums = self.forward_backward(micro_batches)
         except torch.OutOfMemoryError as error:
             if self.world.sharded:
+                reason = str(error).split(".")[0]
                 raise RunError(
-                    f"out of memory while sharded ({str(error).split('.')[0]}); give a smaller --batch.micro_tokens"
+                    f"out of memory with a sharded model ({reason}); give a smaller --batch.micro_tokens"
                 ) from None
             failure = error
         if not self.world.all_reduce_min(int(failure is None)):

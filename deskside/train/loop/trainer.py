@@ -2,7 +2,7 @@
 
 The host runs one step ahead: it launches step k + 1 and only then reads the metrics of step k, so the GPU never waits
 for the host. Evaluation, checkpoints and the end of the run first wait for the pending step. Step times are measured
-between `DeviceEvent`s, because the moment at which the host reads the metrics says nothing about when they were ready.
+between `DeviceEvent`s, because the host may read the metrics long after they were ready.
 """
 
 import statistics
@@ -32,13 +32,13 @@ from deskside.train.objective import Batches
 from deskside.train.prepare.batch_size_finder import StageWork
 from deskside.utils.signals import StopSignal
 
-RECENT_STEPS = 20  # step times that the throughput estimate uses
-MEASURED_STEPS = 5  # steps before measured times replace the estimate from the dry step
+RECENT_STEPS = 20  # number of step times in the throughput estimate
+MEASURED_STEPS = 5  # number of step times needed to replace the estimate from the dry steps
 
 
 @dataclass
 class TrainProgress:
-    """Position of the run. `rows` counts the rows used at each sequence length: the position in the data."""
+    """Progress of a run. `rows` counts the rows used at each sequence length, which is the position in the data."""
 
     step: int = 0
     tokens: int = 0
@@ -57,9 +57,9 @@ class SavesProgress(Protocol):
 class RunLength:
     """The plan of steps, the clock, and the time limit of a run.
 
-    `limit_seconds`: the length if it was given in time, else None. `reserve` returns the seconds of it that evaluation,
-    checkpoint and samples need after the last step. Up to step `decided_until` an earlier process has already decided
-    whether the plan is revised. `journal` writes the revised plan to plan.json.
+    `limit_seconds`: the length if it was given in time, else None. `reserve` returns the part of it that evaluation,
+    checkpoint and samples need after the last step. Up to step `decided_until`, which an earlier process reached, the
+    plan is not revised again. `write_plan` writes the revised plan to plan.json.
     """
 
     plan: StepPlan
@@ -67,12 +67,12 @@ class RunLength:
     limit_seconds: float | None = None
     reserve: Callable[[], float] = lambda: 0.0
     decided_until: int = 0
-    journal: Callable[[StepPlan], None] = lambda plan: None
+    write_plan: Callable[[StepPlan], None] = lambda plan: None
 
 
 @dataclass(frozen=True)
 class PendingStep:
-    """A step that was launched and whose metrics the host has not read."""
+    """A step that was launched, and whose metrics the host has not read yet."""
 
     stage: int
     row: dict[str, Any]
@@ -86,8 +86,8 @@ class TooManySkips(Exception):
 class Trainer:
     """Runs steps until the plan is complete or a signal requests a stop.
 
-    evaluate: measures on the validation split and returns entries for the step's row. complete_row: adds MFU, memory
-    and power to a row, given the model's FLOP/s.
+    evaluate: evaluates on the validation split and returns metrics for the step's row. complete_row: adds MFU, memory
+    and power to a row of metrics, given the model's FLOP/s.
     """
 
     def __init__(
@@ -109,10 +109,10 @@ class Trainer:
         self._start_intervals()
         self.recent: deque[float] = deque(maxlen=RECENT_STEPS)
         self.timed_seconds, self.timed_tokens, self.timed_flops, self.paused_seconds = 0.0, 0, 0.0, 0.0
-        # A warm-up in steps is converted to a fraction of the first plan, or a revision would move its end.
+        # The end of a warm-up in steps is a fraction of the first plan, so that revisions do not move it.
         self.first_steps = max(1, self.plan.total_steps(0))
         self._pending: PendingStep | None = None
-        self._last_end: DeviceEvent | None = None  # end of the last step that was read, or of a pause
+        self._last_end: DeviceEvent | None = None  # of the last step that was read, or of a pause
         self._stage = -1
         self._loader: Batches | None = None
 
@@ -134,62 +134,62 @@ class Trainer:
 
     def one_step(self) -> None:
         """Launch the next step, then read the metrics of the previous one."""
-        progress, number = self.progress, self.progress.step + 1
+        state, step = self.progress, self.progress.step + 1
         stage, batches = self._enter_stage()
-        share = self.plan.progress(progress.step)
-        factor = lr_factor(self.config.schedule, share, self.first_steps)
-        self.stepper.set_progress(factor, share, progress.step)
-        metrics = self.stepper.run(next(batches), number)
+        progress = self.plan.progress(state.step)
+        factor = lr_factor(self.config.schedule, progress, self.first_steps)
+        self.stepper.set_progress(factor, progress, state.step)
+        metrics = self.stepper.run(next(batches), step)
 
-        progress.step = number
-        progress.tokens += stage.tokens_per_step
+        state.step = step
+        state.tokens += stage.tokens_per_step
         rows = stage.tokens_per_step // stage.sequence_length
-        progress.rows[stage.sequence_length] = progress.rows.get(stage.sequence_length, 0) + rows
+        state.rows[stage.sequence_length] = state.rows.get(stage.sequence_length, 0) + rows
         previous = self._pending
         lr = next(iter(self.stepper.optimizer.lr_groups().values()))
-        row = {"step": number, "tokens": progress.tokens, "lr": lr}
+        row = {"step": step, "tokens": state.tokens, "lr": lr}
         self._pending = PendingStep(self._stage, row, metrics)
         if previous is not None:
             self._log(self._read(previous))
 
     def after_step(self, stop: StopSignal) -> bool:
-        """Evaluate, save or revise the plan if due; rank 0 decides for all. Return whether the run must stop here."""
+        """Evaluate, save or revise the plan if due; rank 0 decides for all. Return True if the run must stop now."""
         must_stop, evaluate, save, remaining = self._decide(stop)
         step = self.progress.step
         if remaining >= 0:
             self.plan.revise(
                 step, remaining, self.clock.seconds(), self._step_seconds(), "throughput changed"
             )
-            self.length.journal(self.plan)
+            self.length.write_plan(self.plan)
         done = self.plan.done(step)
         if not (must_stop or evaluate or save or done):
             return False
         assert self._pending is not None
         pending, self._pending = self._pending, None
         row = self._read(pending)
-        paused = time.perf_counter()
+        pause_started = time.perf_counter()
         self.clock.stop()
         if evaluate and not done:
             row |= self.evaluate()
         self._log(row)
         if (save or must_stop) and not done:
             self.checkpointer.save(self.progress, self.clock.seconds())
-        self.paused_seconds += time.perf_counter() - paused
+        self.paused_seconds += time.perf_counter() - pause_started
         self._resume()
         return must_stop and not done
 
     def roll_back(self, why: str) -> None:
-        """Return to the last checkpoint, but continue in the data, so that the same rows do not fail again."""
+        """Return to the last checkpoint, but continue with new data, so that the same rows do not fail again."""
         self.clock.stop()
         self._pending = None
-        count, rows = self.progress.rollbacks + 1, self.progress.rows
-        if count > self.config.guard.max_rollbacks:
+        rollbacks, rows = self.progress.rollbacks + 1, self.progress.rows
+        if rollbacks > self.config.guard.max_rollbacks:
             raise Diverged(
                 f"{why}, and the run was rolled back {self.config.guard.max_rollbacks} times already; "
-                f"lower the learning rate (--optim.lr) or look at the data near step {self.progress.step}"
+                f"lower the learning rate (--optim.lr) or check the data near step {self.progress.step}"
             )
         self.progress = self.checkpointer.roll_back()
-        self.progress.rollbacks, self.progress.rows = count, rows
+        self.progress.rollbacks, self.progress.rows = rollbacks, rows
         self.log.event(f"{why}: went back to step {self.progress.step} and skipped the data in between")
         self._close_loader()
         self._start_intervals()  # repeated steps evaluate and save again
@@ -199,16 +199,17 @@ class Trainer:
         return Position(self.progress.step, self.progress.tokens, self.clock.seconds())
 
     def flops_per_second(self) -> float | None:
-        """Return the model's mean FLOP/s over the same steps."""
+        """Return the model's mean FLOP/s over the steps of `tokens_per_second`."""
         return self.timed_flops / self.timed_seconds if self.timed_seconds else None
 
     def tokens_per_second(self) -> float | None:
-        """Return the mean over the steps of this process, without pauses for evaluation and checkpoints."""
+        """Return the mean over the steps of this process, without evaluation and checkpoints; None before the first."""
         return self.timed_tokens / self.timed_seconds if self.timed_seconds else None
 
     def _enter_stage(self) -> tuple[StageWork, Iterator[list[Batch]]]:
-        share = self.plan.progress(self.progress.step)
-        index = next((i for i, s in enumerate(self.stages) if share < s.until), len(self.stages) - 1)
+        """Return the stage of the next step and its loader, which is opened at the first step of the stage."""
+        progress = self.plan.progress(self.progress.step)
+        index = next((i for i, s in enumerate(self.stages) if progress < s.until), len(self.stages) - 1)
         stage = self.stages[index]
         if index != self._stage or self._loader is None:
             self._close_loader()
@@ -244,7 +245,7 @@ class Trainer:
         if self._last_end is not None:
             seconds = step.metrics.end.seconds_since(self._last_end)
             stage = self.stages[step.stage]
-            if step.stage == self._stage:  # the first step of a new stage may be pending already
+            if step.stage == self._stage:  # the host may have launched the first step of the next stage
                 self.recent.append(seconds)
             tokens_per_second = stage.tokens_per_step / seconds
             flops_per_second = tokens_per_second * self._flops[step.stage]
@@ -254,18 +255,18 @@ class Trainer:
         self._last_end = step.metrics.end
         if skipped:
             self.log.event(f"step {row['step']} skipped: {why_skipped}")
-        if self.stepper.guard.too_many:
+        if self.stepper.guard.too_many_skips:
             raise TooManySkips(f"{self.config.guard.max_skips} steps in a row had to be skipped")
         row |= {"seconds": self.clock.seconds(), "loss": loss, "grad_norm": norm}
         row |= {"skipped": skipped, "tokens_per_second": tokens_per_second}
-        row |= self.stepper.objective.row(step.metrics.extra(), step.metrics.count)
+        row |= self.stepper.objective.metrics(step.metrics.metric_sums(), step.metrics.count)
         return self.complete_row(row, flops_per_second)
 
     def _log(self, row: dict[str, Any]) -> None:
         self.log.step(row, self.plan.total_steps(row["step"]))
 
     def _decide(self, stop: StopSignal) -> tuple[bool, bool, bool, int]:
-        """Return (stop, evaluate, save, newly planned remaining steps or -1), equal on every rank."""
+        """Return (stop, evaluate, save, new number of remaining steps or -1), equal on all ranks."""
         now = self.position()
         decision = [
             float(stop.number),
@@ -281,39 +282,40 @@ class Trainer:
     def _replan(self) -> int:
         """Return the number of remaining steps if the plan has to be revised, else -1."""
         step, limit = self.progress.step, self.length.limit_seconds
-        # Whether the plan is revised in repeated steps was decided before: plan.json has all revisions.
-        repeated = step <= max(self.plan.journalled_until, self.length.decided_until)
+        # Repeated steps are not planned again: plan.json already has their revisions.
+        repeated = step <= max(self.plan.last_revision_step, self.length.decided_until)
         if limit is None or repeated or not self._is_measured():
             return -1
-        # The pending step still has to run, and evaluations and checkpoints will take their share again.
+        # The pending step still has to run. Evaluations and checkpoints will take the same share of time as so far.
         pending = self._step_seconds() if self._pending is not None else 0.0
         left = limit - self.length.reserve() - self.clock.seconds() - pending
         if self.clock.kind == "wall" and self.timed_seconds:
             left *= self.timed_seconds / (self.timed_seconds + self.paused_seconds)
         progress, planned = self.plan.progress(step), self.plan.total_steps(step) - step
-        # Dry-step times of all stages, scaled by this stage's measured time.
+        # The dry-step times of all stages, scaled by how much the measured time of this stage differs.
         factor = self._step_seconds() / self.stages[self._stage].dry_seconds
         stage_seconds = [stage.dry_seconds * factor for stage in self.stages]
         estimate = remaining_steps(left, progress, [s.until for s in self.stages], stage_seconds)
-        # The limit is hard: even if much time was lost at once, the decay may exceed it by OVERRUN only.
-        floor = min(decay_steps(step, progress), int(OVERRUN * limit / self._step_seconds()))
-        if estimate < floor:
-            if planned <= floor:  # the plan is that short already
+        # If much time was lost at once, the run may exceed its limit for the decay, but by no more than OVERRUN.
+        minimum = min(decay_steps(step, progress), int(OVERRUN * limit / self._step_seconds()))
+        if estimate < minimum:
+            if planned <= minimum:
                 return -1
             self.log.event(
-                f"the length of {limit:.0f} s cannot be met: {floor} more steps are taken, so that the "
+                f"the length of {limit:.0f} s cannot be met: {minimum} more steps are taken, so that the "
                 f"learning rate decays"
             )
-            return floor
+            return minimum
         since = self.clock.seconds() - self.plan.revisions[-1].elapsed_seconds
         return estimate if should_revise(planned, estimate, since, limit) else -1
 
     def _is_measured(self) -> bool:
-        """Return whether enough steps were measured to replace the dry step's estimate: one in a short plan."""
-        few = self.plan.total_steps(self.progress.step) <= 4 * MEASURED_STEPS
-        return len(self.recent) >= (1 if few else MEASURED_STEPS)
+        """Return True if enough steps were measured to replace the dry steps' estimate; in a short plan, one is."""
+        short_plan = self.plan.total_steps(self.progress.step) <= 4 * MEASURED_STEPS
+        return len(self.recent) >= (1 if short_plan else MEASURED_STEPS)
 
     def _step_seconds(self) -> float:
+        """Return the seconds of a step in this stage: the median of recent ones, or that of the dry steps."""
         if not self._is_measured():
             return self.stages[self._stage].dry_seconds
         return statistics.median(self.recent)
@@ -324,6 +326,7 @@ class Trainer:
         self.evaluate_every = Every(self.config.evaluate.every, start)
 
     def _resume(self) -> None:
+        """Start the clock, and time the next step from now on."""
         self.clock.start()
         self._last_end = DeviceEvent(self.stepper.world.device)
 

@@ -1,4 +1,4 @@
-"""Choose the attention backends of a run by checked, timed trials."""
+"""Choose the attention backends of a run: check them against a reference, then time them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,14 +11,14 @@ from deskside.kernels.attention import Requirements, choose
 from deskside.model.transformer import Transformer
 from deskside.train.parallel import World
 
-TRIAL_ROWS = 32  # rows of the timed batch; with fewer, launch overhead would decide
+TRIAL_ROWS = 32  # rows of the timed batch; with fewer, launch overhead would dominate
 
 
 @dataclass(frozen=True)
 class AttentionBackends:
-    """Names of the attention backends of a run: for full layers and for windowed ones.
+    """Names of the attention backends of a run: for layers with full attention, and for windowed ones.
 
-    `stages` holds those of stages that differ, by (sequence length, window).
+    `stages` has the names for stages with another sequence length or window, by (sequence length, window).
     """
 
     full: str
@@ -26,38 +26,40 @@ class AttentionBackends:
     stages: Mapping[tuple[int, int | None], tuple[str, str | None]] = field(default_factory=dict)
 
     def at(self, sequence_length: int, window: int | None) -> tuple[str, str | None]:
-        """Return (full, windowed) for rows of this length in a stage with this window (None: the model's own)."""
+        """Return the names (full, windowed) for a stage. window: that of the stage; None is the model's own window."""
         return self.stages.get((sequence_length, window), (self.full, self.windowed))
 
 
 def choose_attention(
     config: RunConfig, model: Transformer, world: World, sequence_length: int, recorded: dict[str, Any] | None
 ) -> tuple[AttentionBackends, dict[str, Any]]:
-    """Choose the backends of full and windowed layers by checked, timed trials; a resumed run takes the recorded ones.
+    """Choose the backends by trials. A resumed run uses the recorded ones.
 
     There is one trial for rows of `sequence_length`, which evaluation uses too, and one for every stage with another
-    length or window. Returns the backends, and the facts of the trials for plan.json.
+    length or window. Returns the backends, and the results of the trials for plan.json.
     """
     if recorded:
         stages = {
             (stage["sequence_length"], stage["window"]): _names(stage) for stage in recorded.get("stages", ())
         }
         return AttentionBackends(*_names(recorded), stages), recorded
-    tried: dict[tuple[int, int | None], dict[str, Any]] = {}
+    results: dict[tuple[int, int | None], dict[str, Any]] = {}  # by (sequence length, window)
 
-    def trial(tokens_per_step: int, length: int, override: int | None) -> dict[str, Any]:
-        """Return the results for full and windowed layers. Each distinct problem is tried once."""
-        own = {config.model.layer_window(i) for i in range(config.model.num_hidden_layers)}
-        windows = sorted({w and (override or w) for w in own}, key=lambda w: w is not None)
+    def trial(tokens_per_step: int, length: int, stage_window: int | None) -> dict[str, Any]:
+        """Return the results for full and windowed layers. Each combination of length and window is tried once."""
+        layer_windows = {config.model.layer_window(i) for i in range(config.model.num_hidden_layers)}
+        windows: list[int | None] = [None] if None in layer_windows else []
+        windows += [stage_window or window for window in layer_windows if window is not None]
         rows = min(TRIAL_ROWS, tokens_per_step // length // world.size or 1)
         for window in windows:
-            if (length, window) not in tried:
-                tried[length, window] = _try_attention(config, model, world.device, rows, length, window)
-        found = {"full": tried[length, windows[0]]}
-        return found if windows[-1] is None else {**found, "windowed": tried[length, windows[-1]]}
+            if (length, window) not in results:
+                results[length, window] = _try_attention(config, model, world.device, rows, length, window)
+        # A model without full layers uses its windowed backend for both.
+        trials = {"full": results[length, windows[0]]}
+        return trials if windows[-1] is None else {**trials, "windowed": results[length, windows[-1]]}
 
     facts = trial(config.batch.tokens, sequence_length, None)
-    # One stage per (length, window). If two of them differ in their batch, the first one counts.
+    # If stages with the same length and window differ in their batch, the trial uses the batch of the first.
     others = {(stage.sequence_length, stage.window): stage for stage in reversed(config.stages())}
     others.pop((sequence_length, None), None)
     if others:
@@ -68,14 +70,16 @@ def choose_attention(
     return choose_attention(config, model, world, sequence_length, facts)
 
 
-def _names(found: dict[str, Any]) -> tuple[str, str | None]:
-    return found["full"]["name"], (found.get("windowed") or {}).get("name")
+def _names(trials: dict[str, Any]) -> tuple[str, str | None]:
+    """Return the chosen names (full, windowed)."""
+    windowed = trials.get("windowed") or {}
+    return trials["full"]["name"], windowed.get("name")
 
 
 def _try_attention(
     config: RunConfig, model: Transformer, device: torch.device, rows: int, length: int, window: int | None
 ) -> dict[str, Any]:
-    """Choose the backend for one kind of layers. Return its name and the measurements behind the choice."""
+    """Choose the backend for one window. Return its name, and the times and errors of all candidates."""
     need = Requirements(
         batch=rows,
         tokens=length,

@@ -1,7 +1,7 @@
 """Find the largest micro-batch that fits in memory.
 
-Each candidate runs a dry step: a whole step, with optimizer state, on a batch in which every position counts. It runs
-two passes if the step has several, because the gradients of the first are in memory during the second. The dry step
+Each candidate runs a dry step: a whole step, with optimizer state, on a worst-case batch. If the run's steps have
+several passes, the dry step has two, because the gradients of the first are in memory during the second. The dry step
 also compiles the model and gives the first estimate of the step time. If it runs out of memory, the next smaller
 divisor of the rows is tried with more gradient accumulation, so the effective batch size never changes. The result is
 recorded in plan.json, and a resumed run does not search again.
@@ -25,15 +25,19 @@ from deskside.train.parallel import World
 from deskside.train.prepare.preflight import DRY_SHARE, UNLIMITED, TimeBudget
 from deskside.utils.errors import RunError, UsageError
 
-CPU_MICRO_TOKENS = 8192  # a CPU has no memory limit to find, and larger batches only leave its caches
-TIMED_DRY_STEPS = 2
-BATCHING = 4  # largest speed-up of a row from being computed in a batch
-MAX_OVERCOMMIT = 1.3  # skip candidates predicted to need more than this multiple of the free memory
+CPU_MICRO_TOKENS = 8192  # on a CPU, memory is no limit, and larger batches do not fit into its caches
+TIMED_DRY_STEPS = 2  # at most, after the search
+MAX_BATCHING_SPEEDUP = 4  # of a row in a large batch, compared with a row alone
+MAX_OVERCOMMIT = 1.3  # candidates predicted to need more than this multiple of the free memory are not tried
 
 
 @dataclass
 class StageWork:
-    """One stage of the run: its rows and its batch, and what the dry steps found: rows per pass, seconds per step."""
+    """One stage of the run: its data and batch, and the results of its dry steps.
+
+    until: progress at which the stage ends. window: None is the model's own. micro_rows: rows per pass and process.
+    dry_seconds: seconds per step.
+    """
 
     until: float
     sequence_length: int
@@ -46,7 +50,7 @@ class StageWork:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows per forward pass on one process, gradient accumulation steps, and the attempts that led to them."""
+    """Rows per forward pass on one process, gradient accumulation steps, and the attempts of the search."""
 
     micro_rows: int
     accumulation: int
@@ -57,7 +61,7 @@ class MicroBatch:
 
 
 def candidates(rows: int, largest: int) -> list[int]:
-    """Return divisors of `rows` up to `largest`, descending, each at most half of the previous one."""
+    """Return divisors of `rows` up to `largest`, in descending order: each at most half of the previous one, and 1."""
     divisors = [n for n in range(min(rows, max(1, largest)), 0, -1) if rows % n == 0]
     chosen: list[int] = []
     for n in divisors:
@@ -84,10 +88,10 @@ def find_micro_batch(
     log: Callable[[str], None],
     free_memory: Callable[[], None],
 ) -> MicroBatch:
-    """Run `dry_step(micro_rows)`, which returns seconds, with fewer and fewer rows until it fits in memory.
+    """Run `dry_step(micro_rows)` with fewer and fewer rows until it fits in memory.
 
-    If one process runs out of memory, `dry_step` raises torch.OutOfMemoryError on all of them; `free_memory` then frees
-    what the attempt left. Raises RunError if a single row does not fit.
+    dry_step: returns seconds; raises torch.OutOfMemoryError on all processes if one runs out of memory. free_memory:
+    called after a failed attempt. Raises RunError if a single row does not fit.
     """
     attempts: list[dict[str, Any]] = []
     for micro_rows in candidates(rows, largest):
@@ -95,7 +99,7 @@ def find_micro_batch(
             seconds = dry_step(micro_rows)
         except torch.OutOfMemoryError as error:
             reason = str(error).split(".")[0]
-            error.__traceback__ = None  # it references the frames, and so the tensors, of the failed step
+            error.__traceback__ = None  # it keeps the tensors of the failed step alive
         else:
             attempts.append({"micro_rows": micro_rows, "fits": True, "seconds": seconds})
             return MicroBatch(micro_rows, rows // micro_rows, tuple(attempts))
@@ -115,7 +119,7 @@ def find_micro_batch(
 def free_failed_attempt(device: torch.device) -> None:
     """Free the memory of a failed attempt, including the code compiled for its shape."""
     gc.collect()
-    # Importing it takes seconds, and nothing was compiled before it is imported.
+    # Do not import it here, which takes seconds: without it, nothing was compiled.
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
     if device.type == "cuda":
@@ -123,11 +127,11 @@ def free_failed_attempt(device: torch.device) -> None:
 
 
 class BatchSizeFinder:
-    """Search the micro-batch size of every stage.
+    """Finds the micro-batch size of every stage.
 
     Args:
         modelled_memory: Predicted peak memory of a step in GiB, given the tokens in a micro-batch.
-        log: Called with one line per attempt.
+        log: Called with a line for every attempt that does not fit.
         budget: Limits the dry steps of a run whose length is given in time.
     """
 
@@ -146,66 +150,75 @@ class BatchSizeFinder:
     def find(
         self, stages: Sequence[StageWork], recorded: Sequence[dict[str, Any]] | None = None
     ) -> list[MicroBatch]:
-        """Return the micro-batch of each stage. Sets the stages' `micro_rows` and `dry_seconds`.
+        """Return the micro-batch of each stage, and set the stages' `micro_rows` and `dry_seconds`.
 
-        `recorded` holds the result of an earlier run. It is reused if it still divides this run's rows, because a
-        resumed run must compute the same sums.
+        recorded: the results of the run that is resumed. They are reused, so that it computes the same sums, unless the
+        number of processes changed and they do not divide the rows any more.
         """
-        self.stepper.optimizer.create_state()  # so that its memory is in use during the search
+        self.stepper.optimizer.create_state()  # its memory must be in use during the search
         self.stepper.optimizer.set_progress(0.0, 0.0, 0)
         self.stepper.precision.set_active(True)
-        found = []
+        micro_batches = []
         for index, stage in enumerate(stages):
             rows = rows_per_rank(stage.tokens_per_step, stage.sequence_length, self.world)
             self.stepper.set_window(stage.window)
             if not recorded:
                 self.check_step_time(stage, rows)
-            found.append(self.find_for_stage(stage, rows, recorded[index] if recorded else None))
-            stage.micro_rows = found[-1].micro_rows
+            micro_batch = self.find_for_stage(stage, rows, recorded[index] if recorded else None)
+            micro_batches.append(micro_batch)
+            stage.micro_rows = micro_batch.micro_rows
             if self.uses_bf16_steps and self.objective_reserved_bytes():
-                # `reserve_memory` emptied torch's cache. This step fills it again, before free memory is measured.
+                # `reserve_memory` emptied torch's cache. This step fills it again, before the objective measures
+                # how much memory is free.
                 with self.stepper.precision.high_precision():
                     self.dry_step(stage.micro_rows, stage.dataset, rows)
-            stage.dry_seconds = self.step_seconds(stage, rows, found[-1])
-        self.stepper.precision.scales.reset()  # the dry steps did not see the run's data
-        return found
+            stage.dry_seconds = self.step_seconds(stage, rows, micro_batch)
+        self.stepper.precision.scales.reset()  # the dry steps' data is not that of the run
+        return micro_batches
 
-    def step_seconds(self, stage: StageWork, rows: int, found: MicroBatch) -> float:
-        """Return the seconds of a step: the faster of up to two dry steps, else the estimate from the search.
+    def step_seconds(self, stage: StageWork, rows: int, micro_batch: MicroBatch) -> float:
+        """Return the seconds of a step: the faster of up to two dry steps, or an estimate from the search.
 
-        A run whose length is given in time takes only the dry steps that its budget allows. The first step on a GPU
-        compiles, so at least one more is timed there.
+        A run with a time limit runs only the dry steps that its budget allows. On a GPU it runs at least one, because
+        the time of the search includes compilation.
         """
-        fitted = next(
-            (a["seconds"] for a in found.attempts if a["fits"] and a["micro_rows"] == found.micro_rows), 0.0
-        )
-        estimate = fitted * rows / min(rows, 2 * found.micro_rows)
+        micro_rows = micro_batch.micro_rows
+        search_seconds = 0.0
+        for attempt in micro_batch.attempts:
+            if attempt["fits"] and attempt["micro_rows"] == micro_rows:
+                search_seconds = attempt["seconds"]
+        estimate = search_seconds * rows / min(rows, 2 * micro_rows)
         affordable = int(min(TIMED_DRY_STEPS, self.budget.share(DRY_SHARE) / max(1e-9, estimate)))
-        fewest = 0 if self.world.device.type == "cpu" and fitted else 1
-        steps = max(fewest, int(self.world.broadcast([affordable])[0]))
-        times = [self.dry_step(found.micro_rows, stage.dataset, rows) for _ in range(steps)]
+        minimum = 0 if self.world.device.type == "cpu" and search_seconds else 1
+        steps = max(minimum, int(self.world.broadcast([affordable])[0]))
+        times = [self.dry_step(micro_rows, stage.dataset, rows) for _ in range(steps)]
         return min(times, default=estimate)
 
     def check_step_time(self, stage: StageWork, rows: int) -> None:
-        """Raise UsageError early if a single step takes longer than the whole run may.
+        """Raise UsageError early if a single step takes longer than the run's time limit.
 
-        One row is timed alone; larger batches are faster per row, but by less than `BATCHING` times. GPUs are not
+        One row is timed alone. In larger batches, a row is faster by at most `MAX_BATCHING_SPEEDUP`. GPUs are not
         checked, because their first pass compiles.
         """
         if self.budget.limit is None or self.world.device.type != "cpu":
             return
-        took = self.dry_step(1, stage.dataset, 1)
-        if not self.world.broadcast([float(rows * took / BATCHING > self.budget.left())])[0]:
+
+        def is_too_slow(row_seconds: float) -> bool:
+            too_slow = rows * row_seconds / MAX_BATCHING_SPEEDUP > self.budget.left()
+            return bool(self.world.broadcast([float(too_slow)])[0])
+
+        row_seconds = self.dry_step(1, stage.dataset, 1)
+        if not is_too_slow(row_seconds):
             return
-        took = min(took, self.dry_step(1, stage.dataset, 1))  # the first one allocates
-        if self.world.broadcast([float(rows * took / BATCHING > self.budget.left())])[0]:
-            why = f"one row takes {took:.1f} s, and a step has {rows} rows"
-            raise self.budget.too_short(why, rows * took / 2)
+        row_seconds = min(row_seconds, self.dry_step(1, stage.dataset, 1))  # the first step allocates memory
+        if is_too_slow(row_seconds):
+            why = f"one row takes {row_seconds:.1f} s, and a step has {rows} rows"
+            raise self.budget.too_short(why, rows * row_seconds / 2)
 
     @property
     def uses_bf16_steps(self) -> bool:
-        """True if the schedule contains steps in BF16 although the recipe is another."""
-        formats = self.stepper.formats
+        """True if some steps of the schedule run in BF16 instead of in the recipe's formats."""
+        formats = self.stepper.precision_config
         return formats.warmup_steps > 0 or formats.bf16_from is not None
 
     def find_for_stage(self, stage: StageWork, rows: int, recorded: dict[str, Any] | None) -> MicroBatch:
@@ -213,16 +226,16 @@ class BatchSizeFinder:
 
         def dry(micro_rows: int) -> float:
             if self.uses_bf16_steps:
-                # BF16 steps keep more bytes for the backward pass than FP8 steps, and have to fit as well.
+                # BF16 steps must fit too, and save more bytes for the backward pass than FP8 steps.
                 with self.stepper.precision.high_precision():
                     self.dry_step(micro_rows, stage.dataset, min(rows, 2 * micro_rows))
             return self.dry_step(micro_rows, stage.dataset, min(rows, 2 * micro_rows))
 
-        # With another number of processes than before, the rows divide differently.
+        # A resumed run may have another number of processes, and so other rows per process.
         if recorded and recorded["micro_rows"] * recorded["accumulation"] == rows:
-            found = MicroBatch(**{**recorded, "attempts": tuple(recorded["attempts"])})
-            dry(found.micro_rows)
-            return found
+            micro_batch = MicroBatch(**{**recorded, "attempts": tuple(recorded["attempts"])})
+            dry(micro_batch.micro_rows)
+            return micro_batch
 
         def dry_with_reserve(micro_rows: int) -> float:
             with self.reserve_memory():
@@ -233,18 +246,18 @@ class BatchSizeFinder:
 
     @contextlib.contextmanager
     def reserve_memory(self) -> Iterator[None]:
-        """Context manager that reserves the memory which the objective needs beside training.
+        """Context manager that allocates the memory that the objective will need, so that dry steps leave it free.
 
         Raises torch.OutOfMemoryError.
         """
-        wanted, block = self.objective_reserved_bytes(), None
-        if not wanted:
+        size, block = self.objective_reserved_bytes(), None
+        if not size:
             yield
             return
         with contextlib.suppress(torch.OutOfMemoryError):  # all ranks must agree before any of them raises
-            block = torch.empty(wanted, dtype=torch.uint8, device=self.world.device)
+            block = torch.empty(size, dtype=torch.uint8, device=self.world.device)
         if not self.world.all_reduce_min(int(block is not None)):
-            raise torch.OutOfMemoryError(f"no room for the {wanted / 2**30:.2f} GiB kept beside training")
+            raise torch.OutOfMemoryError(f"no room for the {size / 2**30:.2f} GiB that sampling needs")
         try:
             yield
         finally:
@@ -252,16 +265,17 @@ class BatchSizeFinder:
             torch.cuda.empty_cache()
 
     def objective_reserved_bytes(self) -> int:
+        """Return the GPU memory that the objective will allocate and keep; 0 on a CPU."""
         if self.world.device.type == "cpu":
             return 0
-        return self.stepper.objective.keeps_bytes(self.config, self.stepper.model)
+        return self.stepper.objective.reserved_bytes(self.config, self.stepper.model)
 
     def dry_step(self, micro_rows: int, dataset: RowDataset, rows: int) -> float:
         """Run a step of `rows` rows that changes no weight; return its seconds. Raises torch.OutOfMemoryError."""
         passes = rows // micro_rows
-        masked, device = self.config.data.document_mask, self.world.device
-        everywhere = passes * self.world.size
-        batch = self.stepper.objective.dry_batch(dataset, micro_rows, everywhere, device, masked)
+        batch = self.stepper.objective.dry_batch(
+            dataset, micro_rows, passes * self.world.size, self.world.device, self.config.data.document_mask
+        )
         began = time.perf_counter()
         try:
             self.stepper.run([batch] * passes, step=1, dry=True).read()
@@ -271,13 +285,14 @@ class BatchSizeFinder:
         return time.perf_counter() - began
 
     def first_candidate(self, stage: StageWork, rows: int) -> int:
-        """Return the rows to try first: as configured, else predicted to fit (GPU), else cache-sized (CPU)."""
+        """Return the rows to try first: as configured, or those predicted to fit (GPU), or to fit into caches (CPU)."""
         length = stage.sequence_length
         if self.config.batch.micro_tokens != "auto":
             return self.config.batch.micro_tokens // length
         if self.world.device.type == "cpu":
             return max(1, CPU_MICRO_TOKENS // length)
-        # Sharded ranks cannot search: one that runs out of memory leaves the others waiting in a collective.
+        # With a sharded model the first candidate must fit: a rank that runs out of memory would leave the others
+        # waiting in a collective.
         free = environment_record.free_memory_gib(self.world.device) - self.objective_reserved_bytes() / 2**30
         limit = free * (1.0 if self.world.sharded else MAX_OVERCOMMIT)
         possible = [n for n in candidates(rows, rows) if self.modelled_memory(n * length) <= limit]

@@ -1,10 +1,12 @@
-"""Check the fused sublayers on this GPU against the ordinary forward of a block.
+"""Check the fused sublayers on this GPU against the unfused ones.
 
-The recipe's self-check runs one linear layer. This check also runs the kernels around it: a copy of the first block
-with random weights, a few tokens, both outputs and every gradient. It compiles the same kernels that the run uses.
+The recipe's self-check covers one linear layer. This check also covers the kernels around it. It runs a copy of the
+first block with random weights on a few tokens, and compares both outputs and every gradient. It compiles the same
+kernels as the run.
 """
 
 import copy
+import math
 
 import torch
 from torch import Tensor, nn
@@ -16,14 +18,15 @@ from deskside.model.transformer import Transformer
 from deskside.precision.convert import convert, restore
 from deskside.utils.errors import UsageError
 
-TOKENS = 128
-STD = 0.05
-# BF16 rounding gives errors of 1 to 3 % in the gradients of QK-norm's weights; a wrong mask, stride or scale, 30 %.
+TOKENS = 128  # per row, at most
+STD = 0.05  # of the random weights
+# Relative error. BF16 rounding causes 1 to 3 % in the gradients of QK-norm's weights; a wrong mask, stride or scale
+# causes 30 % or more.
 TOLERANCE = 0.1
 
 
 def check_block(model: Transformer) -> None:
-    """Raise UsageError, naming the alternative, if the fused block differs from the ordinary one."""
+    """Raise UsageError if the outputs or gradients of the fused block differ from those of the unfused one."""
     first = model.layers[0]
     assert isinstance(first, Block)
     block = copy.deepcopy(first)
@@ -31,26 +34,22 @@ def check_block(model: Transformer) -> None:
     for parameter in block.parameters():
         with torch.no_grad():
             parameter.normal_(0.0, STD, generator=generator)
-            if parameter.ndim == 1:
+            if parameter.ndim == 1:  # weights of norms
                 parameter.add_(1.0)
     restore(block)
-    written = _run(block, model, generator.manual_seed(1))
+    unfused = _run(block, model, generator.manual_seed(1))
     convert(block, "bf16", fused=True)
-    error, name = max(
-        (_error(a, b), name)
-        for (name, a), b in zip(
-            written.items(), _run(block, model, generator.manual_seed(1)).values(), strict=True
-        )
-    )
+    fused = _run(block, model, generator.manual_seed(1))
+    error, name = max((_error(unfused[name], fused[name]), name) for name in unfused)
     if not error <= TOLERANCE:
         raise UsageError(
             f"compute.compile: the fused kernels are wrong on this GPU ({name} is off by {error:.1e}); use "
-            f"--compute.compile block with bf16, and tell what deskside doctor says"
+            f"--compute.compile block with bf16, and report the output of deskside doctor"
         )
 
 
 def _run(block: nn.Module, model: Transformer, generator: torch.Generator) -> dict[str, Tensor]:
-    """Return both outputs, and the gradients of both inputs and of every weight."""
+    """Return both outputs of the block, and the gradients of both inputs and of every weight, by name."""
     config, device = model.config, model.embed.weight.device
     tokens = min(TOKENS, config.max_position_embeddings)
     shape = (2, tokens, config.hidden_size)
@@ -63,12 +62,13 @@ def _run(block: nn.Module, model: Transformer, generator: torch.Generator) -> di
     context = model._contexts(AttentionContext(), 2, tokens, inputs[0])[block.attn.window]
     outputs = block(*inputs, model._rotation(tokens, None), context)[:2]
     names = ["residual", "delta", *(name for name, _ in block.named_parameters())]
-    found = gradients(outputs, [*inputs, *block.parameters()], upstream)
+    grads = gradients(outputs, [*inputs, *block.parameters()], upstream)
     results = {"residual's result": outputs[0], "delta's result": outputs[1]}
-    return results | {f"gradient of {name}": g for name, g in zip(names, found, strict=True)}
+    return results | {f"gradient of {name}": grad for name, grad in zip(names, grads, strict=True)}
 
 
-def _error(truth: Tensor, got: Tensor) -> float:
-    got, truth = got.detach().float(), truth.detach().float()
-    error = float((got - truth).norm() / truth.norm())
-    return error if error == error else float("inf")
+def _error(expected: Tensor, actual: Tensor) -> float:
+    """Return the relative error in the 2-norm; infinite if it is NaN."""
+    actual, expected = actual.detach().float(), expected.detach().float()
+    error = float((actual - expected).norm() / expected.norm())
+    return float("inf") if math.isnan(error) else error

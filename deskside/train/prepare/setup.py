@@ -1,4 +1,4 @@
-"""Build a model that is ready to train on this machine: data, precision, compilation, sharding."""
+"""Prepare data and model for training on this machine: precision recipe, initial weights, compilation, sharding."""
 
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -41,7 +41,7 @@ Say = Callable[[str], None]
 
 
 def ensure_data(config: RunConfig, world: World, say: Say) -> Path:
-    """Return the path of the run's prepared dataset, after preparing it from `data.sources` if it does not exist."""
+    """Return the path of the run's prepared data. It is prepared from `data.sources` first if it does not exist."""
     assert config.data.path is not None  # checked by `preflight.check_start`
     path = Path(config.data.path)
     if world.is_rank_zero and config.data.sources and not (path / "index.json").exists():
@@ -63,71 +63,83 @@ def ensure_data(config: RunConfig, world: World, say: Say) -> Path:
 def choose_recipe(
     run: RunConfig, device: torch.device, say: Say, recorded: Mapping[str, Any] | None = None
 ) -> tuple[str, dict[str, Any]]:
-    """Return the name of the precision recipe, and its facts: self-check errors and what runs natively.
+    """Return the name of the precision recipe, and its entries of plan.json: self-check errors, and what runs natively.
 
-    recorded: the facts of the run that is resumed. Its recipe and everything that was chosen by timing stay the same.
-    Raises UsageError for a recipe that fails its self-check here.
+    recorded: these entries of the run that is resumed. Its recipe and all choices that were made by timing are kept.
+    Raises UsageError for a recipe that fails its self-check on this machine.
     """
     config, recorded = run.precision, recorded or {}
-    name = recorded.get("chosen") or config.name
-    wanted = ("bf16" if device.type == "cuda" else "fp32") if name == "auto" else name
-    way = False if config.native == "never" else None
-    caps = _usable_caps(run, wanted, device, say, recorded)
-    result = check(wanted, device, way, config.backend, caps)
-    if not result.ok and name == "auto" and wanted != "fp32":
-        say(f"bf16 fails its self-check here ({result.reason}): training in fp32")
-        wanted = "fp32"
-        result = check(wanted, device)
+    configured = recorded.get("chosen") or config.name
+    name = configured
+    if configured == "auto":
+        name = "bf16" if device.type == "cuda" else "fp32"
+    native = False if config.native == "never" else None  # None: if this device can
+    caps = _usable_caps(run, name, device, say, recorded)
+    result = check(name, device, native, config.backend, caps)
+    if not result.ok and configured == "auto" and name != "fp32":
+        say(f"bf16 fails its self-check on this machine ({result.reason}): training in fp32")
+        name = "fp32"
+        result = check(name, device)
     if not result.ok:
-        raise UsageError(f"precision.name: {wanted} fails its self-check here: {result.reason}; use another")
-    wanted = recipe_named(wanted).name
-    if recipe_named(wanted).quantized and not result.native:
-        _say_emulated(wanted, result, say)
-    if kept := not_in_checkpoints(config.backend, recipe_named(wanted)):
-        say(f"{config.backend} keeps {kept} to itself: a resumed run is not the same to the last bit")
-    facts = {"chosen": wanted, "asked": name, "errors": dict(result.errors), "native": result.native}
-    if recipe_named(wanted).quantized:
+        raise UsageError(
+            f"precision.name: {name} fails its self-check on this machine: {result.reason}; use another recipe"
+        )
+    recipe = recipe_named(name)
+    if recipe.quantized and not result.native:
+        _say_emulated(recipe.name, result, say)
+    if state := not_in_checkpoints(config.backend, recipe):
+        say(f"{config.backend} does not give access to {state}: a resumed run is not bit-identical")
+    facts = {
+        "chosen": recipe.name,
+        "asked": configured,
+        "errors": dict(result.errors),
+        "native": result.native,
+    }
+    if recipe.quantized:
         facts["units"] = asdict(caps if result.native else NONE)
     if config.head == "fp8":
-        facts["head"] = _check_head(device, way, result.native, say)
-    return wanted, facts
+        facts["head"] = _check_head(device, native, result.native, say)
+    return recipe.name, facts
 
 
 def _usable_caps(
     run: RunConfig, recipe: str, device: torch.device, say: Say, recorded: Mapping[str, Any]
 ) -> HardwareCaps:
-    """Return the low-precision formats of the GPU that this run can use."""
-    asked = run.precision
-    if not recipe_named(recipe).quantized or asked.native == "never" or asked.backend != "deskside":
+    """Return the low-precision formats of the tensor cores that this run can use."""
+    config = run.precision
+    if not recipe_named(recipe).quantized or config.native == "never" or config.backend != "deskside":
         return NONE
-    before = recorded.get("units")
-    caps = hardware_caps(device, before.get("mxfp8") if isinstance(before, dict) else None)
+    recorded_caps = recorded.get("units")
+    caps = hardware_caps(device, recorded_caps.get("mxfp8") if isinstance(recorded_caps, dict) else None)
     if caps.fp4 and (reason := run.native_fp4_problem()):
         say(f"NVFP4 products are emulated: on this card's tensor cores, {reason}")
         return replace(caps, fp4=False)
     return caps
 
 
-def _check_head(device: torch.device, way: bool | None, layers: bool, say: Say) -> dict[str, Any]:
-    """Check the FP8 head. layers: whether the layers' products run natively. Raises UsageError if it fails."""
-    head = check_head(device, way)
+def _check_head(device: torch.device, native: bool | None, layers_native: bool, say: Say) -> dict[str, Any]:
+    """Check the FP8 head and return its entries of plan.json. Raises UsageError if the check fails.
+
+    layers_native: True if the products of the layers run natively.
+    """
+    head = check_head(device, native)
     if not head.ok:
-        raise UsageError(f"precision.head: fp8 fails its self-check here: {head.reason}; use bf16")
+        raise UsageError(f"precision.head: fp8 fails its self-check on this machine: {head.reason}; use bf16")
     if not head.native:
         _say_emulated("the head's FP8", head, say)
-    elif not layers:
+    elif not layers_native:
         say("the head's products run in FP8 on tensor cores")
     return {"native": head.native, "errors": dict(head.errors)}
 
 
-def _say_emulated(what: str, result: CheckResult, say: Say) -> None:
+def _say_emulated(name: str, result: CheckResult, say: Say) -> None:
     why = f" ({result.reason.removeprefix('emulated: ')})" if result.reason else ""
-    say(f"{what} is emulated on this device{why}: right numbers, at no more than BF16's speed")
+    say(f"{name} is emulated on this device{why}: same numerics, but no faster than BF16")
 
 
 @dataclass(frozen=True)
-class Start:
-    """Origin of a model's weights: given ones, random ones (`initial` is None), or the directory of a resumed run."""
+class WeightSource:
+    """Where a model's weights come from: `initial`, a random initialization if that is None, or a resumed run."""
 
     initial: InitialWeights | None
     run_dir: Path
@@ -135,28 +147,30 @@ class Start:
     say: Say
 
 
-def build_model(config: RunConfig, world: World, recipe: str, start: Start | None = None) -> Transformer:
-    """Return the model on its device, with given or random weights, in the recipe's activation dtype.
+def build_model(
+    config: RunConfig, world: World, recipe: str, source: WeightSource | None = None
+) -> Transformer:
+    """Return the model on its device, with the given or random weights, in the recipe's activation dtype.
 
     With adapters, the frozen base weights are written to the run directory, and read from there on resume.
     """
-    initial = start.initial if start is not None else None
+    initial = source.initial if source is not None else None
     if config.adapter is not None:
-        if start is not None and start.resumed:
-            model = frozen_base.reopen(start.run_dir, config.model, config.adapter, config.seed, world.device)
-        elif initial is None:
-            raise UsageError(
-                "adapter: there is nothing to adapt; give trained weights with --init RUN|HF_DIR"
+        if source is not None and source.resumed:
+            model = frozen_base.reopen(
+                source.run_dir, config.model, config.adapter, config.seed, world.device
             )
+        elif initial is None:
+            raise UsageError("adapter: adapters need trained weights; give them with --init RUN|HF_DIR")
         else:
             model = frozen_base.make(
                 config.model, config.adapter, config.seed, initial.weights, world.device, initial.fresh
             )
-            if start is not None and world.is_rank_zero:
-                frozen_base.keep(model, start.run_dir)
-        if start is not None:
+            if source is not None and world.is_rank_zero:
+                frozen_base.keep(model, source.run_dir)
+        if source is not None:
             facts = adapter_facts(model, config.adapter)
-            start.say(
+            source.say(
                 f"adapters of rank {facts['rank']}: {facts['trained_parameters']:,} parameters train, "
                 f"{facts['frozen_bytes'] / 2**20:,.0f} MiB of weights are frozen in {facts['base']}; blocks run "
                 f"unfused, because {facts['fused']}"
@@ -171,7 +185,7 @@ def build_model(config: RunConfig, world: World, recipe: str, start: Start | Non
 
 
 def adapter_facts(model: Transformer, adapter: AdapterConfig) -> dict[str, Any]:
-    """Return what plan.json records of a run with adapters."""
+    """Return the entries of plan.json about adapters."""
     trained = num_trained_parameters(model)
     return {
         "rank": adapter.rank,
@@ -185,7 +199,10 @@ def adapter_facts(model: Transformer, adapter: AdapterConfig) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Execution:
-    """The execution mode of the step ("fused", "block", "model" or "off") and the converted model."""
+    """How steps are executed: the mode, and the handle of the model's precision.
+
+    mode: "fused" (hand-written kernels), "block" or "model" (what torch.compile compiles), or "off" (eager).
+    """
 
     mode: str
     precision: QuantizedModel
@@ -194,9 +211,9 @@ class Execution:
 def prepare_execution(
     config: RunConfig, model: Transformer, world: World, recipe: str, facts: Mapping[str, Any] | None = None
 ) -> Execution:
-    """Apply the precision recipe, activation checkpointing, compilation and sharding, in this order.
+    """Apply the precision recipe, activation checkpointing, compilation and sharding to the model, in this order.
 
-    facts: the result of `choose_recipe`. Without them, every format is assumed native and the GPU is queried.
+    facts: the second result of `choose_recipe`. Without it, the recipe runs natively on what the GPU supports.
     """
     facts = facts or {}
     native = bool(facts.get("native", True))
@@ -216,14 +233,14 @@ def prepare_execution(
         seed=config.seed + world.rank,
         caps=HardwareCaps(**facts["units"]) if "units" in facts else None,
     )
-    what = config.compute.activation_checkpointing
+    checkpointed = config.compute.activation_checkpointing
     if backend == "transformer-engine":
-        _count_passes(model, precision)
-    precision.set_checkpointing(what)
-    recompute(model.layers, what, precision.is_fused)
+        _mark_forward_passes(model, precision)
+    precision.set_checkpointing(checkpointed)
+    recompute(model.layers, checkpointed, precision.is_fused)
     if mode in ("block", "model"):
-        # All blocks share one code object, which is compiled once per stage and window, with and without gradients.
-        # Beyond torch's recompile limit it would silently fall back to eager.
+        # All blocks share one code object. It is compiled for every stage and window, with and without gradients.
+        # Beyond its recompile limit, torch would silently run it eagerly.
         torch._dynamo.config.recompile_limit = 8 * (1 + len(config.stages()))
         torch._dynamo.config.fail_on_recompile_limit_hit = True
     if mode == "block":
@@ -241,10 +258,12 @@ def _backend(config: RunConfig, recipe: str) -> str:
 
 
 def execution_mode(config: RunConfig, recipe: str, device: torch.device) -> str:
-    """Return the execution mode (see `Execution`). Raises UsageError for an unsupported combination."""
+    """Return the mode (see `Execution`) that `compute.compile` selects. Raises UsageError if it is not supported."""
     mode: str = config.compute.compile
     if config.adapter is not None:
-        return mode if mode != "auto" else "block" if device.type == "cuda" else "off"
+        if mode != "auto":
+            return mode
+        return "block" if device.type == "cuda" else "off"
     backend = _backend(config, recipe)
     quantized = recipe_named(recipe).quantized
     if backend != "deskside":
@@ -257,42 +276,46 @@ def execution_mode(config: RunConfig, recipe: str, device: torch.device) -> str:
             return "block" if backend == "torchao" and device.type == "cuda" else "off"
         if mode == "fused" or (backend == "transformer-engine" and mode != "off"):
             raise UsageError(
-                f"compute.compile: {mode} does not go with precision.backend {backend}; use auto"
+                f"compute.compile: precision.backend {backend} does not support {mode}; use auto"
             )
         return mode
     uncovered = model_uncovered_reason(config.model)
     if mode == "auto":
         if device.type != "cuda":
             return "fused" if quantized and uncovered is None else "off"
-        return "fused" if uncovered is None else ("off" if quantized else "block")
+        if uncovered is None:
+            return "fused"
+        return "off" if quantized else "block"
     if mode == "fused" and uncovered:
         raise UsageError(f"compute.compile: fused does not cover this model ({uncovered}); use auto")
     return mode
 
 
-def _count_passes(model: Transformer, precision: QuantizedModel) -> None:
+def _mark_forward_passes(model: Transformer, precision: QuantizedModel) -> None:
     """Tell the precision backend where a forward pass of the model begins and ends."""
     forward = model.hidden_and_router
 
     @wraps(forward)
-    def inside(*args: Any, **kwargs: Any) -> Any:
+    def forward_in_context(*args: Any, **kwargs: Any) -> Any:
         with precision.forward_context():
             return forward(*args, **kwargs)
 
-    model.hidden_and_router = inside  # type: ignore[method-assign]
+    model.hidden_and_router = forward_in_context  # type: ignore[method-assign]
 
 
-def be_deterministic(config: RunConfig) -> None:
-    """Use deterministic kernels only. Raises RunError if CUBLAS_WORKSPACE_CONFIG was not set before torch started."""
+def use_deterministic_kernels(config: RunConfig) -> None:
+    """Use only deterministic kernels if configured. Raises RunError if CUBLAS_WORKSPACE_CONFIG is not set for them."""
     if not config.deterministic:
         return
     torch.use_deterministic_algorithms(True)
     if torch.cuda.is_available() and os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in (":4096:8", ":16:8"):
-        raise RunError("deterministic: start with CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment")
+        raise RunError(
+            "deterministic: set the environment variable CUBLAS_WORKSPACE_CONFIG=:4096:8 and start again"
+        )
 
 
 def open_stages(config: RunConfig, path: Path, objective: Objective) -> list[StageWork]:
-    """Open the training split, packed for the sequence length of every stage."""
+    """Return the stages of the run, each with the training split packed for its sequence length."""
     return [
         StageWork(
             until=stage.until,
@@ -306,32 +329,33 @@ def open_stages(config: RunConfig, path: Path, objective: Objective) -> list[Sta
 
 
 def recompute(
-    blocks: Iterable[Any], what: str, fused: Callable[[nn.Module], bool] = lambda sublayer: False
+    blocks: Iterable[Any], part: str, is_fused: Callable[[nn.Module], bool] = lambda sublayer: False
 ) -> None:
-    """Selective activation checkpointing: wrap "none", "attention", "mlp" or "block" of every block.
+    """Apply activation checkpointing to a part of every block: "none", "attention", "mlp" or "block".
 
-    Each level recomputes more in the backward pass and keeps less (Chen et al. 2016, arXiv 1604.06174). The forwards
-    are wrapped from outside. fused: whether a sublayer is fused in some steps. Fused sublayers recompute by
-    themselves (`QuantizedModel.recompute`), because their state is not among autograd's saved tensors; a block with
-    such a sublayer is wrapped sublayer by sublayer, and the wrapper does nothing while the sublayer's forward is
-    overridden.
+    The part's activations are recomputed in the backward pass (Chen et al. 2016, arXiv 1604.06174).
+
+    is_fused: returns True for sublayers that are fused in some steps. Torch cannot checkpoint fused sublayers, because
+    their state is not among autograd's saved tensors; `QuantizedModel.set_checkpointing` makes them recompute. A block
+    with such a sublayer is therefore wrapped sublayer by sublayer, and the wrapper does nothing while the sublayer is
+    fused.
     """
     for block in blocks:
         sublayers = {"attention": block.attn, "mlp": block.mlp}
-        chosen = [sublayer for kind, sublayer in sublayers.items() if what in (kind, "block")]
-        if what == "block" and not any(fused(sublayer) for sublayer in chosen):
+        chosen = [sublayer for kind, sublayer in sublayers.items() if part in (kind, "block")]
+        if part == "block" and not any(is_fused(sublayer) for sublayer in chosen):
             chosen = [block]
-        for part in chosen:
-            _wrap(part)
+        for module in chosen:
+            _checkpoint_forward(module)
 
 
-def _wrap(module: Any) -> None:
+def _checkpoint_forward(module: Any) -> None:
     original = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if getattr(module, "execution", None) is not None:
+        if getattr(module, "execution", None) is not None:  # the sublayer is fused
             return original(*args, **kwargs)
-        # Nothing in a block draws random numbers, so their state need not be preserved.
+        # Blocks use no random numbers, so the generator's state need not be preserved.
         return checkpoint(original, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
     module.forward = forward

@@ -1,4 +1,4 @@
-"""The first plan of a run: its number of steps, their tokens, and the memory that a step needs."""
+"""The first plan of a run: its number of steps and tokens, and the predicted memory of a step."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from deskside.config.step_options import format_options, recipe_of, step_options
 from deskside.run.directory import RunDirectory
 from deskside.train.loop.clock import Revision, StepPlan, remaining_steps
 from deskside.train.prepare.batch_size_finder import StageWork
-from deskside.train.prepare.preflight import MARGIN, WANTED_STEPS, too_short
+from deskside.train.prepare.preflight import MARGIN, RECOMMENDED_STEPS, too_short
 from deskside.utils.errors import RunError
 
 
@@ -24,10 +24,11 @@ def first_plan(
     reserve: float,
     dry_seconds: Sequence[float],
 ) -> StepPlan:
-    """The plan at step 0.
+    """Return the plan at step 0.
 
-    elapsed: seconds that the clock shows; reserve: seconds kept for what follows the last step; dry_seconds: of a step
-    in each stage. The last three matter for a length in time alone. Raises UsageError when no step fits into it.
+    elapsed: seconds of the run so far. reserve: seconds needed after the last step. dry_seconds: seconds of a step in
+    each stage. These three determine the number of steps only if the length is a time. Raises UsageError if it is too
+    short for a step.
     """
     if length.unit == "seconds":
         left = length.value - elapsed - reserve
@@ -37,7 +38,9 @@ def first_plan(
                 f"setting up took {elapsed:.0f} s, evaluation and saving need {reserve:.0f} s, and a step takes "
                 f"{dry_seconds[0]:.2f} s"
             )
-            raise too_short(length.value, why, MARGIN * (elapsed + reserve + WANTED_STEPS * dry_seconds[0]))
+            raise too_short(
+                length.value, why, MARGIN * (elapsed + reserve + RECOMMENDED_STEPS * dry_seconds[0])
+            )
         reason = "estimated from dry steps"
     elif length.unit == "steps":
         steps, reason = int(length.value), "length in steps"
@@ -52,7 +55,7 @@ def first_plan(
 def first_facts(
     config: RunConfig, plan: StepPlan, stages: Sequence[StageWork], reserve: float, memory_gib: float | None
 ) -> dict[str, Any]:
-    """Return the entries of plan.json for the first plan: the length and the predictions."""
+    """Return the entries of plan.json that describe the first plan: the length and the predictions."""
     first = plan.revisions[0]
     step_seconds = mean_over_run(stages, [stage.dry_seconds for stage in stages])
     tokens = max(1, round(first.remaining * mean_tokens(stages)))
@@ -72,11 +75,11 @@ def first_facts(
 
 
 def recorded_plan(run: RunDirectory) -> dict[str, Any]:
-    """plan.json of a run that is resumed. Raises RunError where it does not hold what a resumed run needs."""
+    """Return plan.json of a run that is resumed. Raises RunError if it lacks what a resumed run needs."""
     plan = run.read_json("plan.json")
     try:
         revisions = StepPlan.from_json(plan["revisions"]).revisions
-        sound = (
+        valid = (
             bool(revisions)
             and revisions[0].step == 0
             and all(isinstance(r.remaining, int) and isinstance(r.progress, float) for r in revisions)
@@ -88,8 +91,8 @@ def recorded_plan(run: RunDirectory) -> dict[str, Any]:
             and all(isinstance(f["attempts"], list) for f in plan["fit"])
         )
     except (KeyError, TypeError, ValueError, AttributeError, IndexError):
-        sound = False
-    if not sound:
+        valid = False
+    if not valid:
         raise RunError(
             f"{run.path / 'plan.json'}: is damaged; restore it, or start another run from this one's model ({run.path})"
         )
@@ -105,19 +108,19 @@ def modelled_memory_gib(
     processes: int = 1,
     sharded: bool = False,
 ) -> float:
-    """Peak memory of one GPU in a step with `micro_tokens` per forward pass, by `budget/memory.py`.
+    """Return the peak memory of one GPU in a step with `micro_tokens` per forward pass, by `budget/memory.py`.
 
-    recipe: the one that was chosen; mode: of execution, "fused", "block", "model" or "off"; native: FP8 products run on
-    tensor cores (NVFP4's are emulated everywhere).
+    recipe: the chosen precision recipe. mode: see `setup.Execution`. native: True if FP8 products run on tensor cores;
+    NVFP4 products are assumed to be emulated.
     """
-    passes = 1 if micro_tokens * processes >= config.batch.tokens else 2  # more than two change nothing
-    precision, layers = cast("Precision", recipe), config.model.num_hidden_layers  # every recipe is priced
+    passes = 1 if micro_tokens * processes >= config.batch.tokens else 2  # more than two need no more memory
+    precision, layers = cast("Precision", recipe), config.model.num_hidden_layers
     kept = recipe_of(config, precision).kept_blocks(layers) if quantized(precision) else (0, 0)
     formats = format_options(config, precision, {"fp8"} if native else (), mode == "fused")
     if sharded and formats["copies"] == "step":
         formats["copies"] = "use"
     work = StepSpec(
-        sequence_length=micro_tokens,  # how a pass is cut into rows does not matter for memory
+        sequence_length=micro_tokens,  # the number of rows in a pass does not matter for memory
         tokens=passes * micro_tokens * processes,
         micro_tokens=micro_tokens,
         gpus=processes,
@@ -131,11 +134,11 @@ def modelled_memory_gib(
 
 
 def mean_tokens(stages: Sequence[StageWork]) -> float:
-    """Tokens per step, averaged over the run."""
+    """Return the mean number of tokens per step of the run."""
     return mean_over_run(stages, [stage.tokens_per_step for stage in stages])
 
 
 def mean_over_run(stages: Sequence[StageWork], values: Sequence[float]) -> float:
-    """The mean of one value per stage, weighted by the stage's share of the run."""
+    """Return the mean of the stages' values, weighted by each stage's share of the run."""
     starts = [0.0, *(stage.until for stage in stages[:-1])]
     return sum((s.until - start) * value for s, start, value in zip(stages, starts, values, strict=True))

@@ -1,9 +1,9 @@
 """Save and restore the state of a run.
 
-A checkpoint holds the weights, the optimizer state, the position in the data, the clock and the guard. It needs no
-state of random number generators: initial weights are a function of the seed, every draw in a step is a function of
-(seed, step), and the order of the data is a function of (seed, epoch, sequence length, position). A resumed run
-therefore repeats the uninterrupted one to the last bit.
+A checkpoint contains the weights, the optimizer state, the position in the data, the clock and the guard. It needs no
+state of random number generators: the initial weights are a function of the seed, random numbers in a step are a
+function of (seed, step), and the order of the data is a function of (seed, epoch, sequence length, position). A resumed
+run is therefore bit-identical to an uninterrupted one.
 """
 
 from typing import Annotated, Any, Literal
@@ -23,7 +23,7 @@ from deskside.utils.errors import RunError
 from deskside.weights import checkpoint as files
 from deskside.weights.checkpoint import OPTIMIZER, WEIGHTS, Checkpoint, folder_name, load_weights
 
-PRECISION = "precision/"  # prefix of the recipe's own state in the optimizer's file
+PRECISION = "precision/"  # prefix of the recipe's tensors, such as delayed scales, in the optimizer's file
 
 
 class _GuardState(Part):
@@ -32,7 +32,7 @@ class _GuardState(Part):
 
 
 class _State(Part):
-    """state.json of a checkpoint. `rows` counts rows used by sequence length."""
+    """Schema of a checkpoint's state.json. `rows` counts the rows used at each sequence length."""
 
     schema_version: Literal[1]
     step: NonNegativeInt
@@ -46,7 +46,7 @@ class _State(Part):
 
 
 class Checkpointer:
-    """Saves and restores the state of a run. The log's directory is the run's."""
+    """Saves and restores the state of the run that `log` belongs to."""
 
     def __init__(self, context: TrainContext, optimizer: Optimizer, clock: Clock, log: RunLog):
         self.config, self.world, self.model = context.config, context.world, context.model
@@ -55,8 +55,8 @@ class Checkpointer:
         self._permanent = Every(self.config.checkpoint.keep_every, Position(0, 0, 0.0))
 
     def save(self, progress: TrainProgress, seconds: float) -> None:
-        """Write a checkpoint and delete those that are no longer kept. Raises RunError if writing fails."""
-        self.optimizer.create_state()  # also before the first step: a rollback to step 0 must reset it
+        """Write a checkpoint and delete old ones. seconds: the clock. Raises RunError if writing fails."""
+        self.optimizer.create_state()  # before the first step it has none, but a rollback to step 0 must reset it
         tensors, data = self.optimizer.state_dict_flat()
         tensors |= {PRECISION + name: tensor for name, tensor in self.precision.scales.state_dict().items()}
         state = _State(
@@ -83,30 +83,32 @@ class Checkpointer:
     def load_newest(self) -> TrainProgress | None:
         """Restore everything from the newest valid checkpoint. Return None if there is none and no step was logged.
 
-        Raises RunError if steps were logged, so checkpoints are missing, or if the checkpoint cannot be used.
+        Raises RunError if steps were logged but no checkpoint is there, or if the checkpoint cannot be used.
         """
-        found = self._newest_good()
-        if found is None:
+        checkpoint = self._newest_good()
+        if checkpoint is None:
             if steps := max((row["step"] for row in self.run.read_metrics()), default=0):
                 raise RunError(
-                    f"{self.run.checkpoints}: holds no checkpoint, but {self.run.metrics.name} shows {steps} steps; "
-                    "put the checkpoints back, or start a new run"
+                    f"{self.run.checkpoints}: contains no checkpoint, but {self.run.metrics.name} has {steps} steps; "
+                    "restore the checkpoints, or start a new run"
                 )
             return None
-        state = _read_state(found)
-        assert found.sharded == self.world.sharded  # a run never changes its parallel.mode
-        if found.sharded:
+        state = _read_state(checkpoint)
+        assert checkpoint.sharded == self.world.sharded  # a run never changes its parallel.mode
+        if checkpoint.sharded:
             self.optimizer.create_state()
             tensors, _ = self.optimizer.state_dict_flat()
-            files.load_sharded(found, self.weights(), tensors)
+            files.load_sharded(checkpoint, self.weights(), tensors)
             self.optimizer.load_state_dict_flat(tensors, state.optimizer)
         else:
-            load_weights(self.model, files.load_tensors(found, WEIGHTS, self.world.device), trained_only=True)
-            # Offloaded state is on the host and may exceed the GPU's memory.
-            place = torch.device("cpu") if self.config.optim.offload else self.world.device
-            tensors = files.load_tensors(found, OPTIMIZER, place)
-            own = {name: tensors.pop(name) for name in list(tensors) if name.startswith(PRECISION)}
-            self.precision.scales.load_state_dict({name.removeprefix(PRECISION): own[name] for name in own})
+            load_weights(
+                self.model, files.load_tensors(checkpoint, WEIGHTS, self.world.device), trained_only=True
+            )
+            # Offloaded state stays on the host, because it may exceed the GPU's memory.
+            device = torch.device("cpu") if self.config.optim.offload else self.world.device
+            tensors = files.load_tensors(checkpoint, OPTIMIZER, device)
+            names = [name for name in tensors if name.startswith(PRECISION)]
+            self.precision.scales.load_state_dict({n.removeprefix(PRECISION): tensors.pop(n) for n in names})
             self.optimizer.load_state_dict_flat(tensors, state.optimizer)
         self.guard.restore(state.guard.model_dump())
         self.clock.restore(state.clock_seconds)
@@ -116,12 +118,12 @@ class Checkpointer:
         return progress
 
     def roll_back(self) -> TrainProgress:
-        """Return to the newest valid checkpoint within a running process. Raises RunError if there is none."""
+        """Restore the newest valid checkpoint in the middle of a run. Raises RunError if there is none."""
         seconds = self.clock.seconds()
         progress = self.load_newest()
         if progress is None:
             raise RunError(
-                "the run has to roll back, but has no valid checkpoint; lower --optim.lr and start again"
+                "the run must roll back, but has no valid checkpoint; lower --optim.lr and start again"
             )
         self.clock.restore_running(seconds)
         if self.world.is_rank_zero:
@@ -130,9 +132,9 @@ class Checkpointer:
         return progress
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the trainable parameters by name, shared ones once.
+        """Return the trainable parameters by name, tied ones once.
 
-        The frozen weights below adapters never change and are in the run directory already (weights/frozen_base.py).
+        The frozen weights of a run with adapters never change; weights/frozen_base.py has written them already.
         """
         return {
             clean_name(name): parameter.detach()
@@ -141,11 +143,12 @@ class Checkpointer:
         }
 
     def _newest_good(self) -> Checkpoint | None:
+        """Return the newest valid checkpoint, as chosen by rank 0, which renames newer ones."""
         folder, step = self.run.checkpoints, -1
         if self.world.is_rank_zero:
-            found = files.newest_good(folder, self.log.say)
-            if found is not None:
-                step = found.step
+            checkpoint = files.newest_good(folder, self.log.say)
+            if checkpoint is not None:
+                step = checkpoint.step
                 for path in files.set_aside(folder, newer_than=step):
                     self.log.event(f"the damaged checkpoint was renamed to {path}")
         step = int(self.world.broadcast([float(step)])[0])
@@ -153,7 +156,7 @@ class Checkpointer:
 
 
 def _read_state(checkpoint: Checkpoint) -> _State:
-    """Read state.json. Raises RunError naming the fault if it was edited or written by another version."""
+    """Return the content of state.json. Raises RunError if it was edited or written by another version."""
     path = checkpoint.path / files.STATE
     try:
         state = _State.model_validate(files.load_state(checkpoint))
@@ -162,12 +165,12 @@ def _read_state(checkpoint: Checkpoint) -> _State:
             f"{path}: {first_problem(error)}; restore it, or delete {checkpoint.path} to resume from an older one"
         ) from None
     if state.step != checkpoint.step:
-        raise RunError(f"{path}: is of step {state.step}; restore it, or delete {checkpoint.path}")
+        raise RunError(f"{path}: belongs to step {state.step}; restore it, or delete {checkpoint.path}")
     return state
 
 
 def _is_permanent(checkpoint: Checkpoint) -> bool:
     try:
         return files.load_state(checkpoint).get("permanent") is True
-    except RunError:  # damaged since it was written, so not kept forever
+    except RunError:  # a damaged checkpoint is of no use
         return False

@@ -1,4 +1,4 @@
-"""The end of a run: samples, the Hugging Face model, summary.json."""
+"""The end of a run: samples, and the export of the model."""
 
 import math
 import time
@@ -29,14 +29,14 @@ SAMPLE_TEMPERATURE = 0.8
 def samples(
     model: Transformer, validation: PackedDataset, run: RunDirectory, seed: int, seconds: float = math.inf
 ) -> list[dict[str, str]]:
-    """Return continuations of a few places spread over the validation text, cut off after so many seconds."""
+    """Continue a few short prompts from the validation text. Generation stops after `seconds`."""
     tokenizer = load_tokenizer(run.tokenizer)
     eos = validation.index.tokenizer.eos_id
-    numbers = np.unique(np.arange(SAMPLES) * validation.num_rows // SAMPLES)
-    rows = validation.rows_by_number(numbers).inputs[:, :PROMPT_TOKENS]
+    indices = np.unique(np.arange(SAMPLES) * validation.num_rows // SAMPLES)
+    rows = validation.rows_by_number(indices).inputs[:, :PROMPT_TOKENS]
     prompts: list[list[int]] = [row.tolist() for row in rows]
-    new: list[list[int]] = [[] for _ in prompts]
-    until = time.perf_counter() + seconds
+    generated: list[list[int]] = [[] for _ in prompts]
+    deadline = time.perf_counter() + seconds
     for event in generate_events(
         model,
         prompts,
@@ -46,28 +46,31 @@ def samples(
         seed=seed,
     ):
         if event.token is not None:
-            new[event.request].append(event.token)
-        if time.perf_counter() > until:
+            generated[event.request].append(event.token)
+        if time.perf_counter() > deadline:
             break
-    texts = [tokenizer.decode(prompt, skip_special_tokens=True) for prompt in prompts]
-    # New tokens are decoded with the prompt, because a token may hold part of a character.
-    whole = [tokenizer.decode(p + n, skip_special_tokens=True) for p, n in zip(prompts, new, strict=True)]
-    return [{"prompt": text, "text": w[len(text) :]} for text, w in zip(texts, whole, strict=True)]
+    results = []
+    for prompt, new in zip(prompts, generated, strict=True):
+        text = tokenizer.decode(prompt, skip_special_tokens=True)
+        # New tokens are decoded with the prompt, because a token may contain part of a character.
+        whole = tokenizer.decode(prompt + new, skip_special_tokens=True)
+        results.append({"prompt": text, "text": whole[len(text) :]})
+    return results
 
 
 def export(run: RunDirectory, model: Transformer) -> str:
-    """Write the Hugging Face model into the run; returns a sentence on what was done."""
+    """Write the model to the run directory in Hugging Face format. Return a message about the result."""
     try:
         save_hf(model, model.config, run.tokenizer, run.model)
-    except UsageError as error:  # an architecture that only exists here
+    except UsageError as error:  # transformers has no such architecture
         return f"no Hugging Face model was written: {error}"
     return f"the Hugging Face model is in {run.model}"
 
 
 def whole_model(model: Transformer, world: World) -> Transformer:
-    """The model with all its weights on this process, adapters merged into them.
+    """Return the model with all its weights in this process, with adapters merged.
 
-    Every rank calls this; sharded weights are gathered.
+    Every rank must call this, because sharded weights are gathered.
     """
     if is_adapted(model):
         return merged(model)

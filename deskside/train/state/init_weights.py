@@ -1,4 +1,4 @@
-"""Weights that a run starts from (continued pretraining), and whether the data goes with them."""
+"""Weights that a run starts from, the check that its data has the same tokens, and new vocabulary entries."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +18,11 @@ from deskside.weights.load import Loaded, load_model
 
 @dataclass(frozen=True)
 class InitialWeights:
-    """Weights by parameter name, with the vocabulary that they belong to. `fresh`: tokens that no training has seen."""
+    """Initial weights of a run, by parameter name.
+
+    source: the run or model directory that they come from. vocabulary: token -> id. fresh: ids of tokens that the
+    source does not have.
+    """
 
     source: str
     weights: dict[str, torch.Tensor]
@@ -31,9 +35,9 @@ class InitialWeights:
 
     @classmethod
     def recorded(cls, run: RunDirectory, config: RunConfig) -> "InitialWeights | None":
-        """Return what run.json says that a run was started from; None for random weights.
+        """Load the weights that a run was started from, as run.json records them; None for random weights.
 
-        Raises RunError where that cannot be read any more.
+        Raises RunError if they cannot be read any more.
         """
         facts = run.read_json("run.json")
         source = facts.get("init")
@@ -43,8 +47,8 @@ class InitialWeights:
             loaded = load_model(resolve_path(str(source), facts.get("directory")))
         except (UsageError, RunError) as error:
             raise RunError(
-                f"{run.path}: was stopped before its first checkpoint, and what it was started from cannot be read "
-                f"({error}); put that back, or delete {run.path} and start again with: {facts.get('command')}"
+                f"{run.path}: was stopped before its first checkpoint, and its initial weights cannot be read "
+                f"({error}); restore them, or delete {run.path} and start again with: {facts.get('command')}"
             ) from None
         if config.align is None:
             return cls.of(loaded, str(source))
@@ -60,20 +64,20 @@ class InitialWeights:
     def of_chat(
         cls, loaded: Loaded, source: str, config: RunConfig, fresh: Sequence[int]
     ) -> "InitialWeights":
-        """Return a model's weights with the vocabulary of the run's chat data. fresh: tokens that the model lacks."""
+        """Return a model's weights, resized to the vocabulary of the run's chat data. fresh: ids of new tokens."""
         assert config.data.path is not None
-        tokens = load_tokenizer(Path(config.data.path)).get_vocab(with_added_tokens=True)
-        weights = grown(_weights(loaded), config.model.vocab_size, fresh)
-        return cls(source, weights, tokens, tuple(fresh))
+        vocabulary = load_tokenizer(Path(config.data.path)).get_vocab(with_added_tokens=True)
+        weights = resize_vocabulary(_weights(loaded), config.model.vocab_size, fresh)
+        return cls(source, weights, vocabulary, tuple(fresh))
 
     def check_tokenizer(self, data: Path) -> None:
-        """Raises UsageError unless the prepared data has the tokens of these weights."""
-        tokens = load_tokenizer(data).get_vocab(with_added_tokens=True)
-        odd = [token for token, number in tokens.items() if self.vocabulary.get(token) != number]
-        if odd:
+        """Raise UsageError if a token of the prepared data has another id in the vocabulary of these weights."""
+        vocabulary = load_tokenizer(data).get_vocab(with_added_tokens=True)
+        different = [token for token, id in vocabulary.items() if self.vocabulary.get(token) != id]
+        if different:
             raise UsageError(
-                f"--init {self.source}: has another tokenizer than {data} ({len(odd)} tokens differ); prepare "
-                f"the data with it: deskside data prepare ... --tokenizer {self.source}"
+                f"--init {self.source}: has another tokenizer than {data} ({len(different)} tokens differ); prepare "
+                f"the data with its tokenizer: deskside data prepare ... --tokenizer {self.source}"
             )
 
 
@@ -82,18 +86,23 @@ def _weights(loaded: Loaded) -> dict[str, torch.Tensor]:
 
 
 def keep_tokenizer(data: Path, run: RunDirectory) -> None:
-    """Copy the tokenizer of prepared data into the run, its own file last; of chat data all that chatting needs."""
+    """Copy the tokenizer of prepared data into the run, and the chat template and its settings for chat data.
+
+    tokenizer.json is written last: a run without it copies everything again.
+    """
     if (data / TEMPLATE).exists():
         for name in CHAT_FILES:
             write_atomically(run.path / name, (data / name).read_text("utf-8"))
     write_atomically(run.tokenizer, (data / "tokenizer.json").read_bytes().decode())
 
 
-def grown(weights: dict[str, torch.Tensor], vocab_size: int, fresh: Sequence[int]) -> dict[str, torch.Tensor]:
-    """Return the weights with a vocabulary of `vocab_size`, where the tokens `fresh` start as the mean of the others.
+def resize_vocabulary(
+    weights: dict[str, torch.Tensor], vocab_size: int, fresh: Sequence[int]
+) -> dict[str, torch.Tensor]:
+    """Return the weights with at least `vocab_size` rows in the embedding and in an untied head.
 
-    This changes the rows of the embedding and of an untied head. With the mean, a new token starts about as unlikely as
-    an average one, so training has no large logit to undo (Hewitt 2021, "Initializing new word embeddings").
+    New rows and the rows of the tokens `fresh` are the mean of the other rows. A new token is then about as unlikely as
+    an average one, and training has no large logit to correct (Hewitt 2021, "Initializing new word embeddings").
     """
     result = dict(weights)
     for name in ("embed.weight", "head.weight"):

@@ -26,10 +26,10 @@ from tests.train.tiny_run import curve
 class Notes(Callback):
     """Keeps what it sees, and stops the run at a step."""
 
-    go_on = "deskside go --resume"
+    resume_command = "deskside go --resume"
 
     def __init__(self, stop_at: int | None = None, spent: float = 0.0, reserve: float = 0.0):
-        self.spent, self.stop_at, self.kept = spent, stop_at, reserve
+        self.earlier_seconds, self.stop_at, self.kept = spent, stop_at, reserve
         self.steps: list[int] = []
         self.closed = False
 
@@ -48,7 +48,7 @@ class Notes(Callback):
     def reserve(self, limit: float | None) -> float:
         return self.kept
 
-    def outcome(self, summary: dict[str, Any]) -> dict[str, Any]:
+    def summary_entries(self, summary: dict[str, Any]) -> dict[str, Any]:
         return {"noted": len(self.steps), "of": summary["steps"]}
 
 
@@ -93,7 +93,7 @@ def test_time_that_was_spent_before_and_time_that_is_kept(
 
 def test_the_wall_clock_never_shows_less_than_was_spent() -> None:
     """Steps since the last checkpoint are lost, the time that they took is not."""
-    clock = Clock("wall", time.perf_counter(), spent=100.0)
+    clock = Clock("wall", time.perf_counter(), earlier_seconds=100.0)
     clock.restore(60.0)
     assert 100 <= clock.seconds() < 101
     clock.restore(160.0)

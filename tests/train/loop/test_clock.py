@@ -31,7 +31,7 @@ def test_progress_is_continuous_and_monotone_and_ends_at_one(
     first: int, changes: list[tuple[float, int]]
 ) -> None:
     plan = made(first, changes)
-    last = plan.total_steps(plan.journalled_until)
+    last = plan.total_steps(plan.last_revision_step)
     values = [plan.progress(step) for step in range(last + 1)]
     assert values[0] == 0.0 or plan.revisions[0].remaining == 0
     assert values[-1] == 1.0 and plan.done(last) and not any(plan.done(s) for s in range(last))
@@ -59,7 +59,7 @@ def test_the_past_never_changes_and_the_journal_comes_back(
             assert plan.total_steps(step) == earlier.total_steps(step)
     again = StepPlan.from_json(plan.to_json())
     assert again.revisions == plan.revisions
-    assert again.journalled_until == plan.revisions[-1].step
+    assert again.last_revision_step == plan.revisions[-1].step
 
 
 @given(

@@ -68,7 +68,7 @@ def test_norms_with_a_heavy_tail_are_not_all_spikes() -> None:
         bad = skip(guard, 0.01, norm, step)
         guard.record(step, 0.01, norm, bad)
         skipped += bad
-        assert not guard.too_many
+        assert not guard.too_many_skips
     assert skipped < 20
 
 
@@ -77,7 +77,7 @@ def test_too_many_in_a_row() -> None:
     seen = []
     for step in range(4, 10):
         guard.record(step, 1.0 if step == 6 else math.nan, 1.0, step != 6)
-        seen.append(guard.too_many)
+        seen.append(guard.too_many_skips)
     assert seen == [False, False, False, False, False, True]
 
 

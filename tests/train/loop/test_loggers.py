@@ -60,7 +60,7 @@ def test_a_missing_package_is_named_before_anything_is_set_up(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = TrackConfig(**{name: ASKED[name]})  # type: ignore[arg-type]
-    wanted = rf"track\.{name}: needs its package: pip install 'deskside\[{name}\]'"
+    wanted = rf"track\.{name}: the package is missing; install it with: pip install 'deskside\[{name}\]'"
     monkeypatch.setitem(sys.modules, name, None)
     for call in (check_trackers, lambda config: trackers(config, RunDirectory(tmp_path), {})):
         with pytest.raises(UsageError, match=wanted):

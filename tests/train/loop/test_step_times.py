@@ -75,7 +75,7 @@ class Finished:
         self.device.now = max(self.device.now, self.end.seconds)
         return 1.0, 1.0, False
 
-    def extra(self) -> dict[str, float]:
+    def metric_sums(self) -> dict[str, float]:
         return {}
 
 
@@ -105,7 +105,7 @@ def run(device: Device, rows: Rows, monkeypatch: pytest.MonkeyPatch) -> Trainer:
         world=World(torch.device("cuda")),
         guard=Guard(config.guard),
         optimizer=SimpleNamespace(lr_groups=lambda: {"all": 0.1}),
-        objective=SimpleNamespace(loader=lambda *_: Loader(), row=lambda *_: {}),
+        objective=SimpleNamespace(loader=lambda *_: Loader(), metrics=lambda *_: {}),
         set_progress=lambda *_: None,
         set_window=lambda _: None,
         run=device.step,

@@ -187,7 +187,7 @@ def test_steps_in_bf16_of_a_quantised_run_have_to_fit_too(precision: dict[str, A
         def first_candidate(self, stage: StageWork, rows: int) -> int:
             return 8
 
-    stepper = SimpleNamespace(world=World(CPU), precision=switch, formats=config.precision)
+    stepper = SimpleNamespace(world=World(CPU), precision=switch, precision_config=config.precision)
     finder = OnCard(config, cast(Stepper, stepper), lambda tokens: 0.0, lambda line: None)
     found = finder.find_for_stage(cast(StageWork, SimpleNamespace(dataset=None)), 16, None)
     assert found.micro_rows == (4 if precision else 8)
@@ -225,9 +225,9 @@ def test_what_the_objective_will_keep_has_room_beside_the_steps(monkeypatch: pyt
         stepper = SimpleNamespace(
             world=World(torch.device("cuda")),
             precision=Switch(),
-            formats=config.precision,
+            precision_config=config.precision,
             model=None,
-            objective=SimpleNamespace(keeps_bytes=lambda config, model, keeps=keeps: keeps),
+            objective=SimpleNamespace(reserved_bytes=lambda config, model, keeps=keeps: keeps),
         )
         finder = OnCard(config, cast(Stepper, stepper), lambda tokens: 10 * tokens / 2**35, lambda line: None)
         if expected is None:
@@ -258,7 +258,7 @@ def test_what_steps_in_bf16_take_is_in_the_cache_when_others_look(keeps: int, be
     stepper = SimpleNamespace(
         world=World(CPU),
         precision=switch,
-        formats=config.precision,
+        precision_config=config.precision,
         optimizer=SimpleNamespace(create_state=nothing, set_progress=lambda *_: None),
         set_window=lambda window: None,
     )

@@ -130,9 +130,7 @@ def test_what_a_library_does_not_hand_out_is_told(
     if said is None:
         assert not card.said
     else:
-        assert card.said == [
-            f"{backend} keeps {said} to itself: a resumed run is not the same to the last bit"
-        ]
+        assert card.said == [f"{backend} does not give access to {said}: a resumed run is not bit-identical"]
 
 
 def test_nothing_is_timed_that_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 import torch
 
-from deskside.train.state.init_weights import grown
+from deskside.train.state.init_weights import resize_vocabulary
 
 
 def test_unused_rows_are_taken_and_new_ones_added() -> None:
@@ -12,7 +12,7 @@ def test_unused_rows_are_taken_and_new_ones_added() -> None:
         "head.weight": torch.randn(5, 3),
         "layers.0.x": torch.randn(5, 3),
     }
-    result = grown(weights, 8, [3, 6])
+    result = resize_vocabulary(weights, 8, [3, 6])
     for name in ("embed.weight", "head.weight"):
         old, new = weights[name], result[name]
         mean = old[[0, 1, 2, 4]].mean(0)  # of tokens that training has seen
@@ -23,5 +23,5 @@ def test_unused_rows_are_taken_and_new_ones_added() -> None:
 
 def test_a_tied_model_has_no_head_to_grow_and_none_may_need_to() -> None:
     weights = {"embed.weight": torch.randn(5, 3)}
-    result = grown(weights, 5, [])
+    result = resize_vocabulary(weights, 5, [])
     assert result.keys() == weights.keys() and torch.equal(result["embed.weight"], weights["embed.weight"])
