@@ -148,8 +148,9 @@ def _line_limit(megabytes: float) -> int:
     return int(megabytes * 1e6)
 
 
-def _print_left_out(bad: Mapping[str, Any], ignored: Mapping[str, Any], duplicates: int) -> None:
-    for split, reasons in bad.items():
+def _print_left_out(bad_input: Mapping[str, Any], ignored: Mapping[str, Any], duplicates: int) -> None:
+    """Print the numbers of records, files and documents that were left out, with examples."""
+    for split, reasons in bad_input.items():
         for reason, entry in reasons.items():
             print(
                 f"left out of {split}: {entry['count']:,} x {reason}, for example {', '.join(entry['first'])}"

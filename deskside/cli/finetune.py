@@ -146,9 +146,8 @@ class FinetuneRun:
         set_length(given, options, self.length)
         self.align = objective_config(self.name, options, given)
         self.check()
-        if not int(
-            os.environ.get("RANK", "0")
-        ):  # for other ranks, rank 0 may have created the directory already
+        is_rank_zero = int(os.environ.get("RANK", "0")) == 0
+        if is_rank_zero:  # for other ranks, rank 0 may have created the directory already
             RunDirectory.check_name(Path(options.runs), options.name)
         source = str(options.source)
         from deskside.weights.load import load_model
@@ -160,7 +159,7 @@ class FinetuneRun:
             with _time_limit(wall_limit(given)):
                 data = self.data(Path(folder)).folder(given.get("data", {}).get("path"))
         config = self._configure(loaded, data, chat.vocab_size)
-        if data.parent == Path("data") and not int(os.environ.get("RANK", "0")):  # the default folder
+        if is_rank_zero and data.parent == Path("data"):  # the default folder
             say(f"data: prepared in {data}; later runs reuse it")
         return finish(self._train(config, loaded, chat.fresh), self.name, options.json)
 
@@ -221,6 +220,7 @@ class FinetuneRun:
         )
 
     def _resume(self) -> int:
+        """Continue the run of --resume, and return the exit code. Raises UsageError and RunError."""
         options = self.options
         other = ("source", "sources", "val", "name", "hours", "steps", "tokens", "epochs", "questions")
         if self.given or any(getattr(options, name, None) for name in other):
@@ -275,6 +275,7 @@ def _time_limit(limit: float | None) -> Iterator[None]:
 
 
 def _chat_tokenizer(loaded: Any, template: str | None, folder: Path) -> Any:
+    """Write the model's tokenizer to `folder`, with the chat template of this file if one is given, and return it."""
     from deskside.data.chat import chat_template
 
     text = None

@@ -146,7 +146,7 @@ class Pipeline:
         """Return the pipeline request of the recorded options."""
         return phases.PipelineRequest.of(self.state.hours, self.options)
 
-    # The phases
+    # The phases: `run_phases` calls these methods by name
 
     def doctor(self) -> None:
         machine = this_machine()
@@ -231,7 +231,8 @@ class Pipeline:
         pilot = Pilot(self.state, config, plan, target)
         # If an earlier process was killed between the pilot's decision and its consequences, carry them out now.
         status = pilot.decision
-        if not (status == TARGET and target is not None) and status != RECENTRE:
+        already_decided = status == RECENTRE or (status == TARGET and target is not None)
+        if not already_decided:
             try:
                 if (self.run.path / "run.json").exists():
                     status = training_run.resume(self.run.path, pilot).status
@@ -284,6 +285,7 @@ class Pipeline:
     # Helpers
 
     def _limit_memory(self, device: str) -> None:
+        """Limit the GPU memory of this process to --gpu-budget."""
         limit = self.options["gpu_budget"]
         if limit is None or device == "cpu":
             return

@@ -80,9 +80,8 @@ def run(argv: Sequence[str]) -> int:
     if options.resume is not None:
         return resume(Path(options.resume), config, options.json)
     check_start(config)
-    if (
-        int(os.environ.get("RANK", "0")) == 0
-    ):  # for other ranks, rank 0 may have created the directory already
+    is_rank_zero = int(os.environ.get("RANK", "0")) == 0
+    if is_rank_zero:  # for other ranks, rank 0 may have created the directory already
         RunDirectory.check_name(Path(options.runs), options.name)
     set_cublas_workspace(config)
 

@@ -410,10 +410,8 @@ def _overlay(
     """Copy the values of a layer to `target`, and record its index as their origin."""
     for key, value in layer.items():
         path = (*prefix, key)
-        if isinstance(value, Mapping) and path != (
-            "data",
-            "weights",
-        ):  # mixture weights are replaced as a whole
+        # Mixture weights are replaced as a whole, like a single value.
+        if isinstance(value, Mapping) and path != ("data", "weights"):
             child = target.setdefault(key, {})
             if not isinstance(child, dict):
                 raise UsageError(f"{'.'.join(path)}: is one value, not a table")

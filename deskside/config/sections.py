@@ -130,7 +130,7 @@ class PrecisionConfig(Part):
     )
     keep: tuple[Projection, ...] = Field(
         (),
-        description="projections that stay in BF16 in every block, such as o_proj if casting costs what FP8 saves",
+        description="projections that stay in BF16 in all blocks, for example if casting takes longer than FP8 saves",
     )
     head: Literal["bf16", "fp8"] = Field(
         "bf16", description="format of the three products with the output head"

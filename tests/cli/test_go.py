@@ -454,9 +454,8 @@ def test_a_signal_before_training_ends_child_processes(here: Path, data: Path) -
     assert child.wait() == 143, child.text()
     assert "stopped; continue with: deskside go --resume runs/tiny" in child.text()
     stat = Path("/proc", mark.read_text("utf-8").strip(), "stat")
-    assert (
-        not stat.exists() or stat.read_text("utf-8").rsplit(")")[1].split()[0] == "Z"
-    )  # a zombie: nothing reaps it here
+    # Ended, or a zombie, since nothing reaps it here.
+    assert not stat.exists() or stat.read_text("utf-8").rsplit(")")[1].split()[0] == "Z"
     assert state(run)["phase"] == "doctor"
     again = tiny_run.call(go, ["go", "--resume", str(run), "--yes"], log=here / "log")
     assert again.wait() == 0 and state(run)["phase"] == "done", again.text()
