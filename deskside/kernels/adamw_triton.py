@@ -25,7 +25,7 @@ from deskside.kernels.adamw_state import (
 )
 
 SMALLEST = tl.constexpr(SMALLEST_MAX)
-BLOCKS_PER_PROGRAM = 8
+BLOCKS_PER_PROGRAM = 8  # of 256 weights each
 
 
 @triton.jit

@@ -22,7 +22,7 @@ MAX_SPANS = 64
 LOG2E = 1.4426950408889634
 NOISE_BLOCK = 1024  # random numbers per program
 GOLDEN = tl.constexpr(splitmix.GOLDEN)
-FIRST, SECOND = tl.constexpr(splitmix.MULTIPLIER_1), tl.constexpr(splitmix.MULTIPLIER_2)
+MULTIPLIER_1, MULTIPLIER_2 = tl.constexpr(splitmix.MULTIPLIER_1), tl.constexpr(splitmix.MULTIPLIER_2)
 
 
 @triton.jit
@@ -34,7 +34,7 @@ def _attend(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Attend from the new tokens of a row to one span of its cache, for the query heads of one key-value head.
 
-    Q: (B, T, HEADS, C). K, V: (pages, KV_HEADS, S, C). TABLE: (B, width). POSITION: (B, T).
+    Q: (B, T, HEADS, C). K, V: (pages, KV_HEADS, S, C). TABLE: (B, width). POSITION: (B, T). scale: includes log2(e).
     OUT: (B, SPANS, T, HEADS, C) float32, normalised within a span. LSE: (B, SPANS, T, HEADS), log2 of the span's sum of
     exponentials, -inf for a query that sees nothing in the span.
     """
@@ -42,7 +42,7 @@ def _attend(  # type: ignore[no-untyped-def]
     kv = tl.program_id(1)
     span = tl.program_id(2)
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    m = tl.arange(0, ROWS)
+    m = tl.arange(0, ROWS)  # a row of the tile is a new token and a head of the group
     t = m // GROUP
     head = kv * GROUP + m % GROUP
     row_mask = m < GROUP * T
@@ -59,8 +59,8 @@ def _attend(  # type: ignore[no-untyped-def]
     position = tl.load(POSITION + row * T + t, mask=row_mask, other=-1)
     c = tl.arange(0, BLOCK_C)
     channel_mask = c < C
-    q_at = Q + ((row * T + t) * HEADS + head)[:, None] * C + c[None, :]
-    q = tl.load(q_at, mask=row_mask[:, None] & channel_mask[None, :], other=0.0)
+    q_ptrs = Q + ((row * T + t) * HEADS + head)[:, None] * C + c[None, :]
+    q = tl.load(q_ptrs, mask=row_mask[:, None] & channel_mask[None, :], other=0.0)
     max_score = tl.full((ROWS,), float("-inf"), tl.float32)
     sum_exp = tl.zeros((ROWS,), tl.float32)
     out = tl.zeros((ROWS, BLOCK_C), tl.float32)
@@ -111,13 +111,13 @@ def _join(  # type: ignore[no-untyped-def]
     sum_exp = 0.0
     out = tl.zeros((BLOCK_C,), tl.float32)
     for span in range(first_span, newest // SPAN + 1):
-        out_row = (row * SPANS + span) * T * HEADS + th
-        lse = tl.load(LSE + out_row)
+        part_row = (row * SPANS + span) * T * HEADS + th
+        lse = tl.load(LSE + part_row)
         new_max = tl.maximum(max_lse, lse)
         base = tl.where(new_max == float("-inf"), 0.0, new_max)
         weight = tl.exp2(lse - base)
         rescale = tl.exp2(max_lse - base)
-        part = tl.load(PART + out_row * C + c, mask=c < C, other=0.0)
+        part = tl.load(PART + part_row * C + c, mask=c < C, other=0.0)
         out = out * rescale + part * weight
         sum_exp = sum_exp * rescale + weight
         max_lse = new_max
@@ -230,8 +230,8 @@ def qk_norm_rope_into_cache(
 
 @triton.jit
 def _mix(x):  # type: ignore[no-untyped-def]
-    x = (x ^ (x >> 30)) * FIRST
-    x = (x ^ (x >> 27)) * SECOND
+    x = (x ^ (x >> 30)) * MULTIPLIER_1
+    x = (x ^ (x >> 27)) * MULTIPLIER_2
     return x ^ (x >> 31)
 
 

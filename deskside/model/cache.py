@@ -32,10 +32,12 @@ class CacheSlots:
 class KVCache:
     """The key-value cache of a batch of rows.
 
-    k, v: (layers, pages, K, S, C). table_BN: the pages of each row, int64. lengths_B: number of tokens in each row,
-    int64. limit: largest length. bound: an upper bound of the lengths that is known without synchronizing with the
-    device. managed: the engine has made sure that the tokens fit, so positions beyond `limit` or a row's count are
-    padding and are clamped. fresh: True if the next tokens are the first of all rows.
+    k, v: (layers, pages, K, S, C).
+    table_BN: the pages of each row, int64. lengths_B: number of tokens in each row, int64.
+    limit: largest length. bound: an upper bound of the lengths that is known without synchronizing with the device.
+    managed: the engine has made sure that the tokens fit, so positions beyond `limit` or a row's count are padding and
+        are clamped.
+    fresh: True if the next tokens are the first of all rows.
     """
 
     def __init__(

@@ -49,8 +49,7 @@ class Linear(_Table):
     """y = x W^T + b, where W stacks one or more named projections along its rows.
 
     weight: (sum of rows, in_features); bias: (sum of rows,) or None. `role` is "matrix" for block weights and "head"
-    for the output projection. `forward_override`, x (N, in) -> (N, rows), replaces the product; the bias is added to
-    its result.
+    for the output projection. `forward_override`, x (N, in) -> (N, rows), replaces the product without the bias.
     """
 
     def __init__(

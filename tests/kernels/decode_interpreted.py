@@ -56,7 +56,7 @@ def long_rows(found: dict[str, float]) -> None:
         found[f"long rows, window {window}"] = error(ours, truth)
 
 
-def into_cache(found: dict[str, float]) -> None:
+def qk_norm_rope_into_cache(found: dict[str, float]) -> None:
     layout = QkvLayout(3, 1, 24, 1e-6)
     N, pages = 9, 6
     qkv = torch.randn(N, layout.width)
@@ -115,6 +115,6 @@ def main() -> dict[str, float]:
     """The error of each kernel."""
     torch.manual_seed(0)
     found: dict[str, float] = {}
-    for check in (attention, long_rows, into_cache, noise, engine):
+    for check in (attention, long_rows, qk_norm_rope_into_cache, noise, engine):
         check(found)
     return found

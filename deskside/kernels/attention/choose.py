@@ -202,12 +202,12 @@ def _boundaries(need: Requirements, second_document: int) -> Tensor:
 
 def _reference(inputs: list[Tensor], context: AttentionContext, part: Requirements) -> list[Tensor]:
     """Return the reference's output and gradients of the checked part, in float32 or wider."""
-    exact = torch.promote_types(part.dtype, torch.float32)
+    wide_dtype = torch.promote_types(part.dtype, torch.float32)
     backend = backend_named("reference")
     if part.documents:
         context = replace(context, cu_seqlens=_boundaries(part, max(1, part.tokens // 3)))
-    context = prepare(replace(context, backend="reference"), replace(part, dtype=exact))
-    return _runners(backend, context)[0]([t.to(exact) for t in _checked_slices(inputs, part)])
+    context = prepare(replace(context, backend="reference"), replace(part, dtype=wide_dtype))
+    return _runners(backend, context)[0]([t.to(wide_dtype) for t in _checked_slices(inputs, part)])
 
 
 def _runners(backend: AttentionBackend, context: AttentionContext) -> list[Callable[..., list[Tensor]]]:
@@ -222,13 +222,13 @@ def _runners(backend: AttentionBackend, context: AttentionContext) -> list[Calla
         output = backend.function(q, k, v, context)
         return [output.detach(), *gradients([output], leaves, [grad])]
 
-    def by_pair(inputs: list[Tensor]) -> list[Tensor]:
+    def explicitly(inputs: list[Tensor]) -> list[Tensor]:
         assert backend.pair is not None
         q, k, v, grad = inputs
         output, saved = backend.pair.forward(q, k, v, context)
         return [output, *backend.pair.backward(saved, grad, context)]
 
-    return [under_autograd] if backend.pair is None else [under_autograd, by_pair]
+    return [under_autograd] if backend.pair is None else [under_autograd, explicitly]
 
 
 def _time(backend: AttentionBackend, context: AttentionContext, inputs: list[Tensor], best: float) -> float:

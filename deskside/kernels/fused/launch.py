@@ -149,6 +149,7 @@ def qk_norm_rope_backward(
     (N, width), C = qkv.shape, layout.head_dim
     rows = FP8_ROWS if cast is not None else max(16, 2048 // C)
     programs, heads = _cdiv(N, rows), layout.heads
+    # As many heads per program as divide both the query and the key heads.
     heads_per_program = next(n for n in (3, 2, 1) if heads % n == 0 and layout.kv_heads % n == 0)
     query_pieces = heads // heads_per_program
     key_pieces = layout.kv_heads // heads_per_program
@@ -157,13 +158,13 @@ def qk_norm_rope_backward(
     cos, sin = angles or (None, None)
     inputs = (*grads, qkv, q_weight, k_weight, cos, sin)
     strides = [stride for g in grads for stride in g.stride()[:2]]
-    scalars = (sums, N, 1 if cos is None else len(cos), layout.eps, *strides)
+    sums_and_scalars = (sums, N, 1 if cos is None else len(cos), layout.eps, *strides)
     constants = (heads, layout.kv_heads, C, rows, heads_per_program, q_weight is not None, angles is not None)
     grid = (width // C // heads_per_program, programs)
     out: Tensor | Fp8
     if cast is None:
         out = torch.empty_like(qkv)
-        triton_rope.qk_norm_rope_backward[grid](*inputs, out, *scalars, *constants, num_warps=2)
+        triton_rope.qk_norm_rope_backward[grid](*inputs, out, *sums_and_scalars, *constants, num_warps=2)
     else:
         out = _fp8((N, width), cast.dtype, qkv.device)
         triton_rope.qk_norm_rope_backward_fp8[grid](
@@ -172,7 +173,7 @@ def qk_norm_rope_backward(
             _transposed_words(out),
             cast.scale,
             cast.amax,
-            *scalars,
+            *sums_and_scalars,
             *constants,
             num_warps=max(2, C // 32),
         )

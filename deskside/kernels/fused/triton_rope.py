@@ -62,8 +62,8 @@ def qk_norm_rope_backward(  # type: ignore[no-untyped-def]
 
     The angles of the tokens stay in the cache for all heads of a program. PER_PROGRAM divides HEADS and KV_HEADS, so
     that these heads are all queries, or keys, or values.
-    GRAD_Q, GRAD_K, GRAD_V: with the given strides of rows and heads. OUT: (N, (HEADS + 2 KV_HEADS) C). GRAD_WEIGHTS:
-    (blocks of tokens, (HEADS + KV_HEADS) / PER_PROGRAM, C), each program's partial sum for the weight of its norm.
+    GRAD_Q, GRAD_K, GRAD_V: with the given strides of rows and heads. OUT: (N, (HEADS + 2 KV_HEADS) C).
+    GRAD_WEIGHTS: (blocks of tokens, (HEADS + KV_HEADS) / PER_PROGRAM, C), the partial sums of each program.
     """
     HALF: tl.constexpr = C // 2
     WIDTH: tl.constexpr = (HEADS + 2 * KV_HEADS) * C

@@ -197,7 +197,7 @@ def quantize_kernel(  # type: ignore[no-untyped-def]
     amax = tl.load(amax_ptr)
     full_range = tl.full((), RANGE, tl.float32)
     encode = tl.minimum(tl.div_rn(full_range, amax), LARGEST_FLOAT)
-    encode = tl.where(encode == 0.0, 1.0, encode)  # amax is infinite
+    encode = tl.where(encode == 0.0, 1.0, encode)  # 0 if amax is infinite
     decode = tl.div_rn(tl.full((), 1.0, tl.float32), encode)
     if tl.program_id(0) == 0:
         exact = tl.div_rn(amax, full_range)
