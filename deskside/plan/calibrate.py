@@ -104,10 +104,10 @@ def measured_fp8_speedup(rows: Sequence[Mapping[str, Any]]) -> Speedup | None:
             precision = str(result.get("precision"))
             if precision.startswith("fp8-"):
                 precision = "fp8"
-            point = json.dumps([others, result["micro_tokens"]], sort_keys=True)
-            by_precision = seconds.setdefault(point, {})
+            settings = json.dumps([others, result["micro_tokens"]], sort_keys=True)
+            by_precision = seconds.setdefault(settings, {})
             by_precision[precision] = float(result["step_seconds"]["median"])
-    gains = [found["bf16"] / found["fp8"] for found in seconds.values() if {"bf16", "fp8"} <= set(found)]
+    gains = [point["bf16"] / point["fp8"] for point in seconds.values() if {"bf16", "fp8"} <= set(point)]
     if not gains:
         return None
     count = f"{len(gains)} pairs of points" if len(gains) != 1 else "one pair of points"

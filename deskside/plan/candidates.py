@@ -134,36 +134,37 @@ def search(request: PlanRequest, end: int = 1, staged: bool = True) -> list[Cand
     depth that does not fit. end: with a budget of loss, the end of the range that must reach it: 0 low, 1 expected, 2
     high. staged: the run may have sequence-length stages.
     """
-    found: list[Candidate] = []
+    candidates: list[Candidate] = []
     best: Candidate | None = None
     for shape in models(request):
         if best is not None and matmul_params(shape.model) > 2 * MAX_SIZE_RATIO * best.weights:
             break
         options = [c for c in _by_optimizer(request, shape, end, staged) if c is not None]
         if options:
-            found.append(min(options, key=lambda c: (c.estimate.fits != "fits", c.loss[1], c.seconds[1])))
-            if best is None or _objective(request, found[-1]) < _objective(request, best):
-                best = found[-1]
-        elif shape.preset.startswith("d") and (found or request.budget.kind != "loss"):
+            candidate = min(options, key=lambda c: (c.estimate.fits != "fits", c.loss[1], c.seconds[1]))
+            candidates.append(candidate)
+            if best is None or _objective(request, candidate) < _objective(request, best):
+                best = candidate
+        elif shape.preset.startswith("d") and (candidates or request.budget.kind != "loss"):
             break  # only a budget of loss can exclude small models and still allow larger ones
-    return found
+    return candidates
 
 
-def _objective(request: PlanRequest, found: Candidate) -> float:
+def _objective(request: PlanRequest, candidate: Candidate) -> float:
     """Return the number to minimize under this kind of budget."""
     kind = request.budget.kind
     if kind == "loss":
-        return found.seconds[1]
+        return candidate.seconds[1]
     if kind == "tokens":  # the best size is the one for which this many tokens are compute-optimal
-        return abs(math.log(optimal_tokens(LAW, found.weights) / found.tokens[1]))
-    return found.loss[1]
+        return abs(math.log(optimal_tokens(LAW, candidate.weights) / candidate.tokens[1]))
+    return candidate.loss[1]
 
 
 def fits_at_all(request: PlanRequest) -> bool:
     """Return True if the smallest model fits in some setting."""
     smallest = setting_on_card(request, next(models(request)).config)
-    one_row = stages(request.sequence, request.sequence * request.gpus)[-1]
-    row = replace(smallest, stages=(replace(one_row, share=1.0),), micro_tokens=request.sequence)
+    last_stage = stages(request.sequence, request.sequence * request.gpus)[-1]
+    row = replace(smallest, stages=(replace(last_stage, share=1.0),), micro_tokens=request.sequence)
     return fastest_that_fits(request, row).fits != "no"
 
 
@@ -354,6 +355,7 @@ def _by_optimizer(
 def _with_optimizer(
     request: PlanRequest, shape: CandidateModel, optimizer: OptimizerName, end: int, staged: bool
 ) -> Candidate | None:
+    """Return the candidate of a model with this optimizer, None if it does not fit or the budget is too small."""
     base = replace(setting_on_card(request, shape.config), optimizer=optimizer)
     if request.budget.kind == "loss" and _budget_tokens(request, base, end) is None:
         return None
@@ -362,7 +364,7 @@ def _with_optimizer(
     # The best batch depends on the tokens of the run, these on the speed, and the speed a little on the batch: two
     # iterations suffice.
     tokens = batch_tokens(1e9, request.sequence, request.gpus)
-    found: StepEstimate | None = None
+    step: StepEstimate | None = None
     for _ in range(2):
         setting = base
         if not explicit_stages:
@@ -373,25 +375,25 @@ def _with_optimizer(
             check_batch_divides(setting)
         largest = min(stage.tokens for stage in setting.stages) // request.gpus
         micro = base.micro_tokens if "micro_tokens" in request.overrides.get("batch", {}) else largest
-        found = fastest_that_fits(request, replace(setting, micro_tokens=micro))
-        if found.fits == "no":
+        step = fastest_that_fits(request, replace(setting, micro_tokens=micro))
+        if step.fits == "no":
             return None
-        lengths = run_length(request, found, end)
+        lengths = run_length(request, step, end)
         if explicit_batch or explicit_stages:
             break
         # If the budget is too short for one step of this batch, try the batch for the tokens that it does allow.
         seconds = pretrain_seconds(request)
         total = lengths[0][1] if lengths else None
         if total is None and seconds is not None:
-            total = max(1.0, (seconds - setup_seconds(request)) * found.tokens_per_second[1])
+            total = max(1.0, (seconds - setup_seconds(request)) * step.tokens_per_second[1])
         if total is None:
             return None
         better = batch_tokens(total, request.sequence, request.gpus)
         if better == tokens:
             break
         tokens = better
-    assert found is not None
-    return make_candidate(request, shape, found, end)
+    assert step is not None
+    return make_candidate(request, shape, step, end)
 
 
 def _budget_tokens(request: PlanRequest, setting: Setting, end: int) -> float | None:

@@ -87,20 +87,20 @@ class Remedy:
 
 def remedies(request: PlanRequest, requested: StepEstimate) -> list[Remedy]:
     """Return every remedy that saves memory, each applied alone to the requested run; changes come first."""
-    found = []
+    result = []
     for what, setting, costs in [*_one_row_per_pass(requested.setting), *_changes(requested.setting)]:
         only_smaller_passes = replace(requested.setting, micro_tokens=setting.micro_tokens) == setting
         trial = setting if only_smaller_passes else with_max_microbatch_unless_set(request, setting)
-        tried = _estimate(request, trial)
+        trial_step = _estimate(request, trial)
         saves = requested.memory_bytes[1] - _estimate(request, setting).memory_bytes[1]
         if saves > 0:
-            found.append(replace(_remedy(what, "change", requested, tried, costs), saves_bytes=saves))
-    found += [*_hardware(request, requested), *_smaller_model(request, requested)]
+            result.append(replace(_remedy(what, "change", requested, trial_step, costs), saves_bytes=saves))
+    result += [*_hardware(request, requested), *_smaller_model(request, requested)]
     # Half of the bytes in float32.
     float32_bytes = [requested.memory.items.get(item, 0) for item in ("weights", "gradients", "optimizer")]
     costs = "deskside keeps float32 master weights, because bfloat16 weights round small updates away"
     what = "weights, gradients and states in 16 bits"
-    return [*found, Remedy(what, "elsewhere", 0.5 * sum(float32_bytes), None, None, costs, {})]
+    return [*result, Remedy(what, "elsewhere", 0.5 * sum(float32_bytes), None, None, costs, {})]
 
 
 def _remedy(what: str, kind: RemedyKind, requested: StepEstimate, tried: StepEstimate, costs: str) -> Remedy:
@@ -258,21 +258,21 @@ def combinations(request: PlanRequest, start: Setting) -> Iterator[Setting]:
     if request.given is not None:
         others = _formats(start, request.given, request.card.native)
         in_formats += [(OTHER_FORMAT_COST, other) for other in others]
-    found = []
+    combined = []
     for (format_cost, base), halvings in itertools.product(in_formats, _possible_halvings(start)):
         for optimizer_cost, setting in _optimizers(_with_halved_rows(base, halvings)):
-            found.append((format_cost + HALVED_ROWS_COST * halvings + optimizer_cost, setting))
-    found.sort(key=lambda pair: pair[0])
-    yield from (setting for _, setting in found)
+            combined.append((format_cost + HALVED_ROWS_COST * halvings + optimizer_cost, setting))
+    combined.sort(key=lambda pair: pair[0])
+    yield from (setting for _, setting in combined)
 
 
 def first_that_fits(request: PlanRequest, start: Setting) -> StepEstimate | None:
     """Return the cheapest combination that fits at the high end of the memory range; None if none does."""
     for setting in combinations(request, start):
         if minimum_memory(request, setting).fits == "fits":
-            found = fastest_that_fits(request, setting)
-            if found.fits == "fits":
-                return found
+            step = fastest_that_fits(request, setting)
+            if step.fits == "fits":
+                return step
     return None
 
 

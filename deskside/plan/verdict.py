@@ -81,29 +81,28 @@ def judge(request: PlanRequest) -> ModelVerdict:
     assert request.given is not None
     requested = _requested_run(request, request.given)
     possible, answer, reasons = _check_memory(request, requested)
-    needed_remedies = (
-        tuple(remedies(replace(request, overrides={}), requested)) if requested.fits != "fits" else ()
-    )
+    useful: tuple[Remedy, ...] = ()
+    if requested.fits != "fits":
+        useful = tuple(remedies(replace(request, overrides={}), requested))
+
+    def no(reason: str, chosen: Candidate | None = None) -> ModelVerdict:
+        return ModelVerdict("no", [*reasons, reason], requested, chosen, useful)
+
     if possible is None:
-        would = [remedy.what for remedy in needed_remedies if remedy.kind in ("hardware", "other model")]
-        return ModelVerdict(
-            "no", [*reasons, f"what would fit: {'; or '.join(would)}"], requested, None, needed_remedies
-        )
+        would_fit = [remedy.what for remedy in useful if remedy.kind in ("hardware", "other model")]
+        return no(f"what would fit: {'; or '.join(would_fit)}")
     chosen = make_candidate(request, request.given, possible)
     if chosen is None:
-        return ModelVerdict(
-            "no", [*reasons, _out_of_reach(request, possible)], requested, None, needed_remedies
-        )
+        return no(_out_of_reach(request, possible))
     if chosen.seconds[1] > MAX_SECONDS:
-        too_long = f"{count(chosen.tokens[1])} tokens take {duration(chosen.seconds[1])}; {TOO_LONG}"
-        return ModelVerdict("no", [*reasons, too_long], requested, chosen, needed_remedies)
+        return no(f"{count(chosen.tokens[1])} tokens take {duration(chosen.seconds[1])}; {TOO_LONG}", chosen)
     if request.pretrains:  # the loss law applies only to pretraining
         message, smaller_is_better = _undertrained(request, chosen)
         if message is not None:
             reasons.append(message)
         if smaller_is_better:
             answer = "yes-if"
-    return ModelVerdict(answer, reasons, requested, chosen, needed_remedies)
+    return ModelVerdict(answer, reasons, requested, chosen, useful)
 
 
 def _requested_run(request: PlanRequest, given: GivenModel) -> StepEstimate:
@@ -121,18 +120,18 @@ def _requested_run(request: PlanRequest, given: GivenModel) -> StepEstimate:
     if "batch.tokens" in explicit or by_stage or len(base.stages) > 1:
         check_batch_divides(base)
         return estimated(base)
-    found: StepEstimate | None = None
+    step: StepEstimate | None = None
     # The best batch depends on the tokens of the run, and these on the speed, which depends a little on the batch.
     tokens = batch_tokens(optimal_tokens(LAW, matmul_params(base.model)), request.sequence, request.gpus)
     for _ in range(2):
         stages = (replace(base.stages[0], sequence_length=request.sequence, tokens=tokens),)
         micro = base.micro_tokens if "batch.micro_tokens" in explicit else tokens // request.gpus
-        found = estimated(replace(base, stages=stages, micro_tokens=micro))
-        lengths = run_length(request, found)
+        step = estimated(replace(base, stages=stages, micro_tokens=micro))
+        lengths = run_length(request, step)
         if lengths is not None:
             tokens = batch_tokens(lengths[0][1], request.sequence, request.gpus)
-    assert found is not None
-    return found
+    assert step is not None
+    return step
 
 
 def _check_memory(
@@ -147,32 +146,27 @@ def _check_memory(
     # The run does not fit as set by the user, so these options may be changed too.
     request = replace(request, overrides={})
     start = with_max_microbatch_unless_set(request, requested.setting)
-    found = first_that_fits(request, start)
-    if found is not None:
-        return (
-            found,
-            "yes-if",
-            [f"as requested it needs {needs}", f"it fits with {_differences(requested, found)}"],
-        )
+    changed = first_that_fits(request, start)
+    if changed is not None:
+        changes = f"it fits with {_differences(requested, changed)}"
+        return changed, "yes-if", [f"as requested it needs {needs}", changes]
     possible = (s for s in combinations(request, start) if minimum_memory(request, s).fits != "no")
-    for found in itertools.chain([requested], (fastest_that_fits(request, setting) for setting in possible)):
-        if found.fits == "tight":
-            _, expected, high = found.memory_bytes
-            text = f"it needs {gib(expected)} as expected, but {gib(high)} at the high end"
-            what = _differences(requested, found)
-            changes = f", with {what}" if what else ""
-            return found, "yes-if", [f"{text} of the range{changes}: try it out"]
-    lean = minimum_over_changes(request, start)
-    still = f"{gib(lean.memory_bytes[1])}, at most {gib(lean.memory_bytes[2])}"
-    least = (
-        f"with everything that saves memory together ({_differences(requested, lean)}) it still needs {still}"
-    )
+    for step in itertools.chain([requested], (fastest_that_fits(request, setting) for setting in possible)):
+        if step.fits == "tight":
+            _, expected, high = step.memory_bytes
+            text = f"it needs {gib(expected)} as expected, but {gib(high)} at the high end of the range"
+            changes = _differences(requested, step)
+            return step, "yes-if", [f"{text}{f', with {changes}' if changes else ''}: try it out"]
+    smallest = minimum_over_changes(request, start)
+    needed = f"{gib(smallest.memory_bytes[1])}, at most {gib(smallest.memory_bytes[2])}"
+    changes = _differences(requested, smallest)
+    least = f"with all memory-saving options together ({changes}) it still needs {needed}"
     return None, "no", [f"as requested it needs {needs}", least]
 
 
-def _differences(requested: StepEstimate, found: StepEstimate) -> str:
+def _differences(requested: StepEstimate, changed: StepEstimate) -> str:
     """Return the changed options as text."""
-    before, after = requested.setting, found.setting
+    before, after = requested.setting, changed.setting
     changes = [
         f"{option} {str(getattr(after, field)).lower()}"
         for option, field in CHANGED_OPTIONS
@@ -186,22 +180,23 @@ def _differences(requested: StepEstimate, found: StepEstimate) -> str:
         changes.append(f"rows of {after.sequence_length:,} tokens")
     if after.micro_tokens != before.micro_tokens:
         changes.append(f"{after.micro_tokens:,} tokens per pass")
-    speed = found.tokens_per_second[1] / requested.tokens_per_second[1]
+    speed = changed.tokens_per_second[1] / requested.tokens_per_second[1]
     return f"{', '.join(changes)}, at {speed:.0%} of the speed" if changes else ""
 
 
-def _out_of_reach(request: PlanRequest, found: StepEstimate) -> str:
+def _out_of_reach(request: PlanRequest, step: StepEstimate) -> str:
+    """Return the reason why no training is possible in the budget."""
     budget = request.budget
     if budget.kind == "loss":
-        floor = bpb(request, found.setting, 1e15)[1]
+        floor = bpb(request, step.setting, 1e15)[1]
         return (
             f"{budget.value:g} bits per byte is out of reach: a model of this size is expected to end above "
             f"{floor:.3f} after any number of tokens"
         )
     seconds = pretrain_seconds(request)
-    if seconds is None or run_length(request, found) is not None:
+    if seconds is None or run_length(request, step) is not None:
         return TOO_SMALL
-    return f"{too_short(request, seconds)}, and a step {duration(found.step_seconds)}"
+    return f"{too_short(request, seconds)}, and a step {duration(step.step_seconds)}"
 
 
 def _undertrained(request: PlanRequest, chosen: Candidate) -> tuple[str | None, bool]:
