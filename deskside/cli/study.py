@@ -137,7 +137,7 @@ class _RequestedStudy:
             deskside=deskside.__version__,
             memory_fraction=self.study.memory_fraction,
             claims=self.study.claims,
-            forecasts={arm: forecast.seconds_total for arm, forecast in self.forecasts.items()},
+            forecasts={arm_id: forecast.seconds_total for arm_id, forecast in self.forecasts.items()},
         )
 
     def show(self, options: StudyOptions) -> None:

@@ -41,6 +41,7 @@ def check_dimensions(
         chunk_tokens: Tokens of one pass through the output head.
         unit: Every dimension of a quantized product of a block must be a multiple of this.
     """
+    # Columns and rows of a weight, and tokens of a pass, must be multiples of these.
     columns, rows, tokens = (_required_multiple(product, unit) for product in recipe.products)
     heads, kv_heads, head_dim = model.num_attention_heads, model.num_key_value_heads, model.head_dim
     _check_multiple("model.hidden_size", model.hidden_size, math.lcm(columns, rows), recipe)
