@@ -102,52 +102,50 @@ class ChatTemplate:
 
     def conversation(self, messages: Sequence[Message], turns: Turns = "all") -> TokenizedConversation:
         """Tokenize a whole conversation. turns: which assistant turns are learned. Raises NotRendered."""
-        spans, text, last_only = self._spans(messages)
+        spans, text, last_only = self._assistant_spans(messages)
         if not spans:
             raise NotRendered("it has no message of the assistant")
         if turns == "last":
             spans, last_only = spans[-1:], False
         ids: list[int] = []
         mask: list[int] = []
-        at = 0
+        position = 0
         for begin, end in spans:
             # A turn ends after its last special token; white space after it belongs to the next part.
             special_tokens = self._renderer.special.finditer(text, begin, end)
             after_special = max((match.end() for match in special_tokens), default=end)
             if not text[after_special:end].strip():
                 end = after_special
-            for part, learnt in ((text[at:begin], 0), (text[begin:end], 1)):
+            for part, learnt in ((text[position:begin], 0), (text[begin:end], 1)):
                 part_ids = self._renderer.ids(part)
                 ids += part_ids
                 mask += [learnt] * len(part_ids)
-            at = end
-        rest = self._renderer.ids(text[at:])
+            position = end
+        rest = self._renderer.ids(text[position:])
         return TokenizedConversation(
             np.array(ids + rest, np.uint32), np.array(mask + [0] * len(rest), np.uint8), last_only
         )
 
-    def _spans(self, messages: Sequence[Message]) -> tuple[list[tuple[int, int]], str, bool]:
+    def _assistant_spans(self, messages: Sequence[Message]) -> tuple[list[tuple[int, int]], str, bool]:
         """Return the spans of the assistant's turns, the text, and True if earlier turns are missing."""
         if self._has_generation_marks:
-            return *self._renderer.text_with_assistant_spans(messages), False
+            return *self._renderer.assistant_spans_and_text(messages), False
         text = self._renderer.text(messages, add_generation_prompt=False)
         numbers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
         spans = []
         for n in numbers:
-            before = self._before(messages, n)
-            after = (
-                self._renderer.text(messages[: n + 1], add_generation_prompt=False)
-                if n + 1 < len(messages)
-                else text
-            )
-            if text.startswith(before) and text.startswith(after) and len(before) < len(after):
-                spans.append((len(before), len(after)))
+            prompt = self._text_before(messages, n)
+            answered = text
+            if n + 1 < len(messages):
+                answered = self._renderer.text(messages[: n + 1], add_generation_prompt=False)
+            if text.startswith(prompt) and text.startswith(answered) and len(prompt) < len(answered):
+                spans.append((len(prompt), len(answered)))
             elif n == numbers[-1]:
                 raise NotRendered("its text before a reply is not a prefix of its text with the reply")
         # A turn that is rendered differently in later prompts would never appear in them as it was learned.
         return (spans, text, False) if len(spans) == len(numbers) else (spans[-1:], text, True)
 
-    def _before(self, messages: Sequence[Message], n: int) -> str:
+    def _text_before(self, messages: Sequence[Message], n: int) -> str:
         """Return the text before message n, with the generation prompt.
 
         If the assistant speaks first, this is the rendering of an empty conversation, which many templates refuse. Then

@@ -82,7 +82,7 @@ class Renderer:
         texts, _ = self._rendered(messages, add_generation_prompt=add_generation_prompt)
         return str(texts[0])
 
-    def text_with_assistant_spans(self, messages: Sequence[Message]) -> tuple[list[tuple[int, int]], str]:
+    def assistant_spans_and_text(self, messages: Sequence[Message]) -> tuple[list[tuple[int, int]], str]:
         """Return the non-empty spans that the template marks with `{% generation %}`, and the escaped text.
 
         Raises NotRendered.

@@ -57,7 +57,7 @@ class CorpusOptions:
 
 @dataclass(frozen=True, order=True)
 class _Piece:
-    """A piece of a document in the sample. Pieces compare by `rank`, which is the negative of the hash.
+    """A piece of a document in the sample, ordered by `rank`: the negative hash, so that a heap pops the highest hash.
 
     number: of the piece in its document. key: `text_hash` of the document. end: where the piece ends in the document.
     start_if_tails, start_if_chosen: where validation would start in the document, see `heldout`.
@@ -83,7 +83,7 @@ class TextSampler:
     seed: int
     size: int = 0  # bytes of the sample
     _heap: list[_Piece] = field(default_factory=list)
-    _ceiling: int = 1 << 64
+    _ceiling: int = 1 << 64  # above the hashes of all pieces that may be added
 
     def add(self, text: bytes, key: bytes, if_tails: int, if_chosen: int) -> None:
         """Add the pieces of a document.
@@ -92,10 +92,10 @@ class TextSampler:
         `start_if_chosen`. Which of the two applies is known only after the whole corpus has been read.
         """
         for i, (start, end) in enumerate(spans(text, _PIECE_BYTES)):
-            rank = xxhash.xxh3_64_intdigest(key + i.to_bytes(8, "little"), seed=self.seed + 1)
-            if rank >= self._ceiling:
+            piece_hash = xxhash.xxh3_64_intdigest(key + i.to_bytes(8, "little"), seed=self.seed + 1)
+            if piece_hash >= self._ceiling:
                 continue
-            heapq.heappush(self._heap, _Piece(-rank, i, key, text[start:end], end, if_tails, if_chosen))
+            heapq.heappush(self._heap, _Piece(-piece_hash, i, key, text[start:end], end, if_tails, if_chosen))
             self.size += end - start
             while self.size > self.limit and len(self._heap) > 1:
                 dropped = heapq.heappop(self._heap)

@@ -103,10 +103,11 @@ def prepare(sources: Sequence[str], out: str | Path, options: CorpusOptions = DE
     arguments: dict[str, Any] = {
         "sources": [s.identity() for s in train_list],
         "val_sources": [s.identity() for s in val_list],
-        **{
-            name: getattr(options, name)
-            for name in ("field", "val_fraction", "on_bad", "seed", "shard_bytes")
-        },
+        "field": options.field,
+        "val_fraction": options.val_fraction,
+        "on_bad": options.on_bad,
+        "seed": options.seed,
+        "shard_bytes": options.shard_bytes,
         "max_line_bytes": options.line_limit,
         "validation": VALIDATION,
     }
@@ -127,11 +128,11 @@ def prepare(sources: Sequence[str], out: str | Path, options: CorpusOptions = DE
     preparation = _Preparation(new if replaced else out, arguments, train_list, val_list, options)
     preparation.open(discard=replaced is not None)
     try:
-        complete = preparation.complete()
-        if complete is None:
+        index = preparation.intact_index()
+        if index is None:
             preparation.first_pass()
             preparation.second_pass(workers or cpu_cores())
-            complete = preparation.finish()
+            index = preparation.finish()
     except UsageError:
         preparation.undo()
         raise
@@ -144,14 +145,15 @@ def prepare(sources: Sequence[str], out: str | Path, options: CorpusOptions = DE
             raise RunError(
                 f"--out {out}: cannot be replaced ({error.strerror}). The new data is in {new}."
             ) from error
-    return _report(out, preparation, complete, time.monotonic() - start)
+    return _report(out, preparation, index, time.monotonic() - start)
 
 
 @dataclass
 class _Preparation:
     """A preparation in progress.
 
-    analysis, finished: as `scan` and `shards` of `PrepareState`. names: the shards of each split, in order.
+    analysis, finished: as `scan` and `shards` of `PrepareState`. shard_names: of each split, in order.
+    made, kept: number of shards.
     """
 
     out: Path
@@ -161,7 +163,7 @@ class _Preparation:
     options: CorpusOptions
     analysis: Analysis | None = None
     finished: dict[str, ShardInfo] = dataclasses.field(default_factory=dict)
-    names: dict[str, list[str]] = dataclasses.field(default_factory=lambda: {"val": [], "train": []})
+    shard_names: dict[str, list[str]] = dataclasses.field(default_factory=lambda: {"val": [], "train": []})
     made: int = 0
     kept: int = 0
     duplicates: int = 0
@@ -211,8 +213,11 @@ class _Preparation:
                 with contextlib.suppress(OSError):
                     self.out.rmdir()
 
-    def complete(self) -> DatasetIndex | None:
-        """Return the index if the data set is complete and every checksum matches, otherwise None."""
+    def intact_index(self) -> DatasetIndex | None:
+        """Return the index if the data set is complete and every checksum matches.
+
+        Otherwise return None, and delete the index of a damaged data set, which is then repaired.
+        """
         if not (self.out / shards.INDEX).is_file():
             return None
         damaged = shards.verify(self.out).damaged
@@ -262,7 +267,7 @@ class _Preparation:
         optional_pool: AbstractContextManager[WorkerPool | None] = contextlib.nullcontext()
         if workers > 1 and total > 2 * shard_bytes:
             optional_pool = WorkerPool(workers, start_worker, worker_arguments)
-        start_worker(*worker_arguments)
+        start_worker(*worker_arguments)  # this process tokenizes long documents, or all without a pool
         running: list[tuple[Task[ShardInfo], ShardJob]] = []
         try:
             with (
@@ -292,7 +297,7 @@ class _Preparation:
     def _jobs(self) -> Iterator[ShardJob]:
         """Yield the shards of both splits. The same text is always cut into the same shards."""
         assert self.analysis is not None
-        log = BadInputLog()  # not used: the first pass has counted the bad input
+        log = BadInputLog()  # only an argument: bad input was counted in the first pass
         held_out, _ = read_validation_texts(self.val_sources, log, self.options)
         splitter = Splitter(self.analysis.holdout, held_out)
         tags = {pair: i for i, pair in enumerate(self.analysis.tags)}
@@ -317,7 +322,7 @@ class _Preparation:
 
     def _is_finished(self, job: ShardJob) -> bool:
         """Add a shard to its split. Return True if its files are intact. Raises UsageError if its text has changed."""
-        self.names[job.split].append(job.name)
+        self.shard_names[job.split].append(job.name)
         info = self.finished.get(job.name)
         if info is None:
             return False
@@ -332,6 +337,7 @@ class _Preparation:
             self._record(job, task.result(), bar)
 
     def _record(self, job: ShardJob, info: ShardInfo, bar: ProgressBar) -> None:
+        """Save a finished shard in prepare.json, and give its files their final names."""
         self.finished[job.name] = info
         self.made += 1
         self.save()  # before the files get their final names, so that prepare.json lists all such files
@@ -341,7 +347,7 @@ class _Preparation:
     def finish(self) -> DatasetIndex:
         """Measure the baselines and write the index."""
         assert self.analysis is not None
-        if not self.names["train"]:
+        if not self.shard_names["train"]:
             raise UsageError(
                 "no document is left to train on: all are validation text. Give more text, or a lower --val-fraction."
             )
@@ -351,7 +357,7 @@ class _Preparation:
         dtype = shards.dtype_for(vocab_size)
         splits = {
             split: summarize_split([self.finished[name] for name in names])
-            for split, names in self.names.items()
+            for split, names in self.shard_names.items()
             if names
         }
         if "val" in splits:

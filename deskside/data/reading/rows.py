@@ -75,26 +75,22 @@ class PackedDataset:
             )
         if sequence_length < 2:
             raise UsageError(f"sequence length {sequence_length}: give at least 2 tokens.")
-        self.directory, self.split, self.index, self.sequence_length = (
-            directory,
-            split,
-            index,
-            sequence_length,
-        )
+        self.directory, self.split, self.index = directory, split, index
+        self.sequence_length = sequence_length
         tables = []
         self._tokens: list[NDArray[Any]] = []
         masks: list[NDArray[np.uint8]] = []
-        bases = [0]
+        shard_starts = [0]  # of each shard in the token stream, which is the shards in order
         for shard in index.splits[split].shards:
             self._tokens.append(shards.open_tokens(directory, shard, index.dtype))
             table = shards.open_table(directory, shard)
             length = np.diff(table["start"], append=shard.tokens - 1)
-            tables.append((table["start"] + bases[-1], length, table["tag"]))
-            bases.append(bases[-1] + shard.tokens)
+            tables.append((table["start"] + shard_starts[-1], length, table["tag"]))
+            shard_starts.append(shard_starts[-1] + shard.tokens)
             if (mask := shards.open_mask(directory, shard)) is not None:
                 masks.append(mask)
         start, length, tag = (np.concatenate(column) for column in zip(*tables, strict=True))
-        self._base = np.array(bases[:-1])
+        self._shard_starts = np.array(shard_starts[:-1])
         self._masks = masks if len(masks) == len(self._tokens) else None
         self.truncation = Truncation()
         learnt_before = np.zeros(1, np.int64)
@@ -227,8 +223,8 @@ class PackedDataset:
             packing = self.packings[c]
             pieces = slice(int(packing.row_start[r]), int(packing.row_start[r + 1]))
             starts = packing.start[pieces]
-            piece_shards = np.searchsorted(self._base, starts, side="right") - 1
-            in_shard = starts - self._base[piece_shards]
+            piece_shards = np.searchsorted(self._shard_starts, starts, side="right") - 1
+            in_shard = starts - self._shard_starts[piece_shards]
             lengths = packing.length[pieces]
             at = 0
             for shard, a, size in zip(

@@ -39,9 +39,9 @@ def permute(position: NDArray[np.int64], n: int, key: int) -> NDArray[np.int64]:
     out = _feistel(position.astype(np.uint64).ravel(), half_bits, keys)
     outside = np.flatnonzero(out >= n)
     while len(outside):
-        again = _feistel(out[outside], half_bits, keys)
-        out[outside] = again
-        outside = outside[again >= n]
+        walked = _feistel(out[outside], half_bits, keys)
+        out[outside] = walked
+        outside = outside[walked >= n]
     return out.astype(np.int64).reshape(position.shape)
 
 
