@@ -80,7 +80,7 @@ def measure(arm: str, options: argparse.Namespace) -> dict[str, Any]:
                 parameter.copy_(weights[name])
     else:
         adapter = AdapterConfig.model_validate({"rank": options.rank, "base": arm})
-        model = frozen_base.make(config, adapter, 0, Drawn(config), DEVICE)
+        model = frozen_base.build(config, adapter, 0, Drawn(config), DEVICE)
     fused = arm == "full" and not options.as_written
     applied = convert(model, "bf16", fused=fused)
     applied.set_checkpointing(options.recompute)

@@ -20,13 +20,13 @@ from deskside.data.tokenizer import GGUF_PRE_TOKENIZER
 from deskside.export.card import model_card
 from deskside.export.gguf import TYPE_NAMES, check_gguf, gguf_name, save_gguf
 from deskside.export.gguf_tokenizer import gguf_tokenizer
-from deskside.export.peft import Unavailable, merge_into_original, save_peft
+from deskside.export.peft import OriginalUnavailable, merge_into_original, save_peft
 from deskside.run.record import mapping
 from deskside.utils.console import say
 from deskside.utils.errors import RunError, UsageError
-from deskside.weights.hf import check_out, save_hf
+from deskside.weights.hf import check_out_dir, save_hf
 from deskside.weights.load import Loaded, load_model
-from deskside.weights.merge_adapters import open_adapted
+from deskside.weights.merge_adapters import load_adapted_run
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -64,14 +64,14 @@ def run(argv: Sequence[str]) -> int:
         raise UsageError(
             f"--dtype {options.dtype}: adapters are always written in float32; leave --dtype out"
         )
-    check_out(out)
+    check_out_dir(out)
     loaded = load_model(options.model, "cpu", torch.float32, say)
     adapter = mapping(mapping(loaded.run.get("config")).get("adapter"))
     if adapter and options.to != "peft" and (options.dtype == "float32" or adapter.get("base") != "bf16"):
         try:
             path = merge_into_original(loaded, say)
             say(f"the adapters are merged into the original weights, {path}")
-        except Unavailable as error:
+        except OriginalUnavailable as error:
             say(
                 f"the adapters are merged into the weights that the run kept in {adapter.get('base')}, so the exported "
                 f"{options.dtype} weights are rounded; for the original precision, use --to peft and merge the "
@@ -150,7 +150,7 @@ def _peft(options: ExportOptions, loaded: Loaded, out: Path, provenance: dict[st
         raise UsageError(
             f"{options.model}: is not a run, and --to peft writes the adapters of a run; use --to hf"
         )
-    run = open_adapted(loaded.run_dir, say)
+    run = load_adapted_run(loaded.run_dir, say)
     card = model_card(loaded, "peft", "float32", say)
     save_peft(run.model, run.adapter, run.init, out, {**provenance, "step": run.step}, card)
     say(

@@ -1,7 +1,6 @@
 """The model card (README.md) of an export: training data, duration, quality, and limitations.
 
-It states only facts from run directories (run/lineage.py), and writes "not recorded" for missing ones, so that
-every number in it was measured.
+It contains only facts that are recorded in run directories (run/lineage.py), and "not recorded" for missing ones.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,16 +19,18 @@ from deskside.weights.hf_families import family_of
 from deskside.weights.load import Loaded
 
 UNKNOWN = "not recorded"
-MOST_SOURCES = 30
-MOST_UNTAGGED = 0.1  # share of tokens; above it the tagged languages would not represent the data
+MAX_SOURCES = 30  # rows in the table of data sources
+MAX_UNTAGGED = (
+    0.1  # share of tokens without a language tag, above which the tagged languages are not representative
+)
 
 
 def model_card(
     loaded: Loaded, form: str, dtype: str, warn: Warn, file: str | None = None, needs: str | None = None
 ) -> str:
-    """Return the card.
+    """Return the text of the card.
 
-    form: hf, gguf or peft. file: the name of a single-file model. needs: a sentence on what can load it.
+    form: "hf", "gguf" or "peft". file: name of a single-file model. needs: a sentence about what the export requires.
     """
     history = stages(loaded.run_dir, warn) if loaded.run_dir is not None else []
     tags = [(source.lang, source.tokens) for stage in history for source in stage.sources]
@@ -54,7 +55,7 @@ def model_card(
         history=history,
         languages=sorted({lang for lang, _ in tags if lang}),
         untagged=sum(tokens for lang, tokens in tags if not lang) / max(1, sum(tokens for _, tokens in tags)),
-        MOST_UNTAGGED=MOST_UNTAGGED,
+        MAX_UNTAGGED=MAX_UNTAGGED,
         shape=_shape(loaded, dtype),
         source_rows=_source_rows,
         weights=_weights,
@@ -85,12 +86,13 @@ def _shape(loaded: Loaded, dtype: str) -> list[tuple[str, str]]:
     ]
     if config.num_experts:
         used = f"{config.num_experts_per_tok} of {config.num_experts} for each token"
-        rows[6] = ("experts", f"{used}, {config.moe_intermediate_size:,} wide")
+        width = rows.index(("MLP width", f"{config.intermediate_size:,}"))
+        rows[width] = ("experts", f"{used}, {config.moe_intermediate_size:,} wide")
     return rows
 
 
 def _source_rows(stage: RunStage) -> list[tuple[str, ...]]:
-    shown, rest = stage.sources[:MOST_SOURCES], stage.sources[MOST_SOURCES:]
+    shown, rest = stage.sources[:MAX_SOURCES], stage.sources[MAX_SOURCES:]
     rows: list[tuple[str, ...]] = [
         (s.name or "(no tag)", s.lang or "-", f"{s.documents:,}", f"{s.tokens:,}", s.licence or UNKNOWN)
         for s in shown
@@ -123,7 +125,7 @@ def _facts(stage: RunStage) -> list[tuple[str, str]]:
         return UNKNOWN if known is None else form(known)
 
     rows = [
-        ("state", status if isinstance(status, str) else "not finished: there is no summary of it"),
+        ("state", status if isinstance(status, str) else "not finished: the run has no summary"),
         ("begun", stage.created or UNKNOWN),
         ("started from", stage.started_from or UNKNOWN),
         ("tokens seen", shown(summary.get("tokens"), "{:,.0f}".format)),
@@ -154,7 +156,7 @@ def _energy(stage: RunStage) -> str:
     size = energy.kilowatt_hours
     amount = f"{size:.3g} kWh" if size >= 0.1 else f"{size * 1000:.3g} Wh"
     part = "" if energy.steps == energy.logged else f", of {energy.steps:,} of {energy.logged:,} steps"
-    return f"{amount}, measured on one GPU during training steps{part}; the rest of the machine is not in it"
+    return f"{amount}, measured on one GPU during training steps{part}, without the rest of the machine"
 
 
 def _hardware(gpu: dict[str, Any], environment: dict[str, Any]) -> str:
@@ -166,11 +168,6 @@ def _hardware(gpu: dict[str, Any], environment: dict[str, Any]) -> str:
     if "cpu" in environment:
         return f"{environment['cpu']}, CPU threads: {environment.get('torch_threads', UNKNOWN)} (no GPU)"
     return UNKNOWN
-
-
-def _software(stage: RunStage) -> str:
-    named = [(n, stage.environment.get(n)) for n in ("deskside", "torch", "python")]
-    return ", ".join(f"{name} {version}" for name, version in named if version) or UNKNOWN
 
 
 def _measures(stage: RunStage) -> list[tuple[str, str]]:
@@ -198,6 +195,7 @@ def _measures(stage: RunStage) -> list[tuple[str, str]]:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     cells = [[" ".join(cell.replace("|", "\\|").split()) for cell in line] for line in lines]
     return "\n".join("| " + " | ".join(line) + " |" for line in cells) + "\n"

@@ -1,10 +1,9 @@
 """Export to GGUF: one file with weights, shape and tokenizer for llama.cpp and programs built on it.
 
 Names, layouts and keys are those that llama.cpp's loader expects (ggml-org/llama.cpp: src/models/, and gguf-py for
-the names). Three things differ from a Hugging Face directory: Llama's q and k have their rows paired for
+the names). There are three differences from a Hugging Face directory: the rows of Llama's q and k are paired for
 interleaved rotation, GPT-2's matrices are (out, in), and the experts of a layer are one tensor. Options that
-llama.cpp would compute differently are refused by name, because a file that loads but gives other results is worse
-than none.
+llama.cpp would compute differently are refused, because such a file would load but give other results.
 
 Tensors are written one by one, and all are read back and compared with their sources before the file gets its name.
 """
@@ -26,7 +25,7 @@ from deskside.config.model import ModelConfig
 from deskside.export.gguf_tokenizer import GgufTokenizer
 from deskside.model.transformer import Transformer
 from deskside.utils.errors import RunError, UsageError
-from deskside.weights.hf import hf_tensors, replaced_when_complete, seal
+from deskside.weights.hf import finish_export, hf_tensors, replaced_when_complete
 from deskside.weights.hf_families import family_of
 
 if TYPE_CHECKING:
@@ -43,8 +42,8 @@ _ROTATED = re.compile(r".*\.(q|k)_proj\.(weight|bias)")
 
 
 @dataclass(frozen=True)
-class Saved:
-    """The exported file. fallback: tensors in float16 because their rows are not whole blocks of q8_0."""
+class SavedGguf:
+    """The exported file. fallback: names of tensors in float16, because their rows are not whole blocks of q8_0."""
 
     file: Path
     fallback: tuple[str, ...]
@@ -52,7 +51,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """A tensor with its GGUF name. shape: numpy's order, outermost first. make: returns its values in float32."""
+    """A tensor with its GGUF name. shape: in numpy's order, outermost dimension first. make: computes its values."""
 
     name: str
     shape: tuple[int, ...]
@@ -68,7 +67,9 @@ def check_gguf(config: ModelConfig) -> str:
     family = family_of(config)
     name = ARCHITECTURES[family.model_type]
     act = "gelu_new" if name == "gpt2" else "silu"
-    wrong = [] if config.hidden_act == act else [f"hidden_act = {config.hidden_act} (it computes {act})"]
+    wrong = []
+    if config.hidden_act != act:
+        wrong.append(f"hidden_act = {config.hidden_act} (it computes {act})")
     if config.sliding_window is not None:
         wrong.append(f"sliding_window = {config.sliding_window} (it has full attention only)")
     if name.startswith("qwen3") and config.attention_bias:
@@ -93,17 +94,17 @@ def gguf_tensors(model: Transformer) -> list[GgufTensor]:
         groups.setdefault(key, []).append(tensor)
     result = []
     for (hf_name, stacked), parts in groups.items():
-        own = names.get_name(hf_name, try_suffixes=(".weight", ".bias"))
-        if own is None:
-            raise RunError(f"{hf_name}: the gguf package has no name for it in {name}; is it out of date?")
-        heads = None
+        tensor_name = names.get_name(hf_name, try_suffixes=(".weight", ".bias"))
+        if tensor_name is None:
+            raise RunError(f"{hf_name}: the gguf package has no name for this tensor of {name}; update gguf")
+        heads = None  # of q or k, if the rows have to be paired
         if name == "llama" and (match := _ROTATED.fullmatch(hf_name)):
             heads = config.num_attention_heads if match[1] == "q" else config.num_key_value_heads
-        flip = name == "gpt2" and parts[0].ndim == 2 and ".h." in hf_name
-        shape = tuple(reversed(parts[0].shape)) if flip else tuple(parts[0].shape)
+        transpose = name == "gpt2" and parts[0].ndim == 2 and ".h." in hf_name
+        shape = tuple(reversed(parts[0].shape)) if transpose else tuple(parts[0].shape)
         shape = (len(parts), *shape) if stacked else shape
-        make = partial(_values, parts, stacked, heads, flip)
-        result.append(GgufTensor(own, shape, make))
+        make = partial(_values, parts, stacked, heads, transpose)
+        result.append(GgufTensor(tensor_name, shape, make))
     return result
 
 
@@ -116,12 +117,16 @@ def save_gguf(
     about: Mapping[str, Any] | None = None,
     card: str | None = None,
     tick: Callable[[int], None] = lambda weights: None,
-) -> Saved:
-    """Write OUT/NAME-TYPE.gguf, the model card and deskside.json as a whole, replacing only an earlier export.
+) -> SavedGguf:
+    """Write OUT/NAME-TYPE.gguf, the model card and deskside.json; they may replace an earlier export.
 
-    tick is called with the number of weights written, and again with the number read back. Raises UsageError as
-    `check_gguf` and `check_out` do, and RunError if weights do not fit the type, the disk is too small, or the file
-    reads back differently.
+    Raises UsageError as `check_gguf` and `check_out_dir` do, and RunError if weights do not fit the type, the disk is
+    too small, or the file reads back differently.
+
+    Args:
+        about: Extra content of deskside.json.
+        card: Content of README.md.
+        tick: Called for each tensor with its number of weights, once when it is written and once when it is read back.
     """
     gguf = _package()
     tensors = gguf_tensors(model)
@@ -133,7 +138,7 @@ def save_gguf(
         try:
             _describe(writer, model.config, tokenizer, name, dtype)
             for t in tensors:
-                # Given as float32: with raw bytes the writer would take the shape for one of bytes.
+                # The dtype is given as float32, because the writer would interpret the shape of raw bytes as bytes.
                 writer.add_tensor_info(
                     t.name, t.shape, np.dtype(np.float32), sizes[t.name], raw_dtype=types[t.name]
                 )
@@ -147,9 +152,9 @@ def save_gguf(
         finally:
             writer.close()
         _compare(folder / file, tensors, types, tick)
-        seal(folder, about, card)
+        finish_export(folder, about, card)
     fallback = tuple(t.name for t in tensors if dtype == "q8_0" and types[t.name].name == "F16")
-    return Saved(out_dir / file, fallback)
+    return SavedGguf(out_dir / file, fallback)
 
 
 def gguf_name(name: str, dtype: GgufType) -> str:
@@ -158,11 +163,13 @@ def gguf_name(name: str, dtype: GgufType) -> str:
 
 
 def _package() -> Any:
-    """Import the optional `gguf` package."""
+    """Import the optional `gguf` package. Raises UsageError if it is missing."""
     try:
         import gguf
     except ModuleNotFoundError:
-        raise UsageError("--to gguf: needs the gguf package: pip install 'deskside[gguf]'") from None
+        raise UsageError(
+            "--to gguf: needs the gguf package; install it: pip install 'deskside[gguf]'"
+        ) from None
     return gguf
 
 
@@ -174,15 +181,15 @@ def _type_of(tensor: GgufTensor, dtype: GgufType) -> "gguf.GGMLQuantizationType"
     return kinds.F16 if wanted == kinds.Q8_0 and tensor.shape[-1] % 32 else wanted
 
 
-def _values(parts: list[Tensor], stacked: bool, heads: int | None, flip: bool) -> NDArray[np.float32]:
+def _values(parts: list[Tensor], stacked: bool, heads: int | None, transpose: bool) -> NDArray[np.float32]:
+    """Return the values of one GGUF tensor. heads: the number of heads whose rows have to be paired, or None."""
     tensor = torch.stack(parts) if stacked else parts[0]
     tensor = tensor.detach().to("cpu", torch.float32)
-    if (
-        heads is not None
-    ):  # rows of a head from (first halves, second halves) to pairs, for interleaved rotation
+    if heads is not None:
+        # Rotation pairs row i with row i + half of a head here, and row 2 i with row 2 i + 1 in llama.cpp.
         halves = tensor.reshape(heads, 2, tensor.shape[0] // heads // 2, *tensor.shape[1:])
         tensor = halves.transpose(1, 2).reshape(tensor.shape)
-    values: NDArray[np.float32] = (tensor.T if flip else tensor).contiguous().numpy()
+    values: NDArray[np.float32] = (tensor.T if transpose else tensor).contiguous().numpy()
     return values
 
 
@@ -190,7 +197,7 @@ def _encoded(tensor: GgufTensor, kind: "gguf.GGMLQuantizationType") -> NDArray[A
     values = tensor.make()
     largest = float(np.abs(values).max(initial=0.0))
     if not math.isfinite(largest):
-        raise RunError(f"{tensor.name}: holds numbers that are not finite; export an earlier checkpoint")
+        raise RunError(f"{tensor.name}: contains numbers that are not finite; export an earlier checkpoint")
     if kind.name == "F16" and largest > torch.finfo(torch.float16).max:
         raise RunError(f"{tensor.name}: {largest:.3g} is beyond float16; use --dtype bfloat16 or float32")
     encoded: NDArray[Any] = _package().quantize(values, kind)
@@ -239,10 +246,10 @@ def _describe(
     if tokenizer.chat_template is not None:
         writer.add_eot_token_id(tokenizer.ends[0])
         writer.add_chat_template(tokenizer.chat_template)
-    # llama.cpp stops at these three, and at tokens that it knows by their spelling.
-    others = [number for number in tokenizer.ends[1:] if number != tokenizer.end]
-    if others:
-        writer.add_eom_token_id(others[0])
+    # llama.cpp stops at three tokens (eos, eot and eom), and at tokens that it knows by name.
+    other_ends = [token for token in tokenizer.ends[1:] if token != tokenizer.end]
+    if other_ends:
+        writer.add_eom_token_id(other_ends[0])
 
 
 def _compare(
@@ -251,31 +258,34 @@ def _compare(
     types: Mapping[str, "gguf.GGMLQuantizationType"],
     tick: Callable[[int], None],
 ) -> None:
-    """Raise RunError unless the file holds every tensor, as exactly as its type allows."""
+    """Raise RunError unless the file contains exactly these tensors, with values as precise as their types allow."""
     gguf = _package()
     stored = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
     if stored.keys() != {tensor.name for tensor in tensors}:
-        odd = min(stored.keys() ^ {tensor.name for tensor in tensors})
-        raise RunError(f"{file.name}: was not written correctly: only one of file and model has '{odd}'")
+        unmatched = min(stored.keys() ^ {tensor.name for tensor in tensors})
+        raise RunError(
+            f"{file.name}: was not written correctly: only one of file and model has '{unmatched}'; check the disk"
+        )
     for tensor in tensors:
-        found, kind = stored[tensor.name], types[tensor.name]
+        read, kind = stored[tensor.name], types[tensor.name]
         values = tensor.make()
-        same = found.tensor_type == kind and tuple(reversed(found.shape.tolist())) == tensor.shape
+        same = read.tensor_type == kind and tuple(reversed(read.shape.tolist())) == tensor.shape
         rows = max(1, COMPARED_AT_ONCE * values.shape[0] // values.size)
         for start in range(0, values.shape[0] if same else 0, rows):
             part = values[start : start + rows]
-            back = gguf.dequantize(found.data[start : start + rows], kind).reshape(part.shape)
-            same = same and bool((np.abs(back - part) <= rounding_bound(part, kind.name)).all())
+            read_part = gguf.dequantize(read.data[start : start + rows], kind).reshape(part.shape)
+            same = same and bool((np.abs(read_part - part) <= rounding_bound(part, kind.name)).all())
         if not same:
             raise RunError(f"{file.name}: {tensor.name} reads back differently; check the disk")
         tick(math.prod(tensor.shape))
 
 
 def rounding_bound(values: NDArray[np.float32], kind: str) -> NDArray[np.float64]:
-    """Return the largest error of each value after a round trip through a type.
+    """Return the largest possible error of each value after conversion to a type and back.
 
-    For 16-bit floats it is half a unit in the last place. In q8_0, 32 values share d = max / 127, stored as
-    float16: the bound is d / 2 for the rounding, plus 127 times the rounding of d to float16.
+    For 16-bit floats, it is half a unit in the last place; the constant term is for subnormal numbers. In q8_0, 32
+    values share d = max / 127, which is stored as float16. The error is at most d / 2 from rounding the values, plus
+    127 times the rounding error of d.
     """
     size = np.abs(values.astype(np.float64))
     if kind == "F32":

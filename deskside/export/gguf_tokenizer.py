@@ -1,8 +1,8 @@
 """Conversion of a tokenizer.json to llama.cpp's form: byte-level BPE with a named split pattern.
 
-llama.cpp has the split patterns compiled in and selects one by name (`tokenizer.ggml.pre`), so a tokenizer with an
-unknown pattern cannot be exported: it would split text differently from training. The names and patterns are those
-of `llm_tokenizer_bpe` in llama.cpp's src/llama-vocab.cpp.
+The split patterns are compiled into llama.cpp, which selects one by name (`tokenizer.ggml.pre`). A tokenizer with any
+other pattern cannot be exported, because llama.cpp would split text differently than in training. The names and
+patterns are those of `llm_tokenizer_bpe` in llama.cpp's src/llama-vocab.cpp.
 """
 
 from collections.abc import Mapping
@@ -15,14 +15,14 @@ from deskside.data.tokenizer import GGUF_PRE_TOKENIZER, SPLIT_PATTERN, end_of_te
 from deskside.data.tokenizer import load as load_tokenizer
 from deskside.utils.errors import UsageError
 from deskside.utils.parsing import read_json_object
-from deskside.weights.load import generation_ends, named_token
+from deskside.weights.load import read_eos_ids, special_token_id
 
 # Token types of the format: ggml-org/ggml, docs/gguf.md.
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-# (split pattern, whether a word in the vocabulary is used without merging) -> llama.cpp's name
+# (split pattern, True if a word in the vocabulary is used without merging) -> llama.cpp's name
 _BY_PATTERN = {
     (SPLIT_PATTERN, False): GGUF_PRE_TOKENIZER,
     (_CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _REST, False): "qwen2",
@@ -32,11 +32,12 @@ _BY_PATTERN = {
 
 @dataclass(frozen=True)
 class GgufTokenizer:
-    """Tokens by id (padded to the model's vocabulary), their types, merges by rank, and the special tokens.
+    """A tokenizer in llama.cpp's form.
 
-    ends: the tokens that end a text, first the one that ends an answer. end: the token that a chat template renders
-    as `eos_token`, by default ends[0]. add_start: whether every text begins with `start`. nfc: whether the
-    tokenizer normalizes text to Unicode's NFC, which llama.cpp does not.
+    pre: llama.cpp's name of the split pattern. tokens, types: by id, padded to the model's vocabulary. merges: by rank.
+    start: the token that begins a text. ends: the tokens that end a text, first the one that ends an answer.
+    end: the token that a chat template renders as `eos_token`, by default ends[0]. add_start: True if every text begins
+    with `start`. nfc: True if the tokenizer normalizes text to Unicode's NFC, which llama.cpp does not do.
     """
 
     pre: str
@@ -67,7 +68,7 @@ def gguf_tokenizer(folder: Path, vocab_size: int, start: int) -> GgufTokenizer:
         raise UsageError(
             f"{file}: has token {max(vocabulary.values())}, above the model's vocab_size {vocab_size}"
         )
-    # The vocabulary is padded for fast matrix products; llama.cpp takes the number of rows from this list.
+    # The model's vocabulary is padded for fast matrix products. llama.cpp needs a token for each of its rows.
     tokens = [_filler(number, vocabulary) for number in range(vocab_size)]
     types = [UNUSED] * vocab_size
     for token, number in vocabulary.items():
@@ -76,29 +77,30 @@ def gguf_tokenizer(folder: Path, vocab_size: int, start: int) -> GgufTokenizer:
         types[added["id"]] = CONTROL if added["special"] else USER_DEFINED
         if wrong := [key for key in ("lstrip", "rstrip", "single_word") if added.get(key)]:
             raise UsageError(
-                f"{file}: token '{added['content']}' has {', '.join(wrong)}, which llama.cpp does not do; use --to hf"
+                f"{file}: token '{added['content']}' has {', '.join(wrong)}, which llama.cpp does not support; "
+                "use --to hf"
             )
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model.get("merges", [])]
     if not merges:
         raise UsageError(
-            f"{file}: has no merges, and llama.cpp loads none without; train a larger vocabulary"
+            f"{file}: has no merges, and llama.cpp needs some; train a tokenizer with a larger vocabulary"
         )
-    end = end_of_text(coder, folder)[1]
+    end_of_text_id = end_of_text(coder, folder)[1]
     template = read_chat_template(folder)
-    ends = tuple(dict.fromkeys([*generation_ends(folder), end]))
-    named = (
-        named_token(coder, folder, "eos_token") if template is not None and "eos_token" in template else None
-    )
+    ends = tuple(dict.fromkeys([*read_eos_ids(folder), end_of_text_id]))
+    template_end = None
+    if template is not None and "eos_token" in template:
+        template_end = special_token_id(coder, folder, "eos_token")
     return GgufTokenizer(
         pre=pre,
         tokens=tuple(tokens),
         types=tuple(types),
         merges=tuple(merges),
         start=start,
-        end=ends[0] if named is None else named,
+        end=ends[0] if template_end is None else template_end,
         ends=ends,
-        padding=end,
-        # A conversation begins with its own first token, any other text with `start`: so both were trained.
+        padding=end_of_text_id,
+        # As in training: a chat template renders the first token of a conversation; any other text begins with `start`.
         add_start=template is None or _starts_every_text(spec.get("post_processor"), tokens[start]),
         chat_template=template,
         nfc=(spec.get("normalizer") or {}).get("type") == "NFC",
@@ -106,7 +108,7 @@ def gguf_tokenizer(folder: Path, vocab_size: int, start: int) -> GgufTokenizer:
 
 
 def _filler(number: int, vocabulary: Mapping[str, int]) -> str:
-    """Return a name for a row without a token. llama.cpp aborts if two tokens have the same text."""
+    """Return a name for a row without a token. It is unique, because llama.cpp aborts if two tokens are equal."""
     name = f"[PAD{number}]"
     while name in vocabulary:
         name += "]"
@@ -117,37 +119,45 @@ def _pre_tokenizer(spec: dict[str, Any], file: Path) -> str:
     """Return llama.cpp's name of the split pattern. Raises UsageError if it has none."""
     model = spec.get("model") or {}
     if model.get("type") != "BPE" or model.get("byte_fallback"):
-        raise UsageError(f"{file}: is not byte-level BPE, which is all that --to gguf writes; use --to hf")
+        raise UsageError(f"{file}: is not byte-level BPE, and --to gguf supports nothing else; use --to hf")
     wrong = [key for key in ("continuing_subword_prefix", "end_of_word_suffix", "dropout") if model.get(key)]
     normalizer = (spec.get("normalizer") or {}).get("type")
-    if normalizer not in (None, "NFC"):  # llama.cpp does not normalize to NFC, also for Qwen's own models
+    if normalizer not in (
+        None,
+        "NFC",
+    ):  # llama.cpp ignores NFC, for Qwen's models too, so it is accepted here
         wrong.append(f"normalizer {normalizer}")
     if wrong:
-        raise UsageError(f"{file}: has {', '.join(wrong)}, which llama.cpp does not know; use --to hf")
-    found = spec.get("pre_tokenizer") or {}
-    steps = found.get("pretokenizers", []) if found.get("type") == "Sequence" else [found]
+        raise UsageError(f"{file}: has {', '.join(wrong)}, which llama.cpp does not support; use --to hf")
+    pre_tokenizer = spec.get("pre_tokenizer") or {}
+    is_sequence = pre_tokenizer.get("type") == "Sequence"
+    steps = pre_tokenizer.get("pretokenizers", []) if is_sequence else [pre_tokenizer]
     kinds = [step.get("type") for step in steps]
     last = steps[-1] if steps else {}
-    # No pattern of llama.cpp adds a space before the first word.
+    # llama.cpp has no pattern that adds a space before the first word.
     byte_level = last.get("type") == "ByteLevel" and not last.get("add_prefix_space")
-    whole_words, own_pattern = bool(model.get("ignore_merges")), last.get("use_regex", True)
+    whole_words = bool(model.get("ignore_merges"))
+    gpt2_pattern = last.get("use_regex", True)  # "ByteLevel" then splits text with GPT-2's pattern
     name = None
-    if byte_level and kinds == ["Split", "ByteLevel"] and not own_pattern and not steps[0].get("invert"):
+    if byte_level and kinds == ["Split", "ByteLevel"] and not gpt2_pattern:
         pattern = str((steps[0].get("pattern") or {}).get("Regex"))
-        name = _BY_PATTERN.get((pattern, whole_words)) if steps[0].get("behavior") == "Isolated" else None
-    elif byte_level and own_pattern and not whole_words:
-        single = kinds == ["Digits", "ByteLevel"] and steps[0].get("individual_digits")
-        name = "gpt-2" if kinds == ["ByteLevel"] else "smollm" if single else None
+        if steps[0].get("behavior") == "Isolated" and not steps[0].get("invert"):
+            name = _BY_PATTERN.get((pattern, whole_words))
+    elif byte_level and gpt2_pattern and not whole_words:
+        if kinds == ["ByteLevel"]:
+            name = "gpt-2"
+        elif kinds == ["Digits", "ByteLevel"] and steps[0].get("individual_digits"):
+            name = "smollm"
     if name is None:
         raise UsageError(
-            f"{file}: splits text in a way that llama.cpp has no name for; use --to hf (known are deskside's own, "
-            "Qwen3's, Llama 3's, SmolLM's and GPT-2's)"
+            f"{file}: splits text with a pattern that llama.cpp does not have; use --to hf (supported are the patterns "
+            "of deskside, Qwen3, Llama 3, SmolLM and GPT-2)"
         )
     return name
 
 
 def _starts_every_text(processor: object, token: str) -> bool:
-    """Return whether a post-processor of tokenizer.json puts this token before every text."""
+    """Return True if a post-processor of tokenizer.json puts this token before every text."""
     if not isinstance(processor, dict):
         return False
     if processor.get("type") == "Sequence":

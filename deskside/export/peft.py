@@ -1,12 +1,12 @@
-"""Exports of a run with adapters: the adapters alone, or their merge into the original weights.
+"""Exports of a run with adapters: the adapters alone, or the original weights with the adapters merged.
 
-`save_peft` writes a directory that peft.PeftModel.from_pretrained loads on top of the base model. It has
+`save_peft` writes a directory that peft.PeftModel.from_pretrained loads on top of the base model. It contains
 adapter_config.json and adapter_model.safetensors in the layout of the PEFT library: `lora_A` and `lora_B` of every
 projection under Hugging Face's module names, and the trained embedding rows of new tokens as trainable_token_indices.
 
-A run with adapters keeps its base in BF16, INT8 or NF4. If the original is still available, `merge_into_original`
-avoids that rounding. Freezing the original again must reproduce the run's base bit for bit, which proves that it is
-the original.
+A run with adapters stores its base in BF16, INT8 or NF4. If the original weights are still available,
+`merge_into_original` uses them, which avoids the rounding of the base. To verify that they are the original, they are
+frozen again and must then be bit-identical to the run's base.
 """
 
 import json
@@ -27,10 +27,10 @@ from deskside.train.state.init_weights import resize_vocabulary
 from deskside.utils.errors import RunError, UsageError
 from deskside.weights import frozen_base
 from deskside.weights.checkpoint import Damaged, find
-from deskside.weights.hf import hf_name, replaced_when_complete, seal
+from deskside.weights.hf import finish_export, hf_name, replaced_when_complete
 from deskside.weights.hf_families import family_of
 from deskside.weights.load import Loaded, load_model
-from deskside.weights.merge_adapters import merge_into, read_adapted
+from deskside.weights.merge_adapters import load_adapted_model, merge_into
 
 PREFIX = "base_model.model."
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -41,8 +41,8 @@ def to_peft(
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the content of adapter_config.json and the tensors. init: the base model's name or path.
 
-    Raises UsageError for architectures without a Hugging Face form, and for GPT-2, whose fused q, k, v module
-    cannot have an adapter for each.
+    Raises UsageError for options that Hugging Face's architectures lack, and for GPT-2, which has one module for q, k
+    and v, so that they cannot have separate adapters.
     """
     family = family_of(model.config)
     if family.transposed:
@@ -52,13 +52,13 @@ def to_peft(
     tensors: dict[str, Tensor] = {}
     targets: set[str] = set()
     for path, module in model.named_modules():
-        if (found := adapter_of(module)) is not None:
-            half = ".".join(path.split(".")[:3])  # layers.0.attn
-            for s in found.adapted:
+        if (lora := adapter_of(module)) is not None:
+            sublayer = ".".join(path.split(".")[:3])  # layers.0.attn
+            for s in lora.adapted:
                 targets.add(s.name)
-                theirs = PREFIX + hf_name(f"{half}.{s.name}.weight", family).removesuffix(".weight")
-                tensors[f"{theirs}.lora_A.weight"] = found.a[s.name].detach()
-                tensors[f"{theirs}.lora_B.weight"] = found.b[s.name].detach()
+                hf_module = PREFIX + hf_name(f"{sublayer}.{s.name}.weight", family).removesuffix(".weight")
+                tensors[f"{hf_module}.lora_A.weight"] = lora.a[s.name].detach()
+                tensors[f"{hf_module}.lora_B.weight"] = lora.b[s.name].detach()
     content: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -73,11 +73,12 @@ def to_peft(
         "inference_mode": True,
     }
     ids: dict[str, list[int]] = {}
-    for ours, theirs, module in (("embed", "embed_tokens", model.embed), ("lm_head", "lm_head", model.head)):
+    tables = (("embed", "embed_tokens", model.embed), ("lm_head", "lm_head", model.head))
+    for logical_name, peft_name, module in tables:
         if (trained := trained_rows_of(module)) is not None:
-            ids[theirs] = trained.ids.tolist()
-            owner = hf_name(f"{ours}.weight", family).removesuffix(".weight")
-            tensors[f"{PREFIX}{owner}.token_adapter.trainable_tokens_delta"] = trained.rows.detach()
+            ids[peft_name] = trained.ids.tolist()
+            hf_module = hf_name(f"{logical_name}.weight", family).removesuffix(".weight")
+            tensors[f"{PREFIX}{hf_module}.token_adapter.trainable_tokens_delta"] = trained.rows.detach()
     if ids:
         # With a plain list, PEFT applies the embedding's rows to a tied head as well.
         content["trainable_token_indices"] = ids if len(ids) > 1 else next(iter(ids.values()))
@@ -92,26 +93,27 @@ def save_peft(
     about: Mapping[str, Any] | None = None,
     card: str | None = None,
 ) -> Path:
-    """Write the directory as a whole, replacing only an earlier export. card: the content of README.md.
+    """Write the directory of the adapters; it may replace an earlier export.
 
-    Raises UsageError as `to_peft` and `check_out` do.
+    about: extra content of deskside.json. card: content of README.md. Raises UsageError as `to_peft` and
+    `check_out_dir` do.
     """
     content, tensors = to_peft(model, adapter, init)
     with replaced_when_complete(out_dir) as folder:
         (folder / CONFIG).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", "utf-8")
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-        seal(folder, about, card)
+        finish_export(folder, about, card)
     return out_dir
 
 
-class Unavailable(Exception):
+class OriginalUnavailable(Exception):
     """The original weights cannot be used; the message gives the reason."""
 
 
 def merge_into_original(loaded: Loaded, warn: Callable[[str], None]) -> str:
-    """Overwrite a loaded run's weights with its adapters merged into the original weights; return their path.
+    """Replace a loaded run's weights by the original weights with its adapters merged. Returns the original's path.
 
-    Needs memory for the original in float32 and for its frozen form. Raises Unavailable.
+    Needs memory for the original weights in float32 and for their frozen form. Raises OriginalUnavailable.
     """
     run_dir = loaded.run_dir
     assert run_dir is not None
@@ -119,10 +121,10 @@ def merge_into_original(loaded: Loaded, warn: Callable[[str], None]) -> str:
     assert config.adapter is not None
     checkpoint = next((c for c in find(run_dir / "checkpoints") if c.step == loaded.step), None)
     if checkpoint is None:
-        raise Unavailable("the run has no checkpoint, so its adapters are not at hand apart")
+        raise OriginalUnavailable("the run has no checkpoint, so its adapters are not available separately")
     source = loaded.run.get("init")
     if not isinstance(source, str):
-        raise Unavailable("the run does not say which model it was started from")
+        raise OriginalUnavailable("the run does not record which model it was started from")
     path = resolve_path(source, loaded.run.get("directory"))
     try:
         original = load_model(path, warn=warn)
@@ -130,16 +132,15 @@ def merge_into_original(loaded: Loaded, warn: Callable[[str], None]) -> str:
         if config.align is not None:
             fresh = loaded.run.get("fresh")
             if not isinstance(fresh, list) or not all(type(token) is int for token in fresh):
-                raise Unavailable("the run does not say which tokens it added to the original")
+                raise OriginalUnavailable("the run does not record which tokens it added to the original")
             weights = resize_vocabulary(weights, config.model.vocab_size, fresh)
-        same = frozen_base.is_made_from(run_dir, config.model, config.adapter, config.seed, weights)
-        model = read_adapted(run_dir, checkpoint, config, "cpu")
+        same = frozen_base.matches(run_dir, config.model, config.adapter, config.seed, weights)
+        model = load_adapted_model(run_dir, checkpoint, config, "cpu")
     except (UsageError, RunError, Damaged) as error:
-        raise Unavailable(f"the original cannot be used: {error}") from None
+        raise OriginalUnavailable(f"the original cannot be used: {error}") from None
     if not same:
-        raise Unavailable(
-            f"{path} is not the original to the last bit: rounded to {config.adapter.base} here, it differs from what "
-            "the run kept"
+        raise OriginalUnavailable(
+            f"{path} is not exactly the original: its weights in {config.adapter.base} differ from the base in the run"
         )
     merge_into(loaded.model, model, weights)
     return path

@@ -1,4 +1,4 @@
-"""Checkpoints that survive kills, full disks and flipped bits: at most one checkpoint interval is lost.
+"""Checkpoints that are complete or absent on disk, and verified when they are loaded.
 
 A checkpoint is a folder `step-000001000` with weights and optimizer state (safetensors, which executes no code on
 load), `state.json`, and `manifest.json` with the size and checksum of every other file. It is written under a
@@ -33,9 +33,9 @@ from deskside.utils.parsing import json_value
 NAME = re.compile(r"step-(\d{9})")
 WEIGHTS, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
 SHARDED, MANIFEST = "sharded", "manifest.json"
-PICKLED = ".metadata"  # written by versions before 2026-11-22, in torch.distributed.checkpoint's own format
+PICKLED = ".metadata"  # written by versions before 2026-11-22, in the default format of torch.distributed.checkpoint
 SCHEMA_VERSION = 1
-SET_ASIDE = "damaged-"
+SET_ASIDE = "damaged-"  # prefix of the names that `set_aside` gives
 Tensors = dict[str, Tensor]
 T = TypeVar("T")
 
@@ -49,16 +49,16 @@ class Checkpoint:
 
     @property
     def sharded(self) -> bool:
-        """Return whether the tensors are in shards, in a folder of their own (weights/sharded_files.py)."""
+        """True if the tensors are in shards, in the folder SHARDED (weights/sharded_files.py)."""
         return (self.path / SHARDED).is_dir()
 
 
 class Damaged(Exception):
-    """A checkpoint whose files do not match its manifest. The message names the file and the difference."""
+    """A checkpoint is damaged: its files do not match its manifest. The message names the file and the difference."""
 
 
 def folder_name(step: int) -> str:
-    """Return step-000001000 for step 1000."""
+    """Return the name of a checkpoint's folder: step-000001000 for step 1000."""
     return f"step-{step:09d}"
 
 
@@ -75,7 +75,10 @@ def find(folder: Path) -> list[Checkpoint]:
 def newest_readable(
     folder: Path, read: Callable[[Checkpoint], T], warn: Callable[[str], None]
 ) -> tuple[Checkpoint, T] | None:
-    """Return the newest checkpoint that `read` does not find Damaged, and its result. Damaged ones go to `warn`."""
+    """Return the newest checkpoint for which `read` does not raise Damaged, and the result of `read`, or None.
+
+    `warn` is called with a sentence about each damaged checkpoint.
+    """
     for checkpoint in find(folder):
         try:
             return checkpoint, read(checkpoint)
@@ -112,9 +115,9 @@ def verify(checkpoint: Checkpoint, weights_only: bool = False) -> None:
             found = fingerprint(path / name)
         except (OSError, ValueError) as error:  # a flipped bit can make a file name invalid
             raise Damaged(f"{path / name} cannot be read ({error})") from None
-        for what, is_, should in zip(("bytes", "xxh3_128"), found, expected, strict=True):
-            if is_ != should:
-                raise Damaged(f"{path / name} is damaged: {what} {is_}, expected {should}")
+        for key, actual, wanted in zip(("bytes", "xxh3_128"), found, expected, strict=True):
+            if actual != wanted:
+                raise Damaged(f"{path / name} is damaged: {key} {actual}, expected {wanted}")
 
 
 def refuse_pickle(checkpoint: Checkpoint) -> None:
@@ -122,8 +125,8 @@ def refuse_pickle(checkpoint: Checkpoint) -> None:
     old = checkpoint.path / SHARDED / PICKLED
     if old.exists():
         raise RunError(
-            f"{old}: this checkpoint is in the sharded format of deskside before 2026-11-22, a pickle, which can run "
-            f"code when it is read, so it is not read; if you trust it, export it with the version that wrote it "
+            f"{old}: this checkpoint has the sharded format of deskside before 2026-11-22, which is a pickle and can "
+            f"run code when it is read, so it is not read; if you trust it, export it with the version that wrote it "
             f"(deskside export RUN --to hf --out DIR) and continue from its weights with: deskside train --init DIR"
         )
 
@@ -136,7 +139,10 @@ def files_of(folder: Path) -> list[Path]:
 def load_file_into(
     model: nn.Module, checkpoint: Checkpoint, device: torch.device | str, trained_only: bool = False
 ) -> None:
-    """Load the weights of an unsharded checkpoint. Raises Damaged, or RunError if they do not fit the model."""
+    """Load the weights of an unsharded checkpoint into a model. Raises Damaged, or RunError if they do not fit.
+
+    trained_only: the checkpoint contains the trainable parameters only.
+    """
     file = checkpoint.path / WEIGHTS
     try:
         tensors = load_file(file, device=str(device))
@@ -154,11 +160,11 @@ def load_weights(model: nn.Module, tensors: dict[str, Tensor], trained_only: boo
 
     trained_only: into trainable parameters only. Raises RunError if names or shapes differ.
     """
-    own = {n: p for n, p in model.named_parameters() if p.requires_grad or not trained_only}
-    if own.keys() != tensors.keys():
-        odd = min(own.keys() ^ tensors.keys())
-        raise RunError(f"these weights belong to another architecture: only one of both has '{odd}'")
-    for name, parameter in own.items():
+    parameters = {n: p for n, p in model.named_parameters() if p.requires_grad or not trained_only}
+    if parameters.keys() != tensors.keys():
+        unmatched = min(parameters.keys() ^ tensors.keys())
+        raise RunError(f"these weights belong to another architecture: only one of both has '{unmatched}'")
+    for name, parameter in parameters.items():
         if parameter.shape != tensors[name].shape:
             raise RunError(
                 f"these weights belong to another architecture: '{name}' is {tuple(tensors[name].shape)}, "
@@ -172,7 +178,7 @@ def save(
 ) -> Checkpoint:
     """Write one checkpoint. Every rank calls this if `sharded`, otherwise rank 0 only.
 
-    Raises RunError on every calling rank if one of them fails to write; older checkpoints are then untouched, and
+    Raises RunError on every calling rank if one of them fails to write. Older checkpoints are then unchanged, and
     there is no folder with the final name.
     """
     temporary, final = folder / f".tmp-{folder_name(step)}", folder / folder_name(step)
@@ -199,9 +205,9 @@ def save(
 
 
 def newest_good(folder: Path, warn: Callable[[str], None]) -> Checkpoint | None:
-    """Return the newest checkpoint that verifies, or None if there are no checkpoints. Damaged ones go to `warn`.
+    """Return the newest undamaged checkpoint, or None if there are no checkpoints.
 
-    Raises RunError if all checkpoints are damaged.
+    `warn` is called with a sentence about each damaged checkpoint. Raises RunError if all are damaged.
     """
     newest = newest_readable(folder, verify, warn)
     if newest is None and (found := find(folder)):
@@ -213,9 +219,9 @@ def newest_good(folder: Path, warn: Callable[[str], None]) -> Checkpoint | None:
 
 
 def set_aside(folder: Path, newer_than: int) -> list[Path]:
-    """Rename checkpoints of later steps, which are damaged, so that they neither count as kept nor block new ones.
+    """Rename the checkpoints of later steps, which are damaged. Returns the new paths.
 
-    Returns the new paths.
+    Under their old names, they would count as checkpoints to keep and would be in the way of new ones.
     """
     moved = []
     for checkpoint in find(folder):
@@ -236,7 +242,7 @@ def load_state(checkpoint: Checkpoint) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise RunError(f"{path}: cannot be read ({error}); restore it, or delete {checkpoint.path}") from None
     if not isinstance(state, dict):
-        raise RunError(f"{path}: does not hold a JSON object; restore it, or delete {checkpoint.path}")
+        raise RunError(f"{path}: does not contain a JSON object; restore it, or delete {checkpoint.path}")
     return state
 
 
@@ -246,7 +252,7 @@ def load_tensors(checkpoint: Checkpoint, name: str, device: torch.device) -> Ten
 
 
 def load_sharded(checkpoint: Checkpoint, model: Tensors, optimizer: Tensors) -> None:
-    """Fill the given (sharded) tensors in place. Every rank calls this."""
+    """Load a sharded checkpoint into the given (sharded) tensors in place. Every rank calls this."""
     from deskside.weights import sharded_files
 
     try:
@@ -269,7 +275,8 @@ def clean(folder: Path) -> None:
 
 
 def _by_writer(sharded: bool, work: Callable[[], None]) -> None:
-    """Run `work` on rank 0, and raise its OSError on every rank, so that no rank waits for a failed one."""
+    """Run `work` on rank 0, or on the calling rank if not sharded. If it raises OSError, every rank raises it, so that
+    no rank waits forever."""
     if not sharded:
         work()
         return
@@ -308,7 +315,7 @@ def _finish(temporary: Path, final: Path, state: dict[str, Any]) -> None:
 
 
 def _delete(path: Path) -> None:
-    # Renamed first: a kill during the deletion must not leave an incomplete checkpoint with its final name.
-    doomed = path.with_name(f".tmp-old-{path.name}")
-    os.replace(path, doomed)
-    shutil.rmtree(doomed)
+    # Renamed first, because a kill during the deletion must not leave an incomplete checkpoint with its final name.
+    temporary = path.with_name(f".tmp-old-{path.name}")
+    os.replace(path, temporary)
+    shutil.rmtree(temporary)

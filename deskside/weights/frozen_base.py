@@ -1,9 +1,8 @@
-"""The frozen base model of an adapter run: frozen once from given weights, saved in the run, and loaded on a
-resume.
+"""The frozen base model of a run with adapters.
 
-A run with adapters saves its (possibly quantized) base once as `base.safetensors`, so that a resumed run trains
-beside exactly the same bits, and the run is complete without the model that it started from. Checkpoints then hold
-only the trained tensors. `base.json` has the size, the checksum, and the tokens whose embedding rows train.
+The run saves its (possibly quantized) base once as `base.safetensors`. A resumed run then trains with exactly the same
+base weights, and the run is complete without the model that it started from. Checkpoints contain only the trained
+tensors. `base.json` has the size and checksum of the base, and the tokens whose embedding rows train.
 """
 
 import json
@@ -40,7 +39,7 @@ class BaseFacts(Part):
 
 
 @torch.no_grad()
-def make(
+def build(
     config: ModelConfig,
     adapter: AdapterConfig,
     seed: int,
@@ -48,17 +47,17 @@ def make(
     device: torch.device | str,
     trained_tokens: Sequence[int] = (),
 ) -> Transformer:
-    """Return a model with `weights` (by parameter name, on any device) frozen on `device`, and new adapters.
+    """Return a model on `device` with `weights` (by parameter name, on any device) frozen, and with new adapters.
 
     Only one block at a time is on the device in full precision. Raises RunError if the weights do not fit the
     architecture, and UsageError as `attach` does.
     """
     with torch.device("meta"):
         model = Transformer(config)
-    own = dict(model.named_parameters())
-    if own.keys() != weights.keys():
-        odd = min(own.keys() ^ weights.keys())
-        raise RunError(f"these weights belong to another architecture: only one of both has '{odd}'")
+    parameters = dict(model.named_parameters())
+    if parameters.keys() != weights.keys():
+        unmatched = min(parameters.keys() ^ weights.keys())
+        raise RunError(f"these weights belong to another architecture: only one of both has '{unmatched}'")
 
     def fill(prefix: str, module: nn.Module, dtype: torch.dtype) -> None:
         for path, part in module.named_modules():
@@ -71,10 +70,11 @@ def make(
                         f"{tuple(parameter.shape)} is needed"
                     )
                 if parameter.is_meta:
-                    kind = dtype if parameter.ndim >= 2 else torch.float32
-                    part.register_parameter(leaf, nn.Parameter(given.detach().to(device, kind, copy=True)))
+                    parameter_dtype = dtype if parameter.ndim >= 2 else torch.float32
+                    tensor = given.detach().to(device, parameter_dtype, copy=True)
+                    part.register_parameter(leaf, nn.Parameter(tensor))
 
-    # Quantization starts from full precision; weights that stay in BF16 do not need it.
+    # Quantization starts from full precision. Weights that stay in BF16 do not need it.
     for number, block in enumerate(model.layers):
         fill(f"layers.{number}", block, torch.bfloat16 if adapter.base == "bf16" else torch.float32)
         freeze(block, adapter.base)
@@ -88,10 +88,10 @@ def make(
     return model
 
 
-def keep(model: Transformer, run_dir: Path) -> None:
+def save(model: Transformer, run_dir: Path) -> None:
     """Write base.safetensors and base.json into a run. Raises RunError if they cannot be written."""
-    tensors = _frozen(model)
-    rows = [module for module in model.modules() if isinstance(module, TrainedRows)]
+    tensors = _frozen_tensors(model)
+    trained_rows = [module for module in model.modules() if isinstance(module, TrainedRows)]
     try:
         with replace_atomically(run_dir / BASE) as temporary:
             save_file(tensors, temporary)
@@ -102,15 +102,15 @@ def keep(model: Transformer, run_dir: Path) -> None:
         "schema_version": 1,
         "bytes": size,
         "xxh3_128": checksum,
-        "trained_tokens": rows[0].ids.tolist() if rows else [],
+        "trained_tokens": trained_rows[0].ids.tolist() if trained_rows else [],
     }
     write_atomically(run_dir / FACTS, json.dumps(facts, indent=1) + "\n")
 
 
-def reopen(
+def load(
     run_dir: Path, config: ModelConfig, adapter: AdapterConfig, seed: int, device: torch.device | str
 ) -> Transformer:
-    """Load the model that `keep` saved, with new adapters. Raises RunError if it is missing or damaged."""
+    """Load the model that `save` wrote, with new adapters. Raises RunError if it is missing or damaged."""
     path = run_dir / BASE
     facts = _verify(run_dir)
     with torch.device("meta"):
@@ -123,46 +123,46 @@ def reopen(
                     prefix = f"{parent_path}.{name}"
                     stored = {key: tensors.pop(f"{prefix}.{key}") for key in BUFFERS[adapter.base]}
                     setattr(parent, name, FrozenLinear(child, adapter.base, stored))
-    for path_, module in model.named_modules():
+    for module_path, module in model.named_modules():
         for leaf, parameter in list(module.named_parameters(recurse=False)):
             if parameter.is_meta:
-                tensor = tensors.pop(f"{path_}.{leaf}")
+                tensor = tensors.pop(f"{module_path}.{leaf}")
                 module.register_parameter(leaf, nn.Parameter(tensor, requires_grad=False))
     model.reset_buffers()
     attach(model, adapter, seed, facts.trained_tokens)
     return model
 
 
-def is_made_from(
+def matches(
     run_dir: Path, config: ModelConfig, adapter: AdapterConfig, seed: int, weights: Mapping[str, Tensor]
 ) -> bool:
-    """Return whether freezing `weights` reproduces the run's base, bit for bit.
+    """Return True if freezing `weights` reproduces the run's base, bit for bit.
 
     Raises RunError if the base is damaged, or if the weights do not fit the architecture.
     """
     facts = _verify(run_dir)
-    frozen = _frozen(make(config, adapter, seed, weights, "cpu", facts.trained_tokens))
+    frozen = _frozen_tensors(build(config, adapter, seed, weights, "cpu", facts.trained_tokens))
     with safe_open(run_dir / BASE, "pt") as stored:  # one tensor at a time
         if set(stored.keys()) != frozen.keys():
             return False
-        for name, ours in frozen.items():
-            theirs = stored.get_tensor(name)
-            if ours.dtype != theirs.dtype or ours.shape != theirs.shape:
+        for name, tensor in frozen.items():
+            expected = stored.get_tensor(name)
+            if tensor.dtype != expected.dtype or tensor.shape != expected.shape:
                 return False
-            if not torch.equal(ours.reshape(-1).view(torch.uint8), theirs.reshape(-1).view(torch.uint8)):
+            if not torch.equal(tensor.reshape(-1).view(torch.uint8), expected.reshape(-1).view(torch.uint8)):
                 return False
     return True
 
 
 def _verify(run_dir: Path) -> BaseFacts:
-    """Check base.safetensors against base.json, which is returned. Raises RunError if they differ or are missing."""
+    """Check base.safetensors against base.json and return the latter. Raises RunError if they differ or are missing."""
     path = run_dir / BASE
     try:
         facts = BaseFacts.model_validate_json((run_dir / FACTS).read_bytes())
         found = fingerprint(path)
     except OSError as error:
         raise RunError(
-            f"{error.filename}: cannot be read ({error.strerror}); the adapters need it: restore it, or "
+            f"{error.filename}: cannot be read ({error.strerror}), and the adapters need it; restore it, or "
             f"start another run"
         ) from None
     except ValidationError as error:
@@ -172,8 +172,8 @@ def _verify(run_dir: Path) -> BaseFacts:
     return facts
 
 
-def _frozen(model: Transformer) -> dict[str, Tensor]:
-    """Return the tensors that do not train, by name."""
+def _frozen_tensors(model: Transformer) -> dict[str, Tensor]:
+    """Return the parameters and buffers that do not train, by name."""
     trained = {clean_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
     named = ((clean_name(name), tensor) for name, tensor in model.state_dict().items())
     return {name: tensor.contiguous() for name, tensor in named if name not in trained}

@@ -1,7 +1,7 @@
 """Hugging Face directories: export for AutoModelForCausalLM and AutoTokenizer, and loading of published models.
 
-An export lists its files with checksums in deskside.json. Only a directory with nothing but unchanged listed files
-is ever replaced, so user files and edits are safe.
+An export lists its files with checksums in deskside.json. Only a directory in which all files are listed and unchanged
+is ever replaced, so that files and edits of the user are safe.
 """
 
 import json
@@ -32,14 +32,14 @@ from deskside.weights.hf_config import from_hf_config, to_hf_config
 from deskside.weights.hf_families import FAMILIES, Family, family_of
 
 TOKENIZER_EXTRAS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-MARK = "deskside.json"  # the origin of an export, and its files
+EXPORT_MANIFEST = "deskside.json"  # the origin of an export, and the checksums of its files
 
 
 def to_hf(model: Transformer, config: ModelConfig) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the content of config.json and the state dict under Hugging Face's names.
 
-    Tensors are new only where Hugging Face stacks several. Raises UsageError naming options without a Hugging Face
-    form.
+    Tensors share memory with the model, except those in which Hugging Face stacks several. Raises UsageError naming
+    the options that the Hugging Face architecture does not have.
     """
     return to_hf_config(config), hf_tensors(model, family_of(config), lambda tensor: tensor.view)
 
@@ -47,7 +47,7 @@ def to_hf(model: Transformer, config: ModelConfig) -> tuple[dict[str, Any], dict
 def hf_tensors(
     model: Transformer, family: Family, value_of: Callable[[LogicalTensor], Tensor]
 ) -> dict[str, Tensor]:
-    """Return per-parameter values (weights, gradients) under Hugging Face's names and in their layout."""
+    """Return values of all parameters (weights or gradients) under Hugging Face's names and in its layout."""
     result: dict[str, Tensor] = {}
     for name, parts in _by_hf_name(model, family).items():
         values = [value_of(part) for part in parts]
@@ -67,9 +67,8 @@ def save_hf(
 ) -> Path:
     """Write config.json, generation_config.json, model.safetensors, the tokenizer's files and deskside.json.
 
-    The directory is written under a temporary name and renamed when complete; it may replace an earlier export.
-    Raises UsageError for options without a Hugging Face form, a bad tokenizer, or as `check_out` does, and RunError
-    if the disk is too small.
+    The directory is written under a temporary name and renamed when it is complete; it may replace an earlier export.
+    Raises UsageError as `to_hf` and `check_out_dir` do and for an invalid tokenizer, and RunError if the disk is full.
 
     Args:
         tokenizer_path: A tokenizer.json, or a directory with one (and its chat template and settings), or None.
@@ -90,27 +89,27 @@ def save_hf(
         tensors = {name: tensor.to("cpu", dtype).contiguous() for name, tensor in state.items()}
         try:
             save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        except SafetensorError as error:  # safetensors reports a full disk so
+        except SafetensorError as error:  # for example, if the disk is full
             raise RunError(f"--out {out_dir}: cannot be written: {error}") from None
-        seal(folder, about, card)
+        finish_export(folder, about, card)
     return out_dir
 
 
-def seal(folder: Path, about: Mapping[str, Any] | None, card: str | None) -> None:
-    """Write README.md, then deskside.json: `about`, and size and checksum of every other file."""
+def finish_export(folder: Path, about: Mapping[str, Any] | None, card: str | None) -> None:
+    """Write README.md, then deskside.json with `about` and with size and checksum of every other file."""
     if card is not None:
         (folder / "README.md").write_text(card, encoding="utf-8")
     listing = {path.name: list(fingerprint(path)) for path in sorted(folder.iterdir())}
-    _write_json(folder / MARK, {**(about or {}), "files": listing})
+    _write_json(folder / EXPORT_MANIFEST, {**(about or {}), "files": listing})
     # safetensors files and temporary folders are readable by their owner only; give them the default permissions.
-    mode = (folder / MARK).stat().st_mode
+    mode = (folder / EXPORT_MANIFEST).stat().st_mode
     for path in folder.iterdir():
         path.chmod(mode)
     folder.chmod(mode | (mode & 0o444) >> 2)
 
 
-def check_out(out_dir: Path) -> set[str]:
-    """Return the file names of an earlier export in `out_dir`, or none if it is empty or missing.
+def check_out_dir(out_dir: Path) -> set[str]:
+    """Return the file names of an earlier export in `out_dir`. The set is empty if `out_dir` is empty or missing.
 
     Raises UsageError if it is a file, or contains anything that an export did not write.
     """
@@ -119,16 +118,22 @@ def check_out(out_dir: Path) -> set[str]:
     if not out_dir.exists():
         return set()
     folders.check_replaceable(out_dir)
-    listed = read_json_object(out_dir / MARK).get("files") if (out_dir / MARK).is_file() else None
-    seen = listed if isinstance(listed, dict) else {}
-    own = {p.name for p in out_dir.iterdir() if p.is_file() and seen.get(p.name) == list(fingerprint(p))}
-    own |= {MARK} if seen else set()
-    if others := folders.unowned_files(out_dir, own):
+    listed = (
+        read_json_object(out_dir / EXPORT_MANIFEST).get("files")
+        if (out_dir / EXPORT_MANIFEST).is_file()
+        else None
+    )
+    checksums = listed if isinstance(listed, dict) else {}
+    exported = {EXPORT_MANIFEST} if checksums else set()
+    for path in out_dir.iterdir():
+        if path.is_file() and checksums.get(path.name) == list(fingerprint(path)):
+            exported.add(path.name)
+    if others := folders.unowned_files(out_dir, exported):
         raise UsageError(
-            f"--out {out_dir}: holds {others[0]}, which `deskside export` did not write or which was changed since; "
+            f"--out {out_dir}: contains {others[0]}, which `deskside export` did not write or which was changed since; "
             "move it away, or choose another directory"
         )
-    return own
+    return exported
 
 
 def load_hf(
@@ -136,8 +141,8 @@ def load_hf(
 ) -> tuple[ModelConfig, Transformer]:
     """Load a Qwen3, Qwen3-MoE, Llama or GPT-2 directory into a model.
 
-    dtype: of weights with two or more dimensions; the others are float32. Raises UsageError for an unsupported
-    architecture or option, RunError if config.json or the weights are damaged.
+    dtype: dtype of weights with two or more dimensions; the others are float32. Raises UsageError for an unsupported
+    architecture or option, and RunError if config.json or the weights are damaged.
     """
     source = read_json_object(folder / "config.json")
     try:
@@ -149,9 +154,8 @@ def load_hf(
     family = FAMILIES[source["model_type"]]
     model = allocate(config, device, dtype)
     with ExitStack() as stack, torch.no_grad():
-        stored = _Stored(folder, family, stack)
-        wanted = _by_hf_name(model, family)
-        for name, parts in wanted.items():
+        stored = _StoredTensors(folder, family, stack)
+        for name, parts in _by_hf_name(model, family).items():
             tensor = stored.read(name)
             if _is_transposed(family, parts[0]):
                 tensor = tensor.T
@@ -164,17 +168,17 @@ def load_hf(
         extra = stored.unread(tied=config.tie_word_embeddings)
     if extra:
         raise UsageError(
-            f"{folder}: {len(extra)} tensors that this architecture does not have, such as {extra[0]}"
+            f"{folder}: has {len(extra)} tensors that this architecture does not have, such as {extra[0]}"
         )
     return config, model
 
 
-class _Stored:
-    """The tensors of a directory: one safetensors file, or shards with an index."""
+class _StoredTensors:
+    """The tensors of a directory: one safetensors file, or shards with an index. stack: closes the files."""
 
     def __init__(self, folder: Path, family: Family, stack: ExitStack):
         self.folder, self.family = folder, family
-        self.seen: set[str] = set()
+        self.names_read: set[str] = set()
         index = folder / "model.safetensors.index.json"
         single = folder / "model.safetensors"
         if index.exists():
@@ -198,15 +202,15 @@ class _Stored:
         """Read a tensor by its full name, or by the name without the family's prefix."""
         for candidate in (name, name.removeprefix(self.family.prefix)):
             if candidate in self.file_of:
-                self.seen.add(candidate)
+                self.names_read.add(candidate)
                 tensor: Tensor = self.file_of[candidate].get_tensor(candidate)
                 return tensor
-        raise RunError(f"{self.folder} has no tensor {name}; its config.json says it should")
+        raise RunError(f"{self.folder} has no tensor {name}, which its config.json needs; is it complete?")
 
     def unread(self, tied: bool) -> list[str]:
-        """Return the tensors that were not read. A tied model may store its head once more."""
+        """Return the names of unknown tensors that were not read. A tied model may store its head as a copy."""
         known = (*self.family.buffers, *(["lm_head.weight"] if tied else []))
-        return sorted(name for name in self.file_of if name not in self.seen and not name.endswith(known))
+        return sorted(name for name in self.file_of.keys() - self.names_read if not name.endswith(known))
 
 
 def _by_hf_name(model: Transformer, family: Family) -> dict[str, list[LogicalTensor]]:
@@ -218,10 +222,11 @@ def _by_hf_name(model: Transformer, family: Family) -> dict[str, list[LogicalTen
 
 
 def hf_name(name: str, family: Family) -> str:
-    """Return the Hugging Face name of a logical tensor."""
+    """Return the Hugging Face name of a logical tensor: layers.0.attn.q_proj.weight -> model.layers.0.self_attn..."""
     module, _, leaf = name.rpartition(".")
-    numbers = re.findall(r"(?<=\.)\d+(?=\.)", module)
-    return f"{family.names[re.sub(r'(?<=[.])[0-9]+(?=[.])', '{}', module)].format(*numbers)}.{leaf}"
+    number = re.compile(r"(?<=\.)\d+(?=\.)")
+    hf_module = family.names[number.sub("{}", module)].format(*number.findall(module))
+    return f"{hf_module}.{leaf}"
 
 
 def _is_transposed(family: Family, tensor: LogicalTensor) -> bool:
@@ -229,9 +234,9 @@ def _is_transposed(family: Family, tensor: LogicalTensor) -> bool:
 
 
 def _write_tokenizer(source: Path, folder: Path, config: ModelConfig) -> dict[str, Any]:
-    """Copy or write the tokenizer's files; return the ids of the begin, end and padding tokens.
+    """Copy or write the tokenizer's files, and return the ids of the begin, end and padding tokens.
 
-    A chat tokenizer has several end tokens: those of the generation_config.json beside it.
+    A chat tokenizer has several end tokens, which are in the generation_config.json of its directory.
     """
     file = source / "tokenizer.json" if source.is_dir() else source
     content = read_json_object(file)
@@ -258,42 +263,40 @@ def _write_tokenizer(source: Path, folder: Path, config: ModelConfig) -> dict[st
             "clean_up_tokenization_spaces": False,
         }
         _write_json(folder / "tokenizer_config.json", settings)
-    settings, ends = (
-        read_json_object(folder / "tokenizer_config.json"),
-        file.parent / "generation_config.json",
-    )
-    begin = settings.get("bos_token")
+    begin = read_json_object(folder / "tokenizer_config.json").get("bos_token")
     begin = begin.get("content") if isinstance(begin, dict) else begin
-    stops = read_json_object(ends).get("eos_token_id", end) if ends.is_file() else end
-    return {"bos_token_id": ids.get(begin, end), "eos_token_id": stops, "pad_token_id": end}
+    generation_config, eos = file.parent / "generation_config.json", end
+    if generation_config.is_file():
+        eos = read_json_object(generation_config).get("eos_token_id", end)
+    return {"bos_token_id": ids.get(begin, end), "eos_token_id": eos, "pad_token_id": end}
 
 
 @contextmanager
 def replaced_when_complete(out_dir: Path, size: int = 0) -> Iterator[Path]:
-    """Yield a temporary directory that is renamed to `out_dir` at the end, and deleted on an error.
+    """Yield a temporary directory that is renamed to `out_dir` at the end, or deleted on an error.
 
-    size: bytes to be written. Raises RunError if the disk has less free space, otherwise as `check_out` and
+    size: bytes to be written. Raises RunError if the disk has less free space, otherwise as `check_out_dir` and
     `files.replace_folder` do.
     """
     if out_dir.exists():
         folders.check_replaceable(out_dir)
-    _enough_room(out_dir, size)
+    _check_free_space(out_dir, size)
     out_dir = out_dir.resolve()  # replace the target of a symbolic link
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}.", suffix=".partial", dir=out_dir.parent))
     try:
         yield partial
-        folders.replace_folder(out_dir, partial, check_out(out_dir))
+        folders.replace_folder(out_dir, partial, check_out_dir(out_dir))
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _enough_room(out_dir: Path, needed: int) -> None:
+def _check_free_space(out_dir: Path, needed: int) -> None:
     """Raise RunError if the disk of `out_dir` has less than `needed` bytes free."""
-    place = out_dir.resolve()
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free
+    existing = out_dir.resolve()
+    while not existing.exists():
+        existing = existing.parent
+    free = shutil.disk_usage(existing).free
     if free < needed:
         raise RunError(
             f"--out {out_dir}: needs {needed / 2**20:,.1f} MiB, and {free / 2**20:,.1f} MiB are free there; "

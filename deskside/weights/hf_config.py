@@ -18,7 +18,7 @@ _ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_new",
     "relu2": "relu2",
 }
-# Options that every config.json must have, and GPT-2's own names.
+# Options that every config.json must have.
 _SIZES = (
     "vocab_size",
     "hidden_size",
@@ -26,6 +26,7 @@ _SIZES = (
     "num_attention_heads",
     "max_position_embeddings",
 )
+# GPT-2's names of the options.
 _GPT2_NAMES = {
     "hidden_size": "n_embd",
     "num_hidden_layers": "n_layer",
@@ -38,7 +39,7 @@ _GPT2_NAMES = {
 
 
 def from_hf_config(source: Mapping[str, Any]) -> ModelConfig:
-    """Return the ModelConfig of a published checkpoint.
+    """Return the ModelConfig for the content of a published config.json.
 
     Raises UsageError for an unsupported architecture or option, and RunError for missing or invalid values.
     """
@@ -52,12 +53,14 @@ def from_hf_config(source: Mapping[str, Any]) -> ModelConfig:
     except ValidationError as error:
         raise RunError(f"config.json describes an impossible model: {first_problem(error)}") from error
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise RunError(f"config.json holds a value of the wrong kind ({error}); is it damaged?") from error
+        raise RunError(f"config.json has a value of the wrong type ({error}); is it damaged?") from error
 
 
 def _decoder(source: Mapping[str, Any], model_type: str) -> ModelConfig:
     heads, layers = source["num_attention_heads"], source["num_hidden_layers"]
-    if not isinstance(layers, int) or layers > 10_000:
+    if (
+        not isinstance(layers, int) or layers > 10_000
+    ):  # a damaged file must not allocate a list of any length
         raise ValueError(f"num_hidden_layers: {layers!r}")
     default_head_dim = 128 if model_type == "qwen3" else source["hidden_size"] // heads
     values = {
@@ -117,12 +120,12 @@ def _rope_theta(source: Mapping[str, Any]) -> float:
     rope = source.get("rope_parameters") or source.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
-        raise UsageError(f"rope_parameters: rope_type '{kind}' is not supported; only default is")
+        raise UsageError(f"rope_parameters: rope_type '{kind}' is not supported; only 'default' is")
     return float(rope.get("rope_theta", source.get("rope_theta", 10000.0)))
 
 
 def _windows(source: Mapping[str, Any], model_type: str, layers: int) -> list[bool]:
-    """Return which layers use a sliding window."""
+    """Return for each layer whether it uses a sliding window."""
     if model_type == "llama" or not source.get("use_sliding_window") or not source.get("sliding_window"):
         return [False] * layers
     if model_type == "qwen3_moe":
@@ -134,7 +137,7 @@ def _windows(source: Mapping[str, Any], model_type: str, layers: int) -> list[bo
 
 
 def _shortest_pattern(pattern: str) -> str:
-    """Return the shortest string whose repetition gives the pattern: SLSLS -> SL."""
+    """Return the shortest string that gives the pattern when repeated and cut to its length: SLSLS -> SL."""
     for length in range(1, len(pattern)):
         unit = pattern[:length]
         if (unit * len(pattern))[: len(pattern)] == pattern:
@@ -149,13 +152,13 @@ def _activation(name: str) -> str:
 
 
 def to_hf_config(config: ModelConfig) -> dict[str, Any]:
-    """Return the config.json of a configuration, without tokenizer and dtype fields."""
+    """Return the content of config.json for a configuration, without the fields of tokenizer and dtype."""
     family = family_of(config)
     hidden, heads = config.hidden_size, config.num_attention_heads
     if family.model_type == "llama" and hidden % heads:
         raise UsageError(
-            f"no Hugging Face form: transformers loads no Llama whose hidden_size ({hidden}) is not a multiple of "
-            f"num_attention_heads ({heads}), whatever its head_dim; change one of them, or use qk_norm true (Qwen3)"
+            f"no Hugging Face form: transformers cannot load a Llama whose hidden_size ({hidden}) is not a multiple "
+            f"of num_attention_heads ({heads}); change one of them, or use qk_norm true (Qwen3)"
         )
 
     def fields(*names: str) -> dict[str, Any]:
@@ -166,8 +169,8 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
     if family.model_type == "gpt2":
         return {
             **result,
-            **{theirs: getattr(config, ours) for ours, theirs in _GPT2_NAMES.items()},
-            "n_ctx": config.max_position_embeddings,  # the older name, which llama.cpp's converter needs
+            **{gpt2_name: getattr(config, name) for name, gpt2_name in _GPT2_NAMES.items()},
+            "n_ctx": config.max_position_embeddings,  # the old name, which llama.cpp's converter needs
             "embd_pdrop": 0.0,
             "attn_pdrop": 0.0,
             "resid_pdrop": 0.0,

@@ -1,8 +1,8 @@
 """Hugging Face architectures: the family of a ModelConfig, and the names of its tensors.
 
-One table of names per family serves export and import. It uses logical names (ops/logical.py), so fused and
-separate projections share it. An option that no family supports is refused by name, because an export that loads
-but computes something else is worse than none.
+Export and import use one table of names per family. Its keys are logical names (ops/logical.py), so that it applies to
+fused and separate projections. An export with an option that the family does not support is refused, because it would
+load but compute something else.
 """
 
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ _GPT2 = {
     "embed": "transformer.wte",
     "position": "transformer.wpe",
     "layers.{}.attn.norm": "transformer.h.{}.ln_1",
-    # Three of ours are stacked in this order.
+    # Hugging Face stacks q, k and v in this order.
     **{f"layers.{{}}.attn.{x}_proj": "transformer.h.{}.attn.c_attn" for x in "qkv"},
     "layers.{}.attn.o_proj": "transformer.h.{}.attn.c_proj",
     "layers.{}.mlp.norm": "transformer.h.{}.ln_2",
@@ -46,8 +46,9 @@ _GPT2 = {
 class Family:
     """A Hugging Face architecture.
 
-    fixed: options for which it has only one value. names: logical module -> module name. transposed: block matrices
-    are stored as (in, out), as in GPT-2's Conv1D. prefix: missing in some checkpoints.
+    names: logical module name -> Hugging Face module name. fixed: options of ModelConfig for which the architecture has
+    only one value. transposed: block matrices are stored as (in, out), as in GPT-2's Conv1D. prefix: prefix of tensor
+    names that some checkpoints omit. buffers: suffixes of stored tensors that are not weights.
     """
 
     model_type: str
@@ -56,7 +57,7 @@ class Family:
     fixed: Mapping[str, Any]
     transposed: bool = False
     prefix: str = ""
-    buffers: tuple[str, ...] = ("rotary_emb.inv_freq",)  # stored by some checkpoints, not weights
+    buffers: tuple[str, ...] = ("rotary_emb.inv_freq",)
 
 
 _ROPE_DECODER = {
@@ -111,35 +112,36 @@ FAMILIES = {
 
 
 def family_of(config: ModelConfig) -> Family:
-    """Return the architecture of a configuration. Raises UsageError naming options without a Hugging Face form."""
+    """Return the architecture of a configuration. Raises UsageError naming options that the architecture lacks."""
     if config.position_embedding == "learned":
         family = FAMILIES["gpt2"]
     elif config.num_experts:
         family = FAMILIES["qwen3_moe"]
     else:
         family = FAMILIES["qwen3" if config.qk_norm else "llama"]
-    wrong = [
-        f"{name} = {_plain(getattr(config, name))} (it has {_plain(value)} only)"
+    unsupported = [
+        f"{name} = {_as_written(getattr(config, name))} (it has {_as_written(value)} only)"
         for name, value in family.fixed.items()
         if getattr(config, name) != value
     ]
     if family.model_type == "gpt2":
         if config.num_key_value_heads != config.num_attention_heads:
-            wrong.append("num_key_value_heads other than num_attention_heads")
+            unsupported.append("num_key_value_heads other than num_attention_heads")
         if config.num_attention_heads * config.head_dim != config.hidden_size:
-            wrong.append("num_attention_heads * head_dim other than hidden_size")
+            unsupported.append("num_attention_heads * head_dim other than hidden_size")
     if (
         family.model_type == "qwen3_moe"
         and config.window_pattern is not None
         and "L" in config.window_pattern
     ):
-        wrong.append("window_pattern with L (one window for all layers only)")
-    if wrong:
+        unsupported.append("window_pattern with L (one window for all layers only)")
+    if unsupported:
         raise UsageError(
-            f"no Hugging Face form: {'; '.join(wrong)}; {family.architecture} is the nearest architecture"
+            f"no Hugging Face form: {'; '.join(unsupported)}; {family.architecture} is the nearest architecture"
         )
     return family
 
 
-def _plain(value: object) -> str:
+def _as_written(value: object) -> str:
+    """Return a value as it is written in a configuration file."""
     return "none" if value is None else str(value).lower()

@@ -36,7 +36,7 @@ from deskside.weights.checkpoint import (
     verify,
 )
 from deskside.weights.hf import load_hf
-from deskside.weights.merge_adapters import merged, read_adapted, run_config
+from deskside.weights.merge_adapters import load_adapted_model, merged, run_config
 
 Kind = Literal["run", "checkpoint", "hf"]
 
@@ -45,8 +45,9 @@ Kind = Literal["run", "checkpoint", "hf"]
 class Loaded:
     """A model with its tokenizer and origin.
 
-    start_token begins a text; eos_tokens end one. `tokenizer_dir` holds tokenizer.json and perhaps a chat template.
-    run_dir, run (the content of run.json) and step describe a run or checkpoint; otherwise they are None or empty.
+    tokenizer_dir: contains tokenizer.json and possibly a chat template. start_token: the token that begins a text.
+    eos_tokens: the tokens that end a text. run_dir, run (the content of run.json) and step: of the run or checkpoint;
+    None or empty for a Hugging Face directory.
     """
 
     model: Transformer
@@ -62,7 +63,7 @@ class Loaded:
 
     @property
     def name(self) -> str:
-        """Return the name of the run or of the directory."""
+        """The name of the run or of the directory."""
         return str(self.run.get("name") or self.tokenizer_dir.resolve().name)
 
 
@@ -80,17 +81,17 @@ def load_model(
 
     Args:
         dtype: Dtype of weights with two or more dimensions, and so of the activations; norms stay in float32. With
-            bfloat16 the results are those of BF16 training, which casts the same weights where it uses them.
-        warn: Called with a sentence for each damaged checkpoint that was skipped.
+            bfloat16, the results are the same as in BF16 training, which casts the same weights when it uses them.
+        warn: Called with a sentence about each damaged checkpoint that is skipped.
 
     Raises UsageError if there is no such model, and RunError if one of its files (or every checkpoint) is damaged.
     """
     path = Path(path)
     if not path.exists():
-        near = Path("runs") / path
-        hint = (
-            f"did you mean {near}?" if near.is_dir() else "give a run (runs/NAME) or a Hugging Face directory"
-        )
+        run_dir = Path("runs") / path
+        hint = "give a run (runs/NAME) or a Hugging Face directory"
+        if run_dir.is_dir():
+            hint = f"did you mean {run_dir}?"
         raise UsageError(f"{path}: no such directory; {hint}")
     if not path.is_dir():
         raise UsageError(f"{path}: is a file; give a run (runs/NAME) or a Hugging Face directory")
@@ -100,11 +101,11 @@ def load_model(
         loaded = _from_checkpoint(path, device, dtype)
     elif (path / "config.json").is_file():
         config, model = load_hf(path, device, dtype)
-        loaded = _complete(model, config, "hf", path, None, {}, None)
+        loaded = _with_tokenizer(model, config, "hf", path, None, {}, None)
     else:
         raise UsageError(
-            f"{path}: holds neither a run (run.json) nor a Hugging Face model (config.json); "
-            "runs are made by: deskside train PRESET"
+            f"{path}: contains neither a run (run.json) nor a Hugging Face model (config.json); "
+            "make a run with: deskside train PRESET"
         )
     _cast(loaded.model, dtype)
     loaded.model.eval()
@@ -121,11 +122,11 @@ def _from_run(
     )
     if newest is not None:
         checkpoint, model = newest
-        return _complete(model, config, "run", run_dir, run_dir, run, checkpoint.step)
+        return _with_tokenizer(model, config, "run", run_dir, run_dir, run, checkpoint.step)
     exported = run_dir / "model"
     if (exported / "config.json").is_file():
         config, model = load_hf(exported, device, dtype)
-        return _complete(model, config, "run", exported, run_dir, run, None)
+        return _with_tokenizer(model, config, "run", exported, run_dir, run, None)
     if found := find(checkpoints):
         raise RunError(
             f"{run_dir}: all {len(found)} checkpoints are damaged; train again, or restore one of them"
@@ -147,11 +148,13 @@ def _from_checkpoint(path: Path, device: torch.device | str, dtype: torch.dtype)
     try:
         model = _read_weights(checkpoint, config, device, dtype, run_dir, run)
     except Damaged as damage:
-        raise RunError(f"{damage}; use the run itself ({run_dir}), which takes the newest good one") from None
-    return _complete(model, config, "checkpoint", run_dir, run_dir, run, checkpoint.step)
+        raise RunError(
+            f"{damage}; use the run itself ({run_dir}), whose newest undamaged checkpoint is loaded"
+        ) from None
+    return _with_tokenizer(model, config, "checkpoint", run_dir, run_dir, run, checkpoint.step)
 
 
-def _complete(
+def _with_tokenizer(
     model: Transformer,
     config: ModelConfig,
     kind: Kind,
@@ -168,10 +171,10 @@ def _complete(
             f"{config.vocab_size}; put the model's own tokenizer there"
         )
     end = end_of_text(tokenizer, tokenizer_dir)[1]
-    eos = {end, *generation_ends(tokenizer_dir)}
-    turn = tokenizer.token_to_id(CHAT_TOKENS[1])
-    eos |= {turn} if turn is not None else set()
-    begin = named_token(tokenizer, tokenizer_dir, "bos_token")
+    eos = {end, *read_eos_ids(tokenizer_dir)}
+    if (end_of_turn := tokenizer.token_to_id(CHAT_TOKENS[1])) is not None:
+        eos.add(end_of_turn)
+    begin = special_token_id(tokenizer, tokenizer_dir, "bos_token")
     return Loaded(
         model,
         tokenizer,
@@ -211,22 +214,22 @@ def _read_weights(
     run_dir: Path,
     run: dict[str, Any],
 ) -> Transformer:
-    """Load a checkpoint into a new model, adapters merged.
+    """Load a checkpoint into a new model, with adapters merged.
 
-    The tensors are read on the host, because a GPU may only have room for one copy in `dtype`. Raises Damaged, or
+    The tensors are read into host memory, because a GPU may have room for only one copy in `dtype`. Raises Damaged, or
     RunError if they do not fit the architecture.
     """
     if run["config"].get("adapter") is not None:
-        return merged(read_adapted(run_dir, checkpoint, run_config(run_dir, run), "cpu"), device, dtype)
+        return merged(load_adapted_model(run_dir, checkpoint, run_config(run_dir, run), "cpu"), device, dtype)
     verify(checkpoint, weights_only=True)
     model = allocate(config, device, dtype)
     if checkpoint.sharded:
         from deskside.weights import sharded_files  # importing torch.distributed.checkpoint is slow
 
-        whole = allocate(config, "cpu", torch.float32)
-        own: dict[str, Tensor] = {name: parameter.detach() for name, parameter in whole.named_parameters()}
-        sharded_files.read(checkpoint, {"model": own}, no_dist=True)
-        load_weights(model, own)
+        host_model = allocate(config, "cpu", torch.float32)
+        tensors: dict[str, Tensor] = {name: p.detach() for name, p in host_model.named_parameters()}
+        sharded_files.read(checkpoint, {"model": tensors}, no_dist=True)
+        load_weights(model, tensors)
         return model
     load_file_into(model, checkpoint, "cpu")
     return model
@@ -234,22 +237,22 @@ def _read_weights(
 
 @torch.no_grad()
 def _cast(model: Transformer, dtype: torch.dtype) -> None:
-    """Cast weights to the dtype in which they are used, unless they are loaded in it already."""
+    """Cast weights with two or more dimensions to `dtype`, and disable all gradients."""
     for parameter in model.parameters():
         parameter.requires_grad_(False)
         if parameter.ndim >= 2:
             parameter.data = parameter.data.to(dtype)
 
 
-def generation_ends(folder: Path) -> list[int]:
-    """Return the tokens that generation_config.json names as ends of a text."""
+def read_eos_ids(folder: Path) -> list[int]:
+    """Return the end-of-text tokens in generation_config.json, which may be missing."""
     path = folder / "generation_config.json"
     ids = read_json_object(path).get("eos_token_id") if path.is_file() else None
     return [i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int)]
 
 
-def named_token(tokenizer: Tokenizer, folder: Path, key: str) -> int | None:
-    """Return the id of the token that tokenizer_config.json names under `key`."""
+def special_token_id(tokenizer: Tokenizer, folder: Path, key: str) -> int | None:
+    """Return the id of a special token of tokenizer_config.json, such as "bos_token", or None if it has none."""
     path = folder / "tokenizer_config.json"
     named = read_json_object(path).get(key) if path.is_file() else None
     named = named.get("content") if isinstance(named, dict) else named

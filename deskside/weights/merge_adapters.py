@@ -1,6 +1,6 @@
-"""Merging adapters into plain weights: W + scale B A for every adapted projection, where W is the dequantized base.
+"""Merging of adapters into the weights: W + scale B A for every adapted projection, where W is the dequantized base.
 
-The merged model computes the same function up to rounding and has no adapters. Samples, the summary and exports use
+The merged model has no adapters and computes the same function up to rounding. Samples, the summary and exports use
 it, and `load_model` returns it for a run with adapters.
 """
 
@@ -30,9 +30,9 @@ from deskside.weights.checkpoint import Checkpoint, find, load_file_into, newest
 def merged(
     model: Transformer, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> Transformer:
-    """Return a merged copy of the model on `device`; the given model is unchanged.
+    """Return a merged copy of the model on `device`. The given model is unchanged.
 
-    dtype: of weights with two or more dimensions; the sums are computed in float32.
+    dtype: dtype of weights with two or more dimensions. The sums are computed in float32.
     """
     plain = allocate(model.config, device, dtype)
     merge_into(plain, model)
@@ -43,33 +43,33 @@ def merged(
 def merge_into(
     plain: Transformer, model: Transformer, original: Mapping[str, torch.Tensor] | None = None
 ) -> None:
-    """Overwrite the weights of a model without adapters with the merged weights of an adapted one.
+    """Overwrite the weights of a model without adapters (`plain`) with the merged weights of an adapted `model`.
 
-    The models may be on different devices. The first device needs memory for one more weight: its codes and
+    The models may be on different devices. The device of `plain` needs memory for one more weight, quantized and in
     float32.
 
     original: the unquantized base weights by parameter name, used instead of the frozen ones.
     """
-    given = dict(model.named_modules())
+    sources = dict(model.named_modules())
     for path, target in plain.named_modules():
-        source = given[path]
+        source = sources[path]
         for leaf, parameter in target.named_parameters(recurse=False):
-            given_weight = None
-            own = source._parameters.get(leaf)
-            if original is not None and (own is None or not own.requires_grad):  # else it trains as a whole
-                given_weight = original[f"{path}.{leaf}"]
+            source_parameter = source._parameters.get(leaf)
+            frozen = source_parameter is None or not source_parameter.requires_grad
+            original_weight = original[f"{path}.{leaf}"] if original is not None and frozen else None
             if leaf != "weight":
-                parameter.copy_(getattr(source, leaf) if given_weight is None else given_weight)
+                parameter.copy_(getattr(source, leaf) if original_weight is None else original_weight)
                 continue
-            # Not bound to a name, so that it is freed before the next weight is computed.
-            parameter.copy_(_weight(source, parameter.device, given_weight))
+            # The merged weight has no local name, so that it is freed before the next one is computed.
+            parameter.copy_(_merged_weight(source, parameter.device, original_weight))
 
 
 @dataclass(frozen=True)
 class AdaptedRun:
     """A run's model with its adapters, the run's configuration, and the step of its checkpoint.
 
-    init: what transformers should load as the base; for a run that started from a run, that run's exported model.
+    init: the name or path of the base model for transformers. If the run started from another run, this is the exported
+    model of the other run.
     """
 
     model: Transformer
@@ -79,7 +79,7 @@ class AdaptedRun:
     init: str | None
 
 
-def open_adapted(
+def load_adapted_run(
     run_dir: Path, warn: Callable[[str], None], device: torch.device | str = "cpu"
 ) -> AdaptedRun:
     """Load the newest good checkpoint of a run with adapters, with its base.
@@ -90,10 +90,10 @@ def open_adapted(
     run = read_json_object(run_dir / "run.json")
     config = run_config(run_dir, run)
     if config.adapter is None:
-        raise UsageError(f"{run_dir}: was trained without adapters; they are made with: --adapter.rank 16")
+        raise UsageError(f"{run_dir}: was trained without adapters; train with them: --adapter.rank 16")
     checkpoints = run_dir / "checkpoints"
     newest = newest_readable(
-        checkpoints, lambda checkpoint: read_adapted(run_dir, checkpoint, config, device), warn
+        checkpoints, lambda checkpoint: load_adapted_model(run_dir, checkpoint, config, device), warn
     )
     if newest is None:
         if found := find(checkpoints):
@@ -114,21 +114,22 @@ def run_config(run_dir: Path, run: Mapping[str, Any]) -> RunConfig:
         raise RunError(f"{run_dir / 'run.json'}: config.{first_problem(error)}; restore the file") from None
 
 
-def read_adapted(
+def load_adapted_model(
     run_dir: Path, checkpoint: Checkpoint, config: RunConfig, device: torch.device | str
 ) -> Transformer:
-    """Load one checkpoint. Raises Damaged for a bad checkpoint, RunError for a bad base."""
+    """Load the base and one checkpoint. Raises Damaged for a damaged checkpoint, RunError for a damaged base."""
     assert config.adapter is not None
     verify(checkpoint, weights_only=True)
-    model = frozen_base.reopen(run_dir, config.model, config.adapter, config.seed, device)
+    model = frozen_base.load(run_dir, config.model, config.adapter, config.seed, device)
     load_file_into(model, checkpoint, device, trained_only=True)
     return model
 
 
-def _weight(module: nn.Module, device: torch.device, original: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the weight that a module computes with: dequantized to float32 on `device`, or as it is.
+def _merged_weight(module: nn.Module, device: torch.device, original: torch.Tensor | None) -> torch.Tensor:
+    """Return the weight with which a module computes, including its adapter and trained rows.
 
-    original: replaces the frozen weight.
+    It is float32 on `device`, or the parameter itself if nothing needs to be computed. original: used instead of the
+    frozen weight.
     """
     adapter, trained = adapter_of(module), trained_rows_of(module)
     if original is not None:

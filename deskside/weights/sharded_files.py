@@ -1,7 +1,7 @@
-"""Sharded tensors of a checkpoint: torch.distributed.checkpoint over safetensors files.
+"""Sharded tensors of a checkpoint: torch.distributed.checkpoint with safetensors files.
 
-Every rank writes its own shards. A file names its tensors and the offset of each shard in its header, so nothing
-executes on load, and any number of processes can read what another number wrote.
+Every rank writes its own shards. The header of a file contains the names of its tensors and the offsets of their
+shards. So loading executes no code, and the number of processes may differ between saving and loading.
 """
 
 import warnings
@@ -39,10 +39,10 @@ def write(folder: Path, groups: Groups) -> None:
 
 
 def read(checkpoint: Checkpoint, groups: Groups, no_dist: bool = False) -> None:
-    """Fill the given tensors, sharded or whole, in place. Every rank calls this; with `no_dist` a single process.
+    """Read a checkpoint into the given tensors, sharded or whole, in place.
 
-    Raises Damaged if the files cannot be read or lack tensors, and RunError if the tensors have other shapes, or if
-    the checkpoint is in the old format, a pickle.
+    Every rank calls this, or a single process if `no_dist` is True. Raises Damaged if the files cannot be read or lack
+    parts of tensors, and RunError if the names or shapes differ or the checkpoint has the old format, a pickle.
     """
     refuse_pickle(checkpoint)
     folder = checkpoint.path / SHARDED
@@ -56,14 +56,16 @@ def read(checkpoint: Checkpoint, groups: Groups, no_dist: bool = False) -> None:
         KeyError,
         TypeError,
         AttributeError,
-        RecursionError,  # torch parses the headers of shards itself
+        RecursionError,  # raised by torch's parser for deeply nested headers
     ) as error:
         raise Damaged(f"{folder} cannot be read ({type(error).__name__}: {error})") from None
     for group, tensors in groups.items():
         for name, tensor in tensors.items():
             _check(folder, f"{group}.{name}", tensor, stored)
     try:
-        with warnings.catch_warnings():  # a single process may read the shards of many
+        with (
+            warnings.catch_warnings()
+        ):  # torch warns if a single process reads the shards of many, which is fine
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             dcp.load(dict(groups), storage_reader=reader, no_dist=no_dist)
     except CheckpointException as error:
@@ -71,17 +73,18 @@ def read(checkpoint: Checkpoint, groups: Groups, no_dist: bool = False) -> None:
 
 
 def _check(folder: Path, name: str, tensor: Tensor, stored: Mapping[str, Any]) -> None:
-    found = stored.get(name)
-    if not isinstance(found, TensorStorageMetadata):
+    """Raise RunError if a stored tensor is missing or has another shape, and Damaged if it is incomplete."""
+    metadata = stored.get(name)
+    if not isinstance(metadata, TensorStorageMetadata):
         raise RunError(f"{folder}: these weights belong to another architecture: '{name}' is missing")
-    if found.size != tensor.shape:
+    if metadata.size != tensor.shape:
         raise RunError(
-            f"{folder}: these weights belong to another architecture: '{name}' is {tuple(found.size)}, "
+            f"{folder}: these weights belong to another architecture: '{name}' is {tuple(metadata.size)}, "
             f"{tuple(tensor.shape)} is needed"
         )
-    elements = sum(chunk.sizes.numel() for chunk in found.chunks)
-    if elements != found.size.numel():
-        raise Damaged(f"{folder} holds {elements:,} of the {found.size.numel():,} elements of '{name}'")
+    elements = sum(chunk.sizes.numel() for chunk in metadata.chunks)
+    if elements != metadata.size.numel():
+        raise Damaged(f"{folder} holds {elements:,} of the {metadata.size.numel():,} elements of '{name}'")
 
 
 def _files(tensors: Mapping[str, Tensor]) -> dict[str, int]:
@@ -97,8 +100,8 @@ def _files(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def _first(error: CheckpointException) -> Exception:
-    """Return the exception of the lowest rank that failed. Raises it if it is not an `Exception`."""
+    """Return the exception of the lowest rank that failed. A KeyboardInterrupt is raised instead of returned."""
     _, (first, _) = min(error.failures.items(), key=lambda failure: failure[0])
     if not isinstance(first, Exception):
-        raise first from None  # a second Ctrl-C is not a disk failure
+        raise first from None
     return first

@@ -43,7 +43,7 @@ def trained(
 ) -> tuple[Transformer, AdapterConfig]:
     """An adapted model in which everything that trains has moved; it computes in float32."""
     config, options = ModelConfig(**{**TINY, **shape}), AdapterConfig(rank=4, alpha=8, **(adapter or {}))
-    model = frozen_base.make(config, options, 5, weights_of(config), "cpu", tokens)
+    model = frozen_base.build(config, options, 5, weights_of(config), "cpu", tokens)
     torch.manual_seed(2)
     for parameter in model.parameters():
         if parameter.requires_grad:

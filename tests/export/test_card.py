@@ -160,7 +160,7 @@ def test_a_hugging_face_directory_has_no_history(made: MadeRun, tmp_path: Path) 
     run = RunDirectory(made.path)
     out = save_hf(made.model, made.config.model, run.tokenizer, tmp_path / "hf")
     text = card(out, "gguf")
-    assert "nothing on its training came with it" in text and "llama-server -m m-F32.gguf" in text
+    assert "no record of its training" in text and "llama-server -m m-F32.gguf" in text
     assert "knows the split pattern" not in text
     assert text.count("Not recorded") == 3
 
@@ -173,7 +173,7 @@ def test_the_lines_that_the_card_shows_run(
     model = random_model(vocab_size=512, max_position_embeddings=512)
     out = save_hf(model, model.config, source, tmp_path / "hf")
     text = card(out)
-    assert ("answers in conversations" in text) == chats == ("taught to follow" not in text)
+    assert ("answers in conversations" in text) == chats == ("trained to follow" not in text)
     lines = text.split("```python\n")[1].split("```")[0]
     exec(lines.replace("DIR", str(out)), {})
     assert capsys.readouterr().out.startswith("<|im_start|>user\nHello!" if chats else "<|endoftext|>Once")

@@ -177,7 +177,7 @@ def test_weights_of_another_architecture_are_named() -> None:
     with pytest.raises(
         RunError, match=r"another architecture: 'layers.0.mlp.*' is \(256, 64\), \(64, 64\) is needed"
     ):
-        frozen_base.make(other, AdapterConfig(), 0, given, "cpu")
+        frozen_base.build(other, AdapterConfig(), 0, given, "cpu")
     del given["embed.weight"]
     with pytest.raises(RunError, match=r"only one of both has 'embed.weight'"):
-        frozen_base.make(config, AdapterConfig(), 0, given, "cpu")
+        frozen_base.build(config, AdapterConfig(), 0, given, "cpu")

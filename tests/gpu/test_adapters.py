@@ -75,7 +75,7 @@ def step_of(
     plain = Transformer(SHAPE)
     initialize(plain, 0)
     weights = {name: parameter.detach() for name, parameter in plain.named_parameters()}
-    model = frozen_base.make(SHAPE, AdapterConfig(rank=16, base=format), 0, weights, DEVICE)
+    model = frozen_base.build(SHAPE, AdapterConfig(rank=16, base=format), 0, weights, DEVICE)
     convert(model, "bf16")
     optimizer = build(model, AdamWConfig(), Scaling(1.0, 1.0, 1.0))
     optimizer.set_progress(1.0, 0.0, 1)

@@ -216,4 +216,4 @@ def test_small_weights_with_plain_states_are_updated_together(monkeypatch: pytes
     both: list[tuple[Any, set[str]]] = [("float32", {"w10"}), ("bfloat16", {"w4", "w9", "w10"})]
     for states, alone in both:
         made = adamw.AdamW([], (0.9, 0.99), 1e-8, states, fused=True)
-        assert {name for name, weight in weights.items() if not made._plain(weight)} == alone
+        assert {name for name, weight in weights.items() if not made._uses_torch(weight)} == alone

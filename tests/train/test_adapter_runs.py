@@ -16,7 +16,7 @@ from deskside.train.loop.step import StepMetrics, Stepper
 from deskside.train.state.init_weights import InitialWeights
 from deskside.utils.errors import RunError, UsageError
 from deskside.weights.load import load_model
-from deskside.weights.merge_adapters import open_adapted
+from deskside.weights.merge_adapters import load_adapted_run
 from tests.train.tiny_run import call, checkpoints, config, curve, events, plan, resume, rows, train
 
 TOKENS = torch.tensor([[3, 5, 17, 60, 3, 9, 11, 2, 44, 5]])
@@ -122,7 +122,7 @@ def test_what_a_run_keeps_and_says(pretrained: Path, data: Path, tmp_path: Path)
     assert sum(t.numel() for t in states.values() if t.ndim >= 2) == 2 * facts["trained_parameters"]
     # The base is untouched, the model that is exported is not.
     before, after = load_model(pretrained).model, load_model(run).model
-    opened = open_adapted(run, pytest.fail)
+    opened = load_adapted_run(run, pytest.fail)
     assert opened.init == str(pretrained / "model")
     apart = opened.model
     apart.embed.output_dtype = torch.float32

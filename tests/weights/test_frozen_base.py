@@ -18,7 +18,7 @@ from deskside.utils.files import fingerprint
 from deskside.weights import frozen_base
 from deskside.weights.checkpoint import WEIGHTS, files_of, folder_name
 from deskside.weights.load import load_model
-from deskside.weights.merge_adapters import merge_into, merged, open_adapted, read_adapted
+from deskside.weights.merge_adapters import load_adapted_model, load_adapted_run, merge_into, merged
 from tests.budget.test_adapters import Live
 from tests.export.adapted import TINY, trained
 
@@ -45,7 +45,7 @@ def write_run(
         "config": config.model_dump(mode="json"),
     }
     (folder / "run.json").write_text(json.dumps(run))
-    frozen_base.keep(model, folder)
+    frozen_base.save(model, folder)
     tokens = ["<|endoftext|>", *(f"t{i}" for i in range(60))]
     (folder / "tokenizer.json").write_text(
         json.dumps(
@@ -73,11 +73,11 @@ def test_reopened_it_is_the_same_to_the_last_bit(
     format: str, tokens: tuple[int, ...], tmp_path: Path
 ) -> None:
     model, options = trained({"base": format}, tokens)
-    frozen_base.keep(model, tmp_path)
-    again = frozen_base.reopen(tmp_path, model.config, options, 5, "cpu")
+    frozen_base.save(model, tmp_path)
+    again = frozen_base.load(tmp_path, model.config, options, 5, "cpu")
     again.embed.output_dtype = torch.float32
     assert weights(again).keys() == weights(model).keys()
-    fresh = frozen_base.reopen(tmp_path, model.config, options, 6, "cpu")
+    fresh = frozen_base.load(tmp_path, model.config, options, 6, "cpu")
     name = "layers.0.attn.input.projections.0.adapter.a.q_proj"
     assert not torch.equal(weights(again)[name], weights(fresh)[name])  # by the seed
     with torch.no_grad():
@@ -112,9 +112,9 @@ def test_a_base_is_read_on_the_host(format: str, tmp_path: Path, monkeypatch: py
 
     def noted(*given: Any) -> Transformer:
         where.append(given[-1])
-        return read_adapted(*given)
+        return load_adapted_model(*given)
 
-    monkeypatch.setattr("deskside.weights.load.read_adapted", noted)
+    monkeypatch.setattr("deskside.weights.load.load_adapted_model", noted)
     monkeypatch.setattr(
         "deskside.weights.load.merged", lambda found, *given: where.append(given[0]) or merged(found)
     )
@@ -134,7 +134,7 @@ def test_a_run_is_loaded_as_the_merged_model(format: str, tmp_path: Path) -> Non
     }
     for name, parameter in loaded.model.named_parameters():
         assert torch.equal(parameter, expected[name]), name
-    apart = open_adapted(tmp_path, pytest.fail)
+    apart = load_adapted_run(tmp_path, pytest.fail)
     assert (apart.step, apart.init) == (7, "some/model")
     assert all(torch.equal(tensor, weights(model)[name]) for name, tensor in weights(apart.model).items())
 
@@ -146,7 +146,7 @@ def test_of_a_damaged_checkpoint_the_older_one_is_taken(tmp_path: Path) -> None:
     newest.write_bytes(newest.read_bytes()[:-1])
     told: list[str] = []
     assert load_model(tmp_path, warn=told.append).step == 7
-    assert open_adapted(tmp_path, told.append).step == 7
+    assert load_adapted_run(tmp_path, told.append).step == 7
     assert len(told) == 2 and all("step 9 is not used" in line for line in told)
 
 
@@ -161,10 +161,10 @@ def test_a_base_that_was_changed_is_refused(tmp_path: Path) -> None:
         load_model(tmp_path)
     file.unlink()
     with pytest.raises(RunError, match=r"base.safetensors: cannot be read .*restore it"):
-        frozen_base.reopen(tmp_path, model.config, options, 5, "cpu")
+        frozen_base.load(tmp_path, model.config, options, 5, "cpu")
     (tmp_path / frozen_base.FACTS).write_text("{}")
     with pytest.raises(RunError, match=r"base.json: bytes: Field required; restore it"):
-        frozen_base.reopen(tmp_path, model.config, options, 5, "cpu")
+        frozen_base.load(tmp_path, model.config, options, 5, "cpu")
 
 
 def test_a_run_without_adapters_has_none_to_open(tmp_path: Path) -> None:
@@ -173,10 +173,8 @@ def test_a_run_without_adapters_has_none_to_open(tmp_path: Path) -> None:
     run = json.loads((tmp_path / "run.json").read_text())
     run["config"]["adapter"] = None
     (tmp_path / "run.json").write_text(json.dumps(run))
-    with pytest.raises(
-        UsageError, match=r"was trained without adapters; they are made with: --adapter.rank 16"
-    ):
-        open_adapted(tmp_path, pytest.fail)
+    with pytest.raises(UsageError, match=r"was trained without adapters; .*--adapter.rank 16"):
+        load_adapted_run(tmp_path, pytest.fail)
 
 
 def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,5 +183,5 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(frozen_base, "save_file", full)
     with pytest.raises(RunError, match=r"base.safetensors: cannot be written: No space left on device"):
-        frozen_base.keep(trained()[0], tmp_path)
+        frozen_base.save(trained()[0], tmp_path)
     assert not list(tmp_path.iterdir())

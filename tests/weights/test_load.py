@@ -234,7 +234,7 @@ def test_what_is_read_in_bfloat16_never_takes_the_memory_of_float32(
 def test_wrong_paths_say_what_to_do(run: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no such directory"):
         load_model(tmp_path / "nothing")
-    with pytest.raises(UsageError, match="holds neither a run"):
+    with pytest.raises(UsageError, match="contains neither a run"):
         load_model(tmp_path)
     with pytest.raises(UsageError, match="is a file"):
         load_model(run / "run.json")

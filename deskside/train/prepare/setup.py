@@ -157,17 +157,15 @@ def build_model(
     initial = source.initial if source is not None else None
     if config.adapter is not None:
         if source is not None and source.resumed:
-            model = frozen_base.reopen(
-                source.run_dir, config.model, config.adapter, config.seed, world.device
-            )
+            model = frozen_base.load(source.run_dir, config.model, config.adapter, config.seed, world.device)
         elif initial is None:
             raise UsageError("adapter: adapters need trained weights; give them with --init RUN|HF_DIR")
         else:
-            model = frozen_base.make(
+            model = frozen_base.build(
                 config.model, config.adapter, config.seed, initial.weights, world.device, initial.fresh
             )
             if source is not None and world.is_rank_zero:
-                frozen_base.keep(model, source.run_dir)
+                frozen_base.save(model, source.run_dir)
         if source is not None:
             facts = adapter_facts(model, config.adapter)
             source.say(
