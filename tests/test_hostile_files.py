@@ -22,7 +22,7 @@ import torch
 from deskside.cli.main import main
 from deskside.pipeline.pipeline_state import PipelineState
 from deskside.run.directory import RunDirectory
-from deskside.study.execute.trial_process import Order, train
+from deskside.study.execute.trial_process import TrialJob, train
 from tests.serve import made_run
 from tests.sources import PACKAGE, ROOT, files
 from tests.weights.test_load import list_files
@@ -291,7 +291,7 @@ def test_a_trial_of_a_study_executes_nothing_on_resume(good: Path, mark: Path, t
     sharded(run, mark)
     config = json.loads((run / "run.json").read_text())["config"]
     with watched(), pytest.raises(Exception, match="--init DIR"):
-        train(Order("", str(run), config, "a test", True, 1.0))
+        train(TrialJob("", str(run), config, "a test", True, 1.0))
     assert not mark.exists() and not LOOKED_UP
 
 

@@ -267,7 +267,7 @@ def _run(
             raise
         except RunError as error:
             raise RunError(f"{error}; then continue with: deskside study {folder.path} --resume") from None
-        results = runner.publish()
+        results = runner.write_results()
     page = None
     if stopped is None:
         from deskside.report.write import write_report

@@ -12,7 +12,7 @@ import threading
 import time
 from pathlib import Path
 
-from deskside.study.execute.trial_process import STOPPED, Order
+from deskside.study.execute.trial_process import STOPPED, TrialJob
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.signals import StopSignal
 
@@ -27,14 +27,14 @@ def environment(**acts: str) -> dict[str, str]:
     return {"FAKE": json.dumps(named), "PYTHONPATH": str(ROOT)}
 
 
-def act(order: Order) -> tuple[str, str]:
-    run = Path(order.run)
+def act(job: TrialJob) -> tuple[str, str]:
+    run = Path(job.run)
     acts = json.loads(os.environ["FAKE"])
     what = acts.get(run.name, acts.get("other", "finish"))
-    (run / "run.json").write_text(json.dumps({"config": order.config}))
+    (run / "run.json").write_text(json.dumps({"config": job.config}))
     print("a library says something", "\x1b[31mred\x1b[0m")
     if what == "finish":
-        finish(run, order)
+        finish(run, job)
     elif what == "die":
         os.kill(os.getpid(), signal.SIGKILL)
     elif what == "segfault":
@@ -64,15 +64,15 @@ def act(order: Order) -> tuple[str, str]:
         (run / "plan.json").write_text("[]")
         sys.stdout.flush()
     elif what == "steps":
-        return steps(run, order)
+        return steps(run, job)
     elif what == "slow":
         for step in range(1, 10):
             with (run / "metrics.jsonl").open("a") as file:
                 file.write(json.dumps({"step": step, "tokens": step}) + "\n")
             time.sleep(0.5)
-        finish(run, order)
+        finish(run, job)
     elif what == "hang-at-exit":
-        finish(run, order)
+        finish(run, job)
         threading.Thread(target=time.sleep, args=(600,)).start()
     elif what == "deaf":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -80,22 +80,22 @@ def act(order: Order) -> tuple[str, str]:
     return "finished", ""
 
 
-def steps(run: Path, order: Order) -> tuple[str, str]:
+def steps(run: Path, job: TrialJob) -> tuple[str, str]:
     """A trial that takes long, saves when it is asked to stop, and goes on where it was."""
     saved = run / "checkpoints" / "step-000000001"
     with StopSignal() as stop:
-        for _ in range(4 if order.resume else 6000):
+        for _ in range(4 if job.resume else 6000):
             with (run / GONE).open("a") as file:
                 file.write("step\n")
             time.sleep(0.05)
             if stop.requested:
                 saved.mkdir(exist_ok=True)
                 return STOPPED, f"stopped by {stop.requested}"
-    finish(run, order)
+    finish(run, job)
     return "finished", ""
 
 
-def finish(run: Path, order: Order) -> None:
+def finish(run: Path, job: TrialJob) -> None:
     """The files of a run of four steps."""
     rows = [
         {"step": n, "tokens": 100 * n, "loss": 4.0 - n / 10, "val_bpb": None, "tokens_per_second": 50.0}
@@ -108,6 +108,6 @@ def finish(run: Path, order: Order) -> None:
     (run / "environment.json").write_text(json.dumps({"device": "cpu", "cpu": "made up"}))
     (run / "model").mkdir()
     (run / "checkpoints" / "step-000000004").mkdir(exist_ok=True)
-    summary = {"status": "finished", "val_bpb": 1.5 + order.config["seed"] / 100, "val_loss": 3.0}
+    summary = {"status": "finished", "val_bpb": 1.5 + job.config["seed"] / 100, "val_loss": 3.0}
     summary |= {"tokens": 400, "steps": 4, "tokens_per_second": 50.0, "mfu": None, "peak_memory_gib": 0.5}
     (run / "summary.json").write_text(json.dumps(summary))

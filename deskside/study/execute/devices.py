@@ -1,5 +1,9 @@
-"""The devices of a study: one trial at a time on each GPU, or on the CPU. Imports no torch, which would use a GPU."""
+"""The devices of a study, which runs one trial at a time on each GPU, or on the CPU.
 
+Imports no torch, because a CUDA context of the study's own process would take GPU memory from the trials.
+"""
+
+import itertools
 import os
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -13,22 +17,29 @@ THREADS = "OMP_NUM_THREADS"
 
 @dataclass(frozen=True)
 class Device:
-    """A device for one trial. environment: variables that make it the only one visible to the trial's process."""
+    """A device for one trial.
+
+    Attributes:
+        name: "cpu", or "cuda:N" with torch's number N in the study's process.
+        environment: Variables of the trial's process, which make this GPU the only visible one.
+    """
 
     name: str
     environment: dict[str, str] = field(default_factory=dict)
 
 
-def choose(asked: str | None, kinds: Collection[str]) -> list[Device]:
-    """Return the devices of a study.
+def choose(requested: str | None, kinds: Collection[str]) -> list[Device]:
+    """Return the devices of a study. Raises UsageError for an unknown GPU.
 
-    asked: GPU numbers as torch counts them ("0,1"), or None for all that are visible. kinds: compute.device of the
-    arms. CPU threads are divided among the GPUs unless the environment sets their number. Raises UsageError for an
-    unknown GPU.
+    The CPU threads are divided among the GPUs, unless the environment sets OMP_NUM_THREADS.
+
+    Args:
+        requested: GPU numbers as torch counts them ("0,1"); None for all visible GPUs.
+        kinds: `compute.device` of the arms. If all are "cpu", the study runs on the CPU.
     """
     gpus = [] if set(kinds) == {"cpu"} else visible()
-    if asked is not None:
-        gpus = _picked(asked, gpus)
+    if requested is not None:
+        gpus = _select(requested, gpus)
     if not gpus:
         return [Device("cpu")]
     threads = {}
@@ -38,15 +49,15 @@ def choose(asked: str | None, kinds: Collection[str]) -> list[Device]:
 
 
 def visible() -> list[tuple[int, str]]:
-    """Return (torch's number, its entry in CUDA_VISIBLE_DEVICES) of every GPU that torch would see."""
+    """Return (torch's number, the entry in CUDA_VISIBLE_DEVICES) of every GPU that torch would see."""
     if this_machine().device != "cuda":
         return []
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is not None:
-        entries = [entry.strip() for entry in chosen.split(",")]
+    variable = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if variable is not None:
+        entries = [entry.strip() for entry in variable.split(",")]
         # CUDA ignores everything after the first invalid entry.
-        entries = entries[: next((i for i, e in enumerate(entries) if e in ("", "-1")), len(entries))]
-        return list(enumerate(entries))
+        valid = itertools.takewhile(lambda entry: entry not in ("", "-1"), entries)
+        return list(enumerate(valid))
     import pynvml
 
     pynvml.nvmlInit()
@@ -56,15 +67,19 @@ def visible() -> list[tuple[int, str]]:
         pynvml.nvmlShutdown()
 
 
-def _picked(asked: str, gpus: list[tuple[int, str]]) -> list[tuple[int, str]]:
-    names = [name.strip() for name in asked.split(",")]
+def _select(requested: str, gpus: list[tuple[int, str]]) -> list[tuple[int, str]]:
+    """Return the requested GPUs, in the order of the request."""
+    numbers = [number.strip() for number in requested.split(",")]
     known = {str(number): (number, entry) for number, entry in gpus}
-    for name in names:
-        if name not in known:
-            there = f"there is {', '.join(known)}" if known else "there is none that torch can use"
-            raise UsageError(f"--devices {asked}: there is no GPU {name or 'without a number'}; {there}")
-    if len(set(names)) < len(names):
+    for number in numbers:
+        if number not in known:
+            available = f"there is {', '.join(known)}" if known else "there is none that torch can use"
+            raise UsageError(
+                f"--devices {requested}: there is no GPU {number or 'without a number'}; {available}"
+            )
+    if len(set(numbers)) < len(numbers):
         raise UsageError(
-            f"--devices {asked}: a GPU is named twice; trials on one GPU would disturb each other"
+            f"--devices {requested}: a GPU is named twice; name it once, because trials on one GPU would slow each "
+            f"other down"
         )
-    return [known[name] for name in names]
+    return [known[number] for number in numbers]

@@ -1,7 +1,7 @@
-"""journal.jsonl: when each trial started and how it ended, one line per event, append-only.
+"""The journal of a study, journal.jsonl: an append-only file with one line for each start and end of a trial.
 
 `--resume` replays it: a trial that started and did not end was running when the study was killed. A kill leaves at
-most one half-written last line, which is cut off when the journal is opened again.
+most one half-written last line, which is removed when the journal is opened again.
 """
 
 import os
@@ -18,7 +18,7 @@ from deskside.utils.files import append_line
 from deskside.utils.parsing import json_value
 
 FILE = "journal.jsonl"
-# A trial with one of these statuses is done; --resume runs the others.
+# Statuses of trials that have ended; --resume runs the others.
 FINAL = tuple(status for status in STATUSES if status not in ("running", "pending"))
 Key = tuple[str, int]  # arm, seed
 
@@ -27,8 +27,12 @@ Key = tuple[str, int]  # arm, seed
 class TrialHistory:
     """The history of a trial.
 
-    status: "running" if it started and did not end. seconds: total lifetime of its processes since it last started
-    without a checkpoint, None if the end of one of them was not recorded.
+    Attributes:
+        status: Status of the last end; "running" if the trial started and did not end.
+        attempts: Number of starts.
+        started, ended: Times of the last start and end in ISO format, or "".
+        seconds: Total lifetime of the processes since the last start without a checkpoint; None if the end of one of
+            them was not recorded.
     """
 
     status: str = "pending"
@@ -40,58 +44,54 @@ class TrialHistory:
     seconds: float | None = 0.0
 
 
-def apply_event(before: TrialHistory, event: Mapping[str, Any]) -> TrialHistory:
-    """Apply an event to a trial's history. Raises KeyError, TypeError or ValueError if it is invalid."""
-    spent = before.seconds
+def apply_event(history: TrialHistory, event: Mapping[str, Any]) -> TrialHistory:
+    """Return the history after an event. Raises KeyError, TypeError or ValueError if the event is invalid."""
+    seconds = history.seconds
     if event["event"] == "started":
         if not event["resumed"]:
-            spent = 0.0
-        elif before.status == "running":
-            spent = None  # the end of the previous process was not recorded
-        attempts, device, time = before.attempts + 1, str(event["device"]), str(event["time"])
-        return TrialHistory("running", "", attempts, device, time, "", spent)
+            seconds = 0.0
+        elif history.status == "running":
+            seconds = None  # the end of the previous process was not recorded
+        attempts, device, time = history.attempts + 1, str(event["device"]), str(event["time"])
+        return TrialHistory("running", "", attempts, device, time, "", seconds)
     if event["event"] != "ended" or event["status"] not in STATUSES:
         raise KeyError(f"{event['event']} {event.get('status', '')}")
-    lasted = event["seconds"]
-    spent = None if spent is None or lasted is None else spent + float(lasted)
+    lifetime = event["seconds"]
+    seconds = None if seconds is None or lifetime is None else seconds + float(lifetime)
     status, reason, time = str(event["status"]), str(event["reason"]), str(event["time"])
-    return replace(before, status=status, reason=reason, ended=time, seconds=spent)
+    return replace(history, status=status, reason=reason, ended=time, seconds=seconds)
 
 
 class StudyJournal:
-    """The journal of one study. Raises RunError for a damaged line, and when it cannot be written."""
+    """The journal of one study. Raises RunError if a line is damaged or the file cannot be written."""
 
     def __init__(self, folder: Path):
         self.path = folder / FILE
         self.histories = replay_file(self.path)
-        if self.path.exists():  # drop a half-written last line
-            whole = self.path.read_bytes().rfind(b"\n") + 1
-            os.truncate(self.path, whole)
+        if self.path.exists():  # remove a half-written last line
+            os.truncate(self.path, self.path.read_bytes().rfind(b"\n") + 1)
 
     def started(self, arm: str, seed: int, device: str, pid: int, resumed: bool) -> None:
-        """Record the start of a trial's process. resumed: it continues from a checkpoint."""
+        """Record the start of a trial's process. resumed: True if it continues from a checkpoint."""
         self._append(arm, seed, "started", device=device, pid=pid, resumed=resumed)
 
     def ended(self, arm: str, seed: int, status: str, reason: str, seconds: float | None) -> None:
-        """Record the end of a trial's process. seconds: its lifetime, None if its end was not seen."""
+        """Record the end of a trial's process. seconds: its lifetime; None if the study did not see it end."""
         self._append(arm, seed, "ended", status=status, reason=reason, seconds=seconds)
 
-    def of(self, arm: str, seed: int) -> TrialHistory:
-        """Return the history of a trial."""
+    def history(self, arm: str, seed: int) -> TrialHistory:
+        """Return the history of a trial. arm: the arm's id."""
         return self.histories.get((arm, seed), TrialHistory())
 
-    def _append(self, arm: str, seed: int, event: str, **more: Any) -> None:
+    def _append(self, arm: str, seed: int, event: str, **fields: Any) -> None:
         time = datetime.now(UTC).isoformat(timespec="seconds")
-        entry = {"time": time, "arm": arm, "seed": seed, "event": event, **more}
+        entry = {"time": time, "arm": arm, "seed": seed, "event": event, **fields}
         append_line(self.path, strict_json.dumps(entry))
-        self.histories[arm, seed] = apply_event(self.of(arm, seed), entry)
+        self.histories[arm, seed] = apply_event(self.history(arm, seed), entry)
 
 
 def replay_file(path: Path) -> dict[Key, TrialHistory]:
-    """Return the history of every trial, from the complete lines of a journal.
-
-    Raises RunError naming a damaged line.
-    """
+    """Return the history of every trial, from the complete lines of a journal. Raises RunError for a damaged line."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:

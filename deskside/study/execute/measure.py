@@ -1,8 +1,8 @@
 """The metrics and the learning curve of a trial, read from its run directory.
 
-A metric that was not measured is absent. `val_bpb_equal_tokens` is computed by the comparison, because it depends
-on the other trials; `total_seconds` comes from the journal, because a run cannot time the start and the end of its
-own process.
+A metric that was not measured is absent. Two metrics come from elsewhere: `val_bpb_equal_tokens` from the comparison,
+because it depends on the other trials, and `total_seconds` from the journal, because a run cannot measure the lifetime
+of its own process.
 """
 
 import math
@@ -17,9 +17,9 @@ from deskside.config.run import RunConfig
 from deskside.run.record import number, read_metrics, read_object
 
 CURVE_POINTS = 200
-ROWS_PER_TEXT = 1.25  # upper bound of tokens in rows (padding and document ends included) per token of text
-LAST_SHARE = 0.05  # the training loss is the mean over this share of the logged steps
-# Excluded at the start, while clocks and power settle: the smaller of both.
+ROW_TOKENS_PER_TEXT_TOKEN = 1.25  # upper bound; rows also contain padding and document ends
+LAST_SHARE = 0.05  # the training loss is the mean over this last share of the logged steps
+# The mean power excludes the start of the training time, while clocks and power settle: the smaller of 10 s and 20 %.
 SETTLING_SECONDS, SETTLING_SHARE = 10.0, 0.2
 
 
@@ -27,8 +27,11 @@ SETTLING_SECONDS, SETTLING_SHARE = 10.0, 0.2
 class Measured:
     """The measurements of one trial.
 
-    metrics: keyed as in stats/metrics.py. curve: as in `results.Trial`. emulated: None if the run has not decided
-    it yet. machine: environment.json, or empty.
+    Attributes:
+        metrics: Values by their keys in stats/metrics.py.
+        curve: As in `results.Trial`.
+        emulated: True if the run emulates its number format; None if the run has not recorded this yet.
+        machine: Content of environment.json, or empty.
     """
 
     metrics: dict[str, float]
@@ -39,7 +42,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class _Step:
-    """A logged step. seconds: training time up to and including this step."""
+    """A logged step. tokens, seconds: tokens and training time up to and including this step. row: of metrics.jsonl."""
 
     tokens: float
     seconds: float
@@ -47,45 +50,49 @@ class _Step:
 
 
 def measure(run: Path, config: RunConfig) -> Measured:
-    """Read a run directory in any state. Final metrics require summary.json."""
+    """Return the measurements of a run directory in any state. The final metrics require summary.json."""
     rows = [row for row in read_metrics(run).rows if number(row.get("tokens")) is not None]
-    steps = _training_time(rows)
+    steps = _steps(rows)
     summary, plan = read_object(run / "summary.json")[0], read_object(run / "plan.json")[0]
-    found: dict[str, float | None] = {
+    metrics: dict[str, float | None] = {
         "parameters": float(num_params(config.model)),
         "parameters_quantized": float(quantized_parameters(config)),
         "micro_tokens": _micro_tokens(plan, config),
         "watts": _watts(steps),
     }
     if steps:
-        found |= {"tokens": number(rows[-1].get("tokens")), "steps": number(rows[-1].get("step"))}
-        found["seconds"] = steps[-1].seconds
+        metrics |= {"tokens": number(rows[-1].get("tokens")), "steps": number(rows[-1].get("step"))}
+        metrics["seconds"] = steps[-1].seconds
     if summary:
         for key in ("val_bpb", "val_loss", "mfu", "peak_memory_gib", "peak_reserved_gib", "tokens", "steps"):
-            found[key] = number(summary.get(key))
-        loss = found["val_loss"]
-        found["perplexity"] = math.exp(loss) if loss is not None and loss < 500 else None
-        found["train_loss"] = _last_loss(rows)
-        found["tokens_per_second"] = speed = number(summary.get("tokens_per_second")) or _speed(steps)
-        if found["watts"] is not None and speed:
-            found["joules_per_token"] = found["watts"] / speed
-    precision = plan.get("precision")
+            metrics[key] = number(summary.get(key))
+        loss = metrics["val_loss"]
+        # exp overflows a float64 above 709.78.
+        metrics["perplexity"] = math.exp(loss) if loss is not None and loss < 500 else None
+        metrics["train_loss"] = _last_loss(rows)
+        metrics["tokens_per_second"] = speed = number(summary.get("tokens_per_second")) or _speed(steps)
+        if metrics["watts"] is not None and speed:
+            metrics["joules_per_token"] = metrics["watts"] / speed
+    precision, emulated = plan.get("precision"), None
+    if isinstance(precision, Mapping) and "native" in precision:
+        emulated = not precision["native"]
     return Measured(
-        {key: float(value) for key, value in found.items() if value is not None},
-        _curve(steps, found.get("val_bpb") if _whole_split(summary, config) else None),
-        not precision["native"] if isinstance(precision, Mapping) and "native" in precision else None,
-        read_object(run / "environment.json")[0],
+        metrics={key: float(value) for key, value in metrics.items() if value is not None},
+        curve=_curve(steps, metrics.get("val_bpb") if _evaluates_whole_split(summary, config) else None),
+        emulated=emulated,
+        machine=read_object(run / "environment.json")[0],
     )
 
 
 def quantized_parameters(config: RunConfig) -> int:
     """Return the number of weights whose products run in fewer than 16 bits.
 
-    These are the weights of the blocks that the recipe quantizes, without `precision.keep`, and of the head if it
-    is in FP8. Projections that share one weight stay in BF16 together (precision/apply.py).
+    These are the weights of the blocks that the recipe quantizes, except for the projections in `precision.keep`, and
+    those of the head if it is in FP8. If one of several projections with a shared weight is in `precision.keep`, all of
+    them stay in BF16 (precision/apply.py).
     """
-    asked, model = config.precision, config.model
-    if asked.name == "auto" or not recipe_named(asked.name).quantized:
+    precision, model = config.precision, config.model
+    if precision.name == "auto" or not recipe_named(precision.name).quantized:
         return 0
     layers, D = model.num_hidden_layers, model.hidden_size
     q, kv = model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
@@ -95,52 +102,57 @@ def quantized_parameters(config: RunConfig) -> int:
         del sizes["gate_proj"]
     shared: list[tuple[str, ...]] = [("q_proj", "k_proj", "v_proj")] if model.fused_qkv else []
     shared += [("gate_proj", "up_proj")] if model.fused_gate_up and model.gated_mlp else []
-    kept: set[str] = set(asked.keep)
-    for group in shared:
-        kept |= set(group) if kept & set(group) else set()
+    kept: set[str] = set(precision.keep)
+    for names in shared:
+        if kept.intersection(names):
+            kept.update(names)
     block = sum(size for name, size in sizes.items() if name not in kept)
-    head = model.vocab_size * D if asked.head == "fp8" else 0
-    return max(0, layers - sum(asked.recipe().kept_blocks(layers))) * block + head
+    head = model.vocab_size * D if precision.head == "fp8" else 0
+    return max(0, layers - sum(precision.recipe().kept_blocks(layers))) * block + head
 
 
-def _training_time(rows: Sequence[Mapping[str, Any]]) -> list[_Step]:
-    """Return the steps with the training time up to each: tokens over speed, without pauses.
+def _steps(rows: Sequence[Mapping[str, Any]]) -> list[_Step]:
+    """Return the logged steps with the training time up to each, computed as the sum of tokens / speed.
 
-    The run's own `seconds` include set-up, evaluation and checkpoints when its clock is wall time.
+    The `seconds` in the rows are not used, because they include set-up, evaluation and checkpoints if the run's clock
+    is wall time.
     """
     steps: list[_Step] = []
     tokens = seconds = 0.0
     for row in rows:
-        speed, now = number(row.get("tokens_per_second")), float(row["tokens"])
+        speed, step_end = number(row.get("tokens_per_second")), float(row["tokens"])
         if speed is not None and speed > 0:
-            seconds += max(0.0, now - tokens) / speed
-        tokens = now
+            seconds += max(0.0, step_end - tokens) / speed
+        tokens = step_end
         steps.append(_Step(tokens, seconds, row))
     return steps
 
 
 def _speed(steps: Sequence[_Step]) -> float | None:
+    """Return the mean tokens per second of training."""
     return steps[-1].tokens / steps[-1].seconds if steps and steps[-1].seconds > 0 else None
 
 
 def _last_loss(rows: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return the mean training loss of the last steps."""
     last = rows[-max(1, round(LAST_SHARE * len(rows))) :]
     losses = [loss for row in last if (loss := number(row.get("loss"))) is not None]
     return sum(losses) / len(losses) if losses else None
 
 
 def _watts(steps: Sequence[_Step]) -> float | None:
-    """Return the mean power over the training time, after it has settled."""
+    """Return the mean power over the training time after the settling time."""
     if not steps:
         return None
     settled = min(SETTLING_SECONDS, SETTLING_SHARE * steps[-1].seconds)
-    joules = time = before = 0.0
+    joules = total_seconds = step_start = 0.0
     for step in steps:
-        watts, lasted = number(step.row.get("watts")), step.seconds - before
-        if watts is not None and before >= settled:
-            joules, time = joules + watts * lasted, time + lasted
-        before = step.seconds
-    return joules / time if time > 0 else None
+        watts, seconds = number(step.row.get("watts")), step.seconds - step_start
+        if watts is not None and step_start >= settled:
+            joules += watts * seconds
+            total_seconds += seconds
+        step_start = step.seconds
+    return joules / total_seconds if total_seconds > 0 else None
 
 
 def _micro_tokens(plan: Mapping[str, Any], config: RunConfig) -> float | None:
@@ -150,17 +162,20 @@ def _micro_tokens(plan: Mapping[str, Any], config: RunConfig) -> float | None:
     return None if rows is None else rows * config.stages()[-1].sequence_length
 
 
-def _whole_split(summary: Mapping[str, Any], config: RunConfig) -> bool:
-    """Return whether the evaluations during the run read the whole validation split, as the final one does.
+def _evaluates_whole_split(summary: Mapping[str, Any], config: RunConfig) -> bool:
+    """Return True if the evaluations during the run read the whole validation split, as the final one does.
 
-    Otherwise the last point would not belong to the same curve, and the comparison at equal tokens would mix both.
+    Otherwise the final loss is not comparable with the others and must not be a point of the same curve.
     """
-    whole = number(summary.get("val_tokens"))
-    return whole is not None and config.evaluate.tokens >= ROWS_PER_TEXT * whole
+    split_tokens = number(summary.get("val_tokens"))
+    return split_tokens is not None and config.evaluate.tokens >= ROW_TOKENS_PER_TEXT_TOKEN * split_tokens
 
 
 def _curve(steps: Sequence[_Step], final_bpb: float | None) -> list[dict[str, float | None]]:
-    """Thin the curve to CURVE_POINTS points, among them evaluated ones and the last, which gets `final_bpb`."""
+    """Return at most CURVE_POINTS points of the curve, preferably evaluated ones.
+
+    The last step is always among them. final_bpb: its loss on the validation split, if it belongs to the curve.
+    """
     points: list[dict[str, float | None]] = [
         {
             "tokens": step.tokens,
@@ -172,15 +187,17 @@ def _curve(steps: Sequence[_Step], final_bpb: float | None) -> list[dict[str, fl
     ]
     if points and final_bpb is not None:
         points[-1]["val_bpb"] = final_bpb
-    kept = {index for index, point in enumerate(points) if point["val_bpb"] is not None}
-    kept = set(_spread(sorted(kept), CURVE_POINTS)) | ({len(points) - 1} if points else set())
+    evaluated = [index for index, point in enumerate(points) if point["val_bpb"] is not None]
+    kept = set(_spread(evaluated, CURVE_POINTS))
+    if points:
+        kept.add(len(points) - 1)
     others = [index for index in range(len(points)) if index not in kept]
     kept |= set(_spread(others, CURVE_POINTS - len(kept)))
     return [points[index] for index in sorted(kept)][-CURVE_POINTS:]
 
 
 def _spread(indices: Sequence[int], most: int) -> list[int]:
-    """Pick at most `most` indices, evenly spaced, including the last."""
+    """Return at most `most` of the indices, evenly spaced and including the last."""
     if len(indices) <= most:
         return list(indices)
     return [indices[-1 - (n * len(indices)) // most] for n in range(max(0, most))]

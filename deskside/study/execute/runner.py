@@ -1,10 +1,10 @@
-"""Run the trials of a study, one at a time on each device.
+"""Execution of a study: runs its trials, one at a time on each device.
 
-A trial that fails is a result, and the study continues. Only a full disk ends it, because every further trial would
+A failed trial is a result, and the study continues. Only a full disk ends the study, because every further trial would
 fail as well. The journal is written before and after each trial, results.json after it. A trial's directory keeps
-its metrics, and its checkpoints as long as it may be resumed.
+its metrics, and its checkpoints until the trial has ended.
 
-A hung trial is detected by its silence: as long as it logs steps it is alive, however wrong its forecast was.
+A trial counts as hung if it has logged no step for too long (`max_silence`), not if it takes longer than its forecast.
 """
 
 import contextlib
@@ -23,8 +23,15 @@ from deskside.study.execute.devices import Device
 from deskside.study.execute.journal import FINAL, Key, StudyJournal
 from deskside.study.execute.measure import Measured, measure
 from deskside.study.execute.study_folder import StudyFolder, StudyPlan
-from deskside.study.execute.study_progress import RemainingTime, Screen
-from deskside.study.execute.trial_process import FULL, STOPPED, Child, Ended, Order, read_answer
+from deskside.study.execute.study_progress import RemainingTime, StudyDisplay
+from deskside.study.execute.trial_process import (
+    DISK_FULL,
+    STOPPED,
+    TrialEnd,
+    TrialJob,
+    TrialProcess,
+    read_outcome,
+)
 from deskside.study.results import Results
 from deskside.study.spec.expand import PlannedArm
 from deskside.train.prepare.preflight import check_start
@@ -32,26 +39,29 @@ from deskside.utils.errors import RunError, UsageError
 from deskside.utils.signals import StopSignal
 
 TARGET = "deskside.study.execute.trial_process:train"
-POLL = 0.1  # seconds
-PATIENCE = 120.0  # seconds for trials to save when the study ends early
-# Without logging a step, a trial compiles, evaluates or saves. On a CPU an evaluation alone can take an hour.
+POLL_SECONDS = 0.1
+STOP_TIMEOUT = 120.0  # seconds for trials to save when the study ends early
+# Seconds, and multiples of the forecast, that a trial may go without logging a step. Meanwhile it compiles, evaluates
+# or saves; on a CPU an evaluation alone can take an hour.
 SILENCE_GPU, SILENCE_CPU, SILENCE_FORECASTS = 1800.0, 6 * 3600.0, 3.0
-Trial = tuple[PlannedArm, int]
+Trial = tuple[PlannedArm, int]  # arm, seed
 
 
 @dataclass
-class _Running:
+class _RunningTrial:
     arm: PlannedArm
     seed: int
     run: Path
-    child: Child
+    process: TrialProcess
 
 
 class Runner:
-    """The process that runs a study.
+    """Runs the trials of a study in child processes.
 
-    keep_models: keep model/ in the trials' directories. lock: the descriptor of `StudyFolder.lock`. target: the
-    function that a trial's process calls.
+    Args:
+        keep_models: Keep the model of finished trials in their directories.
+        lock: The descriptor that `StudyFolder.lock` yields.
+        target: "MODULE:FUNCTION" that a trial's process calls.
     """
 
     def __init__(
@@ -65,85 +75,86 @@ class Runner:
         target: str = TARGET,
     ):
         self.folder, self.plan, self.devices = folder, plan, list(devices)
-        self.keep_models, self.lock_file, self.target = keep_models, lock, target
+        self.keep_models, self.lock, self.target = keep_models, lock, target
         self.journal = StudyJournal(folder.path)
         self.measured: dict[Key, Measured] = {}
         self.reconcile()
-        done = sum(self.journal.of(arm.id, seed).status in FINAL for arm, seed in plan.trials())
-        self.screen = Screen(len(plan.trials()), done, RemainingTime(plan.forecasts, len(devices)))
+        done = sum(self.journal.history(arm.id, seed).status in FINAL for arm, seed in plan.trials())
+        self.display = StudyDisplay(len(plan.trials()), done, RemainingTime(plan.forecasts, len(devices)))
 
     def reconcile(self) -> None:
-        """Bring the journal up to date with the run directories of trials that were running when the study died."""
+        """Record the ends of trials that the journal lacks because the study was killed; measure all ended trials."""
         for arm, seed in self.plan.trials():
-            run, past = self.folder.run(arm.id, seed), self.journal.of(arm.id, seed)
-            if past.attempts and past.status not in FINAL:
-                # It was running, or it was stopped and then resumed outside the study.
-                answer = read_answer(run) or ("", "")
-                if answer[0] in FINAL:
-                    self.journal.ended(arm.id, seed, *answer, None)
+            run, history = self.folder.run(arm.id, seed), self.journal.history(arm.id, seed)
+            if history.attempts and history.status not in FINAL:
+                # The study was killed while the trial ran, or the trial was stopped and then resumed outside the study.
+                status, reason = read_outcome(run) or ("", "")
+                if status in FINAL:
+                    self.journal.ended(arm.id, seed, status, reason, None)
                 elif (run / "summary.json").exists():
                     self.journal.ended(arm.id, seed, "finished", "", None)
-                elif past.status == "running":
+                elif history.status == "running":
                     self.journal.ended(
                         arm.id, seed, "pending", "the study was killed while the trial ran", None
                     )
-                if (now := self.journal.of(arm.id, seed).status) in FINAL:
-                    self.tidy(run, now)
-            if self.journal.of(arm.id, seed).status in FINAL:
+                new_status = self.journal.history(arm.id, seed).status
+                if new_status in FINAL:
+                    self.delete_unneeded(run, new_status)
+            if self.journal.history(arm.id, seed).status in FINAL:
                 self.measured[arm.id, seed] = measure(run, arm.config)
 
     def remaining(self, again: Sequence[str] = ()) -> list[Trial]:
-        """Return the trials to run, in order: those not done, and those with a status in `again`."""
+        """Return the trials to run, in order: those that have not ended, and those with a status in `again`."""
         return [
             (arm, seed)
             for arm, seed in self.plan.trials()
-            if (status := self.journal.of(arm.id, seed).status) not in FINAL or status in again
+            if (status := self.journal.history(arm.id, seed).status) not in FINAL or status in again
         ]
 
-    def run(self, todo: Sequence[Trial]) -> str | None:
-        """Run these trials. Returns None, or the name of the signal that stopped the study after everything was
-        saved.
+    def run(self, trials: Sequence[Trial]) -> str | None:
+        """Run these trials. Returns None, or the name of the signal that stopped the study after everything was saved.
 
         Raises RunError if the disk is full; the running trials can then be resumed.
         """
-        waiting, running = deque(todo), dict[str, _Running]()
-        self.screen.done = len(self.plan.trials()) - len(waiting)
+        waiting, running = deque(trials), dict[str, _RunningTrial]()  # running: by the name of the device
+        self.display.done = len(self.plan.trials()) - len(waiting)
         for arm, seed in waiting:
-            if self.journal.of(arm.id, seed).status in FINAL:  # repeat it from the start
+            if self.journal.history(arm.id, seed).status in FINAL:  # repeat it from the start
                 self.journal.ended(arm.id, seed, "pending", "to be run again", None)
                 self.measured.pop((arm.id, seed), None)
                 shutil.rmtree(self.folder.run(arm.id, seed), ignore_errors=True)
-        asked = False
+        stopping = False
         try:
-            self.publish()
-            with StopSignal() as stop, self.screen:
+            self.write_results()
+            with StopSignal() as stop, self.display:
                 while running or (waiting and stop.requested is None):
-                    if stop.requested is not None and not asked:
-                        asked = True
-                        self.screen.say(f"{stop.requested}: saving the running trials, then stopping")
-                        for one in running.values():
-                            one.child.stop()
+                    if stop.requested is not None and not stopping:
+                        stopping = True
+                        self.display.say(f"{stop.requested}: saving the running trials, then stopping")
+                        for trial in running.values():
+                            trial.process.stop()
                     for device in self.devices:
                         if device.name not in running and waiting and stop.requested is None:
-                            running[device.name] = self.begin(*waiting.popleft(), device)
-                            self.publish()
-                    for name, one in list(running.items()):
-                        ended = one.child.poll() or self.hung(one, name)
-                        if ended is not None:
-                            del running[name]
-                            rest = [other.arm.id for other in running.values()] + [a.id for a, _ in waiting]
-                            self.end(one, ended, rest)
-                    self.screen.draw()
-                    time.sleep(POLL)
-                return stop.requested if asked or waiting else None
-        except KeyboardInterrupt:  # the second Ctrl-C: at once
-            for one in running.values():
-                one.child.kill()
+                            running[device.name] = self.start_trial(*waiting.popleft(), device)
+                            self.write_results()
+                    for device_name, trial in list(running.items()):
+                        end = trial.process.poll() or self.kill_if_hung(trial, device_name)
+                        if end is not None:
+                            del running[device_name]
+                            remaining_arms = [other.arm.id for other in running.values()]
+                            remaining_arms += [arm.id for arm, _ in waiting]
+                            self.finish_trial(trial, end, remaining_arms)
+                    self.display.update()
+                    time.sleep(POLL_SECONDS)
+                return stop.requested if stopping or waiting else None
+        except KeyboardInterrupt:  # the second Ctrl-C stops at once
+            for trial in running.values():
+                trial.process.kill()
             raise
         finally:
-            self.abandon(running)
+            self.stop_all(running)
 
-    def begin(self, arm: PlannedArm, seed: int, device: Device) -> _Running:
+    def start_trial(self, arm: PlannedArm, seed: int, device: Device) -> _RunningTrial:
         """Start a trial's process, from its newest checkpoint if there is one."""
         run = self.folder.run(arm.id, seed)
         resume = any((run / "checkpoints").glob("step-*")) and (run / "run.json").exists()
@@ -152,76 +163,81 @@ class Runner:
             if not resume:
                 shutil.rmtree(run, ignore_errors=True)
                 (run / "checkpoints").mkdir(parents=True)
-            child = Child(
-                Order(self.target, str(run), config, self.plan.command, resume, self.plan.memory_fraction),
+            process = TrialProcess(
+                TrialJob(self.target, str(run), config, self.plan.command, resume, self.plan.memory_fraction),
                 device.environment,
-                self.lock_file,
+                self.lock,
             )
         except OSError as error:
             raise RunError(f"{error.filename or run}: cannot be written: {error.strerror}") from None
-        one = _Running(arm, seed, run, child)
+        trial = _RunningTrial(arm, seed, run, process)
         try:
-            self.journal.started(arm.id, seed, device.name, child.pid, resume)
+            self.journal.started(arm.id, seed, device.name, process.pid, resume)
         except BaseException:
-            child.kill()
+            process.kill()
             raise
-        self.screen.started(arm, seed, device.name, run, resume)
-        return one
+        self.display.started(arm, seed, device.name, run, resume)
+        return trial
 
-    def hung(self, one: _Running, device: str) -> Ended | None:
-        """End a trial that has been silent for too long. Returns None if it is alive."""
-        most = max_silence(device, self.plan.forecasts.get(one.arm.id))
-        if one.child.silent() <= most:
+    def kill_if_hung(self, trial: _RunningTrial, device: str) -> TrialEnd | None:
+        """Kill a trial that has logged no step for too long. Returns its end, or None if it is not hung."""
+        limit = max_silence(device, self.plan.forecasts.get(trial.arm.id))
+        if trial.process.seconds_without_progress() <= limit:
             return None
-        return one.child.give_up(f"no step for {most / 60:.0f} minutes; the trial was killed")
+        return trial.process.kill_hung(f"no step for {limit / 60:.0f} minutes; the trial was killed")
 
-    def end(self, one: _Running, ended: Ended, left: list[str]) -> None:
-        """Record how a trial ended. Raises RunError if the disk was full."""
-        arm, seed = one.arm, one.seed
-        if ended.status in (STOPPED, FULL):
-            self.journal.ended(arm.id, seed, "pending", ended.reason, ended.seconds)
+    def finish_trial(self, trial: _RunningTrial, end: TrialEnd, remaining_arms: list[str]) -> None:
+        """Record how a trial ended. Raises RunError if the disk was full.
+
+        Args:
+            remaining_arms: The arm's id of each trial that has not ended.
+        """
+        arm, seed = trial.arm, trial.seed
+        if end.status in (STOPPED, DISK_FULL):
+            self.journal.ended(arm.id, seed, "pending", end.reason, end.seconds)
         else:
-            self.journal.ended(arm.id, seed, ended.status, ended.reason, ended.seconds)
-            self.measured[arm.id, seed] = measure(one.run, arm.config)
-            self.tidy(one.run, ended.status)
-            self.screen.done += 1
-        if ended.status == "finished":
-            self.screen.clock.ended(arm.id, ended.seconds)
-        self.screen.ended(arm, seed, one.run, ended, self.measured.get((arm.id, seed)), left)
-        if ended.status == FULL:
-            raise RunError(ended.reason)
-        self.publish()
+            self.journal.ended(arm.id, seed, end.status, end.reason, end.seconds)
+            self.measured[arm.id, seed] = measure(trial.run, arm.config)
+            self.delete_unneeded(trial.run, end.status)
+            self.display.done += 1
+        if end.status == "finished":
+            self.display.remaining_time.add_finished(arm.id, end.seconds)
+        measured = self.measured.get((arm.id, seed))
+        self.display.ended(arm, seed, trial.run, end, measured, remaining_arms)
+        if end.status == DISK_FULL:
+            raise RunError(end.reason)
+        self.write_results()
 
-    def publish(self) -> Results:
+    def write_results(self) -> Results:
         """Write results.json and results.parquet."""
         results = results_io.collect(self.plan, self.journal.histories, self.measured)
         results_io.write(results, self.folder.path)
         return results
 
-    def tidy(self, run: Path, status: str) -> None:
-        """Delete checkpoints, which only a resume needs, and the model unless it is to be kept."""
+    def delete_unneeded(self, run: Path, status: str) -> None:
+        """Delete the checkpoints of a trial that has ended, and its model unless models are kept."""
         directory = RunDirectory(run)
-        keep = self.keep_models and status == "finished"
-        if not keep or directory.model.exists():  # some architectures exist only as checkpoints
+        keep_model = self.keep_models and status == "finished"
+        if not keep_model or directory.model.exists():  # some architectures are saved only as checkpoints
             shutil.rmtree(directory.checkpoints, ignore_errors=True)
-        if not keep:
+        if not keep_model:
             shutil.rmtree(directory.model, ignore_errors=True)
 
-    def abandon(self, running: dict[str, _Running]) -> None:
-        """Stop the running trials when the study ends early. Trials that cannot save within PATIENCE are killed."""
+    def stop_all(self, running: dict[str, _RunningTrial]) -> None:
+        """Stop the running trials when the study ends early. Kills those that cannot save within STOP_TIMEOUT."""
         try:
-            for one in running.values():
-                one.child.stop()
-            until = time.monotonic() + PATIENCE
-            while time.monotonic() < until and any(one.child.poll() is None for one in running.values()):
-                time.sleep(POLL)
+            for trial in running.values():
+                trial.process.stop()
+            deadline = time.monotonic() + STOP_TIMEOUT
+            while time.monotonic() < deadline and any(t.process.poll() is None for t in running.values()):
+                time.sleep(POLL_SECONDS)
         finally:
-            for one in running.values():
-                one.child.kill()
+            for trial in running.values():
+                trial.process.kill()
             # The disk may be full. A resume then recovers the state from the run directories.
             with contextlib.suppress(RunError):
-                for one in running.values():
-                    self.end(one, one.child.poll() or Ended(STOPPED, "", 0.0), [])
+                for trial in running.values():
+                    self.finish_trial(trial, trial.process.poll() or TrialEnd(STOPPED, "", 0.0), [])
 
 
 def max_silence(device: str, forecast: float | None) -> float:
@@ -232,11 +248,11 @@ def max_silence(device: str, forecast: float | None) -> float:
 
 
 def prepare_all(arms: Sequence[PlannedArm], say: Callable[[str], None]) -> None:
-    """Prepare all missing data sets before the first trial, so that trials do not race to prepare them.
+    """Prepare all missing data sets before the first trial, so that trials do not prepare the same one at once.
 
     Raises UsageError for an arm without data, and for two arms that would prepare one folder differently.
     """
-    first: dict[str, PlannedArm] = {}
+    first_arm: dict[str, PlannedArm] = {}  # by data.path
     for arm in arms:
         try:
             check_start(arm.config)
@@ -245,17 +261,17 @@ def prepare_all(arms: Sequence[PlannedArm], say: Callable[[str], None]) -> None:
         path = str(arm.config.data.path)  # checked by check_start
         if (Path(path) / "index.json").exists():
             continue
-        before = first.setdefault(path, arm)
-        made_of = [
+        first = first_arm.setdefault(path, arm)
+        recipe, first_recipe = (
             (one.config.data.sources, one.config.data.val_fraction, one.config.model.vocab_size)
-            for one in (before, arm)
-        ]
-        if made_of[0] != made_of[1]:
+            for one in (arm, first)
+        )
+        if recipe != first_recipe:
             raise UsageError(
-                f"data.path: {path}: arms {before.id} and {arm.id} would prepare it differently; give each its own "
+                f"data.path: {path}: arms {first.id} and {arm.id} would prepare it differently; give each its own "
                 f"data.path, or prepare it with: deskside data prepare"
             )
-    for path, arm in first.items():
+    for path, arm in first_arm.items():
         data, vocabulary = arm.config.data, arm.config.model.vocab_size
         say(f"preparing {', '.join(data.sources)} into {path}")
         options = CorpusOptions(vocab_size=vocabulary, val_fraction=data.val_fraction, seed=1)

@@ -1,12 +1,12 @@
-"""A study's directory: the resolved plan, and the locks that keep its processes apart.
+"""A study's directory: its files, and the locks that prevent two processes from running it at once.
 
     studies/NAME/study.toml       the text of the study's file
-                 study.json       resolved: every arm with its whole configuration, the order of the trials
+                 study.json       the plan: every arm with its complete configuration, the order of the trials
                  journal.jsonl    the history of each trial (journal.py)
                  runs/ARM-sSEED/  an ordinary run directory for each trial
                  results.json     the outcome, and results.parquet (results_io.py)
 
-A resume reads study.json only, so changing a preset does not change a study that has begun.
+A resume reads the plan from study.json, so changing a preset does not change a study that has begun.
 """
 
 import contextlib
@@ -30,14 +30,20 @@ from deskside.utils.parsing import json_value
 
 SCHEMA_VERSION = 1
 LOCK, TRIALS_LOCK = ".lock", ".trials.lock"
-ORPHANS_SECONDS = 660.0  # for orphaned trials to save; a little more than they allow themselves
+# Longest wait for trials that outlived a killed study to save; a little more than their own SAVE_TIMEOUT.
+ORPHANS_SECONDS = 660.0
 
 
 @dataclass(frozen=True)
 class StudyPlan(Expansion):
-    """The resolved plan of a study.
+    """The plan of a study as study.json stores it.
 
-    forecasts: seconds of a trial by arm, None if unknown. command: the command line.
+    Attributes:
+        created: Time in ISO format.
+        command: Command line that created the study.
+        deskside: Version of deskside.
+        claims: Ids in facts/claims.toml, with * and ?, that the study judges.
+        forecasts: Arm -> seconds of a trial, None if unknown.
     """
 
     name: str
@@ -54,22 +60,22 @@ class StudyPlan(Expansion):
         return ordered_trials(self.arms, self.seeds, self.name)
 
     def with_seeds(self, seeds: Mapping[str, int]) -> "StudyPlan":
-        """Return the plan with more seeds. Raises UsageError for fewer."""
-        for group, before in self.seeds.items():
-            if seeds[group] < before:
+        """Return the plan with other numbers of seeds by group. Raises UsageError if one is smaller than before."""
+        for group, old_count in self.seeds.items():
+            if seeds[group] < old_count:
                 raise UsageError(
-                    f"seeds: the study was begun with {before}, not {seeds[group]}; give as many or more"
+                    f"seeds: the study was begun with {old_count}, not {seeds[group]}; give as many or more"
                 )
         return replace(self, seeds=dict(seeds))
 
     def difference(self, other: "StudyPlan") -> str | None:
-        """Return the first difference between the arms of two plans, or None."""
-        mine, others = {arm.id: arm for arm in self.arms}, {arm.id: arm for arm in other.arms}
-        for name in [*mine, *others]:
-            if name not in mine or name not in others:
-                return f"arm {name} is in one of them only"
-            if mine[name].config != others[name].config:
-                return f"arm {name} has another configuration"
+        """Describe the first difference between the arms of two plans. Returns None if there is none."""
+        arms, other_arms = {arm.id: arm for arm in self.arms}, {arm.id: arm for arm in other.arms}
+        for arm_id in [*arms, *other_arms]:
+            if arm_id not in arms or arm_id not in other_arms:
+                return f"arm {arm_id} is in only one of them"
+            if arms[arm_id].config != other_arms[arm_id].config:
+                return f"arm {arm_id} has another configuration"
         return None
 
     def to_json(self) -> dict[str, Any]:
@@ -82,13 +88,12 @@ class StudyPlan(Expansion):
         }
 
     @classmethod
-    def from_json(cls, plain: Mapping[str, Any]) -> "StudyPlan":
-        """Parse study.json. Raises KeyError, TypeError or ValueError if it is invalid."""
-        if plain["schema_version"] != SCHEMA_VERSION:
-            raise ValueError(
-                f"schema version {plain['schema_version']}; this deskside reads {SCHEMA_VERSION}"
-            )
-        return _adapter().validate_python(plain)
+    def from_json(cls, content: Mapping[str, Any]) -> "StudyPlan":
+        """Parse the content of study.json. Raises KeyError, TypeError or ValueError if it is invalid."""
+        version = content["schema_version"]
+        if version != SCHEMA_VERSION:
+            raise ValueError(f"schema version {version}; this deskside reads {SCHEMA_VERSION}")
+        return _adapter().validate_python(content)
 
 
 @cache
@@ -104,20 +109,24 @@ class StudyFolder:
 
     @property
     def begun(self) -> bool:
-        """Return whether the folder holds a study."""
+        """True if the folder contains a study."""
         return (self.path / "study.json").is_file()
 
     def create(self, plan: StudyPlan, text: str) -> None:
-        """Create a study. Raises UsageError if the folder holds other files, RunError if it cannot be written."""
-        left_over = {"study.toml", LOCK, TRIALS_LOCK}  # of a study that was killed before its start
+        """Create a study. Raises UsageError if the folder contains other files, RunError if it cannot be written.
+
+        Args:
+            text: Content of study.toml.
+        """
+        left_over = {"study.toml", LOCK, TRIALS_LOCK}  # by a study that was killed while it was created
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            odd = next((entry.name for entry in self.path.iterdir() if entry.name not in left_over), None)
+            names = [entry.name for entry in self.path.iterdir() if entry.name not in left_over]
         except OSError as error:
             raise RunError(f"{error.filename or self.path}: cannot be created: {error.strerror}") from None
-        if odd is not None:
+        if names:
             raise UsageError(
-                f"{self.path}: contains other files ({odd}); choose another directory with --out"
+                f"{self.path}: contains other files ({names[0]}); choose another directory with --out"
             )
         write_atomically(self.path / "study.toml", text)
         self.write(plan)
@@ -149,28 +158,29 @@ class StudyFolder:
 
     @contextlib.contextmanager
     def lock(self, say: Callable[[str], None]) -> Iterator[int]:
-        """Lock the study for this process. Yields a descriptor that its trials inherit.
+        """Lock the study for this process. Yields the descriptor of a second lock, which its trials inherit and hold.
 
-        Raises UsageError if another process runs the study. Trials that outlive a killed study are still saving,
-        and two processes must not train one run, so they are waited for; RunError if they do not end in time.
+        Raises UsageError if another process runs the study. If the study was killed before, its trials may still be
+        saving. Two processes must not train the same run, so this waits for the second lock, and raises RunError if
+        the trials do not end in time.
         """
         with (
             RunDirectory(self.path).lock(LOCK, "runs this study"),
             (self.path / TRIALS_LOCK).open("w") as file,
         ):
-            waited_since = time.monotonic()
-            told = False
+            waiting_since = time.monotonic()
+            announced = False
             while True:
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
                 except OSError:
-                    if time.monotonic() - waited_since > ORPHANS_SECONDS:
+                    if time.monotonic() - waiting_since > ORPHANS_SECONDS:
                         raise RunError(
                             f"{self.path}: a trial of an earlier process is still running; end it first"
                         ) from None
-                if not told:
+                if not announced:
                     say("trials of the process that ran this study before are still saving: waiting for them")
-                    told = True
+                    announced = True
                 time.sleep(0.1)
             yield file.fileno()

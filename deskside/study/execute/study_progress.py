@@ -1,7 +1,7 @@
 """Terminal output of a running study: a line when a trial starts or ends, and progress bars.
 
-The remaining time is the sum of the remaining forecasts, scaled by how the forecasts of finished trials turned out;
-without forecasts it is based on the mean duration of the finished trials.
+The remaining time is the sum of the forecasts of the remaining trials, multiplied by (time / forecast) of the finished
+trials. A trial without forecast counts with the mean duration of the finished trials.
 """
 
 import os
@@ -13,45 +13,66 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from deskside.study.execute.measure import Measured
-from deskside.study.execute.trial_process import Ended
+from deskside.study.execute.trial_process import TrialEnd
 from deskside.study.spec.expand import PlannedArm
 from deskside.utils.format import duration
 from deskside.utils.parsing import json_value
 
-TAIL = 4096  # bytes at the end of metrics.jsonl that contain its last line
+TAIL_BYTES = 4096  # more than a line of metrics.jsonl
 
 
 class RemainingTime:
-    """Estimate of a study's remaining time on `devices`."""
+    """Estimator of a study's remaining time.
+
+    Args:
+        forecasts: Arm -> seconds of a trial; None if unknown.
+        devices: Number of devices that share the trials.
+    """
 
     def __init__(self, forecasts: Mapping[str, float | None], devices: int):
         self._forecasts, self._devices = forecasts, devices
-        self._took: list[tuple[str, float]] = []
+        self._finished: list[tuple[str, float]] = []  # arm, seconds
 
-    def ended(self, arm: str, seconds: float) -> None:
-        """Record that a trial of this arm finished after so many seconds."""
-        self._took.append((arm, seconds))
+    def add_finished(self, arm: str, seconds: float) -> None:
+        """Record the duration of a finished trial of this arm."""
+        self._finished.append((arm, seconds))
 
-    def left(self, arms: list[str]) -> float | None:
-        """Return the seconds for trials of these arms, or None if nothing is known."""
+    def estimate(self, arms: list[str]) -> float | None:
+        """Return the seconds until trials of these arms have ended, or None if one of them is unknown."""
         if not arms:
             return 0.0
-        known = [(f, took) for arm, took in self._took if (f := self._forecasts.get(arm)) is not None]
-        mean = sum(took for _, took in self._took) / len(self._took) if self._took else None
-        factor = sum(took for _, took in known) / sum(f for f, _ in known) if known else 1.0
-        forecasts = [self._forecasts.get(arm) for arm in arms]
-        each = [mean if forecast is None else forecast * factor for forecast in forecasts]
-        expected = [seconds for seconds in each if seconds is not None]
-        if len(expected) < len(arms):
-            return None
-        return sum(expected) / min(self._devices, len(arms))
+        mean, factor = None, 1.0
+        if self._finished:
+            mean = sum(seconds for _, seconds in self._finished) / len(self._finished)
+        forecast_total = actual_total = 0.0
+        for arm, seconds in self._finished:
+            forecast = self._forecasts.get(arm)
+            if forecast is not None:
+                forecast_total += forecast
+                actual_total += seconds
+        if forecast_total:
+            factor = actual_total / forecast_total
+        total = 0.0
+        for arm in arms:
+            forecast = self._forecasts.get(arm)
+            seconds_left = mean if forecast is None else forecast * factor
+            if seconds_left is None:
+                return None
+            total += seconds_left
+        return total / min(self._devices, len(arms))
 
 
-class Screen:
-    """The progress display on standard error. trials: total number; done: finished ones."""
+class StudyDisplay:
+    """The progress display on standard error.
 
-    def __init__(self, trials: int, done: int, clock: RemainingTime):
-        self.trials, self.done, self.clock = trials, done, clock
+    Args:
+        trials: Number of trials of the study.
+        done: Number of trials that have ended.
+        remaining_time: Estimator for the line at the end of a trial.
+    """
+
+    def __init__(self, trials: int, done: int, remaining_time: RemainingTime):
+        self.trials, self.done, self.remaining_time = trials, done, remaining_time
         self.console = Console(stderr=True, highlight=False)
         self._bars: Progress | None = None
         self._tasks: dict[Path, TaskID] = {}
@@ -62,10 +83,10 @@ class Screen:
                 TextColumn("{task.fields[numbers]}", markup=False),
                 console=self.console,
                 transient=True,
-                refresh_per_second=2,  # the trials need the cores
+                refresh_per_second=2,  # few, because the trials need the CPU cores
             )
 
-    def __enter__(self) -> "Screen":
+    def __enter__(self) -> "StudyDisplay":
         if self._bars is not None:
             self._bars.start()
         return self
@@ -81,53 +102,60 @@ class Screen:
         self.console.print(text, markup=False, soft_wrap=True)
 
     def started(self, arm: PlannedArm, seed: int, device: str, run: Path, resumed: bool) -> None:
-        """Report the start of a trial."""
-        how = "resumes" if resumed else "starts"
-        self.say(f"{self._place(arm, seed)}: {how} on {device}")
+        """Report the start of a trial. resumed: True if it continues from a checkpoint."""
+        verb = "resumes" if resumed else "starts"
+        self.say(f"{self._prefix(arm, seed)}: {verb} on {device}")
         if self._bars is not None:
             self._tasks[run] = self._bars.add_task(
                 f"{arm.label}, seed {seed}", total=None, numbers="setting up"
             )
 
     def ended(
-        self, arm: PlannedArm, seed: int, run: Path, ended: Ended, measured: Measured | None, left: list[str]
+        self,
+        arm: PlannedArm,
+        seed: int,
+        run: Path,
+        end: TrialEnd,
+        measured: Measured | None,
+        remaining_arms: list[str],
     ) -> None:
-        """Report the end of a trial. left: the arms of the remaining trials."""
-        told = f"{ended.status} after {ended.seconds:.0f} s"
+        """Report the end of a trial. remaining_arms: the arm's id of each trial that has not ended."""
+        text = f"{end.status} after {end.seconds:.0f} s"
         metrics = measured.metrics if measured is not None else {}
         if "val_bpb" in metrics:
-            told += f": {metrics['val_bpb']:.4f} bits per byte"
+            text += f": {metrics['val_bpb']:.4f} bits per byte"
         if "tokens_per_second" in metrics:
             emulated = " (emulated)" if measured is not None and measured.emulated else ""
-            told += f", {metrics['tokens_per_second']:,.0f} tokens/s{emulated}"
-        if ended.reason:
-            told += f": {ended.reason}"
-        seconds = self.clock.left(left)
+            text += f", {metrics['tokens_per_second']:,.0f} tokens/s{emulated}"
+        if end.reason:
+            text += f": {end.reason}"
+        seconds = self.remaining_time.estimate(remaining_arms)
         if seconds:
-            told += f"; about {duration(seconds)} left"
-        self.say(f"{self._place(arm, seed)}: {told}")
+            text += f"; about {duration(seconds)} left"
+        self.say(f"{self._prefix(arm, seed)}: {text}")
         if self._bars is not None and run in self._tasks:
             self._bars.remove_task(self._tasks.pop(run))
 
-    def draw(self) -> None:
+    def update(self) -> None:
         """Update the bars from the runs' logs."""
         if self._bars is None:
             return
         for run, task in self._tasks.items():
-            row = last_row(run)
-            if row is not None:
-                step, total = row
+            progress = read_progress(run)
+            if progress is not None:
+                step, total = progress
                 self._bars.update(task, completed=step, total=total, numbers=f"step {step}/{total}")
 
-    def _place(self, arm: PlannedArm, seed: int) -> str:
+    def _prefix(self, arm: PlannedArm, seed: int) -> str:
         return f"[{self.done}/{self.trials} done] {arm.label}, seed {seed}"
 
 
-def last_row(run: Path) -> tuple[int, int] | None:
-    """Return (step, planned steps) of a run, or None before its first step."""
+def read_progress(run: Path) -> tuple[int, int] | None:
+    """Return (last logged step, planned steps) of a run, or None before its first step."""
     try:
         with (run / "metrics.jsonl").open("rb") as file:
-            file.seek(-min(TAIL, file.seek(0, os.SEEK_END)), os.SEEK_END)
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - TAIL_BYTES))
             lines = [line for line in file.read().splitlines(keepends=True) if line.endswith(b"\n")]
         revision = json_value((run / "plan.json").read_bytes())["revisions"][-1]
         return int(json_value(lines[-1])["step"]), int(revision["step"]) + int(revision["remaining"])

@@ -1,11 +1,11 @@
-"""A trial in a separate process, which never outlives the study.
+"""A trial in a separate process, which ends soon after the study's process.
 
-The parent writes one line of JSON, the order, to the child's standard input and keeps the pipe open. When the study
-ends for any reason, the pipe closes, and the child saves and stops at its next step boundary. The child records how
+The study writes the job as one line of JSON to the standard input of the trial's process, and keeps the pipe open. When
+the study ends for any reason, the pipe closes; then the trial saves and stops at the end of its step. It records how
 it ended in trial.json in its run directory, so that the outcome is known even if the study died first.
 
-A child leads its own session, so Ctrl-C in the terminal reaches only the study, which then asks its children to
-stop; and its own children (compile workers) end with it.
+Each trial's process leads a session of its own. So Ctrl-C in the terminal reaches only the study, which then asks its
+trials to stop, and a trial can be killed together with its child processes (compile workers).
 """
 
 import contextlib
@@ -29,21 +29,32 @@ from deskside.utils.errors import RunError, UsageError
 from deskside.utils.files import write_atomically
 from deskside.utils.parsing import json_value
 
-ANSWER, LOG = "trial.json", "output.log"
-FULL = "full"  # the disk is full: ends the study, and the trial has no result
+OUTCOME_FILE, LOG_FILE = "trial.json", "output.log"
+# Statuses besides those in study/results.py, after which the trial is pending again.
+DISK_FULL = "full"  # ends the study, because every further trial would fail as well
 STOPPED = "stopped"  # saved and stopped on request
-CODES = {"finished": 0, STOPPED: 0, FULL: 74}  # exit codes; 1 for every other status
-SAVING = 600.0  # seconds for a child to save after its study has ended
-DISK = (errno.ENOSPC, errno.EDQUOT)
-DISK_WORDS = ("no space left on device", "disk is full", "disk quota exceeded", "os error 28")
+EXIT_CODES = {
+    "finished": 0,
+    STOPPED: 0,
+    DISK_FULL: 74,
+}  # 1 for every other status; 74 is EX_IOERR of sysexits.h
+SAVE_TIMEOUT = 600.0  # seconds for a trial to save after its study has ended
+DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
+# Messages of libraries that report a full disk without an errno.
+DISK_FULL_MESSAGES = ("no space left on device", "disk is full", "disk quota exceeded", "os error 28")
 
 
 @dataclass(frozen=True)
-class Order:
-    """The order to a child process.
+class TrialJob:
+    """The job of a trial's process.
 
-    target: "module:function", called with this order. run: the trial's run directory. config: the run's
-    configuration as data. resume: continue from the newest checkpoint. memory_fraction: share of the GPU's memory.
+    Attributes:
+        target: "MODULE:FUNCTION", called with this job. Returns (status, reason).
+        run: The trial's run directory.
+        config: The run's configuration as JSON data.
+        command: Command line of the study, recorded in the run.
+        resume: True to continue from the newest checkpoint.
+        memory_fraction: Share of the GPU memory that the process may use.
     """
 
     target: str
@@ -55,24 +66,35 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Ended:
-    """The end of a child process. status: as in study/results.py, or FULL, or STOPPED. seconds: its lifetime."""
+class TrialEnd:
+    """How a trial's process ended.
+
+    Attributes:
+        status: A status of study/results.py, DISK_FULL or STOPPED.
+        reason: One line, or "".
+        seconds: Lifetime of the process.
+    """
 
     status: str
     reason: str
     seconds: float
 
 
-class Child:
-    """A trial's process as seen by the study. lock: a descriptor that stays locked until the process has ended."""
+class TrialProcess:
+    """A trial's process as seen by the study.
 
-    def __init__(self, order: Order, environment: Mapping[str, str], lock: int | None = None):
-        self.order, self.folder = order, Path(order.run)
-        self._asked = False
-        self._began = self._lived = time.monotonic()
-        self._seen: tuple[int, ...] = ()
-        (self.folder / ANSWER).unlink(missing_ok=True)
-        with (self.folder / LOG).open("ab") as log:
+    Args:
+        environment: Additional environment variables.
+        lock: Descriptor of a locked file, which stays locked until this process has ended as well.
+    """
+
+    def __init__(self, job: TrialJob, environment: Mapping[str, str], lock: int | None = None):
+        self.job, self.folder = job, Path(job.run)
+        self._stop_requested = False
+        self._started = self._last_progress = time.monotonic()
+        self._modification_times: tuple[int, ...] = ()
+        (self.folder / OUTCOME_FILE).unlink(missing_ok=True)
+        with (self.folder / LOG_FILE).open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "deskside.study.execute.trial_process"],
                 stdin=subprocess.PIPE,
@@ -83,56 +105,57 @@ class Child:
                 pass_fds=() if lock is None else (lock,),
             )
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended already; `poll` reports how
-            self._process.stdin.write(json.dumps(asdict(order)).encode() + b"\n")
+        with contextlib.suppress(BrokenPipeError):  # the process has ended already; `poll` returns how
+            self._process.stdin.write(json.dumps(asdict(job)).encode() + b"\n")
             self._process.stdin.flush()
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
-    def poll(self) -> Ended | None:
+    def poll(self) -> TrialEnd | None:
         """Return how the process ended, or None while it runs."""
         code = self._process.poll()
         if code is None:
             return None
-        seconds = time.monotonic() - self._began
-        self.kill()  # its remaining children
-        answer = read_answer(self.folder)
-        if answer is not None:
-            status, reason = answer
-            if status == STOPPED and not self._asked:
-                return Ended("killed", reason, seconds)
-            return Ended(status, reason, seconds)
-        if self._asked:
-            return Ended(STOPPED, "stopped with the study", seconds)
-        if code == CODES[FULL]:
-            return Ended(FULL, f"{self.folder}: no space left on device", seconds)
+        seconds = time.monotonic() - self._started
+        self.kill()  # its child processes may still run
+        outcome = read_outcome(self.folder)
+        if outcome is not None:
+            status, reason = outcome
+            if status == STOPPED and not self._stop_requested:
+                return TrialEnd("killed", reason, seconds)
+            return TrialEnd(status, reason, seconds)
+        if self._stop_requested:
+            return TrialEnd(STOPPED, "stopped with the study", seconds)
+        if code == EXIT_CODES[DISK_FULL]:
+            return TrialEnd(DISK_FULL, f"{self.folder}: no space left on device", seconds)
         if code < 0:
-            return Ended("killed", ended_by(-code), seconds)
-        return Ended("failed", f"the process ended with exit code {code}; see {self.folder / LOG}", seconds)
+            return TrialEnd("killed", describe_signal(-code), seconds)
+        log = self.folder / LOG_FILE
+        return TrialEnd("failed", f"the process ended with exit code {code}; see {log}", seconds)
 
-    def silent(self) -> float:
-        """Return the seconds since it last logged a step or saved a checkpoint, at first since its start."""
-        seen = tuple(_stamp(self.folder / name) for name in ("metrics.jsonl", "checkpoints"))
-        if seen != self._seen:
-            self._seen, self._lived = seen, time.monotonic()
-        return time.monotonic() - self._lived
+    def seconds_without_progress(self) -> float:
+        """Return the seconds since the last logged step or checkpoint, or since the start if there was none."""
+        times = tuple(_modification_time(self.folder / name) for name in ("metrics.jsonl", "checkpoints"))
+        if times != self._modification_times:
+            self._modification_times, self._last_progress = times, time.monotonic()
+        return time.monotonic() - self._last_progress
 
-    def give_up(self, reason: str) -> Ended:
-        """Kill a process that shows no sign of life. An answer that it has already written still counts."""
+    def kill_hung(self, reason: str) -> TrialEnd:
+        """Kill a process that makes no progress. An outcome that it has already recorded is still valid."""
         self.kill()
-        ended = self.poll()
-        assert ended is not None  # `kill` waits for the process
-        return replace(ended, status="failed", reason=reason) if ended.status == "killed" else ended
+        end = self.poll()
+        assert end is not None  # `kill` waits for the process
+        return replace(end, status="failed", reason=reason) if end.status == "killed" else end
 
     def stop(self) -> None:
         """Ask the process to save and end."""
-        self._asked = True
+        self._stop_requested = True
         self._process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Kill the process and its children."""
+        """Kill the process and its child processes, and wait for it."""
         with contextlib.suppress(ProcessLookupError, PermissionError):  # already gone
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -141,25 +164,25 @@ class Child:
                 self._process.stdin.close()
 
 
-def read_answer(folder: Path) -> tuple[str, str] | None:
-    """Return (status, reason) from trial.json, or None if it is missing or damaged."""
+def read_outcome(folder: Path) -> tuple[str, str] | None:
+    """Return (status, reason) from trial.json in a run directory, or None if it is missing or damaged."""
     try:
-        answer = json_value((folder / ANSWER).read_bytes())
-        return str(answer["status"]), str(answer["reason"])
+        outcome = json_value((folder / OUTCOME_FILE).read_bytes())
+        return str(outcome["status"]), str(outcome["reason"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _stamp(path: Path) -> int:
-    """Return the modification time of a file or folder, or 0 if it is missing."""
+def _modification_time(path: Path) -> int:
+    """Return the modification time of a file or folder in nanoseconds, or 0 if it is missing."""
     try:
         return path.stat().st_mtime_ns
     except OSError:
         return 0
 
 
-def ended_by(number: int) -> str:
-    """Describe the signal that ended a process."""
+def describe_signal(number: int) -> str:
+    """Describe the signal that ended a process, in one line."""
     hint = (
         " (the kernel kills processes when the host runs out of memory)" if number == signal.SIGKILL else ""
     )
@@ -170,7 +193,7 @@ def classify(error: BaseException) -> tuple[str, str]:
     """Return (status, one-line reason) for the exception that ended a trial."""
     text = (str(error).strip() or type(error).__name__).splitlines()[0][:500]
     if _disk_is_full(error):
-        return FULL, text
+        return DISK_FULL, text
     if isinstance(error, UsageError):
         return "refused", text
     if is_out_of_memory(error) or "CUBLAS_STATUS_ALLOC_FAILED" in text:
@@ -182,12 +205,12 @@ def classify(error: BaseException) -> tuple[str, str]:
     return "failed", f"{type(error).__name__}: {text}"
 
 
-def train(order: Order) -> tuple[str, str]:
+def train(job: TrialJob) -> tuple[str, str]:
     """Start or resume the run of a trial. Returns (status, reason)."""
     from deskside.config.run import RunConfig
 
-    config, run = RunConfig.model_validate(order.config), Path(order.run)
-    set_cublas_workspace(config)
+    config, run = RunConfig.model_validate(job.config), Path(job.run)
+    set_cublas_workspace(config)  # before torch is imported
 
     import torch
 
@@ -195,11 +218,11 @@ def train(order: Order) -> tuple[str, str]:
     from deskside.train import training_run
 
     if config.compute.device != "cpu" and torch.cuda.is_available():
-        torch.cuda.set_per_process_memory_fraction(order.memory_fraction)
-    if order.resume:
+        torch.cuda.set_per_process_memory_fraction(job.memory_fraction)
+    if job.resume:
         outcome = training_run.resume(run)
     else:
-        outcome = training_run.start(config, RunDirectory(run), order.command)
+        outcome = training_run.start(config, RunDirectory(run), job.command)
     if outcome.status != "finished":
         return STOPPED, f"stopped by {outcome.status}"
     bpb = outcome.summary["val_bpb"]
@@ -209,51 +232,51 @@ def train(order: Order) -> tuple[str, str]:
 
 
 def _disk_is_full(error: BaseException | None) -> bool:
-    """Return whether this error, or its cause, is a full disk."""
+    """Return True if this error, or an error in its chain of causes, is a full disk."""
     while error is not None:
-        if isinstance(error, OSError) and error.errno in DISK:
+        if isinstance(error, OSError) and error.errno in DISK_FULL_ERRNOS:
             return True
-        if any(words in str(error).lower() for words in DISK_WORDS):
+        if any(message in str(error).lower() for message in DISK_FULL_MESSAGES):
             return True
         error = error.__cause__ or error.__context__
     return False
 
 
-def _read_order() -> Order:
-    """Read the first line of standard input, and leave the rest to `_follow`."""
+def _read_job() -> TrialJob:
+    """Read the job, which is all that the study writes to standard input."""
     line = b""
     while not line.endswith(b"\n"):
-        byte = os.read(0, 4096)
-        if not byte:
-            raise SystemExit("deskside.study.execute.trial_process: started without an order")
-        line += byte
-    return Order(**json_value(line))
+        chunk = os.read(0, 4096)
+        if not chunk:
+            raise SystemExit("deskside.study.execute.trial_process: is started by deskside study only")
+        line += chunk
+    return TrialJob(**json_value(line))
 
 
-def _follow() -> None:
-    """Stop together with the study: standard input closes when it ends."""
+def _stop_with_study() -> None:
+    """Wait until standard input closes, because the study has ended; then save and stop this process."""
     while os.read(0, 4096):
         pass
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(SAVING)
+    time.sleep(SAVE_TIMEOUT)
     os.killpg(os.getpgid(0), signal.SIGKILL)
 
 
 def main() -> int:
-    """Run a trial. Returns the exit code."""
-    order = _read_order()
-    threading.Thread(target=_follow, daemon=True).start()
-    module, function = order.target.split(":")
+    """Run the trial that standard input describes. Returns the exit code."""
+    job = _read_job()
+    threading.Thread(target=_stop_with_study, daemon=True).start()
+    module, function = job.target.split(":")
     try:
-        status, reason = getattr(import_module(module), function)(order)
+        status, reason = getattr(import_module(module), function)(job)
     # Any exception is a result of the trial. The traceback goes to its log.
     except Exception as error:  # noqa: BLE001
         status, reason = classify(error)
         sys.excepthook(type(error), error, error.__traceback__)
-    with contextlib.suppress(RunError):  # the exit code still tells the outcome
+    with contextlib.suppress(RunError):  # if the disk is full, the exit code still tells the status
         text = json.dumps({"status": status, "reason": reason}) + "\n"
-        write_atomically(Path(order.run) / ANSWER, text)
-    return CODES.get(status, 1)
+        write_atomically(Path(job.run) / OUTCOME_FILE, text)
+    return EXIT_CODES.get(status, 1)
 
 
 if __name__ == "__main__":

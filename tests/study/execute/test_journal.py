@@ -94,4 +94,4 @@ def test_damage_is_named_by_its_line(tmp_path: Path) -> None:
 
 
 def test_no_journal_is_no_past(tmp_path: Path) -> None:
-    assert StudyJournal(tmp_path).of("a", 1) == TrialHistory() and not (tmp_path / FILE).exists()
+    assert StudyJournal(tmp_path).history("a", 1) == TrialHistory() and not (tmp_path / FILE).exists()

@@ -13,7 +13,7 @@ from deskside.study import results as files
 from deskside.study.execute.devices import Device, choose
 from deskside.study.execute.journal import FINAL, StudyJournal
 from deskside.study.execute.study_folder import StudyFolder, StudyPlan
-from deskside.study.execute.study_progress import RemainingTime, last_row
+from deskside.study.execute.study_progress import RemainingTime, read_progress
 from deskside.study.results import Results, Trial
 from deskside.study.stats.metrics import BY_KEY
 from deskside.utils.errors import RunError, UsageError
@@ -102,7 +102,7 @@ def test_every_ending_is_a_status_and_the_study_goes_on(
     # Everything is done: nothing is left to run, and a new process comes to the same results.
     again = tiny_study.runner(folder)
     assert again.remaining() == []
-    assert trials(again.publish()) == found
+    assert trials(again.write_results()) == found
 
 
 def test_models_are_kept_when_they_are_asked_for(folder: StudyFolder) -> None:
@@ -135,7 +135,7 @@ def test_a_full_disk_ends_the_study_which_can_be_resumed(folder: StudyFolder) ->
     with pytest.raises(RunError, match=r"runs/.*cannot be written"):
         runner.run(runner.remaining())
     assert len(started(folder)) == 1
-    assert StudyJournal(folder.path).of(first, 1).status == "pending"
+    assert StudyJournal(folder.path).history(first, 1).status == "pending"
     again = tiny_study.runner(folder)
     assert len(again.remaining()) == 4
     again.run(again.remaining())
@@ -172,7 +172,7 @@ def test_a_run_that_a_person_has_resumed_by_hand_is_done(folder: StudyFolder) ->
     (run / "summary.json").write_text('{"val_bpb": 1.25}')
     runner = tiny_study.runner(folder)
     assert len(runner.remaining()) == 3 and not (run / "checkpoints").exists()
-    assert trials(runner.publish())[f"{ARMS[0]}-s1"].metrics["val_bpb"] == 1.25
+    assert trials(runner.write_results())[f"{ARMS[0]}-s1"].metrics["val_bpb"] == 1.25
 
 
 def test_results_are_there_while_the_study_runs(folder: StudyFolder) -> None:
@@ -197,7 +197,7 @@ def test_results_are_there_while_the_study_runs(folder: StudyFolder) -> None:
 def test_trials_on_several_devices_run_at_the_same_time(folder: StudyFolder) -> None:
     runner = tiny_study.runner(folder, devices=4)
     most = 0
-    begin, end, running = runner.begin, runner.end, 0
+    begin, end, running = runner.start_trial, runner.finish_trial, 0
 
     def counting_begin(*given: object) -> object:
         nonlocal running, most
@@ -210,7 +210,8 @@ def test_trials_on_several_devices_run_at_the_same_time(folder: StudyFolder) -> 
         running -= 1
         end(*given)  # type: ignore[arg-type]
 
-    runner.begin, runner.end = counting_begin, counting_end  # type: ignore[method-assign, assignment]
+    runner.start_trial = counting_begin  # type: ignore[method-assign, assignment]
+    runner.finish_trial = counting_end  # type: ignore[method-assign, assignment]
     runner.run(runner.remaining())
     assert most == 4
     assert len({trial.device for trial in trials(files.read(folder.path)).values()}) == 4
@@ -231,7 +232,7 @@ def test_the_plan_comes_back_from_study_json(folder: StudyFolder) -> None:
 def test_plans_that_differ_say_in_what(folder: StudyFolder) -> None:
     plan = folder.read()
     fewer = StudyPlan(**{**vars(plan), "arms": plan.arms[1:]})
-    assert plan.difference(fewer) == f"arm {ARMS[0]} is in one of them only" == fewer.difference(plan)
+    assert plan.difference(fewer) == f"arm {ARMS[0]} is in only one of them" == fewer.difference(plan)
     changed = json.loads((folder.path / "study.json").read_text())
     changed["arms"][2]["config"]["optim"]["lr"] = 0.5
     assert plan.difference(StudyPlan.from_json(changed)) == f"arm {ARMS[2]} has another configuration"
@@ -296,29 +297,29 @@ def test_trials_are_spread_over_the_cards_that_are_asked_for() -> None:
 
 def test_the_time_left_follows_what_trials_took() -> None:
     clock = RemainingTime({"a": 10.0, "b": 20.0, "c": None}, devices=1)
-    assert clock.left(["a", "b"]) == 30 and clock.left(["a", "c"]) is None and clock.left([]) == 0
-    clock.ended("a", 15.0)
-    assert clock.left(["b", "c"]) == pytest.approx(30 + 15)
+    assert clock.estimate(["a", "b"]) == 30 and clock.estimate(["a", "c"]) is None and clock.estimate([]) == 0
+    clock.add_finished("a", 15.0)
+    assert clock.estimate(["b", "c"]) == pytest.approx(30 + 15)
     two = RemainingTime({"a": 10.0, "b": 20.0}, devices=2)
-    assert two.left(["a", "b"]) == 15 and two.left(["b"]) == 20
+    assert two.estimate(["a", "b"]) == 15 and two.estimate(["b"]) == 20
 
 
 def test_the_bar_reads_the_newest_whole_line(tmp_path: Path) -> None:
-    assert last_row(tmp_path) is None
+    assert read_progress(tmp_path) is None
     (tmp_path / "plan.json").write_text(
         '{"revisions": [{"step": 0, "remaining": 90}, {"step": 10, "remaining": 70}]}'
     )
     (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {n}}}\n' for n in range(1, 3000)) + '{"st')
-    assert last_row(tmp_path) == (2999, 80)
+    assert read_progress(tmp_path) == (2999, 80)
 
 
 def test_a_trial_that_hears_nothing_is_ended_at_last(
     folder: StudyFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """When the study fails itself, what runs is asked to stop, and is ended if it does not."""
-    monkeypatch.setattr("deskside.study.execute.runner.PATIENCE", 0.5)
+    monkeypatch.setattr("deskside.study.execute.runner.STOP_TIMEOUT", 0.5)
     runner = tiny_study.runner(folder, other="deaf")
-    monkeypatch.setattr(runner.screen, "draw", lambda: 1 / 0 if running_long(folder) else None)
+    monkeypatch.setattr(runner.display, "update", lambda: 1 / 0 if running_long(folder) else None)
     with pytest.raises(ZeroDivisionError):
         runner.run(runner.remaining())
     state = StudyJournal(folder.path)
