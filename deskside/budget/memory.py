@@ -177,7 +177,7 @@ def _full_training(s: Sizes) -> dict[str, Items]:
     libraries = s.leaf("cuBLAS workspaces", LIBRARIES)
     gathered = libraries + (2 * one_layer + root if spec.sharded else 0.0)
     gathered_at_end = libraries + (one_layer + root if spec.sharded else 0.0)
-    # Gradients of a block that is being reduced exist a second time, in one flat tensor.
+    # Gradients of a block exist a second time while they are reduced, in one flat tensor.
     reduced = 0.0
     if spec.sharded:
         reduced = one_layer if several_passes else 2 * one_layer

@@ -69,18 +69,18 @@ def matmul_rate(gpu: Gpu) -> float:
 
 def sheet_rates(gpu: Gpu) -> Rates:
     """Return the rates of a card from its data sheet, with the efficiencies that were fitted on Hopper."""
-    rate = matmul_rate(gpu)
-    low = None if gpu.fp8_flops is None else gpu.fp8_flops * rate / gpu.bf16_flops
-    fp4 = None if gpu.fp4_flops is None else gpu.fp4_flops * rate / gpu.bf16_flops
+    bf16 = matmul_rate(gpu)
+    fp8 = None if gpu.fp8_flops is None else gpu.fp8_flops * bf16 / gpu.bf16_flops
+    fp4 = None if gpu.fp4_flops is None else gpu.fp4_flops * bf16 / gpu.bf16_flops
     # FP32 products run on the CUDA cores, two FLOPs per lane and clock.
     lanes = 64 if gpu.compute_capability == "8.0" else 128
-    single = 2.0 * lanes * gpu.multiprocessors * gpu.boost_hz
+    fp32 = 2.0 * lanes * gpu.multiprocessors * gpu.boost_hz
     return Rates(
-        rate,
-        gpu.bandwidth,
-        low_precision_flops=low,
+        matmul_flops=bf16,
+        bandwidth=gpu.bandwidth,
+        low_precision_flops=fp8,
         fp4_flops=fp4,
-        single_flops=single,
+        single_flops=fp32,
         link_bandwidth=link_bandwidth(gpu),
         host_bandwidth=HOST_SHARE * gpu.pcie_bandwidth,
     )

@@ -47,7 +47,7 @@ MAX_HALVINGS = 3  # of the sequence length
 # Costs of changes, which only define the order of combinations. A shorter context costs more than all others together.
 OTHER_OPTIMIZER_COST, SMALL_STATES_COST, OFFLOAD_COST, OTHER_FORMAT_COST, HALVED_ROWS_COST = 1, 2, 3, 7, 8
 RemedyKind = Literal["change", "hardware", "other model", "elsewhere"]
-GPU_COUNTS = (2, 4, 8)
+GPU_COUNTS = (2, 4, 8)  # numbers of cards that a remedy proposes
 CHECKPOINTING_LEVELS: tuple[tuple[Checkpointing, str], ...] = (
     ("none", "nothing"),
     ("attention", "attention"),
@@ -55,7 +55,7 @@ CHECKPOINTING_LEVELS: tuple[tuple[Checkpointing, str], ...] = (
     ("block", "whole blocks"),
 )
 STATE_FORMATS: dict[StateFormat, str] = {"float32": "32 bits", "bfloat16": "16 bits", "8bit": "8 bits"}
-MAX_NAMED_CARDS = 3
+MAX_NAMED_CARDS = 3  # examples of a larger card
 
 
 @dataclass(frozen=True)
