@@ -43,8 +43,10 @@ def product_on_cpu(left: quantize.Packed, right: quantize.Packed, dtype: torch.d
     return (values(left) @ values(right).T).to(dtype)
 
 
-def fp8_on_cpu(left: Tensor, right: Tensor, alpha: Tensor, *, second: Tensor, dtype: torch.dtype) -> Tensor:
-    return ((left.float() @ right.float().T) * alpha * second).to(dtype)
+def fp8_on_cpu(
+    left: Tensor, right: Tensor, scale_a: Tensor, *, scale_b: Tensor, dtype: torch.dtype
+) -> Tensor:
+    return ((left.float() @ right.float().T) * scale_a * scale_b).to(dtype)
 
 
 def gradients(recipe: str, monkeypatch: pytest.MonkeyPatch, found: HardwareCaps) -> list[Tensor]:
