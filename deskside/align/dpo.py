@@ -39,7 +39,7 @@ from deskside.data.reading.loader import Batch, LoaderOptions
 from deskside.kernels.attention import AttentionContext
 from deskside.model.transformer import Transformer
 from deskside.train.objective import Batches, Evaluation, Loss, RowDataset, Session
-from deskside.train.prepare.preflight import MEASURE_SHARE, REPORT_SHARE, SAMPLE_SHARE
+from deskside.train.prepare.preflight import EVALUATE_SHARE, REPORT_SHARE, SAMPLE_SHARE
 from deskside.utils.errors import RunError
 from deskside.utils.files import replace_atomically
 
@@ -271,7 +271,7 @@ class Dpo(AlignObjective):
         if budget.limit is None:
             return None
         pass_seconds = self._pass_seconds(session, train)
-        val_rows = max(1, min(val.num_rows, int(budget.share(MEASURE_SHARE) / pass_seconds)))
+        val_rows = max(1, min(val.num_rows, int(budget.share(EVALUATE_SHARE) / pass_seconds)))
         later = budget.share(2 * SAMPLE_SHARE + REPORT_SHARE) + 3 * val_rows * pass_seconds
         step_rows = session.config.batch.tokens // train.sequence_length
         train_rows = int((budget.left() - later) / (pass_seconds + session.row_seconds))

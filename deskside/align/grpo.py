@@ -63,7 +63,7 @@ from deskside.data.tokenizer import load as load_tokenizer
 from deskside.kernels.attention import AttentionContext
 from deskside.model.transformer import Transformer
 from deskside.train.objective import Batches, Evaluation, Loss, RowDataset, Session
-from deskside.train.prepare.preflight import MEASURE_SHARE, REPORT_SHARE, SAMPLE_SHARE
+from deskside.train.prepare.preflight import EVALUATE_SHARE, REPORT_SHARE, SAMPLE_SHARE
 from deskside.utils.errors import RunError, UsageError
 
 REFERENCE = "reference.safetensors"  # file in the run directory with the initial weights, for align.kl
@@ -123,8 +123,9 @@ class Grpo(AlignObjective):
         for questions in self.datasets.values():
             if questions.left_out:
                 session.say(
-                    f"{questions.split}: {questions.left_out:,} questions leave no room for "
-                    f"{self.options.answer_tokens} tokens of answer in {questions.sequence_length} and are left out"
+                    f"{questions.split}: {questions.left_out:,} questions do not fit into a row of "
+                    f"{questions.sequence_length} tokens with an answer of {self.options.answer_tokens}; they are left "
+                    "out"
                 )
         self._copy_reward_file(session)
         steps, config = self.options.steps_per_rollout, session.config
@@ -175,15 +176,15 @@ class Grpo(AlignObjective):
         self.rollout_seconds = session.world.broadcast([seconds])[0]
         size, total = session.world.size, len(val.questions)
 
-        def evaluation_seconds(num_questions: int) -> float:
-            return pace.seconds(-(-num_questions // size), options.answer_tokens, lanes)
+        def evaluation_seconds(count: int) -> float:
+            return pace.seconds(-(-count // size), options.answer_tokens, lanes)
 
-        asked = total
-        while asked > 1 and evaluation_seconds(asked) > budget.share(MEASURE_SHARE):
-            asked -= 1
-        asked = int(session.world.broadcast([asked])[0])
+        num_questions = total
+        while num_questions > 1 and evaluation_seconds(num_questions) > budget.share(EVALUATE_SHARE):
+            num_questions -= 1
+        num_questions = int(session.world.broadcast([num_questions])[0])
         # Four evaluations follow: two rehearsals, one before the first step, and the final one.
-        later = 4 * evaluation_seconds(asked) + budget.share(2 * SAMPLE_SHARE + REPORT_SHARE)
+        later = 4 * evaluation_seconds(num_questions) + budget.share(2 * SAMPLE_SHARE + REPORT_SHARE)
         step = self.extra_step_seconds() + self.answers_per_step * session.row_seconds
         if session.world.broadcast([float(budget.left() - later < step)])[0]:
             raise budget.too_short(
@@ -192,12 +193,14 @@ class Grpo(AlignObjective):
                 step,
                 later,
             )
-        if asked < total:
+        if num_questions < total:
             session.say(
-                f"{asked} of {total} held-out questions are used, so that the run ends on time; a longer run (--hours) "
-                "uses more"
+                f"{num_questions} of {total} held-out questions are used, so that the run ends on time; a longer run "
+                "(--hours) uses more"
             )
-            val.questions = [val.questions[i] for i in (np.arange(asked) * total // asked).tolist()]
+            val.questions = [
+                val.questions[i] for i in (np.arange(num_questions) * total // num_questions).tolist()
+            ]
 
     def reserved_bytes(self, config: RunConfig, model: Transformer) -> int:
         """Return the bytes of the sampling copy, of the reference, and of the answers to one question at a time."""
@@ -336,7 +339,7 @@ class Grpo(AlignObjective):
     def batches(
         self, questions: Questions, rollouts: Sequence[Rollout], micro_rows: int, device: torch.device
     ) -> list[Batch]:
-        """Pack this rank's answers of a step into micro-batches. All ranks call this at the same time."""
+        """Pack this rank's answers of a step into micro-batches. All ranks call this together."""
         count = float(len(rollouts))
         if self.options.average == "token":
             count = float(sum(len(r.sampled.tokens) for r in rollouts if self._is_in_loss(r)))
@@ -443,7 +446,8 @@ def pass_sizes(rows: int, max_rows: int) -> list[int]:
     full_passes, rest = divmod(rows, max_rows)
     sizes = [max_rows] * full_passes
     if rest:
-        sizes.append(min(size for n in (1, 2, 4, 8) if (size := -(-max_rows // n)) >= rest))
+        candidates = [-(-max_rows // n) for n in (8, 4, 2, 1)]
+        sizes.append(next(size for size in candidates if size >= rest))
     return sizes
 
 
@@ -458,19 +462,19 @@ class _RolloutLoader:
     def __init__(self, objective: Grpo, questions: Questions, options: LoaderOptions):
         self.objective, self.questions, self.options = objective, questions, options
         self.position = options.start_row  # of the next step's first answer
-        self.round_answers = objective.options.steps_per_rollout * options.rows_per_step
+        self.answers_per_round = objective.options.steps_per_rollout * options.rows_per_step
         self.rollouts: list[Rollout] = []
         # A round that a step has used stays in the log; later ones are sampled again.
-        objective.log.cut(-(-self.position // self.round_answers) * self.round_answers)
+        objective.log.cut(-(-self.position // self.answers_per_round) * self.answers_per_round)
 
     def __iter__(self) -> Iterator[list[Batch]]:
         return self
 
     def __next__(self) -> list[Batch]:
         options, objective = self.options, self.objective
-        round_start = self.position - self.position % self.round_answers
+        round_start = self.position - self.position % self.answers_per_round
         if not self.rollouts or self.rollouts[0].position < round_start:
-            self.rollouts = self._round_at(round_start)
+            self.rollouts = self._rollouts_at(round_start)
         step_positions = set(self._rank_positions(self.position, self.position + options.rows_per_step))
         rollouts = [r for r in self.rollouts if r.position in step_positions]
         self.position += options.rows_per_step
@@ -482,12 +486,12 @@ class _RolloutLoader:
         steps = range(first + self.options.rank * share, last, self.options.rows_per_step)
         return [p for step in steps for p in range(step, step + share)]
 
-    def _round_at(self, start: int) -> list[Rollout]:
+    def _rollouts_at(self, start: int) -> list[Rollout]:
         """Return this rank's answers of the round that starts at a position.
 
         They are sampled now, or read from the log if the run was resumed in the middle of the round.
         """
-        positions = self._rank_positions(start, start + self.round_answers)
+        positions = self._rank_positions(start, start + self.answers_per_round)
         group = self.questions.group
         question_positions = np.array(positions[::group], np.int64) // group
         questions = [
@@ -495,7 +499,9 @@ class _RolloutLoader:
         ]
         if self.position == start:
             return self.objective.roll_out(questions, positions, self.options.seed)
-        logged = {row["position"]: row for row in self.objective.log.read(start, start + self.round_answers)}
+        logged = {
+            row["position"]: row for row in self.objective.log.read(start, start + self.answers_per_round)
+        }
         if set(logged) != set(positions):
             raise RunError(
                 f"{self.objective.log.lines}: the sampled answers of the next step are missing; restore the file, or "

@@ -61,12 +61,12 @@ def _fraction(text: str) -> Fraction | None:
 
 def number(prompt: str, completion: str, answer: str) -> float:
     """Return 1 if the final numbers of completion and answer are equal. Raises UsageError if the answer has none."""
-    wanted = final_number(answer)
-    if wanted is None:
+    expected = final_number(answer)
+    if expected is None:
         raise UsageError(
             f"reward number: the answer {answer[:60]!r} has no number; use the reward exact, or your own my.py:function"
         )
-    return float(final_number(completion) == wanted)
+    return float(final_number(completion) == expected)
 
 
 def exact(prompt: str, completion: str, answer: str) -> float:

@@ -49,7 +49,7 @@ class Sft(AlignObjective, NextToken):
     def evaluate(self, session: Session, max_tokens: int | None) -> Evaluation:
         dataset = cast(PackedDataset, session.validation)
         if max_tokens is not None:
-            # `max_tokens` counts scored tokens, `bits_per_byte` whole rows.
+            # `max_tokens` is a number of scored tokens, but `bits_per_byte` counts all tokens of a row.
             max_tokens = int(
                 max_tokens * (dataset.num_rows * dataset.sequence_length / max(1, dataset.num_tokens))
             )

@@ -26,7 +26,7 @@ from deskside.train.parallel import World
 from deskside.train.prepare import setup
 from deskside.train.prepare.attention_backends import choose_attention
 from deskside.train.prepare.batch_size_finder import BatchSizeFinder
-from deskside.train.prepare.preflight import MEASURE_SHARE, TimeBudget, check_start
+from deskside.train.prepare.preflight import EVALUATE_SHARE, TimeBudget, check_start
 from deskside.train.prepare.step_planning import (
     first_facts,
     first_plan,
@@ -412,12 +412,12 @@ class _Run:
     def final_evaluation(self) -> tuple[float, int | None]:
         """Return (seconds, maximum tokens) of the final evaluation; None tokens is the whole split.
 
-        The evaluation may take `MEASURE_SHARE` of a run whose length is in wall-clock time.
+        The evaluation may take `EVALUATE_SHARE` of a run whose length is in wall-clock time.
         """
         whole_seconds, limit = self.evaluation_seconds, self.wall_limit()
-        if limit is None or whole_seconds <= MEASURE_SHARE * limit:
+        if limit is None or whole_seconds <= EVALUATE_SHARE * limit:
             return whole_seconds, None
-        seconds = MEASURE_SHARE * limit
+        seconds = EVALUATE_SHARE * limit
         return seconds, max(1, int(self.validation.num_tokens * seconds / whole_seconds))
 
     def evaluate_before(self) -> dict[str, Any] | None:
@@ -437,7 +437,7 @@ class _Run:
         began = self.clock.seconds()
         self.evaluate(tokens)
         seconds = self.world.broadcast([self.clock.seconds() - began])[0]
-        if self.world.device.type != "cpu" or seconds <= self.budget.share(MEASURE_SHARE / 5):
+        if self.world.device.type != "cpu" or seconds <= self.budget.share(EVALUATE_SHARE / 5):
             self.evaluate(tokens)
 
     def evaluate(self, max_tokens: int | None) -> Evaluation:

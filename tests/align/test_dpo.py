@@ -281,7 +281,7 @@ def test_answers_may_be_messages(base: Path, tmp_path: Path) -> None:
         (["BASE", "--data", "nowhere.jsonl"], "nowhere.jsonl"),
         (
             ["BASE", "--data", "PAIRS", "--align.loss", "ipo", "--align.label_smoothing", "0.1"],
-            "no effect on ipo",
+            "label_smoothing: has no effect with loss ipo",
         ),
         (["BASE", "--data", "PAIRS", "--align.beta", "0"], "align.beta"),
         (["BASE", "--data", "PAIRS", "--compute.z_loss", "1e-4", "--schedule.steps", "1"], "z_loss"),

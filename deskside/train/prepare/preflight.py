@@ -16,7 +16,7 @@ from deskside.utils.errors import UsageError
 
 # Shares of the run's length
 DRY_SHARE = 0.05  # for the timed dry steps after the batch size search
-MEASURE_SHARE = 0.05  # for one evaluation on the held-out split
+EVALUATE_SHARE = 0.05  # for one evaluation on the held-out split
 SAMPLE_SHARE = 0.02  # for generating samples once
 REPORT_SECONDS, REPORT_SHARE = 4.0, 0.05  # for the report: the smaller one; it took 3 s on two CPU cores
 
@@ -69,7 +69,7 @@ class TimeBudget:
         setup_seconds: what the set-up will still take.
         """
         assert self.limit is not None
-        shares = 2 * MEASURE_SHARE + 2 * SAMPLE_SHARE + DRY_SHARE
+        shares = 2 * EVALUATE_SHARE + 2 * SAMPLE_SHARE + DRY_SHARE
         needed = (self.spent() + setup_seconds + RECOMMENDED_STEPS * step_seconds) * MARGIN / (1 - shares)
         return too_short(self.limit, why, needed)
 

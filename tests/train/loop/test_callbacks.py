@@ -209,7 +209,7 @@ def test_samples_of_a_limited_run_are_cut_off(
 ) -> None:
     """On a machine that needs a second for a token, samples take a fiftieth of the length."""
     virtual = tiny_run.VirtualTime(monkeypatch, lambda step: 2.0)
-    original, seen = finalize.events, []
+    original, seen = finalize.generate_events, []
 
     def slow(*arguments: Any, **given: Any) -> Any:
         for event in original(*arguments, **given):
@@ -217,7 +217,7 @@ def test_samples_of_a_limited_run_are_cut_off(
             seen.append(event)
             yield event
 
-    monkeypatch.setattr(finalize, "events", slow)
+    monkeypatch.setattr(finalize, "generate_events", slow)
     config = tiny_run.config(data, schedule={"length": "100s"}, batch={"tokens": 256})
     summary = start(tmp_path, config, Notes()).summary
     assert len(seen) == 2 and summary["samples"], "2 s of 100 s, which is a fiftieth"

@@ -158,7 +158,7 @@ class Switch:
     def __init__(self) -> None:
         self.active = True
 
-    def use(self, active: bool) -> None:
+    def set_active(self, active: bool) -> None:
         self.active = active
 
     scales = SimpleNamespace(reset=nothing)
