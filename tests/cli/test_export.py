@@ -89,7 +89,7 @@ def test_an_edited_model_card_is_not_overwritten(made: MadeRun, tmp_path: Path) 
     assert "# small" in (out / "README.md").read_text("utf-8")
     (out / "README.md").write_text("my own words")
     for to in ("hf", "gguf"):
-        with pytest.raises(UsageError, match=r"holds README\.md, which .* was changed since"):
+        with pytest.raises(UsageError, match=r"contains README\.md, which .* was changed since"):
             run_export([str(made.path), "--to", to, "--out", str(out)])
     assert (out / "README.md").read_text() == "my own words"
 

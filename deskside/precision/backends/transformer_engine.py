@@ -47,7 +47,7 @@ RECIPES: dict[str, Callable[[Any, Recipe], Any]] = {
 
 
 class TransformerEngine:
-    """transformer-engine's implementation of a recipe. Raises UsageError if it is missing or lacks support."""
+    """transformer-engine's implementation of a recipe. Raises UsageError if it is missing or cannot run here."""
 
     def __init__(self, recipe: Recipe, device: torch.device):
         try:
