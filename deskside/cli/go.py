@@ -104,7 +104,7 @@ def _run_pipeline(state: PipelineState, options: GoOptions) -> int:
         next_state: PipelineState | None = state
         while next_state is not None:
             state = next_state
-            with state.kept():
+            with state.recording():
                 pipeline = Pipeline(state, options.yes, options.json)
                 next_state = pipeline.run_phases()
         return 0 if pipeline.stopped is None else exit_code(pipeline.stopped)
@@ -150,18 +150,18 @@ class Pipeline:
 
     def doctor(self) -> None:
         machine = this_machine()
-        seconds = phases.doctor_allowance(self.state.hours, machine) - self.state.seconds()
+        seconds = phases.doctor_allowance(self.state.hours, machine) - self.state.seconds_spent()
         result = phases.doctor(machine, seconds, self.say)
-        self.state.keep("doctor", result)
+        self.state.set_result("doctor", result)
         self.say(f"doctor: {result['status']}: {result['reason']}")
         if result["status"] == "unfit":
             raise RunError(f"training cannot work here: {result['reason']}; see deskside doctor")
 
     def probe(self) -> None:
         machine = this_machine()
-        seconds = phases.allowance(self.state.hours, machine.device) - self.state.seconds()
+        seconds = phases.allowance(self.state.hours, machine.device) - self.state.seconds_spent()
         result = phases.probe(machine, open_store(self.request().probes), seconds, self.say)
-        self.state.keep("probe", result)
+        self.state.set_result("probe", result)
         if result["status"] == "skipped":
             self.say(f"probe: skipped: {result['reason']}")
         else:
@@ -176,15 +176,15 @@ class Pipeline:
         if waited > LONG_WAIT * self.state.hours * 3600:
             self.say(f"the answer took {waited:.0f} s of the time budget: planning again for the rest")
             result = self._make_plan()
-        self.state.keep("plan", result)
+        self.state.set_result("plan", result)
 
     def _make_plan(self) -> dict[str, Any]:
         """Plan the remaining time, and print the plan. Raises RunError if no plan is feasible."""
-        seconds = self.state.left() - self.state.tail()
+        seconds = self.state.seconds_left() - self.state.seconds_reserved()
         if seconds <= 0:
             raise _out_of_time(self.state)
         self._prepare_data()
-        seconds = self.state.left() - self.state.tail()
+        seconds = self.state.seconds_left() - self.state.seconds_reserved()
         result, plan = phases.plan(self.request(), seconds)
         for line in phases.plan_lines(result):
             self.say(line)
@@ -224,14 +224,16 @@ class Pipeline:
         config = phases.final_config(plan["config"], self.state.hours * 3600, self.options.get("length"))
         config = with_resolved_paths(config, self.options)
         set_cublas_workspace(config)
-        from deskside.pipeline.pilot import RECENTRE, TARGET, Pilot
+        from deskside.pipeline.pilot import OTHER_BAND_IS_BETTER, TARGET_OUT_OF_REACH, Pilot
         from deskside.train import training_run
 
         self._limit_memory(config.compute.device)
         pilot = Pilot(self.state, config, plan, target)
         # If an earlier process was killed between the pilot's decision and its consequences, carry them out now.
         status = pilot.decision
-        already_decided = status == RECENTRE or (status == TARGET and target is not None)
+        already_decided = status == OTHER_BAND_IS_BETTER or (
+            status == TARGET_OUT_OF_REACH and target is not None
+        )
         if not already_decided:
             try:
                 if (self.run.path / "run.json").exists():
@@ -246,16 +248,16 @@ class Pipeline:
                     raise
                 reason = reason.partition("; --hours ")[0]  # the suggested hours are those of training alone
                 raise UsageError(f"--hours: {self.state.hours:g} h{TOO_SHORT}{reason}") from None
-        if status == TARGET:
-            extrapolation = pilot.told()
+        if status == TARGET_OUT_OF_REACH:
+            extrapolation = pilot.loss_text()
             self.state.drop_target()  # so that --resume continues without it
             raise RunError(
                 f"{target:g} bits per byte is out of reach: {extrapolation}; to continue anyway: "
                 f"deskside go --resume {self.run.path}"
             )
-        if status == RECENTRE:
+        if status == OTHER_BAND_IS_BETTER:
             _free_memory()
-            return self._continue_with_band(plan, pilot.chosen)
+            return self._continue_with_band(plan, pilot.chosen_band)
         self.stopped = status if status != "finished" else None
         return None
 
@@ -266,7 +268,7 @@ class Pipeline:
         page = write_report(self.run.path)
         summary = self.run.read_json("summary.json")
         self.state.enter("done")
-        seconds, hours = self.state.seconds(), self.state.hours
+        seconds, hours = self.state.seconds_spent(), self.state.hours
         self.say(f"done after {seconds:.0f} of {hours * 3600:.0f} s")
         if self.as_json:
             budget = {"run": str(self.run.path), "spent_seconds": seconds, "budget_seconds": hours * 3600}
@@ -307,7 +309,7 @@ class Pipeline:
         run.checkpoints.mkdir(parents=True, exist_ok=True)
         results = {**old.data["results"], "plan": {**plan, **band, "bands": []}}
         new = PipelineState.begin(
-            run, old.hours, dict(self.options), str(old.data["command"]), old.before, "train", results
+            run, old.hours, dict(self.options), str(old.data["command"]), old.spent_before, "train", results
         )
         self.say(f"the run continues as {run.path}")
         return new
@@ -404,7 +406,7 @@ def _resume_pipeline(options: GoOptions, given: dict[str, Any]) -> PipelineState
         raise UsageError(f"{state.run.path} is done; its report is {state.run.path / 'report.html'}")
     if state.phase in BEFORE_TRAINING:
         _check_can_confirm(options)
-    if state.left() <= 0 and state.phase != "report" and not _has_trained(state.run):
+    if state.seconds_left() <= 0 and state.phase != "report" and not _has_trained(state.run):
         raise _out_of_time(state)
     return state
 
@@ -416,9 +418,9 @@ def _has_trained(run: RunDirectory) -> bool:
 
 def _out_of_time(state: PipelineState) -> RunError:
     """Return the error for a time budget that leaves no time to train."""
-    spent, budget = state.seconds(), state.hours * 3600
+    spent, budget, reserved = state.seconds_spent(), state.hours * 3600, state.seconds_reserved()
     return RunError(
-        f"the time budget is used up: {spent:.0f} of {budget:.0f} s are spent, and {state.tail():.0f} s are reserved "
+        f"the time budget is used up: {spent:.0f} of {budget:.0f} s are spent, and {reserved:.0f} s are reserved "
         f"for samples and the report; start again with more --hours"
     )
 

@@ -110,9 +110,7 @@ class Engine:
         pages_per_context = -(-self.max_length // page_size)
         num_pages = min(max_tokens // page_size, max_batch * pages_per_context)
         self._pages_per_row = min(pages_per_context, num_pages)
-        self._max_row_length = min(
-            self.max_length, self._pages_per_row * page_size
-        )  # tokens, limited by the cache
+        self._max_row_length = min(self.max_length, self._pages_per_row * page_size)  # in tokens
         self._pages = Pages(num_pages)
         models = [model] if draft is None else [model, draft.model]
         self._models = tuple(CachedModel(m, num_pages, page_size, self._max_row_length) for m in models)

@@ -35,9 +35,8 @@ class Pages:
         self._ref_counts = [0] * (count + 1)
         self._page_of: dict[Key, int] = {}  # registered pages
         self._key_of: dict[int, Key] = {}
-        self._unused: OrderedDict[int, None] = (
-            OrderedDict()
-        )  # registered pages that no row holds, oldest first
+        # Registered pages that no row holds, oldest first.
+        self._unused: OrderedDict[int, None] = OrderedDict()
 
     @property
     def available(self) -> int:
@@ -68,9 +67,8 @@ class Pages:
 
     def release(self, pages: Sequence[int]) -> None:
         """Release a row's pages."""
-        for page in reversed(
-            pages
-        ):  # the end of a text is evicted before its prefix, which more texts may share
+        # In reverse, so that the end of a text is evicted before its prefix, which more texts may share.
+        for page in reversed(pages):
             self._ref_counts[page] -= 1
             assert self._ref_counts[page] >= 0
             if self._ref_counts[page] == 0:

@@ -70,9 +70,8 @@ def speculate(
     p_BV = p_BTV[row_B, accepted_B]
     q_BV = torch.where((accepted_B < n)[:, None], q_BnV[row_B, accepted_B.clamp(max=n - 1)], 0.0)
     residual_BV = (p_BV - q_BV).clamp(min=0)
-    residual_BV = torch.where(
-        residual_BV.sum(-1, keepdim=True) > 0, residual_BV, p_BV
-    )  # p equals q up to rounding
+    # The residual can be zero only by rounding, if p equals q.
+    residual_BV = torch.where(residual_BV.sum(-1, keepdim=True) > 0, residual_BV, p_BV)
     last_B = _sample(residual_BV, settings, count_B + accepted_B, counter_rng.DRAW)
     # Where p is NaN no draft is accepted, so only the last token can come from a p that is not finite.
     output_last_B = torch.where(p_BV.sum(-1).isfinite(), last_B, NOT_FINITE)

@@ -1,7 +1,7 @@
-"""`deskside go`: doctor, probe, plan, pretraining, evaluation, export and report inside a number of hours.
+"""`deskside go`: doctor, probe, plan, pretraining, evaluation, export and report within a time budget.
 
-    doctor -> probe -> plan -> pretraining, whose first few per cent are the pilot -> evaluation, export -> report
+    doctor -> probe -> plan -> pretraining, whose first few percent are the pilot -> evaluation, export -> report
 
-`phases.py` holds what precedes training, `pilot.py` follows the training, and `pipeline_state.py` records the hours
-spent, so that an interrupted run continues with what was left.
+`phases.py` contains the phases before training, `pilot.py` observes the training, and `pipeline_state.py` records the
+time spent, so that an interrupted pipeline resumes with the time that was left.
 """

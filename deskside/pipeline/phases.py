@@ -1,8 +1,8 @@
 """The phases of `deskside go` before training: doctor, probe and plan. Each returns a dict that go.json stores.
 
-Doctor and probe together may take a tenth of the time budget. Short budgets get more: up to 60 s on a CPU and 90 s on a
-GPU, but at most half of the budget. A phase that does not fit is skipped, and the reason is stored. Skipping is safe,
-because training itself checks and measures everything that it depends on.
+Doctor and probe together may take a tenth of the time budget. With a short budget they may take more: up to 60 s on a
+CPU and 90 s on a GPU, but at most half of the budget. A phase that does not fit is skipped, and the reason is stored.
+Skipping is safe, because training itself checks and measures everything that it depends on.
 """
 
 import math
@@ -30,15 +30,13 @@ from deskside.utils.format import count, duration, gib
 from deskside.utils.signals import Interrupted
 
 CHECKS_SHARE = 0.1  # share of the time budget for doctor and probe together
-# For short budgets: enough seconds for a quick doctor, the GPU benchmark and one probe point, up to a larger share.
+# For short budgets: enough seconds for a quick doctor, the GPU benchmark and one probe point, but at most this share.
 SHORT_CHECKS_SHARE, SHORT_CHECKS_SECONDS = 0.5, {"cuda": 90.0, "cpu": 60.0}
 DOCTOR_SHARE = 0.5  # maximum share of the allowance for the doctor
-DOCTOR_SECONDS = {
-    "cuda": 20.0,
-    "cpu": 15.0,
-}  # expected for a quick doctor; measured: 12 s on two busy CPU cores
+# Expected duration of a quick doctor. It took 12 s on two busy CPU cores.
+DOCTOR_SECONDS = {"cuda": 20.0, "cpu": 15.0}
 MAX_PROBE_SECONDS = 180.0
-EVALUATIONS_OF_SHORT_RUN = 6
+EVALUATIONS_OF_SHORT_RUN = 6  # number of evaluations if the run is too short for one every ten minutes
 
 Say = Callable[[str], None]  # prints a line and records it
 Result = dict[str, Any]  # the result of a phase, JSON-compatible
@@ -57,7 +55,7 @@ def allowance(hours: float, device: str) -> float:
 
 
 def doctor_allowance(hours: float, machine: Machine) -> float:
-    """Return the seconds for the doctor: at most what leaves the probe enough for one point, which the plan needs."""
+    """Return the seconds that the doctor may take. The rest is enough for one probe point, which the plan needs."""
     both = allowance(hours, machine.device)
     first = calibration_points(machine.memory_bytes, machine.device)[0]
     needed = estimate_seconds(first, [], machine.device, None) + CARD_SECONDS[machine.device]
@@ -77,20 +75,20 @@ def doctor(machine: Machine, seconds: float, say: Say) -> Result:
     if seconds < needed:
         return skipped(f"it takes about {needed:.0f} s, but {_time_left(seconds)}")
     try:
-        found = examine(True, lambda text: say(f"doctor: {text}"), seconds)
+        report = examine(True, lambda text: say(f"doctor: {text}"), seconds)
     except TimeoutError:
         return skipped(
             f"it did not finish within {seconds:.0f} s because the machine is busy; run deskside doctor later"
         )
-    works = sum(check["verdict"] == "works" for check in found["checks"])
-    summary = f"{works} of {len(found['checks'])} checks work"
-    for fix in found["fix"][:1]:
+    num_working = sum(check["verdict"] == "works" for check in report["checks"])
+    summary = f"{num_working} of {len(report['checks'])} checks work"
+    for fix in report["fix"][:1]:
         summary += f"; fix first: {fix['problem']} ({fix['remedy']})"
     return {
-        "status": "fit" if found["trains"] else "unfit",
-        "reason": summary if found["trains"] else found["why"],
-        "fix": found["fix"],
-        "seconds": found["seconds"],
+        "status": "fit" if report["trains"] else "unfit",
+        "reason": summary if report["trains"] else report["why"],
+        "fix": report["fix"],
+        "seconds": report["seconds"],
     }
 
 
@@ -117,7 +115,7 @@ class ProbeReporter:
 
 
 def probe(machine: Machine, store: Store, seconds: float, say: Say) -> Result:
-    """Measure the points that calibrate the planner, in at most `seconds`. Points in the store are not repeated."""
+    """Measure the points that calibrate the planner, in at most `seconds`, except those that the store has already."""
     points = calibration_points(machine.memory_bytes, machine.device)
     stored = store.rows(machine)
     have_card = any(row["kind"] == "card" and row["status"] == "ok" for row in stored)
@@ -140,8 +138,9 @@ def probe(machine: Machine, store: Store, seconds: float, say: Say) -> Result:
     failed = [
         f"{f.point.title()}: {f.row['error']}" for f in survey.findings if f.row and f.status == "failed"
     ]
+    status = next((origin for origin in ("measured", "stored") if origin in origins), "nothing")
     return {
-        "status": "measured" if "measured" in origins else "stored" if "stored" in origins else "nothing",
+        "status": status,
         "stored": origins.count("stored"),
         "measured": origins.count("measured"),
         "failed": failed,
@@ -153,9 +152,11 @@ def probe(machine: Machine, store: Store, seconds: float, say: Say) -> Result:
 
 @dataclass(frozen=True)
 class PipelineRequest:
-    """The options of `deskside go`.
+    """What to plan: the options of `deskside go`.
 
     Attributes:
+        hours: Time budget.
+        preset: Model preset; None lets the plan choose the model.
         data: Directory of the prepared data; None for the preset's own data.
         given: Configuration options from the command line, as a nested dict.
         memory_gib: Limit on the device memory that the plan may use.
@@ -173,17 +174,17 @@ class PipelineRequest:
 
     @classmethod
     def of(cls, hours: float, options: Mapping[str, Any]) -> "PipelineRequest":
-        """Return the request of the options in go.json, with paths from the directory where it was started."""
-        preset, data, begun_in = options["preset"], options["data"], options.get("directory")
+        """Return the request for the options in go.json. Relative paths start at the directory where it was started."""
+        preset, data, start_dir = options["preset"], options["data"], options.get("directory")
         if preset is not None and preset.endswith(".toml"):
-            preset = resolve_path(preset, begun_in)
+            preset = resolve_path(preset, start_dir)
         return cls(
             hours=hours,
             preset=preset,
-            data=None if data is None else resolve_path(data, begun_in),
+            data=None if data is None else resolve_path(data, start_dir),
             given=options["given"],
             memory_gib=options["gpu_budget"],
-            probes=resolve_path(options["probes"], begun_in),
+            probes=resolve_path(options["probes"], start_dir),
             length=options.get("length"),
         )
 
@@ -191,18 +192,18 @@ class PipelineRequest:
 def plan(request: PipelineRequest, pretrain_seconds: float) -> tuple[Result, Plan | None]:
     """Plan a training run of `pretrain_seconds`. Return the part of the plan that go.json stores, and the whole plan.
 
-    If no plan can be made, a preset is trained without one (the phase is skipped); without a preset, UsageError is
-    raised. Raises RunError if the planner's verdict is "no", or if the requested length takes longer.
+    If no plan can be made, the phase is skipped and the preset is trained without a plan (None); without a preset,
+    UsageError is raised. Raises RunError if the planner's verdict is "no", or if the requested length takes longer.
     """
     try:
-        made = make_plan(_plan_request(request, pretrain_seconds))
+        full_plan = make_plan(_plan_request(request, pretrain_seconds))
     except UsageError as error:
         if request.preset is None:
             raise
         return {**skipped(str(error)), "config": preset_config(request)}, None
-    best = made.best
-    if made.verdict == "no" or best is None:
-        raise RunError(f"the planner's verdict is no: {'; '.join(made.reasons)}")
+    best = full_plan.best
+    if full_plan.verdict == "no" or best is None:
+        raise RunError(f"the planner's verdict is no: {'; '.join(full_plan.reasons)}")
     if request.length is not None and best.candidate.seconds[1] > pretrain_seconds:
         needed = duration(best.candidate.seconds[1])
         raise RunError(
@@ -210,25 +211,27 @@ def plan(request: PipelineRequest, pretrain_seconds: float) -> tuple[Result, Pla
             "budget remain; start again with more --hours, or with a shorter length"
         )
     unigram = unigram_bpb(prepared_data(request))
+    bands = full_plan.bands if request.preset is None else ()
+    calibration = full_plan.request.calibration
     result = {
         "status": "made",
-        "verdict": made.verdict,
-        "reasons": list(made.reasons),
-        "source": f"modelled from {made.request.calibration.source} rates: {made.request.calibration.basis}",
-        "bands": [_band_result(band, made, unigram) for band in made.bands] if request.preset is None else [],
-        **_band_result(best, made, unigram),
+        "verdict": full_plan.verdict,
+        "reasons": list(full_plan.reasons),
+        "source": f"modelled from {calibration.source} rates: {calibration.basis}",
+        "bands": [_band_result(band, full_plan, unigram) for band in bands],
+        **_band_result(best, full_plan, unigram),
     }
-    # With the verdict "yes", the preset fits as it is. It is trained unchanged; only the predictions are the planner's.
-    if request.preset is not None and made.verdict == "yes":
+    # With the verdict "yes", the preset fits unchanged, so it is trained without the planner's changes.
+    if request.preset is not None and full_plan.verdict == "yes":
         result["config"] = preset_config(request)
-    return result, made
+    return result, full_plan
 
 
 def preset_config(request: PipelineRequest) -> dict[str, Any]:
     """Return the configuration of the preset with the given options."""
     assert request.preset is not None
-    built = merge.build([*presets.for_pretraining(request.preset), given_layer(request)])
-    return built.model_dump(mode="json", exclude_unset=True)
+    config = merge.build([*presets.for_pretraining(request.preset), given_layer(request)])
+    return config.model_dump(mode="json", exclude_unset=True)
 
 
 def given_layer(request: PipelineRequest) -> dict[str, Any]:
@@ -283,7 +286,7 @@ def final_config(config: Mapping[str, Any], seconds: float, length: str | None =
 
 
 def plan_lines(result: Mapping[str, Any]) -> list[str]:
-    """Return the plan as a few lines of text. result: what `plan` returned first."""
+    """Return the plan as lines of text. result: the first value that `plan` returned."""
     if result["status"] != "made":
         config = merge.build([result["config"]])
         return [
@@ -304,39 +307,40 @@ def plan_lines(result: Mapping[str, Any]) -> list[str]:
     return [*text, *(f"   {reason}" for reason in result["reasons"])]
 
 
-def _plan_request(wanted: PipelineRequest, pretrain_seconds: float) -> PlanRequest:
-    """Return the planner's request: for the given length, or for `pretrain_seconds` without one."""
-    data = prepared_data(wanted)
+def _plan_request(request: PipelineRequest, pretrain_seconds: float) -> PlanRequest:
+    """Return the request to the planner: for the requested length, or for `pretrain_seconds` without one."""
+    data = prepared_data(request)
     tokens = None
-    if wanted.length is not None:
-        config = final_config(preset_config(wanted), pretrain_seconds, wanted.length)
+    if request.length is not None:
+        config = final_config(preset_config(request), pretrain_seconds, request.length)
         assert config.schedule.length is not None
         value, unit = config.schedule.length.value, config.schedule.length.unit
         tokens = value * config.mean_step_tokens() if unit == "steps" else value
     question = PlanQuestion(
         here=True,
-        hours=wanted.hours if tokens is None else None,
+        hours=request.hours if tokens is None else None,
         tokens=tokens,
-        preset=wanted.preset,
-        probes=wanted.probes,
+        preset=request.preset,
+        probes=request.probes,
         unique_tokens=None if data is None else unique_tokens(data),
     )
-    overrides = given_layer(wanted) if wanted.preset is not None else None
-    request = make_request(question, overrides, pretrain_seconds if tokens is None else None)
-    if wanted.preset is None:
-        request = replace(request, overrides=given_layer(wanted))
-    if wanted.memory_gib is not None:
-        memory_bytes = min(request.card.memory_bytes, int(wanted.memory_gib * 2**30))
-        request = replace(request, card=replace(request.card, memory_bytes=memory_bytes))
-    return request
+    overrides = given_layer(request) if request.preset is not None else None
+    plan_request = make_request(question, overrides, pretrain_seconds if tokens is None else None)
+    if request.preset is None:
+        plan_request = replace(plan_request, overrides=given_layer(request))
+    if request.memory_gib is not None:
+        card = plan_request.card
+        memory_bytes = min(card.memory_bytes, int(request.memory_gib * 2**30))
+        plan_request = replace(plan_request, card=replace(card, memory_bytes=memory_bytes))
+    return plan_request
 
 
 def bounded_loss(loss: Sequence[float], unigram: float | None) -> list[float]:
     """Return [low, expected, high] bits per byte, bounded by the loss of a unigram model on the validation text.
 
-    The scaling law is fitted to models with tens of millions of parameters. For a model of one million, it may predict
-    a loss above the unigram model's, which any trained model beats. Only the low end is then usable, and the expected
-    loss is the geometric mean of the low end and the unigram loss.
+    The scaling law is fitted to models with tens of millions of parameters. For a model with one million, it may
+    predict a higher loss than that of the unigram model, which any trained model beats. The expected loss is then the
+    geometric mean of the low end and the unigram loss.
     """
     low, expected, high = (float(x) for x in loss)
     if unigram is None or high <= unigram:
@@ -345,8 +349,8 @@ def bounded_loss(loss: Sequence[float], unigram: float | None) -> list[float]:
     return [low, expected if expected < unigram else math.sqrt(low * unigram), unigram]
 
 
-def _band_result(band: PlannedBand, made: Plan, unigram: float | None) -> Result:
-    """Return the part of a band that the pilot compares with measurements: predictions with ranges, configuration."""
+def _band_result(band: PlannedBand, full_plan: Plan, unigram: float | None) -> Result:
+    """Return the part of a band that go.json stores: predictions as [low, expected, high], and the configuration."""
     candidate = band.candidate
     result: Result = {
         "name": band.name,
@@ -359,8 +363,9 @@ def _band_result(band: PlannedBand, made: Plan, unigram: float | None) -> Result
         "fits": candidate.estimate.fits,
         "config": band.config,
     }
-    if not made.request.card.is_cpu:  # CPU memory is not modelled
-        peak, spread = candidate.estimate.memory.allocated / 2**30, made.request.calibration.memory_spread
+    if not full_plan.request.card.is_cpu:  # CPU memory is not modelled
+        peak = candidate.estimate.memory.allocated / 2**30
+        spread = full_plan.request.calibration.memory_spread
         result["memory_gib"] = [max(0.0, peak * (1 - spread)), peak, peak * (1 + spread)]
     return result
 

@@ -1,8 +1,8 @@
-"""go.json: the current phase of a pipeline and the time it has spent.
+"""go.json: the phase, the results and the time spent of a pipeline.
 
 The time budget counts the wall-clock time of every process that ran the pipeline, from its start (before the imports)
-to its end. A thread records it every `BEAT` seconds, so a kill loses no more than that; time between processes does not
-count. The file is replaced atomically and exists from the first moment, so every phase can be resumed.
+to its end. Time between processes does not count. A thread records the time every `SAVE_SECONDS`, so a kill loses no
+more than that. The file is replaced atomically and exists from the start, so every phase can be resumed.
 """
 
 import contextlib
@@ -20,19 +20,19 @@ from deskside.run.directory import RunDirectory
 from deskside.utils.errors import RunError, UsageError
 
 FILE = "go.json"
-BEAT = 2.0  # seconds between two writes of the spent time
-# Reserved for what follows training: samples, the report, exiting. It took 3 to 5 s on two CPU cores.
+SAVE_SECONDS = 2.0  # interval between writes of go.json
+# Time reserved for samples, the report and exiting, after training. They took 3 to 5 s on two CPU cores.
 TAIL_SECONDS, TAIL_SHARE = 6.0, 0.005
-MAX_CONTENTION = 4.0  # a higher load says little about a single-threaded process
+MAX_CONTENTION = 4.0  # a higher load hardly slows a single-threaded process further
 
 
 def contention() -> float:
-    """Return how many processes share a CPU core (load average of the last minute), at least 1."""
+    """Return the number of processes per CPU core, at least 1, from the load average of the last minute."""
     return min(MAX_CONTENTION, max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
 
 
 def tail_seconds(hours: float) -> float:
-    """Return the seconds reserved for what follows training: more on a busy machine."""
+    """Return the seconds reserved for the work after training: more on a busy machine."""
     return TAIL_SECONDS * contention() + TAIL_SHARE * hours * 3600
 
 
@@ -44,11 +44,11 @@ def damaged(path: Path, why: str) -> RunError:
 
 
 class PipelineState:
-    """State of one pipeline. `data` is the content of go.json, `before` the seconds of earlier processes."""
+    """State of a pipeline. data: the content of go.json. spent_before: seconds that earlier processes spent."""
 
     def __init__(self, run: RunDirectory, data: dict[str, Any]):
         self.run, self.data = run, data
-        self.before = float(data["spent_seconds"])
+        self.spent_before = float(data["spent_seconds"])
         self._lock = threading.Lock()
 
     @classmethod
@@ -64,7 +64,7 @@ class PipelineState:
     ) -> "PipelineState":
         """Create the state of a new pipeline in an empty run directory.
 
-        A pipeline that continues in another run passes the seconds it has `spent`, its phase and its results.
+        spent, phase, results: of the previous run, if its pipeline continues in this one; `spent` is in seconds.
         """
         data = {
             "schema_version": SCHEMA,
@@ -77,15 +77,15 @@ class PipelineState:
             "continued_in": None,
         }
         state = cls(run, data)
-        state.note()
+        state.save()
         return state
 
     @classmethod
     def open(cls, path: Path) -> "PipelineState":
         """Open the state of an earlier process. Raises UsageError if there is none, RunError if it is damaged."""
         if not (path / FILE).is_file():
-            begun = (entry for entry in path.rglob("*") if entry.is_file() and entry.name != f".{FILE}.tmp")
-            if path.is_dir() and not any(begun):
+            files = (entry for entry in path.rglob("*") if entry.is_file() and entry.name != f".{FILE}.tmp")
+            if path.is_dir() and not any(files):
                 raise UsageError(
                     f"{path}: was stopped before its first phase; delete the folder and start again"
                 )
@@ -101,21 +101,21 @@ class PipelineState:
 
     # The clock
 
-    def seconds(self) -> float:
+    def seconds_spent(self) -> float:
         """Return the seconds spent so far, including this process."""
-        return self.before + time.perf_counter() - deskside.STARTED
+        return self.spent_before + time.perf_counter() - deskside.STARTED
 
     @property
     def hours(self) -> float:
-        """The time budget."""
+        """The time budget in hours."""
         return float(self.data["hours"])
 
-    def left(self) -> float:
+    def seconds_left(self) -> float:
         """Return the seconds left of the time budget; negative when it is exceeded."""
-        return self.hours * 3600 - self.seconds()
+        return self.hours * 3600 - self.seconds_spent()
 
-    def tail(self) -> float:
-        """Return the seconds reserved for what follows training."""
+    def seconds_reserved(self) -> float:
+        """Return the seconds reserved for the work after training."""
         return tail_seconds(self.hours)
 
     # The phases
@@ -133,18 +133,21 @@ class PipelineState:
         """Return the result of a phase; empty if it has not finished."""
         return dict(self.data["results"].get(phase, {}))
 
-    def keep(self, phase: str, result: dict[str, Any]) -> None:
+    def set_result(self, phase: str, result: dict[str, Any]) -> None:
         """Record the result of a phase."""
         self._set(self.data["results"], phase, result)
 
     @property
     def continued_in(self) -> Path | None:
-        """The run, in the same directory, in which the pipeline continues."""
+        """The run in which the pipeline continues, in the same directory; None if it has not moved to another run."""
         name = self.data.get("continued_in")
         return None if name is None else self.run.path.parent / Path(name).name
 
     def continue_in(self, run: RunDirectory) -> None:
-        """Continue in another run of the same directory. Only its name is kept, so both can be moved together."""
+        """Record that the pipeline continues in another run of the same directory.
+
+        Only its name is stored, so the directory can be moved.
+        """
         self._set(self.data, "continued_in", run.path.name)
 
     def drop_target(self) -> None:
@@ -152,35 +155,35 @@ class PipelineState:
         self._set(self.data["options"], "target_loss", None)
 
     def _set(self, where: dict[str, Any], key: str, value: Any) -> None:
-        with self._lock:  # the beat thread copies the data
+        with self._lock:  # the saving thread copies the data
             where[key] = value
-        self.note()
+        self.save()
 
-    def note(self) -> None:
+    def save(self) -> None:
         """Write go.json. Raises RunError if that fails."""
         with self._lock:
-            self.data["spent_seconds"] = round(self.seconds(), 3)
+            self.data["spent_seconds"] = round(self.seconds_spent(), 3)
             self.run.write_json(FILE, copy.deepcopy(self.data))
 
     @contextlib.contextmanager
-    def kept(self) -> Iterator[None]:
+    def recording(self) -> Iterator[None]:
         """Hold the pipeline's lock and record the spent time periodically.
 
         Raises UsageError if another process runs the pipeline.
         """
         with self.run.lock(".go.lock", "is running this pipeline"):
             ended = threading.Event()
-            beating = threading.Thread(target=self._beat, args=(ended,), daemon=True)
-            beating.start()
+            saving = threading.Thread(target=self._save_periodically, args=(ended,), daemon=True)
+            saving.start()
             try:
                 yield
             finally:
                 ended.set()
-                beating.join()
-                self.note()
+                saving.join()
+                self.save()
 
-    def _beat(self, ended: threading.Event) -> None:
-        while not ended.wait(BEAT):
-            # A missed beat only loses seconds. A full disk fails where the pipeline writes something it needs.
+    def _save_periodically(self, ended: threading.Event) -> None:
+        while not ended.wait(SAVE_SECONDS):
+            # A failed write only loses some seconds. If the disk is full, the pipeline fails at its next own write.
             with contextlib.suppress(RunError):
-                self.note()
+                self.save()

@@ -1,7 +1,7 @@
 """Schema of go.json, checked before a pipeline is resumed.
 
-The file may have been edited, truncated or written by another version. It is validated once, when it is opened: types
-and numbers, the results that the current phase needs, the planned configuration, and the files of the run.
+The file may have been edited, truncated or written by another version. It is validated when it is opened: types and
+ranges, the results that the current phase needs, the planned configuration, and the files of the run.
 """
 
 import re
@@ -16,22 +16,22 @@ from deskside.config.base import Part, first_problem
 from deskside.utils.errors import UsageError
 
 SCHEMA = 1
-MAX_HOURS, MAX_GIB = 1e6, 1e6  # a century; more than any GPU has
+MAX_HOURS, MAX_GIB = 1e6, 1e6  # more than a century; more than the memory of any GPU
 Phase = Literal["doctor", "probe", "plan", "train", "report", "done"]
 PHASES: tuple[Phase, ...] = ("doctor", "probe", "plan", "train", "report", "done")
-RESULTS = PHASES[: PHASES.index("train")]  # the phases whose results are kept
+PHASES_WITH_RESULT = PHASES[: PHASES.index("train")]
 
 Hours = Annotated[float, Field(gt=0, le=MAX_HOURS)]
 Count = Annotated[float, Field(gt=0, le=1e18)]
 Bits = Annotated[float, Field(gt=0, le=1e3)]
 Gib = Annotated[float, Field(ge=0, le=MAX_GIB)]
-Three = Field(min_length=3, max_length=3)  # low, expected, high
+ThreeValues = Field(min_length=3, max_length=3)  # low, expected, high
 Fits = Literal["fits", "tight", "no"]
 Configuration = dict[str, Any]
 
 
 class Strict(Part):
-    """A model that does not convert text to numbers."""
+    """Base class that does not convert text to numbers."""
 
     model_config = ConfigDict(strict=True)
 
@@ -57,7 +57,7 @@ class GoOptionsRecord(Strict):
 
 
 class PhaseResult(Strict):
-    """Result of a phase; further keys are allowed."""
+    """The result of a phase. Keys that are not declared are allowed."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -71,19 +71,19 @@ class ProbeRecord(PhaseResult):
 
 
 class BandRecord(PhaseResult):
-    """A model with the predictions that the pilot compares."""
+    """A model of the plan, with the predictions that the pilot compares with measurements."""
 
     name: str
     preset: str
     params: Annotated[int, Field(gt=0, le=10**15)]
     weights: Count
-    tokens: Annotated[list[Count], Three]
-    tokens_per_second: Annotated[list[Count], Three]
-    bpb: Annotated[list[Bits], Three]
+    tokens: Annotated[list[Count], ThreeValues]
+    tokens_per_second: Annotated[list[Count], ThreeValues]
+    bpb: Annotated[list[Bits], ThreeValues]
     fits: Fits
     config: Configuration
-    # A CPU's memory is not modelled.
-    memory_gib: Annotated[list[Gib], Three] = Field(default_factory=lambda: [0.0] * 3)
+    # Missing on a CPU, whose memory is not modelled.
+    memory_gib: Annotated[list[Gib], ThreeValues] = Field(default_factory=lambda: [0.0] * 3)
 
     @model_validator(mode="after")
     def _in_order(self) -> "BandRecord":
@@ -105,7 +105,7 @@ class MadePlan(BandRecord):
     def _is_a_band(self) -> "MadePlan":
         names = [band.name for band in self.bands]
         if len(set(names)) < len(names) or (names and self.name not in names):
-            raise ValueError("bands: the trained band must be listed once")
+            raise ValueError("bands: must list each band once, among them the trained one")
         return self
 
 
@@ -150,7 +150,7 @@ class GoFile(Strict):
 
     @model_validator(mode="after")
     def _has_what_the_phase_needs(self) -> "GoFile":
-        for earlier in RESULTS[: PHASES.index(self.phase)]:
+        for earlier in PHASES_WITH_RESULT[: PHASES.index(self.phase)]:
             if getattr(self.results, earlier) is None:
                 raise ValueError(f"phase: {self.phase}, but there is no result of {earlier}")
         plan = self.results.plan
@@ -166,7 +166,7 @@ class GoFile(Strict):
 
 
 def problem(state: Mapping[str, Any], run: Path) -> str | None:
-    """Return what is wrong with the state of a pipeline in this run directory, in one line; None if it is valid."""
+    """Return the first problem of the state of a pipeline in this run directory, as one line; None if it is valid."""
     try:
         _finite(state)
         checked = GoFile.model_validate(state)
@@ -174,9 +174,10 @@ def problem(state: Mapping[str, Any], run: Path) -> str | None:
         return re.sub(r"results\.plan\.(made|skipped)", "results.plan", first_problem(error), count=1)
     except (ValueError, RecursionError) as error:
         return str(error)
-    for needed in ("run.json", "summary.json") if checked.phase in ("report", "done") else ():
-        if not (run / needed).is_file():
-            return f"phase: {checked.phase}, but there is no {needed}"
+    if checked.phase in ("report", "done"):
+        for needed in ("run.json", "summary.json"):
+            if not (run / needed).is_file():
+                return f"phase: {checked.phase}, but there is no {needed}"
     if checked.continued_in is not None:
         other = run.absolute().parent / checked.continued_in
         if other == run.absolute():
@@ -187,19 +188,22 @@ def problem(state: Mapping[str, Any], run: Path) -> str | None:
 
 
 def _accepted(check: Callable[[list[Configuration]], object], key: str, config: Configuration) -> None:
-    """Raise ValueError if `check` refuses a configuration."""
+    """Raise ValueError if `check` refuses a configuration. key: where it is in the file, for the message."""
     try:
         check([config])
     except UsageError as error:
-        # The part after the semicolon is a remedy for the command line.
+        # The part after the semicolon is advice for the command line.
         raise ValueError(f"{key}: {str(error).partition('; ')[0]}") from None
 
 
 def _finite(value: Any) -> None:
-    """Raise ValueError for a number that is not finite. JSON forbids them, but Python's reader accepts them."""
-    rest = [value]
-    while rest:
-        item = rest.pop()
+    """Raise ValueError for a number that is not finite. JSON forbids such numbers, but Python's parser accepts them."""
+    remaining = [value]
+    while remaining:
+        item = remaining.pop()
         if isinstance(item, float) and not abs(item) < float("inf"):
             raise ValueError(f"{item} is not a finite number")
-        rest.extend(item.values() if isinstance(item, Mapping) else item if isinstance(item, list) else ())
+        if isinstance(item, Mapping):
+            remaining.extend(item.values())
+        elif isinstance(item, list):
+            remaining.extend(item)

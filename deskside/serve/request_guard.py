@@ -84,9 +84,8 @@ class RequestGuard:
         await self._app(scope, replay, send)
 
     def _check(self, scope: MutableMapping[str, Any]) -> None:
-        headers: dict[bytes, bytes] = dict(
-            reversed(scope["headers"])
-        )  # of repeated headers, the first counts
+        # Reversed, so that the first of repeated headers counts.
+        headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))
         host = headers.get(b"host", b"").decode("latin-1")
         if self._hosts is not None and _host_name(host) not in self._hosts:
             raise ApiError(403, "the Host header does not name this server", code="wrong_host")

@@ -192,5 +192,5 @@ def test_errors_of_items_and_shots_come_before_the_model_is_loaded(
     arguments = ["no-such-model", "--tasks", "arc_easy", "--tasks-dir", str(data)]
     with pytest.raises(UsageError, match="its directory does not exist"):
         run_eval([*arguments, "--items", str(tmp_path / "nowhere" / "items.jsonl")])
-    with pytest.raises(UsageError, match=r"has 29 examples .* and 30 are wanted; give --shots 29"):
+    with pytest.raises(UsageError, match=r"has 29 examples .* but 30 are needed; give --shots 29"):
         run_eval([*arguments, "--shots", "30"])

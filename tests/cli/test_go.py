@@ -547,10 +547,10 @@ def test_another_band_is_trained_in_the_remaining_time(
         seen.append(state(second)["spent_seconds"])
         with (
             pytest.raises(UsageError, match="another process is running this pipeline"),
-            PipelineState.open(second).kept(),
+            PipelineState.open(second).recording(),
         ):
             pass
-        with PipelineState.open(first).kept():  # its lock is free
+        with PipelineState.open(first).recording():  # its lock is free
             pass
         original(pipeline)
 

@@ -13,7 +13,7 @@ from deskside.budget.loss import LAW, expected_bpb, fit_curve
 from deskside.budget.shape import matmul_params
 from deskside.config.run import RunConfig
 from deskside.data.reading.rows import PackedDataset
-from deskside.pipeline.pilot import RECENTRE, TARGET, Pilot, better_band
+from deskside.pipeline.pilot import OTHER_BAND_IS_BETTER, TARGET_OUT_OF_REACH, Pilot, better_band
 from deskside.pipeline.pipeline_state import PipelineState
 from deskside.run.directory import RunDirectory
 from deskside.train import training_run
@@ -75,15 +75,15 @@ def finished(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pilo
 def test_what_it_finds(finished: tuple[Pilot, Path, dict[str, Any]]) -> None:
     pilot, run, summary = finished
     found = json.loads((run / "pilot.json").read_text("utf-8"))
-    assert found == pilot.found and found["decision"] == "go on"
+    assert found == pilot.result and found["decision"] == "go on"
     assert found["step"] == pytest.approx(0.05 * STEPS, abs=8) and found["share"] <= 0.1
     assert found["end_tokens"] == summary["tokens"] == STEPS * 256
     measured = [r["tokens_per_second"] for r in rows(run)[: found["step"]] if r["tokens_per_second"]]
     assert min(measured) < found["tokens_per_second"] < max(measured)
     per_token = math.log(2) * summary["val_bytes"] / (summary["val_tokens"] + 1)  # the split's closing token
     by_hand = fit_curve(
-        [row["tokens"] for row in pilot.curve()],
-        [row["loss"] / per_token for row in pilot.curve()],
+        [row["tokens"] for row in pilot.full_lr_rows()],
+        [row["loss"] / per_token for row in pilot.full_lr_rows()],
         STEPS * 256,
         params=matmul_params(pilot.config.model),
         unique_tokens=pilot.unique_tokens,
@@ -96,7 +96,7 @@ def test_what_it_finds(finished: tuple[Pilot, Path, dict[str, Any]]) -> None:
 
 def test_only_the_steps_at_full_rate_are_its_curve(finished: tuple[Pilot, Path, dict[str, Any]]) -> None:
     pilot, run, _ = finished
-    kept = [row["step"] for row in pilot.curve()]
+    kept = [row["step"] for row in pilot.full_lr_rows()]
     logged = {row["step"]: row["lr"] for row in rows(run)}
     assert kept[0] > 1 and min(logged[step] for step in kept) >= 0.98 * max(logged.values())
 
@@ -120,10 +120,10 @@ def test_a_target_out_of_reach_stops_the_run(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pilot, outcome = train(tmp_path, data, target=0.01)
-    assert outcome.status == TARGET and pilot.found is not None
-    assert pilot.found["decision"] == TARGET and pilot.found["bpb"]["low"] > 0.01
+    assert outcome.status == TARGET_OUT_OF_REACH and pilot.result is not None
+    assert pilot.result["decision"] == TARGET_OUT_OF_REACH and pilot.result["bpb"]["low"] > 0.01
     last = rows(tmp_path / "run")[-1]["step"]
-    assert pilot.found["step"] <= last <= pilot.found["step"] + 2
+    assert pilot.result["step"] <= last <= pilot.result["step"] + 2
     told = capsys.readouterr().err
     assert "0.01 bits per byte is out of reach: its pilot leads to" in told
     # Saved: who goes on all the same loses nothing.
@@ -134,7 +134,7 @@ def test_a_target_out_of_reach_stops_the_run(
 
 def test_a_target_within_the_range_does_not(data: Path, tmp_path: Path) -> None:
     pilot, outcome = train(tmp_path, data, target=6.0, schedule={"length": "120 steps"})
-    assert outcome.status == "finished" and pilot.found is not None and pilot.found["decision"] == "go on"
+    assert outcome.status == "finished" and pilot.result is not None and pilot.result["decision"] == "go on"
 
 
 @pytest.mark.full
@@ -151,21 +151,21 @@ def test_a_pilot_that_was_broken_off_ends_in_the_next_process(data: Path, tmp_pa
     config = tiny_run.config(data, schedule={"length": "200 steps"}, checkpoint={"every": "5 steps"})
     first = Stopping(state, config, {}, None)
     assert training_run.start(config, state.run, "t", watch=first).status == "enough"
-    assert first.found is None and not (tmp_path / "run" / "pilot.json").exists()
+    assert first.result is None and not (tmp_path / "run" / "pilot.json").exists()
     second = Pilot(state, config, {}, None)
     assert training_run.resume(tmp_path / "run", second).status == "finished"
-    assert second.found is not None and second.rows[0]["step"] == 1
+    assert second.result is not None and second.rows[0]["step"] == 1
     straight, _ = train(tmp_path / "straight", data, schedule={"length": "200 steps"})
-    assert straight.found is not None
-    assert second.found["step"] == straight.found["step"]
-    assert second.found["bpb"]["expected"] == pytest.approx(straight.found["bpb"]["expected"])
+    assert straight.result is not None
+    assert second.result["step"] == straight.result["step"]
+    assert second.result["bpb"]["expected"] == pytest.approx(straight.result["bpb"]["expected"])
 
 
 def test_a_run_too_short_for_a_curve_says_nothing_about_its_loss(data: Path, tmp_path: Path) -> None:
     pilot, outcome = train(tmp_path, data, target=0.01, schedule={"length": "12 steps"})
-    assert outcome.status == "finished" and pilot.found is not None
-    assert pilot.found["bpb"] is None and pilot.found["decision"] == "go on"
-    assert pilot.told() == "its pilot was too short to extrapolate the loss"
+    assert outcome.status == "finished" and pilot.result is not None
+    assert pilot.result["bpb"] is None and pilot.result["decision"] == "go on"
+    assert pilot.loss_text() == "its pilot was too short to extrapolate the loss"
 
 
 def test_half_the_throughput_from_the_middle_on(
@@ -250,9 +250,9 @@ def test_what_a_new_start_would_have_left(data: Path, tmp_path: Path) -> None:
     assert pilot.setup_seconds == pytest.approx(100.0, abs=0.5)
     deskside.STARTED -= 200.0  # the first steps
     left = 3600 - 300 - (6 + 0.005 * 3600) - 100
-    assert pilot.left() == pytest.approx(left / (3500 - 100), abs=1e-3)
+    assert pilot.band_share_left() == pytest.approx(left / (3500 - 100), abs=1e-3)
     deskside.STARTED -= 4000.0
-    assert pilot.left() == 0.0
+    assert pilot.band_share_left() == 0.0
 
 
 def test_who_has_asked_for_a_stop_gets_it(data: Path, tmp_path: Path) -> None:
@@ -266,7 +266,7 @@ def test_who_has_asked_for_a_stop_gets_it(data: Path, tmp_path: Path) -> None:
     state = road(tmp_path)
     config = tiny_run.config(data, schedule={"length": f"{STEPS} steps"})
     outcome = training_run.start(config, state.run, "t", watch=Stopped(state, config, {}, 0.01))
-    assert outcome.status == "SIGTERM" and Pilot(state, config, {}, 0.01).decision == TARGET
+    assert outcome.status == "SIGTERM" and Pilot(state, config, {}, 0.01).decision == TARGET_OUT_OF_REACH
 
 
 def test_what_a_person_chose_or_is_short_of_time_stays() -> None:
@@ -285,10 +285,14 @@ def test_the_run_stops_for_a_better_band(data: Path, tmp_path: Path) -> None:
     target = band("target", weights=weights, tokens=[tokens, tokens, tokens])
     other = band("small", weights=1e9, tokens=[1e12, 1e12, 1e12])
     pilot, outcome = train(tmp_path, data, {**target, "bands": [target, other]})
-    assert outcome.status == RECENTRE and pilot.better is not None and pilot.better.band["name"] == "small"
-    assert pilot.found is not None and pilot.found["better"]["name"] == "small"
-    assert math.isfinite(pilot.found["better"]["bpb"])
-    assert "at this speed small would end at" in tiny_run.events(tmp_path / "run")
+    assert (
+        outcome.status == OTHER_BAND_IS_BETTER
+        and pilot.projection is not None
+        and pilot.projection.band["name"] == "small"
+    )
+    assert pilot.result is not None and pilot.result["better"]["name"] == "small"
+    assert math.isfinite(pilot.result["better"]["bpb"])
+    assert "at this speed small would reach" in tiny_run.events(tmp_path / "run")
 
 
 def test_mean_tokens_over_stages() -> None:

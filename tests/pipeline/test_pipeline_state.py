@@ -34,9 +34,9 @@ def begun(folder: Path, hours: float = 1.0, spent: float = 0.0) -> PipelineState
 
 def planned(state: PipelineState) -> PipelineState:
     """The same road with what training needs."""
-    state.keep("doctor", {"status": "fit"})
-    state.keep("probe", {"status": "stored"})
-    state.keep("plan", {"status": "skipped", "reason": "a test", "pretrain_seconds": 9.0, "config": {}})
+    state.set_result("doctor", {"status": "fit"})
+    state.set_result("probe", {"status": "stored"})
+    state.set_result("plan", {"status": "skipped", "reason": "a test", "pretrain_seconds": 9.0, "config": {}})
     state.enter("train")
     return state
 
@@ -49,22 +49,22 @@ def again(folder: Path) -> PipelineState:
 def test_a_road_that_goes_on_has_what_was_left(tmp_path: Path) -> None:
     first = begun(tmp_path, hours=1.0, spent=100.0)
     deskside.STARTED -= 50.0  # this process began 50 s ago
-    first.keep("doctor", {"status": "fit"})
+    first.set_result("doctor", {"status": "fit"})
     first.enter("probe")
-    assert first.left() == pytest.approx(3600 - 150, abs=0.5)
+    assert first.seconds_left() == pytest.approx(3600 - 150, abs=0.5)
     # Whatever lies between the two processes does not count.
     second = again(tmp_path)
     assert second.phase == "probe" and second.result("doctor") == {"status": "fit"}
     assert second.result("probe") == {} and second.data["options"] == OPTIONS
-    assert second.seconds() == pytest.approx(150, abs=0.5)
+    assert second.seconds_spent() == pytest.approx(150, abs=0.5)
     deskside.STARTED -= 20.0
-    assert second.left() == pytest.approx(3600 - 170, abs=0.5)
+    assert second.seconds_left() == pytest.approx(3600 - 170, abs=0.5)
 
 
 def wait_to_be_killed(folder: Path) -> None:
-    journals.BEAT = 0.05
+    journals.SAVE_SECONDS = 0.05
     state = begun(folder)
-    with state.kept():
+    with state.recording():
         time.sleep(60)
 
 
@@ -84,7 +84,7 @@ def test_a_kill_loses_no_more_than_a_beat(tmp_path: Path) -> None:
 
 
 def hold(folder: Path) -> None:
-    with begun(folder).kept():
+    with begun(folder).recording():
         (folder / "held").touch()
         time.sleep(60)
 
@@ -94,16 +94,19 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
     while not (tmp_path / "held").exists():
         assert child.alive(), child.text()
         time.sleep(0.01)
-    with pytest.raises(UsageError, match="another process is running this pipeline"), again(tmp_path).kept():
+    with (
+        pytest.raises(UsageError, match="another process is running this pipeline"),
+        again(tmp_path).recording(),
+    ):
         pass
     child.kill()
     child.wait()
-    with again(tmp_path).kept():
+    with again(tmp_path).recording():
         pass
 
 
 def test_a_full_disk_stops_no_beat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journals, "BEAT", 0.01)
+    monkeypatch.setattr(journals, "SAVE_SECONDS", 0.01)
     state = begun(tmp_path)
     failed: list[str] = []
     original = state.run.write_json
@@ -115,12 +118,12 @@ def test_a_full_disk_stops_no_beat(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         original(name, value)
 
     monkeypatch.setattr(state.run, "write_json", refuse)
-    with state.kept():
+    with state.recording():
         deadline = time.monotonic() + 10
         while len(failed) < 3:
             assert time.monotonic() < deadline
             time.sleep(0.01)
-    assert again(tmp_path).seconds() > 0
+    assert again(tmp_path).seconds_spent() > 0
 
 
 @pytest.mark.parametrize(
@@ -162,7 +165,7 @@ def test_what_is_kept_waits_for_the_note_that_is_being_written(tmp_path: Path) -
     """The beat copies the state in its own thread, which must not change meanwhile."""
     state = begun(tmp_path)
     keeps = [
-        threading.Thread(target=state.keep, args=("doctor", {"status": "fit"})),
+        threading.Thread(target=state.set_result, args=("doctor", {"status": "fit"})),
         threading.Thread(target=state.enter, args=("probe",)),
     ]
     with state._lock:

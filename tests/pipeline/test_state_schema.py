@@ -90,7 +90,7 @@ def used(state: PipelineState) -> None:
     plan, options = state.result("plan"), state.data["options"]
     config = phases.final_config(plan["config"], state.hours * 3600)
     pilot = Pilot(state, config, plan, options["target_loss"])
-    assert pilot.left() >= 0 and state.left() < 1e10 and isinstance(pilot.planned(), dict)
+    assert pilot.band_share_left() >= 0 and state.seconds_left() < 1e10 and isinstance(pilot.planned(), dict)
     better_band(plan, 2 * plan["tokens"][1], 1.0, 10**9, 0.9)
     phases.plan_lines(plan)
     assert state.continued_in is None or state.continued_in.name
@@ -160,7 +160,7 @@ def test_every_value_in_turn(good: dict[str, Any], tmp_path: Path) -> None:
         (lambda s: s.update(results={}), "phase: train, but there is no result of doctor"),
         (lambda s: s["results"].update(plan=5), "results.plan: "),
         (lambda s: s["results"]["plan"].update(config={"x": 1}), "config: x: there is no such option"),
-        (lambda s: s["results"]["plan"].update(name="third"), "bands: the trained band"),
+        (lambda s: s["results"]["plan"].update(name="third"), "bands: must list each band once"),
         (
             lambda s: s["results"]["plan"]["tokens"].reverse(),
             "tokens: low, expected and high are not in order",
@@ -239,4 +239,4 @@ def test_a_band_that_the_pilot_chose_is_gone(good: dict[str, Any], tmp_path: Pat
     state = PipelineState.open(run)
     plan = state.result("plan")
     with pytest.raises(RunError, match=r"is damaged .*other is missing"):
-        _ = Pilot(state, merge.build([plan["config"]]), plan, None).chosen
+        _ = Pilot(state, merge.build([plan["config"]]), plan, None).chosen_band

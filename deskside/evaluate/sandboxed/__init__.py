@@ -1,1 +1,1 @@
-"""Processes of the sandbox. These modules use the standard library alone: they run without site-packages."""
+"""The processes of the sandbox. They run without site-packages, so these modules import only the standard library."""

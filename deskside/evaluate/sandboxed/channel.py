@@ -1,6 +1,6 @@
 """Messages between the judge and the solution: plain data as JSON, everything else as a numbered reference.
 
-Nothing that arrives can execute: there is no pickle, and a type is only ever picked from a fixed list.
+Decoding a message cannot execute code: pickle is not used, and types come from a fixed list.
 """
 
 import builtins
@@ -16,13 +16,13 @@ from typing import Any
 
 MESSAGE_BYTES = 1 << 22
 REASON_CHARACTERS = 300
-CHUNK = 256  # items of an iterator that travel in one message, at most
+CHUNK = 256  # maximum items of an iterator in one message
 ENDED = "the code ended its process"
-NOT_A_MESSAGE = "the code sent something that is not a message"
+NOT_A_MESSAGE = "the code sent an invalid message"
 
 
 class ProtocolError(Exception):
-    """The other process ended, or sent something that is not a message."""
+    """The other process ended, or sent an invalid message."""
 
 
 class Channel:
@@ -32,10 +32,10 @@ class Channel:
         self._descriptor = descriptor
 
     def send(self, message: Any) -> None:
-        """Raises ValueError for a message above MESSAGE_BYTES, and ProtocolError if nobody receives."""
+        """Send a message. Raises ValueError above MESSAGE_BYTES, ProtocolError if the other process has ended."""
         data = json.dumps(message).encode()
         if len(data) > MESSAGE_BYTES:
-            raise ValueError(f"a value of {len(data)} bytes is too large (at most {MESSAGE_BYTES})")
+            raise ValueError(f"a value of {len(data)} bytes is too large (maximum {MESSAGE_BYTES})")
         view = memoryview(struct.pack("<I", len(data)) + data)
         while view:
             try:
@@ -44,11 +44,11 @@ class Channel:
                 raise ProtocolError(ENDED) from error
 
     def receive(self) -> dict[str, Any]:
-        """Raises ProtocolError for the end of the stream and for anything that is not a JSON object."""
-        (length,) = struct.unpack("<I", self._exactly(4))
+        """Return the next message. Raises ProtocolError at the end of the stream and for an invalid message."""
+        (length,) = struct.unpack("<I", self._read_exactly(4))
         if length > MESSAGE_BYTES:
             raise ProtocolError(NOT_A_MESSAGE)
-        data = self._exactly(length)
+        data = self._read_exactly(length)
         try:
             message = json.loads(data)
         except (ValueError, RecursionError) as error:
@@ -57,7 +57,7 @@ class Channel:
             raise ProtocolError(NOT_A_MESSAGE)
         return message
 
-    def _exactly(self, count: int) -> bytes:
+    def _read_exactly(self, count: int) -> bytes:
         data = bytearray()
         while len(data) < count:
             try:
@@ -72,18 +72,18 @@ class Channel:
 
 _SCALARS = (int, float, str)
 _SEQUENCES = {kind.__name__: kind for kind in (list, tuple, set, frozenset, collections.deque)}
-# By tag: a type, and the attributes that its constructor takes.
+# tag -> (type, the attributes that its constructor takes)
 _BY_FIELDS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "complex": (complex, ("real", "imag")),
     "range": (range, ("start", "stop", "step")),
     "fraction": (Fraction, ("numerator", "denominator")),
     "timedelta": (datetime.timedelta, ("days", "seconds", "microseconds")),
 }
-# By tag: types that travel as text, the function that writes it, and the one that reads it.
+# tag -> (types that are sent as text, function to text, function from text)
 _BY_TEXT: dict[str, tuple[Any, Callable[[Any], str], Callable[[str], Any]]] = {
     "bytes": ((bytes, bytearray), lambda value: bytes(value).hex(), bytes.fromhex),
     "decimal": (Decimal, str, Decimal),
-    # A datetime is a date, too: it comes first.
+    # Before date, of which datetime is a subclass.
     "datetime": (datetime.datetime, datetime.datetime.isoformat, datetime.datetime.fromisoformat),
     "date": (datetime.date, datetime.date.isoformat, datetime.date.fromisoformat),
     "time": (datetime.time, datetime.time.isoformat, datetime.time.fromisoformat),
@@ -122,7 +122,7 @@ def decode(value: Any, resolve: Callable[[str, Any], Any]) -> Any:
     try:
         return _decode(value, resolve)
     except (ValueError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
-        raise ProtocolError(f"the code sent a value that is not one: {type(error).__name__}") from error
+        raise ProtocolError(f"the code sent an invalid value: {type(error).__name__}") from error
 
 
 def _decode(value: Any, resolve: Callable[[str, Any], Any]) -> Any:
@@ -143,32 +143,32 @@ def _decode(value: Any, resolve: Callable[[str, Any], Any]) -> Any:
     if tag in _BY_TEXT:
         return _BY_TEXT[tag][2](inner)
     if tag == "type":
-        found = getattr(builtins, inner)
-        if not isinstance(found, type):
+        builtin = getattr(builtins, inner)
+        if not isinstance(builtin, type):
             raise ValueError(f"{inner} is not a type")
-        return found
+        return builtin
     if tag == "iterator":
         return iter([_decode(v, resolve) for v in inner])
     return resolve(tag, inner)
 
 
-def consumed(value: Iterator[Any], refer: Callable[[Any], Any]) -> Any:
-    """Return an iterator of the tests as data: it is read to its end here, because nothing may call back into it."""
+def encode_iterator(value: Iterator[Any], refer: Callable[[Any], Any]) -> Any:
+    """Encode an iterator of the tests as the list of its items, so that the solution need not request them."""
     return {"iterator": [encode(v, refer) for v in value]}
 
 
 def error_message(error: BaseException) -> dict[str, Any]:
-    """Return the message for an exception: the names of its classes, most derived first, and its text."""
+    """Return the message for an exception: the names of its class and base classes in order, and its text."""
     return {"error": [kind.__name__ for kind in type(error).__mro__], "text": described(error)}
 
 
-# Iteration, generators and asyncio give these a meaning of their own. One that leaves a called function must not end a
-# loop of the tests, so it becomes a RuntimeError, as PEP 479 does for a StopIteration that leaves a generator.
+# Python's loops, generators and coroutines treat these specially. Raised by the solution, one of them could end a loop
+# of the tests early. So it becomes a RuntimeError, as PEP 479 does for a StopIteration raised in a generator.
 _CONTROL_FLOW = (StopIteration, StopAsyncIteration, GeneratorExit)
 
 
 def exception_from(message: dict[str, Any], known: dict[str, type[BaseException]]) -> BaseException:
-    """Return the exception to raise for an error message: the first class that is in `known` or built in."""
+    """Return the exception of an error message. Its class is the first one that is in `known` or built in."""
     text = str(message.get("text", ""))[:REASON_CHARACTERS]
     names = message["error"]
     if not isinstance(names, list):
@@ -181,13 +181,13 @@ def exception_from(message: dict[str, Any], known: dict[str, type[BaseException]
             break
         try:
             return kind(text)
-        except TypeError:  # it takes more arguments: use the class that it derives from
+        except TypeError:  # needs more arguments: try its base class
             continue
     return RuntimeError(text)
 
 
 def described(error: BaseException) -> str:
-    """Return the name and the text of an exception, which may be of a class that cannot even be printed."""
+    """Return the class name and the text of an exception. The text is empty if `__str__` raises."""
     try:
         text = str(error)
     except BaseException:  # noqa: BLE001 - __str__ of an exception that a model wrote

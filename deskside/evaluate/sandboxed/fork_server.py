@@ -1,12 +1,12 @@
-"""The fork server: one trusted process that has imported everything, from which each check forks its processes.
+"""The fork server: a trusted process that has imported everything, so that starting a check only takes forks.
 
-    caller -> server -> supervisor -> solution   runs the model's code, knows nothing
+    caller -> server -> supervisor -> solution   runs the model's code; has neither the tests nor the expected values
                                    -> judge      runs the tests
 
-A process in this chain is killed by the kernel when the one before it ends, so nothing is left behind however the
-caller ends. The solution is forked before anybody has read the tests. Only the judge holds the descriptor of the
-verdict; each child reports on its own descriptor that the lock holds, and closes it before it reads what a model
-wrote. Exit codes mean nothing.
+The kernel kills each process of this chain when its parent ends, so no process is left behind, however the caller ends.
+The solution is forked before any process has read the tests. Only the judge has the file descriptor for the verdict.
+Each child has a descriptor on which it reports that it is locked, and closes it before it reads what the model wrote.
+Exit codes are ignored.
 """
 
 import ctypes
@@ -26,20 +26,24 @@ from deskside.evaluate.sandboxed.judge import Judge
 from deskside.evaluate.sandboxed.lock import LockError, die_with, lock, preload
 from deskside.evaluate.sandboxed.solution import Solution
 
-START_SECONDS = 60.0  # to fork and lock two processes, on a machine that is busy
-GRACE_SECONDS = 2.0  # after which a child's own alarm ends it, should its supervisor be late
+START_SECONDS = 60.0  # maximum time to fork and lock two processes on a busy machine
+GRACE_SECONDS = (
+    2.0  # beyond the wall-clock limit, until a child's own alarm kills it if the supervisor is late
+)
 LOCKED = b"locked"
 
 
 def main() -> None:
+    """Run the server. Arguments: the descriptor of the control socket, and the process id of the caller."""
     control = socket.socket(fileno=int(sys.argv[1]))
     parent = int(sys.argv[2])
     os.environ.clear()
-    sys.set_int_max_str_digits(0)
-    ctypes.CDLL(None)
+    sys.set_int_max_str_digits(0)  # solutions may print large integers
+    ctypes.CDLL(None)  # loads what `die_with` and `lock` need
     preload()
-    gc.freeze()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # supervisors report on their socket; the kernel reaps them
+    gc.freeze()  # keeps the garbage collector from copying shared pages in the children
+    # The kernel reaps the supervisors. They report on their sockets, so their exit codes are not needed.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     control.settimeout(1.0)
     while os.getppid() == parent:
         try:
@@ -53,16 +57,19 @@ def main() -> None:
             os.close(descriptor)
 
 
-def _fork(work: Callable[[], object], *closed: int) -> int:
-    """Run `work` in a new process, which dies with this one. Returns its process id."""
-    me = os.getpid()
+def _fork(work: Callable[[], object], *to_close: int) -> int:
+    """Run `work` in a child process, which dies with this one. Return its process id.
+
+    to_close: file descriptors to close in the child.
+    """
+    parent = os.getpid()
     child = os.fork()
     if child:
         return child
     try:
-        for descriptor in closed:
+        for descriptor in to_close:
             os.close(descriptor)
-        die_with(me)
+        die_with(parent)
         work()
     finally:
         os._exit(0)
@@ -79,7 +86,7 @@ def _supervise(request: dict[str, Any], descriptors: list[int]) -> None:
 
 
 class Supervisor:
-    """One check: two locked processes, a deadline, and the verdict of one of them."""
+    """Runs one check: starts the two locked processes, and waits for the judge's verdict until a deadline."""
 
     def __init__(self, request: dict[str, Any], caller: int, code: int, tests: int):
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -88,20 +95,21 @@ class Supervisor:
         self._seconds = float(request["seconds"])
         self._wall_seconds = float(request["wall_seconds"])
         solution_end, judge_end = socket.socketpair()
-        solution_locked, solution_says = os.pipe()
-        judge_locked, judge_says = os.pipe()
-        self._verdict, verdict = os.pipe()
-        self._statuses = [solution_locked, judge_locked]
-        # The solution first: its memory must not hold the tests.
+        solution_status, solution_status_writer = os.pipe()
+        judge_status, judge_status_writer = os.pipe()
+        self._verdict, verdict_writer = os.pipe()
+        self._statuses = [solution_status, judge_status]
+        for_supervisor = (caller, solution_status, judge_status, self._verdict)
+        # The solution is forked first: its memory must not contain the tests.
         self._solution = _fork(
-            lambda: self._solve(solution_end.fileno(), solution_says, code),
-            *(caller, tests, judge_end.fileno(), judge_says, *self._statuses, self._verdict, verdict),
+            lambda: self._run_solution(solution_end.fileno(), solution_status_writer, code),
+            *(*for_supervisor, tests, judge_end.fileno(), judge_status_writer, verdict_writer),
         )
         self._judge = _fork(
-            lambda: self._judged(judge_end.fileno(), judge_says, tests, verdict),
-            *(caller, code, solution_end.fileno(), solution_says, *self._statuses, self._verdict),
+            lambda: self._run_judge(judge_end.fileno(), judge_status_writer, tests, verdict_writer),
+            *(*for_supervisor, code, solution_end.fileno(), solution_status_writer),
         )
-        for descriptor in (code, tests, solution_says, judge_says, verdict):
+        for descriptor in (code, tests, solution_status_writer, judge_status_writer, verdict_writer):
             os.close(descriptor)
         solution_end.close()
         judge_end.close()
@@ -111,33 +119,32 @@ class Supervisor:
         try:
             deadline = time.monotonic() + START_SECONDS
             for status in self._statuses:
-                said = self._read(status, deadline)
-                if said != LOCKED:
-                    return {"refused": (said or b"a process did not start").decode(errors="replace")}
+                reported = self._read(status, deadline)
+                if reported != LOCKED:
+                    return {"refused": (reported or b"a process did not start").decode(errors="replace")}
             verdict = self._read(self._verdict, time.monotonic() + self._wall_seconds)
             if verdict is None:
                 return {"passed": False, "reason": f"took longer than {self._wall_seconds:g} s by the clock"}
-            return self._judged_by(verdict)
+            return self._outcome(verdict)
         finally:
             for child in (self._solution, self._judge):
                 os.kill(child, signal.SIGKILL)
                 os.waitpid(child, 0)
 
-    def _judged_by(self, verdict: bytes) -> dict[str, Any]:
+    def _outcome(self, verdict: bytes) -> dict[str, Any]:
+        """Return the outcome for what the judge wrote, with a better reason if a limit ended a process."""
         if not verdict:  # a limit ended the judge
-            return {
-                "passed": False,
-                "reason": self._used_up(self._judge, True) or "the tests used too much memory",
-            }
+            reason = self._limit_exceeded(self._judge, True) or "the tests used too much memory"
+            return {"passed": False, "reason": reason}
         passed, reason = json.loads(verdict)
         if not passed:
-            reason = self._used_up(self._solution, reason == ENDED) or reason
+            reason = self._limit_exceeded(self._solution, reason == ENDED) or reason
         return {"passed": passed, "reason": reason}
 
-    def _used_up(self, child: int, wait: bool) -> str | None:
-        """Return a reason if the kernel ended this process for its processor time. Words only: it decides nothing.
+    def _limit_exceeded(self, child: int, wait: bool) -> str | None:
+        """Return a reason if the kernel killed this process for exceeding a limit. It does not affect the verdict.
 
-        wait: A moment, because a process closes its files before it counts as ended.
+        wait: Wait up to half a second, because a process closes its files before it counts as ended.
         """
         deadline = time.monotonic() + (0.5 if wait else 0)
         while True:
@@ -152,7 +159,7 @@ class Supervisor:
         return f"took longer than {self._seconds:g} s of processor time, or too much memory"
 
     def _read(self, descriptor: int, deadline: float) -> bytes | None:
-        """Return everything up to the end of the stream; None at the deadline. Exits when the caller has gone."""
+        """Return everything up to the end of the stream; None at the deadline. Exits if the caller has ended."""
         data = b""
         poll = select.poll()
         poll.register(descriptor, select.POLLIN)
@@ -167,22 +174,23 @@ class Supervisor:
                 data += part
         return None
 
-    def _lock(self, says: int) -> None:
+    def _lock(self, status: int) -> None:
+        """Lock this process, and report LOCKED or the error to the supervisor."""
         try:
             lock(self._seconds, self._wall_seconds + GRACE_SECONDS, int(self._request["memory_bytes"]))
         except (LockError, OSError, ValueError) as error:
-            os.write(says, f"{error}".encode())
+            os.write(status, f"{error}".encode())
             os._exit(0)
-        os.write(says, LOCKED)
-        os.close(says)
+        os.write(status, LOCKED)
+        os.close(status)
 
-    def _solve(self, channel: int, says: int, code: int) -> None:
-        self._lock(says)
+    def _run_solution(self, channel: int, status: int, code: int) -> None:
+        self._lock(status)
         source = _text(code)
         Solution(Channel(channel)).serve(source)
 
-    def _judged(self, channel: int, says: int, tests: int, verdict: int) -> None:
-        self._lock(says)
+    def _run_judge(self, channel: int, status: int, tests: int, verdict: int) -> None:
+        self._lock(status)
 
         def end(passed: bool, reason: str) -> NoReturn:
             os.write(verdict, json.dumps([passed, reason[:REASON_CHARACTERS]]).encode())
@@ -193,7 +201,7 @@ class Supervisor:
 
 
 def _text(descriptor: int) -> str:
-    """Return the content of a file, and close it."""
+    """Read a file as text, and close it."""
     with os.fdopen(descriptor, "rb") as file:
         return file.read().decode(errors="replace")
 

@@ -1,4 +1,7 @@
-"""The process that runs the tests. What a model wrote never runs here; it is asked, and its answers are only data."""
+"""The process that runs the tests.
+
+The model's code never runs here: the judge sends requests to the solution, and decodes the replies as plain data.
+"""
 
 import ast
 import builtins
@@ -13,24 +16,24 @@ from deskside.evaluate.sandboxed.channel import (
     REASON_CHARACTERS,
     Channel,
     ProtocolError,
-    consumed,
     decode,
     described,
     encode,
+    encode_iterator,
     error_message,
     exception_from,
 )
 from deskside.evaluate.sandboxed.lock import PRELOADED
 
-End = Callable[[bool, str], NoReturn]
+End = Callable[[bool, str], NoReturn]  # (passed, reason)
 
 
 class Judge:
-    """The tests' side of the channel.
+    """Runs the tests, and translates their use of the solution into messages.
 
     Args:
         channel: The connection to the solution.
-        end: Reports the verdict and ends the process at once, so that no test can swallow it.
+        end: Reports the verdict and exits at once. It raises no exception, which a test could catch.
     """
 
     def __init__(self, channel: Channel, end: End):
@@ -42,18 +45,18 @@ class Judge:
         self._callbacks: list[Any] = []
 
     def run(self, tests: str, helpers: str, entry_point: str) -> NoReturn:
-        """Run the tests and report. They pass if they come to their end and used something of the solution."""
+        """Run the tests and report the verdict. They pass if they finish and use something of the solution."""
         try:
             tree = ast.parse(tests)
             uses = Uses(tests, tree)
             names = self._names(uses, helpers, entry_point)
             exec(compile(tree, "<tests>", "exec"), names)
-        except BaseException as error:  # noqa: BLE001 - SystemExit is no pass either
+        except BaseException as error:  # noqa: BLE001 - SystemExit must not pass either
             self._end(False, described(error))
         self._end(True, "")
 
     def _names(self, uses: "Uses", helpers: str, entry_point: str) -> dict[str, Any]:
-        """Return the globals of the tests. What the tests' own side defines is never taken from the solution."""
+        """Return the globals of the tests: helpers, modules, and the names that the solution defines."""
         names: dict[str, Any] = {"__name__": "__tests__"}
         exec(compile(helpers, "<helpers>", "exec"), names)
         names |= {name: importlib.import_module(name) for name in uses.modules if name not in names}
@@ -65,17 +68,23 @@ class Judge:
             self._end(False, NOT_A_MESSAGE)
         if entry_point and entry_point not in defined:
             self._end(False, f"NameError: name {entry_point!r} is not defined")
-        wanted = [n for n in uses.names if n in defined and (n not in names or n == entry_point)]
-        if not wanted:
+        # The solution must not replace a helper, except the function under test.
+        from_solution = [n for n in uses.names if n in defined and (n not in names or n == entry_point)]
+        if not from_solution:
             self._end(False, "the tests use nothing that the code defines")
-        return names | {name: self._ask({"global": name}) for name in wanted}
+        return names | {name: self._ask({"global": name}) for name in from_solution}
 
     def request(self, operation: str, *args: Any, **kwargs: Any) -> Any:
-        """Have the solution carry out an operation. Returns its value or raises the exception that it raised."""
-        sent = {k: self._encoded(v) for k, v in kwargs.items()}
-        return self._ask({"op": operation, "args": [self._encoded(v) for v in args], "kwargs": sent}, args)
+        """Let the solution execute an operation. Return its value, or raise the exception that it raised."""
+        message = {
+            "op": operation,
+            "args": [self._encoded(v) for v in args],
+            "kwargs": {k: self._encoded(v) for k, v in kwargs.items()},
+        }
+        return self._ask(message, args)
 
     def _ask(self, message: dict[str, Any], args: tuple[Any, ...] = ()) -> Any:
+        """Send a request and return the value of the reply, after applying the solution's changes to `args`."""
         try:
             self._channel.send(message)
         except ProtocolError as error:
@@ -89,12 +98,12 @@ class Judge:
         if raised is not None:
             raise raised
         try:
-            changed = [(args[at], self._decoded(after)) for at, after in reply.get("changed", ())]
+            changed = [(args[index], self._decoded(content)) for index, content in reply.get("changed", ())]
             value = self._decoded(reply["value"])
         except (ProtocolError, KeyError, TypeError, ValueError, IndexError):
             self._end(False, NOT_A_MESSAGE)
-        for mine, theirs in changed:
-            _overwrite(mine, theirs)
+        for argument, content in changed:
+            _overwrite(argument, content)
         return value
 
     def _receive(self) -> dict[str, Any]:
@@ -115,7 +124,7 @@ class Judge:
             self._channel.send({"value": self._encoded(function(*args, **kwargs))})
         except ProtocolError as error:
             self._end(False, str(error))
-        except Exception as error:  # noqa: BLE001 - the tests' function raises for the solution to handle
+        except Exception as error:  # noqa: BLE001 - the solution may handle what the tests' function raises
             self._channel.send(error_message(error))
 
     def _encoded(self, value: Any) -> Any:
@@ -128,7 +137,7 @@ class Judge:
         if isinstance(value, Remote | RemoteIterator):
             return {"object": number_of(value)}
         if isinstance(value, Iterator):
-            return consumed(value, self._refer)
+            return encode_iterator(value, self._refer)
         if callable(value):
             self._callbacks.append(value)
             return {"callback": len(self._callbacks) - 1}
@@ -149,29 +158,35 @@ class Judge:
 
 
 class Uses:
-    """The names that tests expect from outside.
+    """The names that the tests use without defining them: `modules`, and `names` that the solution should define.
 
-    Only the tests decide this, never the code: it cannot replace a built-in function or a module of the standard
-    library. The exception is a solution that is asked to define one, `assert sum(10, 15) == 6`: if the tests use a
-    single built-in function and no other name from outside, that function is what is tested.
+    They depend only on the tests, so the code cannot replace a built-in function or a module of the standard library.
+    One exception: a task may ask for a function with the name of a built-in one, as in `assert sum(10, 15) == 6`. If
+    the tests call a single built-in function and use no other undefined name, that function is the one under test.
     """
 
     def __init__(self, tests: str, tree: ast.Module):
-        bases = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
-        loads = [n for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)]
-        outside = _outside(symtable.symtable(tests, "<tests>", "exec"))
+        attribute_bases = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        plain_uses = {
+            node.id
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Name)
+            and isinstance(node.ctx, ast.Load)
+            and id(node) not in attribute_bases
+        }
+        undefined = _undefined(symtable.symtable(tests, "<tests>", "exec"))
         # `math.pi` without an import is the module; `copy(x)` is a function of the solution.
-        self.modules = outside & set(PRELOADED) - {n.id for n in loads if id(n) not in bases}
-        self.names = outside - set(vars(builtins)) - self.modules
+        self.modules = undefined & set(PRELOADED) - plain_uses
+        self.names = undefined - set(vars(builtins)) - self.modules
         if not self.names:
-            functions = (n.func for n in ast.walk(tree) if isinstance(n, ast.Call))
-            called = {f.id for f in functions if isinstance(f, ast.Name)} & outside & set(vars(builtins))
+            functions = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
+            called = {f.id for f in functions if isinstance(f, ast.Name)} & undefined & set(vars(builtins))
             if len(called) == 1:
                 self.names |= called
 
 
-def _outside(tests: symtable.SymbolTable) -> set[str]:
-    """Return the names that the tests read and do not bind at their top level."""
+def _undefined(tests: symtable.SymbolTable) -> set[str]:
+    """Return the global names that the tests read but do not bind, at any level."""
     bound = {s.get_name() for s in tests.get_symbols() if s.is_assigned() or s.is_imported()}
     read = {s.get_name() for s in tests.get_symbols() if s.is_referenced()}
     tables = list(tests.get_children())
@@ -183,53 +198,53 @@ def _outside(tests: symtable.SymbolTable) -> set[str]:
     return read - bound
 
 
-def _overwrite(mine: Any, theirs: Any) -> None:
-    """Give a mutable argument the content that the solution left in it."""
-    if isinstance(mine, list) and isinstance(theirs, list):
-        if len(mine) == len(theirs):
-            for at, (old, new) in enumerate(zip(mine, theirs, strict=True)):
+def _overwrite(argument: Any, content: Any) -> None:
+    """Give a mutable argument the content that the solution left in its copy, in place."""
+    if isinstance(argument, list) and isinstance(content, list):
+        if len(argument) == len(content):
+            for index, (old, new) in enumerate(zip(argument, content, strict=True)):
                 if isinstance(old, list | dict | set) and type(old) is type(new):
-                    _overwrite(old, new)  # other names of the tests for this object see the change, too
+                    _overwrite(old, new)  # in place, because the tests may have other references to it
                 else:
-                    mine[at] = new
+                    argument[index] = new
         else:
-            mine[:] = theirs
-    elif isinstance(mine, dict | set) and isinstance(theirs, dict | set):
-        mine.clear()
-        mine.update(theirs)
+            argument[:] = content
+    elif isinstance(argument, dict | set) and isinstance(content, dict | set):
+        argument.clear()
+        argument.update(content)
 
 
 def number_of(remote: "Remote | RemoteIterator") -> int:
-    """Return the number of a remote object, without asking the solution for an attribute."""
+    """Return the number of a remote object. Ordinary attribute access would be sent to the solution."""
     return object.__getattribute__(remote, "_number")
 
 
 class RemoteIterator:
-    """An iterator of the solution, read in chunks that double, so that an endless one can be used, too."""
+    """An iterator of the solution. It is read in chunks of doubling size, so it may be infinite."""
 
     def __init__(self, judge: Judge, number: int):
         self._judge, self._number = judge, number
-        self._items: list[Any] = []
-        self._wanted, self._ended = 1, False
+        self._items: list[Any] = []  # in reverse order
+        self._chunk, self._ended = 1, False
 
     def __iter__(self) -> "RemoteIterator":
         return self
 
     def __next__(self) -> Any:
         if not self._items and not self._ended:
-            items, self._ended = self._judge.request("take", self, self._wanted)
+            items, self._ended = self._judge.request("take", self, self._chunk)
             self._items = list(items)[::-1]
-            self._wanted = min(2 * self._wanted, CHUNK)
+            self._chunk = min(2 * self._chunk, CHUNK)
         if not self._items:
             raise StopIteration
         return self._items.pop()
 
 
 class Remote:
-    """An object of the solution: a function, a class, or an instance of one.
+    """An object of the solution: a function, a class, or an instance.
 
-    A plain value never equals one, and neither operand of a comparison or of arithmetic with one may be a plain value:
-    otherwise the solution would be told what is expected. Two of the solution's own objects are compared by it.
+    Comparison and arithmetic work only between two objects of the solution, which executes them. With a plain value,
+    they would tell the solution what is expected; a plain value never equals a remote object.
     """
 
     __slots__ = ("_judge", "_number")
@@ -240,7 +255,7 @@ class Remote:
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name not in ("__name__", "__doc__", "__dict__"):
-            raise AttributeError(name)  # protocols of copy, pickle and others look for these
+            raise AttributeError(name)  # copy, pickle and others look for optional methods
         return _judge(self).request("getattr", self, name)
 
     def __iter__(self) -> Any:
@@ -255,7 +270,7 @@ def _judge(remote: Remote) -> Judge:
 
 
 def _requests(operation: str) -> Callable[..., Any]:
-    """Return a method of `Remote` that has the solution carry out an operation."""
+    """Return a method of `Remote` that the solution executes."""
 
     def method(self: Remote, *args: Any, **kwargs: Any) -> Any:
         return _judge(self).request(operation, self, *args, **kwargs)
@@ -264,7 +279,7 @@ def _requests(operation: str) -> Callable[..., Any]:
 
 
 def _compares(operation: str) -> Callable[..., Any]:
-    """Return a method of `Remote` for an operation between two of the solution's objects."""
+    """Return a method of `Remote` for a binary operation between two objects of the solution."""
 
     def method(self: Remote, other: Any) -> Any:
         return _judge(self).request(operation, self, other) if isinstance(other, Remote) else NotImplemented

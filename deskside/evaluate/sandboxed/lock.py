@@ -1,4 +1,4 @@
-"""Drop every right of the calling process: seccomp, resource limits, and an end that it cannot put off."""
+"""Restrict the calling process with seccomp and resource limits, irrevocably."""
 
 import ctypes
 import importlib
@@ -16,8 +16,9 @@ PRELOADED = (
     "time", "types", "typing", "unicodedata", "zlib", "_strptime", "encodings.idna",
 )  # fmt: skip
 
-# Reading, writing and closing open files, memory, clocks, waiting, random numbers, and exit. Nothing opens a file or a
-# socket, starts a process or a thread, sends a signal, or changes how one is handled (the wall-clock alarm must hold).
+# Audit number of the architecture and allowed system calls: reading, writing and closing open files, memory, clocks,
+# waiting, random numbers, and exit. None opens a file or a socket, starts a process or a thread, sends a signal, or
+# changes a signal handler, which could disable the wall-clock alarm.
 SYSTEM_CALLS = {
     "x86_64": (
         0xC000003E,
@@ -31,15 +32,16 @@ SYSTEM_CALLS = {
     ),
 }  # fmt: skip
 
+# Constants of prctl(2): PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER.
 _SET_DEATH_SIGNAL, _NO_NEW_PRIVILEGES, _SET_SECCOMP, _BY_FILTER = 1, 38, 22, 2
 
 
 class LockError(Exception):
-    """The kernel does not offer what the lock needs."""
+    """The process cannot be restricted on this system."""
 
 
 def preload() -> None:
-    """Import what solutions commonly import: a locked process cannot open a file."""
+    """Import modules that solutions commonly need, because a locked process cannot open their files."""
     for name in PRELOADED:
         importlib.import_module(name)
 
@@ -53,7 +55,7 @@ def die_with(parent: int) -> None:
 
 
 def lock(processor_seconds: float, wall_seconds: float, memory_bytes: int) -> None:
-    """Take all rights away from this process. Raises LockError where that cannot be done or does not hold."""
+    """Restrict this process. Raises LockError if that is impossible or has no effect."""
     limits = {
         resource.RLIMIT_CPU: math.ceil(processor_seconds),
         resource.RLIMIT_AS: memory_bytes,
@@ -67,7 +69,7 @@ def lock(processor_seconds: float, wall_seconds: float, memory_bytes: int) -> No
     for kind, limit in limits.items():
         resource.setrlimit(kind, (limit, limit))
     if platform.machine() not in SYSTEM_CALLS:
-        raise LockError(f"no list of system calls for {platform.machine() or 'this processor'}")
+        raise LockError(f"the system calls of {platform.machine() or 'this processor'} are not known")
     _filter(*SYSTEM_CALLS[platform.machine()])
     try:
         os.close(os.open("/dev/null", os.O_RDONLY))
@@ -77,20 +79,21 @@ def lock(processor_seconds: float, wall_seconds: float, memory_bytes: int) -> No
 
 
 def _filter(architecture: int, allowed: tuple[int, ...]) -> None:
-    """Install a seccomp filter in classic BPF. Foreign architectures are killed, other system calls get EPERM."""
+    """Install a seccomp filter. System calls of another architecture kill the process, others fail with EPERM."""
 
-    def instruction(code: int, yes: int, no: int, value: int) -> bytes:
-        return struct.pack("<HBBI", code, yes, no, value)
+    def instruction(code: int, jump_true: int, jump_false: int, value: int) -> bytes:
+        """Return an instruction of classic BPF. The jumps are numbers of instructions to skip."""
+        return struct.pack("<HBBI", code, jump_true, jump_false, value)
 
-    load, equal, give = 0x20, 0x15, 0x06
+    load, jump_if_equal, ret = 0x20, 0x15, 0x06
     program = [
-        instruction(load, 0, 0, 4),
-        instruction(equal, 1, 0, architecture),
-        instruction(give, 0, 0, 0x80000000),
-        instruction(load, 0, 0, 0),
-        *(instruction(equal, len(allowed) - at, 0, number) for at, number in enumerate(allowed)),
-        instruction(give, 0, 0, 0x00050001),
-        instruction(give, 0, 0, 0x7FFF0000),
+        instruction(load, 0, 0, 4),  # seccomp_data.arch
+        instruction(jump_if_equal, 1, 0, architecture),
+        instruction(ret, 0, 0, 0x80000000),  # SECCOMP_RET_KILL_PROCESS
+        instruction(load, 0, 0, 0),  # seccomp_data.nr
+        *(instruction(jump_if_equal, len(allowed) - i, 0, number) for i, number in enumerate(allowed)),
+        instruction(ret, 0, 0, 0x00050001),  # SECCOMP_RET_ERRNO with EPERM
+        instruction(ret, 0, 0, 0x7FFF0000),  # SECCOMP_RET_ALLOW
     ]
     code = ctypes.create_string_buffer(b"".join(program), 8 * len(program))
     pointer = struct.pack("<H6xQ", len(program), ctypes.addressof(code))

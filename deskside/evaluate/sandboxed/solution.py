@@ -1,4 +1,4 @@
-"""The process that runs a model's code. It knows neither the tests nor the expected values, and decides nothing."""
+"""The process that runs the model's code. It has neither the tests nor the expected values, and reports no verdict."""
 
 import operator
 import sys
@@ -37,14 +37,16 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 
 
 class Solution:
-    """The executed code, and the objects of it that the judge holds references to."""
+    """Runs the code, and answers the judge's requests for its objects."""
 
     def __init__(self, channel: Channel):
         self._channel = channel
         self._module = types.ModuleType("__solution__")
         self._objects: list[Any] = []
-        self._numbers: dict[int, int] = {}  # id() of each of them, which stays alive, to its place
-        self._raised: dict[int, BaseException] = {}  # what ended an iterator, by its id()
+        self._numbers: dict[
+            int, int
+        ] = {}  # id() of an object -> its index in `_objects`, which keeps it alive
+        self._raised: dict[int, BaseException] = {}  # id() of an iterator -> the exception that ended it
 
     def serve(self, source: str) -> None:
         """Run the code, then answer requests until the judge ends."""
@@ -80,7 +82,7 @@ class Solution:
             self._channel.send(error_message(error))
 
     def _take(self, items: Iterator[Any], count: int) -> tuple[list[Any], bool]:
-        """Return the next items, and whether they were the last. An exception waits until those before it are read."""
+        """Return the next items, and True if they are the last. An exception is raised after the items before it."""
         if id(items) in self._raised:
             raise self._raised.pop(id(items))
         taken: list[Any] = []
@@ -96,13 +98,13 @@ class Solution:
         return taken, False
 
     def _changed(self, sent: list[Any], args: list[Any]) -> list[list[Any]]:
-        """Return the place and the new content of arguments that were changed in place."""
+        """Return [index, new content] of the arguments that were changed in place."""
         changed = []
-        for at, (before, value) in enumerate(zip(sent, args, strict=True)):
+        for index, (before, value) in enumerate(zip(sent, args, strict=True)):
             if isinstance(value, list | dict | set):
                 after = self._encoded(value)
                 if after != before:
-                    changed.append([at, after])
+                    changed.append([index, after])
         return changed
 
     def _encoded(self, value: Any) -> Any:
@@ -126,12 +128,16 @@ class Solution:
         assert tag == "callback", tag
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            sent = {k: self._encoded(v) for k, v in kwargs.items()}
-            self._channel.send({"callback": inner, "args": [self._encoded(v) for v in args], "kwargs": sent})
+            message = {
+                "callback": inner,
+                "args": [self._encoded(v) for v in args],
+                "kwargs": {k: self._encoded(v) for k, v in kwargs.items()},
+            }
+            self._channel.send(message)
             while "value" not in (reply := self._channel.receive()):
                 if "error" in reply:
                     raise exception_from(reply, {})
-                self._answer(reply)  # the function of the tests calls the solution
+                self._answer(reply)  # a request of the tests' function
             return self._decoded(reply["value"])
 
         return call
