@@ -89,3 +89,14 @@ def test_a_figure_without_a_source_is_found(figures: str) -> None:
     assert untraced(section + "\n(`no-such-file.json`)\n") == ["## Speed"]
     assert untraced(section + "\nRaw data in `docs/data/2026-11-22-release/step/`.\n") == []
     assert untraced("## Speed\n\nA limit of 10 % is the default.\n") == []
+
+
+def test_the_tests_that_the_findings_cite_exist() -> None:
+    text = (ROOT / "docs/data/2026-11-23-audit/findings.md").read_text("utf-8")
+    file, cited = "", 0
+    for path, name in re.findall(r"(tests/[\w/]+\.py)?::(\w+)", text):
+        file, cited = path or file, cited + 1
+        assert re.search(rf"^ *def {name}\(", (ROOT / file).read_text("utf-8"), re.MULTILINE), (
+            f"{file}::{name}"
+        )
+    assert cited > 50
