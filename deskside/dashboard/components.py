@@ -134,7 +134,7 @@ def seeds_note(selection: StudySelection, key: str) -> str:
     """Return a sentence about how many seeds the intervals of a chart rest on."""
     if selection.folder is None:
         return "One run each, so no interval."
-    seeds = study_text.seeds(selection.results.arms, key)
+    seeds = study_text.seeds_text(selection.results.arms, key)
     return f"Measured, {seeds}." if "no " in seeds else f"Measured; means with their intervals, {seeds}."
 
 

@@ -22,8 +22,8 @@ from deskside.report.chart_data import (
     bar_chart,
     curve,
     forest_chart,
-    interval,
     scatter_chart,
+    to_interval,
 )
 from deskside.study.results import Arm, Estimate, Front, Results
 from deskside.study.stats.metrics import metric_named
@@ -84,12 +84,12 @@ def hover_text(arm: Arm, key: str) -> str:
     metric = metric_named(key)
     lines = [
         fold(arm.label, 60),
-        f"{metric.heading}: {study_text.estimate(metric, arm.estimate(key))}",
-        f"trials: {study_text.trials(arm)}",
+        f"{metric.heading}: {study_text.estimate_text(metric, arm.estimate(key))}",
+        f"trials: {study_text.trials_text(arm)}",
         "emulated" if arm.emulated else "native",
     ]
     if (against := arm.comparison(key)) is not None:
-        lines.append(f"against {fold(against.baseline, 60)}: {study_text.difference(arm, key)}")
+        lines.append(f"against {fold(against.baseline, 60)}: {study_text.difference_text(arm, key)}")
     return "<br>".join(lines)
 
 
@@ -360,7 +360,7 @@ def ratios(predictions: Sequence[Prediction]) -> go.Figure:
     for place, source in enumerate(dict.fromkeys(one.source for one in predictions)):
         part = [(name, one) for name, one in zip(labels, predictions, strict=True) if one.source == source]
         ranges = [
-            interval(
+            to_interval(
                 Estimate(
                     one.ratio,
                     one.measured / one.high if one.high else None,

@@ -70,7 +70,11 @@ def shown_arms(results: Results) -> pd.DataFrame:
     measured = [metric for metric in ORDER if study_text.measured_arms(results.arms, metric.key)]
     rows = []
     for arm in results.arms:
-        row: dict[str, Any] = {**_group(results, arm), "arm": arm.label, "status": study_text.trials(arm)}
+        row: dict[str, Any] = {
+            **_group(results, arm),
+            "arm": arm.label,
+            "status": study_text.trials_text(arm),
+        }
         for metric in measured:
             found = arm.estimate(metric.key)
             row[metric.heading] = found.mean * metric.scale if found else None
@@ -123,7 +127,7 @@ def differences(results: Results, keys: tuple[str, ...]) -> pd.DataFrame:
                 {
                     "arm": arm.label,
                     "against": base.label if base else arm.baseline,
-                    **{metric_named(key).label: study_text.difference(arm, key) for key in keys},
+                    **{metric_named(key).label: study_text.difference_text(arm, key) for key in keys},
                     "products": "emulated" if arm.emulated else "native",
                 }
             )
@@ -141,6 +145,6 @@ def not_measured(arms_: list[Arm], key: str) -> str:
     without = [arm for arm in arms_ if arm.estimate(key) is None]
     if not without:
         return ""
-    named = [f"{arm.label} ({study_text.trials(arm)})" for arm in without[:6]]
+    named = [f"{arm.label} ({study_text.trials_text(arm)})" for arm in without[:6]]
     more = f" and {len(without) - 6} more" if len(without) > 6 else ""
     return f"Not measured: {'; '.join(named)}{more}."

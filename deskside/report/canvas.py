@@ -1,7 +1,7 @@
-"""Matplotlib canvases that stay readable on a phone and in black and white.
+"""Matplotlib figures that stay readable on a phone and in black and white.
 
-Arms differ by position, number, line style and marker; shades of grey only repeat one of these. Matplotlib is used
-through its object interface with the Agg canvas, so no global state and no display is involved.
+Arms are told apart by position, number, line style and marker, never by color alone. Matplotlib is used through its
+object interface with the Agg canvas, so it needs no global state and no display.
 """
 
 import textwrap
@@ -20,21 +20,21 @@ from deskside.utils.format import printable
 WIDTH, DPI = 5.2, 170  # inches, dots per inch: text stays readable on a phone
 DARK, MIDDLE, PALE = "#111111", "#6b6b6b", "#bdbdbd"
 HATCH = "////"
-SHADES = 48  # colors in the PNG palette
+PALETTE_SIZE = 48  # colors
 
 
 @dataclass(frozen=True)
 class Plot:
-    """A drawn plot that is not saved yet. `name` is its file name without group and extension."""
+    """A drawn plot that is not saved yet. `name` is its file name without the group prefix and the extension."""
 
     name: str
     title: str
     caption: str
-    canvas: Figure
+    figure: Figure
 
 
-def new_canvas(title: str, height: float) -> tuple[Figure, Axes]:
-    """Return a titled canvas with one pair of axes; `height` is in inches."""
+def new_figure(title: str, height: float) -> tuple[Figure, Axes]:
+    """Return a titled figure with one pair of axes; `height` is in inches."""
     figure = Figure(figsize=(WIDTH, height), dpi=DPI, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -52,38 +52,38 @@ def style_axes(axes: Axes) -> None:
     axes.tick_params(labelsize=8)
 
 
-def save(canvas: Figure, path: Path) -> None:
-    """Write a PNG with a small palette, a third of the size of true color. Raises OSError."""
+def save(figure: Figure, path: Path) -> None:
+    """Write a PNG with a small palette, which is a third of the size of true color. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with warnings.catch_warnings():
-        # A name in a script that the font lacks is drawn as boxes; the table has the full name.
+        # The font draws characters that it lacks as boxes; the table in the report has the full name.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
-        surface = FigureCanvasAgg(canvas)
-        surface.draw()
-    picture = Image.frombuffer("RGBA", surface.get_width_height(), bytes(surface.buffer_rgba()))
-    picture.convert("RGB").quantize(SHADES).save(path, format="PNG", optimize=True)
+        canvas = FigureCanvasAgg(figure)
+        canvas.draw()
+    image = Image.frombuffer("RGBA", canvas.get_width_height(), bytes(canvas.buffer_rgba()))
+    image.convert("RGB").quantize(PALETTE_SIZE).save(path, format="PNG", optimize=True)
 
 
-def one_line(text: str, longest: int) -> str:
-    """Return one line of plain text: shortened, printable, and without `$`, which matplotlib reads as a formula."""
-    return shortened(" ".join(printable(text).split()), longest).replace("$", r"\$")
+def one_line(text: str, max_length: int) -> str:
+    """Return one line of printable text, shortened, with `$` escaped because matplotlib reads it as a formula."""
+    return shortened(" ".join(printable(text).split()), max_length).replace("$", r"\$")
 
 
-def shortened(text: str, longest: int) -> str:
-    """Return the text, or its beginning and its end, since two long names often differ only at the end."""
-    if len(text) <= longest:
+def shortened(text: str, max_length: int) -> str:
+    """Return the text, or its beginning and end if it is too long: long names often differ only at the end."""
+    if len(text) <= max_length:
         return text
-    tail = (longest - 1) // 3
-    return text[: longest - 1 - tail].rstrip(" ,") + "\u2026" + text[len(text) - tail :].lstrip(" ,")
+    tail = (max_length - 1) // 3
+    return text[: max_length - 1 - tail].rstrip(" ,") + "\u2026" + text[len(text) - tail :].lstrip(" ,")
 
 
-def wrapped(text: str, columns: int, lines: int) -> str:
-    """Return plain text on at most `lines` lines, shortened if it does not fit."""
+def wrapped(text: str, columns: int, max_lines: int) -> str:
+    """Return plain text on at most `max_lines` lines, shortened if it does not fit."""
     whole = " ".join(printable(text).split())
-    longest = len(whole)
-    while len(parts := textwrap.wrap(shortened(whole, longest), columns)) > lines:
-        longest -= 1
-    return "\n".join(parts).replace("$", r"\$")
+    max_length = len(whole)
+    while len(lines := textwrap.wrap(shortened(whole, max_length), columns)) > max_lines:
+        max_length -= 1
+    return "\n".join(lines).replace("$", r"\$")
 
 
 def running_median(values: list[float]) -> list[float] | None:

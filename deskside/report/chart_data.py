@@ -1,10 +1,10 @@
 """Chart data: what each chart of a study shows, independent of the plotting library.
 
-The report (matplotlib, `charts.py`) and the dashboard (plotly, `dashboard/charts.py`) draw the same series, intervals,
-labels, order and axis ranges, which are decided here. Numbers are in the unit that is shown.
+The report (matplotlib, `charts.py`) and the dashboard (plotly, `dashboard/plotly_charts.py`) draw the same series,
+intervals, labels, order and axis ranges, which are computed here. Numbers are in display units.
 
-Axes follow the means. With two seeds an interval can be many times as wide as the differences between the arms, so an
-interval that reaches beyond the axis is clipped, and the clipped end is marked with an arrow.
+The means determine the range of an axis. With two seeds, an interval can be many times as wide as the differences
+between the arms, so an interval that extends beyond the axis is clipped, and an arrow marks the clipped end.
 """
 
 import math
@@ -20,9 +20,11 @@ from deskside.study.results import NO_DIFFERENCE, Arm, Comparison, Estimate, Fro
 from deskside.study.stats.metrics import QUALITY, SPEED, SPEED_AND_POWER, Metric, metric_named
 from deskside.utils.format import percent, percent_digits
 
-REACH = 0.5  # an axis follows intervals beyond the means by this part of the means' span, or by their median width
-EDGE = 0.12  # part of the span that is left free at both ends
-MAX_REACH = 3.0  # an axis of relative differences reaches at most this multiple of the largest one
+# To show intervals, an axis extends beyond the means by up to this fraction of the span of the means, or by the median
+# distance between a mean and an end of its interval if that is larger.
+MAX_EXTENSION = 0.5
+MARGIN = 0.12  # free space at both ends of an axis, as a fraction of the span of the means
+MAX_RATIO = 3.0  # an axis extends to at most this multiple of its largest value to show intervals or a line
 LOG_RATIO = 8  # means further apart than this factor get a logarithmic axis
 CLIPPED = "An arrow is an interval that continues beyond the plot."
 Range = tuple[float, float]
@@ -30,9 +32,9 @@ Range = tuple[float, float]
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean with the part of its interval that the axis shows. `clipped_*`: the interval continues beyond the axis.
+    """A mean and the part of its interval that lies within the axis range.
 
-    `text` is the whole interval.
+    `clipped_low` and `clipped_high` are True if the interval continues beyond the axis. `text` is the whole interval.
     """
 
     mean: float
@@ -45,7 +47,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis: title, range in the shown unit, scale, and which direction is better ("lower", "higher" or None)."""
+    """An axis: title, range in display units, scale, and which direction is better ("lower", "higher" or None)."""
 
     title: str
     range: Range
@@ -53,77 +55,83 @@ class Axis:
     better: str | None = None
 
 
-def interval(found: Estimate, axis: Range = (-math.inf, math.inf), scale: float = 1.0) -> Interval:
-    """Return an estimate times `scale`, its interval clipped to `axis` (in the scaled unit).
+def to_interval(estimate: Estimate, limits: Range = (-math.inf, math.inf), scale: float = 1.0) -> Interval:
+    """Return an estimate multiplied by `scale`, with its interval clipped to `limits` (in the scaled unit).
 
-    An estimate without an interval is its mean alone.
+    Without an interval, `low` and `high` are the mean.
     """
-    mean = found.mean * scale
-    low, high = (mean if end is None else end * scale for end in (number(found.low), number(found.high)))
+    mean = estimate.mean * scale
+    low, high = (
+        mean if end is None else end * scale for end in (number(estimate.low), number(estimate.high))
+    )
     return Interval(
         mean,
-        max(low, axis[0]),
-        min(high, axis[1]),
-        low < axis[0],
-        high > axis[1],
+        max(low, limits[0]),
+        min(high, limits[1]),
+        low < limits[0],
+        high > limits[1],
         f"{low:,.4g} to {high:,.4g}",
     )
 
 
-def needs_log(found: Sequence[Estimate]) -> bool:
-    """Return whether these means need a logarithmic axis."""
-    means = [one.mean for one in found]
+def needs_log(estimates: Sequence[Estimate]) -> bool:
+    """Return True if the means are so far apart that they need a logarithmic axis."""
+    means = [estimate.mean for estimate in estimates]
     return min(means) > 0 and max(means) > LOG_RATIO * min(means)
 
 
-def axis_range(found: Sequence[Estimate], log: bool = False) -> Range:
-    """Return where the axis of these estimates begins and ends, in their unit. With `log` all means must be > 0."""
+def axis_range(estimates: Sequence[Estimate], log: bool = False) -> Range:
+    """Return the (start, stop) of an axis for these estimates, in their unit. With `log`, all means must be > 0."""
 
-    def place(value: float) -> float:
-        return value if not log else math.log10(value) if value > 0 else -math.inf
+    def to_axis(value: float) -> float:
+        if not log:
+            return value
+        return math.log10(value) if value > 0 else -math.inf
 
-    means = [place(one.mean) for one in found]
-    first, last = min(means), max(means)
+    means = [to_axis(estimate.mean) for estimate in estimates]
+    smallest, largest = min(means), max(means)
     ends = [
-        (place(end), place(one.mean))
-        for one in found
-        for end in (number(one.low), number(one.high))
+        (to_axis(end), to_axis(estimate.mean))
+        for estimate in estimates
+        for end in (number(estimate.low), number(estimate.high))
         if end is not None
     ]
-    usual = statistics.median([abs(end - mean) for end, mean in ends]) if ends else 0.0
-    usual = usual if math.isfinite(usual) else 0.0
-    span = (last - first) or 2 * usual or abs(first) / 10 or 1.0
-    most = max(REACH * span, usual)
-    down, up = first - min([first, *(e for e, _ in ends)]), max([last, *(e for e, _ in ends)]) - last
-    start = first - min(down, most) - EDGE * span
-    stop = last + min(up, most) + EDGE * span
+    half_width = statistics.median([abs(end - mean) for end, mean in ends]) if ends else 0.0
+    half_width = half_width if math.isfinite(half_width) else 0.0
+    span = (largest - smallest) or 2 * half_width or abs(smallest) / 10 or 1.0
+    max_extension = max(MAX_EXTENSION * span, half_width)
+    below = smallest - min([smallest, *(end for end, _ in ends)])
+    above = max([largest, *(end for end, _ in ends)]) - largest
+    start = smallest - min(below, max_extension) - MARGIN * span
+    stop = largest + min(above, max_extension) + MARGIN * span
     if log:
         return 10**start, 10**stop
     return (max(start, 0.0) if min(means) > 0 else start), stop
 
 
-def difference_limit(middles: Sequence[float], ends: Sequence[float]) -> float:
-    """Return how far an axis of relative differences reaches to both sides of zero.
+def difference_half_range(means: Sequence[float], ends: Sequence[float]) -> float:
+    """Return how far an axis of relative differences extends to each side of zero.
 
-    `middles` are the differences (at least one), `ends` the ends of their intervals.
+    `means` are the differences (at least one), and `ends` are the ends of their intervals.
     """
-    largest = max(abs(middle) for middle in middles)
-    furthest = max((abs(end) for end in ends), default=0.0)
-    return 1.12 * max(largest, min(furthest, MAX_REACH * largest or 1.0)) or 1.0
+    largest_mean = max(abs(mean) for mean in means)
+    furthest_end = max((abs(end) for end in ends), default=0.0)
+    shown = max(largest_mean, min(furthest_end, MAX_RATIO * largest_mean or 1.0))
+    return (1.0 + MARGIN) * shown or 1.0
 
 
-def most_different(arms: Sequence[Arm], key: str, most: int | None) -> list[Arm]:
-    """Return at most `most` arms in their order: baselines, then those that differ most from theirs in one metric.
+def most_different(arms: Sequence[Arm], key: str, max_arms: int | None) -> list[Arm]:
+    """Return at most `max_arms` arms in their original order: baselines, and those that differ most from them.
 
-    An arm without a comparison counts as not different.
+    The difference is that in metric `key`; arms without a comparison are dropped first. None keeps all arms.
     """
 
-    def weight(arm: Arm) -> tuple[bool, float]:
-        found = arm.comparison(key)
-        return arm.id == arm.baseline, abs(found.relative) if found is not None else -1.0
+    def rank(arm: Arm) -> tuple[bool, float]:
+        comparison = arm.comparison(key)
+        return arm.id == arm.baseline, abs(comparison.relative) if comparison is not None else -1.0
 
-    kept = {arm.id for arm in sorted(arms, key=weight, reverse=True)[:most]}
-    return [arm for arm in arms if arm.id in kept]
+    chosen = {arm.id for arm in sorted(arms, key=rank, reverse=True)[:max_arms]}
+    return [arm for arm in arms if arm.id in chosen]
 
 
 @dataclass(frozen=True)
@@ -131,10 +139,10 @@ class ChartRow:
     """One arm in a bar chart or a forest plot.
 
     Attributes:
-        interval: Its number; None if it was not measured.
+        interval: The number to draw; None if it was not measured.
         text: The number as text, or why it is missing.
-        kind: Of a forest plot: "shown", "not shown", "one seed" or "exact".
-        under: Label of the baseline, where the chart has several.
+        kind: In a forest plot, "shown" or "not shown" (the difference), "one seed" or "exact".
+        under: Text above the rows of one baseline in a forest plot that has several baselines; else empty.
     """
 
     arm: Arm
@@ -143,16 +151,17 @@ class ChartRow:
     emulated: bool
     is_baseline: bool = False
     kind: str = "shown"
-    under: str = ""
+    heading: str = ""
 
 
 @dataclass(frozen=True)
 class RowChart:
-    """A bar chart or a forest plot: one row per arm. `hidden` of `total` arms are left out.
+    """A bar chart or a forest plot with one row per arm.
 
     Attributes:
-        limit: A line to compare with, and its label.
-        linear_to: Of a forest plot: the axis is linear up to this difference and logarithmic beyond it.
+        total: Number of arms, including those that are left out.
+        limit: Position and label of a reference line.
+        linear_threshold: In a forest plot, the axis is linear up to this difference and logarithmic beyond it.
     """
 
     metric: Metric
@@ -160,7 +169,7 @@ class RowChart:
     rows: list[ChartRow]
     total: int
     limit: tuple[float, str] | None = None
-    linear_to: float | None = None
+    linear_threshold: float | None = None
 
     @property
     def hidden(self) -> int:
@@ -174,102 +183,118 @@ class RowChart:
 
 
 def bar_chart(
-    arms: Sequence[Arm], key: str, most: int | None = None, limit: tuple[float, str] | None = None
+    arms: Sequence[Arm], key: str, max_arms: int | None = None, limit: tuple[float, str] | None = None
 ) -> RowChart | None:
-    """Return one metric of every arm. None if no arm has it.
+    """Return a bar chart of one metric, or None if it was measured in no arm.
 
-    `limit` is a line in the shown unit with its label; it is dropped if the bars would be too short beside it.
+    `limit` is the position (in display units) and label of a reference line. The line is left out if the bars would be
+    too short beside it.
     """
     metric, measured = metric_named(key), measured_arms(arms, key)
     if not measured:
         return None
-    kept = most_different(arms, key, most)
-    estimates = [found for arm in kept if (found := arm.estimate(key)) is not None]
+    shown = most_different(arms, key, max_arms)
+    estimates = [estimate for arm in shown if (estimate := arm.estimate(key)) is not None]
     low, high = axis_range([Estimate(0.0, None, None, 1), *estimates])  # bars begin at 0
-    window = (low * metric.scale, high * metric.scale)
+    limits = (low * metric.scale, high * metric.scale)
     rows = []
-    for arm in kept:
-        found = arm.estimate(key)
+    for arm in shown:
+        estimate = arm.estimate(key)
         rows.append(
             ChartRow(
                 arm,
-                None if found is None else interval(found, window, metric.scale),
-                study_text.reason_missing(arm) if found is None else metric.text(found.mean),
+                None if estimate is None else to_interval(estimate, limits, metric.scale),
+                study_text.reason_missing(arm) if estimate is None else metric.text(estimate.mean),
                 arm.emulated and key in SPEED_AND_POWER,
                 arm.id == arm.baseline,
             )
         )
     ends = [row.interval.high for row in rows if row.interval is not None]
-    if limit is not None and limit[0] > MAX_REACH * max(ends):
+    if limit is not None and limit[0] > MAX_RATIO * max(ends):
         limit = None
     right = 1.3 * max([*ends, *([limit[0]] if limit else [])])
     axis = Axis(metric.heading, (1.3 * min(0.0, *ends), right), better=metric.better)
     return RowChart(metric, axis, rows, len(arms), limit)
 
 
-def forest_chart(results: Results, arms: Sequence[Arm], key: str, most: int | None = None) -> RowChart | None:
-    """Return relative differences from the baseline in percent, by baseline, the best quality first.
+def forest_chart(
+    results: Results, arms: Sequence[Arm], key: str, max_arms: int | None = None
+) -> RowChart | None:
+    """Return a forest plot of relative differences from the baseline in percent, or None if no arm was compared.
 
-    None if no arm could be compared.
+    Rows are grouped by baseline, and the best quality is first.
     """
     metric = metric_named(key)
     compared = [arm for arm in arms if arm.id != arm.baseline]
-    kept = most_different(compared, key, most)
-    found = {arm.id: one for arm in kept if (one := _finite_comparison(arm, key)) is not None}
-    if not found:
+    shown = most_different(compared, key, max_arms)
+    comparisons = {
+        arm.id: comparison for arm in shown if (comparison := _finite_comparison(arm, key)) is not None
+    }
+    if not comparisons:
         return None
-    middles = [100 * one.relative for one in found.values()]
+    means = [100 * comparison.relative for comparison in comparisons.values()]
     ends = [
         100 * end
-        for one in found.values()
-        for end in (number(one.relative_low), number(one.relative_high))
+        for comparison in comparisons.values()
+        for end in (number(comparison.relative_low), number(comparison.relative_high))
         if end is not None
     ]
-    limit = difference_limit(middles, ends)
-    typical = statistics.median(abs(middle) for middle in middles)
-    # One arm far away would press all others onto the zero line.
-    outlier = max(abs(middle) for middle in middles) > 12 * typical > 0 and len(found) >= 3
-    digits = percent_digits(max((abs(one.relative) for one in found.values()), default=0.0))
-    blocks = by_baseline(kept)
+    half_range = difference_half_range(means, ends)
+    typical = statistics.median(abs(mean) for mean in means)
+    # A single outlier would squeeze all others onto the zero line.
+    outlier = max(abs(mean) for mean in means) > 12 * typical > 0 and len(comparisons) >= 3
+    digits = percent_digits(
+        max((abs(comparison.relative) for comparison in comparisons.values()), default=0.0)
+    )
+    baseline_groups = by_baseline(shown)
     rows = []
-    for base, members in blocks:
-        named = results.arm(base)
-        under = f"against {named.label if named else base}" if len(blocks) > 1 else ""
+    for baseline, members in baseline_groups:
+        baseline_arm = results.arm(baseline)
+        heading = (
+            f"against {baseline_arm.label if baseline_arm else baseline}" if len(baseline_groups) > 1 else ""
+        )
         for arm in sorted(members, key=_by_quality):
-            emulated, one = arm.emulated and key in SPEED_AND_POWER, found.get(arm.id)
-            if one is None:
-                rows.append(ChartRow(arm, None, study_text.reason_missing(arm), emulated, under=under))
+            emulated, comparison = arm.emulated and key in SPEED_AND_POWER, comparisons.get(arm.id)
+            if comparison is None:
+                rows.append(ChartRow(arm, None, study_text.reason_missing(arm), emulated, heading=heading))
                 continue
-            shown = interval(
-                Estimate(one.relative, one.relative_low, one.relative_high, one.n), (-limit, limit), 100
+            estimate = Estimate(
+                comparison.relative, comparison.relative_low, comparison.relative_high, comparison.n
             )
-            text = percent(one.relative, digits, signed=True)
-            rows.append(ChartRow(arm, shown, text, emulated, kind=_kind(one), under=under))
-    axis = Axis(f"difference in {metric.label} (%)", (-limit, limit), better=metric.better)
-    return RowChart(metric, axis, rows, len(compared), linear_to=2 * typical if outlier else None)
+            interval = to_interval(estimate, (-half_range, half_range), scale=100)
+            text = percent(comparison.relative, digits, signed=True)
+            rows.append(ChartRow(arm, interval, text, emulated, kind=_kind(comparison), heading=heading))
+    axis = Axis(f"difference in {metric.label} (%)", (-half_range, half_range), better=metric.better)
+    return RowChart(metric, axis, rows, len(compared), linear_threshold=2 * typical if outlier else None)
 
 
 def _finite_comparison(arm: Arm, key: str) -> Comparison | None:
-    found = arm.comparison(key)
-    return found if found is not None and number(found.relative) is not None else None
+    comparison = arm.comparison(key)
+    return comparison if comparison is not None and number(comparison.relative) is not None else None
 
 
 def _by_quality(arm: Arm) -> tuple[bool, float]:
-    found = _finite_comparison(arm, QUALITY)
-    return found is None, found.relative if found else 0.0
+    comparison = _finite_comparison(arm, QUALITY)
+    return comparison is None, comparison.relative if comparison else 0.0
 
 
-def _kind(found: Comparison) -> str:
-    if found.verdict == "exact":
+def _kind(comparison: Comparison) -> str:
+    if comparison.verdict == "exact":
         return "exact"
-    if number(found.relative_low) is None:
+    if number(comparison.relative_low) is None:
         return "one seed"
-    return "not shown" if found.verdict == NO_DIFFERENCE else "shown"
+    return "not shown" if comparison.verdict == NO_DIFFERENCE else "shown"
 
 
 @dataclass(frozen=True)
 class ScatterPoint:
-    """One arm in a scatter chart. `number` is its place in the list of arms; `size` is relative to the largest."""
+    """One arm in a scatter chart.
+
+    Attributes:
+        number: Position in the list of arms, from 1.
+        size: Value of the size metric relative to the largest, 0 to 1.
+        on_front, unclear: True if the arm is on a Pareto front, or may be on it.
+    """
 
     arm: Arm
     number: int
@@ -282,10 +307,12 @@ class ScatterPoint:
 
 @dataclass(frozen=True)
 class ScatterChart:
-    """Two metrics of arms against each other.
+    """Two metrics of arms plotted against each other.
 
-    `staircase` joins the arms of a front in these two metrics: between two of them nothing was tried, so the line has
-    steps. `hidden` arms are left out.
+    Attributes:
+        staircase: Points of the Pareto front in exactly these two metrics, sorted by x. They are joined by steps,
+            because nothing was measured between two neighbors.
+        total: Number of arms with both metrics, including those that are left out.
     """
 
     x: Axis
@@ -307,60 +334,60 @@ class ScatterChart:
 
 def scatter_chart(
     arms: Sequence[Arm],
-    across: str,
-    up: str,
+    x_key: str,
+    y_key: str,
     fronts: Sequence[Front] = (),
-    size: str = "parameters",
-    most: int | None = None,
+    size_key: str = "parameters",
+    max_arms: int | None = None,
 ) -> ScatterChart | None:
-    """Return two metrics against each other, with the size of a mark by a third. None if no arm has both.
+    """Return two metrics against each other, with mark sizes from a third metric. None if no arm has the first two.
 
-    The arms of `fronts` are always kept.
+    Arms on `fronts` are never left out.
     """
-    able = [arm for arm in measured_arms(arms, across) if arm.estimate(up) is not None]
-    if not able:
+    measured = [arm for arm in measured_arms(arms, x_key) if arm.estimate(y_key) is not None]
+    if not measured:
         return None
-    members = {name for front in fronts for name in front.arms}
+    on_front = {name for front in fronts for name in front.arms}
     unclear = {name for front in fronts for name in front.unclear}
-    others = [arm for arm in able if arm.id not in members]
-    room = None if most is None else max(0, most - (len(able) - len(others)))
-    shown = {arm.id for arm in most_different(others, across, room)} | members
-    kept = [arm for arm in able if arm.id in shown]
-    numbers = {arm.id: place for place, arm in enumerate(arms, start=1)}
-    sizes = {arm.id: found.mean if (found := arm.estimate(size)) else 0.0 for arm in kept}
+    others = [arm for arm in measured if arm.id not in on_front]
+    max_others = None if max_arms is None else max(0, max_arms - (len(measured) - len(others)))
+    shown_ids = {arm.id for arm in most_different(others, x_key, max_others)} | on_front
+    shown = [arm for arm in measured if arm.id in shown_ids]
+    numbers = {arm.id: position for position, arm in enumerate(arms, start=1)}
+    sizes = {arm.id: estimate.mean if (estimate := arm.estimate(size_key)) else 0.0 for arm in shown}
     largest = max(sizes.values()) or 1.0
-    x, y = _metric_axis(kept, across), _metric_axis(kept, up)
+    x, y = _metric_axis(shown, x_key), _metric_axis(shown, y_key)
     points = [
         ScatterPoint(
             arm,
             numbers[arm.id],
-            interval(arm.estimates[across], x.range, metric_named(across).scale),
-            interval(arm.estimates[up], y.range, metric_named(up).scale),
+            to_interval(arm.estimates[x_key], x.range, metric_named(x_key).scale),
+            to_interval(arm.estimates[y_key], y.range, metric_named(y_key).scale),
             sizes[arm.id] / largest,
-            arm.id in members,
+            arm.id in on_front,
             arm.id in unclear,
         )
-        for arm in kept
+        for arm in shown
     ]
-    exact = len(fronts) == 1 and set(fronts[0].metrics) == {across, up}
-    staircase = sorted((p.x.mean, p.y.mean) for p in points if p.on_front) if exact else []
-    return ScatterChart(x, y, points, staircase, len(able))
+    exact = len(fronts) == 1 and set(fronts[0].metrics) == {x_key, y_key}
+    staircase = sorted((point.x.mean, point.y.mean) for point in points if point.on_front) if exact else []
+    return ScatterChart(x, y, points, staircase, len(measured))
 
 
 def _metric_axis(arms: Sequence[Arm], key: str) -> Axis:
-    metric, found = metric_named(key), [arm.estimates[key] for arm in arms]
-    log = needs_log(found)
-    start, stop = axis_range(found, log)
+    metric, estimates = metric_named(key), [arm.estimates[key] for arm in arms]
+    log = needs_log(estimates)
+    start, stop = axis_range(estimates, log)
     better = {"lower": " (less is better)", "higher": " (more is better)"}.get(metric.better or "", "")
-    window = (start * metric.scale, stop * metric.scale)
-    return Axis(metric.heading + better, window, log, metric.better)
+    limits = (start * metric.scale, stop * metric.scale)
+    return Axis(metric.heading + better, limits, log, metric.better)
 
 
 def front_axes(front: Front) -> tuple[str, str]:
-    """Return the two metrics that a front is drawn in, across and up."""
-    up = QUALITY if QUALITY in front.metrics else front.metrics[-1]
-    others = [key for key in front.metrics if key != up]
-    return SPEED if SPEED in others else others[0], up
+    """Return the metrics of the x axis and the y axis on which a front is drawn."""
+    y_key = QUALITY if QUALITY in front.metrics else front.metrics[-1]
+    others = [key for key in front.metrics if key != y_key]
+    return SPEED if SPEED in others else others[0], y_key
 
 
 Curve = list[tuple[float, float]]
@@ -372,7 +399,7 @@ CURVE_TITLES = {
 }
 
 
-def curve(rows: Sequence[Mapping[str, Any]], across: str, key: str) -> Curve:
-    """Return the (across, key) points of a trial's curve that have both, in order."""
-    points = [(number(row.get(across)), number(row.get(key))) for row in rows]
+def curve(rows: Sequence[Mapping[str, Any]], x_key: str, y_key: str) -> Curve:
+    """Return the (x, y) points of a trial's curve, sorted, without rows that lack one of the two keys."""
+    points = [(number(row.get(x_key)), number(row.get(y_key))) for row in rows]
     return sorted((x, y) for x, y in points if x is not None and y is not None)

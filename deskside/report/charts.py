@@ -1,6 +1,6 @@
-"""Matplotlib renderer of the chart data: bars, forest plots, bubbles, Pareto fronts and heat maps of a study.
+"""Draws a study's bars, forest plots, bubbles, Pareto fronts and heat maps with matplotlib.
 
-A heat map shows relative differences: factor by factor if there are two, else arms by metrics.
+A heat map shows relative differences: one factor against the other if there are two, else arms against metrics.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, NullFormatter, StrMethodFormatter
 
-from deskside.report.canvas import DARK, HATCH, MIDDLE, PALE, Plot, new_canvas, one_line, wrapped
+from deskside.report.canvas import DARK, HATCH, MIDDLE, PALE, Plot, new_figure, one_line, wrapped
 from deskside.report.chart_data import (
     CLIPPED,
     Axis,
@@ -25,7 +25,7 @@ from deskside.report.chart_data import (
     most_different,
     scatter_chart,
 )
-from deskside.report.study_text import reason_missing, seed_range, seeds, short_labels
+from deskside.report.study_text import reason_missing, seed_range, seeds_text, short_labels
 from deskside.run.record import number
 from deskside.study.results import Arm, Factor, Front, Group, Results
 from deskside.study.stats.metrics import ENERGY, MEMORY, PRIMARY, QUALITY, SPEED, metric_named
@@ -37,48 +37,54 @@ MIN_AREA, MAX_AREA = 40.0, 700.0  # of bubbles, in square points
 HEAT_LEGEND = (
     "Light is better, dark is worse. In brackets: no difference shown, or too few seeds to say. Measured."
 )
-Cell = tuple[float | None, str]  # how much worse it is (None: no number), and its text
+Cell = tuple[float | None, str]  # (how much worse than the baseline, None if unknown; text)
 
 
-def left_out(total: int, hidden: int) -> str:
-    """Return a sentence for the caption of a plot that leaves arms out, or the empty string."""
+def left_out_note(total: int, hidden: int) -> str:
+    """Return a sentence for the caption if arms are left out of a plot, else the empty string."""
     if not hidden:
         return ""
     return f" {hidden} of {total} arms are left out here (those that differ least); the table has all."
 
 
 def row_names(results: Results, arms: Sequence[Arm], emulated: Sequence[bool]) -> list[str]:
-    """Return wrapped names for rows: short ones if all arms have one baseline."""
+    """Return a wrapped row label for each arm, shortened if all arms have the same baseline."""
     names = {arm.id: arm.label for arm in arms}
     if len({arm.baseline for arm in arms}) == 1:
         names = short_labels(results, arms)
     return [
-        wrapped(names[arm.id] + (" (emulated)" if marked else ""), 26, 2)
-        for arm, marked in zip(arms, emulated, strict=True)
+        wrapped(names[arm.id] + (" (emulated)" if is_emulated else ""), 26, 2)
+        for arm, is_emulated in zip(arms, emulated, strict=True)
     ]
 
 
-def bars(results: Results, group: Group, key: str) -> Plot | str:
+def draw_bars(results: Results, group: Group, key: str) -> Plot | str:
     """Draw one metric of every arm as bars with intervals, or return why there is nothing to draw."""
     data = bar_chart(results.arms_in(group), key, MAX_ROWS)
     if data is None:
         return f"No bars of {metric_named(key).label}: it was not measured in any arm."
     metric, rows = data.metric, data.rows
-    figure, axes = new_canvas(metric.label.capitalize(), 0.95 + 0.27 * max(len(rows), 2))
-    beside: dict[str, Any] = {"fontsize": 8, "va": "center", "xytext": (4, 0), "textcoords": "offset points"}
-    for place, row in enumerate(rows):
+    figure, axes = new_figure(metric.label.capitalize(), 0.95 + 0.27 * max(len(rows), 2))
+    label_style: dict[str, Any] = {
+        "fontsize": 8,
+        "va": "center",
+        "xytext": (4, 0),
+        "textcoords": "offset points",
+    }
+    for y, row in enumerate(rows):
         if row.interval is None:
-            axes.annotate(row.text, (0, place), color=MIDDLE, **beside)
+            axes.annotate(row.text, (0, y), color=MIDDLE, **label_style)
             continue
-        one = row.interval
+        interval = row.interval
         error: dict[str, Any] = {}
-        if one.low < one.mean or one.high > one.mean:
-            error = {"xerr": [[one.mean - one.low], [one.high - one.mean]], "capsize": 3, "ecolor": DARK}
+        if interval.low < interval.mean or interval.high > interval.mean:
+            lengths = [[interval.mean - interval.low], [interval.high - interval.mean]]
+            error = {"xerr": lengths, "capsize": 3, "ecolor": DARK}
         face = "white" if row.emulated else MIDDLE if row.is_baseline else PALE
-        axes.barh(place, one.mean, height=0.68, color=face, edgecolor=DARK, linewidth=0.8,
+        axes.barh(y, interval.mean, height=0.68, color=face, edgecolor=DARK, linewidth=0.8,
                   hatch=HATCH if row.emulated else None, **error)  # fmt: skip
-        axes.annotate(row.text, (one.high, place), **beside)
-        _arrows(axes, one, place)
+        axes.annotate(row.text, (interval.high, y), **label_style)
+        _draw_arrows(axes, interval, y)
     names = row_names(results, [row.arm for row in rows], [row.emulated for row in rows])
     axes.set_yticks(range(len(rows)), names, fontsize=8)
     axes.set_ylim(len(rows) - 0.4, -0.6)
@@ -90,48 +96,49 @@ def bars(results: Results, group: Group, key: str) -> Plot | str:
     hatched = any(row.emulated for row in rows)
     caption = (
         f"{metric.heading[0].upper()}{metric.heading[1:]}{f' ({metric.about})' if metric.about else ''}: mean and "
-        f"interval over seeds ({seeds([row.arm for row in rows], key)}). Dark bars: baselines."
+        f"interval over seeds ({seeds_text([row.arm for row in rows], key)}). Dark bars: baselines."
         f"{' Hatched: the number format is emulated, so this is not the speed of hardware with it.' if hatched else ''}"
-        f"{_clipped(data)} Measured."
+        f"{_clipped_note(data)} Measured."
     )
-    caption += left_out(data.total, data.hidden)
+    caption += left_out_note(data.total, data.hidden)
     return Plot(f"bars_{key}", f"Bars: {metric.label}", caption, figure)
 
 
-def forest(results: Results, group: Group, key: str) -> Plot | str:
+def draw_forest(results: Results, group: Group, key: str) -> Plot | str:
     """Draw relative differences from the baselines with their intervals, or return why there is nothing to draw."""
     data = forest_chart(results, results.arms_in(group), key, MAX_ROWS)
     metric = metric_named(key)
     if data is None:
         return f"No forest plot of {metric.label}: no arm could be compared with its baseline."
-    headings = len({row.under for row in data.rows} - {""})
-    figure, axes = new_canvas(
-        f"{metric.label.capitalize()} against the baseline", 1.05 + 0.25 * max(len(data.rows) + headings, 2)
+    heading_count = len({row.heading for row in data.rows} - {""})
+    figure, axes = new_figure(
+        f"{metric.label.capitalize()} against the baseline",
+        1.05 + 0.25 * max(len(data.rows) + heading_count, 2),
     )
-    if data.linear_to is not None:
-        axes.set_xscale("symlog", linthresh=data.linear_to, linscale=1.0)
+    if data.linear_threshold is not None:
+        axes.set_xscale("symlog", linthresh=data.linear_threshold, linscale=1.0)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:+g}" if abs(x) > 1e-9 else "0"))
     axes.set_xlim(*data.axis.range)
-    labels = short_labels(results, [row.arm for row in data.rows])
-    places, names, place, under = [], [], 0, ""
+    short_names = short_labels(results, [row.arm for row in data.rows])
+    ys, labels, y, heading = [], [], 0, ""
     for row in data.rows:
-        if row.under != under:
-            under = row.under
-            axes.text(0.0, place, one_line(under, 60), transform=axes.get_yaxis_transform(), fontsize=8,
+        if row.heading != heading:
+            heading = row.heading
+            axes.text(0.0, y, one_line(heading, 60), transform=axes.get_yaxis_transform(), fontsize=8,
                       fontweight="bold", va="center", backgroundcolor="white")  # fmt: skip
-            place += 1
+            y += 1
         color = MIDDLE if row.interval is None else DARK
         axes.text(
-            1.02, place, row.text, transform=axes.get_yaxis_transform(), fontsize=8, va="center", color=color
+            1.02, y, row.text, transform=axes.get_yaxis_transform(), fontsize=8, va="center", color=color
         )
         if row.interval is not None:
-            _difference(axes, row.interval, place, row.kind)
-        places.append(place)
-        names.append(wrapped(labels[row.arm.id] + (" (emulated)" if row.emulated else ""), 28, 2))
-        place += 1
+            _draw_difference(axes, row.interval, y, row.kind)
+        ys.append(y)
+        labels.append(wrapped(short_names[row.arm.id] + (" (emulated)" if row.emulated else ""), 28, 2))
+        y += 1
     axes.axvline(0, color=DARK, linewidth=1.0)
-    axes.set_yticks(places, names, fontsize=8)
-    axes.set_ylim(place - 0.4, -0.6)
+    axes.set_yticks(ys, labels, fontsize=8)
+    axes.set_ylim(y - 0.4, -0.6)
     left, right = {"lower": ("better", "worse"), "higher": ("worse", "better")}.get(
         metric.better or "", ("less", "more")
     )
@@ -142,42 +149,42 @@ def forest(results: Results, group: Group, key: str) -> Plot | str:
         "a difference is shown; hollow: no difference shown; cross: one seed, no interval; square: exact. "
         f"{CLIPPED} Measured."
     )
-    caption += left_out(data.total, data.hidden)
+    caption += left_out_note(data.total, data.hidden)
     return Plot(f"forest_{key}", f"Forest plot: {metric.label}", caption, figure)
 
 
-def _difference(axes: Axes, one: Interval, place: int, kind: str) -> None:
+def _draw_difference(axes: Axes, interval: Interval, y: int, kind: str) -> None:
     if kind in ("shown", "not shown"):
-        axes.plot([one.low, one.high], [place, place], color=DARK, linewidth=1.6, label="interval")
-        for end, clipped in ((one.low, one.clipped_low), (one.high, one.clipped_high)):
+        axes.plot([interval.low, interval.high], [y, y], color=DARK, linewidth=1.6, label="interval")
+        for end, clipped in ((interval.low, interval.clipped_low), (interval.high, interval.clipped_high)):
             if not clipped:
-                axes.plot([end], [place], marker="|", markersize=6, color=DARK)
-        _arrows(axes, one, place)
-    axes.plot([one.mean], [place], marker={"one seed": "x", "exact": "s"}.get(kind, "o"), markersize=6, color=DARK,
+                axes.plot([end], [y], marker="|", markersize=6, color=DARK)
+        _draw_arrows(axes, interval, y)
+    axes.plot([interval.mean], [y], marker={"one seed": "x", "exact": "s"}.get(kind, "o"), markersize=6, color=DARK,
               label="difference", markerfacecolor="white" if kind == "not shown" else DARK, markeredgewidth=1.4,
               linestyle="", zorder=4)  # fmt: skip
 
 
-def _arrows(axes: Axes, one: Interval, other: float, vertical: bool = False) -> None:
-    """Mark the ends of an interval that continue beyond the axis."""
-    marks = "v^" if vertical else "<>"
-    for clipped, end, mark in (
-        (one.clipped_low, one.low, marks[0]),
-        (one.clipped_high, one.high, marks[1]),
+def _draw_arrows(axes: Axes, interval: Interval, position: float, vertical: bool = False) -> None:
+    """Mark the ends where an interval continues beyond the axis. `position` is its place on the other axis."""
+    markers = "v^" if vertical else "<>"
+    for clipped, end, marker in (
+        (interval.clipped_low, interval.low, markers[0]),
+        (interval.clipped_high, interval.high, markers[1]),
     ):
         if clipped:
-            x, y = (other, end) if vertical else (end, other)
-            axes.plot([x], [y], marker=mark, markersize=5, color=DARK, clip_on=False, zorder=4)
+            x, y = (position, end) if vertical else (end, position)
+            axes.plot([x], [y], marker=marker, markersize=5, color=DARK, clip_on=False, zorder=4)
 
 
-def bubbles(results: Results, group: Group) -> Plot | str:
-    """Draw peak memory against speed, with areas in proportion to the parameters."""
+def draw_bubbles(results: Results, group: Group) -> Plot | str:
+    """Draw peak memory (x) and speed (y), with areas in proportion to the parameters."""
     arms = results.arms_in(group)
-    data = scatter_chart(arms, MEMORY, SPEED, most=MAX_POINTS)
+    data = scatter_chart(arms, MEMORY, SPEED, max_arms=MAX_POINTS)
     sizes = [size.mean for arm in arms if (size := arm.estimate("parameters")) is not None]
     if data is None or not sizes:
         return "No bubble plot: no arm has speed, memory and parameters."
-    figure, axes = _numbered_canvas("Memory, speed and size", data)
+    figure, axes = _numbered_figure("Memory, speed and size", data)
     for point in data.points:
         area = max(MIN_AREA, MAX_AREA * min(1.0, 10 / len(data.points)) * point.size)
         axes.scatter([point.x.mean], [point.y.mean], s=area, facecolor="white" if point.arm.emulated else PALE,
@@ -190,81 +197,83 @@ def bubbles(results: Results, group: Group) -> Plot | str:
     emulated = any(arm.emulated for arm in shown)
     caption = (
         f"Area: parameters ({low if low == high else f'{low} to {high}'} M; very small ones are drawn larger). "
-        f"Crosses: intervals over seeds ({seeds(shown, SPEED)}).{_clipped(data)}"
+        f"Crosses: intervals over seeds ({seeds_text(shown, SPEED)}).{_clipped_note(data)}"
         f"{' Hatched: emulated, so this is not the speed of hardware with the format.' if emulated else ''} Measured."
     )
-    caption += left_out(data.total, data.hidden)
+    caption += left_out_note(data.total, data.hidden)
     return Plot("bubbles", "Memory, speed and parameters", caption, figure)
 
 
-def front(results: Results, group: Group, found: Front) -> Plot | str:
-    """Draw a Pareto front in speed and loss if it has these, else in two of its metrics."""
+def draw_front(results: Results, group: Group, front: Front) -> Plot | str:
+    """Draw a Pareto front on two of its metrics: speed and validation loss if it has them."""
     arms = results.arms_in(group)
-    across, up = front_axes(found)
-    names = " x ".join(metric_named(key).label for key in found.metrics)
-    data = scatter_chart(arms, across, up, [found], most=MAX_POINTS)
+    x_key, y_key = front_axes(front)
+    names = " x ".join(metric_named(key).label for key in front.metrics)
+    data = scatter_chart(arms, x_key, y_key, [front], max_arms=MAX_POINTS)
     if data is None:
         return f"No Pareto front of {names}: no arm has these numbers."
-    figure, axes = _numbered_canvas(f"Pareto front: {names}", data)
+    figure, axes = _numbered_figure(f"Pareto front: {names}", data)
     for point in data.points:
-        shape, size, face = (
+        marker, size, face = (
             ("s", 7, DARK) if point.on_front else ("D", 6, PALE) if point.unclear else ("o", 6, "white")
         )
-        axes.plot([point.x.mean], [point.y.mean], marker=shape, markersize=size, color=DARK, markerfacecolor=face,
+        axes.plot([point.x.mean], [point.y.mean], marker=marker, markersize=size, color=DARK, markerfacecolor=face,
                   linestyle="")  # fmt: skip
     if data.staircase:
-        where: Any = "pre" if data.x.better == "higher" else "post"
+        step_position: Any = "pre" if data.x.better == "higher" else "post"
         x, y = zip(*data.staircase, strict=True)
-        axes.step(x, y, where=where, color=DARK, linewidth=1.2, linestyle="--", zorder=1)
+        axes.step(x, y, where=step_position, color=DARK, linewidth=1.2, linestyle="--", zorder=1)
     _finish_scatter(axes, data)
-    third = " and ".join(metric_named(key).label for key in found.metrics if key not in (across, up))
-    emulated = SPEED in found.metrics and any(point.arm.emulated for point in data.points)
+    other_metrics = " and ".join(
+        metric_named(key).label for key in front.metrics if key not in (x_key, y_key)
+    )
+    emulated = SPEED in front.metrics and any(point.arm.emulated for point in data.points)
     caption = (
         f"Filled squares: no other arm is better in all of {names.replace(' x ', ', ')} at once."
-        f"{f' The front also weighs {third}, which is not drawn.' if third else ''}"
-        f"{' Grey diamonds: the intervals leave open whether they are on it.' if found.unclear else ''}"
-        f" Crosses: intervals over seeds ({seeds([p.arm for p in data.points], across)}).{_clipped(data)}"
+        f"{f' The front also weighs {other_metrics}, which is not drawn.' if other_metrics else ''}"
+        f"{' Grey diamonds: the intervals leave open whether they are on it.' if front.unclear else ''}"
+        f" Crosses: intervals over seeds ({seeds_text([p.arm for p in data.points], x_key)}).{_clipped_note(data)}"
         f"{' Arms marked emulated do not have the speed of hardware with the format.' if emulated else ''} Measured."
     )
-    caption += left_out(data.total, data.hidden)
-    return Plot(f"pareto_{'_'.join(found.metrics)}", f"Pareto front: {names}", caption, figure)
+    caption += left_out_note(data.total, data.hidden)
+    return Plot(f"pareto_{'_'.join(front.metrics)}", f"Pareto front: {names}", caption, figure)
 
 
-def _clipped(data: RowChart | ScatterChart) -> str:
+def _clipped_note(data: RowChart | ScatterChart) -> str:
     return f" {CLIPPED}" if data.clipped else ""
 
 
-def _numbered_canvas(title: str, data: ScatterChart) -> tuple[Figure, Axes]:
-    """Return a canvas with the legend of the numbered arms below the plot, in two columns."""
+def _numbered_figure(title: str, data: ScatterChart) -> tuple[Figure, Axes]:
+    """Return a figure with a legend of the numbered arms below the plot, in two columns."""
     lines = [
         f"{point.number}  {one_line(point.arm.label, 30)}{' (emulated)' if point.arm.emulated else ''}"
         for point in data.points
     ]
-    half = -(-len(lines) // 2)
-    legend = 0.165 * half + 0.15
-    height = 3.5 + legend
-    figure, axes = new_canvas(title, height)
-    figure.set_layout_engine("constrained", rect=(0, legend / height, 1, 1 - legend / height))
-    for column, part in enumerate((lines[:half], lines[half:])):
-        figure.text(0.02 + 0.5 * column, (legend - 0.05) / height, "\n".join(part), va="top", fontsize=7.5,
+    rows = (len(lines) + 1) // 2
+    legend_inches = 0.165 * rows + 0.15
+    height = 3.5 + legend_inches
+    figure, axes = new_figure(title, height)
+    figure.set_layout_engine("constrained", rect=(0, legend_inches / height, 1, 1 - legend_inches / height))
+    for column, part in enumerate((lines[:rows], lines[rows:])):
+        figure.text(0.02 + 0.5 * column, (legend_inches - 0.05) / height, "\n".join(part), va="top", fontsize=7.5,
                     linespacing=1.45)  # fmt: skip
     return figure, axes
 
 
 def _finish_scatter(axes: Axes, data: ScatterChart) -> None:
-    """Draw axes, intervals and the number of each arm."""
+    """Draw the axes, and the intervals and number of each arm."""
     for axis, name in ((data.x, "x"), (data.y, "y")):
         _set_axis(axes, axis, name)
     for point in data.points:
         x, y = point.x, point.y
-        for vertical, one in ((False, x), (True, y)):
-            reach = [[one.mean - one.low], [one.high - one.mean]]
-            if any(part[0] > 0 for part in reach):
-                error: dict[str, Any] = {"yerr" if vertical else "xerr": reach}
+        for vertical, interval in ((False, x), (True, y)):
+            lengths = [[interval.mean - interval.low], [interval.high - interval.mean]]
+            if any(length[0] > 0 for length in lengths):
+                error: dict[str, Any] = {"yerr" if vertical else "xerr": lengths}
                 axes.errorbar([x.mean], [y.mean], **error, color=DARK, linewidth=0.9, capsize=2, fmt="none",
                               zorder=3)  # fmt: skip
-        _arrows(axes, x, y.mean)
-        _arrows(axes, y, x.mean, vertical=True)
+        _draw_arrows(axes, x, y.mean)
+        _draw_arrows(axes, y, x.mean, vertical=True)
     _place_numbers(axes, data)
 
 
@@ -281,109 +290,117 @@ def _set_axis(axes: Axes, axis: Axis, name: str) -> None:
 
 
 def _place_numbers(axes: Axes, data: ScatterChart) -> None:
-    """Write each arm's number beside its mark, where it covers no other number and no other mark."""
+    """Write each arm's number next to its mark, at the offset that overlaps the fewest other numbers and marks."""
     axes.figure.canvas.draw()  # positions in pixels are known only after the layout
-    pixel = axes.figure.dpi / 72
-    places = [axes.transData.transform((point.x.mean, point.y.mean)) for point in data.points]
-    taken: list[tuple[float, float]] = [(at[0], at[1]) for at in places]
+    scale = axes.figure.dpi / 72  # pixels per point
+    positions = [axes.transData.transform((point.x.mean, point.y.mean)) for point in data.points]
+    taken: list[tuple[float, float]] = [(position[0], position[1]) for position in positions]
     directions = ((1, 0.6), (-1, 0.6), (1, -0.6), (-1, -0.6), (0, 1), (0, -1))
-    shifts = [(dx * reach, dy * reach) for reach in (11, 19, 27) for dx, dy in directions]
-    for point, at in zip(data.points, places, strict=True):
+    shifts = [(dx * distance, dy * distance) for distance in (11, 19, 27) for dx, dy in directions]
+    for point, position in zip(data.points, positions, strict=True):
 
-        def overlaps(shift: tuple[float, float], at: Any = at) -> int:
-            x, y = at[0] + shift[0] * pixel, at[1] + shift[1] * pixel
-            return sum(abs(x - a) < 11 * pixel and abs(y - b) < 9 * pixel for a, b in taken)
+        def overlaps(shift: tuple[float, float], position: Any = position) -> int:
+            x, y = position[0] + shift[0] * scale, position[1] + shift[1] * scale
+            return sum(abs(x - x2) < 11 * scale and abs(y - y2) < 9 * scale for x2, y2 in taken)
 
         shift = min(shifts, key=overlaps)
-        taken.append((at[0] + shift[0] * pixel, at[1] + shift[1] * pixel))
+        taken.append((position[0] + shift[0] * scale, position[1] + shift[1] * scale))
         leader = {"arrowstyle": "-", "linewidth": 0.4, "color": MIDDLE, "shrinkA": 4, "shrinkB": 0}
         axes.annotate(str(point.number), (point.x.mean, point.y.mean), xytext=shift,
                       textcoords="offset points", ha="center", va="center", fontsize=8, fontweight="bold", zorder=5,
                       arrowprops=leader, path_effects=[withStroke(linewidth=2, foreground="white")])  # fmt: skip
 
 
-def heat_maps(results: Results, group: Group) -> list[Plot | str]:
-    """Draw the heat maps of a group, or return why there is none."""
+def draw_heat_maps(results: Results, group: Group) -> list[Plot | str]:
+    """Draw the heat maps of a group, or return the reason why there is none."""
     arms = results.arms_in(group)
-    factors = [f for f in group.factors if len({arm.levels.get(f.name) for arm in arms}) > 1]
-    keys = [key for key in (*PRIMARY, ENERGY) if any(_relative(arm, key) is not None for arm in arms)]
+    factors = [factor for factor in group.factors if len({arm.levels.get(factor.name) for arm in arms}) > 1]
+    keys = [
+        key for key in (*PRIMARY, ENERGY) if any(_relative_difference(arm, key) is not None for arm in arms)
+    ]
     if not set(keys) & set(PRIMARY):
         return ["No heat map: no arm could be compared with its baseline."]
     if len(factors) == 2 and group.design == "full":
-        # Factors whose levels each have their own baseline become the columns.
-        rows, columns = sorted(factors, key=lambda f: f.name in group.within)
-        return [_two_factors(arms, rows, columns, key) for key in keys if key in PRIMARY]
-    return [_by_metric(results, arms, keys)]
+        # A factor with a separate baseline for each level becomes the columns.
+        rows, columns = sorted(factors, key=lambda factor: factor.name in group.within)
+        return [_draw_two_factors(arms, rows, columns, key) for key in keys if key in PRIMARY]
+    return [_draw_by_metric(results, arms, keys)]
 
 
-def _two_factors(arms: Sequence[Arm], rows: Factor, columns: Factor, key: str) -> Plot:
-    at = {(arm.levels.get(rows.name), arm.levels.get(columns.name)): arm for arm in reversed(arms)}
+def _draw_two_factors(arms: Sequence[Arm], rows: Factor, columns: Factor, key: str) -> Plot:
+    arm_at = {(arm.levels.get(rows.name), arm.levels.get(columns.name)): arm for arm in reversed(arms)}
 
-    def cell(down: str, across: str) -> Cell:
-        arm = at.get((down, across))
+    def cell(row_level: str, column_level: str) -> Cell:
+        arm = arm_at.get((row_level, column_level))
         if arm is None:
             return None, "no arm"
         amount, text = _cell(arm, key)
         return amount, f"{text} emulated" if key == SPEED and amount is not None and arm.emulated else text
 
     metric = metric_named(key)
-    cells = [[cell(down, across) for across in columns.levels] for down in rows.levels]
+    cells = [[cell(row_level, column_level) for column_level in columns.levels] for row_level in rows.levels]
     names = [wrapped(level, 26, 2) for level in rows.levels]
     title = f"{metric.label.capitalize()} against the baseline"
-    figure = _shaded_table(title, cells, names, columns.levels, own_scales=False)
+    figure = _draw_shaded_table(title, cells, names, columns.levels, scale_columns=False)
     caption = f"Difference in {metric.label} against each arm's baseline, in %. {HEAT_LEGEND}"
     directions = one_line(f"down: {rows.label}; across: {columns.label}", 75)
     figure.axes[0].set_title(directions, loc="left", fontsize=8.5)
     return Plot(f"heat_{key}", f"Heat map: {metric.label}", caption, figure)
 
 
-def _by_metric(results: Results, arms: Sequence[Arm], keys: Sequence[str]) -> Plot:
+def _draw_by_metric(results: Results, arms: Sequence[Arm], keys: Sequence[str]) -> Plot:
     compared = [arm for arm in arms if arm.id != arm.baseline]
-    kept = most_different(compared, QUALITY, MAX_ROWS)
-    cells = [[_cell(arm, key) for key in keys] for arm in kept]
-    names = row_names(results, kept, [arm.emulated for arm in kept])
+    shown = most_different(compared, QUALITY, MAX_ROWS)
+    cells = [[_cell(arm, key) for key in keys] for arm in shown]
+    names = row_names(results, shown, [arm.emulated for arm in shown])
     heads = [f"{metric_named(key).label} ({metric_named(key).better} is better)" for key in keys]
-    figure = _shaded_table("All arms against their baselines", cells, names, heads, own_scales=True)
+    figure = _draw_shaded_table("All arms against their baselines", cells, names, heads, scale_columns=True)
     caption = f"Differences against each arm's baseline, in %, each column with its own shades. {HEAT_LEGEND}"
-    return Plot("heat", "Heat map", caption + left_out(len(compared), len(compared) - len(kept)), figure)
+    return Plot(
+        "heat", "Heat map", caption + left_out_note(len(compared), len(compared) - len(shown)), figure
+    )
 
 
-def _relative(arm: Arm, key: str) -> float | None:
-    found = arm.comparison(key)
-    return None if found is None else number(found.relative)
+def _relative_difference(arm: Arm, key: str) -> float | None:
+    comparison = arm.comparison(key)
+    return None if comparison is None else number(comparison.relative)
 
 
 def _cell(arm: Arm, key: str) -> Cell:
     if arm.id == arm.baseline:
         return (0.0, "baseline") if key in arm.estimates else (None, reason_missing(arm))
-    found, relative = arm.comparison(key), _relative(arm, key)
-    if found is None or relative is None:
+    comparison, relative = arm.comparison(key), _relative_difference(arm, key)
+    if comparison is None or relative is None:
         return None, reason_missing(arm)
     text = percent(relative, percent_digits(relative), signed=True)
-    sure = found.verdict in ("lower", "higher", "exact")
-    return -relative if metric_named(key).better == "higher" else relative, text if sure else f"({text})"
+    decided = comparison.verdict in ("lower", "higher", "exact")
+    return -relative if metric_named(key).better == "higher" else relative, text if decided else f"({text})"
 
 
-def _shaded_table(
-    title: str, cells: list[list[Cell]], rows: list[str], columns: list[str], own_scales: bool
+def _draw_shaded_table(
+    title: str, cells: list[list[Cell]], rows: list[str], columns: list[str], scale_columns: bool
 ) -> Figure:
-    """Draw the shaded table. With `own_scales` each column is shaded by its own largest value (a metric each)."""
+    """Draw a table with cells shaded by amount, relative to the whole table or, with `scale_columns`, to the column."""
     wide = len(columns) > 5
-    figure, axes = new_canvas(title, 1.1 + 0.34 * max(len(rows), 2) + (0.5 if wide else 0.0))
-    worse = np.array([[np.nan if amount is None else amount for amount, _ in line] for line in cells])
-    top = np.nanmax(np.abs(worse), axis=0 if own_scales else None, initial=0.0)
-    shades = 0.5 + 0.5 * np.divide(worse, top, out=np.zeros_like(worse), where=top > 0)
-    shades[np.isnan(worse)] = np.nan
-    # Greys survive printing, colors do not.
+    figure, axes = new_figure(title, 1.1 + 0.34 * max(len(rows), 2) + (0.5 if wide else 0.0))
+    amounts = np.array([[np.nan if amount is None else amount for amount, _ in row] for row in cells])
+    largest = np.nanmax(np.abs(amounts), axis=0 if scale_columns else None, initial=0.0)
+    shades = 0.5 + 0.5 * np.divide(amounts, largest, out=np.zeros_like(amounts), where=largest > 0)
+    shades[np.isnan(amounts)] = np.nan
+    # Shades of grey survive black-and-white printing.
     axes.imshow(shades, cmap="Greys", vmin=-0.15, vmax=1.25, aspect="auto")
-    for down, line in enumerate(cells):
-        for across, (amount, text) in enumerate(line):
-            dark = amount is not None and shades[down][across] > 0.62
-            axes.text(across, down, wrapped(text, 14, 2), linespacing=0.95, ha="center", va="center", fontsize=8,
+    for y, row in enumerate(cells):
+        for x, (amount, text) in enumerate(row):
+            dark = amount is not None and shades[y][x] > 0.62
+            axes.text(x, y, wrapped(text, 14, 2), linespacing=0.95, ha="center", va="center", fontsize=8,
                       color="white" if dark else MIDDLE if amount is None else DARK)  # fmt: skip
     axes.set_yticks(range(len(rows)), rows, fontsize=8)
-    turned: dict[str, Any] = {"rotation": 40, "ha": "right", "rotation_mode": "anchor"} if wide else {}
-    axes.set_xticks(range(len(columns)), [wrapped(head, 15, 3) for head in columns], fontsize=8, **turned)
+    label_rotation: dict[str, Any] = (
+        {"rotation": 40, "ha": "right", "rotation_mode": "anchor"} if wide else {}
+    )
+    axes.set_xticks(
+        range(len(columns)), [wrapped(head, 15, 3) for head in columns], fontsize=8, **label_rotation
+    )
     axes.grid(False)
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0)

@@ -1,4 +1,4 @@
-"""Loss curves of a study: the mean over seeds of each arm, with a band from the lowest to the highest seed."""
+"""Draws loss curves of a study: each arm's mean over seeds, with a band from the lowest to the highest seed."""
 
 import math
 from collections.abc import Sequence
@@ -12,14 +12,14 @@ from deskside.report.canvas import (
     DARK,
     MIDDLE,
     Plot,
-    new_canvas,
+    new_figure,
     one_line,
     running_median,
     style_axes,
     wrapped,
 )
 from deskside.report.chart_data import CURVE_TITLES, Curve, curve, most_different
-from deskside.report.charts import left_out
+from deskside.report.charts import left_out_note
 from deskside.report.study_text import by_baseline, seed_range, short_labels
 from deskside.study.results import Arm, Group, Results
 from deskside.study.stats.metrics import QUALITY
@@ -33,107 +33,114 @@ STYLES: tuple[tuple[Any, str, str], ...] = (  # dashes, marker, shade
     ((0, (1, 1.5)), "v", "#6a2f86"),
     ((0, (4, 1.5, 1, 1.5, 1, 1.5)), "P", MIDDLE),
 )
-EARLY = 0.35  # the top of the view is what the slowest arm has reached after this part of the axis
+EARLY_FRACTION = 0.35  # the y axis ends at the highest loss that an arm has after this fraction of the x axis
 
 
-def curves(results: Results, group: Group, across: str) -> Plot | str:
-    """Draw loss against `across` ("tokens" or "seconds"), with one panel for each baseline and its arms.
+def draw_curves(results: Results, group: Group, x_key: str) -> Plot | str:
+    """Draw loss against `x_key` ("tokens" or "seconds"), with one panel for each baseline and its arms.
 
     The loss is validation bits per byte if all trials were evaluated during training, else the training loss.
     """
-    versus = "time" if across == "seconds" else across
+    versus = "time" if x_key == "seconds" else x_key
     arms = [arm for arm in results.arms_in(group) if arm.finished()]
-    key = "val_bpb"
-    seeds = {arm.id: _seeds(arm, key, across) for arm in arms}
-    lengths = [len(points) for trials in seeds.values() for points in trials]
-    if not lengths or min(lengths) < 3:
-        key = "loss"
-        seeds = {arm.id: _seeds(arm, key, across) for arm in arms}
-    have = [arm for arm in arms if seeds[arm.id]]
-    if not have:
+    y_key = "val_bpb"
+    curves_of = {arm.id: _finished_curves(arm, y_key, x_key) for arm in arms}
+    curve_lengths = [len(points) for trial_curves in curves_of.values() for points in trial_curves]
+    if not curve_lengths or min(curve_lengths) < 3:
+        y_key = "loss"
+        curves_of = {arm.id: _finished_curves(arm, y_key, x_key) for arm in arms}
+    plotted = [arm for arm in arms if curves_of[arm.id]]
+    if not plotted:
         return f"No curves of loss against {versus}: no trial has finished."
-    blocks = by_baseline(have)
-    panels = blocks[:MAX_PANELS]
-    name, unit = CURVE_TITLES[key].split(", ")
+    baseline_groups = by_baseline(plotted)
+    shown_groups = baseline_groups[:MAX_PANELS]
+    name, unit = CURVE_TITLES[y_key].split(", ")
     title = f"{name.capitalize()} against {versus}"
-    figure, first = new_canvas(title, 0.5 + 2.75 * len(panels))
-    figure.delaxes(first)
-    grid: list[Axes] = list(figure.subplots(len(panels), 1, squeeze=False)[:, 0])
-    names, shown = short_labels(results, have), []
+    figure, unused = new_figure(title, 0.5 + 2.75 * len(shown_groups))
+    figure.delaxes(unused)
+    panels: list[Axes] = list(figure.subplots(len(shown_groups), 1, squeeze=False)[:, 0])
+    names, shown = short_labels(results, plotted), []
     clipped = False
-    for axes, (base, members) in zip(grid, panels, strict=True):
+    for axes, (baseline, members) in zip(panels, shown_groups, strict=True):
         style_axes(axes)
-        kept = most_different(members, QUALITY, MAX_CURVES)
-        shown += kept
-        clipped |= _panel(axes, [(names[arm.id], seeds[arm.id]) for arm in kept])
-        if len(blocks) > 1:
-            named = results.arm(base)
-            axes.set_title(one_line(named.label if named else base, 60), loc="left", fontsize=9)
+        chosen = most_different(members, QUALITY, MAX_CURVES)
+        shown += chosen
+        clipped |= _draw_panel(axes, [(names[arm.id], curves_of[arm.id]) for arm in chosen])
+        if len(baseline_groups) > 1:
+            baseline_arm = results.arm(baseline)
+            axes.set_title(
+                one_line(baseline_arm.label if baseline_arm else baseline, 60), loc="left", fontsize=9
+            )
         axes.set_ylabel(f"{name}\n({unit})", fontsize=8.5)
-    grid[-1].set_xlabel(_format_x(grid, across), fontsize=9)
-    counts = {len(seeds[arm.id]) for arm in shown}
+    panels[-1].set_xlabel(_format_x(panels, x_key), fontsize=9)
+    counts = {len(curves_of[arm.id]) for arm in shown}
     sentences = [
         f"Line: mean over {seed_range(counts)}"
         f"{'' if counts == {1} else '; band: from the lowest to the highest seed'}.",
-        "Compile, evaluation and checkpoints are not in the time." if across == "seconds" else "",
+        "Compile, evaluation and checkpoints are not in the time." if x_key == "seconds" else "",
         "The first steps are cut off above." if clipped else "",
         "Measured.",
     ]
     caption = " ".join(sentence for sentence in sentences if sentence)
-    caption += left_out(len(have), len(have) - len(shown))
-    if len(blocks) > MAX_PANELS:
-        caption += f" Panels of {len(blocks) - MAX_PANELS} more baselines are left out."
+    caption += left_out_note(len(plotted), len(plotted) - len(shown))
+    if len(baseline_groups) > MAX_PANELS:
+        caption += f" Panels of {len(baseline_groups) - MAX_PANELS} more baselines are left out."
     return Plot(f"loss_{versus}", title, caption, figure)
 
 
-def _seeds(arm: Arm, key: str, across: str) -> list[Curve]:
-    """Return the curve of each finished trial; a noisy training loss as its running median."""
-    found = []
+def _finished_curves(arm: Arm, y_key: str, x_key: str) -> list[Curve]:
+    """Return the curve of each finished trial. The training loss is noisy, so its running median is returned."""
+    curves = []
     for trial in arm.finished():
-        points = curve(trial.curve, across, key)
-        smooth = running_median([y for _, y in points]) if key == "loss" else None
+        points = curve(trial.curve, x_key, y_key)
+        smooth = running_median([y for _, y in points]) if y_key == "loss" else None
         if smooth:
             points = [(x, y) for (x, _), y in zip(points, smooth, strict=True)]
         if points:
-            found.append(points)
-    return found
+            curves.append(points)
+    return curves
 
 
-def _format_x(panels: Sequence[Axes], across: str) -> str:
-    """Format tokens as 50M and time in a unit that suits all panels; return the axis title."""
-    if across == "tokens":
+def _format_x(panels: Sequence[Axes], x_key: str) -> str:
+    """Format the ticks: tokens like 50M, time in a unit that suits all panels. Return the axis title."""
+    if x_key == "tokens":
         for axes in panels:
             axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-        return CURVE_TITLES[across]
-    longest = max(axes.get_xlim()[1] for axes in panels)
-    unit, size = next(((u, s) for u, s in (("h", 3600), ("min", 60)) if longest > 3 * s), ("s", 1))
+        return CURVE_TITLES[x_key]
+    longest_seconds = max(axes.get_xlim()[1] for axes in panels)
+    unit, unit_seconds = "s", 1
+    for name, seconds in (("min", 60), ("h", 3600)):
+        if longest_seconds > 3 * seconds:
+            unit, unit_seconds = name, seconds
     for axes in panels:
-        axes.xaxis.set_major_locator(MultipleLocator(size * _tick_step(axes.get_xlim()[1] / size)))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x / size:g}"))
-    return f"{CURVE_TITLES[across]} ({unit})"
+        axes.xaxis.set_major_locator(
+            MultipleLocator(unit_seconds * _tick_step(axes.get_xlim()[1] / unit_seconds))
+        )
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x / unit_seconds:g}"))
+    return f"{CURVE_TITLES[x_key]} ({unit})"
 
 
 def _tick_step(length: float) -> float:
-    """Return a round step that gives four to eight ticks."""
+    """Return a round step that divides `length` into four to eight parts."""
     power = 10.0 ** math.floor(math.log10(length / 4))
     return max(power * part for part in (1, 2, 2.5, 5) if power * part <= length / 4)
 
 
-def _panel(axes: Axes, arms: Sequence[tuple[str, list[Curve]]]) -> bool:
-    """Draw the arms of one baseline, given as (name, curves). Return whether the view cuts off the beginning."""
-    ends, bands, furthest = [], [], 0.0
-    for (name, seeds), (dashes, marker, shade) in zip(arms, STYLES, strict=False):
-        x, middle, low, high = _band(seeds)
-        axes.plot(x, middle, color=shade, linestyle=dashes, linewidth=1.5, marker=marker, markersize=4.5,
+def _draw_panel(axes: Axes, arms: Sequence[tuple[str, list[Curve]]]) -> bool:
+    """Draw the arms of one baseline, given as (name, curves). Return True if the view cuts off the first steps."""
+    ends, bands, x_max = [], [], 0.0
+    for (name, curves), (dashes, marker, shade) in zip(arms, STYLES, strict=False):
+        x, mean, low, high = _band(curves)
+        axes.plot(x, mean, color=shade, linestyle=dashes, linewidth=1.5, marker=marker, markersize=4.5,
                   markevery=max(1, len(x) // 6), markerfacecolor="white", label=name)  # fmt: skip
         if np.any(high > low):
             axes.fill_between(x, low, high, color=shade, alpha=0.15, linewidth=0)
-        ends.append((float(x[-1]), float(middle[-1]), name, shade))
-        bands.append((x, middle, low, high))
-        furthest = max(furthest, float(x[-1]))
-    axes.set_xlim(0, furthest * 1.02 or 1.0)
+        ends.append((float(x[-1]), float(mean[-1]), name, shade))
+        bands.append((x, mean, low, high))
+        x_max = max(x_max, float(x[-1]))
+    axes.set_xlim(0, x_max * 1.02 or 1.0)
     bottom = min(float(low.min()) for _, _, low, _ in bands)
-    top = max(float(np.interp(EARLY * furthest, x, middle)) for x, middle, _, _ in bands)
+    top = max(float(np.interp(EARLY_FRACTION * x_max, x, mean)) for x, mean, _, _ in bands)
     clipped = max(float(high.max()) for *_, high in bands) > top > bottom
     if clipped:
         axes.set_ylim(bottom - 0.06 * (top - bottom), top + 0.04 * (top - bottom))
@@ -142,29 +149,32 @@ def _panel(axes: Axes, arms: Sequence[tuple[str, list[Curve]]]) -> bool:
 
 
 def _label_ends(axes: Axes, ends: list[tuple[float, float, str, str]]) -> None:
-    """Write each curve's name to the right of the panel, as near to the height of its end as the others allow."""
+    """Write the curves' names to the right of the panel, near the curves' ends, without overlap.
+
+    `ends` are (x, y, name, color).
+    """
     low, high = axes.get_ylim()
-    step = 0.105 * (high - low)
-    places: list[float] = []
+    spacing = 0.105 * (high - low)
+    heights: list[float] = []
     ordered = sorted(ends, key=lambda end: end[1])
     for _, y, _, _ in ordered:
-        places.append(max(y, places[-1] + step if places else low + 0.4 * step))
+        heights.append(max(y, heights[-1] + spacing if heights else low + 0.4 * spacing))
     # Push labels back down if the stack reached above the panel.
-    ceiling = high - 0.4 * step
-    for index in reversed(range(len(places))):
-        places[index] = min(places[index], ceiling)
-        ceiling = places[index] - step
-    for (x, y, name, shade), place in zip(ordered, places, strict=True):
+    ceiling = high - 0.4 * spacing
+    for index in reversed(range(len(heights))):
+        heights[index] = min(heights[index], ceiling)
+        ceiling = heights[index] - spacing
+    for (x, y, name, shade), height in zip(ordered, heights, strict=True):
         leader = {"arrowstyle": "-", "linewidth": 0.5, "color": shade, "shrinkA": 1, "shrinkB": 3}
-        axes.annotate(wrapped(name, 20, 2), (x, y), xytext=(1.04, place), textcoords=axes.get_yaxis_transform(),
+        axes.annotate(wrapped(name, 20, 2), (x, y), xytext=(1.04, height), textcoords=axes.get_yaxis_transform(),
                       fontsize=7.5, va="center", color=shade, annotation_clip=False, linespacing=0.9,
                       arrowprops=leader)  # fmt: skip
 
 
-def _band(seeds: list[Curve]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return (x, mean, lowest, highest) over the seeds, where all of them have values."""
-    start = max(points[0][0] for points in seeds)
-    stop = min(points[-1][0] for points in seeds)
-    grid = np.array(sorted({x for points in seeds for x, _ in points if start <= x <= stop}) or [stop])
-    lines = np.array([np.interp(grid, *np.array(points).T) for points in seeds])
-    return grid, lines.mean(axis=0), lines.min(axis=0), lines.max(axis=0)
+def _band(curves: list[Curve]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Return (x, mean, lowest, highest) over the seeds, for the range of x that all curves cover."""
+    start = max(points[0][0] for points in curves)
+    stop = min(points[-1][0] for points in curves)
+    grid = np.array(sorted({x for points in curves for x, _ in points if start <= x <= stop}) or [stop])
+    values = np.array([np.interp(grid, *np.array(points).T) for points in curves])
+    return grid, values.mean(axis=0), values.min(axis=0), values.max(axis=0)

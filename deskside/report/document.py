@@ -1,7 +1,7 @@
-"""A report as blocks, and its rendering as HTML and Markdown by the Jinja templates beside this file.
+"""A report made of blocks, and its rendering as HTML and Markdown with the Jinja templates in templates/.
 
-A block that is a string is a paragraph. Every text in a block is plain: the HTML environment escapes it automatically
-and the Markdown filters escape it here, so a sample or a name that looks like markup stays text.
+A block that is a string is a paragraph. All text in a block is plain text: Jinja escapes it for HTML, and the filters
+below escape it for Markdown, so a sample or a name that looks like markup stays text.
 """
 
 import base64
@@ -19,12 +19,12 @@ from markupsafe import Markup
 
 from deskside.utils.format import printable
 
-COLUMNS = 80  # of running text in Markdown
+MARKDOWN_COLUMNS = 80
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under a head; every row has as many cells as the head."""
+    """A header row and the rows below it, which have as many cells as the header."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -49,7 +49,7 @@ class Sample:
     """A prompt and the model's completion."""
 
     prompt: str
-    text: str
+    completion: str
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Image:
 
 @dataclass(frozen=True)
 class Details:
-    """Blocks that are folded until the reader opens them."""
+    """Blocks that are folded behind a one-line summary until the reader opens them."""
 
     summary: str
     blocks: Sequence["Block"]
@@ -111,7 +111,7 @@ def _environment() -> Environment:
         finalize=_finalize,
     )
     environment.filters |= {
-        "image_runs": _image_runs,
+        "group_images": _group_images,
         "base64_png": lambda path: base64.b64encode(path.read_bytes()).decode("ascii"),
         "inline": _inline,
         "wrap": _wrap,
@@ -126,30 +126,30 @@ def _finalize(value: Any) -> Any:
     return value if isinstance(value, Markup) else printable(str(value))
 
 
-def _image_runs(blocks: Sequence[Block]) -> Iterator[tuple[bool, list[Block]]]:
-    """Group neighboring images, which the HTML page shows side by side."""
-    for is_image, run in groupby(blocks, key=lambda block: isinstance(block, Image)):
-        yield is_image, list(run)
+def _group_images(blocks: Sequence[Block]) -> Iterator[tuple[bool, list[Block]]]:
+    """Split blocks into groups of consecutive images, which HTML shows side by side, and groups without images."""
+    for is_image, group in groupby(blocks, key=lambda block: isinstance(block, Image)):
+        yield is_image, list(group)
 
 
 def _inline(text: str) -> str:
-    """Return plain text on one line with everything escaped that Markdown or HTML could read as markup."""
+    """Return plain text on one line, escaped for Markdown and HTML."""
     text = " ".join(printable(text).split()).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     text = re.sub(r"([\\`*\[\]#|~])", r"\\\1", text)
     return re.sub(r"(?<!\w)_|_(?!\w)", r"\\_", text)  # an underscore inside a word is not emphasis
 
 
-def _wrap(text: str, first: str = "", rest: str = "") -> str:
-    """Return escaped text on lines of 80 columns."""
+def _wrap(text: str, initial_indent: str = "", subsequent_indent: str = "") -> str:
+    """Return escaped text wrapped at MARKDOWN_COLUMNS."""
     lines = textwrap.wrap(
         text,
-        COLUMNS,
-        initial_indent=first,
-        subsequent_indent=rest,
+        MARKDOWN_COLUMNS,
+        initial_indent=initial_indent,
+        subsequent_indent=subsequent_indent,
         break_long_words=False,
         break_on_hyphens=False,
-    ) or [first]
-    # A wrapped line must not begin like a list item, a heading or a rule.
+    ) or [initial_indent]
+    # Escape what would turn a wrapped line into a list item, a heading or a rule.
     return "\n".join(
         [lines[0], *(re.sub(r"^(\s*)([-+]|\d+[.)])(?=\s|$)", r"\1\\\2", line) for line in lines[1:])]
     )

@@ -1,4 +1,4 @@
-"""The plots of a run, as PNG files in plots/, readable in black and white."""
+"""Draws the plots of a run as PNG files in plots/, readable in black and white."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,13 +7,13 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter
 
-from deskside.report.canvas import DARK, new_canvas, running_median, save
+from deskside.report.canvas import DARK, new_figure, running_median, save
 from deskside.report.document import Image
 from deskside.run.record import RunRecord, number, series
 
 HEIGHT = 3.2  # inches
-PALE = "#9a9a9a"
-# Metrics that only DPO and GRPO log: key, title, unit.
+LIGHT_GREY = "#9a9a9a"
+# Metrics that only DPO and GRPO log: (key, title, unit).
 OBJECTIVE_METRICS = (
     ("reward", "Mean reward of a step's answers", "reward"),
     ("answer_tokens", "Length of answers", "tokens"),
@@ -30,61 +30,66 @@ def draw(record: RunRecord, folder: Path) -> tuple[list[Image], list[str]]:
     be written.
     """
 
-    # Noisy metrics get a running median; the others are smooth, and their axis starts at 0.
-    def metric_plot(key: str, label: str, noisy: bool = True) -> Callable[[Axes], str]:
-        return lambda axes: _metric(record, axes, key, label, smooth=noisy, from_zero=not noisy)
+    # A noisy metric gets a running median. The axis of the others starts at 0.
+    def metric_plotter(key: str, label: str, noisy: bool = True) -> Callable[[Axes], str]:
+        return lambda axes: _draw_metric(record, axes, key, label, smooth=noisy, from_zero=not noisy)
 
     plots: list[tuple[str, str, str, Callable[[Axes], str]]] = [
-        ("loss", "Training loss", "loss", metric_plot("loss", "loss (nats per token)")),
-        ("val_bpb", "Validation bits per byte", "val_bpb", lambda axes: _validation(record, axes)),
-        ("throughput", "Throughput", "tokens_per_second", lambda axes: _throughput(record, axes)),
-        ("memory", "Peak memory", "memory_gib", metric_plot("memory_gib", "peak memory (GiB)", noisy=False)),
-        ("learning_rate", "Learning rate", "lr", metric_plot("lr", "learning rate", noisy=False)),
+        ("loss", "Training loss", "loss", metric_plotter("loss", "loss (nats per token)")),
+        ("val_bpb", "Validation bits per byte", "val_bpb", lambda axes: _draw_validation(record, axes)),
+        ("throughput", "Throughput", "tokens_per_second", lambda axes: _draw_throughput(record, axes)),
+        (
+            "memory",
+            "Peak memory",
+            "memory_gib",
+            metric_plotter("memory_gib", "peak memory (GiB)", noisy=False),
+        ),
+        ("learning_rate", "Learning rate", "lr", metric_plotter("lr", "learning rate", noisy=False)),
     ]
-    logged = [metric for metric in OBJECTIVE_METRICS if record.series(metric[0])[0]]
-    if logged:  # DPO and GRPO have no bits per byte; their metrics replace that plot
-        plots[1:2] = [(key, title, key, metric_plot(key, unit)) for key, title, unit in logged]
-    images, absent = [], []
-    for name, title, key, plot in plots:
+    logged_metrics = [metric for metric in OBJECTIVE_METRICS if record.series(metric[0])[0]]
+    if logged_metrics:  # DPO and GRPO have no bits per byte; their metrics replace that plot
+        plots[1:2] = [(key, title, key, metric_plotter(key, unit)) for key, title, unit in logged_metrics]
+    images, missing = [], []
+    for name, title, key, draw_plot in plots:
         path = folder / f"{name}.png"
         if not record.series(key)[0] and not (name == "val_bpb" and _final_validation(record)):
-            absent.append(f"No plot of {title.lower()}: it was not logged.")
-            path.unlink(missing_ok=True)  # a plot of an earlier report would no longer match this run
+            missing.append(f"No plot of {title.lower()}: it was not logged.")
+            path.unlink(missing_ok=True)  # left over from an earlier report
             continue
-        canvas, axes = new_canvas(title, HEIGHT)
-        caption = plot(axes)
+        figure, axes = new_figure(title, HEIGHT)
+        caption = draw_plot(axes)
         _label_axes(axes, record)
-        save(canvas, path)
+        save(figure, path)
         images.append(Image(path, title, f"{title}{caption}. Measured."))
-    return images, absent
+    return images, missing
 
 
 def _label_axes(axes: Axes, record: RunRecord) -> None:
     axes.set_xlabel("training tokens")
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    final = _final_validation(record)
-    ends = [*record.series("step")[0], *([final[0]] if final else [])]
-    axes.set_xlim(0, max(ends, default=0) * 1.02 or 1)  # one range for all plots of a run
+    final_point = _final_validation(record)
+    last_tokens = [*record.series("step")[0], *([final_point[0]] if final_point else [])]
+    axes.set_xlim(0, max(last_tokens, default=0) * 1.02 or 1)  # one range for all plots of a run
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=True, framealpha=0.9, edgecolor="none", fontsize=9)
 
 
-def _line(axes: Axes, x: list[float], y: list[float], label: str | None = None) -> None:
+def _draw_line(axes: Axes, x: list[float], y: list[float], label: str | None = None) -> None:
     """Draw a line, with markers if it has fewer than three points."""
     marker = "o" if len(x) < 3 else ""
     axes.plot(x, y, color=DARK, linewidth=1.6, marker=marker, markersize=5, label=label)
 
 
-def _metric(record: RunRecord, axes: Axes, key: str, label: str, smooth: bool, from_zero: bool) -> str:
-    """Draw one metric, if `smooth` with its running median, and return what the caption adds to the title."""
+def _draw_metric(record: RunRecord, axes: Axes, key: str, label: str, smooth: bool, from_zero: bool) -> str:
+    """Draw one metric, with its running median if `smooth`. Return the text to append to the title as caption."""
     x, y = record.series(key)
     axes.set_ylabel(label)
     median = running_median(y) if smooth else None
     if median is None:
-        _line(axes, x, y)
+        _draw_line(axes, x, y)
     else:
-        axes.plot(x, y, color=PALE, linewidth=0.8, label="each logged step")
-        _line(axes, x, median, "running median")
+        axes.plot(x, y, color=LIGHT_GREY, linewidth=0.8, label="each logged step")
+        _draw_line(axes, x, median, "running median")
     if from_zero:
         axes.set_ylim(0, max(y) * 1.15 or 1)
     if key == "lr":
@@ -95,21 +100,23 @@ def _metric(record: RunRecord, axes: Axes, key: str, label: str, smooth: bool, f
 
 
 def _clip_start(axes: Axes, values: list[float]) -> None:
-    """Clip the y axis if the losses of the first steps would compress the rest of the curve.
+    """Clip the y axis if the high losses of the first steps would flatten the rest of the curve.
 
-    The highest 2 % are clipped if they stretch the axis more than 2.5 times.
+    This is the case if the highest 2 % of the losses make the axis more than 2.5 times as long.
     """
     if len(values) < 20:
         return
     low, high = min(values), max(values)
-    useful = float(np.quantile(values, 0.98))
-    if high - low > 2.5 * (useful - low) > 0:
-        axes.set_ylim(low - 0.05 * (useful - low), useful + 0.3 * (useful - low))
+    quantile_98 = float(np.quantile(values, 0.98))
+    if high - low > 2.5 * (quantile_98 - low) > 0:
+        axes.set_ylim(low - 0.05 * (quantile_98 - low), quantile_98 + 0.3 * (quantile_98 - low))
 
 
-def _throughput(record: RunRecord, axes: Axes) -> str:
-    """Draw tokens per second, mark the throttled steps, and return what the caption adds to the title."""
-    caption = _metric(record, axes, "tokens_per_second", "tokens per second", smooth=True, from_zero=True)
+def _draw_throughput(record: RunRecord, axes: Axes) -> str:
+    """Draw tokens per second and mark throttled steps. Return the text to append to the title as caption."""
+    caption = _draw_metric(
+        record, axes, "tokens_per_second", "tokens per second", smooth=True, from_zero=True
+    )
     axes.yaxis.set_major_formatter(EngFormatter(sep=""))
     throttled = [row for row in record.metrics if row.get("throttled") is True]
     x, y = series(throttled, "tokens_per_second", "tokens")
@@ -119,8 +126,8 @@ def _throughput(record: RunRecord, axes: Axes) -> str:
     return f"{caption}; crosses where the GPU throttled"
 
 
-def _validation(record: RunRecord, axes: Axes) -> str:
-    """Draw bits per byte with the gzip and unigram baselines, and return what the caption adds to the title."""
+def _draw_validation(record: RunRecord, axes: Axes) -> str:
+    """Draw bits per byte and the gzip and unigram baselines. Return the text to append to the title as caption."""
     x, y = record.series("val_bpb")
     if x:
         axes.plot(x, y, color=DARK, linewidth=1.6, marker="o", markersize=4.5, label="during training")
@@ -129,18 +136,18 @@ def _validation(record: RunRecord, axes: Axes) -> str:
         axes.plot([final[0]], [final[1]], color=DARK, linestyle="", label="at the end", marker="s", markersize=7,
                   markerfacecolor="white", markeredgewidth=1.6)  # fmt: skip
         x, y = [*x, final[0]], [*y, final[1]]
-    shown = []
+    drawn_baselines = []
     for key, name, dashes in (("gzip_bpb", "gzip", (0, (6, 3))), ("unigram_bpb", "unigram", (0, (1, 2)))):
-        level = number(record.summary.get(key))
-        if level is not None and level <= 1.25 * max(y):  # a higher line would flatten the curve
-            axes.axhline(level, color=DARK, linewidth=1.1, linestyle=dashes, label=f"{name} {level:.3f}")
-            shown.append(name)
+        bpb = number(record.summary.get(key))
+        if bpb is not None and bpb <= 1.25 * max(y):  # a higher line would flatten the curve
+            axes.axhline(bpb, color=DARK, linewidth=1.1, linestyle=dashes, label=f"{name} {bpb:.3f}")
+            drawn_baselines.append(name)
     axes.set_ylabel("bits per byte of text")
     axes.margins(y=0.1)
     axes.annotate(
         f"{y[-1]:.3f}", (x[-1], y[-1]), xytext=(-2, 9), textcoords="offset points", ha="right", fontsize=9
     )
-    baselines = f", compared with {' and '.join(shown)} on the same text" if shown else ""
+    baselines = f", compared with {' and '.join(drawn_baselines)} on the same text" if drawn_baselines else ""
     return f", lower is better{baselines}"
 
 

@@ -18,21 +18,22 @@ from deskside.utils.format import UNKNOWN, count, elapsed, value_text
 
 PROVENANCE = ("measured", "modelled", "published")
 PROVENANCE_KEYS = ("provenance", "origin", "source")
-PREDICTED = (
+# (key in summary.json, name, number format, unit)
+PREDICTED_QUANTITIES = (
     ("tokens_per_second", "speed", ",.0f", "tokens/s"),
     ("memory_gib", "peak memory", ".2f", "GiB"),
     ("bpb", "validation loss", ".3f", "bits per byte"),
     ("tokens", "tokens", ",.0f", "in total"),
 )
-EXECUTION = {
+EXECUTION_TEXT = {
     "fused": "hand-written kernels and gradients",
     "block": "torch.compile, each block",
     "model": "torch.compile, the whole model",
     "off": "eager",
 }
-# Keys of plan.json and of its initial estimate that other tables show.
+# Keys of plan.json, and of the initial estimate in it, that other tables of the report show.
 SHOWN_ELSEWHERE = {"length", "clock", "initial", "revisions", "fit", "attention", "precision", "compile"}
-INITIAL_IN_TABLE = {
+INITIAL_SHOWN_ELSEWHERE = {
     "step",
     "steps",
     "remaining",
@@ -45,21 +46,21 @@ INITIAL_IN_TABLE = {
 
 
 def plan_blocks(record: RunRecord) -> list[Block]:
-    """Return the comparison, the revisions of the plan, and the choices made at the start."""
+    """Return the predictions, their comparison with the measurement, the revisions, and the choices at the start."""
     plan = record.plan
     if not plan:
         return ["There is no plan to compare with."]
-    blocks = _predictions(record)
+    blocks = _prediction_blocks(record)
     if length := text(plan.get("length")):
         clock = f"; clock: {value_text(plan['clock'])}" if plan.get("clock") else ""
         blocks.append(f"Planned length: {length}{clock}.")
-    blocks.append(_comparison(record))
+    blocks.append(_comparison_table(record))
     if revisions := objects(plan.get("revisions")):
-        blocks.append(Details(f"All revisions of the plan ({len(revisions)})", [_revisions(revisions)]))
+        blocks.append(Details(f"All revisions of the plan ({len(revisions)})", [_revision_table(revisions)]))
     stages = objects(plan.get("fit")) or [mapping(plan.get("fit"))]
-    for place, fit in enumerate(stages, start=1):
-        blocks += _batch_size_search(fit, f" of stage {place}" if len(stages) > 1 else "")
-    return blocks + _choices(plan)
+    for stage_number, fit in enumerate(stages, start=1):
+        blocks += _dry_step_blocks(fit, f" of stage {stage_number}" if len(stages) > 1 else "")
+    return blocks + _choice_blocks(plan)
 
 
 def recipe_used(plan: dict[str, Any]) -> str:
@@ -75,9 +76,9 @@ def provenance_rows(
     """Return (name, value, provenance) of every leaf of a JSON object.
 
     An object like {"value": 812, "unit": "TFLOP/s", "provenance": "measured"} is one leaf. A number without a
-    provenance takes that of the object around it, or else `default`. Strings have none.
+    provenance inherits that of the enclosing object, or else gets `default`. The provenance of a string is empty.
     """
-    inherited = _provenance(values) or default
+    inherited = _own_provenance(values) or default
     rows = []
     for key, value in values.items():
         name = f"{prefix}{_key_text(key)}"
@@ -85,7 +86,7 @@ def provenance_rows(
             continue
         if isinstance(value, dict) and "value" in value:
             shown = f"{value_text(value['value'])} {text(value.get('unit'))}".strip()
-            rows.append((name, shown, _provenance(value) or inherited))
+            rows.append((name, shown, _own_provenance(value) or inherited))
         elif isinstance(value, dict) and value:
             rows += provenance_rows(value, inherited, f"{name}: ")
         else:
@@ -93,7 +94,7 @@ def provenance_rows(
     return rows
 
 
-def _provenance(value: object) -> str:
+def _own_provenance(value: object) -> str:
     fields = mapping(value)
     return next((text(fields[k]) for k in PROVENANCE_KEYS if text(fields.get(k)) in PROVENANCE), "")
 
@@ -103,24 +104,25 @@ def _key_text(key: str) -> str:
     return key.replace("_", " ").replace(".", ": ")
 
 
-def _predictions(record: RunRecord) -> list[Block]:
-    """Return what the planner and the pilot of `deskside go` predicted, beside the measurement."""
+def _prediction_blocks(record: RunRecord) -> list[Block]:
+    """Return a table of the predictions by the planner and the pilot of `deskside go`, and the measurements."""
     predicted = mapping(record.summary.get("predicted"))
     if not predicted:
         return []
     rows = []
-    for key, name, form, unit in PREDICTED:
-        found = mapping(predicted.get(key))
-        measured, plan, pilot = number(found.get("measured")), found.get("plan"), found.get("pilot")
-        ends = [number(v) for v in plan] if isinstance(plan, list) else []
-        if len(ends) != 3 or any(v is None or v <= 0 for v in ends):
-            ends = [None, None, None]
+    for key, name, number_format, unit in PREDICTED_QUANTITIES:
+        quantity = mapping(predicted.get(key))
+        measured, plan, pilot = number(quantity.get("measured")), quantity.get("plan"), quantity.get("pilot")
+        plan_range = [number(value) for value in plan] if isinstance(plan, list) else []
+        if len(plan_range) != 3 or any(value is None or value <= 0 for value in plan_range):
+            plan_range = [None, None, None]
         # The pilot gives a range for the loss and one number for everything else.
-        ranged = mapping(pilot) or {"expected": pilot}
-        pilot_ends = [number(ranged.get(end)) for end in ("low", "expected", "high")]
-        error = "" if ends[1] is None or measured is None else f"{measured / ends[1] - 1:+.1%}"
-        shown = UNKNOWN if measured is None else f"{measured:{form}}"
-        rows.append((f"{name}, {unit}", _with_range(ends, form), _with_range(pilot_ends, form), shown, error))
+        pilot_values = mapping(pilot) or {"expected": pilot}
+        pilot_range = [number(pilot_values.get(end)) for end in ("low", "expected", "high")]
+        error = "" if plan_range[1] is None or measured is None else f"{measured / plan_range[1] - 1:+.1%}"
+        measured_text = UNKNOWN if measured is None else f"{measured:{number_format}}"
+        ranges = (_range_text(plan_range, number_format), _range_text(pilot_range, number_format))
+        rows.append((f"{name}, {unit}", *ranges, measured_text, error))
     hours, source = number(record.summary.get("budget_hours")), text(record.summary.get("plan_source"))
     budget = "" if hours is None else f"Budget: {hours:g} hours, everything included. "
     origin = f"The plan was {source}." if source else "No plan was made before training."
@@ -128,30 +130,30 @@ def _predictions(record: RunRecord) -> list[Block]:
     return [budget + origin, Table(head, rows)]
 
 
-def _with_range(ends: Sequence[float | None], form: str) -> str:
+def _range_text(ends: Sequence[float | None], form: str) -> str:
     low, expected, high = ends
     if expected is None:
         return ""
     return f"{expected:{form}}" + ("" if low is None or high is None else f" ({low:{form}} to {high:{form}})")
 
 
-def _comparison(record: RunRecord) -> Table:
-    """Return the estimate at the start, the one after the last revision, and the measurement."""
+def _comparison_table(record: RunRecord) -> Table:
+    """Return a table of the initial estimate, the estimate after the last revision, and the measurement."""
     initial = mapping(record.plan.get("initial"))
     revisions = objects(record.plan.get("revisions"))
-    first = revisions[0] if revisions else {}
-    revised = revisions[-1] if len(revisions) > 1 else {}
+    first_revision = revisions[0] if revisions else {}
+    last_revision = revisions[-1] if len(revisions) > 1 else {}
     steps = number(initial.get("steps"))
-    steps = planned_steps(first) if steps is None else steps
-    expected_seconds = first_number(initial, "step_seconds") or first_number(first, "step_seconds")
+    steps = planned_steps(first_revision) if steps is None else steps
+    expected_seconds = first_number(initial, "step_seconds") or first_number(first_revision, "step_seconds")
     rows = [
-        ("steps", count(steps), count(planned_steps(revised)), count(record.newest("steps", "step"))),
+        ("steps", count(steps), count(planned_steps(last_revision)), count(record.newest("steps", "step"))),
         ("tokens", count(number(initial.get("tokens"))), "", count(record.newest("tokens", "tokens"))),
         ("time", elapsed(number(initial.get("seconds"))), "", elapsed(record.newest("seconds", "seconds"))),
         (
             "time per step",
             elapsed(expected_seconds),
-            elapsed(first_number(revised, "step_seconds")),
+            elapsed(first_number(last_revision, "step_seconds")),
             elapsed(step_seconds(record.metrics)),
         ),
         (
@@ -161,12 +163,12 @@ def _comparison(record: RunRecord) -> Table:
             _gib(record.newest("peak_memory_gib", "memory_gib")),
         ),
     ]
-    if revised:
+    if last_revision:
         return Table(("", "planned (modelled)", "last revision (modelled)", "measured"), rows)
     return Table(("", "planned (modelled)", "measured"), [(row[0], row[1], row[3]) for row in rows])
 
 
-def _revisions(revisions: list[dict[str, Any]]) -> Table:
+def _revision_table(revisions: list[dict[str, Any]]) -> Table:
     rows = [
         (
             count(number(revision.get("step"))),
@@ -181,8 +183,8 @@ def _revisions(revisions: list[dict[str, Any]]) -> Table:
     return Table(head, rows)
 
 
-def _batch_size_search(fit: dict[str, Any], stage: str) -> list[Block]:
-    """Return the micro-batch that the dry step settled on, and its attempts."""
+def _dry_step_blocks(fit: dict[str, Any], stage: str) -> list[Block]:
+    """Return the micro-batch that the dry step chose, and its attempts."""
     blocks: list[Block] = []
     if chosen := {_key_text(key): value for key, value in fit.items() if key != "attempts"}:
         blocks.append(f"Micro-batch{stage}, found by a dry step (measured): {value_text(chosen)}.")
@@ -194,8 +196,8 @@ def _batch_size_search(fit: dict[str, Any], stage: str) -> list[Block]:
     return blocks
 
 
-def _choices(plan: dict[str, Any]) -> list[Block]:
-    """Return what was chosen at the start, and everything that led to it, folded."""
+def _choice_blocks(plan: dict[str, Any]) -> list[Block]:
+    """Return a table of what was chosen at the start, and a folded table of the values behind the choices."""
     rows: list[tuple[str, str, str]] = []
     for kind, choice in mapping(plan.get("attention")).items():
         name = text(choice) or text(mapping(choice).get("name"))
@@ -207,17 +209,17 @@ def _choices(plan: dict[str, Any]) -> list[Block]:
     if recipe := recipe_used(plan):
         rows.append(("precision", recipe, ""))
     if mode := text(plan.get("compile")):
-        rows.append(("execution", EXECUTION.get(mode, mode), ""))
-    initial = {k: v for k, v in mapping(plan.get("initial")).items() if k not in INITIAL_IN_TABLE}
+        rows.append(("execution", EXECUTION_TEXT.get(mode, mode), ""))
+    initial = {k: v for k, v in mapping(plan.get("initial")).items() if k not in INITIAL_SHOWN_ELSEWHERE}
     rest = {k: v for k, v in plan.items() if k not in SHOWN_ELSEWHERE}
-    everything = [
+    detail_rows = [
         *provenance_rows(mapping(plan.get("attention")), "measured", "attention: "),
         *provenance_rows(mapping(plan.get("precision")), "measured", "precision: "),
         *provenance_rows({**initial, **rest}),
     ]
     blocks: list[Block] = [Table(("chosen at the start", "value", "source"), rows)] if rows else []
-    if everything:
-        table = Table(("quantity", "value", "source"), everything)
+    if detail_rows:
+        table = Table(("quantity", "value", "source"), detail_rows)
         blocks.append(Details("Everything that was chosen at the start, and why", [table]))
     return blocks
 

@@ -1,4 +1,4 @@
-"""Content of a run's report, section by section."""
+"""The content of a run's report, section by section."""
 
 import shlex
 from collections.abc import Sequence
@@ -23,8 +23,8 @@ from deskside.run.record import RunRecord, flatten, mapping, number, objects, te
 from deskside.utils.format import UNKNOWN, count, elapsed, value_text
 
 MAX_EVENTS = 20
-# Parts of log lines that are shown even if the log is long.
-NOTABLE = (
+# Log lines with one of these parts are shown even if the log is long.
+NOTABLE_EVENTS = (
     "skip",
     "roll",
     "resum",
@@ -36,17 +36,17 @@ NOTABLE = (
     "not finite",
     "warn",
 )
-OPTIONAL_PARTS = ("align", "adapter")  # parts of the configuration that a plain run does not have
+OPTIONAL_SECTIONS = ("align", "adapter")  # sections of the configuration that a plain pretraining run lacks
 
 
-def compose(record: RunRecord, images: Sequence[Image], absent: Sequence[str]) -> ReportDocument:
-    """Return the report of a run. `images` are drawn already; `absent` has a sentence for each missing plot."""
-    curves = (*images, *((Bullets(absent),) if absent else ()))
+def compose(record: RunRecord, images: Sequence[Image], missing: Sequence[str]) -> ReportDocument:
+    """Return the report of a run. `images` are drawn already; `missing` has a sentence for each missing plot."""
+    curves = (*images, *((Bullets(missing),) if missing else ()))
     return ReportDocument(
         title=f"Training run {record.name}",
         verdict=verdict(record),
         sections=(
-            Section("At a glance", _glance(record)),
+            Section("At a glance", _overview(record)),
             Section("Curves", curves),
             Section("Plan and measurement", plan_blocks(record)),
             Section("Samples", _samples(record)),
@@ -59,21 +59,21 @@ def compose(record: RunRecord, images: Sequence[Image], absent: Sequence[str]) -
 
 
 def verdict(record: RunRecord) -> str:
-    """Return the result in one line, with its baseline, and whether the run finished."""
+    """Return the result in one line, compared with its baseline, and a note if the run has not finished."""
     state = "" if record.finished else " The run has not finished."
     return (_objective_result(record) or _pretraining_result(record)) + state
 
 
 def _objective_result(record: RunRecord) -> str | None:
-    """Return the held-out result of fine-tuning, preference optimization or reinforcement learning."""
+    """Return the held-out result of SFT, DPO or GRPO; None for pretraining or without such a result."""
     before = mapping(record.summary.get("before"))
 
-    def result(key: str, form: str, what: str, better: str) -> str | None:
-        after, first = number(record.summary.get(key)), number(before.get(key))
-        if after is None:
+    def result(key: str, number_format: str, template: str, better: str) -> str | None:
+        final, initial = number(record.summary.get(key)), number(before.get(key))
+        if final is None:
             return None
-        earlier = "" if first is None else f", {first:{form}} before the first step"
-        return f"{what.format(f'{after:{form}}')}{earlier} (measured, {better} is better)."
+        earlier = "" if initial is None else f", {initial:{number_format}} before the first step"
+        return f"{template.format(format(final, number_format))}{earlier} (measured, {better} is better)."
 
     if text(record.summary.get("objective")) == "sft" and number(before.get("val_loss")) is not None:
         return result("val_loss", ".3f", "{} nats per assistant token of held-out conversations", "lower")
@@ -83,29 +83,32 @@ def _objective_result(record: RunRecord) -> str | None:
 
 
 def _pretraining_result(record: RunRecord) -> str:
-    """Return validation bits per byte beside those of gzip and of the unigram model."""
+    """Return validation bits per byte, compared with gzip and the unigram model."""
     final = number(record.summary.get("val_bpb"))
     bpb = final if final is not None else record.last("val_bpb")
     if bpb is None:
         return "No verdict yet: this run has no validation result."
-    figure = f"{bpb:.3f} bits per byte on validation text"
-    known = {
+    result = f"{bpb:.3f} bits per byte on validation text"
+    baselines = {
         name: value
         for name in ("gzip", "unigram")
         if (value := number(record.summary.get(f"{name}_bpb"))) is not None
     }
-    if not known:
-        return f"{figure} (measured); there is no gzip or unigram baseline to compare with."
-    opening, gzip = "Measured", known.get("gzip")
-    if gzip is not None:
-        better = f"Better than gzip by {100 * (1 - bpb / gzip):.0f} %" if bpb < gzip else ""
-        opening = better or "Not yet better than gzip"
-    baselines = " and ".join(f"{value:.3f} of {name}" for name, value in known.items())
-    return f"{opening}: {figure}, against {baselines} (all measured, lower is better)."
+    if not baselines:
+        return f"{result} (measured); there is no gzip or unigram baseline to compare with."
+    gzip = baselines.get("gzip")
+    if gzip is None:
+        opening = "Measured"
+    elif bpb < gzip:
+        opening = f"Better than gzip by {100 * (1 - bpb / gzip):.0f} %"
+    else:
+        opening = "Not yet better than gzip"
+    baseline_text = " and ".join(f"{value:.3f} of {name}" for name, value in baselines.items())
+    return f"{opening}: {result}, against {baseline_text} (all measured, lower is better)."
 
 
 def commands(record: RunRecord) -> list[str]:
-    """Return commands that continue from this run."""
+    """Return commands to run next."""
     run = shlex.quote(str(record.path))
     lines = [
         f"deskside chat {run}",
@@ -115,7 +118,7 @@ def commands(record: RunRecord) -> list[str]:
     return lines if record.finished else [f"deskside train --resume {run}", *lines]
 
 
-def _glance(record: RunRecord) -> list[Block]:
+def _overview(record: RunRecord) -> list[Block]:
     summary = record.summary
 
     def nats(value: float | None) -> str:
@@ -124,17 +127,15 @@ def _glance(record: RunRecord) -> list[Block]:
     parameters = summary.get("parameters")
     total = number(mapping(parameters).get("total")) if isinstance(parameters, dict) else number(parameters)
     mfu, memory = record.newest("mfu", "mfu"), record.newest("peak_memory_gib", "memory_gib")
-    before, seconds = (
-        number(mapping(summary.get("before")).get("val_loss")),
-        record.newest("seconds", "seconds"),
-    )
+    loss_before = number(mapping(summary.get("before")).get("val_loss"))
+    seconds = record.newest("seconds", "seconds")
     clock = text(summary.get("clock")) or text(record.plan.get("clock"))
     rows = [
         ("status", text(summary.get("status")) or "not finished", ""),
         ("validation loss", nats(number(summary.get("val_loss"))), "measured"),
         *(
-            [("validation loss before the first step", nats(before), "measured")]
-            if before is not None
+            [("validation loss before the first step", nats(loss_before), "measured")]
+            if loss_before is not None
             else []
         ),
         ("training loss, last step", nats(record.last("loss")), "measured"),
@@ -173,9 +174,9 @@ def _samples(record: RunRecord) -> list[Block]:
     for sample in samples:
         blocks.append(Sample(text(sample.get("prompt")), text(sample.get("text"))))
         others = [(name, text(sample.get(name))) for name in ("before", "reference")]
-        if said := [f"{name}: {answer}" for name, answer in others if answer]:
+        if answers := [f"{name}: {answer}" for name, answer in others if answer]:
             blocks.append(
-                Details("Answer before training, and reference answer", [CodeBlock("\n\n".join(said))])
+                Details("Answer before training, and reference answer", [CodeBlock("\n\n".join(answers))])
             )
     return blocks
 
@@ -195,9 +196,9 @@ def _events(record: RunRecord) -> list[Block]:
     )
     if len(record.events) <= MAX_EVENTS:
         return [opening, CodeBlock("\n".join(record.events))]
-    shown = (matching(*NOTABLE) or record.events)[-MAX_EVENTS:]
-    whole = Details(f"All {len(record.events)} lines", [CodeBlock("\n".join(record.events))])
-    return [opening, CodeBlock("\n".join(shown)), whole]
+    shown = (matching(*NOTABLE_EVENTS) or record.events)[-MAX_EVENTS:]
+    all_events = Details(f"All {len(record.events)} lines", [CodeBlock("\n".join(record.events))])
+    return [opening, CodeBlock("\n".join(shown)), all_events]
 
 
 def _machine(record: RunRecord) -> list[Block]:
@@ -209,32 +210,34 @@ def _machine(record: RunRecord) -> list[Block]:
 def _configuration(record: RunRecord) -> list[Block]:
     if not record.config:
         return ["The configuration is unknown."]
-    given, defaults = flatten(record.config), _defaults(record.config)
-    # A part that a plain run does not have has no defaults.
-    absent = {key: "(none)" if key.split(".")[0] in OPTIONAL_PARTS else "(unknown option)" for key in given}
+    options, defaults = flatten(record.config), _default_options(record.config)
+    # The optional sections have no defaults; other options without a default are unknown to this version.
+    default_text = {
+        key: "(none)" if key.split(".")[0] in OPTIONAL_SECTIONS else "(unknown option)" for key in options
+    }
     changed = [
-        (key, value_text(value), value_text(defaults[key]) if key in defaults else absent[key])
-        for key, value in given.items()
+        (key, value_text(value), value_text(defaults[key]) if key in defaults else default_text[key])
+        for key, value in options.items()
         if key not in defaults or defaults[key] != value
     ]
-    first: Block = "Every option has its default value."
+    changes: Block = "Every option has its default value."
     if changed:
-        first = Table(("option", "this run", "default"), changed)
-    whole = Table(("option", "value"), [(key, value_text(value)) for key, value in given.items()])
-    return [first, Details("The whole configuration", [whole])]
+        changes = Table(("option", "this run", "default"), changed)
+    all_options = Table(("option", "value"), [(key, value_text(value)) for key, value in options.items()])
+    return [changes, Details("The whole configuration", [all_options])]
 
 
-def _defaults(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the default of every option; options of an optimizer or schedule have those of the chosen one."""
-    standard = RunConfig()
+def _default_options(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the default of every option; for the options of the optimizer and schedule, those of the chosen one."""
+    plain = RunConfig()
     chosen = {
-        part: {"name": name}
-        for part in ("optim", "schedule")
-        if (name := text(mapping(config.get(part)).get("name")))
+        section: {"name": name}
+        for section in ("optim", "schedule")
+        if (name := text(mapping(config.get(section)).get("name")))
     }
     try:
-        base = RunConfig.model_validate(chosen)
+        defaults = RunConfig.model_validate(chosen)
     except ValidationError:  # an optimizer or schedule that this version does not have
-        base = standard
-    names = {f"{part}.name": getattr(standard, part).name for part in chosen}
-    return {**flatten(base.model_dump(mode="json")), **names}
+        defaults = plain
+    plain_names = {f"{section}.name": getattr(plain, section).name for section in chosen}
+    return {**flatten(defaults.model_dump(mode="json")), **plain_names}

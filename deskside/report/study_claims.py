@@ -1,4 +1,4 @@
-"""Published claims and their measurements: a section of the report, and a separate document."""
+"""Published claims and their verdicts, as a section of a study's report and as a separate document."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -19,7 +19,7 @@ from deskside.study.claims.claim_results import judge, number_text, with_unit
 from deskside.study.results import ClaimResult, Results
 from deskside.utils.format import plural
 
-# Most important first: verdict -> (its plural form, its definition).
+# Verdict -> (its plural form, its definition), the most important first.
 VERDICTS = {
     "contradicted": (
         "contradicted",
@@ -52,31 +52,31 @@ VERDICTS = {
     "needs other hardware": ("need other hardware", "This machine cannot say"),
     "not measured": ("not measured", "No finished trial speaks to it, or nothing here can"),
 }
-HEAD = ("claim", "source", "claimed", "measured or computed here", "seeds", "scale")
+HEADER = ("claim", "source", "claimed", "measured or computed here", "seeds", "scale")
 
 
 def claims_section(results: Results) -> Section:
-    """Return the counts, the table of claims, and an explanation of each contradicted claim."""
-    explained = [_explained(claim) for claim in results.claims if claim.verdict == "contradicted"]
+    """Return the section with the number of claims per verdict, the table of claims, and the explanations."""
+    contradicted = [_explanation(claim) for claim in results.claims if claim.verdict == "contradicted"]
     judged = [claim for claim in results.claims if claim.verdict != "not measured"]
     blocks: list[Block] = [verdict_counts(results)]
     if judged:
         blocks.append(_table(judged))
-    if explained:
-        blocks += ["Why some are contradicted:", Bullets(tuple(explained))]
-    others = [_explained(c) for c in judged if c.verdict != "contradicted" and c.explanation]
-    open_ = [_explained(c) for c in results.claims if c.verdict == "not measured"]
+    if contradicted:
+        blocks += ["Why some are contradicted:", Bullets(tuple(contradicted))]
+    others = [_explanation(c) for c in judged if c.verdict != "contradicted" and c.explanation]
+    not_measured = [_explanation(c) for c in results.claims if c.verdict == "not measured"]
     if others:
         blocks.append(Details(f"Notes on the others ({len(others)})", (Bullets(tuple(others)),)))
-    if open_:
-        blocks.append(Details(f"Not measured ({len(open_)})", (Bullets(tuple(open_)),)))
+    if not_measured:
+        blocks.append(Details(f"Not measured ({len(not_measured)})", (Bullets(tuple(not_measured)),)))
     return Section("Claims", tuple(blocks))
 
 
-def with_others(results: Results, others: Sequence[Results]) -> Results:
-    """Return a study whose claims are judged again by its own trials and those of other studies, which it names."""
+def judge_with_others(results: Results, others: Sequence[Results]) -> Results:
+    """Return `results` with its claims judged by its own trials and those of `others`, which its notes then list."""
     notes = [
-        f"Also: study {other.name} of {other.created[:10]} on {_card(other)}: "
+        f"Also: study {other.name} of {other.created[:10]} on {_device_name(other)}: "
         + "; ".join(f"{g.heading} ({g.budget or 'no budget recorded'})" for g in other.groups)
         + "."
         for other in others
@@ -85,34 +85,34 @@ def with_others(results: Results, others: Sequence[Results]) -> Results:
 
 
 def claims_markdown(results: Results) -> str:
-    """Return the claims as Markdown: by verdict, with method and machine, without plots."""
+    """Return the document of all claims as Markdown."""
     return render_markdown(claims_document(results), Path("."))
 
 
 def claims_document(results: Results) -> ReportDocument:
-    """Return the document of `claims_markdown`."""
+    """Return a document with the claims by verdict, how they were measured, and the machine."""
     sections = []
-    order = [*VERDICTS, *dict.fromkeys(c.verdict for c in results.claims if c.verdict not in VERDICTS)]
-    for verdict in order:
-        members = [claim for claim in results.claims if claim.verdict == verdict]
-        if not members:
+    verdicts = [*VERDICTS, *dict.fromkeys(c.verdict for c in results.claims if c.verdict not in VERDICTS)]
+    for verdict in verdicts:
+        claims = [claim for claim in results.claims if claim.verdict == verdict]
+        if not claims:
             continue
         blocks: list[Block] = [f"{VERDICTS[verdict][1]}."] if verdict in VERDICTS else []
-        blocks.append(_table(members, verdicts=False))
-        told = [_explained(c) for c in members if c.explanation or verdict == "contradicted"]
-        if told:
-            blocks.append(Bullets(tuple(told)))
+        blocks.append(_table(claims, show_verdict=False))
+        explanations = [_explanation(c) for c in claims if c.explanation or verdict == "contradicted"]
+        if explanations:
+            blocks.append(Bullets(tuple(explanations)))
         sections.append(Section(verdict.capitalize(), tuple(blocks)))
     if not results.claims:
         sections.append(Section("Claims", ("This study speaks to no claim.",)))
-    family = sum(claim.p is not None for claim in results.claims)
+    with_interval = sum(claim.p is not None for claim in results.claims)
     seeds = sorted({claim.n for claim in results.claims if claim.n})
     span = " to ".join(dict.fromkeys((str(seeds[0]), str(seeds[-1])))) if seeds else ""
-    lines = [
+    method = [
         "A measured claim is one comparison of two arms, paired by seed, with its interval of 95 %. What a data sheet "
         "or arithmetic answers has no seeds, and its scale says what it is: published, computed or modelled.",
-        f"Decisions about the {family} claims with an interval are adjusted for their number by the rule of Benjamini "
-        "and Hochberg at 5 %; intervals are not (docs/statistics.md).",
+        f"Decisions about the {with_interval} claims with an interval are adjusted for their number by the rule of "
+        "Benjamini and Hochberg at 5 %; intervals are not (docs/statistics.md).",
         '"Shared host" marks a speed or a power draw that was measured while other trials ran on the same host.',
         f"Study: {results.name}. {results.question}".strip(),
         *(
@@ -123,7 +123,7 @@ def claims_document(results: Results) -> ReportDocument:
         *results.notes,
     ]
     sections += [
-        Section("How this was measured", (Bullets(tuple(lines)),)),
+        Section("How this was measured", (Bullets(tuple(method)),)),
         Section(
             "Machine",
             (Table(("what", "value", "source"), tuple(provenance_rows(results.machine, "measured"))),),
@@ -134,49 +134,49 @@ def claims_document(results: Results) -> ReportDocument:
 
 def verdict_counts(results: Results) -> str:
     """Return a sentence like "32 claims: 3 contradicted, 10 hold. Measured on NVIDIA H100."."""
-    found = {verdict: sum(c.verdict == verdict for c in results.claims) for verdict in VERDICTS}
-    told = ", ".join(
+    counts = {verdict: sum(c.verdict == verdict for c in results.claims) for verdict in VERDICTS}
+    counts_text = ", ".join(
         f"{count} {verdict if count == 1 else VERDICTS[verdict][0]}"
-        for verdict, count in found.items()
+        for verdict, count in counts.items()
         if count
     )
-    card = _card(results)
-    where = f" Measured on {card}." if card else ""
-    return f"{plural(len(results.claims), 'claim')}: {told or 'none judged'}.{where}"
+    device = _device_name(results)
+    where = f" Measured on {device}." if device else ""
+    return f"{plural(len(results.claims), 'claim')}: {counts_text or 'none judged'}.{where}"
 
 
-def _card(results: Results) -> str:
+def _device_name(results: Results) -> str:
     gpu = results.machine.get("gpu")
     return text(mapping(gpu).get("name")) or text(gpu) or text(results.machine.get("device")) or ""
 
 
-def measured(claim: ClaimResult) -> str:
+def measured_text(claim: ClaimResult) -> str:
     """Return the measured value with its unit and interval: `+4.1 % (+3.2 to +4.9)`, `$5.31`, `not measured`."""
-    middle, low, high = number(claim.measured), number(claim.low), number(claim.high)
-    if middle is None:
+    value, low, high = number(claim.measured), number(claim.low), number(claim.high)
+    if value is None:
         return "not measured"
     sign = "+" if claim.unit == "%" else ""
-    shown = with_unit(middle, claim.unit, sign)
-    if low is None or high is None or low == middle == high:
-        return shown
-    return f"{shown} ({number_text(low, sign)} to {number_text(high, sign)})"
+    value_with_unit = with_unit(value, claim.unit, sign)
+    if low is None or high is None or low == value == high:
+        return value_with_unit
+    return f"{value_with_unit} ({number_text(low, sign)} to {number_text(high, sign)})"
 
 
-def _explained(claim: ClaimResult) -> str:
+def _explanation(claim: ClaimResult) -> str:
     return f"{claim.text}: {claim.explanation or 'no explanation has been written yet.'}"
 
 
-def _table(claims: Iterable[ClaimResult], verdicts: bool = True) -> Table:
+def _table(claims: Iterable[ClaimResult], show_verdict: bool = True) -> Table:
     rows = tuple(
         (
             claim.text,
             claim.source,
             claim.claimed,
-            measured(claim),
+            measured_text(claim),
             str(claim.n) if claim.n else "",
             claim.scale,
-            *((claim.verdict,) if verdicts else ()),
+            *((claim.verdict,) if show_verdict else ()),
         )
         for claim in claims
     )
-    return Table((*HEAD, "verdict") if verdicts else HEAD, rows)
+    return Table((*HEADER, "verdict") if show_verdict else HEADER, rows)

@@ -1,4 +1,4 @@
-"""Content of a study's report, section by section. The statistics are the study's own."""
+"""The content of a study's report, section by section. All statistics are read from the study's results."""
 
 import shlex
 from collections import Counter
@@ -21,10 +21,10 @@ from deskside.report.study_tables import (
     all_numbers,
     all_trials,
     arms_table,
-    finished_trials,
-    fronts,
-    interactions,
-    missing_numbers,
+    finished_trial_counts,
+    front_table,
+    interaction_blocks,
+    missing_metrics,
     unfinished_trials,
 )
 from deskside.study.narrative.findings import GOALS, insights
@@ -32,11 +32,11 @@ from deskside.study.results import NO_DIFFERENCE, TOO_FEW, Group, Results, statu
 from deskside.study.stats.metrics import PRIMARY, SPEED, metric_named
 from deskside.utils.format import plural
 
-MAX_SENTENCES = 4  # per goal, before the rest is folded
-TIMED = "of training"  # a budget in time ends so
-DESIGNS = {"full": "every combination", "one-at-a-time": "the baseline, and each other level alone"}
+MAX_SHOWN = 4  # findings per goal; the others are folded
+TIME_BUDGET_SUFFIX = "of training"  # end of the text of a budget in training time
+DESIGN_TEXT = {"full": "every combination", "one-at-a-time": "the baseline, and each other level alone"}
 NOTHING_FINISHED = "Nothing yet: no trial has finished."
-METHODS = {
+METHOD_NOTES = {
     "paired t": (
         "Intervals are Student's t at 95 %, each for its one number, of logarithms of ratios seed by seed. A "
         "difference is called higher or lower only if it also holds among all comparisons of that metric in its group "
@@ -49,43 +49,48 @@ METHODS = {
 
 
 def compose(
-    results: Results, folder: Path, images: dict[str, list[Image]], absent: dict[str, list[str]]
+    results: Results, folder: Path, images: dict[str, list[Image]], missing: dict[str, list[str]]
 ) -> ReportDocument:
-    """Return the report of the study in `folder`. `images` and `absent` hold the plots by group, drawn already."""
+    """Return the report of the study in `folder`.
+
+    `images` has the drawn plots of each group, and `missing` a sentence for each plot that could not be drawn.
+    """
     one_group = len(results.groups) == 1
     groups = [
         Section(
             "Results" if one_group else group.heading,
-            _group(results, group, images.get(group.name, []), absent.get(group.name, [])),
+            _group_blocks(results, group, images.get(group.name, []), missing.get(group.name, [])),
         )
         for group in results.groups
     ]
     sections = [
-        Section("What the data says", _findings(results)),
-        Section("Setup", _setup(results)),
+        Section("What the data says", _finding_blocks(results)),
+        Section("Setup", _setup_blocks(results)),
         *groups,
         *([claims_section(results)] if results.claims else []),
-        Section("Do the factors act independently?", interactions(results)),
-        Section("Best trade-offs (Pareto fronts)", fronts(results)),
+        Section("Do the factors act independently?", interaction_blocks(results)),
+        Section("Best trade-offs (Pareto fronts)", front_table(results)),
         Section("Trials that did not finish", [*unfinished_trials(results), all_trials(results)]),
-        Section("What was not measured", missing_numbers(results)),
-        Section("How arms were compared", _method(results)),
-        Section("Machine", _machine(results)),
+        Section("What was not measured", missing_metrics(results)),
+        Section("How arms were compared", _method_notes(results)),
+        Section("Machine", _machine_blocks(results)),
         Section("Commands", [CodeBlock("\n".join(commands(results, folder)))]),
     ]
     return ReportDocument(f"Study {results.name}", verdict(results), sections)
 
 
 def verdict(results: Results) -> str:
-    """Return the main findings in one line, and whether the study is complete."""
-    done, total = finished_trials(results.arms)
-    if not done:
-        ended = Counter(trial.status for arm in results.arms for trial in arm.trials)
-        how = ", ".join(f"{count} {status_text(name)}" for name, count in ended.items())
-        return f"Nothing to compare yet: no trial has finished ({how or 'none has started'})."
+    """Return the main findings in one line, and a note if the study is not complete."""
+    finished, total = finished_trial_counts(results.arms)
+    if not finished:
+        statuses = Counter(trial.status for arm in results.arms for trial in arm.trials)
+        status_counts = ", ".join(f"{count} {status_text(name)}" for name, count in statuses.items())
+        return f"Nothing to compare yet: no trial has finished ({status_counts or 'none has started'})."
     claims = [verdict_counts(results)] if results.claims else []
     best = insights(results, "quality")[:1] if len(results.groups) == 1 else []
-    state = "" if results.complete else f"The study is not complete: {done} of {total} trials have finished."
+    state = (
+        "" if results.complete else f"The study is not complete: {finished} of {total} trials have finished."
+    )
     return " ".join(line for line in (*claims, *best, _comparison_counts(results), state) if line)
 
 
@@ -93,17 +98,19 @@ def _comparison_counts(results: Results) -> str:
     """Return how many arms are better or worse than their baselines in each primary metric."""
     parts = []
     for key in PRIMARY:
-        found: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
         for arm in results.arms:
-            if (c := arm.comparison(key)) is not None:
-                word = c.verdict
-                if word in ("lower", "higher", "exact"):
-                    sign = c.relative if metric_named(key).better == "higher" else -c.relative
-                    word = "better" if sign > 0 else "worse" if sign < 0 else "the same"
-                found[word] += 1
+            if (comparison := arm.comparison(key)) is not None:
+                outcome = comparison.verdict
+                if outcome in ("lower", "higher", "exact"):
+                    improvement = (
+                        comparison.relative if metric_named(key).better == "higher" else -comparison.relative
+                    )
+                    outcome = "better" if improvement > 0 else "worse" if improvement < 0 else "the same"
+                counts[outcome] += 1
         order = ("better", "worse", "the same", NO_DIFFERENCE, TOO_FEW)
-        counts = ", ".join(f"{found[word]} {word}" for word in order if found[word])
-        parts += [f"{metric_named(key).label}: {counts}"] if counts else []
+        counts_text = ", ".join(f"{counts[outcome]} {outcome}" for outcome in order if counts[outcome])
+        parts += [f"{metric_named(key).label}: {counts_text}"] if counts_text else []
     if not parts:
         return ""
     arms = sum(any(arm.comparison(key) for key in PRIMARY) for arm in results.arms)
@@ -112,48 +119,48 @@ def _comparison_counts(results: Results) -> str:
     return f"{plural(arms, 'arm')}{note} against their baselines: {'; '.join(parts)}."
 
 
-def _findings(results: Results) -> list[Block]:
-    """Return all findings of a single group, or the best of each group, whose sections have the rest."""
+def _finding_blocks(results: Results) -> list[Block]:
+    """Return all findings if there is one group, else the main ones of each group; the others are in its section."""
     if len(results.groups) == 1:
-        return _sentences(results) or [NOTHING_FINISHED]
+        return _findings_by_goal(results) or [NOTHING_FINISHED]
     lines = [
         f"{group.heading}: {sentence}"
         for group in results.groups
         for goal in ("quality", "speed")
-        for sentence in insights(_only(results, group), goal)[:1]
+        for sentence in insights(_only_group(results, group), goal)[:1]
     ]
     return [Bullets(lines)] if lines else [NOTHING_FINISHED]
 
 
-def _sentences(results: Results) -> list[Block]:
-    """Return the findings of one group by goal, each sentence once, the less important ones folded."""
+def _findings_by_goal(results: Results) -> list[Block]:
+    """Return the findings of a group by goal, each sentence only once, with the less important ones folded."""
     seen: set[str] = set()
     blocks: list[Block] = []
     for goal in GOALS:
-        fresh = [sentence for sentence in insights(results, goal) if sentence not in seen]
-        seen.update(fresh)
-        if fresh:
-            blocks += [f"For {goal}:", Bullets(fresh[:MAX_SENTENCES])]
-        if rest := fresh[MAX_SENTENCES:]:
+        new = [sentence for sentence in insights(results, goal) if sentence not in seen]
+        seen.update(new)
+        if new:
+            blocks += [f"For {goal}:", Bullets(new[:MAX_SHOWN])]
+        if rest := new[MAX_SHOWN:]:
             blocks.append(Details(f"{len(rest)} more for {goal}", [Bullets(rest)]))
     return blocks
 
 
-def _only(results: Results, group: Group) -> Results:
+def _only_group(results: Results, group: Group) -> Results:
     """Return the study as if it had only this group."""
     return replace(results, groups=[group], arms=results.arms_in(group))
 
 
-def _method(results: Results) -> list[Block]:
-    """Return how differences, intervals and verdicts are computed, and what they do not show."""
+def _method_notes(results: Results) -> list[Block]:
+    """Return notes on how differences, intervals and verdicts are computed, and on what they do not show."""
     notes = [
         "Differences are paired: a trial is compared with its baseline's trial of the same seed, which has the same "
         "data order. A seed that one of the two lacks is left out.",
         "\u201cNo difference shown\u201d proves nothing: the interval says how large a difference may still be.",
     ]
-    used = dict.fromkeys(c.method for arm in results.arms for c in arm.comparisons)
-    notes += [METHODS.get(one, f"Method: {one}.") for one in used if one]
-    if any(group.budget.endswith(TIMED) for group in results.groups):
+    methods = dict.fromkeys(comparison.method for arm in results.arms for comparison in arm.comparisons)
+    notes += [METHOD_NOTES.get(method, f"Method: {method}.") for method in methods if method]
+    if any(group.budget.endswith(TIME_BUDGET_SUFFIX) for group in results.groups):
         notes.append(
             "In a budget of time a slower arm sees fewer tokens, and its learning rate decays over the steps that it "
             "has. The final loss is therefore what the time buys. Loss at equal tokens is read off each arm's curve: a "
@@ -169,14 +176,14 @@ def _method(results: Results) -> list[Block]:
 
 
 def commands(results: Results, folder: Path) -> list[str]:
-    """Return commands that continue from this study."""
+    """Return commands to run next."""
     where = shlex.quote(str(folder))
     lines = [f"deskside report {where}", f"deskside dashboard {shlex.quote(str(folder.parent))}"]
     return lines if results.complete else [f"deskside study {where} --resume", *lines]
 
 
-def _setup(results: Results) -> list[Block]:
-    done, total = finished_trials(results.arms)
+def _setup_blocks(results: Results) -> list[Block]:
+    finished, total = finished_trial_counts(results.arms)
     rows = []
     for group in results.groups:
         factors = "; ".join(f"{factor.label}: {', '.join(factor.levels)}" for factor in group.factors)
@@ -185,45 +192,46 @@ def _setup(results: Results) -> list[Block]:
             *([("group", group.heading)] if len(results.groups) > 1 else []),
             ("base", group.base),
             ("varied", factors or "nothing"),
-            ("design", DESIGNS.get(group.design, group.design) + within),
+            ("design", DESIGN_TEXT.get(group.design, group.design) + within),
             ("arms", str(len(results.arms_in(group)))),
-            ("budget of every arm", _budget(group)),
+            ("budget of every arm", _budget_text(group)),
         ]
     rows += [
         ("seeds", ", ".join(str(seed) for seed in results.seeds)),
-        ("trials", f"{done} of {total} finished"),
+        ("trials", f"{finished} of {total} finished"),
         ("memory", f"{100 * results.memory_fraction:.0f} % of the device for every trial"),
         ("started", results.created or "not recorded"),
         ("newest result", results.updated or "not recorded"),
     ]
-    question: list[Block] = [results.question] if results.question else []
-    return [*question, Table(("setting", "value"), rows)]
+    opening: list[Block] = [results.question] if results.question else []
+    return [*opening, Table(("setting", "value"), rows)]
 
 
-def _budget(group: Group) -> str:
-    excluded = "; compile, evaluation and checkpoints are not counted" if group.budget.endswith(TIMED) else ""
-    return (group.budget or "not recorded") + excluded
+def _budget_text(group: Group) -> str:
+    if group.budget.endswith(TIME_BUDGET_SUFFIX):
+        return f"{group.budget}; compile, evaluation and checkpoints are not counted"
+    return group.budget or "not recorded"
 
 
-def _group(results: Results, group: Group, images: list[Image], absent: list[str]) -> list[Block]:
+def _group_blocks(results: Results, group: Group, images: list[Image], missing: list[str]) -> list[Block]:
     if not results.arms_in(group):
         return ["This group has no arms."]
     several, factors = len(results.groups) > 1, ", ".join(factor.label for factor in group.factors)
-    opening = f"Base {group.base}; varied: {factors or 'nothing'}; budget per arm: {_budget(group)}."
+    opening = f"Base {group.base}; varied: {factors or 'nothing'}; budget per arm: {_budget_text(group)}."
     return [
         *([opening] if several else []),
         arms_table(results, group),
         "In brackets: intervals over seeds. Differences are from the baseline, paired by seed. Measured.",
         *images,
-        *(_sentences(_only(results, group)) if several else []),
-        *([Bullets(absent)] if absent else []),
+        *(_findings_by_goal(_only_group(results, group)) if several else []),
+        *([Bullets(missing)] if missing else []),
         *all_numbers(results, group),
     ]
 
 
-def _machine(results: Results) -> list[Block]:
+def _machine_blocks(results: Results) -> list[Block]:
     if not results.machine:
         return ["The machine is not recorded."]
     table = Table(("quantity", "value", "source"), provenance_rows(results.machine, "measured"))
-    used = sorted({trial.device for arm in results.arms for trial in arm.trials if trial.device})
-    return [table, *([f"Devices used: {', '.join(used)}."] if used else [])]
+    devices = sorted({trial.device for arm in results.arms for trial in arm.trials if trial.device})
+    return [table, *([f"Devices used: {', '.join(devices)}."] if devices else [])]

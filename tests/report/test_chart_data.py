@@ -27,7 +27,7 @@ def test_every_mean_is_inside_and_every_end_is_drawn_or_marked(found: list[Estim
     assert math.isfinite(start) and math.isfinite(stop) and (start > 0 or not log)
     for one in found:
         assert start <= one.mean <= stop
-        cut = chart_data.interval(one, (start, stop))
+        cut = chart_data.to_interval(one, (start, stop))
         assert start <= cut.low <= one.mean <= cut.high <= stop
         assert cut.clipped_low == (one.low is not None and one.low < start)
         assert cut.clipped_high == (one.high is not None and one.high > stop)
@@ -45,8 +45,8 @@ def test_where_all_intervals_are_wide_they_are_drawn_whole() -> None:
         end
         for one in found
         for end in (
-            chart_data.interval(one, chart_data.axis_range(found)).clipped_low,
-            chart_data.interval(one, chart_data.axis_range(found)).clipped_high,
+            chart_data.to_interval(one, chart_data.axis_range(found)).clipped_low,
+            chart_data.to_interval(one, chart_data.axis_range(found)).clipped_high,
         )
     )
 
@@ -58,6 +58,6 @@ def test_wide_is_said_of_means_alone() -> None:
 
 
 def test_relative_differences_reach_three_times_the_largest() -> None:
-    assert chart_data.difference_limit([1.0, -2.0], [400.0]) == pytest.approx(1.12 * 6)
-    assert chart_data.difference_limit([1.0, -2.0], [-3.0]) == pytest.approx(1.12 * 3)
-    assert chart_data.difference_limit([0.0], []) > 0
+    assert chart_data.difference_half_range([1.0, -2.0], [400.0]) == pytest.approx(1.12 * 6)
+    assert chart_data.difference_half_range([1.0, -2.0], [-3.0]) == pytest.approx(1.12 * 3)
+    assert chart_data.difference_half_range([0.0], []) > 0

@@ -17,9 +17,9 @@ from PIL import Image
 
 from deskside.report.canvas import Plot, wrapped
 from deskside.report.chart_data import most_different
-from deskside.report.charts import bars, bubbles, forest, front, heat_maps
-from deskside.report.curves import curves
-from deskside.report.study_figures import draw, plots
+from deskside.report.charts import draw_bars, draw_bubbles, draw_forest, draw_front, draw_heat_maps
+from deskside.report.curves import draw_curves
+from deskside.report.study_figures import draw, draw_group
 from deskside.study.results import Arm, Factor, Group, Results
 from deskside.study.stats.compare import compare
 from deskside.utils.format import printable
@@ -77,8 +77,8 @@ def many(count: int) -> Results:
 
 @pytest.mark.parametrize("key", ["val_bpb", "tokens_per_second"])
 def test_forest_marks_stand_where_the_comparisons_are(key: str) -> None:
-    found = drawn(forest(RESULTS, GROUP, key))
-    axes = found.canvas.axes[0]
+    found = drawn(draw_forest(RESULTS, GROUP, key))
+    axes = found.figure.axes[0]
     marks = sorted(float(line.get_xdata()[0]) for line in axes.lines if line.get_label() == "difference")
     known = sorted(100 * r for arm in RESULTS.arms if (r := relative(arm, key)) is not None)
     assert marks == pytest.approx(known)
@@ -103,7 +103,7 @@ def test_forest_marks_stand_where_the_comparisons_are(key: str) -> None:
 
 def test_forest_of_one_seed_draws_crosses_and_no_lines() -> None:
     results = compare(made.results(seeds=1))
-    axes = drawn(forest(results, GROUP, "val_bpb")).canvas.axes[0]
+    axes = drawn(draw_forest(results, GROUP, "val_bpb")).figure.axes[0]
     marks = [line for line in axes.lines if line.get_label() == "difference"]
     assert marks and all(line.get_marker() == "x" for line in marks)
     assert not [line for line in axes.lines if line.get_label() == "interval"]
@@ -112,8 +112,8 @@ def test_forest_of_one_seed_draws_crosses_and_no_lines() -> None:
 
 def test_forest_keeps_forty_rows_best_first() -> None:
     results = many(46)
-    found = drawn(forest(results, results.groups[0], "val_bpb"))
-    names = [label.get_text() for label in found.canvas.axes[0].get_yticklabels()]
+    found = drawn(draw_forest(results, results.groups[0], "val_bpb"))
+    names = [label.get_text() for label in found.figure.axes[0].get_yticklabels()]
     assert names == [f"arm {place}" for place in range(6, 46)]  # the five that differ least are left out
     assert "5 of 45 arms are left out" in found.caption
 
@@ -126,15 +126,15 @@ def test_one_arm_far_away_does_not_press_the_others_together() -> None:
     results = compare(
         replace(results, arms=[results.arms[0], replace(results.arms[1], trials=far), *results.arms[2:]])
     )
-    axes = drawn(forest(results, results.groups[0], "val_bpb")).canvas.axes[0]
+    axes = drawn(draw_forest(results, results.groups[0], "val_bpb")).figure.axes[0]
     assert axes.get_xscale() == "symlog"
     marks = [line.get_xdata()[0] for line in axes.lines if line.get_label() == "difference"]
     assert max(marks) == pytest.approx(300, rel=0.02)
 
 
 def test_bars_have_the_means_and_the_intervals() -> None:
-    found = drawn(bars(RESULTS, GROUP, "tokens_per_second"))
-    axes = found.canvas.axes[0]
+    found = drawn(draw_bars(RESULTS, GROUP, "tokens_per_second"))
+    axes = found.figure.axes[0]
     estimates = [arm.estimates["tokens_per_second"] for arm in RESULTS.arms]
     assert [bar.get_width() for bar in axes.patches] == pytest.approx([e.mean for e in estimates])
     assert [bool(bar.get_hatch()) for bar in axes.patches] == [arm.emulated for arm in RESULTS.arms]
@@ -142,19 +142,19 @@ def test_bars_have_the_means_and_the_intervals() -> None:
     drawn_ends = sorted(x for one in errors for x in one.lines[2][0].get_segments()[0][:, 0])
     assert drawn_ends == pytest.approx(sorted(end for e in estimates for end in (e.low, e.high)))
     assert "tokens/s" in axes.get_xlabel() and "emulated" in found.caption
-    memory = drawn(bars(RESULTS, GROUP, "peak_memory_gib")).canvas.axes[0]
+    memory = drawn(draw_bars(RESULTS, GROUP, "peak_memory_gib")).figure.axes[0]
     assert not any(bar.get_hatch() for bar in memory.patches)  # memory is not emulated
 
 
 def test_bars_say_why_an_arm_has_none() -> None:
-    found = drawn(bars(compare(made.results(seeds=1)), GROUP, "tokens_per_second"))
-    assert {"out of memory", "diverged"} <= set(texts(found.canvas.axes[0]))
+    found = drawn(draw_bars(compare(made.results(seeds=1)), GROUP, "tokens_per_second"))
+    assert {"out of memory", "diverged"} <= set(texts(found.figure.axes[0]))
     assert "1 seed, so no interval" in found.caption
-    assert "No bars" in str(bars(compare(made.results(gpu=False)), GROUP, "watts"))
+    assert "No bars" in str(draw_bars(compare(made.results(gpu=False)), GROUP, "watts"))
 
 
 def test_bubbles_stand_at_memory_and_speed_and_grow_with_parameters() -> None:
-    axes = drawn(bubbles(RESULTS, GROUP)).canvas.axes[0]
+    axes = drawn(draw_bubbles(RESULTS, GROUP)).figure.axes[0]
     found = [one for one in axes.collections if isinstance(one, PathCollection)]
     expected = [
         (a.estimates["peak_memory_gib"].mean, a.estimates["tokens_per_second"].mean) for a in RESULTS.arms
@@ -170,7 +170,7 @@ def test_bubbles_stand_at_memory_and_speed_and_grow_with_parameters() -> None:
 
 def test_front_fills_the_arms_that_are_on_it() -> None:
     found = next(f for f in RESULTS.fronts if f.metrics == ["tokens_per_second", "val_bpb"])
-    axes = drawn(front(RESULTS, GROUP, found)).canvas.axes[0]
+    axes = drawn(draw_front(RESULTS, GROUP, found)).figure.axes[0]
     filled = {float(line.get_xdata()[0]) for line in axes.lines if line.get_marker() == "s"}
     on = [RESULTS.arm(name) for name in found.arms]
     assert filled == {arm.estimates["tokens_per_second"].mean for arm in on if arm is not None}
@@ -181,9 +181,9 @@ def test_front_fills_the_arms_that_are_on_it() -> None:
 
 @pytest.mark.parametrize("across", ["seconds", "tokens"])
 def test_curves_are_the_mean_over_seeds(across: str) -> None:
-    found = drawn(curves(RESULTS, GROUP, across))
-    assert len(found.canvas.axes) == 2  # a panel for each size
-    axes = found.canvas.axes[0]
+    found = drawn(draw_curves(RESULTS, GROUP, across))
+    assert len(found.figure.axes) == 2  # a panel for each size
+    axes = found.figure.axes[0]
     lines = {line.get_label(): line for line in axes.lines if not str(line.get_label()).startswith("_")}
     assert set(lines) == {"baseline", "GQA on", "FP4 on", "GQA on, FP4 on"}
     assert len({str(line.get_linestyle()) + str(line.get_marker()) for line in lines.values()}) >= 3
@@ -197,7 +197,7 @@ def test_curves_are_the_mean_over_seeds(across: str) -> None:
     assert "mean over 2 to 3 seeds" in found.caption
     named = [text.get_text() for text in axes.texts]
     assert "baseline" in named and len(named) == 4
-    labels = found.canvas.axes[1].get_xlabel()
+    labels = found.figure.axes[1].get_xlabel()
     assert labels == {"seconds": "training time (min)", "tokens": "training tokens"}[across]
 
 
@@ -208,36 +208,36 @@ def test_curves_take_the_training_loss_where_nothing_was_evaluated_on_the_way() 
         )
         for arm in RESULTS.arms
     ]
-    found = drawn(curves(replace(RESULTS, arms=arms), GROUP, "tokens"))
-    assert found.canvas.axes[0].get_ylabel() == "training loss\n(nats per token)"
+    found = drawn(draw_curves(replace(RESULTS, arms=arms), GROUP, "tokens"))
+    assert found.figure.axes[0].get_ylabel() == "training loss\n(nats per token)"
     empty = [replace(arm, trials=[replace(t, curve=[]) for t in arm.trials]) for arm in RESULTS.arms]
-    assert "No curves" in str(curves(replace(RESULTS, arms=empty), GROUP, "tokens"))
+    assert "No curves" in str(draw_curves(replace(RESULTS, arms=empty), GROUP, "tokens"))
 
 
 def test_curves_show_at_most_six_arms_of_a_baseline() -> None:
     results = many(12)
-    found = drawn(curves(results, results.groups[0], "tokens"))
-    names = {str(line.get_label()) for line in found.canvas.axes[0].lines}
+    found = drawn(draw_curves(results, results.groups[0], "tokens"))
+    names = {str(line.get_label()) for line in found.figure.axes[0].lines}
     assert {"baseline", "arm 11", "arm 10", "arm 9", "arm 8", "arm 7"} == names
     assert "6 of 12 arms are left out" in found.caption
 
 
 def test_heat_map_of_two_factors_and_of_many() -> None:
-    (found,) = heat_maps(RESULTS, GROUP)
-    words = texts(drawn(found).canvas.axes[0])
+    (found,) = draw_heat_maps(RESULTS, GROUP)
+    words = texts(drawn(found).figure.axes[0])
     assert len(words) == 6 * 4  # the arms that are no baseline; loss, speed, memory, energy
     assert words[1] == "-20.2 %" and any(word.startswith("(") for word in words)
     group = replace(GROUP, factors=[GROUP.factors[0], GROUP.factors[1]])
     two = replace(RESULTS, groups=[group], arms=[arm for arm in RESULTS.arms if arm.levels["fp4"] == "off"])
-    maps = [drawn(one) for one in heat_maps(two, group)]
+    maps = [drawn(one) for one in draw_heat_maps(two, group)]
     assert [one.name for one in maps] == ["heat_val_bpb", "heat_tokens_per_second", "heat_peak_memory_gib"]
-    speed = maps[1].canvas.axes[0]
+    speed = maps[1].figure.axes[0]
     assert texts(speed) == ["baseline", "baseline", "+9.62 %", "+9.95 %"]
     assert [tick.get_text() for tick in speed.get_xticklabels()] == ["small", "medium"]
     assert speed.get_title(loc="left") == "down: grouped-query attention; across: size"
     other = replace(group, factors=[GROUP.factors[0], GROUP.factors[2]])
     fp4 = replace(two, groups=[other], arms=[arm for arm in RESULTS.arms if arm.levels["gqa"] == "off"])
-    emulated = texts(drawn(heat_maps(fp4, other)[1]).canvas.axes[0])
+    emulated = texts(drawn(draw_heat_maps(fp4, other)[1]).figure.axes[0])
     assert emulated == ["baseline", "baseline", "-20.2 %\nemulated", "-20.0 %\nemulated"]
     shades = speed.images[0].get_array()
     assert shades[1, 1] < shades[1, 0] < shades[0, 0]  # faster is lighter
@@ -288,7 +288,7 @@ def test_numbers_that_are_damaged_draw_nothing_and_fail_nothing() -> None:
     comparisons = [replace(c, relative=math.inf, relative_low=None) for c in first.comparisons]
     arms = [RESULTS.arms[0], replace(first, estimates=estimates, comparisons=comparisons)]
     results = replace(RESULTS, arms=arms, fronts=[])
-    kept = [one for one in plots(results, GROUP) if isinstance(one, Plot)]
+    kept = [one for one in draw_group(results, GROUP) if isinstance(one, Plot)]
     assert "forest_val_bpb" not in {one.name for one in kept} and "loss_time" in {one.name for one in kept}
 
 

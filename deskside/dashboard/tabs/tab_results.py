@@ -6,7 +6,7 @@ from deskside.dashboard import tables
 from deskside.dashboard.components import problems, usable
 from deskside.dashboard.sidebar import Context, StudySelection
 from deskside.report import study_text
-from deskside.report.study_claims import measured
+from deskside.report.study_claims import measured_text
 from deskside.study.stats.metrics import metric_named
 from deskside.utils.format import plural
 
@@ -70,7 +70,7 @@ def _interactions(selection: StudySelection) -> None:
                 for name in (found.first, found.second)
             ),
             "in": metric_named(found.metric).label,
-            "effect of both beyond the sum of each": study_text.relative(
+            "effect of both beyond the sum of each": study_text.relative_text(
                 found.effect, found.low, found.high, found.verdict
             ),
             "seeds": found.n,
@@ -88,7 +88,7 @@ def _claims(selection: StudySelection) -> None:
         {
             "claim": claim.text,
             "claimed": claim.claimed,
-            "measured or computed here": measured(claim),
+            "measured or computed here": measured_text(claim),
             "verdict": claim.verdict,
             "seeds": claim.n,
             "scale": claim.scale,
