@@ -18,14 +18,14 @@ from benchmarks.step_config import configuration
 from deskside.budget.shape import flops_per_token, num_params
 from deskside.config.run import RunConfig
 from deskside.data.reading.loader import Batch, Loader, LoaderOptions
-from deskside.doctor.nvml import NvmlDevice, ask
+from deskside.doctor.nvml import NvmlDevice, query
 from deskside.probe.point import (
     BATCHES,
-    Ready,
-    Timer,
-    make_ready,
+    PreparedStep,
+    StepTimer,
     memory_peaks,
     optimizer_seconds,
+    prepare_step,
     quantile,
     random_batches,
 )
@@ -44,64 +44,66 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     of a prepared dataset) and `began`, the value of time.monotonic() when the command was given.
     """
     marks = {"imported": _since(spec)}  # seconds from the command to the end of each part of the start-up
-    ready, timer = _build(spec, marks)
-    device, config = ready.stepper.world.device, ready.config
+    prepared, timer = _build(spec, marks)
+    device, config = prepared.stepper.world.device, prepared.config
     environment_record.reset_peak_memory(device)
     timer.read(timer.launch())
     marks["first step done"] = _since(spec)
     if spec["warmup"] > 1:
         timer.run(0.0, spec["warmup"] - 1)
     flops = flops_per_token(config.model, config.batch.sequence_length)
-    phases = {"short": _phase(timer.run(0.0, spec["steps"]), ready, flops)}
+    phases = {"short": _phase(timer.run(0.0, spec["steps"]), prepared, flops)}
     if spec.get("hot_seconds"):
-        phases["hot"] = _phase(timer.run(spec["hot_seconds"], HOT_STEPS), ready, flops)
+        phases["hot"] = _phase(timer.run(spec["hot_seconds"], HOT_STEPS), prepared, flops)
     # The state of the GPU under load, not the idle state between two phases.
     card = _card(device, timer)
     memory = memory_peaks(device)
     result: dict[str, Any] = {
         "preset": spec["preset"],
-        "precision": ready.recipe,
+        "precision": prepared.recipe,
         "optimizer": config.optim.name,
         "params": num_params(config.model),
         "sequence_length": config.batch.sequence_length,
         "tokens": config.batch.tokens,
-        "micro_tokens": ready.fit.micro_rows * config.batch.sequence_length,
-        "accumulation": ready.fit.accumulation,
-        "attention": ready.attention,
-        "compile": ready.mode,
-        "native": ready.native,
+        "micro_tokens": prepared.fit.micro_rows * config.batch.sequence_length,
+        "accumulation": prepared.fit.accumulation,
+        "attention": prepared.attention,
+        "compile": prepared.mode,
+        "native": prepared.native,
         "data": spec.get("data") or "zipf",
         "phases": phases,
         "flops_per_token": flops,
-        "matmul_peak_tflops": ready.peak_flops / 1e12,
+        "matmul_peak_tflops": prepared.peak_flops / 1e12,
         "peak_allocated_gib": _gib(memory["peak_allocated_bytes"]),
         "peak_reserved_gib": _gib(memory["peak_reserved_bytes"]),
         "cold_start": marks,
-        "optimizer_ms": 1e3 * optimizer_seconds(ready.stepper, timer.batches[0]),
+        "optimizer_ms": 1e3 * optimizer_seconds(prepared.stepper, timer.batches[0]),
         "loss_first": timer.losses[0],
         "loss_last": timer.losses[-1],
         "finite": timer.finite,
         "card": card,
         "device": device.type,
         "torch": torch.__version__,
-        "notes": ready.notes,
+        "notes": prepared.notes,
     }
     if spec.get("profile"):
-        result["profile"] = _profile(ready, timer, phases["short"]["step_ms"]["median"])
+        result["profile"] = _profile(prepared, timer, phases["short"]["step_ms"]["median"])
     return result
 
 
-def _build(spec: Mapping[str, Any], marks: dict[str, float]) -> tuple[Ready, Timer]:
+def _build(spec: Mapping[str, Any], marks: dict[str, float]) -> tuple[PreparedStep, StepTimer]:
     def mark(done: str) -> None:
         marks[done] = _since(spec)
 
-    ready = make_ready(configuration(spec), mark)
-    device, rows = ready.stepper.world.device, ready.rows_per_step
+    prepared = prepare_step(configuration(spec), mark)
+    device, rows = prepared.stepper.world.device, prepared.rows_per_step
     if spec.get("data"):
-        batches = _real_batches(spec["data"], ready.config, ready.fit, rows, device)
+        batches = _real_batches(spec["data"], prepared.config, prepared.fit, rows, device)
     else:
-        batches = random_batches(ready.rows, ready.fit.micro_rows, rows, device)
-    return ready, Timer(ready.stepper, batches, ready.fit.accumulation, environment_record.Sensors(device))
+        batches = random_batches(prepared.rows, prepared.fit.micro_rows, rows, device)
+    return prepared, StepTimer(
+        prepared.stepper, batches, prepared.fit.accumulation, environment_record.Sensors(device)
+    )
 
 
 def _real_batches(
@@ -137,11 +139,13 @@ def _copies(batches: list[Batch]) -> list[Batch]:
     ]
 
 
-def _phase(run: tuple[list[float], list[dict[str, Any]]], ready: Ready, flops: float) -> dict[str, Any]:
+def _phase(
+    run: tuple[list[float], list[dict[str, Any]]], prepared: PreparedStep, flops: float
+) -> dict[str, Any]:
     """Return the speed, and the sensor readings during the phase."""
     seconds, sensed = run
     median = statistics.median(seconds)
-    speed = ready.config.batch.tokens / median
+    speed = prepared.config.batch.tokens / median
     watts = [float(s["watts"]) for s in sensed if s["watts"] is not None]
     celsius = [float(s["celsius"]) for s in sensed if s["celsius"] is not None]
     return {
@@ -152,37 +156,37 @@ def _phase(run: tuple[list[float], list[dict[str, Any]]], ready: Ready, flops: f
             "p90": 1e3 * quantile(seconds, 0.9),
         },
         "tokens_per_second": speed,
-        "mfu": speed * flops / ready.peak_flops,
+        "mfu": speed * flops / prepared.peak_flops,
         "watts": statistics.fmean(watts) if watts else None,
         "celsius": max(celsius, default=None),
         "throttled": any(bool(s["throttled"]) for s in sensed) if watts else None,
     }
 
 
-def _card(device: torch.device, timer: Timer) -> dict[str, Any]:
+def _card(device: torch.device, timer: StepTimer) -> dict[str, Any]:
     """Return name, power limit and clocks in MHz, read while a step is running. {} on a CPU or without NVML."""
     if device.type != "cuda":
         return {}
     facts: dict[str, Any] = {"name": torch.cuda.get_device_name(device)}
-    card = NvmlDevice.of(device)
+    card = NvmlDevice.from_torch(device)
     if card is None:
         return facts
     import pynvml
 
     pending = timer.launch()
     facts |= {
-        "sm_mhz": ask(pynvml.nvmlDeviceGetClockInfo, card.handle, pynvml.NVML_CLOCK_SM),
-        "highest_sm_mhz": ask(pynvml.nvmlDeviceGetMaxClockInfo, card.handle, pynvml.NVML_CLOCK_SM),
-        "memory_mhz": ask(pynvml.nvmlDeviceGetClockInfo, card.handle, pynvml.NVML_CLOCK_MEM),
+        "sm_mhz": query(pynvml.nvmlDeviceGetClockInfo, card.handle, pynvml.NVML_CLOCK_SM),
+        "highest_sm_mhz": query(pynvml.nvmlDeviceGetMaxClockInfo, card.handle, pynvml.NVML_CLOCK_SM),
+        "memory_mhz": query(pynvml.nvmlDeviceGetClockInfo, card.handle, pynvml.NVML_CLOCK_MEM),
         "limit_watts": card.power()["limit_watts"],
     }
     timer.read(pending)
     return facts
 
 
-def _profile(ready: Ready, timer: Timer, step_ms: float) -> dict[str, Any]:
+def _profile(prepared: PreparedStep, timer: StepTimer, step_ms: float) -> dict[str, Any]:
     """Return the time of a step by kind, with the floors of the same work measured on this device now."""
-    stepper, device = ready.stepper, ready.stepper.world.device
+    stepper, device = prepared.stepper, prepared.stepper.world.device
     own = stepper.optimizer
     stepper.optimizer = step_profile.MarkedOptimizer(own)  # type: ignore[assignment]
     try:
@@ -192,11 +196,11 @@ def _profile(ready: Ready, timer: Timer, step_ms: float) -> dict[str, Any]:
     found = step_profile.pieces(events, device.type)
     split = step_profile.split(found, PROFILED_STEPS, step_ms, device.type)
     own.zero_grad()
-    micro_tokens = ready.fit.micro_rows * ready.config.batch.sequence_length
+    micro_tokens = prepared.fit.micro_rows * prepared.config.batch.sequence_length
     floor = step_floor.measure(
-        ready.config,
-        ready.recipe,
-        ready.native,
+        prepared.config,
+        prepared.recipe,
+        prepared.native,
         stepper.context.attention,
         micro_tokens,
         stepper.model.activation_dtype,

@@ -19,8 +19,8 @@ from deskside.config.sections import PrecisionConfig
 from deskside.measurements.store import FINAL, Machine, Store, open_store, slug, this_machine
 from deskside.probe import table
 from deskside.probe.grid import LONGEST_SEQUENCE, Point, Size, calibration_points, expand, order
-from deskside.probe.sweep import MEASURE_CARD, MEASURE_POINT, ProbeResult, Sweep, SweepResult
-from deskside.probe.sweep_display import watcher
+from deskside.probe.sweep import MEASURE_CARD, MEASURE_POINT, PointResult, Sweep, SweepResult
+from deskside.probe.sweep_display import progress_listener
 from deskside.utils import signals
 from deskside.utils.console import say
 from deskside.utils.errors import RunError, UsageError
@@ -88,7 +88,7 @@ def probe(options: ProbeOptions, point_target: str = MEASURE_POINT, card_target:
         minutes = CALIBRATION_MINUTES
     for line in store.notes(machine):
         say(line)
-    with watcher(len(points)) as watch, signals.raise_on_termination():
+    with progress_listener(len(points)) as watch, signals.raise_on_termination():
         sweep = Sweep(
             store,
             machine,
@@ -101,7 +101,7 @@ def probe(options: ProbeOptions, point_target: str = MEASURE_POINT, card_target:
         result = sweep.measure(points)
     _show(result, machine, store, options.json)
     if result.interrupted:
-        count = sum(finding.origin == "measured" for finding in result.findings)
+        count = sum(point_result.origin == "measured" for point_result in result.point_results)
         say(f"interrupted: {count} points measured and stored; run the same command again to continue")
         return 128 + result.interrupted
     _check_measured(result, options)
@@ -190,12 +190,12 @@ def _show(result: SweepResult, machine: Machine, store: Store, as_json: bool) ->
     console.print(
         f"[bold]{machine.card}[/bold], {machine.memory_bytes / 2**30:.1f} GiB, torch {machine.torch}"
     )
-    stored = sum(finding.origin == "stored" for finding in result.findings)
+    stored = sum(point_result.origin == "stored" for point_result in result.point_results)
     if stored:
         console.print(
-            f"{stored} of {len(result.findings)} points were stored before; --again measures them again"
+            f"{stored} of {len(result.point_results)} points were stored before; --again measures them again"
         )
-    console.print(table.tables(result.findings))
+    console.print(table.tables(result.point_results))
     if picture is not None:
         console.print(f"rows: {store.path(machine.card)}\nmap:  {picture}", soft_wrap=True)
 
@@ -204,37 +204,37 @@ def _as_json(result: SweepResult, machine: Machine, store: Store, picture: Path 
     return {
         "machine": {**machine.key(), "device": machine.device, "memory_bytes": machine.memory_bytes},
         "card": result.card,
-        "points": [_point_as_json(finding) for finding in result.findings],
+        "points": [_point_as_json(point_result) for point_result in result.point_results],
         "interrupted": result.interrupted,
-        "notes": [*store.notes(machine), *table.reasons(result.findings)],
+        "notes": [*store.notes(machine), *table.reasons(result.point_results)],
         "store": str(store.path(machine.card)),
         "map": None if picture is None else str(picture),
     }
 
 
-def _point_as_json(finding: ProbeResult) -> dict[str, Any]:
-    point, row = finding.point, finding.row
+def _point_as_json(point_result: PointResult) -> dict[str, Any]:
+    point, row = point_result.point, point_result.row
     return {
         "spec": dict(point.spec),
         "shape": point.shape,
         "params": num_params(point.model),
-        "status": finding.status,
-        "origin": finding.origin,
+        "status": point_result.status,
+        "origin": point_result.origin,
         "error": "" if row is None else row["error"],
         "measured": {} if row is None else row["result"],
-        "modelled": table.derived(point, row) if row is not None and finding.status == "ok" else {},
+        "modelled": table.derived(point, row) if row is not None and point_result.status == "ok" else {},
         "when": None if row is None else row["when"],
     }
 
 
 def _check_measured(result: SweepResult, options: ProbeOptions) -> None:
     """Raise UsageError or RunError if no point was measured."""
-    statuses = [finding.status for finding in result.findings]
+    statuses = [point_result.status for point_result in result.point_results]
     if any(status in (*FINAL, "skipped") for status in statuses):
         return
     if all(status == "no time" for status in statuses):
         raise UsageError(
             f"--minutes: {options.minutes or CALIBRATION_MINUTES:g} is too short to measure a point here"
         )
-    row = next(finding.row for finding in result.findings if finding.row is not None)
+    row = next(point_result.row for point_result in result.point_results if point_result.row is not None)
     raise RunError(f"no point could be measured: {row['error']}")

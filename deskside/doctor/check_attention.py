@@ -1,4 +1,4 @@
-"""Every attention backend against float64: output and the gradients of q, k and v, with and without a window."""
+"""Check attention backends against float64: output and gradients of q, k and v, with and without a sliding window."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,11 +28,11 @@ TIMED = {
     "cpu": replace(CHECKED, batch=1, tokens=1024),
 }
 CHECKED_WINDOW, TIMED_WINDOW = 100, 256
-FORWARD_AND_BACKWARD = 3.5  # times the FLOPs of the forward: two products there, five in the backward
+FORWARD_AND_BACKWARD = 3.5  # times the forward FLOPs: two matmuls in the forward, five in the backward
 
 
-def listed(device: str) -> list[dict[str, Any]]:
-    """Return every backend with the reason it does not support full or windowed layers, None if it does."""
+def list_backends(device: str) -> list[dict[str, Any]]:
+    """Return every backend and why it does not support full and windowed attention, None where it does."""
     return [
         {
             "name": backend.name,
@@ -57,19 +57,22 @@ def check(backend: str, window: bool, device: str) -> Result:
 def measure(
     attend: Callable[[Requirements], Attend], backend: AttentionBackend, window: bool, device: str
 ) -> Result:
-    """Check and time `attend(problem)`. Also used for libraries that are not backends."""
+    """Check and time the function that `attend(problem)` returns. Also used for libraries that are not backends."""
     checked = _problem_for(CHECKED, backend, device, CHECKED_WINDOW if window else None)
     inputs = _inputs(checked)
-    result = compare(_gradients(attend(checked), inputs), _exact(inputs, checked), TOLERANCE[checked.dtype])
+    result = compare(
+        _output_and_gradients(attend(checked), inputs),
+        _float64_gradients(inputs, checked),
+        TOLERANCE[checked.dtype],
+    )
     timed = _problem_for(TIMED[torch.device(device).type], backend, device, TIMED_WINDOW if window else None)
     result["details"] = {"heads": timed.heads, "kv_heads": timed.kv_heads, "head_dim": timed.head_dim}
-    for rows in dict.fromkeys(
-        (timed.batch, 1)
-    ):  # the plain ones keep all scores, which is much for small cards
+    # Some backends keep the whole score matrix; if it does not fit, time one row.
+    for rows in dict.fromkeys((timed.batch, 1)):
         timed = replace(timed, batch=rows)
         try:
             inputs, function = _inputs(timed), attend(timed)
-            seconds = median_seconds(lambda: _gradients(function, inputs), timed.device)  # noqa: B023 (used at once)
+            seconds = median_seconds(lambda: _output_and_gradients(function, inputs), timed.device)  # noqa: B023 (used at once)
         except torch.OutOfMemoryError:
             continue
         result["details"] |= {"rows": rows, "tokens": timed.tokens, "milliseconds": round(seconds * 1e3, 3)}
@@ -78,7 +81,7 @@ def measure(
 
 
 def quick_choice(device: str) -> Result:
-    """Return the backend that `choose` selects for full layers on this device, with its measurements."""
+    """Check that a backend can be chosen for full attention, as a run does; details: its name and all measurements."""
     need = replace(TIMED[torch.device(device).type], device=torch.device(device))
     need = replace(need, dtype=DTYPE[need.device.type])
     choice = choose(need)
@@ -97,7 +100,7 @@ def quick_choice(device: str) -> Result:
 
 
 def flops(need: Requirements) -> float:
-    """Return the FLOPs of forward and backward over the visible pairs of query and key (causal)."""
+    """Return the FLOPs of forward and backward, counting only the query-key pairs that the causal mask leaves."""
     window = min(need.window or need.tokens, need.tokens)
     pairs = need.tokens * window - window * (window - 1) // 2
     return FORWARD_AND_BACKWARD * 4 * need.batch * need.heads * need.head_dim * pairs
@@ -122,7 +125,7 @@ def _inputs(need: Requirements) -> list[Tensor]:
     ]
 
 
-def _gradients(attend: Attend, inputs: list[Tensor]) -> dict[str, Tensor]:
+def _output_and_gradients(attend: Attend, inputs: list[Tensor]) -> dict[str, Tensor]:
     *qkv, grad = inputs
     leaves = [tensor.detach().requires_grad_() for tensor in qkv]
     output = attend(*leaves)
@@ -130,9 +133,11 @@ def _gradients(attend: Attend, inputs: list[Tensor]) -> dict[str, Tensor]:
     return {"output": output.detach(), "dq": dq, "dk": dk, "dv": dv}
 
 
-def _exact(inputs: list[Tensor], need: Requirements) -> dict[str, Tensor]:
-    """Compute the reference in float64 on the CPU."""
+def _float64_gradients(inputs: list[Tensor], need: Requirements) -> dict[str, Tensor]:
+    """Return the output and gradients of the reference backend in float64 on the CPU."""
     exact = replace(need, dtype=torch.float64, device=torch.device("cpu"))
     context = prepare(AttentionContext(window=need.window, backend="reference"), exact)
     function = backend_named("reference").function
-    return _gradients(lambda q, k, v: function(q, k, v, context), [t.cpu().double() for t in inputs])
+    return _output_and_gradients(
+        lambda q, k, v: function(q, k, v, context), [t.cpu().double() for t in inputs]
+    )

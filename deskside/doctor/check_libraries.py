@@ -1,6 +1,6 @@
-"""Optional libraries, each by a real use: a linear layer with both gradients, an optimiser's update, attention.
+"""Check optional libraries: linear layers with both gradients, optimiser updates, attention.
 
-What they print or promise counts for nothing here; their numbers are compared with float64 like everybody's.
+That a library imports and reports support for a format is not enough: its results are compared with float64.
 """
 
 from collections.abc import Callable
@@ -16,9 +16,9 @@ from deskside.doctor.check_tools import Result, compare, median_seconds, speed
 from deskside.kernels.attention import AttentionBackend, Requirements
 
 ROWS, IN_FEATURES, OUT_FEATURES = 256, 512, 384
-TIMED = {"cuda": (16384, 4096, 4096), "cpu": (64, 128, 128)}
+TIMED = {"cuda": (16384, 4096, 4096), "cpu": (64, 128, 128)}  # rows, in features, out features
 UPDATES = 20
-# Relative errors that the formats themselves make, times two or so.
+# About twice the relative errors that the formats themselves cause.
 FP8_TOLERANCE, MX_TOLERANCE, NVFP4_TOLERANCE, NF4_TOLERANCE, UPDATE_TOLERANCE = 0.12, 0.12, 0.4, 0.2, 0.15
 TE_RECIPES = {
     "Float8CurrentScaling": FP8_TOLERANCE,
@@ -44,12 +44,12 @@ def torchao(recipe: str, device: str) -> Result:
 
 
 def transformer_engine(recipe: str, device: str) -> Result:
-    """Check a linear layer with a recipe of transformer-engine, given by its class name."""
+    """Check a linear layer of transformer-engine; `recipe` is the class name of one of its recipes."""
     te: Any = import_module("transformer_engine.pytorch")
     settings = getattr(import_module("transformer_engine.common.recipe"), recipe)()
 
     def context() -> AbstractContextManager[Any]:
-        old = not hasattr(te, "autocast")  # until 2.8
+        old = not hasattr(te, "autocast")  # fp8_autocast: its name until 2.8
         enter = te.fp8_autocast if old else te.autocast
         entered: AbstractContextManager[Any] = enter(
             enabled=True, **{"fp8_recipe" if old else "recipe": settings}
@@ -64,25 +64,25 @@ def transformer_engine(recipe: str, device: str) -> Result:
 
 
 def bitsandbytes_adamw(device: str) -> Result:
-    """Check the updates of the 8-bit AdamW against torch's in float64."""
+    """Check the updates of bitsandbytes' 8-bit AdamW against those of torch's AdamW in float64."""
     bnb: Any = import_module("bitsandbytes")
     generator = torch.Generator().manual_seed(0)
-    begin = torch.randn(128, 256, generator=generator)
+    initial = torch.randn(128, 256, generator=generator)
     gradients = [torch.randn(128, 256, generator=generator) + 0.3 for _ in range(UPDATES)]
-    ours = nn.Parameter(begin.to(device, copy=True))
-    exact = nn.Parameter(begin.double())
+    quantized = nn.Parameter(initial.to(device, copy=True))
+    exact = nn.Parameter(initial.double())
     settings: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
-    low, high = bnb.optim.AdamW8bit([ours], **settings), torch.optim.AdamW([exact], **settings)
+    adamw_8bit, adamw = bnb.optim.AdamW8bit([quantized], **settings), torch.optim.AdamW([exact], **settings)
     for gradient in gradients:
-        ours.grad, exact.grad = gradient.to(device), gradient.double()
-        low.step()
-        high.step()
-    states = {state.dtype for state in low.state[ours].values() if isinstance(state, Tensor)}
+        quantized.grad, exact.grad = gradient.to(device), gradient.double()
+        adamw_8bit.step()
+        adamw.step()
+    states = {state.dtype for state in adamw_8bit.state[quantized].values() if isinstance(state, Tensor)}
     if torch.uint8 not in states:
         raise RuntimeError("AdamW8bit kept no 8-bit state")
-    start = begin.double()
-    moved = {"update": ours.detach().cpu().double() - start}
-    return compare(moved, {"update": exact.detach() - start}, UPDATE_TOLERANCE)
+    got = {"update": quantized.detach().cpu().double() - initial.double()}
+    truth = {"update": exact.detach() - initial.double()}
+    return compare(got, truth, UPDATE_TOLERANCE)
 
 
 def bitsandbytes_nf4(device: str) -> Result:
@@ -116,7 +116,7 @@ def flash_attention_4(window: bool, device: str) -> Result:
 
         return function
 
-    # No backend of ours yet; this only says which problems it takes.
+    # Not a backend of deskside: this entry only declares which problems it supports, and its function is never called.
     library = AttentionBackend(
         "flash-attn-4", lambda q, k, v, _: q, frozenset({"cuda"}), frozenset(), window=True
     )
@@ -124,7 +124,7 @@ def flash_attention_4(window: bool, device: str) -> Result:
 
 
 def _problem(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the weight, x and the gradient of the output in float32."""
+    """Return the weight, the input x and the gradient of the output in float32."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((OUT_FEATURES, IN_FEATURES), (ROWS, IN_FEATURES), (ROWS, OUT_FEATURES))
     weight, x, grad = (torch.randn(shape, generator=generator).to(device) for shape in shapes)
@@ -164,10 +164,11 @@ def _linear(
     x = torch.randn(rows, inputs, device=device, dtype=dtype, requires_grad=True)
     grad = torch.randn(rows, outputs, device=device, dtype=dtype)
 
-    def both() -> None:
+    def forward_backward() -> None:
         with context():
             y = large(x)
         y.backward(grad)
 
-    seconds = median_seconds(both, device, runs=5)
+    seconds = median_seconds(forward_backward, device, runs=5)
+    # 2 FLOPs per multiply-add in each of three matmuls.
     return result | {"speed": speed(6 * rows * inputs * outputs / seconds, "FLOP/s")}

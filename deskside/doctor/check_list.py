@@ -1,8 +1,8 @@
 """The list of checks, each run in a child process with a time limit, one child at a time.
 
-Cheap checks that share code share a child, because importing torch takes seconds. If such a child crashes or hangs,
-each of its checks runs again in its own child, so that the failure is attributed to the right one. This module imports
-no torch: the parent holds no CUDA context and survives a torch that does not start.
+Cheap checks that share code also share a child, because importing torch takes seconds. If such a child crashes or
+hangs, each of its checks runs again in a child of its own, so that the failure is attributed to the right check. This
+module does not import torch: the parent holds no CUDA context and survives a torch that does not start.
 """
 
 import math
@@ -25,12 +25,12 @@ class Check:
     """One check.
 
     Attributes:
-        id: Name in JSON.
+        id: Name in the JSON report.
         group: matmul, precision, memory, attention, training or libraries.
         name: Name in the table.
         target: "module:function", called with `arguments` in a child process.
         arguments: Keyword arguments of the target.
-        child: Checks with the same word share a child process.
+        child: Checks with the same value share a child process; an empty one shares with none.
         timeout: Time limit in seconds.
         precomputed_result: The result, if it is known without running anything.
     """
@@ -52,7 +52,7 @@ class Library:
     module: str
     package: str
     pip: str
-    uses: tuple[tuple[str, str, str, dict[str, Any]], ...]
+    checks: tuple[tuple[str, str, str, dict[str, Any]], ...]
 
 
 LIBRARIES = (
@@ -95,22 +95,22 @@ LIBRARIES = (
     ),
 )
 GEMM, ATTENTION = "deskside.doctor.check_gemm", "deskside.doctor.check_attention"
-TRAIN, USE = "deskside.doctor.check_training", "deskside.doctor.check_libraries"
+TRAINING, LIBRARY = "deskside.doctor.check_training", "deskside.doctor.check_libraries"
 NO_COMPILER = "no C++ compiler: torch.compile builds its CPU code with one; install g++, or set CXX"
+# A run on a CPU trains in FP32 and depends on these. The BF16 and FP16 matmuls took a third of a quick examination.
+ESSENTIAL_ON_CPU = ("fp32", "attention", "step_fp32")
 
 
-# The checks that a CPU run depends on. It trains in FP32; BF16 and FP16 matmuls took a third of a quick doctor.
-ESSENTIAL = ("fp32", "attention", "step_fp32")
-
-
-def essential(facts: Mapping[str, Any]) -> list[Check]:
-    """Return the quick checks that a run depends on: on a CPU `ESSENTIAL`, on a card all of them."""
+def essential_checks(facts: Mapping[str, Any]) -> list[Check]:
+    """Return the quick checks that a run depends on: all of them on a GPU, `ESSENTIAL_ON_CPU` on a CPU."""
     checks = all_checks(facts, quick=True)
-    return checks if facts["device"] == "cuda" else [check for check in checks if check.id in ESSENTIAL]
+    if facts["device"] == "cuda":
+        return checks
+    return [check for check in checks if check.id in ESSENTIAL_ON_CPU]
 
 
 def all_checks(facts: Mapping[str, Any], quick: bool) -> list[Check]:
-    """Return the checks for this machine; with `quick` plain matmuls, memory, attention and eager steps only."""
+    """Return the checks for this machine; `quick`: only plain matmuls, memory, attention and eager steps."""
     cuda = facts["device"] == "cuda"
     device = "cuda:0" if cuda else "cpu"  # with an index, which some torch functions require
     checks: list[Check] = []
@@ -123,14 +123,14 @@ def all_checks(facts: Mapping[str, Any], quick: bool) -> list[Check]:
         arguments: Mapping[str, Any],
         child: str,
         minutes: float = 1,
-        known: Mapping[str, Any] | None = None,
+        precomputed: Mapping[str, Any] | None = None,
     ) -> None:
-        given = {**arguments, "device": device}
-        checks.append(Check(id, group, name, target, given, child, minutes * MINUTE, known))
+        arguments = {**arguments, "device": device}
+        checks.append(Check(id, group, name, target, arguments, child, minutes * MINUTE, precomputed))
 
-    together = "quick" if quick else "plain"
+    cheap = "quick" if quick else "plain"  # the child that the cheap checks share
     for dtype in ("bf16", "fp16", "fp32"):
-        add(dtype, "matmul", dtype.upper(), f"{GEMM}:plain", {"dtype": dtype}, together)
+        add(dtype, "matmul", dtype.upper(), f"{GEMM}:plain", {"dtype": dtype}, cheap)
     if not quick:
         for id, name, child in (
             ("fp8_tensor", "torch FP8 tensor", "fp8"),
@@ -140,13 +140,13 @@ def all_checks(facts: Mapping[str, Any], quick: bool) -> list[Check]:
         ):
             add(id, "matmul", name, f"{GEMM}:scaled", {"format_name": id}, child, 2)
         for name, recipe in RECIPES.items():
-            if recipe.quantized:  # recipes of one format share kernels
+            if recipe.quantized:  # recipes of one format share kernels, and so a child
                 child = "recipes nvfp4" if "nvfp4" in recipe.formats else "recipes fp8"
                 add(f"recipe_{name}", "precision", name, f"{GEMM}:recipe", {"name": name}, child, 5)
         add("head_fp8", "precision", "FP8 head", f"{GEMM}:head", {}, "recipes fp8", 5)
-    add("copy", "memory", "device copy", f"{GEMM}:copy", {}, together)
+    add("copy", "memory", "device copy", f"{GEMM}:copy", {}, cheap)
     if quick:
-        add("attention", "attention", "fastest, full", f"{ATTENTION}:quick_choice", {}, together)
+        add("attention", "attention", "fastest, full", f"{ATTENTION}:quick_choice", {}, cheap)
     else:
         for backend in facts["attention_backends"]:
             name = backend["name"]
@@ -154,91 +154,111 @@ def all_checks(facts: Mapping[str, Any], quick: bool) -> list[Check]:
                 ("full", f"attention_{name}", name),
                 ("window", f"attention_{name}_window", f"{name}, window"),
             ):
-                known = None
+                precomputed = None
                 if (reason := backend[kind]) is not None:
-                    known = {"verdict": "unsupported", "reason": reason, "declared": True}
+                    precomputed = {"verdict": "unsupported", "reason": reason, "declared": True}
                 arguments = {"backend": name, "window": kind == "window"}
-                add(id, "attention", label, f"{ATTENTION}:check", arguments, f"attention {name}", 5, known)
+                add(
+                    id,
+                    "attention",
+                    label,
+                    f"{ATTENTION}:check",
+                    arguments,
+                    f"attention {name}",
+                    5,
+                    precomputed,
+                )
     for name in ("fp32", "bf16"):
         child = "quick" if quick else "step"
-        add(f"step_{name}", "training", f"{name.upper()} step", f"{TRAIN}:step", {"precision": name}, child)
+        add(
+            f"step_{name}", "training", f"{name.upper()} step", f"{TRAINING}:step", {"precision": name}, child
+        )
     if quick:
         return checks
-    # The ways to run a step faster than eager.
+    # The execution modes that are faster than eager.
     precision = "bf16" if cuda else "fp32"
     for id, label, mode in (("fused", "hand-written", "fused"), ("compile", "torch.compile", "block")):
-        known = None
+        precomputed = None
         if id == "compile" and not cuda and facts["cxx_compiler"] is None:
-            known = {"verdict": "unsupported", "reason": NO_COMPILER}
+            precomputed = {"verdict": "unsupported", "reason": NO_COMPILER}
         arguments = {"mode": mode, "precision": precision}
-        add(id, "training", f"{label}, {precision.upper()}", f"{TRAIN}:executed", arguments, id, 5, known)
+        add(
+            id,
+            "training",
+            f"{label}, {precision.upper()}",
+            f"{TRAINING}:compiled_step",
+            arguments,
+            id,
+            5,
+            precomputed,
+        )
     for library in LIBRARIES:
         if not is_installed(library.module):
-            known = {"verdict": "not installed", "reason": library.pip}
-            checks.append(Check(library.package, "libraries", library.package, precomputed_result=known))
+            precomputed = {"verdict": "not installed", "reason": library.pip}
+            checks.append(
+                Check(library.package, "libraries", library.package, precomputed_result=precomputed)
+            )
             continue
-        for id, name, function, arguments in library.uses:
-            add(id, "libraries", name, f"{USE}:{function}", arguments, id, 4)
+        for id, name, function, arguments in library.checks:
+            add(id, "libraries", name, f"{LIBRARY}:{function}", arguments, id, 4)
     return checks
 
 
 def is_installed(module: str) -> bool:
-    """Return whether a module can be found. Nothing is imported, because that might start CUDA in this process."""
+    """Return True if a module can be found. It is not imported, because that might start CUDA in this process."""
     package, *rest = module.split(".")
     spec = util.find_spec(package)
     if spec is None or not rest:
         return spec is not None
-    places = [Path(place).joinpath(*rest) for place in spec.submodule_search_locations or ()]
-    return any(place.is_dir() or place.with_suffix(".py").exists() for place in places)
+    paths = [Path(folder).joinpath(*rest) for folder in spec.submodule_search_locations or ()]
+    return any(path.is_dir() or path.with_suffix(".py").exists() for path in paths)
 
 
-def versions() -> dict[str, str | None]:
-    """Return the versions of the optional libraries, None for those not installed."""
-    found: dict[str, str | None] = {}
+def library_versions() -> dict[str, str | None]:
+    """Return the version of each optional library, None if it is not installed."""
+    versions: dict[str, str | None] = {}
     for library in LIBRARIES:
         try:
-            found[library.package] = metadata.version(library.package)
+            versions[library.package] = metadata.version(library.package)
         except metadata.PackageNotFoundError:
-            found[library.package] = None
-    return found
+            versions[library.package] = None
+    return versions
 
 
 def run_all(checks: Sequence[Check], say: Say, deadline: float = math.inf) -> list[dict[str, Any]]:
-    """Return the results in the order of `checks`: {"id", "group", "name", "verdict", "reason", ...}.
+    """Run the checks and return their results in the same order: {"id", "group", "name", "verdict", "reason", ...}.
 
     Raises TimeoutError at the deadline, in seconds of `time.monotonic`.
     """
     results: dict[str, dict[str, Any]] = {}
-    done = 0
+    finished = 0
     for check in checks:
         if check.id in results:
             continue
         if check.precomputed_result is not None:
             results[check.id] = dict(check.precomputed_result)
-            done += 1
+            finished += 1
             continue
-        together = [
-            c
-            for c in checks
-            if c.precomputed_result is None and (c.id == check.id or c.child == check.child != "")
-        ]
-        say(f"{done + 1} of {len(checks)}: {', '.join(c.name for c in together)}")
-        results |= _run(together, say, deadline)
-        done += len(together)
+        batch = [check]
+        if check.child:
+            batch = [c for c in checks if c.child == check.child and c.precomputed_result is None]
+        say(f"{finished + 1} of {len(checks)}: {', '.join(c.name for c in batch)}")
+        results |= _run(batch, say, deadline)
+        finished += len(batch)
     return [{"id": c.id, "group": c.group, "name": c.name, "reason": ""} | results[c.id] for c in checks]
 
 
 def _run(checks: Sequence[Check], say: Say, deadline: float) -> dict[str, dict[str, Any]]:
-    """Run checks in one child process, or in one each if that fails."""
+    """Run checks in one child process; if it fails, run each check in a child of its own."""
     calls = [{"target": c.target, "arguments": dict(c.arguments)} for c in checks]
     limit = min(max(c.timeout for c in checks), max(0.0, deadline - time.monotonic()))
-    outcome = child_process.run("deskside.doctor.check_tools:several", {"calls": calls}, limit)
+    outcome = child_process.run("deskside.doctor.check_tools:run_checks", {"calls": calls}, limit)
     if outcome.status == "timeout" and time.monotonic() >= deadline:
         raise TimeoutError("the doctor was not done by its deadline")
     if outcome.status == "ok":
         return {check.id: result for check, result in zip(checks, outcome.value, strict=True)}
     if len(checks) > 1:
-        say(f"{outcome.error}: running each of these again, alone")
+        say(f"{outcome.error}: running each of these checks again, alone")
         return {id: result for check in checks for id, result in _run([check], say, deadline).items()}
     return {checks[0].id: failure(outcome)}
 
@@ -246,7 +266,7 @@ def _run(checks: Sequence[Check], say: Say, deadline: float) -> dict[str, dict[s
 def failure(outcome: child_process.Outcome) -> dict[str, Any]:
     """Return the result of a check whose child process failed.
 
-    The verdict is crashed if the process or its CUDA context died, and unsupported for any other exception.
+    If it raised an exception, the verdict is unsupported, or crashed where the process or its CUDA context died.
     """
     verdict = {"timeout": "timeout", "oom": "out of memory", "failed": "unsupported"}[outcome.status]
     died = outcome.error.startswith("the process") or "CUDA error" in outcome.error

@@ -1,9 +1,9 @@
-"""Helpers of a check inside its child process: report failures, compare numbers, measure times.
+"""Helpers of the checks inside their child process: report failures, compare numbers, measure times.
 
-A library that refuses raises, and its own words are the result. One that returns wrong numbers is found by comparison
-with float64, computed on the CPU so that a GPU never vouches for itself. An all-zero result is named as such: libraries
-have reported support for a format while every gradient they gave was zero. A poisoned CUDA context ends the child, so
-that no later check in it is blamed for an earlier one.
+If a library raises, its message becomes the result. Wrong numbers are found by a comparison with float64, computed on
+the CPU so that a GPU is not compared with itself. An all-zero result is reported as such, because libraries have
+reported support for a format although all their gradients were zero. A broken CUDA context ends the child, so that its
+later checks do not fail because of an earlier one.
 """
 
 import statistics
@@ -22,9 +22,9 @@ from deskside.utils.errors import RunError, UsageError
 
 Result = dict[str, Any]  # verdict, reason, errors, tolerance, speed, details; plain JSON
 
-# What libraries raise to say that they cannot. Anything else ends the child, whose parent reports it.
-REFUSALS = (
-    RuntimeError,  # NotImplementedError and torch.OutOfMemoryError are kinds of it
+# Errors that mean that a library does not support something. Any other ends the child, and the parent reports it.
+UNSUPPORTED_ERRORS = (
+    RuntimeError,  # includes NotImplementedError and torch.OutOfMemoryError
     ValueError,
     TypeError,
     AssertionError,
@@ -35,41 +35,41 @@ REFUSALS = (
     RunError,
 )
 TIMED_RUNS = {"cuda": 20, "cpu": 3}
-WARM_SECONDS = {"cuda": 0.3, "cpu": 0.0}  # a card at rest first has to raise its clocks
-LONGEST_REASON = 300
+WARMUP_SECONDS = {"cuda": 0.3, "cpu": 0.0}  # an idle GPU first has to raise its clocks
+MAX_REASON_LENGTH = 300
 
 
-def several(calls: Sequence[Mapping[str, Any]]) -> list[Result]:
+def run_checks(calls: Sequence[Mapping[str, Any]]) -> list[Result]:
     """Run checks one after the other, each {"target": "module:function", "arguments": {...}}."""
-    return [attempt(call["target"], call["arguments"]) for call in calls]
+    return [run_check(call["target"], call["arguments"]) for call in calls]
 
 
-def attempt(target: str, arguments: Mapping[str, Any]) -> Result:
-    """Return the check's result, or why a library refused. Other errors are raised, as is a broken CUDA context."""
+def run_check(target: str, arguments: Mapping[str, Any]) -> Result:
+    """Run a check and return its result, also if it raises one of `UNSUPPORTED_ERRORS`; all other errors propagate."""
     began = time.perf_counter()
     module, function = target.split(":")
     try:
         create_autograd_context(arguments.get("device", "cpu"))
         result: Result = getattr(import_module(module), function)(**arguments)
-    except REFUSALS as error:
+    except UNSUPPORTED_ERRORS as error:
         verdict = "out of memory" if is_out_of_memory(error) else "unsupported"
-        result = {"verdict": verdict, "reason": words(error)}
+        result = {"verdict": verdict, "reason": first_line(error)}
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return {**result, "seconds": round(time.perf_counter() - began, 2)}
 
 
-def words(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     """Return the first line of an error's message."""
     first = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
-    return first[:LONGEST_REASON]
+    return first[:MAX_REASON_LENGTH]
 
 
 def compare(got: Mapping[str, Tensor], truth: Mapping[str, Tensor], tolerance: float) -> Result:
-    """Compare tensors with float64: {"verdict", "reason", "errors", "tolerance"}.
+    """Compare tensors with their float64 reference: {"verdict", "reason", "errors", "tolerance"}.
 
-    errors: name -> relative Frobenius error, None where something is not finite. A tensor that is all zero where the
-    truth is not is wrong whatever the tolerance.
+    errors: name -> relative Frobenius error, None for a tensor that is not finite. An all-zero tensor is wrong at any
+    tolerance, unless its reference is zero.
     """
     errors: dict[str, float | None] = {}
     problems = []
@@ -94,12 +94,12 @@ def compare(got: Mapping[str, Tensor], truth: Mapping[str, Tensor], tolerance: f
     }
 
 
-def wrong(result: Result, reason: str) -> Result:
-    """Return the result with another error added."""
+def add_error(result: Result, reason: str) -> Result:
+    """Return the result with the verdict "wrong numbers" and another reason."""
     return {
         **result,
         "verdict": "wrong numbers",
-        "reason": "; ".join(filter(None, (result["reason"], reason))),
+        "reason": f"{result['reason']}; {reason}" if result["reason"] else reason,
     }
 
 
@@ -115,13 +115,13 @@ def median_seconds(call: Callable[[], object], device: torch.device, runs: int |
 
 
 def warm_up(call: Callable[[], object], device: torch.device) -> None:
-    """Call until the device has left its idle clocks."""
+    """Call repeatedly until the device has left its idle clocks."""
     began = time.perf_counter()
     while True:
         call()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        if time.perf_counter() - began >= WARM_SECONDS[device.type]:
+        if time.perf_counter() - began >= WARMUP_SECONDS[device.type]:
             return
 
 

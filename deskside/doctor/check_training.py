@@ -1,8 +1,7 @@
-"""Check training steps: our model, loss, backward pass and optimizer, in every execution mode.
+"""Check training steps: deskside's model, loss, backward pass and optimizer, in every execution mode.
 
-The reference is the same model in float64. Loss and the gradient of every parameter are compared with it, and some
-steps on one batch must bring its loss down. The step with hand-written kernels and the one that torch.compile makes
-are compared with the same reference, and timed against the eager one.
+The loss and the gradient of every parameter are compared with the same model in float64, and a few steps on one batch
+must lower its loss. The modes with hand-written kernels and with torch.compile are also timed against eager.
 """
 
 import time
@@ -17,7 +16,7 @@ from deskside.config.model import ModelConfig
 from deskside.config.run import RunConfig
 from deskside.config.sections import ComputeConfig
 from deskside.data.reading.loader import Batch
-from deskside.doctor.check_tools import Result, compare, median_seconds, speed, wrong
+from deskside.doctor.check_tools import Result, add_error, compare, median_seconds, speed
 from deskside.kernels.attention import AttentionContext
 from deskside.model.init import InitOptions, initialize
 from deskside.model.transformer import Transformer
@@ -29,11 +28,11 @@ from deskside.train.parallel import World
 from deskside.train.prepare.attention_backends import AttentionBackends
 from deskside.train.prepare.setup import prepare_execution
 
-# Loss and worst gradient against float64, several times what is seen: 1e-6 and 1e-5 in fp32, 3e-4 and 2e-2 in bf16.
+# Relative to float64. Typical errors of loss and worst gradient: 1e-6 and 1e-5 in fp32, 3e-4 and 2e-2 in bf16.
 TOLERANCE = {"fp32": 1e-3, "bf16": 8e-2}
 ExecutionMode = Literal["fused", "block"]
 STEPS = 8
-LEARNS = 0.99  # the loss after the steps must be below this share of the first
+MAX_LOSS_RATIO = 0.99  # the loss after the steps must be below this share of the first loss
 
 
 @dataclass(frozen=True)
@@ -46,54 +45,60 @@ class ProblemSize:
     tokens: int
 
 
-SMALL = ProblemSize(128, 2, 4, 64)
-EXECUTED = {"cpu": SMALL, "cuda": ProblemSize(512, 4, 16, 512)}
+SMALL_SIZE = ProblemSize(128, 2, 4, 64)
+COMPILED_SIZES = {"cpu": SMALL_SIZE, "cuda": ProblemSize(512, 4, 16, 512)}
 
 
 def step(precision: str, device: str) -> Result:
-    """Check an eager training step in a precision. The reference is computed on the CPU."""
-    stepper, batch = _stepper(SMALL, precision, torch.device(device))
+    """Check an eager training step in a precision, and that a few steps lower the loss."""
+    stepper, batch = _stepper(SMALL_SIZE, precision, torch.device(device))
     result = compare_step(stepper, batch, precision, torch.device("cpu"))
     losses = [stepper.run([batch], number + 1).read() for number in range(STEPS)]
     result["details"] = {"losses": [round(loss, 4) for loss, _, _ in losses]}
     first, last = losses[0][0], losses[-1][0]
     if any(skipped for _, _, skipped in losses):
-        result = wrong(result, "a step was skipped because its loss or gradient was not finite")
-    elif not last < LEARNS * first:
-        result = wrong(result, f"{STEPS} steps on one batch brought its loss from {first:.3f} to {last:.3f}")
+        result = add_error(result, "a step was skipped because its loss or gradient was not finite")
+    elif not last < MAX_LOSS_RATIO * first:
+        result = add_error(
+            result, f"{STEPS} steps on one batch brought its loss from {first:.3f} to {last:.3f}"
+        )
     return result
 
 
-def executed(mode: ExecutionMode, precision: str, device: str) -> Result:
-    """Check a step with `compute.compile` = mode against float64, and its speed against eager."""
+def compiled_step(mode: ExecutionMode, precision: str, device: str) -> Result:
+    """Check a step with `compute.compile` = mode against float64, and measure its speed relative to eager."""
     where = torch.device(device)
-    size = EXECUTED[where.type]
+    size = COMPILED_SIZES[where.type]
     stepper, batch = _stepper(size, precision, where)
     eager = median_seconds(lambda: _forward_backward(stepper, batch), where, runs=5)
     config = RunConfig(model=stepper.model.config, compute=ComputeConfig(compile=mode))
     prepare_execution(config, stepper.model, stepper.world, precision)
     began = time.perf_counter()
     _forward_backward(stepper, batch)
-    compiling = time.perf_counter() - began
+    compile_seconds = time.perf_counter() - began
     result = compare_step(stepper, batch, precision, where)
     seconds = median_seconds(lambda: _forward_backward(stepper, batch), where, runs=5)
-    result["details"] = {"compile_seconds": round(compiling, 1), "times_eager": round(eager / seconds, 3)}
+    result["details"] = {
+        "compile_seconds": round(compile_seconds, 1),
+        "times_eager": round(eager / seconds, 3),
+    }
     return result | {"speed": speed(size.rows * size.tokens / seconds, "tokens/s")}
 
 
 def compare_step(stepper: Stepper, batch: Batch, precision: str, reference_device: torch.device) -> Result:
-    """Compare the loss and gradients of a step with float64; the errors are of the loss and the worst gradient."""
+    """Compare a step with float64. The errors in the result are those of the loss and of the worst gradient."""
     loss = _forward_backward(stepper, batch)
-    got = {"loss": loss} | _collect(stepper.model)
-    truth = _exact(stepper.model, batch, reference_device)
+    got = {"loss": loss} | _gradients(stepper.model)
+    truth = _float64_step(stepper.model, batch, reference_device)
     result = compare(got, truth, TOLERANCE[precision])
     errors: dict[str, float | None] = dict(result["errors"])
-    of_loss = errors.pop("loss")
-    worst = max(errors, key=lambda name: float("inf") if errors[name] is None else float(errors[name] or 0))
+    loss_error = errors.pop("loss")
+    finite = [error for error in errors.values() if error is not None]
+    worst = max(finite) if len(finite) == len(errors) else None
     problems = result["reason"].split("; ")
     if len(problems) > 2:
         problems = [*problems[:2], f"and {len(problems) - 2} more"]
-    return {**result, "reason": "; ".join(problems), "errors": {"loss": of_loss, "gradients": errors[worst]}}
+    return {**result, "reason": "; ".join(problems), "errors": {"loss": loss_error, "gradients": worst}}
 
 
 def _stepper(size: ProblemSize, precision: str, device: torch.device) -> tuple[Stepper, Batch]:
@@ -102,7 +107,7 @@ def _stepper(size: ProblemSize, precision: str, device: torch.device) -> tuple[S
     # No matrix may be zero here: the layers before a zero matrix get no gradient to check.
     initialize(model, 0, InitOptions(output="fan_in", head_std=0.02))
     model = model.to(device)
-    applied = convert(model, precision)
+    converted = convert(model, precision)
     optimizer = build(model, config.optim, Scaling(1.0, 1.0, 1.0))
     optimizer.set_progress(1.0, 0.0, 0)
     context = TrainContext(
@@ -110,7 +115,7 @@ def _stepper(size: ProblemSize, precision: str, device: torch.device) -> tuple[S
         world=World(device),
         model=model,
         attention=AttentionBackends("sdpa"),
-        precision=applied,
+        precision=converted,
     )
     stepper = Stepper(context, optimizer)
     return stepper, _batch(size, config.model.vocab_size, device)
@@ -142,20 +147,20 @@ def _forward_backward(stepper: Stepper, batch: Batch) -> Tensor:
     return stepper.forward_backward([batch])
 
 
-def _collect(model: Transformer) -> dict[str, Tensor]:
-    """Return gradients by name, zeros for a missing one, so that it shows as an error."""
+def _gradients(model: Transformer) -> dict[str, Tensor]:
+    """Return the gradients by name; zeros for a missing one, so that it counts as an error."""
     return {
         f"gradient of {name}": torch.zeros_like(p) if p.grad is None else p.grad
         for name, p in model.named_parameters()
     }
 
 
-def _exact(model: Transformer, batch: Batch, device: torch.device) -> dict[str, Tensor]:
-    """Compute the step in float64, eager, with the reference attention."""
+def _float64_step(model: Transformer, batch: Batch, device: torch.device) -> dict[str, Tensor]:
+    """Return loss and gradients of the step in float64, eager, with the reference attention."""
     exact = Transformer(model.config)
     exact.load_state_dict({name: value.cpu() for name, value in model.state_dict().items()})
     exact = exact.double().to(device)
     moved = replace(batch, tokens_BT=batch.tokens_BT.to(device), targets_BT=batch.targets_BT.to(device))
     loss = exact.loss(moved.tokens_BT, moved.targets_BT, AttentionContext()) / batch.num_valid_step
     loss.backward()
-    return {"loss": loss.detach()} | _collect(exact)
+    return {"loss": loss.detach()} | _gradients(exact)

@@ -1,7 +1,7 @@
 """Examine this machine: its hardware and software, what works and how fast, what to use and what to fix.
 
-Facts and checks come from child processes (`machine_facts`, `check_list`), advice from plain data (`advice`). This
-process imports no torch, so it can report a torch that does not start.
+Facts and checks come from child processes (`machine_facts`, `check_list`); `advice` derives the recommendations from
+them. This process does not import torch, so it can report a torch that does not start.
 """
 
 import time
@@ -19,21 +19,28 @@ Say = Callable[[str], None]
 
 
 def examine(quick: bool, say: Say = lambda _: None, seconds: float = float("inf")) -> dict[str, Any]:
-    """Examine this machine. Plain JSON:
+    """Examine this machine, change nothing on it, and return a report in plain JSON.
 
-    trains: whether training can work here; why: one line when it cannot. machine: facts (`doctor_facts.collect`), {}
-    when torch does not start. checks: a list of {"id", "group", "name", "verdict", "reason", "seconds"} and, where
-    measured, "errors" (relative, against float64, by name), "tolerance", "speed" ({"value", "unit", "source"}),
-    "to_bf16", "details". verdict: works, wrong numbers, unsupported, not installed, out of memory, timeout or crashed.
-    use: a list of {"what", "value", "why", "option"}. fix: of {"severity", "problem", "remedy"}, most important first.
-    power: the first card's limits in watts and what lower ones cost, None without a card. seconds: that this took.
+    Args:
+        quick: Run only a fifth of the checks, in about 10 seconds; with a time limit, only those that a run depends on.
+        say: Receives lines of progress.
+        seconds: Time limit. Raises TimeoutError when it is exceeded.
 
-    quick: a fifth of the checks, some 10 seconds; with a limit in seconds only those that a run depends on. Changes
-    nothing on the machine. Raises TimeoutError when it is not done after so many seconds.
+    The report has:
+        trains: True if training works here; why: the reason in one line if it does not.
+        machine: Facts (`machine_facts.collect`), {} if torch does not start.
+        checks: A list of {"id", "group", "name", "verdict", "reason", "seconds"} and, where measured, "errors"
+            (relative, against float64, by name), "tolerance", "speed" ({"value", "unit", "source"}), "to_bf16" and
+            "details". The verdict is works, wrong numbers, unsupported, not installed, out of memory, timeout or
+            crashed.
+        use: Recommendations as {"what", "value", "why", "option"}.
+        fix: Problems as {"severity", "problem", "remedy"}, most important first.
+        power: The first GPU's power limits in watts and the effects of lower ones, None without a GPU.
+        seconds: Duration of the examination.
     """
     began = time.monotonic()
     deadline = began + seconds
-    found: dict[str, Any] = {
+    report: dict[str, Any] = {
         "schema": SCHEMA,
         "quick": quick,
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -46,27 +53,29 @@ def examine(quick: bool, say: Say = lambda _: None, seconds: float = float("inf"
         problem = f"torch does not start here: {outcome.error}"
         remedy = "install torch again: pip install --force-reinstall torch"
         fix = {"severity": "stops training", "problem": problem, "remedy": remedy}
-        found |= {"trains": False, "why": problem, "machine": {}, "checks": [], "use": [], "fix": [fix]}
-        return found | {"power": None, "stderr": outcome.stderr, "seconds": _since(began)}
+        report |= {"trains": False, "why": problem, "machine": {}, "checks": [], "use": [], "fix": [fix]}
+        return report | {"power": None, "stderr": outcome.stderr, "seconds": _since(began)}
     facts = outcome.value
-    facts["libraries"] = check_list.versions()
-    limited = quick and seconds < float("inf")
-    checks = check_list.essential(facts) if limited else check_list.all_checks(facts, quick)
+    facts["libraries"] = check_list.library_versions()
+    if quick and seconds < float("inf"):
+        checks = check_list.essential_checks(facts)
+    else:
+        checks = check_list.all_checks(facts, quick)
     results = check_list.run_all(checks, say, deadline)
-    return found | conclude(facts, results, quick) | {"seconds": _since(began)}
+    return report | conclude(facts, results, quick) | {"seconds": _since(began)}
 
 
 def conclude(facts: dict[str, Any], results: list[dict[str, Any]], quick: bool) -> dict[str, Any]:
-    """Derive the conclusions from facts and results. Uses no device."""
-    advice.add_ratios(results)
-    fixes = advice.fix(facts, results, quick)
-    trains = advice.trains(results)
+    """Return the report's conclusions from facts and check results, without using a device."""
+    advice.add_bf16_ratios(results)
+    fixes = advice.find_problems(facts, results)
+    trains = advice.can_train(results)
     return {
         "trains": trains,
         "why": "" if trains else fixes[0]["problem"],
         "machine": facts,
         "checks": results,
-        "use": advice.use(facts, results, quick),
+        "use": advice.recommend(facts, results, quick),
         "fix": fixes,
         "power": advice.power(facts),
     }

@@ -1,4 +1,4 @@
-"""Facts about the machine and its software. Runs in a child process, since a broken driver may hang or crash."""
+"""Collect facts about the machine and its software, in a child process because a broken driver may hang or crash."""
 
 import os
 import shutil
@@ -22,13 +22,13 @@ CC = ("gcc", "clang", "cc")  # what Triton looks for; CC in the environment come
 
 
 def collect() -> dict[str, Any]:
-    """Return the facts for `doctor.examine`: "device" ("cuda" or "cpu"), "gpus", and what may need a fix."""
-    driver = nvml.driver()
+    """Return the facts for `doctor.examine`: "device" ("cuda" or "cpu"), "gpus", software, memory and disk."""
+    driver = nvml.driver_facts()
     memory = _memory_before_cuda(driver)
     cuda_error = _cuda_error()
     device = torch.device("cpu" if cuda_error else "cuda")
     facts = environment_record.describe(device, Path())
-    facts.pop("gpu", None)  # of one GPU; here they are all listed
+    facts.pop("gpu", None)  # describes one GPU; "gpus" below lists all
     return {
         **facts,
         **driver,
@@ -47,12 +47,12 @@ def collect() -> dict[str, Any]:
         "c_compiler": _compiler("CC", CC),
         "cxx_compiler": _compiler("CXX", CXX),
         "python_headers": (Path(sysconfig.get_paths()["include"]) / "Python.h").exists(),
-        "attention_backends": check_attention.listed(device.type),
+        "attention_backends": check_attention.list_backends(device.type),
     }
 
 
 def _cuda_error() -> str:
-    """Return torch's reason why it cannot use a GPU; empty if it can."""
+    """Return torch's message about why it cannot use a GPU; empty if it can."""
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
@@ -61,13 +61,13 @@ def _cuda_error() -> str:
 
 
 def _memory_before_cuda(driver: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return memory and processes of all GPUs by UUID, before this process uses any."""
-    found = {}
+    """Return memory and processes of each GPU by UUID, before this process uses any memory itself."""
+    gpus = {}
     for index in range(driver["cards"]):
-        card = nvml.NvmlDevice.numbered(index)
+        card = nvml.NvmlDevice.from_index(index)
         if card is not None:
-            found[card.uuid()] = {**card.memory(), "processes": card.processes()}
-    return found
+            gpus[card.uuid()] = {**card.memory(), "processes": card.processes()}
+    return gpus
 
 
 def _gpu(index: int, before: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -76,8 +76,13 @@ def _gpu(index: int, before: dict[str, dict[str, Any]]) -> dict[str, Any]:
     uuid = str(properties.uuid)
     uuid = uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"
     free, total = torch.cuda.mem_get_info(device)
-    unseen: dict[str, Any] = {"total_bytes": total, "free_bytes": free, "used_bytes": None, "processes": []}
-    card = nvml.NvmlDevice.of(device)
+    without_nvml: dict[str, Any] = {
+        "total_bytes": total,
+        "free_bytes": free,
+        "used_bytes": None,
+        "processes": [],
+    }
+    card = nvml.NvmlDevice.from_torch(device)
     sheet = find_device(properties.name, properties.total_memory)
     return {
         "index": index,
@@ -86,7 +91,7 @@ def _gpu(index: int, before: dict[str, dict[str, Any]]) -> dict[str, Any]:
         "compute_capability": f"{properties.major}.{properties.minor}",
         "multiprocessors": properties.multi_processor_count,
         "usable_bytes": total,
-        **(before.get(uuid) or unseen),
+        **(before.get(uuid) or without_nvml),
         "power": card.power() if card else {},
         "pcie": card.pcie() if card else {},
         "data_sheet": None
@@ -110,7 +115,7 @@ def _memory_available() -> int | None:
 
 
 def _memory_limit() -> int | None:
-    """Return the memory limit of the container."""
+    """Return the memory limit of the container in bytes, None if there is no limit."""
     with suppress(OSError):
         text = CGROUP_LIMIT.read_text("utf-8").strip()
         return int(text) if text.isdecimal() else None
@@ -125,9 +130,11 @@ def _space(folder: str) -> dict[str, Any] | None:
 
 
 def _compiler(variable: str, names: tuple[str, ...]) -> str | None:
-    asked = os.environ.get(variable)
-    found = [shutil.which(name) for name in ((asked.split()[0],) if asked else names)]
-    return next((path for path in found if path), None)
+    configured = os.environ.get(variable)
+    if configured:
+        names = (configured.split()[0],)
+    paths = [shutil.which(name) for name in names]
+    return next((path for path in paths if path), None)
 
 
 def _first_version(*names: str) -> str | None:

@@ -1,8 +1,8 @@
 """Operands in FP8, MXFP8 and NVFP4 for torch's scaled matmuls.
 
-Each quantizer takes a matrix (R, K) whose rows are contracted over K, and returns the codes, the scales in the
-layout of the kernel, and the dequantized values in float64, so that a kernel's error can be measured without the
-rounding of the operands. Everything is plain torch, runs on any device, and is slow.
+Each quantizer takes a matrix (R, K) that the matmul contracts over K. It returns the codes, the scales in the layout of
+the kernel, and the factors that dequantize the codes, so that a kernel's error can be measured without the rounding of
+its operands. Everything is plain, slow torch and runs on any device.
 
 Formats: OCP 8-bit floating point 1.0 (E4M3, E5M2) and Microscaling 1.0 (E8M0 scales of 32 values); NVFP4 as in NVIDIA
 2025 (arXiv 2509.25149): E2M1 codes, an E4M3 scale for 16 values, a float32 scale for the tensor. The order of block
@@ -33,13 +33,13 @@ MX_BLOCK, NV_BLOCK = 32, 16
 
 @dataclass(frozen=True)
 class ScaledOperand:
-    """A quantized matrix (R, K). scales: as the kernel takes them; steps_RB: float32, one factor for K / B codes."""
+    """A quantized matrix (R, K). scales: in the kernel's layout; steps_RB: float32 factor per block of K / B codes."""
 
     codes: Tensor
     scales: list[Tensor]
     steps_RB: Tensor
 
-    def decoded(self) -> Tensor:
+    def dequantize(self) -> Tensor:
         """Return the dequantized values, (R, K) float64."""
         if self.codes.dtype == torch.float4_e2m1fn_x2:
             codes = e2m1_decode(unpack(self.codes.view(torch.uint8))).double()
@@ -52,10 +52,10 @@ class ScaledOperand:
 
 @dataclass(frozen=True)
 class Format:
-    """quantize(x_RK, gradient) and multiply(a, b, gradient) = a b^T in bfloat16, on the device of the operands.
+    """A format: quantize(x_RK, gradient), and multiply(a, b, gradient) = a b^T in bfloat16 on the operands' device.
 
-    gradient: whether the operand, or the product, belongs to the backward pass. tolerance: relative Frobenius error
-    of a product of normal variables against float64, about twice what the format's rounding gives.
+    gradient: True for an operand, or a product, of the backward pass. tolerance: allowed relative Frobenius error
+    against float64 of a product of normal variables, about twice the error of the format's rounding.
     """
 
     quantize: Callable[[Tensor, bool], ScaledOperand]
@@ -64,7 +64,7 @@ class Format:
 
 
 def quantize_tensor(x_RK: Tensor, gradient: bool) -> ScaledOperand:
-    """Quantize with one scale. Gradients are E5M2, which trades a bit of precision for range."""
+    """Quantize with one scale for the tensor. Gradients use E5M2, which trades a bit of precision for range."""
     format: FP8 = "e5m2" if gradient else "e4m3"
     step = (x_RK.abs().amax() / LARGEST[format]).float()
     return ScaledOperand(to_fp8(x_RK / step, format), [step], step.expand(x_RK.shape[0], 1))
@@ -78,19 +78,21 @@ def quantize_rows(x_RK: Tensor, gradient: bool) -> ScaledOperand:
 
 
 def quantize_mx(x_RK: Tensor, gradient: bool) -> ScaledOperand:
-    """A power of two for 32 values, the smallest that brings them into E4M3. Gradients too: the scale has the range."""
+    """Quantize with the smallest power of two per 32 values that brings them into E4M3, gradients included."""
     R, K = x_RK.shape
     x_RBN = x_RK.float().view(R, K // MX_BLOCK, MX_BLOCK)
     mantissa, exponent = torch.frexp(x_RBN.abs().amax(dim=2) / LARGEST["e4m3"])
     exponent_RB = torch.where(mantissa == 0.5, exponent - 1, exponent).clamp(-126, 127)
-    steps_RB = ((exponent_RB + 127).int() << 23).view(torch.float32)  # exact, as no power function need be
+    steps_RB = ((exponent_RB + 127).int() << 23).view(
+        torch.float32
+    )  # bits of 2 ** exponent; torch.exp2 may not be exact
     codes = to_fp8(x_RBN / steps_RB[:, :, None], "e4m3").view(R, K)
     scales = (exponent_RB + 127).to(torch.uint8).view(torch.float8_e8m0fnu)
     return ScaledOperand(codes, [swizzle(scales)], steps_RB)
 
 
 def quantize_nv(x_RK: Tensor, gradient: bool) -> ScaledOperand:
-    """An E4M3 scale for 16 values of E2M1, and one float32 scale that brings the largest of them to 448."""
+    """Quantize to E2M1 with an E4M3 scale per 16 values; a float32 scale makes the largest of the E4M3 scales 448."""
     R, K = x_RK.shape
     x_RBN = x_RK.float().view(R, K // NV_BLOCK, NV_BLOCK)
     amax_RB = x_RBN.abs().amax(dim=2)
@@ -106,8 +108,8 @@ def quantize_nv(x_RK: Tensor, gradient: bool) -> ScaledOperand:
 def swizzle(scales_RB: Tensor) -> Tensor:
     """Arrange block scales for cuBLAS: tiles of 128 rows and 4 blocks, padded with zeros; flat and contiguous.
 
-    In a tile, the scale of row r and block b is at (r % 32) * 16 + (r // 32) * 4 + b; tiles follow each other along K
-    first.
+    In a tile, the scale of row r and block b is at (r % 32) * 16 + (r // 32) * 4 + b. Tiles follow each other along K,
+    then along the rows.
     """
     R, B = scales_RB.shape
     padded = F.pad(scales_RB.view(torch.uint8), (0, -B % 4, 0, -R % 128))
@@ -116,7 +118,7 @@ def swizzle(scales_RB: Tensor) -> Tensor:
 
 
 def multiply_fp8(a: ScaledOperand, b: ScaledOperand, gradient: bool) -> Tensor:
-    """Multiply with one scale per tensor or per row. As in FP8 training, only the forward accumulates fast."""
+    """Multiply operands with one scale per tensor or per row; as in FP8 training, only the forward accumulates fast."""
     return torch._scaled_mm(
         a.codes,
         b.codes.t(),
@@ -128,11 +130,11 @@ def multiply_fp8(a: ScaledOperand, b: ScaledOperand, gradient: bool) -> Tensor:
 
 
 def multiply_blocks(a: ScaledOperand, b: ScaledOperand, gradient: bool) -> Tensor:
-    """Multiply MXFP8 or, with a scale for the whole tensor as well, NVFP4."""
-    recipe, order = [F.ScalingType.BlockWise1x32], [F.SwizzleType.SWIZZLE_32_4_4]
+    """Multiply MXFP8 operands, or NVFP4 ones, which also have a scale for the whole tensor."""
+    recipe, swizzles = [F.ScalingType.BlockWise1x32], [F.SwizzleType.SWIZZLE_32_4_4]
     if len(a.scales) > 1:
         recipe = [F.ScalingType.BlockWise1x16, F.ScalingType.TensorWise]
-        order = [F.SwizzleType.SWIZZLE_32_4_4, F.SwizzleType.NO_SWIZZLE]
+        swizzles = [F.SwizzleType.SWIZZLE_32_4_4, F.SwizzleType.NO_SWIZZLE]
     return F.scaled_mm(
         a.codes,
         b.codes.t(),
@@ -140,8 +142,8 @@ def multiply_blocks(a: ScaledOperand, b: ScaledOperand, gradient: bool) -> Tenso
         recipe,
         b.scales,
         recipe,
-        swizzle_a=order,
-        swizzle_b=order,
+        swizzle_a=swizzles,
+        swizzle_b=swizzles,
         output_dtype=torch.bfloat16,
     )
 

@@ -1,4 +1,4 @@
-"""Prints an examination in 80 columns: facts, a table of checks, what to use, what to fix."""
+"""Print the doctor's report in 80 columns: facts, a table of checks, what to use, what to fix."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -37,34 +37,34 @@ LEGEND = (
 SCALES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
-def show(found: Mapping[str, Any], console: Console) -> None:
-    """Print an examination (`doctor.examine`)."""
-    if found["machine"]:
-        console.print(_facts(found["machine"], found["checks"]))
+def show(report: Mapping[str, Any], console: Console) -> None:
+    """Print a report of `doctor.examine`."""
+    if report["machine"]:
+        console.print(_facts(report["machine"], report["checks"]))
         console.print()
-        console.print(_checks(found["checks"]))
+        console.print(_checks(report["checks"]))
         console.print(Text(LEGEND, "dim"))
-        for line in _reasons(found["checks"]):
+        for line in _reasons(report["checks"]):
             console.print(Padding(line, (0, 0, 0, 1)))
-        _power(found["power"], console)
-    if found["use"]:
+        _power(report["power"], console)
+    if report["use"]:
         _heading("Use on this machine", console)
-        console.print(_use(found["use"]))
+        console.print(_use(report["use"]))
     _heading("Fix, most important first", console)
-    if found["fix"]:
-        console.print(_fixes(found["fix"]))
+    if report["fix"]:
+        console.print(_fixes(report["fix"]))
     else:
         console.print(" nothing")
-    if not found["trains"]:
+    if not report["trains"]:
         console.print(Text("Training cannot work here.", "bold red"))
-    if found["quick"] and found["machine"]:
+    if report["quick"] and report["machine"]:
         console.print(
             Text("A quick look; deskside doctor checks all formats, backends and libraries.", "dim")
         )
 
 
 def rate(speed: Mapping[str, Any] | None) -> str:
-    """Format a rate with three digits: 790 TFLOP/s, 4.25 TB/s."""
+    """Format a rate with three significant digits: 790 TFLOP/s, 4.25 TB/s; empty for None."""
     if speed is None:
         return ""
     value = float(speed["value"])
@@ -74,8 +74,8 @@ def rate(speed: Mapping[str, Any] | None) -> str:
     return f"{shown:.{digits}f} {letter}{speed['unit'].replace('tokens', 'tok')}"
 
 
-def _pairs(indent: int) -> Table:
-    """Return an empty table of a label and a text."""
+def _label_table(indent: int) -> Table:
+    """Return an empty table with two columns, labels and texts."""
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, indent))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
@@ -88,7 +88,7 @@ def _heading(title: str, console: Console) -> None:
 
 
 def _facts(machine: Mapping[str, Any], checks: Sequence[Mapping[str, Any]]) -> Table:
-    table = _pairs(0)
+    table = _label_table(0)
     table.columns[0].style = "bold"
     details: dict[str, dict[str, Any]] = {c["id"]: c.get("details") or {} for c in checks}
     for gpu in machine["gpus"]:
@@ -110,10 +110,13 @@ def _facts(machine: Mapping[str, Any], checks: Sequence[Mapping[str, Any]]) -> T
     table.add_row("software", escape(software))
     if machine["driver"]:
         table.add_row("driver", escape(f"{machine['driver']}, for CUDA up to {machine['driver_cuda']}"))
-    limit = machine["memory_limit_gib"]
+    container_limit = machine["memory_limit_gib"]
     table.add_row("CPU", escape(f"{machine['cpu']}, {machine['cpu_cores']} cores"))
     memory = f"{_gib(machine['memory_gib'])}, {_gib(machine['memory_available_gib'])} available"
-    table.add_row("memory", memory + ("" if limit is None else f", {_gib(limit)} allowed to this container"))
+    table.add_row(
+        "memory",
+        memory + ("" if container_limit is None else f", {_gib(container_limit)} allowed to this container"),
+    )
     shm = machine["shm"]
     disk = f"{_gib(machine['disk_free_gib'])} free here, /dev/shm "
     table.add_row("disk", disk + ("missing" if shm is None else f"{_gib(shm['total_gib'])}"))
@@ -132,14 +135,14 @@ def _gpu_lines(gpu: Mapping[str, Any], link: Mapping[str, Any]) -> Iterator[tupl
     power, parts = gpu["power"], []
     if power.get("limit_watts"):
         default, low, high = (power.get(f"{name}_watts") for name in ("default", "lowest", "highest"))
-        told = f"default {default:.0f}" if default else "default unknown"
-        told += f", {low:.0f} to {high:.0f} can be set" if low and high else ""
-        parts.append(f"power limit {power['limit_watts']:.0f} W ({told})")
+        range_text = f"default {default:.0f}" if default else "default unknown"
+        range_text += f", {low:.0f} to {high:.0f} can be set" if low and high else ""
+        parts.append(f"power limit {power['limit_watts']:.0f} W ({range_text})")
     state = link or gpu["pcie"]
     if state.get("generation"):
-        under = "under load" if link else "idle"
+        load = "under load" if link else "idle"
         parts.append(
-            f"PCIe {state['generation']} x{state['lanes']} {under}, "
+            f"PCIe {state['generation']} x{state['lanes']} {load}, "
             f"of {state['highest_generation']} x{state['highest_lanes']}"
         )
     if link.get("host_to_device"):
@@ -153,7 +156,7 @@ def _gpu_lines(gpu: Mapping[str, Any], link: Mapping[str, Any]) -> Iterator[tupl
 
 
 def _checks(checks: Sequence[Mapping[str, Any]]) -> Table:
-    """Return the rows of the table. Declared limitations are listed below it instead."""
+    """Return the table of checks, except for combinations that a backend declares unsupported (see `_reasons`)."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in ("check", "verdict", "measured", "x BF16", "error"):
         table.add_column(name, justify="left" if name in ("check", "verdict") else "right", no_wrap=True)
@@ -184,7 +187,7 @@ def _measured(check: Mapping[str, Any]) -> str:
 
 
 def _reasons(checks: Sequence[Mapping[str, Any]]) -> Iterator[Text]:
-    """Return the reason for each check that does not work: the library's message, or how to install it."""
+    """Yield lines below the table: why checks failed or are emulated, and what backends declare unsupported."""
     failed: dict[str, list[str]] = {}
     declared: dict[str, list[str]] = {}
     emulated: dict[str, list[str]] = {}
@@ -227,7 +230,7 @@ def _power(power: Mapping[str, Any] | None, console: Console) -> None:
 
 
 def _use(choices: Sequence[Mapping[str, str]]) -> Table:
-    table = _pairs(1)
+    table = _label_table(1)
     for choice in choices:
         text = Text.assemble((choice["value"], "bold green"), f": {choice['why']}" if choice["why"] else "")
         if choice["option"]:
@@ -237,7 +240,7 @@ def _use(choices: Sequence[Mapping[str, str]]) -> Table:
 
 
 def _fixes(fixes: Sequence[Mapping[str, str]]) -> Table:
-    table = _pairs(1)
+    table = _label_table(1)
     table.columns[0].justify = "right"
     for number, fix in enumerate(fixes, 1):
         text = Text.assemble((f"{fix['severity']}: ", SEVERITIES[fix["severity"]]), fix["problem"])

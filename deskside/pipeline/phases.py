@@ -23,7 +23,7 @@ from deskside.plan.planner import make_plan
 from deskside.plan.request import PlanQuestion, PlanRequest, make_request
 from deskside.plan.result import Plan, PlannedBand
 from deskside.probe.grid import CARD_SECONDS, calibration_points, estimate_seconds
-from deskside.probe.sweep import ProbeResult, Sweep
+from deskside.probe.sweep import PointResult, Sweep
 from deskside.run.directory import resolve_path
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.format import count, duration, gib
@@ -104,11 +104,11 @@ class ProbeReporter:
     def begin(self, title: str, seconds: float) -> None:
         self.say(f"probe: {title}, about {seconds:.0f} s")
 
-    def end(self, finding: ProbeResult) -> None:
-        if finding.status == "ok" and finding.row is not None:
-            self.say(f"probe: {finding.row['result']['tokens_per_second']:,.0f} tokens/s")
+    def end(self, point_result: PointResult) -> None:
+        if point_result.status == "ok" and point_result.row is not None:
+            self.say(f"probe: {point_result.row['result']['tokens_per_second']:,.0f} tokens/s")
         else:
-            self.say(f"probe: {finding.status}")
+            self.say(f"probe: {point_result.status}")
 
     def card(self, row: Row) -> None:
         self.say(f"probe: GPU benchmark: {row['status']}")
@@ -129,14 +129,14 @@ def probe(machine: Machine, store: Store, seconds: float, say: Say) -> Result:
         return skipped(f"it needs {needed:.0f} s, but {_time_left(seconds)}")
     try:
         sweep = Sweep(store, machine, ProbeReporter(say), deadline=time.monotonic() + seconds)
-        survey = sweep.measure(points)
+        result = sweep.measure(points)
     except Busy:
         return skipped("another probe is running")
-    if survey.interrupted:
-        raise Interrupted(survey.interrupted)
-    origins = [finding.origin for finding in survey.findings if finding.status == "ok"]
+    if result.interrupted:
+        raise Interrupted(result.interrupted)
+    origins = [point_result.origin for point_result in result.point_results if point_result.status == "ok"]
     failed = [
-        f"{f.point.title()}: {f.row['error']}" for f in survey.findings if f.row and f.status == "failed"
+        f"{f.point.title()}: {f.row['error']}" for f in result.point_results if f.row and f.status == "failed"
     ]
     status = next((origin for origin in ("measured", "stored") if origin in origins), "nothing")
     return {

@@ -1,8 +1,8 @@
-"""GPU benchmark: rates of the operations of a training step, which are matmuls, attention and copies.
+"""GPU benchmark: speeds of the operations of a training step, which are matmuls, attention and copies.
 
-Measured without a model and without a compiler, in some seconds. The planner prices a step's operators with these
-rates (`budget/speed.py`); points of the map then correct what remains. Before anything is timed the device works for a
-while on large products, because a card at rest is below its power limit and would promise a speed that it cannot hold.
+It needs no model and no compiler, and takes some seconds. The planner estimates the time of a step from these speeds
+(`budget/speed.py`) and corrects the estimate with measured points. Before the first timing the device computes large
+matmuls for a while: an idle GPU is below its power limit, and at first faster than it is under a constant load.
 """
 
 import statistics
@@ -19,8 +19,8 @@ from deskside.kernels.matmul_peak import measure_matmul_peak
 from deskside.train.loop.step import DeviceEvent
 from deskside.utils.errors import RunError
 
-TOKENS = {"cuda": 16384, "cpu": 512}  # rows of the products, as of a micro-batch
-# (in, out) of the weights: the products of blocks of 768 to 4096, and a head.
+TOKENS = {"cuda": 16384, "cpu": 512}  # rows of the matmuls, as in a micro-batch
+# (in, out) features of the weights: layers of models with hidden sizes from 512 to 4096, and heads.
 WEIGHTS = {
     "cuda": (
         (512, 512), (768, 768), (768, 1152), (768, 4096), (2048, 768), (1024, 1536), (1024, 5632), (2816, 1024),
@@ -28,7 +28,7 @@ WEIGHTS = {
     ),
     "cpu": ((128, 192), (128, 768), (384, 128), (256, 256), (256, 1536), (128, 1024)),
 }  # fmt: skip
-# (heads, key-value heads, head dim), and the sequence lengths.
+# Attention: (heads, key-value heads, head dim), and the sequence lengths.
 HEADS = {"cuda": ((12, 3, 64), (8, 2, 128), (12, 12, 64)), "cpu": ((4, 1, 32), (4, 4, 64))}
 LENGTHS = {"cuda": (512, 1024, 2048, 4096, 8192), "cpu": (128, 512)}
 ATTENTION_TOKENS = {"cuda": 16384, "cpu": 512}
@@ -39,7 +39,7 @@ LAUNCHES = 2000
 
 
 def measure_card(device: str = "auto") -> dict[str, Any]:
-    """Return rates of this device in FLOP/s, bytes/s and seconds. Runs in its own process."""
+    """Return speeds of this device in FLOP/s and bytes/s, and its launch seconds. Runs in its own process."""
     chosen = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     where = torch.device(chosen)
     dtype = torch.bfloat16 if chosen == "cuda" else torch.float32
@@ -50,14 +50,14 @@ def measure_card(device: str = "auto") -> dict[str, Any]:
         "device": chosen,
         "dtype": str(dtype).removeprefix("torch."),
         "matmul_peak": measure_matmul_peak(where, dtype),
-        "matmul": _products(where, dtype),
+        "matmul": _matmuls(where, dtype),
         "copy_bandwidth": _copy_bandwidth(where),
         "attention": _attention(where, dtype),
         "launch_seconds": _launch_seconds(where),
     }
 
 
-def _products(device: torch.device, dtype: torch.dtype) -> list[dict[str, Any]]:
+def _matmuls(device: torch.device, dtype: torch.dtype) -> list[dict[str, Any]]:
     """Return FLOP/s of the three matmuls of each linear layer: output, input gradient, weight gradient."""
     found = []
     generator = torch.Generator(device).manual_seed(0)
@@ -91,7 +91,7 @@ def _copy_bandwidth(device: torch.device) -> float:
 
 def _attention(device: torch.device, dtype: torch.dtype) -> list[dict[str, Any]]:
     """Return FLOP/s of causal attention, forward and backward, with the backend that a run would choose."""
-    found = []
+    rows = []
     for heads, kv_heads, head_dim in HEADS[device.type]:
         for tokens in LENGTHS[device.type]:
             batch = ATTENTION_TOKENS[device.type] // tokens
@@ -101,19 +101,19 @@ def _attention(device: torch.device, dtype: torch.dtype) -> list[dict[str, Any]]
             }  # fmt: skip
             try:
                 choice = choose(need)
-            except (RunError, torch.OutOfMemoryError) as error:  # this length is beyond the card
-                found.append({**row, "backend": None, "flops": None, "error": str(error)[:200]})
+            except (RunError, torch.OutOfMemoryError) as error:  # not possible on this device
+                rows.append({**row, "backend": None, "flops": None, "error": str(error)[:200]})
                 continue
-            # Two products forward and four backward, over the half of the square below the diagonal.
+            # Two matmuls in the forward and four in the backward, over half of the score matrix (causal).
             flops = 12.0 * batch * heads * head_dim * tokens * tokens / 2
-            found.append({**row, "backend": choice.name, "flops": flops / choice.seconds[choice.name]})
-    return found
+            rows.append({**row, "backend": choice.name, "flops": flops / choice.seconds[choice.name]})
+    return rows
 
 
 def _launch_seconds(device: torch.device) -> float:
-    """Return the host seconds of a small operation, a lower bound for steps with shorter kernels."""
+    """Return the seconds per small operation, which is the host's launch time and the least time of any kernel."""
     x = torch.zeros(16, device=device)
-    for runs in (1, LAUNCHES):  # the first one warms up
+    for runs in (1, LAUNCHES):  # the single run is the warm-up
         began = time.perf_counter()
         for _ in range(runs):
             x.add_(1)

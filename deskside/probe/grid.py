@@ -1,9 +1,9 @@
 """The points of a sweep, their order, and estimates of their time. Pure arithmetic.
 
-A map is a grid of model sizes, sequence lengths and options. Its corners come first, because what lies between two
-measured points can be interpolated and what lies outside cannot; then each next point is the one farthest from all that
-came before it (greedy maximin, Gonzalez 1985: "Clustering to minimize the maximum intercluster distance"), which on one
-axis is bisection. So whenever a probe is stopped, what it has is spread over the whole map.
+A sweep measures a grid of model sizes, sequence lengths and options. Its corners come first, because points between
+measured ones can be interpolated and points outside cannot. Each next point is the one farthest from all before it
+(greedy maximin, Gonzalez 1985: "Clustering to minimize the maximum intercluster distance"), which on one axis is
+bisection. So the measured points cover the whole grid, whenever the sweep is stopped.
 """
 
 import json
@@ -18,26 +18,27 @@ from deskside.config.model import ModelConfig
 from deskside.utils.errors import UsageError
 from deskside.utils.format import count
 
-LARGEST_MAP = 400  # points; some hours on a fast card
+MAX_POINTS = 400  # takes some hours on a fast GPU
 LONGEST_SEQUENCE = 2**20
-# FLOPs that a step may have: batches are halved until it has no more, so that a point takes seconds and not minutes.
+# Maximum FLOPs of a step: batches are halved down to it, so that a point takes seconds and not minutes.
 STEP_FLOPS = {"cuda": 4e14, "cpu": 4e10}
 WARMUP_SECONDS = {"cuda": 2.0, "cpu": 0.5}
 COUNTED_SECONDS = {"cuda": 4.0, "cpu": 2.0}
-WARMUP_STEPS, COUNTED_STEPS, DRY_STEPS = 2, 5, 3
-STATE_BYTES = 18  # of a parameter under AdamW: weight, gradient, two moments, bfloat16 copy
-STATES_SHARE = 0.5  # of the card's memory
+WARMUP_STEPS, COUNTED_STEPS, FITTING_STEPS = 2, 5, 3  # the last ones are spent on fitting the micro-batch
+STATE_BYTES = 18  # per parameter with AdamW: weight, gradient, two moments, bfloat16 copy
+STATES_SHARE = 0.5  # of the GPU's memory, for the states of the largest calibration model
 CPU_VOCABULARY = 1024
-OPTION_DISTANCE = 0.6  # between two options, where the longest way along sizes or sequences is 1
+OPTION_DISTANCE = 0.6  # between two options; the whole range of sizes, or of sequence lengths, is 1
 CORNERS = ((0.0, 0.0), (1.0, 1.0), (0.0, 1.0), (1.0, 0.0))  # of (size, sequence length), the cheapest first
-SHAPE = (
+SHAPE_FIELDS = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "intermediate_size", "max_position_embeddings",
 )  # fmt: skip
-# Forward passes that activation checkpointing adds, about; it matters for the time that a point is given.
-RECOMPUTED = {"block": 1.0, "mlp": 0.6, "attention": 0.4, "none": 0.0}
+# Approximate share of a forward pass that activation checkpointing recomputes, to estimate the time of a point.
+RECOMPUTED_FORWARDS = {"block": 1.0, "mlp": 0.6, "attention": 0.4, "none": 0.0}
 
-# Before anything was measured on a machine: seconds of starting, compiling and fitting, and FLOP/s.
+# Assumptions until a point has been measured on the machine: seconds of set-up (start, compilation, fitting of the
+# micro-batch) and of the GPU benchmark, FLOP/s of a step, and their share of the matmul peak where that is known.
 SETUP_SECONDS = {"cuda": 30.0, "cpu": 8.0}
 CARD_SECONDS = {"cuda": 20.0, "cpu": 10.0}
 SLOW_FLOPS = {"cuda": 1e13, "cpu": 5e9}
@@ -46,7 +47,7 @@ SHARE_OF_PEAK = 0.25
 
 @dataclass(frozen=True)
 class Size:
-    """A model of a grid: its shape, and the sequence length and tokens per step of its preset."""
+    """A model size of the grid: its configuration, and the sequence length and tokens per step of its preset."""
 
     model: ModelConfig
     sequence_length: int
@@ -55,7 +56,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Point:
-    """One point of a grid. `spec` is the input of `probe.point.measure_point` without the measuring time."""
+    """One point of the grid. `spec` is the argument of `probe.point.measure_point` without device and durations."""
 
     model: ModelConfig
     spec: Mapping[str, Any]
@@ -66,13 +67,13 @@ class Point:
 
     @property
     def options(self) -> tuple[str, str, str]:
-        """Precision, optimizer, activation checkpointing."""
+        """(precision, optimizer, activation checkpointing)."""
         spec = self.spec
         return str(spec["precision"]), str(spec["optimizer"]), str(spec["activation_checkpointing"])
 
     @property
     def shape(self) -> str:
-        """Layers x hidden size, query heads / key-value heads."""
+        """Text such as "12x768 12/3 E8": layers x hidden size, query heads / key-value heads, experts."""
         model = self.model
         heads = f"{model.num_attention_heads}/{model.num_key_value_heads}"
         experts = f" E{model.num_experts}" if model.num_experts else ""
@@ -81,7 +82,7 @@ class Point:
     @property
     def step_flops(self) -> float:
         """FLOPs of one optimizer step, including recomputation."""
-        passes = 3 + RECOMPUTED[self.options[2]]
+        passes = 3 + RECOMPUTED_FORWARDS[self.options[2]]
         return flops_per_token(self.model, self.sequence_length) * int(self.spec["tokens"]) * passes / 3
 
     def title(self) -> str:
@@ -91,7 +92,7 @@ class Point:
 
 
 def option_words(options: tuple[str, str, str], before_checkpointing: str = "") -> str:
-    """Return the options of a point without those that are defaults, such as "muon, fp8-rowwise, block"."""
+    """Return a text such as "muon, fp8-rowwise, block", without the default precision and checkpointing."""
     precision, optimizer, checkpointing = options
     words = [optimizer]
     words += [precision] if precision != "auto" else []
@@ -108,10 +109,10 @@ def make_point(
     checkpointing: str = "none",
     micro_tokens: int | str = "auto",
 ) -> Point:
-    """Make a point. Equal work has an equal spec: defaults of the model are left out, its shape never is."""
+    """Return a point. Equal models get equal specs: fields with default values are left out, except `SHAPE_FIELDS`."""
     if sequence_length > model.max_position_embeddings:
         model = model.model_copy(update={"max_position_embeddings": sequence_length})
-    fields = model.model_dump(exclude_defaults=True) | {name: getattr(model, name) for name in SHAPE}
+    fields = model.model_dump(exclude_defaults=True) | {name: getattr(model, name) for name in SHAPE_FIELDS}
     spec = {
         "model": fields,
         "sequence_length": sequence_length,
@@ -132,19 +133,23 @@ def expand(
     checkpointings: Sequence[str],
     device: str,
 ) -> list[Point]:
-    """Return every point of the grid once; without `sequences` each size has its own. Raises UsageError."""
+    """Return every point of the grid once. Without `sequences` each size uses its preset's. Raises UsageError."""
     for length in sequences:
         if not 2 <= length <= LONGEST_SEQUENCE:
             raise UsageError(f"--sequence: {length} cannot be measured; use 2 to {LONGEST_SEQUENCE} tokens")
     points: dict[str, Point] = {}
     for size in sizes:
         lengths = sequences or [size.sequence_length]
-        for length, precision, optimizer, kept in product(lengths, precisions, optimizers, checkpointings):
+        for length, precision, optimizer, checkpointing in product(
+            lengths, precisions, optimizers, checkpointings
+        ):
             tokens = step_tokens(size, length, device)
-            point = make_point(size.model, length, tokens, optimizer, precision, kept)
+            point = make_point(size.model, length, tokens, optimizer, precision, checkpointing)
             points.setdefault(json.dumps(point.spec, sort_keys=True), point)
-    if len(points) > LARGEST_MAP:
-        raise UsageError(f"the map has {len(points)} points, and {LARGEST_MAP} is the most; leave values out")
+    if len(points) > MAX_POINTS:
+        raise UsageError(
+            f"the map has {len(points)} points, at most {MAX_POINTS} are allowed: give fewer values"
+        )
     return list(points.values())
 
 
@@ -158,41 +163,44 @@ def step_tokens(size: Size, sequence_length: int, device: str) -> int:
 
 
 def order(points: Sequence[Point]) -> list[Point]:
-    """Order points by information: corners first, then always the one farthest from all before it."""
+    """Order points: the corners first, then each time the point farthest from all before it."""
     if not points:
         return []
-    places = _places(points)
+    coordinates = _coordinates(points)
     chosen: list[int] = []
     for corner in CORNERS:
-        there = [i for i, place in enumerate(places) if place[:2] == corner]
-        chosen += there[:1]
+        at_corner = [i for i, position in enumerate(coordinates) if position[:2] == corner]
+        chosen += at_corner[:1]
     rest = [i for i in range(len(points)) if i not in chosen]
-    gaps = {i: min((math.dist(places[i], places[j]) for j in chosen), default=math.inf) for i in rest}
-    while gaps:
-        farthest = max(gaps, key=lambda i: (gaps[i], -i))
-        del gaps[farthest]
+    distances = {
+        i: min((math.dist(coordinates[i], coordinates[j]) for j in chosen), default=math.inf) for i in rest
+    }
+    while distances:
+        farthest = max(distances, key=lambda i: (distances[i], -i))  # the first one of equals
+        del distances[farthest]
         chosen.append(farthest)
-        for i in gaps:
-            gaps[i] = min(gaps[i], math.dist(places[i], places[farthest]))
+        for i in distances:
+            distances[i] = min(distances[i], math.dist(coordinates[i], coordinates[farthest]))
     return [points[i] for i in chosen]
 
 
 def needs_more_memory(point: Point, other: Point) -> bool:
-    """Return whether `point` certainly needs at least the memory of `other`, each with its smallest micro-batch.
+    """Return True if `point` certainly needs at least as much memory as `other`, each with its smallest micro-batch.
 
-    True only where no modelling is needed to say so: the same kind of model with the same precision and optimiser,
-    nothing smaller, nothing more recomputed.
+    That is, if it has the same kind of model, precision and optimizer, no smaller dimension and no more recomputation.
     """
     if point.options[:2] != other.options[:2]:
         return False
-    mine, theirs = point.options[2], other.options[2]
-    if mine != theirs and mine != "none" and theirs != "block":
+    checkpointing, others_checkpointing = point.options[2], other.options[2]
+    # "none" keeps the most activations and "block" the fewest; "attention" and "mlp" are not comparable.
+    if checkpointing not in (others_checkpointing, "none") and others_checkpointing != "block":
         return False
-    fields, others = point.model.model_dump(), other.model.model_dump()
-    sizes = {*SHAPE, "num_experts", "moe_intermediate_size"}
+    fields, other_fields = point.model.model_dump(), other.model.model_dump()
+    sizes = {*SHAPE_FIELDS, "num_experts", "moe_intermediate_size"}
     return (
         all(
-            fields[name] >= others[name] if name in sizes else fields[name] == others[name] for name in fields
+            fields[name] >= other_fields[name] if name in sizes else fields[name] == other_fields[name]
+            for name in fields
         )
         and point.sequence_length >= other.sequence_length
         and _fewest_tokens(point) >= _fewest_tokens(other)
@@ -202,45 +210,46 @@ def needs_more_memory(point: Point, other: Point) -> bool:
 def estimate_seconds(
     point: Point, measured: Sequence[tuple[Point, float, float]], device: str, peak_flops: float | None
 ) -> float:
-    """Estimate the wall-clock seconds of measuring a point, rather too long than too short.
+    """Estimate the wall-clock seconds of measuring a point, rather too many than too few.
 
-    measured: (point, seconds of one step, seconds of the whole measurement) of this machine; peak_flops: of its matrix
-    products, FLOP/s. The setting up is taken to last as long as the longest so far, the steps to run at the FLOP/s of
-    the model nearest in size.
+    measured: (point, seconds of one step, seconds of the whole measurement) on this machine; peak_flops: FLOP/s of its
+    matmuls. The estimate assumes the longest set-up so far, and for the steps the FLOP/s of the model nearest in size.
     """
     if measured:
         size = math.log(matmul_params(point.model))
-        near = min(measured, key=lambda m: abs(math.log(matmul_params(m[0].model)) - size))
-        step = near[1] * point.step_flops / near[0].step_flops
-        setup = max(total - _stepping(of_step, device) for _, of_step, total in measured)
+        nearest, nearest_step, _ = min(
+            measured, key=lambda m: abs(math.log(matmul_params(m[0].model)) - size)
+        )
+        step = nearest_step * point.step_flops / nearest.step_flops
+        setup = max(total - _steps_seconds(seconds, device) for _, seconds, total in measured)
     else:
         step = point.step_flops / (SHARE_OF_PEAK * peak_flops if peak_flops else SLOW_FLOPS[device])
         setup = SETUP_SECONDS[device]
-    return max(0.0, setup) + _stepping(step, device)
+    return max(0.0, setup) + _steps_seconds(step, device)
 
 
 def calibration_points(memory_bytes: int, device: str) -> list[Point]:
-    """Return the points that calibrate the planner: few, most informative first, minutes in total.
+    """Return the points that calibrate the planner: a few, most informative first, minutes in total.
 
-    The planner has few unknowns (how near to the measured rates each kind of work comes, and what memory it has not
-    itemised), so every point differs from the others in several things at once: model size, sequence length, heads,
-    optimiser, recomputation, accumulation. The largest model is one whose states take half of the memory.
+    The planner has few unknowns (the share of the benchmarked speed that each kind of work reaches, and the memory that
+    it does not model), so each point varies several things at once: model size, sequence length, heads, optimizer,
+    recomputation, accumulation. The states of the largest model take at most half of the memory.
     """
     if device == "cpu":
         return _cpu_calibration()
-    ladder = [(8, 512), (12, 768), (24, 1024), (16, 1536), (16, 2048), (20, 2560)]
-    dense = [_dense(layers, hidden, 64 if hidden < 2048 else 128, 4) for layers, hidden in ladder]
+    layers_and_hidden = [(8, 512), (12, 768), (24, 1024), (16, 1536), (16, 2048), (20, 2560)]
+    dense = [_dense(layers, hidden, 64 if hidden < 2048 else 128, 4) for layers, hidden in layers_and_hidden]
     fitting = [m for m in dense if STATE_BYTES * num_params(m) <= STATES_SHARE * memory_bytes]
     large = fitting[-1] if fitting else dense[0]
     small, middle = dense[0], dense[min(2, dense.index(large) // 2)]
-    heads = _dense(12, 768, 128, 1)
-    long = 8192 if memory_bytes > 20 * 2**30 else 4096
+    no_grouping = _dense(12, 768, 128, 1)  # as many key-value heads as query heads
+    long_sequence = 8192 if memory_bytes > 20 * 2**30 else 4096
     return [
         make_point(small, 1024, 65536),
         make_point(large, 2048, 16384, "adamw"),
-        make_point(middle, long, 32768),
+        make_point(middle, long_sequence, 32768),
         make_point(large, 1024, 16384, checkpointing="block"),
-        make_point(heads, 512, 32768, "adamw", micro_tokens=8192),
+        make_point(no_grouping, 512, 32768, "adamw", micro_tokens=8192),
         make_point(middle, 2048, 32768, "adamw", checkpointing="block"),
         make_point(small, 2048, 16384, micro_tokens=2048),
     ]
@@ -261,7 +270,7 @@ def _cpu_calibration() -> list[Point]:
 def _dense(
     layers: int, hidden: int, head_dim: int, heads_per_kv: int, vocabulary: int = 32768
 ) -> ModelConfig:
-    """Return a Qwen3-shaped model with an MLP of 8/3 x hidden size, rounded up to a multiple of 128."""
+    """Return a Qwen3-like model whose intermediate size is 8/3 x hidden size, rounded up to a multiple of 128."""
     heads = hidden // head_dim
     return ModelConfig(
         vocab_size=vocabulary,
@@ -274,15 +283,16 @@ def _dense(
     )
 
 
-def _stepping(step: float, device: str) -> float:
+def _steps_seconds(step: float, device: str) -> float:
+    """Return the seconds of all steps of a measurement, whose single steps take `step` seconds."""
     warmup = max(WARMUP_SECONDS[device], WARMUP_STEPS * step)
-    return warmup + max(COUNTED_SECONDS[device], COUNTED_STEPS * step) + DRY_STEPS * step
+    return warmup + max(COUNTED_SECONDS[device], COUNTED_STEPS * step) + FITTING_STEPS * step
 
 
-def _places(points: Sequence[Point]) -> list[tuple[float, ...]]:
-    """Return the coordinates of a point: logarithms of size and length from 0 to 1, then one axis per option."""
-    sizes = _unit([math.log(matmul_params(point.model)) for point in points])
-    lengths = _unit([math.log(point.sequence_length) for point in points])
+def _coordinates(points: Sequence[Point]) -> list[tuple[float, ...]]:
+    """Return the coordinates of each point: logarithms of size and length scaled to 0 to 1, one axis per option."""
+    sizes = _normalize([math.log(matmul_params(point.model)) for point in points])
+    lengths = _normalize([math.log(point.sequence_length) for point in points])
     names = [list(dict.fromkeys(point.options[axis] for point in points)) for axis in range(3)]
     return [
         (size, length, *(OPTION_DISTANCE * names[axis].index(point.options[axis]) for axis in range(3)))
@@ -290,12 +300,12 @@ def _places(points: Sequence[Point]) -> list[tuple[float, ...]]:
     ]
 
 
-def _unit(values: list[float]) -> list[float]:
+def _normalize(values: list[float]) -> list[float]:
     low, high = min(values), max(values)
     return [(value - low) / (high - low) if high > low else 0.0 for value in values]
 
 
 def _fewest_tokens(point: Point) -> int:
-    """Return the minimum tokens of a forward pass: a fitted micro-batch can shrink to one row."""
+    """Return the tokens of the smallest micro-batch: one row, unless the point fixes the micro-batch."""
     micro = point.spec["micro_tokens"]
     return point.sequence_length if micro == "auto" else int(micro)

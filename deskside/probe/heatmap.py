@@ -1,7 +1,8 @@
 """Heat maps of tokens per second and peak memory over model size and sequence length.
 
-Every cell has its value written in it and one that was out of memory is hatched, so nothing rests on colour alone; the
-colours are cividis, which readers with and without colour blindness see alike (Nunez, Anderton and Renslow 2018).
+Every cell shows its value as text, and cells that were out of memory are hatched, so that no information is in the
+colour alone. The colour map is cividis, made for readers with and without colour blindness (Nunez, Anderton and Renslow
+2018).
 """
 
 from collections.abc import Callable, Sequence
@@ -23,9 +24,14 @@ from deskside.probe.grid import Point, option_words
 from deskside.utils.errors import RunError
 from deskside.utils.format import GIB, count, gib_digits
 
-CELL = (0.95, 0.5)  # inches: width, height
+CELL = (0.95, 0.5)  # width and height in inches
 DPI = 160
-WORDS = {"oom": "out of\nmemory", "skipped": "needs more\nmemory", "failed": "failed", "timeout": "too slow"}
+STATUS_TEXT = {
+    "oom": "out of\nmemory",
+    "skipped": "needs more\nmemory",
+    "failed": "failed",
+    "timeout": "too slow",
+}
 HATCHED = ("oom", "skipped")
 
 Cells = dict[tuple[str, int], tuple[Point, Row]]
@@ -33,11 +39,11 @@ Cells = dict[tuple[str, int], tuple[Point, Row]]
 
 @dataclass(frozen=True)
 class _Panel:
-    """A quantity: its title, its value in a row, its format, and whether colors use its logarithm."""
+    """A quantity to draw: its title, value in a row, text format, and whether its colour scale is logarithmic."""
 
     title: str
     value: Callable[[Row], float]
-    write: Callable[[float], str]
+    format: Callable[[float], str]
     logarithmic: bool
 
 
@@ -55,8 +61,8 @@ PANELS = (
 def draw(rows: Sequence[tuple[Point, Row]], card: str, path: Path) -> None:
     """Write the heat maps of these rows as a PNG. Raises RunError if it cannot be written.
 
-    Points of different options share one pair of panels where no two fall on the same cell, and then say their options
-    in the cell; otherwise every combination of options has its own pair.
+    If no two points have the same cell, they share one pair of panels, and cells name their options where these differ.
+    Otherwise every combination of options has its own pair.
     """
     smallest_first = sorted(rows, key=lambda row: num_params(row[0].model))
     shapes = list(dict.fromkeys(_label(point) for point, _ in smallest_first))
@@ -70,10 +76,10 @@ def draw(rows: Sequence[tuple[Point, Row]], card: str, path: Path) -> None:
     FigureCanvasAgg(figure)
     axes = figure.subplots(len(groups), 2, squeeze=False)
     for column, panel in enumerate(PANELS):
-        known = [panel.value(row) for _, row in rows if row["status"] == "ok"]
-        norm = _norm(known, panel.logarithmic)  # one for all options, so that they can be compared
-        for line, (title, cells) in zip(axes, groups, strict=True):
-            _panel(line[column], panel, norm, cells, shapes, lengths, title)
+        values = [panel.value(row) for _, row in rows if row["status"] == "ok"]
+        norm = _norm(values, panel.logarithmic)  # shared by all options, so that they can be compared
+        for axes_row, (title, cells) in zip(axes, groups, strict=True):
+            _draw_panel(axes_row[column], panel, norm, cells, shapes, lengths, title)
     figure.suptitle(f"{card}: measured by deskside probe", fontsize=10, fontweight="bold")
     figure.supxlabel("pale: not measured; hatched: does not fit", fontsize=7, color="#555555")
     try:
@@ -97,7 +103,7 @@ def _groups(rows: Sequence[tuple[Point, Row]]) -> list[tuple[str, Cells]]:
     return list(groups.items())
 
 
-def _panel(
+def _draw_panel(
     axes: Axes,
     panel: _Panel,
     norm: Normalize,
@@ -116,9 +122,9 @@ def _panel(
         x, y = lengths.index(length), shapes.index(shape)
         if row["status"] == "ok":
             value = values[y, x]
-            text, ink = panel.write(value), "black" if norm(value) > 0.55 else "white"
+            text, text_color = panel.format(value), "black" if norm(value) > 0.55 else "white"
         else:
-            text, ink = WORDS[row["status"]], "black"
+            text, text_color = STATUS_TEXT[row["status"]], "black"
             hatch = "////" if row["status"] in HATCHED else ".."
             axes.add_patch(
                 Rectangle((x - 0.5, y - 0.5), 1, 1, facecolor="white", edgecolor="#999999", hatch=hatch, lw=0)
@@ -129,7 +135,9 @@ def _panel(
             None if row["status"] == "ok" else {"facecolor": "white", "edgecolor": "none", "pad": 1}
         )
         small = "\n" in text
-        axes.text(x, y, text, ha="center", va="center", color=ink, fontsize=6.5 if small else 8, bbox=box)
+        axes.text(
+            x, y, text, ha="center", va="center", color=text_color, fontsize=6.5 if small else 8, bbox=box
+        )
     axes.set_title(panel.title + (f"\n{title}" if title else ""), fontsize=9, loc="left")
     axes.set_xticks(range(len(lengths)), [str(length) for length in lengths], fontsize=8)
     axes.set_yticks(range(len(shapes)), shapes, fontsize=8)
@@ -142,10 +150,10 @@ def _panel(
     axes.spines[:].set_visible(False)
 
 
-def _norm(known: list[float], logarithmic: bool) -> Normalize:
-    if not known:
+def _norm(values: list[float], logarithmic: bool) -> Normalize:
+    if not values:
         return Normalize(0, 1)
-    low, high = min(known), max(known)
+    low, high = min(values), max(values)
     return LogNorm(low, max(high, 1.5 * low)) if logarithmic else Normalize(0, high)
 
 

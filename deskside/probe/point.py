@@ -1,10 +1,9 @@
-"""Measure one point of the grid: a short training run with our own step, including the optimizer.
+"""Measure one point of the grid: a short training run with deskside's own step, including the optimizer.
 
-It is the run that `deskside train` would do, but for the data, which is drawn at random: token frequencies fall as 1 /
-rank (Zipf), as those of text do, so that the embedding's gradient meets the same collisions. The micro-batch is fitted
-as in a run. Then come steps that are not counted, until the card has settled at its power limit and its clocks, and
-steps that are. A step's time is what lies between its end and the last one's on the device, so the host's work counts
-where it holds the device up, and only there.
+The run is that of `deskside train`, except for the data: random tokens whose frequency falls as 1 / rank (Zipf's law),
+like those of text, so that the embedding's gradient has as many collisions. The micro-batch is fitted as in a run.
+Warm-up steps bring the GPU to its power limit and to stable clocks; the steps after them are timed. Times are measured
+between the ends of successive steps on the device, so host time counts only if the device waits for it.
 """
 
 import statistics
@@ -32,27 +31,27 @@ from deskside.train.prepare.step_planning import modelled_memory_gib
 
 WARMUP_SECONDS = {"cuda": 2.0, "cpu": 1.0}
 MEASURED_SECONDS = {"cuda": 4.0, "cpu": 4.0}
-FEWEST_STEPS = 5  # counted ones, however slow; half of them come before as warm-up
-BATCHES = 4  # different micro-batches that are used in turn
+MIN_STEPS = 5  # timed steps, however slow; half as many are warm-up steps
+BATCHES = 4  # number of different micro-batches, used in turn
 OPTIMIZER_RUNS = 5
-LAUNCHES = 3
-LR_FACTOR = 0.1  # small, because the first steps of a run are its least stable ones
+LAUNCH_RUNS = 3
+LR_FACTOR = 0.1  # a low learning rate, because the first steps of a run are the least stable
 
 
 @dataclass(frozen=True)
 class RandomRows:
-    """Rows of random tokens instead of a packed dataset."""
+    """Stand-in for a packed dataset, with rows of random tokens."""
 
     sequence_length: int
     vocab_size: int
 
     def max_boundaries(self, rows: int) -> int:
-        """Every row is one document."""
+        """Return the number of documents in `rows` rows: every row is one document."""
         return rows
 
 
-def configuration(spec: dict[str, Any]) -> RunConfig:
-    """Return the run configuration of a point. Raises UsageError for an impossible one.
+def point_config(spec: dict[str, Any]) -> RunConfig:
+    """Return the run point_config of a point. Raises UsageError for an impossible one.
 
     spec: `model` (fields of ModelConfig), `sequence_length`, `tokens` per optimiser step, and optionally `micro_tokens`
     ("auto"), `optimizer` ("muon"), `precision` ("auto"), `activation_checkpointing` ("none"), `compile` ("auto"),
@@ -72,11 +71,16 @@ def configuration(spec: dict[str, Any]) -> RunConfig:
 
 
 @dataclass(frozen=True)
-class Ready:
-    """A step that is ready to run.
+class PreparedStep:
+    """A training step that is ready to run.
 
-    attention: measurements by which its backends were chosen. native: whether the formats are the hardware's.
-    mode: how it is executed. peak_flops: FLOP/s of a matmul here. notes: messages of the set-up.
+    Attributes:
+        fit: The micro-batch that fits in memory.
+        attention: The chosen attention backends with their measurements.
+        native: True if the hardware supports the recipe's formats, False if they are emulated.
+        mode: Execution mode of the step (`compute.compile`).
+        peak_flops: FLOP/s of a large matmul on this device.
+        notes: Messages of the set-up.
     """
 
     config: RunConfig
@@ -99,22 +103,22 @@ class Ready:
         return rows_per_rank(batch.tokens, batch.sequence_length, self.stepper.world)
 
 
-def make_ready(config: RunConfig, mark: Callable[[str], None] = lambda done: None) -> Ready:
+def prepare_step(config: RunConfig, report: Callable[[str], None] = lambda done: None) -> PreparedStep:
     """Build model, optimizer and step as `deskside train` does, with a micro-batch that fits. Runs in its own process.
 
-    mark: is told when each part is done. Raises UsageError for a run that cannot be here.
+    report: called with a description after each part of the set-up. Raises UsageError for an impossible run.
     """
     world = parallel.init_distributed(config.compute.device, "auto")
     torch.manual_seed(config.seed)
     notes: list[str] = []
     recipe, precision = setup.choose_recipe(config, world.device, notes.append)
-    mark("recipe checked")
+    report("recipe checked")
     model = setup.build_model(config, world, recipe)
-    mark("model built")
-    attention, facts = attention_backends.choose_attention(
+    report("model built")
+    attention, measurements = attention_backends.choose_attention(
         config, model, world, config.batch.sequence_length, None
     )
-    mark("attention chosen")
+    report("attention chosen")
     native = bool(precision["native"])
     execution = setup.prepare_execution(config, model, world, recipe, precision)
     peak = measure_matmul_peak(world.device, model.activation_dtype)
@@ -134,30 +138,30 @@ def make_ready(config: RunConfig, mark: Callable[[str], None] = lambda done: Non
     rows = RandomRows(config.batch.sequence_length, config.model.vocab_size)
     length, tokens = config.batch.sequence_length, config.batch.tokens
     (fit,) = finder.find([StageWork(1.0, length, None, tokens, cast(RowDataset, rows))])
-    mark("compiled and fitted")
-    return Ready(config, recipe, stepper, fit, facts, native, execution.mode, peak, notes)
+    report("compiled and fitted")
+    return PreparedStep(config, recipe, stepper, fit, measurements, native, execution.mode, peak, notes)
 
 
 def measure_point(spec: dict[str, Any]) -> dict[str, Any]:
     """Train for some seconds and return speed and memory. Runs in its own process.
 
-    spec: as in `configuration`, and optionally `warmup_seconds` and `seconds` to be counted.
+    spec: as in `point_config`, and optionally `warmup_seconds` and `seconds` (those of the timed steps).
     """
-    ready = make_ready(configuration(spec))
-    config, device, fit = ready.config, ready.stepper.world.device, ready.fit
+    prepared = prepare_step(point_config(spec))
+    config, device, fit = prepared.config, prepared.stepper.world.device, prepared.fit
     setup_seconds = time.perf_counter() - deskside.STARTED
 
     environment_record.reset_peak_memory(device)
-    batches = random_batches(ready.rows, fit.micro_rows, ready.rows_per_step, device)
-    timer = Timer(ready.stepper, batches, fit.accumulation, environment_record.Sensors(device))
-    timer.run(spec.get("warmup_seconds", WARMUP_SECONDS[device.type]), FEWEST_STEPS // 2)
-    seconds, sensed = timer.run(spec.get("seconds", MEASURED_SECONDS[device.type]), FEWEST_STEPS)
+    batches = random_batches(prepared.rows, fit.micro_rows, prepared.rows_per_step, device)
+    timer = StepTimer(prepared.stepper, batches, fit.accumulation, environment_record.Sensors(device))
+    timer.run(spec.get("warmup_seconds", WARMUP_SECONDS[device.type]), MIN_STEPS // 2)
+    seconds, sensor_readings = timer.run(spec.get("seconds", MEASURED_SECONDS[device.type]), MIN_STEPS)
     launch_seconds = timer.launch_seconds() if device.type == "cuda" else None
     step = statistics.median(seconds)
     speed = config.batch.tokens / step
     flops = flops_per_token(config.model, config.batch.sequence_length)
     memory = memory_peaks(device)
-    watts = [float(s["watts"]) for s in sensed if s["watts"] is not None]
+    watts = [float(s["watts"]) for s in sensor_readings if s["watts"] is not None]
     return {
         "tokens_per_second": speed,
         "step_seconds": {
@@ -165,34 +169,34 @@ def measure_point(spec: dict[str, Any]) -> dict[str, Any]:
             "p10": quantile(seconds, 0.1),
             "p90": quantile(seconds, 0.9),
         },
-        "optimizer_seconds": optimizer_seconds(ready.stepper, batches[0]),
+        "optimizer_seconds": optimizer_seconds(prepared.stepper, batches[0]),
         "steps": len(seconds),
-        "mfu": speed * flops / ready.peak_flops,
+        "mfu": speed * flops / prepared.peak_flops,
         "flops_per_token": flops,
-        "matmul_peak_tflops": ready.peak_flops / 1e12,
+        "matmul_peak_tflops": prepared.peak_flops / 1e12,
         **memory,
         "micro_tokens": fit.micro_rows * config.batch.sequence_length,
         "accumulation": fit.accumulation,
         "attempts": list(fit.attempts),
         "watts": statistics.fmean(watts) if watts else None,
-        "celsius": max((s["celsius"] for s in sensed if s["celsius"] is not None), default=None),
-        "throttled": any(bool(s["throttled"]) for s in sensed) if watts else None,
+        "celsius": max((s["celsius"] for s in sensor_readings if s["celsius"] is not None), default=None),
+        "throttled": any(bool(s["throttled"]) for s in sensor_readings) if watts else None,
         "loss_first": timer.losses[0],
         "loss_last": timer.losses[-1],
         "finite": timer.finite,
         "setup_seconds": setup_seconds,
         "launch_seconds": launch_seconds,
-        "attention": ready.attention,
-        "compile": ready.mode,
-        "precision": ready.recipe,
+        "attention": prepared.attention,
+        "compile": prepared.mode,
+        "precision": prepared.recipe,
         "params": num_params(config.model),
         "device": device.type,
-        "notes": ready.notes,
+        "notes": prepared.notes,
     }
 
 
-class Timer:
-    """Runs steps and measures their times on the device; keeps every loss."""
+class StepTimer:
+    """Runs steps, measures their times on the device, and records every loss."""
 
     def __init__(
         self, stepper: Stepper, batches: list[Batch], accumulation: int, sensors: environment_record.Sensors
@@ -203,50 +207,50 @@ class Timer:
         self.losses: list[float] = []
         self.finite = True
 
-    def run(self, at_least: float, steps: int) -> tuple[list[float], list[dict[str, Any]]]:
-        """Seconds of each step until both bounds are reached, and what the sensors said meanwhile.
+    def run(self, min_seconds: float, min_steps: int) -> tuple[list[float], list[dict[str, Any]]]:
+        """Run steps until both minimums are reached. Return the seconds of each step, and sensor readings.
 
-        The host stays one step ahead, as in training, and reads the sensors while the device works.
+        The host launches one step ahead, as in training, and reads the sensors while the device works.
         """
         seconds: list[float] = []
-        sensed: list[dict[str, Any]] = []
+        sensor_readings: list[dict[str, Any]] = []
         previous, pending = DeviceEvent(self.stepper.world.device), None
         began = time.perf_counter()
-        while len(seconds) < steps or time.perf_counter() - began < at_least:
-            numbers = self.launch()
+        while len(seconds) < min_steps or time.perf_counter() - began < min_seconds:
+            metrics = self.launch()
             if pending is not None:
                 self.read(pending)
                 seconds.append(pending.end.seconds_since(previous))
                 previous = pending.end
-            pending = numbers
-            sensed.append(self.sensors.read())
+            pending = metrics
+            sensor_readings.append(self.sensors.read())
         assert pending is not None
         self.read(pending)
-        return seconds, sensed
+        return seconds, sensor_readings
 
     def launch(self) -> StepMetrics:
-        """Launch one step."""
+        """Launch one step, without waiting for it."""
         self.step += 1
         self.stepper.set_progress(LR_FACTOR, 0.0, self.step)
         chosen = [self.batches[(self.step + i) % len(self.batches)] for i in range(self.accumulation)]
         return self.stepper.run(chosen, self.step)
 
     def launch_seconds(self) -> float:
-        """Return the host's seconds to launch a whole step while the device has nothing else to do, the least of a few.
+        """Return the least seconds, in a few runs, that the host needs to launch a step while the device is idle.
 
-        Launching stops while the device's queue is full, so a step of many kernels shows more than the host needs.
+        The host waits while the launch queue of the device is full, so for a step of many kernels this is too much.
         """
-        found = []
-        for _ in range(LAUNCHES):
+        seconds = []
+        for _ in range(LAUNCH_RUNS):
             began = time.perf_counter()
-            numbers = self.launch()
-            found.append(time.perf_counter() - began)
-            self.read(numbers)
-        return min(found)
+            metrics = self.launch()
+            seconds.append(time.perf_counter() - began)
+            self.read(metrics)
+        return min(seconds)
 
-    def read(self, numbers: StepMetrics) -> None:
-        """Wait for a step and record its loss."""
-        loss, _, skipped = numbers.read()
+    def read(self, metrics: StepMetrics) -> None:
+        """Wait for a step and record its loss, and whether it was finite."""
+        loss, _, skipped = metrics.read()
         self.losses.append(loss)
         self.finite = self.finite and not skipped
 
@@ -258,19 +262,21 @@ def random_batches(
     generator = torch.Generator().manual_seed(0)
     weights = 1.0 / torch.arange(1, rows.vocab_size + 1, dtype=torch.float64)
     shape = (micro_rows, rows.sequence_length)
-    made = []
+    batches = []
     for _ in range(BATCHES):
         drawn = torch.multinomial(weights, shape[0] * shape[1], replacement=True, generator=generator)
         tokens_BT = drawn.view(shape).to(device)
         valid = tokens_BT.numel()
         step_valid = rows_per_step * rows.sequence_length
-        made.append(Batch(tokens_BT, tokens_BT.roll(-1, dims=1), None, None, valid, step_valid))
-    return made
+        batches.append(Batch(tokens_BT, tokens_BT.roll(-1, dims=1), None, None, valid, step_valid))
+    return batches
 
 
 def optimizer_seconds(stepper: Stepper, batch: Batch) -> float:
-    """Median seconds of clipping and updating alone. Real updates: a skipped one does not touch the memory."""
-    skip = torch.zeros((), device=stepper.world.device)
+    """Return the median seconds of gradient clipping and the update."""
+    skip = torch.zeros(
+        (), device=stepper.world.device
+    )  # 0: do the update; a skipped one would write no memory
     seconds = []
     for _ in range(OPTIMIZER_RUNS):
         stepper.forward_backward([batch])
@@ -290,7 +296,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def memory_peaks(device: torch.device) -> dict[str, int | None]:
-    """Return the peaks of torch's allocator and the used memory of the device; the resident set on a CPU."""
+    """Return peak bytes of torch's allocator and bytes in use on the device; on a CPU the peak resident set."""
     if device.type != "cuda":
         resident = round(environment_record.peak_memory_gib(device) * 2**30)
         return {"peak_allocated_bytes": resident, "peak_reserved_bytes": None, "device_used_bytes": None}
@@ -303,6 +309,6 @@ def memory_peaks(device: torch.device) -> dict[str, int | None]:
 
 
 def quantile(values: list[float], share: float) -> float:
-    """Return the quantile `share`."""
+    """Return the quantile `share` (0 to 1) without interpolation."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

@@ -1,8 +1,7 @@
 """Measure points one at a time, each in its own process, until all are done or the time is up.
 
 Every result is stored before the next point starts, so an interrupted sweep continues where it stopped. A point is not
-started if it would probably end after the deadline, and is killed at the deadline. That says nothing about the point,
-so nothing is stored for it.
+started if it would probably end after the deadline, and is killed at the deadline; nothing is stored for it then.
 """
 
 import time
@@ -24,15 +23,15 @@ from deskside.utils import child_process, signals
 
 MEASURE_POINT = "deskside.probe.point:measure_point"
 MEASURE_CARD = "deskside.probe.card_benchmark:measure_card"
-POINT_LIMIT, CARD_LIMIT = 600.0, 180.0  # time limit of a measurement in seconds
-MIN_SECONDS = 2.0  # nothing can be measured in less
+POINT_TIMEOUT, CARD_TIMEOUT = 600.0, 180.0  # seconds
+MIN_SECONDS = 2.0  # no measurement takes less
 
 Origin = Literal["measured", "stored", "concluded", "no time"]
 
 
 @dataclass(frozen=True)
-class ProbeResult:
-    """Result of a point: its row, and whether it was measured now, stored before, or concluded from other points.
+class PointResult:
+    """Result of a point: its row, and its origin: measured now, stored before, or concluded from other points.
 
     `row` is None if there was no time to measure the point.
     """
@@ -50,20 +49,24 @@ class SweepListener(Protocol):
     """Receives the progress of a sweep. `seconds` is the estimated time of the next measurement."""
 
     def begin(self, title: str, seconds: float) -> None: ...
-    def end(self, finding: ProbeResult) -> None: ...
+    def end(self, point_result: PointResult) -> None: ...
     def card(self, row: Row) -> None: ...
 
 
 @dataclass
 class SweepResult:
-    """Results in the order of measurement, after those that were stored before."""
+    """Results of a sweep: those that were stored before, then the others in the order of measurement."""
 
     card: Row | None = None
-    findings: list[ProbeResult] = field(default_factory=list)
-    interrupted: int = 0  # the number of the signal that ended it early
+    point_results: list[PointResult] = field(default_factory=list)
+    interrupted: int = 0  # number of the signal that ended the sweep early, 0 without one
 
     def rows(self) -> list[tuple[Point, Row]]:
-        return [(finding.point, finding.row) for finding in self.findings if finding.row is not None]
+        return [
+            (point_result.point, point_result.row)
+            for point_result in self.point_results
+            if point_result.row is not None
+        ]
 
 
 @dataclass
@@ -73,9 +76,9 @@ class Sweep:
     Attributes:
         store: Where results are stored.
         machine: The machine that is measured.
-        watcher: Receives the progress.
-        deadline: Time of `clock` in seconds, None without a limit.
-        again: Whether stored points are measured again.
+        listener: Receives the progress.
+        deadline: Value of `clock` at which the sweep ends, in seconds; None without a limit.
+        again: Measure stored points again.
         point_target: Function that measures a point, called in a child process.
         card_target: Function that measures the GPU itself.
         run: Calls a target in a child process, like `child_process.run`.
@@ -84,7 +87,7 @@ class Sweep:
 
     store: Store
     machine: Machine
-    watcher: SweepListener
+    listener: SweepListener
     deadline: float | None = None
     again: bool = False
     point_target: str = MEASURE_POINT
@@ -98,122 +101,129 @@ class Sweep:
         KeyboardInterrupt ends the sweep, and the result says so. Raises RunError if a result cannot be stored,
         UsageError if the store cannot be read or written, and Busy if another process is measuring.
         """
-        done, pending, _ = self._known(points)
-        if done.card is not None and not pending:
-            return done
+        result, pending, _ = self._split_stored(points)
+        if result.card is not None and not pending:
+            return result
         with self.store.measuring(self.machine.card):
             # Read the store again: another process may have measured some points meanwhile.
-            return self._rest(points, *self._known(points))
+            return self._measure_all(points, *self._split_stored(points))
 
-    def _known(self, points: Sequence[Point]) -> tuple[SweepResult, list[Point], dict[str, Row]]:
+    def _split_stored(self, points: Sequence[Point]) -> tuple[SweepResult, list[Point], dict[str, Row]]:
         """Return the stored results, the remaining points, and all rows by their hash."""
         stored = {} if self.again else {row["hash"]: row for row in self.store.rows(self.machine)}
-        done = SweepResult()
+        result = SweepResult()
         card = stored.get(hash_of(make_key(self.machine, {})))
         if card is not None and card["kind"] == "card" and card["status"] == "ok":
-            done.card = card
+            result.card = card
         pending: list[Point] = []
         for point in points:
             row = stored.get(hash_of(self._key(point)))
             if row is not None and row["kind"] == "point" and row["status"] in FINAL:
-                done.findings.append(ProbeResult(point, row, "stored"))
+                result.point_results.append(PointResult(point, row, "stored"))
             else:
                 pending.append(point)
-        return done, pending, stored
+        return result, pending, stored
 
-    def _rest(
-        self, points: Sequence[Point], done: SweepResult, pending: list[Point], stored: Mapping[str, Row]
+    def _measure_all(
+        self, points: Sequence[Point], result: SweepResult, pending: list[Point], stored: Mapping[str, Row]
     ) -> SweepResult:
-        """Measure the remaining points."""
+        """Measure the pending points and add them to the result."""
         try:
-            done.card = done.card or self._card()
-            pending = self._without_too_large(pending, done, done.rows(), stored)
-            while (chosen := self._next(pending, done)) is not None:
+            result.card = result.card or self._card()
+            pending = self._without_too_large(pending, result, result.rows(), stored)
+            while (chosen := self._next(pending, result)) is not None:
                 pending.remove(chosen)
-                finding = self._measure(chosen, done)
-                done.findings.append(finding)
-                self.watcher.end(finding)
-                if finding.row is not None:
-                    pending = self._without_too_large(pending, done, [(chosen, finding.row)], stored)
+                point_result = self._measure(chosen, result)
+                result.point_results.append(point_result)
+                self.listener.end(point_result)
+                if point_result.row is not None:
+                    pending = self._without_too_large(pending, result, [(chosen, point_result.row)], stored)
         except KeyboardInterrupt as error:
-            done.interrupted = signals.signal_number(error)
-        known = {id(finding.point) for finding in done.findings}
-        done.findings += [ProbeResult(point, None, "no time") for point in points if id(point) not in known]
-        return done
+            result.interrupted = signals.signal_number(error)
+        finished = {id(point_result.point) for point_result in result.point_results}
+        result.point_results += [
+            PointResult(point, None, "no time") for point in points if id(point) not in finished
+        ]
+        return result
 
     def _card(self) -> Row | None:
         """Run the GPU benchmark, if there is time."""
         expected = CARD_SECONDS[self.machine.device]
-        if self._left() < expected:
+        if self._seconds_left() < expected:
             return None
-        self.watcher.begin("the card itself", expected)
-        outcome = self.run(self.card_target, {"device": self.machine.device}, min(CARD_LIMIT, self._left()))
-        if outcome.status == "timeout" and self._left() < MIN_SECONDS:
+        self.listener.begin("GPU benchmark", expected)
+        outcome = self.run(
+            self.card_target, {"device": self.machine.device}, min(CARD_TIMEOUT, self._seconds_left())
+        )
+        if outcome.status == "timeout" and self._seconds_left() < MIN_SECONDS:
             return None
         key = make_key(self.machine, {})
         row = make_row("card", key, outcome.status, outcome.value, outcome.error, outcome.seconds)
         self.store.add(row)
-        self.watcher.card(row)
+        self.listener.card(row)
         return row
 
-    def _next(self, pending: list[Point], done: SweepResult) -> Point | None:
+    def _next(self, pending: list[Point], result: SweepResult) -> Point | None:
         """Return the first point that fits in the remaining time."""
-        left = self._left()
-        if left < MIN_SECONDS:
+        seconds_left = self._seconds_left()
+        if seconds_left < MIN_SECONDS:
             return None
-        return next((point for point in pending if self._expected(point, done) <= left), None)
+        for point in pending:
+            if self._estimated_seconds(point, result) <= seconds_left:
+                return point
+        return None
 
     def _without_too_large(
         self,
         pending: list[Point],
-        done: SweepResult,
+        result: SweepResult,
         rows: Sequence[tuple[Point, Row]],
         stored: Mapping[str, Row],
     ) -> list[Point]:
-        """Drop points that need more memory than one that ran out of it, and record them as skipped."""
-        left: list[Point] = []
-        full = [point for point, row in rows if row["status"] == "oom"]
+        """Drop points that need more memory than one of `rows` that ran out of it, and record them as skipped."""
+        remaining: list[Point] = []
+        out_of_memory = [point for point, row in rows if row["status"] == "oom"]
         for point in pending:
-            smaller = next((other for other in full if needs_more_memory(point, other)), None)
+            smaller = next((other for other in out_of_memory if needs_more_memory(point, other)), None)
             if smaller is None:
-                left.append(point)
+                remaining.append(point)
                 continue
             reason = f"needs more memory than {smaller.title()}, which was out of memory"
             row = make_row("point", self._key(point), "skipped", None, reason)
-            known = stored.get(row["hash"])
-            if known is None or (known["status"], known["error"]) != ("skipped", reason):
+            previous = stored.get(row["hash"])
+            if previous is None or (previous["status"], previous["error"]) != ("skipped", reason):
                 self.store.add(row)
-            done.findings.append(ProbeResult(point, row, "concluded"))
-            self.watcher.end(done.findings[-1])
-        return left
+            result.point_results.append(PointResult(point, row, "concluded"))
+            self.listener.end(result.point_results[-1])
+        return remaining
 
-    def _measure(self, point: Point, done: SweepResult) -> ProbeResult:
+    def _measure(self, point: Point, result: SweepResult) -> PointResult:
         device = self.machine.device
-        self.watcher.begin(point.title(), self._expected(point, done))
+        self.listener.begin(point.title(), self._estimated_seconds(point, result))
         spec = {
             **point.spec,
             "device": device,
             "warmup_seconds": WARMUP_SECONDS[device],
             "seconds": COUNTED_SECONDS[device],
         }
-        outcome = self.run(self.point_target, {"spec": spec}, min(POINT_LIMIT, self._left()))
-        if outcome.status == "timeout" and self._left() < MIN_SECONDS:
-            return ProbeResult(point, None, "no time")
+        outcome = self.run(self.point_target, {"spec": spec}, min(POINT_TIMEOUT, self._seconds_left()))
+        if outcome.status == "timeout" and self._seconds_left() < MIN_SECONDS:
+            return PointResult(point, None, "no time")
         key = self._key(point)
         row = make_row("point", key, outcome.status, outcome.value, outcome.error, outcome.seconds)
         self.store.add(row)
-        return ProbeResult(point, row, "measured")
+        return PointResult(point, row, "measured")
 
-    def _expected(self, point: Point, done: SweepResult) -> float:
+    def _estimated_seconds(self, point: Point, result: SweepResult) -> float:
         measured = [
             (other, float(row["result"]["step_seconds"]["median"]), float(row["seconds"]))
-            for other, row in done.rows()
+            for other, row in result.rows()
             if row["status"] == "ok"
         ]
-        peak = done.card["result"].get("matmul_peak") if done.card else None
+        peak = result.card["result"].get("matmul_peak") if result.card else None
         return estimate_seconds(point, measured, self.machine.device, peak)
 
-    def _left(self) -> float:
+    def _seconds_left(self) -> float:
         return float("inf") if self.deadline is None else self.deadline - self.clock()
 
     def _key(self, point: Point) -> dict[str, object]:

@@ -10,11 +10,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from deskside.measurements.store import Row
 from deskside.probe import table
-from deskside.probe.sweep import ProbeResult, SweepListener
+from deskside.probe.sweep import PointResult, SweepListener
 
 
 @contextmanager
-def watcher(points: int) -> Iterator[SweepListener]:
+def progress_listener(points: int) -> Iterator[SweepListener]:
     """Yield a listener that shows the current measurement, its estimated time and its result."""
     if not sys.stderr.isatty():
         yield Lines(points)
@@ -41,12 +41,12 @@ class Lines:
         self._began = time.monotonic()
         self._say(f"{title}: about {seconds:.0f} s")
 
-    def end(self, finding: ProbeResult) -> None:
+    def end(self, point_result: PointResult) -> None:
         self._done += 1
-        self._say(f"{self._done} of {self._points}: {outcome(finding)}")
+        self._say(f"{self._done} of {self._points}: {point_line(point_result)}")
 
     def card(self, row: Row) -> None:
-        self._say(card_outcome(row))
+        self._say(card_line(row))
 
     def _say(self, line: str) -> None:
         print(line, file=sys.stderr, flush=True)
@@ -62,17 +62,17 @@ class Bar:
     def begin(self, title: str, seconds: float) -> None:
         self._bar.update(self._task, description=f"{title} (about {seconds:.0f} s)")
 
-    def end(self, finding: ProbeResult) -> None:
-        self._bar.console.print(outcome(finding), highlight=False)
+    def end(self, point_result: PointResult) -> None:
+        self._bar.console.print(point_line(point_result), highlight=False)
         self._bar.advance(self._task)
 
     def card(self, row: Row) -> None:
-        self._bar.console.print(card_outcome(row), highlight=False)
+        self._bar.console.print(card_line(row), highlight=False)
 
 
-def outcome(finding: ProbeResult) -> str:
-    """Return the result of a point in one line."""
-    title, row = finding.point.title(), finding.row
+def point_line(point_result: PointResult) -> str:
+    """Return the result of a point as one line."""
+    title, row = point_result.point.title(), point_result.row
     if row is None:
         return f"{title}: ended, the time is up"
     if row["status"] != "ok":
@@ -84,12 +84,12 @@ def outcome(finding: ProbeResult) -> str:
     )
 
 
-def card_outcome(row: Row) -> str:
-    """Return the result of the GPU benchmark in one line."""
+def card_line(row: Row) -> str:
+    """Return the result of the GPU benchmark as one line."""
     if row["status"] != "ok":
-        return f"the card itself: {row['status']}: {row['error']}"
+        return f"GPU benchmark: {row['status']}: {row['error']}"
     result = row["result"]
     return (
-        f"the card itself: {result['matmul_peak'] / 1e12:,.2f} TFLOP/s in matrix products, "
+        f"GPU benchmark: {result['matmul_peak'] / 1e12:,.2f} TFLOP/s in matrix products, "
         f"{result['copy_bandwidth'] / 1e9:,.0f} GB/s in copies, measured in {row['seconds']:.0f} s"
     )

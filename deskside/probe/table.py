@@ -1,4 +1,4 @@
-"""Tables of a sweep in 80 columns: measurements of each point, and tokens per day at that speed."""
+"""Tables of a sweep in 80 columns: the measurements of each point, and the tokens per day at the measured speed."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -13,10 +13,12 @@ from rich.text import Text
 from deskside.budget.shape import num_params
 from deskside.measurements.store import Row
 from deskside.probe.grid import Point, option_words
-from deskside.probe.sweep import ProbeResult
+from deskside.probe.sweep import PointResult
 from deskside.utils.format import count, gib_digits, hours, plural
 
-TOKENS_PER_PARAMETER = 20  # rule of thumb of Hoffmann et al. 2022 (arXiv 2203.15556); counts all parameters
+TOKENS_PER_PARAMETER = (
+    20  # about compute-optimal (Hoffmann et al. 2022, arXiv 2203.15556); all parameters count
+)
 DAY = 86400.0
 SPEED_COLUMNS = (
     "shape", "param", "seq", "micro\nx acc", "tokens\nper s", "±\n%", "step\nms", "MFU",
@@ -25,7 +27,7 @@ SPEED_COLUMNS = (
 
 
 def derived(point: Point, row: Row) -> dict[str, float]:
-    """Return tokens per 24 h, and the hours for 20 tokens per parameter, at the measured speed."""
+    """Return the tokens per 24 h, and the tokens and hours for 20 tokens per parameter, at the measured speed."""
     speed = float(row["result"]["tokens_per_second"])
     tokens = TOKENS_PER_PARAMETER * num_params(point.model)
     return {
@@ -35,67 +37,69 @@ def derived(point: Point, row: Row) -> dict[str, float]:
     }
 
 
-def tables(findings: Sequence[ProbeResult]) -> RenderableType:
-    """Return the tables of speed, one per combination of options, the table of days, and the reasons of failures."""
+def tables(point_results: Sequence[PointResult]) -> RenderableType:
+    """Return a table of speeds per combination of options, the table of tokens per day, and reasons of failures."""
     parts: list[RenderableType] = []
     ordered = sorted(
-        findings, key=lambda f: (f.point.options, num_params(f.point.model), f.point.sequence_length)
+        point_results, key=lambda f: (f.point.options, num_params(f.point.model), f.point.sequence_length)
     )
-    for options, same in groupby(ordered, key=lambda f: f.point.options):
-        parts += [_speed(list(same), options), Text("")]
-    if any(finding.status == "ok" for finding in findings):
-        parts += [_days(ordered), Text("")]
+    for options, group in groupby(ordered, key=lambda f: f.point.options):
+        parts += [_speed(list(group), options), Text("")]
+    if any(point_result.status == "ok" for point_result in point_results):
+        parts += [_tokens_per_day(ordered), Text("")]
     parts += [Text(line, style="dim") for line in reasons(ordered)]
     return Group(*parts)
 
 
-def reasons(findings: Sequence[ProbeResult]) -> list[str]:
+def reasons(point_results: Sequence[PointResult]) -> list[str]:
     """Return a line for each kind of missing result, and for each unreliable one."""
     lines = []
-    for finding in findings:
-        title, row = finding.point.title(), finding.row
-        if row is not None and finding.status in ("failed", "timeout"):
-            lines.append(f"{finding.status}: {title}: {row['error']}")
-        if row is not None and finding.status == "ok" and not row["result"].get("finite", True):
+    for point_result in point_results:
+        title, row = point_result.point.title(), point_result.row
+        if row is not None and point_result.status in ("failed", "timeout"):
+            lines.append(f"{point_result.status}: {title}: {row['error']}")
+        if row is not None and point_result.status == "ok" and not row["result"].get("finite", True):
             lines.append(
                 f"unstable: {title}: a loss or gradient was not finite; a run with these settings would fail"
             )
-    measured = [f.row["result"] for f in findings if f.row is not None and f.status == "ok"]
+    measured = [f.row["result"] for f in point_results if f.row is not None and f.status == "ok"]
     if any(result.get("device") == "cpu" for result in measured):
         lines.append(
             "GiB: all memory of the process, libraries included, since torch does not count CPU memory"
         )
-    if any(finding.status == "oom" for finding in findings):
+    if any(point_result.status == "oom" for point_result in point_results):
         lines.append("oom: not even a micro-batch of one row fits; measured")
-    skipped = Counter(f.row["error"] for f in findings if f.row is not None and f.status == "skipped")
+    skipped = Counter(f.row["error"] for f in point_results if f.row is not None and f.status == "skipped")
     lines += [f"skipped: {plural(number, 'point')}: {reason}" for reason, number in skipped.items()]
-    if missing := sum(finding.row is None for finding in findings):
+    if missing := sum(point_result.row is None for point_result in point_results):
         lines.append(f"no time: {plural(missing, 'point')}; run the same command again to measure them")
     return lines
 
 
-def _speed(findings: Sequence[ProbeResult], options: tuple[str, str, str]) -> Table:
+def _speed(point_results: Sequence[PointResult], options: tuple[str, str, str]) -> Table:
     precision, optimizer, checkpointing = options
-    recipes = {str(f.row["result"]["precision"]) for f in findings if f.row and f.status == "ok"}
-    number = "/".join(sorted(recipes)) or precision
-    kept = "no activation checkpointing" if checkpointing == "none" else f"checkpointing {checkpointing}"
-    table = _table(f"measured here: {number}, {optimizer}, {kept}")
+    recipes = {str(f.row["result"]["precision"]) for f in point_results if f.row and f.status == "ok"}
+    recipe = "/".join(sorted(recipes)) or precision
+    checkpointing_text = (
+        "no activation checkpointing" if checkpointing == "none" else f"checkpointing {checkpointing}"
+    )
+    table = _table(f"measured here: {recipe}, {optimizer}, {checkpointing_text}")
     for name in SPEED_COLUMNS:
         table.add_column(name, justify="left" if name in ("shape", "") else "right", no_wrap=True)
-    for finding in findings:
-        point = finding.point
+    for point_result in point_results:
+        point = point_result.point
         head = (point.shape, count(num_params(point.model)), str(point.sequence_length))
-        if finding.row is None or finding.status != "ok":
-            table.add_row(*head, *[""] * 7, Text(finding.status, style="yellow"))
+        if point_result.row is None or point_result.status != "ok":
+            table.add_row(*head, *[""] * 7, Text(point_result.status, style="yellow"))
             continue
-        table.add_row(*head, *_measured(finding.row["result"]), Text(_state(finding)))
+        table.add_row(*head, *_measured(point_result.row["result"]), Text(_state(point_result)))
     return table
 
 
-def _state(finding: ProbeResult) -> str:
-    if finding.row is not None and not finding.row["result"].get("finite", True):
+def _state(point_result: PointResult) -> str:
+    if point_result.row is not None and not point_result.row["result"].get("finite", True):
         return "unstable"
-    return "stored" if finding.origin == "stored" else "ok"
+    return "stored" if point_result.origin == "stored" else "ok"
 
 
 def _measured(result: dict[str, Any]) -> tuple[str, ...]:
@@ -111,16 +115,16 @@ def _measured(result: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _days(findings: Sequence[ProbeResult]) -> Table:
+def _tokens_per_day(point_results: Sequence[PointResult]) -> Table:
     table = _table("modelled: a day at the measured speed")
     names = ("shape", "params", "seq", "options", "tokens\nin 24 h", "hours for 20\ntokens per parameter")
     for name in names:
         table.add_column(name, justify="left" if name in ("shape", "options") else "right", no_wrap=True)
-    for finding in findings:
-        if finding.row is None or finding.status != "ok":
+    for point_result in point_results:
+        if point_result.row is None or point_result.status != "ok":
             continue
-        point = finding.point
-        numbers = derived(point, finding.row)
+        point = point_result.point
+        numbers = derived(point, point_result.row)
         table.add_row(
             point.shape,
             count(num_params(point.model)),

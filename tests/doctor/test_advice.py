@@ -11,25 +11,29 @@ BROKEN = {"verdict": "wrong numbers", "reason": "gradient of embed.weight is all
 CUDA_GONE: dict[str, Any] = {"device": "cpu", "gpus": [], "cuda_error": "no CUDA-capable device is detected"}
 
 
-def mends(facts: dict[str, Any] | None = None, **changes: dict[str, Any]) -> list[dict[str, str]]:
+def found_problems(facts: dict[str, Any] | None = None, **changes: dict[str, Any]) -> list[dict[str, str]]:
     results = samples.results(**changes)
-    advice.add_ratios(results)
-    return advice.fix(facts or samples.facts(), results, quick=False)
+    advice.add_bf16_ratios(results)
+    return advice.find_problems(facts or samples.facts(), results)
 
 
 def problems(facts: dict[str, Any] | None = None, **changes: dict[str, Any]) -> str:
-    return "\n".join(f"{m['severity']}: {m['problem']} -> {m['remedy']}" for m in mends(facts, **changes))
+    return "\n".join(
+        f"{m['severity']}: {m['problem']} -> {m['remedy']}" for m in found_problems(facts, **changes)
+    )
 
 
 def chosen(facts: dict[str, Any] | None = None, **changes: dict[str, Any]) -> dict[str, dict[str, str]]:
     results = samples.results(**changes)
-    advice.add_ratios(results)
-    return {choice["what"]: choice for choice in advice.use(facts or samples.facts(), results, quick=False)}
+    advice.add_bf16_ratios(results)
+    return {
+        choice["what"]: choice for choice in advice.recommend(facts or samples.facts(), results, quick=False)
+    }
 
 
 def test_ratios_are_to_the_bf16_matmul() -> None:
     results = samples.results()
-    advice.add_ratios(results)
+    advice.add_bf16_ratios(results)
     by_id = advice.by_id(results)
     assert by_id["bf16"]["to_bf16"] == 1
     assert by_id["mxfp8"]["to_bf16"] == pytest.approx(640 / 205, rel=1e-2)
@@ -99,25 +103,27 @@ def test_wrong_attention_is_not_advised() -> None:
 
 def test_nothing_is_advised_where_training_cannot_work() -> None:
     facts, results = samples.facts(), samples.results(step_fp32=BROKEN, step_bf16=BROKEN)
-    assert not advice.trains(results)
-    assert advice.use(facts, results, quick=False) == []
-    first = advice.fix(facts, results, quick=False)[0]
+    assert not advice.can_train(results)
+    assert advice.recommend(facts, results, quick=False) == []
+    first = advice.find_problems(facts, results)[0]
     assert first["severity"] == "stops training" and "all zero" in first["problem"]
-    assert advice.trains(samples.results(step_bf16=BROKEN)), "FP32 alone is enough"
+    assert advice.can_train(samples.results(step_bf16=BROKEN)), "FP32 alone is enough"
     full = {"verdict": "out of memory", "reason": "CUDA out of memory"}
-    first = mends(step_fp32=full, step_bf16=full)[0]
+    first = found_problems(step_fp32=full, step_bf16=full)[0]
     assert first["severity"] == "stops training" and "free memory" in first["remedy"]
 
 
 def test_a_good_machine_has_only_what_was_planted() -> None:
-    found = mends(nvfp4={"verdict": "works", "reason": ""}, te_nvfp4={"verdict": "works", "reason": ""})
+    found = found_problems(
+        nvfp4={"verdict": "works", "reason": ""}, te_nvfp4={"verdict": "works", "reason": ""}
+    )
     assert found == []
 
 
 def test_what_is_wrong_comes_before_what_is_slow() -> None:
     facts = samples.facts(shm={"path": "/dev/shm", "total_gib": 0.06, "free_gib": 0.06}, c_compiler=None)
-    found = mends(facts)
-    order = [advice.ORDER.index(m["severity"]) for m in found]  # type: ignore[arg-type]
+    found = found_problems(facts)
+    order = [advice.MOST_SEVERE_FIRST.index(m["severity"]) for m in found]  # type: ignore[arg-type]
     assert order == sorted(order)
     assert found[0]["severity"] == "wrong numbers" and "NVFP4" in found[0]["problem"]
     text = problems(facts)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from deskside.config.recipes import RECIPES
-from deskside.doctor.check_gemm import head, judged, recipe
+from deskside.doctor.check_gemm import as_result, head, recipe
 from deskside.precision import CheckResult
 
 QUANTIZED = [name for name, found in RECIPES.items() if found.quantized]
@@ -46,13 +46,13 @@ def test_the_head_trains_right_on_a_cpu_emulated() -> None:
 def test_what_the_self_check_says_in_the_doctors_words(
     found: CheckResult, verdict: str, reason: str, native: bool, why: str
 ) -> None:
-    result = judged(found, 0.12)
+    result = as_result(found, 0.12)
     assert (result["verdict"], result["reason"]) == (verdict, reason)
     assert result["details"] == {"native": native, "emulated_because": why}
 
 
 def test_an_error_that_is_not_finite_is_json() -> None:
     broken = CheckResult(False, {**ERRORS, "output": float("nan")}, "output is not finite")
-    result = judged(broken, 0.12)
+    result = as_result(broken, 0.12)
     assert result["errors"]["output"] is None
     json.dumps(result, allow_nan=False)

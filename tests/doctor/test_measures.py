@@ -94,7 +94,7 @@ def test_choice_of_attention() -> None:
 
 
 def test_every_backend_is_listed() -> None:
-    listed = {b["name"]: b for b in check_attention.listed("cuda")}
+    listed = {b["name"]: b for b in check_attention.list_backends("cuda")}
     assert set(listed) == set(BACKENDS)
     assert listed["cudnn"]["full"] is None and listed["cudnn"]["window"] == "has no sliding window"
     assert listed["efficient"]["full"] is None, "a backend without grouped heads gets a problem without them"
@@ -132,7 +132,7 @@ def test_a_training_step_that_learns_nothing_is_wrong(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("mode", ["fused", pytest.param("block", marks=pytest.mark.full)])
 def test_other_ways_to_run_a_step_on_a_cpu(mode: check_training.ExecutionMode) -> None:
-    result = check_training.executed(mode, "fp32", "cpu")
+    result = check_training.compiled_step(mode, "fp32", "cpu")
     assert result["verdict"] == "works", result
     assert result["errors"]["gradients"] < 1e-4
     assert result["details"]["times_eager"] > 0 and result["speed"]["unit"] == "tokens/s"
@@ -141,7 +141,7 @@ def test_other_ways_to_run_a_step_on_a_cpu(mode: check_training.ExecutionMode) -
 def test_wrong_hand_written_gradients_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     right = fused.gated_backward
     monkeypatch.setattr(fused, "gated_backward", lambda *given: right(*given) * 1.3)
-    result = check_training.executed("fused", "bf16", "cpu")
+    result = check_training.compiled_step("fused", "bf16", "cpu")
     assert result["verdict"] == "wrong numbers" and result["errors"]["gradients"] > 0.2, result
 
 

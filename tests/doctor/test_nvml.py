@@ -67,15 +67,15 @@ def test_who_holds_memory(answers: Any) -> None:
 def test_a_card_that_tells_nothing(answers: Any) -> None:
     assert set(CARD.power().values()) == {None} and set(CARD.pcie().values()) == {None}
     assert set(CARD.memory().values()) == {None} and CARD.processes() == []
-    assert NvmlDevice.numbered(0) is None
+    assert NvmlDevice.from_index(0) is None
 
 
 def test_driver(answers: Any) -> None:
-    assert nvml.driver()["driver"] is None and nvml.driver()["error"]
+    assert nvml.driver_facts()["driver"] is None and nvml.driver_facts()["error"]
     answers(
         nvmlInit=None,
         nvmlSystemGetCudaDriverVersion_v2=12040,
         nvmlSystemGetDriverVersion="550.54",
         nvmlDeviceGetCount=2,
     )
-    assert nvml.driver() == {"driver": "550.54", "driver_cuda": "12.4", "cards": 2, "error": ""}
+    assert nvml.driver_facts() == {"driver": "550.54", "driver_cuda": "12.4", "cards": 2, "error": ""}

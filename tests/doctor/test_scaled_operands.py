@@ -33,8 +33,8 @@ def test_fp8_codes_are_those_of_ml_dtypes(name: str, gradient: bool) -> None:
     scaled = (x / operand.scales[0]).numpy()
     expected = scaled.astype(kind).view(np.uint8)
     np.testing.assert_array_equal(operand.codes.view(torch.uint8).numpy(), expected)
-    assert np.isfinite(operand.decoded().numpy()).all()
-    rows = operand.decoded().abs().amax(dim=1)
+    assert np.isfinite(operand.dequantize().numpy()).all()
+    rows = operand.dequantize().abs().amax(dim=1)
     if name == "fp8_row":  # every row uses the whole range: its largest value is kept exactly
         torch.testing.assert_close(rows, x.abs().amax(dim=1).double(), rtol=1e-6, atol=0)
 
@@ -60,7 +60,7 @@ def test_mx_and_nv_take_blocks_of_zeros() -> None:
     x = random(4, 64)
     x[1, :32] = 0
     for name in ("mxfp8", "nvfp4"):
-        decoded = FORMATS[name].quantize(x, False).decoded()
+        decoded = FORMATS[name].quantize(x, False).dequantize()
         assert not decoded[1, :32].any() and decoded[1, 32:].any()
         assert bool(torch.isfinite(decoded).all())
 

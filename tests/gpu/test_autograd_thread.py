@@ -16,8 +16,8 @@ FIRST = {  # each begins its first backward with a product; torch warns once in 
         "choose(Requirements(1, 64, 2, 2, 64, torch.bfloat16, torch.device('cuda')), ['reference'])"
     ),
     "doctor": (
-        "from deskside.doctor.check_tools import attempt;"
-        "found = attempt('deskside.doctor.check_attention:check',"
+        "from deskside.doctor.check_tools import run_check;"
+        "found = run_check('deskside.doctor.check_attention:check',"
         " {'backend': 'reference', 'window': False, 'device': 'cuda'}); assert found['verdict'] == 'works', found"
     ),
 }

@@ -22,7 +22,7 @@ from deskside.probe.grid import (
     order,
     step_tokens,
 )
-from deskside.probe.point import configuration
+from deskside.probe.point import point_config
 from deskside.utils.errors import UsageError
 
 
@@ -108,7 +108,7 @@ def test_equal_work_is_one_point() -> None:
 def test_every_preset_makes_a_run_that_training_accepts(name: str, length: int) -> None:
     preset = merge.build(presets.layers(name))
     point = make_point(preset.model, length, 2 * length, "adamw", "bf16", "block")
-    config = configuration(dict(point.spec))
+    config = point_config(dict(point.spec))
     expected = preset.model.model_dump() | {
         "max_position_embeddings": max(length, preset.model.max_position_embeddings)
     }
@@ -122,7 +122,7 @@ def test_every_preset_makes_a_run_that_training_accepts(name: str, length: int) 
 def test_calibration_points_are_runs_that_fit_and_differ(gib: int, device: str) -> None:
     points = calibration_points(gib * 2**30, device)
     for point in points:
-        config = configuration(dict(point.spec))
+        config = point_config(dict(point.spec))
         assert config.model == point.model
         assert 16 * num_params(point.model) < 0.6 * gib * 2**30
         assert point.step_flops <= 1.4 * probe_map.STEP_FLOPS[device]
@@ -183,7 +183,10 @@ def test_what_needs_more_memory(other: Point, more: bool) -> None:
 
 
 def test_checkpointing_needs_less() -> None:
-    kept = {name: make_point(depth(8).model, 1024, 8192, checkpointing=name) for name in probe_map.RECOMPUTED}
+    kept = {
+        name: make_point(depth(8).model, 1024, 8192, checkpointing=name)
+        for name in probe_map.RECOMPUTED_FORWARDS
+    }
     more = {(a, b) for a in kept for b in kept if needs_more_memory(kept[a], kept[b])}
     assert more == {(a, a) for a in kept} | {("none", a) for a in kept} | {(a, "block") for a in kept}
 

@@ -12,13 +12,13 @@ from deskside.probe.grid import Point, make_point
 from deskside.probe.heatmap import draw
 from deskside.utils.errors import RunError
 from tests.probe.test_grid import depth, grid
-from tests.probe.test_table import found
+from tests.probe.test_table import make_result
 
 
 def row(point: Point, status: str = "ok", speed: float = 1e5) -> tuple[Point, Row]:
-    finding = found(point, status, tokens_per_second=speed)
-    assert finding.row is not None
-    return point, finding.row
+    point_result = make_result(point, status, tokens_per_second=speed)
+    assert point_result.row is not None
+    return point, point_result.row
 
 
 def has_color(picture: np.ndarray, color: tuple[float, ...]) -> int:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from deskside.budget.shape import flops_per_token, num_params
-from deskside.probe.point import RandomRows, configuration, measure_point, random_batches
+from deskside.probe.point import RandomRows, measure_point, point_config, random_batches
 from deskside.utils import child_process
 from deskside.utils.errors import UsageError
 
@@ -29,7 +29,7 @@ def result() -> dict[str, Any]:
 
 
 def test_numbers_agree_with_each_other(result: dict[str, Any]) -> None:
-    config = configuration(SPEC)
+    config = point_config(SPEC)
     step = result["step_seconds"]
     assert step["p10"] <= step["median"] <= step["p90"]
     assert result["tokens_per_second"] == pytest.approx(256 / step["median"])
@@ -59,9 +59,9 @@ def test_a_step_takes_as_long_as_it_takes() -> None:
 
 def test_out_of_reach_is_one_line() -> None:
     with pytest.raises(UsageError, match="not a multiple"):
-        configuration({**SPEC, "tokens": 100})
+        point_config({**SPEC, "tokens": 100})
     with pytest.raises(UsageError, match="hidden_siz"):
-        configuration({**SPEC, "model": {**SHAPE, "hidden_siz": 3}})
+        point_config({**SPEC, "model": {**SHAPE, "hidden_siz": 3}})
 
 
 def test_tokens_fall_as_one_over_rank() -> None:

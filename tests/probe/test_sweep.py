@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from deskside.measurements.store import Row, open_store
 from deskside.probe.grid import Point, needs_more_memory, order
-from deskside.probe.sweep import MEASURE_CARD, ProbeResult, Sweep
+from deskside.probe.sweep import MEASURE_CARD, PointResult, Sweep
 from deskside.utils.child_process import Outcome
 from tests.measurements.test_store import MACHINE
 from tests.probe import fakes
@@ -58,26 +58,26 @@ class World:
 
     # SweepListener
     def begin(self, title: str, seconds: float) -> None: ...
-    def end(self, finding: ProbeResult) -> None: ...
+    def end(self, point_result: PointResult) -> None: ...
     def card(self, row: Row) -> None: ...
 
 
-def surveyor(folder: str | Path, world: World, seconds: float | None = None, again: bool = False) -> Sweep:
+def make_sweep(folder: str | Path, world: World, seconds: float | None = None, again: bool = False) -> Sweep:
     deadline = None if seconds is None else world.now + seconds
     return Sweep(open_store(folder), MACHINE, world, deadline, again, run=world.run, clock=lambda: world.now)
 
 
-def by_status(findings: list[ProbeResult], status: str) -> list[Point]:
-    return [finding.point for finding in findings if finding.status == status]
+def by_status(point_results: list[PointResult], status: str) -> list[Point]:
+    return [point_result.point for point_result in point_results if point_result.status == status]
 
 
 def test_everything_is_measured_or_concluded(tmp_path: Path) -> None:
     world = World()
-    survey = surveyor(tmp_path, world).measure(POINTS)
-    assert survey.card is not None and survey.card["result"]["matmul_peak"] == 2e13
-    assert {id(f.point) for f in survey.findings} == {id(p) for p in POINTS}
-    assert len(survey.findings) == len(POINTS)
-    full, skipped = by_status(survey.findings, "oom"), by_status(survey.findings, "skipped")
+    result = make_sweep(tmp_path, world).measure(POINTS)
+    assert result.card is not None and result.card["result"]["matmul_peak"] == 2e13
+    assert {id(f.point) for f in result.point_results} == {id(p) for p in POINTS}
+    assert len(result.point_results) == len(POINTS)
+    full, skipped = by_status(result.point_results, "oom"), by_status(result.point_results, "skipped")
     assert full and skipped
     for point in skipped:  # what was concluded is so: the made-up card has no room for it either
         assert any(needs_more_memory(point, other) for other in full)
@@ -88,28 +88,28 @@ def test_everything_is_measured_or_concluded(tmp_path: Path) -> None:
 
 
 def test_what_is_stored_is_not_measured_again(tmp_path: Path) -> None:
-    surveyor(tmp_path, World()).measure(POINTS)
+    make_sweep(tmp_path, World()).measure(POINTS)
     before = open_store(tmp_path).path(MACHINE.card).read_bytes()
     world = World()
-    survey = surveyor(tmp_path, world).measure(POINTS)
+    result = make_sweep(tmp_path, world).measure(POINTS)
     assert world.called == [] and world.begun == []
-    assert {f.origin for f in survey.findings} == {"stored", "concluded"}
-    assert survey.card is not None
+    assert {f.origin for f in result.point_results} == {"stored", "concluded"}
+    assert result.card is not None
     assert open_store(tmp_path).path(MACHINE.card).read_bytes() == before
     world = World()
-    surveyor(tmp_path, world, again=True).measure(POINTS[:1])
+    make_sweep(tmp_path, world, again=True).measure(POINTS[:1])
     assert len(world.called) == 1 and len(world.begun) == 2
 
 
 def test_an_interrupted_survey_goes_on(tmp_path: Path) -> None:
     world = World(interrupt_at=4)
-    survey = surveyor(tmp_path, world).measure(POINTS)
-    assert survey.interrupted
-    measured = [f for f in survey.findings if f.origin == "measured"]
+    result = make_sweep(tmp_path, world).measure(POINTS)
+    assert result.interrupted
+    measured = [f for f in result.point_results if f.origin == "measured"]
     assert len(measured) == 3
-    assert len(survey.findings) == len(POINTS)
+    assert len(result.point_results) == len(POINTS)
     again = World()
-    rest = surveyor(tmp_path, again).measure(POINTS)
+    rest = make_sweep(tmp_path, again).measure(POINTS)
     assert not rest.interrupted
     assert not {repr(s["model"]) + str(s["sequence_length"]) for s in again.called} & {
         repr(f.point.spec["model"]) + str(f.point.sequence_length) for f in measured
@@ -117,13 +117,13 @@ def test_an_interrupted_survey_goes_on(tmp_path: Path) -> None:
 
 
 def test_failures_are_kept_and_tried_again(tmp_path: Path) -> None:
-    survey = surveyor(tmp_path, World(fail=True)).measure(POINTS[:2])
-    assert {f.status for f in survey.findings} == {"failed"}
-    assert survey.findings[0].row is not None
-    assert survey.findings[0].row["error"] == "RuntimeError: illegal access"
+    result = make_sweep(tmp_path, World(fail=True)).measure(POINTS[:2])
+    assert {f.status for f in result.point_results} == {"failed"}
+    assert result.point_results[0].row is not None
+    assert result.point_results[0].row["error"] == "RuntimeError: illegal access"
     world = World()
-    survey = surveyor(tmp_path, world).measure(POINTS[:1])
-    assert len(world.called) == 1 and survey.findings[0].status == "ok"
+    result = make_sweep(tmp_path, world).measure(POINTS[:1])
+    assert len(world.called) == 1 and result.point_results[0].status == "ok"
 
 
 @settings(deadline=None, max_examples=60)
@@ -133,35 +133,37 @@ def test_deadlines_hold(
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
         if known:
-            surveyor(folder, World(setup, slower)).measure(points[:2])
+            make_sweep(folder, World(setup, slower)).measure(points[:2])
         world = World(setup, slower)
         began = world.now
-        survey = surveyor(folder, world, seconds).measure(points)
+        result = make_sweep(folder, world, seconds).measure(points)
         assert world.now <= began + seconds + 1e-6 + 6.0  # an out-of-memory of the made-up card takes its 6 s
         assert all(start <= began + seconds for start in world.begun)
-        assert len(survey.findings) == len(points)
-        assert not any(f.status == "timeout" for f in survey.findings), (
+        assert len(result.point_results) == len(points)
+        assert not any(f.status == "timeout" for f in result.point_results), (
             "the deadline is no property of a point"
         )
         # A point that there was no time for is one that was estimated to end too late, or cut off.
         stored = {
             row["hash"] for row in open_store(folder).rows(MACHINE, "point") if row["status"] != "skipped"
         }
-        measured = [f.row["hash"] for f in survey.findings if f.row is not None and f.status != "skipped"]
+        measured = [
+            f.row["hash"] for f in result.point_results if f.row is not None and f.status != "skipped"
+        ]
         assert set(measured) <= stored and len(measured) == len(set(measured))
 
 
 def test_a_point_that_would_end_too_late_is_not_begun(tmp_path: Path) -> None:
     world = World()
-    survey = surveyor(tmp_path, world, 15 + 30 + 28 * 2 + 5).measure(POINTS)
-    assert by_status(survey.findings, "ok") and by_status(survey.findings, "no time")
+    result = make_sweep(tmp_path, world, 15 + 30 + 28 * 2 + 5).measure(POINTS)
+    assert by_status(result.point_results, "ok") and by_status(result.point_results, "no time")
     assert world.now <= 1000 + 15 + 30 + 28 * 2 + 5
     assert len(open_store(tmp_path).rows(MACHINE, "point")) < len(POINTS)
 
 
 def test_a_point_that_never_ends_is_given_up(tmp_path: Path) -> None:
     world = World(slower=1e6)
-    survey = surveyor(tmp_path, world).measure(POINTS[:1])
-    assert survey.findings[0].status == "timeout"
+    result = make_sweep(tmp_path, world).measure(POINTS[:1])
+    assert result.point_results[0].status == "timeout"
     assert world.now < 1000 + 900
     assert len(open_store(tmp_path).rows(MACHINE, "point")) == 1

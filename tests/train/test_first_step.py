@@ -13,14 +13,14 @@ STEP = """
 import json, sys
 import deskside.train.training_run
 from benchmarks.step_config import configuration
-from deskside.probe.point import Timer, make_ready, random_batches
+from deskside.probe.point import StepTimer, prepare_step, random_batches
 from deskside.train import environment_record
 
 keys = {"preset": "demo", "precision": "%s", "tokens": 128, "micro_tokens": 128, "sequence_length": 64}
-ready = make_ready(configuration({**keys, "optimizer": "muon", "device": "cpu"}))
-device = ready.stepper.world.device
-batches = random_batches(ready.rows, ready.fit.micro_rows, ready.rows_per_step, device)
-timer = Timer(ready.stepper, batches, ready.fit.accumulation, environment_record.Sensors(device))
+prepared = prepare_step(configuration({**keys, "optimizer": "muon", "device": "cpu"}))
+device = prepared.stepper.world.device
+batches = random_batches(prepared.rows, prepared.fit.micro_rows, prepared.rows_per_step, device)
+timer = StepTimer(prepared.stepper, batches, prepared.fit.accumulation, environment_record.Sensors(device))
 timer.read(timer.launch())
 print(json.dumps([timer.losses, sorted(sys.modules)]))
 """
