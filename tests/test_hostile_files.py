@@ -338,7 +338,7 @@ def offences(source: str) -> list[str]:
         elif isinstance(node, ast.ImportFrom):
             names = [str(node.module).split(".")[0]]
             names += [f"{node.module}.{alias.name}" for alias in node.names]
-        found += [f"{node.lineno}: import {name}" for name in names if name in FORBIDDEN | CALLS]
+        found += [f"{node.lineno}: import {name}" for name in names if name in FORBIDDEN | CALLS]  # type: ignore[attr-defined]
         if isinstance(node, ast.Call):
             called = ast.unparse(node.func)
             given = {word.arg: ast.unparse(word.value) for word in node.keywords}

@@ -16,7 +16,7 @@ from deskside.budget.running_costs import (
     per_billion_tokens,
     wall_watts,
 )
-from deskside.facts.gpus import find, gpus
+from deskside.facts.gpus import Gpu, find, gpus
 from deskside.facts.power_and_prices import cap_series, host_watts
 
 WATTS = st.floats(20, 1500)
@@ -40,7 +40,7 @@ def test_a_measurement_decides() -> None:
 
 
 @pytest.mark.parametrize("gpu", gpus(), ids=lambda g: g.name)
-def test_no_card_draws_more_than_its_limit(gpu) -> None:
+def test_no_card_draws_more_than_its_limit(gpu: Gpu) -> None:
     watts = gpu_watts(gpu)
     assert 0 < watts.low < watts.expected <= watts.high <= gpu.watts
     assert gpu_watts(gpu, limit_watts=50).high <= 50
@@ -80,7 +80,7 @@ def test_against_its_own_limit_the_5090_lost_what_was_published() -> None:
 
 
 @pytest.mark.parametrize("gpu", [g for g in gpus() if cap_series(g)], ids=lambda g: g.name)
-def test_between_the_points_speed_and_power_rise_with_the_limit(gpu) -> None:
+def test_between_the_points_speed_and_power_rise_with_the_limit(gpu: Gpu) -> None:
     table = cap_table(gpu)
     assert [p.limit_watts for p in table] == sorted((p.limit_watts for p in table), reverse=True)
     assert all(0 < p.power_share < 1 and p.power_share < p.speed_share <= 1 for p in table)

@@ -95,7 +95,7 @@ def steps(passes: int, tied: bool, rank: int) -> dict[str, Any]:
     optimizer.set_progress(1.0, 0.0, 1)
     optimizer.create_state()
     tokens_BT = torch.arange(TOKENS)[None]
-    with Tracker([p.to_local() for p in model.parameters()]) as tracker:
+    with Tracker([p.to_local() for p in model.parameters()]) as tracker:  # type: ignore[attr-defined]
         ends = []
         for done in range(passes):
             parallel.set_gradient_sync(model, done == passes - 1)

@@ -60,7 +60,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def go(words: list[str]) -> None:
     """Run `deskside go` in a child process with a virtual clock, on which a step takes `STEP` seconds."""
-    journals.BEAT = 0.02
+    journals.SAVE_SECONDS = 0.02
     journals.contention = lambda: 1.0
     virtual(pytest.MonkeyPatch())
     sys.exit(main(words))
@@ -538,7 +538,7 @@ def test_another_band_is_trained_in_the_remaining_time(
     """The pipeline continues in a new run, which has its own state and lock, with the same clock."""
     two_bands(monkeypatch)
     virtual(monkeypatch)
-    monkeypatch.setattr(journals, "BEAT", 0.02)
+    monkeypatch.setattr(journals, "SAVE_SECONDS", 0.02)
     first, second = here / "runs/tiny", here / "runs/tiny-small"
     original, seen = go_command.Pipeline.report, []
 

@@ -9,6 +9,7 @@ import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pandas as pd
 import pytest
@@ -17,6 +18,9 @@ from deskside.dashboard import tables
 from deskside.dashboard.page import TABS
 from deskside.study import results as study_results
 from tests.dashboard import made_up
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -67,7 +71,7 @@ def address(root: Path) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def browser(address: str) -> Iterator["sync_api.Browser"]:
+def browser(address: str) -> Iterator["Browser"]:
     with sync_api.sync_playwright() as playwright:
         launched = playwright.chromium.launch(
             executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"]
@@ -76,13 +80,11 @@ def browser(address: str) -> Iterator["sync_api.Browser"]:
         launched.close()
 
 
-def opened(
-    browser: "sync_api.Browser", address: str, tab: str, size: dict[str, int] = DESKTOP
-) -> "sync_api.Page":
+def opened(browser: "Browser", address: str, tab: str, size: dict[str, int] = DESKTOP) -> "Page":
     """A tab by its address, drawn; no exception and no failed script on it."""
     page = browser.new_page(viewport=size, accept_downloads=True)
-    page.wrong = []
-    page.on("pageerror", lambda error: page.wrong.append(str(error)))
+    page.wrong = []  # type: ignore[attr-defined]
+    page.on("pageerror", lambda error: page.wrong.append(str(error)))  # type: ignore[attr-defined]
     for attempt in range(40):  # the server listens a moment after it has said where
         try:
             page.goto(f"{address}/?tab={tab}")
@@ -96,15 +98,15 @@ def opened(
     return page
 
 
-def settled(page: "sync_api.Page") -> None:
+def settled(page: "Page") -> None:
     page.wait_for_selector('[data-testid="stApp"][data-test-script-state="notRunning"]', timeout=60_000)
     page.wait_for_function("!document.querySelector('[data-testid=stSkeleton]')", timeout=60_000)
     assert page.locator('[data-testid="stException"]').count() == 0
-    assert page.wrong == []
+    assert page.wrong == []  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("tab", TABS)
-def test_every_tab_is_drawn_and_fits_a_phone(browser: "sync_api.Browser", address: str, tab: str) -> None:
+def test_every_tab_is_drawn_and_fits_a_phone(browser: "Browser", address: str, tab: str) -> None:
     page = opened(browser, address, tab)
     selected = page.get_by_role("tab", selected=True)
     assert selected.inner_text() == tab
@@ -124,7 +126,7 @@ def test_every_tab_is_drawn_and_fits_a_phone(browser: "sync_api.Browser", addres
     page.close()
 
 
-def test_a_click_opens_a_tab_and_a_filter_narrows_it(browser: "sync_api.Browser", address: str) -> None:
+def test_a_click_opens_a_tab_and_a_filter_narrows_it(browser: "Browser", address: str) -> None:
     page = opened(browser, address, "Overview")
     page.get_by_role("tab", name="Results").click()
     page.get_by_text("Arms as CSV").wait_for()
@@ -141,9 +143,7 @@ def test_a_click_opens_a_tab_and_a_filter_narrows_it(browser: "sync_api.Browser"
     page.close()
 
 
-def test_one_group_of_several_is_drawn_under_its_own_labels(
-    browser: "sync_api.Browser", address: str
-) -> None:
+def test_one_group_of_several_is_drawn_under_its_own_labels(browser: "Browser", address: str) -> None:
     page = opened(browser, address, "Efficiency")
     assert page.get_by_role("combobox", name="group, one of").count() == 0  # the other study has one group
     page.get_by_role("combobox", name="study").click()
@@ -173,9 +173,7 @@ def test_one_group_of_several_is_drawn_under_its_own_labels(
     page.close()
 
 
-def test_the_exported_trials_are_those_of_results_json(
-    browser: "sync_api.Browser", address: str, root: Path
-) -> None:
+def test_the_exported_trials_are_those_of_results_json(browser: "Browser", address: str, root: Path) -> None:
     page = opened(browser, address, "Results")
     with page.expect_download() as download:
         page.get_by_role("button", name="Trials as CSV").click()
@@ -195,17 +193,17 @@ def test_the_exported_trials_are_those_of_results_json(
     page.close()
 
 
-def test_a_running_run_is_drawn_anew_by_itself(browser: "sync_api.Browser", address: str, root: Path) -> None:
+def test_a_running_run_is_drawn_anew_by_itself(browser: "Browser", address: str, root: Path) -> None:
     page = opened(browser, address, "Live")
     page.get_by_text("step 40 of 200; 80.0 s left").wait_for()
     with (root / "runs/now/metrics.jsonl").open("a") as file:
         file.write(json.dumps(made_up.row(41)) + "\n")
     page.get_by_text("step 41 of 200; 79.5 s left").wait_for(timeout=30_000)
-    assert page.wrong == []
+    assert page.wrong == []  # type: ignore[attr-defined]
     page.close()
 
 
-def test_a_chart_is_saved_as_png(browser: "sync_api.Browser", address: str) -> None:
+def test_a_chart_is_saved_as_png(browser: "Browser", address: str) -> None:
     page = opened(browser, address, "Memory")
     chart = page.locator('[data-testid="stPlotlyChart"]').first
     chart.hover()
@@ -215,9 +213,7 @@ def test_a_chart_is_saved_as_png(browser: "sync_api.Browser", address: str) -> N
     page.close()
 
 
-def test_nothing_leaves_this_machine_and_nothing_can_be_deployed(
-    browser: "sync_api.Browser", address: str
-) -> None:
+def test_nothing_leaves_this_machine_and_nothing_can_be_deployed(browser: "Browser", address: str) -> None:
     context = browser.new_context(viewport=DESKTOP)
     asked: list[str] = []
     context.on("request", lambda request: asked.append(request.url))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deskside.facts.gpus import IGNORED_WORDS, find, find_device, gpus
+from deskside.facts.gpus import IGNORED_WORDS, Gpu, find, find_device, gpus
 from deskside.utils.errors import UsageError
 
 GIB = 2**30
@@ -15,7 +15,7 @@ CARDS = gpus()
 
 
 @pytest.mark.parametrize("gpu", [g for g in CARDS if g.geforce], ids=lambda g: g.name)
-def test_a_geforce_card_is_its_multiprocessors_times_its_clock(gpu) -> None:
+def test_a_geforce_card_is_its_multiprocessors_times_its_clock(gpu: Gpu) -> None:
     """512 BF16 FLOP per multiprocessor and clock with FP32 accumulation, twice that with FP16 accumulation."""
     assert gpu.flops_per_clock == 512
     assert gpu.multiprocessors * gpu.boost_hz * 512 == pytest.approx(gpu.bf16_flops, rel=0.03)
@@ -25,7 +25,7 @@ def test_a_geforce_card_is_its_multiprocessors_times_its_clock(gpu) -> None:
 @pytest.mark.parametrize(
     "gpu", [g for g in CARDS if not g.geforce and g.flops_per_clock], ids=lambda g: g.name
 )
-def test_the_other_cards_follow_the_rule_of_their_class(gpu) -> None:
+def test_the_other_cards_follow_the_rule_of_their_class(gpu: Gpu) -> None:
     """The sheets of L4 and H100 PCIe reckon with lower clocks than their boost."""
     rule = {"8.0": 2048, "9.0": 4096}.get(gpu.compute_capability, 1024)
     assert gpu.flops_per_clock == rule
@@ -108,7 +108,7 @@ def test_a_card_is_found_by_what_people_write(written: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("gpu", CARDS, ids=lambda g: g.name)
-def test_every_card_is_found_by_its_own_name(gpu) -> None:
+def test_every_card_is_found_by_its_own_name(gpu: Gpu) -> None:
     assert find(gpu.name) is gpu
     assert find(gpu.name.lower().replace(" ", "-")) is gpu
 

@@ -7,7 +7,7 @@ from importlib import resources
 import pytest
 
 from deskside.facts import power_and_prices as facts
-from deskside.facts.gpus import find, gpus
+from deskside.facts.gpus import Gpu, find, gpus
 
 
 def test_every_price_is_of_a_card_in_the_table_and_is_dated() -> None:
@@ -47,7 +47,7 @@ def test_power_shares_are_ordered_and_sourced() -> None:
 
 
 @pytest.mark.parametrize("gpu", [g for g in gpus() if facts.cap_series(g)], ids=lambda g: g.name)
-def test_cap_series_rise_and_end_at_the_full_limit(gpu) -> None:
+def test_cap_series_rise_and_end_at_the_full_limit(gpu: Gpu) -> None:
     for series in facts.cap_series(gpu):
         limits = [limit for limit, _, _ in series.points]
         speeds = [speed for _, speed, _ in series.points]

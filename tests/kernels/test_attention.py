@@ -94,8 +94,8 @@ def test_cpu_backends_equal_brute_force(
             prepare(context, need)
         return
     truth_leaves, leaves = ([t.clone().requires_grad_() for t in (q, k, v)] for _ in range(2))
-    got = attention(*leaves, prepare(context, need))
-    truth = brute_force(*truth_leaves, context)
+    got = attention(*leaves, prepare(context, need))  # type: ignore[call-arg]
+    truth = brute_force(*truth_leaves, context)  # type: ignore[call-arg]
     torch.testing.assert_close(got, truth)
     grad = torch.randn_like(got)
     for ours, exact in zip(

@@ -48,7 +48,7 @@ def test_equals_autograd(name: str, case: str, monkeypatch: pytest.MonkeyPatch) 
         pytest.skip("not declared")
     context = prepare(context, need)
     leaves = [tensor.clone().requires_grad_() for tensor in inputs]
-    exact = attention(*leaves, context)
+    exact = attention(*leaves, context)  # type: ignore[call-arg]
     grad = torch.randn_like(exact)
 
     class Half(torch.autograd.Function):
@@ -76,7 +76,7 @@ def test_equals_autograd(name: str, case: str, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_second_backward_is_refused() -> None:
     inputs = fused_views(1, 5, dtype=torch.float64)
-    o, saved = attention_forward(*inputs, AttentionContext())
+    o, saved = attention_forward(*inputs, AttentionContext())  # type: ignore[call-arg]
     attention_backward(saved, o)
     with pytest.raises(RunError, match="already run"):
         attention_backward(saved, o)
@@ -113,7 +113,7 @@ def test_cuda_pairs_fit_torchs_signatures_and_copy_nothing(name: str, changes: d
 
 def test_the_windowed_flash_kernel_is_differentiable() -> None:
     leaves = [t.requires_grad_() for t in fused_views(2, 128, dtype=torch.bfloat16, device="meta")]
-    o = BACKENDS["flash"].function(*leaves, AttentionContext(backend="flash", window=16))
+    o = BACKENDS["flash"].function(*leaves, AttentionContext(backend="flash", window=16))  # type: ignore[call-arg]
     shapes = [gradient.shape for gradient in torch.autograd.grad(o, leaves, torch.empty_like(o))]
     assert shapes == [leaf.shape for leaf in leaves]
 
@@ -130,7 +130,7 @@ def zero_gradient() -> Iterator[str]:
 
     def forward(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext) -> tuple[Tensor, Any]:
         leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-        o = exact.function(*leaves, context)
+        o = exact.function(*leaves, context)  # type: ignore[call-arg]
         return o.detach(), (o, *leaves)
 
     cpu, floats = frozenset({"cpu"}), frozenset({torch.float32})

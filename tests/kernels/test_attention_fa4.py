@@ -140,19 +140,19 @@ def test_equals_brute_force(kernels: None, case: str, way: str) -> None:
     context = AttentionContext(backend="fa4", **cases[case])
     inputs = tensors(2, 11, 4, 2, 8)
     exact_leaves = [t.clone().requires_grad_() for t in inputs]
-    exact = brute_force(*exact_leaves, context)
+    exact = brute_force(*exact_leaves, context)  # type: ignore[call-arg]
     grad = torch.randn_like(exact)
     expected = [exact, *torch.autograd.grad(exact, exact_leaves, grad)]
     leaves = [t.clone().requires_grad_() for t in inputs]
     if way == "pair":
-        o, saved = attention_forward(*leaves, context)
+        o, saved = attention_forward(*leaves, context)  # type: ignore[call-arg]
         assert not o.requires_grad
         got = [o, *attention_backward(saved, grad)]
     else:
         function = fa4_module.fa4
         if way == "compiled":
             function = torch.compile(function, fullgraph=True, backend="aot_eager")
-        o = function(*leaves, context)
+        o = function(*leaves, context)  # type: ignore[call-arg]
         got = [o, *torch.autograd.grad(o, leaves, grad)]
     for ours, truth in zip(got, expected, strict=True):
         torch.testing.assert_close(ours, truth, atol=1e-6, rtol=1e-5)

@@ -95,9 +95,9 @@ def used(folder: Path) -> None:
 
 def surveyed(folder: Path) -> None:
     survey = Sweep(open_store(folder), UNKNOWN, World(), run=World().run).measure([POINT])
-    assert survey.findings
-    table.tables(survey.findings)
-    for finding in survey.findings:
+    assert survey.point_results
+    table.tables(survey.point_results)
+    for finding in survey.point_results:
         if finding.row is not None and finding.status == "ok":
             told = table.derived(finding.point, finding.row)
             assert all(math.isfinite(number) and number >= 0 for number in numbers(told))

@@ -55,13 +55,13 @@ def worker(rank: int, name: str, folder: str) -> None:
     second = sharded()
     with torch.no_grad():
         for mine, theirs in zip(second.parameters(), model.parameters(), strict=True):
-            mine.to_local().copy_(theirs.to_local())
+            mine.to_local().copy_(theirs.to_local())  # type: ignore[attr-defined]
     resumed = build(second, CONFIGS[name], NO_SCALING)
     resumed.load_state_dict_flat({key: t.clone() for key, t in tensors.items()}, data)
     norms += steps(model, optimizer, range(3, 5))
     steps(second, resumed, range(3, 5))
     for mine, theirs in zip(second.parameters(), model.parameters(), strict=True):
-        assert torch.equal(mine.to_local(), theirs.to_local())
+        assert torch.equal(mine.to_local(), theirs.to_local())  # type: ignore[attr-defined]
 
     weights = {key: whole(p) for key, p in model.named_parameters()}
     state = {key: whole(t) for key, t in optimizer.state_dict_flat()[0].items()}

@@ -136,7 +136,7 @@ def test_bars_have_the_means_and_the_intervals() -> None:
     found = drawn(draw_bars(RESULTS, GROUP, "tokens_per_second"))
     axes = found.figure.axes[0]
     estimates = [arm.estimates["tokens_per_second"] for arm in RESULTS.arms]
-    assert [bar.get_width() for bar in axes.patches] == pytest.approx([e.mean for e in estimates])
+    assert [bar.get_width() for bar in axes.patches] == pytest.approx([e.mean for e in estimates])  # type: ignore[attr-defined]
     assert [bool(bar.get_hatch()) for bar in axes.patches] == [arm.emulated for arm in RESULTS.arms]
     errors = [container for container in axes.containers if isinstance(container, ErrorbarContainer)]
     drawn_ends = sorted(x for one in errors for x in one.lines[2][0].get_segments()[0][:, 0])

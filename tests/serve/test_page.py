@@ -4,6 +4,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -12,6 +13,9 @@ from deskside.engine.generate import generate
 from deskside.serve.templating import PromptEncoder
 from deskside.weights.load import load_model
 from tests.serve.chatty import make_chatty, make_endless
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -35,7 +39,7 @@ def address(runs: tuple[Path, Path]) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator["sync_api.Browser"]:
+def browser() -> Iterator["Browser"]:
     with sync_api.sync_playwright() as playwright:
         launched = playwright.chromium.launch(
             executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"]
@@ -47,7 +51,7 @@ def browser() -> Iterator["sync_api.Browser"]:
 class Seen:
     """A page, what it asked for, and what its console said."""
 
-    def __init__(self, browser: "sync_api.Browser", address: str, size: dict[str, int], dark: bool = False):
+    def __init__(self, browser: "Browser", address: str, size: dict[str, int], dark: bool = False):
         context = browser.new_context(viewport=size, color_scheme="dark" if dark else "light")
         self.page = context.new_page()
         self.page.set_default_timeout(30_000)
@@ -75,7 +79,7 @@ class Seen:
         return self.page.locator(".turn p:not(.note)").all_text_contents()
 
 
-def test_a_conversation(browser: "sync_api.Browser", address: str, runs: tuple[Path, Path]) -> None:
+def test_a_conversation(browser: "Browser", address: str, runs: tuple[Path, Path]) -> None:
     seen = Seen(browser, address, DESKTOP)
     page = seen.page
     sync_api.expect(page.get_by_role("heading", level=1)).to_have_text("small")
@@ -104,7 +108,7 @@ def test_a_conversation(browser: "sync_api.Browser", address: str, runs: tuple[P
     assert seen.complaints == []
 
 
-def test_stop_ends_the_answer_and_the_work(browser: "sync_api.Browser", tmp_path: Path) -> None:
+def test_stop_ends_the_answer_and_the_work(browser: "Browser", tmp_path: Path) -> None:
     arguments = [str(make_endless(tmp_path)), "--device", "cpu", "--max-tokens", "4000", "--concurrency", "2"]
     with served(arguments, {"OMP_NUM_THREADS": "1"}) as (base, _):
         seen = Seen(browser, base, DESKTOP)
@@ -120,7 +124,7 @@ def test_stop_ends_the_answer_and_the_work(browser: "sync_api.Browser", tmp_path
         assert seen.page.get_by_role("alert").is_hidden()
 
 
-def test_refusals_are_shown_and_what_was_said_comes_back(browser: "sync_api.Browser", address: str) -> None:
+def test_refusals_are_shown_and_what_was_said_comes_back(browser: "Browser", address: str) -> None:
     seen = Seen(browser, address, DESKTOP)
     seen.settings(max_tokens="9999")
     seen.say("a question")
@@ -135,7 +139,7 @@ def test_refusals_are_shown_and_what_was_said_comes_back(browser: "sync_api.Brow
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_phone_width_and_contrast(browser: "sync_api.Browser", address: str, dark: bool) -> None:
+def test_phone_width_and_contrast(browser: "Browser", address: str, dark: bool) -> None:
     seen = Seen(browser, address, PHONE, dark)
     seen.settings(temperature="0", max_tokens="40")
     seen.say("word" * 60)
@@ -147,7 +151,7 @@ def test_phone_width_and_contrast(browser: "sync_api.Browser", address: str, dar
     assert min(ratios) >= 4.5, ratios
 
 
-def test_keyboard_alone(browser: "sync_api.Browser", address: str) -> None:
+def test_keyboard_alone(browser: "Browser", address: str) -> None:
     seen = Seen(browser, address, DESKTOP)
     seen.settings(temperature="0", max_tokens="5")
     seen.page.locator("#say").focus()
@@ -166,7 +170,7 @@ def test_keyboard_alone(browser: "sync_api.Browser", address: str) -> None:
 
 
 def test_a_token_is_asked_for_and_a_plain_model_continues(
-    browser: "sync_api.Browser", runs: tuple[Path, Path]
+    browser: "Browser", runs: tuple[Path, Path]
 ) -> None:
     with served([str(runs[0]), "--device", "cpu"], {"OMP_NUM_THREADS": "1", "DESKSIDE_TOKEN": TOKEN}) as (
         base,

@@ -161,8 +161,8 @@ def test_stop_strings_end_the_text_before_them(client: openai.OpenAI, loaded: Lo
             stream=stream,
         )
         chunks = list(answer) if stream else [answer]  # type: ignore[call-overload]
-        assert "".join(c.choices[0].text for c in chunks) == whole[: whole.index(stop)]
-        assert chunks[-1].choices[0].finish_reason == "stop"
+        assert "".join(c.choices[0].text for c in chunks) == whole[: whole.index(stop)]  # type: ignore[attr-defined]
+        assert chunks[-1].choices[0].finish_reason == "stop"  # type: ignore[attr-defined]
 
 
 def test_seed_repeats_and_samples_differ(client: openai.OpenAI, loaded: Loaded) -> None:

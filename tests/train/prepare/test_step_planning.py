@@ -1,11 +1,11 @@
 """The memory that a run expects of its step: what `budget/memory.py` says of the passes that a process really does."""
 
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from deskside.budget.format_costs import LowFormat, Precision
+from deskside.budget.format_costs import LowFormat
 from deskside.budget.memory import training_memory
 from deskside.budget.step_spec import StepSpec
 from deskside.config import merge
@@ -52,9 +52,7 @@ def test_training_models_the_step_that_the_planner_models(changes: dict[str, Any
     config = merge.build([{"batch": {"tokens": 4 * ROWS, "sequence_length": ROWS}}, changes])
     name = config.precision.name if config.precision.name != "auto" else "bf16"
     native: frozenset[LowFormat] = frozenset({"fp8"})
-    setting = replace(
-        setting_from_config(config, 1, cast("Precision", name), native=native), micro_tokens=ROWS
-    )
+    setting = replace(setting_from_config(config, 1, name, native=native), micro_tokens=ROWS)
     assert modelled_memory_gib(config, ROWS, name, "fused", native=True) == pytest.approx(
         peak_memory(setting).allocated / 2**30, rel=1e-12
     )
