@@ -1,42 +1,42 @@
-"""Drawings that explain techniques. None of their numbers is a measurement."""
+"""Drawings that explain techniques. None of their numbers are measured."""
 
 from collections.abc import Sequence
 
 import plotly.graph_objects as go
 
-from deskside.dashboard.plotly_charts import BLUE, EDGE, GREY, ORANGE, SKY, VERMILION, apply_layout
+from deskside.dashboard.plotly_charts import BLUE, EDGE_COLOR, GREY, ORANGE, SKY, VERMILION, apply_layout
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # OCP Microscaling Formats 1.0, FP4
-# Sixteen values share one scale in NVFP4. Drawn at random once, because drawing them here would import numpy.
-VALUES = (
+# One NVFP4 block: sixteen values that share a scale. They are fixed random values, so that numpy is not imported.
+SAMPLE_VALUES = (
     -0.652, -0.175, 1.664, 0.659, -1.641, -0.005, -0.623, 0.149,
     -1.608, 0.242, 0.235, 1.576, 0.317, 0.511, -1.493, 2.253,
 )  # fmt: skip
 BLOCKS = 8  # transformer blocks in the drawing
-INPUT = 0.12  # size of a block's input relative to all its activations, in the drawing
+INPUT_SIZE = 0.12  # a block's input as a fraction of all its activations, in the drawing
 
 
 def heads(queries: int, keys: int) -> go.Figure:
-    """Draw query heads above, joined by lines to the key-value heads that they share."""
+    """Draw `queries` query heads, joined by lines to the `keys` key-value heads below that they share."""
     figure = go.Figure()
-    share = queries // keys
-    centres = [share * k + (share - 1) / 2 for k in range(keys)]
+    queries_per_key = queries // keys
+    centres = [queries_per_key * k + (queries_per_key - 1) / 2 for k in range(keys)]
     x: list[float | None] = []
     y: list[float | None] = []
     for q in range(queries):
-        x += [q, centres[q // share], None]
+        x += [q, centres[q // queries_per_key], None]
         y += [1, 0, None]
     figure.add_scatter(x=x, y=y, mode="lines", line={"color": GREY, "width": 1.5}, hoverinfo="skip")
-    for at, row, symbol, color, letter in (
+    for xs, height, symbol, color, letter in (
         (list(range(queries)), 1, "circle", SKY, "q"),
         (centres, 0, "square", ORANGE, "kv"),
     ):
         figure.add_scatter(
-            x=at,
-            y=[row] * len(at),
+            x=xs,
+            y=[height] * len(xs),
             mode="markers+text",
-            marker={"symbol": symbol, "size": 19, "color": color, "line": {"color": EDGE, "width": 1}},
-            text=[letter] * len(at),
+            marker={"symbol": symbol, "size": 19, "color": color, "line": {"color": EDGE_COLOR, "width": 1}},
+            text=[letter] * len(xs),
             textfont={"size": 10, "color": "black"},
             hoverinfo="skip",
         )
@@ -49,30 +49,34 @@ def heads(queries: int, keys: int) -> go.Figure:
 
 def fp4() -> go.Figure:
     """Draw a block of sixteen values before and after rounding to NVFP4: eight magnitudes, a sign and one scale."""
-    scale = max(abs(value) for value in VALUES) / E2M1[-1]
+    scale = max(abs(value) for value in SAMPLE_VALUES) / E2M1[-1]
     grid = sorted({sign * size * scale for size in E2M1 for sign in (-1, 1)})
-    kept = [_nearest(grid, value) for value in VALUES]
+    rounded = [_nearest(grid, value) for value in SAMPLE_VALUES]
     figure = go.Figure()
     dotted = {"color": GREY, "width": 0.8, "dash": "dot"}
-    across = {"type": "line", "xref": "x domain", "yref": "y", "x0": 0, "x1": 1, "line": dotted}
+    grid_line = {"type": "line", "xref": "x domain", "yref": "y", "x0": 0, "x1": 1, "line": dotted}
     # All shapes at once: fifteen calls of add_hline take a tenth of a second.
-    figure.update_layout(shapes=[{**across, "y0": level, "y1": level} for level in grid])
-    at = list(range(1, len(VALUES) + 1))
+    figure.update_layout(shapes=[{**grid_line, "y0": level, "y1": level} for level in grid])
+    positions = list(range(1, len(SAMPLE_VALUES) + 1))
     x: list[float | None] = []
     y: list[float | None] = []
-    for place, before, after in zip(at, VALUES, kept, strict=True):
-        x += [place, place, None]
+    for position, before, after in zip(positions, SAMPLE_VALUES, rounded, strict=True):
+        x += [position, position, None]
         y += [before, after, None]
     figure.add_scatter(x=x, y=y, mode="lines", line={"color": VERMILION, "width": 2}, name="rounding error")
     figure.add_scatter(
-        x=at,
-        y=VALUES,
+        x=positions,
+        y=SAMPLE_VALUES,
         mode="markers",
         name="value",
         marker={"symbol": "circle-open", "size": 9, "color": BLUE, "line": {"width": 2}},
     )
     figure.add_scatter(
-        x=at, y=kept, mode="markers", name="in FP4", marker={"symbol": "square", "size": 8, "color": ORANGE}
+        x=positions,
+        y=rounded,
+        mode="markers",
+        name="in FP4",
+        marker={"symbol": "square", "size": 8, "color": ORANGE},
     )
     apply_layout(figure, 330)
     figure.update_xaxes(title="place in the block", showgrid=False)
@@ -85,14 +89,18 @@ def _nearest(levels: Sequence[float], value: float) -> float:
 
 
 def recomputation() -> go.Figure:
-    """Draw the activations in memory through one forward and backward pass, kept and recomputed."""
+    """Draw the activations in memory during a forward and backward pass, with and without recomputation."""
     steps = list(range(2 * BLOCKS + 1))
-    kept = [float(min(s, 2 * BLOCKS - s)) for s in steps]
-    again = [INPUT * min(s, 2 * BLOCKS - s) + (1.0 if s >= BLOCKS and s < 2 * BLOCKS else 0.0) for s in steps]
+    kept = [float(min(step, 2 * BLOCKS - step)) for step in steps]
+    # With recomputation, the inputs of the blocks are kept, and in the backward pass one block is recomputed at a time.
+    inputs = [INPUT_SIZE * size for size in kept]
+    recomputed = [
+        size + (1.0 if BLOCKS <= step < 2 * BLOCKS else 0.0) for step, size in zip(steps, inputs, strict=True)
+    ]
     figure = go.Figure()
     for y, name, dash, color in (
         (kept, "everything is kept", "solid", BLUE),
-        (again, "blocks are recomputed", "dash", VERMILION),
+        (recomputed, "blocks are recomputed", "dash", VERMILION),
     ):
         figure.add_scatter(
             x=steps,
@@ -111,17 +119,17 @@ def recomputation() -> go.Figure:
 
 
 def micro_batches(rows: int, micro: int) -> go.Figure:
-    """Draw one optimizer step: the batch in passes of one micro-batch each, then the update."""
+    """Draw one optimizer step: passes of `micro` rows each until `rows` rows are processed, then the update."""
     passes = rows // micro
     figure = go.Figure()
-    for place in range(passes):
+    for index in range(passes):
         figure.add_shape(
-            type="rect", x0=place + 0.08, x1=place + 0.92, y0=0, y1=micro,
-            fillcolor=SKY, line={"color": EDGE, "width": 1},
+            type="rect", x0=index + 0.08, x1=index + 0.92, y0=0, y1=micro,
+            fillcolor=SKY, line={"color": EDGE_COLOR, "width": 1},
         )  # fmt: skip
     figure.add_shape(
         type="rect", x0=passes + 0.08, x1=passes + 0.92, y0=0, y1=rows, fillcolor=ORANGE,
-        line={"color": EDGE, "width": 1}, opacity=0.7,
+        line={"color": EDGE_COLOR, "width": 1}, opacity=0.7,
     )  # fmt: skip
     figure.add_annotation(
         x=passes + 0.5, y=rows / 2, text="update", textangle=-90, showarrow=False, font={"color": "black"}

@@ -1,4 +1,4 @@
-"""The page of `deskside dashboard`. Streamlit runs this file again at every click; its only argument is DIR."""
+"""The page of `deskside dashboard`. Streamlit runs this file again after every click. Its only argument is DIR."""
 
 import sys
 from importlib import import_module
@@ -18,12 +18,12 @@ STYLE = """<style>
 
 
 def main(root: Path) -> None:
-    """Draw the page. Only the open tab is computed; the address says which one that is."""
-    # Without an icon, because the browser would fetch Streamlit's from the network.
+    """Draw the page. Only the open tab is computed; its name is in the query string of the address."""
+    # Sets no page icon: the browser would fetch Streamlit's icons from the network.
     st.set_page_config(page_title="deskside", layout="wide")
     st.html(STYLE)
-    found = file_cache.found(str(root))
-    context = Context(root, found, sidebar.show(root, found))
+    scan = file_cache.scan_result(str(root))
+    context = Context(root, scan, sidebar.show(root, scan))
     for name, tab in zip(TABS, st.tabs(TABS, key="tab", on_change="rerun", bind="query-params"), strict=True):
         if tab.open:
             with tab:

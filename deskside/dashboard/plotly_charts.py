@@ -1,7 +1,7 @@
-"""Plotly renderer of the chart data, and the dashboard's own charts.
+"""Draws the chart data of `report/chart_data.py`, and charts of the dashboard alone, with plotly.
 
-Charts read in black and white and with any color vision: emulated arms are hatched, lines differ by dashes and markers,
-and a difference that is not shown is an open mark. Colors are those of Okabe and Ito (2008).
+Charts are readable in black and white and with any color vision: emulated arms are hatched, lines differ by dashes and
+markers, and an open mark means that no difference is shown. Colors are those of Okabe and Ito (2008).
 """
 
 import textwrap
@@ -32,10 +32,10 @@ BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY, GREY = (
     "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#7f7f7f",
 )  # fmt: skip
 COLORS = (BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY, GREY)
-EDGE = "#333333"
+EDGE_COLOR = "#333333"
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "cross", "star", "pentagon")
-ROW_HEIGHT, LINE_HEIGHT = 30, 15  # pixels of a row, and of one line of its label
+ROW_HEIGHT, LINE_HEIGHT = 30, 15  # in pixels: a row of a chart, and a line of its label
 MODE_BAR: dict[str, Any] = {
     "displaylogo": False,
     "displayModeBar": True,
@@ -45,7 +45,7 @@ NATIVE, EMULATED = "native", "emulated: its speed and power are not the format's
 CLIPPED = "interval continues"
 
 
-def apply_layout(figure: go.Figure, height: int, **more: Any) -> go.Figure:
+def apply_layout(figure: go.Figure, height: int, **options: Any) -> go.Figure:
     """Apply the common layout: no wasted margin on a phone, legend above the plot, grid on both axes."""
     figure.update_layout(
         height=height,
@@ -54,49 +54,49 @@ def apply_layout(figure: go.Figure, height: int, **more: Any) -> go.Figure:
         font={"size": 13},
         modebar={"orientation": "h", "bgcolor": "rgba(0,0,0,0)"},
         dragmode=False,
-        **more,
+        **options,
     )
     for update in (figure.update_xaxes, figure.update_yaxes):
         update(automargin=True, showline=True, gridcolor="rgba(127,127,127,0.3)", zeroline=False)
     return figure
 
 
-def fold(text: str, width: int = 28) -> str:
-    """Return a label on several lines for plotly, with its markup escaped."""
+def wrap_label(text: str, width: int = 28) -> str:
+    """Return a label wrapped at `width` columns for plotly, with HTML escaped."""
     safe = text.replace("&", "&amp;").replace("<", "&lt;")
     return "<br>".join(textwrap.wrap(safe, width, break_long_words=True) or [""])
 
 
 def row_labels(arms: Sequence[Arm]) -> dict[str, str]:
-    """Return id -> folded label; the id where two arms have the same label."""
+    """Return arm id -> wrapped label. Arms with equal labels get their wrapped ids instead."""
     labels = [arm.label for arm in arms]
-    return {arm.id: fold(arm.label if labels.count(arm.label) == 1 else arm.id) for arm in arms}
+    return {arm.id: wrap_label(arm.label if labels.count(arm.label) == 1 else arm.id) for arm in arms}
 
 
 def rows_height(labels: Collection[str]) -> int:
-    """Return the pixels for rows with these folded labels; all rows are as high as the one with the most lines."""
+    """Return the height in pixels of rows with these wrapped labels; all rows are as high as the highest."""
     lines = max((label.count("<br>") + 1 for label in labels), default=1)
     return len(labels) * max(ROW_HEIGHT, LINE_HEIGHT * lines + 4)
 
 
 def hover_text(arm: Arm, key: str) -> str:
-    """Return the details of an arm that are shown under the pointer."""
+    """Return the text about an arm that appears when the pointer is over its mark."""
     metric = metric_named(key)
     lines = [
-        fold(arm.label, 60),
+        wrap_label(arm.label, 60),
         f"{metric.heading}: {study_text.estimate_text(metric, arm.estimate(key))}",
         f"trials: {study_text.trials_text(arm)}",
         "emulated" if arm.emulated else "native",
     ]
-    if (against := arm.comparison(key)) is not None:
-        lines.append(f"against {fold(against.baseline, 60)}: {study_text.difference_text(arm, key)}")
+    if (comparison := arm.comparison(key)) is not None:
+        lines.append(f"against {wrap_label(comparison.baseline, 60)}: {study_text.difference_text(arm, key)}")
     return "<br>".join(lines)
 
 
 def error_bars(intervals: Sequence[Interval]) -> dict[str, Any]:
-    """Return the error bars of these intervals; an arm without an interval gets none."""
-    up = [one.high - one.mean for one in intervals]
-    down = [one.mean - one.low for one in intervals]
+    """Return the options for error bars of these intervals. An interval of length 0 gets none."""
+    up = [interval.high - interval.mean for interval in intervals]
+    down = [interval.mean - interval.low for interval in intervals]
     if not any(up) and not any(down):
         return {"visible": False}
     style = {"color": GREY, "thickness": 2, "width": 5}
@@ -104,22 +104,25 @@ def error_bars(intervals: Sequence[Interval]) -> dict[str, Any]:
 
 
 def add_arrows(
-    figure: go.Figure, intervals: Sequence[Interval], others: Sequence[Any], vertical: bool = False
+    figure: go.Figure, intervals: Sequence[Interval], positions: Sequence[Any], vertical: bool = False
 ) -> None:
-    """Mark the intervals that continue beyond the axis. `others` are their coordinates on the other axis."""
+    """Mark the ends where intervals continue beyond the axis. `positions` are their coordinates on the other axis."""
     low, high = ("triangle-down", "triangle-up") if vertical else ("triangle-left", "triangle-right")
-    marks = [
-        (end, other, symbol, f"the interval continues: {one.text}")
-        for one, other in zip(intervals, others, strict=True)
-        for clipped, end, symbol in ((one.clipped_low, one.low, low), (one.clipped_high, one.high, high))
+    arrows = [
+        (end, position, symbol, f"the interval continues: {interval.text}")
+        for interval, position in zip(intervals, positions, strict=True)
+        for clipped, end, symbol in (
+            (interval.clipped_low, interval.low, low),
+            (interval.clipped_high, interval.high, high),
+        )
         if clipped
     ]
-    if not marks:
+    if not arrows:
         return
-    ends, at, symbols, texts = (list(column) for column in zip(*marks, strict=True))
+    ends, arrow_positions, symbols, texts = (list(column) for column in zip(*arrows, strict=True))
     figure.add_scatter(
-        x=at if vertical else ends,
-        y=ends if vertical else at,
+        x=arrow_positions if vertical else ends,
+        y=ends if vertical else arrow_positions,
         mode="markers",
         marker={"symbol": symbols, "size": 11, "color": GREY},
         cliponaxis=False,
@@ -142,37 +145,37 @@ def _set_axis(update: Any, axis: Axis) -> None:
 def bars(arms: Sequence[Arm], key: str, limit: tuple[float, str] | None = None) -> go.Figure | None:
     """Draw one metric of every arm that has it as bars with intervals. None if no arm has it.
 
-    `limit` is a line to compare with in the shown unit, and its label.
+    `limit` is the position (in display units) and label of a reference line.
     """
     data = bar_chart(arms, key, limit=limit)
     if data is None:
         return None
-    rows = _measured(data)
+    rows = _rows_with_intervals(data)
     names = row_labels([row.arm for row, _ in rows])
     figure = go.Figure()
     for emulated in (False, True):
-        part = [(row, one) for row, one in rows if row.arm.emulated is emulated]
+        part = [(row, interval) for row, interval in rows if row.arm.emulated is emulated]
         if not part:
             continue
-        hatch = {"shape": "/" if emulated else "", "fgcolor": EDGE, "fillmode": "overlay", "size": 7}
+        hatch = {"shape": "/" if emulated else "", "fgcolor": EDGE_COLOR, "fillmode": "overlay", "size": 7}
         figure.add_bar(
             y=[names[row.arm.id] for row, _ in part],
-            x=[one.mean for _, one in part],
-            error_x=error_bars([one for _, one in part]),
+            x=[interval.mean for _, interval in part],
+            error_x=error_bars([interval for _, interval in part]),
             orientation="h",
             name=EMULATED if emulated else NATIVE,
             marker={
                 "color": SKY if emulated else BLUE,
-                "line": {"color": EDGE, "width": 1},
+                "line": {"color": EDGE_COLOR, "width": 1},
                 "pattern": hatch,
             },
             hovertext=[hover_text(row.arm, key) for row, _ in part],
             hoverinfo="text",
         )
     labels = [names[row.arm.id] for row, _ in rows]
-    add_arrows(figure, [one for _, one in rows], labels)
+    add_arrows(figure, [interval for _, interval in rows], labels)
     figure.add_scatter(  # numbers beside the bars, because they are hard to read on a hatched bar
-        x=[one.high for _, one in rows],
+        x=[interval.high for _, interval in rows],
         y=labels,
         mode="text",
         text=[f"   {row.text}" for row, _ in rows],
@@ -182,9 +185,9 @@ def bars(arms: Sequence[Arm], key: str, limit: tuple[float, str] | None = None) 
         hoverinfo="skip",
     )
     if data.limit is not None:
-        at, name = data.limit
+        position, name = data.limit
         annotation = {"text": name, "xanchor": "right"}
-        figure.add_vline(x=at, line={"dash": "dash", "color": VERMILION}, annotation=annotation)
+        figure.add_vline(x=position, line={"dash": "dash", "color": VERMILION}, annotation=annotation)
     legend = data.clipped or any(row.arm.emulated for row, _ in rows)
     apply_layout(figure, 110 + rows_height(labels), barmode="overlay", bargap=0.25, showlegend=legend)
     _set_axis(figure.update_xaxes, data.axis)
@@ -192,28 +195,28 @@ def bars(arms: Sequence[Arm], key: str, limit: tuple[float, str] | None = None) 
     return figure
 
 
-def _measured(data: RowChart) -> list[tuple[ChartRow, Interval]]:
+def _rows_with_intervals(data: RowChart) -> list[tuple[ChartRow, Interval]]:
     return [(row, row.interval) for row in data.rows if row.interval is not None]
 
 
 def forest(results: Results, key: str) -> go.Figure | None:
-    """Draw relative differences from each arm's baseline with their intervals. None if there are none."""
+    """Draw relative differences from each arm's baseline with their intervals. None if no arm was compared."""
     data = forest_chart(results, results.arms, key)
     if data is None:
         return None
-    rows = _measured(data)
+    rows = _rows_with_intervals(data)
     names = row_labels([row.arm for row, _ in rows])
     figure = go.Figure()
     figure.add_vline(x=0, line={"color": GREY, "width": 2})
     for shown in (True, False):
-        part = [(row, one) for row, one in rows if (row.kind in ("shown", "exact")) is shown]
+        part = [(row, interval) for row, interval in rows if (row.kind in ("shown", "exact")) is shown]
         if not part:
             continue
         labels = [names[row.arm.id] for row, _ in part]
         figure.add_scatter(
-            x=[one.mean for _, one in part],
+            x=[interval.mean for _, interval in part],
             y=labels,
-            error_x=error_bars([one for _, one in part]),
+            error_x=error_bars([interval for _, interval in part]),
             mode="markers",
             name="difference shown" if shown else "no difference shown, or too few seeds",
             marker={
@@ -225,7 +228,7 @@ def forest(results: Results, key: str) -> go.Figure | None:
             hovertext=[hover_text(row.arm, key) for row, _ in part],
             hoverinfo="text",
         )
-        add_arrows(figure, [one for _, one in part], labels)
+        add_arrows(figure, [interval for _, interval in part], labels)
     apply_layout(figure, 130 + rows_height(names.values()), showlegend=True)
     better = {"lower": "<br>left is better", "higher": "<br>right is better"}.get(data.axis.better or "", "")
     figure.update_xaxes(title=data.axis.title + better, range=list(data.axis.range))
@@ -235,12 +238,12 @@ def forest(results: Results, key: str) -> go.Figure | None:
     return figure
 
 
-def bubbles(results: Results, across: str, up: str) -> go.Figure | None:
-    """Draw two metrics against each other; the area of a mark follows the parameters. None if no arm has both.
+def bubbles(results: Results, x_key: str, y_key: str) -> go.Figure | None:
+    """Draw two metrics against each other, with larger marks for more parameters. None if no arm has both metrics.
 
-    A mark has the number of its arm in `results.arms`, and a thick rim if the arm is on a front.
+    A mark shows the arm's position in `results.arms`, from 1, and has a thick rim if the arm is on a Pareto front.
     """
-    data = scatter_chart(results.arms, across, up, fronts_in(results, across, up))
+    data = scatter_chart(results.arms, x_key, y_key, fronts_in(results, x_key, y_key))
     if data is None:
         return None
     figure = go.Figure()
@@ -263,9 +266,9 @@ def bubbles(results: Results, across: str, up: str) -> go.Figure | None:
                 "color": ORANGE if emulated else SKY,
                 "symbol": "diamond" if emulated else "circle",
                 "opacity": 0.85,
-                "line": {"color": EDGE, "width": [3 if point.on_front else 0.8 for point in part]},
+                "line": {"color": EDGE_COLOR, "width": [3 if point.on_front else 0.8 for point in part]},
             },
-            hovertext=["<br>".join(hover_text(point.arm, key) for key in (across, up)) for point in part],
+            hovertext=["<br>".join(hover_text(point.arm, key) for key in (x_key, y_key)) for point in part],
             hoverinfo="text",
         )
     points = data.points
@@ -278,51 +281,51 @@ def bubbles(results: Results, across: str, up: str) -> go.Figure | None:
 
 
 def fronts_in(results: Results, first: str, second: str) -> list[Front]:
-    """Return the groups' fronts in exactly these two metrics, or those in the most metrics if there are none."""
+    """Return the Pareto fronts in exactly these two metrics or, if there are none, those in the most metrics."""
     exact = [front for front in results.fronts if set(front.metrics) == {first, second}]
-    most = max((len(front.metrics) for front in results.fronts), default=0)
-    return exact or [front for front in results.fronts if len(front.metrics) == most]
+    max_metrics = max((len(front.metrics) for front in results.fronts), default=0)
+    return exact or [front for front in results.fronts if len(front.metrics) == max_metrics]
 
 
 def curves(
-    lines: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]],
-    across: str,
-    key: str,
+    arm_curves: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]],
+    x_key: str,
+    y_key: str,
     emulated: frozenset[str] = frozenset(),
 ) -> go.Figure | None:
-    """Draw loss against time or tokens, one line per trial. `lines` maps an arm's label to its trials' curves.
+    """Draw loss against time or tokens, one line per trial. `arm_curves` maps an arm's label to its trials' curves.
 
-    None if nothing has points.
+    `emulated` has the labels of emulated arms. Returns None if no trial has points.
     """
     figure = go.Figure()
-    for place, (label, trials) in enumerate(lines.items()):
-        drawn = [points for rows in trials if (points := curve(rows, across, key))]
-        for number, points in enumerate(drawn):
+    for index, (label, trials) in enumerate(arm_curves.items()):
+        trial_points = [points for rows in trials if (points := curve(rows, x_key, y_key))]
+        for trial_index, points in enumerate(trial_points):
             figure.add_scatter(
                 x=[x for x, _ in points],
                 y=[y for _, y in points],
                 mode="lines+markers" if len(points) <= 60 else "lines",
-                name=fold(label + (" (emulated)" if label in emulated else ""), 60),
+                name=wrap_label(label + (" (emulated)" if label in emulated else ""), 60),
                 legendgroup=label,
-                showlegend=number == 0,
+                showlegend=trial_index == 0,
                 line={
-                    "color": COLORS[place % len(COLORS)],
-                    "dash": DASHES[place % len(DASHES)],
+                    "color": COLORS[index % len(COLORS)],
+                    "dash": DASHES[index % len(DASHES)],
                     "width": 2,
                 },
-                marker={"symbol": SYMBOLS[place % len(SYMBOLS)], "size": 6},
+                marker={"symbol": SYMBOLS[index % len(SYMBOLS)], "size": 6},
             )
     if not figure.data:
         return None
-    apply_layout(figure, 400 + 22 * len(lines))
+    apply_layout(figure, 400 + 22 * len(arm_curves))
     figure.update_layout(legend={"orientation": "h", "y": -0.2, "yanchor": "top"})
-    figure.update_xaxes(title=CURVE_TITLES[across] + (", s" if across == "seconds" else ""))
-    figure.update_yaxes(title=CURVE_TITLES[key])
+    figure.update_xaxes(title=CURVE_TITLES[x_key] + (", s" if x_key == "seconds" else ""))
+    figure.update_yaxes(title=CURVE_TITLES[y_key])
     return figure
 
 
 def line(x: Sequence[float], y: Sequence[float], x_title: str, y_title: str, height: int = 260) -> go.Figure:
-    """Draw one line."""
+    """Draw y against x as a single line."""
     figure = go.Figure()
     mode = "lines+markers" if len(x) < 40 else "lines"
     figure.add_scatter(x=list(x), y=list(y), mode=mode, line={"color": BLUE, "width": 2})
@@ -334,16 +337,18 @@ def line(x: Sequence[float], y: Sequence[float], x_title: str, y_title: str, hei
 
 
 def breakdown(values: Mapping[str, float], title: str) -> go.Figure:
-    """Draw the parts of a modelled sum as bars, the largest first."""
-    known = sorted(((name, value) for name, value in values.items() if value > 0), key=lambda pair: -pair[1])
-    labels = [fold(name) for name, _ in known]
+    """Draw the parts of a modelled total as bars, the largest first. Parts of 0 are left out."""
+    positive = sorted(
+        ((name, value) for name, value in values.items() if value > 0), key=lambda pair: -pair[1]
+    )
+    labels = [wrap_label(name) for name, _ in positive]
     figure = go.Figure()
     figure.add_bar(
-        x=[value for _, value in known],
+        x=[value for _, value in positive],
         y=labels,
         orientation="h",
         marker={"color": BLUE, "line": {"color": GREY, "width": 1}},
-        text=[f" {value:.3g}" for _, value in known],
+        text=[f" {value:.3g}" for _, value in positive],
         textposition="auto",
     )
     apply_layout(figure, 120 + rows_height(labels), showlegend=False)
@@ -353,31 +358,34 @@ def breakdown(values: Mapping[str, float], title: str) -> go.Figure:
 
 
 def ratios(predictions: Sequence[Prediction]) -> go.Figure:
-    """Draw measured over predicted for each prediction, with the prediction's range."""
+    """Draw the ratio measured / predicted of each prediction, with the range of the prediction as error bars."""
     figure = go.Figure()
     figure.add_vline(x=1.0, line={"color": GREY, "width": 2})
-    labels = [fold(f"{one.name}: {one.quantity}", 34) for one in predictions]
-    for place, source in enumerate(dict.fromkeys(one.source for one in predictions)):
-        part = [(name, one) for name, one in zip(labels, predictions, strict=True) if one.source == source]
+    labels = [wrap_label(f"{prediction.name}: {prediction.quantity}", 34) for prediction in predictions]
+    for index, source in enumerate(dict.fromkeys(prediction.source for prediction in predictions)):
+        labelled = zip(labels, predictions, strict=True)
+        part = [(label, prediction) for label, prediction in labelled if prediction.source == source]
         ranges = [
             to_interval(
                 Estimate(
-                    one.ratio,
-                    one.measured / one.high if one.high else None,
-                    one.measured / one.low if one.low else None,
+                    prediction.ratio,
+                    prediction.measured / prediction.high if prediction.high else None,
+                    prediction.measured / prediction.low if prediction.low else None,
                     1,
                 )
             )
-            for _, one in part
+            for _, prediction in part
         ]
         figure.add_scatter(
-            x=[one.ratio for _, one in part],
-            y=[name for name, _ in part],
+            x=[prediction.ratio for _, prediction in part],
+            y=[label for label, _ in part],
             error_x=error_bars(ranges),
             mode="markers",
             name=source,
-            marker={"size": 11, "symbol": SYMBOLS[place], "color": COLORS[place]},
-            hovertext=[f"{name}<br>measured / predicted: {one.ratio:.3f}" for name, one in part],
+            marker={"size": 11, "symbol": SYMBOLS[index], "color": COLORS[index]},
+            hovertext=[
+                f"{label}<br>measured / predicted: {prediction.ratio:.3f}" for label, prediction in part
+            ],
             hoverinfo="text",
         )
     apply_layout(figure, 130 + rows_height(labels), showlegend=True)

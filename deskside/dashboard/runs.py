@@ -1,4 +1,4 @@
-"""RunProgress of live runs, and predictions of finished runs against their measurements."""
+"""Progress of live runs, and predictions for finished runs compared with their measurements."""
 
 import time
 from collections.abc import Iterable, Mapping
@@ -8,23 +8,26 @@ from typing import Any
 from deskside.run.record import MetricsLog, RunRecord, mapping, number, step_seconds
 from deskside.study.results import Results
 
-WINDOW = 20  # steps over which the current speed is taken
-PLANNED = (
+SPEED_WINDOW = 20  # logged steps from which the current speed is computed
+# (key of the prediction in summary.json, description)
+PLANNED_QUANTITIES = (
     ("tokens_per_second", "speed, tokens/s"),
     ("memory_gib", "peak memory, GiB"),
     ("bpb", "validation loss, bits per byte"),
     ("tokens", "tokens"),
 )
-UNPLANNED: list[float | None] = [None, None, None]
-DRY_STEP = (("tokens", "tokens", "tokens"), ("memory_gib", "peak_memory_gib", "peak memory, GiB"))
+NO_PREDICTION: list[float | None] = [None, None, None]
+# (key in the initial estimate of plan.json, key in summary.json, description)
+DRY_STEP_QUANTITIES = (("tokens", "tokens", "tokens"), ("memory_gib", "peak_memory_gib", "peak memory, GiB"))
 
 
 @dataclass(frozen=True)
 class RunProgress:
-    """Progress of a run; None is unknown.
+    """Progress of a run. Unknown values are None.
 
     Attributes:
-        seconds_left: Modelled: the remaining steps at the median pace of the last ones.
+        step, total: Steps taken, and steps planned.
+        seconds_left: Modelled from the remaining steps and the median time per step of the last ones.
         silent_seconds: Time since the last write to metrics.jsonl.
         values: The newest value of each metric.
     """
@@ -37,7 +40,7 @@ class RunProgress:
 
     @property
     def share(self) -> float | None:
-        """Fraction of the steps that are done, 0 to 1."""
+        """Fraction of the planned steps that were taken, 0 to 1."""
         return None if self.step is None or not self.total else min(1.0, self.step / self.total)
 
 
@@ -45,18 +48,21 @@ def progress(record: RunRecord, log: MetricsLog, now: float | None = None) -> Ru
     """Return the progress of a run from the newest rows of its metrics."""
     now = time.time() if now is None else now
     values: dict[str, float] = {}
-    for place, row in enumerate(log.rows):
+    for index, row in enumerate(log.rows):
         # Validation metrics are logged rarely, so the newest ones may be older than the window.
-        recent = place >= len(log.rows) - WINDOW
+        recent = index >= len(log.rows) - SPEED_WINDOW
         values |= {
             key: value
             for key in row
             if (recent or key.startswith("val_")) and (value := number(row[key])) is not None
         }
     step = int(values["step"]) if "step" in values else None
-    total, pace = record.total_steps, step_seconds(log.rows[-WINDOW - 1 :])
-    left = None if step is None or total is None or pace is None else max(0, total - step) * pace
-    return RunProgress(step, total, left, now - log.modified if log.modified else None, values)
+    total, seconds_per_step = record.total_steps, step_seconds(log.rows[-SPEED_WINDOW - 1 :])
+    seconds_left = None
+    if step is not None and total is not None and seconds_per_step is not None:
+        seconds_left = max(0, total - step) * seconds_per_step
+    silent_seconds = now - log.modified if log.modified else None
+    return RunProgress(step, total, seconds_left, silent_seconds, values)
 
 
 @dataclass(frozen=True)
@@ -73,46 +79,52 @@ class Prediction:
 
     @property
     def ratio(self) -> float:
-        """Measured over predicted."""
+        """The measured value divided by the predicted one."""
         return self.measured / self.predicted
 
 
 def run_predictions(runs: Iterable[tuple[RunRecord, Mapping[str, Any]]]) -> list[Prediction]:
-    """Return the predictions of `deskside go` and of the dry step for finished runs, given with their plan.json."""
-    found: list[Prediction | None] = []
+    """Return the predictions by `deskside go` and by the dry step for finished runs, given as (record, plan.json)."""
+    predictions: list[Prediction | None] = []
     for record, plan in runs:
         if not record.finished:
             continue
-        predicted = mapping(record.summary.get("predicted"))
-        for key, quantity in PLANNED:
-            one = mapping(predicted.get(key))
-            ends = one.get("plan")
-            planned = [number(v) for v in ends] if isinstance(ends, list) and len(ends) == 3 else UNPLANNED
-            found.append(_prediction(record.name, quantity, planned, one.get("measured"), "plan (modelled)"))
+        recorded = mapping(record.summary.get("predicted"))
+        for key, quantity in PLANNED_QUANTITIES:
+            values = mapping(recorded.get(key))
+            planned, measured = values.get("plan"), values.get("measured")
+            plan_range = NO_PREDICTION
+            if isinstance(planned, list) and len(planned) == 3:
+                plan_range = [number(value) for value in planned]
+            predictions.append(_prediction(record.name, quantity, plan_range, measured, "plan (modelled)"))
         initial = mapping(plan.get("initial"))
-        for key, measured, quantity in DRY_STEP:
-            planned = [None, number(initial.get(key)), None]
-            actual = record.summary.get(measured)
-            found.append(_prediction(record.name, quantity, planned, actual, "first step (measured)"))
-    return [one for one in found if one is not None]
+        for key, summary_key, quantity in DRY_STEP_QUANTITIES:
+            plan_range = [None, number(initial.get(key)), None]
+            measured = record.summary.get(summary_key)
+            predictions.append(
+                _prediction(record.name, quantity, plan_range, measured, "first step (measured)")
+            )
+    return [prediction for prediction in predictions if prediction is not None]
 
 
 def trial_predictions(results: Results) -> list[Prediction]:
-    """Return the predicted time of each arm's trials."""
-    found = []
+    """Return the prediction of a trial's duration for each arm."""
+    predictions = []
     for arm in results.arms:
-        total = arm.estimates.get("total_seconds")
-        planned = [None, arm.forecast_seconds, None]
-        measured = None if total is None else total.mean
-        found.append(_prediction(arm.label, "time of a trial, s", planned, measured, "plan (modelled)"))
-    return [one for one in found if one is not None]
+        total_seconds = arm.estimates.get("total_seconds")
+        plan_range = [None, arm.forecast_seconds, None]
+        measured = None if total_seconds is None else total_seconds.mean
+        predictions.append(
+            _prediction(arm.label, "time of a trial, s", plan_range, measured, "plan (modelled)")
+        )
+    return [prediction for prediction in predictions if prediction is not None]
 
 
 def _prediction(
-    name: str, quantity: str, planned: list[float | None], measured: object, source: str
+    name: str, quantity: str, plan_range: list[float | None], measured: object, source: str
 ) -> Prediction | None:
-    low, expected, high = planned
-    actual = number(measured)
-    if expected is None or expected <= 0 or actual is None or actual <= 0:
+    low, expected, high = plan_range
+    measured_number = number(measured)
+    if expected is None or expected <= 0 or measured_number is None or measured_number <= 0:
         return None
-    return Prediction(name, quantity, expected, low, high, actual, source)
+    return Prediction(name, quantity, expected, low, high, measured_number, source)

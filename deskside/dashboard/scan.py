@@ -1,11 +1,11 @@
-"""Search for studies and runs below a directory. No file is opened, so that listing stays fast with 1,000 runs.
+"""Finds the studies and runs below a directory. No file is opened, so the search is fast even with 1,000 runs.
 
-A directory is recognized by the names in it:
+A directory is recognized by the files in it:
 
-    study   results.json or study.json; its runs are in runs/ below it
-    run     run.json, metrics.jsonl or summary.json; nothing below it is searched
+    study   results.json or study.json; its runs are in runs/
+    run     run.json, metrics.jsonl or summary.json; its subdirectories are not searched
 
-Links are followed, and each directory is visited once. A directory that cannot be listed is a problem, not an error.
+Links are followed, and each directory is visited once. A directory that cannot be listed is reported, not an error.
 """
 
 import os
@@ -15,93 +15,95 @@ from pathlib import Path
 
 MAX_DEPTH = 5  # studies/NAME/runs/ARM is four levels below the root
 MAX_DIRECTORIES = 20_000
-STUDY = frozenset(("results.json", "study.json"))
-RUN = frozenset(("run.json", "metrics.jsonl", "summary.json"))
-SKIPPED = frozenset(("checkpoints", "model", "plots", "__pycache__", "node_modules", "site-packages"))
-# (modified in nanoseconds, bytes) of some files; None for a missing file
+STUDY_MARKERS = frozenset(("results.json", "study.json"))
+RUN_MARKERS = frozenset(("run.json", "metrics.jsonl", "summary.json"))
+SKIPPED_DIRECTORIES = frozenset(
+    ("checkpoints", "model", "plots", "__pycache__", "node_modules", "site-packages")
+)
+# (modification time in nanoseconds, size in bytes) of several files; None for a missing file
 Stamp = tuple[tuple[int, int] | None, ...]
 
 
 @dataclass(frozen=True)
 class FoundRun:
-    """A run's directory, and the study that it belongs to, if any."""
+    """The directory of a run, and that of its study, if any."""
 
     path: Path
     study: Path | None
 
 
 @dataclass(frozen=True)
-class Found:
-    """Studies and runs below a directory. `problems` are (path, reason) of directories that could not be listed."""
+class ScanResult:
+    """Directories of studies and runs. `problems` has (path, reason) of each directory that could not be searched."""
 
     studies: tuple[Path, ...]
     runs: tuple[FoundRun, ...]
     problems: tuple[tuple[Path, str], ...]
 
     @property
-    def own_runs(self) -> tuple[FoundRun, ...]:
+    def standalone_runs(self) -> tuple[FoundRun, ...]:
         """The runs that belong to no study."""
         return tuple(run for run in self.runs if run.study is None)
 
 
-def scan(root: Path, depth: int = MAX_DEPTH) -> Found:
-    """Return the studies and runs in `root` and up to `depth` levels below it, ordered by path."""
+def scan(root: Path, max_depth: int = MAX_DEPTH) -> ScanResult:
+    """Return the studies and runs in `root` and up to `max_depth` levels below it, ordered by path."""
     studies: list[Path] = []
     runs: list[FoundRun] = []
     problems: list[tuple[Path, str]] = []
     visited: set[tuple[int, int]] = set()
-    waiting: deque[tuple[Path, int, Path | None]] = deque([(root, 0, None)])
-    while waiting:
-        path, level, study = waiting.popleft()
+    queue: deque[tuple[Path, int, Path | None]] = deque([(root, 0, None)])
+    while queue:
+        path, depth, study = queue.popleft()
         if len(visited) >= MAX_DIRECTORIES:
             problems.append(
                 (
                     path,
-                    f"more than {MAX_DIRECTORIES:,} directories: the rest was not searched; give a smaller DIR",
+                    f"more than {MAX_DIRECTORIES:,} directories: the rest was not searched; choose a DIR with fewer",
                 )
             )
             break
         try:
-            status = path.stat()
-            if (status.st_dev, status.st_ino) in visited:
+            file_stat = path.stat()
+            if (file_stat.st_dev, file_stat.st_ino) in visited:
                 continue
-            visited.add((status.st_dev, status.st_ino))
-            names, folders = _list(path)
+            visited.add((file_stat.st_dev, file_stat.st_ino))
+            names, folders = _list_directory(path)
         except OSError as error:
             problems.append((path, f"cannot be listed: {error.strerror}"))
             continue
-        if names & STUDY:
+        if names & STUDY_MARKERS:
             studies.append(path)
             study = path
-        elif names & RUN:
+        elif names & RUN_MARKERS:
             runs.append(FoundRun(path, study))
             continue
-        if level < depth:
-            waiting.extend((folder, level + 1, study) for folder in folders)
-    return Found(tuple(sorted(studies)), tuple(sorted(runs, key=lambda run: run.path)), tuple(problems))
+        if depth < max_depth:
+            queue.extend((folder, depth + 1, study) for folder in folders)
+    return ScanResult(tuple(sorted(studies)), tuple(sorted(runs, key=lambda run: run.path)), tuple(problems))
 
 
-def _list(path: Path) -> tuple[set[str], list[Path]]:
+def _list_directory(path: Path) -> tuple[set[str], list[Path]]:
     names: set[str] = set()
     folders: list[Path] = []
     with os.scandir(path) as entries:
         for entry in entries:
-            if entry.name in STUDY or entry.name in RUN:
+            if entry.name in STUDY_MARKERS or entry.name in RUN_MARKERS:
                 if entry.is_file():  # reading a named pipe would block
                     names.add(entry.name)
-            elif not entry.name.startswith(".") and entry.name not in SKIPPED and entry.is_dir():
+            elif not entry.name.startswith(".") and entry.name not in SKIPPED_DIRECTORIES and entry.is_dir():
                 folders.append(Path(entry.path))
     return names, folders
 
 
 def stamp(folder: Path, *names: str) -> Stamp:
-    """Return a key that changes when one of these files does."""
+    """Return a cache key that changes when one of these files is changed, created or deleted."""
     return tuple(_stamp(folder / name) for name in names)
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
     try:
-        status = path.stat()
+        file_stat = path.stat()
     except OSError:
         return None
-    return status.st_mtime_ns, status.st_size
+    return file_stat.st_mtime_ns, file_stat.st_size

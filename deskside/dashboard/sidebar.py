@@ -1,4 +1,4 @@
-"""The sidebar: which study is shown, and the filters that select some of its arms."""
+"""The sidebar, in which the user selects a study and filters its arms."""
 
 import re
 from dataclasses import dataclass, field, replace
@@ -7,18 +7,18 @@ from pathlib import Path
 import streamlit as st
 
 from deskside.dashboard import file_cache
-from deskside.dashboard.scan import Found
+from deskside.dashboard.scan import ScanResult
 from deskside.run.record import machine_name
 from deskside.study.results import INTERRUPTED, Arm, Results, status_text
 from deskside.utils.format import plural, printable
 
-SPECIAL = re.compile(r"([\\`*_{}\[\]<>#!|~$:&^=])")
-MAX_OPEN_FILTERS = 6  # a study with more factors gets its filters folded
+MARKDOWN_SPECIAL = re.compile(r"([\\`*_{}\[\]<>#!|~$:&^=])")
+MAX_OPEN_FILTERS = 6  # with more factors, the filters are folded
 
 
 @dataclass(frozen=True)
 class Filters:
-    """Values that pass each filter. None, or a factor that is not in `levels`, lets everything pass."""
+    """The values that pass each filter. None lets all values pass, and so does a factor that is not in `levels`."""
 
     groups: frozenset[str] | None = None
     levels: dict[str, frozenset[str]] = field(default_factory=dict)
@@ -33,50 +33,52 @@ class StudySelection:
 
     Attributes:
         name: Name of the study in the sidebar.
-        folder: Its directory, None for the runs that belong to no study.
-        results: The study after filtering.
-        whole: The study before filtering.
+        folder: Its directory; None for the runs that belong to no study.
+        results: The study with only the arms that pass the filters.
+        unfiltered: The study with all arms.
         card: Name of the GPU or CPU.
     """
 
     name: str
     folder: Path | None
     results: Results
-    whole: Results
+    unfiltered: Results
     card: str
 
     @property
     def hidden(self) -> int:
         """Number of arms that the filters hide."""
-        return len(self.whole.arms) - len(self.results.arms)
+        return len(self.unfiltered.arms) - len(self.results.arms)
 
     def of_group(self, group: str) -> "StudySelection":
         """Return the selection as if the study had only this group."""
-        one = Filters(groups=frozenset({group}))
-        return replace(self, results=select(self.results, one), whole=select(self.whole, one))
+        only_group = Filters(groups=frozenset({group}))
+        return replace(
+            self, results=select(self.results, only_group), unfiltered=select(self.unfiltered, only_group)
+        )
 
 
 @dataclass(frozen=True)
 class Context:
-    """Input of every tab. `selection` is None if there is neither a readable study nor a run."""
+    """The input of every tab. `selection` is None if there is no readable study and no run."""
 
     root: Path
-    found: Found
+    scan: ScanResult
     selection: StudySelection | None
 
 
-def show(root: Path, found: Found) -> StudySelection | None:
-    """Draw the sidebar and return what it selects, or None if there is nothing to select."""
+def show(root: Path, scan: ScanResult) -> StudySelection | None:
+    """Draw the sidebar and return the selected study, or None if there is no study and no run."""
     with st.sidebar:
         st.title("deskside")
         st.caption(f"studies and runs below `{root.name or root}`", help=str(root))
-        studies = file_cache.readable(found)
+        studies = file_cache.readable_studies(scan)
         names = {
-            _name(path, root): path
+            _study_name(path, root): path
             for path in sorted(studies, key=lambda path: studies[path].updated, reverse=True)
         }
-        outside = f"runs outside of studies ({len(found.own_runs):,})"
-        choices = [*names, *([outside] if found.own_runs else [])]
+        runs_choice = f"runs outside of studies ({len(scan.standalone_runs):,})"
+        choices = [*names, *([runs_choice] if scan.standalone_runs else [])]
         if not choices:
             st.caption("No study or run was found.")
             st.button("Look again")
@@ -84,24 +86,28 @@ def show(root: Path, found: Found) -> StudySelection | None:
         name = st.selectbox("study", choices, key="study")
         folder = names.get(name)
         if folder is not None:
-            whole = studies[folder]
+            unfiltered = studies[folder]
         else:
-            whole = file_cache.runs(found.own_runs, file_cache.live_runs(found.own_runs), root)
-        _keep_group(whole, name)
-        results = _selected(name, whole, _filters(whole, name))
-        groups = f", in {len(whole.groups)} groups" if len(whole.groups) > 1 else ""
+            unfiltered = file_cache.runs(
+                scan.standalone_runs, file_cache.live_runs(scan.standalone_runs), root
+            )
+        _persist_group(unfiltered, name)
+        results = _apply_filters(name, unfiltered, _filters(unfiltered, name))
+        groups = f", in {len(unfiltered.groups)} groups" if len(unfiltered.groups) > 1 else ""
         st.caption(
-            f"{len(results.arms)} of {plural(len(whole.arms), 'arm' if folder else 'run')} shown{groups}"
+            f"{len(results.arms)} of {plural(len(unfiltered.arms), 'arm' if folder else 'run')} shown{groups}"
         )
         st.button("Read again")
     card = (
-        machine_name(whole.machine) if folder else ", ".join(sorted({a.levels["card"] for a in whole.arms}))
+        machine_name(unfiltered.machine)
+        if folder
+        else ", ".join(sorted({a.levels["card"] for a in unfiltered.arms}))
     )
-    return StudySelection(name, folder, results, whole, card)
+    return StudySelection(name, folder, results, unfiltered, card)
 
 
 def group_key(study: str) -> str:
-    """Return the session-state key of the group that is shown of a study."""
+    """Return the session-state key of the selected group of a study."""
     return f"{study}: group"
 
 
@@ -110,71 +116,77 @@ def all_groups_key(study: str) -> str:
     return f"{study}: all groups"
 
 
-def _keep_group(whole: Results, study: str) -> None:
-    """Keep the selected group in the session; at first it is the first group with a finished trial.
+def _persist_group(unfiltered: Results, study: str) -> None:
+    """Keep the selected group in the session state; initially, select the first group with a finished trial.
 
-    The group pickers are drawn inside tabs, and Streamlit drops the state of a widget that is not drawn. Writing the
-    state in every run keeps it.
+    The widgets that select a group are drawn in tabs, and Streamlit deletes the state of a widget that is not drawn.
+    Writing the state at every rerun keeps it.
     """
-    names = [group.name for group in whole.groups]
+    names = [group.name for group in unfiltered.groups]
     if len(names) < 2:
         return
-    begun = [arm.group for arm in whole.arms if arm.finished()]
-    first = next((name for name in names if name in begun), names[0])
-    kept = st.session_state.get(group_key(study))
-    st.session_state[group_key(study)] = kept if kept in names else first
+    groups_with_results = [arm.group for arm in unfiltered.arms if arm.finished()]
+    first = next((name for name in names if name in groups_with_results), names[0])
+    selected = st.session_state.get(group_key(study))
+    st.session_state[group_key(study)] = selected if selected in names else first
     st.session_state[all_groups_key(study)] = st.session_state.get(all_groups_key(study), True)
 
 
-def _name(path: Path, root: Path) -> str:
+def _study_name(path: Path, root: Path) -> str:
     return str(path.relative_to(root)) if path != root and path.is_relative_to(root) else path.resolve().name
 
 
-def _filters(whole: Results, study: str) -> Filters:
-    """Draw the filters of a study. Their state belongs to that study."""
+def _filters(unfiltered: Results, study: str) -> Filters:
+    """Draw the filters of a study and return their values. Each study has its own filter state."""
 
-    def pick(
-        name: str, label: str, options: list[str], shown: dict[str, str] | None = None
+    def multiselect(
+        name: str, label: str, options: list[str], texts: dict[str, str] | None = None
     ) -> frozenset[str] | None:
         if len(options) < 2:
             return None
-        names = shown or {}
+        option_texts = texts or {}
         chosen = st.multiselect(
             literal(label),
             options,
             placeholder="all",
             key=f"{study}: {name}",
-            format_func=lambda option: names.get(option, option),
+            format_func=lambda option: option_texts.get(option, option),
         )
         return frozenset(chosen) or None
 
     search = st.text_input("arm contains", key=f"{study}: search", placeholder="part of its name")
     levels: dict[str, frozenset[str]] = {}
     factors: dict[str, tuple[str, list[str]]] = {}
-    for group in whole.groups:
+    for group in unfiltered.groups:
         for factor in group.factors:
-            label, known = factors.setdefault(factor.name, (factor.label, []))
-            known += [level for level in factor.levels if level not in known]
-    varied = {name: found for name, found in factors.items() if len(found[1]) > 1}
+            label, factor_levels = factors.setdefault(factor.name, (factor.label, []))
+            factor_levels += [level for level in factor.levels if level not in factor_levels]
+    varied = {name: factor for name, factor in factors.items() if len(factor[1]) > 1}
     folded = len(varied) > MAX_OPEN_FILTERS
     with st.expander(f"{len(varied)} options", expanded=False) if folded else st.container():
-        for name, (label, known) in varied.items():
-            chosen = pick(f"factor {name}", label, known)
+        for name, (label, factor_levels) in varied.items():
+            chosen = multiselect(f"factor {name}", label, factor_levels)
             if chosen is not None:
                 levels[name] = chosen
-    present = sorted({status for arm in whole.arms for status in statuses(arm)})
-    status = pick("status", "status", present, {name: status_text(name) for name in present})
-    seeds = pick("seed", "seed", [str(seed) for seed in whole.seeds]) if whole.machine else None
+    all_statuses = sorted({status for arm in unfiltered.arms for status in statuses(arm)})
+    chosen_statuses = multiselect(
+        "status", "status", all_statuses, {name: status_text(name) for name in all_statuses}
+    )
+    seeds = (
+        multiselect("seed", "seed", [str(seed) for seed in unfiltered.seeds]) if unfiltered.machine else None
+    )
     chosen_seeds = None if seeds is None else frozenset(int(seed) for seed in seeds)
-    return Filters(levels=levels, statuses=status, seeds=chosen_seeds, search=search)
+    return Filters(levels=levels, statuses=chosen_statuses, seeds=chosen_seeds, search=search)
 
 
-def _selected(name: str, whole: Results, filters: Filters) -> Results:
-    """Apply the filters. Fewer seeds take a comparison of all arms, so that result is cached."""
+def _apply_filters(name: str, unfiltered: Results, filters: Filters) -> Results:
+    """Apply the filters. A filter by seed compares all arms again, so its result is cached."""
     if filters.seeds is None:
-        return select(whole, filters)
-    interrupted = sum(trial.status == INTERRUPTED for arm in whole.arms for trial in arm.trials)
-    return file_cache.selected(name, (whole.updated, interrupted, filters), lambda: select(whole, filters))
+        return select(unfiltered, filters)
+    interrupted = sum(trial.status == INTERRUPTED for arm in unfiltered.arms for trial in arm.trials)
+    return file_cache.filtered(
+        name, (unfiltered.updated, interrupted, filters), lambda: select(unfiltered, filters)
+    )
 
 
 def statuses(arm: Arm) -> set[str]:
@@ -183,9 +195,9 @@ def statuses(arm: Arm) -> set[str]:
 
 
 def select(results: Results, filters: Filters) -> Results:
-    """Return the study with the arms that pass all filters.
+    """Return the study with only the arms that pass all filters.
 
-    Fewer seeds make a smaller study, so all estimates and comparisons are computed again from those seeds.
+    With fewer seeds, all estimates and comparisons are computed again from the remaining seeds.
     """
     if filters.seeds is not None and filters.seeds != frozenset(results.seeds):
         from deskside.study.stats.compare import compare  # imports scipy, which takes half a second
@@ -211,7 +223,7 @@ def select(results: Results, filters: Filters) -> Results:
         for front in results.fronts
         if front.group in names
     ]
-    interactions = [found for found in results.interactions if found.group in names]
+    interactions = [interaction for interaction in results.interactions if interaction.group in names]
     return replace(results, arms=shown, fronts=fronts, groups=groups, interactions=interactions)
 
 
@@ -220,23 +232,22 @@ def _matches(arm: Arm, filters: Filters) -> bool:
         return False
     if filters.statuses is not None and not statuses(arm) & filters.statuses:
         return False
-    # A factor that an arm's group does not vary does not filter the arm.
+    # Filters on factors that the arm's group does not vary are ignored.
     if any(name in arm.levels and arm.levels[name] not in levels for name, levels in filters.levels.items()):
         return False
     return any(_normalized(filters.search) in _normalized(name) for name in (arm.label, arm.id))
 
 
 def _normalized(name: str) -> str:
-    """Return letters and digits alone, so that "medium gqa on" finds "medium, GQA on" and "medium-gqa_on"."""
+    """Return the words of a name in lower case. "medium gqa on" then finds "medium, GQA on" and "medium-gqa_on"."""
     return " ".join(re.findall(r"\w+", name.casefold().replace("_", " ")))
 
 
 def literal(text: str) -> str:
-    """Return the text on one line with every character escaped that CommonMark gives a meaning.
+    """Return the text on one line with every special character of CommonMark escaped.
 
-    A study may come from another person. Read as Markdown, a label could embed an image, which the browser would fetch
-    from any address, or show a link that looks like one of the page's own.
-    Streamlit still turns a bare address into a link to that address, and the name of an icon into the icon, because it
-    looks for both after unescaping. Neither fetches anything by itself.
+    A study may come from another person. As Markdown, a label could embed an image, which the browser would fetch from
+    any address, or show a link that looks like one of the page's own. Streamlit still turns a bare address into a link
+    and the name of an icon into the icon, because it looks for both after unescaping. Neither fetches anything.
     """
-    return SPECIAL.sub(r"\\\1", " ".join(printable(text).split()))
+    return MARKDOWN_SPECIAL.sub(r"\\\1", " ".join(printable(text).split()))

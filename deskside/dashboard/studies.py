@@ -1,4 +1,4 @@
-"""Studies as they are on disk, and single runs in the shape of a study."""
+"""Reads studies, and presents single runs in the form of a study."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,13 +10,13 @@ from deskside.study.results import INTERRUPTED, Arm, Estimate, Factor, Group, Re
 from deskside.study.stats.metrics import BY_KEY
 from deskside.utils.errors import RunError, UsageError
 
-RUNS = "runs"  # name of the group that holds single runs
-HEAD_BYTES = 2**16
+RUNS_GROUP = "runs"  # name of the group that holds single runs
+HEAD_BYTES = 2**16  # of results.json that are searched for the schema version
 
 
 @dataclass(frozen=True)
 class Study:
-    """A study's directory, with either its `results` or the `problem` that kept them from being read."""
+    """A study's directory with its `results`, or None and the `problem` why they could not be read."""
 
     path: Path
     results: Results | None
@@ -36,16 +36,16 @@ def read_study(path: Path) -> Study | None:
 
 
 def _claims_to_be_study(path: Path) -> bool:
-    """Return whether the first bytes of a file look like a study's, because a damaged file does not parse."""
+    """Return True if the beginning of a file looks like a study's results. A damaged file cannot be parsed."""
     try:
         with path.open("rb") as file:
             return b'"schema_version"' in file.read(HEAD_BYTES)
     except OSError:
-        return True
+        return True  # unreadable, so it is reported as a problem
 
 
 def read_curve(path: Path) -> tuple[list[dict[str, float | None]], list[str]]:
-    """Return a run's full curve in the form of `Trial.curve`, and sentences about missing parts of it.
+    """Return a run's full curve in the format of `Trial.curve`, and sentences about missing parts of it.
 
     Raises UsageError if there is no run.
     """
@@ -56,13 +56,13 @@ def read_curve(path: Path) -> tuple[list[dict[str, float | None]], list[str]]:
 
 
 def summary_metrics(record: RunRecord) -> dict[str, float]:
-    """Return the metrics of a study that a run's summary has, by their keys."""
+    """Return the study metrics (stats/metrics.py) in a run's summary, by key."""
     known = {key: number(record.summary.get(key)) for key in BY_KEY}
     return {key: value for key, value in known.items() if value is not None}
 
 
 def runs_as_results(records: Iterable[RunRecord], live: frozenset[Path], root: Path) -> Results:
-    """Return single runs as a study in which each run is an arm with one trial and without a baseline to compare."""
+    """Return single runs as a study in which each run is an arm with one trial and is its own baseline."""
     arms = [_arm(record, live, root) for record in records]
     labels = {"precision": "precision", "optimizer": "optimizer", "card": "card"}
     factors = [Factor(key, label, sorted({arm.levels[key] for arm in arms})) for key, label in labels.items()]
@@ -74,15 +74,15 @@ def runs_as_results(records: Iterable[RunRecord], live: frozenset[Path], root: P
         seeds=sorted({trial.seed for arm in arms for trial in arm.trials}),
         memory_fraction=0.0,
         machine={},
-        groups=[Group(RUNS, "runs outside of studies", "", "", "", factors, [])],
+        groups=[Group(RUNS_GROUP, "runs outside of studies", "", "", "", factors, [])],
         arms=arms,
     )
 
 
 def _arm(record: RunRecord, live: frozenset[Path], root: Path) -> Arm:
     path, metrics = record.path, summary_metrics(record)
-    inside = path.is_relative_to(root) and path != root
-    name = str(path.relative_to(root)) if inside else path.name
+    below_root = path.is_relative_to(root) and path != root
+    name = str(path.relative_to(root)) if below_root else path.name
     status = "running" if path in live else "finished" if record.finished else INTERRUPTED
     reasons = [*record.problems, *(["not finished"] if status == INTERRUPTED else [])]
     card, seed = machine_name(record.environment), number(record.config.get("seed"))
@@ -101,7 +101,7 @@ def _arm(record: RunRecord, live: frozenset[Path], root: Path) -> Arm:
     return Arm(
         id=name,
         label=name.removeprefix("runs/"),
-        group=RUNS,
+        group=RUNS_GROUP,
         levels={key: value or "unknown" for key, value in levels.items()},
         baseline=name,
         emulated=record.emulated,

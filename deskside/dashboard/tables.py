@@ -1,7 +1,7 @@
-"""Tables of a study: those of the Results tab, and its CSV files.
+"""Tables of a study: for display in the tabs, and for download as CSV files.
 
-The CSV files have the stored numbers with all digits, under the keys of study/stats/metrics.py. A number that was not
-measured is empty.
+The CSV files have the stored numbers with all digits, under the keys of study/stats/metrics.py. Numbers that were not
+measured are empty.
 """
 
 from typing import Any
@@ -12,17 +12,17 @@ from deskside.report import study_text
 from deskside.study.results import Arm, Results, status_text
 from deskside.study.stats.metrics import METRICS, PRIMARY, metric_named
 
-ORDER = sorted(METRICS, key=lambda metric: metric.key not in PRIMARY)  # the primary metrics first
+ORDERED_METRICS = sorted(METRICS, key=lambda metric: metric.key not in PRIMARY)  # the primary metrics first
 
 
 def trials(results: Results) -> pd.DataFrame:
-    """Return one row per trial; metrics have the keys and units of results.parquet."""
+    """Return one row per trial for CSV; metrics have the keys and units of results.parquet."""
     rows = [
         {
             "study": results.name,
             "group": arm.group,
             "arm": arm.id,
-            **_factors(results, arm),
+            **_factor_columns(results, arm),
             "seed": trial.seed,
             "status": trial.status,
             "reason": trial.reason,
@@ -38,14 +38,14 @@ def trials(results: Results) -> pd.DataFrame:
 
 
 def arms(results: Results) -> pd.DataFrame:
-    """Return one row per arm: means with their intervals, and relative differences from its baseline."""
+    """Return one row per arm for CSV: means with intervals, and relative differences from its baseline."""
     rows: list[dict[str, Any]] = []
     for arm in results.arms:
         row: dict[str, Any] = {
             "study": results.name,
             "group": arm.group,
             "arm": arm.id,
-            **_factors(results, arm),
+            **_factor_columns(results, arm),
             "status": arm.status,
             "trials": len(arm.trials),
             "finished": len(arm.finished()),
@@ -53,47 +53,49 @@ def arms(results: Results) -> pd.DataFrame:
             "baseline": arm.baseline,
         }
         for metric in METRICS:
-            found, against = arm.estimate(metric.key), arm.comparison(metric.key)
-            row[metric.key] = found and found.mean
+            estimate, comparison = arm.estimate(metric.key), arm.comparison(metric.key)
+            row[metric.key] = estimate.mean if estimate else None
             for end in ("low", "high"):
-                row[f"{metric.key}_{end}"] = getattr(found, end, None)
+                row[f"{metric.key}_{end}"] = getattr(estimate, end, None)
             for part in ("relative", "relative_low", "relative_high"):
-                row[f"{metric.key}_{part}"] = getattr(against, part, None)
-            row[f"{metric.key}_verdict"] = getattr(against, "verdict", "")
+                row[f"{metric.key}_{part}"] = getattr(comparison, part, None)
+            row[f"{metric.key}_verdict"] = getattr(comparison, "verdict", "")
         rows.append(row)
     return pd.DataFrame(rows)
 
 
-def shown_arms(results: Results) -> pd.DataFrame:
-    """Return the arms for display: one column per measured metric in its shown unit, and one per factor."""
+def display_arms(results: Results) -> pd.DataFrame:
+    """Return one row per arm for display, with a column per measured metric, in display units, and per factor."""
     labels = {factor.name: factor.label for group in results.groups for factor in group.factors}
-    measured = [metric for metric in ORDER if study_text.measured_arms(results.arms, metric.key)]
+    measured = [metric for metric in ORDERED_METRICS if study_text.measured_arms(results.arms, metric.key)]
     rows = []
     for arm in results.arms:
         row: dict[str, Any] = {
-            **_group(results, arm),
+            **_group_column(results, arm),
             "arm": arm.label,
             "status": study_text.trials_text(arm),
         }
         for metric in measured:
-            found = arm.estimate(metric.key)
-            row[metric.heading] = found.mean * metric.scale if found else None
+            estimate = arm.estimate(metric.key)
+            row[metric.heading] = estimate.mean * metric.scale if estimate else None
         row |= {label: arm.levels.get(name, "") for name, label in labels.items()}
         row["products"] = "emulated" if arm.emulated else "native"
         rows.append(row)
     return pd.DataFrame(rows)
 
 
-def shown_trials(results: Results) -> pd.DataFrame:
-    """Return the trials for display."""
+def display_trials(results: Results) -> pd.DataFrame:
+    """Return one row per trial for display, with a column per measured metric in display units."""
     measured = [
-        metric for metric in ORDER if any(metric.key in t.metrics for a in results.arms for t in a.trials)
+        metric
+        for metric in ORDERED_METRICS
+        if any(metric.key in t.metrics for a in results.arms for t in a.trials)
     ]
     rows = []
     for arm in results.arms:
         for trial in arm.trials:
             row: dict[str, Any] = {
-                **_group(results, arm),
+                **_group_column(results, arm),
                 "arm": arm.label,
                 "seed": trial.seed,
                 "status": status_text(trial.status),
@@ -106,19 +108,19 @@ def shown_trials(results: Results) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def _group(results: Results, arm: Arm) -> dict[str, str]:
-    """Return the group column, if there are several groups."""
+def _group_column(results: Results, arm: Arm) -> dict[str, str]:
+    """Return the group column of an arm's row if there are several groups, else no column."""
     titles = {group.name: group.heading for group in results.groups}
     return {"group": titles.get(arm.group, arm.group)} if len(titles) > 1 else {}
 
 
-def formats() -> dict[str, str]:
-    """Return the number format of each column."""
+def number_formats() -> dict[str, str]:
+    """Return column heading -> format string for every metric."""
     return {metric.heading: f"{{:,.{metric.digits}f}}" for metric in METRICS}
 
 
 def differences(results: Results, keys: tuple[str, ...]) -> pd.DataFrame:
-    """Return the differences of arms from their baselines in a few metrics; empty if nothing was compared."""
+    """Return one row per compared arm for display, with its differences from its baseline in the metrics `keys`."""
     rows = []
     for arm in results.arms:
         if any(arm.comparison(key) for key in keys):
@@ -134,17 +136,17 @@ def differences(results: Results, keys: tuple[str, ...]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def _factors(results: Results, arm: Arm) -> dict[str, str]:
-    """Return the factor columns of an arm's row; a factor that its group does not vary is empty."""
+def _factor_columns(results: Results, arm: Arm) -> dict[str, str]:
+    """Return the factor columns of an arm's row. A factor that is not varied in the arm's group is empty."""
     names = dict.fromkeys(factor.name for group in results.groups for factor in group.factors)
     return {f"factor_{name}": arm.levels.get(name, "") for name in names}
 
 
 def not_measured(arms_: list[Arm], key: str) -> str:
-    """Return a sentence on the arms that lack a metric, and why; empty if all have it."""
+    """Return a sentence that names the arms without a metric, and how they ended; empty if all have it."""
     without = [arm for arm in arms_ if arm.estimate(key) is None]
     if not without:
         return ""
-    named = [f"{arm.label} ({study_text.trials_text(arm)})" for arm in without[:6]]
+    reasons = [f"{arm.label} ({study_text.trials_text(arm)})" for arm in without[:6]]
     more = f" and {len(without) - 6} more" if len(without) > 6 else ""
-    return f"Not measured: {'; '.join(named)}{more}."
+    return f"Not measured: {'; '.join(reasons)}{more}."

@@ -50,7 +50,7 @@ def test_what_was_read_ahead_is_not_read_again(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(record, "read_brief", read_again)
     monkeypatch.setattr(studies, "read_study", read_again)
     monkeypatch.setattr(file_cache, "scan", read_again)
-    found = file_cache.found(str(tmp_path))
+    found = file_cache.scan_result(str(tmp_path))
     known = [study for path in found.studies if (study := file_cache.study(path)) is not None]
     assert [(study.path.name, study.results is not None) for study in known] == [
         ("begun", False),
@@ -58,14 +58,14 @@ def test_what_was_read_ahead_is_not_read_again(tmp_path: Path, monkeypatch: pyte
         ("made", True),
         ("odd", False),
     ]
-    arms = file_cache.runs(found.own_runs, file_cache.live_runs(found.own_runs), tmp_path).arms
+    arms = file_cache.runs(found.standalone_runs, file_cache.live_runs(found.standalone_runs), tmp_path).arms
     assert [arm.label for arm in arms] == ["ended", "garbage", "half"]
 
 
 def test_what_changes_after_it_was_read_ahead_is_read_again(tmp_path: Path) -> None:
     with made_up.running(tmp_path / "runs/now"):
         file_cache.preload(tmp_path)
-        own = file_cache.found(str(tmp_path)).own_runs
+        own = file_cache.scan_result(str(tmp_path)).standalone_runs
         assert _status(own, tmp_path) == "running"
     made_up.old(tmp_path / "runs/now")
     assert _status(own, tmp_path) == INTERRUPTED
@@ -76,12 +76,12 @@ def test_what_changes_after_it_was_read_ahead_is_read_again(tmp_path: Path) -> N
 
 def test_a_directory_is_listed_anew_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made_up.run(tmp_path / "a")
-    assert len(file_cache.found(str(tmp_path)).runs) == 1
+    assert len(file_cache.scan_result(str(tmp_path)).runs) == 1
     made_up.run(tmp_path / "b")
-    assert len(file_cache.found(str(tmp_path)).runs) == 1
+    assert len(file_cache.scan_result(str(tmp_path)).runs) == 1
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + file_cache.SCAN_SECONDS)
-    assert len(file_cache.found(str(tmp_path)).runs) == 2
+    assert len(file_cache.scan_result(str(tmp_path)).runs) == 2
 
 
 def _status(own: tuple[file_cache.FoundRun, ...], root: Path) -> str:

@@ -198,9 +198,9 @@ def test_the_drawn_fp4_values_are_on_the_grid() -> None:
 
 def test_the_drawn_fp4_values_are_rounded_as_fp4_rounds() -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes")
-    scale = max(abs(value) for value in illustrations.VALUES) / illustrations.E2M1[-1]
+    scale = max(abs(value) for value in illustrations.SAMPLE_VALUES) / illustrations.E2M1[-1]
     kept = illustrations.fp4().data[2].y
-    rounded = [float(ml_dtypes.float4_e2m1fn(value / scale)) * scale for value in illustrations.VALUES]
+    rounded = [float(ml_dtypes.float4_e2m1fn(value / scale)) * scale for value in illustrations.SAMPLE_VALUES]
     assert kept == pytest.approx(rounded)
 
 

@@ -19,7 +19,7 @@ def test_finds_studies_their_runs_and_runs_of_their_own(tmp_path: Path) -> None:
         ("own", None),
         ("x-s1", tmp_path / "studies/a"),
     ]
-    assert [run.path.name for run in found.own_runs] == ["own"]
+    assert [run.path.name for run in found.standalone_runs] == ["own"]
     assert found.problems == ()
 
 
@@ -32,8 +32,8 @@ def test_the_directory_itself_may_be_a_run_or_a_study(tmp_path: Path) -> None:
 
 def test_depth_is_bounded(tmp_path: Path) -> None:
     made_up.run(tmp_path / "a/b/c")
-    assert len(scan(tmp_path, depth=3).runs) == 1
-    assert scan(tmp_path, depth=2).runs == ()
+    assert len(scan(tmp_path, max_depth=3).runs) == 1
+    assert scan(tmp_path, max_depth=2).runs == ()
 
 
 def test_a_link_is_followed_and_a_ring_of_links_ends(tmp_path: Path) -> None:

@@ -45,12 +45,12 @@ def test_the_csv_of_arms_carries_every_interval() -> None:
 def test_what_was_not_measured_is_empty_and_no_zero() -> None:
     cpu = compare(made.results(gpu=False))
     assert tables.trials(cpu)["watts"].isna().all()
-    assert BY_KEY["watts"].heading not in tables.shown_arms(cpu).columns
-    assert "watts" not in "".join(tables.shown_trials(cpu).columns)
+    assert BY_KEY["watts"].heading not in tables.display_arms(cpu).columns
+    assert "watts" not in "".join(tables.display_trials(cpu).columns)
 
 
 def test_shown_numbers_are_in_the_shown_unit() -> None:
-    frame = tables.shown_arms(WHOLE).set_index("arm")
+    frame = tables.display_arms(WHOLE).set_index("arm")
     assert frame.loc["small, GQA off, FP4 off", "parameters, M"] == pytest.approx(25.0)
     assert frame.loc["small, GQA off, FP4 on", "products"] == "emulated"
     assert frame.loc["medium, GQA off, FP4 on", "status"] == "2 of 3; 1 out of memory"

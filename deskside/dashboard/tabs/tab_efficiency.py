@@ -3,13 +3,13 @@
 import streamlit as st
 
 from deskside.dashboard import plotly_charts
-from deskside.dashboard.components import chart, seeds_note, usable
+from deskside.dashboard.components import chart, pick_group, seeds_note
 from deskside.dashboard.sidebar import Context, literal
 from deskside.report import study_text
 from deskside.study.results import Results
 from deskside.study.stats.metrics import metric_named
 
-AXES = {
+AXIS_KEYS = {
     "memory and speed": ("peak_memory_gib", "tokens_per_second"),
     "speed and quality": ("tokens_per_second", "val_bpb"),
     "memory and quality": ("peak_memory_gib", "val_bpb"),
@@ -19,41 +19,45 @@ AXES = {
 
 def show(context: Context) -> None:
     """Draw the tab."""
-    selection = usable(context)
+    selection = pick_group(context)
     if selection is None:
         return
     results = selection.results
     st.header("Trade-offs")
     choice = st.radio(
-        "axes", list(AXES), horizontal=True, key="efficiency-axes", label_visibility="collapsed"
+        "axes", list(AXIS_KEYS), horizontal=True, key="efficiency-axes", label_visibility="collapsed"
     )
-    across, up = AXES[choice]
-    figure = plotly_charts.bubbles(results, across, up)
+    x_key, y_key = AXIS_KEYS[choice]
+    figure = plotly_charts.bubbles(results, x_key, y_key)
     if figure is None:
         missing = [
-            metric_named(key).label for key in (across, up) if not study_text.measured_arms(results.arms, key)
+            metric_named(key).label
+            for key in (x_key, y_key)
+            if not study_text.measured_arms(results.arms, key)
         ]
         st.info(f"{' and '.join(missing) or choice}: {study_text.NOT_MEASURED} for these arms.")
     else:
         chart(figure, choice.replace(" ", "-"), f"{choice} of {len(results.arms)} arms")
-        sizes = {found.mean for arm in results.arms if (found := arm.estimate("parameters")) is not None}
+        sizes = {
+            estimate.mean for arm in results.arms if (estimate := arm.estimate("parameters")) is not None
+        }
         size_note = "Larger marks have more parameters." if len(sizes) > 1 else ""
-        fronts = plotly_charts.fronts_in(results, across, up)
+        fronts = plotly_charts.fronts_in(results, x_key, y_key)
         rim_note = (
-            f"A thick rim: no other arm of its group beats it in {_listed(fronts[0].metrics)}."
+            f"A thick rim: no other arm of its group beats it in {_metric_names(fronts[0].metrics)}."
             if fronts
             else ""
         )
-        st.caption(f"{seeds_note(selection, up)} {size_note} {rim_note}")
+        st.caption(f"{seeds_note(selection, y_key)} {size_note} {rim_note}")
         names = [
-            f"{place}. {literal(arm.label)}"
-            for place, arm in enumerate(results.arms, 1)
-            if arm.estimate(across) and arm.estimate(up)
+            f"{position}. {literal(arm.label)}"
+            for position, arm in enumerate(results.arms, 1)
+            if arm.estimate(x_key) and arm.estimate(y_key)
         ]
         half = (len(names) + 1) // 2
         for column, part in zip(st.columns(2), (names[:half], names[half:]), strict=True):
             column.markdown("\n".join(part))
-    _fronts(results)
+    _draw_fronts(results)
     figure = plotly_charts.bars(results.arms, "joules_per_token")
     if figure is not None:
         st.header("Energy")
@@ -61,23 +65,23 @@ def show(context: Context) -> None:
         st.caption(seeds_note(selection, "joules_per_token"))
 
 
-def _fronts(results: Results) -> None:
+def _draw_fronts(results: Results) -> None:
     if not results.fronts:
         return
     st.header("Best trade-offs (Pareto fronts)")
     lines = []
     for front in results.fronts:
-        title = next((g.heading for g in results.groups if g.name == front.group), front.group)
+        heading = next((g.heading for g in results.groups if g.name == front.group), front.group)
         names = [literal(arm.label) for arm in results.arms if arm.id in front.arms]
         unclear = [literal(arm.label) for arm in results.arms if arm.id in front.unclear]
-        where = f"{literal(title)}: " if len(results.groups) > 1 else ""
-        line = f"- {where}**in {_listed(front.metrics)}**: {'; '.join(names) or 'none of the arms shown'}."
+        prefix = f"{literal(heading)}: " if len(results.groups) > 1 else ""
+        line = f"- {prefix}**in {_metric_names(front.metrics)}**: {'; '.join(names) or 'none of the arms shown'}."
         if unclear:
             line += f" Undecided by the intervals: {'; '.join(unclear)}."
         lines.append(line)
     st.markdown("\n".join(lines))
 
 
-def _listed(keys: list[str]) -> str:
+def _metric_names(keys: list[str]) -> str:
     names = [metric_named(key).label for key in keys]
     return " and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else "".join(names)

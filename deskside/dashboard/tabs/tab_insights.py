@@ -16,7 +16,7 @@ def show(context: Context) -> None:
     if context.selection is None:
         empty_state(context)
         return
-    studies = file_cache.readable(context.found)
+    studies = file_cache.readable_studies(context.scan)
     st.header("What the data says")
     if not studies:
         st.info(
@@ -26,18 +26,18 @@ def show(context: Context) -> None:
         return
     first, second = st.columns(2)
     cards = list(dict.fromkeys(machine_name(results.machine) for results in studies.values()))
-    picked = context.selection.card
+    selected_card = context.selection.card
     card = first.selectbox(
-        "card", cards, index=cards.index(picked) if picked in cards else 0, key="insights-card"
+        "card", cards, index=cards.index(selected_card) if selected_card in cards else 0, key="insights-card"
     )
     goal = second.selectbox("goal", list(GOALS), key="insights-goal")
     selected = context.selection.folder
     for path, results in studies.items():
         if machine_name(results.machine) == card:
-            chosen = path == selected
-            _study(
-                context.selection.results if chosen else results,
-                chosen and context.selection.hidden > 0,
+            is_selected = path == selected
+            _draw_study(
+                context.selection.results if is_selected else results,
+                is_selected and context.selection.hidden > 0,
                 goal,
             )
     st.caption(
@@ -46,7 +46,7 @@ def show(context: Context) -> None:
     )
 
 
-def _study(results: Results, filtered: bool, goal: str) -> None:
+def _draw_study(results: Results, filtered: bool, goal: str) -> None:
     st.subheader(literal(results.name))
     st.caption(
         literal(results.question) + (" The filters in the sidebar hide some arms." if filtered else "")

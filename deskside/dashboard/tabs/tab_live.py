@@ -12,8 +12,8 @@ from deskside.study.results import NOT_ENDED
 from deskside.utils.format import elapsed, plural
 
 REFRESH_SECONDS = 5
-MAX_RUNS = 8  # more are only counted
-SILENT_SECONDS = 60.0  # a longer pause between two steps is shown
+MAX_RUNS = 8  # further runs are only counted
+SILENT_SECONDS = 60.0  # a longer time since the last step is reported
 
 
 def show(context: Context) -> None:
@@ -21,22 +21,22 @@ def show(context: Context) -> None:
     root = str(context.root)
 
     @st.fragment(run_every=REFRESH_SECONDS)
-    def again() -> None:
-        _live(root)
+    def refresh() -> None:
+        _draw_live_runs(root)
 
-    again()
+    refresh()
 
 
-def _live(root: str) -> None:
-    found = file_cache.found(root)
-    live = sorted(file_cache.live_runs(found.runs))
-    _studies(root)
+def _draw_live_runs(root: str) -> None:
+    scan = file_cache.scan_result(root)
+    live = sorted(file_cache.live_runs(scan.runs))
+    _draw_studies(root)
     st.header(f"{plural(len(live), 'run')} training now")
     if not live:
         st.info("No run is training below this directory. This page refreshes by itself.")
         st.code(COMMANDS, language="bash")
     for path in live[:MAX_RUNS]:
-        _run(file_cache.brief(path), file_cache.newest_metrics(path), str(path).removeprefix(f"{root}/"))
+        _draw_run(file_cache.brief(path), file_cache.newest_metrics(path), str(path).removeprefix(f"{root}/"))
     if len(live) > MAX_RUNS:
         st.caption(f"and {len(live) - MAX_RUNS} more")
     st.caption(
@@ -44,64 +44,68 @@ def _live(root: str) -> None:
     )
 
 
-def _studies(root: str) -> None:
-    for results in file_cache.readable(file_cache.found(root)).values():
+def _draw_studies(root: str) -> None:
+    for results in file_cache.readable_studies(file_cache.scan_result(root)).values():
         trials = [trial for arm in results.arms for trial in arm.trials]
-        open_ = sum(trial.status in NOT_ENDED for trial in trials)
+        not_ended = sum(trial.status in NOT_ENDED for trial in trials)
         if trials and not results.complete:
             st.progress(
-                1 - open_ / len(trials),
-                text=f"study {literal(results.name)}: {len(trials) - open_} of {len(trials)} trials have ended",
+                1 - not_ended / len(trials),
+                text=f"study {literal(results.name)}: {len(trials) - not_ended} of {len(trials)} trials have ended",
             )
 
 
-MEASURES = (
+QUALITY_METRICS = (
     ("validation, bits per byte", "val_bpb", "{:.4f}"),
     ("preference accuracy, held out", "val_accuracy", "{:.1%}"),
     ("mean reward, held out", "val_reward", "{:.3f}"),
 )
 
 
-def _run(record: RunRecord, log: MetricsLog, shown: str) -> None:
-    now = progress(record, log)
+def _draw_run(record: RunRecord, log: MetricsLog, title: str) -> None:
+    state = progress(record, log)
     with st.container(border=True):
-        st.subheader(literal(shown))
-        share = now.share
-        left = f"{elapsed(now.seconds_left)} left" if now.seconds_left is not None else "time left unknown"
-        of = f" of {now.total:,}" if now.total else ""
-        st.progress(share or 0.0, text=f"step {now.step if now.step is not None else 0:,}{of}; {left}")
-        told = [
+        st.subheader(literal(title))
+        share = state.share
+        left = (
+            f"{elapsed(state.seconds_left)} left" if state.seconds_left is not None else "time left unknown"
+        )
+        total = f" of {state.total:,}" if state.total else ""
+        st.progress(share or 0.0, text=f"step {state.step if state.step is not None else 0:,}{total}; {left}")
+        details = [
             machine_name(record.environment),
             record.precision + (" (emulated)" if record.emulated else ""),
         ]
-        if now.silent_seconds is not None and now.silent_seconds > SILENT_SECONDS:
-            told.append(f"no step for {elapsed(now.silent_seconds)}")
-        st.caption(" · ".join(literal(word) for word in [*told, *record.problems, log.problem] if word))
-        _numbers(now)
-        _charts(record, log)
+        if state.silent_seconds is not None and state.silent_seconds > SILENT_SECONDS:
+            details.append(f"no step for {elapsed(state.silent_seconds)}")
+        st.caption(" · ".join(literal(word) for word in [*details, *record.problems, log.problem] if word))
+        _draw_numbers(state)
+        _draw_charts(record, log)
 
 
-def _measure(now: RunProgress) -> tuple[str, str, str]:
-    """Return label, key and format of the objective's own measure; bits per byte before the first measurement."""
-    return next((measure for measure in MEASURES if measure[1] in now.values), MEASURES[0])
+def _quality_metric(state: RunProgress) -> tuple[str, str, str]:
+    """Return the (label, key, format) of the run's validation metric; bits per byte if none was logged yet."""
+    return next((metric for metric in QUALITY_METRICS if metric[1] in state.values), QUALITY_METRICS[0])
 
 
-def _numbers(now: RunProgress) -> None:
-    shown = (
+def _draw_numbers(state: RunProgress) -> None:
+    metrics = (
         ("loss, nats per token", "loss", "{:.4f}"),
-        _measure(now),
+        _quality_metric(state),
         ("speed, tokens/s", "tokens_per_second", "{:,.0f}"),
         ("memory, GiB", "memory_gib", "{:.2f}"),
         ("power, W", "watts", "{:.0f}"),
         ("temperature, °C", "celsius", "{:.0f}"),
     )
     with st.container(horizontal=True):
-        for label, key, form in shown:
-            value = now.values.get(key)
-            st.metric(label, study_text.NOT_MEASURED if value is None else form.format(value), width=150)
+        for label, key, number_format in metrics:
+            value = state.values.get(key)
+            st.metric(
+                label, study_text.NOT_MEASURED if value is None else number_format.format(value), width=150
+            )
 
 
-def _charts(record: RunRecord, log: MetricsLog) -> None:
+def _draw_charts(record: RunRecord, log: MetricsLog) -> None:
     columns = st.columns(2)
     for column, (key, title) in zip(
         columns, (("loss", "loss, nats per token"), ("tokens_per_second", "speed, tokens/s")), strict=True

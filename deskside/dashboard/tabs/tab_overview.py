@@ -5,7 +5,7 @@ from collections import Counter
 import streamlit as st
 
 from deskside.dashboard import file_cache, illustrations
-from deskside.dashboard.components import chart, empty_state, problems, sentence
+from deskside.dashboard.components import chart, empty_state, problem_rows, sentence
 from deskside.dashboard.sidebar import Context, StudySelection, literal
 from deskside.study.results import Group, status_text
 from deskside.utils.format import plural
@@ -18,29 +18,29 @@ def show(context: Context) -> None:
     if context.selection is None:
         empty_state(context)
     else:
-        _summary(context, context.selection)
-    if found := problems(context):
-        with st.expander(f"{plural(len(found), 'directory')} could not be read completely"):
-            st.dataframe(found, hide_index=True, width="stretch")
+        _draw_summary(context, context.selection)
+    if problems := problem_rows(context):
+        with st.expander(f"{plural(len(problems), 'directory')} could not be read completely"):
+            st.dataframe(problems, hide_index=True, width="stretch")
     st.header("What each technique does")
     st.caption("Drawings, not measurements. The other tabs show what was measured.")
     first, second = st.columns(2)
     with first:
-        _heads()
-        _recomputation()
+        _draw_heads()
+        _draw_recomputation()
     with second:
-        _fp4()
-        _micro_batches()
+        _draw_fp4()
+        _draw_micro_batches()
 
 
-def _summary(context: Context, selection: StudySelection) -> None:
-    live = file_cache.live_runs(context.found.runs)
-    studies = [path for path in context.found.studies if file_cache.study(path) is not None]
-    counted = {"studies": len(studies), "runs": len(context.found.runs), "running now": len(live)}
+def _draw_summary(context: Context, selection: StudySelection) -> None:
+    live = file_cache.live_runs(context.scan.runs)
+    studies = [path for path in context.scan.studies if file_cache.study(path) is not None]
+    totals = {"studies": len(studies), "runs": len(context.scan.runs), "running now": len(live)}
     with st.container(horizontal=True):
-        for label, count in counted.items():
+        for label, count in totals.items():
             st.metric(label, f"{count:,}", width=150)
-    results = selection.whole
+    results = selection.unfiltered
     st.header(literal(results.name))
     st.write(literal(results.question))
     if selection.folder is None:
@@ -51,7 +51,7 @@ def _summary(context: Context, selection: StudySelection) -> None:
     notes = [
         f"On {selection.card}; {plural(len(results.arms), 'arm')}, "
         f"{plural(len(results.seeds), 'seed')}; trials: {ended or 'none yet'}.",
-        *(_group(group, len(results.groups)) for group in results.groups),
+        *(_group_text(group, len(results.groups)) for group in results.groups),
         *results.notes,
     ]
     if not results.complete:
@@ -59,12 +59,12 @@ def _summary(context: Context, selection: StudySelection) -> None:
     st.markdown("\n".join(f"- {literal(line)}" for line in notes))
 
 
-def _group(group: Group, of: int) -> str:
+def _group_text(group: Group, group_count: int) -> str:
     text = f"{group.budget} per trial, based on {group.base}."
-    return f"{group.heading}: {text}" if of > 1 else sentence(text.removesuffix("."))
+    return f"{group.heading}: {text}" if group_count > 1 else sentence(text.removesuffix("."))
 
 
-def _heads() -> None:
+def _draw_heads() -> None:
     st.subheader("Grouped-query attention")
     st.write(
         "Several query heads share one key-value head. Fewer keys and values are computed, and cached during "
@@ -76,14 +76,14 @@ def _heads() -> None:
         "gqa",
         f"{QUERY_HEADS} query heads share {keys} key-value heads",
     )
-    size = 2 * keys * HEAD_DIM * 2
+    cache_bytes = 2 * keys * HEAD_DIM * 2  # a key and a value per head, two bytes per number
     st.caption(
-        f"With heads of {HEAD_DIM} in BF16, a layer keeps {size:,} bytes per token of text: "
+        f"With heads of {HEAD_DIM} in BF16, a layer keeps {cache_bytes:,} bytes per token of text: "
         f"{keys / QUERY_HEADS:.0%} of what MHA keeps."
     )
 
 
-def _recomputation() -> None:
+def _draw_recomputation() -> None:
     st.subheader("Recomputation")
     st.write(
         "The backward pass needs what the forward pass computed. Instead of keeping all of it, each block keeps its "
@@ -96,7 +96,7 @@ def _recomputation() -> None:
     )
 
 
-def _fp4() -> None:
+def _draw_fp4() -> None:
     st.subheader("Four-bit products (NVFP4)")
     st.write(
         "A number is a sign and one of eight sizes: 0, 0.5, 1, 1.5, 2, 3, 4, 6. Sixteen neighbours share one FP8 "
@@ -111,7 +111,7 @@ def _fp4() -> None:
     st.caption("Dotted lines: all values that FP4 has at this block's scale.")
 
 
-def _micro_batches() -> None:
+def _draw_micro_batches() -> None:
     st.subheader("Micro-batches")
     st.write(
         "A step's batch goes through the model in passes whose gradients are summed. The result is that of one large "

@@ -5,7 +5,7 @@ from pathlib import Path
 import streamlit as st
 
 from deskside.dashboard import file_cache, plotly_charts
-from deskside.dashboard.components import chart, metric_charts, usable
+from deskside.dashboard.components import chart, metric_charts, pick_group
 from deskside.dashboard.sidebar import Context, StudySelection, literal
 from deskside.report import study_text
 from deskside.run.record import number
@@ -14,7 +14,7 @@ from deskside.study.stats.metrics import metric_named
 from deskside.utils.errors import UsageError
 
 MAX_CURVES = 6
-KEYS = (
+METRIC_KEYS = (
     "tokens_per_second", "val_bpb", "val_bpb_equal_tokens", "train_loss", "perplexity", "mfu", "watts",
     "joules_per_token", "seconds",
 )  # fmt: skip
@@ -22,63 +22,63 @@ KEYS = (
 
 def show(context: Context) -> None:
     """Draw the tab."""
-    selection = usable(context)
+    selection = pick_group(context)
     if selection is None:
         return
     results = selection.results
     st.header("Speed and quality")
-    metrics = [metric_named(key) for key in KEYS if study_text.measured_arms(results.arms, key)]
-    known = {metric.label: metric.key for metric in metrics}
-    if not known:
+    metrics = [metric_named(key) for key in METRIC_KEYS if study_text.measured_arms(results.arms, key)]
+    keys = {metric.label: metric.key for metric in metrics}
+    if not keys:
         st.info("No trial has finished yet; the Live tab shows those that are running.")
     else:
-        label = st.selectbox("what is shown", list(known), key="performance-metric")
-        metric_charts(selection, known[label])
-    _curves(selection)
+        label = st.selectbox("what is shown", list(keys), key="performance-metric")
+        metric_charts(selection, keys[label])
+    _draw_curves(selection)
 
 
-def _curves(selection: StudySelection) -> None:
+def _draw_curves(selection: StudySelection) -> None:
     st.header("Curves")
     labels = {arm.id: arm.label for arm in selection.results.arms}
-    able = [
+    available = [
         arm.id
         for arm in selection.results.arms
         if selection.folder is None or any(t.curve for t in arm.trials)
     ]
     chosen = st.multiselect(
         f"arms (at first {MAX_CURVES})",
-        able,
-        default=able[:MAX_CURVES],
+        available,
+        default=available[:MAX_CURVES],
         format_func=lambda name: labels[name],
         key=f"curves {selection.folder} {' '.join(group.name for group in selection.results.groups)}",
     )
     first, second = st.columns(2)
-    key = first.radio("of", _kinds(selection), horizontal=True, key="curves-of")
-    across = second.radio("against", ["time", "tokens"], horizontal=True, key="curves-against")
+    kind = first.radio("of", _loss_kinds(selection), horizontal=True, key="curves-of")
+    x_axis = second.radio("against", ["time", "tokens"], horizontal=True, key="curves-against")
     arms = [arm for arm in selection.results.arms if arm.id in chosen]
     figure = plotly_charts.curves(
-        {arm.label: [_points(selection, arm, trial) for trial in arm.trials] for arm in arms},
-        {"time": "seconds", "tokens": "tokens"}[across],
-        {"validation loss": "val_bpb", "training loss": "loss"}[key],
+        {arm.label: [_curve_rows(selection, arm, trial) for trial in arm.trials] for arm in arms},
+        {"time": "seconds", "tokens": "tokens"}[x_axis],
+        {"validation loss": "val_bpb", "training loss": "loss"}[kind],
         frozenset(arm.label for arm in arms if arm.emulated),
     )
     if figure is None:
-        st.info(f"No {key} was logged for these.")
+        st.info(f"No {kind} was logged for these.")
     else:
-        chart(figure, "curves", f"{key} against {across} of {len(arms)} arms")
+        chart(figure, "curves", f"{kind} against {x_axis} of {len(arms)} arms")
         st.caption("Measured. One line per trial; the trials of an arm share dashes, marker and color.")
 
 
-def _kinds(selection: StudySelection) -> list[str]:
-    """Return the kinds of curves: without evaluations during training there is only the training loss."""
+def _loss_kinds(selection: StudySelection) -> list[str]:
+    """Return the kinds of loss to choose from; only the training loss if no trial was validated during training."""
     trials = [trial for arm in selection.results.arms for trial in arm.trials]
     validated = any(number(row.get("val_bpb")) is not None for trial in trials for row in trial.curve[:-1])
     both = validated or selection.folder is None
     return ["validation loss", "training loss"] if both else ["training loss"]
 
 
-def _points(selection: StudySelection, arm: Arm, trial: Trial) -> list[dict[str, float | None]]:
-    """Return the curve of a trial; that of a single run is read from its directory."""
+def _curve_rows(selection: StudySelection, arm: Arm, trial: Trial) -> list[dict[str, float | None]]:
+    """Return the rows of a trial's curve. The curve of a run outside of studies is read from its directory."""
     if selection.folder is not None or trial.curve:
         return trial.curve
     try:

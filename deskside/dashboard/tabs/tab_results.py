@@ -3,7 +3,7 @@
 import streamlit as st
 
 from deskside.dashboard import tables
-from deskside.dashboard.components import problems, usable
+from deskside.dashboard.components import pick_group, problem_rows
 from deskside.dashboard.sidebar import Context, StudySelection
 from deskside.report import study_text
 from deskside.report.study_claims import measured_text
@@ -15,25 +15,25 @@ MAX_STYLED_CELLS = 200_000  # a larger table is shown without number formats
 
 def show(context: Context) -> None:
     """Draw the tab."""
-    selection = usable(context, groups=True)
+    selection = pick_group(context, allow_all=True)
     if selection is not None:
-        _tables(selection)
-        _interactions(selection)
-        _claims(selection)
-        _report_plots(selection)
-    if found := problems(context):
+        _draw_tables(selection)
+        _draw_interactions(selection)
+        _draw_claims(selection)
+        _draw_report_plots(selection)
+    if problems := problem_rows(context):
         st.header("Directories that could not be read completely")
-        st.dataframe(found, hide_index=True, width="stretch")
+        st.dataframe(problems, hide_index=True, width="stretch")
 
 
-def _tables(selection: StudySelection) -> None:
+def _draw_tables(selection: StudySelection) -> None:
     results = selection.results
     st.header("Results")
     kind = st.radio(
         "rows", ["arms", "trials"], horizontal=True, key="results-rows", label_visibility="collapsed"
     )
-    frame = tables.shown_arms(results) if kind == "arms" else tables.shown_trials(results)
-    formats = {column: form for column, form in tables.formats().items() if column in frame.columns}
+    frame = tables.display_arms(results) if kind == "arms" else tables.display_trials(results)
+    formats = {column: form for column, form in tables.number_formats().items() if column in frame.columns}
     shown = frame.style.format(formats) if frame.size <= MAX_STYLED_CELLS else frame
     wide = {name: st.column_config.TextColumn(width="medium") for name in ("arm", "status") if name in frame}
     height = min(640, 40 + 35 * max(1, len(frame)))
@@ -56,31 +56,31 @@ def _tables(selection: StudySelection) -> None:
         column.download_button(label, data, f"{stem}-{name}.csv", "text/csv", width="stretch")
 
 
-def _interactions(selection: StudySelection) -> None:
+def _draw_interactions(selection: StudySelection) -> None:
     if not selection.results.interactions:
         return
     st.header("Do the options act independently?")
     labels = {factor.name: factor.label for group in selection.results.groups for factor in group.factors}
-    titles = {group.name: group.heading for group in selection.results.groups}
+    headings = {group.name: group.heading for group in selection.results.groups}
     rows = [
         {
-            **({"group": titles.get(found.group, found.group)} if len(titles) > 1 else {}),
+            **({"group": headings.get(interaction.group, interaction.group)} if len(headings) > 1 else {}),
             "options": " and ".join(
-                f"{labels.get(name, name)}: {found.levels.get(name, '')}"
-                for name in (found.first, found.second)
+                f"{labels.get(name, name)}: {interaction.levels.get(name, '')}"
+                for name in (interaction.first, interaction.second)
             ),
-            "in": metric_named(found.metric).label,
+            "in": metric_named(interaction.metric).label,
             "effect of both beyond the sum of each": study_text.relative_text(
-                found.effect, found.low, found.high, found.verdict
+                interaction.effect, interaction.low, interaction.high, interaction.verdict
             ),
-            "seeds": found.n,
+            "seeds": interaction.n,
         }
-        for found in selection.results.interactions
+        for interaction in selection.results.interactions
     ]
     st.dataframe(rows, hide_index=True, width="stretch")
 
 
-def _claims(selection: StudySelection) -> None:
+def _draw_claims(selection: StudySelection) -> None:
     if not selection.results.claims:
         return
     st.header("Claims")
@@ -100,7 +100,7 @@ def _claims(selection: StudySelection) -> None:
     st.dataframe(rows, hide_index=True, width="stretch")
 
 
-def _report_plots(selection: StudySelection) -> None:
+def _draw_report_plots(selection: StudySelection) -> None:
     """Show the plots of the report, which are drawn in black and white for print."""
     if selection.folder is None:
         return
