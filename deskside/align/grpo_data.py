@@ -19,6 +19,7 @@ from deskside.data.chat.chat_template import ChatTemplate
 from deskside.data.chat.renderer import NotRendered
 from deskside.data.reading.shuffle import endless_shuffle
 from deskside.utils.errors import UsageError
+from deskside.utils.parsing import json_value
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Questions(PreparedSplit):
     ):
         super().__init__(path, split, sequence_length, "questions", vocab_size)
         self.group, self.answer_tokens = group, answer_tokens
-        records = [json.loads(line) for line in self.file.read_text("utf-8").split("\n")[:-1]]
+        records = [json_value(line) for line in self.file.read_text("utf-8").split("\n")[:-1]]
         all_questions = [Question(r["prompt"], r["answer"], tuple(r["tokens"])) for r in records]
         self.questions = [q for q in all_questions if len(q.tokens) + answer_tokens <= sequence_length]
         self.left_out = len(all_questions) - len(self.questions)

@@ -41,8 +41,9 @@ class PrepareOptions(JsonOption):
         "sources of the validation split, instead of a share of the documents", (), metavar="SOURCE"
     )
     val_fraction: float | None = option(
-        "share of the documents held out for validation; default: about 500 kB of text, 0.5 to 10 %, "
-        "stratified by language, source and file; with fewer than ten documents the last tenth of each",
+        "share of the documents held out for validation; default: about 500 kB of text, but at least 0.5 "
+        "and at most 10 %, stratified by language, source and file; with fewer than ten documents the last tenth "
+        "of each",
         None,
     )
     vocab_size: int = option("vocabulary size of the tokenizer that is trained", 32768)
@@ -60,7 +61,7 @@ class PrepareOptions(JsonOption):
         256,
         metavar="MB",
     )
-    resume: bool = option("replace what --out holds instead of continuing", True)
+    resume: bool = option("replace what --out holds instead of continuing", True)  # the option is --no-resume
     seed: int = option("random seed of the validation split and the tokenizer's sample", 0)
 
 
@@ -171,7 +172,7 @@ def _verify(options: VerifyOptions) -> int:
     if report.damaged:
         for file, problem in report.damaged.items():
             print(f"{file}: {problem}", file=sys.stderr)
-        shards.refuse_damage(options.directory, report.damaged)
+        shards.raise_if_damaged(options.directory, report.damaged)
     print(f"{report.directory}: {report.shards} shards, {report.gib:.2f} GiB, all checksums match")
     return 0
 

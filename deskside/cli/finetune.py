@@ -161,7 +161,7 @@ class FinetuneRun:
         config = self._configure(loaded, data, chat.vocab_size)
         if is_rank_zero and data.parent == Path("data"):  # the default folder
             say(f"data: prepared in {data}; later runs reuse it")
-        return finish(self._train(config, loaded, chat.fresh), self.name, options.json)
+        return finish(self._train(config, loaded, chat.reinitialized), self.name, options.json)
 
     def _require_arguments(self) -> None:
         """Raise UsageError if the model or the data is missing."""

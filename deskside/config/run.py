@@ -1,7 +1,8 @@
 """RunConfig: the complete configuration of a training run.
 
 Each part validates itself; RunConfig checks that its parts fit together. `config/merge.py` merges presets and overrides
-as plain dicts before validation, because a validated configuration does not show which options were set explicitly.
+as plain dicts before validation, so that it can record which layer set a key, and drop keys that a higher layer makes
+meaningless.
 """
 
 from typing import Annotated
@@ -139,7 +140,7 @@ class RunConfig(Part):
             )
         if adapter.dropout and self.compute.activation_checkpointing != "none":
             raise ValueError(
-                "adapter.dropout: activation checkpointing would drop other values when it recomputes; use "
+                "adapter.dropout: recomputation in activation checkpointing would use another dropout mask; use "
                 "--adapter.dropout 0, or --compute.activation_checkpointing none"
             )
         if self.model.num_experts and adapter.base != "bf16":
@@ -202,7 +203,7 @@ class RunConfig(Part):
         )
 
     def native_fp4_problem(self) -> str | None:
-        """Return the size that keeps NVFP4 products off the tensor cores, with the nearest that fits, or None."""
+        """Return which dimension prevents NVFP4 products from using the tensor cores, as a message, or None."""
         if "nvfp4" not in self.precision.recipe().formats:
             return None
         try:

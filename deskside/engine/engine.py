@@ -295,7 +295,7 @@ class Engine:
             admitted.append(row)
         if not admitted:
             return
-        settings = SamplingTensors.stacked([row.settings for row in admitted], self.device)
+        settings = SamplingTensors.concatenate([row.settings for row in admitted], self.device)
         self._slots.fill(
             [row.slot for row in admitted],
             [row.pages for row in admitted],

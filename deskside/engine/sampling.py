@@ -34,7 +34,7 @@ from deskside.utils.errors import UsageError
 # Special values of a ranking width, which is otherwise a number of most probable tokens: all rows are greedy; no row
 # needs sorted candidates; the whole vocabulary is sorted.
 GREEDY_ONLY, UNRANKED, ALL = 0, -1, -2
-NOT_FINITE = -1  # stands for the token if the logits are NaN or infinite
+NOT_FINITE = -1  # stands for the token if a logit is NaN or +inf
 # Bounds of the settings. Outside of them float32 overflows, or one setting decides everything: with a repetition
 # penalty of 1e-39, tokens of the prompt would always win, even control tokens.
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-30, 100.0
@@ -106,7 +106,7 @@ class SamplingTensors:
         )
 
     @staticmethod
-    def stacked(rows: Sequence["SamplingTensors"], device: torch.device | str) -> "SamplingTensors":
+    def concatenate(rows: Sequence["SamplingTensors"], device: torch.device | str) -> "SamplingTensors":
         """Concatenate the rows of several settings. Does not synchronize with the GPU."""
         return SamplingTensors(
             torch.cat([row.floats for row in rows]).to(device, non_blocking=True),
@@ -156,7 +156,7 @@ class DrawnTokens:
     """One sampled token per row, and its log-probabilities: natural logarithms, float32, None unless requested.
 
     Attributes:
-        token_B: int64; NOT_FINITE where the row's logits are NaN or infinite.
+        token_B: int64; NOT_FINITE where a logit of the row is NaN or +inf.
         logprob_B: Under the model's distribution at the row's temperature (1 if greedy), before penalty and filters. A
             policy gradient needs this one, because the filters are not part of the policy.
         sampled_logprob_B: Under the distribution that the token was sampled from; 0 if greedy.
@@ -243,7 +243,7 @@ def draw(
         log_p_BW, token_BW = candidates(penalised_BV, settings, width)
         winner_B1 = gumbel_argmax(log_p_BW, settings.stream_B, count_B, counter_rng.DRAW, token_BW)[:, None]
         token_B = token_BW.gather(1, winner_B1)[:, 0]
-        # One NaN or infinite logit makes the normalised log-probability of every token NaN.
+        # One NaN or +inf logit makes the normalised log-probability of every token NaN.
         decided_B = log_p_BW.gather(1, winner_B1)[:, 0]
         sampled_B = decided_B if logprobs else None
     logprob_B = raw_logprobs(logits_BV, settings, token_B) if logprobs else None

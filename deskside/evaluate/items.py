@@ -39,7 +39,8 @@ class Item:
     Attributes:
         origin: File and line of its record.
         contexts: The prompt; for a schema, one per option.
-        answers: The answers whose log-likelihoods are compared, without delimiter; for generated text, the references.
+        answers: The answers whose log-likelihoods are compared, without delimiter; for generated text, the references;
+            for a code task, the prompt, with which the tested program begins.
         gold: Index of the correct context or answer.
         example: Question and answer as a few-shot example for other items.
         group: Examples must be of the same group.

@@ -18,7 +18,7 @@ from torch import Tensor
 from deskside.kernels.functional import IGNORED, at_least_float32, multiply_by_scalar
 
 CHUNK_TOKENS = 8192
-ReplacedRows = tuple[Tensor, Tensor]  # ids (n,) and values (n, D) of rows that replace those of the weight
+ReplacementRows = tuple[Tensor, Tensor]  # ids (n,) and values (n, D) of rows that replace those in the weight
 
 
 def linear_cross_entropy(
@@ -29,7 +29,7 @@ def linear_cross_entropy(
     softcap: float | None = None,
     z_loss: float = 0.0,
     chunk_tokens: int = CHUNK_TOKENS,
-    rows: ReplacedRows | None = None,
+    rows: ReplacementRows | None = None,
 ) -> Tensor:
     """Sum -log softmax(cap(hidden weight^T))[target] + z_loss * logsumexp^2 over tokens, as a float32 scalar.
 
@@ -60,7 +60,7 @@ def token_losses(
     softcap: float | None = None,
     z_loss: float = 0.0,
     chunk_tokens: int = CHUNK_TOKENS,
-    rows: ReplacedRows | None = None,
+    rows: ReplacementRows | None = None,
 ) -> Tensor:
     """Return the loss of each token, (N,) float32, 0 where ignored. Not differentiable; for evaluation."""
     weight = weight_VD.to(hidden_ND.dtype)
@@ -89,7 +89,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight = weight_VD.to(hidden_ND.dtype)
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         rows = None if values is None else values.to(hidden_ND.dtype)
-        # d_hidden is computed with the unreplaced weight first; d_logits @ row_change then corrects it.
+        # d_hidden is computed with the unreplaced weight first; d_replaced_logits @ row_change then corrects it.
         row_change = None if rows is None else rows - weight[ids]
         d_rows = None if values is None else torch.zeros_like(values, dtype=accumulate_dtype)
         d_hidden = torch.empty_like(hidden_ND) if need_hidden else None

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from deskside.budget.shape import kv_bytes_per_token
 from deskside.config.model import ModelConfig
 from deskside.kernels.attention import AttentionContext, Requirements, prepare
-from deskside.kernels.cross_entropy import CHUNK_TOKENS, ReplacedRows, token_losses
+from deskside.kernels.cross_entropy import CHUNK_TOKENS, ReplacementRows, token_losses
 from deskside.model.block import DEFAULT_BLOCKS, Block, CachedBlocks, LayerCache, Rotation, hidden_norm
 from deskside.model.cache import KVCache
 from deskside.ops.composite import AddNormLinear, rope_table
@@ -231,7 +231,7 @@ class Transformer(nn.Module):
         return self._head_table.table
 
     @property
-    def head_rows(self) -> ReplacedRows | None:
+    def head_rows(self) -> ReplacementRows | None:
         """(ids, rows) that replace rows of the head's weight, or None."""
         return self._head_table.replaced_rows
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deskside.kernels.cross_entropy import ReplacedRows, linear_cross_entropy
+from deskside.kernels.cross_entropy import ReplacementRows, linear_cross_entropy
 from deskside.kernels.stored_weights import embedding
 
 
@@ -40,7 +40,7 @@ class _Table(nn.Module):
         return self.weight
 
     @property
-    def replaced_rows(self) -> ReplacedRows | None:
+    def replaced_rows(self) -> ReplacementRows | None:
         """(ids, rows) that replace rows of `weight`; always None in this package."""
         return None
 

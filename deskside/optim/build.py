@@ -116,7 +116,7 @@ class Optimizer:
             tensors.update({f"{key}/{name}": tensor for key, tensor in state.items()})
         if self.muon is not None:
             tensors.update({f"momentum/{name}": t for name, t in self.muon.momentum_buffers.items()})
-            tensors.update({f"row_sizes/{name}": t for name, t in self.muon.row_sizes().items()})
+            tensors.update({f"row_sizes/{name}": t for name, t in self.muon.row_mean_squares().items()})
         return tensors, {
             "optimizer": self._name(),
             "roles": {info.name: info.role for info in self.parameters},
@@ -151,7 +151,7 @@ class Optimizer:
                     )
                 kind, _, name = key.partition("/")
                 if kind == "row_sizes" and self.muon is not None:
-                    self.muon.set_row_sizes(name, loaded)
+                    self.muon.set_row_mean_squares(name, loaded)
                 else:
                     tensor.copy_(loaded)
 

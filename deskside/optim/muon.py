@@ -9,9 +9,9 @@ a stack), updates each stack as one batch, and scatters the result back:
              -> stack (bfloat16 on CUDA, float32 on a CPU) -> Newton-Schulz -> row normalisation -> parameter
 
 The steps before and after Newton-Schulz read and write each tensor once; on CUDA, they are two Triton kernels
-(`kernels/muon.py`). They move 14 bytes per weight before, 10 after, and 2 for the mean squares of the rows. For the 74M
-block weights of `124m` this is 1.9 GB, or 0.45 ms at 4.2 TB/s. torch.compile is not used, because it would take seconds
-before the first step.
+(`kernels/muon.py`). They move 14 bytes per weight before and 10 after, and the mean squares of the rows (torch) read 2
+more. For the 74M block weights of `124m` this is 1.9 GB, or 0.45 ms at 4.2 TB/s. torch.compile is not used, because it
+would take seconds before the first step.
 
 Newton-Schulz finds the nearest matrix whose singular values are all one. An odd polynomial of a matrix changes its
 singular values and keeps its singular vectors. Iterating X <- a X + b X (X^T X) + c X (X^T X)^2 with suitable (a, b, c)
@@ -19,17 +19,18 @@ moves every singular value towards one. It needs only GEMMs, for which bfloat16 
 coefficients:
 
 - `polar_express` (Amsel et al., arXiv 2505.16932, algorithm 1): each iteration uses the best polynomial for the
-  interval of singular values that the previous iteration returns. The first interval begins at 1e-3 of the largest one.
+  interval of singular values that the previous iteration returns. The first interval is 1e-3 to 1, after division by
+  the Frobenius norm.
 - `quintic` (Jordan et al. 2024, kellerjordan.github.io/posts/muon): one polynomial with a steep slope at zero; the
   resulting singular values are between about 0.7 and 1.2.
 
 Row normalization follows NorMuon (arXiv 2510.05491): each row of the update is divided by the root of its running mean
-square, then the update is scaled back to its previous Frobenius norm. Rows are the vectors along the longer side,
-because orthogonalization has already made the vectors along the shorter side equally long.
+square, then the update is scaled back to its previous Frobenius norm. Rows are those of the tall matrix, one for each
+index along the longer side. Its columns have equal norms already, by orthogonalization.
 
-The update of a (rows, columns) matrix is scaled by sqrt(max(1, rows / columns)), so that the change of the output per
-unit of learning rate does not depend on the shape (Jordan et al.). Weight decay is decoupled. "Cautious" decay applies
-only to weights that the update moves towards zero too (arXiv 2510.12402).
+The update of a (rows, columns) matrix is scaled by sqrt(max(1, rows / columns)), so that, for square and tall matrices,
+the change of the output per unit of learning rate does not depend on the shape (Jordan et al.). Weight decay is
+decoupled. "Cautious" decay applies only to weights that the update moves towards zero too (arXiv 2510.12402).
 
 The momentum of a sharded parameter (FSDP2) is sharded too. Its look-ahead is written into the gradient and gathered in
 full, every rank runs the same iteration, and each writes back its own rows. For momentum in host memory
@@ -106,11 +107,11 @@ class _Slice:
 class _Stack:
     """Slices of one shape that are updated as one batch of `len(slices) * experts` matrices.
 
-    A stack is a tensor (batch, long side, short side).
+    They are gathered into a tensor of shape (batch, long side, short side).
     """
 
     slices: list[_Slice]
-    row_sizes: Tensor | None = None  # (batch, long side), NorMuon's running mean square of each row
+    row_mean_squares: Tensor | None = None  # (batch, long side), NorMuon's running mean square of each row
 
     def slice_views(self, stack: Tensor) -> list[Tensor]:
         """Return a view (experts, rows, columns) of the stack for each slice."""
@@ -154,7 +155,7 @@ class Muon:
         self.momentum = config.momentum_start + (config.momentum - config.momentum_start) * warmup
 
     def create_state(self) -> None:
-        """Create missing momentum and row sizes, filled with zeros."""
+        """Create missing momentum and row mean squares, filled with zeros."""
         for info in self.parameters:
             if info.name not in self.momentum_buffers:
                 parameter = info.parameter
@@ -166,16 +167,16 @@ class Muon:
                 )
         if self.config.normalize == "neuron":
             for stack in self._stacks:
-                if stack.row_sizes is None:
+                if stack.row_mean_squares is None:
                     first = stack.slices[0]
                     weight = first.info.parameter
                     shape = (len(stack.slices) * first.experts, first.tall_shape[0])
-                    stack.row_sizes = torch.zeros(
+                    stack.row_mean_squares = torch.zeros(
                         shape, dtype=_working_dtype(weight), device=local(weight).device
                     )
 
     def step(self, skip: Tensor | None) -> None:
-        """Update all matrices, and overwrite their gradients.
+        """Update all matrices. Their gradients may be overwritten and are invalid afterwards.
 
         skip: float scalar on the device; if it is 1, no weight and no state changes.
         """
@@ -251,7 +252,9 @@ class Muon:
         self._fill(stack, x, directions, skip, fused)
         u = orthogonalize(x, self._coefficients)
         del x
-        factors = _row_factors(u, stack.row_sizes, self.config.normalize_beta, _working_dtype(weight), skip)
+        factors = _row_factors(
+            u, stack.row_mean_squares, self.config.normalize_beta, _working_dtype(weight), skip
+        )
         for s, u_ERC, factors_ERC in zip(
             stack.slices, stack.slice_views(u), stack.slice_views(factors), strict=True
         ):
@@ -261,42 +264,44 @@ class Muon:
                 cautious = self.config.cautious_weight_decay
                 apply(part, update, factor, self.lr * s.scale, decay, cautious, skip, fused)
 
-    def row_sizes(self) -> dict[str, Tensor]:
+    def row_mean_squares(self) -> dict[str, Tensor]:
         """Return copies of NorMuon's running mean squares by parameter, flattened in the order slice, expert, row."""
         parts: dict[str, list[Tensor]] = {}
-        for name, _, rows in self._named_row_sizes():
+        for name, _, rows in self._named_row_mean_squares():
             parts.setdefault(name, []).append(rows.flatten())
         return {name: torch.cat(rows) for name, rows in parts.items()}
 
-    def set_row_sizes(self, name: str, sizes: Tensor) -> None:
-        """Restore the result of `row_sizes` for one parameter."""
+    def set_row_mean_squares(self, name: str, sizes: Tensor) -> None:
+        """Restore the result of `row_mean_squares` for one parameter."""
         position = 0
-        for _, _, rows in (entry for entry in self._named_row_sizes() if entry[0] == name):
+        for _, _, rows in (entry for entry in self._named_row_mean_squares() if entry[0] == name):
             rows.copy_(sizes[position : position + rows.numel()].view_as(rows))
             position += rows.numel()
 
-    def _named_row_sizes(self) -> list[tuple[str, int, Tensor]]:
+    def _named_row_mean_squares(self) -> list[tuple[str, int, Tensor]]:
         """Return (parameter name, first row of the slice, running mean squares as a view) for each slice, sorted."""
         entries = []
         for stack in self._stacks:
-            if stack.row_sizes is not None:
-                for s, rows in zip(stack.slices, stack.row_sizes.split(stack.slices[0].experts), strict=True):
+            if stack.row_mean_squares is not None:
+                for s, rows in zip(
+                    stack.slices, stack.row_mean_squares.split(stack.slices[0].experts), strict=True
+                ):
                     entries.append((s.info.name, s.start, rows))
         return sorted(entries, key=lambda entry: entry[:2])
 
 
 def _row_factors(
-    u: Tensor, row_sizes: Tensor | None, beta: float, dtype: torch.dtype, skip: Tensor
+    u: Tensor, row_mean_squares: Tensor | None, beta: float, dtype: torch.dtype, skip: Tensor
 ) -> Tensor:
-    """Return the factors of NorMuon's row normalization, expanded to the shape of u, or ones if row_sizes is None.
+    """Return the factors of NorMuon's row normalization, expanded to the shape of u; ones without row_mean_squares.
 
-    u: (batch, long side, short side). row_sizes: (batch, long side), updated in place unless skip is 1.
+    u: (batch, long side, short side). row_mean_squares: (batch, long side), updated in place unless skip is 1.
     """
-    if row_sizes is None:
+    if row_mean_squares is None:
         return torch.ones((1, 1, 1), dtype=dtype, device=u.device).expand(u.shape)
     mean = torch.linalg.vector_norm(u, dim=-1, dtype=dtype).square() / u.shape[-1]
-    sizes = torch.where(skip > 0, row_sizes, torch.lerp(row_sizes, mean, 1 - beta))
-    row_sizes.copy_(sizes)
+    sizes = torch.where(skip > 0, row_mean_squares, torch.lerp(row_mean_squares, mean, 1 - beta))
+    row_mean_squares.copy_(sizes)
     inverse = 1 / sizes.clamp_min(1e-10)
     # Restores the Frobenius norm of each matrix.
     restore = mean.sum(dim=-1, keepdim=True) / (mean * inverse).sum(dim=-1, keepdim=True).clamp_min(1e-30)

@@ -219,10 +219,10 @@ def _search_verdict(request: PlanRequest, bands: list[Band], chosen: Band | None
     if chosen.candidate.seconds[1] > MAX_SECONDS:
         return "no", [*reasons, TOO_LONG]
     if chosen.candidate.estimate.fits != "fits":
-        reasons.append("its memory fits as expected, but not at the high end of the range: try it out")
+        reasons.append("it fits at its expected memory, but not at the high end of the range: try it out")
         return "yes-if", reasons
     if request.budget.kind == "loss" and chosen.name == "stretch":
-        reasons = ["the loss is reached only if it turns out at the low end of its range"]
+        reasons = ["the loss is reached only if it is at the low end of its predicted range"]
         return "yes-if", reasons
     return "yes", reasons
 

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deskside.config.sections import PROJECTIONS, AdapterConfig
-from deskside.kernels.cross_entropy import ReplacedRows
+from deskside.kernels.cross_entropy import ReplacementRows
 from deskside.kernels.stored_weights import embedding
 from deskside.ops.linear import Embedding, Linear, Slice
 from deskside.utils.errors import UsageError
@@ -156,7 +156,7 @@ class AdaptedLinear(Linear):
         return y if self.adapter is None else self.adapter(x, y)
 
     @property
-    def replaced_rows(self) -> ReplacedRows | None:
+    def replaced_rows(self) -> ReplacementRows | None:
         return None if self.trained is None else self.trained.pair
 
     @property
@@ -176,7 +176,7 @@ class AdaptedEmbedding(Embedding):
         return self.trained.logits(hidden, super().logits(hidden))
 
     @property
-    def replaced_rows(self) -> ReplacedRows | None:
+    def replaced_rows(self) -> ReplacementRows | None:
         return self.trained.pair
 
     @property

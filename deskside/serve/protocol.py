@@ -5,8 +5,8 @@ The fields are those of OpenAI's reference (platform.openai.com/docs/api-referen
 but is not supported is rejected with an error, never ignored. Unknown fields are rejected too. Types are strict: the
 string "1" is not accepted as a number.
 
-Every number, string and list has an upper bound, so nothing unbounded reaches the engine. The bounds are part of the
-types, and thus of the OpenAPI document (openapi.py).
+Nothing unbounded reaches the engine: the types bound numbers, short strings and most lists, so these bounds are part of
+the OpenAPI document (openapi.py). The length of a prompt is bounded by the largest body (request_guard.py).
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ from deskside.engine.sampling import (
 
 MAX_STOPS, MAX_STOP_CHARACTERS = 4, 256
 MAX_CHOICES = 4096
-MAX_TOKENS = 2**31 - 1
+MAX_INT32 = 2**31 - 1
 MAX_SEED = 2**63 - 1
 MAX_MESSAGES, MAX_PARTS = 8192, 4096
 MAX_PROMPTS = 4096
@@ -71,7 +71,7 @@ class ApiError(Exception):
         }
 
 
-TokenCount = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
+TokenCount = Annotated[int, Field(ge=0, le=MAX_INT32)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 ShortText = Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)]
 EmptyList = Annotated[list[Any], Field(max_length=0)] | None
@@ -222,7 +222,7 @@ class ChatRequest(_CommonRequest):
             raise ApiError(400, f"messages: {error}", param="messages") from None
 
 
-TokenId = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
+TokenId = Annotated[int, Field(ge=0, le=MAX_INT32)]
 TokenPrompt = Annotated[list[TokenId], Field(min_length=1)]
 
 
@@ -260,7 +260,7 @@ class CompletionRequest(_CommonRequest):
         return sum(map(len, self.prompts()))
 
     def prompts(self) -> Sequence[str | list[int]]:
-        """Return the list of prompts, also if there is only one."""
+        """Return the prompts as a list, even if there is only one."""
         prompt = self.prompt
         if isinstance(prompt, str):
             return [prompt]

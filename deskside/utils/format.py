@@ -32,7 +32,10 @@ def _fixed(value: float, digits: int) -> str:
 
 
 def number(value: float) -> str:
-    """Return three significant digits with thousands separators and without an exponent."""
+    """Return a number with thousands separators, without an exponent, and with three significant digits.
+
+    Whole numbers, and numbers from 1,000, have all the digits before the decimal point.
+    """
     if value == int(value) or abs(value) >= 999.5:
         return f"{value:,.0f}"
     return _fixed(value, 2 - math.floor(math.log10(abs(value))))
@@ -68,7 +71,7 @@ def gib(size: float) -> str:
 
 
 def gib_digits(size: float) -> str:
-    """Return a size in bytes as GiB with three digits and without the unit, for narrow tables: 0.42, 12.3, 141."""
+    """Return bytes in GiB, with at most two decimals and without the unit, for narrow tables: 0.42, 12.3, 141."""
     value = size / GIB
     return f"{value:.2f}" if value < 1 else f"{value:.1f}" if value < 99.95 else f"{value:.0f}"
 
@@ -101,7 +104,7 @@ def duration(seconds: float) -> str:
 
 
 def elapsed(seconds: float | None) -> str:
-    """Return a measured time to the second or minute: 3.2 s, 4 min 05 s, 2 h 07 min, 3 d 04 h."""
+    """Return a measured time in one or two units: 3.2 s, 4 min 05 s, 2 h 07 min, 3 d 04 h."""
     if seconds is None:
         return UNKNOWN
     if seconds < 99.95:
@@ -159,6 +162,6 @@ def value_text(value: object) -> str:
 
 
 def printable(text: str) -> str:
-    """Return text with control characters and lone surrogates replaced, which no UTF-8 file or browser can show."""
+    """Replace control characters, which browsers cannot show, and lone surrogates, which UTF-8 cannot encode."""
     text = text.replace("\r\n", "\n").encode("utf-8", errors="replace").decode("utf-8")
     return "".join(c if c in "\n\t" or (ord(c) >= 32 and not 127 <= ord(c) < 160) else "\ufffd" for c in text)

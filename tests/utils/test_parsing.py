@@ -187,12 +187,13 @@ ALLOWED = ("utils/parsing.py", "evaluate/sandboxed/", "evaluate/sandbox.py")
 
 
 def parsers(source: str) -> list[str]:
-    """Return the calls and imports of a module's source that parse JSON, TOML or a similar format."""
+    """Return the names and imports of a module's source that parse JSON, TOML or a similar format."""
     found = []
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Call):
-            called = ast.unparse(node.func)
-            if called in (
+        # A name is enough: `map(json.loads, lines)` parses without a call that can be seen.
+        if isinstance(node, ast.Attribute | ast.Name):
+            name = ast.unparse(node)
+            if name in (
                 "json.load",
                 "json.loads",
                 "json.JSONDecoder",
@@ -200,7 +201,7 @@ def parsers(source: str) -> list[str]:
                 "tomllib.loads",
                 "literal_eval",
             ):
-                found.append(f"{node.lineno}: {called}")
+                found.append(f"{node.lineno}: {name}")
         if isinstance(node, ast.ImportFrom) and node.module in (
             "json",
             "tomllib",
@@ -229,7 +230,8 @@ def test_json_and_toml_are_parsed_in_one_module_only() -> None:
 
 
 @pytest.mark.parametrize(
-    "source", ["json.loads(x)", "from json import loads", "import tomllib", "json.load(f)"]
+    "source",
+    ["json.loads(x)", "from json import loads", "import tomllib", "json.load(f)", "map(json.loads, x)"],
 )
 def test_parser_calls_are_detected(source: str) -> None:
     assert parsers(source) and sys.getrecursionlimit() > MAX_DEPTH

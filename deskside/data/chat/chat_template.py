@@ -1,4 +1,4 @@
-"""Tokenization of conversations, with a mask of the tokens that the assistant has to learn.
+"""Tokenization of conversations, with a mask of the tokens that the model is trained to predict.
 
 A chat template renders messages as one text. The assistant's turns are found in this text in one of two ways:
 
@@ -58,9 +58,10 @@ Turns = Literal["all", "last"]  # the assistant turns to learn
 
 @dataclass(frozen=True)
 class TokenizedConversation:
-    """A tokenized conversation: ids, and a mask with 1 for learned tokens, both of shape [tokens].
+    """A tokenized conversation: ids, and a mask with 1 for tokens that count in the loss, both of shape [tokens].
 
-    last_only: True if earlier assistant turns are not learned, because the template renders them differently there.
+    last_only: True if only the last assistant turn counts, because the template renders a turn differently once later
+    messages follow.
     """
 
     ids: NDArray[np.uint32]
@@ -104,7 +105,7 @@ class ChatTemplate:
         """Tokenize a whole conversation. turns: which assistant turns are learned. Raises NotRendered."""
         spans, text, last_only = self._assistant_spans(messages)
         if not spans:
-            raise NotRendered("it has no message of the assistant")
+            raise NotRendered("it has no assistant message")
         if turns == "last":
             spans, last_only = spans[-1:], False
         ids: list[int] = []
@@ -142,7 +143,8 @@ class ChatTemplate:
                 spans.append((len(prompt), len(answered)))
             elif n == numbers[-1]:
                 raise NotRendered("its text before a reply is not a prefix of its text with the reply")
-        # A turn that is rendered differently in later prompts would never appear in them as it was learned.
+        # The template rewrites earlier turns; for example, it removes their thinking. Their text here is not what the
+        # model has to generate, so it is trained on the last turn only.
         return (spans, text, False) if len(spans) == len(numbers) else (spans[-1:], text, True)
 
     def _text_before(self, messages: Sequence[Message], n: int) -> str:
@@ -177,12 +179,13 @@ class ChatTemplate:
 class ChatTokenizer:
     """The result of `make_chat_tokenizer`.
 
-    added: new tokens with their ids. fresh: ids of tokens that were never trained, including the new ones. turn_end: id
-    of the special token that ends a turn, or None. default: True if the template is DEFAULT_TEMPLATE.
+    added: new tokens with their ids. reinitialized: ids of the tokens whose embeddings are initialized again: the chat
+    tokens, whether added or already in the vocabulary. turn_end: id of the special token that ends a turn, or None.
+    default: True if the template is DEFAULT_TEMPLATE.
     """
 
     added: dict[str, int]
-    fresh: tuple[int, ...]
+    reinitialized: tuple[int, ...]
     vocab_size: int
     turn_end: int | None
     default: bool
@@ -200,15 +203,15 @@ def make_chat_tokenizer(source: Path, out: Path, template: str | None) -> ChatTo
     eos, eos_id = bpe.end_of_text(tokenizer, source)
     text = template if template is not None else read_chat_template(source)
     added: dict[str, int] = {}
-    fresh: list[int] = []
+    reinitialized: list[int] = []
     if text is None:
         from tokenizers import AddedToken
 
         known = tokenizer.get_vocab(with_added_tokens=True)
         tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in bpe.CHAT_TOKENS])
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-        fresh = [vocabulary[token] for token in bpe.CHAT_TOKENS]
-        added = {t: n for t, n in zip(bpe.CHAT_TOKENS, fresh, strict=True) if t not in known}
+        reinitialized = [vocabulary[token] for token in bpe.CHAT_TOKENS]
+        added = {t: n for t, n in zip(bpe.CHAT_TOKENS, reinitialized, strict=True) if t not in known}
     out.mkdir(parents=True, exist_ok=True)
     tokenizer.encode_special_tokens = False
     (out / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
@@ -218,9 +221,9 @@ def make_chat_tokenizer(source: Path, out: Path, template: str | None) -> ChatTo
     settings.pop("added_tokens_decoder", None)  # tokenizer.json has them, including the new ones
     bpe.write_config(out, {**bpe.default_config(eos), **settings})
     turn_end = ChatTemplate(out).turn_end
-    # transformers pads with the first end token and compares with it, so this must be the end-of-turn token.
+    # The end-of-turn token comes first, for programs that use only the first end token, such as our GGUF export.
     end_ids = [eos_id] if turn_end in (None, eos_id) else [turn_end, eos_id]
     generation = {"eos_token_id": end_ids if len(end_ids) > 1 else eos_id, "pad_token_id": eos_id}
     (out / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
     size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-    return ChatTokenizer(added, tuple(fresh), size, turn_end, text is None)
+    return ChatTokenizer(added, tuple(reinitialized), size, turn_end, text is None)

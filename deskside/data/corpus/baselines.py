@@ -71,7 +71,7 @@ def read_train_counts(directory: Path, index: DatasetIndex) -> NDArray[np.int64]
     except (ValueError, EOFError):
         sound = False
     if not sound:
-        shards.refuse_damage(directory, {TRAIN_COUNTS: "is damaged"})
+        shards.raise_if_damaged(directory, {TRAIN_COUNTS: "is damaged"})
     return counts
 
 

@@ -367,7 +367,7 @@ def verify(directory: str | Path) -> VerifyReport:
     return VerifyReport(str(directory), len(shards), sum(s.tokens for s in shards) * width / 2**30, damaged)
 
 
-def refuse_damage(directory: str | Path, damaged: dict[str, str]) -> None:
+def raise_if_damaged(directory: str | Path, damaged: dict[str, str]) -> None:
     """Raise RunError naming the first damaged file and the remedy, if there is one."""
     if damaged:
         file, problem = next(iter(damaged.items()))
@@ -388,10 +388,10 @@ def check(directory: Path) -> DatasetIndex:
     """
     index = read_index(directory)
     for split in index.splits.values():
-        refuse_damage(directory, damaged_shards(directory, split, checksums=False))
+        raise_if_damaged(directory, damaged_shards(directory, split, checksums=False))
     stamp = directory / STAMP
     if not (stamp.is_file() and stamp.read_bytes() == _stamp(directory).encode()):
-        refuse_damage(directory, verify(directory).damaged)
+        raise_if_damaged(directory, verify(directory).damaged)
     return index
 
 
@@ -415,7 +415,7 @@ def open_tokens(directory: Path, shard: ShardInfo, dtype: str) -> NDArray[Any]:
     path = directory / shard.file
     kind = np.dtype(dtype).newbyteorder("<")
     if path.stat().st_size != shard.tokens * kind.itemsize:
-        refuse_damage(
+        raise_if_damaged(
             directory, {shard.file: f"has {path.stat().st_size} bytes, not {shard.tokens} {dtype} tokens"}
         )
     return np.memmap(path, dtype=kind, mode="r").view(np.ndarray)
@@ -438,5 +438,5 @@ def open_table(directory: Path, shard: ShardInfo) -> NDArray[Any]:
     except (ValueError, EOFError):
         sound = False
     if not sound:
-        refuse_damage(directory, {shard.table: "is not a document table"})
+        raise_if_damaged(directory, {shard.table: "is not a document table"})
     return table

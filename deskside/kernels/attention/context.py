@@ -93,7 +93,7 @@ def no_preparation(context: AttentionContext, batch: int, tokens: int, device: t
 class AttentionBackend:
     """An attention kernel and the features that it declares; `choose` checks that it computes them correctly.
 
-    grouped: supports fewer key-value heads than query heads. not_causal: supports attention that is not causal.
+    grouped: supports fewer key-value heads than query heads. supports_noncausal: supports attention that is not causal.
     on_request: devices on which `choose` tries it only if it is among the candidates. for_masks: worth trying, and
     compiling, only for windows or documents; `choose` skips it otherwise. prepare: computes
     `AttentionContext.prepared`. pair: its explicit forward and backward (None: `manual_backward.py` runs `function`
@@ -107,7 +107,7 @@ class AttentionBackend:
     window: bool = False
     documents: bool = False
     grouped: bool = True
-    not_causal: bool = False
+    supports_noncausal: bool = False
     max_head_dim: int = 256
     on_request: frozenset[DeviceType] = field(default_factory=frozenset)
     for_masks: bool = False
@@ -127,7 +127,7 @@ class AttentionBackend:
             return "has no document boundaries"
         if need.heads != need.kv_heads and not self.grouped:
             return "has no grouped-query attention"
-        if not need.causal and not self.not_causal:
+        if not need.causal and not self.supports_noncausal:
             return "is causal only"
         if need.head_dim > self.max_head_dim:
             return f"supports head_dim up to {self.max_head_dim}, not {need.head_dim}"

@@ -180,7 +180,7 @@ register(
         HALF,
         window=True,
         documents=True,
-        not_causal=True,
+        supports_noncausal=True,
         package="flash-attn-4",
         pair=FwdBwd(_explicit_forward, _explicit_backward),
     )

@@ -96,7 +96,7 @@ register(
         FLOAT,
         window=True,
         documents=True,
-        not_causal=True,
+        supports_noncausal=True,
         for_masks=True,
         prepare=block_mask,
     )

@@ -108,7 +108,7 @@ register(
         dtypes=frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16}),
         window=True,
         documents=True,
-        not_causal=True,
+        supports_noncausal=True,
         max_head_dim=4096,
     )
 )

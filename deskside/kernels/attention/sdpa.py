@@ -100,14 +100,18 @@ flash_without_window = sdpa_restricted_to(SDPBackend.FLASH_ATTENTION)
 CUDA = frozenset({"cuda"})
 
 
-register(AttentionBackend("sdpa", sdpa, frozenset({"cpu", "cuda"}), FLOAT | {torch.float64}, not_causal=True))
+register(
+    AttentionBackend(
+        "sdpa", sdpa, frozenset({"cpu", "cuda"}), FLOAT | {torch.float64}, supports_noncausal=True
+    )
+)
 register(
     AttentionBackend(
         "unplanned",
         sdpa_restricted_to(*ALL_BUT_CUDNN),
         CUDA,
         FLOAT | {torch.float64},
-        not_causal=True,
+        supports_noncausal=True,
         on_request=CUDA,
     )
 )
@@ -123,10 +127,15 @@ register(
         prepare=chunk_masks,
     )
 )
-register(AttentionBackend("flash", flash, CUDA, HALF, window=True, not_causal=True, pair=FLASH))
+register(AttentionBackend("flash", flash, CUDA, HALF, window=True, supports_noncausal=True, pair=FLASH))
 register(
     AttentionBackend(
-        "cudnn", sdpa_restricted_to(SDPBackend.CUDNN_ATTENTION), CUDA, HALF, not_causal=True, pair=CUDNN
+        "cudnn",
+        sdpa_restricted_to(SDPBackend.CUDNN_ATTENTION),
+        CUDA,
+        HALF,
+        supports_noncausal=True,
+        pair=CUDNN,
     )
 )
 register(
@@ -136,6 +145,6 @@ register(
         CUDA,
         FLOAT,
         grouped=False,
-        not_causal=True,
+        supports_noncausal=True,
     )
 )

@@ -85,7 +85,10 @@ def quantize(
 def quantize_packed(
     x_NK: Tensor, operand: Operand, along: Along, *, signs: Tensor | None = None, seed: int = 0
 ) -> Packed:
-    """Quantise for a native product, with the arguments of `quantize`. Along "rows" the output is transposed."""
+    """Quantise for a native product, with the arguments of `quantize` except `amax`.
+
+    Along "rows" the output is transposed.
+    """
     amax = transformed_amax(x_NK, operand, along, signs)
     M, S = x_NK.shape if along == "columns" else x_NK.T.shape
     codes = torch.empty(M, S // 2, dtype=torch.uint8, device=x_NK.device)

@@ -24,9 +24,11 @@ its decision rejects: no effect, or the nearest effect that the claim accepts.
 The memory and the loss of emulated arms are judged, because emulation does not change the loss, and it needs less than
 1 % more memory at a step's peak than native products (budget/memory.py).
 
-A claim that compares no arms (450 W) is answered by a formula (formulas.py). By arithmetic, data sheets and published
-prices, it holds if the range of the answer overlaps the claimed range. The range of the planner's model is too wide for
-a decision, so such a claim is "consistent with the model" or "not consistent with the model".
+A claim that compares no arms (450 W) is answered by a formula (formulas.py). If the formula uses arithmetic, data
+sheets or published prices, the claim of a value holds if the range of the answer overlaps the claimed range. "At most"
+and "at least" hold if the answer itself satisfies them, and are not shown if only part of its range does. The range of
+the planner's model is too wide for a decision, so such a claim is "consistent with the model" or "not consistent with
+the model".
 """
 
 import math
@@ -119,7 +121,7 @@ def verdict_of_value(claim: Claim, answer: Answer) -> Verdict:
     """Return the verdict on a claimed value, by the range of the answer."""
     assert claim.value is not None  # required for such a claim
     low, high = claim.value[0] * (1 - claim.tolerance), claim.value[1] * (1 + claim.tolerance)
-    not_above, not_below = answer.low <= high, answer.high >= low  # some value of the range is
+    not_above, not_below = answer.low <= high, answer.high >= low  # for at least one value of the range
     if claim.direction == "at most":
         possible, expected = not_above, answer.value <= high
     elif claim.direction == "at least":
@@ -159,9 +161,9 @@ def verdict_of_model(consistent: bool) -> Verdict:
 def decision_p(claim: Claim, change: Change) -> float | None:
     """Return the two-sided p-value of the null hypothesis that the verdict rejects; None without an interval.
 
-    If the interval excludes zero, the null hypothesis is no effect; otherwise it is the nearest effect that the claim
-    accepts. For a claim of no change it is the end of the tolerance that the change lies beyond, or both ends if the
-    change lies between them.
+    The null hypothesis is no effect, unless the interval includes zero and no part of the accepted range: then it is
+    the nearest effect that the claim accepts. For a claim of no change it is the end of the tolerance that the change
+    lies beyond, or both ends if the change lies between them.
     """
     if change.low is None or change.high is None or change.n == 0:
         return None

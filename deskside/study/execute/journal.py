@@ -31,7 +31,7 @@ class TrialHistory:
         status: Status of the last end; "running" if the trial started and did not end.
         attempts: Number of starts.
         started, ended: Times of the last start and end in ISO format, or "".
-        seconds: Total lifetime of the processes since the last start without a checkpoint; None if the end of one of
+        seconds: Total lifetime of the trial's processes since it last started from scratch; None if the end of one of
             them was not recorded.
     """
 

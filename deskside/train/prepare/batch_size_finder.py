@@ -2,9 +2,9 @@
 
 Each candidate runs a dry step: a whole step, with optimizer state, on a worst-case batch. If the run's steps have
 several passes, the dry step has two, because the gradients of the first are in memory during the second. The dry step
-also compiles the model and gives the first estimate of the step time. If it runs out of memory, the next smaller
-divisor of the rows is tried with more gradient accumulation, so the effective batch size never changes. The result is
-recorded in plan.json, and a resumed run does not search again.
+also compiles the model and gives the first estimate of the step time. If it runs out of memory, a divisor of the
+rows that is at most half as large is tried with more gradient accumulation, so the effective batch size never changes.
+The result is recorded in plan.json, and a resumed run does not search again.
 """
 
 import contextlib
@@ -35,8 +35,8 @@ MAX_OVERCOMMIT = 1.3  # candidates predicted to need more than this multiple of 
 class StageWork:
     """One stage of the run: its data and batch, and the results of its dry steps.
 
-    until: progress at which the stage ends. window: None is the model's own. micro_rows: rows per pass and process.
-    dry_seconds: seconds per step.
+    until: fraction of the run at which the stage ends. window: attention window in tokens; None keeps the model's own.
+    micro_rows: rows per pass and process. dry_seconds: seconds per step.
     """
 
     until: float
@@ -61,11 +61,11 @@ class MicroBatch:
 
 
 def candidates(rows: int, largest: int) -> list[int]:
-    """Return divisors of `rows` up to `largest`, in descending order: each at most half of the previous one, and 1."""
+    """Return divisors of `rows` up to `largest`, in descending order, each at most half of the previous one."""
     divisors = [n for n in range(min(rows, max(1, largest)), 0, -1) if rows % n == 0]
     chosen: list[int] = []
     for n in divisors:
-        if not chosen or 2 * n <= chosen[-1] or n == 1:
+        if not chosen or 2 * n <= chosen[-1]:
             chosen.append(n)
     return chosen
 
@@ -119,7 +119,7 @@ def find_micro_batch(
 def free_failed_attempt(device: torch.device) -> None:
     """Free the memory of a failed attempt, including the code compiled for its shape."""
     gc.collect()
-    # Do not import it here, which takes seconds: without it, nothing was compiled.
+    # Importing torch._dynamo takes seconds. If it has not been imported, nothing was compiled.
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
     if device.type == "cuda":
@@ -152,8 +152,9 @@ class BatchSizeFinder:
     ) -> list[MicroBatch]:
         """Return the micro-batch of each stage, and set the stages' `micro_rows` and `dry_seconds`.
 
-        recorded: the results of the run that is resumed. They are reused, so that it computes the same sums, unless the
-        number of processes changed and they do not divide the rows any more.
+        recorded: the results of the run that is resumed. They are reused, so that gradients are accumulated over the
+        same micro-batches, unless the number of processes changed and a recorded size no longer divides the rows of a
+        process.
         """
         self.stepper.optimizer.create_state()  # its memory must be in use during the search
         self.stepper.optimizer.set_progress(0.0, 0.0, 0)
@@ -231,7 +232,7 @@ class BatchSizeFinder:
                     self.dry_step(micro_rows, stage.dataset, min(rows, 2 * micro_rows))
             return self.dry_step(micro_rows, stage.dataset, min(rows, 2 * micro_rows))
 
-        # A resumed run may have another number of processes, and so other rows per process.
+        # A resumed run may have a different number of processes, and therefore of rows per process.
         if recorded and recorded["micro_rows"] * recorded["accumulation"] == rows:
             micro_batch = MicroBatch(**{**recorded, "attempts": tuple(recorded["attempts"])})
             dry(micro_batch.micro_rows)

@@ -201,7 +201,7 @@ def test_template_without_end_of_turn_token(tmp_path: Path) -> None:
 
 
 def test_conversation_without_assistant_is_refused(template: ChatTemplate) -> None:
-    with pytest.raises(NotRendered, match="no message of the assistant"):
+    with pytest.raises(NotRendered, match="no assistant message"):
         template.conversation([{"role": "user", "content": "a"}])
 
 
@@ -220,7 +220,10 @@ def test_tokens_that_are_missing_are_added(tmp_path: Path) -> None:
     (plain / "tokenizer.json").write_text(json.dumps(spec))
     made = chat_template.make_chat_tokenizer(plain, tmp_path / "chat", None)
     size = len(vocab)
-    assert made.added == {"<|im_start|>": size, "<|im_end|>": size + 1} and made.fresh == (size, size + 1)
+    assert made.added == {"<|im_start|>": size, "<|im_end|>": size + 1} and made.reinitialized == (
+        size,
+        size + 1,
+    )
     assert made.vocab_size == size + 2 and made.turn_end == size + 1 and made.default
     theirs = AutoTokenizer.from_pretrained(tmp_path / "chat")
     assert theirs.convert_tokens_to_ids("<|im_end|>") == size + 1
@@ -234,7 +237,7 @@ def test_existing_chat_template_is_kept(tmp_path: Path) -> None:
     config = json.loads((plain / "tokenizer_config.json").read_text())
     (plain / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": MARKED}))
     made = chat_template.make_chat_tokenizer(plain, tmp_path / "a", None)
-    assert not made.default and made.added == {} and made.fresh == ()
+    assert not made.default and made.added == {} and made.reinitialized == ()
     assert (tmp_path / "a" / "chat_template.jinja").read_text() == MARKED
     assert chat_template.make_chat_tokenizer(tmp_path / "a", tmp_path / "b", None) == made
     ends = json.loads((tmp_path / "b" / "generation_config.json").read_text())["eos_token_id"]

@@ -179,7 +179,7 @@ def test_bad_records_are_counted(tmp_path: Path, tokenizer: Path) -> None:
         NO_CONVERSATION: 1,
         REFUSED: 1,
     }
-    assert left[REFUSED][1].endswith("a.jsonl:9 (it has no message of the assistant)")
+    assert left[REFUSED][1].endswith("a.jsonl:9 (it has no assistant message)")
     assert sum(s.documents for s in index.splits.values()) == 30
 
 
