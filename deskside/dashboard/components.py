@@ -138,7 +138,8 @@ def seeds_note(selection: StudySelection, key: str) -> str:
     if selection.folder is None:
         return "One run each, so no interval."
     seeds = study_text.seeds_text(selection.results.arms, key)
-    return f"Measured, {seeds}." if "no " in seeds else f"Measured; means with their intervals, {seeds}."
+    has_interval = "no " not in seeds  # not "no finished trial" or "1 seed, so no interval"
+    return f"Measured; means with their intervals, {seeds}." if has_interval else f"Measured, {seeds}."
 
 
 def sentence(text: str) -> str:

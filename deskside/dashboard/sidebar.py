@@ -87,10 +87,11 @@ def show(root: Path, scan: ScanResult) -> StudySelection | None:
         folder = names.get(name)
         if folder is not None:
             unfiltered = studies[folder]
+            card = machine_name(unfiltered.machine)
         else:
-            unfiltered = file_cache.runs(
-                scan.standalone_runs, file_cache.live_runs(scan.standalone_runs), root
-            )
+            live = file_cache.live_runs(scan.standalone_runs)
+            unfiltered = file_cache.runs(scan.standalone_runs, live, root)
+            card = ", ".join(sorted({arm.levels["card"] for arm in unfiltered.arms}))
         _persist_group(unfiltered, name)
         results = _apply_filters(name, unfiltered, _filters(unfiltered, name))
         groups = f", in {len(unfiltered.groups)} groups" if len(unfiltered.groups) > 1 else ""
@@ -98,11 +99,6 @@ def show(root: Path, scan: ScanResult) -> StudySelection | None:
             f"{len(results.arms)} of {plural(len(unfiltered.arms), 'arm' if folder else 'run')} shown{groups}"
         )
         st.button("Read again")
-    card = (
-        machine_name(unfiltered.machine)
-        if folder
-        else ", ".join(sorted({a.levels["card"] for a in unfiltered.arms}))
-    )
     return StudySelection(name, folder, results, unfiltered, card)
 
 

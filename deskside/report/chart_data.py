@@ -25,7 +25,7 @@ from deskside.utils.format import percent, percent_digits
 MAX_EXTENSION = 0.5
 MARGIN = 0.12  # free space at both ends of an axis, as a fraction of the span of the means
 MAX_RATIO = 3.0  # an axis extends to at most this multiple of its largest value to show intervals or a line
-LOG_RATIO = 8  # means further apart than this factor get a logarithmic axis
+LOG_RATIO = 8  # an axis is logarithmic if the largest mean is more than this many times the smallest
 CLIPPED = "An arrow is an interval that continues beyond the plot."
 Range = tuple[float, float]
 
@@ -123,7 +123,7 @@ def difference_half_range(means: Sequence[float], ends: Sequence[float]) -> floa
 def most_different(arms: Sequence[Arm], key: str, max_arms: int | None) -> list[Arm]:
     """Return at most `max_arms` arms in their original order: baselines, and those that differ most from them.
 
-    The difference is that in metric `key`; arms without a comparison are dropped first. None keeps all arms.
+    Differences are those in metric `key`. Arms without a comparison are left out first. None returns all arms.
     """
 
     def rank(arm: Arm) -> tuple[bool, float]:
@@ -142,7 +142,7 @@ class ChartRow:
         interval: The number to draw; None if it was not measured.
         text: The number as text, or why it is missing.
         kind: In a forest plot, "shown" or "not shown" (the difference), "one seed" or "exact".
-        under: Text above the rows of one baseline in a forest plot that has several baselines; else empty.
+        heading: Text above the rows of one baseline in a forest plot that has several baselines; else empty.
     """
 
     arm: Arm
@@ -329,7 +329,11 @@ class ScatterChart:
     @property
     def clipped(self) -> bool:
         """True if an interval continues beyond an axis."""
-        return any(one.clipped_low or one.clipped_high for point in self.points for one in (point.x, point.y))
+        return any(
+            interval.clipped_low or interval.clipped_high
+            for point in self.points
+            for interval in (point.x, point.y)
+        )
 
 
 def scatter_chart(

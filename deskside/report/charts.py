@@ -53,7 +53,7 @@ def row_names(results: Results, arms: Sequence[Arm], emulated: Sequence[bool]) -
     if len({arm.baseline for arm in arms}) == 1:
         names = short_labels(results, arms)
     return [
-        wrapped(names[arm.id] + (" (emulated)" if is_emulated else ""), 26, 2)
+        wrapped(names[arm.id] + (" (emulated)" if is_emulated else ""), columns=26, max_lines=2)
         for arm, is_emulated in zip(arms, emulated, strict=True)
     ]
 
@@ -134,7 +134,8 @@ def draw_forest(results: Results, group: Group, key: str) -> Plot | str:
         if row.interval is not None:
             _draw_difference(axes, row.interval, y, row.kind)
         ys.append(y)
-        labels.append(wrapped(short_names[row.arm.id] + (" (emulated)" if row.emulated else ""), 28, 2))
+        label = short_names[row.arm.id] + (" (emulated)" if row.emulated else "")
+        labels.append(wrapped(label, columns=28, max_lines=2))
         y += 1
     axes.axvline(0, color=DARK, linewidth=1.0)
     axes.set_yticks(ys, labels, fontsize=8)
@@ -214,9 +215,11 @@ def draw_front(results: Results, group: Group, front: Front) -> Plot | str:
         return f"No Pareto front of {names}: no arm has these numbers."
     figure, axes = _numbered_figure(f"Pareto front: {names}", data)
     for point in data.points:
-        marker, size, face = (
-            ("s", 7, DARK) if point.on_front else ("D", 6, PALE) if point.unclear else ("o", 6, "white")
-        )
+        marker, size, face = "o", 6, "white"
+        if point.on_front:
+            marker, size, face = "s", 7, DARK
+        elif point.unclear:
+            marker, size, face = "D", 6, PALE
         axes.plot([point.x.mean], [point.y.mean], marker=marker, markersize=size, color=DARK, markerfacecolor=face,
                   linestyle="")  # fmt: skip
     if data.staircase:
@@ -250,7 +253,7 @@ def _numbered_figure(title: str, data: ScatterChart) -> tuple[Figure, Axes]:
         for point in data.points
     ]
     rows = (len(lines) + 1) // 2
-    legend_inches = 0.165 * rows + 0.15
+    legend_inches = 0.165 * rows + 0.15  # height of a line of text, and the space around the legend
     height = 3.5 + legend_inches
     figure, axes = new_figure(title, height)
     figure.set_layout_engine("constrained", rect=(0, legend_inches / height, 1, 1 - legend_inches / height))
@@ -328,6 +331,7 @@ def draw_heat_maps(results: Results, group: Group) -> list[Plot | str]:
 
 
 def _draw_two_factors(arms: Sequence[Arm], rows: Factor, columns: Factor, key: str) -> Plot:
+    # If two arms have the same levels, the first one is shown.
     arm_at = {(arm.levels.get(rows.name), arm.levels.get(columns.name)): arm for arm in reversed(arms)}
 
     def cell(row_level: str, column_level: str) -> Cell:
@@ -339,7 +343,7 @@ def _draw_two_factors(arms: Sequence[Arm], rows: Factor, columns: Factor, key: s
 
     metric = metric_named(key)
     cells = [[cell(row_level, column_level) for column_level in columns.levels] for row_level in rows.levels]
-    names = [wrapped(level, 26, 2) for level in rows.levels]
+    names = [wrapped(level, columns=26, max_lines=2) for level in rows.levels]
     title = f"{metric.label.capitalize()} against the baseline"
     figure = _draw_shaded_table(title, cells, names, columns.levels, scale_columns=False)
     caption = f"Difference in {metric.label} against each arm's baseline, in %. {HEAT_LEGEND}"
@@ -367,6 +371,7 @@ def _relative_difference(arm: Arm, key: str) -> float | None:
 
 
 def _cell(arm: Arm, key: str) -> Cell:
+    """Return the cell of an arm in a heat map; the text is in brackets if no difference is shown."""
     if arm.id == arm.baseline:
         return (0.0, "baseline") if key in arm.estimates else (None, reason_missing(arm))
     comparison, relative = arm.comparison(key), _relative_difference(arm, key)
@@ -374,7 +379,8 @@ def _cell(arm: Arm, key: str) -> Cell:
         return None, reason_missing(arm)
     text = percent(relative, percent_digits(relative), signed=True)
     decided = comparison.verdict in ("lower", "higher", "exact")
-    return -relative if metric_named(key).better == "higher" else relative, text if decided else f"({text})"
+    how_much_worse = -relative if metric_named(key).better == "higher" else relative
+    return how_much_worse, text if decided else f"({text})"
 
 
 def _draw_shaded_table(
@@ -399,7 +405,10 @@ def _draw_shaded_table(
         {"rotation": 40, "ha": "right", "rotation_mode": "anchor"} if wide else {}
     )
     axes.set_xticks(
-        range(len(columns)), [wrapped(head, 15, 3) for head in columns], fontsize=8, **label_rotation
+        range(len(columns)),
+        [wrapped(head, columns=15, max_lines=3) for head in columns],
+        fontsize=8,
+        **label_rotation,
     )
     axes.grid(False)
     axes.spines[:].set_visible(False)

@@ -30,8 +30,8 @@ def draw(record: RunRecord, folder: Path) -> tuple[list[Image], list[str]]:
     be written.
     """
 
-    # A noisy metric gets a running median. The axis of the others starts at 0.
     def metric_plotter(key: str, label: str, noisy: bool = True) -> Callable[[Axes], str]:
+        # A noisy metric gets a running median. The axis of a smooth one starts at 0.
         return lambda axes: _draw_metric(record, axes, key, label, smooth=noisy, from_zero=not noisy)
 
     plots: list[tuple[str, str, str, Callable[[Axes], str]]] = [

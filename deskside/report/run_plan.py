@@ -95,8 +95,9 @@ def provenance_rows(
 
 
 def _own_provenance(value: object) -> str:
+    """Return the provenance that a JSON object states about itself, or the empty string."""
     fields = mapping(value)
-    return next((text(fields[k]) for k in PROVENANCE_KEYS if text(fields.get(k)) in PROVENANCE), "")
+    return next((text(fields[key]) for key in PROVENANCE_KEYS if text(fields.get(key)) in PROVENANCE), "")
 
 
 def _key_text(key: str) -> str:

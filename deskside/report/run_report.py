@@ -212,14 +212,13 @@ def _configuration(record: RunRecord) -> list[Block]:
         return ["The configuration is unknown."]
     options, defaults = flatten(record.config), _default_options(record.config)
     # The optional sections have no defaults; other options without a default are unknown to this version.
-    default_text = {
-        key: "(none)" if key.split(".")[0] in OPTIONAL_SECTIONS else "(unknown option)" for key in options
-    }
-    changed = [
-        (key, value_text(value), value_text(defaults[key]) if key in defaults else default_text[key])
-        for key, value in options.items()
-        if key not in defaults or defaults[key] != value
-    ]
+    changed = []
+    for key, value in options.items():
+        if key not in defaults:
+            is_optional = key.split(".")[0] in OPTIONAL_SECTIONS
+            changed.append((key, value_text(value), "(none)" if is_optional else "(unknown option)"))
+        elif defaults[key] != value:
+            changed.append((key, value_text(value), value_text(defaults[key])))
     changes: Block = "Every option has its default value."
     if changed:
         changes = Table(("option", "this run", "default"), changed)
@@ -239,5 +238,6 @@ def _default_options(config: dict[str, Any]) -> dict[str, Any]:
         defaults = RunConfig.model_validate(chosen)
     except ValidationError:  # an optimizer or schedule that this version does not have
         defaults = plain
+    # The default of the choice itself is that of a plain configuration.
     plain_names = {f"{section}.name": getattr(plain, section).name for section in chosen}
     return {**flatten(defaults.model_dump(mode="json")), **plain_names}

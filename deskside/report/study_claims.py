@@ -107,7 +107,9 @@ def claims_document(results: Results) -> ReportDocument:
         sections.append(Section("Claims", ("This study speaks to no claim.",)))
     with_interval = sum(claim.p is not None for claim in results.claims)
     seeds = sorted({claim.n for claim in results.claims if claim.n})
-    span = " to ".join(dict.fromkeys((str(seeds[0]), str(seeds[-1])))) if seeds else ""
+    span = ""
+    if seeds:
+        span = str(seeds[0]) if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
     method = [
         "A measured claim is one comparison of two arms, paired by seed, with its interval of 95 %. What a data sheet "
         "or arithmetic answers has no seeds, and its scale says what it is: published, computed or modelled.",

@@ -103,14 +103,14 @@ def _comparison_counts(results: Results) -> str:
             if (comparison := arm.comparison(key)) is not None:
                 outcome = comparison.verdict
                 if outcome in ("lower", "higher", "exact"):
-                    improvement = (
-                        comparison.relative if metric_named(key).better == "higher" else -comparison.relative
-                    )
+                    sign = 1 if metric_named(key).better == "higher" else -1
+                    improvement = sign * comparison.relative
                     outcome = "better" if improvement > 0 else "worse" if improvement < 0 else "the same"
                 counts[outcome] += 1
         order = ("better", "worse", "the same", NO_DIFFERENCE, TOO_FEW)
         counts_text = ", ".join(f"{counts[outcome]} {outcome}" for outcome in order if counts[outcome])
-        parts += [f"{metric_named(key).label}: {counts_text}"] if counts_text else []
+        if counts_text:
+            parts.append(f"{metric_named(key).label}: {counts_text}")
     if not parts:
         return ""
     arms = sum(any(arm.comparison(key) for key in PRIMARY) for arm in results.arms)

@@ -1,6 +1,6 @@
 """Tables of a study's report: arms, interactions, Pareto fronts, trials, and missing metrics."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from deskside.report.document import Block, Bullets, Details, Table
 from deskside.report.study_text import (
@@ -58,12 +58,11 @@ def interaction_blocks(results: Results) -> list[Block]:
     """Return a table of the pairs of factors that are shown to interact, and a folded table of the other pairs."""
     if not results.interactions:
         return ["No two factors of this study were varied together in enough trials to say."]
-    group_cells = _group_cells(results)
     dependent: list[tuple[str, ...]] = []
     others: list[tuple[str, ...]] = []
     for interaction in results.interactions:
         row = (
-            *group_cells(interaction.group),
+            *_group_cell(results, interaction.group),
             f"{_factor_text(interaction, interaction.first)} x {_factor_text(interaction, interaction.second)}",
             metric_named(interaction.metric).label,
             relative_text(
@@ -72,7 +71,7 @@ def interaction_blocks(results: Results) -> list[Block]:
             str(interaction.n),
         )
         (dependent if interaction.is_shown else others).append(row)
-    head = (*group_cells("", "group"), "factors", "metric", "effect of both beyond the sum of each", "seeds")
+    head = (*_group_header(results), "factors", "metric", "effect of both beyond the sum of each", "seeds")
     blocks: list[Block] = [
         (
             "Zero means that one factor has the same effect at every level of the other. Relative, from the difference "
@@ -89,21 +88,21 @@ def _factor_text(interaction: Interaction, name: str) -> str:
     return f"{name.replace('_', ' ')} {interaction.levels.get(name, '')}".strip()
 
 
-def _group_cells(results: Results) -> Callable[..., tuple[str, ...]]:
-    """Return a function from a group's name to its cell as a tuple, which is empty if there is only one group."""
+def _group_header(results: Results) -> tuple[str, ...]:
+    """Return the header of the group column; no column if there is only one group."""
+    return ("group",) if len(results.groups) > 1 else ()
+
+
+def _group_cell(results: Results, name: str) -> tuple[str, ...]:
+    """Return the cell of the group column; no column if there is only one group."""
     headings = {group.name: group.heading for group in results.groups}
-
-    def cells(name: str, header: str = "") -> tuple[str, ...]:
-        return (header or headings.get(name, name),) if len(headings) > 1 else ()
-
-    return cells
+    return (headings.get(name, name),) if len(headings) > 1 else ()
 
 
 def front_table(results: Results) -> list[Block]:
     """Return a table of Pareto fronts: the arms that no other arm beats in all metrics at once."""
     if not results.fronts:
         return ["There is no Pareto front: no arm has the numbers for one."]
-    group_cells = _group_cells(results)
 
     def arm_names(arm_ids: list[str]) -> str:
         arms = {arm.id: arm for arm in results.arms}
@@ -116,7 +115,7 @@ def front_table(results: Results) -> list[Block]:
 
     rows = [
         (
-            *group_cells(front.group),
+            *_group_cell(results, front.group),
             ", ".join(metric_named(key).label for key in front.metrics),
             arm_names(front.arms) or "no arm has all of these numbers",
             arm_names(front.unclear) or "none",
@@ -124,7 +123,7 @@ def front_table(results: Results) -> list[Block]:
         for front in results.fronts
     ]
     head = ("metrics", "on the front: no other arm is better in all metrics", "undecided by the intervals")
-    return [Table((*group_cells("", "group"), *head), rows)]
+    return [Table((*_group_header(results), *head), rows)]
 
 
 def unfinished_trials(results: Results) -> list[Block]:

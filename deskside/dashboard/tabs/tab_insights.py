@@ -41,8 +41,8 @@ def show(context: Context) -> None:
                 goal,
             )
     st.caption(
-        "Only statements that the intervals support. Each study holds for the card, model sizes and budget that it ran "
-        "with; others may differ."
+        "Only findings that the intervals support are listed. They hold for the card, model sizes and budget of their "
+        "study; with others, results may differ."
     )
 
 

@@ -14,6 +14,12 @@ from deskside.utils.format import elapsed, plural
 REFRESH_SECONDS = 5
 MAX_RUNS = 8  # further runs are only counted
 SILENT_SECONDS = 60.0  # a longer time since the last step is reported
+# Validation metrics of the objectives: (label, key, format).
+QUALITY_METRICS = (
+    ("validation, bits per byte", "val_bpb", "{:.4f}"),
+    ("preference accuracy, held out", "val_accuracy", "{:.1%}"),
+    ("mean reward, held out", "val_reward", "{:.3f}"),
+)
 
 
 def show(context: Context) -> None:
@@ -55,23 +61,15 @@ def _draw_studies(root: str) -> None:
             )
 
 
-QUALITY_METRICS = (
-    ("validation, bits per byte", "val_bpb", "{:.4f}"),
-    ("preference accuracy, held out", "val_accuracy", "{:.1%}"),
-    ("mean reward, held out", "val_reward", "{:.3f}"),
-)
-
-
 def _draw_run(record: RunRecord, log: MetricsLog, title: str) -> None:
     state = progress(record, log)
     with st.container(border=True):
         st.subheader(literal(title))
-        share = state.share
         left = (
             f"{elapsed(state.seconds_left)} left" if state.seconds_left is not None else "time left unknown"
         )
         total = f" of {state.total:,}" if state.total else ""
-        st.progress(share or 0.0, text=f"step {state.step if state.step is not None else 0:,}{total}; {left}")
+        st.progress(state.share or 0.0, text=f"step {state.step or 0:,}{total}; {left}")
         details = [
             machine_name(record.environment),
             record.precision + (" (emulated)" if record.emulated else ""),
@@ -114,5 +112,6 @@ def _draw_charts(record: RunRecord, log: MetricsLog) -> None:
         if steps:
             figure = plotly_charts.line(steps, values, "step", title)
             with column:
+                # Streamlit needs unique keys, and two runs may have the same name.
                 name = f"live-{record.path.name}-{key}-{abs(hash(str(record.path)))}"
                 chart(figure, name, f"{title} of {record.name}")

@@ -68,7 +68,7 @@ def _draw_heads() -> None:
     st.subheader("Grouped-query attention")
     st.write(
         "Several query heads share one key-value head. Fewer keys and values are computed, and cached during "
-        "generation; too few cost quality. MHA: one each. MQA: one for all."
+        "generation; too few cost quality. MHA: one for each query head. MQA: one for all."
     )
     keys = st.select_slider("key-value heads", [16, 8, 4, 2, 1], value=4, key="overview-heads")
     chart(
@@ -86,7 +86,7 @@ def _draw_heads() -> None:
 def _draw_recomputation() -> None:
     st.subheader("Recomputation")
     st.write(
-        "The backward pass needs what the forward pass computed. Instead of keeping all of it, each block keeps its "
+        "The backward pass needs what the forward pass computed. With recomputation, each block keeps only its "
         "input and is computed again in the backward pass: less memory for about a third more arithmetic."
     )
     chart(
@@ -100,8 +100,8 @@ def _draw_fp4() -> None:
     st.subheader("Four-bit products (NVFP4)")
     st.write(
         "A number is a sign and one of eight sizes: 0, 0.5, 1, 1.5, 2, 3, 4, 6. Sixteen neighbours share one FP8 "
-        "scale, and a tensor one more. Products in it are fast on cards that have them; elsewhere they are emulated, "
-        "which shows their effect on quality but not their speed."
+        "scale, and a tensor one more. Matrix products in FP4 are fast on cards that support them; elsewhere they are "
+        "emulated, which shows their effect on quality but not their speed."
     )
     chart(
         illustrations.fp4(),

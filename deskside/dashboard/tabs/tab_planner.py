@@ -123,7 +123,7 @@ def _draw_plan(plan: dict[str, Any]) -> None:
     if recommended is not None:
         st.subheader("Command")
         st.code(recommended["command"], language="bash", wrap_lines=True)
-        st.caption("DIR: what `deskside data prepare` wrote.")
+        st.caption("DIR: the directory that `deskside data prepare` wrote.")
     if plan["remedies"]:
         st.subheader("What would help (modelled)")
         rows = [
