@@ -1,6 +1,7 @@
 """The sandbox against code that means harm, or means to pass without being right."""
 
 import os
+import re
 import socket
 import threading
 import time
@@ -137,7 +138,8 @@ def test_raw_system_calls_are_refused() -> None:
 
 def test_endless_loop_is_ended_in_time() -> None:
     began = time.perf_counter()
-    assert "longer than 1 s" in check("while True: pass", TESTS, seconds=1).reason
+    # On a busy machine, the limit of wall-clock time, three times as long, can come before that of processor time.
+    assert re.search("longer than (1|3) s", check("while True: pass", TESTS, seconds=1).reason)
     assert time.perf_counter() - began < 20
 
 
@@ -146,7 +148,7 @@ def test_sleep_is_ended_in_time() -> None:
 
 
 def test_endless_tests_are_ended_in_time() -> None:
-    assert "longer than 1 s" in check(RIGHT, "while double: pass", seconds=1).reason
+    assert re.search("longer than (1|3) s", check(RIGHT, "while double: pass", seconds=1).reason)
 
 
 def test_memory_is_bounded() -> None:
