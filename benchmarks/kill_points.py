@@ -1,11 +1,11 @@
-"""A process that kills itself with SIGKILL at a chosen moment of its writes.
+"""Kill a process with SIGKILL at a chosen moment of writing a file.
 
 `install` wraps the calls with which deskside writes files atomically: os.fsync, os.replace and os.rename. The process
 group is killed around the chosen call:
 
-    fsync      everything is written under a temporary name, but not flushed to disk
-    replace    it is on disk, but does not have its final name
-    replaced   it has its final name, and nothing has been done since
+    fsync      before a flush: the file is written under a temporary name, but not on disk
+    replace    before a rename: the file is on disk, but does not have its final name
+    replaced   right after the rename
 """
 
 import json
@@ -19,9 +19,9 @@ POINTS = ("fsync", "replace", "replaced")
 
 
 class KillPoints:
-    """Counter of the moments of each kind, which kills this process group at number `at` of kind `point`.
+    """Counts the moments of each kind, and kills this process group at number `at` of kind `point`.
 
-    The counts and the place of the kill are written to `record` as JSON.
+    The counts, and the name of the file at which the process was killed, are written to `record` as JSON.
     """
 
     def __init__(self, record: Path, point: str | None = None, at: int = 0) -> None:
@@ -30,23 +30,24 @@ class KillPoints:
         self.owner = os.getpid()
 
     def install(self) -> None:
+        """Replace os.fsync, os.replace and os.rename with functions that count."""
         fsync = os.fsync
 
-        def counted(descriptor: int) -> None:
+        def counted_fsync(descriptor: int) -> None:
             self._moment("fsync", Path(f"/proc/self/fd/{descriptor}").resolve())
             fsync(descriptor)
 
-        os.fsync = counted
-        os.replace = self._renaming(os.replace)
-        os.rename = self._renaming(os.rename)
+        os.fsync = counted_fsync
+        os.replace = self._counted_rename(os.replace)
+        os.rename = self._counted_rename(os.rename)
 
-    def _renaming(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def renamed(source: Any, target: Any, **given: Any) -> None:
+    def _counted_rename(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(source: Any, target: Any, **options: Any) -> None:
             self._moment("replace", Path(os.fspath(target)))
-            function(source, target, **given)
+            function(source, target, **options)
             self._moment("replaced", Path(os.fspath(target)))
 
-        return renamed
+        return counted
 
     def _moment(self, kind: str, path: Path) -> None:
         if os.getpid() != self.owner or path == self.record:
@@ -57,5 +58,5 @@ class KillPoints:
             os.killpg(0, signal.SIGKILL)
 
     def finish(self) -> None:
-        """Write the counts."""
+        """Write the counts of a process that was not killed."""
         self.record.write_text(json.dumps({"killed_at": None, "counts": self.counts}))

@@ -3,15 +3,15 @@
     python -m benchmarks.kills --seed 1 --kills 200 --out docs/data/DATE-kills/kills.json [--only train sft]
 
 The models have a few thousand parameters and run on one CPU thread. Half of the kills happen at a random time, the
-others at a random point of writing a file (`kill_points`). After every kill the same command is resumed, and possibly
-killed again. After two to five kills it runs to its end. Then
+others at a random moment of writing a file (`kill_points`). After a kill, the command is resumed and perhaps killed
+again. After two to five kills it runs to its end. Then
 
 - the curve (step, tokens, learning rate, loss, gradient norm) and the final weights must be bit-identical to those of
-  the run without kills; for a study, those of every trial; for prepared data, every byte;
-- `go` uses the real clock, so its steps depend on the speed: every step must occur once, and the pipeline must finish;
-- a resumed run must not start before the newest complete checkpoint that existed when it was killed.
+  the run without kills; for a study, the curves of all trials; for prepared data, every byte;
+- `go` uses the real clock, so its number of steps varies: every step must occur once, and the pipeline must finish;
+- a run must not resume from before the newest complete checkpoint that existed when it was killed.
 
-The result is JSON with every kill and every trial. Exit code 1 if anything was lost or differs.
+The result is JSON with every kill and every trial. The exit code is 1 if anything was lost or differs.
 """
 
 import argparse
@@ -35,10 +35,10 @@ from typing import Any
 
 from benchmarks.kill_points import POINTS, KillPoints
 
-# Share of each command in every 100 kills. The last two start child processes, which takes long.
+# Kills of each command among 100. The last two start child processes, which takes long.
 SHARES = {"train": 26, "sft": 17, "dpo": 13, "grpo": 13, "data": 21, "study": 5, "go": 5}
-PATIENCE = 600.0  # seconds until a command without kills must have ended
-MAX_STARTS = 40  # per trial, so that a command without progress is reported
+TIMEOUT_SECONDS = 600.0  # time limit of a command that is not killed
+MAX_STARTS = 40  # per trial, so that a command that makes no progress is reported
 
 TOML = """
 [model]
@@ -81,7 +81,7 @@ set.model.num_hidden_layers = 2
 
 @dataclass
 class Kill:
-    """One kill. `how` is "time" or a kill point; `file` what was being written there."""
+    """One kill. how: "time" or the kind of a kill point (`kill_points.POINTS`); file: the file written at it."""
 
     command: str
     trial: int
@@ -104,29 +104,29 @@ class Trial:
     trial: int
     kills: int = 0
     starts: int = 0
-    started_over: int = 0  # before anything was saved
+    started_over: int = 0  # starts from nothing, because a kill came before anything was saved
     resumed_at: list[int] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
 
 @dataclass(frozen=True)
-class Work:
+class Command:
     """A command under test.
 
     Args:
-        start: Arguments of a new run in the folder `place`.
-        resume: Arguments that resume it.
-        outcome: Reads from `place` what must be the same as without kills.
-        begun: Whether `place` contains something that `resume` can continue.
-        at_root: Whether `place` contains the checkpoints of one run.
+        start: Returns the arguments of a new run in a folder.
+        resume: Returns the arguments that resume the run.
+        outcome: Reads from the folder what must be the same as without kills.
+        can_resume: Returns True if the folder contains a run that can be resumed.
+        checkpoints: True if the folder contains the checkpoints of one run.
     """
 
     name: str
     start: Callable[[Path], list[str]]
     resume: Callable[[Path], list[str]]
     outcome: Callable[[Path], Any]
-    begun: Callable[[Path], bool]
+    can_resume: Callable[[Path], bool]
     checkpoints: bool = True
 
 
@@ -145,7 +145,7 @@ def _child(argv: list[str], log: str, record: str, point: str | None, at: int, s
     deskside.STARTED = time.perf_counter()
     points = KillPoints(Path(record), point, at)
     points.install()
-    if small_shards:  # several shards from little text
+    if small_shards:  # so that the small test data has several shards
         from deskside.data.corpus import analyze
 
         analyze.CorpusOptions = functools.partial(analyze.CorpusOptions, shard_bytes=30_000)  # type: ignore[assignment,misc]
@@ -154,8 +154,8 @@ def _child(argv: list[str], log: str, record: str, point: str | None, at: int, s
     sys.exit(code)
 
 
-class Bench:
-    """Runner that starts and kills commands in the folder `work`."""
+class Runner:
+    """Starts and kills commands in the folder `work`. writes: share of the kills that happen during a write."""
 
     def __init__(self, work: Path, seed: int, writes: float) -> None:
         self.work, self.rng, self.writes = work, random.Random(seed), writes
@@ -168,24 +168,24 @@ class Bench:
         self.number = 0
 
     def begin(self, argv: list[str], point: str | None = None, at: int = 0) -> tuple[BaseProcess, Path, Path]:
-        """Start a command. Return the process, its log, and the record of its kill points."""
+        """Start a command, killed at number `at` of the kill point `point`. Return the process, its log and record."""
         self.number += 1
         log, record = (self.work / "logs" / f"{self.number:04d}.{end}" for end in ("log", "json"))
         log.parent.mkdir(exist_ok=True)
-        given = (argv, str(log), str(record), point, at, argv[0] == "data")
-        process: BaseProcess = self.context.Process(target=_child, args=given)  # type: ignore[attr-defined]
+        arguments = (argv, str(log), str(record), point, at, argv[0] == "data")
+        process: BaseProcess = self.context.Process(target=_child, args=arguments)  # type: ignore[attr-defined]
         process.start()
         return process, log, record
 
     def run(self, argv: list[str]) -> tuple[float, dict[str, int]]:
-        """Run a command to its end. Returns its seconds and how many kill points it passed.
+        """Run a command to its end. Return its seconds and the number of its kill points of each kind.
 
         Raises:
-            RuntimeError: it failed.
+            RuntimeError: The command failed.
         """
         begin = time.monotonic()
         process, log, record = self.begin(argv)
-        process.join(PATIENCE)
+        process.join(TIMEOUT_SECONDS)
         if process.exitcode != 0:
             end_group(process)
             raise RuntimeError(
@@ -193,42 +193,52 @@ class Bench:
             )
         return time.monotonic() - begin, json.loads(record.read_text())["counts"]
 
-    def trial(self, work: Work, reference: Any, seconds: float, counts: dict[str, int], kills: int) -> int:
-        """Kill a command at most `kills` times, let it end, and compare. Return how often it was killed."""
-        trial = Trial(work.name, len(self.trials))
+    def run_trial(
+        self, command: Command, reference: Any, seconds: float, counts: dict[str, int], kills: int
+    ) -> int:
+        """Kill a command at most `kills` times, run it to its end, and compare. Return the number of kills.
+
+        reference, seconds, counts: outcome, duration and kill points of the command without kills.
+        """
+        trial = Trial(command.name, len(self.trials))
         self.trials.append(trial)
-        place = self.work / f"{work.name}-{trial.trial}"
+        folder = self.work / f"{command.name}-{trial.trial}"
         begin = time.monotonic()
         try:
-            self._until_done(work, place, trial, seconds, counts, kills)
-            if not trial.problems and (found := work.outcome(place)) != reference:
+            self._run_to_end(command, folder, trial, seconds, counts, kills)
+            if not trial.problems and (outcome := command.outcome(folder)) != reference:
                 trial.problems.append(
-                    f"differs from the run without kills: {first_difference(reference, found)}"
+                    f"differs from the run without kills: {first_difference(reference, outcome)}"
                 )
         except (OSError, ValueError, KeyError) as error:
             trial.problems.append(f"{type(error).__name__}: {error}")
         trial.seconds = round(time.monotonic() - begin, 1)
         if not trial.problems:
-            shutil.rmtree(place)
-        said = "; ".join(trial.problems) or "same"
-        print(f"{work.name} {trial.trial}: {trial.kills} kills, {trial.starts} starts, {said}", flush=True)
+            shutil.rmtree(folder)
+        verdict = "; ".join(trial.problems) or "same"
+        print(
+            f"{command.name} {trial.trial}: {trial.kills} kills, {trial.starts} starts, {verdict}", flush=True
+        )
         return trial.kills
 
-    def _until_done(
-        self, work: Work, place: Path, trial: Trial, seconds: float, counts: dict[str, int], kills: int
+    def _run_to_end(
+        self, command: Command, folder: Path, trial: Trial, seconds: float, counts: dict[str, int], kills: int
     ) -> None:
         while trial.starts < MAX_STARTS:
-            resumed = work.begun(place)
-            if not resumed and place.exists():
-                shutil.rmtree(place)  # nothing had been saved
+            resumed = command.can_resume(folder)
+            if not resumed and folder.exists():
+                shutil.rmtree(folder)  # nothing had been saved
                 trial.started_over += 1
-            argv = work.resume(place) if resumed else work.start(place)
-            newest = newest_checkpoint(place) if work.checkpoints else None
-            how, delay, at = self._draw(seconds, counts) if trial.kills < kills else (None, 0.0, 0)
+            argv = command.resume(folder) if resumed else command.start(folder)
+            newest = newest_checkpoint(folder) if command.checkpoints else None
+            how: str | None = None
+            delay, at = 0.0, 0
+            if trial.kills < kills:
+                how, delay, at = self._draw_kill(seconds, counts)
             trial.starts += 1
-            begin, begun = time.monotonic(), time.time()
+            begin, begin_time = time.monotonic(), time.time()
             process, log, record = self.begin(argv, how if how in POINTS else None, at)
-            process.join(delay if how == "time" else PATIENCE)
+            process.join(delay if how == "time" else TIMEOUT_SECONDS)
             ended = process.exitcode is not None
             end_group(process)
             text = log.read_text(errors="replace") if log.exists() else ""
@@ -239,15 +249,15 @@ class Bench:
                         f"resumed at step {step}, though checkpoint {newest} was complete ({log})"
                     )
             if not ended and how is None:
-                trial.problems.append(f"did not end within {PATIENCE:.0f} s ({log})")
+                trial.problems.append(f"did not end within {TIMEOUT_SECONDS:.0f} s ({log})")
                 return
             if process.exitcode == 0:
                 return
             if process.exitcode == 2 and "is finished" in text:
-                return  # killed after the last write; it is compared like any other
+                return  # a kill after the last write: the run is compared like any other
             if process.exitcode != -signal.SIGKILL:
-                if newest is None and resumed and work.checkpoints:
-                    shutil.rmtree(place)  # killed before anything was saved
+                if newest is None and resumed and command.checkpoints:
+                    shutil.rmtree(folder)  # killed before anything was saved
                     trial.started_over += 1
                     continue
                 trial.problems.append(f"exit code {process.exitcode}: {text[-500:]} ({log})")
@@ -257,19 +267,19 @@ class Bench:
             file = json.loads(record.read_text())["killed_at"] if record.exists() else None
             self.kills.append(
                 Kill(
-                    work.name,
+                    command.name,
                     trial.trial,
                     how,
                     round(time.monotonic() - begin, 3),
                     file,
-                    unfinished(place, begun),
-                    newest_checkpoint(place) if work.checkpoints else None,
+                    unfinished_files(folder, begin_time),
+                    newest_checkpoint(folder) if command.checkpoints else None,
                 )
             )
         trial.problems.append(f"has not ended after {MAX_STARTS} starts")
 
-    def _draw(self, seconds: float, counts: dict[str, int]) -> tuple[str, float, int]:
-        """Draw a kill: how, after how many seconds, at which point."""
+    def _draw_kill(self, seconds: float, counts: dict[str, int]) -> tuple[str, float, int]:
+        """Draw a kill: "time" or a kind of kill point, the seconds before it, and the number of the kill point."""
         kinds = [point for point in POINTS if counts[point]]
         if self.rng.random() >= self.writes or not kinds:
             return "time", self.rng.uniform(0.05, 0.7) * seconds, 0
@@ -290,18 +300,21 @@ def end_group(process: BaseProcess) -> None:
 
 def newest_checkpoint(run: Path) -> int | None:
     """Return the step of the newest complete checkpoint."""
-    found = [p.parent.name for p in run.glob("checkpoints/step-*/manifest.json")]
-    return max((int(name.removeprefix("step-")) for name in found), default=None)
+    names = [p.parent.name for p in run.glob("checkpoints/step-*/manifest.json")]
+    return max((int(name.removeprefix("step-")) for name in names), default=None)
 
 
-def unfinished(place: Path, since: float) -> list[str]:
+def unfinished_files(folder: Path, since: float) -> list[str]:
     """Return the files and folders with a temporary name written after the time `since`."""
     marks = (".tmp", "tmp-", "-tmp", ".partial", ".new")
-    named = [p for p in place.rglob("*") if any(mark in p.name for mark in marks)] if place.exists() else []
-    return sorted(p.name for p in named if p.lstat().st_mtime >= since)[:5]
+    if not folder.exists():
+        return []
+    temporary = [p for p in folder.rglob("*") if any(mark in p.name for mark in marks)]
+    return sorted(p.name for p in temporary if p.lstat().st_mtime >= since)[:5]
 
 
 def first_difference(one: Any, other: Any, where: str = "") -> str:
+    """Return the path of the first difference between two JSON values, and both values there."""
     if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
         return next(
             (first_difference(one[k], other[k], f"{where}/{k}") for k in one if one[k] != other[k]), where
@@ -313,6 +326,7 @@ def first_difference(one: Any, other: Any, where: str = "") -> str:
 
 
 def curve(run: Path) -> list[list[Any]]:
+    """Return step, tokens, learning rate, loss, gradient norm and validation bits per byte of every step."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [[row.get(k) for k in ("step", "tokens", "lr", "loss", "grad_norm", "val_bpb")] for row in rows]
 
@@ -321,11 +335,11 @@ def weights(run: Path) -> str:
     return hashlib.sha256((run / "model" / "model.safetensors").read_bytes()).hexdigest()
 
 
-def of_run(run: Path) -> dict[str, Any]:
+def run_outcome(run: Path) -> dict[str, Any]:
     return {"curve": curve(run), "weights": weights(run)}
 
 
-def of_study(study: Path) -> dict[str, Any]:
+def study_outcome(study: Path) -> dict[str, Any]:
     results = json.loads((study / "results.json").read_text())
     trials = [
         (arm["id"], t["seed"], t["status"], t["metrics"].get("val_bpb"))
@@ -336,7 +350,7 @@ def of_study(study: Path) -> dict[str, Any]:
     return {"trials": [list(t) for t in trials], "curves": curves}
 
 
-def of_data(folder: Path) -> dict[str, str]:
+def data_outcome(folder: Path) -> dict[str, str]:
     return {
         p.name: hashlib.sha256(p.read_bytes()).hexdigest()
         for p in folder.iterdir()
@@ -344,8 +358,8 @@ def of_data(folder: Path) -> dict[str, str]:
     }
 
 
-def of_go(run: Path) -> dict[str, Any]:
-    """Return the results of `go` that do not depend on the speed."""
+def go_outcome(run: Path) -> dict[str, Any]:
+    """Return the results of `go` that do not depend on the speed of the machine."""
     steps = [row[0] for row in curve(run)]
     state = json.loads((run / "go.json").read_text())
     return {
@@ -356,8 +370,8 @@ def of_go(run: Path) -> dict[str, Any]:
     }
 
 
-def make_works(work: Path) -> dict[str, Work]:
-    """Write the texts and settings and return the commands."""
+def make_commands(work: Path) -> dict[str, Command]:
+    """Write the data and configuration files, and return the commands by name."""
     rng = random.Random(0)
     words = [f"{a}{b}" for a in ("riv", "sto", "shi", "lig") for b in ("er", "ne", "p", "ht")]
     records = [
@@ -381,19 +395,19 @@ def make_works(work: Path) -> dict[str, Work]:
     (work / "tiny.toml").write_text(TOML)
     (work / "study.toml").write_text(STUDY)
 
-    def run(name: str, head: list[str], more: list[str]) -> Work:
-        def start(place: Path) -> list[str]:
-            return [name, *head, "--runs", str(place.parent), "--name", place.name, *more]
+    def training(name: str, head: list[str], more: list[str]) -> Command:
+        def start(folder: Path) -> list[str]:
+            return [name, *head, "--runs", str(folder.parent), "--name", folder.name, *more]
 
-        return Work(
+        return Command(
             name,
             start,
-            lambda place: [name, "--resume", str(place)],
-            of_run,
+            lambda folder: [name, "--resume", str(folder)],
+            run_outcome,
             lambda p: (p / "run.json").exists(),
         )
 
-    def aligned(name: str, base: str, data: str, *more: str) -> Work:
+    def alignment(name: str, base: str, data: str, *more: str) -> Command:
         head = [str(work / base), "--data", str(work / data)]
         common = [
             "--data.path",
@@ -403,43 +417,45 @@ def make_works(work: Path) -> dict[str, Work]:
             "--compute.device",
             "cpu",
         ]
-        return run(name, head, [*common, "--checkpoint.every", "4 steps", "--evaluate.every", "none", *more])
+        return training(
+            name, head, [*common, "--checkpoint.every", "4 steps", "--evaluate.every", "none", *more]
+        )
 
-    def study(place: Path) -> list[str]:
+    def study(folder: Path) -> list[str]:
         data = ["--data.path", str(work / "data")]
-        return ["study", str(work / "study.toml"), "--out", str(place), *data]
+        return ["study", str(work / "study.toml"), "--out", str(folder), *data]
 
-    def go(place: Path) -> list[str]:
+    def go(folder: Path) -> list[str]:
         where = [
             "--preset",
             str(work / "tiny.toml"),
             "--data",
             str(work / "data"),
             "--runs",
-            str(place.parent),
+            str(folder.parent),
         ]
-        return ["go", "--hours", "0.006", "--name", place.name, "--yes", *where]
+        return ["go", "--hours", "0.006", "--name", folder.name, "--yes", *where]
 
-    def data(place: Path) -> list[str]:
-        source = ["data", "prepare", str(work / "text.jsonl"), "--out", str(place)]
+    def data(folder: Path) -> list[str]:
+        source = ["data", "prepare", str(work / "text.jsonl"), "--out", str(folder)]
         return [*source, "--vocab-size", "300", "--workers", "1"]
 
     prepared = ["--data.path", str(work / "data")]
     return {
-        "train": run("train", [str(work / "tiny.toml")], [*prepared, "--schedule.steps", "60"]),
-        "sft": aligned("sft", "train-reference", "chats.jsonl", "--schedule.steps", "30", "--batch.tokens", "512"),
-        "dpo": aligned("dpo", "sft-reference", "pairs.jsonl", "--schedule.steps", "20", "--batch.tokens", "1024"),
-        "grpo": aligned(
+        "train": training("train", [str(work / "tiny.toml")], [*prepared, "--schedule.steps", "60"]),
+        "sft": alignment("sft", "train-reference", "chats.jsonl", "--schedule.steps", "30", "--batch.tokens", "512"),
+        "dpo": alignment("dpo", "sft-reference", "pairs.jsonl", "--schedule.steps", "20", "--batch.tokens", "1024"),
+        "grpo": alignment(
             "grpo", "sft-reference", "questions.jsonl", "--schedule.steps", "10", "--questions", "4",
             "--align.group", "4", "--align.answer_tokens", "4", "--align.steps_per_rollout", "2",
         ),
-        "data": Work("data", data, data, of_data, lambda p: True, checkpoints=False),
-        "study": Work(
-            "study", study, lambda p: ["study", str(p), "--resume"], of_study,
+        "data": Command("data", data, data, data_outcome, lambda p: True, checkpoints=False),
+        "study": Command(
+            "study", study, lambda p: ["study", str(p), "--resume"], study_outcome,
             lambda p: (p / "study.json").exists(), checkpoints=False,
         ),
-        "go": Work(
-            "go", go, lambda p: ["go", "--resume", str(p), "--yes"], of_go, lambda p: (p / "go.json").exists()
+        "go": Command(
+            "go", go, lambda p: ["go", "--resume", str(p), "--yes"], go_outcome, lambda p: (p / "go.json").exists()
         ),
     }  # fmt: skip
 
@@ -448,7 +464,7 @@ def _jsonl(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def bench(
+def run_benchmark(
     work: Path,
     seed: int,
     kills: int,
@@ -456,52 +472,56 @@ def bench(
     save: Callable[[dict[str, Any]], object],
     writes: float = 0.5,
 ) -> dict[str, Any]:
-    """Run the references and the kills, and return the result. `save` gets the partial result after every trial."""
+    """Run every command without kills, then with kills, and return the result; `save` gets it after every trial."""
     os.environ.update({"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"})
-    works, found = make_works(work), Bench(work, seed, writes)
-    chosen = [name for name in works if name in only]
+    commands, runner = make_commands(work), Runner(work, seed, writes)
+    chosen = [name for name in commands if name in only]
     total = sum(SHARES[name] for name in chosen)
-    needed = {"data"} | set(chosen) | ({"train"} if {"sft", "dpo", "grpo"} & set(chosen) else set())
-    needed |= {"sft"} if {"dpo", "grpo"} & set(chosen) else set()
-    found.run(works["data"].start(work / "data"))
+    # Alignment starts from the model of an earlier command.
+    needed = {"data", *chosen}
+    if needed & {"dpo", "grpo"}:
+        needed.add("sft")
+    if "sft" in needed:
+        needed.add("train")
+    runner.run(commands["data"].start(work / "data"))
     references: dict[str, tuple[Any, float, dict[str, int]]] = {}
-    for name in works:
+    for name in commands:
         if name in needed:
-            place = work / f"{name}-reference"
-            seconds, counts = found.run(works[name].start(place))
-            references[name] = (works[name].outcome(place), seconds, counts)
+            folder = work / f"{name}-reference"
+            seconds, counts = runner.run(commands[name].start(folder))
+            references[name] = (commands[name].outcome(folder), seconds, counts)
             print(f"{name} without kills: {seconds:.1f} s, {counts}", flush=True)
-    left = {name: round(kills * SHARES[name] / total) for name in chosen}
-    left[chosen[0]] += kills - sum(left.values())
-    while any(left.values()):  # round-robin, so that a benchmark that is cut short has killed all of them
+    kills_left = {name: round(kills * SHARES[name] / total) for name in chosen}
+    kills_left[chosen[0]] += kills - sum(kills_left.values())
+    while any(kills_left.values()):  # in turn, so that an interrupted benchmark has killed every command
         for name in chosen:
-            if left[name] > 0:
-                planned = min(left[name], found.rng.randint(2, 5))
-                left[name] -= found.trial(works[name], *references[name], planned)
-                save(as_json(found, seed, chosen, references))
-    return as_json(found, seed, chosen, references)
+            if kills_left[name] > 0:
+                planned = min(kills_left[name], runner.rng.randint(2, 5))
+                kills_left[name] -= runner.run_trial(commands[name], *references[name], planned)
+                save(as_json(runner, seed, chosen, references))
+    return as_json(runner, seed, chosen, references)
 
 
 def as_json(
-    found: Bench, seed: int, chosen: Sequence[str], references: dict[str, tuple[Any, float, dict[str, int]]]
+    runner: Runner, seed: int, chosen: Sequence[str], references: dict[str, tuple[Any, float, dict[str, int]]]
 ) -> dict[str, Any]:
     return {
         "seed": seed,
-        "kills": len(found.kills),
-        "during_writes": sum(kill.during_write for kill in found.kills),
-        "lost_or_different": sum(bool(trial.problems) for trial in found.trials),
+        "kills": len(runner.kills),
+        "during_writes": sum(kill.during_write for kill in runner.kills),
+        "lost_or_different": sum(bool(trial.problems) for trial in runner.trials),
         "by_command": {
             name: {
-                "kills": sum(k.command == name for k in found.kills),
-                "during_writes": sum(k.command == name and k.during_write for k in found.kills),
-                "trials": sum(t.command == name for t in found.trials),
+                "kills": sum(k.command == name for k in runner.kills),
+                "during_writes": sum(k.command == name and k.during_write for k in runner.kills),
+                "trials": sum(t.command == name for t in runner.trials),
                 "seconds_without_kills": round(references[name][1], 2),
                 "kill_points_without_kills": references[name][2],
             }
             for name in chosen
         },
-        "each_kill": [asdict(kill) | {"during_write": kill.during_write} for kill in found.kills],
-        "each_trial": [asdict(trial) for trial in found.trials],
+        "each_kill": [asdict(kill) | {"during_write": kill.during_write} for kill in runner.kills],
+        "each_trial": [asdict(trial) for trial in runner.trials],
     }
 
 
@@ -526,9 +546,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             options.out.parent.mkdir(parents=True, exist_ok=True)
             options.out.write_text(json.dumps(result, indent=1).replace(str(work.resolve()), "WORK") + "\n")
 
-    result = bench(work.resolve(), options.seed, options.kills, options.only, save, options.writes)
-    kept = {key: result[key] for key in ("kills", "during_writes", "lost_or_different", "by_command")}
-    print(json.dumps(kept, indent=1))
+    result = run_benchmark(work.resolve(), options.seed, options.kills, options.only, save, options.writes)
+    summary = {key: result[key] for key in ("kills", "during_writes", "lost_or_different", "by_command")}
+    print(json.dumps(summary, indent=1))
     if not result["lost_or_different"] and options.work is None:
         shutil.rmtree(work)
     return 1 if result["lost_or_different"] else 0

@@ -1,4 +1,4 @@
-"""Loss parity of precision recipes: the same run in several formats, and the gap of each to BF16.
+"""Loss parity of precision recipes: the same run with several recipes, and the gap of each to BF16.
 
     python -m benchmarks.parity run --data DIR --out OUT [--arms bf16,fp8-delayed,...] [--tokens 105M] [--preset 124m]
         [--gpus all|0,1|cpu] [--seeds 1,2] [--limit-seconds 560] [--runs DIR] [--batch.tokens 131072 ...]
@@ -31,13 +31,13 @@ BEGIN, END = "<!-- parity:begin -->", "<!-- parity:end -->"
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of both commands."""
-    whole = argparse.ArgumentParser(
+    main_parser = argparse.ArgumentParser(
         prog="python -m benchmarks.parity",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    commands = whole.add_subparsers(dest="command", required=True)
+    commands = main_parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="train the arms", allow_abbrev=False)
     run.add_argument("--data", type=Path, required=True, help="a prepared dataset")
     run.add_argument("--out", type=Path, required=True, help="folder for parity.jsonl and metrics.zip")
@@ -57,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
     report.add_argument("--reference", default="bf16", help="the arm that gaps are relative to")
     report.add_argument("--plots", type=Path, help="folder of the PNG files; default: the first FOLDER")
     report.add_argument("--document", type=Path, help="Markdown file with the two marker lines")
-    return whole
+    return main_parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -77,12 +77,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(options: argparse.Namespace, rest: Sequence[str], began: float) -> int:
     """Train all arms. Print a line for each one that ends, then the table. Raises UsageError."""
-    keys = parity_jobs.pairs(rest)
-    seeds = [parity_jobs.whole(seed, "--seeds") for seed in options.seeds.split(",")]
+    keys = parity_jobs.parse_keys(rest)
+    seeds = [parity_jobs.parse_integer(seed, "--seeds") for seed in options.seeds.split(",")]
     jobs = parity_jobs.jobs(options.preset, options.arms, seeds, options.tokens, options.data, keys)
     slots = parity_jobs.slots(options.gpus)
     deadline = None if options.limit_seconds is None else began + options.limit_seconds
-    rows = parity_run.carry_out(jobs, slots, options.out, options.runs, deadline)
+    rows = parity_run.run_jobs(jobs, slots, options.out, options.runs, deadline)
     reference = "bf16" if any(row["arm"] == "bf16" for row in rows) else jobs[0].arm
     arms = parity_results.averages(rows, reference)
     print("\n" + parity_results.table(arms) + "\n\n" + parity_results.notes(rows, arms, reference))
@@ -111,10 +111,10 @@ def insert(document: Path, text: str) -> None:
     """Put `text` between the marker lines of the document. Raises UsageError if they are missing."""
     if not document.is_file():
         raise UsageError(f"{document}: there is no such file")
-    whole = document.read_text(encoding="utf-8")
-    if whole.count(BEGIN) != 1 or whole.count(END) != 1 or whole.index(END) < whole.index(BEGIN):
+    old = document.read_text(encoding="utf-8")
+    if old.count(BEGIN) != 1 or old.count(END) != 1 or old.index(END) < old.index(BEGIN):
         raise UsageError(f"{document}: needs one line {BEGIN} and, below it, one line {END}")
-    head, _, tail = whole.partition(BEGIN)
+    head, _, tail = old.partition(BEGIN)
     tail = tail.partition(END)[2]
     document.write_text(f"{head}{BEGIN}\n{text}\n{END}{tail}", encoding="utf-8")
 

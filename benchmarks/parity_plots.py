@@ -1,4 +1,4 @@
-"""Plots of the parity benchmark that are readable in black and white: dashes, markers and labels at the line ends."""
+"""Plots of the parity benchmark, readable in black and white: lines differ in dashes, markers and end labels."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,8 +14,8 @@ from deskside.utils.errors import UsageError
 WIDTH, HEIGHT, DPI = 8.0, 4.6, 150  # inches, inches, dots per inch
 SHADES = ("#000000", "#4a4a4a", "#787878")
 DASHES = ("-", (0, (6, 2)), (0, (2, 1.5)), (0, (7, 2, 1.5, 2)))
-MARKERS, IN_TEXT = "os^Dv<>PX*", "●■▲◆▼◀▶✚✖★"
-TARGETS = (0.3, 1.0)  # percent: the largest acceptable gap of FP8 and of the best NVFP4
+MARKERS, LABEL_MARKERS = "os^Dv<>PX*", "●■▲◆▼◀▶✚✖★"
+TARGETS = (0.3, 1.0)  # largest acceptable gaps of FP8 and of the best NVFP4, in percent
 LABEL_GAP = 0.055  # minimum distance between labels, as a share of the height
 
 Line = tuple[str, list[tuple[float, float]]]
@@ -92,7 +92,7 @@ def _lines(axes: Axes, lines: Sequence[Line], styles: dict[str, int], bounds: tu
     heights = apart([(y - low) / (high - low) for y, _, _ in ends], LABEL_GAP)
     for (y, x, name), height in zip(ends, heights, strict=True):
         axes.annotate(
-            f"{IN_TEXT[styles[name] % len(MARKERS)]} {name}",
+            f"{LABEL_MARKERS[styles[name] % len(MARKERS)]} {name}",
             (x, y),
             xytext=(1.04, height),
             textcoords="axes fraction",
@@ -105,32 +105,33 @@ def _lines(axes: Axes, lines: Sequence[Line], styles: dict[str, int], bounds: tu
 
 def apart(heights: Sequence[float], gap: float) -> list[float]:
     """Move ascending heights (0 to 1) as little as needed to be `gap` apart. The highest is at most 1 if they fit."""
-    found: list[float] = []
+    moved: list[float] = []
     for height in heights:
-        found.append(max(height, found[-1] + gap) if found else height)
+        moved.append(max(height, moved[-1] + gap) if moved else height)
     ceiling = 1.0
-    for number in reversed(range(len(found))):
-        found[number] = min(found[number], ceiling)
-        ceiling = found[number] - gap
-    return found
+    for number in reversed(range(len(moved))):
+        moved[number] = min(moved[number], ceiling)
+        ceiling = moved[number] - gap
+    return moved
 
 
 def _zoom(lines: Sequence[Line]) -> tuple[float, float]:
-    """Return axis limits from below all curves to their value after a sixth of the run; the first drop is cut off."""
+    """Return axis limits that contain all curves after the first sixth of the run, whose steep drop is cut off."""
     last = max(points[-1][0] for _, points in lines)
-    late = [y for _, points in lines for x, y in points if x >= last / 6]
-    values = late or [y for _, points in lines for _, y in points]
+    late_values = [y for _, points in lines for x, y in points if x >= last / 6]
+    values = late_values or [y for _, points in lines for _, y in points]
     return _padded(min(values), max(values))
 
 
 def _bounds(lines: Sequence[Line]) -> tuple[float, float]:
+    """Return axis limits that also contain zero and the targets."""
     low, high = _zoom(lines)
     return min(low, -0.1), max(high, TARGETS[1] + 0.1)
 
 
 def _padded(low: float, high: float) -> tuple[float, float]:
-    room = 0.06 * (high - low) or 0.01 * abs(high) or 0.01
-    return low - room, high + room
+    margin = 0.06 * (high - low) or 0.01 * abs(high) or 0.01
+    return low - margin, high + margin
 
 
 def _save(canvas: Figure, path: Path) -> Path:

@@ -1,8 +1,8 @@
 """Results of the parity benchmark: rows merged over folders and seeds, gaps to a reference arm, the Markdown table.
 
-A gap is (the arm's number / the reference's number with the same seed) - 1. Both runs have the same initial weights and
-the same data order, so the gap does not contain the variation between seeds. Nats per token and bits per byte differ by
-a constant factor on one text, so their gaps are equal.
+A gap is the arm's loss / the reference's loss with the same seed - 1. Both runs have the same initial weights and the
+same data order, so the gap does not contain the variation between seeds. On the same text, nats per token and bits per
+byte differ by a constant factor, so their gaps are equal.
 """
 
 import json
@@ -19,7 +19,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Arm:
-    """An arm over its seeds. gaps, train_gaps: in percent, one for each seed that the reference has too.
+    """An arm with the runs of all its seeds. gaps, train_gaps: in percent, for each seed that the reference has too.
 
     curve: [(tokens, mean bits per byte)]; gap_curve: [(tokens, mean gap in percent)]. spread: the range of the results
     over the seeds in percent of their mean; None with one seed.
@@ -43,26 +43,23 @@ class Arm:
 
 
 def read(folders: Sequence[Path]) -> list[Row]:
-    """Return the rows of all folders. Of repeated runs of an arm and seed, the last finished one counts.
+    """Return the rows of all folders, of repeated runs of an arm and seed the last finished one.
 
     Raises UsageError for a folder without results and for runs that cannot be compared.
     """
-    found: dict[tuple[str, int], Row] = {}
+    by_run: dict[tuple[str, int], Row] = {}
     for folder in folders:
         path = folder / "parity.jsonl"
         if not path.is_file():
-            raise UsageError(
-                f"{folder}: holds no parity.jsonl; make one with: python -m benchmarks.parity run"
-            )
+            raise UsageError(f"{folder}: has no parity.jsonl; make one with: python -m benchmarks.parity run")
         for line in path.read_text(encoding="utf-8").splitlines():
             row = json.loads(line)
             key = (row["arm"], row["seed"])
-            if key not in found or row["status"] == "finished" or found[key]["status"] != "finished":
-                found[key] = row
-    rows = list(found.values())
-    trained = [
-        row for row in rows if row["setting"]["data"] is not None
-    ]  # other runs failed before they had data
+            if key not in by_run or row["status"] == "finished" or by_run[key]["status"] != "finished":
+                by_run[key] = row
+    rows = list(by_run.values())
+    # Other runs failed before they opened the data.
+    trained = [row for row in rows if row["setting"]["data"] is not None]
     for row in trained[1:]:
         for key, value in trained[0]["setting"].items():
             if row["setting"][key] != value:
@@ -74,23 +71,23 @@ def read(folders: Sequence[Path]) -> list[Row]:
 
 
 def averages(rows: Sequence[Row], reference: str) -> list[Arm]:
-    """Return every arm in the order of its first row, with its gaps to `reference` for the seeds that both have."""
-    of_reference = {row["seed"]: row for row in rows if row["arm"] == reference}
+    """Return the arms in the order of their first rows, with gaps to `reference` for the seeds that both have."""
+    reference_rows = {row["seed"]: row for row in rows if row["arm"] == reference}
     arms = []
     for name in dict.fromkeys(row["arm"] for row in rows):
-        own = [row for row in rows if row["arm"] == name]
-        both = [(row, of_reference[row["seed"]]) for row in own if row["seed"] in of_reference]
+        arm_rows = [row for row in rows if row["arm"] == name]
+        pairs = [(row, reference_rows[row["seed"]]) for row in arm_rows if row["seed"] in reference_rows]
         if name == reference:
-            both = []
-        done = [(a, b) for a, b in both if a["status"] == b["status"] == "finished"]
+            pairs = []
+        finished = [(a, b) for a, b in pairs if a["status"] == b["status"] == "finished"]
         arms.append(
             Arm(
                 name,
-                own,
-                gaps=[_percent(a["val_bpb"], b["val_bpb"]) for a, b in done],
-                train_gaps=[_percent(a["train_loss_end"], b["train_loss_end"]) for a, b in done],
-                curve=_mean_curve([dict(row["curve"]) for row in own]),
-                gap_curve=_mean_curve([_gap_curve(dict(a["curve"]), dict(b["curve"])) for a, b in both]),
+                arm_rows,
+                gaps=[_percent(a["val_bpb"], b["val_bpb"]) for a, b in finished],
+                train_gaps=[_percent(a["train_loss_end"], b["train_loss_end"]) for a, b in finished],
+                curve=_mean_curve([dict(row["curve"]) for row in arm_rows]),
+                gap_curve=_mean_curve([_gap_curve(dict(a["curve"]), dict(b["curve"])) for a, b in pairs]),
             )
         )
     return arms
@@ -106,16 +103,17 @@ def table(arms: Sequence[Arm]) -> str:
     for arm in arms:
         if arm.finished:
             row = arm.finished[0]
+            bf16_blocks = ""
+            if row["native"] is not None:
+                bf16_blocks = "{} first, {} last of {}".format(*row["kept"], row["layers"])
             cells = [
                 f"`{arm.name}`" + (f", {len(arm.finished)} seeds" if len(arm.finished) > 1 else ""),
                 {None: "", True: "native", False: "emulated"}[row["native"]],
-                ""
-                if row["native"] is None
-                else "{} first, {} last of {}".format(*row["kept"], row["layers"]),
-                _range(arm, "tokens_per_second", ",.0f"),
-                _range(arm, "peak_memory_gib", ".1f"),
-                _range(arm, "val_loss", ".4f"),
-                _range(arm, "val_bpb", ".4f"),
+                bf16_blocks,
+                _mean_and_range(arm, "tokens_per_second", ",.0f"),
+                _mean_and_range(arm, "peak_memory_gib", ".1f"),
+                _mean_and_range(arm, "val_loss", ".4f"),
+                _mean_and_range(arm, "val_bpb", ".4f"),
                 _signed(arm.gaps),
                 _signed(arm.train_gaps),
             ]
@@ -124,14 +122,16 @@ def table(arms: Sequence[Arm]) -> str:
 
 
 def notes(rows: Sequence[Row], arms: Sequence[Arm], reference: str) -> str:
-    """Return the conditions of the table and the runs that are missing in it."""
-    said = []
-    done = [row for row in rows if row["status"] == "finished"]
-    if done:
-        setting, first = done[0]["setting"], done[0]
-        machines = sorted({f"{row['machine']['device']}, torch {row['machine']['torch']}" for row in done})
+    """Return the conditions of the runs in the table, and a line for each run that is missing in it."""
+    lines = []
+    finished = [row for row in rows if row["status"] == "finished"]
+    if finished:
+        setting, first = finished[0]["setting"], finished[0]
+        machines = sorted(
+            {f"{row['machine']['device']}, torch {row['machine']['torch']}" for row in finished}
+        )
         options = "".join(f" --{key} {value}" for key, value in setting["keys"].items())
-        said.append(
+        lines.append(
             f"`{setting['preset']}`{options}, {first['tokens']:,} tokens "
             f"({first['tokens'] / setting['train_tokens']:.2f} passes over the training text) "
             f"in {setting['steps']:,} steps of {setting['tokens_per_step']:,.0f}, "
@@ -143,20 +143,20 @@ def notes(rows: Sequence[Row], arms: Sequence[Arm], reference: str) -> str:
         )
     for arm in arms:
         if arm.name == reference and arm.spread is not None:
-            said.append(
+            lines.append(
                 f"Seeds {', '.join(str(row['seed']) for row in arm.finished)} of `{reference}` lie "
                 f"{arm.spread:.2f} % apart."
             )
     for row in rows:
         if row["status"] == "failed":
-            said.append(f"`{row['arm']}`, seed {row['seed']}: failed: {row['error']}")
+            lines.append(f"`{row['arm']}`, seed {row['seed']}: failed: {row['error']}")
         elif row["status"] == "stopped":
-            said.append(
+            lines.append(
                 f"`{row['arm']}`, seed {row['seed']}: stopped by the limit at {row['tokens']:,} tokens."
             )
         if row["skipped_steps"]:
-            said.append(f"`{row['arm']}`, seed {row['seed']}: {row['skipped_steps']} steps were skipped.")
-    return "\n".join(said)
+            lines.append(f"`{row['arm']}`, seed {row['seed']}: {row['skipped_steps']} steps were skipped.")
+    return "\n".join(lines)
 
 
 def _percent(value: float, base: float) -> float:
@@ -168,7 +168,7 @@ def _gap_curve(curve: dict[float, float], base: dict[float, float]) -> dict[floa
 
 
 def _mean_curve(curves: Sequence[dict[float, float]]) -> list[tuple[float, float]]:
-    """Average the complete curves over their common points. Curves of runs that ended early are left out."""
+    """Return the mean of the complete curves at their common points. Curves of runs that ended early are left out."""
     curves = [curve for curve in curves if curve]
     if not curves:
         return []
@@ -178,13 +178,15 @@ def _mean_curve(curves: Sequence[dict[float, float]]) -> list[tuple[float, float
     return [(tokens, statistics.fmean(curve[tokens] for curve in curves)) for tokens in shared]
 
 
-def _range(arm: Arm, key: str, form: str) -> str:
-    """Return the mean, and the range if there are several seeds."""
+def _mean_and_range(arm: Arm, key: str, number_format: str) -> str:
+    """Return the mean over the finished runs, and the range if there are several."""
     values = [row[key] for row in arm.finished if row[key] is not None]
     if not values:
         return ""
-    text = format(statistics.fmean(values), form)
-    return text if len(values) < 2 else f"{text} ({min(values):{form}} to {max(values):{form}})"
+    text = format(statistics.fmean(values), number_format)
+    if len(values) < 2:
+        return text
+    return f"{text} ({min(values):{number_format}} to {max(values):{number_format}})"
 
 
 def _signed(gaps: Sequence[float]) -> str:

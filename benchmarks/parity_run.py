@@ -1,7 +1,7 @@
 """Processes of the parity benchmark: one ordinary training run per arm, distributed over the GPUs of the machine.
 
-A failed arm is a row with its last error line, and the others continue. Each run leads its own session, so that its
-compile workers and loaders end with it, even when the time limit or Ctrl-C ends it.
+A failed arm becomes a row with its last error line, and the others continue. Each run has its own session, so that its
+compile workers and data loaders can be ended with it, also at the time limit and on Ctrl-C.
 """
 
 import contextlib
@@ -25,15 +25,15 @@ from benchmarks.parity_jobs import Job
 from deskside.utils.child_process import cpu_cores
 from deskside.utils.errors import UsageError
 
-END_SHARE = 0.1  # share of the steps, at the end, over which the training loss is averaged
-STAGGER_SECONDS = 1.0
+END_SHARE = 0.1  # the final training loss is the mean over this last share of the steps
+STAGGER_SECONDS = 1.0  # between the starts of two runs
 GRACE_SECONDS = 8.0  # seconds between SIGTERM, on which a run saves a checkpoint, and SIGKILL
 POLL_SECONDS = 0.1
 
 
 @dataclass
 class Running:
-    """A running job on a slot, with its log."""
+    """A job that runs on a slot (a value of CUDA_VISIBLE_DEVICES), with its folder and log."""
 
     job: Job
     slot: str
@@ -41,10 +41,10 @@ class Running:
     folder: Path
     log: Path
     began: float
-    stopped: bool = False
+    stopped: bool = False  # by the time limit
 
 
-def carry_out(
+def run_jobs(
     jobs: Sequence[Job], slots: Sequence[str], out: Path, runs: Path | None, deadline: float | None
 ) -> list[dict[str, Any]]:
     """Run all jobs, each on the first free slot, until `deadline` (time.monotonic). Return their rows.
@@ -54,8 +54,8 @@ def carry_out(
     """
     rows: list[dict[str, Any]] = []
     waiting, running = list(jobs), list[Running]()
-    with _folder(runs) as base, _ended(running):
-        _refuse_old(jobs, out, base)
+    with _run_folder(runs) as base, _ending(running):
+        _check_unused(jobs, out, base)
         out.mkdir(parents=True, exist_ok=True)
         last_start = -math.inf
         while waiting or running:
@@ -63,13 +63,13 @@ def carry_out(
             if deadline is not None and now >= deadline - GRACE_SECONDS:
                 waiting.clear()
                 _stop(running, deadline)
-            for one in [r for r in running if r.process.poll() is not None]:
-                running.remove(one)
-                row = _row(one)
+            for run in [r for r in running if r.process.poll() is not None]:
+                running.remove(run)
+                row = _result_row(run)
                 rows.append(row)
-                _record(row, one, out)
+                _record(row, run, out)
                 if runs is None:
-                    shutil.rmtree(one.folder, ignore_errors=True)
+                    shutil.rmtree(run.folder, ignore_errors=True)
             free = [slot for slot in slots if slot not in {r.slot for r in running}]
             if waiting and free and now - last_start >= STAGGER_SECONDS:
                 running.append(_start(waiting.pop(0), free[0], base, len(slots)))
@@ -79,15 +79,15 @@ def carry_out(
     return sorted(rows, key=lambda row: order[row["label"]])
 
 
-def _refuse_old(jobs: Sequence[Job], out: Path, base: Path) -> None:
-    taken = [base / job.label for job in jobs if (base / job.label).exists()]
-    for path in [out / "parity.jsonl", out / "metrics.zip", *taken]:
+def _check_unused(jobs: Sequence[Job], out: Path, base: Path) -> None:
+    existing = [base / job.label for job in jobs if (base / job.label).exists()]
+    for path in [out / "parity.jsonl", out / "metrics.zip", *existing]:
         if path.exists():
             raise UsageError(f"{path} exists; choose another folder")
 
 
 def _start(job: Job, slot: str, base: Path, slots: int) -> Running:
-    """Start a run. With an empty slot it sees no GPU."""
+    """Start a run. With an empty slot it uses the CPU."""
     log = base / f"{job.label}.log"
     threads = max(1, cpu_cores() // slots)
     threads = min(threads, 8, int(os.environ.get("OMP_NUM_THREADS", "8").split(",")[0] or 8))
@@ -113,15 +113,15 @@ def _start(job: Job, slot: str, base: Path, slots: int) -> Running:
 
 
 def _stop(running: list[Running], deadline: float) -> None:
-    """Ask every run to save and end. Kill those that still run at the deadline."""
+    """Ask every run to save and end; kill those that still run a second before the deadline."""
     late = time.monotonic() >= deadline - 1.0
-    for one in running:
+    for run in running:
         if late:
-            _kill(one.process)
-        elif not one.stopped:
+            _kill(run.process)
+        elif not run.stopped:
             with contextlib.suppress(ProcessLookupError):  # it has just ended
-                one.process.terminate()
-        one.stopped = True
+                run.process.terminate()
+        run.stopped = True
 
 
 def _kill(process: "subprocess.Popen[bytes]") -> None:
@@ -131,8 +131,8 @@ def _kill(process: "subprocess.Popen[bytes]") -> None:
 
 
 @contextlib.contextmanager
-def _folder(runs: Path | None) -> Iterator[Path]:
-    """Yield the folder for runs: the given one, or a temporary one, because the checkpoint of a run takes gigabytes."""
+def _run_folder(runs: Path | None) -> Iterator[Path]:
+    """Yield the folder of the runs: the given one, or a temporary one, since a run's checkpoint takes gigabytes."""
     if runs is not None:
         runs.mkdir(parents=True, exist_ok=True)
         yield runs
@@ -142,8 +142,8 @@ def _folder(runs: Path | None) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _ended(running: list[Running]) -> Iterator[None]:
-    """End the runs on any exit, SIGTERM included."""
+def _ending(running: list[Running]) -> Iterator[None]:
+    """End the runs on any exit from the context, including SIGTERM."""
 
     def leave(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
@@ -152,24 +152,25 @@ def _ended(running: list[Running]) -> Iterator[None]:
     try:
         yield
     finally:
-        for one in running:
-            _kill(one.process)
+        for run in running:
+            _kill(run.process)
         signal.signal(signal.SIGTERM, previous)
 
 
-def _row(one: Running) -> dict[str, Any]:
-    """Return a finished run as a line of parity.jsonl."""
-    job = one.job
-    with contextlib.suppress(ProcessLookupError):  # workers that are still alive
-        os.killpg(one.process.pid, signal.SIGKILL)
-    plan, summary, machine = (_json(one.folder / f"{n}.json") for n in ("plan", "summary", "environment"))
-    metrics = _metrics(one.folder)
-    status = "finished" if one.process.returncode == 0 and summary else "stopped" if one.stopped else "failed"
+def _result_row(run: Running) -> dict[str, Any]:
+    """Return the line of parity.jsonl for a run that has ended."""
+    job = run.job
+    with contextlib.suppress(ProcessLookupError):  # kill workers that are still alive
+        os.killpg(run.process.pid, signal.SIGKILL)
+    plan, summary, machine = (_json(run.folder / f"{n}.json") for n in ("plan", "summary", "environment"))
+    metrics = _metrics(run.folder)
+    status = "finished" if run.process.returncode == 0 and summary else "stopped" if run.stopped else "failed"
     layers = job.config.model.num_hidden_layers
     quantized = job.config.precision.quantized
-    kept = job.config.precision.recipe().kept_blocks(layers) if quantized else (layers, 0)
+    # Blocks that stay in BF16: the first ones and the last ones.
+    bf16_blocks = job.config.precision.recipe().kept_blocks(layers) if quantized else (layers, 0)
     losses = [row["loss"] for row in metrics if not row["skipped"]]
-    end = losses[-max(1, round(len(losses) * END_SHARE)) :] if status == "finished" else []
+    end_losses = losses[-max(1, round(len(losses) * END_SHARE)) :] if status == "finished" else []
     curve = [[row["tokens"], row["val_bpb"]] for row in metrics if row.get("val_bpb") is not None]
     if status == "finished":
         curve.append([summary["tokens"], summary["val_bpb"]])
@@ -178,20 +179,20 @@ def _row(one: Running) -> dict[str, Any]:
         "seed": job.seed,
         "label": job.label,
         "status": status,
-        "error": _error(one.log, one.process.returncode) if status == "failed" else "",
+        "error": _error(run.log, run.process.returncode) if status == "failed" else "",
         "native": plan.get("precision", {}).get("native") if quantized else None,
         "layers": layers,
-        "kept": list(kept),
+        "kept": list(bf16_blocks),
         "val_loss": summary.get("val_loss"),
         "val_bpb": summary.get("val_bpb"),
         "val_tokens": summary.get("val_tokens"),
-        "train_loss_end": statistics.fmean(end) if end else None,
+        "train_loss_end": statistics.fmean(end_losses) if end_losses else None,
         "tokens": summary.get("tokens", metrics[-1]["tokens"] if metrics else 0),
         "steps": summary.get("steps", len(metrics)),
         "skipped_steps": len(metrics) - len(losses),
         "tokens_per_second": summary.get("tokens_per_second"),
         "peak_memory_gib": summary.get("peak_memory_gib"),
-        "seconds": time.monotonic() - one.began,
+        "seconds": time.monotonic() - run.began,
         "curve": curve,
         "setting": {**job.setting, "data": plan.get("data")},
         "compile": plan.get("compile"),
@@ -204,14 +205,14 @@ def _row(one: Running) -> dict[str, Any]:
     }
 
 
-def _record(row: dict[str, Any], one: Running, out: Path) -> None:
+def _record(row: dict[str, Any], run: Running, out: Path) -> None:
     with (out / "parity.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
     with zipfile.ZipFile(out / "metrics.zip", "a", zipfile.ZIP_DEFLATED) as archive:
         for path, name in (
-            (one.folder / "metrics.jsonl", f"{row['label']}.jsonl"),
-            (one.folder / "plan.json", f"{row['label']}.plan.json"),
-            (one.log, f"{row['label']}.log"),
+            (run.folder / "metrics.jsonl", f"{row['label']}.jsonl"),
+            (run.folder / "plan.json", f"{row['label']}.plan.json"),
+            (run.log, f"{row['label']}.log"),
         ):
             if path.is_file():
                 archive.write(path, name)
@@ -228,16 +229,16 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _metrics(folder: Path) -> list[dict[str, Any]]:
-    """Return complete lines only; a killed run may leave a partial last line."""
+    """Return the rows of metrics.jsonl, without a partial last line, which a killed run may leave."""
     path = folder / "metrics.jsonl"
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 def _error(log: Path, code: int) -> str:
-    """Return the command's own error line, else the last line, else the exit status."""
+    """Return the signal that ended a run, or the error line of deskside, the last line, or the exit code."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    own = [line for line in lines if line.startswith("deskside: ") and "this is a bug" not in line]
+    own_errors = [line for line in lines if line.startswith("deskside: ") and "this is a bug" not in line]
     if code < 0:
         return f"ended by {signal.Signals(-code).name}" + (f" after: {lines[-1][:300]}" if lines else "")
-    return (own or lines or [f"exit code {code}"])[-1][:500]
+    return (own_errors or lines or [f"exit code {code}"])[-1][:500]

@@ -154,7 +154,7 @@ def run_deskside(arm: str, precision: dict[str, Any], options: argparse.Namespac
     result = step.run(step.specification(parsed, precision, config))
     row: Row = {"name": f"deskside {arm}", "status": result["status"], "error": result["error"]}
     if result["status"] != "ok":
-        return {**row, "stderr": result["stderr"] if step.unexpected(result) else ""}
+        return {**row, "stderr": result["stderr"] if step.should_show_stderr(result) else ""}
     value = result["value"]
     short = value["phases"]["short"]
     return {

@@ -27,11 +27,11 @@ from benchmarks.planner_compare import (
     DRAWN,
     SEED,
     configurations,
-    gave_constants,
+    is_fitting_row,
     label,
-    measured,
+    read_points,
     shape_of,
-    work_of,
+    step_spec_of,
 )
 from deskside.budget.operators import step_operators
 from deskside.measurements.identity import code_version, this_machine
@@ -39,26 +39,29 @@ from deskside.utils import child_process
 
 # The H200 that the constants were fitted on: published rate of a large matrix product, bandwidth of the data sheet.
 MATMUL_FLOPS, BANDWIDTH = 790e12, 4.8e12
-PULL = 0.03
-LIMIT_SECONDS = 200.0
+PULL = 0.03  # weight of the regularization
+LIMIT_SECONDS = 200.0  # per point
 
 
 def measure(seed: int, specs: list[dict[str, Any]], out: Path, limit: float) -> None:
-    """Run every point in its own process, on all GPUs in parallel, and append each result to `out` when it finishes."""
+    """Measure every point in its own process, on all GPUs in parallel, and append each result to `out`.
+
+    limit: seconds after which no further point starts.
+    """
     machine = this_machine().key()
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
-    every = ",".join(str(number) for number in range(len(listed.strip().splitlines())))
-    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", every).split(",")
-    work: queue.Queue[dict[str, Any]] = queue.Queue()
+    all_gpus = ",".join(str(number) for number in range(len(listed.strip().splitlines())))
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", all_gpus).split(",")
+    pending: queue.Queue[dict[str, Any]] = queue.Queue()
     for spec in specs:
-        work.put(spec)
+        pending.put(spec)
     lock, began = threading.Lock(), time.monotonic()
 
     def worker(gpu: str) -> None:
         environment = {"CUDA_VISIBLE_DEVICES": gpu, "TORCHINDUCTOR_COMPILE_THREADS": "8"}
         while time.monotonic() - began < limit:
             try:
-                spec = work.get_nowait()
+                spec = pending.get_nowait()
             except queue.Empty:
                 return
             if "card" in spec:
@@ -102,19 +105,20 @@ def fit(points: Path) -> None:
     Iteratively reweighted least squares of relative errors, with weights 1 / sqrt(error) so that outliers count less.
     A weak regularization towards the starting values decides where the data cannot separate two terms.
     """
-    rows = [row for row in measured([points]) if row["seed"] == SEED and row["status"] == "ok"]
+    rows = [row for row in read_points([points]) if row["seed"] == SEED and row["status"] == "ok"]
     names = list(START)
     table = np.array([[_features(row)[n] / _seconds(row) for n in names] for row in rows])
-    even = np.array([gave_constants(row) for row in rows])
-    for name, chosen in (("even half (ships)", even), ("odd half", ~even), ("all", even | ~even)):
+    even = np.array([is_fitting_row(row) for row in rows])
+    for name, chosen in (("even half (shipped)", even), ("odd half", ~even), ("all", even | ~even)):
         times = _solve(table[chosen], np.array(list(START.values())))
-        error = np.abs(table[~chosen] @ times - 1) if (~chosen).any() else np.abs(table @ times - 1)
+        tested = table[~chosen] if (~chosen).any() else table
+        error = np.abs(tested @ times - 1)
         print(
             f"{name}: left-out error median {np.median(error):.1%}, nine in ten within "
             f"{np.quantile(error, 0.9):.1%}"
         )
-        for term, time_ in zip(names, times, strict=True):
-            print(f"  {term:18} {time_ * 1e-6 if term == 'layer_seconds' else 1 / time_:.4g}")
+        for term, cost in zip(names, times, strict=True):
+            print(f"  {term:18} {cost * 1e-6 if term == 'layer_seconds' else 1 / cost:.4g}")
 
 
 # Starting value of each term: its cost in units of its floor (for `layer_seconds`: in microseconds).
@@ -138,18 +142,18 @@ def _solve(table: np.ndarray, start: np.ndarray) -> np.ndarray:
 
 def _features(row: dict[str, Any]) -> dict[str, float]:
     """Return the floor of every term in seconds: FLOPs / matmul rate, bytes / bandwidth of the data sheet."""
-    found = dict.fromkeys(START, 0.0)
-    for operator in step_operators(shape_of(row["spec"]), work_of(row["spec"], None, row["result"])):
+    floors = dict.fromkeys(START, 0.0)
+    for operator in step_operators(shape_of(row["spec"]), step_spec_of(row["spec"], None, row["result"])):
         group = operator.group
         if group == "layers":
-            found["layer_seconds"] += operator.amount * 1e-6
+            floors["layer_seconds"] += operator.amount * 1e-6
         elif group in ("matmul", "head", "optimizer_matmul"):
-            found[group] += operator.amount / MATMUL_FLOPS
+            floors[group] += operator.amount / MATMUL_FLOPS
         elif group == "attention":
-            found[f"attention_{operator.width}"] += operator.amount / MATMUL_FLOPS
+            floors[f"attention_{operator.width}"] += operator.amount / MATMUL_FLOPS
         else:
-            found["traffic" if group == "loss_traffic" else group] += operator.amount / BANDWIDTH
-    return found
+            floors["traffic" if group == "loss_traffic" else group] += operator.amount / BANDWIDTH
+    return floors
 
 
 def _seconds(row: dict[str, Any]) -> float:
@@ -158,13 +162,16 @@ def _seconds(row: dict[str, Any]) -> float:
 
 def report(points: list[Path], gpu: str, probes: Path | None, out: Path | None) -> None:
     """Print the accuracy of the planner and write the whole report to `out`."""
-    found = planner_compare.compare(points, gpu, probes)
+    comparison = planner_compare.compare(points, gpu, probes)
     lines = []
-    for what, target, errors in [*planner_compare.glance(found), *planner_published.glance()]:
+    for description, target, errors in [
+        *planner_compare.target_errors(comparison),
+        *planner_published.target_errors(),
+    ]:
         figures = [f"{value:.1%}" for value in (errors.nine_in_ten, errors.median, errors.worst)]
         lines.append(
             [
-                what,
+                description,
                 f"{target:.0%}",
                 str(len(errors)),
                 *figures,
@@ -180,8 +187,8 @@ def report(points: list[Path], gpu: str, probes: Path | None, out: Path | None) 
         "Worst",
         "Target",
     )
-    glance = planner_tables.table(headings, lines)
-    print("\n".join(glance))
+    overview = planner_tables.table(headings, lines)
+    print("\n".join(overview))
     if out is None:
         return
     command = "python -m benchmarks.planner_accuracy compare " + " ".join(map(str, points))
@@ -197,7 +204,7 @@ def report(points: list[Path], gpu: str, probes: Path | None, out: Path | None) 
         *planner_fit.section(),
         "## The step before 2026-11-21",
         "",
-        *glance,
+        *overview,
         "",
         *planner_tables.prose(
             f"Generated on {datetime.now(UTC).date()} by deskside {code_version()}. "
@@ -211,7 +218,7 @@ def report(points: list[Path], gpu: str, probes: Path | None, out: Path | None) 
             "the probe store with `deskside probe --minutes 3`.",
         ),
         "",
-        *planner_section.section(found),
+        *planner_section.section(comparison),
         "",
         *planner_published.section(),
     ]
@@ -232,7 +239,9 @@ def main() -> None:
     fitting.add_argument("points", type=Path)
     comparing = commands.add_parser("compare")
     comparing.add_argument("points", type=Path, nargs="+")
-    comparing.add_argument("--probes", type=Path, help="the store that `deskside probe` wrote on this card")
+    comparing.add_argument(
+        "--probes", type=Path, help="the probe store that `deskside probe` wrote for this card"
+    )
     comparing.add_argument("--gpu", default="h200")
     comparing.add_argument("--out", type=Path, help="without it, only the summary is printed")
     arguments = parser.parse_args()

@@ -4,9 +4,9 @@ The configurations are drawn with a fixed seed from a grid of shapes, sequence l
 levels of activation checkpointing, so that favorable ones cannot be selected. The constants of `budget/speed.py` were
 fitted to the even rows of the first seed; the odd rows, and all rows of other seeds, are held out to test them.
 
-There are three predictors of speed: the planner without a probe, the planner with one, and a formula with two
-constants that does not model deskside (fitted to 28 published runs of llmq, nanochat, llm.c and others). Memory has
-one predictor, because `budget/memory.py` is not calibrated.
+There are three predictors of speed: the planner without a probe, the planner with one, and a formula with two constants
+that does not model deskside (fitted to 28 published runs of llmq, nanochat, llm.c and others). There is one predictor
+of memory, because probes do not calibrate `budget/memory.py`.
 """
 
 import json
@@ -28,24 +28,24 @@ from deskside.plan.calibrate import Calibration, calibrate
 from deskside.utils.errors import UsageError
 
 SEED = 20261120
-# Draws that showed that a step can be limited by the host; the host's term in budget/speed.py was added after them.
-LOOKED_AT = (7, 8)
-DRAWN = 64
+# Seeds whose rows were examined before the host's term was added to budget/speed.py.
+EXAMINED_SEEDS = (7, 8)
+DRAWN = 64  # configurations per seed
 # (layers, hidden, head_dim, ffn): 50M to 3B parameters.
 SHAPES = (
     (8, 512, 64, 1408), (10, 640, 64, 1728), (12, 768, 128, 2048), (12, 896, 64, 2432), (16, 1024, 128, 2816),
     (24, 1024, 64, 2816), (20, 1280, 128, 3456), (36, 1280, 64, 3456), (24, 1536, 128, 4096), (24, 2048, 128, 5632),
     (48, 1536, 64, 4096), (32, 2560, 128, 6912), (26, 3072, 128, 8192),
 )  # fmt: skip
-GROUPS = (1, 2, 4)  # query heads per key-value head
-LENGTHS = (512, 1024, 2048, 4096, 8192)
+QUERY_GROUPS = (1, 2, 4)  # query heads per key-value head
+SEQUENCE_LENGTHS = (512, 1024, 2048, 4096, 8192)
 VOCABULARIES = (32768, 32768, 50304)
-MICRO = (8192, 16384, 32768, 65536)
-RUNGS = ("none", "none", "none", "attention", "mlp", "block")
+MICRO_TOKENS = (8192, 16384, 32768, 65536)
+CHECKPOINTING = ("none", "none", "none", "attention", "mlp", "block")
 ACTIVATION_LIMIT = 9e10  # approximate bytes above which a configuration is not drawn
 # Issue 3: nine in ten relative errors must be within these bounds.
-MEMORY, MEMORY_UNPROBED, SPEED, SPEED_UNPROBED = 0.05, 0.15, 0.10, 0.30
-FEWEST = 24  # configurations
+MEMORY_TARGET, MEMORY_TARGET_UNPROBED, SPEED_TARGET, SPEED_TARGET_UNPROBED = 0.05, 0.15, 0.10, 0.30
+MIN_CONFIGURATIONS = 24
 FIRST_DRAW = (
     "Rows of the first draw do not record their software. They were measured on 2026-11-20 on the machine of "
     "docs/log.md: NVIDIA H200, 700 W, driver 580.159, torch 2.11.0+cu130, Triton 3.6."
@@ -55,15 +55,16 @@ FIRST_DRAW = (
 def configurations(count: int, seed: int = SEED) -> list[dict[str, Any]]:
     """Return `count` different point specs, cycling through the shapes."""
     draw = random.Random(seed)
-    found: list[dict[str, Any]] = []
-    while len(found) < count:
-        layers, hidden, head_dim, ffn = SHAPES[len(found) % len(SHAPES)]
+    specs: list[dict[str, Any]] = []
+    while len(specs) < count:
+        layers, hidden, head_dim, ffn = SHAPES[len(specs) % len(SHAPES)]
         heads = hidden // head_dim
-        group = draw.choice([g for g in GROUPS if heads % g == 0])
-        length, rung, micro = draw.choice(LENGTHS), draw.choice(RUNGS), draw.choice(MICRO)
+        group = draw.choice([g for g in QUERY_GROUPS if heads % g == 0])
+        length = draw.choice(SEQUENCE_LENGTHS)
+        checkpointing, micro = draw.choice(CHECKPOINTING), draw.choice(MICRO_TOKENS)
         large = layers * hidden > 40_000
         # Without checkpointing a block keeps about 40 bytes per token and channel.
-        if rung == "none" and 40 * layers * hidden * micro > ACTIVATION_LIMIT:
+        if checkpointing == "none" and 40 * layers * hidden * micro > ACTIVATION_LIMIT:
             continue
         spec = {
             "model": {
@@ -81,14 +82,14 @@ def configurations(count: int, seed: int = SEED) -> list[dict[str, Any]]:
             "tokens": max(micro, 32768 if large else 65536) * draw.choice((1, 1, 2)),
             "micro_tokens": micro,
             "optimizer": draw.choice(("muon", "adamw")),
-            "activation_checkpointing": rung,
+            "activation_checkpointing": checkpointing,
         }
-        if spec not in found:
-            found.append(spec)
-    return found
+        if spec not in specs:
+            specs.append(spec)
+    return specs
 
 
-def measured(files: list[Path]) -> list[dict[str, Any]]:
+def read_points(files: list[Path]) -> list[dict[str, Any]]:
     """Return the points of all files in the order of their draw, each with its `seed` and its `index` in that draw.
 
     Raises ValueError for a row that is in no draw.
@@ -104,8 +105,8 @@ def measured(files: list[Path]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: (row["seed"] != SEED, row["seed"], row["index"]))
 
 
-def gave_constants(row: dict[str, Any]) -> bool:
-    """Return whether the constants of `budget/speed.py` were fitted to this row."""
+def is_fitting_row(row: dict[str, Any]) -> bool:
+    """Return True if the constants of `budget/speed.py` were fitted to this row."""
     return row["seed"] == SEED and row["index"] % 2 == 0
 
 
@@ -114,14 +115,13 @@ def shape_of(spec: dict[str, Any]) -> ModelConfig:
     return ModelConfig(**spec["model"])
 
 
-def work_of(
+def step_spec_of(
     spec: dict[str, Any], micro_tokens: int | None = None, result: Mapping[str, Any] | None = None
 ) -> StepSpec:
     """Return the optimizer step of a configuration.
 
-    micro_tokens: the fitted micro-batch, if the spec does not set it. result: the result of the measurement, which
-    records how the step was executed. The hand-written step keeps copies of weights; earlier draws were compiled by
-    torch.
+    micro_tokens: the fitted micro-batch, if the spec does not set it. result: of the measurement. It has the execution
+    mode: the hand-written step keeps copies of the weights between passes, the compiled step of earlier draws does not.
     """
     return StepSpec(
         spec["sequence_length"],
@@ -146,11 +146,12 @@ def label(spec: dict[str, Any]) -> str:
 
 
 @dataclass(frozen=True)
-class Compared:
+class ComparedRow:
     """A measured configuration with its predictions, in bytes and tokens per second.
 
-    unseen: the prediction without the host's term, which was added to the model after draws 7 and 8 had been examined;
-    after a probe if there is one.
+    allocated, reserved, used: predicted bytes, allocated and reserved by torch and in use on the device. unprobed,
+    probed, formula: predicted tokens per second. without_host_term: the speed without the host's term,
+    which was added to the model after draws 7 and 8 had been examined; after a probe if there is one.
     """
 
     row: Mapping[str, Any]
@@ -160,7 +161,7 @@ class Compared:
     used: int
     unprobed: float
     probed: float | None
-    unseen: float
+    without_host_term: float
     formula: float
 
     @property
@@ -191,15 +192,19 @@ class Compared:
         """True if an error exceeds the bound that issue 3 sets for nine in ten rows."""
         memory = abs(self.allocated / self.of("peak_allocated_bytes") - 1)
         probed = 0.0 if self.probed is None else abs(self.probed / self.speed - 1)
-        return memory > MEMORY or probed > SPEED or abs(self.unprobed / self.speed - 1) > SPEED_UNPROBED
+        return (
+            memory > MEMORY_TARGET
+            or probed > SPEED_TARGET
+            or abs(self.unprobed / self.speed - 1) > SPEED_TARGET_UNPROBED
+        )
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """All compared rows. left_out: the number of excluded rows for each reason."""
+    """All compared rows, with the planner's calibrations. left_out: the number of excluded rows for each reason."""
 
     gpu: Gpu
-    rows: list[Compared]
+    rows: list[ComparedRow]
     left_out: Counter[str]
     did_not_run: list[Mapping[str, Any]]
     unprobed: Calibration
@@ -207,11 +212,11 @@ class Comparison:
     probe_rows: list[Mapping[str, Any]]
 
     @property
-    def plain(self) -> list[Compared]:
+    def plain(self) -> list[ComparedRow]:
         """Rows without activation checkpointing."""
         return [c for c in self.rows if c.spec["activation_checkpointing"] == "none"]
 
-    def of_seed(self, seed: int) -> list[Compared]:
+    def of_seed(self, seed: int) -> list[ComparedRow]:
         return [c for c in self.rows if c.row["seed"] == seed]
 
     @property
@@ -219,22 +224,22 @@ class Comparison:
         return list(dict.fromkeys(c.row["seed"] for c in self.rows))
 
     @property
-    def independent(self) -> list[Compared]:
+    def independent(self) -> list[ComparedRow]:
         """Rows of draws that were not used to fit the constants."""
         return [c for c in self.rows if c.row["seed"] != SEED]
 
-    def memory(self, rows: Sequence[Compared] | None = None) -> Errors:
+    def memory(self, rows: Sequence[ComparedRow] | None = None) -> Errors:
         chosen = self.rows if rows is None else rows
         return Errors((c.allocated, c.of("peak_allocated_bytes")) for c in chosen)
 
-    def speed(self, predictor: str, rows: Sequence[Compared] | None = None) -> Errors:
-        """Return the errors of a predictor: unprobed, probed, unseen or formula."""
-        found = [(getattr(c, predictor), c.speed) for c in (self.rows if rows is None else rows)]
-        return Errors((predicted, speed) for predicted, speed in found if predicted is not None)
+    def speed(self, predictor: str, rows: Sequence[ComparedRow] | None = None) -> Errors:
+        """Return the errors of a predictor: unprobed, probed, without_host_term or formula."""
+        pairs = [(getattr(c, predictor), c.speed) for c in (self.rows if rows is None else rows)]
+        return Errors((predicted, speed) for predicted, speed in pairs if predicted is not None)
 
 
 def compare(files: list[Path], gpu_name: str, probes: Path | None) -> Comparison:
-    """Compare every measured configuration that is neither in the fit nor in the probe store.
+    """Compare every measured configuration that was not used in the fit and is not in the probe store.
 
     Raises UsageError for a store without a point of this card, or with points of several machines.
     """
@@ -246,14 +251,16 @@ def compare(files: list[Path], gpu_name: str, probes: Path | None) -> Comparison
         for row in stored
         if row["kind"] == "point"
     }
-    rows: list[Compared] = []
+    rows: list[ComparedRow] = []
     left_out, did_not_run = Counter[str](), list[Mapping[str, Any]]()
-    constants = {
-        _identity(row["spec"], row["spec"]["micro_tokens"]) for row in measured(files) if gave_constants(row)
+    fitting = {
+        _identity(row["spec"], row["spec"]["micro_tokens"])
+        for row in read_points(files)
+        if is_fitting_row(row)
     }
-    for row in measured(files):
+    for row in read_points(files):
         identity = _identity(row["spec"], row["spec"]["micro_tokens"])
-        if identity in constants:
+        if identity in fitting:
             left_out["used in the fit"] += 1
         elif identity in in_store:
             left_out["in the probe store"] += 1
@@ -265,7 +272,7 @@ def compare(files: list[Path], gpu_name: str, probes: Path | None) -> Comparison
     return Comparison(gpu, rows, left_out, did_not_run, unprobed, probed, stored)
 
 
-def without_host(rates: Rates) -> Rates:
+def without_host_term(rates: Rates) -> Rates:
     """Return the rates without the host's term, as before draws 7 and 8."""
     return replace(rates, host=replace(rates.host, compiled_attention=0.0))
 
@@ -276,26 +283,24 @@ def _stored(probes: Path | None) -> list[Mapping[str, Any]]:
     rows: list[Mapping[str, Any]] = list(open_store(probes).rows())
     machines = {json.dumps(row["key"]["machine"], sort_keys=True) for row in rows}
     if len(machines) != 1:
-        raise UsageError(
-            f"{probes}: has rows of {len(machines)} machines, and a comparison needs those of one"
-        )
+        raise UsageError(f"{probes}: has rows of {len(machines)} machines; give a store with one")
     return rows
 
 
 def _identity(spec: Mapping[str, Any], micro_tokens: int | None) -> str:
-    """Return a key that is equal for equal work, whatever the defaults of its spec."""
+    """Return a key that is equal for equal work, even if one spec leaves out default values."""
     parts = [ModelConfig(**spec["model"]).model_dump_json(), spec["sequence_length"], spec["tokens"]]
     return json.dumps([*parts, micro_tokens, spec["optimizer"], spec["activation_checkpointing"]])
 
 
 def _compared(
     row: Mapping[str, Any], gpu: Gpu, unprobed: Calibration, probed: Calibration | None
-) -> Compared:
+) -> ComparedRow:
     shape = shape_of(row["spec"])
-    work = work_of(row["spec"], row["result"]["micro_tokens"], row["result"])
+    work = step_spec_of(row["spec"], row["result"]["micro_tokens"], row["result"])
     memory = training_memory(shape, work)
     overhead = (probed or unprobed).overhead_bytes
-    return Compared(
+    return ComparedRow(
         row,
         shape,
         memory.allocated,
@@ -303,42 +308,56 @@ def _compared(
         memory.reserved + overhead,
         tokens_per_second(shape, work, unprobed.rates),
         tokens_per_second(shape, work, probed.rates) if probed is not None else None,
-        tokens_per_second(shape, work, without_host((probed or unprobed).rates)),
+        tokens_per_second(shape, work, without_host_term((probed or unprobed).rates)),
         formula(shape, work.sequence_length, gpu),
     )
 
 
-def glance(found: Comparison) -> list[tuple[str, float, Errors]]:
-    """Return (what, target, errors) for each target of issue 3."""
+def target_errors(comparison: Comparison) -> list[tuple[str, float, Errors]]:
+    """Return (description, target, errors) for each target of issue 3."""
     lines = []
-    if found.independent:
-        lines.append(("Peak memory, draws not used in the fit", MEMORY, found.memory(found.independent)))
-    looked_at = [c for c in found.rows if c.row["seed"] in LOOKED_AT]
-    fresh = [c for c in found.independent if c not in looked_at]
-    if found.probed is not None:
+    if comparison.independent:
+        lines.append(
+            (
+                "Peak memory, draws not used in the fit",
+                MEMORY_TARGET,
+                comparison.memory(comparison.independent),
+            )
+        )
+    examined = [c for c in comparison.rows if c.row["seed"] in EXAMINED_SEEDS]
+    fresh = [c for c in comparison.independent if c not in examined]
+    if comparison.probed is not None:
         lines += [
-            ("Tokens/s after a probe, as predicted before the rows were seen", SPEED, found.speed("unseen")),
+            (
+                "Tokens/s after a probe, as predicted before the rows were seen",
+                SPEED_TARGET,
+                comparison.speed("without_host_term"),
+            ),
             (
                 "Tokens/s after a probe, as predicted before the rows were seen, draws 7 and 8",
-                SPEED,
-                found.speed("unseen", looked_at),
+                SPEED_TARGET,
+                comparison.speed("without_host_term", examined),
             ),
-            ("Tokens/s after a probe, by the current planner", SPEED, found.speed("probed")),
+            ("Tokens/s after a probe, by the current planner", SPEED_TARGET, comparison.speed("probed")),
         ]
-    if fresh and found.probed is not None:
+    if fresh and comparison.probed is not None:
         lines.append(
-            ("Tokens/s after a probe, draws not examined before", SPEED, found.speed("probed", fresh))
+            (
+                "Tokens/s after a probe, draws not examined before",
+                SPEED_TARGET,
+                comparison.speed("probed", fresh),
+            )
         )
     return [
         *lines,
         (
             "Peak memory, without a probe (31 of the rows were used to choose its constants)",
-            MEMORY_UNPROBED,
-            found.memory(),
+            MEMORY_TARGET_UNPROBED,
+            comparison.memory(),
         ),
         (
             "Tokens/s without a probe, on the type of card that the constants come from",
-            SPEED_UNPROBED,
-            found.speed("unprobed"),
+            SPEED_TARGET_UNPROBED,
+            comparison.speed("unprobed"),
         ),
     ]

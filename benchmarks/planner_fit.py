@@ -1,13 +1,12 @@
-"""Fit the constants of the hand-written step: efficiencies, and the host's times. Report what they predict.
+"""Fit the planner's constants for the hand-written step (efficiencies and host times) and report their errors.
 
     python -m benchmarks.planner_fit     constants from the calibrating half, and errors of the held-out half
     python -m benchmarks.planner_fit section [--out docs/planner-accuracy.md]
                                          print or replace the report's section on this step
 
 The rows come from `benchmarks/planner_points.py`. They are grouped into families (kind of measurement, size of the
-pass, recipe, optimizer), and every second row of each family is held out, so that a family with two rows is never
-judged by the rows that it was fitted to. A family of one row calibrates; such a row gives no evidence and is counted
-accordingly.
+pass, recipe, optimizer), and every second row of each family is held out, so that errors are not those of the rows that
+the constants were fitted to. The only row of a family is used in the fit and is no evidence of accuracy.
 """
 
 import argparse
@@ -28,9 +27,8 @@ from deskside.plan.calibrate import Calibration, calibrate
 from deskside.plan.estimate import estimate
 from deskside.plan.published import sheet_rates
 
-# (value before the fit, how far it is believed to be off, as a factor's logarithm). Before: the kernels of
-# one step (efficiencies, docs/log.md 2026-11-21), and for the host the order of magnitude of
-# docs/performance.md, "Small passes".
+# Priors: (value, standard deviation of its logarithm). The values of the efficiencies come from the kernels of one step
+# (docs/log.md, 2026-11-21); those of the host are orders of magnitude from docs/performance.md, "Small passes".
 EFFICIENCIES: dict[str, tuple[float, float]] = {
     "matmul": (0.892, 0.08),
     "head": (0.926, 0.08),
@@ -44,10 +42,8 @@ EFFICIENCIES: dict[str, tuple[float, float]] = {
     "low_precision": (0.9, 0.1),
     "layer_seconds": (100e-6, 1.0),
     "rowwise": (0.8, 0.3),
-    "windowed": (
-        0.457,
-        0.1,
-    ),  # flex with a window of 512 of 2,048 relative to cuDNN without one, timed by the run's backend trial
+    # flex with a window of 512 of 2,048 tokens relative to cuDNN without one, as timed when a run chose its backend
+    "windowed": (0.457, 0.1),
 }
 HOST: dict[str, tuple[float, float]] = {
     "bf16": (1.7e-3, 1.0),
@@ -60,14 +56,13 @@ HOST: dict[str, tuple[float, float]] = {
     "muon": (8e-3, 0.3),
     "overlap": (6.0, 0.5),
 }
-RATIO_128 = 0.468 / 0.382  # attention_128 against attention_64, of the compiled step
-NOISE = 0.02  # per row; larger errors count less than in proportion to their square
+RATIO_128 = 0.468 / 0.382  # efficiency of attention_128 / attention_64 in the compiled step
+NOISE = 0.02  # relative error of a row above which errors count less than their square
 
-
-BEFORE = "2026-11-22-planner/before.json"  # predictions of the planner without a model of the host
+BEFORE_FILE = "2026-11-22-planner/before.json"  # predictions of the planner without a model of the host
 TITLE = "## The step since 2026-11-21"
-NEXT = "## The step before 2026-11-21"
-ROOMY = 2**42  # bytes; the speed of a step does not depend on whether it fits
+NEXT_TITLE = "## The step before 2026-11-21"
+AMPLE_MEMORY = 2**42  # bytes; the speed of a step does not depend on whether it fits
 GROUPS: tuple[tuple[str, Callable[[Point], bool]], ...] = (
     ("single steps", lambda p: p.kind == "steps"),
     ("Muon, whole runs", lambda p: p.kind == "run"),
@@ -90,7 +85,7 @@ INTRODUCTION = """
 by the median of its steps, and steps of small passes (`benchmarks/planner_points.py`), whose peaks are left out
 because they share a process. Repetitions of one configuration are one row. In each family (kind of measurement,
 small passes or not, recipe, optimizer), every second row is held out from the fit (`python -m
-benchmarks.planner_fit`): the constants were fitted to {calibrating} rows and not to the other {kept_out}. All rows
+benchmarks.planner_fit`): the constants were fitted to {calibrating} rows and not to the other {held_out}. All rows
 were visible when the split was made and when the form of the model was chosen. A family of one row has no held-out
 row and therefore gives no evidence about itself; rowwise and tensorwise FP8 and each NVFP4 recipe are such families.
 *Before* is the planner of commit 4e15f5a, which had no model of the host (`docs/data/{before}`); the small passes of
@@ -111,42 +106,43 @@ not timed the host of a machine, the planner states a wider range for small pass
 """
 
 
-def split(found: Sequence[Point]) -> tuple[list[Point], list[Point]]:
+def split(rows: Sequence[Point]) -> tuple[list[Point], list[Point]]:
     """Return (calibrating rows, held-out rows)."""
     families: dict[tuple[object, ...], int] = {}
     parts: tuple[list[Point], list[Point]] = ([], [])
-    for point in found:
+    for point in rows:
         setting = point.setting
-        # A single small pass shows the time of a step outside its passes, which does not depend on the recipe.
-        alone = point.small_passes and setting.tokens_per_step == setting.micro_tokens
-        recipe = "any" if alone else setting.precision
+        # A step of one small pass measures the host time outside of passes, which does not depend on the recipe.
+        single_pass = point.small_passes and setting.tokens_per_step == setting.micro_tokens
+        recipe = "any" if single_pass else setting.precision
         family = (point.kind, point.small_passes, recipe, setting.optimizer)
-        place = families.get(family, 0)
-        families[family] = place + 1
-        parts[place % 2].append(point)
+        index = families.get(family, 0)
+        families[family] = index + 1
+        parts[index % 2].append(point)
     return parts
 
 
 def rates_of(logarithms: np.ndarray) -> Rates:
-    """Return an H200's rates with these logarithms of the constants, in the order of EFFICIENCIES and HOST."""
+    """Return the rates of an H200 from the logarithms of the constants, in the order of EFFICIENCIES and HOST."""
     values = np.exp(logarithms)
-    own = dict(zip(EFFICIENCIES, values, strict=False))
-    own["attention_128"] = own["attention_64"] * RATIO_128
+    fused = dict(zip(EFFICIENCIES, values, strict=False))
+    fused["attention_128"] = fused["attention_64"] * RATIO_128
     host = dict(zip(HOST, values[len(EFFICIENCIES) :], strict=True))
     start = sheet_rates(find("h200"))
-    return replace(start, fused=replace(start.fused, **own), host=replace(start.host, **host))
+    return replace(start, fused=replace(start.fused, **fused), host=replace(start.host, **host))
 
 
 def fit(rows: Sequence[Point]) -> Rates:
-    """Return the rates that predict these rows best, regularized towards the prior values."""
-    believed = [*EFFICIENCIES.values(), *HOST.values()]
-    start = np.log([value for value, _ in believed])
-    width = np.array([spread for _, spread in believed])
+    """Return the rates that predict the speeds of these rows best, regularized towards the priors."""
+    priors = [*EFFICIENCIES.values(), *HOST.values()]
+    start = np.log([value for value, _ in priors])
+    width = np.array([spread for _, spread in priors])
 
     def residuals(logarithms: np.ndarray) -> np.ndarray:
         rates = rates_of(logarithms)
-        off = np.array([math.log(p.modelled_speed(rates) / p.speed) for p in rows]) / NOISE
-        robust = np.sign(off) * np.sqrt(2 * (np.sqrt(1 + off**2) - 1))
+        error = np.array([math.log(p.modelled_speed(rates) / p.speed) for p in rows]) / NOISE
+        # Pseudo-Huber loss: quadratic below NOISE, linear above it.
+        robust = np.sign(error) * np.sqrt(2 * (np.sqrt(1 + error**2) - 1))
         return np.concatenate([robust, (logarithms - start) / width])
 
     return rates_of(least_squares(residuals, start, x_scale=0.05, max_nfev=15).x)
@@ -157,7 +153,7 @@ def errors(rows: Sequence[Point], rates: Rates) -> Errors:
 
 
 def _print_fit() -> None:
-    calibrating, kept_out = split(points())
+    calibrating, held_out = split(points())
     rates = fit(calibrating)
     print(
         "fused: " + ", ".join(f"{n}={getattr(rates.fused, n):.4g}" for n in (*EFFICIENCIES, "attention_128"))
@@ -166,13 +162,13 @@ def _print_fit() -> None:
     shipped = sheet_rates(find("h200"))
     lines = [
         summary("calibrating, fitted now", errors(calibrating, rates)),
-        summary("kept out, fitted now", errors(kept_out, rates)),
-        summary("kept out, shipped constants", errors(kept_out, shipped)),
+        summary("held out, fitted now", errors(held_out, rates)),
+        summary("held out, shipped constants", errors(held_out, shipped)),
     ]
     print("\n".join(table(HEADINGS, lines)))
-    for name, rows in (("calibrates", calibrating), ("kept out", kept_out)):
+    for name, rows in (("calibrating", calibrating), ("held out", held_out)):
         for p in rows:
-            print(f"{name:10} {p.kind:5} {p.name:42} {p.modelled_speed(rates) / p.speed - 1:+.1%}")
+            print(f"{name:11} {p.kind:5} {p.name:42} {p.modelled_speed(rates) / p.speed - 1:+.1%}")
 
 
 def unprobed() -> Rates:
@@ -189,10 +185,10 @@ def groups() -> dict[str, list[Point]]:
     return {name: [point for point in points() if belongs(point)] for name, belongs in GROUPS}
 
 
-def _before() -> dict[tuple[str, str, int], float]:
-    """Return the earlier predictions, by kind, name and tokens per pass."""
-    found = json.loads((ROOT / BEFORE).read_text("utf-8"))["predictions"]
-    return {(row["kind"], row["name"], row["micro_tokens"]): row["tokens_per_second"] for row in found}
+def _predictions_before() -> dict[tuple[str, str, int], float]:
+    """Return the earlier predictions in tokens per second, by kind, name and tokens per pass."""
+    rows = json.loads((ROOT / BEFORE_FILE).read_text("utf-8"))["predictions"]
+    return {(row["kind"], row["name"], row["micro_tokens"]): row["tokens_per_second"] for row in rows}
 
 
 def _key(point: Point) -> tuple[str, str, int]:
@@ -200,9 +196,9 @@ def _key(point: Point) -> tuple[str, str, int]:
 
 
 def section() -> list[str]:
-    """Return the lines of the section."""
-    rates, found, before = unprobed(), points(), _before()
-    calibrating, kept_out = split(found)
+    """Return the lines of the report's section on this step."""
+    rates, found, before = unprobed(), points(), _predictions_before()
+    calibrating, held_out = split(found)
     memory = Errors((point.modelled_gib, point.gib) for point in found if point.gib is not None)
     by_group = []
     for name, rows in groups().items():
@@ -213,7 +209,7 @@ def section() -> list[str]:
         "",
         *prose(
             INTRODUCTION.strip().format(
-                rows=len(found), calibrating=len(calibrating), kept_out=len(kept_out), before=BEFORE
+                rows=len(found), calibrating=len(calibrating), held_out=len(held_out), before=BEFORE_FILE
             )
         ),
         "",
@@ -222,7 +218,7 @@ def section() -> list[str]:
         *table(
             HEADINGS,
             [
-                summary("Tokens/s, held-out rows", errors(kept_out, rates)),
+                summary("Tokens/s, held-out rows", errors(held_out, rates)),
                 summary("Tokens/s, calibrating rows", errors(calibrating, rates)),
                 summary("Peak memory allocated (no constant fitted)", memory),
             ],
@@ -232,13 +228,13 @@ def section() -> list[str]:
         "",
         *prose(LIMITS.strip()),
         "",
-        *_rows(rates, set(map(_key, kept_out)), before),
+        *_rows(rates, set(map(_key, held_out)), before),
         "",
     ]
 
 
 def _rows(
-    rates: Rates, kept_out: set[tuple[str, str, int]], before: dict[tuple[str, str, int], float]
+    rates: Rates, held_out: set[tuple[str, str, int]], before: dict[tuple[str, str, int], float]
 ) -> list[str]:
     headings = (
         "Step", "per pass", "tok/s measured", "before", "predicted", "error", "range", "GiB measured", "predicted",
@@ -248,7 +244,7 @@ def _rows(
     lines = []
     for p in points():
         speed, gib, old = p.modelled_speed(rates), p.modelled_gib, before.get(_key(p))
-        spread = estimate(p.setting, _calibration(), ROOMY).speed_spread
+        spread = estimate(p.setting, _calibration(), AMPLE_MEMORY).speed_spread
         cited = [numbers.setdefault(source, len(numbers) + 1) for source in p.sources]
         lines.append(
             [
@@ -262,7 +258,7 @@ def _rows(
                 "" if p.gib is None else f"{p.gib:.2f}",
                 f"{gib:.2f}",
                 "" if p.gib is None else f"{gib / p.gib - 1:+.1%}",
-                "no" if _key(p) in kept_out else "yes",
+                "no" if _key(p) in held_out else "yes",
                 ", ".join(f"[{n}]" for n in cited),
             ]
         )
@@ -270,11 +266,11 @@ def _rows(
     return [*table(headings, lines), "", *sources]
 
 
-def replaced(text: str) -> str:
+def replace_section(text: str) -> str:
     """Return `text` with this section replaced. Raises ValueError if `text` does not contain the section."""
-    start, end = text.find(TITLE), text.find(NEXT)
+    start, end = text.find(TITLE), text.find(NEXT_TITLE)
     if not 0 <= start < end:
-        raise ValueError(f"no section between '{TITLE}' and '{NEXT}'")
+        raise ValueError(f"no section between '{TITLE}' and '{NEXT_TITLE}'")
     return text[:start] + "\n".join(section()) + "\n" + text[end:]
 
 
@@ -290,7 +286,7 @@ def main() -> None:
     elif options.out is None:
         print("\n".join(section()))
     else:
-        options.out.write_text(replaced(options.out.read_text("utf-8")), "utf-8")
+        options.out.write_text(replace_section(options.out.read_text("utf-8")), "utf-8")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Measured steps of the hand-written execution (since 2026-11-21), read from docs/data, with the planner's predictions.
+"""Measured steps of the hand-written execution mode (since 2026-11-21) in docs/data, with the planner's predictions.
 
 There are four kinds: steps of `benchmarks/step.py` and `benchmarks/memory.py`, whole runs of `benchmarks/parity.py`,
 the arms of the study `claims`, and steps of small passes that this module measured. Repetitions of one configuration
@@ -6,10 +6,10 @@ are one point with the median of their speeds, so that configurations that were 
 
     python -m benchmarks.planner_points --out FILE [--device cpu] [--seconds 100]
 
-measures more of them: steps of small passes, whose time is limited by the host. Rows have the format of
-`benchmarks/step.py --json`. All run one after another in one process, because importing torch would take longer than
-the measurement. Nothing else may use the machine in the meantime. Rows that do not start within --seconds are skipped
-with a message.
+measures more points: steps of small passes, whose time is limited by the host. The file has the format of
+`benchmarks/step.py --json`. All points are measured one after another in one process, because importing torch takes
+longer than a measurement. Nothing else may use the machine in the meantime. Points that do not start within --seconds
+are skipped with a message.
 """
 
 import argparse
@@ -34,12 +34,17 @@ from deskside.config.run import RunConfig
 from deskside.plan.estimate import Setting, mean_step_seconds, peak_memory, setting_from_config
 
 ROOT = Path(__file__).parents[1] / "docs/data"
-STEPS = ("2026-11-21-step", "2026-11-22-h200/step", "2026-11-22-release/step", "2026-11-22-release/memory")
-PASSES = "2026-11-23-card/passes.json"
-RUNS = ("2026-11-21-step/parity", "2026-11-22-h200/parity", "2026-11-22-release/parity")
-STUDY = "2026-11-22-release/study/claims.tar.zst"
-MEMBERS = ("run.json", "plan.json", "summary.json", "metrics.jsonl")
-FIRST_STEPS = 4  # steps that the median of a run leaves out: compilation and warm-up
+STEP_FOLDERS = (
+    "2026-11-21-step",
+    "2026-11-22-h200/step",
+    "2026-11-22-release/step",
+    "2026-11-22-release/memory",
+)
+PASSES_FILE = "2026-11-23-card/passes.json"
+RUN_FOLDERS = ("2026-11-21-step/parity", "2026-11-22-h200/parity", "2026-11-22-release/parity")
+STUDY_ARCHIVE = "2026-11-22-release/study/claims.tar.zst"
+TRIAL_FILES = ("run.json", "plan.json", "summary.json", "metrics.jsonl")
+SKIPPED_STEPS = 4  # left out of the median of a run, for compilation and warm-up
 
 Kind = Literal["steps", "run", "study", "passes"]
 
@@ -48,8 +53,8 @@ Kind = Literal["steps", "run", "study", "passes"]
 class Point:
     """One measured configuration.
 
-    speed: tokens per second, the median of `speeds`; gib: peak that torch allocated, None if it includes what earlier
-    measurements in the same process left; sources: files under docs/data.
+    speed: tokens per second, the median of `speeds`; gib: peak that torch allocated, None if measurements before it in
+    the same process had left some memory in use; sources: files under docs/data.
     """
 
     kind: Kind
@@ -68,7 +73,7 @@ class Point:
         return peak_memory(self.setting).allocated / 2**30
 
     def step(self, rates: Rates) -> dict[str, float]:
-        """Return the modelled seconds of a mean step by item."""
+        """Return the modelled seconds of each part of a mean step."""
         return mean_step_seconds(self.setting, rates)
 
     def modelled_speed(self, rates: Rates) -> float:
@@ -76,41 +81,41 @@ class Point:
 
     @property
     def small_passes(self) -> bool:
-        """True if the passes are so small that launching may take longer than the device's work."""
+        """True if passes are so small that the host may be slower to launch kernels than the device to run them."""
         return self.setting.micro_tokens <= 16384
 
 
 @cache
 def points() -> tuple[Point, ...]:
     """Return every measured configuration, in a fixed order."""
-    found: dict[tuple[Kind, Setting], list[Point]] = {}
+    by_setting: dict[tuple[Kind, Setting], list[Point]] = {}
     for point in [*_steps(), *_runs(), *_study(), *_passes()]:
-        found.setdefault((point.kind, point.setting), []).append(point)
-    return tuple(_merged(same) for same in found.values())
+        by_setting.setdefault((point.kind, point.setting), []).append(point)
+    return tuple(_merge(repetitions) for repetitions in by_setting.values())
 
 
-def _merged(same: list[Point]) -> Point:
-    first = same[0]
+def _merge(repetitions: list[Point]) -> Point:
+    first = repetitions[0]
     return Point(
         first.kind,
         first.name,
         first.setting,
-        tuple(speed for point in same for speed in point.speeds),
-        max((point.gib for point in same if point.gib is not None), default=None),
-        tuple(dict.fromkeys(source for point in same for source in point.sources)),
+        tuple(speed for point in repetitions for speed in point.speeds),
+        max((point.gib for point in repetitions if point.gib is not None), default=None),
+        tuple(dict.fromkeys(source for point in repetitions for source in point.sources)),
     )
 
 
 def _setting(config: RunConfig, recipe: str, native: bool, micro_tokens: int) -> Setting:
-    kinds: frozenset[LowFormat] = frozenset({"fp8"}) if native else frozenset()
+    native_formats: frozenset[LowFormat] = frozenset({"fp8"}) if native else frozenset()
     config = config.model_copy(
         update={"batch": config.batch.model_copy(update={"micro_tokens": micro_tokens})}
     )
-    return setting_from_config(config, 1, recipe, native=kinds)  # type: ignore[arg-type]  # a recipe that ran
+    return setting_from_config(config, 1, recipe, native=native_formats)  # type: ignore[arg-type]  # a recipe that ran
 
 
 def _steps() -> Iterator[Point]:
-    for folder in STEPS:
+    for folder in STEP_FOLDERS:
         for path in sorted((ROOT / folder).glob("*.json")):
             content = json.loads(path.read_text("utf-8"))
             for row in content.get("results", content.get("arms", [])):
@@ -120,7 +125,7 @@ def _steps() -> Iterator[Point]:
 
 
 def _step(arm: str, result: dict[str, Any], source: str) -> Point:
-    # benchmarks/memory.py recomputes whole blocks if it was told to, and its arms name the optimizer states.
+    # Arms are as in benchmarks/step.py; those of benchmarks/memory.py also name the optimizer states.
     words = arm.split(":")
     config: dict[str, Any] = {"precision": {}, "optim": {}, "compute": {}}
     for word in words[1:]:
@@ -133,37 +138,36 @@ def _step(arm: str, result: dict[str, Any], source: str) -> Point:
             config["optim"]["states"] = word
     if source.endswith("memory_1.5b.json"):
         config["compute"]["activation_checkpointing"] = "block"
-    taken = ("preset", "optimizer", "tokens", "sequence_length", "precision")
-    run = configuration({**{key: result[key] for key in taken}, "config": config})
+    keys = ("preset", "optimizer", "tokens", "sequence_length", "precision")
+    run = configuration({**{key: result[key] for key in keys}, "config": config})
     setting = _setting(run, result["precision"], result["native"], result["micro_tokens"])
     options = [word for word in words[1:] if word != "float32"]
-    rung = ", block recomputed" if setting.activation_checkpointing == "block" else ""
+    recomputed = ", block recomputed" if setting.activation_checkpointing == "block" else ""
     name = ", ".join([result["preset"], ":".join([result["precision"], *options]), result["optimizer"]])
     speed = result["phases"]["short"]["tokens_per_second"]
-    return Point("steps", name + rung, setting, (speed,), result["peak_allocated_gib"], (source,))
+    return Point("steps", name + recomputed, setting, (speed,), result["peak_allocated_gib"], (source,))
 
 
 def _runs() -> Iterator[Point]:
-    """Yield the whole runs with Muon on real text, with evaluation between steps, several at a time on one host."""
-    for folder in RUNS:
+    """Yield whole runs with Muon on real text: they evaluate between steps, and several ran at a time on one host."""
+    for folder in RUN_FOLDERS:
         path = ROOT / folder / "parity.jsonl"
         for line in path.read_text("utf-8").splitlines():
             row = json.loads(line)
-            name, _, option = row["arm"].partition(":")
+            recipe, _, option = row["arm"].partition(":")
             setting = row["setting"]
             precision = dict([option.split("=")]) if option else {}
             spec = {
-                "preset": setting["preset"], "precision": name, "optimizer": setting["optimizer"],
+                "preset": setting["preset"], "precision": recipe, "optimizer": setting["optimizer"],
                 "tokens": int(setting["tokens_per_step"]), "sequence_length": setting["sequence_length"],
                 "config": {"precision": precision},
             }  # fmt: skip
-            # None: no format below 16 bits was asked for.
-            native = row["native"] is not False
-            told = f"{setting['preset']}, {row['arm']}, {setting['optimizer']}"
+            native = row["native"] is not False  # None: a recipe of 16 bits
+            title = f"{setting['preset']}, {row['arm']}, {setting['optimizer']}"
             yield Point(
                 "run",
-                told,
-                _setting(configuration(spec), name, native, spec["tokens"]),
+                title,
+                _setting(configuration(spec), recipe, native, spec["tokens"]),
                 (row["tokens_per_second"],),
                 row["peak_memory_gib"],
                 (str(path.relative_to(ROOT)),),
@@ -171,28 +175,28 @@ def _runs() -> Iterator[Point]:
 
 
 def _study() -> Iterator[Point]:
-    """Yield the trials of the study, with the median of their steps: stalls of the shared host distort the mean."""
+    """Yield the trials of the study. Speeds are medians over steps, because stalls of the shared host distort means."""
     for trial, files in _trials().items():
         plan, summary = json.loads(files["plan.json"]), json.loads(files["summary.json"])
         if plan["compile"] != "fused":
             continue
         config = RunConfig(**json.loads(files["run.json"])["config"])
-        (fit,) = {(fit["micro_rows"]) for fit in plan["fit"][-1:]}
+        micro_rows = plan["fit"][-1]["micro_rows"]
         recipe, native = plan["precision"]["chosen"], plan["precision"]["native"]
-        setting = _setting(config, recipe, native, fit * config.stages()[-1].sequence_length)
+        setting = _setting(config, recipe, native, micro_rows * config.stages()[-1].sequence_length)
         if len(setting.stages) > 1:
             speed = summary["tokens_per_second"]
         else:
             steps = [json.loads(line) for line in files["metrics.jsonl"].splitlines()]
             speeds = [step["tokens_per_second"] for step in steps if "tokens_per_second" in step]
-            speed = statistics.median(speeds[FIRST_STEPS:-1])
+            speed = statistics.median(speeds[SKIPPED_STEPS:-1])
         arm = trial.rpartition("-s")[0]
-        yield Point("study", arm, setting, (speed,), summary["peak_memory_gib"], (STUDY,))
+        yield Point("study", arm, setting, (speed,), summary["peak_memory_gib"], (STUDY_ARCHIVE,))
 
 
 def _passes() -> Iterator[Point]:
-    for row in json.loads((ROOT / PASSES).read_text("utf-8"))["results"]:
-        point = _step(row["arm"], row["value"], PASSES)
+    for row in json.loads((ROOT / PASSES_FILE).read_text("utf-8"))["results"]:
+        point = _step(row["arm"], row["value"], PASSES_FILE)
         name = f"{point.name}, accumulation {row['value']['accumulation']}"
         yield replace(point, kind="passes", name=name, gib=None)
 
@@ -200,22 +204,22 @@ def _passes() -> Iterator[Point]:
 @cache
 def _trials() -> dict[str, dict[str, str]]:
     """Return the text of each trial's files, by the trial's name."""
-    packed = (ROOT / STUDY).read_bytes()
-    found: dict[str, dict[str, str]] = {}
+    packed = (ROOT / STUDY_ARCHIVE).read_bytes()
+    trials: dict[str, dict[str, str]] = {}
     with (
         zstandard.ZstdDecompressor().stream_reader(io.BytesIO(packed)) as stream,
         tarfile.open(fileobj=stream, mode="r|") as archive,
     ):
         for member in archive:
             parts = Path(member.name).parts
-            if len(parts) == 4 and parts[1] == "runs" and parts[3] in MEMBERS:
+            if len(parts) == 4 and parts[1] == "runs" and parts[3] in TRIAL_FILES:
                 file = archive.extractfile(member)
                 assert file is not None
-                found.setdefault(parts[2], {})[parts[3]] = file.read().decode("utf-8")
-    return {trial: files for trial, files in sorted(found.items()) if set(files) == set(MEMBERS)}
+                trials.setdefault(parts[2], {})[parts[3]] = file.read().decode("utf-8")
+    return {trial: files for trial, files in sorted(trials.items()) if set(files) == set(TRIAL_FILES)}
 
 
-TIMED, WARMUP = 12, 4
+TIMED_STEPS, WARMUP_STEPS = 12, 4
 # (preset, recipe, sequence length, tokens per pass, passes, optimizer), the most useful first.
 SMALL_PASSES = (
     ("124m", "bf16", 512, 2048, 8, "adamw"),
@@ -249,8 +253,8 @@ def specification(row: tuple[str, str, int, int, int, str], device: str) -> dict
         "compile": "auto",
         "optimizer": optimizer,
         "device": device,
-        "steps": TIMED,
-        "warmup": WARMUP,
+        "steps": TIMED_STEPS,
+        "warmup": WARMUP_STEPS,
         "config": {},
     }
 
@@ -272,7 +276,7 @@ def main() -> None:
     began, results = time.monotonic(), []
     for row in SMALL_PASSES:
         if time.monotonic() - began > options.seconds:
-            print(f"left out, no time: {row}", flush=True)
+            print(f"skipped, the time is up: {row}", flush=True)
             continue
         spec = specification(row, options.device) | {"began": time.monotonic()}
         try:
@@ -286,8 +290,8 @@ def main() -> None:
         results.append(result)
         options.out.write_text(json.dumps({"benchmark": "step", "results": results}, indent=1), "utf-8")
         short = result["value"]["phases"]["short"] if result["value"] else {}
-        told = short.get("step_ms", {}).get("median", result["error"])
-        print(f"{time.monotonic() - began:5.0f} s  {row}: {told}", flush=True)
+        outcome = short.get("step_ms", {}).get("median", result["error"])
+        print(f"{time.monotonic() - began:5.0f} s  {row}: {outcome}", flush=True)
 
 
 if __name__ == "__main__":

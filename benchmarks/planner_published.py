@@ -3,15 +3,15 @@
     python -m benchmarks.planner_published         the summary, and the error for architectures without a calibrating
                                                    row; `planner_accuracy compare` writes the whole report
 
-Speed: modelled speed x trainer factor x architecture factor, both fitted to the other half
-(`deskside/plan/published.py`). Memory: our own step on their shape, changed only where their code is known to differ;
-each row names the differences.
+Predicted speed: modelled speed x trainer factor x architecture factor, with factors fitted to the other half
+(`deskside/plan/published.py`). Predicted memory: deskside's own step with their shape, changed only where their code is
+known to differ; each row names the differences.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from benchmarks.planner_tables import HEADINGS, Errors, formula, off, prose, summary, table
+from benchmarks.planner_tables import HEADINGS, Errors, formula, prose, signed_error, summary, table
 from deskside.budget.memory import instants
 from deskside.budget.shape import num_params
 from deskside.budget.step_spec import StepSpec
@@ -29,9 +29,9 @@ from deskside.plan.published import (
     usable,
 )
 
-SPEED, MEMORY = 0.30, 0.15  # issue 3: bounds for nine in ten errors, without a probe
-# Bytes per logit that a trainer keeps if it does not split the logits, compiled (True) and eager (False): read from
-# torch's partitioner and from autograd on a CPU, for nanochat's loss.
+SPEED_TARGET, MEMORY_TARGET = 0.30, 0.15  # issue 3: bounds for nine in ten errors, without a probe
+# Bytes per logit that stay in memory if a trainer does not split the logits, compiled (True) and eager (False), taken
+# from torch's partitioner and from autograd on a CPU for nanochat's loss.
 LOGIT_BYTES = {True: 2.09, False: 4.23}
 
 
@@ -39,7 +39,8 @@ LOGIT_BYTES = {True: 2.09, False: 4.23}
 class Speed:
     """A published run and its prediction, in tokens per second of the whole run.
 
-    known: whether a calibrating row has this trainer; otherwise its factor is 1, that of deskside.
+    known: True if a calibrating row has this trainer; otherwise its factor is 1, that of deskside. model: the modelled
+    speed without both factors.
     """
 
     row: Measurement
@@ -57,51 +58,51 @@ class Speed:
 
 def speeds(rows: Sequence[Measurement]) -> list[Speed]:
     """Return predictions for usable rows."""
-    parts, found = speed_factors(), []
+    factors, predictions = speed_factors(), []
     for row in rows:
         gpu = row.data_sheet()
         assert gpu is not None
         model = modelled_speed(row)
-        predicted = model * parts.trainers.get(row.framework, 1.0) * parts.architectures[gpu.architecture]
-        plain = row.gpus * formula(shape_of(row), step_of(row).sequence_length, gpu)
-        known = row.framework in parts.trainers
-        found.append(Speed(row, gpu.architecture, known, model, predicted, plain))
-    return found
+        predicted = model * factors.trainers.get(row.framework, 1.0) * factors.architectures[gpu.architecture]
+        by_formula = row.gpus * formula(shape_of(row), step_of(row).sequence_length, gpu)
+        known = row.framework in factors.trainers
+        predictions.append(Speed(row, gpu.architecture, known, model, predicted, by_formula))
+    return predictions
 
 
-def _errors(rows: Sequence[Speed], which: Callable[[Speed], float] = lambda s: s.predicted) -> Errors:
-    return Errors((which(s), s.measured) for s in rows)
+def _errors(rows: Sequence[Speed], predictor: Callable[[Speed], float] = lambda s: s.predicted) -> Errors:
+    return Errors((predictor(s), s.measured) for s in rows)
 
 
-def kept_out() -> list[Speed]:
+def held_out() -> list[Speed]:
     """Return the held-out rows whose trainer has a calibrating row, BF16 and FP8."""
     return [s for s in speeds(calibration_split()[1]) if s.known]
 
 
-def glance() -> list[tuple[str, float, Errors]]:
-    """Return (what, target, errors) for each target of issue 3."""
-    kept = kept_out()
+def target_errors() -> list[tuple[str, float, Errors]]:
+    """Return (description, target, errors) for each target of issue 3."""
+    held_out_rows = held_out()
     comparable = [(m.modelled, m.measured) for m in memories() if m.modelled is not None]
     return [
         (
             "Held-out published BF16 runs, tokens/s",
-            SPEED,
-            _errors([s for s in kept if s.row.precision == "bf16"]),
+            SPEED_TARGET,
+            _errors([s for s in held_out_rows if s.row.precision == "bf16"]),
         ),
         (
             "Held-out published FP8 runs, tokens/s (the FP8 traffic was fitted to both halves)",
-            SPEED,
-            _errors([s for s in kept if s.row.precision == "fp8"]),
+            SPEED_TARGET,
+            _errors([s for s in held_out_rows if s.row.precision == "fp8"]),
         ),
-        ("Published runs, peak memory", MEMORY, Errors(comparable)),
+        ("Published runs, peak memory", MEMORY_TARGET, Errors(comparable)),
     ]
 
 
 def section() -> list[str]:
     """Return the lines of the section on published measurements."""
     parts = speed_factors()
-    calibrating, kept = speeds(calibration_split()[0]), speeds(calibration_split()[1])
-    known, foreign = [s for s in kept if s.known], [s for s in kept if not s.known]
+    calibrating, held_out_rows = speeds(calibration_split()[0]), speeds(calibration_split()[1])
+    known, foreign = [s for s in held_out_rows if s.known], [s for s in held_out_rows if not s.known]
     lines = []
     for name, rows in (("calibrating", calibrating), ("held-out", known)):
         for precision in ("bf16", "fp8"):
@@ -122,6 +123,7 @@ def section() -> list[str]:
     ]
     trainers = [[name, f"{value:.2f}"] for name, value in sorted(parts.trainers.items(), key=lambda t: -t[1])]
     used = sum(usable(row) for row in published())
+    misses = sum(_missed(s) for s in held_out_rows)
     return [
         "## Published measurements: speed",
         "",
@@ -169,18 +171,18 @@ def section() -> list[str]:
         "### Every held-out row",
         "",
         *prose(
-            f"Bold errors are beyond {SPEED:.0%}; {sum(_missed(s) for s in kept)} of {len(kept)} rows are misses. A",
+            f"Bold errors are beyond {SPEED_TARGET:.0%}; {misses} of {len(held_out_rows)} rows are misses. A",
             "trainer with a star has no calibrating row and is assumed to be as fast as deskside.",
         ),
         "",
-        *_all_speeds(kept),
+        *_all_speeds(held_out_rows),
         "",
         *_memory_section(),
     ]
 
 
 def _missed(s: Speed) -> bool:
-    return abs(s.predicted / s.measured - 1) > SPEED
+    return abs(s.predicted / s.measured - 1) > SPEED_TARGET
 
 
 def _all_speeds(rows: Sequence[Speed]) -> list[str]:
@@ -201,8 +203,8 @@ def _all_speeds(rows: Sequence[Speed]) -> list[str]:
                 str(r.rows),
                 f"{s.measured:,.0f}",
                 f"{s.predicted:,.0f}",
-                off(s.predicted, s.measured, SPEED),
-                off(s.formula, s.measured) if r.precision == "bf16" else "-",
+                signed_error(s.predicted, s.measured, SPEED_TARGET),
+                signed_error(s.formula, s.measured) if r.precision == "bf16" else "-",
                 "miss" if _missed(s) else "",
             ]
         )
@@ -213,12 +215,13 @@ def _all_speeds(rows: Sequence[Speed]) -> list[str]:
 class PeakMemory:
     """A published peak in bytes.
 
-    modelled: None if their step does something that ours cannot. said: the differences, or the reason for None.
+    modelled: None if their step does something that deskside's cannot. differences: from deskside's step, or the reason
+    for None.
     """
 
     row: Measurement
     modelled: float | None
-    said: str
+    differences: str
 
     @property
     def measured(self) -> float:
@@ -232,45 +235,45 @@ def memories() -> list[PeakMemory]:
 
 
 def _memory(row: Measurement) -> PeakMemory:
-    for words, why in (
+    for words, reason in (
         ("selective", "recomputes selected operators, ours recomputes parts of blocks"),
         ("offload", "offloads activations to the host"),
         ("activation ckpt", "does not state which parts are recomputed"),
     ):
         if words in row.saving:
-            return PeakMemory(row, None, why)
+            return PeakMemory(row, None, reason)
     if "opt-in-bwd" in row.workload:
         return PeakMemory(row, None, "runs the optimizer inside the backward pass")
-    shape, said = shape_of(row), []
+    shape, differences = shape_of(row), []
     params = row.params or 0.0
     tied = shape.model_copy(update={"tie_word_embeddings": True})
     if abs(num_params(tied) - params) < abs(num_params(shape) - params):
         shape = tied
-    pure = row.framework == "torchtune"
-    if pure:
+    bf16_states = row.framework == "torchtune"
+    if bf16_states:
         shape = shape.model_copy(update={"qk_norm": False})
-        said.append("weights, gradients and Adam in BF16")
+        differences.append("weights, gradients and Adam in BF16")
     if row.framework == "parameter-golf":
-        said.append("skip connections between blocks, which our shapes lack")
+        differences.append("skip connections between blocks, which our shapes lack")
     split_logits = "chunked CE" in row.workload or "act ckpt" in row.workload
     extra = params - num_params(shape)
-    bytes_ = _peak(row, shape, pure, split_logits)
+    modelled = _peak_bytes(row, shape, bf16_states, split_logits)
     if extra > 0.02 * params:
-        bytes_ += 8 * extra
-        said.append(f"{extra / 1e6:.0f}M weights that our shapes lack, assumed to be BF16 under Adam")
+        modelled += 8 * extra
+        differences.append(f"{extra / 1e6:.0f}M weights that our shapes lack, assumed to be BF16 under Adam")
     if not split_logits:
-        said.append("logits not split")
-    return PeakMemory(row, bytes_, "; ".join(said))
+        differences.append("logits not split")
+    return PeakMemory(row, modelled, "; ".join(differences))
 
 
-def _peak(row: Measurement, shape: ModelConfig, pure: bool, split_logits: bool) -> float:
-    """Return the allocated bytes of our step with the logits and the states of that trainer."""
+def _peak_bytes(row: Measurement, shape: ModelConfig, bf16_states: bool, split_logits: bool) -> float:
+    """Return the allocated bytes of deskside's step with the logits and the states of the row's trainer."""
     assert row.sequence_length and row.rows
     micro = row.sequence_length * row.rows
     step = step_of(row)
     work = StepSpec(
         row.sequence_length,
-        micro * row.gpus if pure else step.tokens,
+        micro * row.gpus if bf16_states else step.tokens,
         micro,
         row.gpus,
         optimizer=step.optimizer,
@@ -283,8 +286,8 @@ def _peak(row: Measurement, shape: ModelConfig, pure: bool, split_logits: bool) 
         items = dict[str, float](memory.items)
         if name == "loss" and not split_logits:
             # torchtune compiles each layer, but does not compile its head and loss together.
-            items["logits"] = LOGIT_BYTES[bool(row.compiled) and not pure] * micro * shape.vocab_size
-        if pure:
+            items["logits"] = LOGIT_BYTES[bool(row.compiled) and not bf16_states] * micro * shape.vocab_size
+        if bf16_states:
             items["copies"] = 0
             for state in ("weights", "gradients", "optimizer"):
                 items[state] /= 2
@@ -298,17 +301,17 @@ def _memory_section() -> list[str]:
     lines = []
     for m in rows:
         r = m.row
-        missed = m.modelled is not None and abs(m.modelled / m.measured - 1) > MEMORY
+        missed = m.modelled is not None and abs(m.modelled / m.measured - 1) > MEMORY_TARGET
         lines.append(
             [
                 r.gpu,
                 f"{r.framework} {r.workload}".strip(),
                 r.model,
                 f"{r.sequence_length} x {r.rows}",
-                m.said,
+                m.differences,
                 f"{m.measured / 2**30:.2f}",
                 "-" if m.modelled is None else f"{m.modelled / 2**30:.2f}",
-                "-" if m.modelled is None else off(m.modelled, m.measured, MEMORY),
+                "-" if m.modelled is None else signed_error(m.modelled, m.measured, MEMORY_TARGET),
                 "miss" if missed else "",
             ]
         )
@@ -344,25 +347,24 @@ def _memory_section() -> list[str]:
 
 
 @dataclass(frozen=True)
-class LeftOut:
-    """An architecture and the relative errors of its rows, predicted without a row of its own."""
+class ArchitectureErrors:
+    """Relative errors of the rows of an architecture, predicted from the rows of the other architectures."""
 
     architecture: str
     errors: Errors
 
 
-def left_out() -> list[LeftOut]:
-    """Return the errors of each architecture, predicted from the others. BF16 rows.
+def leave_one_architecture_out() -> list[ArchitectureErrors]:
+    """Return the errors of the BF16 rows of each architecture, predicted from the other architectures.
 
-    Its rows are removed, and the factors of the trainers and of the other architectures are fitted to the rest.
-    Trainers that then have no row are excluded, because this test does not ask for their factor. UNKNOWN_SPREAD, the
-    range for unknown architectures in `plan/calibrate.py`, comes from these errors.
+    Trainers without a row of another architecture are excluded, because their factor is unknown here. UNKNOWN_SPREAD,
+    the range for unknown architectures in `plan/calibrate.py`, comes from these errors.
     """
     rows = [row for row in published() if usable(row) and row.precision == "bf16"]
     found = []
     for architecture in sorted({_architecture(row) for row in rows}):
         parts = fit_speed_factors(row for row in rows if _architecture(row) != architecture)
-        # Without the rows of the anchor, the other factors are relative to their own mean.
+        # Without rows of the reference architecture, the other factors are relative to their mean.
         mean = 1.0
         if architecture == REFERENCE_ARCHITECTURE:
             mean = sum(parts.architectures.values()) / len(parts.architectures)
@@ -371,13 +373,13 @@ def left_out() -> list[LeftOut]:
             (modelled_speed(row) * parts.trainers[row.framework] * mean, row.tokens_per_second) for row in own
         ]
         if pairs:
-            found.append(LeftOut(architecture, Errors(pairs)))
+            found.append(ArchitectureErrors(architecture, Errors(pairs)))
     return found
 
 
-def together(found: list[LeftOut]) -> Errors:
+def all_errors(architectures: list[ArchitectureErrors]) -> Errors:
     """Return the errors of all rows."""
-    return Errors((1 + error, 1.0) for one in found for error in one.errors.signed)
+    return Errors((1 + error, 1.0) for item in architectures for error in item.errors.signed)
 
 
 def _architecture(row: Measurement) -> str:
@@ -387,16 +389,19 @@ def _architecture(row: Measurement) -> str:
 
 
 def _unknown_architectures() -> list[str]:
-    """Return a Markdown table with one line per architecture that was left out."""
-    found = left_out()
+    """Return a Markdown table with the errors of each architecture, predicted from the others."""
+    architectures = leave_one_architecture_out()
     return table(
         HEADINGS,
-        [*(summary(one.architecture, one.errors) for one in found), summary("All", together(found))],
+        [
+            *(summary(item.architecture, item.errors) for item in architectures),
+            summary("All", all_errors(architectures)),
+        ],
     )
 
 
 if __name__ == "__main__":
-    for what, target, errors in glance():
+    for what, target, errors in target_errors():
         print(
             f"{what:32} {len(errors):3} rows, nine in ten within {errors.nine_in_ten:.1%} (target {target:.0%})"
         )

@@ -23,11 +23,12 @@ class Errors:
         return len(self.sizes)
 
     def within(self, limit: float) -> int:
+        """Return the number of errors within the limit."""
         return sum(size <= limit for size in self.sizes)
 
     @property
     def nine_in_ten(self) -> float:
-        """The smallest bound that at least nine in ten errors are within."""
+        """The smallest bound that contains at least nine in ten errors."""
         return self.sizes[-(-9 * len(self.sizes) // 10) - 1]
 
     @property
@@ -44,7 +45,7 @@ class Errors:
         return self.sizes[-1]
 
     def meets(self, limit: float) -> bool:
-        """Return whether nine in ten errors are within the limit."""
+        """Return True if at least nine in ten errors are within the limit."""
         return bool(self.sizes) and self.nine_in_ten <= limit
 
 
@@ -64,11 +65,11 @@ def summary(name: str, errors: Errors) -> list[str]:
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> list[str]:
     """Return a Markdown table as lines. All columns but the first `left` are right-aligned."""
-    rule = ["---" if place < left else "--:" for place in range(len(headings))]
+    rule = ["---" if column < left else "--:" for column in range(len(headings))]
     return ["| " + " | ".join(cells) + " |" for cells in (headings, rule, *rows)]
 
 
-def off(predicted: float, measured: float, limit: float | None = None) -> str:
+def signed_error(predicted: float, measured: float, limit: float | None = None) -> str:
     """Return a signed error, in bold if it is beyond the limit."""
     error = predicted / measured - 1
     text = f"{error:+.1%}"

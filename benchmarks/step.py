@@ -30,7 +30,7 @@ from deskside.utils import child_process
 from deskside.utils.errors import UsageError
 
 TARGET = "benchmarks.step_measure:measure"
-START_SECONDS = 600.0  # seconds that an arm may take in addition to its steps: compilation, floors
+SETUP_SECONDS = 600.0  # time limit of an arm in addition to its steps, for compilation and floors
 
 
 def arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
@@ -58,8 +58,14 @@ def arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--warmup", type=int, default=10)
     parser.add_argument("--hot-seconds", type=float, default=0.0)
-    parser.add_argument("--profile", action="store_true", help="time by kind of kernel, and floors")
-    parser.add_argument("--cold-start", action="store_true", help="first step in fresh and warm caches")
+    parser.add_argument(
+        "--profile", action="store_true", help="print the time by kind of kernel, and the floors"
+    )
+    parser.add_argument(
+        "--cold-start",
+        action="store_true",
+        help="also time the first step, with empty and warm compile caches",
+    )
     parser.add_argument("--json", type=Path, help="write the results to this file")
     options, rest = parser.parse_known_args(argv)
     if options.steps < 1 or options.warmup < 0:
@@ -70,8 +76,8 @@ def arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
 
 
 def arms(text: str) -> list[tuple[str, dict[str, Any]]]:
-    """ "bf16,fp8-delayed:head=fp8" -> [(arm, {"name": recipe, option: value})]. Raises UsageError."""
-    found = []
+    """Parse "bf16,fp8-delayed:head=fp8" as [(arm, {"name": recipe, option: value})]. Raises UsageError."""
+    parsed = []
     for arm in filter(None, (part.strip() for part in text.split(","))):
         name, *settings = arm.split(":")
         precision: dict[str, Any] = {"name": name}
@@ -80,10 +86,10 @@ def arms(text: str) -> list[tuple[str, dict[str, Any]]]:
             if not equals:
                 raise UsageError(f"--precision {arm}: '{setting}' must be key=value, such as head=fp8")
             precision[key] = _value(value)
-        found.append((arm, precision))
-    if not found:
+        parsed.append((arm, precision))
+    if not parsed:
         raise UsageError("--precision: give at least one recipe, such as bf16")
-    return found
+    return parsed
 
 
 def specification(
@@ -122,7 +128,7 @@ def run(spec: dict[str, Any], caches: Path | None = None) -> dict[str, Any]:
             "TRITON_CACHE_DIR": str(caches / "triton"),
             "CUDA_CACHE_PATH": str(caches / "cuda"),
         }
-    limit = START_SECONDS + float(spec["hot_seconds"]) + 5.0 * (spec["steps"] + spec["warmup"])
+    limit = SETUP_SECONDS + float(spec["hot_seconds"]) + 5.0 * (spec["steps"] + spec["warmup"])
     outcome = child_process.run(TARGET, {"spec": {**spec, "began": time.monotonic()}}, limit, environment)
     return {
         "status": outcome.status,
@@ -133,16 +139,16 @@ def run(spec: dict[str, Any], caches: Path | None = None) -> dict[str, Any]:
 
 
 def cold_start(spec: dict[str, Any]) -> dict[str, Any]:
-    """Return the seconds to the end of the first optimizer step, with empty caches and with those of the first run."""
-    once = {**spec, "steps": 1, "warmup": 1, "hot_seconds": 0.0, "profile": False}
-    found: dict[str, Any] = {}
+    """Return the seconds from the command to the end of each start-up part, with empty ("fresh") and "warm" caches."""
+    single_step = {**spec, "steps": 1, "warmup": 1, "hot_seconds": 0.0, "profile": False}
+    marks: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="deskside-") as folder:
         for state in ("fresh", "warm"):
-            result = run(once, Path(folder))
+            result = run(single_step, Path(folder))
             if result["status"] != "ok":
-                return {**found, "error": f"{state}: {result['error']}"}
-            found[state] = result["value"]["cold_start"]
-    return found
+                return {**marks, "error": f"{state}: {result['error']}"}
+            marks[state] = result["value"]["cold_start"]
+    return marks
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -173,26 +179,26 @@ def report(result: dict[str, Any], profile: bool) -> None:
     """Print the result of one arm as soon as it is available."""
     if result["status"] != "ok":
         print(f"{result['arm']}: {result['status']}: {result['error']}")
-        print(result["stderr"][-1500:] if unexpected(result) else "", file=sys.stderr)
+        print(result["stderr"][-1500:] if should_show_stderr(result) else "", file=sys.stderr)
         return
     print(step_table.details(result))
     for state, marks in result.get("cold_starts", {}).items():
-        said = marks if isinstance(marks, str) else ", ".join(f"{k} {v:.1f} s" for k, v in marks.items())
-        print(textwrap.fill(f"  {state} caches: {said}", 80, subsequent_indent="    "))
+        text = marks if isinstance(marks, str) else ", ".join(f"{k} {v:.1f} s" for k, v in marks.items())
+        print(textwrap.fill(f"  {state} caches: {text}", 80, subsequent_indent="    "))
     if profile:
         print("\n" + step_table.split(result))
         print("\n" + step_table.products(result))
     print(flush=True)
 
 
-def unexpected(result: dict[str, Any]) -> bool:
-    """Return whether to show the end of the child's stderr: not if its one-line error says what to do."""
+def should_show_stderr(result: dict[str, Any]) -> bool:
+    """Return True unless the error is a UsageError, whose one line already says what to do."""
     return not str(result["error"]).startswith("UsageError: ")
 
 
 def _configuration_keys(rest: Sequence[str]) -> dict[str, Any]:
     """Return --a.b value ... as {"a": {"b": value}}. Unknown keys are rejected when the configuration is built."""
-    found: dict[str, Any] = {}
+    keys: dict[str, Any] = {}
     words = list(rest)
     while words:
         key = words.pop(0)
@@ -200,12 +206,12 @@ def _configuration_keys(rest: Sequence[str]) -> dict[str, Any]:
             raise UsageError(f"unexpected argument {key}; configuration keys are written --part.key value")
         if not words:
             raise UsageError(f"{key}: needs a value")
-        node = found
+        node = keys
         *parts, last = key[2:].split(".")
         for part in parts:
             node = node.setdefault(part, {})
         node[last] = _value(words.pop(0))
-    return found
+    return keys
 
 
 def _value(text: str) -> Any:

@@ -1,4 +1,4 @@
-"""Configuration of an arm of the step benchmark. Imports no torch."""
+"""Run configuration of an arm of the step benchmark. Does not import torch."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -25,7 +25,7 @@ def configuration(spec: Mapping[str, Any]) -> RunConfig:
     given["schedule"] = {"length": "1000000 steps"}
     if spec.get("sequence_length") is not None:
         layers = presets.layers(spec["preset"])
-        longest = merge.build([*layers, {"batch": {}}]).model.max_position_embeddings
-        if spec["sequence_length"] > longest:
+        max_length = merge.build([*layers, {"batch": {}}]).model.max_position_embeddings
+        if spec["sequence_length"] > max_length:
             given["model"] = {"max_position_embeddings": spec["sequence_length"]}
     return merge.build([*presets.layers(spec["preset"]), given, spec.get("config", {})])

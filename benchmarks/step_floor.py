@@ -1,23 +1,23 @@
-"""Floor of each kind of work in a step, that is, its minimum time, measured on this device in the same call.
+"""Floor (minimum time) of each kind of work in a step, measured on this device.
 
-Products: every matrix product of the model timed in isolation at its exact shape, in BF16 with torch.mm and in FP8 with
-torch._scaled_mm on operands that are already quantized and laid out. Attention: the chosen backend, forward and
-backward, timed in isolation. Everything else: bytes divided by the bandwidth of a large copy, with every input read
-once and every output written once, at the width of the activations:
+Matmuls: each one of the model is timed alone at its exact shape, in BF16 with torch.mm and in FP8 with torch._scaled_mm
+on operands that are already quantized and laid out. Attention: the chosen backend is timed alone, forward and backward.
+Everything else: bytes divided by the bandwidth of a large copy. Every input is read once and every output written once,
+in the dtype of the activations; the table counts these elements:
 
     add + norm              8 per token, channel and norm: residual and delta read, residual and normed written; two
                             gradients and the residual read, one gradient written (residual and delta share it)
     QK-norm + RoPE          5 per channel of queries and keys: read, written; gradient and input read, gradient written
     gated activation        8 per intermediate channel of the MLP; 5 without a gate
     loss                    2 per token and vocabulary entry: logits read, their gradient written
-    casts and sums          6 bytes per weight and step for its copy in the format of the products, 6 per weight for
+    casts and sums          6 bytes per weight and step for its copy in the format of the matmuls, 6 per weight for
                             its gradient into float32, 10 in each further pass, which accumulates
     quantization            0 if the producing kernel can write the format: only the output of attention and its
                             gradient remain, 4 bytes per query channel
-    optimizer               bytes and Newton-Schulz products of budget/operators.py; the latter at the matmul peak
+    optimizer               bytes and Newton-Schulz matmuls of budget/operators.py; the latter at the matmul peak
 
 FP8 operands take as many bytes as BF16 operands, because Hopper and Ada multiply FP8 in one layout only, so two copies
-are written. The floor of emulated products is that of BF16 products; this is always the case for NVFP4.
+are written. The floor of emulated matmuls is that of BF16 matmuls; for NVFP4 this is always so.
 """
 
 from collections.abc import Callable
@@ -44,7 +44,7 @@ FP8: dict[Format, torch.dtype] = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.flo
 
 @dataclass(frozen=True)
 class Gemm:
-    """A matrix product y (N, rows) = x (N, columns) W^T, `times` per step. It has two gradient products."""
+    """The matmul y (tokens, rows) = x (tokens, columns) W^T of a layer, `times` per step, with its two gradients."""
 
     name: str
     tokens: int
@@ -54,7 +54,7 @@ class Gemm:
 
 
 def gemms(config: RunConfig, micro_tokens: int) -> list[Gemm]:
-    """Return every linear layer of a step. The head is multiplied in chunks of `compute.loss_chunk_tokens`."""
+    """Return the matmul of every linear layer. The head is multiplied in chunks of `compute.loss_chunk_tokens`."""
     model, passes = config.model, config.batch.tokens // micro_tokens
     D, layers = model.hidden_size, model.num_hidden_layers
     q, kv = model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
@@ -65,18 +65,18 @@ def gemms(config: RunConfig, micro_tokens: int) -> list[Gemm]:
     else:
         found += [Gemm("q", micro_tokens, D, q, times), Gemm("k, v", micro_tokens, D, kv, 2 * times)]
     found.append(Gemm("out", micro_tokens, q, D, times))
-    tokens, inside = micro_tokens, model.intermediate_size
+    tokens, intermediate = micro_tokens, model.intermediate_size
     if model.num_experts:
         # Assume that tokens are spread evenly over the experts.
         found.append(Gemm("router", micro_tokens, D, model.num_experts, times))
         tokens = max(1, micro_tokens * model.num_experts_per_tok // model.num_experts)
-        inside, times = model.moe_intermediate_size, times * model.num_experts
+        intermediate, times = model.moe_intermediate_size, times * model.num_experts
     ups = 2 if model.gated_mlp else 1
     if ups == 2 and not model.fused_gate_up and not model.num_experts:
-        found.append(Gemm("gate, up", tokens, D, inside, 2 * times))
+        found.append(Gemm("gate, up", tokens, D, intermediate, 2 * times))
     else:
-        found.append(Gemm("gate-up" if ups == 2 else "up", tokens, D, ups * inside, times))
-    found.append(Gemm("down", tokens, inside, D, times))
+        found.append(Gemm("gate-up" if ups == 2 else "up", tokens, D, ups * intermediate, times))
+    found.append(Gemm("down", tokens, intermediate, D, times))
     chunk = min(config.compute.loss_chunk_tokens, micro_tokens)
     found.append(Gemm("head", chunk, D, model.vocab_size, -(-micro_tokens // chunk) * passes))
     return found
@@ -93,7 +93,7 @@ def measure(
 ) -> dict[str, Any]:
     """Return the milliseconds per step of each kind of `step_kinds.KINDS` that has a floor, and how they were obtained.
 
-    native: whether the products of the recipe run in its formats here; the floor of emulated ones is that of BF16. A
+    native: True if the matmuls of the recipe run in its formats on this device; emulated ones get the floor of BF16. A
     floor that does not fit in memory next to the model is None, with the reason in `notes`.
     """
     notes: list[str] = []
@@ -104,39 +104,39 @@ def measure(
     kinds: dict[str, float | None] = {}
     table: list[dict[str, Any]] = []
 
-    def attempt(kind: str, work: Callable[[], float]) -> None:
+    def add_floor(kind: str, work: Callable[[], float]) -> None:
         try:
             kinds[kind] = work()
         except torch.OutOfMemoryError:
             kinds[kind] = None
-            notes.append(f"{kind}: no floor, its tensors do not fit beside the model")
+            notes.append(f"{kind}: no floor, because its tensors do not fit in memory next to the model")
 
-    attempt("gemm", lambda: _products(config, recipe, native, micro_tokens, dtype, device, table, notes))
-    attempt("attention", lambda: _attention(config, attention, micro_tokens, dtype, device))
+    add_floor("gemm", lambda: _gemm_floor(config, recipe, native, micro_tokens, dtype, device, table, notes))
+    add_floor("attention", lambda: _attention_floor(config, attention, micro_tokens, dtype, device))
     for kind, size in traffic_bytes(config, recipe, micro_tokens, dtype).items():
         kinds[kind] = 1e3 * size / bandwidth
-    attempt("optimizer", lambda: _optimizer(config, micro_tokens, bandwidth, dtype, device))
+    add_floor("optimizer", lambda: _optimizer_floor(config, micro_tokens, bandwidth, dtype, device))
     return {"kinds": kinds, "gemms": table, "copy_bandwidth": bandwidth, "notes": notes}
 
 
 def traffic_bytes(
     config: RunConfig, recipe: Recipe, micro_tokens: int, dtype: torch.dtype
 ) -> dict[str, float]:
-    """Return the minimum bytes per step of the kinds without matrix products; the module docstring has the rules."""
+    """Return the minimum bytes per step of the kinds without matmuls, by the table in the module docstring."""
     model, tokens, unit = config.model, float(config.batch.tokens), dtype.itemsize
     D, layers = model.hidden_size, model.num_hidden_layers
     q, kv = model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
-    inside = model.intermediate_size
+    intermediate = model.intermediate_size
     if model.num_experts:
-        inside = model.num_experts_per_tok * model.moe_intermediate_size
+        intermediate = model.num_experts_per_tok * model.moe_intermediate_size
     per_token = 8 * D * (2 * layers + 1)
     if model.qk_norm or model.position_embedding == "rope":
         per_token += 5 * (q + kv) * layers
-    per_token += (8 if model.gated_mlp else 5) * inside * layers
+    per_token += (8 if model.gated_mlp else 5) * intermediate * layers
     passes = config.batch.tokens // micro_tokens
     weights = block_matrices(model) + model.vocab_size * D
     casts = 0.0 if unit == 4 else float(weights * (6 + 6 + 10 * (passes - 1)))
-    found = {
+    traffic = {
         "elementwise": tokens * unit * per_token,
         "loss": tokens * unit * 2 * model.vocab_size,
         "memory": casts,
@@ -144,11 +144,11 @@ def traffic_bytes(
         "embedding": tokens * D * (4 + 2 * unit) + 4.0 * passes * model.vocab_size * D,
     }
     if recipe.quantized:
-        found["quantisation"] = 4.0 * tokens * q * layers
-    return found
+        traffic["quantisation"] = 4.0 * tokens * q * layers
+    return traffic
 
 
-def _products(
+def _gemm_floor(
     config: RunConfig,
     recipe: Recipe,
     native: bool,
@@ -158,24 +158,26 @@ def _products(
     table: list[dict[str, Any]],
     notes: list[str],
 ) -> float:
-    """Return the milliseconds of all products of a step and fill `table`, one row per layer and format."""
+    """Return the milliseconds of all matmuls of a step, and append a row per layer to `table`."""
     quantized = native and recipe.quantized and any(f in FP8 for f in recipe.formats)
     if recipe.quantized and (not native or "nvfp4" in recipe.formats):
-        notes.append("products that are emulated are timed as BF16 ones")
+        notes.append("emulated matmuls are timed in BF16")
     layers = config.model.num_hidden_layers
-    kept = sum(recipe.kept_blocks(layers)) / layers
+    bf16_share = sum(recipe.kept_blocks(layers)) / layers
     total = 0.0
     for gemm in gemms(config, micro_tokens):
-        plain = _three(gemm, None, dtype, device)
-        share = 1.0 if gemm.name == "head" else kept  # share of this layer's products that stay in BF16
+        bf16_ms = _three_matmuls(gemm, None, dtype, device)
+        share = 1.0 if gemm.name == "head" else bf16_share  # share of this layer's matmuls that stay in BF16
         if gemm.name == "head" and _head_quantized(config):
             share = 0.0
-        row = {"name": gemm.name, "times": gemm.times, "plain_ms": plain}
-        milliseconds = sum(plain)
+        row = {"name": gemm.name, "times": gemm.times, "plain_ms": bf16_ms}
+        milliseconds = sum(bf16_ms)
         if quantized and (share < 1.0):
-            low = _three(gemm, _head_recipe(recipe) if gemm.name == "head" else recipe, dtype, device)
-            row["quantized_ms"] = low
-            milliseconds = share * milliseconds + (1 - share) * sum(low)
+            fp8_ms = _three_matmuls(
+                gemm, _head_recipe(recipe) if gemm.name == "head" else recipe, dtype, device
+            )
+            row["quantized_ms"] = fp8_ms
+            milliseconds = share * milliseconds + (1 - share) * sum(fp8_ms)
         table.append(row)
         total += gemm.times * milliseconds
     return total
@@ -186,11 +188,13 @@ def _head_quantized(config: RunConfig) -> bool:
 
 
 def _head_recipe(recipe: Recipe) -> Recipe:
-    """Return the recipe of the head's own FP8 products, independent of the recipe of the blocks."""
-    return recipe if not any(f == "nvfp4" for f in recipe.formats) else recipe_named("fp8-tensorwise")
+    """Return the recipe of an FP8 head: that of the blocks, or tensorwise FP8 if the blocks use NVFP4."""
+    return recipe_named("fp8-tensorwise") if "nvfp4" in recipe.formats else recipe
 
 
-def _three(gemm: Gemm, recipe: Recipe | None, dtype: torch.dtype, device: torch.device) -> list[float]:
+def _three_matmuls(
+    gemm: Gemm, recipe: Recipe | None, dtype: torch.dtype, device: torch.device
+) -> list[float]:
     """Return the milliseconds of output, input gradient and weight gradient; with a recipe, in its FP8 formats."""
     n, k, m = gemm.tokens, gemm.columns, gemm.rows
     shapes = ((n, k, m), (n, m, k), (m, n, k))
@@ -198,12 +202,12 @@ def _three(gemm: Gemm, recipe: Recipe | None, dtype: torch.dtype, device: torch.
     times = []
     for (rows, inner, columns), product in zip(shapes, products, strict=True):
         transposed = (rows, inner, columns) == (m, n, k)
-        call = _product(rows, inner, columns, product, dtype, device, transposed)
+        call = _matmul(rows, inner, columns, product, dtype, device, transposed)
         times.append(1e3 * median_seconds(call, device))
     return times
 
 
-def _product(
+def _matmul(
     rows: int,
     inner: int,
     columns: int,
@@ -212,10 +216,10 @@ def _product(
     device: torch.device,
     transposed: bool,
 ) -> Callable[[], Tensor]:
-    """Prepare left (rows, inner) @ right (inner, columns), each operand in the layout that it has in a step.
+    """Return a call of left (rows, inner) @ right (inner, columns), with each operand in its layout in a step.
 
-    BF16: activations and gradients are stored by tokens, so the weight gradient reads its left operand transposed. FP8:
-    the only layout that every GPU supports, with both operands contiguous along the inner dimension.
+    transposed: for the weight gradient in BF16, whose left operand is a transposed view. FP8 operands are contiguous
+    along the inner dimension, the only layout that every GPU supports.
     """
     if product is None or product.left.format not in FP8 or product.right.format not in FP8:
         left = (
@@ -225,16 +229,16 @@ def _product(
         )
         right = _random(inner, columns, dtype, device)
         return partial(torch.mm, left, right)
-    codes = _random(rows, inner, torch.float32, device).to(FP8[product.left.format])
-    other = _random(columns, inner, torch.float32, device).to(FP8[product.right.format]).t()
+    left_codes = _random(rows, inner, torch.float32, device).to(FP8[product.left.format])
+    right_codes = _random(columns, inner, torch.float32, device).to(FP8[product.right.format]).t()
     by_row = product.left.scaling == "row"
     scale_left = torch.ones((rows, 1) if by_row else (), device=device)
     scale_right = torch.ones((1, columns) if by_row else (), device=device)
-    # Every FP8 trainer uses fast accumulation on Hopper, in the forward pass and for gradients.
+    # Fast accumulation for gradients too: a floor should not be slower than what other FP8 trainers do on Hopper.
     return partial(
         torch._scaled_mm,
-        codes,
-        other,
+        left_codes,
+        right_codes,
         scale_a=scale_left,
         scale_b=scale_right,
         out_dtype=torch.bfloat16,
@@ -246,14 +250,14 @@ def _random(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -
     return torch.randn(rows, columns, device=device).to(dtype)
 
 
-def _attention(
+def _attention_floor(
     config: RunConfig,
     attention: AttentionBackends,
     micro_tokens: int,
     dtype: torch.dtype,
     device: torch.device,
 ) -> float:
-    """Return the milliseconds of forward and backward of all layers."""
+    """Return the milliseconds per step of the attention of all layers, forward and backward."""
     model, T = config.model, config.batch.sequence_length
     total = 0.0
     windows = [model.layer_window(i) for i in range(model.num_hidden_layers)]
@@ -274,13 +278,13 @@ def _attention(
     return 1e3 * total * (config.batch.tokens // micro_tokens)
 
 
-def _optimizer(
+def _optimizer_floor(
     config: RunConfig, micro_tokens: int, bandwidth: float, dtype: torch.dtype, device: torch.device
 ) -> float:
     work = StepSpec(
         config.batch.sequence_length, config.batch.tokens, micro_tokens, optimizer=config.optim.name
     )
     operators = step_operators(config.model, work)
-    moved = sum(o.amount for o in operators if o.group == "optimizer_traffic")
+    traffic = sum(o.amount for o in operators if o.group == "optimizer_traffic")
     flops = sum(o.amount for o in operators if o.group == "optimizer_matmul")
-    return 1e3 * (moved / bandwidth + (flops / measure_matmul_peak(device, dtype) if flops else 0.0))
+    return 1e3 * (traffic / bandwidth + (flops / measure_matmul_peak(device, dtype) if flops else 0.0))

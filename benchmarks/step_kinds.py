@@ -1,10 +1,9 @@
-"""Classification of kernels by kind of work, from their name and from what launched them.
+"""Classification of kernels by kind of work, from their name and from the operators that launched them.
 
-Kernel names are not sufficient: the same matrix product is used for a projection and for Muon's iteration, and compiled
-element-wise kernels have similar names. A kernel is therefore identified by its name and by the names of the operators
-and annotations that enclose its launch on the host. The rules below are tried in order, and the first match decides. A
-kernel that matches no rule is `unclassified` and is shown by name, so that a new kernel is never misclassified
-silently.
+Kernel names are not sufficient: projections and Muon's iteration use the same matmul kernels, and compiled element-wise
+kernels have similar names. A kernel is therefore classified by its name and by the names of the operators and
+annotations that enclose its launch on the host. The first matching rule decides. A kernel that matches no rule is
+`unclassified` and is shown by name, so that a new kernel is not misclassified unnoticed.
 """
 
 import re
@@ -28,7 +27,10 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Rule:
-    """`where` is "name" (of the kernel) or "inside" (its own name, or that of any enclosing operator or annotation)."""
+    """A rule: the kind of a kernel with a matching name.
+
+    where: "name" matches the kernel's name; "inside" also matches the names of enclosing operators and annotations.
+    """
 
     kind: str
     where: str
@@ -39,7 +41,7 @@ def _rule(kind: str, where: str, pattern: str) -> Rule:
     return Rule(kind, where, re.compile(pattern, re.IGNORECASE))
 
 
-# Names of compiled kernels list every operator that was fused into them, including products at their edges.
+# Names of compiled kernels list all their fused operators, which may include names of matmuls.
 _COMPILED = r"^triton_(poi|red|per|mul|for)_fused"
 _ATEN_ELEMENTWISE = (
     "add|sub|rsub|mul|div|neg|pow|sqrt|rsqrt|square|exp|log|tanh|sigmoid|silu|gelu|relu|threshold|sum|mean|amax|max|"
@@ -115,10 +117,11 @@ RULES = (
 def kind_of(name: str, inside: tuple[str, ...], operator: bool = False) -> str:
     """Return a key of `KINDS` for a kernel, or for an operator on a CPU, given the operators that enclose its launch.
 
-    On a CPU, the remaining entries of autograd (those without `aten::`) are framework time.
+    operator: True for an operator on a CPU. Those without `aten::` that match no rule are entries of autograd, which
+    count as framework time.
     """
     for rule in RULES:
-        subjects = (name,) if rule.where == "name" else (name, *inside)
-        if any(rule.pattern.search(subject) for subject in subjects):
+        names = (name,) if rule.where == "name" else (name, *inside)
+        if any(rule.pattern.search(candidate) for candidate in names):
             return rule.kind
     return "host" if operator and not name.startswith("aten::") else "unclassified"

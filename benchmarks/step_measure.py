@@ -1,7 +1,7 @@
 """Measurement of one arm of the step benchmark: deskside's training step, built and timed in its own process.
 
-It builds what `deskside train` builds (train/prepare/setup, optim/build, train/loop/step), and it is timed like a point
-of the probe (probe/point). The batch is on the device before the clock starts: `benchmarks/loader.py` times the loader.
+The step is built as by `deskside train` (train/prepare/setup, optim/build, train/loop/step) and timed like a point of
+the probe (probe/point). Batches are on the device before the timing starts: `benchmarks/loader.py` times the loader.
 """
 
 import statistics
@@ -38,10 +38,10 @@ HOT_STEPS = 5  # minimum number of steps, however slow
 
 
 def measure(spec: dict[str, Any]) -> dict[str, Any]:
-    """Return the numbers of one arm. Runs in its own process.
+    """Measure one arm and return its results. Runs in its own process.
 
     spec: as in `step_config.configuration`, and `steps`, `warmup`, `hot_seconds`, `profile`, `data` (None or the path
-    of a prepared dataset) and `began`, the value of time.monotonic() when the command was given.
+    of a prepared dataset) and `began`, the value of time.monotonic() when the command was started.
     """
     marks = {"imported": _since(spec)}  # seconds from the command to the end of each part of the start-up
     prepared, timer = _build(spec, marks)
@@ -92,10 +92,10 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def _build(spec: Mapping[str, Any], marks: dict[str, float]) -> tuple[PreparedStep, StepTimer]:
-    def mark(done: str) -> None:
-        marks[done] = _since(spec)
+    def report(part: str) -> None:
+        marks[part] = _since(spec)
 
-    prepared = prepare_step(configuration(spec), mark)
+    prepared = prepare_step(configuration(spec), report)
     device, rows = prepared.stepper.world.device, prepared.rows_per_step
     if spec.get("data"):
         batches = _real_batches(spec["data"], prepared.config, prepared.fit, rows, device)
@@ -111,16 +111,18 @@ def _real_batches(
 ) -> list[Batch]:
     """Return the first micro-batches of a run on a prepared dataset, to be used in turn. Raises UsageError."""
     dataset = NextToken().open(config, Path(path), "train", config.batch.sequence_length)
-    kept: list[Batch] = []
+    batches: list[Batch] = []
     masked = config.data.document_mask
     options = LoaderOptions(
         config.seed, 0, step_rows, fit.micro_rows, device=torch.device(device), document_mask=masked
     )
     with Loader(dataset, options) as loader:
-        while len(kept) < BATCHES:
+        while len(batches) < BATCHES:
             # Copy, because the loader reuses its buffers, and micro-batches of different steps are mixed here.
-            kept += [replace(b, num_valid_step=b.num_valid * fit.accumulation) for b in _copies(next(loader))]
-    return kept
+            batches += [
+                replace(b, num_valid_step=b.num_valid * fit.accumulation) for b in _copies(next(loader))
+            ]
+    return batches
 
 
 def _copies(batches: list[Batch]) -> list[Batch]:
@@ -142,12 +144,12 @@ def _copies(batches: list[Batch]) -> list[Batch]:
 def _phase(
     run: tuple[list[float], list[dict[str, Any]]], prepared: PreparedStep, flops: float
 ) -> dict[str, Any]:
-    """Return the speed, and the sensor readings during the phase."""
-    seconds, sensed = run
+    """Return the speed of a phase, with a summary of its sensor readings."""
+    seconds, sensor_readings = run
     median = statistics.median(seconds)
     speed = prepared.config.batch.tokens / median
-    watts = [float(s["watts"]) for s in sensed if s["watts"] is not None]
-    celsius = [float(s["celsius"]) for s in sensed if s["celsius"] is not None]
+    watts = [float(s["watts"]) for s in sensor_readings if s["watts"] is not None]
+    celsius = [float(s["celsius"]) for s in sensor_readings if s["celsius"] is not None]
     return {
         "steps": len(seconds),
         "step_ms": {
@@ -159,7 +161,7 @@ def _phase(
         "mfu": speed * flops / prepared.peak_flops,
         "watts": statistics.fmean(watts) if watts else None,
         "celsius": max(celsius, default=None),
-        "throttled": any(bool(s["throttled"]) for s in sensed) if watts else None,
+        "throttled": any(bool(s["throttled"]) for s in sensor_readings) if watts else None,
     }
 
 
@@ -187,15 +189,15 @@ def _card(device: torch.device, timer: StepTimer) -> dict[str, Any]:
 def _profile(prepared: PreparedStep, timer: StepTimer, step_ms: float) -> dict[str, Any]:
     """Return the time of a step by kind, with the floors of the same work measured on this device now."""
     stepper, device = prepared.stepper, prepared.stepper.world.device
-    own = stepper.optimizer
-    stepper.optimizer = step_profile.MarkedOptimizer(own)  # type: ignore[assignment]
+    optimizer = stepper.optimizer
+    stepper.optimizer = step_profile.MarkedOptimizer(optimizer)  # type: ignore[assignment]
     try:
         events = step_profile.record(timer.launch, PROFILED_STEPS, device)
     finally:
-        stepper.optimizer = own
-    found = step_profile.pieces(events, device.type)
-    split = step_profile.split(found, PROFILED_STEPS, step_ms, device.type)
-    own.zero_grad()
+        stepper.optimizer = optimizer
+    activities = step_profile.activities(events, device.type)
+    split = step_profile.split(activities, PROFILED_STEPS, step_ms, device.type)
+    optimizer.zero_grad()
     micro_tokens = prepared.fit.micro_rows * prepared.config.batch.sequence_length
     floor = step_floor.measure(
         prepared.config,
@@ -210,7 +212,7 @@ def _profile(prepared: PreparedStep, timer: StepTimer, step_ms: float) -> dict[s
 
 
 def _since(spec: Mapping[str, Any]) -> float:
-    """Return the seconds since the command. The clock is the system's, the same in every process."""
+    """Return the seconds since the command was started; time.monotonic() is the same in all processes of a machine."""
     return time.monotonic() - float(spec["began"])
 
 

@@ -1,7 +1,7 @@
 """Breakdown of the device time of a step by kind of work, from torch.profiler's trace of a few steps.
 
 A trace contains device activity (kernels, copies) and host activity. Each kernel has the correlation id of the host
-call that launched it; the operators and annotations that enclose this call tell what the kernel is for. On a CPU the
+call that launched it; the operators and annotations that enclose this call show the purpose of the kernel. On a CPU the
 operators themselves are the work: each counts its time without that of its children.
 
 The profiler hardly changes the times of kernels, but it changes the gaps between them, because it slows down the host.
@@ -29,14 +29,17 @@ SHOWN_NAMES = 12
 
 
 @dataclass(frozen=True)
-class Piece:
-    """One kernel, or one operator on a CPU without its children. Microseconds; `inside`: outermost first."""
+class Activity:
+    """One kernel, or one operator on a CPU without its children.
+
+    start, duration: microseconds. inside: names of the enclosing operators and annotations, outermost first.
+    """
 
     name: str
     start: float
     duration: float
     inside: tuple[str, ...]
-    operator: bool = False  # of a CPU
+    operator: bool = False  # True for an operator on a CPU
 
     @property
     def kind(self) -> str:
@@ -64,12 +67,12 @@ def _marked(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def record(run: Callable[[], object], steps: int, device: torch.device) -> list[dict[str, Any]]:
     """Return the trace events of `steps` calls of `run`, after one call that is not recorded."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
+    recorded = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
+        recorded.append(torch.profiler.ProfilerActivity.CUDA)
     run()
     _synchronize(device)
-    with torch.profiler.profile(activities=activities) as profiler, torch.profiler.record_function(STEP_MARK):
+    with torch.profiler.profile(activities=recorded) as profiler, torch.profiler.record_function(STEP_MARK):
         for _ in range(steps):
             run()
         _synchronize(device)
@@ -80,34 +83,34 @@ def record(run: Callable[[], object], steps: int, device: torch.device) -> list[
     return events
 
 
-def pieces(events: Iterable[dict[str, Any]], device: str) -> list[Piece]:
-    """Return the activity of the device ("cuda" or "cpu"), in order of time."""
+def activities(events: Iterable[dict[str, Any]], device: str) -> list[Activity]:
+    """Return the activities of the device ("cuda" or "cpu") in a trace, in order of time."""
     complete = [e for e in events if e.get("ph") == "X"]
     hosts: dict[Any, list[dict[str, Any]]] = defaultdict(list)
     for event in complete:
         if event.get("cat") in ENCLOSING:
             hosts[event["tid"]].append(event)
     if device == "cpu":
-        return sorted((p for rows in hosts.values() for p in _own_time(rows)), key=lambda p: p.start)
+        return sorted((p for rows in hosts.values() for p in _self_time(rows)), key=lambda p: p.start)
     stacks = {tid: _Stacks(rows) for tid, rows in hosts.items()}
     launches = {
         e["args"]["correlation"]: e
         for e in complete
         if e.get("cat") in LAUNCH and "correlation" in e.get("args", {})
     }
-    found = []
+    kernels = []
     for event in complete:
         if event.get("cat") not in ON_DEVICE:
             continue
         launch = launches.get(event.get("args", {}).get("correlation"))
         inside: tuple[str, ...] = ()
         if launch is not None and launch["tid"] in stacks:
-            inside = stacks[launch["tid"]].at(float(launch["ts"]))
-        found.append(Piece(event["name"], float(event["ts"]), float(event["dur"]), inside))
-    return sorted(found, key=lambda p: p.start)
+            inside = stacks[launch["tid"]].enclosing(float(launch["ts"]))
+        kernels.append(Activity(event["name"], float(event["ts"]), float(event["dur"]), inside))
+    return sorted(kernels, key=lambda p: p.start)
 
 
-def split(found: list[Piece], steps: int, step_ms: float, device: str) -> dict[str, Any]:
+def split(activities: list[Activity], steps: int, step_ms: float, device: str) -> dict[str, Any]:
     """Return the milliseconds per step of each kind with its largest names, and the gaps.
 
     `step_ms`: time of an unprofiled step. Kernels that overlap on two streams count fully in their kinds, but once in
@@ -115,23 +118,25 @@ def split(found: list[Piece], steps: int, step_ms: float, device: str) -> dict[s
     """
     kinds: dict[str, dict[str, Any]] = {}
     for kind in KINDS:
-        mine = [p for p in found if p.kind == kind]
-        if not mine:
+        of_kind = [p for p in activities if p.kind == kind]
+        if not of_kind:
             continue
         names: dict[str, list[float]] = defaultdict(list)
-        for piece in mine:
-            names[piece.name].append(piece.duration)
+        for activity in of_kind:
+            names[activity.name].append(activity.duration)
         largest = sorted(names.items(), key=lambda item: -sum(item[1]))
         shown = largest if kind == "unclassified" else largest[:SHOWN_NAMES]
         kinds[kind] = {
-            "ms": sum(p.duration for p in mine) / steps / 1e3,
-            "kernels": len(mine) / steps,
+            "ms": sum(p.duration for p in of_kind) / steps / 1e3,
+            "kernels": len(of_kind) / steps,
             "names": {name: sum(times) / steps / 1e3 for name, times in shown},
         }
-    # On a CPU, pieces are operators without their children: they do not overlap, but their ends are unknown.
-    taken = sum(p.duration for p in found) if device == "cpu" else _busy(found)
-    busy = taken / steps / 1e3
-    span = (max(p.start + p.duration for p in found) - found[0].start) / steps / 1e3 if found else 0.0
+    # On a CPU, activities are operators without their children: they do not overlap, but their ends are unknown.
+    busy_us = sum(p.duration for p in activities) if device == "cpu" else _busy(activities)
+    busy = busy_us / steps / 1e3
+    span = 0.0
+    if activities:
+        span = (max(p.start + p.duration for p in activities) - activities[0].start) / steps / 1e3
     return {
         "kinds": kinds,
         "busy_ms": busy,
@@ -142,19 +147,19 @@ def split(found: list[Piece], steps: int, step_ms: float, device: str) -> dict[s
     }
 
 
-def _busy(found: list[Piece]) -> float:
-    """Return the microseconds in which at least one piece ran; `found` is in order of time."""
+def _busy(activities: list[Activity]) -> float:
+    """Return the microseconds in which at least one activity ran; `activities` are in order of time."""
     total, end = 0.0, float("-inf")
-    for piece in found:
-        stop = piece.start + piece.duration
+    for activity in activities:
+        stop = activity.start + activity.duration
         if stop > end:
-            total += stop - max(piece.start, end)
+            total += stop - max(activity.start, end)
             end = stop
     return total
 
 
 class _Stacks:
-    """Lookup of the host intervals of one thread that enclose a point in time. Intervals of a thread are nested."""
+    """Lookup of the events of one host thread that enclose a point in time. Events of a thread are nested."""
 
     def __init__(self, events: list[dict[str, Any]]):
         rows = sorted(events, key=lambda e: (float(e["ts"]), -float(e["dur"])))
@@ -169,8 +174,8 @@ class _Stacks:
             self._parents.append(stack[-1] if stack else -1)
             stack.append(i)
 
-    def at(self, moment: float) -> tuple[str, ...]:
-        """Return the names, outermost first."""
+    def enclosing(self, moment: float) -> tuple[str, ...]:
+        """Return the names of the events that enclose a moment (microseconds), outermost first."""
         names = []
         i = bisect_right(self._starts, moment) - 1
         while i >= 0:
@@ -180,10 +185,10 @@ class _Stacks:
         return tuple(reversed(names))
 
 
-def _own_time(events: list[dict[str, Any]]) -> list[Piece]:
-    """Return the operators of one thread with the time that their children did not take; annotations only enclose."""
+def _self_time(events: list[dict[str, Any]]) -> list[Activity]:
+    """Return the operators of one thread (not its annotations), each with its time outside of child operators."""
     rows = sorted(events, key=lambda e: (float(e["ts"]), -float(e["dur"])))
-    own = [float(e["dur"]) for e in rows]
+    self_time = [float(e["dur"]) for e in rows]
     inside: list[tuple[str, ...]] = []
     stack: list[int] = []
     for i, event in enumerate(rows):
@@ -192,11 +197,11 @@ def _own_time(events: list[dict[str, Any]]) -> list[Piece]:
             stack.pop()
         inside.append(tuple(str(rows[j]["name"]) for j in stack))
         if stack:
-            own[stack[-1]] -= float(event["dur"])
+            self_time[stack[-1]] -= float(event["dur"])
         stack.append(i)
     return [
-        Piece(str(event["name"]), float(event["ts"]), max(0.0, time), around, operator=True)
-        for event, time, around in zip(rows, own, inside, strict=True)
+        Activity(str(event["name"]), float(event["ts"]), max(0.0, time), around, operator=True)
+        for event, time, around in zip(rows, self_time, inside, strict=True)
         if event["cat"] == "cpu_op"
     ]
 

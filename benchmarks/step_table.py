@@ -9,7 +9,7 @@ WIDTH = 80
 
 
 def summary(results: Sequence[dict[str, Any]]) -> str:
-    """Return one line per arm and phase. `results`: {"arm", "status", "error", "value"} each."""
+    """Return a table with a line per arm and phase. Each result has "arm", "status", "error" and "value"."""
     lines = [
         f"{'precision':<18}{'phase':<7}{'ms':>8}{'p10':>8}{'p90':>8}{'tokens/s':>11}{'MFU':>7}{'GiB':>7}{'W':>6}",
     ]
@@ -35,8 +35,7 @@ def details(result: dict[str, Any]) -> str:
     """Return the description and the other measurements of one arm."""
     value = result["value"]
     short = value["phases"]["short"]
-    start = value["cold_start"]
-    marks = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in start.items())
+    marks = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in value["cold_start"].items())
     share = value["optimizer_ms"] / short["step_ms"]["median"]
     card = value["card"]
     lines = [
@@ -54,9 +53,9 @@ def details(result: dict[str, Any]) -> str:
     if value["peak_reserved_gib"] is not None:
         lines.append(f"  peak memory reserved: {value['peak_reserved_gib']:.1f} GiB")
     if card:
-        at_work = f"{card.get('sm_mhz')} of {card.get('highest_sm_mhz')} MHz"
+        clock = f"{card.get('sm_mhz')} of {card.get('highest_sm_mhz')} MHz"
         limit = f"power limit {card.get('limit_watts')} W"
-        lines.append(f"  {card['name']}: {at_work}, {limit}, throttled: {short['throttled']}")
+        lines.append(f"  {card['name']}: {clock}, {limit}, throttled: {short['throttled']}")
     lines += [f"  note: {note}" for note in value["notes"]]
     return "\n".join(_wrap(line) for line in lines)
 
@@ -66,17 +65,17 @@ def split(result: dict[str, Any]) -> str:
     profile = result["value"]["profile"]
     floors = profile["floor"]["kinds"]
     lines = [
-        f"{result['arm']}: where a step goes",
-        f"{'kind':<26}{'ms':>9}{'share':>8}{'floor ms':>10}{'of light':>10}{'kernels':>9}",
+        f"{result['arm']}: time of a step by kind of work",
+        f"{'kind':<26}{'ms':>9}{'share':>8}{'floor ms':>10}{'floor/ms':>10}{'kernels':>9}",
     ]
     step = profile["step_ms"]
     for kind, label in KINDS.items():
-        found = profile["kinds"].get(kind)
+        measured = profile["kinds"].get(kind)
         floor = floors.get(kind)
-        if found is None and not floor:
+        if measured is None and not floor:
             continue
-        ms = found["ms"] if found else 0.0
-        lines.append(_row(label, ms, step, floor, found["kernels"] if found else 0.0))
+        ms = measured["ms"] if measured else 0.0
+        lines.append(_row(label, ms, step, floor, measured["kernels"] if measured else 0.0))
     lines.append(_row("idle between kernels", profile["idle_ms"], step, None, None))
     known = [f for f in floors.values() if f is not None]
     lines.append(_row("step", step, step, sum(known) if len(known) == len(floors) else None, None))
@@ -94,19 +93,19 @@ def split(result: dict[str, Any]) -> str:
 
 
 def products(result: dict[str, Any]) -> str:
-    """Return the matrix products timed in isolation: output, input gradient, weight gradient."""
+    """Return a table of the matmuls timed alone, each as output + input gradient + weight gradient."""
     lines = [f"{'products alone, ms':<20}{'times':>7}{'BF16 (plain)':>26}{'FP8':>26}"]
     for row in result["value"]["profile"]["floor"]["gemms"]:
         plain = " + ".join(f"{ms:.3f}" for ms in row["plain_ms"])
-        low = " + ".join(f"{ms:.3f}" for ms in row.get("quantized_ms", []))
-        lines.append(f"{row['name']:<20}{row['times']:>7}{plain:>26}{low:>26}")
+        fp8 = " + ".join(f"{ms:.3f}" for ms in row.get("quantized_ms", []))
+        lines.append(f"{row['name']:<20}{row['times']:>7}{plain:>26}{fp8:>26}")
     return "\n".join(lines)
 
 
 def _row(label: str, ms: float, step: float, floor: float | None, kernels: float | None) -> str:
-    floored = _number(floor, "10.2f")
-    light = f"{floor / ms:>10.0%}" if floor and ms > 0 else f"{'-':>10}"
-    return f"{label:<26}{ms:>9.2f}{ms / step:>8.1%}{floored}{light}{_number(kernels, '9.0f')}"
+    floor_ms = _number(floor, "10.2f")
+    ratio = f"{floor / ms:>10.0%}" if floor and ms > 0 else f"{'-':>10}"
+    return f"{label:<26}{ms:>9.2f}{ms / step:>8.1%}{floor_ms}{ratio}{_number(kernels, '9.0f')}"
 
 
 def _number(value: float | None, form: str) -> str:

@@ -62,10 +62,12 @@ def test_differences_are_found() -> None:
 @pytest.mark.full
 def test_what_is_killed_is_the_same_and_what_is_not_the_same_is_told(tmp_path: Path) -> None:
     saved: list[int] = []
-    result = kills.bench(tmp_path, 1, 4, ["data", "train"], lambda r: saved.append(r["kills"]), writes=1)
+    result = kills.run_benchmark(
+        tmp_path, 1, 4, ["data", "train"], lambda r: saved.append(r["kills"]), writes=1
+    )
     assert result["kills"] >= 3 and result["lost_or_different"] == 0 and saved[-1] == result["kills"]
-    works, found = kills.make_works(tmp_path), kills.Bench(tmp_path, 2, 1.0)
-    reference = works["data"].outcome(tmp_path / "data-reference")
+    commands, runner = kills.make_commands(tmp_path), kills.Runner(tmp_path, 2, 1.0)
+    reference = commands["data"].outcome(tmp_path / "data-reference")
     counts = result["by_command"]["data"]["kill_points_without_kills"]
-    found.trial(works["data"], {**reference, "index.json": "another"}, 1.0, counts, 1)
-    assert "differs from the run without kills" in found.trials[0].problems[0]
+    runner.run_trial(commands["data"], {**reference, "index.json": "another"}, 1.0, counts, 1)
+    assert "differs from the run without kills" in runner.trials[0].problems[0]

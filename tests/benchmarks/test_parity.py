@@ -75,14 +75,14 @@ def test_a_failing_arm_is_a_row(data: Path, tmp_path: Path) -> None:
         replace(job, arm=arm, words=["124m", "--schedule.steps", "2", "--data.path", str(tmp_path / arm)])
         for arm in ("a", "b")
     ]
-    rows = parity_run.carry_out(broken, [""], tmp_path / "out", tmp_path / "runs", None)
+    rows = parity_run.run_jobs(broken, [""], tmp_path / "out", tmp_path / "runs", None)
     assert [(row["arm"], row["status"]) for row in rows] == [("a", "failed"), ("b", "failed")]
     assert rows[1]["error"].startswith("deskside: ") and str(tmp_path / "b") in rows[1]["error"]
     assert (tmp_path / "runs" / "b-seed1.log").is_file()
     arms = parity_results.averages(rows, "bf16")
     assert rows[1]["error"] in parity_results.notes(rows, arms, "bf16")
     with pytest.raises(UsageError, match=r"parity\.jsonl exists"):
-        parity_run.carry_out(broken, [""], tmp_path / "out", None, None)
+        parity_run.run_jobs(broken, [""], tmp_path / "out", None, None)
 
 
 @pytest.mark.full

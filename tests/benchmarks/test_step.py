@@ -49,7 +49,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     known = kinds.get("unclassified", {"ms": 0.0})["ms"]
     assert known < 0.05 * busy
     printed = capsys.readouterr().out
-    assert "matrix products" in printed and "of light" in printed
+    assert "matrix products" in printed and "floor/ms" in printed
     assert all(len(line) <= 80 for line in printed.splitlines())
 
 

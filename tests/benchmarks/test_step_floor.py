@@ -74,7 +74,9 @@ def test_fp8_products_have_their_shapes(name: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch, "_scaled_mm", lambda a, b, **options: calls.append((a, b, options)))
     monkeypatch.setattr(step_floor, "median_seconds", lambda call, device: 0.0 if call() is None else 1.0)
     recipe = recipe_named(name)
-    step_floor._three(step_floor.Gemm("x", 32, 48, 64, 1), recipe, torch.bfloat16, torch.device("cpu"))
+    step_floor._three_matmuls(
+        step_floor.Gemm("x", 32, 48, 64, 1), recipe, torch.bfloat16, torch.device("cpu")
+    )
     low = [p for p in recipe.products if p.left.format in step_floor.FP8]
     assert len(calls) == len(low) > 0
     sizes = {"output": (32, 48, 64), "input_gradient": (32, 64, 48), "weight_gradient": (64, 32, 48)}

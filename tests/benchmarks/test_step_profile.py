@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.step_kinds import OPTIMIZER_MARK
-from benchmarks.step_profile import MarkedOptimizer, pieces, record, split
+from benchmarks.step_profile import MarkedOptimizer, activities, record, split
 
 
 def _event(cat: str, name: str, ts: float, dur: float, tid: Any = 1, **args: Any) -> dict[str, Any]:
@@ -33,7 +33,7 @@ GPU_TRACE = [
 
 
 def test_gpu_trace() -> None:
-    found = pieces(GPU_TRACE, "cuda")
+    found = activities(GPU_TRACE, "cuda")
     assert [(p.name, p.kind) for p in found] == [
         ("nvjet_tst_1", "gemm"),
         ("nvjet_tst_1", "optimizer"),
@@ -72,7 +72,7 @@ def test_cpu_trace_of_a_real_step() -> None:
         F.scaled_dot_product_attention(q, q, q).sum().backward()
         optimizer.step()
 
-    found = pieces(record(step, 2, torch.device("cpu")), "cpu")
+    found = activities(record(step, 2, torch.device("cpu")), "cpu")
     result = split(found, 2, 10.0, "cpu")
     assert {"gemm", "attention", "optimizer"} <= result["kinds"].keys()
     mine = [p for p in found if p.name == "aten::mm"]

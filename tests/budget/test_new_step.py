@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.planner_fit import errors, groups, replaced, section, split, unprobed
+from benchmarks.planner_fit import errors, groups, replace_section, section, split, unprobed
 from benchmarks.planner_points import Point, points
 from deskside.budget.memory import instants, sublayer_gradient_bytes, training_memory
 from deskside.budget.operators import step_operators
@@ -124,7 +124,7 @@ def test_the_report_has_every_point_and_its_data() -> None:
 
 def test_the_document_has_the_report_as_it_is_today() -> None:
     text = (ROOT / "docs" / "planner-accuracy.md").read_text("utf-8")
-    assert replaced(text) == text, (
+    assert replace_section(text) == text, (
         "run: python -m benchmarks.planner_fit section --out docs/planner-accuracy.md"
     )
 

@@ -149,4 +149,4 @@ def busy(name: str, fused: Tensor, grad: Tensor, need: Requirements) -> float:
         attention_backward(saved, grad)
 
     events = step_profile.record(run, PROFILED, need.device)
-    return sum(piece.duration for piece in step_profile.pieces(events, need.device.type)) / PROFILED
+    return sum(piece.duration for piece in step_profile.activities(events, need.device.type)) / PROFILED

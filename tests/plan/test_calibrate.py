@@ -13,8 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.planner_compare import SEED, configurations, gave_constants, measured, shape_of, work_of
-from benchmarks.planner_published import left_out, together
+from benchmarks.planner_compare import (
+    SEED,
+    configurations,
+    is_fitting_row,
+    read_points,
+    shape_of,
+    step_spec_of,
+)
+from benchmarks.planner_published import all_errors, leave_one_architecture_out
 from deskside.budget.host import host_seconds
 from deskside.budget.memory import training_memory
 from deskside.budget.speed import Rates, step_seconds, tokens_per_second
@@ -40,7 +47,7 @@ def row(spec: Row, result: Mapping[str, Any], status: str = "ok") -> Row:
 
 def point(spec: Row, rates: Rates, noise: float = 0.0, **more: Any) -> Row:
     """What a probe would store of a card that has exactly these rates, but for the noise."""
-    step = sum(step_seconds(shape_of(spec), work_of(spec), rates).values()) * (1 + noise)
+    step = sum(step_seconds(shape_of(spec), step_spec_of(spec), rates).values()) * (1 + noise)
     return row(
         spec,
         {
@@ -60,8 +67,8 @@ def errors(calibration: Calibration, rates: Rates, specs: list[Row] = TESTED) ->
     """Errors of tokens per second on steps that were not probed, smallest first."""
     return sorted(
         abs(
-            tokens_per_second(shape_of(spec), work_of(spec), calibration.rates)
-            / tokens_per_second(shape_of(spec), work_of(spec), rates)
+            tokens_per_second(shape_of(spec), step_spec_of(spec), calibration.rates)
+            / tokens_per_second(shape_of(spec), step_spec_of(spec), rates)
             - 1
         )
         for spec in specs
@@ -127,8 +134,8 @@ def test_one_point_is_not_trusted_too_much(spec: Row, compute: float, memory: fl
     rates = planted("rtx4090", compute, memory, delay)
     found = calibrate(find("rtx4090"), [point(spec, rates)])
     before = abs(
-        tokens_per_second(shape_of(spec), work_of(spec), calibrate(find("rtx4090"), []).rates)
-        / tokens_per_second(shape_of(spec), work_of(spec), rates)
+        tokens_per_second(shape_of(spec), step_spec_of(spec), calibrate(find("rtx4090"), []).rates)
+        / tokens_per_second(shape_of(spec), step_spec_of(spec), rates)
         - 1
     )
     assert errors(found, rates, [spec])[0] < 0.05
@@ -139,7 +146,7 @@ def test_one_point_is_not_trusted_too_much(spec: Row, compute: float, memory: fl
 
 def test_ranges_of_one_point_hold_on_the_real_card() -> None:
     """From each single point measured on an H200, nine in ten of the others are within the range."""
-    rows = [r for r in measured([POINTS]) if r["status"] == "ok"]
+    rows = [r for r in read_points([POINTS]) if r["status"] == "ok"]
     inside = total = 0
     for one in rows[::4]:
         found = calibrate(find("h200"), [row(one["spec"], one["result"])])
@@ -153,14 +160,14 @@ def test_ranges_of_one_point_hold_on_the_real_card() -> None:
 
 def _error(found: Calibration, measured_row: Row) -> float:
     spec = measured_row["spec"]
-    predicted = tokens_per_second(shape_of(spec), work_of(spec), found.rates)
+    predicted = tokens_per_second(shape_of(spec), step_spec_of(spec), found.rates)
     return abs(predicted / float(measured_row["result"]["tokens_per_second"]) - 1)
 
 
 def test_issue_targets_hold_on_what_was_kept_out() -> None:
     """Nine in ten: speed within 30 % without a probe and 10 % with six points, memory within 5 %."""
-    rows = [r for r in measured([POINTS]) if r["status"] == "ok"]
-    kept, given_ = [r for r in rows if not gave_constants(r)], [r for r in rows if gave_constants(r)]
+    rows = [r for r in read_points([POINTS]) if r["status"] == "ok"]
+    kept, given_ = [r for r in rows if not is_fitting_row(r)], [r for r in rows if is_fitting_row(r)]
     assert len(kept) == 31
     nine_in_ten = 28
     unprobed = calibrate(find("h200"), [])
@@ -169,7 +176,7 @@ def test_issue_targets_hold_on_what_was_kept_out() -> None:
     assert sorted(_error(probed, r) for r in kept)[nine_in_ten - 1] < 0.10
     memory = [
         abs(
-            training_memory(shape_of(r["spec"]), work_of(r["spec"])).allocated
+            training_memory(shape_of(r["spec"]), step_spec_of(r["spec"])).allocated
             / r["result"]["peak_allocated_bytes"]
             - 1
         )
@@ -191,7 +198,7 @@ def test_a_card_without_points_has_the_published_range() -> None:
 
 def test_the_range_of_an_unknown_architecture_holds_when_one_is_left_out() -> None:
     """Each architecture is predicted from the others: the range that a plan states holds every row."""
-    found = left_out()
+    found = leave_one_architecture_out()
     assert {one.architecture for one in found} >= {
         "Ada",
         "Ampere DC",
@@ -199,13 +206,13 @@ def test_the_range_of_an_unknown_architecture_holds_when_one_is_left_out() -> No
         "Blackwell pro",
         "Hopper",
     }
-    errors = together(found)
+    errors = all_errors(found)
     assert errors.nine_in_ten < errors.worst <= UNKNOWN_SPREAD
 
 
 def fused(spec: Row, rates: Rates, launch: float | None) -> Row:
     """A point of the hand-written step, with the seconds that launching took."""
-    step_spec = work_of(spec, None, {"compile": "fused"})
+    step_spec = step_spec_of(spec, None, {"compile": "fused"})
     step = sum(step_seconds(shape_of(spec), step_spec, rates).values())
     found = point(spec, rates, launch_seconds=launch, compile="fused")
     found["result"]["step_seconds"] = {"median": step, "p10": step, "p90": step}
@@ -220,7 +227,7 @@ def test_the_probe_measures_the_host(factor: float) -> None:
     specs = [{**spec, "activation_checkpointing": "none"} for spec in PROBED]
     rows = []
     for place, spec in enumerate(specs):
-        launch = host_seconds(shape_of(spec), work_of(spec, None, {"compile": "fused"}), rates.host)
+        launch = host_seconds(shape_of(spec), step_spec_of(spec, None, {"compile": "fused"}), rates.host)
         # Points whose queue was full show more.
         rows.append(fused(spec, rates, launch * (3.0 if place % 3 else 1.0)))
     found = calibrate(find("rtx4090"), rows)
@@ -296,7 +303,7 @@ def test_what_lies_beside_the_allocator_is_the_points_median() -> None:
 
 def test_the_draw_is_fixed() -> None:
     """Constants and kept-out rows are told apart by it, so it must not move."""
-    rows = measured([POINTS])
+    rows = read_points([POINTS])
     assert [r["index"] for r in rows] == [*range(64)]
     assert {r["seed"] for r in rows} == {SEED}
     assert configurations(10) == configurations(64)[:10]
