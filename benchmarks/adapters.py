@@ -48,8 +48,8 @@ DEVICE = "cuda"
 ARMS = ("full", "bf16", "int8", "nf4")
 
 
-class Drawn(Mapping[str, Tensor]):
-    """Weights by name, generated on access, so that no arm holds a second copy of the model."""
+class RandomWeights(Mapping[str, Tensor]):
+    """Random weights by name, generated on access, so that no arm has a second copy of the model in memory."""
 
     def __init__(self, config: ModelConfig):
         with torch.device("meta"):
@@ -67,24 +67,24 @@ class Drawn(Mapping[str, Tensor]):
 
 
 def measure(arm: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Measure one arm in this process."""
+    """Measure one arm in this process. The first two steps are warm-up."""
     config = ModelConfig(**SHAPES[options.shape], max_position_embeddings=options.length)
     torch.manual_seed(0)
     if arm == "full":
         with torch.device("meta"):
             model = Transformer(config)
         model.to_empty(device=DEVICE)
-        weights = Drawn(config)
+        weights = RandomWeights(config)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(weights[name])
     else:
         adapter = AdapterConfig.model_validate({"rank": options.rank, "base": arm})
-        model = frozen_base.build(config, adapter, 0, Drawn(config), DEVICE)
+        model = frozen_base.build(config, adapter, 0, RandomWeights(config), DEVICE)
     fused = arm == "full" and not options.as_written
-    applied = convert(model, "bf16", fused=fused)
-    applied.set_checkpointing(options.recompute)
-    recompute(model.layers, options.recompute, applied.is_fused)
+    precision = convert(model, "bf16", fused=fused)
+    precision.set_checkpointing(options.recompute)
+    recompute(model.layers, options.recompute, precision.is_fused)
     if not fused:
         for block in model.layers:
             block.compile(dynamic=False)
@@ -98,12 +98,12 @@ def measure(arm: str, options: argparse.Namespace) -> dict[str, Any]:
             torch.cuda.reset_peak_memory_stats()
         torch.cuda.synchronize()
         began = time.perf_counter()
-        applied.begin_step(step + 1)
+        precision.begin_step(step + 1)
         model.loss(tokens, tokens.roll(-1, 1), context).backward()
         optimizer.clip_and_norm(1.0)
         optimizer.step()
         optimizer.zero_grad()
-        applied.end_step()
+        precision.end_step()
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)
     work = StepSpec(
@@ -141,7 +141,7 @@ def main() -> None:
     if options.arm:
         print(json.dumps(measure(options.arm, options)))
         return
-    found = []
+    rows = []
     for arm in ARMS:
         child = subprocess.run(
             [sys.executable, "-m", "benchmarks.adapters", *sys.argv[1:], "--arm", arm],
@@ -151,18 +151,22 @@ def main() -> None:
         if child.returncode:
             reason = child.stderr.strip().splitlines()[-1]
             print(f"{arm:5} failed: {reason}")
-            found.append({"arm": arm, "failed": reason})
+            rows.append({"arm": arm, "failed": reason})
             continue
         row = json.loads(child.stdout.splitlines()[-1])
-        found.append(row)
+        rows.append(row)
         print(
             f"{arm:5} {row['trained'] / 1e6:8.1f}M trained  {row['peak_gib']:6.2f} GiB peak "
             f"({row['modelled_gib']:.2f} modelled)  {row['tokens_per_second']:9,.0f} tokens/s",
             flush=True,
         )
     if options.out:
-        about = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "options": vars(options)}
-        options.out.write_text(json.dumps({**about, "arms": found}, default=str, indent=1) + "\n")
+        conditions = {
+            "gpu": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "options": vars(options),
+        }
+        options.out.write_text(json.dumps({**conditions, "arms": rows}, default=str, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -34,10 +34,10 @@ from deskside.kernels.attention import (
     prepare,
 )
 
-MEAN_DOCUMENT = 600  # tokens, mean of an exponential distribution, close to an English web corpus
-FORWARD, BACKWARD = 4, 10  # FLOPs per visible pair, head and element of a head: two and five matrix products
-WARM_UP = 3
-AHEAD_CYCLES = 4_000_000  # device clock cycles, at least 2 ms: longer than the host takes to queue one run
+MEAN_DOCUMENT = 600  # mean tokens of a document (exponential distribution), close to an English web corpus
+FORWARD, BACKWARD = 4, 10  # FLOPs per visible pair, head and channel: two matmuls and five
+WARM_UP_RUNS = 3
+DELAY_CYCLES = 4_000_000  # device clock cycles, at least 2 ms: longer than the host takes to queue one run
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Timing:
 
 
 def documents(batch: int, tokens: int, device: torch.device) -> Tensor:
-    """Return int32 boundaries of random documents in full rows, padded with empty ones like a loader's."""
+    """Return int32 boundaries of random documents in full rows, padded with empty documents as in the loader."""
     generator = torch.Generator().manual_seed(0)
     ends = [0]
     for row in range(batch):
@@ -64,7 +64,7 @@ def documents(batch: int, tokens: int, device: torch.device) -> Tensor:
 
 
 def visible_pairs(need: Requirements, cu_seqlens: Tensor | None) -> int:
-    """Return the number of visible pairs of query and key in one head of all rows, causal."""
+    """Return the number of query-key pairs per head, over all rows, that the causal mask and the window leave."""
     lengths = [need.tokens] * need.batch if cu_seqlens is None else cu_seqlens.diff().tolist()
     windows = [(n, n if need.window is None else min(need.window, n)) for n in lengths]
     return sum(w * (w + 1) // 2 + (n - w) * w for n, w in windows)
@@ -73,19 +73,21 @@ def visible_pairs(need: Requirements, cu_seqlens: Tensor | None) -> int:
 def measure(need: Requirements, backend: str, cu_seqlens: Tensor | None, runs: int) -> Timing:
     """Time one backend on one problem.
 
-    Raises UsageError for a feature that the backend does not declare, and what the backend raises if it fails.
+    Raises UsageError for a feature that the backend does not declare; errors of the backend itself propagate.
     """
     inputs, grad = _inputs(need)
     context = AttentionContext(window=need.window, cu_seqlens=cu_seqlens, backend=backend)
     prepared = prepare(context, need)
-    rows = [_once(inputs, grad, prepared, need.device) for _ in range(WARM_UP + runs)][WARM_UP:]
+    rows = [_once(inputs, grad, prepared, need.device) for _ in range(WARM_UP_RUNS + runs)][WARM_UP_RUNS:]
     forward, backward, host = (statistics.median(column) for column in zip(*rows, strict=True))
-    preparing = [_seconds(lambda: prepare(context, need), need.device) for _ in range(WARM_UP + 3)][WARM_UP:]
-    return Timing(forward, backward, host, 1e3 * statistics.median(preparing))
+    prepare_seconds = [
+        _seconds(lambda: prepare(context, need), need.device) for _ in range(WARM_UP_RUNS + 3)
+    ][WARM_UP_RUNS:]
+    return Timing(forward, backward, host, 1e3 * statistics.median(prepare_seconds))
 
 
 def _inputs(need: Requirements) -> tuple[list[Tensor], Tensor]:
-    """Return views of one projection, and the gradient of the output."""
+    """Return q, k and v as views of one projection, and the gradient of the output."""
     generator = torch.Generator(need.device).manual_seed(0)
 
     def normal(heads: int) -> Tensor:
@@ -113,7 +115,7 @@ def _once(
             return 1e3 * (middle - began), 1e3 * (ended - middle), 1e3 * (ended - began)
         events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
         torch.cuda.synchronize()
-        torch.cuda._sleep(AHEAD_CYCLES)
+        torch.cuda._sleep(DELAY_CYCLES)
         began = time.perf_counter()
         events[0].record()
         _, saved = attention_forward(q, k, v, context)
@@ -134,7 +136,7 @@ def _seconds(work: Callable[[], Any], device: torch.device) -> float:
 
 
 def results(need: Requirements, backends: list[str], runs: int) -> Iterator[dict[str, Any]]:
-    """Return one row per backend: its times and rates, or the reason why there are none."""
+    """Yield one row per backend: its times and rates, or the reason why there are none."""
     cu_seqlens = documents(need.batch, need.tokens, need.device) if need.documents else None
     flops = visible_pairs(need, cu_seqlens) * need.heads * need.head_dim
     for name in backends:
@@ -177,7 +179,7 @@ def show(console: Console, title: str, rows: list[dict[str, Any]]) -> None:
 
 
 def problems(options: argparse.Namespace) -> Iterator[Requirements]:
-    """Return every requested combination."""
+    """Yield every requested combination of shape, window and documents."""
     device = torch.device(options.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     for shape in options.shapes:
@@ -205,7 +207,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     console = Console(stderr=True, width=140)
-    found = []
+    results_by_problem = []
     for need in problems(options):
         torch.compiler.reset()  # FlexAttention is compiled for each problem, and torch stops recompiling at a limit
         rows = list(results(need, options.backends, options.runs))
@@ -213,10 +215,10 @@ def main() -> int:
         problem: dict[str, Any] = {**shape, "batch": need.batch, "tokens": need.tokens}
         problem |= {"window": need.window, "documents": need.documents}
         show(console, ", ".join(f"{key} {value}" for key, value in problem.items()), rows)
-        found.append({**problem, "backends": rows})
+        results_by_problem.append({**problem, "backends": rows})
     name = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
     text = json.dumps(
-        {"benchmark": "attention", "device": name, "torch": torch.__version__, "problems": found}
+        {"benchmark": "attention", "device": name, "torch": torch.__version__, "problems": results_by_problem}
     )
     print(text)
     if options.json is not None:

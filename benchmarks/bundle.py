@@ -1,4 +1,4 @@
-"""Data and packages for a GPU machine that has no internet access and accepts files only in small pieces.
+"""Bundle data and packages for a GPU machine without internet access that accepts only small files.
 
     python -m benchmarks.bundle pack --out DIR [--folder NAME=PATH ...] [--wheels LIST ...] [--python 3.12]
         [--part-mib 45]
@@ -42,7 +42,7 @@ class BundleError(Exception):
 
 
 def requirements(path: Path) -> Iterator[tuple[str, list[str]]]:
-    """Return the requirements of a list, each with the patterns of the shared libraries to keep ([]: all of them)."""
+    """Yield the requirements of a list, each with the patterns of the shared libraries to keep ([] keeps all)."""
     for line in path.read_text().splitlines():
         words = line.partition("#")[0].split()
         if not words:
@@ -57,11 +57,11 @@ def unzip(wheel: Path, keep: Sequence[str], to: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         for name in archive.namelist():
             library = name.endswith(".so") or ".so." in name
-            if not library or not keep or any(fnmatch.fnmatch(Path(name).name, one) for one in keep):
+            if not library or not keep or any(fnmatch.fnmatch(Path(name).name, pattern) for pattern in keep):
                 archive.extract(name, to)
 
 
-def site(listed: Path, python: str, to: Path) -> None:
+def install(requirements_file: Path, python: str, to: Path) -> None:
     """Unpack the packages of a list below `to`, for x86-64 Linux and the given version of Python.
 
     Raises BundleError if pip finds no such wheel.
@@ -70,7 +70,7 @@ def site(listed: Path, python: str, to: Path) -> None:
     # Some packages rely on .pth files, which Python does not read from PYTHONPATH; a sitecustomize module reads them.
     (to / "sitecustomize.py").write_text(HOOK)
     platforms = [word for tag in PLATFORMS for word in ("--platform", f"manylinux{tag}_x86_64")]
-    for requirement, keep in requirements(listed):
+    for requirement, keep in requirements(requirements_file):
         with tempfile.TemporaryDirectory() as folder:
             command = [
                 sys.executable,
@@ -127,41 +127,40 @@ def pack(folders: dict[str, Path], out: Path, part_bytes: int) -> list[Path]:
     return parts
 
 
-def unpack(given: Sequence[Path], to: Path) -> list[int]:
-    """Add the pieces in these folders and return the numbers of those still missing. With the last one, extract into
-    `to`.
+def unpack(folders: Sequence[Path], to: Path) -> list[int]:
+    """Add the pieces in these folders and return the numbers of those still missing; extract all if there are none.
 
     Raises BundleError for pieces of two bundles and for damaged pieces.
     """
-    kept = to / ".parts"
-    kept.mkdir(parents=True, exist_ok=True)
-    for folder in given:
-        index = (folder / "index.json").read_text()
-        if (kept / "index.json").exists() and (kept / "index.json").read_text() != index:
-            raise BundleError(f"{folder} is of another bundle than the one begun in {to}: delete {kept}")
-        (kept / "index.json").write_text(index)
+    parts = to / ".parts"
+    parts.mkdir(parents=True, exist_ok=True)
+    for folder in folders:
+        text = (folder / "index.json").read_text()
+        if (parts / "index.json").exists() and (parts / "index.json").read_text() != text:
+            raise BundleError(f"{folder} belongs to another bundle than the pieces in {to}: delete {parts}")
+        (parts / "index.json").write_text(text)
         for part in folder.glob("*.part"):
-            shutil.copyfile(part, kept / part.name)
-    if not (kept / "index.json").exists():
+            shutil.copyfile(part, parts / part.name)
+    if not (parts / "index.json").exists():
         raise BundleError("no pieces were given")
-    found = json.loads((kept / "index.json").read_text())
-    numbers = range(1, found["parts"] + 1)
-    if missing := [number for number in numbers if not (kept / f"{number}.part").exists()]:
+    index = json.loads((parts / "index.json").read_text())
+    numbers = range(1, index["parts"] + 1)
+    if missing := [number for number in numbers if not (parts / f"{number}.part").exists()]:
         return missing
-    if (kept / "unpacked").exists():
+    if (parts / "unpacked").exists():
         return []
-    whole, digest = kept / "whole.tar.xz", hashlib.sha256()
+    whole, digest = parts / "whole.tar.xz", hashlib.sha256()
     with whole.open("wb") as target:
         for number in numbers:
-            piece = (kept / f"{number}.part").read_bytes()
+            piece = (parts / f"{number}.part").read_bytes()
             digest.update(piece)
             target.write(piece)
-    if digest.hexdigest() != found["sha256"]:
-        raise BundleError(f"the pieces in {kept} are damaged: delete it and bring them again")
+    if digest.hexdigest() != index["sha256"]:
+        raise BundleError(f"the pieces in {parts} are damaged: delete this folder and transfer them again")
     with lzma.open(whole) as stream, tarfile.open(fileobj=stream, mode="r|") as archive:
         archive.extractall(to, filter="data")
     whole.unlink()
-    (kept / "unpacked").touch()
+    (parts / "unpacked").touch()
     return []
 
 
@@ -191,14 +190,16 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"still missing: {', '.join(map(str, missing))}" if missing else f"unpacked in {options.to}"
             )
             return 0
-        wrong = [one for one in options.folder if not all(one.partition("="))]
+        wrong = [option for option in options.folder if not all(option.partition("="))]
         if wrong or options.part_mib <= 0:
             raise BundleError(f"--folder is NAME=PATH, and --part-mib more than 0: {', '.join(wrong)}")
         with tempfile.TemporaryDirectory() as scratch:
-            folders = {name: Path(path) for name, _, path in (one.partition("=") for one in options.folder)}
+            folders = {
+                name: Path(path) for name, _, path in (option.partition("=") for option in options.folder)
+            }
             for listed in options.wheels:
                 folders[listed.stem] = Path(scratch) / listed.stem
-                site(listed, options.python, folders[listed.stem])
+                install(listed, options.python, folders[listed.stem])
             for part in pack(folders, options.out, int(options.part_mib * 2**20)):
                 print(part)
         return 0

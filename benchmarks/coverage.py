@@ -30,12 +30,12 @@ from deskside.study.stats.statistics import CONFIDENCE, log_ratio, significant
 
 SEEDS = (2, 3, 5, 10, 20)
 ARMS = 4  # with the baseline
-SPREAD = 0.004  # in the logarithm of a loss
-EFFECT = 0.01
+SPREAD = 0.004  # standard deviation of the noise in the logarithm of a loss
+EFFECT = 0.01  # true effect, in the logarithm of a loss
 RESAMPLES = 999
 CHUNK = 250  # studies whose resamples are in memory at the same time
 
-Draw = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
+Noise = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
 Ends = tuple[np.ndarray, np.ndarray]
 
 
@@ -51,8 +51,8 @@ def skewed(draw: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
     return draw.exponential(1.0, shape) - 1.0
 
 
-def one_arm(noise: Draw, size: float, arm: int = 1) -> Draw:
-    """Draw noise that is Gaussian in all arms but one. The shape is (studies, arms, seeds)."""
+def one_arm(noise: Noise, size: float, arm: int = 1) -> Noise:
+    """Noise noise that is Gaussian in all arms but one. The shape is (studies, arms, seeds)."""
 
     def drawn(draw: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
         values = draw.standard_normal(shape)
@@ -62,7 +62,7 @@ def one_arm(noise: Draw, size: float, arm: int = 1) -> Draw:
     return drawn
 
 
-NOISES: dict[str, Draw] = {
+NOISES: dict[str, Noise] = {
     "Gaussian": gaussian,
     "Student, 5 df": heavy,
     "skewed": skewed,
@@ -72,27 +72,31 @@ NOISES: dict[str, Draw] = {
 }
 
 
-def losses(noise: Draw, studies: int, seeds: int, draw: np.random.Generator) -> np.ndarray:
-    """Return losses of shape (studies, arms, seeds). All arms but the baseline, arm 0, are worse by EFFECT (log)."""
-    own = SPREAD * noise(draw, (studies, ARMS, seeds))
-    common = 2 * SPREAD * draw.standard_normal((studies, 1, seeds))
+def losses(noise: Noise, studies: int, seeds: int, draw: np.random.Generator) -> np.ndarray:
+    """Return losses (studies, arms, seeds). Arm 0 is the baseline; the log loss of the other arms is EFFECT higher."""
+    arm_noise = SPREAD * noise(draw, (studies, ARMS, seeds))
+    seed_shift = 2 * SPREAD * draw.standard_normal((studies, 1, seeds))
     effect = np.array([0.0] + [EFFECT] * (ARMS - 1))[None, :, None]
-    return 1.3 * np.exp(own + common + effect)
+    return 1.3 * np.exp(arm_noise + seed_shift + effect)
 
 
 def student(values: np.ndarray) -> Ends:
     """Return the paired Student intervals that a study uses."""
-    found = [log_ratio(study[1].tolist(), study[0].tolist()) for study in values]
-    return np.array([i.low for i in found]), np.array([i.high for i in found])
+    intervals = [log_ratio(study[1].tolist(), study[0].tolist()) for study in values]
+    return np.array([i.low for i in intervals]), np.array([i.high for i in intervals])
 
 
 def pooled(values: np.ndarray) -> Ends:
     """Return Student's interval with one spread for all arms, from the residuals of arms + seeds (two-way ANOVA)."""
     logs = np.log(values)
     _, arms, seeds = logs.shape
-    rest = logs - logs.mean(2, keepdims=True) - logs.mean(1, keepdims=True) + logs.mean((1, 2), keepdims=True)
+    residuals = (
+        logs - logs.mean(2, keepdims=True) - logs.mean(1, keepdims=True) + logs.mean((1, 2), keepdims=True)
+    )
     freedom = (arms - 1) * (seeds - 1)
-    half = stats.t.ppf((1 + CONFIDENCE) / 2, freedom) * np.sqrt(2 * (rest**2).sum((1, 2)) / freedom / seeds)
+    half = stats.t.ppf((1 + CONFIDENCE) / 2, freedom) * np.sqrt(
+        2 * (residuals**2).sum((1, 2)) / freedom / seeds
+    )
     mean = (logs[:, 1] - logs[:, 0]).mean(1)
     return mean - half, mean + half
 
@@ -103,8 +107,8 @@ def moderated(values: np.ndarray) -> Ends:
     differences = logs[:, 1:] - logs[:, :1]
     seeds, prior = logs.shape[2], 4
     spreads = differences.var(2, ddof=1)
-    drawn = (prior * spreads.mean(1) + (seeds - 1) * spreads[:, 0]) / (prior + seeds - 1)
-    half = stats.t.ppf((1 + CONFIDENCE) / 2, prior + seeds - 1) * np.sqrt(drawn / seeds)
+    shrunk = (prior * spreads.mean(1) + (seeds - 1) * spreads[:, 0]) / (prior + seeds - 1)
+    half = stats.t.ppf((1 + CONFIDENCE) / 2, prior + seeds - 1) * np.sqrt(shrunk / seeds)
     mean = differences[:, 0].mean(1)
     return mean - half, mean + half
 
@@ -113,33 +117,32 @@ def resampled(method: str) -> Callable[[np.ndarray], Ends]:
     """Return scipy's bootstrap intervals of the mean paired difference: "percentile", "basic" or "BCa"."""
 
     def ends(values: np.ndarray) -> Ends:
-        found = []
+        intervals = []
         for start in range(0, len(values), CHUNK):
             part = values[start : start + CHUNK]
             logs = np.log(part[:, 1]) - np.log(part[:, 0])
             with warnings.catch_warnings():
-                warnings.simplefilter(
-                    "ignore"
-                )  # BCa warns that it cannot be computed from two or three numbers
+                # BCa warns that it cannot be computed from two or three numbers.
+                warnings.simplefilter("ignore")
                 result = stats.bootstrap(
                     (logs,), np.mean, axis=-1, vectorized=True, n_resamples=RESAMPLES, confidence_level=CONFIDENCE,
                     method=method, rng=np.random.default_rng(start),
                 )  # fmt: skip
-            found.append((result.confidence_interval.low, result.confidence_interval.high))
-        return np.concatenate([low for low, _ in found]), np.concatenate([high for _, high in found])
+            intervals.append((result.confidence_interval.low, result.confidence_interval.high))
+        return np.concatenate([low for low, _ in intervals]), np.concatenate([high for _, high in intervals])
 
     return ends
 
 
 def studentised(values: np.ndarray) -> Ends:
-    """Return bootstrap-t intervals (Efron 1979): resamples divided by their spread, unless it is zero."""
+    """Return bootstrap-t intervals (Efron 1979), without the resamples whose values are all equal."""
     logs = np.log(values[:, 1]) - np.log(values[:, 0])
     seeds = logs.shape[1]
     draw, low, high = np.random.default_rng(0), [], []
     for sample in logs:
-        again = sample[draw.integers(0, seeds, (RESAMPLES, seeds))]
-        again = again[(again != again[:, :1]).any(1)]
-        t = (again.mean(1) - sample.mean()) / (again.std(1, ddof=1) / math.sqrt(seeds))
+        resamples = sample[draw.integers(0, seeds, (RESAMPLES, seeds))]
+        resamples = resamples[(resamples != resamples[:, :1]).any(1)]
+        t = (resamples.mean(1) - sample.mean()) / (resamples.std(1, ddof=1) / math.sqrt(seeds))
         error = sample.std(ddof=1) / math.sqrt(seeds)
         first, last = np.quantile(t, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
         low.append(sample.mean() - last * error)
@@ -167,11 +170,10 @@ def coverage(method: str, noise: str, seeds: int, studies: int) -> tuple[float, 
 
 
 def false_calls(arms: int, real: int, seeds: int, studies: int) -> dict[str, float]:
-    """Simulate studies with `arms` arms besides the baseline, of which `real` differ by 5 spreads, and count false
-    calls.
+    """Simulate studies with `arms` arms besides the baseline, `real` of which differ by 5 spreads; count false calls.
 
     any: share of studies with a false call; share: mean share of the calls that are false; power: share of the real
-    differences that are called. Each is given for intervals that exclude zero and for the procedure that a study uses.
+    differences that are called. Each is given for intervals that exclude zero and for the procedure of a study.
     """
     draw = np.random.default_rng(arms + seeds)
     counts = {f"{what}, {how}": 0.0 for how in ("each alone", "used") for what in ("any", "share", "power")}
@@ -179,7 +181,10 @@ def false_calls(arms: int, real: int, seeds: int, studies: int) -> dict[str, flo
         logs = SPREAD * draw.standard_normal((arms + 1, seeds))
         logs[1 : real + 1] += 5 * SPREAD
         p = [log_ratio(np.exp(row).tolist(), np.exp(logs[0]).tolist()).p or 0.0 for row in logs[1:]]
-        for how, called in (("each alone", [one < 1 - CONFIDENCE for one in p]), ("used", significant(p))):
+        for how, called in (
+            ("each alone", [value < 1 - CONFIDENCE for value in p]),
+            ("used", significant(p)),
+        ):
             wrong = sum(called[real:])
             counts[f"any, {how}"] += bool(wrong) / studies
             counts[f"share, {how}"] += wrong / max(1, sum(called)) / studies
@@ -192,15 +197,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n\n")[0])
     parser.add_argument("--studies", type=int, default=4000, help="simulated studies per number")
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
-    given = parser.parse_args()
+    options = parser.parse_args()
     found: dict[str, dict[str, list[tuple[float, float]]]] = {}
     print(
-        f"Coverage of intervals of 95 %, in %, at {', '.join(map(str, SEEDS))} seeds ({given.studies} studies each)\n"
+        f"Coverage of intervals of 95 %, in %, at {', '.join(map(str, SEEDS))} seeds ({options.studies} studies each)\n"
     )
     print(f"| method | {' | '.join(NOISES)} |\n|---|{'---|' * len(NOISES)}")
     for method in METHODS:
         found[method] = {
-            noise: [coverage(method, noise, n, given.studies) for n in SEEDS] for noise in NOISES
+            noise: [coverage(method, noise, n, options.studies) for n in SEEDS] for noise in NOISES
         }
         cells = [" ".join(f"{100 * share:.0f}" for share, _ in numbers) for numbers in found[method].values()]
         print(f"| {method} | {' | '.join(cells)} |", flush=True)
@@ -215,7 +220,7 @@ def main() -> None:
     print("| arms | real | seeds | any false: each alone | used | false among reported: each alone | used "
           "| real and reported: each alone | used |\n|--:|--:|--:|--:|--:|--:|--:|--:|--:|")  # fmt: skip
     for arms, real, seeds in ((20, 0, 3), (20, 0, 5), (20, 10, 3), (20, 10, 5), (3, 1, 3), (3, 1, 5)):
-        row = false_calls(arms, real, seeds, max(1, given.studies // 4))
+        row = false_calls(arms, real, seeds, max(1, options.studies // 4))
         cells = [
             f"{100 * row[f'{what}, {how}']:.0f}"
             for what in ("any", "share")
@@ -223,9 +228,9 @@ def main() -> None:
         ]
         cells += [f"{100 * row[f'power, {how}']:.0f}" if real else "" for how in ("each alone", "used")]
         print(f"| {arms} | {real} | {seeds} | {' | '.join(cells)} |", flush=True)
-    if given.json is not None:
-        given.json.write_text(
-            json.dumps({"seeds": SEEDS, "studies": given.studies, "methods": found}, indent=1), "utf-8"
+    if options.json is not None:
+        options.json.write_text(
+            json.dumps({"seeds": SEEDS, "studies": options.studies, "methods": found}, indent=1), "utf-8"
         )
 
 

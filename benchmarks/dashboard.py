@@ -26,8 +26,8 @@ from deskside.dashboard.page import TABS
 from tests.dashboard import made_up
 
 DESKTOP, PHONE = {"width": 1280, "height": 1000}, {"width": 390, "height": 844}
-COLOURS = 256  # colors of a screenshot: text and plots stay sharp, and the file is a third of the size
-LARGEST = 150_000  # maximum size of a screenshot in bytes
+PALETTE_COLORS = 256  # text and plots stay sharp, and the file is a third of the size
+MAX_BYTES = 150_000  # of a screenshot
 PHONE_TAB = "Efficiency"
 
 
@@ -85,9 +85,9 @@ def settle(page: Page) -> None:
 
 
 def timed(runs: int) -> dict[str, float]:
-    """Return the seconds until the page is drawn for a directory of this many runs: cold, then with a warm server.
+    """Return the seconds until pages are drawn for a directory of this many runs: the first page, then others.
 
-    The browser is already open when the command starts, like that of a user.
+    The browser is already open when the command starts, as it usually is for a user.
     """
     with tempfile.TemporaryDirectory() as folder, browsing() as browser:
         root = Path(folder)
@@ -97,7 +97,7 @@ def timed(runs: int) -> dict[str, float]:
         times: dict[str, float] = {}
         with serving(root) as address:
             times["server answers"] = time.perf_counter() - command
-            for what, tab in (("first page", "Overview"), ("second page", "Overview"), ("table", "Results")):
+            for label, tab in (("first page", "Overview"), ("second page", "Overview"), ("table", "Results")):
                 page = browser.new_page(viewport=DESKTOP)
                 begun = time.perf_counter()
                 page.goto(f"{address}/?tab={tab}")
@@ -105,14 +105,14 @@ def timed(runs: int) -> dict[str, float]:
                     f"text={'What each technique does' if tab == 'Overview' else 'Arms as CSV'}"
                 )
                 settle(page)
-                times[what] = time.perf_counter() - begun
+                times[label] = time.perf_counter() - begun
                 times.setdefault("from the command to the first page", time.perf_counter() - command)
                 page.close()
         return times
 
 
 def screenshots(folder: Path, of: Path | None, group: str | None) -> None:
-    """Take a screenshot of every tab and one of a phone; of a synthetic study if no directory is given.
+    """Take a screenshot of every tab, and one at the size of a phone. Without `of`, they show a synthetic study.
 
     group: title of the group to show, if the study has several.
     """
@@ -120,17 +120,17 @@ def screenshots(folder: Path, of: Path | None, group: str | None) -> None:
     with tempfile.TemporaryDirectory() as place:
         if of is not None:
             with serving(of) as address, browsing() as browser:
-                _every(browser, address, folder, group)
+                _all_tabs(browser, address, folder, group)
             return
         root = Path(place) / "work"
         made_up.study(root / "studies/made")
         for number in range(3):
             made_up.run(root / f"runs/run-{number}", seed=number + 1)
         with made_up.running(root / "runs/live"), serving(root) as address, browsing() as browser:
-            _every(browser, address, folder, None)
+            _all_tabs(browser, address, folder, None)
 
 
-def _every(browser: Browser, address: str, folder: Path, group: str | None) -> None:
+def _all_tabs(browser: Browser, address: str, folder: Path, group: str | None) -> None:
     for tab in TABS:
         picture(browser, f"{address}/?tab={tab}", DESKTOP, folder / f"dashboard-{tab.lower()}.png", group)
     picture(browser, f"{address}/?tab={PHONE_TAB}", PHONE, folder / "dashboard-phone.png", group)
@@ -153,9 +153,11 @@ def picture(browser: Browser, address: str, size: dict[str, int], path: Path, gr
     page.wait_for_timeout(1500)  # charts are drawn after the page reports that it is done
     page.screenshot(path=str(path), full_page=False)
     page.close()
-    Image.open(path).convert("RGB").quantize(COLOURS).save(path, optimize=True)
-    if path.stat().st_size > LARGEST:
-        raise SystemExit(f"{path}: {path.stat().st_size:,} bytes; a screenshot may have at most {LARGEST:,}")
+    Image.open(path).convert("RGB").quantize(PALETTE_COLORS).save(path, optimize=True)
+    if path.stat().st_size > MAX_BYTES:
+        raise SystemExit(
+            f"{path}: {path.stat().st_size:,} bytes; a screenshot may have at most {MAX_BYTES:,}"
+        )
 
 
 def main() -> None:

@@ -46,7 +46,7 @@ from deskside.utils.errors import UsageError
 from deskside.weights.hf import save_hf
 
 PEERS = ("dynamic", "static", "static-eager")
-WARM_UP = 2
+WARM_UP_RUNS = 2
 PROFILED_STEPS = 20
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -55,7 +55,7 @@ Prompts = list[list[int]]
 
 @dataclass(frozen=True)
 class Speed:
-    """Medians over the runs of one arm."""
+    """Medians over the runs of one arm. of_copy_bandwidth: `light` in the table."""
 
     arm: str
     batch: int
@@ -68,7 +68,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class Work:
-    """The workload of every arm. vocabulary: that of the prompt tokens."""
+    """The workload of every arm. prompt, new: tokens per row; vocabulary: number of different prompt tokens."""
 
     vocabulary: int
     prompt: int
@@ -85,7 +85,7 @@ class Work:
 
 
 def deskside_arm(engine: Engine, work: Work) -> Callable[[Prompts], tuple[float, float]]:
-    """Return the seconds to the first token of all rows, and the total seconds."""
+    """Return a function that generates with deskside and returns the seconds to the first tokens and in total."""
 
     def once(prompts: Prompts) -> tuple[float, float]:
         _wait(work.device)
@@ -108,7 +108,7 @@ def deskside_arm(engine: Engine, work: Work) -> Callable[[Prompts], tuple[float,
 
 
 def peer_arm(model: Any, kind: str, work: Work) -> Callable[[Prompts], tuple[float, float]]:
-    """Return the same for transformers' generate, from two calls: with one new token, and with all."""
+    """Return the same function for transformers' generate, which calls it with one new token and with all."""
     options: dict[str, Any] = {
         "do_sample": work.sampling.temperature > 0,
         "pad_token_id": 0,
@@ -126,12 +126,12 @@ def peer_arm(model: Any, kind: str, work: Work) -> Callable[[Prompts], tuple[flo
         for new in (1, work.new):
             _wait(work.device)
             begin = time.perf_counter()
-            made = model.generate(
+            output = model.generate(
                 tokens_BT, attention_mask=mask_BT, max_new_tokens=new, min_new_tokens=new, **options
             )
             _wait(work.device)
             seconds.append(time.perf_counter() - begin)
-            assert made.shape[1] == work.prompt + new, "a row ended early"
+            assert output.shape[1] == work.prompt + new, "a row ended early"
         return seconds[0], seconds[1]
 
     return once
@@ -145,16 +145,16 @@ def measure(
     runs: int,
     floor_seconds: float,
 ) -> Speed:
-    """Warm up, run, and return the medians. floor_seconds: the time of a step at the bandwidth of a copy."""
-    taken = [once(work.prompts(batch, seed)) for seed in range(WARM_UP + runs)][WARM_UP:]
-    first = statistics.median(seconds for seconds, _ in taken)
+    """Warm up, run, and return the medians. floor_seconds: time of a step at the bandwidth of a large copy."""
+    runs_seconds = [once(work.prompts(batch, seed)) for seed in range(WARM_UP_RUNS + runs)][WARM_UP_RUNS:]
+    first = statistics.median(seconds for seconds, _ in runs_seconds)
     steps = work.new - 1
-    step = statistics.median((total - begin) / steps for begin, total in taken)
+    step = statistics.median((total - begin) / steps for begin, total in runs_seconds)
     return Speed(arm, batch, first, 1e3 * step, batch / step, floor_seconds / step, runs)
 
 
 def step_bytes(model: Transformer, work: Work, batch: int) -> float:
-    """Return the bytes that a decoding step must read, at the middle of the answer."""
+    """Return the bytes that a decoding step must read, when half of the answer has been generated."""
     item = model.activation_dtype.itemsize
     groups = model.num_params()
     weights = sum(groups.values()) - groups["position"]
@@ -173,9 +173,9 @@ def kernels(engine: Engine, work: Work, batch: int) -> list[dict[str, Any]]:
     """Return the device time of one step by kernel, longest first: milliseconds and calls per step."""
     for row, prompt in enumerate(work.prompts(batch, 1000)):
         engine.submit(Request(tuple(prompt), work.new, work.sampling, first_sample=row))
-    told: set[int] = set()
-    while len(told) < batch:  # until all prompts are in the cache
-        told |= {event.request for event in engine.step()}
+    started: set[int] = set()
+    while len(started) < batch:  # until all prompts are in the cache
+        started |= {event.request for event in engine.step()}
     for _ in range(3):
         engine.step()
     _wait(work.device)
@@ -190,7 +190,7 @@ def kernels(engine: Engine, work: Work, batch: int) -> list[dict[str, Any]]:
     for _ in engine.events():
         pass
     on_gpu = work.device.type == "cuda"
-    found = [
+    rows = [
         {
             "kernel": event.key,
             "ms": (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1e3 / steps,
@@ -198,7 +198,7 @@ def kernels(engine: Engine, work: Work, batch: int) -> list[dict[str, Any]]:
         }
         for event in profile.key_averages()
     ]
-    return sorted(found, key=lambda row: -row["ms"])
+    return sorted(rows, key=lambda row: -row["ms"])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -217,7 +217,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     report |= {"device": _name(work.device), "torch": torch.__version__}
     report["copy_bandwidth"] = float(check_gemm.copy(work.device.type)["speed"]["value"])
 
-    def keep(result: Speed | dict[str, str]) -> None:
+    def save(result: Speed | dict[str, str]) -> None:
         report["results" if isinstance(result, Speed) else "failed"].append(
             asdict(result) if isinstance(result, Speed) else result
         )
@@ -231,9 +231,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         name: str, batch: int, prepare: Callable[[], Callable[[Prompts], tuple[float, float]]]
     ) -> None:
         try:
-            keep(measure(name, prepare(), work, batch, options.runs, floor(batch)))
+            save(measure(name, prepare(), work, batch, options.runs, floor(batch)))
         except (RuntimeError, ValueError, TypeError, AssertionError) as error:
-            keep({"arm": name, "batch": str(batch), "why": (str(error).splitlines() or ["?"])[0][:200]})
+            save({"arm": name, "batch": str(batch), "why": (str(error).splitlines() or ["?"])[0][:200]})
 
     longest = work.prompt + work.new
     for batch in options.batch:
@@ -255,8 +255,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _prepare(options: argparse.Namespace) -> tuple[Work, Transformer]:
     if options.device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: torch finds no GPU here; use --device cpu")
-    found = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(found if options.device == "auto" else options.device)
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(default if options.device == "auto" else options.device)
     config = configuration({"preset": options.preset}).model
     longest = options.prompt + options.new
     if longest > config.max_position_embeddings:
@@ -335,7 +335,7 @@ def _peers(text: str) -> list[str]:
     names = [part for part in text.split(",") if part]
     for name in names:
         if name not in PEERS:
-            raise argparse.ArgumentTypeError(f"{name}: there is {', '.join(PEERS)}")
+            raise argparse.ArgumentTypeError(f"{name}: there is no such peer; use {', '.join(PEERS)}")
     return names
 
 

@@ -3,7 +3,7 @@
     python -m benchmarks.inventory [--tree DIR] [--out FILE]
     python -m benchmarks.inventory --compare OLD.json NEW.json --tree DIR
 
-Options come from the help of every command (`--help all` where it exists), so both trees answer for themselves. JSON
+Options come from the help of every command (`--help all` where it exists), run in the tree itself. JSON
 keys are the string keys of dict displays and assignments, and the fields of pydantic models; file names are string
 constants with a known suffix. `--compare` prints what the new tree lacks. A key counts as lost only if its name does
 not occur anywhere in the source of the new tree: after a refactoring the same key may come from a dataclass.
@@ -29,14 +29,14 @@ COMMANDS = re.compile(r"^  ([a-z]+)  ? *\S", re.MULTILINE)
 def options(tree: Path) -> dict[str, list[str]]:
     """Return the options of every command, with hyphens."""
     commands = [name for name in COMMANDS.findall(_help(tree)) if name not in ("deskside", "example")]
-    found: dict[str, list[str]] = {}
+    by_command: dict[str, list[str]] = {}
     for command in dict.fromkeys(commands):
         for line in [command] if command != "data" else ["data prepare", "data verify", "data show"]:
             text = _help(tree, *line.split(), "--help", "all") or _help(tree, *line.split(), "--help")
             listed = re.split(r"(?m)^\W*options\W*$", text, maxsplit=1)[-1]
             names = {name.replace("_", "-").rstrip(".-") for name in OPTION.findall(listed)}
-            found[line] = sorted(names - {"--help"})
-    return found
+            by_command[line] = sorted(names - {"--help"})
+    return by_command
 
 
 def _help(tree: Path, *words: str) -> str:
@@ -81,7 +81,7 @@ def _keys(node: ast.AST) -> Iterator[str]:
 
 
 def compare(old: dict[str, object], new: dict[str, object], tree: Path) -> dict[str, object]:
-    """Return what `old` has and the new tree lacks."""
+    """Return the options, keys and files of `old` that the new tree lacks."""
     paths = [path for path in (tree / "deskside").rglob("*") if path.suffix in (".py", ".toml")]
     source = "\n".join(path.read_text("utf-8") for path in paths)
     words = set(re.findall(r"\w+", source))
@@ -102,15 +102,15 @@ def main() -> None:
     parser.add_argument("--tree", type=Path, default=Path(__file__).parent.parent)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--compare", type=Path, nargs=2, metavar=("OLD", "NEW"))
-    given = parser.parse_args()
-    if given.compare:
-        old, new = (json.loads(path.read_text("utf-8")) for path in given.compare)
-        result = compare(old, new, given.tree)
+    arguments = parser.parse_args()
+    if arguments.compare:
+        old, new = (json.loads(path.read_text("utf-8")) for path in arguments.compare)
+        result = compare(old, new, arguments.tree)
     else:
-        keys, files = keys_and_files(given.tree)
-        result = {"options": options(given.tree.resolve()), "keys": keys, "files": files}
+        keys, files = keys_and_files(arguments.tree)
+        result = {"options": options(arguments.tree.resolve()), "keys": keys, "files": files}
     text = json.dumps(result, indent=1) + "\n"
-    given.out.write_text(text, "utf-8") if given.out else print(text, end="")
+    arguments.out.write_text(text, "utf-8") if arguments.out else print(text, end="")
 
 
 if __name__ == "__main__":

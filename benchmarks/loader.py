@@ -19,11 +19,11 @@ from rich.table import Table
 from deskside.data.reading.loader import Loader, LoaderOptions
 from deskside.data.reading.rows import PackedDataset
 
-REQUIRED = 5e6
+REQUIRED = 5e6  # tokens/s
 
 
 def measure(loader: Loader, seconds: float) -> tuple[int, float]:
-    """Return (valid tokens, seconds) of as many steps as fit. Each batch is summed, so that it is really read."""
+    """Load batches for some seconds and return (valid tokens, seconds). Each batch is summed, so that it is read."""
     next(loader)
     tokens, begin = 0, time.perf_counter()
     while time.perf_counter() - begin < seconds:

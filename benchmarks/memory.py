@@ -35,8 +35,8 @@ ARMS = (
     "muon:float32,muon:8bit,muon:float32:offload,muon:8bit:offload"
 )
 COLUMNS = ("arm", "peak GiB", "modelled", "tokens/s", "optimizer ms", "tokens per pass", "last loss")
-SECONDS = 600.0
-TIMED = 20
+TIMEOUT_SECONDS = 600.0
+TIMED_CALLS = 20
 
 
 def step_arm(spec: dict[str, Any], limit_gib: float | None) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def step_arm(spec: dict[str, Any], limit_gib: float | None) -> dict[str, Any]:
 
 
 def frozen_arms(hidden: int, intermediate: int, rows: int) -> list[dict[str, Any]]:
-    """Measure a gated MLP in bfloat16, INT8 and NF4, in its own process: stored bytes, extra peak, milliseconds."""
+    """Measure a gated MLP with frozen weights in bfloat16, INT8 and NF4: stored MiB, further peak MiB, milliseconds."""
     import torch
     from torch import nn
 
@@ -60,7 +60,7 @@ def frozen_arms(hidden: int, intermediate: int, rows: int) -> list[dict[str, Any
     from deskside.precision.frozen import freeze, stored_bytes
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    found = []
+    results = []
     for format in ("bfloat16", "int8", "nf4"):
         torch.manual_seed(0)
         up = Linear(hidden, [("gate", intermediate), ("up", intermediate)])
@@ -79,13 +79,13 @@ def frozen_arms(hidden: int, intermediate: int, rows: int) -> list[dict[str, Any
             torch.autograd.grad(y.sum(), x)
 
         run()
-        before = 0
+        allocated_before = 0
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
+            allocated_before = torch.cuda.memory_allocated()
         milliseconds = _timed(run, device.type)
-        peak = torch.cuda.max_memory_allocated() - before if device.type == "cuda" else None
-        found.append(
+        peak = torch.cuda.max_memory_allocated() - allocated_before if device.type == "cuda" else None
+        results.append(
             {
                 "format": format,
                 "stored_mib": stored_bytes(layers) / 2**20,
@@ -93,7 +93,7 @@ def frozen_arms(hidden: int, intermediate: int, rows: int) -> list[dict[str, Any
                 "peak_beside_mib": None if peak is None else peak / 2**20,
             }
         )
-    return found
+    return results
 
 
 def _timed(run: Callable[[], None], device: str) -> float:
@@ -101,7 +101,7 @@ def _timed(run: Callable[[], None], device: str) -> float:
     import torch
 
     times = []
-    for _ in range(TIMED):
+    for _ in range(TIMED_CALLS):
         if device == "cuda":
             torch.cuda.synchronize()
         began = time.perf_counter()
@@ -113,12 +113,13 @@ def _timed(run: Callable[[], None], device: str) -> float:
 
 
 def optim_of(arm: str) -> dict[str, Any]:
-    """Return `adamw:8bit:offload` as a configuration. Raises UsageError."""
+    """Parse an arm such as "adamw:8bit:offload" as the configuration section `optim`. Raises UsageError."""
     name, _, rest = arm.partition(":")
     states, _, place = rest.partition(":")
     if name not in ("adamw", "muon") or states not in get_args(StateFormat) or place not in ("", "offload"):
         raise UsageError(
-            f"'{arm}' is no arm: adamw or muon, a colon, {', '.join(get_args(StateFormat))}, then perhaps :offload"
+            f"'{arm}' is not an arm, such as adamw:8bit:offload; use adamw or muon, and the formats "
+            f"{', '.join(get_args(StateFormat))}"
         )
     return {"name": name, "states": states, "offload": bool(place)}
 
@@ -129,13 +130,13 @@ def modelled_gib(spec: dict[str, Any], result: dict[str, Any]) -> float:
     precision: Precision = result["precision"]
     native: tuple[LowFormat, ...] = ("fp8",) if result["native"] else ()
     layers = config.model.num_hidden_layers
-    kept = recipe_of(config, precision).kept_blocks(layers) if quantized(precision) else (0, 0)
+    bf16_blocks = recipe_of(config, precision).kept_blocks(layers) if quantized(precision) else (0, 0)
     work = StepSpec(
         config.batch.sequence_length,
         config.batch.tokens,
         result["micro_tokens"],
         compiled=result["compile"] != "off",
-        kept_blocks=min(layers, sum(kept)),
+        kept_blocks=min(layers, sum(bf16_blocks)),
         **step_options(config),
         **format_options(config, precision, native, result["compile"] == "fused"),
     )
@@ -146,18 +147,18 @@ def main(argv: Sequence[str]) -> int:
     options, keys = _arguments(argv)
     if options.frozen:
         sizes = {"hidden": options.hidden, "intermediate": options.intermediate, "rows": options.rows}
-        outcome = child_process.run("benchmarks.memory:frozen_arms", sizes, SECONDS)
+        outcome = child_process.run("benchmarks.memory:frozen_arms", sizes, TIMEOUT_SECONDS)
         if outcome.status != "ok":
             print(outcome.error, file=sys.stderr)
             return 1
         print(
             "| frozen weights | stored MiB | forward + input gradient, ms | peak beside them, MiB |\n|---|---|---|---|"
         )
-        for found in outcome.value:
-            peak = found["peak_beside_mib"]
-            beside = "-" if peak is None else f"{peak:,.0f}"
+        for result in outcome.value:
+            peak = result["peak_beside_mib"]
+            peak_text = "-" if peak is None else f"{peak:,.0f}"
             print(
-                f"| {found['format']} | {found['stored_mib']:,.1f} | {found['milliseconds']:.2f} | {beside} |"
+                f"| {result['format']} | {result['stored_mib']:,.1f} | {result['milliseconds']:.2f} | {peak_text} |"
             )
         _write(options.json, {"frozen": outcome.value, "sizes": sizes})
         return 0
@@ -178,7 +179,7 @@ def main(argv: Sequence[str]) -> int:
         configuration(spec)
         spec["began"] = time.monotonic()
         outcome = child_process.run(
-            "benchmarks.memory:step_arm", {"spec": spec, "limit_gib": options.limit_gib}, SECONDS
+            "benchmarks.memory:step_arm", {"spec": spec, "limit_gib": options.limit_gib}, TIMEOUT_SECONDS
         )
         row: dict[str, Any] = {"arm": arm, "status": outcome.status, "error": outcome.error}
         if outcome.status == "ok":
@@ -222,7 +223,9 @@ def _arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, dict[str, Any]]
     options, rest = parser.parse_known_args(argv)
     keys: dict[str, Any] = {}
     if len(rest) % 2 or any(not key.startswith("--") or "." not in key for key in rest[::2]):
-        raise UsageError(f"not understood: {' '.join(rest)}; configuration keys are given as --a.b value")
+        raise UsageError(
+            f"unexpected arguments: {' '.join(rest)}; configuration keys are written --part.key value"
+        )
     for key, text in zip(rest[::2], rest[1::2], strict=True):
         part, _, name = key.removeprefix("--").partition(".")
         try:
@@ -233,9 +236,9 @@ def _arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, dict[str, Any]]
     return options, keys
 
 
-def _write(path: Path | None, found: dict[str, Any]) -> None:
+def _write(path: Path | None, content: dict[str, Any]) -> None:
     if path is not None:
-        path.write_text(json.dumps(found, indent=1), encoding="utf-8")
+        path.write_text(json.dumps(content, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -7,9 +7,9 @@ former names, such as 355m). `step` and `decode` run as `python -m benchmarks.st
 old, new, new, old, so that a slow drift of the clocks cancels; the medians are compared.
 
 `losses` takes the arguments of `step`, trains --steps steps with deterministic kernels in each checkout, and compares
-every loss and the final weights to the last bit. Give it an attention backend and a micro-batch, because what is
-measured may be chosen differently in each run. If something differs, the old checkout runs again, which shows whether
-it repeats itself. Exit code 1: a job failed, or losses differ. On a CPU that others use, set OMP_NUM_THREADS=1.
+every loss and the final weights bit by bit. Give it an attention backend and a micro-batch, because each run may choose
+others from its own measurements. If something differs, the old checkout runs again, which shows if it is deterministic.
+The exit code is 1 if a job failed or losses differ. On a CPU that others use too, set OMP_NUM_THREADS=1.
 """
 
 import json
@@ -33,7 +33,7 @@ JOBS = (
     f"step {STEP} --precision bf16 --attention cudnn --steps 10 --warmup 2 --cold-start",
     'decode --preset 124m --batch 1,16 --peers ""',
 )
-# Runs in a checkout. Uses what both sides have: the arguments of benchmarks.step and the build of an arm.
+# Runs in each checkout, so it may use only functions of benchmarks.step and step_measure that both checkouts have.
 LOSSES = """
 import hashlib, json, os, sys, time
 os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
@@ -56,51 +56,53 @@ json.dump(found, open(sys.argv[1], "w"))
 
 
 def run(checkout: Path, job: str) -> dict[str, Any]:
-    """Run a job in a checkout. Returns its JSON output. Raises RuntimeError with the end of stderr."""
+    """Run a job in a checkout and return its JSON output. Raises RuntimeError with the end of stderr."""
     kind, *arguments = shlex.split(job)
     with tempfile.TemporaryDirectory(prefix="deskside-") as folder:
         out = Path(folder) / "out.json"
         command = [sys.executable, "-c", LOSSES, str(out), *arguments]
         if kind != "losses":
             command = [sys.executable, "-m", f"benchmarks.{kind}", *arguments, "--json", str(out)]
-        # Before other folders, which may hold the packages that both checkouts need.
-        found_first = os.pathsep.join([str(checkout), *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = os.environ | {"PYTHONPATH": found_first}
+        # The checkout comes before other folders, which may have the packages that both checkouts need.
+        python_path = os.pathsep.join([str(checkout), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = os.environ | {"PYTHONPATH": python_path}
         done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
         if done.returncode != 0 or not out.exists():
             raise RuntimeError((done.stderr or done.stdout).strip()[-1500:])
-        found: dict[str, Any] = json.loads(out.read_text("utf-8"))
-        return found
+        content: dict[str, Any] = json.loads(out.read_text("utf-8"))
+        return content
 
 
 def figures(kind: str, content: dict[str, Any]) -> dict[str, float]:
     """Return the numbers that are compared, by name."""
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for row in content["results"]:
         if kind == "decode":
             name = f"batch {row['batch']}"
-            found |= {f"{name} step ms": row["step_ms"], f"{name} first ms": 1e3 * row["first_seconds"]}
+            numbers |= {f"{name} step ms": row["step_ms"], f"{name} first ms": 1e3 * row["first_seconds"]}
             continue
         value, arm = row["value"], row["arm"]
-        found |= {
+        numbers |= {
             f"{arm} step ms": value["phases"]["short"]["step_ms"]["median"],
             f"{arm} optimizer ms": value["optimizer_ms"],
             f"{arm} first step s": value["cold_start"]["first step done"],
             f"{arm} peak GiB": value["peak_allocated_gib"],  # None on a CPU
         }
         for state, marks in row.get("cold_starts", {}).items():
-            if isinstance(marks, dict):  # else the reason why it failed
-                found[f"{arm} first step s, {state} caches"] = marks["first step done"]
-    return {name: number for name, number in found.items() if number is not None}
+            if isinstance(marks, dict):  # otherwise the reason of a failure
+                numbers[f"{arm} first step s, {state} caches"] = marks["first step done"]
+    return {name: number for name, number in numbers.items() if number is not None}
 
 
 def compare(job: str, runs: list[tuple[str, dict[str, float]]]) -> list[dict[str, Any]]:
     """Return the median of each number on both sides, and new / old."""
     rows = []
     for name in runs[0][1]:
-        every = {side: [f[name] for ran, f in runs if ran == side] for side in ("old", "new")}
-        old, new = (statistics.median(values) for values in every.values())
-        rows.append({"job": job, "name": name, "old": old, "new": new, "ratio": new / old, "runs": every})
+        by_side = {
+            side: [numbers[name] for run_side, numbers in runs if run_side == side] for side in ("old", "new")
+        }
+        old, new = (statistics.median(values) for values in by_side.values())
+        rows.append({"job": job, "name": name, "old": old, "new": new, "ratio": new / old, "runs": by_side})
         print(f"  {name:44} old {old:10.4g}  new {new:10.4g}  new/old {new / old:.4f}")
     return rows
 

@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     rows: list[Row] = []
 
-    def done(row: Row) -> None:
+    def add(row: Row) -> None:
         rows.append(row)
         print(line(row), flush=True)
         if options.json:  # after every peer, so that a killed benchmark keeps the finished ones
@@ -75,9 +75,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     print(HEAD)
     for name in options.only:
-        done(run_peer(name, options))
+        add(run_peer(name, options))
     for arm, precision in chosen:
-        done(run_deskside(arm, precision, options))
+        add(run_deskside(arm, precision, options))
     print("\n" + ratios(rows))
     for row in rows:
         for note in row.get("notes", []):
@@ -178,7 +178,7 @@ HEAD = f"{'trainer':<24}{'M params':>9}{'rows':>8}{'ms':>8}{'p90':>8}{'tokens/s'
 
 
 def line(row: Row) -> str:
-    """Return one row of the table, 80 columns wide; a row without a number gives the reason."""
+    """Return a line of the table, at most 80 columns wide; for a trainer that did not run, it has the reason."""
     if row["status"] != "ok":
         text = f"{row['name']:<24}{row['status']}: {row['error']}"
         return text if len(text) <= 80 else text[:77] + "..."
@@ -194,13 +194,13 @@ def line(row: Row) -> str:
 
 def ratios(rows: Sequence[Row]) -> str:
     """Return the tokens/s of every deskside arm relative to every peer."""
-    ours = [r for r in rows if r["status"] == "ok" and r["name"].startswith("deskside ")]
+    deskside_rows = [r for r in rows if r["status"] == "ok" and r["name"].startswith("deskside ")]
     peers = [r for r in rows if r["status"] == "ok" and not r["name"].startswith("deskside ")]
-    if not ours or not peers:
-        return "ratios: need a deskside arm and a peer that both ran"
-    lines = ["tokens/s over the peer's" + "".join(f"{r['name'].split()[1][:17]:>18}" for r in ours)]
+    if not deskside_rows or not peers:
+        return "no ratios: they need a deskside arm and a peer that both ran"
+    lines = ["tokens/s over the peer's" + "".join(f"{r['name'].split()[1][:17]:>18}" for r in deskside_rows)]
     for peer in peers:
-        shares = (f"{r['tokens_per_second'] / peer['tokens_per_second']:>17.2f}x" for r in ours)
+        shares = (f"{r['tokens_per_second'] / peer['tokens_per_second']:>17.2f}x" for r in deskside_rows)
         lines.append(f"{peer['name']:<24}" + "".join(shares))
     return "\n".join(lines)
 

@@ -30,7 +30,7 @@ NANOCHAT_HEAD_DIM = 128
 class Peer:
     """A peer that is ready to train.
 
-    loss(tokens_BT, targets_BT) is the mean loss of a micro-batch. `update` clips if the peer does, and steps.
+    loss(tokens_BT, targets_BT) is the mean loss of a micro-batch. update() clips if the peer does, and steps.
     """
 
     loss: Callable[[Tensor, Tensor], Tensor]
@@ -51,20 +51,20 @@ class Work:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return BF16 on a GPU and float32 on a CPU, where the benchmark only checks that it runs."""
+        """BF16 on a GPU, float32 on a CPU, where the benchmark only checks that every peer runs."""
         return torch.bfloat16 if self.device.type == "cuda" else torch.float32
 
 
 def missing(name: str, folder: Path | None) -> str | None:
-    """Return what is missing to run a peer here, or None. Imports nothing."""
+    """Return a message about the package or folder that a peer lacks here, or None. Imports nothing."""
     spec = PEERS[name]
     for package in spec.packages:
         if importlib.util.find_spec(package) is None:
             return f"the package {package} is not installed"
     if spec.repository:
-        wanted = (Path("--folder") if folder is None else folder) / spec.repository
-        if folder is None or not (wanted / spec.repository).is_dir():
-            return f"there is no {wanted}; benchmarks/README.md says how to export it"
+        repository = (Path("--folder") if folder is None else folder) / spec.repository
+        if folder is None or not (repository / spec.repository).is_dir():
+            return f"there is no {repository}; benchmarks/README.md says how to export it"
     return None
 
 
@@ -113,8 +113,8 @@ def _qwen3(work: Work, compiled: bool) -> Peer:
     def loss(tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
         # transformers shifts the labels itself, so the last token of each row has no target: 1 in 2048.
         with _autocast(work):
-            found: Tensor = model(input_ids=tokens_BT, labels=tokens_BT).loss
-        return found
+            mean_loss: Tensor = model(input_ids=tokens_BT, labels=tokens_BT).loss
+        return mean_loss
 
     notes = ["labels are shifted by the model: one target per row less"]
     return _with_adamw(work, model, loss, compiled, notes)
@@ -176,14 +176,14 @@ def _load_litgpt(repository: Path) -> None:
 
 
 def _nanochat(work: Work) -> Peer:
-    return _nanochat_in(work, fp8=False)
+    return _build_nanochat(work, fp8=False)
 
 
 def _nanochat_fp8(work: Work) -> Peer:
-    return _nanochat_in(work, fp8=True)
+    return _build_nanochat(work, fp8=True)
 
 
-def _nanochat_in(work: Work, fp8: bool) -> Peer:
+def _build_nanochat(work: Work, fp8: bool) -> Peer:
     assert work.folder is not None
     sys.path.insert(0, str(work.folder / "nanochat"))
     from nanochat import flash_attention  # type: ignore[import-not-found]
@@ -209,7 +209,7 @@ def _nanochat_in(work: Work, fp8: bool) -> Peer:
         from nanochat.fp8 import Float8LinearConfig, convert_to_float8_training  # type: ignore[import-not-found]
 
         config8 = Float8LinearConfig.from_recipe_name("tensorwise")
-        convert_to_float8_training(model, config=config8, module_filter_fn=_nanochat_takes)
+        convert_to_float8_training(model, config=config8, module_filter_fn=_nanochat_converts)
     optimizer = model.setup_optimizer()
 
     def update() -> None:
@@ -223,8 +223,8 @@ def _nanochat_in(work: Work, fp8: bool) -> Peer:
     return Peer(_compiled(model, work), list(model.parameters()), update, work.device.type == "cuda", notes)
 
 
-def _nanochat_takes(module: nn.Module, name: str) -> bool:
-    """Return whether nanochat's training script converts this linear layer to FP8."""
+def _nanochat_converts(module: nn.Module, name: str) -> bool:
+    """Return True if nanochat's training script converts this layer to FP8."""
     if not isinstance(module, nn.Linear):
         return False
     sizes = (module.in_features, module.out_features)
@@ -250,7 +250,7 @@ def _prototype_torchao(work: Work) -> Peer:
 
 
 def _prefer_cudnn(work: Work) -> list[str]:
-    """Make SDPA use cuDNN in the whole process if it works; otherwise add a note that torch chooses."""
+    """Make SDPA use cuDNN in the whole process if it works here. Return a note that says what is used."""
     if work.device.type != "cuda":
         return []
     shape = work.model

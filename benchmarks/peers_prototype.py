@@ -37,7 +37,7 @@ class Layer(nn.Module):
         super().__init__()
         D, C = config.hidden_size, config.head_dim
         self.heads, self.kv_heads, self.head_dim = config.num_attention_heads, config.num_key_value_heads, C
-        self.before_attention, self.before_mlp = Norm(D, config.norm_eps), Norm(D, config.norm_eps)
+        self.attention_norm, self.mlp_norm = Norm(D, config.norm_eps), Norm(D, config.norm_eps)
         self.qkv = CastLinear(D, (self.heads + 2 * self.kv_heads) * C, bias=False)
         self.q_norm, self.k_norm = Norm(C, config.norm_eps), Norm(C, config.norm_eps)
         self.out = CastLinear(self.heads * C, D, bias=False)
@@ -47,8 +47,8 @@ class Layer(nn.Module):
     def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         B, T, _ = x_BTD.shape
         heads = [self.heads, self.kv_heads, self.kv_heads]
-        q, k, v = self.qkv(self.before_attention(x_BTD)).view(B, T, -1, self.head_dim).split(heads, dim=2)
-        q, k = turn(self.q_norm(q), cos, sin), turn(self.k_norm(k), cos, sin)
+        q, k, v = self.qkv(self.attention_norm(x_BTD)).view(B, T, -1, self.head_dim).split(heads, dim=2)
+        q, k = apply_rope(self.q_norm(q), cos, sin), apply_rope(self.k_norm(k), cos, sin)
         o_BHTC = F.scaled_dot_product_attention(
             q.transpose(1, 2),
             k.transpose(1, 2),
@@ -57,7 +57,7 @@ class Layer(nn.Module):
             enable_gqa=self.heads != self.kv_heads,
         )
         x_BTD = x_BTD + self.out(o_BHTC.transpose(1, 2).reshape(B, T, -1))
-        gate, up = self.gate_up(self.before_mlp(x_BTD)).chunk(2, dim=-1)
+        gate, up = self.gate_up(self.mlp_norm(x_BTD)).chunk(2, dim=-1)
         return x_BTD + self.down(F.silu(gate) * up)
 
 
@@ -90,7 +90,7 @@ class Prototype(nn.Module):
         return F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten())
 
 
-def turn(x_BTHC: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def apply_rope(x_BTHC: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply the rotary embedding. Channels c and c + C / 2 are a pair."""
     first, second = x_BTHC.float().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_BTHC.dtype)

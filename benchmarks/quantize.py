@@ -3,7 +3,7 @@
     python -m benchmarks.quantize [--tokens 65536] [--models 124m,1.3b] [--json FILE]
 
 Quantizer: each operand of a recipe, on the tensors of a block. GB/s counts 6 bytes per value (read for the maximum,
-read again, written in BF16) and is compared with the measured copy. `pass` is the second pass alone, with a given
+read again, written in BF16) and is compared with a measured copy. `pass` is the second pass alone, with a given
 maximum: 4 bytes per value. Product: the three products of each linear layer in TFLOP/s, compared with torch.mm in BF16
 on the same operands. All times are medians of many runs with a cold L2 cache. Before timing, each product is checked
 against torch.mm.
@@ -38,7 +38,7 @@ OPERANDS: dict[str, tuple[Operand, tuple[str, ...]]] = {
 
 
 def milliseconds(call: Callable[[], object], runs: int = 20) -> float:
-    """Return the median over runs, overwriting the L2 cache before each."""
+    """Return the median milliseconds of a call, with the L2 cache overwritten before each run."""
     flush = torch.empty(64 * 2**20, dtype=torch.float32, device="cuda")
     for _ in range(3):
         call()
@@ -67,7 +67,8 @@ def linear_layers(preset: str) -> dict[str, tuple[int, int]]:
     }
 
 
-def quantiser(N: int, K: int) -> list[dict[str, object]]:
+def time_quantizer(N: int, K: int) -> list[dict[str, object]]:
+    """Return the times and rates of a copy and of all `OPERANDS` for a tensor (N, K)."""
     x = torch.randn(N, K, device="cuda").bfloat16()
     copy = milliseconds(lambda: torch.clone(x))
     rows: list[dict[str, object]] = []
@@ -75,25 +76,26 @@ def quantiser(N: int, K: int) -> list[dict[str, object]]:
     for name, (operand, directions) in OPERANDS.items():
         signs = torch.randint(0, 2, (128,), device="cuda").float() * 2 - 1 if operand.fresh_signs else None
         for along in directions:
-            whole = milliseconds(lambda o=operand, a=along, s=signs: quantize(x, o, a, signs=s, seed=1))  # type: ignore[misc]
+            both_passes = milliseconds(lambda o=operand, a=along, s=signs: quantize(x, o, a, signs=s, seed=1))  # type: ignore[misc]
             amax = transformed_amax(x, operand, along, signs)  # type: ignore[arg-type]
-            second = milliseconds(
+            second_pass = milliseconds(
                 lambda o=operand, a=along, s=signs, m=amax: quantize(x, o, a, signs=s, seed=1, amax=m)  # type: ignore[misc]
             )
             rows.append(
                 {
                     "operand": name,
                     "along": along,
-                    "ms": whole,
-                    "GB/s": 6 * x.numel() / whole / 1e6,
-                    "pass ms": second,
-                    "pass GB/s": 4 * x.numel() / second / 1e6,
+                    "ms": both_passes,
+                    "GB/s": 6 * x.numel() / both_passes / 1e6,
+                    "pass ms": second_pass,
+                    "pass GB/s": 4 * x.numel() / second_pass / 1e6,
                 }
             )
     return rows
 
 
-def products(name: str, N: int, K: int, M: int) -> list[dict[str, object]]:
+def time_matmuls(name: str, N: int, K: int, M: int) -> list[dict[str, object]]:
+    """Check and time the three matmuls of a linear layer with N rows, K inputs and M outputs."""
     x, w, dy = (torch.randn(shape, device="cuda").bfloat16() for shape in ((N, K), (M, K), (N, M)))
     alpha = torch.ones((), device="cuda")
     cases: list[tuple[str, Layout, Tensor, Tensor, torch.dtype, Callable[[], Tensor]]] = [
@@ -113,11 +115,17 @@ def products(name: str, N: int, K: int, M: int) -> list[dict[str, object]]:
         error = float((ours().float() - expected).norm() / expected.norm())
         if not error < 4e-3:
             sys.exit(f"{name} {product}: differs from torch.mm by {error:.1e}; not timed")
-        mine, torchs = milliseconds(ours), milliseconds(reference)
+        ours_ms, torch_ms = milliseconds(ours), milliseconds(reference)
         flops = 2 * N * K * M / 1e9
         rows.append(
-            {"layer": name, "product": product, "ms": mine, "TFLOP/s": flops / mine, "torch.mm ms": torchs}
-            | {"torch TFLOP/s": flops / torchs, "of torch.mm": torchs / mine}
+            {
+                "layer": name,
+                "product": product,
+                "ms": ours_ms,
+                "TFLOP/s": flops / ours_ms,
+                "torch.mm ms": torch_ms,
+            }
+            | {"torch TFLOP/s": flops / torch_ms, "of torch.mm": torch_ms / ours_ms}
         )
     return rows
 
@@ -149,8 +157,8 @@ def main() -> int:
     }
     for model in arguments.models.split(","):
         layers = linear_layers(model)
-        quantised = {K: quantiser(N, K) for K in sorted({K for pair in layers.values() for K in pair})}
-        multiplied = [row for name, (K, M) in layers.items() for row in products(name, N, K, M)]
+        quantised = {K: time_quantizer(N, K) for K in sorted({K for pair in layers.values() for K in pair})}
+        multiplied = [row for name, (K, M) in layers.items() for row in time_matmuls(name, N, K, M)]
         for K, rows in quantised.items():
             show(f"{model}: quantize {N} x {K}", rows)
         show(f"{model}: scaled product", multiplied)

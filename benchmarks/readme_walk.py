@@ -1,10 +1,9 @@
-"""Run every command of the README in order, in an empty folder, at small size.
+"""Run every command of the README in order, in an empty folder, on small data.
 
     python -m benchmarks.readme_walk FOLDER --out docs/data/2026-11-22-readme/walk.md [--only TEXT]
 
-The commands are read from README.md. Commands that need hours or a GPU are shrunk by `SMALLER` (each with a reason) or
-left out by `LEFT_OUT`. The table shows the command that was run, the seconds and the exit code. The input texts are
-made from the bundled sample.
+Commands that need hours or a GPU are made smaller (`SMALLER`) or left out (`LEFT_OUT`), with a reason. The table shows
+the command that was run, the seconds and the exit code. The input texts are made from the bundled sample.
 """
 
 import argparse
@@ -46,12 +45,15 @@ LEFT_OUT = {
     "deskside serve": "runs until it is stopped; tests/serve starts it",
     "deskside dashboard": "runs until it is stopped; tests/dashboard starts it",
 }
-EXPECTED = {"deskside go --resume": 2, "deskside train --resume": 2}
+EXPECTED_EXIT_CODES = {"deskside go --resume": 2, "deskside train --resume": 2}
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command of the README and the command that is run for it; None if it is left out, with the reason."""
+    """A command of the README, and the command that is run instead, None if it is left out.
+
+    reason: for the difference. exit_code: the expected one.
+    """
 
     written: str
     run: str | None
@@ -61,16 +63,18 @@ class Command:
 
 def commands(readme: str) -> list[Command]:
     """Return the commands of all code blocks in order. Raises ValueError for a line that is not a command."""
-    found = []
+    parsed = []
     for block in re.findall(r"^```\n(.*?)^```", readme, re.DOTALL | re.MULTILINE):
         for line in block.splitlines():
             written = line.partition("  #")[0].strip()
             if not written:
                 continue
             if not written.startswith(("deskside ", "make ", "source ", "git ")):
-                raise ValueError(f"{written!r}: neither run nor left out; teach benchmarks/readme_walk.py")
-            found.append(_command(written))
-    return found
+                raise ValueError(
+                    f"{written!r}: unknown command; extend benchmarks/readme_walk.py to run it or leave it out"
+                )
+            parsed.append(_command(written))
+    return parsed
 
 
 def _command(written: str) -> Command:
@@ -80,14 +84,16 @@ def _command(written: str) -> Command:
     changes, reason, code = (), "", 0
     for start, (changes, reason) in SMALLER.items():  # noqa: B007 - the first that fits
         if written.startswith(start):
-            code = EXPECTED.get(start, 0)
+            code = EXPECTED_EXIT_CODES.get(start, 0)
             break
     else:
         changes, reason = (), ""
     run = written
     for old, new in changes:
         if old not in run:
-            raise ValueError(f"{written!r}: has no {old!r} to be made smaller")
+            raise ValueError(
+                f"{written!r}: does not contain {old!r}; update SMALLER in benchmarks/readme_walk.py"
+            )
         run = run.replace(old, new)
     return Command(written, run, reason, code)
 

@@ -1,4 +1,4 @@
-"""All measurements behind the documents, as a list of commands distributed over the GPUs of this machine.
+"""Run all measurements behind the documents, a list of commands, on the GPUs of this machine.
 
     python -m benchmarks.release --data data/english --sets DATA --out OUT [--only 'step*' parity ...] [--list]
         [--minutes 28] [--gpus 0,1] [--file benchmarks/release.toml]
@@ -81,7 +81,7 @@ def read(path: Path) -> list[Job]:
                 f"{path}: a job has a name and a command (run), and may have gpus, after, minutes, document: {row}"
             )
         job = Job(**{**row, "after": tuple(row.get("after", ()))})
-        known = {one.name for one in jobs}
+        known = {earlier.name for earlier in jobs}
         if job.name in known:
             raise UsageError(f"{path}: two jobs are called {job.name}")
         if missing := set(job.after) - known:
@@ -99,10 +99,10 @@ def chosen(jobs: Sequence[Job], patterns: Sequence[str]) -> list[Job]:
     """
     names = set()
     for pattern in patterns or ("*",):
-        found = [job.name for job in jobs if fnmatch.fnmatchcase(job.name, pattern)]
-        if not found:
+        matching = [job.name for job in jobs if fnmatch.fnmatchcase(job.name, pattern)]
+        if not matching:
             raise UsageError(f"--only {pattern}: there is no such job; --list shows them")
-        names.update(found)
+        names.update(matching)
     for job in reversed(jobs):
         if job.name in names:
             names.update(job.after)
@@ -110,7 +110,7 @@ def chosen(jobs: Sequence[Job], patterns: Sequence[str]) -> list[Job]:
 
 
 class Release:
-    """The processes of the jobs. state: name -> status, as in state.json."""
+    """Runs the jobs. state: job name -> status, as in state.json. words: values of the names in braces in commands."""
 
     def __init__(self, jobs: Sequence[Job], gpus: Sequence[str], out: Path, words: dict[str, str]):
         self.jobs, self.free, self.out, self.words = list(jobs), list(gpus), out, words
@@ -132,29 +132,29 @@ class Release:
                 self._collect(now)
                 if now >= deadline and not stopping:
                     stopping = True
-                    for one in self.running:
-                        self._interrupt(one, now)
+                    for running_job in self.running:
+                        self._interrupt(running_job, now)
                 if not stopping:
                     self._begin(now)
                 if not self.running and (stopping or not self._waiting()):
                     break
                 time.sleep(0.2)
         finally:
-            for one in self.running:
+            for running_job in self.running:
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(one.process.pid, signal.SIGKILL)
+                    os.killpg(running_job.process.pid, signal.SIGKILL)
         return 0 if all(self._status(job.name) == "ok" for job in self.jobs) else 1
 
     def _status(self, name: str) -> str:
         return str(self.state.get(name, {}).get("status", "waiting"))
 
     def _waiting(self) -> list[Job]:
-        """Return the jobs that can still start. A job that depends, directly or not, on a failed one never does."""
-        hopeful = {job.name for job in self.jobs if self._status(job.name) in ("ok", "running")}
+        """Return the jobs that can still start: those that do not depend, directly or indirectly, on a failed job."""
+        can_succeed = {job.name for job in self.jobs if self._status(job.name) in ("ok", "running")}
         waiting = []
-        for job in self.jobs:  # each is below its prerequisites
-            if self._status(job.name) == "waiting" and hopeful.issuperset(job.after):
-                hopeful.add(job.name)
+        for job in self.jobs:  # prerequisites come first
+            if self._status(job.name) == "waiting" and can_succeed.issuperset(job.after):
+                can_succeed.add(job.name)
                 waiting.append(job)
         return waiting
 
@@ -164,7 +164,7 @@ class Release:
                 continue
             need = min(job.gpus, self.total)
             if need > len(self.free):
-                return  # later jobs do not overtake it
+                return  # later jobs wait too, so that this job is not starved
             gpus, self.free = self.free[:need], self.free[need:]
             folder = self.out / job.name
             folder.mkdir(exist_ok=True)
@@ -186,30 +186,30 @@ class Release:
             print(f"{job.name}: begins" + (f" on GPU {','.join(gpus)}" if gpus else ""), flush=True)
 
     def _collect(self, now: float) -> None:
-        for one in list(self.running):
-            code = one.process.poll()
+        for running_job in list(self.running):
+            code = running_job.process.poll()
             if code is None:
-                if one.kill_at is None and now - one.began > 60 * one.job.minutes:
-                    self._interrupt(one, now)
-                elif one.kill_at is not None and now > one.kill_at:
+                if running_job.kill_at is None and now - running_job.began > 60 * running_job.job.minutes:
+                    self._interrupt(running_job, now)
+                elif running_job.kill_at is not None and now > running_job.kill_at:
                     with contextlib.suppress(ProcessLookupError):
-                        os.killpg(one.process.pid, signal.SIGKILL)
+                        os.killpg(running_job.process.pid, signal.SIGKILL)
                 continue
-            one.log.close()
-            self.running.remove(one)
-            self.free = sorted([*self.free, *one.gpus])
-            status = "cut off" if one.kill_at is not None else "ok" if code == 0 else "failed"
-            seconds = round(now - one.began, 1)
-            self._note(one.job.name, status=status, code=code, seconds=seconds)
-            print(f"{one.job.name}: {status} after {seconds:.0f} s", flush=True)
+            running_job.log.close()
+            self.running.remove(running_job)
+            self.free = sorted([*self.free, *running_job.gpus])
+            status = "cut off" if running_job.kill_at is not None else "ok" if code == 0 else "failed"
+            seconds = round(now - running_job.began, 1)
+            self._note(running_job.job.name, status=status, code=code, seconds=seconds)
+            print(f"{running_job.job.name}: {status} after {seconds:.0f} s", flush=True)
 
-    def _interrupt(self, one: Running, now: float) -> None:
-        one.kill_at = now + GRACE
+    def _interrupt(self, running_job: Running, now: float) -> None:
+        running_job.kill_at = now + GRACE
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(one.process.pid, signal.SIGINT)
+            os.killpg(running_job.process.pid, signal.SIGINT)
 
-    def _note(self, name: str, **found: Any) -> None:
-        self.state[name] = found
+    def _note(self, name: str, **fields: Any) -> None:
+        self.state[name] = fields
         write_atomically(self.out / "state.json", json.dumps(self.state, indent=1) + "\n")
 
 

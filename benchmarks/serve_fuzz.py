@@ -45,7 +45,7 @@ CHECKS = [
     response_schema_conformance,
     negative_data_rejection,
 ]
-TURNED_AWAY = 429
+TOO_MANY_REQUESTS = 429
 REFUSED = ["400", "404", "405", "413", "415"]  # allowed responses to forbidden requests
 PROCESSES = 4
 ROUND = 200  # cases per seed
@@ -64,7 +64,7 @@ class Fuzzed:
     @property
     def cases(self) -> int:
         """Number of requests that were not rejected with 429."""
-        return self.statuses.total() - self.statuses[TURNED_AWAY]
+        return self.statuses.total() - self.statuses[TOO_MANY_REQUESTS]
 
     def add(self, other: "Fuzzed") -> None:
         """Add the requests of another round."""
@@ -73,7 +73,7 @@ class Fuzzed:
 
 
 def fuzz(base: str, cases: int, number: int) -> Fuzzed:
-    """Send this many requests, generated with this seed."""
+    """Send `cases` requests, generated with the seed `number`."""
     schema = schemathesis.openapi.from_url(f"{base}/openapi.json")
     schema.config.generation.update(modes=[GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
     # schemathesis's default list lacks 413, which is correct for a list that is too long, and accepts any 5xx.
@@ -82,10 +82,11 @@ def fuzz(base: str, cases: int, number: int) -> Fuzzed:
     posts = [operation for operation in operations if operation.method == "post"]
     # Most cases are POST requests, where most can go wrong.
     positive = [
-        each.as_strategy(generation_mode=GenerationMode.POSITIVE) for each in [*operations, *posts * 3]
+        operation.as_strategy(generation_mode=GenerationMode.POSITIVE)
+        for operation in [*operations, *posts * 3]
     ]
-    negative = [each.as_strategy(generation_mode=GenerationMode.NEGATIVE) for each in posts * 4]
-    found = Fuzzed()
+    negative = [operation.as_strategy(generation_mode=GenerationMode.NEGATIVE) for operation in posts * 4]
+    result = Fuzzed()
 
     # Failures are collected and not raised, so that all cases are sent and nothing is shrunk.
     @seed(number)
@@ -101,24 +102,24 @@ def fuzz(base: str, cases: int, number: int) -> Fuzzed:
         try:
             response = case.call(base_url=base, session=session, timeout=120)
         except requests.RequestException as error:
-            found.problems.append(f"no response: {error!r}: {case.as_curl_command()}"[:2000])
+            result.problems.append(f"no response: {error!r}: {case.as_curl_command()}"[:2000])
             return
-        found.statuses[response.status_code] += 1
-        if response.status_code == TURNED_AWAY:
+        result.statuses[response.status_code] += 1
+        if response.status_code == TOO_MANY_REQUESTS:
             return
         try:
             case.validate_response(response, checks=CHECKS)
         except FailureGroup as group:
-            found.problems += [f"{failure}: {case.as_curl_command()}"[:2000] for failure in group.exceptions]
+            result.problems += [f"{failure}: {case.as_curl_command()}"[:2000] for failure in group.exceptions]
 
     with requests.Session() as session:
         session.trust_env = False
         send()
-    return found
+    return result
 
 
 def fuzz_all(base: str, cases: int, first: int, total: Fuzzed) -> None:
-    """Send at least this many requests in rounds, and add each round to the total when it ends."""
+    """Send at least `cases` requests in rounds with seeds from `first`, and add each round to the total at its end."""
     began = time.monotonic()
     seeds = itertools.count(first)
     with ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("spawn")) as pool:
@@ -129,10 +130,10 @@ def fuzz_all(base: str, cases: int, first: int, total: Fuzzed) -> None:
             if not running:
                 return
             done, running = wait(running, return_when=FIRST_COMPLETED)
-            for each in done:
-                found = each.result()
-                total.add(found)
-                print(*found.problems[:10], sep="\n", end="\n" * bool(found.problems), flush=True)
+            for future in done:
+                result = future.result()
+                total.add(result)
+                print(*result.problems[:10], sep="\n", end="\n" * bool(result.problems), flush=True)
             statuses = dict(sorted(total.statuses.items()))
             print(
                 f"{time.monotonic() - began:6.0f} s: {total.cases} cases, {statuses}, "
@@ -164,7 +165,7 @@ async def ask_beside(
 
 
 def run(model: str, cases: int, seconds: float, clients: int, first: int) -> tuple[Fuzzed, Beside, float]:
-    """Serve, fuzz and ask. Return the results and the seconds that the cases took."""
+    """Start a server, fuzz it and send questions. Return both results and the seconds that the cases took."""
     total = Fuzzed()
     began = time.monotonic()
     with served([model, *SERVER]) as (base, pid), ThreadPoolExecutor(1) as thread:
@@ -210,7 +211,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         }
         options.json.write_text(json.dumps(numbers, indent=1) + "\n", "utf-8")
     reports = (beside.many, beside.one)
-    wrong = any(each.lost or each.mixed or each.wrongly_taken for each in reports)
+    wrong = any(report.lost or report.mixed or report.wrongly_taken for report in reports)
     return 1 if wrong or total.problems or max(total.statuses) >= 500 or beside.many.growth >= 64 else 0
 
 

@@ -28,8 +28,8 @@ from typing import Any
 
 import httpx
 
-Question = tuple[str, int]  # prompt, tokens
-NONSENSE = (
+Question = tuple[str, int]  # prompt, tokens of the answer
+MALFORMED = (
     b"",
     b"{",
     b'{"prompt": ' + b"[" * 5000,
@@ -78,8 +78,9 @@ class Report:
 
     def add(self, other: "Report") -> None:
         """Add the results of clients that ran afterwards."""
-        for each in fields(self):
-            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+        for report_field in fields(self):
+            name = report_field.name
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
     def numbers(self) -> dict[str, Any]:
         """Return the counts, with percentiles instead of the latencies."""
@@ -110,7 +111,7 @@ class Report:
 def served(
     arguments: Sequence[str], environment: Mapping[str, str] | None = None
 ) -> Iterator[tuple[str, int]]:
-    """Start a server on a free port and yield its address and process. SIGTERM stops it; it must exit with 0."""
+    """Start a server on a free port, and yield its address and process id. On exit, SIGTERM must end it with 0."""
     command = [sys.executable, "-m", "deskside", "serve", *arguments, "--port", "0"]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, env={**os.environ, **(environment or {})}
@@ -118,10 +119,10 @@ def served(
     assert process.stdout is not None
     try:
         line = process.stdout.readline()
-        found = re.search(r"http://\S+", line)
-        if found is None:
+        address = re.search(r"http://\S+", line)
+        if address is None:
             raise RuntimeError(f"the server did not start: {line!r}")
-        yield found.group(), process.pid
+        yield address.group(), process.pid
         process.terminate()
         if process.wait(timeout=60) != 0:
             raise RuntimeError(f"the server ended with {process.returncode}")
@@ -145,11 +146,11 @@ def questions(count: int = 48) -> list[Question]:
         r"\w+", "the ship went to sea and sailors sang of ships all day long while gulls slept"
     )
     system = " ".join(rng.choice(words) for _ in range(60))
-    asked = []
+    prompts = []
     for number in range(count):
-        own = " ".join(rng.choice(words) for _ in range(rng.randint(1, 40)))
-        asked.append((f"{system if number % 3 == 0 else ''} {number} {own}", rng.randint(4, 24)))
-    return asked
+        ending = " ".join(rng.choice(words) for _ in range(rng.randint(1, 40)))
+        prompts.append((f"{system if number % 3 == 0 else ''} {number} {ending}", rng.randint(4, 24)))
+    return prompts
 
 
 def body_of(question: Question, stream: bool) -> dict[str, object]:
@@ -181,7 +182,7 @@ async def load(
     nonsense: float = 0.12,
     long_answer: int = 400,
 ) -> Report:
-    """Run the clients for a time.
+    """Let all clients send requests for some seconds, and return their results.
 
     hang_ups, nonsense: share of disconnecting and of malformed requests; long_answer: tokens of an answer that a client
     does not wait for.
@@ -194,16 +195,16 @@ async def load(
             report.memory.append(resident(pid))
             await asyncio.sleep(max(0.1, seconds / 200))
 
-    async def one(number: int) -> None:
+    async def client_loop(number: int) -> None:
         rng = random.Random(number)
         limits = httpx.Limits(max_connections=2, max_keepalive_connections=1)
         async with httpx.AsyncClient(base_url=base, headers=headers, timeout=120, limits=limits) as client:
             while time.monotonic() < end:
-                what = rng.random()
+                draw = rng.random()
                 try:
-                    if what < hang_ups:
+                    if draw < hang_ups:
                         await _hang_up(client, rng, known, report, long_answer)
-                    elif what < hang_ups + nonsense:
+                    elif draw < hang_ups + nonsense:
                         await _nonsense(client, rng, report)
                     else:
                         await _ask(client, rng, known, report)
@@ -212,7 +213,7 @@ async def load(
                     report.problems.append(f"{type(error).__name__}: {error}")
 
     watching = asyncio.create_task(watch())
-    await asyncio.gather(*(one(number) for number in range(clients)))
+    await asyncio.gather(*(client_loop(number) for number in range(clients)))
     await watching
     return report
 
@@ -234,13 +235,13 @@ async def _ask(
         report.good += 1
         return
     report.different += 1
-    own = _shared(text, known[question])
-    others = [_shared(text, a) for a in known.values() if a != known[question]]
-    report.mixed += max(others, default=0) > own
+    shared = _common_prefix(text, known[question])
+    others = [_common_prefix(text, a) for a in known.values() if a != known[question]]
+    report.mixed += max(others, default=0) > shared
     report.problems.append(f"{question!r}: {text!r} instead of {known[question]!r}")
 
 
-def _shared(one: str, other: str) -> int:
+def _common_prefix(one: str, other: str) -> int:
     """Return the length of the common prefix of two texts in characters."""
     return next(
         (n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
@@ -294,7 +295,7 @@ async def _hang_up(
 
 async def _nonsense(client: httpx.AsyncClient, rng: random.Random, report: Report) -> None:
     path = rng.choice(["/v1/completions", "/v1/chat/completions"])
-    content = rng.choice(NONSENSE)
+    content = rng.choice(MALFORMED)
     response = await client.post(path, content=content, headers={"content-type": "application/json"})
     if 400 <= response.status_code < 500 and response.json()["error"]["message"]:
         report.refused += 1

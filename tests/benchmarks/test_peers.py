@@ -50,7 +50,7 @@ def test_the_prototype_is_the_same_model() -> None:
         named = {
             "self_attn.o_proj": layer.out.weight, "mlp.down_proj": layer.down.weight,
             "self_attn.q_norm": layer.q_norm.weight, "self_attn.k_norm": layer.k_norm.weight,
-            "input_layernorm": layer.before_attention.weight, "post_attention_layernorm": layer.before_mlp.weight,
+            "input_layernorm": layer.attention_norm.weight, "post_attention_layernorm": layer.mlp_norm.weight,
             "mlp.gate_proj": gate, "mlp.up_proj": up,
         }  # fmt: skip
         weights |= {f"{into}.{name}.weight": w.detach() for name, w in named.items()}

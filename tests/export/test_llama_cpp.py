@@ -308,9 +308,9 @@ def test_a_chat_is_rendered_as_by_us(template: str | None, tmp_path: Path) -> No
     file = _saved(folder, tmp_path / "out")
     theirs = InLlamaCpp(file, vocab_only=True)
     messages = talk("Hello 😀!\n", "It is four.", " नमस्ते ", system="Be\n\nbrief.")
-    stored = theirs.whole.metadata["tokenizer.chat_template"]
+    stored = theirs.model.metadata["tokenizer.chat_template"]
     spelt = [
-        theirs.whole._model.token_get_text(n) for n in (theirs.whole.token_eos(), theirs.whole.token_bos())
+        theirs.model._model.token_get_text(n) for n in (theirs.model.token_eos(), theirs.model.token_bos())
     ]
     jinja = llama_cpp.llama_chat_format.Jinja2ChatFormatter(stored, *spelt)(messages=messages).prompt
     array = (llama_cpp.llama_chat_message * len(messages))(
@@ -334,7 +334,7 @@ def test_a_chat_ends_with_its_end(token: str, reason: str, tmp_path: Path) -> No
     ids = ChatTemplate(folder).prompt(messages)
     _answers(model, ids, bpe.load(folder).token_to_id(token))
     file = save_gguf(model, gguf_tokenizer(folder, 512, 0), tmp_path / "out").file
-    answer = InLlamaCpp(file).whole.create_chat_completion(messages, max_tokens=1, temperature=0.0)
+    answer = InLlamaCpp(file).model.create_chat_completion(messages, max_tokens=1, temperature=0.0)
     assert answer["usage"]["prompt_tokens"] == len(ids)
     assert answer["choices"][0]["finish_reason"] == reason
 
