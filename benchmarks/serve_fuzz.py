@@ -78,7 +78,7 @@ def fuzz(base: str, cases: int, number: int) -> Fuzzed:
     schema.config.generation.update(modes=[GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
     # schemathesis's default list lacks 413, which is correct for a list that is too long, and accepts any 5xx.
     schema.config.checks.negative_data_rejection.expected_statuses = REFUSED
-    operations = [found.ok() for found in schema.get_all_operations()]
+    operations = [result.ok() for result in schema.get_all_operations()]
     posts = [operation for operation in operations if operation.method == "post"]
     # Most cases are POST requests, where most can go wrong.
     positive = [

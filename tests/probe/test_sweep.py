@@ -101,7 +101,7 @@ def test_what_is_stored_is_not_measured_again(tmp_path: Path) -> None:
     assert len(world.called) == 1 and len(world.begun) == 2
 
 
-def test_an_interrupted_survey_goes_on(tmp_path: Path) -> None:
+def test_an_interrupted_sweep_goes_on(tmp_path: Path) -> None:
     world = World(interrupt_at=4)
     result = make_sweep(tmp_path, world).measure(POINTS)
     assert result.interrupted
