@@ -90,7 +90,10 @@ def score(
 
 
 def evaluation_context(session: Session, batch: Batch) -> AttentionContext:
-    """Return the attention context of a forward pass outside a training step: the model's own window."""
+    """Return the attention context of a forward pass outside a training step.
+
+    It has the attention window of the model, not of a stage of the schedule.
+    """
     tokens = batch.tokens_BT.shape[1]
     full, windowed = session.attention.at(tokens, None)
     return AttentionContext(

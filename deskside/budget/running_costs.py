@@ -41,7 +41,7 @@ class CapPoint:
     """Speed and power of a card at a lower power limit, relative to the same card at its data sheet's limit.
 
     interpolated: True if the values were interpolated between two measured limits; training: True if training was
-    measured, False for inference, which often loses less.
+    measured, False for inference, which often loses less speed.
     """
 
     limit_watts: float
@@ -144,7 +144,7 @@ def _point(series: facts.CapSeries, gpu: Gpu, limit: float) -> CapPoint:
         limit_watts=limit,
         speed_share=speed / full_speed,
         power_share=watts / full_watts,
-        interpolated=not {limit, gpu.watts} <= {watts for watts, _, _ in series.points},
+        interpolated=not {limit, gpu.watts} <= {point_limit for point_limit, _, _ in series.points},
         training=series.training,
         workload=series.workload,
         date=series.date,

@@ -1,7 +1,8 @@
-"""Draws the chart data of `report/chart_data.py`, and charts of the dashboard alone, with plotly.
+"""Draws the chart data of `report/chart_data.py`, and the charts that only the dashboard has, with plotly.
 
 Charts are readable in black and white and with any color vision: emulated arms are hatched, lines differ by dashes and
-markers, and an open mark means that no difference is shown. Colors are those of Okabe and Ito (2008).
+markers, and an open mark means that the verdict is "no difference shown", or that there are too few seeds. Colors are
+those of Okabe and Ito (2008).
 """
 
 import textwrap
@@ -41,7 +42,7 @@ MODE_BAR: dict[str, Any] = {
     "displayModeBar": True,
     "modeBarButtons": [["toImage", "zoom2d", "resetScale2d"]],
 }
-NATIVE, EMULATED = "native", "emulated: its speed and power are not the format's"
+NATIVE, EMULATED = "native", "emulated: speed and power are not those of native hardware"
 CLIPPED = "interval continues"
 
 
@@ -94,7 +95,7 @@ def hover_text(arm: Arm, key: str) -> str:
 
 
 def error_bars(intervals: Sequence[Interval]) -> dict[str, Any]:
-    """Return the options for error bars of these intervals. An interval of length 0 gets none."""
+    """Return the options for error bars of these intervals. None are drawn if all have length 0."""
     up = [interval.high - interval.mean for interval in intervals]
     down = [interval.mean - interval.low for interval in intervals]
     if not any(up) and not any(down):
@@ -143,7 +144,7 @@ def _set_axis(update: Any, axis: Axis) -> None:
 
 
 def bars(arms: Sequence[Arm], key: str, limit: tuple[float, str] | None = None) -> go.Figure | None:
-    """Draw one metric of every arm that has it as bars with intervals. None if no arm has it.
+    """Draw a bar with an interval for each arm that has the metric. None if no arm has it.
 
     `limit` is the position (in display units) and label of a reference line.
     """

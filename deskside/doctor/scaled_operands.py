@@ -54,8 +54,8 @@ class ScaledOperand:
 class Format:
     """A format: quantize(x_RK, gradient), and multiply(a, b, gradient) = a b^T in bfloat16 on the operands' device.
 
-    gradient: True for an operand, or a product, of the backward pass. tolerance: allowed relative Frobenius error
-    against float64 of a product of normal variables, about twice the error of the format's rounding.
+    gradient: True for an operand, or a product, of the backward pass. tolerance: allowed relative Frobenius error,
+    against float64, of a product of normally distributed matrices: about twice the error of rounding the operands.
     """
 
     quantize: Callable[[Tensor, bool], ScaledOperand]
@@ -148,7 +148,7 @@ def multiply_blocks(a: ScaledOperand, b: ScaledOperand, gradient: bool) -> Tenso
     )
 
 
-# Rounding one operand gives 2.7e-2 in E4M3, 5.3e-2 in E5M2 and 9.5e-2 in NVFP4, for normal variables.
+# Rounding one normally distributed operand has a relative error of 2.7e-2 in E4M3, 5.3e-2 in E5M2 and 9.5e-2 in NVFP4.
 FORMATS = {
     "fp8_tensor": Format(quantize_tensor, multiply_fp8, 0.12),
     "fp8_row": Format(quantize_rows, multiply_fp8, 0.12),

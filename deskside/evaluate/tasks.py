@@ -87,8 +87,8 @@ class Choice(_TaskBase):
         choices: The field that contains the answers, or one template for each answer.
         gold: The field with the index of the correct answer, from 0.
         delimiter: Text between prompt and answer.
-        score: The reported accuracy. Answers are compared by their log-likelihood ("acc"), divided by the number of
-            characters ("acc_norm") or bytes ("acc_bytes").
+        score: The reported accuracy. Answers are compared by their log-likelihood: not normalized ("acc"), or divided
+            by the number of characters ("acc_norm") or bytes ("acc_bytes").
     """
 
     kind: Literal["choice"]
@@ -99,7 +99,7 @@ class Choice(_TaskBase):
 
 
 class Schema(_TaskBase):
-    """The model's answer is the context, one of `options`, after which the continuation `prompt` is most probable."""
+    """A Winograd schema: the answer is the context, one of `options`, after which `prompt` is most probable."""
 
     kind: Literal["schema"]
     options: str = "context_options"
@@ -231,12 +231,12 @@ def select(names: Sequence[str], folder: str | None, shots: int | None = None) -
             left_out.append(name)
             continue
         default_shots = task.core_shots if core and task.core_shots is not None else task.shots
-        # Other numbers of examples are not comparable with CORE.
+        # Results with another number of few-shot examples are not comparable with CORE.
         counts_for_core = core and shots is None
         num_shots = default_shots if shots is None else shots
         chosen.append(SelectedTask(name, task, num_shots, source, counts_for_core))
     if not chosen:
-        raise UsageError(f"--tasks-dir {folder}: holds the data of none of these tasks; {DATA_HINT}")
+        raise UsageError(f"--tasks-dir {folder}: contains no data of these tasks; {DATA_HINT}")
     return TaskSelection(tuple(chosen), tuple(left_out))
 
 

@@ -51,7 +51,7 @@ def model_card(
         needs=needs,
         version=__version__,
         parameters=sum(loaded.model.num_params().values()),
-        chats=read_chat_template(loaded.tokenizer_dir) is not None,
+        has_chat_template=read_chat_template(loaded.tokenizer_dir) is not None,
         history=history,
         languages=sorted({lang for lang, _ in tags if lang}),
         untagged=sum(tokens for lang, tokens in tags if not lang) / max(1, sum(tokens for _, tokens in tags)),
@@ -61,7 +61,8 @@ def model_card(
         weights=_weights,
         facts=_facts,
         measures=_measures(history[-1]) if history else [],
-        measured_at=int(last) if last is not None and loaded.step not in (None, int(last)) else None,
+        # Only if the measured weights are not the exported ones.
+        measured_step=int(last) if last is not None and loaded.step not in (None, int(last)) else None,
         table=_table,
     )
 
@@ -114,7 +115,9 @@ def _facts(stage: RunStage) -> list[tuple[str, str]]:
     schedule, adapter = mapping(config.get("schedule")), mapping(config.get("adapter"))
     status, rate = summary.get("status"), number(optim.get("lr"))
     precision = summary.get("precision") or mapping(stage.plan.get("precision")).get("chosen")
-    emulated = " (emulated: its numbers, not its speed)" if summary.get("emulated") is True else ""
+    emulated = (
+        " (emulated: the numerics of the format, not its speed)" if summary.get("emulated") is True else ""
+    )
     clock = {"wall": "wall clock, set-up included", "training": "training steps alone"}.get(
         str(summary.get("clock")), f"clock: {summary.get('clock')}"
     )
@@ -145,7 +148,7 @@ def _facts(stage: RunStage) -> list[tuple[str, str]]:
     ]
     if adapter:
         shape = f"LoRA of rank {adapter.get('rank')}, alpha {adapter.get('alpha')}"
-        rows.insert(3, ("adapters", f"{shape}, on {adapter.get('base')} weights, merged here"))
+        rows.insert(3, ("adapters", f"{shape}, on {adapter.get('base')} weights"))
     return rows
 
 
@@ -155,8 +158,8 @@ def _energy(stage: RunStage) -> str:
         return UNKNOWN
     size = energy.kilowatt_hours
     amount = f"{size:.3g} kWh" if size >= 0.1 else f"{size * 1000:.3g} Wh"
-    part = "" if energy.steps == energy.logged else f", of {energy.steps:,} of {energy.logged:,} steps"
-    return f"{amount}, measured on one GPU during training steps{part}, without the rest of the machine"
+    part = "" if energy.steps == energy.logged else f" ({energy.steps:,} of {energy.logged:,} steps)"
+    return f"{amount}, measured on one GPU during training steps{part}, excluding the rest of the machine"
 
 
 def _hardware(gpu: dict[str, Any], environment: dict[str, Any]) -> str:

@@ -27,6 +27,7 @@ class Claim:
     """One claim. Its fields are the keys of claims.toml. Raises ValueError if the fields contradict each other.
 
     Attributes:
+        claimed_on: Hardware of the document, such as "RTX 5090".
         size: Claimed change of `quantity` relative to `against` as (from, to); -0.3 is 30 % less. None: only a
             direction is claimed.
         value: (from, to) in `unit`, for a claim that compares no arms.

@@ -32,7 +32,7 @@ def adamw_update(
 
     p, g: weights and gradient, (n,), contiguous.
     state: EXP_AVG and EXP_AVG_SQ (n,), in the parameter's dtype or bfloat16; or uint8 codes with EXP_AVG_MAX and
-        EXP_AVG_SQ_MAX (blocks of 256,) float32.
+        EXP_AVG_SQ_MAX, (ceil(n / 256),) float32, one per block of 256 values.
     step: number of updates including this one, a float32 scalar on the device.
     skip: float32 scalar on the device; 1 leaves weights and moments unchanged.
     fused: run the Triton kernel.

@@ -190,9 +190,9 @@ _opaque_product.register_autograd(_opaque_backward, setup_context=_setup_context
 def freeze(model: nn.Module, format: Format | Literal["bf16"]) -> nn.Module:
     """Freeze a Linear (returned as a new module) or a whole model (in place).
 
-    In a model, every block matrix is stored in `format`. Head and embeddings become bfloat16, because weights that do
-    not train need no float32 master copy. Vectors stay unchanged. Raises UsageError if bitsandbytes is missing, the
-    format is unknown, or the model has experts, which are not Linears.
+    In a model, every weight matrix of the transformer blocks is stored in `format`. Head and embeddings become
+    bfloat16, because weights that do not train need no float32 master copy. Vectors stay unchanged. Raises UsageError
+    if bitsandbytes is missing, the format is unknown, or the model has experts, which are not Linears.
     """
     if format == "bf16":
         _freeze_in_bf16(model)
@@ -206,7 +206,9 @@ def freeze(model: nn.Module, format: Format | Literal["bf16"]) -> nn.Module:
             model.bias.requires_grad_(False)
         return model if isinstance(model, FrozenLinear) else FrozenLinear(model, format)
     for name, module in model.named_modules():
-        if isinstance(getattr(module, "slices", None), dict):
+        if isinstance(
+            getattr(module, "slices", None), dict
+        ):  # one entry per stacked weight; a Linear has a tuple
             raise UsageError(
                 f"'{name}' contains experts, whose weights cannot be frozen in {format}; use full precision"
             )

@@ -11,8 +11,9 @@ The variants are selected by the options of `config.recipes.Operand`:
   hadamard        The values are rotated first.
   scale_up        Block scales are rounded up. No value is clipped, which makes stochastic rounding unbiased.
   four_over_six   Each block's largest value is mapped to 6 or to 4, whichever has the smaller squared error.
-  eden            MS-EDEN: values x are rounded to the nearest q. Rounding under a random rotation shrinks them, so the
-                  scales of each group of 128 values are multiplied by <x, x> / <x, q> and rounded stochastically.
+  rounding        nearest; stochastic, with one random number per value; or eden: MS-EDEN, where values x are rounded
+                  to the nearest q. Rounding under a random rotation shrinks them, so the scales of each group of 128
+                  values are multiplied by <x, x> / <x, q> and rounded stochastically.
 
 The random Hadamard transform multiplies each group of 16 or 128 values along the summed dimension by diag(signs) H /
 sqrt(size), where H is the Sylvester Hadamard matrix. This is a rotation, which cancels in the product when it is
@@ -145,9 +146,9 @@ def quantize(
 class _Scales:
     """Scales of a whole tensor, computed from its amax; float32 scalars.
 
-    encode: the factor after which no value is larger than the largest code value x the largest block scale.
-    decode: 1 / encode. block_encode: the factor from a block's amax to its ideal block scale. global_scale: `decode`,
-    but NaN or infinite if the tensor contains such values.
+    encode: the factor that scales amax to the largest code value x the largest block scale.
+    decode: 1 / encode. block_encode: the factor from a block's amax to its ideal block scale. global_scale:
+    equals `decode` up to rounding, but is NaN or infinite if the tensor contains such values.
     """
 
     amax: Tensor
@@ -158,16 +159,16 @@ class _Scales:
 
     @staticmethod
     def of(amax: Tensor, operand: Operand) -> "_Scales":
-        limit = _largest_code(operand) * _largest_scale(operand)
+        limit = _block_target(operand) * _largest_scale(operand)
         encode = (_scalar_like(amax, limit) / amax).clamp(max=FLOAT_MAX)
         encode = torch.where(encode == 0, 1.0, encode)  # 0 if amax is infinite
         # For an amax below 8e-36, `encode` is clamped to the largest float32, so its inverse must be clamped too.
         global_scale = torch.maximum(amax / _scalar_like(amax, limit), _scalar_like(amax, 1 / FLOAT_MAX))
-        return _Scales(amax, encode, encode.reciprocal(), encode * (1 / _largest_code(operand)), global_scale)
+        return _Scales(amax, encode, encode.reciprocal(), encode * (1 / _block_target(operand)), global_scale)
 
 
-def _largest_code(operand: Operand) -> float:
-    """Return the code value that a block's largest value is mapped to."""
+def _block_target(operand: Operand) -> float:
+    """Return what a block's largest value is scaled to before rounding: 6, or slightly more in MS-EDEN."""
     return 6.0 / EDEN_OVERRIDE if operand.rounding == "eden" else 6.0
 
 
@@ -185,8 +186,11 @@ def _scaled(x_GBR: Tensor, block_scale: Tensor, scales: _Scales) -> Tensor:
 def _four_over_six(
     x_GBR: Tensor, block_amax: Tensor, scales: _Scales, operand: Operand, x_NK: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return code values and block scales. Each block (or tile) has the largest value (6 or 4) with the smaller squared
-    error; if the errors are equal, 6."""
+    """Return code values and block scales.
+
+    The largest value of each block (or tile) is mapped to 6 or 4, whichever has the smaller squared error; to 6 if they
+    are equal.
+    """
     base = block_amax / _scalar_like(block_amax, 6.0) * scales.encode
     candidates = []
     for stretch in (1.0, 1.5):
@@ -295,7 +299,7 @@ def hadamard(x_NK: Tensor, signs_S: Tensor, along: Along) -> Tensor:
     """
     (N, K), S = x_NK.shape, len(signs_S)
     R = 1 if along == "columns" else K  # memory stride between the values of a group
-    # Without scaling first, sums would overflow from 2e37 on. A power of two does not change their bits.
+    # Without scaling first, sums would overflow from 2e37 on. Scaling by a power of two is exact.
     first = 0.5 ** math.ceil(math.log2(S) / 2)
     x_GSR = x_NK.float().reshape(-1, S, R) * (signs_S.float() * first).view(S, 1)
     half = 1

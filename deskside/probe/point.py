@@ -51,7 +51,7 @@ class RandomRows:
 
 
 def point_config(spec: dict[str, Any]) -> RunConfig:
-    """Return the run point_config of a point. Raises UsageError for an impossible one.
+    """Return the run configuration of a point. Raises UsageError for an impossible one.
 
     spec: `model` (fields of ModelConfig), `sequence_length`, `tokens` per optimiser step, and optionally `micro_tokens`
     ("auto"), `optimizer` ("muon"), `precision` ("auto"), `activation_checkpointing` ("none"), `compile` ("auto"),
@@ -236,9 +236,9 @@ class StepTimer:
         return self.stepper.run(chosen, self.step)
 
     def launch_seconds(self) -> float:
-        """Return the least seconds, in a few runs, that the host needs to launch a step while the device is idle.
+        """Return the seconds that the host takes to launch a step while the device is idle: the shortest of a few runs.
 
-        The host waits while the launch queue of the device is full, so for a step of many kernels this is too much.
+        The host waits while the launch queue of the device is full, so it is too high for steps of many kernels.
         """
         seconds = []
         for _ in range(LAUNCH_RUNS):

@@ -49,7 +49,7 @@ class EnergyUse:
 class RunStage:
     """One run in a model's history. summary, environment and plan are its JSON files, {} if missing or damaged.
 
-    specs: the source specs that were given; of a file only the name. started_from: the name of a run or model, "random
+    specs: the source specs that were given; for a file, its name. started_from: the name of a run or model, "random
     weights", or None if unknown.
     """
 
@@ -150,7 +150,7 @@ def _energy(run_dir: Path, warn: Warn) -> EnergyUse | None:
     """
     log = read_metrics(run_dir)
     if damaged := log.damaged + log.partial:
-        warn(f"{run_dir / 'metrics.jsonl'}: {damaged} damaged lines are left out of the energy")
+        warn(f"{run_dir / 'metrics.jsonl'}: {damaged} damaged lines are not counted in the energy")
     joules, steps, tokens_before = 0.0, 0, 0.0
     rows = [row for row in log.rows if number(row.get("tokens")) is not None]
     for row in rows:
@@ -167,5 +167,5 @@ def _object(path: Path, warn: Warn) -> dict[str, Any]:
     """Return a JSON object of the run, or {} after a warning if the file is damaged."""
     value, problem = read_object(path)
     if problem and problem != MISSING:
-        warn(f"{path}: is left out of the model card, because it {problem}")
+        warn(f"{path}: {problem}; it is left out of the model card")
     return value

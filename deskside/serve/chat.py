@@ -75,7 +75,7 @@ class Conversation:
         self._messages = [] if system is None else [{"role": "system", "content": system}]
 
     def reply(self, user_text: str) -> Generator[str, None, None]:
-        """Yield the answer to the user's text in pieces. Only the pieces that were read become part of it."""
+        """Yield the answer to the user's text in pieces. The pieces that were read are added to the conversation."""
         if self.plain:
             self._text += f"\n{user_text}" if self._text and user_text else user_text
             prompt = self._text_prompt()
@@ -118,7 +118,7 @@ class Conversation:
                 if event.text:
                     yield event.text
         except GeneratorExit:  # between two steps, so the engine can be used again
-            self._engine = None  # in case that another exception interrupts the lines below
+            self._engine = None  # in case another exception interrupts the lines below
             engine.cancel(number)
             for _ in engine.events():
                 pass

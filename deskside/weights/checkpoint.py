@@ -30,7 +30,7 @@ from deskside.utils.errors import RunError
 from deskside.utils.files import fingerprint, sync
 from deskside.utils.parsing import json_value
 
-NAME = re.compile(r"step-(\d{9})")
+CHECKPOINT_NAME = re.compile(r"step-(\d{9})")
 WEIGHTS, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
 SHARDED, MANIFEST = "sharded", "manifest.json"
 PICKLED = ".metadata"  # written by versions before 2026-11-22, in the default format of torch.distributed.checkpoint
@@ -66,7 +66,7 @@ def find(folder: Path) -> list[Checkpoint]:
     """Return the complete checkpoints, newest first."""
     found = []
     for entry in folder.iterdir() if folder.is_dir() else ():
-        match = NAME.fullmatch(entry.name)
+        match = CHECKPOINT_NAME.fullmatch(entry.name)
         if match and entry.is_dir():
             found.append(Checkpoint(entry, int(match[1])))
     return sorted(found, key=lambda c: c.step, reverse=True)

@@ -25,8 +25,8 @@ from deskside.model.transformer import Transformer
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.parsing import read_json_object
 from deskside.weights.checkpoint import (
+    CHECKPOINT_NAME,
     MANIFEST,
-    NAME,
     Checkpoint,
     Damaged,
     find,
@@ -97,7 +97,7 @@ def load_model(
         raise UsageError(f"{path}: is a file; give a run (runs/NAME) or a Hugging Face directory")
     if (path / "run.json").is_file():
         loaded = _from_run(path, device, dtype, warn)
-    elif NAME.fullmatch(path.resolve().name) and (path / MANIFEST).is_file():
+    elif CHECKPOINT_NAME.fullmatch(path.resolve().name) and (path / MANIFEST).is_file():
         loaded = _from_checkpoint(path, device, dtype)
     elif (path / "config.json").is_file():
         config, model = load_hf(path, device, dtype)
@@ -142,7 +142,7 @@ def _from_checkpoint(path: Path, device: torch.device | str, dtype: torch.dtype)
             "so its configuration is unknown; put it back there"
         )
     run, config = _read_run(run_dir)
-    match = NAME.fullmatch(path.resolve().name)
+    match = CHECKPOINT_NAME.fullmatch(path.resolve().name)
     assert match is not None  # checked by the caller
     checkpoint = Checkpoint(path, int(match[1]))
     try:
@@ -193,15 +193,15 @@ def _read_run(run_dir: Path) -> tuple[dict[str, Any], ModelConfig]:
     path = run_dir / "run.json"
     run = read_json_object(path)
     config = run.get("config")
-    shape = config.get("model") if isinstance(config, dict) else None
-    if not isinstance(shape, dict):
+    model_config = config.get("model") if isinstance(config, dict) else None
+    if not isinstance(model_config, dict):
         raise RunError(f"{path}: has no model configuration; restore it, or use another run")
     if run.get("schema_version") != SCHEMA_VERSION:
         raise RunError(
             f"{path}: has schema version {run.get('schema_version')}; this deskside reads {SCHEMA_VERSION}"
         )
     try:
-        return run, ModelConfig.model_validate(shape)
+        return run, ModelConfig.model_validate(model_config)
     except ValidationError as error:
         raise RunError(f"{path}: config.model.{first_problem(error)}; restore the file") from None
 

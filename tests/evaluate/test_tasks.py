@@ -82,7 +82,7 @@ def test_the_hub() -> None:
         (["arc_esy"], None, "did you mean arc_easy"),
         (["core"], None, "where is the data. give --tasks-dir DIR"),
         (["arc_easy"], ".", r"no file arc_easy\.jsonl\* in .*give --tasks-dir DIR.*or --tasks-dir hf:"),
-        (["core"], ".", "holds the data of none of these tasks; give"),
+        (["core"], ".", "no data of these tasks; give"),
         (["core"], "nowhere", "nowhere: no such folder"),
     ],
 )

@@ -39,9 +39,9 @@ from deskside.data.reading.shards import ChatInfo, DatasetIndex, EncodedDocument
 from deskside.utils.errors import UsageError
 from deskside.utils.files import fingerprint, write_error
 
-VERSION = 2  # of this preparation; raised if the same arguments give other content
+VERSION = 2  # of the prepared data; increase it when the same arguments give different content
 SHARD_TOKENS = 1 << 25
-DEFAULT_FRACTION, MIN_HELD_OUT = 0.02, 32  # default share of held-out conversations, but at least so many
+DEFAULT_FRACTION, MIN_HELD_OUT = 0.02, 32  # default share of held-out conversations, and their minimum
 SAMPLES, SAMPLE_CHARACTERS = 4, 600  # number of sample conversations, and their maximum length
 SAMPLES_FILE = "samples.json"
 NO_CONVERSATION, REFUSED = "no conversation", "the chat template cannot render it"
@@ -61,8 +61,8 @@ class ChatSpec:
 def cache_key(spec: ChatSpec, tokenizer: Path) -> str:
     """Return a checksum of everything that determines the data set: the sources, the tokenizer and the options.
 
-    Of a hub data set only the name is included, so a change of its content is not noticed. Raises UsageError as
-    `Source.parse`.
+    For a hub data set, only the name is included, so changes of its content are not noticed. Raises UsageError, as
+    `Source.parse` does.
     """
     options = (VERSION, spec.val_fraction, spec.turns, spec.seed)
     return make_cache_key((spec.sources, spec.val_sources), tokenizer, options)
@@ -285,11 +285,12 @@ class _ChatPreparation:
     def _finish(self) -> DatasetIndex:
         for name, split in self.splits.items():
             if not split.finished:
-                reason = (
-                    f"({self.duplicates} are held out)" if self.duplicates else _reasons(self.logs["train"])
-                )
+                log = self.logs["train"]
+                reason = log.summary() if log.total else "there are too few"
+                if self.duplicates:
+                    reason = f"{self.duplicates} are copies of held-out ones"
                 raise UsageError(
-                    f"--data: no conversation is left for the {name} split {reason}; give more, or give --val"
+                    f"--data: no usable conversation is left for the {name} split ({reason}); give more, or give --val"
                 )
         write_samples(self.out, self.samples)
         index = DatasetIndex(
@@ -324,8 +325,8 @@ def describe_data(index: DatasetIndex, say: Callable[[str], None]) -> None:
     train, val = index.splits["train"], index.splits["val"]
     learnt = index.chat.learnt_tokens
     say(
-        f"{train.documents:,} conversations of {train.tokens:,} tokens to train on, {learnt['train']:,} of them "
-        f"by the assistant; {val.documents:,} held out"
+        f"{train.documents:,} training conversations with {train.tokens:,} tokens in all, of which "
+        f"{learnt['train']:,} count in the loss; {val.documents:,} held out"
     )
     if index.chat.last_turn_only:
         say(

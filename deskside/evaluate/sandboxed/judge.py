@@ -45,7 +45,7 @@ class Judge:
         self._callbacks: list[Any] = []
 
     def run(self, tests: str, helpers: str, entry_point: str) -> NoReturn:
-        """Run the tests and report the verdict. They pass if they finish and use something of the solution."""
+        """Run the tests and report the verdict. They pass if they finish and use a name that the solution defines."""
         try:
             tree = ast.parse(tests)
             uses = Uses(tests, tree)
@@ -215,7 +215,7 @@ def _overwrite(argument: Any, content: Any) -> None:
 
 
 def number_of(remote: "Remote | RemoteIterator") -> int:
-    """Return the number of a remote object. Ordinary attribute access would be sent to the solution."""
+    """Return the number of a remote object, without any lookup that could reach the solution."""
     return object.__getattribute__(remote, "_number")
 
 
@@ -278,7 +278,7 @@ def _requests(operation: str) -> Callable[..., Any]:
     return method
 
 
-def _compares(operation: str) -> Callable[..., Any]:
+def _binary(operation: str) -> Callable[..., Any]:
     """Return a method of `Remote` for a binary operation between two objects of the solution."""
 
     def method(self: Remote, other: Any) -> Any:
@@ -302,4 +302,4 @@ for _name in [
 ]:
     setattr(Remote, f"__{_name}__", _requests(_name))
 for _name in ["eq", "ne", "lt", "le", "gt", "ge", "add", "sub", "mul"]:
-    setattr(Remote, f"__{_name}__", _compares(_name))
+    setattr(Remote, f"__{_name}__", _binary(_name))

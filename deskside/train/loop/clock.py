@@ -112,10 +112,11 @@ def should_revise(
 
 
 def decay_steps(step: int, progress: float) -> int:
-    """Return the minimum number of further steps that the decay needs after `step` steps: 8, or 2 % of `step`.
+    """Return the minimum number of further steps that the decay needs after `step` steps.
 
-    Returns 0 once the learning rate has decayed. The minimum matters only if much time is lost at once, for example by
-    a slow resume. The run then ends late by these steps, but with a decayed learning rate.
+    It is 8 or 2 % of `step`, whichever is more, but at most `step`; 0 once the learning rate has decayed. The minimum
+    matters only if a lot of time is lost at once, for example to a slow resume. The run then ends late by these steps,
+    but with a decayed learning rate.
     """
     return 0 if progress >= DECAYED else min(step, max(8, math.ceil(step / 50)))
 
