@@ -18,6 +18,7 @@ from deskside.utils.format import count, dollars, duration, gib, number
 
 PHASE_LABELS = {"sft": "left for deskside sft, which go does not run,"}
 BAR_WIDTH = 24  # characters of the longest bar
+SHOWN_SHARE = 1e-4  # of a step's time, below which an item is not shown
 MAX_WIDTH = 100
 
 
@@ -177,7 +178,7 @@ def _speed_table(plan: Plan, estimate: StepEstimate, name: str) -> Table:
     table = Table(f"a step of {name} (modelled{_emulated(estimate)})", "", "", box=None, pad_edge=False)
     total = estimate.step_seconds
     for item, seconds in estimate.step.items():
-        if seconds > 0:
+        if seconds > SHOWN_SHARE * total:
             table.add_row(f"  {item}", duration(seconds), "#" * max(1, round(BAR_WIDTH * seconds / total)))
     tokens, passes = estimate.setting.tokens_per_step, estimate.accumulation
     table.add_row(

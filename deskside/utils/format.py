@@ -100,6 +100,8 @@ def duration(seconds: float) -> str:
             return f"{number(round(amount, 1) if amount < 100 else round(amount))} {unit}"
     if seconds >= 10:
         return f"{seconds:.0f} s"
+    if 0 < seconds < 1e-6:
+        return "less than 1 us"
     return f"{seconds:.2g} s" if seconds >= 0.1 else f"{seconds * 1000:.3g} ms"
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from deskside.utils.format import (
     UNKNOWN,
     count,
+    duration,
     elapsed,
     flops,
     gib,
@@ -129,3 +130,8 @@ def test_no_other_module_scales_numbers() -> None:
     scaled_by_hand = re.compile(r"/ ?1e(6|9|12):[^}]*g\}\s?[MBT]\b")
     found = {path.name for path in files(PACKAGE, "*.py") if scaled_by_hand.search(path.read_text("utf-8"))}
     assert found <= {"format.py"}
+
+
+@given(st.floats(1e-12, 1e10))
+def test_durations_have_no_exponent(seconds: float) -> None:
+    assert "e-" not in duration(seconds) and "e+" not in duration(seconds)
