@@ -43,7 +43,10 @@ ANY_TEMPERATURE = Sampling(1.0)  # for rehearsals: memory does not depend on the
 
 @dataclass(frozen=True)
 class SampledAnswer:
-    """One answer. tokens: with the end token. logprobs: at the sampling temperature. ended: False if truncated."""
+    """One answer.
+
+    tokens: with the end token. logprobs: at the sampling temperature, or 1 if greedy. ended: False if truncated.
+    """
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -54,7 +57,7 @@ class SampledAnswer:
 class MemoryHeadroom:
     """Bytes of GPU memory that are not in use between training steps.
 
-    free: not used by the largest step either. step: used by the step, and released until the next one.
+    free: not used by the largest step either. step: used during the step, and free again until the next one.
     """
 
     free: int
@@ -176,7 +179,7 @@ class Sampler:
             self.headroom.check(self.model.embed.weight.device)
 
     def measure_pace(self, prompts: Sequence[tuple[int, ...]], count: int, temperature: float) -> "Pace":
-        """Time the prompts and a few further tokens of as many of `count` answers as fit at once."""
+        """Time the prompts and a few more tokens, for as many of the `count` answers as fit at once."""
         lanes = min(count, self.engine.max_batch)
         chosen = [prompts[i % len(prompts)] for i in range(lanes)]
         times = []
@@ -205,7 +208,8 @@ class Sampler:
     ) -> list[SampledAnswer]:
         """Sample an answer of at most `tokens` tokens to each prompt. Temperature 0 is greedy.
 
-        streams: a random stream per answer. An answer depends only on the weights, its prompt, the seed and its stream.
+        streams: a random stream per answer. At a given temperature, an answer depends only on the weights, its
+        prompt, the seed and its stream.
         """
         sampling = Sampling(temperature=temperature)
         index_of: dict[int, int] = {}  # request number -> index of its prompt

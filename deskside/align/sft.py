@@ -2,7 +2,7 @@
 
 The loss is that of pretraining. The data differs (`data.chat`): tokens outside the assistant's turns have target -100,
 and conversations in one row cannot attend to each other. The evaluation is the loss per assistant token on held-out
-conversations, before the first step and at the end, with sample answers.
+conversations. Sample answers are generated before the first step and at the end.
 """
 
 from pathlib import Path

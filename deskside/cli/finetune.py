@@ -260,7 +260,7 @@ def wall_limit(given: dict[str, Any]) -> float | None:
 
 @contextlib.contextmanager
 def _time_limit(limit: float | None) -> Iterator[None]:
-    """Raise UsageError if preparing the data inside would take more than `PREPARE_SHARE` of the run's time limit."""
+    """Raise UsageError if preparing data in the `with` block would take over `PREPARE_SHARE` of the time limit."""
     if limit is None:
         yield
         return
@@ -275,7 +275,7 @@ def _time_limit(limit: float | None) -> Iterator[None]:
 
 
 def _chat_tokenizer(loaded: Any, template: str | None, folder: Path) -> Any:
-    """Write the model's tokenizer to `folder`, with the chat template of this file if one is given, and return it."""
+    """Write the model's tokenizer to `folder` and return it. template: a file with another chat template."""
     from deskside.data.chat import chat_template
 
     text = None
@@ -299,8 +299,8 @@ def default_batch(
 
     Args:
         tokens: Tokens of the training data.
-        step_tokens: Tokens of a step; fewer, if an epoch would otherwise have less than `steps_per_epoch` steps.
-        sequence_length: Tokens per row, at most those of the model's context.
+        step_tokens: Tokens of a step; fewer, if an epoch would otherwise have fewer than `steps_per_epoch` steps.
+        sequence_length: Tokens per row unless `given` sets it; reduced to the model's context if that is shorter.
     """
     longest = min(sequence_length, loaded.config.max_position_embeddings)
     length = int(given.get("batch", {}).get("sequence_length", longest))

@@ -1,9 +1,9 @@
 """Parse command-line options with argparse, and validate their values with pydantic.
 
 The options of a command are a dataclass whose fields are created by `option`. A command that trains also accepts every
-key of the configuration as `--part.key`. For argparse, all values are optional text, so its result contains only the
-options that were given. pydantic's error for a wrong value becomes a UsageError of one line. The help is generated from
-the same fields. Option names are shown with hyphens, but underscores are accepted.
+key of the configuration as `--part.key`. argparse converts no values and sets no defaults, so its result contains only
+the options that were given. pydantic's error for a wrong value becomes a UsageError of one line. The help is generated
+from the same fields. Option names are shown with hyphens, but underscores are accepted.
 """
 
 import argparse
@@ -152,7 +152,7 @@ class Command(Generic[Options]):
         return self._command_options(parsed), self._config_values(parsed)
 
     def parser(self) -> argparse.ArgumentParser:
-        """Return the argparse parser of all options. Its result has text for the given options, and no others."""
+        """Return the argparse parser of all options. Its result has only the options that were given."""
         parser = _Parser(prog=self.prog, add_help=False, allow_abbrev=False, exit_on_error=False)
         parser.add_argument("-h", "--help", nargs="?", const="", default=argparse.SUPPRESS, metavar="GROUP")
         _add_groups(parser, self._groups())
@@ -294,7 +294,7 @@ def nearest_option(flag: str, known: Sequence[str]) -> str | None:
 def choose_subcommand(commands: Mapping[str, str], argv: Sequence[str], prog: str, description: str) -> str:
     """Return the name of the subcommand, the first word of argv. --help prints the help and exits.
 
-    commands: one line of help for each subcommand. Raises UsageError if it is missing or unknown.
+    commands: one line of help for each subcommand. Raises UsageError if the subcommand is missing or unknown.
     """
     if argv and argv[0] in ("-h", "--help"):
         width = max(len(name) for name in commands)
@@ -365,9 +365,8 @@ def _ordered_fields(kind: type) -> list[dataclasses.Field[Any]]:
     return sorted(fields, key=lambda field: (not field.metadata["positional"], depth_of[field.name]))
 
 
-# Names and keyword arguments for argparse's `add_argument`; the arguments of each group of the help.
-Argument = tuple[tuple[str, ...], dict[str, Any]]
-Groups = dict[str, list[Argument]]
+Argument = tuple[tuple[str, ...], dict[str, Any]]  # names and keyword arguments for argparse's `add_argument`
+Groups = dict[str, list[Argument]]  # title of a group of the help -> its arguments
 
 
 def _add_groups(parser: argparse.ArgumentParser, groups: Groups) -> None:

@@ -46,7 +46,7 @@ class Operand:
 
     @property
     def quantized(self) -> bool:
-        """True if the format has less than 16 bits."""
+        """True if the format has fewer than 16 bits."""
         return self.format not in ("float32", "bfloat16")
 
 
@@ -128,13 +128,13 @@ _NVIDIA_GRADIENT = Operand("nvfp4", "1x16", rounding="stochastic")
 _EDEN = Operand("nvfp4", "1x16", hadamard=128, fresh_signs=True, rounding="eden")
 
 # NVIDIA's 12B model keeps the first 2 and the last 8 of its 62 blocks in BF16 (arXiv 2509.25149); of 12 blocks, these
-# are 1 and 2. All recipes with an NVFP4 forward have these shares, so that they differ only in their quantization.
-# MS-EDEN was published without blocks in BF16 (precision.keep_first = 0, keep_last = 0).
+# shares are the first one and the last two. All recipes with an NVFP4 forward have these shares, so that they differ
+# only in their quantization. MS-EDEN was published without blocks in BF16 (precision.keep_first = 0, keep_last = 0).
 _KEPT_FIRST, _KEPT_LAST = 2 / 62, 8 / 62
 
-# Two operands with 9.5 % noise each give 13 %. Stochastic rounding has twice the variance of nearest rounding, a third
-# more if scales are rounded up, and a 16x16 tile has 11 % noise: together at most 19 %. With 25 %, a gradient that is
-# wrong by a factor of 0.75 is still detected.
+# Noise is the relative RMS error. Two operands with 9.5 % each give 13 %. Stochastic rounding doubles the variance of
+# nearest rounding, and scales that are rounded up add a third; with a weight in 16x16 tiles (11 %), a product has at
+# most sqrt(9.5^2 * 2 * 4/3 + 11^2) = 19 %. With 25 %, a gradient that is wrong by a factor of 0.75 is still detected.
 _NVFP4_TOLERANCE = 0.25
 
 

@@ -240,7 +240,7 @@ def _normalized(name: str) -> str:
 
 
 def literal(text: str) -> str:
-    """Return the text on one line with every special character of CommonMark escaped.
+    """Return the text on one line, with the characters escaped that start Markdown's inline formatting.
 
     A study may come from another person. As Markdown, a label could embed an image, which the browser would fetch from
     any address, or show a link that looks like one of the page's own. Streamlit still turns a bare address into a link

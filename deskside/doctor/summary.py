@@ -31,7 +31,7 @@ SEVERITIES = {
 }
 LEGEND = (
     "error: relative, against float64, the largest of output and gradients\n"
-    "matmul: torch's own products; precision: deskside's recipes, their own layers and gradients\n"
+    "matmul: torch's products; precision: deskside's recipes, with their layers and gradients\n"
     "attention: forward and backward"
 )
 SCALES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
@@ -97,7 +97,7 @@ def _facts(machine: Mapping[str, Any], checks: Sequence[Mapping[str, Any]]) -> T
             table.add_row(name, escape(line))
         work = details["bf16"] if gpu["index"] == 0 else {}
         if work.get("watts") is not None:
-            table.add_row("", f"at work {work['watts']:.0f} W, {work['celsius']} degrees (measured)")
+            table.add_row("", f"under load {work['watts']:.0f} W, {work['celsius']} degrees (measured)")
     if len(machine["gpus"]) > 1:
         table.add_row("", "checks ran on GPU 0")
     if not machine["gpus"]:
@@ -216,7 +216,7 @@ def _power(power: Mapping[str, Any] | None, console: Console) -> None:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 1))
     for column in ("limit", "speed", "power", "energy per token"):
         table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("published of", overflow="fold")
+    table.add_column("published for", overflow="fold")
     for point in power["lower_limits"]:
         table.add_row(
             f"{point['limit_watts']:.0f} W",

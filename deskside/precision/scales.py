@@ -7,8 +7,8 @@ format_max / max(history). Values beyond the expected amax saturate.
 In the first two steps, scales are computed from the tensors themselves (current scaling). It takes two steps because
 projections that write to the residual stream start at zero, so everything before them receives its first nonzero
 gradient in the second step. More such steps, or BF16 steps before them, make no measurable difference:
-docs/precision.md, "The start of delayed scales". (Micikevicius et al. 2022, arXiv 2209.05433; transformer-engine also
-takes the maximum of the last 16 steps by default.)
+docs/precision.md, "Delayed scales at the start of training". (Micikevicius et al. 2022, arXiv 2209.05433;
+transformer-engine takes the maximum of its history too, by default of 1024 steps.)
 """
 
 from collections.abc import Callable

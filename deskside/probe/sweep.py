@@ -1,7 +1,8 @@
 """Measure points one at a time, each in its own process, until all are done or the time is up.
 
-Every result is stored before the next point starts, so an interrupted sweep continues where it stopped. A point is not
-started if it would probably end after the deadline, and is killed at the deadline; nothing is stored for it then.
+Every result is stored before the next point starts, so an interrupted sweep continues where it stopped. A point that
+would probably end after the deadline is not started. One that still runs at the deadline is killed, and nothing is
+stored for it.
 """
 
 import time
@@ -33,7 +34,7 @@ Origin = Literal["measured", "stored", "concluded", "no time"]
 class PointResult:
     """Result of a point: its row, and its origin: measured now, stored before, or concluded from other points.
 
-    `row` is None if there was no time to measure the point.
+    `row` is None, and the origin "no time", if the sweep ended before the point was measured.
     """
 
     point: Point
@@ -96,10 +97,10 @@ class Sweep:
     clock: Callable[[], float] = time.monotonic
 
     def measure(self, points: Sequence[Point]) -> SweepResult:
-        """Measure the GPU, then the points in this order, until the deadline.
+        """Measure the GPU or CPU, then the points in this order that fit the time, until the deadline.
 
-        KeyboardInterrupt ends the sweep, and the result says so. Raises RunError if a result cannot be stored,
-        UsageError if the store cannot be read or written, and Busy if another process is measuring.
+        KeyboardInterrupt ends the sweep, and the result says so. Raises UsageError if the store cannot be read and
+        written at the start, RunError if a later write fails, and Busy if another process is measuring.
         """
         result, pending, _ = self._split_stored(points)
         if result.card is not None and not pending:
@@ -109,7 +110,7 @@ class Sweep:
             return self._measure_all(points, *self._split_stored(points))
 
     def _split_stored(self, points: Sequence[Point]) -> tuple[SweepResult, list[Point], dict[str, Row]]:
-        """Return the stored results, the remaining points, and all rows by their hash."""
+        """Return the stored results, the remaining points, and the stored rows by their hash."""
         stored = {} if self.again else {row["hash"]: row for row in self.store.rows(self.machine)}
         result = SweepResult()
         card = stored.get(hash_of(make_key(self.machine, {})))

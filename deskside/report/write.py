@@ -1,4 +1,7 @@
-"""Write report.md, report.html and plots/*.png into the directory of a run or a study."""
+"""Write report.md, report.html and plots/*.png into the directory of a run or a study.
+
+For a study, it also brings results.parquet up to date, and writes the claims file if asked.
+"""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -38,7 +41,7 @@ def write_run(folder: Path) -> tuple[Path, list[str]]:
 def write_study(folder: Path, claims: str | None = None, also: Sequence[Path] = ()) -> tuple[Path, list[str]]:
     """Write the report of a study. Return the path of report.html and a sentence for each missing plot.
 
-    `claims` is the path of a Markdown file for the claims, which are judged by this study and the studies in `also`.
+    claims: path of a Markdown file to write, with the verdict on each claim by the results of this study and of `also`.
     """
     from deskside.report import study_figures, study_report  # not needed for the report of a run
     from deskside.report.study_claims import claims_markdown, judge_with_others
@@ -50,7 +53,7 @@ def write_study(folder: Path, claims: str | None = None, also: Sequence[Path] = 
     table = folder / PARQUET
     if not table.is_file() or table.stat().st_mtime < (folder / JSON).stat().st_mtime:
         write_parquet(results, table)
-    results = mark_interrupted(results, folder)  # after results.parquet, which keeps the stored statuses
+    results = mark_interrupted(results, folder)  # not before: results.parquet has the statuses as stored
     with _oserror_as_run_error(folder):
         images, missing = study_figures.draw(results, folder / "plots")
         html_path = _write_pages(study_report.compose(results, folder, images, missing), folder)

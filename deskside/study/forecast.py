@@ -2,7 +2,7 @@
 
 The time of a trial is its set-up, training and evaluation. With a time budget the training time is given. With a budget
 in tokens or steps the planner models the speed from `deskside probe` measurements of this GPU or from published ones.
-If there are neither, as on a CPU that was never probed, the time is unknown.
+If neither exist, as for a CPU that was never probed, the time is unknown.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from deskside.utils.errors import UsageError
 from deskside.utils.format import gib
 from deskside.utils.parsing import json_value
 
-# Process start to the first step, and saving of the model and a checkpoint at the end: 3 to 5 s on two CPU cores.
+# From process start to the first step, plus saving the model and a checkpoint at the end: 3 to 5 s on two CPU cores.
 CPU_SETUP_SECONDS = 5.0
 FORWARD_SHARE = (
     1 / 3
@@ -40,7 +40,7 @@ class LocalMachine:
 
     @property
     def setup_seconds(self) -> float:
-        """Seconds from process start to the first step, plus those after the last step."""
+        """Seconds from process start to the first step; on a CPU without a measurement, also after the last step."""
         if self.request is None:
             return CPU_SETUP_SECONDS
         if self.request.setup_seconds is not None:
@@ -127,7 +127,7 @@ def total_seconds(forecasts: Sequence[TrialForecast], devices: int = 1) -> float
 def _estimate(config: RunConfig, request: PlanRequest, memory_fraction: float) -> StepEstimate:
     """Estimate memory and speed. The micro-batch is fitted into the memory, unless the arm sets it."""
     cpu = request.card.is_cpu
-    precision: Precision = "fp32" if cpu else "bf16"  # of "auto"
+    precision: Precision = "fp32" if cpu else "bf16"  # what "auto" resolves to
     if config.precision.name != "auto":
         precision = config.precision.name
     native_formats = frozenset() if cpu else request.card.native

@@ -23,7 +23,7 @@ ADAMW = {"optim": {"name": "adamw"}}
         ({"compute": {"compile": "fused"}}, r"compute.compile: .*do not support adapters; use .*auto"),
         (
             {"adapter": {"dropout": 0.1}, "compute": {"activation_checkpointing": "mlp"}},
-            r"adapter.dropout: .*would drop other values",
+            r"adapter.dropout: .*checkpointing",
         ),
         (
             {"adapter": {"base": "nf4"}, "model": {"num_experts": 4, "num_experts_per_tok": 2}},

@@ -43,7 +43,7 @@ def test_table_of_a_card() -> None:
         "NVIDIA GeForce RTX 5090, 31.4 GiB, 31.0 free",
         "power limit 575 W (default 575, 400 to 600 can be set)",
         "PCIe 5 x16 under load, of 5 x16",
-        "at work 571 W, 62 degrees (measured)",
+        "under load 571 W, 62 degrees (measured)",
         "data sheet: 210 TFLOP/s BF16, 1.79 TB/s (published)",
         "205 TFLOP/s",
         "1.53 TB/s",
@@ -52,7 +52,7 @@ def test_table_of_a_card() -> None:
         "torch FP8 row: CUDA error: CUBLAS_STATUS_NOT_SUPPORTED",
         "attention, has no sliding window: cudnn",
         "pip install bitsandbytes",
-        "published of",
+        "published for",
     ):
         assert expected in text, text
     table = re.sub(r"\s+", " ", text)

@@ -4,6 +4,7 @@ import math
 import random
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from deskside.report.canvas import Plot, wrapped
 from deskside.report.chart_data import most_different
 from deskside.report.charts import draw_bars, draw_bubbles, draw_forest, draw_front, draw_heat_maps
 from deskside.report.curves import draw_curves
-from deskside.report.study_figures import draw, draw_group
+from deskside.report.study_figures import _prefixes, draw, draw_group
 from deskside.study.results import Arm, Factor, Group, Results
 from deskside.study.stats.compare import compare
 from deskside.utils.format import printable
@@ -303,3 +304,13 @@ def test_long_names_keep_their_beginning_and_their_end(text: str, columns: int, 
 
 def test_a_name_that_is_cut_says_so() -> None:
     assert wrapped("FP8, weights converted in every pass", 20, 2) == "FP8, weights\nconverted\u2026every pass"
+
+
+@pytest.mark.parametrize(
+    "names", [["a_3", "a", "a"], ["A", "a", "a+"], ["+", "-", "_1"], ["a_2", "a", "a", "A_3"]]
+)
+def test_groups_with_similar_names_have_their_own_files(names: list[str]) -> None:
+    """Two of the first three groups had the same files, and one group's plots replaced the other's."""
+    groups = [SimpleNamespace(name=name) for name in names]
+    prefixes = _prefixes(groups)  # type: ignore[arg-type]
+    assert len({prefix.casefold() for prefix in prefixes}) == len(names)

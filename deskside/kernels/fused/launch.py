@@ -4,7 +4,7 @@ Tile sizes are fixed, not tuned at run time: a search would cost more at every s
 chosen on an H200 (docs/log.md) and keep within the shared memory of consumer cards.
 
 Where a cast with one scale also writes a transposed copy, the tiles of one row block have consecutive program ids, so
-that programs running at the same time read whole rows and write longer pieces of columns.
+that programs running at the same time read whole rows.
 """
 
 from functools import cache
@@ -17,7 +17,7 @@ from deskside.kernels.fused.reference import Angles, Cast, Fp8, QkvLayout
 from deskside.utils.errors import UsageError
 
 ACTIVATION_IDS = {"silu": 0, "gelu": 1, "gelu_new": 2, "relu2": 3}
-FP8_ROWS = 64  # rows of a tile with a transposed copy, which is written in contiguous pieces of as many bytes
+FP8_ROWS = 64  # rows of a tile with a transposed copy, and so the bytes of each contiguous piece of the copy
 NORM_ROWS = 32  # fewer, so that a program's rows are still in the cache for its second pass
 PROGRAMS_PER_SM = 16  # for kernels that keep sums in registers; enough to hide the latency of loads
 
@@ -145,11 +145,11 @@ def qk_norm_rope_backward(
     layout: QkvLayout,
     cast: Cast | None = None,
 ) -> tuple[Tensor | Fp8, Tensor | None, Tensor | None]:
-    """See `reference.qk_norm_rope_backward`. grads: those of q, k and v, with contiguous channels, else any strides."""
+    """See `reference.qk_norm_rope_backward`. grads: of q, k and v, whose channels must be contiguous."""
     (N, width), C = qkv.shape, layout.head_dim
     rows = FP8_ROWS if cast is not None else max(16, 2048 // C)
     programs, heads = _cdiv(N, rows), layout.heads
-    # As many heads per program as divide both the query and the key heads.
+    # Up to three heads per program: the largest number that divides both the query and the key heads.
     heads_per_program = next(n for n in (3, 2, 1) if heads % n == 0 and layout.kv_heads % n == 0)
     query_pieces = heads // heads_per_program
     key_pieces = layout.kv_heads // heads_per_program
@@ -246,5 +246,5 @@ def _transposed_words(fp8: Fp8) -> Tensor:
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """Return the number of streaming multiprocessors of a GPU."""
+    """Return the number of streaming multiprocessors of a GPU, or 4 for a CPU (Triton's interpreter)."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

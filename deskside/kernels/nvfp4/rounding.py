@@ -6,8 +6,8 @@ fractions of a step. So no conversion instruction is needed: the same code runs 
 interpreter, and avoids the double rounding of E4M3 conversion on compute capability 8.9. The addition must not be fused
 with a preceding multiplication, so kernels that call these functions are launched with enable_fp_fusion=False.
 
-Stochastic rounding hashes (seed, element) instead of using the `cvt.rs` instruction, which cards of compute capability
-12.x lack. Philox would cost more instructions than all the rest of the quantiser.
+Stochastic rounding is done in arithmetic too, because cards of compute capability 12.x lack the `cvt.rs` instruction.
+Its random numbers are a hash of (seed, element): Philox would cost more instructions than the rest of the quantiser.
 
 Formats: OCP Microscaling Formats v1.0 (E2M1), Micikevicius et al. 2022, arXiv 2209.05433 (E4M3).
 """
@@ -75,7 +75,10 @@ def e4m3_bits(v):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def bf16_nearest(x):  # type: ignore[no-untyped-def]
-    """Round a float32 to bfloat16, ties to even, as float32. NaN may become infinity but never finite."""
+    """Round a float32 to bfloat16, ties to even, as float32.
+
+    NaN stays NaN or becomes infinity, but bits from 0x7FFF8000 (or 0xFFFF8000) upwards wrap to zero.
+    """
     bits = x.to(tl.int32, bitcast=True)
     bits += 0x7FFF + ((bits >> 16) & 1)
     return (bits & -65536).to(tl.float32, bitcast=True)

@@ -4,8 +4,8 @@ An arm's configuration is merged from layers. From lowest to highest priority: t
 levels, the evaluation interval, the study's `set` (and the command line), the `set` of its levels in the order of the
 factors, the arm's own `set` if it was written by hand, and the budget.
 
-Every arm has a baseline in the same group: the arm with the same levels of the `within` factors and the baseline's
-levels of the other factors.
+Every arm has a baseline in the same group: the arm with the same levels of the `within` factors, and the levels that
+[baseline] gives (by default the first) of the other factors.
 """
 
 import difflib
@@ -74,8 +74,8 @@ def expand(
     Args:
         seeds, budget: Replace those of every group.
         only: Filters. "FACTOR=LEVEL[,LEVEL]" keeps the arms with one of these levels; an arm must match all filters of
-            this form. "NAME" is a group or an arm's id with * and ?; an arm must match one filter of this form. The
-            baselines of the selected arms are kept as well.
+            this form. "NAME" is a group, or an arm's id with the wildcards * and ?; an arm must match one filter of
+            this form. The baselines of the selected arms are kept as well.
     """
     if seeds is not None:
         check_seeds(seeds, "--seeds")
@@ -246,7 +246,7 @@ def _in_order(group: GroupSpec, levels: Mapping[str, str]) -> dict[str, str]:
 
 
 def _id_and_label(study: StudySpec, group: GroupSpec, levels: Mapping[str, str]) -> tuple[str, str]:
-    """Return an arm's id and label. With one-at-a-time they name only the levels that differ from the baseline."""
+    """Return an arm's id and label. In a one-at-a-time design they name only `within` factors and changes."""
     named = [
         factor
         for factor in group.factors
