@@ -43,9 +43,8 @@ from deskside.train.prepare.preflight import EVALUATE_SHARE, REPORT_SHARE, SAMPL
 from deskside.utils.errors import RunError
 from deskside.utils.files import replace_atomically
 
-REFERENCE = (
-    "reference.json"  # file in the run directory with the cache key of the reference log-probabilities
-)
+# File in the run directory with the cache key of the reference log-probabilities.
+REFERENCE = "reference.json"
 METRICS: tuple[str, ...] = ("chosen_reward", "rejected_reward", "accuracy", "kl", "scored_tokens")
 
 

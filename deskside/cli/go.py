@@ -31,9 +31,8 @@ from deskside.utils.signals import exit_code
 
 BEFORE_TRAINING = PHASES[: PHASES.index("train")]
 LONG_WAIT = 0.02  # share of the time budget; if the user takes longer to answer, planning is repeated
-TOO_SHORT = (
-    " is too short: "  # part of the error of `training_run.start` as well, which `Pipeline.train` rewrites
-)
+# Part of the error of `training_run.start` as well, which `Pipeline.train` rewrites.
+TOO_SHORT = " is too short: "
 LENGTH_KEYS = ("length", "hours", "steps", "tokens", "clock")  # of the schedule
 
 

@@ -24,9 +24,8 @@ HOT_CELSIUS = 85  # GPUs slow down at 83 to 90
 LOW_PRECISION_MATMULS = ("fp8_tensor", "fp8_row", "mxfp8", "nvfp4")  # torch's own
 # Recipes to recommend. NVFP4 is missing because it has not been faster so far.
 FASTEST_FIRST = ("fp8-delayed", "fp8-tensorwise", "fp8-rowwise")
-LOW_SHARE_OF_SHEET = (
-    0.5  # healthy data centre GPUs reach at least half of their data sheet, GeForce GPUs all of it
-)
+# Healthy data centre GPUs reach at least half of their data sheet, GeForce GPUs all of it.
+LOW_SHARE_OF_SHEET = 0.5
 
 
 def by_id(results: Results) -> dict[str, Mapping[str, Any]]:

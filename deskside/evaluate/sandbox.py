@@ -49,9 +49,8 @@ from deskside.utils.child_process import cpu_cores
 from deskside.utils.errors import RunError
 
 SECONDS = 10.0
-WALL_FACTOR = (
-    3.0  # wall-clock limit over processor time: a process may get a third of a core on a busy machine
-)
+# Wall-clock limit over processor time: a process may get a third of a core on a busy machine.
+WALL_FACTOR = 3.0
 MEMORY_MIB = 512
 SERVER = ("-m", "deskside.evaluate.sandboxed.fork_server")
 

@@ -20,9 +20,8 @@ from deskside.utils.files import fingerprint
 from deskside.weights.load import Loaded
 
 BPB_KINDS: tuple[DataKind, ...] = ("text", "conversations")  # kinds of training data that have bits per byte
-HF_SEQUENCE_LENGTH = (
-    2048  # for a model without a run: the same as the presets', so that results are comparable
-)
+# For a model without a run: the same as the presets', so that results are comparable.
+HF_SEQUENCE_LENGTH = 2048
 
 
 @dataclass(frozen=True)

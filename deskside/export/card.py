@@ -20,9 +20,8 @@ from deskside.weights.load import Loaded
 
 UNKNOWN = "not recorded"
 MAX_SOURCES = 30  # rows in the table of data sources
-MAX_UNTAGGED = (
-    0.1  # share of tokens without a language tag, above which the tagged languages are not representative
-)
+# Share of tokens without a language tag, above which the tagged languages are not representative.
+MAX_UNTAGGED = 0.1
 
 
 def model_card(

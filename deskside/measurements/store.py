@@ -340,9 +340,8 @@ def _append(path: Path, line: bytes) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         size = os.fstat(descriptor).st_size
         if size and os.pread(descriptor, 1, size - 1) != b"\n":
-            line = (
-                b"\n" + line
-            )  # the last line is truncated; without a newline this row would be lost as well
+            # The last line is truncated; without a newline this row would be lost as well.
+            line = b"\n" + line
         try:
             written = os.write(descriptor, line)
             if written < len(line):

@@ -152,7 +152,7 @@ def probe(machine: Machine, store: Store, seconds: float, say: Say) -> Result:
 
 @dataclass(frozen=True)
 class PipelineRequest:
-    """What to plan: the options of `deskside go`.
+    """Options of `deskside go` that determine the plan.
 
     Attributes:
         hours: Time budget.

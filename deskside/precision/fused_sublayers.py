@@ -140,7 +140,7 @@ class FusedAttention(FusedSublayer):
 
 @dataclass
 class _MLPState:
-    """What the MLP's backward needs besides the residual."""
+    """Values that the MLP's backward needs besides the residual."""
 
     inner: Tensor  # output of the first layer
     normed: tuple[Tensor, ...]  # saved input of the first layer
@@ -195,7 +195,7 @@ class _MLP(torch.autograd.Function):
 
 @dataclass
 class _AttentionState:
-    """What attention's backward needs besides the residual."""
+    """Values that attention's backward needs besides the residual."""
 
     qkv: Tensor  # output of the first layer
     attention: SavedAttention

@@ -16,9 +16,8 @@ from deskside.probe.grid import Point, option_words
 from deskside.probe.sweep import PointResult
 from deskside.utils.format import count, gib_digits, hours, plural
 
-TOKENS_PER_PARAMETER = (
-    20  # about compute-optimal (Hoffmann et al. 2022, arXiv 2203.15556); all parameters count
-)
+# About compute-optimal (Hoffmann et al. 2022, arXiv 2203.15556); all parameters count.
+TOKENS_PER_PARAMETER = 20
 DAY = 86400.0
 SPEED_COLUMNS = (
     "shape", "param", "seq", "micro\nx acc", "tokens\nper s", "±\n%", "step\nms", "MFU",

@@ -1,6 +1,6 @@
 """Matplotlib figures that stay readable on a phone and in black and white.
 
-Arms are told apart by position, number, line style and marker, never by color alone. Matplotlib is used through its
+Arms are distinguished by position, number, line style and marker, never by color alone. Matplotlib is used through its
 object interface with the Agg canvas, so it needs no global state and no display.
 """
 

@@ -72,10 +72,10 @@ def _prefixes(groups: list[Group]) -> list[str]:
     names: list[str] = []
     for number, group in enumerate(groups, start=1):
         file_name = re.sub(r"[^a-zA-Z0-9_]+", "_", group.name).strip("_")[:40]
-        # Compared without case, because some file systems ignore it.
-        if not file_name or file_name.casefold() in map(str.casefold, names):
+        taken = {name.casefold() for name in names}  # without case, because some file systems ignore it
+        if not file_name or file_name.casefold() in taken:
             file_name = f"{file_name}_{number}"
-        while file_name.casefold() in map(str.casefold, names):
+        while file_name.casefold() in taken:
             file_name += "_"
         names.append(file_name)
     return [f"{name}-" for name in names]

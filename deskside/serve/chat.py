@@ -54,9 +54,8 @@ class Conversation:
                 "--system: this model has no chat template, so it has no system message; leave it out"
             )
         self._seed = int.from_bytes(os.urandom(4)) if options.seed is None else options.seed
-        self.reason: Reason | None = (
-            None  # why the last answer ended; None if it is running or was interrupted
-        )
+        # Why the last answer ended; None if it is running or was interrupted.
+        self.reason: Reason | None = None
         self.truncated = False  # the last prompt left out the beginning of the conversation
         self._engine: Engine | None = None
         self._cache_tokens = 0  # size of the engine's KV cache

@@ -21,9 +21,8 @@ from deskside.utils.parsing import json_value
 
 # From process start to the first step, plus saving the model and a checkpoint at the end: 3 to 5 s on two CPU cores.
 CPU_SETUP_SECONDS = 5.0
-FORWARD_SHARE = (
-    1 / 3
-)  # share of the forward in a training step's time; the backward takes the other two thirds
+# Share of the forward in a training step's time; the backward takes the other two thirds.
+FORWARD_SHARE = 1 / 3
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,8 @@ from typing import Any
 
 from deskside.utils.errors import RunError, UsageError
 
-MAX_DEPTH = (
-    100  # of nested lists and objects; far below the recursion limit, so that functions can walk a value
-)
+# Of nested lists and objects; far below the recursion limit, so that functions can walk a value.
+MAX_DEPTH = 100
 MAX_DIGITS = 20  # of an integer: enough for 64 bits
 
 

@@ -44,6 +44,7 @@ SHARD_TOKENS = 1 << 25
 DEFAULT_FRACTION, MIN_HELD_OUT = 0.02, 32  # default share of held-out conversations, and their minimum
 SAMPLES, SAMPLE_CHARACTERS = 4, 600  # number of sample conversations, and their maximum length
 SAMPLES_FILE = "samples.json"
+TOO_FEW = "there are too few"
 NO_CONVERSATION, REFUSED = "no conversation", "the chat template cannot render it"
 
 
@@ -180,7 +181,7 @@ class _ChatPreparation:
 
             self._add_all(validation_conversations())
             if not held_out:
-                raise UsageError(f"--val: no conversation {_reasons(self.logs['val'])}")
+                raise UsageError(f"--val: no conversation {self.logs['val'].why_nothing_is_usable(TOO_FEW)}")
         count, fraction, forced = self._first_pass(train, bool(val))
         with ProgressBar("render", count, "conversations", quiet=self.quiet) as bar:
 
@@ -206,7 +207,7 @@ class _ChatPreparation:
         """
         keys = [conversation.key for conversation in self._conversations(sources, "train")]
         if not keys:
-            raise UsageError(f"--data: no conversation {_reasons(self.logs['train'])}")
+            raise UsageError(f"--data: no conversation {self.logs['train'].why_nothing_is_usable(TOO_FEW)}")
         self.logs["train"] = BadInputLog()  # counted again by the second pass
         if have_val:
             return len(keys), 0.0, None
@@ -286,7 +287,7 @@ class _ChatPreparation:
         for name, split in self.splits.items():
             if not split.finished:
                 log = self.logs["train"]
-                reason = log.summary() if log.total else "there are too few"
+                reason = log.summary() if log.total else TOO_FEW
                 if self.duplicates:
                     reason = f"{self.duplicates} are copies of held-out ones"
                 raise UsageError(
@@ -338,9 +339,3 @@ def describe_data(index: DatasetIndex, say: Callable[[str], None]) -> None:
             say(f"left out: {left['count']:,} x {reason}, first {left['first'][0]}")
     if index.duplicates_of_validation:
         say(f"left out: {index.duplicates_of_validation:,} copies of held-out conversations")
-
-
-def _reasons(log: BadInputLog) -> str:
-    if not log.total:
-        return "(there are too few)"
-    return f"that can be used ({log.summary()})"

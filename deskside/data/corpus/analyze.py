@@ -162,7 +162,9 @@ def analyze(
     tags: dict[tuple[str, str], int] = {}
     held_out, val_text_bytes = read_validation_texts(val_sources, logs["val"], options, tags)
     if val_sources and not held_out:
-        raise UsageError(f"the validation sources hold no document {_reasons(logs['val'])}.")
+        raise UsageError(
+            f"the validation sources hold no document {logs['val'].why_nothing_is_usable('they are empty')}."
+        )
     documents = text_bytes = 0
     planner = HoldoutPlanner(options.seed, 0 if held_out else options.val_fraction)
     with ProgressBar("read", None, "MB", quiet=options.quiet) as bar:
@@ -181,7 +183,9 @@ def analyze(
                 if_tails = start_if_tails(text, options.val_fraction) if planner.few else len(text)
                 sampler.add(text, key, if_tails, start_if_chosen(text))
     if documents == 0:
-        raise UsageError(f"the sources hold no document {_reasons(logs['train'])}.")
+        raise UsageError(
+            f"the sources hold no document {logs['train'].why_nothing_is_usable('they are empty')}."
+        )
     if planner.documents == 0:
         raise UsageError("every training document is also in the validation sources.")
     ignored = [name for source in (*sources, *val_sources) for name in source.ignored]
@@ -224,9 +228,3 @@ def add_tag(tags: dict[tuple[str, str], int], source: str, lang: str) -> int:
     if pair not in tags and len(tags) >= MAX_TAGS:
         pair = _OTHER
     return tags.setdefault(pair, len(tags))
-
-
-def _reasons(log: BadInputLog) -> str:
-    if not log.total:
-        return "(they are empty)"
-    return f"that can be used ({log.summary()})"

@@ -122,6 +122,10 @@ class BadInputLog:
             f"{n} x {reason}, first {self.examples[reason][0]}" for reason, n in self.counts.items()
         )
 
+    def why_nothing_is_usable(self, if_empty: str) -> str:
+        """Return the end of a message that there is no document or conversation. if_empty: used without bad input."""
+        return f"that can be used ({self.summary()})" if self.total else f"({if_empty})"
+
     def as_dict(self) -> dict[str, Any]:
         """Return the `bad_input` entry of index.json: {reason: {count, first places}}."""
         return {

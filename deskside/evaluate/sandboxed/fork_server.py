@@ -27,9 +27,8 @@ from deskside.evaluate.sandboxed.lock import LockError, die_with, lock, preload
 from deskside.evaluate.sandboxed.solution import Solution
 
 START_SECONDS = 60.0  # maximum time to fork and lock two processes on a busy machine
-GRACE_SECONDS = (
-    2.0  # beyond the wall-clock limit, until a child's own alarm kills it if the supervisor is late
-)
+# Beyond the wall-clock limit, until a child's own alarm kills it if the supervisor is late.
+GRACE_SECONDS = 2.0
 LOCKED = b"locked"
 
 

@@ -78,9 +78,8 @@ def _flash_forward(
     if cu_seqlens is not None:
         q, k, v = (tensor.flatten(0, 1) for tensor in (q, k, v))
         max_seqlen = T if context.max_seqlen is None else context.max_seqlen
-    causal = (
-        context.causal and context.window is None
-    )  # with a window, window_size_right = 0 masks the future
+    # With a window, window_size_right = 0 masks the future.
+    causal = context.causal and context.window is None
     o, lse, rng_state, unused, _ = torch.ops.aten._flash_attention_forward(
         q,
         k,

@@ -301,9 +301,8 @@ def _sizes(left: Tensor, right: Tensor, layout: Layout) -> tuple[int, int, int]:
 
 
 def _check(left: Tensor, right: Tensor, scale_a: Tensor, scale_b: Tensor | None, dtype: torch.dtype) -> None:
-    interpreted = (
-        triton.knobs.runtime.interpret
-    )  # the interpreter cannot multiply bfloat16, so tests pass float32
+    # The interpreter cannot multiply bfloat16, so tests pass float32.
+    interpreted = triton.knobs.runtime.interpret
     if left.device.type != "cuda" and not interpreted:
         raise UsageError(f"scaled_matmul needs CUDA tensors, these are on {left.device}; use torch.mm there")
     for name, matrix in (("left", left), ("right", right)):

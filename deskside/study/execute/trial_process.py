@@ -67,7 +67,7 @@ class TrialJob:
 
 @dataclass(frozen=True)
 class TrialEnd:
-    """How a trial's process ended.
+    """The end of a trial's process.
 
     Attributes:
         status: A status of study/results.py, DISK_FULL or STOPPED.

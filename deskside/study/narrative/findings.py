@@ -58,9 +58,8 @@ EMULATED_SPEED = "; emulated here, so this is not the speed of hardware that has
 EMULATED_LOSS = (
     "; emulated here, so in the same time it saw fewer tokens than on hardware that has the format"
 )
-MAX_ARMS = (
-    3  # arms with a sentence of their own, among the better, the same and the worse arms of each baseline
-)
+# Arms with a sentence of their own, among the better, the same and the worse arms of each baseline.
+MAX_ARMS = 3
 MAX_NAMES = 4  # arms named in one sentence
 
 

@@ -54,9 +54,8 @@ Design = Literal["full", "one-at-a-time"]
 Layer = Mapping[str, Any]
 
 DEFAULT_GROUP = "main"  # name of the only group of a file without groups
-EVALUATIONS = (
-    6  # per trial, the last one at its end; the comparison at equal tokens interpolates between them
-)
+# Per trial, the last one at its end; the comparison at equal tokens interpolates between them.
+EVALUATIONS = 6
 MAX_SEEDS = 100
 BUDGETS = {"minutes_per_arm": "minutes", "tokens_per_arm": "tokens", "steps_per_arm": "steps"}
 # Configuration keys that a study's file must not set, with the reason.

@@ -197,7 +197,7 @@ def adapter_facts(model: Transformer, adapter: AdapterConfig) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Execution:
-    """How steps are executed: the mode, and the handle of the model's precision.
+    """Execution mode of the steps, and the handle of the model's precision.
 
     mode: "fused" (hand-written kernels), "block" or "model" (what torch.compile compiles), or "off" (eager).
     """
