@@ -5,7 +5,8 @@ magnitude as a float32 scale, and each code is a value in [-1, 1] (first moment)
 cover seven decades. Each decade is cut into equal cells, twice as many as the decade below, so the relative precision
 grows with the magnitude. Both moments together take 2 + 8 / 256 bytes per weight instead of 8.
 
-Unlike in bitsandbytes, a nonzero second moment is never rounded to zero, because the update divides by its root.
+Unlike in bitsandbytes, a small second moment gets the lowest nonzero code rather than that of zero, because the update
+divides by its root.
 """
 
 from dataclasses import dataclass

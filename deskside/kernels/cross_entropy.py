@@ -2,11 +2,11 @@
 
 The logits are the largest tensor of a small model's step: 65,536 tokens x 32,768 entries in float32 are 8 GiB. So the
 forward goes through the tokens in chunks. For each chunk it computes the logits, the loss and the gradient d_logits,
-adds the chunk's share to d_hidden and d_weight, and frees the logits. The backward only multiplies d_hidden and
+writes the chunk's rows of d_hidden, adds to d_weight, and frees the logits. The backward only multiplies d_hidden and
 d_weight by the incoming gradient. (Wijmans et al. 2024, arXiv 2411.09009; Hsu et al. 2024, arXiv 2410.10989.)
 
-Precision: the three GEMMs run in hidden's dtype, softmax and loss in float32. d_logits is rounded to hidden's dtype for
-its two GEMMs. d_weight is accumulated in float32 over the chunks. float64 inputs stay float64 throughout.
+Precision: the three GEMMs take hidden's dtype, to which d_logits is rounded; softmax and loss are in float32. d_weight
+is accumulated in float32 over the chunks. float64 inputs stay float64 throughout.
 """
 
 import sys
@@ -34,7 +34,7 @@ def linear_cross_entropy(
     """Sum -log softmax(cap(hidden weight^T))[target] + z_loss * logsumexp^2 over tokens, as a float32 scalar.
 
     cap(x) is softcap * tanh(x / softcap), or x without a softcap. Tokens whose target is -100 are ignored. z-loss:
-    Chowdhery et al. 2022 (arXiv 2204.02311). Differentiable in hidden, weight and rows. rows: (ids (n,), values (n,
+    Chowdhery et al. 2022 (arXiv 2204.02311). Differentiable in hidden, weight and values. rows: (ids (n,), values (n,
     D)); `values` replace the rows `ids` of the weight, which are then unused. This trains some rows of a frozen weight
     without a gradient of the whole weight.
     """
@@ -139,7 +139,7 @@ def _logits(hidden: Tensor, weight: Tensor, ids: Tensor | None, rows: Tensor | N
 
 
 def loss_kernels(hidden: Tensor) -> Any:
-    """Return the module with the `chunk_loss` functions: Triton on a GPU, torch elsewhere and under torch.compile."""
+    """Return the module with the `chunk_loss` functions: Triton on a GPU, but torch for float64 or torch.compile."""
     if not hidden.is_cuda or hidden.dtype == torch.float64 or torch.compiler.is_compiling():
         return sys.modules[__name__]
     from deskside.kernels import cross_entropy_triton
@@ -180,8 +180,8 @@ def chunk_loss_and_grad(
 ) -> tuple[Tensor, Tensor]:
     """Return the losses (n,) of one chunk, and the gradient of their sum with respect to the logits (n, V).
 
-    The gradient has the logits' dtype. Overwrites float32 logits, because on a CPU allocating memory for each pass
-    would cost more than the arithmetic.
+    The gradient has the logits' dtype. May overwrite the logits, because on a CPU allocating memory for each pass would
+    cost more than the arithmetic.
     """
     capped = _cap(logits.to(at_least_float32(logits)), softcap)
     slope = None if softcap is None else 1 - (capped / softcap) ** 2

@@ -8,7 +8,7 @@ row's result does not depend on the other rows of the batch. All query heads of 
 are read once for the group.
 
 On a CPU, and for prompts that continue a cached prefix, the pages are first gathered into one tensor, some rows at a
-time: 256 rows of 8,192 cached tokens would need 2 GiB for every key-value head of 128 channels.
+time: 256 rows of 8,192 cached tokens would need 1 GiB in bfloat16 for every key-value head of 128 channels.
 
 pool: (pages, K, S, C), one layer's keys or values, S tokens per page. table_BN: int64, the pages of each row in order.
 """

@@ -34,7 +34,7 @@ def at_least_float32(x: Tensor) -> torch.dtype:
 
 
 def multiply_by_scalar(x: Tensor, factor: Tensor) -> Tensor:
-    """Return x times a scalar tensor on the same device, which is rounded to x's dtype first. Equals `x * factor`.
+    """Return x times a scalar tensor on the same device, which is rounded to x's dtype first.
 
     `x * factor` would broadcast the scalar in a kernel without vector loads, at a quarter of the memory bandwidth;
     torch's multi-tensor kernel loads vectors.

@@ -19,10 +19,10 @@ MIN_PRODUCT_SECONDS = 0.02
 
 
 def measure_matmul_peak(device: torch.device | str, dtype: torch.dtype, size: int | None = None) -> float:
-    """Return the FLOP/s of a square matmul, the median of several runs after a warm-up. Takes well under a second.
+    """Return the FLOP/s of a square matmul, the median of several runs after a warm-up.
 
-    size: rows and columns of the matrices. None: a size that fills the GPU; on a CPU, the smallest power of
-    two that takes long enough to be timed.
+    size: rows and columns of the matrices. None: a size that fills the GPU; on a CPU, the smallest power of two from
+    128 to 1,024 that takes long enough to be timed (1,024 if none does).
     """
     device = torch.device(device)
     if size is not None or device.type == "cuda":

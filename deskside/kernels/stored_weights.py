@@ -1,10 +1,10 @@
 """Stored weights converted to the activations' dtype: rows of an embedding table, and INT8 codes times their scales.
 
-On a GPU, each is one kernel that reads the stored weights and writes the activations' dtype. The plain torch below is
-the reference for the kernels.
+On a GPU, each is one kernel that reads the stored weights and writes the activations' dtype; for embeddings only in
+training. The plain torch below is the reference for the kernels.
 
-Embeddings are stored in float32. torch would gather float32 rows and cast them in a second pass, and do the reverse for
-the gradient.
+Trained embeddings are stored in float32. torch would gather float32 rows and cast them in a second pass, and do the
+reverse for the gradient.
 
 Dequantizing INT8 to 16 bits moves 3 bytes per weight. torch would need three passes and a float32 copy. Scaling the
 product instead of the weight is no better: it takes one pass over the codes and one over the product, which at 4,096
@@ -20,7 +20,7 @@ from torch import Tensor
 
 
 def dequantize_int8(codes_RC: Tensor, scale_R: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return int8 codes (rows, columns) times the float32 scale of their row (rows,), rounded once to `dtype`."""
+    """Return int8 codes (rows, columns) times the float32 scale of their row (rows,), in `dtype`."""
     if codes_RC.is_cuda:
         from deskside.kernels.stored_weights_triton import dequantize_int8 as kernel
 

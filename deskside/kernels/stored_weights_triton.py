@@ -4,7 +4,7 @@ The gradient of a table row is the sum over all tokens with that id, and token f
 words: one id may be a tenth of the tokens, and half of the ids may not occur. So the tokens are sorted by id and cut
 into pieces of PIECE tokens. A piece sums its runs of equal ids by a product with a 0-1 matrix, on tensor cores with
 float32 accumulation. The sum of a run within one piece is written directly to the gradient. A run across pieces leaves
-one partial sum per piece, and a second kernel adds these in order. There are no atomics, so results are deterministic.
+one partial sum per piece, and a second kernel adds these. There are no atomics, so results are deterministic.
 """
 
 import torch

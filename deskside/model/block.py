@@ -51,7 +51,7 @@ class LayerCache(NamedTuple):
         return self.cache.k[self.layer], self.cache.v[self.layer]
 
     def attention(self, q_BTHC: Tensor, window: int | None) -> Tensor:
-        """Attend from these tokens to all cached tokens of their rows, including themselves."""
+        """Attend from these tokens to the cached tokens of their rows up to and including themselves."""
         cache, position_BT = self.cache, self.slots.position_BT
         return paged_attention(q_BTHC, *self.keys_values, cache.table_BN, position_BT, cache.bound, window)
 

@@ -1,12 +1,12 @@
 """The key-value cache: a pool of pages, and for each row a table of its pages.
 
 Entry p of a row is in page table[row, p // S] at offset p % S, where a page has S entries. In a plain cache
-(`KVCache.allocate`) every row has one page of the maximum length. The generation engine shares one pool of small pages
-among changing rows (`view_rows`): paged attention, Kwon et al. 2023 (arXiv 2309.06180).
+(`KVCache.allocate`) every row has one page of the maximum length. Generation and evaluation share one pool of small
+pages among changing rows (`view_rows`): paged attention, Kwon et al. 2023 (arXiv 2309.06180).
 
 Entries of a row beyond its length may have any value: attention reads entries only up to the position of the query, and
-later tokens overwrite the others. So prompts of unequal length may be padded on the right, and a row may be truncated
-by lowering its length.
+later tokens overwrite the others. So prompts of unequal length may be padded on the right, and a row is truncated by
+lowering its length.
 """
 
 from dataclasses import dataclass
@@ -35,9 +35,9 @@ class KVCache:
     k, v: (layers, pages, K, S, C).
     table_BN: the pages of each row, int64. lengths_B: number of tokens in each row, int64.
     limit: largest length. bound: an upper bound of the lengths that is known without synchronizing with the device.
-    managed: the engine has made sure that the tokens fit, so positions beyond `limit` or a row's count are padding and
+    managed: the caller has made sure that the tokens fit, so positions beyond `limit` or a row's count are padding and
         are clamped.
-    fresh: True if the next tokens are the first of all rows.
+    fresh: True if the tokens of the current forward pass are the first of all rows.
     """
 
     def __init__(
@@ -95,11 +95,6 @@ class KVCache:
         """Store one layer's keys and values."""
         self.k[layer][slots.page_BT, :, slots.offset_BT] = k_BTKC.to(self.k.dtype)
         self.v[layer][slots.page_BT, :, slots.offset_BT] = v_BTKC.to(self.v.dtype)
-
-    def truncate(self, lengths_B: Tensor, bound: int) -> None:
-        """Truncate the rows to the given lengths. bound: an upper bound of them."""
-        self.lengths_B.copy_(lengths_B)
-        self.bound = bound
 
 
 def allocate_pool(

@@ -54,7 +54,7 @@ def allocate(
 
 @torch.no_grad()
 def initialize(model: Transformer, seed: int, options: InitOptions | None = None) -> None:
-    """Set every parameter of `model`, in place.
+    """Set every parameter of `model`, in place. With the default options:
 
     - Norm weights one, biases zero: the norms begin as plain normalisation.
     - Token and position embeddings: normal, initializer_range. A norm follows before they are read, so their scale only
@@ -67,7 +67,7 @@ def initialize(model: Transformer, seed: int, options: InitOptions | None = None
       model does not change the size of the first steps (Zhang et al. 2019, arXiv 1901.09321).
     - The router: normal, initializer_range, so that all experts begin with nearly equal probability.
     - An untied head: normal, head_std, so that the first prediction is nearly uniform and the first loss is
-      log(vocab_size). Not zero, because nothing below the head would then have a gradient in the first step.
+      close to log(vocab_size). Not zero, because nothing below the head would then have a gradient in the first step.
     """
     options = options or InitOptions()
     model.reset_buffers()

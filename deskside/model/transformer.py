@@ -1,6 +1,6 @@
 """The decoder-only transformer that a ModelConfig describes.
 
-`loss` computes the loss from the hidden states in chunks of tokens, so the logits of a whole batch never exist at once.
+`loss` computes the loss from the hidden states in chunks of tokens, and only the logits of one chunk exist at a time.
 Other implementations of a computation are attached from outside, by `forward_override` or by wrapping a forward.
 """
 
@@ -96,7 +96,7 @@ class Transformer(nn.Module):
         x_BTD = self._embed(tokens_BT, positions_BT)
         rotation = self._rotation(T, positions_BT)
         contexts = self._contexts(context or AttentionContext(), B, T, x_BTD)
-        # Splitting the embedding costs four passes over it, forward and backward.
+        # Splitting the embedding costs several passes over it, forward and backward.
         split_embedding = not self.layers[0].attn.accepts_no_delta  # type: ignore[union-attr]
         residual_BTD, delta_BTD = self._split_embedding(x_BTD) if split_embedding else (x_BTD, None)
         statistics: list[Tensor] = []
@@ -132,8 +132,8 @@ class Transformer(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Return the summed cross-entropy and, for a model with experts, the load-balancing loss (otherwise None).
 
-        The load-balancing loss is a mean over all tokens of the batch, as in transformers without a mask, and is not
-        yet multiplied by `router_aux_loss_coef`.
+        The load-balancing loss covers all tokens of the batch, as in transformers without a mask, and is not yet
+        multiplied by `router_aux_loss_coef`.
         """
         hidden_BTD, statistics = self.hidden_and_router(tokens_BT, context, positions_BT)
         loss = self.head_loss(

@@ -5,8 +5,8 @@ the element-wise work. AddNormLinear returns logical projections (q, k, v; gate,
 the code around it does not depend on fusing. Modules with `transparent` do not appear in logical names (logical.py).
 
 `AttentionSublayer` and `MLPSublayer` are the halves of a block, (residual, delta) -> (residual, delta). They only
-declare their parts; `deskside.model.block` implements them. A `forward_override`, set from outside, replaces the
-computation of an operator or of a whole sublayer.
+declare their parts; `deskside.model.block` implements them. A `forward_override`, set from outside, replaces the add
+and norm of an AddNormLinear, or a whole sublayer.
 """
 
 from collections.abc import Callable, Sequence

@@ -102,7 +102,7 @@ class Embedding(_Table):
 
 
 class HeadLoss(nn.Module):
-    """Summed cross-entropy of a linear head, as one operator that never materializes the logits of a whole batch."""
+    """Summed cross-entropy of a linear head, as one operator that materializes the logits of one chunk at a time."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """Logical tensors: the names and shapes that a model's parameters would have if nothing were fused.
 
-Initialization, Muon and export must not depend on whether q, k and v share a weight, so they iterate over
+Initialization, import and export must not depend on whether q, k and v share a weight, so they iterate over
 `logical_tensors(model)` instead of `named_parameters()`. A logical name is the module path without `transparent`
 modules (operators, lists of projections), in which the name of a Linear is replaced by that of its slice: rows 0-767 of
 `layers.0.attn.input.projections.0.weight` are `layers.0.attn.q_proj.weight`. Experts add their index:

@@ -11,8 +11,8 @@ A step can be skipped by a number on the device, without waiting for the host. T
   than clipping takes the GPU), and on a CPU for all weights.
 
 AdamW works elementwise, so each rank updates its local shard of a sharded parameter (FSDP2's DTensor). 8-bit state has
-blocks of 256 elements, which would differ for another number of GPUs. So 8-bit and offloaded state need unsharded
-weights.
+blocks of 256 elements, which would differ for another number of GPUs, so it needs unsharded weights, as does offloaded
+state.
 """
 
 from collections.abc import Iterator, Sequence

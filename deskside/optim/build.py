@@ -74,8 +74,7 @@ class Optimizer:
         """Return the norm of all gradients together, before clipping, as a float32 scalar on the device.
 
         If max_norm is above 0, the gradients are scaled down so that their norm is at most max_norm, either in place or
-        by the next `step` while it reads them. If the norm is not finite, neither are the clipped gradients; such a
-        step must be skipped.
+        by the next `step` while it reads them. If the norm is not finite, the step must be skipped.
         """
         gradients = [gradient_of(info) for info in self.parameters]
         squares = []
@@ -103,11 +102,11 @@ class Optimizer:
         return matrix | {group.name: group.lr for group in self.adamw.groups}
 
     def state_dict_flat(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the state as tensors by `kind/parameter name` (`exp_avg/layers.0.attn.qkv.weight`), and JSON data.
+        """Return the state as tensors by `kind/parameter name` (`exp_avg/layers.0.attn.output.weight`), and JSON data.
 
-        Tensors of sharded parameters are DTensors, and offloaded ones are on the host. Most tensors are the state
-        itself, not copies. Before the first step there is no state, unless `create_state` was called. (It is called
-        before loading with torch.distributed.checkpoint, which fills existing tensors.)
+        The moments and momentum of sharded parameters are DTensors, and offloaded ones are on the host. All tensors but
+        `row_sizes` are the state itself, not copies. Before the first step there is no state, unless `create_state` was
+        called. (It is called before loading with torch.distributed.checkpoint, which fills existing tensors.)
         """
         if self.streamer is not None:
             self.streamer.wait()
@@ -174,8 +173,8 @@ def build(
     the matrices decay. Adapters and single rows of a frozen table use AdamW's learning rate unscaled, because `scaling`
     is for weights that train as a whole; adapters decay, single rows do not.
 
-    Raises UsageError for a parameter of unknown role or on an unsupported device, and for sharded weights with 8-bit or
-    offloaded state.
+    Raises UsageError for a parameter of unknown role or on an unsupported device, for sharded weights with 8-bit or
+    offloaded state, and for adapters or single rows with Muon.
 
     Args:
         scaling: Factors of learning rates and weight decay, applied if `config.scale` is set.

@@ -2,9 +2,9 @@
 
 A module declares its weight with two attributes: `role` ("matrix", "head", "embedding", "position") for the parameter
 `weight`, and `slices`, the rows `start:stop` of the projections that are stacked in this weight. If a module has
-several stacked weights (experts), `slices` maps the attribute name of each weight to its slices. Parameters with one
-dimension are always vectors. The roles "adapter" and "rows" (single rows of a frozen table) apply to all parameters in
-a module.
+several stacked weights (experts), `slices` maps the attribute name of each weight to its slices. Parameters with fewer
+than two dimensions are always vectors. The roles "adapter" and "rows" (single rows of a frozen table) apply to all
+parameters in a module.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,7 +37,8 @@ def classify_parameters(model: nn.Module) -> list[ParameterInfo]:
 
     An embedding that is also the output head, because modules share it or the model has no separate head, gets the role
     "head": most of its gradient comes from the logits, and the learning rate of an embedding would be far too high.
-    Raises UsageError for a weight with two or more dimensions whose module declares no role.
+    Raises UsageError for a weight with two or more dimensions whose module declares no role, or slices that do not
+    cover the weight.
     """
     known: dict[int, tuple[Role, tuple[tuple[int, int], ...]]] = {}
     for module in model.modules():

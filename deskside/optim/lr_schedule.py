@@ -15,8 +15,8 @@ def lr_factor(config: ScheduleConfig, progress: float, planned_steps: int) -> fl
     """Return the learning rate as a fraction of its peak, in [0, 1].
 
     progress: completed share of the run, clamped to [0, 1]. The warm-up begins at 1 / (its steps + 1) rather than at
-    zero, so that the first step has an effect. Raises ValueError if progress is NaN, or if the unit of
-    the warm-up cannot be compared with that of the run's length.
+    zero, so that the first step has an effect. Raises ValueError if progress is NaN, if planned_steps is below 1, or if
+    the unit of the warm-up cannot be compared with that of the run's length.
     """
     if math.isnan(progress):
         raise ValueError("progress is NaN")
@@ -39,8 +39,8 @@ def lr_factor(config: ScheduleConfig, progress: float, planned_steps: int) -> fl
 def warmup_share(config: ScheduleConfig, planned_steps: int) -> float:
     """Return the warm-up as a share of the run.
 
-    A warm-up that is given as a Duration ends before the decay at the latest (with cosine and constant, after half of
-    the run), so that 40 steps of warm-up do not fill a run of 30 steps. Raises ValueError as `lr_factor` does.
+    A warm-up that is given as a Duration ends where the decay starts at the latest (with cosine and constant, after
+    half of the run), so that 40 steps of warm-up do not fill a run of 30 steps. Raises ValueError as `lr_factor` does.
     """
     if planned_steps < 1:
         raise ValueError(f"planned_steps must be at least 1, but is {planned_steps}")
@@ -65,7 +65,7 @@ def stage_at(config: ScheduleConfig, progress: float) -> Stage | None:
 
 @dataclass(frozen=True)
 class SchedulePoint:
-    """A point at which a schedule changes. what: the change. lr_factor, stage: the values from this point on."""
+    """A point at which a schedule changes. what: the change. lr_factor, stage: the values at this point."""
 
     what: str
     step: int

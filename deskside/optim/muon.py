@@ -52,7 +52,7 @@ from deskside.optim.offload import OffloadJob, Streamer, host_zeros, pieces
 from deskside.optim.sharded import first_row, gather_full, gradient_of, is_sharded, local
 
 STACK_ELEMENTS = 2**26
-"""Largest stack. A larger batch is not faster, and its temporaries would determine the peak memory."""
+"""Largest stack of several slices. A larger one is not faster, and its temporaries would determine the peak memory."""
 
 Coefficients = tuple[tuple[float, float, float], ...]
 
@@ -231,7 +231,7 @@ class Muon:
     def _sharded_direction(
         self, info: ParameterInfo, directions: dict[str, Tensor], skip: Tensor, fused: bool
     ) -> Tensor:
-        """Return this rank's rows of the direction.
+        """Return this rank's part of the direction.
 
         The result is kept in `directions`, because slices of one weight can be in several stacks.
         """
@@ -271,11 +271,11 @@ class Muon:
             parts.setdefault(name, []).append(rows.flatten())
         return {name: torch.cat(rows) for name, rows in parts.items()}
 
-    def set_row_mean_squares(self, name: str, sizes: Tensor) -> None:
+    def set_row_mean_squares(self, name: str, values: Tensor) -> None:
         """Restore the result of `row_mean_squares` for one parameter."""
         position = 0
         for _, _, rows in (entry for entry in self._named_row_mean_squares() if entry[0] == name):
-            rows.copy_(sizes[position : position + rows.numel()].view_as(rows))
+            rows.copy_(values[position : position + rows.numel()].view_as(rows))
             position += rows.numel()
 
     def _named_row_mean_squares(self) -> list[tuple[str, int, Tensor]]:
@@ -300,9 +300,10 @@ def _row_factors(
     if row_mean_squares is None:
         return torch.ones((1, 1, 1), dtype=dtype, device=u.device).expand(u.shape)
     mean = torch.linalg.vector_norm(u, dim=-1, dtype=dtype).square() / u.shape[-1]
-    sizes = torch.where(skip > 0, row_mean_squares, torch.lerp(row_mean_squares, mean, 1 - beta))
-    row_mean_squares.copy_(sizes)
-    inverse = 1 / sizes.clamp_min(1e-10)
+    row_mean_squares.copy_(
+        torch.where(skip > 0, row_mean_squares, torch.lerp(row_mean_squares, mean, 1 - beta))
+    )
+    inverse = 1 / row_mean_squares.clamp_min(1e-10)
     # Restores the Frobenius norm of each matrix.
     restore = mean.sum(dim=-1, keepdim=True) / (mean * inverse).sum(dim=-1, keepdim=True).clamp_min(1e-30)
     return (inverse * restore).sqrt()[..., None].expand(u.shape)

@@ -28,7 +28,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def gradient_of(info: ParameterInfo) -> Tensor:
-    """Return the gradient of a parameter. Raises RunError if there is none, which would hide an unused weight."""
+    """Return the gradient of a parameter. Raises RunError if there is none: it may be unused by mistake."""
     if info.parameter.grad is None:
         raise RunError(
             f"parameter '{info.name}' has no gradient; if this is intended, freeze it (requires_grad = False)"
@@ -37,7 +37,7 @@ def gradient_of(info: ParameterInfo) -> Tensor:
 
 
 def sum_over_shards(partial: Tensor, like: "DTensor") -> Tensor:
-    """Sum a scalar that each rank has computed from its shard of `like` over all ranks, without a host sync."""
+    """Sum over all shards of `like` a scalar that each rank has computed from its own, without a host sync."""
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
     placements: list[Placement] = [Partial() if p.is_shard() else Replicate() for p in like.placements]

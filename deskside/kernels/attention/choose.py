@@ -40,10 +40,10 @@ TIE_MARGIN = 0.02  # relative difference in time that counts as a tie: the noise
 class BackendChoice:
     """The chosen backend and the measurements behind the choice.
 
-    seconds: name -> median seconds of forward and backward, called through `attention_forward` and
-        `attention_backward` like the default training step on a GPU, with the GPU's queue full. A step under
-        torch.compile calls the same kernels through autograd.
-    errors: name -> the largest relative error of the output and the gradients, over both ways to call the backend.
+    seconds: name -> median seconds of forward and backward with the GPU's queue full, through the backend's `pair`, as
+        in the default training step on a GPU, or under autograd if it has none. A step under torch.compile calls the
+        same kernels through autograd.
+    errors: name -> the largest relative error of the output and the gradients, under autograd and through `pair`.
     rejected: name -> reason.
     """
 
@@ -109,7 +109,7 @@ def choose(need: Requirements, candidates: Sequence[str] | None = None, seed: in
 
 
 def _fastest(seconds: dict[str, float]) -> str:
-    """Return the fastest backend. Among ties, prefer one with a manual backward."""
+    """Return the fastest backend. Among ties, prefer one with an explicit backward (`pair`)."""
     limit = (1 + TIE_MARGIN) * min(seconds.values())
     ties = [name for name, time_taken in seconds.items() if time_taken <= limit]
     return min(ties, key=lambda name: (backend_named(name).pair is None, seconds[name]))
@@ -129,7 +129,7 @@ def worst_error(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
 def _checked_part(need: Requirements) -> Requirements:
     """Return the part of the problem that is compared with the reference, small enough for the memory of a small card.
 
-    It has the first rows; then, as far as needed, fewer heads (but at least two groups, to check the head mapping);
+    It has the first rows; then, as far as needed, fewer heads (but two groups are kept, to check the head mapping);
     then fewer tokens. Causal attention of the first tokens does not depend on later ones, if the gradient of later
     outputs is zero. So each backend runs the whole problem, as in training, and the reference runs this part only.
     """
@@ -162,7 +162,7 @@ def _error(
     expected: list[Tensor],
     part: Requirements,
 ) -> float:
-    """Return the largest error of the backend, called through autograd and through its explicit backward."""
+    """Return the largest error of the backend, under autograd and, if it has one, through its explicit backward."""
     *qkv, grad = inputs
     if part.tokens < grad.shape[1]:
         grad = grad.clone()

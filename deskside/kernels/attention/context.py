@@ -18,13 +18,13 @@ DeviceType = str  # "cpu" or "cuda"
 class AttentionContext:
     """Mask and backend of attention.
 
-    window: number of tokens that a query sees, including itself; None: all before it.
+    window: number of tokens that a query sees up to and including itself; None: all.
     cu_seqlens: int32, document boundaries over the flattened B * T tokens, first 0 and last B * T, padded to a fixed
         length by repeating B * T; the start of every row is a boundary. None: each row is one document.
     max_seqlen: length of the longest document, or any upper bound (None: T). A constant of the compiled graph.
     scale: factor of the scores; None is 1 / sqrt(head_dim).
     backend, window_backend: names in `BACKENDS`; window_backend is for layers with a window (None: `backend`).
-    prepared: the backend's precomputed data, set by `prepare` outside of compiled code.
+    prepared: the backend's precomputed data, set by `prepare`.
     """
 
     causal: bool = True
@@ -60,7 +60,7 @@ class FwdBwd:
 
 @dataclass(frozen=True)
 class Requirements:
-    """An attention problem. `tokens` is T, `head_dim` is C; `documents`: rows hold more than one document."""
+    """An attention problem. `tokens` is T, `head_dim` is C; `documents`: rows may hold several documents."""
 
     batch: int
     tokens: int
@@ -164,7 +164,7 @@ def backend_named(name: str) -> AttentionBackend:
 
 
 def prepare(context: AttentionContext, need: Requirements) -> AttentionContext:
-    """Check that the backend supports this problem, and set `prepared` to the data that compiled code must not compute.
+    """Check that the backend supports this problem, and set `prepared`, which compiled blocks must not compute.
 
     Called once per forward for each distinct window. Raises UsageError, naming the backend and the missing feature.
     """
@@ -178,7 +178,7 @@ def prepare(context: AttentionContext, need: Requirements) -> AttentionContext:
 
 
 def document_ids(cu_seqlens: Tensor, batch: int, tokens: int) -> Tensor:
-    """Return the document number of each token, (B, T) int."""
+    """Return the number of each token's document in the batch, from 1, (B, T) int64."""
     index = torch.arange(batch * tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
     return torch.searchsorted(cu_seqlens, index, right=True).view(batch, tokens)
 

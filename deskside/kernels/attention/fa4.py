@@ -89,7 +89,7 @@ def _backward(
 
 
 def _flatten_documents(*tensors_BTHC: Tensor, cu_seqlens: Tensor | None) -> list[Tensor]:
-    """Return the tensors unchanged or, with documents, as views (B * T, H, C), even of strided inputs."""
+    """Return the tensors unchanged or, with documents, as (B * T, H, C); slices of a fused projection stay views."""
     return [x if cu_seqlens is None else x.flatten(0, 1) for x in tensors_BTHC]
 
 

@@ -1,9 +1,9 @@
 """FlexAttention with a block mask: windows and documents without a dense mask (Dong et al. 2024, arXiv 2412.05496).
 
-The block mask is built outside of compiled code, once per forward, or once per shape without documents. On a GPU, the
-function that builds it is compiled, as torch recommends; in eager mode `create_block_mask` would build the dense mask.
-FlexAttention has no backward on a CPU. It is fast only when compiled: inside a compiled block it is compiled with the
-block, elsewhere it is compiled at first use.
+The block mask is built outside of compiled blocks, once per forward, or once per length without documents. On a GPU,
+the function that builds it is compiled, as torch recommends; in eager mode `create_block_mask` would build the dense
+mask. FlexAttention has no backward on a CPU. It is fast only when compiled: inside a compiled block it is compiled with
+the block, elsewhere it is compiled at first use.
 """
 
 from collections.abc import Callable
@@ -41,7 +41,7 @@ def _compiled() -> Callable[..., Any]:
 
 
 def block_mask(context: AttentionContext, batch: int, tokens: int, device: torch.device) -> BlockMask:
-    """Return the block mask of this context. It is cached without documents, as it then depends on the shape alone."""
+    """Return the block mask of this context. It is cached without documents, as it then does not depend on the data."""
     if context.cu_seqlens is None:
         return _plain_block_mask(context.causal, context.window, tokens, device)
     documents_BT = document_ids(context.cu_seqlens, batch, tokens)

@@ -1,7 +1,7 @@
 """Attention in plain torch: the reference for all other backends, and attention over a gathered key-value cache.
 
-Queries are processed in chunks, so that no T x T mask or score matrix exists, and with a window only the keys that a
-chunk can see are read. Scores and softmax are in float32 (float64 for float64 inputs).
+Queries are processed in chunks, so that no T x T mask or score matrix exists, and `reference` reads only the keys that
+a chunk can see. Scores and softmax are in float32 (float64 for float64 inputs).
 """
 
 import math

@@ -1,8 +1,8 @@
 """torch's scaled_dot_product_attention: with torch's choice of kernel, restricted to some kernels, or in chunks.
 
 `chunked` implements windows and documents with one SDPA mask per chunk of queries, over the keys that the chunk can
-see, so that no dense T x T mask is built. It is the fastest backend for them on a CPU, where compiling FlexAttention
-does not pay.
+see, so that no dense T x T mask is built. It is the fastest backend for them on a CPU, where FlexAttention has no
+backward.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Fused element-wise operators of a transformer block, forward and backward, each one Triton kernel on a GPU.
+"""Fused element-wise operators of a transformer block, forward and backward: one or two Triton kernels each on a GPU.
 
 `reference` documents the operators and implements them in plain torch, for CPUs and as the reference of the tests.
 `launch` has functions of the same names that launch the kernels.

@@ -1,7 +1,7 @@
 """activation(gate) * up, or activation(up), forward and backward, in BF16 or cast to FP8 in rows and columns.
 
 Gate and up are the two halves of a row of the fused projection's output; their gradients have the same layout. Bytes
-per hidden element in BF16: forward reads 4 and writes 2, backward reads 6 and writes 4.
+per hidden element in BF16, with a gate: forward reads 4 and writes 2, backward reads 6 and writes 4.
 """
 
 import triton

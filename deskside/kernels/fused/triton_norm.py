@@ -58,7 +58,7 @@ def add_norm_fp8(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Like `add_norm`, in FP8: writes ROWS and its transpose, in two passes over pieces of BLOCK_D columns.
 
-    The second pass reads the sum that the first one wrote from the L2 cache; residual and delta, which are not read
+    The second pass finds the sum that the first one wrote in the L2 cache; residual and delta, which are not read
     again, are therefore loaded as evict_first. Without delta, RESIDUAL_OUT is RESIDUAL.
     """
     words = tl.program_id(0).to(tl.int64) * (BLOCK_N // 4) + tl.arange(0, BLOCK_N // 4)
@@ -143,8 +143,8 @@ def column_sums(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Sum X (N, PIECES, C) float32 over N and the first FIRST pieces, and over the others: OUT (1 or 2, C).
 
-    X has about a thousand rows of a few hundred columns, so only the latency of loads matters: each program takes few
-    columns and loads a thousand rows at once.
+    X has a few thousand rows at most, so only the latency of loads matters: each program takes few columns and loads a
+    thousand rows at once.
     """
     part = tl.program_id(1)
     columns = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)

@@ -2,7 +2,7 @@
 
 An emulated NVFP4 operand is code x block scale, which is exact in BF16, and one global scale for the tensor. The global
 scales are applied in the epilogue, where the sum is still float32; in the BF16 operands they would be rounded to 8
-bits. cuBLAS reads such scales from the device only for FP8, hence this kernel.
+bits. torch passes such scales to cuBLAS only for FP8, hence this kernel.
 
 The three products of a linear layer y_NM = x_NK W_MK^T, by how their operands lie in memory:
   "nt"  (L, S) x (R, S)^T   y = x W^T
@@ -10,10 +10,10 @@ The three products of a linear layer y_NM = x_NK W_MK^T, by how their operands l
   "tn"  (S, L)^T x (S, R)   dW = dy^T x
 
 On compute capability 9.0 and 10.x, operands and results go through tensor descriptors (TMA), and each multiprocessor
-loops over many tiles, so that the loads of the next tile overlap with the epilogue. Other cards use pointers, and tiles
-small enough that two programs fit into the 99 KB of a consumer card. A product with too few tiles to fill the card (a
-weight gradient: small result, long sum) is split along the sum, and the parts are added in a fixed order, so that
-results are deterministic. Tile sizes follow from the compute capability: autotuning would cost seconds at every start.
+loops over many tiles, so that the loads of the next tile overlap with the epilogue. Others use pointers and, but for
+8.0, tiles so small that two programs fit into the 99 KB of a consumer card. A product with too few tiles to fill the
+card (a weight gradient: small result, long sum) is split along the sum, and the parts are added in a fixed order, so
+that results are deterministic. Tile sizes follow from the compute capability: autotuning takes seconds at every start.
 """
 
 from dataclasses import dataclass
@@ -147,7 +147,7 @@ def pointer_kernel(  # type: ignore[no-untyped-def]
     LEFT_TRANSPOSED: tl.constexpr, RIGHT_TRANSPOSED: tl.constexpr, BL: tl.constexpr, BR: tl.constexpr,
     BS: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile per program. EVEN: no step of the sum is partial. Rows beyond an edge wrap around, unwritten."""
+    """Compute one tile per program. EVEN: no step goes beyond the sum. Rows beyond an edge wrap around, unwritten."""
     i0, j0, part = _tile_and_part(tl.program_id(0), L, R, BL, BR, GROUP)
     steps = tl.cdiv(tl.cdiv(S, BS), PARTS)
     i = i0 + tl.arange(0, BL)

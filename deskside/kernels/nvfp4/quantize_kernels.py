@@ -4,7 +4,7 @@ Every tile has the shape (M, S), with the summed dimension S last; whether S is 
 only changes addresses. A tile is reshaped to (P, A, Q, 16) = (M / A, A, S / 16, 16), where A x 16 values share a scale,
 A = 1 or 16; all work is elementwise or a reduction over these blocks. The Hadamard transform is a product with a
 constant matrix: 128 x 128, or 64 x 64 with four copies of H16 on its diagonal. Programs loop over several tiles, so
-that each program reads the matrix once.
+that each reads this matrix only once.
 
 Steps, names and the order of operations are those of the torch reference, precision/nvfp4.py.
 """
@@ -44,7 +44,7 @@ def _offset(m, s, K, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
 def _rotation(matrix_ptr, signs_ptr, HADAMARD: tl.constexpr, BS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return diag(signs) H, scaled by the largest power of two that is at most 1 / sqrt(HADAMARD).
 
-    Unscaled, sums would overflow for values from 2e37 on. Scaling by a power of two is exact.
+    Unscaled, sums of large values would overflow. Scaling by a power of two is exact.
     """
     i = tl.arange(0, BS)
     matrix = tl.load(matrix_ptr + i[:, None] * BS + i[None, :]) * (0.25 if HADAMARD == 16 else 0.0625)
@@ -201,7 +201,7 @@ def quantize_kernel(  # type: ignore[no-untyped-def]
     decode = tl.div_rn(tl.full((), 1.0, tl.float32), encode)
     if tl.program_id(0) == 0:
         exact = tl.div_rn(amax, full_range)
-        # At least the smallest value whose inverse is finite. NaN stays NaN, because the comparison is false for it.
+        # At least 1 / the largest float32, like `decode`. NaN stays NaN, because the comparison is false for it.
         tl.store(global_scale_ptr, tl.where(exact < 2.938735877055719e-39, 2.938735877055719e-39, exact))
     rotation = 0.0
     if HADAMARD > 0:
