@@ -24,7 +24,7 @@ HOT_CELSIUS = 85  # GPUs slow down at 83 to 90
 LOW_PRECISION_MATMULS = ("fp8_tensor", "fp8_row", "mxfp8", "nvfp4")  # torch's own
 # Recipes to recommend. NVFP4 is missing because it has not been faster so far.
 FASTEST_FIRST = ("fp8-delayed", "fp8-tensorwise", "fp8-rowwise")
-# Healthy data centre GPUs reach at least half of their data sheet, GeForce GPUs all of it.
+# Healthy data centre GPUs reach at least half of their data sheet, GeForce GPUs nine tenths or more.
 LOW_SHARE_OF_SHEET = 0.5
 
 
@@ -43,7 +43,7 @@ def can_train(results: Results) -> bool:
 
 
 def add_bf16_ratios(results: Sequence[dict[str, Any]]) -> None:
-    """Set "to_bf16", the ratio of each FLOP rate to that of the BF16 matmul, where both are known."""
+    """Set "to_bf16", the ratio of each FLOP rate to that of the BF16 matmul, None unless both are known."""
     bf16_rate: dict[str, Any] | None = by_id(results).get("bf16", {}).get("speed")
     for result in results:
         rate: dict[str, Any] | None = result.get("speed")
@@ -135,7 +135,7 @@ def _step_execution(facts: Facts, results: Results) -> dict[str, str]:
 
 
 def _low_precision(results: Results) -> list[dict[str, str]]:
-    """Recommend recipes that train correctly here: native ones, and as a hint the speed of torch's own matmuls."""
+    """Recommend the native recipes whose layers are right here, with the speed of torch's own matmuls as a hint."""
     working = [r for r in results if r["group"] == "precision" and r["verdict"] == "works"]
     recipes = [r for r in working if r["id"] != "head_fp8"]
     if not recipes:
@@ -368,7 +368,7 @@ def _timed_out(results: Results) -> Iterator[dict[str, Any]]:
 
 
 def power(facts: Facts) -> dict[str, Any] | None:
-    """Return the power limits of the first GPU in watts, and the published effects of lower ones."""
+    """Return the power limits of the first GPU in watts and the published effects of lower ones, None without a GPU."""
     if not facts["gpus"]:
         return None
     gpu = facts["gpus"][0]
@@ -378,7 +378,7 @@ def power(facts: Facts) -> dict[str, Any] | None:
     return {
         **{key: gpu["power"].get(key) for key in limits},
         "lower_limits": points,
-        "reason": "" if points else f"nobody published what a lower limit does to the {gpu['name']}",
+        "reason": "" if points else f"no measurements of the {gpu['name']} at lower limits are known",
     }
 
 

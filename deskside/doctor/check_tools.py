@@ -1,9 +1,8 @@
 """Helpers of the checks inside their child process: report failures, compare numbers, measure times.
 
-If a library raises, its message becomes the result. Wrong numbers are found by a comparison with float64, computed on
-the CPU so that a GPU is not compared with itself. An all-zero result is reported as such, because libraries have
-reported support for a format although all their gradients were zero. A broken CUDA context ends the child, so that its
-later checks do not fail because of an earlier one.
+If a library raises, its message becomes the result. Wrong numbers are found by a comparison with float64. An all-zero
+result is reported as such, because libraries have reported support for a format although all their gradients were zero.
+A broken CUDA context ends the child, so that its later checks do not fail because of an earlier one.
 """
 
 import statistics
@@ -60,7 +59,7 @@ def run_check(target: str, arguments: Mapping[str, Any]) -> Result:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message."""
+    """Return the first line of an error's message, or its class without one; at most `MAX_REASON_LENGTH` characters."""
     first = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
     return first[:MAX_REASON_LENGTH]
 
@@ -85,7 +84,7 @@ def compare(got: Mapping[str, Tensor], truth: Mapping[str, Tensor], tolerance: f
         if size and not bool(ours.any()):
             problems.append(f"{name} is all zero")
         elif error > tolerance:
-            problems.append(f"{name} is off by {error:.1e}, allowed {tolerance:.0e}")
+            problems.append(f"{name} is off by {error:.1e}, allowed {tolerance:.1e}")
     return {
         "verdict": "wrong numbers" if problems else "works",
         "reason": "; ".join(problems),
@@ -115,7 +114,7 @@ def median_seconds(call: Callable[[], object], device: torch.device, runs: int |
 
 
 def warm_up(call: Callable[[], object], device: torch.device) -> None:
-    """Call repeatedly until the device has left its idle clocks."""
+    """Call at least once, and on a GPU until it has had time to raise its clocks."""
     began = time.perf_counter()
     while True:
         call()

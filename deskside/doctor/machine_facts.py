@@ -17,8 +17,8 @@ from deskside.train import environment_record
 
 GIB = 2**30
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
-CXX = ("g++", "c++", "clang++")  # what torch.compile looks for on a CPU; CXX in the environment comes first
-CC = ("gcc", "clang", "cc")  # what Triton looks for; CC in the environment comes first
+CXX = ("g++",)  # what torch.compile looks for on a CPU, unless the environment sets CXX
+CC = ("gcc", "clang")  # what Triton looks for, unless the environment sets CC
 
 
 def collect() -> dict[str, Any]:
@@ -61,7 +61,7 @@ def _cuda_error() -> str:
 
 
 def _memory_before_cuda(driver: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return memory and processes of each GPU by UUID, before this process uses any memory itself."""
+    """Return memory and processes of each GPU by UUID. Called before this process uses any memory itself."""
     gpus = {}
     for index in range(driver["cards"]):
         card = nvml.NvmlDevice.from_index(index)
@@ -115,7 +115,7 @@ def _memory_available() -> int | None:
 
 
 def _memory_limit() -> int | None:
-    """Return the memory limit of the container in bytes, None if there is no limit."""
+    """Return the container's memory limit in bytes (cgroup v2), None if there is none."""
     with suppress(OSError):
         text = CGROUP_LIMIT.read_text("utf-8").strip()
         return int(text) if text.isdecimal() else None

@@ -9,9 +9,9 @@ status: ok, oom, failed, timeout, or skipped (not tried, because other rows show
 A measurement is valid only for its machine and software, so both are part of the key, besides the measured setting.
 The duration of the measurement is not.
 
-The files are append-only: `add` appends a row in one write under a lock and syncs it to disk, and a later row overrides
-an earlier one with the same key. Readers skip truncated lines, invalid rows (`schema.py`) and rows whose hash does not
-match their key, and return a note about them.
+The files are append-only: `add` appends a row in one write under a lock and syncs it to disk. A later row overrides an
+earlier one with the same key, unless only the earlier one is ok or oom. Readers skip truncated lines, invalid rows
+(`schema.py`) and rows whose hash does not match their key, and return a note about them.
 
 A process that measures holds a lock on .<card>.lock in the same folder, because two probes at once would slow each
 other down.
@@ -112,8 +112,8 @@ def open_store(folder: str | Path = "probes") -> "Store":
 class Store:
     """Rows of all cards in one folder.
 
-    If a card's file has lines but none of them is valid, reading the rows of one machine with that card raises
-    UsageError. Reading the rows of all machines skips the file, and `notes` reports it.
+    If a card's file has complete lines but no valid row, or cannot be read, reading the rows of one machine with that
+    card raises UsageError. Reading the rows of all machines skips the file, and `notes` reports it.
     """
 
     folder: Path
@@ -193,8 +193,8 @@ class Store:
     def notes(self, machine: Machine | None = None) -> list[str]:
         """Return notes about ignored rows, one line each.
 
-        There is a note for each file with damaged lines and, for one machine, for each other driver or version of
-        software that rows of its card were measured with.
+        There is a note for each file with damaged lines and, for one machine, for each other set of properties (power
+        limit, driver, software ...) that rows of its card were measured with.
         """
         notes = [note for path in self._paths(machine) for note in _read(path, machine is not None)[1]]
         if machine is None:
@@ -214,14 +214,14 @@ class Store:
     def require(self, machine: Machine) -> list[Row]:
         """Return the rows of this machine, an empty list if its card was never measured.
 
-        Raises UsageError if the card was measured, but only with other software or another driver.
+        Raises UsageError if the card was measured, but only with other software, another driver or power limit.
         """
         rows = self.rows(machine)
         if not rows and (others := self._all(machine)):
             differences = _differences(machine, others[-1])
             raise UsageError(
-                f"{self.path(machine.card)}: all of its {len(others)} rows were measured with {differences}; "
-                f"measure again with: deskside probe --probes {self.folder}"
+                f"{self.path(machine.card)}: no row is valid for this machine; the last one was measured with "
+                f"{differences}; measure again with: deskside probe --probes {self.folder}"
             )
         return rows
 

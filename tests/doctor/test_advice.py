@@ -236,5 +236,5 @@ def test_power_names_its_publication() -> None:
     facts = samples.facts()
     facts["gpus"][0]["name"] = "NVIDIA Unheard-of 1"
     unknown = advice.power(facts)
-    assert unknown is not None and unknown["lower_limits"] == [] and "nobody published" in unknown["reason"]
+    assert unknown is not None and unknown["lower_limits"] == [] and "no measurements" in unknown["reason"]
     assert advice.power(samples.facts(gpus=[])) is None

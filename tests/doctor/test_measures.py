@@ -1,6 +1,7 @@
 """The checks themselves on a CPU: they pass what is right, with errors of the right size, and find what is not."""
 
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -29,7 +30,8 @@ def test_compare_tells_zero_not_finite_and_off_apart() -> None:
     same = check_tools.compare({"a": torch.tensor([3.0, 4.0]), "none": torch.zeros(2)}, truth, 1e-3)
     assert (same["verdict"], same["errors"]) == ("works", {"a": 0.0, "none": 0.0})
     off = check_tools.compare({"a": torch.tensor([3.0, 4.5]), "none": torch.zeros(2)}, truth, 1e-3)
-    assert off["reason"] == "a is off by 1.0e-01, allowed 1e-03" and off["errors"]["a"] == pytest.approx(0.1)
+    assert off["reason"] == "a is off by 1.0e-01, allowed 1.0e-03"
+    assert off["errors"]["a"] == pytest.approx(0.1)
     nan = check_tools.compare({"a": torch.tensor([float("nan"), 4.0]), "none": torch.zeros(2)}, truth, 1e-3)
     assert nan["reason"] == "a is not finite" and nan["errors"]["a"] is None
     # However wide the tolerance is, nothing but zeros is wrong.
@@ -151,6 +153,20 @@ def test_facts_of_this_machine() -> None:
     assert facts["torch"] == torch.__version__ and facts["memory_available_gib"] > 0
     assert bool(facts["cuda_error"]) is (facts["device"] == "cpu")
     assert {b["name"] for b in facts["attention_backends"]} == set(BACKENDS)
+
+
+def test_only_compilers_that_torch_and_triton_look_for_count(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("cc", "clang++"):
+        (tmp_path / name).touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.delenv("CXX", raising=False)
+    facts = machine_facts.collect()
+    assert facts["c_compiler"] is None and facts["cxx_compiler"] is None
+    monkeypatch.setenv("CXX", "clang++ -v")
+    assert machine_facts.collect()["cxx_compiler"] == str(tmp_path / "clang++")
 
 
 # Libraries that are not installed here: stand-ins with the same interface, right and wrong
