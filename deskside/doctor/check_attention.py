@@ -81,7 +81,7 @@ def measure(
 
 
 def quick_choice(device: str) -> Result:
-    """Check that a backend can be chosen for full attention, as a run does; details: its name and all measurements."""
+    """Choose a backend for full attention as a run does, by errors against float32. details: its name, all times."""
     need = replace(TIMED[torch.device(device).type], device=torch.device(device))
     need = replace(need, dtype=DTYPE[need.device.type])
     choice = choose(need)
@@ -100,7 +100,7 @@ def quick_choice(device: str) -> Result:
 
 
 def flops(need: Requirements) -> float:
-    """Return the FLOPs of forward and backward, counting only the query-key pairs that the causal mask leaves."""
+    """Return the FLOPs of forward and backward, counting only the query-key pairs that the mask leaves."""
     window = min(need.window or need.tokens, need.tokens)
     pairs = need.tokens * window - window * (window - 1) // 2
     return FORWARD_AND_BACKWARD * 4 * need.batch * need.heads * need.head_dim * pairs

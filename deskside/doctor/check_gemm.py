@@ -29,12 +29,10 @@ PLAIN = {
     "bf16": (torch.bfloat16, recipe_named("bf16").tolerance),
     "fp16": (torch.float16, 2e-3),
 }
-# Rows, in and out features of the products whose errors are checked: small on a CPU, where FP8 may run at 20 MFLOP/s.
+# Rows, in and out features of the products in scaled formats: small on a CPU, where FP8 may run at 20 MFLOP/s.
 CHECKED_SHAPE = {"cuda": (256, 512, 384), "cpu": (64, 128, 96)}
-SMALLEST_TIMED, SLOW_SECONDS = (
-    128,
-    0.1,
-)  # timing on a CPU: the first side, and seconds after which none follows
+SMALLEST_TIMED = 128  # the side with which timing on a CPU begins
+SLOW_SECONDS = 0.1  # a matmul that takes longer is the last on a CPU
 # The result's rounding to bfloat16 is 1.7e-3; a wrong scale or layout gives more than 1e-1.
 KERNEL_TOLERANCE = 1e-2
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**28}

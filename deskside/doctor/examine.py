@@ -22,17 +22,16 @@ def examine(quick: bool, say: Say = lambda _: None, seconds: float = float("inf"
     """Examine this machine, change nothing on it, and return a report in plain JSON.
 
     Args:
-        quick: Run only a fifth of the checks, in about 10 seconds; with a time limit, only those that a run depends on.
+        quick: Run only the cheap checks, in about 10 seconds; with a time limit, only those that a run depends on.
         say: Receives lines of progress.
         seconds: Time limit. Raises TimeoutError when it is exceeded.
 
     The report has:
         trains: True if training works here; why: the reason in one line if it does not.
         machine: Facts (`machine_facts.collect`), {} if torch does not start.
-        checks: A list of {"id", "group", "name", "verdict", "reason", "seconds"} and, where measured, "errors"
-            (relative, against float64, by name), "tolerance", "speed" ({"value", "unit", "source"}), "to_bf16" and
-            "details". The verdict is works, wrong numbers, unsupported, not installed, out of memory, timeout or
-            crashed.
+        checks: A list of {"id", "group", "name", "verdict", "reason", "to_bf16"} and, where measured, "seconds",
+            "errors" (relative, by name), "tolerance", "speed" ({"value", "unit", "source"}) and "details". The verdict
+            is works, wrong numbers, unsupported, not installed, out of memory, timeout or crashed.
         use: Recommendations as {"what", "value", "why", "option"}.
         fix: Problems as {"severity", "problem", "remedy"}, most important first.
         power: The first GPU's power limits in watts and the effects of lower ones, None without a GPU.

@@ -61,7 +61,7 @@ class NvmlDevice:
         return sorted(by_pid.values(), key=lambda p: -(p["bytes"] or 0))
 
     def power(self) -> dict[str, float | None]:
-        """Return the power limit in watts: current, default, minimum and maximum."""
+        """Return the power limit (current, default, minimum and maximum) and the power drawn now, in watts."""
         span = query(pynvml.nvmlDeviceGetPowerManagementLimitConstraints, self.handle) or (None, None)
         return {
             "limit_watts": _watts(query(pynvml.nvmlDeviceGetEnforcedPowerLimit, self.handle)),
@@ -97,7 +97,7 @@ def driver_facts() -> dict[str, Any]:
 
 
 def query(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call an NVML function; return None if this GPU or driver does not support it."""
+    """Call an NVML function; return None if it fails, for example because the GPU does not support it."""
     with contextlib.suppress(pynvml.NVMLError):
         return function(*arguments)
     return None

@@ -64,7 +64,7 @@ def show(report: Mapping[str, Any], console: Console) -> None:
 
 
 def rate(speed: Mapping[str, Any] | None) -> str:
-    """Format a rate with three significant digits: 790 TFLOP/s, 4.25 TB/s; empty for None."""
+    """Format a rate: 790 TFLOP/s, 4.25 TB/s; empty for None."""
     if speed is None:
         return ""
     value = float(speed["value"])

@@ -24,12 +24,12 @@ Span = tuple[float, float]
 
 @dataclass(frozen=True)
 class Claim:
-    """One claim. Its fields are the keys of claims.toml. Raises ValueError if the fields contradict each other.
+    """One claim. Its fields are the keys of claims.toml. Raises ValueError for unknown words and contradictions.
 
     Attributes:
         claimed_on: Hardware of the document, such as "RTX 5090".
         size: Claimed change of `quantity` relative to `against` as (from, to); -0.3 is 30 % less. None: only a
-            direction is claimed.
+            direction or a `value` is claimed.
         value: (from, to) in `unit`, for a claim that compares no arms.
         tolerance: Share by which a result may miss the claim; claims.toml gives the details.
         needs: Requirements on the machine, such as "gpu" or "fp8". A measurement without them does not count.
@@ -131,7 +131,7 @@ def _number(value: float) -> str:
 
 @cache
 def claims() -> tuple[Claim, ...]:
-    """Return every claim, in the order of the file. Raises ValueError for an invalid entry."""
+    """Return every claim, in the order of the file. Raises the errors of `parse_claim`."""
     data = toml_file("claims.toml")
     return tuple(parse_claim(entry, data["sources"]) for entry in data["claim"])
 

@@ -17,7 +17,8 @@ def csv_rows(
 ) -> tuple[Row, ...]:
     """Return the rows of a CSV file as instances of the dataclass `kind`, whose fields are named like the columns.
 
-    An empty cell becomes "" in a text field and None in any other. "yes" and "no" become True and False.
+    An empty cell becomes "" in a text field and None in an optional or boolean one. "yes" and "no" become True and
+    False.
 
     Args:
         columns: {field: (column, factor)} for the fields whose name or unit differs from the column's.

@@ -3,12 +3,13 @@
 Rates are dense and with FP32 accumulation, which PyTorch's BF16 matrix products use, never the sparse or
 FP16-accumulate rates from marketing material. An RTX 4090 has 165 TFLOP/s, not 330, because GeForce cards accumulate in
 FP32 at half rate (512 FLOP per multiprocessor and clock). The notes mention wrong figures that circulate.
-`measured_bf16_flops` is the rate that others measured with a large BF16 matrix product. GeForce cards reach or exceed
-their data sheet, since they boost above their specified clock; data centre cards reach 50 to 87 %.
+`measured_bf16_flops` is the rate that others measured with a large BF16 matrix product. Desktop GeForce cards reach 91
+to 113 % of their data sheet, since most boost above their specified clock; workstation and data centre cards reach 50
+to 87 %.
 
 A name consists of the model and, if the model has several variants, the variant: "4090", "rtx4090" and
 "NVIDIA GeForce RTX 4090" name the same card, "5090 laptop" is not "5090", and "h100" is refused as ambiguous because
-PCIe and SXM differ by a third. A card that is not in the table is never replaced by a similar one.
+PCIe and SXM differ by almost a third. A card that is not in the table is never replaced by a similar one.
 """
 
 import difflib
@@ -19,8 +20,7 @@ from functools import cache, cached_property
 from deskside.facts.data_files import csv_rows
 from deskside.utils.errors import UsageError
 
-# Accepted range of (memory that the driver reports) / (memory in the table, without ECC bits). The driver reserves up
-# to 3 %.
+# Accepted range of (memory that the driver reports) / (memory in the table). The driver reserves a few per cent.
 REPORTED_MEMORY_RATIO = (0.93, 1.02)
 # Transfers per second and lane (PCI-SIG).
 PCIE_TRANSFERS = {"4.0": 16e9, "5.0": 32e9}
@@ -48,10 +48,9 @@ class Gpu:
         memory_gb: Memory as sold.
         visible_mib: Visible memory, if it is much less: L4 and L40S lose 1/16 to ECC, and GB10's 128 GB are decimal.
         bandwidth: Memory bandwidth.
-        bf16_flops, fp8_flops, fp4_flops: Rates with FP32 accumulation. None: the tensor cores lack the format, or the
-            rate is unknown (laptops).
+        bf16_flops, fp8_flops, fp4_flops: Rates with FP32 accumulation. None: the tensor cores lack the format.
         fp16_accumulate_flops: Rate with FP16 inputs and FP16 accumulation.
-        half_rate_fp32_accumulate: FP32 accumulation runs at half of the FP16 rate. None: unknown.
+        half_rate_fp32_accumulate: FP32 accumulation halves the rate of FP16 inputs. None: unknown.
         measured_bf16_flops, measured_source: Rate of a large matrix product, and who measured it.
         watts: Power limit.
         msrp_usd: List price when the card was new.
@@ -98,7 +97,7 @@ class Gpu:
 
     @cached_property
     def memory_bytes(self) -> int:
-        """Memory in bytes, of which the driver reserves up to 3 %. Vendors sell GiB as GB."""
+        """Memory in bytes, including what the driver reserves. Most vendors' GB are GiB."""
         return int(self.visible_mib * 2**20 if self.visible_mib else float(self.memory_gb) * 2**30)
 
     @property

@@ -4,8 +4,8 @@ The rows come from IST-DASLab/llmq, karpathy/nanochat, mosaicml/llm-foundry, pyt
 `source`). Numbers are kept as published, and the note of a row names its errors. Rows with a speed above the card's
 peak rate are kept too, marked `rejected`; tests/facts/test_measurements.py recomputes which rows these are.
 
-- Memory depends on the version of torch and on how it was measured, so a row without `memory_kind` is never complete
-  for memory.
+- Memory depends on the version of torch and on how it was measured, so only rows whose `memory_kind` is
+  "allocated" or "reserved" are complete for memory.
 - Sources define MFU differently. `flops_per_token` uses deskside's definition (`budget/shape.py`).
 - The speed of a multi-GPU row includes communication.
 """

@@ -1,6 +1,6 @@
 """Power draw of cards (`power.toml`) and dated prices of renting and electricity (`prices.toml`).
 
-Prices change within weeks, so a caller that shows one must also show `Price.label` ("published 2026-03, ..."), and must
+Prices change within weeks, so a caller that shows one must also show `Price.label` ("published 2026-03: ..."), and must
 prefer a price that the user gives.
 """
 

@@ -34,7 +34,7 @@ class Machine:
         cores: CPU cores that this process may use; 0 for a GPU.
         driver: Version of the GPU driver; None for a CPU.
         power_limit_watts: Current power limit; None if the card does not report one.
-        torch, cuda, triton: Versions; None if not installed.
+        torch, cuda, triton: Versions. cuda: the one of torch, None for a CPU; triton: None if not installed.
         code: deskside's version and a digest of the code that a step runs.
         free_bytes: Free memory of the GPU at the time of the query; None for a CPU. Not part of the key, and ignored
             in comparisons, because it changes constantly.
@@ -62,7 +62,7 @@ class Machine:
 def this_machine() -> Machine:
     """Return the machine that this process would train on.
 
-    Raises UsageError if the machine has different GPUs and the environment does not determine which one is cuda:0, and
+    Raises UsageError if the environment does not determine which GPU is cuda:0, or chooses one that does not exist, and
     RunError if the NVIDIA driver does not respond.
     """
     torch, cuda = _torch_versions()

@@ -1,8 +1,8 @@
 """Schema of the rows of the probe store. Imports no torch.
 
 People copy, merge and edit the store's text files, and the planner would compute with any number in them, such as a
-step time of zero. So every field that deskside reads has a type and bounds. The bounds are far wider than the values of
-any machine. Other fields may have any value.
+step time of zero. So every field that deskside reads has a type, and every number bounds, which are far wider than the
+values of any machine. Other fields of a result may have any value.
 """
 
 import json
@@ -28,7 +28,7 @@ class _Record(BaseModel):
 
 
 class MachineKey(_Record):
-    """The part of `Machine.key()` that is read back."""
+    """The part of `Machine.key()` that is read back; the rest is only compared."""
 
     card: str
     memory_gib: Annotated[int, Field(ge=0, le=2**20)]

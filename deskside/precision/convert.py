@@ -40,8 +40,8 @@ Sublayer = AttentionSublayer | MLPSublayer
 class QuantizedModel:
     """A model that was converted to a recipe.
 
-    fused: BF16 steps use fused sublayers too, where the architecture allows it. scales: the state of delayed scaling,
-    which checkpoints contain. backend: another library that implements the recipe, or None.
+    fused: unquantized steps use fused sublayers too, where the architecture allows it. scales: the state of delayed
+    scaling, which checkpoints contain. backend: another library that implements the recipe, or None.
     """
 
     def __init__(self, model: nn.Module, recipe: Recipe, shared: Shared, fused: bool):
@@ -71,7 +71,7 @@ class QuantizedModel:
         self.shared.round += 1
 
     def set_active(self, active: bool) -> None:
-        """Compute in the recipe's formats (True) or in BF16 (False). A change drops all cached converted weights."""
+        """Compute in the recipe's formats (True) or unquantized (False). A change drops all cached weights."""
         if active != self.active:
             self.active = active
             self._set_overrides()
@@ -79,7 +79,7 @@ class QuantizedModel:
 
     @contextlib.contextmanager
     def high_precision(self) -> Iterator[None]:
-        """Context manager that computes in BF16, for evaluation and sampling."""
+        """Context manager that computes unquantized, for evaluation and sampling."""
         was_active = self.active
         self.set_active(False)
         try:
@@ -200,13 +200,14 @@ def convert(
 ) -> QuantizedModel:
     """Convert a model to a recipe in place. Parameters and optimizer state do not change.
 
-    Raises UsageError if the recipe does not exist, a layer's size does not suit its formats, or the backend is missing.
+    Raises UsageError if the recipe does not exist or is unsupported on the device, if a layer's size does not suit its
+    formats, or if the backend is missing or cannot run it.
 
     Args:
         options: Further precision options; `options.name` is ignored. With a backend other than "deskside", `fused`,
             `native`, `options.weight_cache` and `options.accumulate` have no effect on the layers.
         fused: Use the fused sublayers in BF16 too, where they support the architecture.
-        native: Compute low-precision products on tensor cores; otherwise emulate them with the same numbers.
+        native: Compute FP8 products, and NVFP4 ones if `caps` include it, on tensor cores; otherwise emulate them.
         head_native: `native` for an FP8 head. If None, the value of `native`.
         seed: Seed of stochastic rounding and random transforms.
         caps: Formats that the GPU supports besides plain FP8. If None, `hardware_caps` of the device.

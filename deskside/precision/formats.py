@@ -1,8 +1,8 @@
 """Exact conversion to the small floating-point formats FP8 (E4M3, E5M2) and FP4 (E2M1).
 
 These are plain torch operations that give the same numbers on a CPU and on a GPU and never wait for the device. Casts
-to FP8 clamp first, because training needs saturation and torch up to 2.11 turns values beyond the largest one into NaN.
-NaN stays NaN in FP8. E2M1 has no NaN, so the block scale must carry it.
+to FP8 clamp first, because training needs saturation, and torch turns too large values into infinity in E5M2 and, up to
+2.11, into NaN in E4M3. NaN stays NaN in FP8. E2M1 has no NaN, so the block scale must carry it.
 
 Formats: Micikevicius et al. 2022 (arXiv 2209.05433) for FP8, OCP Microscaling 1.0 for E2M1.
 """

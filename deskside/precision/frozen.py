@@ -45,7 +45,7 @@ DOES_NOT_TRAIN = (
 
 
 class FrozenLinear(Linear):
-    """y = x W^T + b with W stored in `format`. Only the input gets a gradient; there is no parameter `weight`.
+    """y = x W^T + b with W stored in `format`. W gets no gradient: there is no parameter `weight`.
 
     x: (..., in) in any float dtype, in which the product is computed. `requires_grad_(True)` raises UsageError.
     """
@@ -56,9 +56,7 @@ class FrozenLinear(Linear):
     magnitude: Tensor  # nf4: uint8, one for each block
     magnitude_scale: Tensor  # nf4: float32, one for 256 magnitudes
     magnitude_map: Tensor  # nf4: (256,), the value of each uint8 code
-    magnitude_mean: (
-        Tensor  # nf4: the mean, which was subtracted from the magnitudes before they were quantized
-    )
+    magnitude_mean: Tensor  # nf4: the magnitudes' mean, subtracted before their quantization
 
     def __init__(self, source: Linear, format: Format, stored: Mapping[str, Tensor] | None = None):
         """stored: saved buffers of such a layer, used instead of `source.weight`, which may then be on "meta"."""
@@ -188,11 +186,11 @@ _opaque_product.register_autograd(_opaque_backward, setup_context=_setup_context
 
 
 def freeze(model: nn.Module, format: Format | Literal["bf16"]) -> nn.Module:
-    """Freeze a Linear (returned as a new module) or a whole model (in place).
+    """Freeze a Linear (returned as a new module, except in "bf16") or a whole model (in place).
 
     In a model, every weight matrix of the transformer blocks is stored in `format`. Head and embeddings become
-    bfloat16, because weights that do not train need no float32 master copy. Vectors stay unchanged. Raises UsageError
-    if bitsandbytes is missing, the format is unknown, or the model has experts, which are not Linears.
+    bfloat16, because weights that do not train need no float32 master copy. Vectors keep their dtype. Raises UsageError
+    if the format is unknown, bitsandbytes is missing (NF4), or there are experts, which are not Linears (NF4, INT8).
     """
     if format == "bf16":
         _freeze_in_bf16(model)

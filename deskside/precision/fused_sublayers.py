@@ -9,8 +9,8 @@ delta) to (residual, delta), and every tensor inside has the form that the next 
     backward   the same steps in reverse order
 
 BF16 runs the same code without the casts. Activation checkpointing is part of the node: with `recompute`, it saves only
-the residual, which the next sublayer saves in any case, and the backward recomputes the rest from it. The first
-backward frees the saved state, so a second backward through the same graph is not possible.
+the residual and 1 / RMS, and the backward recomputes the rest from them. The first backward frees the saved state, so a
+second one through the same graph (`retain_graph=True`) recomputes it.
 
 Suffixes: N tokens (B sequences of T), D hidden size, H heads, K key-value heads, C channels of a head.
 """
@@ -35,7 +35,7 @@ Rotation = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class FusedSublayer:
-    """A sublayer and the plans of its two Linears. With `recompute`, the backward recomputes all but the residual."""
+    """A sublayer and the plans of its two Linears. `recompute`: the backward starts from the residual again."""
 
     sublayer: Any
     first: QuantizedLinear
@@ -326,10 +326,7 @@ class _Linear(torch.autograd.Function):
 
 
 def add_norm(norm: RMSNorm, residual_BTD: Tensor, delta_BTD: Tensor) -> tuple[Tensor, Tensor]:
-    """Return residual + delta and its norm. For the final norm, which is not followed by projections.
-
-    Forward and backward are one kernel each.
-    """
+    """Return residual + delta and its norm. For the final norm, which is not followed by projections."""
     residual_BTD, normed_BTD = _AddNorm.apply(norm.eps, residual_BTD, delta_BTD, norm.weight)
     return residual_BTD, normed_BTD
 

@@ -1,6 +1,6 @@
 """The output head and its cross-entropy loss in FP8: hidden states and weight in E4M3, gradients of logits in E5M2.
 
-Hidden states and weight have one scale each, computed from their largest value. The gradient of a logit is always
+Hidden states and weight have one scale each, computed from their largest magnitude. The gradient of a logit is always
 between -1 and 1, so its scale is constant. With a vocabulary of 32,768 entries, a softmax probability is 3e-5 on
 average, and E5M2 with this scale represents values down to 1e-9. (A z-loss multiplies the softmax by 1 + 2 z_loss
 logsumexp; gradients beyond 3.5 saturate.) The cross-entropy kernel writes the gradients in FP8, and a second kernel
@@ -31,7 +31,7 @@ CHUNKS = 2  # chunks of tokens per product for the weight gradient; more would i
 
 
 class QuantizedHead:
-    """The output head in FP8, a `forward_override` of `HeadLoss`. Its weight is converted once per optimizer step.
+    """The output head in FP8, a `forward_override` of `HeadLoss`.
 
     native: its products run on tensor cores. The products of the layers may differ in this.
     """
@@ -58,7 +58,7 @@ class QuantizedHead:
         z_loss: float = 0.0,
         chunk_tokens: int,
     ) -> Tensor:
-        """Compute `linear_cross_entropy` in FP8, or in the dtype of `hidden_ND` if no gradients are needed."""
+        """Compute `linear_cross_entropy` in FP8, or in the dtype of `hidden_ND` if gradients are disabled."""
         if not torch.is_grad_enabled():
             return linear_cross_entropy(
                 hidden_ND, weight_VD, targets_N, softcap=softcap, z_loss=z_loss, chunk_tokens=chunk_tokens

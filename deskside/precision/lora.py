@@ -1,7 +1,7 @@
 """LoRA adapters for frozen weights, and trainable rows of a frozen vocabulary table.
 
-`attach` freezes a model and adds adapters to its projections; `model/` and `ops/` contain no code for this. A `Linear`
-that gets an adapter becomes an `AdaptedLinear` in place. Its parameters and its name in the model stay the same.
+`attach` freezes a model and adds adapters to its projections. A `Linear` that gets an adapter becomes an
+`AdaptedLinear` in place. Its parameters and its name in the model stay the same.
 
 An `Adapter` belongs to one `Linear`, which may stack several projections (q, k and v). It has one pair of matrices A, B
 for each adapted projection, so what is learned, merged and exported does not depend on how projections are stacked:
@@ -34,8 +34,8 @@ from deskside.utils.splitmix import derive_seed
 class Adapter(nn.Module):
     """(x, y) -> y + scale (x A^T) B^T. x: (..., in), y: (..., rows of the whole weight).
 
-    `a` maps each projection to its A (rank, in), and `b` to its B (rows of the projection, rank). A is initialized like
-    the weight of nn.Linear and B with zeros, so a new adapter has no effect.
+    `a` maps each projection to its A (rank, in), and `b` to its B (rows of the projection, rank). `reset` initializes A
+    like the weight of nn.Linear and B with zeros, so that a new adapter has no effect.
     """
 
     role = "adapter"
@@ -85,7 +85,7 @@ class Adapter(nn.Module):
             name = self.adapted[0].name
             return self.a[name].to(dtype), self.b[name].to(dtype)
         a = torch.cat([self.a[s.name] for s in self.adapted]).to(dtype)
-        # Rows without an adapter, between and after the adapted projections, are zero.
+        # Rows of projections without an adapter are zero.
         blocks, row = [], 0
         for number, s in enumerate(self.adapted):
             left, right = number * self.rank, (len(self.adapted) - 1 - number) * self.rank

@@ -2,9 +2,9 @@
 
 A value is stored as code x block scale x global scale. The code is E2M1 (4 bits). The block scale is E4M3 and shared by
 16 values along the summed dimension of the product. The global scale is one float32 per tensor. Code x block scale has
-six significant bits and always fits bfloat16. A product of NVFP4 operands can therefore run on any GPU as a bfloat16
-product of the two `emulated` operands, whose float32 result is multiplied by both global scales. Only the order of
-sums differs from a native product.
+up to six significant bits and always fits bfloat16. A product of NVFP4 operands can therefore run on any GPU as a
+bfloat16 product of the two `emulated` operands, whose float32 result is multiplied by both global scales. Only the
+order of sums differs from a native product.
 
 The variants are selected by the options of `config.recipes.Operand`:
   scaling         16x16: one scale per tile, so that a matrix and its transpose are quantized to the same numbers.
@@ -21,9 +21,10 @@ applied to both operands. It spreads an outlier over its group, so that one valu
 Size 16 with one fixed vector of signs is NVIDIA's (2509.25149). Size 128 with new random signs makes MS-EDEN unbiased
 (2601.22813).
 
-The operations and their order are those of NVIDIA's reference (transformer-engine 2.20), with bit-identical results.
-Divisions are correctly rounded on a GPU too (with a Python number as divisor, torch would multiply by its inverse). A
-tensor with NaN or infinity gives NaN or infinity through its scales, so that a check for finite values detects it.
+The operations and their order are those of NVIDIA's reference (transformer-engine 2.20), and the results bit-identical,
+for all options that it has. Divisions are correctly rounded on a GPU too (with a Python number as divisor, torch would
+multiply by its inverse). A tensor with NaN or infinity gives NaN or infinity through its scales, so that a check for
+finite values detects it.
 
 Sources: NVIDIA 2025 (arXiv 2509.25149); four over six, Cook et al. 2025 (2512.02010); MS-EDEN, Panferov et al. 2026
 (2601.22813), with the correction computed from x and q that include the block scales, as in EDEN's proof.
@@ -101,10 +102,10 @@ def quantize(
     """Quantize a float32 or bfloat16 matrix for a product that sums over its "columns" (K) or its "rows" (N).
 
     amax: float32 scalar, the largest magnitude of the transformed matrix. If None, it is computed.
-    signs: (operand.hadamard,) of +-1. If None, a transform of size 16 uses NVIDIA's fixed vector; size 128 needs signs.
+    signs: (operand.hadamard,) of +-1. If None, NVIDIA's fixed vector; size 128 and `fresh_signs` need signs.
     noise: uniform in [0, 1), of x's shape for rounding "stochastic" and of block_scale's for "eden". If None, it is
         drawn with `generator`.
-    Raises UsageError for options, shapes and signs that are not valid for NVFP4.
+    Raises UsageError for options, shapes, signs and noise that are not valid for NVFP4.
     """
     check_operand(operand)
     check_divisible("the operand", (x_NK.shape[0], x_NK.shape[1]), operand, along)
@@ -146,7 +147,7 @@ def quantize(
 class _Scales:
     """Scales of a whole tensor, computed from its amax; float32 scalars.
 
-    encode: the factor that scales amax to the largest code value x the largest block scale.
+    encode: the factor that scales amax to `_block_target` x `_largest_scale`.
     decode: 1 / encode. block_encode: the factor from a block's amax to its ideal block scale. global_scale:
     equals `decode` up to rounding, but is NaN or infinite if the tensor contains such values.
     """
@@ -162,7 +163,7 @@ class _Scales:
         limit = _block_target(operand) * _largest_scale(operand)
         encode = (_scalar_like(amax, limit) / amax).clamp(max=FLOAT_MAX)
         encode = torch.where(encode == 0, 1.0, encode)  # 0 if amax is infinite
-        # For an amax below 8e-36, `encode` is clamped to the largest float32, so its inverse must be clamped too.
+        # For an amax below about 8e-36, `encode` is clamped to the largest float32, so its inverse must be clamped too.
         global_scale = torch.maximum(amax / _scalar_like(amax, limit), _scalar_like(amax, 1 / FLOAT_MAX))
         return _Scales(amax, encode, encode.reciprocal(), encode * (1 / _block_target(operand)), global_scale)
 
@@ -295,7 +296,7 @@ def hadamard(x_NK: Tensor, signs_S: Tensor, along: Along) -> Tensor:
     """Transform groups of S = len(signs) values along dimension 1 ("columns") or dimension 0 ("rows").
 
     S must be a power of two that divides the dimension. Sums are in float32. The result has x's dtype for S = 16, where
-    NVIDIA's kernels also round to bfloat16, and is float32 for larger S.
+    NVIDIA's kernels also round to bfloat16, and is float32 for any other S.
     """
     (N, K), S = x_NK.shape, len(signs_S)
     R = 1 if along == "columns" else K  # memory stride between the values of a group

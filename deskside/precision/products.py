@@ -14,9 +14,8 @@ from torch import Tensor
 from deskside.precision.quantized_operand import QuantizedOperand
 
 Kind = Literal["output", "input_gradient", "weight_gradient"]
-Layout = Literal[
-    "nt", "nn", "tn"
-]  # as in BLAS: is the left, is the right operand transposed ("t") or not ("n")?
+# As in BLAS: is the left, is the right operand transposed ("t") or not ("n")?
+Layout = Literal["nt", "nn", "tn"]
 
 LAYOUTS: dict[Kind, Layout] = {
     "output": "nt",

@@ -5,8 +5,8 @@
     g  gradient   rows for the input gradient  columns for the weight gradient
 
 A product with a tensor's "rows" form sums over the tensor's last dimension, one with its "columns" form over the first.
-Each form has its own scales, because a scale must be constant along the summed dimension. A weight is converted once
-per optimizer step and cached, unless caching is off.
+The two forms can have different scales, such as one per row and one per column. A weight is converted once per
+optimizer step and cached, unless caching is off.
 
 Suffixes and shapes: N tokens, K input features, M output features.
 """

@@ -2,8 +2,8 @@
 
 An operand consists of values and a scale. FP8 values are stored as FP8, and transposed if the product sums over the
 tensor's rows, because tensor cores need a contiguous summed dimension. For an emulated product, NVFP4 values are stored
-as code x block scale in bfloat16 without transposing (see nvfp4.py), and the product applies only the global scale. A
-BF16 operand is the tensor itself.
+as code x block scale in bfloat16 without transposing (see nvfp4.py), and the product applies only the global scale. An
+unquantized operand is the tensor itself.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,8 @@ class QuantizedOperand:
 
     scale: float32, a scalar or one number per index of the dimension that is not summed. None means 1.
     transposed: the values are stored transposed.
-    packed: NVFP4 in the form that native products read (`kernels.nvfp4.quantize.Packed`); `values` are then its codes.
+    packed: NVFP4 in the form that native products read (`kernels.nvfp4.quantize.Packed`). `values` and `scale` are then
+        its codes and its global scale.
     """
 
     values: Tensor
@@ -54,7 +55,7 @@ class Draws:
         self._signs.clear()
 
     def next(self) -> int:
-        """Return a new 31-bit seed, for the next tensor that is rounded stochastically."""
+        """Return a new 31-bit seed: a different one for each call in a step."""
         self._count += 1
         return self._mix(self._count, 0)
 
@@ -143,7 +144,7 @@ def largest_magnitude(x: Tensor) -> Tensor:
 def scale_and_inverse(amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return the scale that maps amax to the largest value of an FP8 format, and its inverse. Both are 1 if amax is 0.
 
-    The scale is clamped to finite values, because zeros times an infinite scale would be NaN (for an amax below 1e-35).
+    The scale of a tiny amax is clamped to finite values, because zeros times an infinite scale would be NaN.
     The inverse is not clamped, so that NaN and infinity in the tensor appear in the result of the product.
     """
     # Each operation on these scalars is a kernel launch; `torch.where` with a constant would need one more.

@@ -28,7 +28,7 @@ class DelayedScales:
     def __init__(self, history: int):
         self._length = history
         self._dtypes: list[torch.dtype] = []
-        self.steps = 0  # steps in the history
+        self.steps = 0  # recorded steps, of which the history has the last `_length`
 
     def add_slot(self, dtype: torch.dtype) -> int:
         """Add a slot for casts to `dtype` and return its number."""
@@ -95,11 +95,11 @@ class DelayedScales:
         torch.reciprocal(self.scale, out=self.inverse)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the history and the number of its steps, or nothing if there are no slots."""
+        """Return the history and the number of recorded steps, or nothing if there are no slots."""
         return {"history": self.history, "steps": torch.tensor(self.steps)} if self._dtypes else {}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Restore the result of `state_dict`. Raises RunError if it is from another recipe or model."""
+        """Restore the result of `state_dict`. Raises RunError if its shapes are those of another recipe or model."""
         if not self._dtypes and not state:
             return
         if state.keys() != {"history", "steps"} or state["history"].shape != self.history.shape:

@@ -111,7 +111,7 @@ def _attention(device: torch.device, dtype: torch.dtype) -> list[dict[str, Any]]
 
 
 def _launch_seconds(device: torch.device) -> float:
-    """Return the seconds per small operation, which is the host's launch time and the least time of any kernel."""
+    """Return the seconds per small operation: the larger of the host's launch time and the least time of a kernel."""
     x = torch.zeros(16, device=device)
     for runs in (1, LAUNCHES):  # the single run is the warm-up
         began = time.perf_counter()

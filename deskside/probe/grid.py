@@ -24,12 +24,13 @@ LONGEST_SEQUENCE = 2**20
 STEP_FLOPS = {"cuda": 4e14, "cpu": 4e10}
 WARMUP_SECONDS = {"cuda": 2.0, "cpu": 0.5}
 COUNTED_SECONDS = {"cuda": 4.0, "cpu": 2.0}
-WARMUP_STEPS, COUNTED_STEPS, FITTING_STEPS = 2, 5, 3  # the last ones are spent on fitting the micro-batch
+WARMUP_STEPS, COUNTED_STEPS, FITTING_STEPS = 2, 5, 3  # FITTING_STEPS are spent on fitting the micro-batch
 STATE_BYTES = 18  # per parameter with AdamW: weight, gradient, two moments, bfloat16 copy
 STATES_SHARE = 0.5  # of the GPU's memory, for the states of the largest calibration model
 CPU_VOCABULARY = 1024
-OPTION_DISTANCE = 0.6  # between two options; the whole range of sizes, or of sequence lengths, is 1
-CORNERS = ((0.0, 0.0), (1.0, 1.0), (0.0, 1.0), (1.0, 0.0))  # of (size, sequence length), the cheapest first
+OPTION_DISTANCE = 0.6  # between neighbouring options; the whole range of sizes, or of sequence lengths, is 1
+# Of (size, sequence length): the cheapest first, then the most expensive.
+CORNERS = ((0.0, 0.0), (1.0, 1.0), (0.0, 1.0), (1.0, 0.0))
 SHAPE_FIELDS = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "intermediate_size", "max_position_embeddings",
@@ -187,7 +188,8 @@ def order(points: Sequence[Point]) -> list[Point]:
 def needs_more_memory(point: Point, other: Point) -> bool:
     """Return True if `point` certainly needs at least as much memory as `other`, each with its smallest micro-batch.
 
-    That is, if it has the same kind of model, precision and optimizer, no smaller dimension and no more recomputation.
+    That is, if it has the same kind of model, precision and optimizer, no smaller dimension, no shorter sequence and no
+    more recomputation.
     """
     if point.options[:2] != other.options[:2]:
         return False

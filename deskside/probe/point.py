@@ -31,7 +31,7 @@ from deskside.train.prepare.step_planning import modelled_memory_gib
 
 WARMUP_SECONDS = {"cuda": 2.0, "cpu": 1.0}
 MEASURED_SECONDS = {"cuda": 4.0, "cpu": 4.0}
-MIN_STEPS = 5  # timed steps, however slow; half as many are warm-up steps
+MIN_STEPS = 5  # timed steps, however slow; at least half as many, rounded down, are warm-up steps
 BATCHES = 4  # number of different micro-batches, used in turn
 OPTIMIZER_RUNS = 5
 LAUNCH_RUNS = 3
@@ -208,7 +208,7 @@ class StepTimer:
         self.finite = True
 
     def run(self, min_seconds: float, min_steps: int) -> tuple[list[float], list[dict[str, Any]]]:
-        """Run steps until both minimums are reached. Return the seconds of each step, and sensor readings.
+        """Run steps until both minimums are reached. Return the seconds of all steps but the last, and sensor readings.
 
         The host launches one step ahead, as in training, and reads the sensors while the device works.
         """

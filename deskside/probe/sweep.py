@@ -56,7 +56,7 @@ class SweepListener(Protocol):
 
 @dataclass
 class SweepResult:
-    """Results of a sweep: those that were stored before, then the others in the order of measurement."""
+    """Results of a sweep: those stored before, then new ones in the order of measurement, then points without one."""
 
     card: Row | None = None
     point_results: list[PointResult] = field(default_factory=list)
@@ -148,7 +148,7 @@ class Sweep:
         return result
 
     def _card(self) -> Row | None:
-        """Run the GPU benchmark, if there is time."""
+        """Run the GPU benchmark and return its row, None if there is no time."""
         expected = CARD_SECONDS[self.machine.device]
         if self._seconds_left() < expected:
             return None
@@ -165,7 +165,7 @@ class Sweep:
         return row
 
     def _next(self, pending: list[Point], result: SweepResult) -> Point | None:
-        """Return the first point that fits in the remaining time."""
+        """Return the first point that fits in the remaining time, or None."""
         seconds_left = self._seconds_left()
         if seconds_left < MIN_SECONDS:
             return None

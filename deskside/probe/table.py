@@ -51,7 +51,7 @@ def tables(point_results: Sequence[PointResult]) -> RenderableType:
 
 
 def reasons(point_results: Sequence[PointResult]) -> list[str]:
-    """Return a line for each kind of missing result, and for each unreliable one."""
+    """Return lines about missing and unreliable results, and one about memory on a CPU."""
     lines = []
     for point_result in point_results:
         title, row = point_result.point.title(), point_result.row
