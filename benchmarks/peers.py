@@ -140,7 +140,7 @@ def run_peer(name: str, options: argparse.Namespace) -> Row:
     if outcome.error.startswith("UsageError: "):
         reason = outcome.error.removeprefix("UsageError: ").removeprefix(f"{name}: ")
         return {"name": name, "status": "missing", "error": reason}
-    return {"name": name, "status": outcome.status, "error": outcome.error, "stderr": outcome.stderr}
+    return {"name": name, "status": outcome.status, "error": outcome.error, "stderr": outcome.output}
 
 
 def run_deskside(arm: str, precision: dict[str, Any], options: argparse.Namespace) -> Row:

@@ -90,7 +90,7 @@ def measure(seed: int, specs: list[dict[str, Any]], out: Path, limit: float) -> 
                     flush=True,
                 )
                 if outcome.status == "failed":
-                    print(outcome.stderr[-800:], flush=True)
+                    print(outcome.output[-800:], flush=True)
 
     threads = [threading.Thread(target=worker, args=(gpu,)) for gpu in gpus]
     for thread in threads:

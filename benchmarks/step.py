@@ -133,7 +133,7 @@ def run(spec: dict[str, Any], caches: Path | None = None) -> dict[str, Any]:
     return {
         "status": outcome.status,
         "error": outcome.error,
-        "stderr": "" if outcome.status == "ok" else outcome.stderr,
+        "stderr": "" if outcome.status == "ok" else outcome.output,
         "value": outcome.value,
     }
 

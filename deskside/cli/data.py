@@ -42,7 +42,7 @@ class PrepareOptions(JsonOption):
     )
     val_fraction: float | None = option(
         "share of the documents held out for validation; default: about 500 kB of text, but at least 0.5 "
-        "and at most 10 %, stratified by language, source and file; with fewer than ten documents the last tenth "
+        "and at most 10 %, from every language, source and file; with fewer than ten documents the last tenth "
         "of each",
         None,
     )

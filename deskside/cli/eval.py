@@ -69,7 +69,9 @@ class EvalOptions(ModelOption, JsonOption):
     )
     items: str | None = option("write the result of each item to a new JSON Lines file", None, metavar="FILE")
     device: Device = option("auto uses cuda if it is available", "auto")
-    sequence_length: int | None = option("context length for bits per byte; default: the run's", None)
+    sequence_length: int | None = option(
+        "context length for bits per byte; default: the run's, or 2048", None
+    )
     batch_tokens: int | None = option("tokens per forward pass", None)
 
 

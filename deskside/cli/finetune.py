@@ -13,15 +13,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from pydantic import ValidationError
+
 import deskside
 from deskside.cli.options import Command, option
 from deskside.cli.output import finish
 from deskside.cli.shared_options import RunOptions, set_length
 from deskside.cli.train import resume
 from deskside.config import merge
+from deskside.config.base import first_problem
 from deskside.config.dimensions import padded_vocabulary
 from deskside.config.duration import Duration
 from deskside.config.run import RunConfig
+from deskside.config.sections import BatchConfig
 from deskside.data.corpus.progress_bar import time_limit
 from deskside.run.directory import RunDirectory
 from deskside.train.prepare.preflight import set_cublas_workspace, too_short
@@ -299,14 +303,28 @@ def default_batch(
 
     Args:
         tokens: Tokens of the training data.
-        step_tokens: Tokens of a step; fewer, if an epoch would otherwise have fewer than `steps_per_epoch` steps.
-        sequence_length: Tokens per row unless `given` sets it; reduced to the model's context if that is shorter.
+        step_tokens: Maximum tokens of a step; fewer, if an epoch would otherwise have fewer than `steps_per_epoch`
+            steps. A step has at least one row, and a power of two of them.
+        sequence_length: See `row_length`.
     """
-    longest = min(sequence_length, loaded.config.max_position_embeddings)
-    length = int(given.get("batch", {}).get("sequence_length", longest))
+    length = row_length(loaded, given, sequence_length)
     rows = max(1, min(step_tokens, tokens // steps_per_epoch) // length)
     rows = 2 ** (rows.bit_length() - 1)  # rounded down to a power of two
     return {"sequence_length": length, "tokens": int(rows) * length}
+
+
+def row_length(loaded: Any, given: dict[str, Any], default: int) -> int:
+    """Return batch.sequence_length if it is given, else `default` or the model's context if that is shorter.
+
+    Raises UsageError if it is not a positive integer.
+    """
+    length = given.get("batch", {}).get(
+        "sequence_length", min(default, loaded.config.max_position_embeddings)
+    )
+    try:
+        return BatchConfig(sequence_length=length, tokens=length).sequence_length
+    except ValidationError as error:
+        raise UsageError(f"batch.{first_problem(error)}") from None
 
 
 def default_optimizer(hidden_size: int, given: dict[str, Any]) -> dict[str, Any]:

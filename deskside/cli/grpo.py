@@ -6,7 +6,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from deskside.cli.finetune import COMMON, FinetuneDefaults, FinetuneOptions, FinetuneRun, PreparedData
+from deskside.cli.finetune import (
+    COMMON,
+    FinetuneDefaults,
+    FinetuneOptions,
+    FinetuneRun,
+    PreparedData,
+    row_length,
+)
 from deskside.cli.options import Command, option
 from deskside.config.align import GrpoConfig
 from deskside.utils.errors import UsageError
@@ -72,8 +79,7 @@ class GrpoRun(FinetuneRun):
             raise UsageError("--questions and --batch.tokens both set the size of a step; give one of them")
         if questions is not None and questions < 1:
             raise UsageError(f"--questions: must be at least 1, not {questions}")
-        longest = min(align.answer_tokens + QUESTION_TOKENS, loaded.config.max_position_embeddings)
-        length = int(given_batch.get("sequence_length", longest))
+        length = row_length(loaded, self.given, align.answer_tokens + QUESTION_TOKENS)
         batch = {"sequence_length": length, "tokens": (questions or QUESTIONS) * align.group * length}
         return FinetuneDefaults(
             batch,

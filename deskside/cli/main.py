@@ -8,7 +8,7 @@ Tracebacks are printed only with --debug.
 A run, checkpoint, model directory or dataset that is damaged or was written by another version gives 1; a path that
 does not exist or holds something else gives 2. `report` and `dashboard` show what can still be read.
 
-Standard error only reports progress. Output that cannot be written there (`2>&1 | head`, a full disk, a closed
+Standard error has only progress and messages. Output that cannot be written there (`2>&1 | head`, a full disk, a closed
 terminal) is dropped and the work continues. Standard output carries results, so a failure to write there is an error.
 """
 
@@ -104,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _unexpected(error: BaseException) -> int:
-    """Print an unexpected exception in one line and return the exit code."""
+    """Print an unexpected exception without its traceback and return the exit code."""
     try:
         message = next(iter(str(error).splitlines()), "")[:500]
     except Exception as str_error:  # noqa: BLE001 - __str__ of a library's exception can raise anything
@@ -185,7 +185,7 @@ class _Stream:
 
 @contextlib.contextmanager
 def _streams() -> Iterator[None]:
-    """Open the standard streams that are closed, and make all of them accept every character and handle errors."""
+    """Open the standard streams that are closed, make them accept every character, and handle write errors."""
     original = sys.stdin, sys.stdout, sys.stderr
     modes = (("r", "replace"), ("w", "backslashreplace"), ("w", "backslashreplace"))
     with contextlib.ExitStack() as stack:

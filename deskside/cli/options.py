@@ -1,9 +1,9 @@
 """Parse command-line options with argparse, and validate their values with pydantic.
 
-The options of a command are a dataclass whose fields are created by `option`. A command that trains also accepts every
-key of the configuration as `--part.key`. argparse converts no values and sets no defaults, so its result contains only
-the options that were given. pydantic's error for a wrong value becomes a UsageError of one line. The help is generated
-from the same fields. Option names are shown with hyphens, but underscores are accepted.
+The options of a command are a dataclass whose fields are created by `option`. Commands that plan or train also accept
+every key of the configuration as `--part.key`. argparse converts no values and sets no defaults, so its result contains
+only the options that were given. pydantic's error for a wrong value becomes a UsageError of one line. The help is
+generated from the same fields. Option names are shown with hyphens, but underscores are accepted.
 """
 
 import argparse
@@ -480,7 +480,7 @@ def _default_text(path: KeyPath, info: FieldInfo) -> str:
 
 @lru_cache
 def _alternatives(part: str) -> list[type[Part]]:
-    """Return the classes that --PART.name selects from, the default first."""
+    """Return the classes of a configuration part, the default first. --PART.name selects one of several."""
     if part == "align":
         return []
     info = RunConfig.model_fields[part]

@@ -89,7 +89,7 @@ def _held_out(objective: str, summary: dict[str, Any]) -> str:
 
 
 def speed(summary: dict[str, Any]) -> str:
-    """Return the speed of the training steps, and of the whole run if that is at least 1 % lower, as text."""
+    """Return the speed of the training steps, and of the whole run if that is more than 1 % lower, as text."""
     precision = summary["precision"] + (", emulated" if summary["emulated"] else "")
     rate, seconds = summary["tokens_per_second"], summary["seconds"]
     if not rate or not seconds:
@@ -108,7 +108,7 @@ def print_next(page: Path, *commands: str) -> None:
 
 
 def program_name() -> str:
-    """Return `deskside`, or the path of the running program if the shell's PATH has no or another `deskside`."""
+    """Return `deskside`, or the path of the running `deskside` script if the shell would not find this one."""
     running = Path(sys.argv[0])
     on_path = shutil.which("deskside")
     if running.name != "deskside" or (on_path is not None and Path(on_path).samefile(running)):

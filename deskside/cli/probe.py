@@ -228,7 +228,7 @@ def _point_as_json(point_result: PointResult) -> dict[str, Any]:
 
 
 def _check_measured(result: SweepResult, options: ProbeOptions) -> None:
-    """Raise UsageError or RunError if no point was measured."""
+    """Raise UsageError or RunError if no point has a result."""
     statuses = [point_result.status for point_result in result.point_results]
     if any(status in (*FINAL, "skipped") for status in statuses):
         return

@@ -25,7 +25,7 @@ CACHE_TOKENS = 65536  # maximum of the default of --cache-tokens
 class ServeOptions(ModelOption):
     """Serve a model with the OpenAI API under /v1 and a chat page.
 
-    By default, only this machine can reach the server. Any other --host needs a --token.
+    By default, only this machine can reach the server. A --host that others can reach needs a --token.
 
     Connections are not encrypted. In a network that you do not trust, put a TLS proxy in front of the server.
 
@@ -43,7 +43,7 @@ class ServeOptions(ModelOption):
     )
     name: str | None = option("model name in the API; default: the name of the run or directory", None)
     max_batch: int = option("maximum batch size", 16)
-    concurrency: int = option("maximum running and queued requests; further ones get HTTP 429", 64)
+    concurrency: int = option("maximum running and queued answers; further requests get HTTP 429", 64)
     max_tokens: int = option("maximum tokens per answer", 4096)
     cache_tokens: int | None = option(
         "KV cache size in tokens; default: --max-batch full contexts, at most 65536 and what fits into memory",

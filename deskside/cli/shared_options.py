@@ -34,19 +34,19 @@ MINUTES = BeforeValidator(_validate_minutes)  # for options in minutes that also
 class JsonOption:
     """Option of every command that can print its result as JSON."""
 
-    json: bool = option("print one JSON object on standard output", False)
+    json: bool = option("print the result as JSON on standard output", False)
 
 
 @dataclass(kw_only=True)
 class ModelOption:
-    """Argument of every command that loads a model."""
+    """Argument of the commands that use a trained model."""
 
     model: str = option("a run, or a Hugging Face model directory", metavar="RUN|HF_DIR", positional=True)
 
 
 @dataclass(kw_only=True)
 class RunOptions(JsonOption):
-    """Options of every command that trains a model in a run directory."""
+    """Options of `deskside train` and of the fine-tuning commands."""
 
     name: str | None = option(
         "run directory under --runs; default: from the model's name", None, metavar="NAME"

@@ -156,7 +156,7 @@ class _RequestedStudy:
 def _requested_study(
     options: StudyOptions, given: dict[str, Any], argv: Sequence[str]
 ) -> tuple[_RequestedStudy | None, StudyFolder]:
-    """Return the requested study, or None if only its directory is given, and its directory. Raises UsageError."""
+    """Return the requested study (None if only its directory is given) and its directory. Raises UsageError."""
     definition, directory = options.study, options.out
     if definition is not None and definition not in parse_spec.preset_names() and Path(definition).is_dir():
         if directory is not None:

@@ -1,4 +1,4 @@
-"""`deskside train`: pretrain a model, or with --dry-run, print its configuration and schedule."""
+"""`deskside train`: pretrain a model, or continue a run; --dry-run only prints configuration and schedule."""
 
 import math
 import os
@@ -111,7 +111,7 @@ def resume(path: Path, config: RunConfig, as_json: bool) -> int:
 
 
 def _configure(options: TrainOptions, given: dict[str, Any], initial: Any) -> RunConfig:
-    """Return the configuration: preset, depth or initial model, overridden by the given options."""
+    """Return the configuration: preset or depth, the shape of the initial model, and the given options."""
     if options.preset is not None and options.depth is not None:
         raise UsageError("--depth and a preset both set the shape of the model; give one of them")
     if options.preset is None and options.depth is None and options.init is None:
@@ -209,7 +209,8 @@ def _print_dry_run(config: RunConfig, as_json: bool) -> int:
     if steps:
         print(f"{steps:,} steps of {round(tokens / steps):,} tokens: {tokens:,} tokens")
     elif length is not None:
-        print(f"length {length}: the steps depend on the speed measured when the run starts")
+        unknown = "data" if length.unit == "epochs" else "speed measured when the run starts"
+        print(f"length {length}: the steps depend on the {unknown}")
     else:
         print("the run has no length yet; give --hours, --steps or --tokens")
     return 0

@@ -1,4 +1,4 @@
-"""Base class of every configuration part: frozen, and strict about unknown keys and types."""
+"""Base class of every configuration part: frozen, and strict about unknown keys and booleans."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args

@@ -19,7 +19,7 @@ VOCABULARY_UNIT = 64  # products with the output head are faster if the vocabula
 
 
 def padded_vocabulary(tokens: int) -> int:
-    """Return the vocabulary size of a model for a tokenizer with this many tokens: the next multiple of 64."""
+    """Return the vocabulary size of a model for a tokenizer: its number of tokens, rounded up to a multiple of 64."""
     return math.ceil(tokens / VOCABULARY_UNIT) * VOCABULARY_UNIT
 
 
@@ -39,7 +39,7 @@ def check_dimensions(
         sequence_lengths: Tokens per row in each stage.
         micro_tokens: Tokens of one pass, or None if a pass has any number of whole rows.
         chunk_tokens: Tokens of one pass through the output head.
-        unit: Every dimension of a quantized product of a block must be a multiple of this.
+        unit: The summed dimension of a quantized product of a block must be a multiple of this.
     """
     # Columns and rows of a weight, and tokens of a pass, must be multiples of these.
     columns, rows, tokens = (_required_multiple(product, unit) for product in recipe.products)
@@ -54,10 +54,12 @@ def check_dimensions(
         # Queries have the size of o_proj's columns; q, k and v are the rows of their projections.
         q, kv = heads * head_dim, kv_heads * head_dim
         row_counts = [q + 2 * kv] if model.fused_qkv else [q, kv]
-        return head_dim % 2 == 0 and q % columns == 0 and all(count % rows == 0 for count in row_counts)
+        return q % columns == 0 and all(count % rows == 0 for count in row_counts)
 
     if not heads_fit(head_dim):
-        nearest = _nearest(head_dim, heads_fit)
+        nearest = _nearest(
+            head_dim, lambda size: size % 2 == 0 and heads_fit(size)
+        )  # RoPE needs an even size
         raise ValueError(
             f"model.head_dim: {heads} query and {kv_heads} key-value heads of {head_dim} channels are not multiples of "
             f"{math.lcm(columns, rows)}, as {recipe.name} needs; use --model.head_dim {nearest}, or other numbers of "

@@ -198,7 +198,7 @@ NO_EFFECT = tuple(
 
 
 def build(layers: Sequence[Mapping[str, Any]]) -> RunConfig:
-    """Return the validated configuration of the layers, lowest first. Raises UsageError with the key and the remedy."""
+    """Return the validated configuration of the layers, lowest first. Raises UsageError with key and problem."""
     values, origins = merge([DEFAULTS, *layers])
     while True:
         try:
@@ -223,7 +223,7 @@ def merge(layers: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], dict[Key
         layer = _replace_length_alias(layer)
         for part in ("optim", "schedule"):
             alternative = layer.get(part, {}).get("name") if isinstance(layer.get(part), Mapping) else None
-            if alternative is not None and part in merged:
+            if alternative is not None and isinstance(merged.get(part), dict):
                 _drop_other_alternative(merged[part], origins, part, alternative)
         _overlay(merged, layer, origins, index, ())
     return merged, origins
@@ -241,7 +241,7 @@ def resolved_layers(part: str, values: Mapping[str, Any]) -> list[dict[str, Any]
 def refuse_other_model(trained: ModelConfig, overrides: Mapping[str, Any], source: str) -> None:
     """Raise UsageError for model options that contradict given weights.
 
-    Most of them would cause no other error: the weights load with any rope_theta, but were trained with only one.
+    Many of them would cause no other error: the weights load with any rope_theta, but were trained with only one.
 
     Args:
         trained: The configuration that the weights were trained with.
@@ -293,7 +293,7 @@ def config_fields(part: type[Part] = RunConfig, prefix: KeyPath = ()) -> Iterato
 
 
 def option_keys() -> list[str]:
-    """Return every dotted key that may be written, including the aliases of schedule.length."""
+    """Return the keys of `config_fields` as dotted text, and the aliases of schedule.length."""
     return [".".join(path) for path, _ in config_fields()] + [f"schedule.{alias}" for alias in LENGTH_ALIASES]
 
 
@@ -308,7 +308,7 @@ def unknown_key(key: str) -> UsageError:
 
 
 def _usage_error(error: ValidationError) -> UsageError:
-    """Return the first problem of a ValidationError as a one-line error with the key, the problem and the remedy."""
+    """Return the first problem of a ValidationError as a one-line error with the key and the problem."""
     first = error.errors(include_url=False)[0]
     path = [str(p) for p in first["loc"]]
     if len(path) > 1 and len(_alternatives(path[0])) > 1:
@@ -321,7 +321,7 @@ def _usage_error(error: ValidationError) -> UsageError:
     key = ".".join(_without_union_member(path))
     message = re.sub(r"^Value error, ", "", first["msg"])
     if first["type"] == "value_error":
-        # Messages of our own validators start with the key, in full or relative to their part.
+        # Messages of our own model validators start with the key, in full or relative to their part.
         named = re.match(r"^([a-z_][a-z_0-9.]*): ", message)
         if named:
             if "." not in named[1] and key:
@@ -414,7 +414,9 @@ def _overlay(
         if isinstance(value, Mapping) and path != ("data", "weights"):
             child = target.setdefault(key, {})
             if not isinstance(child, dict):
-                raise UsageError(f"{'.'.join(path)}: is one value, not a table")
+                raise UsageError(
+                    f"{'.'.join(path)}: is given both as one value and as a table; remove one of them"
+                )
             _overlay(child, value, origins, index, path)
         else:
             target[key] = value

@@ -1,7 +1,7 @@
 """Architecture of a model, with Hugging Face's field names.
 
 The default is exactly Qwen3's architecture (pre-RMSNorm, RoPE, grouped-query attention, QK-norm, SwiGLU, no bias);
-with `num_experts` it is exactly Qwen3-MoE's. The other options exist so that studies can compare them.
+with `num_experts` it is exactly Qwen3-MoE's. The other options are for studies and for models of other families.
 """
 
 from typing import Annotated, Literal
@@ -42,7 +42,7 @@ class ModelConfig(Part):
     attention_bias: bool = Field(False, description="bias in the q, k, v and o projections")
 
     norm: Literal["rmsnorm", "layernorm"] = Field("rmsnorm", description="normalization")
-    norm_eps: PositiveFloat = Field(1e-6, description="added to the variance")
+    norm_eps: PositiveFloat = Field(1e-6, description="added to the mean square or variance")
     norm_bias: bool = Field(False, description="bias of LayerNorm")
     norm_position: Literal["pre", "post"] = Field(
         "pre", description="before each sublayer, or after its residual addition"

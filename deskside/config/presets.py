@@ -84,13 +84,13 @@ def depth(number: int) -> dict[str, Any]:
     """Return the configuration layer of the depth-series model with `number` layers and hidden size 64 x `number`.
 
     As in nanochat (github.com/karpathy/nanochat), attention is multi-head with 128 channels per head. The block is
-    Qwen3's, with an MLP of 8/3 x hidden size, rounded up to a multiple of 128. Raises UsageError if the hidden size is
-    not a multiple of 128.
+    Qwen3's, with an MLP of 8/3 x hidden size, rounded up to a multiple of 128. Raises UsageError unless `number` is
+    even and at least 2.
     """
     hidden = 64 * number
     if number < 2 or hidden % DEPTH_HEAD_DIM:
         raise UsageError(
-            f"depth {number}: hidden size {hidden} is not a multiple of head_dim 128; use an even depth from 2"
+            f"depth {number}: must be even and at least 2, as the hidden size is 64 x depth and heads have 128 channels"
         )
     heads = hidden // DEPTH_HEAD_DIM
     return {

@@ -191,7 +191,7 @@ class RunConfig(Part):
         self._check_dimensions(UNIT)
 
     def _check_dimensions(self, unit: int) -> None:
-        """Raise ValueError if a dimension of a quantized product is not a multiple of `unit`."""
+        """Raise ValueError if a size does not fit the recipe. unit: as in `check_dimensions`."""
         check_dimensions(
             self.precision.recipe(),
             self.model,

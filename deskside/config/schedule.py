@@ -63,7 +63,8 @@ class _Schedule(Part):
         "counts the training steps, without compilation, evaluation and checkpoints",
     )
     warmup: Warmup = Field(
-        0.02, description="fraction of the run, or steps, over which the learning rate rises from 0"
+        0.02,
+        description="fraction of the run, or a length such as 40 steps, over which the learning rate rises",
     )
     stages: tuple[Stage, ...] = Field(
         (), description="parts of the run with their own sequence length, batch and window"

@@ -117,7 +117,7 @@ PROJECTIONS: tuple[Projection, ...] = get_args(Projection)
 
 
 class PrecisionConfig(Part):
-    """Number formats of the matrix products (`config/recipes.py`). Weights are stored in float32."""
+    """Number formats of the matrix products (`config/recipes.py`). Trained weights are stored in float32."""
 
     name: PrecisionName = Field(
         "auto", description="auto: bf16 on a GPU that passes its self-check, else fp32; fp8: fp8-delayed"
@@ -141,7 +141,7 @@ class PrecisionConfig(Part):
     )
     weight_cache: bool = Field(
         True,
-        description="convert weights once per optimizer step instead of once per pass; uses memory for the copies",
+        description="convert weights once per optimizer step instead of at each use; uses memory for the copies",
     )
     accumulate: Literal["native", "fused"] = Field(
         "native",
@@ -187,8 +187,8 @@ class AdapterConfig(Part):
     """Low-rank adapters (LoRA) on frozen weights.
 
     A projection y = x W^T becomes y = x W^T + scale (x A^T) B^T, where A is (rank, in), B is (out, rank) and W is
-    frozen, in 16, 8 or 4 bits (Hu et al. 2021, arXiv 2106.09685). scale is alpha / rank, or alpha / sqrt(rank)
-    (rsLoRA, Kalajdzievski 2023, arXiv 2312.03732), so that the size of the learned update does not depend on the rank.
+    frozen, in 16, 8 or 4 bits (Hu et al. 2021, arXiv 2106.09685). scale is alpha / rank, or alpha / sqrt(rank) (rsLoRA,
+    Kalajdzievski 2023, arXiv 2312.03732).
     """
 
     rank: PositiveInt = Field(16, le=4096, description="rank of the adapters")

@@ -1,7 +1,7 @@
 """Fields of `budget.step_spec.StepOptions` that follow from a configuration.
 
-The planner and training both build a `StepSpec` from a `RunConfig`. They take the fields that depend neither on the GPU
-nor on the micro-batch from here, so that both describe the same step.
+The planner and training both build a `StepSpec` from a `RunConfig` with the functions below, so that both describe the
+same step.
 """
 
 from collections.abc import Collection

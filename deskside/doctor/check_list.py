@@ -276,5 +276,5 @@ def failure(outcome: child_process.Outcome) -> dict[str, Any]:
         "verdict": verdict,
         "reason": outcome.error,
         "seconds": round(outcome.seconds, 2),
-        "stderr": outcome.stderr[-1000:],
+        "stderr": outcome.output[-1000:],
     }

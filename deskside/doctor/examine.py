@@ -53,7 +53,7 @@ def examine(quick: bool, say: Say = lambda _: None, seconds: float = float("inf"
         remedy = "install torch again: pip install --force-reinstall torch"
         fix = {"severity": "stops training", "problem": problem, "remedy": remedy}
         report |= {"trains": False, "why": problem, "machine": {}, "checks": [], "use": [], "fix": [fix]}
-        return report | {"power": None, "stderr": outcome.stderr, "seconds": _since(began)}
+        return report | {"power": None, "stderr": outcome.output, "seconds": _since(began)}
     facts = outcome.value
     facts["libraries"] = check_list.library_versions()
     if quick and seconds < float("inf"):

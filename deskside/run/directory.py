@@ -87,7 +87,7 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def lock_for_training(self, is_rank_zero: bool) -> Iterator[None]:
-        """Lock the run for training, in the process of rank 0 only. The lock ends with the process.
+        """Lock the run for training, in the process of rank 0 only, until the block or the process ends.
 
         Raises UsageError if another process is training this run.
         """
@@ -213,7 +213,7 @@ def resolve_path(path: str, directory: object) -> str:
 
 
 def with_resolved_paths(config: RunConfig, run: Mapping[str, Any]) -> RunConfig:
-    """Return the configuration with the paths of its data and reward file resolved.
+    """Return the configuration with `data.path` and the file of `align.reward` resolved.
 
     run: the content of run.json, with the directory where the run was started.
     """

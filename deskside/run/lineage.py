@@ -67,18 +67,22 @@ class RunStage:
 
 
 def stages(run_dir: Path, warn: Warn) -> list[RunStage]:
-    """Return the run and its predecessors, oldest first. `warn` is called with a message for each damaged file."""
+    """Return the run and its predecessors, at most `MAX_STAGES`, oldest first.
+
+    `warn` is called with a message for each damaged file.
+    """
     history: list[RunStage] = []
     seen: set[Path] = set()
     path: Path | None = run_dir
     while path is not None and len(history) < MAX_STAGES and path.resolve() not in seen:
         seen.add(path.resolve())
         run = _object(path / "run.json", warn)
-        init = run.get("init")
-        earlier = _run_directory(Path(init)) if isinstance(init, str) else None
+        init, earlier = run.get("init"), None
         started_from = "random weights" if "init" in run and init is None else None
         if isinstance(init, str):
-            started_from = (earlier or Path(init)).resolve().name
+            initial = Path(resolve_path(init, run.get("directory")))
+            earlier = _run_directory(initial)
+            started_from = (earlier or initial).resolve().name
         history.append(_stage(path, run, started_from, warn))
         path = earlier
     return history[::-1]
@@ -164,7 +168,7 @@ def _energy(run_dir: Path, warn: Warn) -> EnergyUse | None:
 
 
 def _object(path: Path, warn: Warn) -> dict[str, Any]:
-    """Return a JSON object of the run, or {} after a warning if the file is damaged."""
+    """Return a JSON object of the run, or {} if the file is missing, or, after a warning, if it is damaged."""
     value, problem = read_object(path)
     if problem and problem != MISSING:
         warn(f"{path}: {problem}; it is left out of the model card")

@@ -18,9 +18,9 @@ from deskside.utils.errors import UsageError
 from deskside.utils.parsing import Unreadable, json_value
 
 MAX_NUMBER = 1e200  # a larger value must be damage, and would overflow the arithmetic of a plot
-TAIL_BYTES = 2**16  # about 150 rows of metrics.jsonl
+TAIL_BYTES = 2**16  # about 200 rows of metrics.jsonl
 MISSING = "is missing"
-FILES = {  # each file with what is unknown without it
+FILES = {  # each file with what follows if it is missing
     "run.json": "the configuration is unknown",
     "environment.json": "the machine is unknown",
     "summary.json": "the run has not finished",
@@ -33,9 +33,9 @@ class MetricsLog:
     """The rows of metrics.jsonl in order of their step. If a step occurs more than once, only its last row is kept.
 
     Attributes:
-        damaged: Number of lines that were left out.
+        damaged: Number of damaged lines, without a partial last line.
         partial: True if the last line is incomplete, because the run was killed or is writing it.
-        modified: Time of the last write in seconds since 1970, 0 if there is no file.
+        modified: Time of the last write in seconds since 1970, 0 if the file could not be read.
         error: Why the file could not be read, or the empty string.
     """
 
@@ -55,7 +55,7 @@ class MetricsLog:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """Contents of a run directory. Dicts and lists are empty where a file is missing or was not read."""
+    """Contents of a run directory. Dicts and lists are empty where a file is missing, damaged or was not read."""
 
     path: Path
     run: dict[str, Any]  # run.json
@@ -64,7 +64,7 @@ class RunRecord:
     summary: dict[str, Any]  # summary.json
     metrics: list[dict[str, Any]] = field(default_factory=list)  # metrics.jsonl, in order of step
     events: list[str] = field(default_factory=list)  # events.log
-    problems: list[str] = field(default_factory=list)  # sentences about missing and damaged files
+    problems: list[str] = field(default_factory=list)  # messages about missing and damaged files
 
     @property
     def name(self) -> str:
@@ -163,8 +163,8 @@ def read_run(path: Path) -> RunRecord:
 def read_brief(path: Path) -> RunRecord:
     """Read the small files of a run, without metrics and events, for lists of many runs.
 
-    The plan of a finished run is not read, because its summary has the same facts. Only a missing run.json counts as
-    a problem, because the other files are written later. Never raises.
+    The plan of a finished run is not read, because its summary has the facts that lists show. Of missing files, only
+    run.json counts as a problem, because the others are written later. Never raises.
     """
     contents, problems = dict[str, dict[str, Any]](), []
     for name in FILES:
@@ -262,7 +262,7 @@ def first_number(values: Mapping[str, Any], *keys: str) -> float | None:
 
 
 def number(value: object) -> float | None:
-    """Return `value` as a float if it is a finite number, otherwise None."""
+    """Return `value` as a float if it is a number smaller than `MAX_NUMBER` in magnitude, otherwise None."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     return float(value) if abs(value) < MAX_NUMBER and math.isfinite(value) else None

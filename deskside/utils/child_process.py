@@ -1,11 +1,12 @@
 """Run a function in a child process with a time limit.
 
-An out-of-memory error or an illegal access leaves a CUDA process unusable, a library may abort it, and a compiler may
-hang. Experiments on a device therefore run in a child process, and each of these failures becomes an `Outcome`.
+An illegal memory access leaves a CUDA process unusable, a library or the kernel's out-of-memory killer may end it, and
+a compiler may hang. Experiments on a device therefore run in a child process, and each of these failures becomes an
+`Outcome`.
 
 The child gets the function as "module:function" and its arguments as JSON. The result comes back as JSON in a file,
-because libraries print to the standard streams. The child leads its own session, so that its compile workers can be
-killed with it. `cpu_cores` returns the number of children that can work at once.
+because libraries print to the standard streams. The child leads its own process group, so that its compile workers can
+be killed with it.
 """
 
 import contextlib
@@ -30,7 +31,7 @@ from deskside.utils.parsing import Unreadable, json_value
 
 Status = Literal["ok", "oom", "failed", "timeout"]
 CGROUP = Path("/sys/fs/cgroup")
-STDERR_TAIL = 4000  # bytes of the child's standard error that are kept
+OUTPUT_TAIL = 4000  # bytes of the child's output that are kept
 
 
 @dataclass(frozen=True)
@@ -38,14 +39,14 @@ class Outcome:
     """The result of a child process.
 
     value: what the function returned, for status "ok". error: one line that describes the failure, otherwise.
-    stderr: the end of the child's standard output and standard error.
+    output: the end of the child's standard output and standard error.
     """
 
     status: Status
     value: Any
     error: str
     seconds: float
-    stderr: str = ""
+    output: str = ""
 
 
 def run(
@@ -56,17 +57,17 @@ def run(
 ) -> Outcome:
     """Call `target` ("package.module:function") with keyword arguments in a new Python process.
 
-    After `timeout` seconds the child and all its processes are killed. Arguments and result must be JSON.
+    When it ends, or after `timeout` seconds, its process group is killed. Arguments and result must be JSON.
     """
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="deskside-") as folder:
-        answer, log = Path(folder) / "answer.json", Path(folder) / "stderr.txt"
-        with log.open("wb") as stderr:
+        answer, log = Path(folder) / "answer.json", Path(folder) / "output.txt"
+        with log.open("wb") as output:
             process = subprocess.Popen(
                 [sys.executable, "-m", "deskside.utils.child_process", target, str(answer)],
                 stdin=subprocess.PIPE,
-                stdout=stderr,
-                stderr=stderr,
+                stdout=output,
+                stderr=output,
                 start_new_session=True,
                 env={**os.environ, **(environment or {})},
             )
@@ -74,10 +75,10 @@ def run(
                 process.communicate(json.dumps(dict(arguments)).encode(), timeout=timeout)
             except subprocess.TimeoutExpired:
                 seconds = time.monotonic() - start
-                _kill_session(process)
+                _kill_group(process)
                 return Outcome("timeout", None, f"no answer within {timeout:.0f} s", seconds, _tail(log))
             finally:
-                _kill_session(process)  # the child's compile workers, and on Ctrl-C the child too
+                _kill_group(process)  # the child's compile workers, and on Ctrl-C the child too
         seconds = time.monotonic() - start
         code = process.returncode
         if code < 0:
@@ -94,21 +95,21 @@ def run(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return True if an error means that a GPU or the host ran out of memory."""
+    """Return True if the type or message of an error says that a GPU or the host ran out of memory."""
     # Compared by name, because importing torch takes seconds.
     class_names = {kind.__name__ for kind in type(error).__mro__}
     out_of_memory = isinstance(error, MemoryError) or "OutOfMemoryError" in class_names
     return out_of_memory or "out of memory" in str(error).lower()
 
 
-def _kill_session(process: "subprocess.Popen[bytes]") -> None:
-    with contextlib.suppress(ProcessLookupError):  # if all processes of the session have ended
+def _kill_group(process: "subprocess.Popen[bytes]") -> None:
+    with contextlib.suppress(ProcessLookupError):  # if all processes of the group have ended
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def _tail(log: Path) -> str:
-    return log.read_bytes()[-STDERR_TAIL:].decode(errors="replace")
+    return log.read_bytes()[-OUTPUT_TAIL:].decode(errors="replace")
 
 
 def _run_child(target: str, answer: Path) -> None:

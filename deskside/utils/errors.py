@@ -1,4 +1,4 @@
-"""The two errors that users see as one line. Any other exception is a bug; --debug shows its traceback."""
+"""Errors that the user can act on, printed as one line; --debug shows the traceback (see `cli/main.py`)."""
 
 
 class UsageError(Exception):

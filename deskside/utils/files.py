@@ -94,20 +94,22 @@ def unowned_files(folder: Path, owned: Collection[str]) -> list[str]:
 
 
 def check_replaceable(out: Path) -> None:
-    """Raise UsageError if `out` cannot be renamed: a mount point, or a folder that contains the working directory."""
+    """Raise UsageError if `out` is a mount point, or is or contains the working directory."""
     target = out.resolve()
     if target.is_mount():
         raise UsageError(f"--out {out}: is a mount point, and so cannot be replaced. Give another directory.")
     if Path.cwd().is_relative_to(target):
-        raise UsageError(f"--out {out}: is where you are, and so cannot be replaced. Give another directory.")
+        raise UsageError(
+            f"--out {out}: is or contains the current directory, and so cannot be replaced. Give another directory."
+        )
 
 
 def replace_folder(target: Path, new: Path, owned: Collection[str]) -> None:
     """Rename `new`, a folder beside `target`, to `target`, and delete the files of the old folder listed in `owned`.
 
-    After a failure at any moment the old folder still exists with all its files, and files that are not listed are
-    never deleted. Neither path may be a symbolic link. Raises OSError if a folder cannot be renamed, and RunError if
-    the old folder has got other files since `unowned_files` was called; the message says where they are.
+    The old folder keeps all its files until `new` has taken its place, and files that are not listed are never deleted.
+    Neither path may be a symbolic link. Raises OSError if a folder cannot be renamed, and RunError if the old folder
+    has got other files since `unowned_files` was called; the message says where they are.
     """
     if not target.exists():
         os.rename(new, target)

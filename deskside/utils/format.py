@@ -1,7 +1,6 @@
-"""Numbers as text: counts, durations, bytes, money, percentages and intervals.
+"""Values as text: counts, durations, bytes, money, percentages and intervals.
 
-Every command, report and chart formats its numbers here, so that one quantity is written in one way. Functions that
-accept None return `UNKNOWN` for it.
+Commands, reports and charts share these functions, so that one quantity is written in one way.
 """
 
 import math
@@ -12,10 +11,10 @@ GIB = 2**30
 
 
 def scaled(value: float, units: Sequence[tuple[str, float]]) -> str:
-    """Return three significant digits in the largest unit that leaves at least one digit before the point.
+    """Return at most three significant digits in the largest unit that leaves at least one digit before the point.
 
     `units` holds (suffix, size), the largest first. The unit is chosen after rounding, so 999.6 million is 1B and not
-    1000M or 1e+03M. Values beyond the largest unit get thousands separators.
+    1000M or 1e+03M. 1,000 and more of the largest unit get thousands separators.
     """
     for index, (suffix, size) in enumerate(units):
         digits = 2 - math.floor(math.log10(abs(value) / size)) if value else 2
@@ -32,7 +31,7 @@ def _fixed(value: float, digits: int) -> str:
 
 
 def number(value: float) -> str:
-    """Return a number with thousands separators, without an exponent, and with three significant digits.
+    """Return a number with thousands separators, without an exponent, and with at most three significant digits.
 
     Whole numbers, and numbers from 1,000, have all the digits before the decimal point.
     """
@@ -48,7 +47,7 @@ def span(interval: tuple[float, float]) -> str:
 
 
 def count(value: float | None) -> str:
-    """Return a number of tokens, parameters or steps: 12,345 or 371M or 3.95B."""
+    """Return a number of tokens, parameters or steps: 12,345 or 371M or 3.95B; `UNKNOWN` for None."""
     if value is None:
         return UNKNOWN
     if round(abs(value)) < 1e6 and f"{abs(value):.3g}" != "1e+06":
@@ -106,7 +105,7 @@ def duration(seconds: float) -> str:
 
 
 def elapsed(seconds: float | None) -> str:
-    """Return a measured time in one or two units: 3.2 s, 4 min 05 s, 2 h 07 min, 3 d 04 h."""
+    """Return a measured time in one or two units: 3.2 s, 4 min 05 s, 2 h 07 min, 3 d 04 h; `UNKNOWN` for None."""
     if seconds is None:
         return UNKNOWN
     if seconds < 99.95:
@@ -164,6 +163,6 @@ def value_text(value: object) -> str:
 
 
 def printable(text: str) -> str:
-    """Replace control characters, which browsers cannot show, and lone surrogates, which UTF-8 cannot encode."""
+    r"""Replace control characters except \n and \t, and lone surrogates, which UTF-8 cannot encode; \r\n becomes \n."""
     text = text.replace("\r\n", "\n").encode("utf-8", errors="replace").decode("utf-8")
     return "".join(c if c in "\n\t" or (ord(c) >= 32 and not 127 <= ord(c) < 160) else "\ufffd" for c in text)

@@ -2,7 +2,7 @@
 
 Python's parsers raise more than their own error: RecursionError for deep nesting, another ValueError for long integers,
 UnicodeDecodeError for invalid bytes, MemoryError for size. A value that parses can still break the code that walks or
-computes with it, for example by its depth. The functions here raise `Unreadable` for all of these.
+computes with it, for example by its depth. `json_value` and `toml_table` raise `Unreadable` for all of these.
 """
 
 import contextlib
@@ -28,8 +28,8 @@ def json_value(text: str | bytes | bytearray, big_integers: bool = False, finite
     """Return the value of a JSON text; bytes must be UTF-8.
 
     Args:
-        big_integers: Accept integers of more than 64 bits, which may occur in the records of a data set.
-        finite: Reject NaN, infinities, and numbers too large for a float.
+        big_integers: Accept integers of more than `MAX_DIGITS`, which may occur in the records of a data set.
+        finite: Reject NaN, infinities, and numbers with a fraction or exponent that are too large for a float.
 
     Raises Unreadable.
     """
@@ -58,7 +58,7 @@ def toml_table(text: str | bytes) -> dict[str, Any]:
 def read_json_object(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file.
 
-    Raises UsageError if the file does not exist, and RunError if it is damaged.
+    Raises UsageError if the file does not exist, and RunError if it cannot be read or is damaged.
     """
     try:
         content = json_value(path.read_bytes())
@@ -108,9 +108,8 @@ def _one_line(error: ValueError) -> str:
     if isinstance(error, UnicodeDecodeError):
         return f"it is not UTF-8 (byte {error.start})"
     first_line = next(iter(str(error).splitlines()), type(error).__name__)
-    if first_line.startswith(
-        "Exceeds the limit"
-    ):  # Python's limit on the digits of an integer, 4300 by default
+    # Python's limit on the digits of an integer, 4300 by default
+    if first_line.startswith("Exceeds the limit"):
         return "it has an integer of more digits than Python reads"
     return first_line[:300]
 

@@ -51,10 +51,10 @@ def raise_on_termination() -> Iterator[None]:
 
 
 class StopSignal:
-    """Context manager in which the first SIGINT, SIGTERM or SIGHUP only sets `requested`.
+    """Context manager in which SIGINT, SIGTERM and SIGHUP only set `requested`.
 
-    The training loop reads it and ends the run at the next step boundary. A second Ctrl-C ends the run at once. Under
-    nohup, which ignores SIGHUP, the run goes on after its terminal is closed.
+    The training loop reads it and ends the run at the next step boundary. Once it is set, Ctrl-C ends the run at once.
+    Under nohup, which ignores SIGHUP, the run goes on after its terminal is closed.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class StopSignal:
         return int(signal.Signals.__members__.get(self.requested, -1))
 
     def adopt(self, number: int) -> None:
-        """Adopt the `number` of another rank, so that all processes end with the same exit code."""
+        """Adopt the `number` of another rank if it is a signal's, so that all ranks end with the same exit code."""
         if number > 0:
             self.requested = signal.Signals(number).name
 

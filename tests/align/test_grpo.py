@@ -526,6 +526,7 @@ def test_questions_hold_a_system_message_and_copies_stand_on_one_side(base: Path
         (["BASE", "--data", "Q", "--questions", "0"], "at least 1"),
         (["BASE", "--data", "Q", "--questions", "4", "--batch.tokens", "512"], "give one of them"),
         (["BASE", "--data", "Q", "--align.group", "1"], "align.group"),
+        (["BASE", "--data", "Q", "--batch.sequence_length", "2k"], "batch.sequence_length: "),
         (["BASE", "--data", "Q", "--batch.sequence_length", "64", "--batch.tokens", "192",
           "--align.answer_tokens", "8"], "cannot be split into groups of 8"),
         (["BASE", "--data", "Q", "--align.answer_tokens", "250", "--schedule.steps", "1"], "no question of the"),

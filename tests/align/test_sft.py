@@ -401,6 +401,8 @@ def test_published_checkpoints(family: str, adapted: bool, place: Path, tmp_path
         (["runs/base", "--data", "text.txt"], "is plain text"),
         (["runs/base", "--data", "chats.jsonl", "--epochs", "1", "--hours", "1"], "one length only"),
         (["runs/base", "--data", "chats.jsonl", "--epochs", "many"], "schedule.length"),
+        (["runs/base", "--data", "chats.jsonl", "--batch.sequence_length=0"], "batch.sequence_length: "),
+        (["runs/base", "--data", "chats.jsonl", "--batch.sequence_length=2k"], "batch.sequence_length: "),
         (["runs/base", "--data", "chats.jsonl", "--align.turn", "last"], "did you mean --align.turns"),
         (["runs/base", "--data", "chats.jsonl", "--align.turns", "some"], "align.turns"),
         (["runs/base", "--data", "chats.jsonl", "--align.template", "no.jinja"], "no.jinja: cannot be read"),
@@ -428,7 +430,7 @@ def test_mistakes_are_one_line(
             shutil.rmtree(done)
             capsys.readouterr()
         before = sorted(p.name for p in (place / "runs").iterdir())
-        assert main(["sft", *argv, *([] if "--resume" in argv else SMALL if argv else [])]) == 2
+        assert main(["sft", *([] if "--resume" in argv else SMALL if argv else []), *argv]) == 2
         assert sorted(p.name for p in (place / "runs").iterdir()) == before
     error = capsys.readouterr().err.splitlines()
     assert reason in error[-1] and error[-1].startswith("deskside: ")

@@ -85,7 +85,7 @@ def test_too_few_minutes_for_a_point(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--depth", "7"], "depth 7: hidden size 448 is not a multiple of head_dim 128"),
+        (["--depth", "7"], "depth 7: must be even and at least 2"),
         (["--depth", "-2"], "--depth: '-2' is not a positive"),
         (["--depth", "12,,14"], "--depth: '12,,14' has an empty value"),
         (["--depth", "0"], "--depth: '0' is not a positive"),

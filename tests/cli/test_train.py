@@ -55,7 +55,7 @@ def dry(argv: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
         (["125m"], "125m: no such preset; use one of 1.3b, 124m"),
         (["gone.toml"], "gone.toml: no such file"),
         (["124m", "--depth", "12"], "--depth and a preset"),
-        (["--depth", "13"], "depth 13: hidden size 832 is not a multiple of head_dim 128; use an even depth"),
+        (["--depth", "13"], "depth 13: must be even and at least 2"),
         (["124m", "--data.path", "x"], "schedule.length: the run has no length; give --hours 2"),
         (["124m", "--hours", "2"], "data.path: no data was given; prepare some with: deskside data prepare"),
         (["124m", "--hours", "2", "--data.path", "x"], "data.path: x is not prepared data (no index.json)"),
@@ -210,7 +210,14 @@ def test_dry_run_in_hours_has_no_steps(capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.parametrize(
-    "argv", [["demo"], ["gpt2"], ["d20", "--schedule.steps", "9000"], ["1.3b", "--hours", "24"]]
+    "argv",
+    [
+        ["demo"],
+        ["gpt2"],
+        ["124m", "--schedule.length", "3 epochs"],
+        ["d20", "--schedule.steps", "9000"],
+        ["1.3b", "--hours", "24"],
+    ],
 )
 def test_dry_run_as_text(argv: list[str], here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", *argv, "--dry-run"]) == 0
@@ -229,6 +236,7 @@ def test_dry_run_as_text(argv: list[str], here: Path, capsys: pytest.CaptureFixt
     last = {
         "demo": "length 3m: ",
         "gpt2": "the run has no length yet",
+        "124m": "length 3 epochs: the steps depend on the data",
         "d20": "9,000 steps of ",
         "1.3b": "length 24h: ",
     }

@@ -95,6 +95,11 @@ def test_micro_tokens_must_fit_the_weight_gradient() -> None:
     build([{"batch": {**rows, "micro_tokens": 6400}, "precision": {"name": "nvfp4-eden"}}])  # 50 x 128
 
 
+def test_an_odd_head_dim_fits_if_the_projections_do() -> None:
+    model = {"position_embedding": "learned", "num_attention_heads": 16, "num_key_value_heads": 16}
+    build([{"model": {**model, "head_dim": 65}, "precision": {"name": "fp8"}}])
+
+
 def test_loss_chunks_matter_only_with_a_quantized_head() -> None:
     """The gradient of the head's weight sums over the tokens of a chunk."""
     compute = {"loss_chunk_tokens": 1000}

@@ -492,3 +492,9 @@ def test_the_weight_of_the_balancing_loss_may_change() -> None:
         UsageError, match=r"model\.norm_topk_prob: .* with true, not false; leave the option out"
     ):
         refuse_other_model(own, {"model": {"norm_topk_prob": False}}, "runs/a")
+
+
+def test_a_part_that_one_layer_gives_as_a_value_is_one_line() -> None:
+    for options in ({"name": "adamw"}, {"lr": 0.01}):
+        with pytest.raises(UsageError, match="optim: is given both as one value and as a table"):
+            build([{"optim": "adamw"}, {"optim": options}])

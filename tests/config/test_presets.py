@@ -74,7 +74,7 @@ def test_demo_is_small_and_short() -> None:
 
 @pytest.mark.parametrize("number", [-2, 0, 1, 7, 13])
 def test_an_invalid_depth(number: int) -> None:
-    with pytest.raises(UsageError, match="use an even depth"):
+    with pytest.raises(UsageError, match="must be even and at least 2"):
         presets.depth(number)
 
 

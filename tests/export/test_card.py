@@ -129,6 +129,10 @@ def test_the_stages_before_are_told(made: MadeRun, tmp_path: Path) -> None:
     assert told[0].started_from == "Qwen3-0.6B" and told[1].started_from == "copy"
     text = card(second)
     assert text.index("`base`") < text.rindex("`chat`") and "5,120,000" in text
+    # A relative path is relative to the directory where the run was started.
+    recorded = json.loads((second / "run.json").read_text("utf-8"))
+    write(second, "run.json", {**recorded, "init": "a/copy/model", "directory": str(tmp_path)})
+    assert [stage.name for stage in stages(second, print)] == ["base", "chat"]
     # A circle, as when a folder was replaced, ends.
     write(first, "run.json", {**json.loads((first / "run.json").read_text("utf-8")), "init": str(second)})
     assert [stage.name for stage in stages(second, print)] == ["base", "chat"]

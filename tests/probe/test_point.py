@@ -76,5 +76,5 @@ def test_through_a_child() -> None:
     outcome = child_process.run(
         "deskside.probe.point:measure_point", {"spec": SPEC}, 120, {"OMP_NUM_THREADS": "1"}
     )
-    assert outcome.status == "ok", outcome.stderr
+    assert outcome.status == "ok", outcome.output
     assert outcome.value["setup_seconds"] < outcome.seconds

@@ -76,7 +76,7 @@ def test_result_of_a_child_is_returned() -> None:
     assert (outcome.status, outcome.error, outcome.value["twice"]) == ("ok", "", 42)
     assert outcome.value["pid"] != os.getpid()
     assert outcome.value["session"] == outcome.value["pid"]
-    assert "output of a library" in outcome.stderr
+    assert "output of a library" in outcome.output
     assert 0 < outcome.seconds < 60
 
 

@@ -302,7 +302,9 @@ def test_the_working_directory_is_not_replaced(
     prepare([str(corpus)], tmp_path / "out", CorpusOptions(**SMALL))
     monkeypatch.chdir(tmp_path / "out")
     assert prepare([str(corpus)], ".", CorpusOptions(**SMALL)).made == 0
-    with pytest.raises(UsageError, match=r"--out \.: is where you are, and so cannot be replaced"):
+    with pytest.raises(
+        UsageError, match=r"--out \.: is or contains the current directory, and so cannot be replaced"
+    ):
         prepare([str(corpus)], ".", CorpusOptions(resume=False, **SMALL))
 
 
