@@ -150,7 +150,7 @@ class _RequestedStudy:
         if options.dry_run and options.json:
             print_json(dry_run.plan_json(*parts), indent=1)
         else:
-            dry_run.plan_table(*parts, console=Console(highlight=False, stderr=not options.dry_run))
+            dry_run.print_plan(*parts, console=Console(highlight=False, stderr=not options.dry_run))
 
 
 def _requested_study(

@@ -53,7 +53,7 @@ def style_axes(axes: Axes) -> None:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a PNG with a small palette, which is a third of the size of true color. Raises OSError."""
+    """Write a PNG with a small palette, which is smaller than true color. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with warnings.catch_warnings():
         # The font draws characters that it lacks as boxes; the table in the report has the full name.

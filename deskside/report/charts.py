@@ -1,6 +1,6 @@
 """Draws a study's bars, forest plots, bubbles, Pareto fronts and heat maps with matplotlib.
 
-A heat map shows relative differences: one factor against the other if there are two, else arms against metrics.
+A heat map shows relative differences: one factor against the other if two are crossed, else arms against metrics.
 """
 
 from collections.abc import Sequence
@@ -232,7 +232,7 @@ def draw_front(results: Results, group: Group, front: Front) -> Plot | str:
     )
     emulated = SPEED in front.metrics and any(point.arm.emulated for point in data.points)
     caption = (
-        f"Filled squares: no other arm is better in all of {names.replace(' x ', ', ')} at once."
+        f"Filled squares: no other arm is as good in all of {names.replace(' x ', ', ')} and better in one."
         f"{f' The front also weighs {other_metrics}, which is not drawn.' if other_metrics else ''}"
         f"{' Grey diamonds: the intervals leave open whether they are on it.' if front.unclear else ''}"
         f" Crosses: intervals over seeds ({seeds_text([p.arm for p in data.points], x_key)}).{_clipped_note(data)}"

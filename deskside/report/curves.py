@@ -33,13 +33,13 @@ STYLES: tuple[tuple[Any, str, str], ...] = (  # dashes, marker, shade
     ((0, (1, 1.5)), "v", "#6a2f86"),
     ((0, (4, 1.5, 1, 1.5, 1, 1.5)), "P", MIDDLE),
 )
-EARLY_FRACTION = 0.35  # the y axis ends at the highest loss that an arm has after this fraction of the x axis
+EARLY_FRACTION = 0.35  # the y axis ends at the highest loss that an arm has at this fraction of the x axis
 
 
 def draw_curves(results: Results, group: Group, x_key: str) -> Plot | str:
     """Draw loss against `x_key` ("tokens" or "seconds"), with one panel for each baseline and its arms.
 
-    The loss is validation bits per byte if all trials were evaluated during training, else the training loss.
+    The loss is validation bits per byte if every evaluated trial has at least three points, else the training loss.
     """
     versus = "time" if x_key == "seconds" else x_key
     arms = [arm for arm in results.arms_in(group) if arm.finished()]
@@ -51,7 +51,7 @@ def draw_curves(results: Results, group: Group, x_key: str) -> Plot | str:
         curves_of = {arm.id: _finished_curves(arm, y_key, x_key) for arm in arms}
     plotted = [arm for arm in arms if curves_of[arm.id]]
     if not plotted:
-        return f"No curves of loss against {versus}: no trial has finished."
+        return f"No curves of loss against {versus}: no finished trial has a curve."
     baseline_groups = by_baseline(plotted)
     shown_groups = baseline_groups[:MAX_PANELS]
     name, unit = CURVE_TITLES[y_key].split(", ")
@@ -89,7 +89,7 @@ def draw_curves(results: Results, group: Group, x_key: str) -> Plot | str:
 
 
 def _finished_curves(arm: Arm, y_key: str, x_key: str) -> list[Curve]:
-    """Return the curve of each finished trial. The training loss is noisy, so its running median is returned."""
+    """Return the curves of the finished trials. The training loss is noisy, so its running median is returned."""
     curves = []
     for trial in arm.finished():
         points = curve(trial.curve, x_key, y_key)

@@ -122,7 +122,7 @@ def _environment() -> Environment:
 
 
 def _finalize(value: Any) -> Any:
-    """Remove unprintable characters from everything that a template writes."""
+    """Replace unprintable characters in what a template writes."""
     return value if isinstance(value, Markup) else printable(str(value))
 
 
@@ -140,7 +140,7 @@ def _inline(text: str) -> str:
 
 
 def _wrap(text: str, initial_indent: str = "", subsequent_indent: str = "") -> str:
-    """Return escaped text wrapped at MARKDOWN_COLUMNS."""
+    """Wrap text that `_inline` has escaped at MARKDOWN_COLUMNS."""
     lines = textwrap.wrap(
         text,
         MARKDOWN_COLUMNS,
@@ -151,7 +151,7 @@ def _wrap(text: str, initial_indent: str = "", subsequent_indent: str = "") -> s
     ) or [initial_indent]
     # Escape what would turn a wrapped line into a list item, a heading or a rule.
     return "\n".join(
-        [lines[0], *(re.sub(r"^(\s*)([-+]|\d+[.)])(?=\s|$)", r"\1\\\2", line) for line in lines[1:])]
+        [lines[0], *(re.sub(r"^(\s*\d*)([-+=]+|(?<=\d)[.)])(?=\s|$)", r"\1\\\2", line) for line in lines[1:])]
     )
 
 

@@ -18,7 +18,7 @@ from deskside.utils.format import UNKNOWN, count, elapsed, value_text
 
 PROVENANCE = ("measured", "modelled", "published")
 PROVENANCE_KEYS = ("provenance", "origin", "source")
-# (key in summary.json, name, number format, unit)
+# (key of `predicted` in summary.json, name, number format, unit)
 PREDICTED_QUANTITIES = (
     ("tokens_per_second", "speed", ",.0f", "tokens/s"),
     ("memory_gib", "peak memory", ".2f", "GiB"),
@@ -31,7 +31,7 @@ EXECUTION_TEXT = {
     "model": "torch.compile, the whole model",
     "off": "eager",
 }
-# Keys of plan.json, and of the initial estimate in it, that other tables of the report show.
+# Keys of plan.json, and of the initial estimate in it, that other parts of the report show.
 SHOWN_ELSEWHERE = {"length", "clock", "initial", "revisions", "fit", "attention", "precision", "compile"}
 INITIAL_SHOWN_ELSEWHERE = {
     "step",
@@ -76,7 +76,7 @@ def provenance_rows(
     """Return (name, value, provenance) of every leaf of a JSON object.
 
     An object like {"value": 812, "unit": "TFLOP/s", "provenance": "measured"} is one leaf. A number without a
-    provenance inherits that of the enclosing object, or else gets `default`. The provenance of a string is empty.
+    provenance inherits that of the enclosing object, or else gets `default`. That of a string or a list is empty.
     """
     inherited = _own_provenance(values) or default
     rows = []

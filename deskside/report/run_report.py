@@ -23,7 +23,7 @@ from deskside.run.record import RunRecord, flatten, mapping, number, objects, te
 from deskside.utils.format import UNKNOWN, count, elapsed, value_text
 
 MAX_EVENTS = 20
-# Log lines with one of these parts are shown even if the log is long.
+# Of a long log, only the last lines with one of these parts are shown at first.
 NOTABLE_EVENTS = (
     "skip",
     "roll",

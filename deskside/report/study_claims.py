@@ -74,7 +74,7 @@ def claims_section(results: Results) -> Section:
 
 
 def judge_with_others(results: Results, others: Sequence[Results]) -> Results:
-    """Return `results` with its claims judged by its own trials and those of `others`, which its notes then list."""
+    """Return `results` with all claims judged by its own trials and those of `others`, which its notes then list."""
     notes = [
         f"Also: study {other.name} of {other.created[:10]} on {_device_name(other)}: "
         + "; ".join(f"{g.heading} ({g.budget or 'no budget recorded'})" for g in other.groups)
@@ -112,7 +112,7 @@ def claims_document(results: Results) -> ReportDocument:
         span = str(seeds[0]) if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
     method = [
         "A measured claim is one comparison of two arms, paired by seed, with its interval of 95 %. What a data sheet "
-        "or arithmetic answers has no seeds, and its scale says what it is: published, computed or modelled.",
+        "or arithmetic answers has no seeds, and its scale says what it is.",
         f"Decisions about the {with_interval} claims with an interval are adjusted for their number by the rule of "
         "Benjamini and Hochberg at 5 %; intervals are not (docs/statistics.md).",
         '"Shared host" marks a speed or a power draw that was measured while other trials ran on the same host.',
@@ -135,7 +135,7 @@ def claims_document(results: Results) -> ReportDocument:
 
 
 def verdict_counts(results: Results) -> str:
-    """Return a sentence like "32 claims: 3 contradicted, 10 hold. Measured on NVIDIA H100."."""
+    """Return a sentence like "13 claims: 3 contradicted, 10 hold. Measured on NVIDIA H100."."""
     counts = {verdict: sum(c.verdict == verdict for c in results.claims) for verdict in VERDICTS}
     counts_text = ", ".join(
         f"{count} {verdict if count == 1 else VERDICTS[verdict][0]}"

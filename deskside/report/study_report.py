@@ -1,4 +1,4 @@
-"""The content of a study's report, section by section. All statistics are read from the study's results."""
+"""The content of a study's report, section by section."""
 
 import shlex
 from collections import Counter
@@ -27,19 +27,18 @@ from deskside.report.study_tables import (
     missing_metrics,
     unfinished_trials,
 )
-from deskside.study.narrative.findings import GOALS, insights
+from deskside.study.narrative.findings import GOALS, has_time_budget, insights
 from deskside.study.results import NO_DIFFERENCE, TOO_FEW, Group, Results, status_text
 from deskside.study.stats.metrics import PRIMARY, SPEED, metric_named
 from deskside.utils.format import plural
 
 MAX_SHOWN = 4  # findings per goal; the others are folded
-TIME_BUDGET_SUFFIX = "of training"  # end of the text of a budget in training time
 DESIGN_TEXT = {"full": "every combination", "one-at-a-time": "the baseline, and each other level alone"}
 NOTHING_FINISHED = "Nothing yet: no trial has finished."
 METHOD_NOTES = {
     "paired t": (
-        "Intervals are Student's t at 95 %, each for its one number, of logarithms of ratios seed by seed. A "
-        "difference is called higher or lower only if it also holds among all comparisons of that metric in its group "
+        "The interval of a difference is Student's t at 95 %, of logarithms of ratios seed by seed. A difference is "
+        "called higher or lower only if it also holds among all comparisons of that metric in its group "
         "(Benjamini and Hochberg): of twenty arms without any effect, about one such interval excludes zero. So an "
         "interval may exclude zero while the verdict is still \u201cno difference shown\u201d."
     ),
@@ -160,7 +159,7 @@ def _method_notes(results: Results) -> list[Block]:
     ]
     methods = dict.fromkeys(comparison.method for arm in results.arms for comparison in arm.comparisons)
     notes += [METHOD_NOTES.get(method, f"Method: {method}.") for method in methods if method]
-    if any(group.budget.endswith(TIME_BUDGET_SUFFIX) for group in results.groups):
+    if any(has_time_budget(group) for group in results.groups):
         notes.append(
             "In a budget of time a slower arm sees fewer tokens, and its learning rate decays over the steps that it "
             "has. The final loss is therefore what the time buys. Loss at equal tokens is read off each arm's curve: a "
@@ -199,7 +198,7 @@ def _setup_blocks(results: Results) -> list[Block]:
     rows += [
         ("seeds", ", ".join(str(seed) for seed in results.seeds)),
         ("trials", f"{finished} of {total} finished"),
-        ("memory", f"{100 * results.memory_fraction:.0f} % of the device for every trial"),
+        ("GPU memory", f"at most {100 * results.memory_fraction:.0f} % for every trial"),
         ("started", results.created or "not recorded"),
         ("newest result", results.updated or "not recorded"),
     ]
@@ -208,7 +207,7 @@ def _setup_blocks(results: Results) -> list[Block]:
 
 
 def _budget_text(group: Group) -> str:
-    if group.budget.endswith(TIME_BUDGET_SUFFIX):
+    if has_time_budget(group):
         return f"{group.budget}; compile, evaluation and checkpoints are not counted"
     return group.budget or "not recorded"
 

@@ -37,7 +37,7 @@ def arms_table(results: Results, group: Group) -> Table:
 
 
 def all_numbers(results: Results, group: Group) -> list[Block]:
-    """Return folded tables of all differences and all measured numbers of a group."""
+    """Return folded tables of the differences in metrics that can be better or worse, and of all measured numbers."""
     arms = results.arms_in(group)
     blocks: list[Block] = []
     compared = [m for m in METRICS if m.better and any(arm.comparison(m.key) for arm in arms)]
@@ -71,10 +71,10 @@ def interaction_blocks(results: Results) -> list[Block]:
             str(interaction.n),
         )
         (dependent if interaction.is_shown else others).append(row)
-    head = (*_group_header(results), "factors", "metric", "effect of both beyond the sum of each", "seeds")
+    head = (*_group_header(results), "factors", "metric", "effect beyond the product of both", "seeds")
     blocks: list[Block] = [
         (
-            "Zero means that one factor has the same effect at every level of the other. Relative, from the difference "
+            "Zero means that one factor has the same relative effect at both levels of the other, by the difference "
             "of differences of logarithms."
         ),
         Table(head, dependent) if dependent else "No two factors are shown to depend on each other.",
@@ -100,7 +100,7 @@ def _group_cell(results: Results, name: str) -> tuple[str, ...]:
 
 
 def front_table(results: Results) -> list[Block]:
-    """Return a table of Pareto fronts: the arms that no other arm beats in all metrics at once."""
+    """Return a table of Pareto fronts: the arms that no other arm dominates (study/stats/pareto.py)."""
     if not results.fronts:
         return ["There is no Pareto front: no arm has the numbers for one."]
 
@@ -122,27 +122,33 @@ def front_table(results: Results) -> list[Block]:
         )
         for front in results.fronts
     ]
-    head = ("metrics", "on the front: no other arm is better in all metrics", "undecided by the intervals")
+    on_front = "on the front: no other arm is as good in all metrics and better in one"
+    head = ("metrics", on_front, "undecided by the intervals")
     return [Table((*_group_header(results), *head), rows)]
 
 
 def unfinished_trials(results: Results) -> list[Block]:
     """Return a table of unfinished trials with the reasons; trials of an arm with the same reason share a row."""
-    seeds_by_outcome: dict[tuple[str, str, str], list[int]] = {}
+    seeds_by_outcome: dict[tuple[str, str, str, str], list[int]] = {}
     for arm in results.arms:
         for trial in arm.trials:
             if trial.status not in ("finished", "pending"):
-                seeds_by_outcome.setdefault((arm.label, status_text(trial.status), trial.reason), []).append(
-                    trial.seed
-                )
+                outcome = (arm.group, arm.label, status_text(trial.status), trial.reason)
+                seeds_by_outcome.setdefault(outcome, []).append(trial.seed)
     pending = sum(trial.status == "pending" for arm in results.arms for trial in arm.trials)
     blocks: list[Block] = [f"Not run yet: {plural(pending, 'trial')}."] if pending else []
     if seeds_by_outcome:
         rows = [
-            (arm, ", ".join(str(seed) for seed in seeds), status, reason or "not recorded")
-            for (arm, status, reason), seeds in seeds_by_outcome.items()
+            (
+                *_group_cell(results, group),
+                arm,
+                ", ".join(str(seed) for seed in seeds),
+                status,
+                reason or "not recorded",
+            )
+            for (group, arm, status, reason), seeds in seeds_by_outcome.items()
         ]
-        blocks.append(Table(("arm", "seed", "status", "reason"), rows))
+        blocks.append(Table((*_group_header(results), "arm", "seed", "status", "reason"), rows))
     return blocks or ["Every trial finished."]
 
 
@@ -171,7 +177,7 @@ def missing_metrics(results: Results) -> list[Block]:
 
 
 def all_trials(results: Results) -> Details:
-    """Return a folded table of every trial with its metrics and directory."""
+    """Return a folded table of every trial with its main metrics and its directory."""
     rows = []
     for arm in results.arms:
         for trial in arm.trials:

@@ -51,7 +51,7 @@ def estimate_text(metric: Metric, estimate: Estimate | None, with_interval: bool
 
 
 def relative_text(mean: float, low: float | None, high: float | None, verdict: str) -> str:
-    """Return `+0.52 % (+0.11 to +0.93 %)`, `no difference shown (-0.1 to +0.3 %)` or `+0.52 %, exactly`.
+    """Return `+0.52 % (+0.11 to +0.93 %)`, `no difference shown (-0.10 to +0.30 %)` or `+0.52 %, exactly`.
 
     `mean`, `low` and `high` are fractions: 0.05 is 5 %.
     """
@@ -70,7 +70,7 @@ def relative_text(mean: float, low: float | None, high: float | None, verdict: s
 
 
 def difference_text(arm: Arm, key: str) -> str:
-    """Return an arm's difference from its baseline in one metric; empty for a baseline or if not measured."""
+    """Return an arm's difference from its baseline in one metric; "" for a baseline or if nothing was measured."""
     comparison = arm.comparison(key)
     if comparison is None or number(comparison.relative) is None:
         missing = arm.id != arm.baseline and arm.estimate(key) is not None

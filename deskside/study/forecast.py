@@ -2,7 +2,7 @@
 
 The time of a trial is its set-up, training and evaluation. With a time budget the training time is given. With a budget
 in tokens or steps the planner models the speed from `deskside probe` measurements of this GPU or from published ones.
-If neither exist, as for a CPU that was never probed, the time is unknown.
+Without either, as for a CPU that was never probed, the time is unknown.
 """
 
 from collections.abc import Sequence
@@ -54,7 +54,7 @@ class TrialForecast:
     Attributes:
         seconds_total: Lifetime of the process, including `seconds_training`.
         tokens: Tokens that the trial trains on.
-        memory_gib: Peak memory of the GPU.
+        memory_gib: Peak memory of the device.
         source: "measured" or "published" for the measurements that the planner used, "budget" if only a time budget
             is known, "" if nothing is.
         note: A warning for the user, or "".

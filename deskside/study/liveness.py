@@ -1,7 +1,7 @@
 """Detection of runs that are still training, from their directories and without disturbing them.
 
-results.json lists a trial as running until its end is recorded. If the study was killed, or the directory is a copy,
-the end is never recorded. So readers of results.json check here whether a running trial is alive.
+results.json lists a trial as running until its end is recorded, which does not happen if the study was killed or the
+directory is a copy. So readers of results.json check here whether a running trial is alive.
 """
 
 import time

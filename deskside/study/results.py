@@ -1,8 +1,7 @@
 """The results of a study: DIR/results.json, and one row per trial in DIR/results.parquet.
 
-The runner writes both files after every trial, with the comparisons so far. The report and the dashboard read
-results.json, and the metrics.jsonl of a trial for whole curves. Results are valid while the study runs, after Ctrl-C,
-and with failed trials.
+The runner writes both files whenever a trial starts or ends, with the comparisons so far. The report and the dashboard
+read results.json. Results are valid while the study runs, after Ctrl-C, and with failed trials.
 
     factor  a varied property, such as the size of the model; its levels are the values that it takes
     group   a set of arms with the same base configuration, budget and factors
@@ -25,9 +24,9 @@ from deskside.utils.parsing import json_value
 
 SCHEMA_VERSION = 1
 
-# Statuses of a trial. "oom": out of memory even with the smallest micro-batch. "diverged": stopped by the guard.
+# Statuses of a trial. "oom": out of memory. "diverged": stopped by the guard, or the final loss is not finite.
 # "killed": by a signal from outside. "refused": the configuration is not possible here. "pending": not run yet, or
-# stopped by Ctrl-C; --resume runs it.
+# stopped with the study; --resume runs it.
 STATUSES = ("finished", "oom", "diverged", "failed", "killed", "refused", "running", "pending")
 # Never written to results.json: study/liveness.py assigns it to a trial that is listed as running but is not alive.
 INTERRUPTED = "interrupted"
@@ -47,9 +46,9 @@ class Trial:
     """One run.
 
     Attributes:
-        status: One of `STATUSES`.
+        status: One of `STATUSES`, or `INTERRUPTED`.
         reason: Why it did not finish, in one line, or "".
-        run: Its directory, relative to the study's.
+        run: Its directory, relative to the study's, or "" before its first start.
         started, ended: Times in ISO format, or "".
         metrics: Values by their keys in study/stats/metrics.py; those that were not measured are absent.
         curve: At most 200 rows of {"tokens", "seconds", "loss", "val_bpb"}, None where not measured. The seconds are
@@ -241,11 +240,11 @@ class ClaimResult:
     Attributes:
         claimed: The claimed change or value as text.
         measured: The measured or computed change or value in `unit`, with its interval or range `low` to `high`.
-        n: Number of seeds; 0 for a computed answer.
+        n: Number of seeds; 0 if nothing was measured.
         scale: Model, budget and hardware of the measurement, as text.
         basis: "measured", the source of a computed answer (study/claims/verdicts.py), or "".
         p: p-value of the decision before the correction for multiple claims.
-        shared: True if the claim is about speed or power and other trials ran on the host at the same time.
+        shared: True if the claim is about speed or power and other trials of the study ran at the same time.
     """
 
     id: str
@@ -272,7 +271,7 @@ class Results:
     Attributes:
         created, updated: Times in ISO format.
         memory_fraction: Share of the GPU memory that a trial may use.
-        machine: environment.json of a trial.
+        machine: environment.json of a trial, and the names of all `devices` that trials ran on.
         complete: True if every trial has ended.
         notes: Excluded combinations and warnings, one line each.
     """

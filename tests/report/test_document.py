@@ -77,12 +77,15 @@ def test_any_text_comes_back_from_html(text: str) -> None:
     assert f"x{printable(text)}x".replace("\r", "\n") in [t.replace("\r", "\n") for t in page.texts]
 
 
-@pytest.mark.parametrize("text", ["1. x", "- y", "# z", "> w", "+ v", "---"])
+@pytest.mark.parametrize("text", ["1. x", "12) x", "- y", "# z", "> w", "+ v", "---", "==="])
 def test_wrapped_markdown_never_starts_a_list_or_heading(text: str) -> None:
-    words = " ".join(["word"] * 15)
-    markdown = render_markdown(
-        ReportDocument("t", "v", [Section("s", [f"{words} {text} {words} {text}"])]), Path(".")
-    )
-    tokens = [token.type for token in MarkdownIt("commonmark").parse(markdown)]
-    assert tokens.count("heading_open") == 2 and "bullet_list_open" not in tokens and "hr" not in tokens
-    assert "ordered_list_open" not in tokens and "blockquote_open" not in tokens
+    for count in range(12, 20):  # after 16 words, the text begins a line
+        words = " ".join(["word"] * count)
+        paragraph = f"{words} {text} {words} {text}"
+        markdown = render_markdown(ReportDocument("t", "v", [Section("s", [paragraph])]), Path("."))
+        tokens = MarkdownIt("commonmark").parse(markdown)
+        types = [token.type for token in tokens]
+        assert types.count("heading_open") == 2 and "bullet_list_open" not in types and "hr" not in types
+        assert "ordered_list_open" not in types and "blockquote_open" not in types
+        shown = "".join(child.content or " " for child in tokens[-2].children or [])
+        assert " ".join(shown.split()) == paragraph

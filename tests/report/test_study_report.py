@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from deskside.cli.report import run
 from deskside.report import study_claims, study_report, study_text
-from deskside.report.document import render_html, render_markdown
+from deskside.report.document import Table, render_html, render_markdown
 from deskside.report.study_claims import claims_markdown
+from deskside.report.study_tables import unfinished_trials
 from deskside.report.write import write_report
 from deskside.study.narrative.findings import GOALS, insights
 from deskside.study.results import Arm, ClaimResult, Comparison, Group, Results
@@ -119,6 +120,16 @@ def test_sections_hold_findings_counts_and_reasons(tmp_path: Path) -> None:
         assert all(t.reason in text for arm in results.arms for t in arm.trials if t.status != "finished")
         assert "22 of 24" in text and "a card that was made up" in text and "Benjamini" in text
         assert "deskside study" not in text  # it is complete
+
+
+def test_arms_of_two_groups_with_the_same_label_have_rows_of_their_own() -> None:
+    results = made.results()
+    lost = next(arm for arm in results.arms if len(arm.finished()) < len(arm.trials))
+    groups = [*results.groups, replace(results.groups[0], name="other")]
+    arms = [lost, replace(lost, id=f"other-{lost.id}", group="other")]
+    (table,) = unfinished_trials(replace(results, groups=groups, arms=arms))
+    assert isinstance(table, Table)
+    assert [(row[0], row[1]) for row in table.rows] == [("main", lost.label), ("other", lost.label)]
 
 
 def test_interactions_and_fronts_are_those_of_the_results(tmp_path: Path) -> None:

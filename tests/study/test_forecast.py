@@ -121,7 +121,7 @@ def test_no_torch() -> None:
         "from deskside.study.spec import expand, parse_spec\n"
         "study = parse_spec.load('matrix16'); found = expand.expand(study); here = forecast.local_machine('nowhere')\n"
         "known = {a.id: forecast.forecast(a, here, study.memory_fraction) for a in found.arms}\n"
-        "dry_run.plan_table(study, found, known, here)\n"
+        "dry_run.print_plan(study, found, known, here)\n"
         "assert 'torch' not in sys.modules"
     )
     done = subprocess.run(

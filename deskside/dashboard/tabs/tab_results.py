@@ -70,7 +70,7 @@ def _draw_interactions(selection: StudySelection) -> None:
                 for name in (interaction.first, interaction.second)
             ),
             "in": metric_named(interaction.metric).label,
-            "effect of both beyond the sum of each": study_text.relative_text(
+            "effect beyond the product of both": study_text.relative_text(
                 interaction.effect, interaction.low, interaction.high, interaction.verdict
             ),
             "seeds": interaction.n,

@@ -1,7 +1,6 @@
-"""Judgement of published claims (facts/claims.toml) by the results of studies.
+"""Judgement of published claims (facts/claims.toml) by the results of studies and by formulas.
 
-The measured change is the mean log-ratio over the seeds that both arms finished, with Student's 95 % interval, as
-in every comparison of a study. verdicts.py has the rules.
+verdicts.py has the rules.
 """
 
 import math
@@ -22,20 +21,12 @@ from deskside.study.claims.verdicts import (
     verdict_of_value,
 )
 from deskside.study.results import NOT_ENDED, Arm, ClaimResult, Results
-from deskside.study.stats.metrics import BY_KEY
+from deskside.study.stats.metrics import BY_KEY, SPEED_AND_POWER
 from deskside.study.stats.statistics import is_exact, log_ratio, paired_values, significant
 from deskside.utils.format import count
 
 # With an emulated number format, these metrics are not those of hardware with native support.
-SPEED_METRICS = (
-    "tokens_per_second",
-    "mfu",
-    "watts",
-    "joules_per_token",
-    "tokens",
-    "seconds",
-    "total_seconds",
-)
+SPEED_METRICS = (*SPEED_AND_POWER, "tokens")
 MEMORY_METRICS = ("peak_memory_gib", "peak_reserved_gib")
 TINY_PARAMETERS = 10e6  # a model with fewer parameters is called "tiny" in `scale_of`
 MIN_COMPUTE_CAPABILITY = {"fp8": 8.9, "fp4": 10.0}  # of tensor cores with the format
@@ -52,8 +43,8 @@ def judge(
     Args:
         ids: Ids of the claims, with * and ?. Raises UsageError for an unknown id.
         known: All claims; by default those of facts/claims.toml.
-        others: More studies with measurements. Each claim is judged by one study: for speed preferably by one without
-            concurrent trials on the same host, then by the one with the most seeds, then by the last in the sequence.
+        others: More studies with measurements. Each claim is judged by one study that measured it: for speed preferably
+            one without concurrent trials on its host, then the one with the most seeds, then the last in the sequence.
     """
     known = claims() if known is None else known
     selected_ids = matching_ids(ids, known)
@@ -71,7 +62,7 @@ def arms_of(results: Results, claim: Claim) -> tuple[Arm, Arm] | None:
 
 
 def _find_arm(results: Results, group: str, levels: Mapping[str, str]) -> Arm | None:
-    """Return the arm with these levels and a baseline's level of every other factor; None unless it is unique."""
+    """Return the arm with these levels and a baseline's level of every other factor; None unless one arm matches."""
     arms = [arm for arm in results.arms if arm.group == group]
     allowed: dict[str, set[str]] = {}  # factor -> levels
     for arm in arms:
@@ -333,8 +324,8 @@ def with_unit(value: float, unit: str, sign: str = "") -> str:
 
 
 def number_text(value: float, sign: str = "") -> str:
-    """Return a number with three significant digits, from 1,000 on without decimals. With sign "+": "+8.4"."""
-    return f"{value:{sign},.0f}" if abs(value) >= 1000 else f"{value:{sign}.3g}"
+    """Return a number with at most three significant digits, from 1,000 on without decimals. With sign "+": "+8.4"."""
+    return f"{value:{sign},.0f}" if abs(value) >= 999.5 else f"{value:{sign}.3g}"
 
 
 def scale_of(results: Results, arm: Arm) -> str:

@@ -1,7 +1,7 @@
 """Computed answers to claims that compare no trials: exact bytes, data sheets, electricity, prices and rents.
 
 `FORMULAS` maps the `formula` of a claim (facts/claims.toml) to a function that returns its `Answer`. Answers about
-whole runs are modelled by the planner and have a range (planned_formulas.py). No answer is a measurement. "The guide"
+whole runs are in planned_formulas.py. No answer is a measurement. "The guide"
 is the first document in claims.toml.
 """
 

@@ -1,4 +1,4 @@
-"""Computed answers to claims about whole runs (speed, memory, hours, loss), modelled by the planner."""
+"""Computed answers to claims about whole runs (speed, memory, hours, loss), most of them modelled by the planner."""
 
 from collections.abc import Callable
 from functools import partial
@@ -98,7 +98,7 @@ def _memory(rows: int) -> Answer:
 def _speed_ratio(
     ours: StepEstimate, theirs: StepEstimate, on: str, convert: Callable[[float], float] = float
 ) -> Answer:
-    """Return the ratio of two modelled speeds, whose errors are assumed to be independent.
+    """Return the ratio of two modelled speeds, with the range of all ratios within their ranges.
 
     convert: converts a ratio to the claim's unit.
     """
@@ -120,7 +120,7 @@ def _rtx5090_against_a100(
 def _against_rtx4090(card: str, precision: Precision) -> Answer:
     """Return the speed of a card over that of an RTX 4090 in BF16.
 
-    The document compares the cards with a 3B model, which fits into neither, so the preset 340m is used.
+    The document compares the cards with a 3B model, which does not fit into an RTX 4090, so the preset 340m is used.
     """
     ours = _estimate(card, "340m", _adamw_batch(8, 4), precision=precision)
     theirs = _estimate("rtx4090", "340m", _adamw_batch(8, 4), precision="bf16")
@@ -192,7 +192,7 @@ def _moe_hadamard() -> Answer:
 
 
 def _speedrun_hours() -> Answer:
-    """Return the hours for 4.33e19 FLOPs on eight H100, at the modelled speed of d20, the deepest preset."""
+    """Return the hours for 4.33e19 FLOPs on eight H100, at the modelled speed of the preset d20."""
     estimate = _estimate("h100 sxm", "d20", {}, gpus=8)
     low, value, high = estimate.tokens_per_second
     token_hours = SPEEDRUN_FLOPS / estimate.setting.flops_per_token / 3600  # hours at one token per second

@@ -14,15 +14,15 @@ one and a half of the claimed log-ratio, for "no change" the tolerance on both s
                         or there are too few seeds, no finished pair of trials, or peaks of memory with different
                         micro-batches; or the decision is not significant after the correction below
     needs other hardware  the machine lacks something that the claim needs (for memory: a GPU), or the claim is about
-                        speed and an arm was emulated
-    not measured        no study has both arms, or deskside cannot test the claim
+                        speed or power and an arm was emulated
+    not measured        no study has both arms, or their trials have not ended, or deskside cannot test the claim
 
 Many claims are judged at once, so the decisions are corrected by the Benjamini-Hochberg rule over all measured claims
 (statistics.py): at most one in twenty is expected to be wrong. The p-value of a claim belongs to the hypothesis that
 its decision rejects: no effect, or the nearest effect that the claim accepts.
 
-The memory and the loss of emulated arms are judged, because emulation does not change the loss, and it needs less than
-1 % more memory at a step's peak than native products (budget/memory.py).
+The memory and the loss of emulated arms are judged, because emulation does not change the loss, and it needs only a few
+per cent more memory at a step's peak than native products (budget/memory.py).
 
 A claim that compares no arms (450 W) is answered by a formula (formulas.py). If the formula uses arithmetic, data
 sheets or published prices, the claim of a value holds if the range of the answer overlaps the claimed range. "At most"
@@ -159,7 +159,7 @@ def verdict_of_model(consistent: bool) -> Verdict:
 
 
 def decision_p(claim: Claim, change: Change) -> float | None:
-    """Return the two-sided p-value of the null hypothesis that the verdict rejects; None without an interval.
+    """Return the two-sided p-value of the null hypothesis of a measured change; None without an interval or seeds.
 
     The null hypothesis is no effect, unless the interval includes zero and no part of the accepted range: then it is
     the nearest effect that the claim accepts. For a claim of no change it is the end of the tolerance that the change

@@ -21,7 +21,7 @@ class Device:
 
     Attributes:
         name: "cpu", or "cuda:N" with torch's number N in the study's process.
-        environment: Variables of the trial's process, which make this GPU the only visible one.
+        environment: Additional variables of the trial's process, such as the one that makes other GPUs invisible.
     """
 
     name: str

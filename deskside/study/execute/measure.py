@@ -89,7 +89,7 @@ def quantized_parameters(config: RunConfig) -> int:
 
     These are the weights of the blocks that the recipe quantizes, except for the projections in `precision.keep`, and
     those of the head if it is in FP8. If one of several projections with a shared weight is in `precision.keep`, all of
-    them stay in BF16 (precision/apply.py).
+    them stay in BF16 (precision/convert.py).
     """
     precision, model = config.precision, config.model
     if precision.name == "auto" or not recipe_named(precision.name).quantized:

@@ -1,10 +1,11 @@
 """Execution of a study: runs its trials, one at a time on each device.
 
-A failed trial is a result, and the study continues. Only a full disk ends the study, because every further trial would
-fail as well. The journal is written before and after each trial, results.json after it. A trial's directory keeps
-its metrics, and its checkpoints until the trial has ended.
+A failed trial is a result, and the study continues. But a full disk ends it, because every further trial would fail as
+well. The journal and results.json are written when a trial starts and when it ends. A trial's directory keeps its
+metrics, and its checkpoints until the trial has ended.
 
-A trial counts as hung if it has logged no step for too long (`max_silence`), not if it takes longer than its forecast.
+A trial counts as hung if it has logged no step and saved no checkpoint for too long (`max_silence`), not if it takes
+longer than its forecast.
 """
 
 import contextlib
@@ -41,8 +42,8 @@ from deskside.utils.signals import StopSignal
 TARGET = "deskside.study.execute.trial_process:train"
 POLL_SECONDS = 0.1
 STOP_TIMEOUT = 120.0  # seconds for trials to save when the study ends early
-# Seconds, and multiples of the forecast, that a trial may go without logging a step. Meanwhile it compiles, evaluates
-# or saves; on a CPU an evaluation alone can take an hour.
+# Seconds, and multiples of the forecast, that a trial may go without progress. Meanwhile it compiles or evaluates; on a
+# CPU an evaluation alone can take an hour.
 SILENCE_GPU, SILENCE_CPU, SILENCE_FORECASTS = 1800.0, 6 * 3600.0, 3.0
 Trial = tuple[PlannedArm, int]  # arm, seed
 
@@ -180,7 +181,7 @@ class Runner:
         return trial
 
     def kill_if_hung(self, trial: _RunningTrial, device: str) -> TrialEnd | None:
-        """Kill a trial that has logged no step for too long. Returns its end, or None if it is not hung."""
+        """Kill a trial that has made no progress for too long. Returns its end, or None if it is not hung."""
         limit = max_silence(device, self.plan.forecasts.get(trial.arm.id))
         if trial.process.seconds_without_progress() <= limit:
             return None
@@ -215,7 +216,7 @@ class Runner:
         return results
 
     def delete_unneeded(self, run: Path, status: str) -> None:
-        """Delete the checkpoints of a trial that has ended, and its model unless models are kept."""
+        """Delete what a trial that has ended no longer needs: its checkpoints, and its model unless it is kept."""
         directory = RunDirectory(run)
         keep_model = self.keep_models and status == "finished"
         if not keep_model or directory.model.exists():  # some architectures are saved only as checkpoints
@@ -241,7 +242,7 @@ class Runner:
 
 
 def max_silence(device: str, forecast: float | None) -> float:
-    """Return the seconds that a trial may go without logging a step. forecast: seconds of the whole trial, or None."""
+    """Return the seconds that a trial may go without progress. forecast: seconds of the whole trial, or None."""
     if forecast is None:
         return SILENCE_CPU
     return (SILENCE_GPU if device.startswith("cuda") else SILENCE_CPU) + SILENCE_FORECASTS * forecast
@@ -250,7 +251,7 @@ def max_silence(device: str, forecast: float | None) -> float:
 def prepare_all(arms: Sequence[PlannedArm], say: Callable[[str], None]) -> None:
     """Prepare all missing data sets before the first trial, so that trials do not prepare the same one at once.
 
-    Raises UsageError for an arm without data, and for two arms that would prepare one folder differently.
+    Raises UsageError for an arm that `check_start` refuses, and for two arms that would prepare one folder differently.
     """
     first_arm: dict[str, PlannedArm] = {}  # by data.path
     for arm in arms:

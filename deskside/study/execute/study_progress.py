@@ -1,7 +1,7 @@
 """Terminal output of a running study: a line when a trial starts or ends, and progress bars.
 
 The remaining time is the sum of the forecasts of the remaining trials, multiplied by (time / forecast) of the finished
-trials. A trial without forecast counts with the mean duration of the finished trials.
+trials and divided by the number of devices. A trial without forecast counts with the mean time of the finished ones.
 """
 
 import os

@@ -15,11 +15,11 @@ from deskside.study.spec.spec import StudySpec
 from deskside.utils.format import count, duration, plural
 
 MAX_WIDTH = 100
-MAX_VALUE_LENGTH = 24
+MAX_VALUE_LENGTH = 24  # characters of a list or table
 Forecasts = Mapping[str, TrialForecast]  # arm id -> forecast of one of its trials
 
 
-def plan_table(
+def print_plan(
     study: StudySpec,
     expansion: Expansion,
     forecasts: Forecasts,
@@ -175,4 +175,4 @@ def _value_text(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     text = "none" if value is None else str(value)
-    return text if len(text) <= MAX_VALUE_LENGTH else f"({len(value)} entries)"
+    return text if isinstance(value, str) or len(text) <= MAX_VALUE_LENGTH else f"({len(value)} entries)"

@@ -1,4 +1,4 @@
-"""Sentences that summarize a compared study for one goal. The report and the dashboard show them.
+"""Sentences that summarize a compared study for one goal, for the report, the dashboard and the terminal.
 
 The sentences of a group are, in this order: the best arm, with the arms that do not differ significantly from it; for
 each baseline, the arms that are better (with their differences in other metrics), not significantly different, and
@@ -20,7 +20,7 @@ from deskside.study.results import (
     status_text,
 )
 from deskside.study.stats.equal_tokens import KEY as EQUAL_TOKENS
-from deskside.study.stats.metrics import BY_KEY, SPEED_AND_POWER, Metric
+from deskside.study.stats.metrics import BY_KEY, PRIMARY, SPEED_AND_POWER, Metric
 from deskside.study.stats.statistics import log_ratio, paired_values
 from deskside.utils.format import percent, percent_digits, percent_range
 
@@ -58,7 +58,7 @@ EMULATED_SPEED = "; emulated here, so this is not the speed of hardware that has
 EMULATED_LOSS = (
     "; emulated here, so in the same time it saw fewer tokens than on hardware that has the format"
 )
-# Arms with a sentence of their own, among the better, the same and the worse arms of each baseline.
+# For each baseline, how many of the better, of the same and of the worse arms get a sentence of their own.
 MAX_ARMS = 3
 MAX_NAMES = 4  # arms named in one sentence
 
@@ -66,7 +66,7 @@ MAX_NAMES = 4  # arms named in one sentence
 def insights(results: Results, goal: str) -> list[str]:
     """Return the findings for "quality", "speed", "memory" or "energy", the most important first.
 
-    If there are several groups, each sentence begins with the title of its group. The list is empty before the
+    If there are several groups, each finding begins with the heading of its group. The list is empty before the
     first trial has finished. Raises KeyError for an unknown goal.
     """
     several = len(results.groups) > 1
@@ -170,8 +170,8 @@ def _rest(kind: str, members: list[tuple[Arm, Comparison]], baseline: str, metri
 
 
 def _other_metrics(results: Results, group: Group, arm: Arm, metric: Metric) -> list[str]:
-    """Return the arm's comparisons in other metrics and, for a time budget, in the loss at equal tokens."""
-    keys = [key for key in ("val_bpb", "tokens_per_second", "peak_memory_gib") if key != metric.key]
+    """Return the arm's comparisons in other metrics; for the loss with a time budget, also at equal tokens."""
+    keys = [key for key in PRIMARY if key != metric.key]
     keys += [EQUAL_TOKENS] if metric.key == "val_bpb" and has_time_budget(group) else []
     comparisons = [c for key in keys if (c := arm.comparison(key)) is not None]
     return [describe(c, arm, results, named=False) for c in comparisons]
@@ -289,7 +289,7 @@ def _describe_difference(comparison: Comparison, arm: Arm, results: Results, nam
 def baseline_name(arm: Arm, baseline: Arm | None, baseline_id: str) -> str:
     """Return a short name of an arm's baseline: the parts of its label that the arm's label does not have.
 
-    Without a `baseline` it is `baseline_id`.
+    Without such parts it is "the baseline", and without a `baseline` it is `baseline_id`.
     """
     if baseline is None:
         return baseline_id

@@ -68,7 +68,7 @@ def _table(results: Results, arms: list[Arm]) -> Table:
 
 
 def _difference_text(comparison: Comparison | None) -> str:
-    """Return the relative difference with its interval, such as "+1.2 % (+0.4 to +2.0 %)", or ""."""
+    """Return the relative difference with its interval, such as "+1.20 % (+0.40 to +2.00 %)", or ""."""
     if comparison is None:
         return ""
     relative, low, high = comparison.relative, comparison.relative_low, comparison.relative_high

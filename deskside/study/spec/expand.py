@@ -67,7 +67,7 @@ class Expansion:
 def expand(
     study: StudySpec, *, seeds: int | None = None, budget: Budget | None = None, only: Sequence[str] = ()
 ) -> Expansion:
-    """Return all arms, group by group.
+    """Return the arms of a study, group by group.
 
     Raises UsageError for an invalid configuration, duplicate arms, an excluded baseline, or a filter without matches.
 
@@ -115,7 +115,7 @@ def expand(
 def ordered_trials(
     arms: Sequence[PlannedArm], seeds: Mapping[str, int], name: str = ""
 ) -> list[tuple[PlannedArm, int]]:
-    """Return every trial as (arm, seed) in the order of execution: seed by seed, with the arms in random order.
+    """Return every trial as (arm, seed) in the order of execution: seed by seed, with the arms shuffled.
 
     So a change of the machine's speed over time favors no arm, and a study that is stopped early has complete seeds.
     The order depends only on the study's name and the arms' ids, so it is the same after a resume, and removing arms

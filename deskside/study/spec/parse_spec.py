@@ -55,7 +55,7 @@ def parse(text: str, label: str = "study", folder: Path = Path()) -> StudySpec:
 
     Args:
         label: The beginning of every error message.
-        folder: Folder that relative paths in the file start from.
+        folder: Folder that the relative paths of presets in the file start from.
     """
     try:
         top = toml_table(text)
@@ -89,7 +89,7 @@ def parse(text: str, label: str = "study", folder: Path = Path()) -> StudySpec:
 def with_overrides(study: StudySpec, overrides: Layer) -> StudySpec:
     """Append configuration from the command line to `set` of every group.
 
-    Raises UsageError for a key that the study's budget, seeds, factors or arms set, because it would have no effect.
+    Raises UsageError for a key that the study's budget, seeds, factors or arms set: it would not apply to every arm.
     """
     if not overrides:
         return study

@@ -54,15 +54,15 @@ Design = Literal["full", "one-at-a-time"]
 Layer = Mapping[str, Any]
 
 DEFAULT_GROUP = "main"  # name of the only group of a file without groups
-# Per trial, the last one at its end; the comparison at equal tokens interpolates between them.
+# Evaluations per trial, the last one at its end; the comparison at equal tokens interpolates between them.
 EVALUATIONS = 6
 MAX_SEEDS = 100
 BUDGETS = {"minutes_per_arm": "minutes", "tokens_per_arm": "tokens", "steps_per_arm": "steps"}
-# Configuration keys that a study's file must not set, with the reason.
+# Configuration keys that neither a study's file nor its command line may set, with the reason.
 RESERVED = {
     "seed": "every arm runs with several seeds; give their number as seeds = 3, or --seeds 3",
     **{
-        f"schedule.{key}": "the budget sets it; use [budget], --minutes-per-arm or --tokens-per-arm"
+        f"schedule.{key}": "the budget sets it; use [budget], or an option such as --minutes-per-arm"
         for key in ("length", "clock", *merge.LENGTH_ALIASES)
     },
 }
@@ -150,7 +150,7 @@ def _check_unique(names: Iterable[str], kind: str) -> None:
 
 
 def _check_set(layer: Layer) -> Layer:
-    """Refuse configuration keys that are unknown or reserved."""
+    """Refuse configuration keys that are unknown, reserved, or tables."""
     known = _configuration_keys()
     for path in leaf_paths(layer):
         key = ".".join(path)
@@ -271,7 +271,7 @@ class Exclusion(SpecPart):
     """Combinations that are not run.
 
     Attributes:
-        where: Factor -> levels. A combination is excluded if it has one of the levels of every factor.
+        where: Factor -> levels. A combination is excluded if it has one of the listed levels of every listed factor.
         why: The reason, for the output.
     """
 

@@ -1,11 +1,11 @@
 """Statistical comparison of a study's arms: estimates, differences to the baseline, interactions, Pareto fronts.
 
 - The estimate of a metric is the mean over the arm's finished trials.
-- A difference is paired: it uses the seeds that both the arm and its baseline finished. It is computed from logarithms,
-  because a change multiplies speed and loss by a factor. A metric that is zero in a trial, such as the number of
-  quantized parameters, is not compared.
+- A difference is paired: it uses the seeds that both the arm and its baseline finished. Relative differences and
+  verdicts are computed from logarithms, because a change multiplies speed and loss by a factor. A metric that is zero
+  in a trial, such as the number of quantized parameters, is not compared.
 - Every interval is a Student's 95 % interval (statistics.py gives the reason).
-- Verdicts are corrected for multiple comparisons: among twenty arms without any effect, one interval in twenty excludes
+- Verdicts are corrected for multiple comparisons: even without any effect, about one interval in twenty excludes
   zero. The interval gives the size of the difference, and the Benjamini-Hochberg rule over all comparisons of that
   metric in the group decides whether it is significant. So "higher" and "lower" imply an interval without zero, but not
   the reverse. There is no correction across metrics or groups, which are separate questions.

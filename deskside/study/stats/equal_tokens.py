@@ -3,7 +3,7 @@
 In equal time a slow arm sees fewer tokens, so its final loss depends on its speed as well. Here the loss of each trial
 is interpolated at one number of tokens: the most that every finished trial with the same baseline has reached. Trials
 with another baseline are ignored, even in the same group. Otherwise, in a group of four model sizes with a baseline
-each, the slowest size would set a number of tokens before the first evaluation of the fastest.
+each, the slowest size could set a number of tokens before the first evaluation of the fastest.
 
 The interpolation between two evaluations is linear in the logarithm of the tokens; there is no extrapolation. With a
 decaying learning rate, the faster arms are evaluated in the middle of their decay and the slowest one at its end, which
@@ -38,7 +38,7 @@ def common_tokens(arms: Sequence[Arm]) -> float | None:
 
 
 def loss_at(trial: Trial, tokens: float) -> float | None:
-    """Interpolate a trial's bits per byte at this many tokens; None outside its first and last evaluation."""
+    """Interpolate a trial's bits per byte at this many tokens; None before its first or after its last evaluation."""
     left: tuple[float, float] | None = None
     for right_tokens, right_loss in _evaluations(trial):
         if right_tokens == tokens:

@@ -5,8 +5,8 @@ differences of logarithms: (both - first) - (second - neither). If it is zero, t
 by the same number with and without the second. It is computed for each seed and for each setting (one level of every
 remaining factor), and averaged over the settings with equal weights.
 
-If a trial failed, its setting lacks a cell in that seed. Every seed must average over the same settings, so only the
-settings that are complete in the largest number of seeds are used.
+If a trial failed, its setting lacks a cell in that seed. Every seed must average over the same settings, so the setting
+that is complete in the most seeds (the first of them) is used, and all others that are complete in the same seeds.
 """
 
 import itertools
@@ -14,9 +14,8 @@ import math
 from collections.abc import Iterator, Mapping
 
 from deskside.study.results import EXACT, TOO_FEW, Arm, Group, Interaction, Results
+from deskside.study.stats.metrics import PRIMARY
 from deskside.study.stats.statistics import LOG_ROUNDING, mean_interval, relative_difference, values_by_seed
-
-CROSSED_METRICS = ("val_bpb", "tokens_per_second", "peak_memory_gib")
 
 Levels = tuple[str, ...]  # one level of every factor, in the order of the group's factors
 Cells = tuple[float, float, float, float]  # a metric of one seed with: neither, second only, first only, both
@@ -34,7 +33,7 @@ def interactions(results: Results) -> list[tuple[Interaction, float | None]]:
         baseline = _baseline_levels(group, arms)
         if baseline is None:
             continue
-        for metric in CROSSED_METRICS:
+        for metric in PRIMARY:
             values = {levels: values_by_seed(arm, metric) for levels, arm in arms.items()}
             for factors, changed in _pairs(group, baseline):
                 interaction = _interaction(group, metric, values, baseline, factors, changed)

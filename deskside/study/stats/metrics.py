@@ -50,15 +50,15 @@ METRICS: tuple[Metric, ...] = (
     Metric("mfu", "model FLOPs utilization", "%", "higher", 1, 100.0, "against the measured BF16 matmul peak"),
     Metric("peak_memory_gib", "peak memory", "GiB", "lower", 2, about="allocated; resident set on a CPU"),
     Metric("peak_reserved_gib", "reserved memory", "GiB", "lower", 2, about="held by the allocator; GPU only"),
-    Metric("watts", "power", "W", "lower", 0, about="mean over the steps; GPU only"),
-    Metric("joules_per_token", "energy", "mJ per token", "lower", 3, 1000.0, "mean power over speed; GPU only"),
+    Metric("watts", "power", "W", "lower", 0, about="mean after the first seconds; GPU only"),
+    Metric("joules_per_token", "energy", "mJ per token", "lower", 3, 1000.0, "mean power divided by speed; GPU only"),
     Metric("parameters", "parameters", "M", None, 1, 1e-6),
     Metric("parameters_quantized", "parameters in quantized products", "M", None, 1, 1e-6),
     Metric("micro_tokens", "micro-batch", "tokens", None, 0, about="per forward pass"),
     Metric("tokens", "tokens trained on", "M", None, 1, 1e-6),
     Metric("steps", "optimizer steps", "", None, 0),
     Metric("seconds", "training time", "s", None, 1, about="compile, evaluation and checkpoints excluded"),
-    Metric("total_seconds", "time of the whole trial", "s", None, 1, about="lifetime of its process"),
+    Metric("total_seconds", "time of the whole trial", "s", None, 1, about="lifetime of its processes"),
 )  # fmt: skip
 
 BY_KEY = {metric.key: metric for metric in METRICS}

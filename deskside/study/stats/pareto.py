@@ -3,8 +3,8 @@
 By the means of its metrics, an arm dominates another if it is as good in every metric and better in at least one. An
 arm is on the front if no other arm dominates it. Means are noisy, so an arm off the front is `unclear` unless another
 arm dominates it by the 95 % intervals of their paired differences as well. With one seed there are no intervals, so
-every arm off the front is unclear. If two arms are truly equal in a metric, the interval includes zero with any number
-of seeds, so neither dominates the other by intervals.
+every arm off the front is unclear. If two arms differ in a metric only by noise, the interval usually includes zero
+with any number of seeds, and then neither dominates the other by intervals.
 """
 
 from collections.abc import Sequence

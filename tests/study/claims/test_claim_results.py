@@ -12,7 +12,7 @@ from scipy.stats import false_discovery_control, ttest_1samp
 
 from deskside.facts.claims import Claim, claims
 from deskside.study.claims import formulas
-from deskside.study.claims.claim_results import arms_of, judge
+from deskside.study.claims.claim_results import arms_of, judge, number_text
 from deskside.study.claims.verdicts import (
     MIN_SHARE,
     Answer,
@@ -530,6 +530,15 @@ def test_arithmetic_again_by_hand(name: str, value: float, verdict: str) -> None
     [found] = judge(planned("claims-quick"), [name]).claims
     assert found.measured == pytest.approx(value, rel=2e-3)
     assert found.verdict == verdict
+
+
+def test_numbers_have_no_exponent_around_a_thousand() -> None:
+    assert [number_text(value) for value in (99.96, 999.4, 999.7, -999.7)] == [
+        "100",
+        "999",
+        "1,000",
+        "-1,000",
+    ]
 
 
 def test_one_second_per_step_by_hand() -> None:

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from deskside.study.forecast import LocalMachine, forecast
-from deskside.study.narrative.dry_run import changes, plan_json, plan_table
+from deskside.study.narrative.dry_run import _value_text, changes, plan_json, print_plan
 from deskside.study.spec import parse_spec
 from deskside.study.spec.expand import expand
 from tests.plan.made import ask
@@ -21,7 +21,7 @@ def shown(name: str, machine: LocalMachine, devices: int = 1) -> str:
     found = expand(study)
     known = {arm.id: forecast(arm, machine, study.memory_fraction) for arm in found.arms}
     out = io.StringIO()
-    plan_table(study, found, known, machine, devices, Console(file=out, width=80))
+    print_plan(study, found, known, machine, devices, Console(file=out, width=80))
     return out.getvalue()
 
 
@@ -64,6 +64,11 @@ def test_changes_are_the_keys_that_the_study_sets() -> None:
         "optim.lr": 0.002,
     }
     assert changes(study, arms["rate-baseline"], arms["rate-baseline"]) == {}
+
+
+def test_a_long_text_is_no_list_of_entries() -> None:
+    assert _value_text("data/the-english-part-of-a-corpus") == "data/the-english-part-of-a-corpus"
+    assert _value_text(["q_proj", "k_proj", "v_proj"]) == "(3 entries)"
 
 
 def test_json_says_the_same() -> None:
