@@ -8,8 +8,8 @@ base model.
 
 A step's loss is the mean over its pairs. Metrics reported in training and on held-out pairs: the implicit rewards of
 both answers, their margin, the accuracy (share of pairs where the chosen answer has the larger reward; a tie counts
-half, so a run starts at 0.5), and `kl`: k3 (losses.py) per token of the answers, which estimates KL(reference || model)
-if the answers are typical samples of the reference.
+half, so a run starts near 0.5), and `kl`: k3 (losses.py) per token of the answers, which estimates KL(reference ||
+model) if the answers are typical samples of the reference.
 """
 
 import time
@@ -43,7 +43,7 @@ from deskside.train.prepare.preflight import EVALUATE_SHARE, REPORT_SHARE, SAMPL
 from deskside.utils.errors import RunError
 from deskside.utils.files import replace_atomically
 
-# File in the run directory with the cache key of the reference log-probabilities.
+# File in the run directory with the cache key of the reference log-probabilities, and the rows used if not all.
 REFERENCE = "reference.json"
 METRICS: tuple[str, ...] = ("chosen_reward", "rejected_reward", "accuracy", "kl", "scored_tokens")
 
@@ -221,7 +221,7 @@ class Dpo(AlignObjective):
     # Reference log-probabilities
 
     def _reference_logprobs(self, session: Session, rows: PairRows) -> NDArray[np.float32]:
-        """Compute the reference log-probabilities of the scored tokens of every text, concatenated."""
+        """Compute the reference log-probabilities of all texts' scored tokens, concatenated; 0 for unused rows."""
         logprobs = torch.zeros(int(rows.scored_start[-1]), dtype=torch.float32)
         with ProgressBar(
             f"reference, {rows.split}", rows.num_rows, "rows", quiet=not session.world.is_rank_zero
@@ -262,9 +262,9 @@ class Dpo(AlignObjective):
     def _affordable_rows(self, session: Session) -> dict[str, int] | None:
         """Return the rows of each split that a time-limited run can use, or None for all.
 
-        A training row costs a forward pass for the reference, and a training step. A held-out row costs three forward
-        passes: for the reference, and for the evaluations before and after training. Raises UsageError if there is no
-        time for one optimizer step.
+        A training row costs a forward pass for the reference, and its part of a step. A held-out row costs three
+        forward passes: for the reference, and for the evaluations before and after training. Raises UsageError if there
+        is no time for one optimizer step.
         """
         budget, train, val = session.budget, self.datasets["train"], self.datasets["val"]
         if budget.limit is None:
@@ -319,7 +319,7 @@ class Dpo(AlignObjective):
 def _evaluated_rows(rows: PairRows, session: Session, max_tokens: int | None) -> Iterator[list[int]]:
     """Yield the indices of this rank's rows, one micro-batch at a time.
 
-    The ranks share all rows, or about `max_tokens` of them, evenly spaced.
+    The ranks share all rows, or evenly spaced ones of about `max_tokens` tokens.
     """
     count = rows.num_rows
     if max_tokens is not None:

@@ -13,9 +13,9 @@ a resumed run samples the same answers. Their log-probabilities come from the in
 temperature. The importance ratio in the loss also corrects for the engine's different rounding.
 
 Metrics of each step: mean and standard deviation of the rewards; answer length in tokens; the share of truncated
-answers; the share of answers in groups with unequal rewards (only these give a gradient); entropy; the share of clipped
-tokens; `drift`, which is k3 (losses.py) per token between the weights that sampled and the trained weights; and with
-align.kl `kl`, which is k3 per token from the initial weights.
+answers; the share of answers with an advantage that is not zero (others give a gradient only from align.kl); entropy;
+the share of clipped tokens; `drift`, which is k3 (losses.py) per token between the weights that sampled and the trained
+weights; and with align.kl `kl`, which is k3 per token from the initial weights.
 """
 
 import shutil
@@ -142,7 +142,7 @@ class Grpo(AlignObjective):
         self.log = RolloutLog(session.run.path, session.world.rank, steps > 1)
         with session.precision.high_precision(), memory_for_sampling():
             headroom = MemoryHeadroom.measure(session.world.device)
-            self._load_reference(session)  # first, because the sampler takes all of the remaining memory
+            self._load_reference(session)  # first, because the sampler is sized by the remaining memory
             if headroom is not None and self.reference is not None:
                 headroom = headroom.after_allocating(self.reference)
             self.sampler = Sampler(
@@ -163,7 +163,7 @@ class Grpo(AlignObjective):
         return self.rollout_seconds / self.options.steps_per_rollout
 
     def _fit_into_time(self, session: Session) -> None:
-        """Measure the speed of sampling. Set its time per round, and drop held-out questions that take too long.
+        """Measure the speed of sampling. Set its time per round, and drop held-out questions if all take too long.
 
         Raises UsageError if there is no time for one optimizer step.
         """
@@ -183,7 +183,7 @@ class Grpo(AlignObjective):
         while num_questions > 1 and evaluation_seconds(num_questions) > budget.share(EVALUATE_SHARE):
             num_questions -= 1
         num_questions = int(session.world.broadcast([num_questions])[0])
-        # Four evaluations follow: two rehearsals, one before the first step, and the final one.
+        # At most four evaluations follow: two rehearsals, one before the first step, and the final one.
         later = 4 * evaluation_seconds(num_questions) + budget.share(2 * SAMPLE_SHARE + REPORT_SHARE)
         step = self.extra_step_seconds() + self.answers_per_step * session.row_seconds
         if session.world.broadcast([float(budget.left() - later < step)])[0]:
@@ -438,10 +438,10 @@ class Grpo(AlignObjective):
 
 
 def pass_sizes(rows: int, max_rows: int) -> list[int]:
-    """Return the number of rows of each forward pass: `max_rows`, and less in the last pass.
+    """Return the number of rows of each forward pass: `max_rows`, or possibly less in the last pass.
 
-    The last pass has the smallest sufficient size among `max_rows` and a half, a quarter and an eighth of it. So a
-    compiled step sees at most four shapes, and little of the last pass is padding.
+    The last pass has the smallest sufficient size among `max_rows` and a half, a quarter and an eighth of it,
+    rounded up. So a compiled step sees at most four shapes.
     """
     full_passes, rest = divmod(rows, max_rows)
     sizes = [max_rows] * full_passes

@@ -24,7 +24,7 @@ from deskside.utils.parsing import json_value
 
 @dataclass(frozen=True)
 class Question:
-    """A question. prompt: the user's last message. tokens: the conversation up to where the answer begins."""
+    """A question. prompt: the text of the last message. tokens: the conversation up to where the answer begins."""
 
     prompt: str
     answer: str
@@ -94,7 +94,7 @@ class Questions(PreparedSplit):
         return len(self.questions) * self.sequence_length
 
     def max_boundaries(self, rows: int) -> int:
-        """Return the maximum number of answers and padding segments in `rows` rows."""
+        """Return an upper bound on the number of answers and padding segments in `rows` rows."""
         return rows * (self.sequence_length // self._shortest + 1)
 
     def at(self, seed: int, positions: NDArray[np.int64]) -> list[Question]:

@@ -5,7 +5,7 @@ weight 1 in the sum. In DPO and GRPO the weight of each token is known only afte
 backward pass recomputes the logits chunk by chunk, and the probabilities from the saved log-sum-exp.
 
 Precision: GEMMs in hidden's dtype, everything on logits in float32 (float64 for float64), the weight's gradient
-accumulated in float32 over the chunks. Memory: 6 bytes per logit of a chunk, updated in place.
+accumulated in float32 over the chunks. Memory: in BF16 without a cap, 6 bytes per logit of a chunk.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ def token_logprobs(
     softcap: float | None = None,
     chunk_tokens: int = CHUNK_TOKENS,
 ) -> tuple[Tensor, Tensor]:
-    """Return the log-probability of each given token, and the entropy of its distribution, each float32 (N,).
+    """Return the log-probability of each given token, and the entropy of its distribution, each (N,).
 
     The distribution is softmax(cap(hidden weight^T) / temperature). The log-probabilities are differentiable in hidden
     and weight; the entropy is for reports and has no gradient. tokens_N: int64, each from 0 to V - 1.

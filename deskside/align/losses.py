@@ -10,7 +10,7 @@ h = (log p(chosen) - log ref(chosen)) - (log p(rejected) - log ref(rejected)), e
                                                             token means instead of sums
     sigmoid_norm  -log sigmoid(beta h')                     so that long answers do not dominate
 
-IPO uses token means, like its authors' experiments and TRL, so its beta has another scale than DPO's.
+IPO uses token means, as in TRL, so its beta has another scale than DPO's.
 
 Sampled answers (GRPO and its variants), from the log-probabilities of their tokens:
 
@@ -90,8 +90,8 @@ def advantages(rewards_GS: Tensor, scale: bool) -> Tensor:
 class PolicyLoss:
     """Loss of a micro-batch of sampled answers.
 
-    loss: a sum, to be divided by the step's number of answers, or of tokens if `average` is "token".
-    clipped_SL: bool, tokens whose ratio is clipped, so that they have no gradient. kl_SL: k3, zero without a reference.
+    loss: a sum, to be divided by the step's number of answers, or of tokens if `average` is "token". clipped_SL: bool,
+    tokens whose ratio is clipped, so that only k3 has a gradient. kl_SL: k3, zero without a reference.
     """
 
     loss: Tensor

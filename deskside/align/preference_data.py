@@ -136,7 +136,7 @@ class PairRows(PreparedSplit):
         return np.concatenate(([0], np.cumsum(np.diff(self._start) - self._answer_start)))
 
     def max_boundaries(self, rows: int) -> int:
-        """Return the maximum number of texts and padding segments in `rows` rows."""
+        """Return an upper bound on the number of texts and padding segments in `rows` rows."""
         return rows * (2 * int(self._pairs_of_row.max()) + 1)
 
     def text(self, index: int) -> TokenizedText:

@@ -1,6 +1,6 @@
 """Prepared data folders for DPO (preference pairs) and GRPO (questions). They are checked when they are opened.
 
-index.json                                   content, sources and checksums
+index.json                                   counts and checksums
 train.*, val.*                               one file for each split
 samples.json                                 a few held-out questions
 tokenizer.json, chat_template.jinja, ...
@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import xxhash
 
+from deskside.config.base import DATA_NOUNS, DataKind
 from deskside.data import tokenizer as bpe
 from deskside.data.chat.chat_template import ChatTemplate
 from deskside.data.chat.prepare_chat import (
@@ -46,8 +47,8 @@ NOUN = {"preference": "pair", "questions": "question"}
 class FolderSpec:
     """Everything that determines the content of a prepared folder, apart from the tokenizer.
 
-    val_fraction: held-out share; None is 5 %, limited to between `MIN_HELD_OUT` and `max_held_out` items.
-    options: what else the conversion of this kind depends on.
+    val_fraction: held-out share; None is 5 %, at most about `max_held_out` items; of few items, about `MIN_HELD_OUT`,
+    but at most a tenth. options: what else the conversion of this kind depends on.
     """
 
     kind: Kind
@@ -118,13 +119,13 @@ def prepare_folder(
 
     Args:
         tokenizer: A folder written by `chat_template.make_chat_tokenizer`.
-        fields: The fields of a record.
+        fields: The fields that every record must have.
         convert: Converts a record, given the template and the token to append to an answer if the template writes no
             end token, else None. Raises NotRendered for unusable records.
         write: Writes the values of a split to a file; returns the file's name, and entries for the index.
 
-    Raises UsageError for wrong sources or if no record is usable, RunError if the folder cannot be written. After an
-    error, no folder is left.
+    Raises UsageError for wrong sources or a split without usable records, RunError if the folder cannot be written.
+    After an error, no new folder is left.
     """
     noun = NOUN[spec.kind]
     log, duplicates = BadInputLog(), 0
@@ -156,21 +157,23 @@ def prepare_folder(
             items = list(items_of(spec.sources))
         val_questions = {item.question for item in val}
         train = []
-        fraction = spec.held_out_fraction(len(items)) if not val else 0.0
+        fraction = 0.0 if spec.val_sources else spec.held_out_fraction(len(items))
         for item in items:
-            if item.question in val_questions and spec.val_sources:
+            if item.question in val_questions:
                 duplicates += 1
             elif is_validation(item.question.encode(), spec.seed, fraction):
                 val.append(item)
             else:
                 train.append(item)
-        if train and not val:  # there are so few that the fraction selected none
-            train, val = train[:-1], train[-1:]
+        if train and not val and not spec.val_sources:  # there are so few that the fraction selected none
+            last = train[-1].question
+            train, val = [i for i in train if i.question != last], [i for i in train if i.question == last]
         splits = {}
         for name, split_items in (("train", train), ("val", val)):
             if not split_items:
                 why = f" ({log.summary()})" if log.total else "; give more, or held-out ones with --align.val"
-                raise UsageError(f"--data: no {noun} is left for the {name} split{why}")
+                option = "--align.val" if name == "val" and spec.val_sources else "--data"
+                raise UsageError(f"{option}: no {noun} is left for the {name} split{why}")
             file, facts = write(new, name, [item.value for item in split_items])
             splits[name] = {"file": file, "checksum": fingerprint(new / file)[1], **facts}
         write_samples(new, [item.sample for item in val if item.sample][:SAMPLES])
@@ -205,13 +208,14 @@ def open_index(path: Path, kind: Kind, vocab_size: int) -> dict[str, Any]:
     """
     try:
         index: dict[str, Any] = json_value((path / "index.json").read_bytes())
-        found_kind = index.get("kind", "text")
+        found_kind: DataKind = index.get("kind") or ("conversations" if index.get("chat") else "text")
+        if found_kind != kind:
+            found, noun = DATA_NOUNS[found_kind], DATA_NOUNS[kind]
+            raise UsageError(f"data.path: {path} holds {found}, not {noun}; give {noun} with --data")
         files = [(path / split["file"], split["checksum"]) for split in index["splits"].values()]
         tokens = int(index["vocab_size"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunError(f"{path / 'index.json'}: is damaged ({error}); prepare the data again") from None
-    if found_kind != kind:
-        raise UsageError(f"data.path: {path} holds {found_kind}, not {kind}; give {NOUN[kind]}s with --data")
     if tokens > vocab_size:
         raise UsageError(
             f"model.vocab_size: {path} has {tokens} tokens, the model {vocab_size}; prepare the data with "
@@ -261,4 +265,4 @@ def describe_data(index: dict[str, Any], say: Callable[[str], None]) -> None:
     for reason, left in index["left_out"].items():
         say(f"left out: {left['count']:,} x {reason}, first {left['first'][0]}")
     if index["duplicates_of_validation"]:
-        say(f"left out: {index['duplicates_of_validation']:,} that are also in the held-out split")
+        say(f"left out: {index['duplicates_of_validation']:,} with questions that are also held out")

@@ -75,7 +75,10 @@ class RolloutLog:
             write_atomically(self.page, HEADING.join([head, *kept]))
 
     def read(self, first: int = 0, last: int | None = None) -> list[dict[str, Any]]:
-        """Return the logged answers with first <= position < last. A half-written last line is skipped."""
+        """Return the logged answers with first <= position < last. A half-written last line is skipped.
+
+        Raises RunError if a line is damaged.
+        """
         rows = []
         if not self.lines.exists():
             return []
@@ -95,7 +98,7 @@ class RolloutLog:
         return rows
 
     def add(self, rollouts: Sequence[Rollout], group: int) -> None:
-        """Append a round of sampling to both files. It is synced to disk if a later checkpoint depends on it."""
+        """Append a round of sampling to both files. With `with_tokens`, the lines are synced to the disk."""
         text = "\n".join(json.dumps(r.to_json(self.with_tokens), ensure_ascii=False) for r in rollouts)
         append_line(self.lines, text)
         append_line(self.page, self._page_section(rollouts, group))

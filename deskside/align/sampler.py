@@ -124,7 +124,7 @@ class Sampler:
 
     Args:
         adapted: True if the model has adapters, which are merged into the copy.
-        rows: Answers to sample at once, if memory allows.
+        rows: Answers to sample at once, if memory and MAX_ROWS allow.
         row_tokens: Maximum tokens of an answer with its question.
         ends: The end tokens.
         headroom: GPU memory that training leaves, None for no limit.

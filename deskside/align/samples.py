@@ -40,7 +40,7 @@ class AlignObjective:
         return 0
 
     def sample_before(self, session: Session) -> None:
-        """Save the initial model's answers in the run directory, unless the run is resumed, and time the sampling."""
+        """Save the initial model's answers in the run directory and time the sampling. Not if resumed or sharded."""
         began = time.perf_counter()
         if not session.resumed and session.world.is_rank_zero and not session.world.sharded:
             with session.precision.high_precision():
@@ -50,8 +50,8 @@ class AlignObjective:
         self._sampling_seconds = time.perf_counter() - began
 
     def samples(self, session: Session, model: Transformer) -> list[dict[str, Any]]:
-        """Return the finished model's answers; the entry "before" has the answer of the initial model."""
-        # `model` is the merged model, on the host. The adapted model gives the same answers, on the device.
+        """Return the finished model's answers; the entry "before", if any, has the initial model's answer."""
+        # With adapters, `model` is merged, on the host; the adapted model gives the same answers, on the device.
         samples = self._answers(session, session.model if is_adapted(session.model) else model)
         before = (
             session.run.read_json(BEFORE_FILE)["samples"] if (session.run.path / BEFORE_FILE).exists() else []
@@ -62,7 +62,7 @@ class AlignObjective:
 
     def _answers(self, session: Session, model: Transformer) -> list[dict[str, Any]]:
         path = self.folder / SAMPLES_FILE
-        conversations = read_questions(path) if path.is_file() else []
+        conversations = read_conversations(path) if path.is_file() else []
         return sample_answers(model, session.run, conversations, session.budget.share(SAMPLE_SHARE))
 
 
@@ -74,8 +74,8 @@ def sample_answers(
 ) -> list[dict[str, Any]]:
     """Sample answers to conversations that end with a reference answer.
 
-    Returns {"prompt", "text", "reference"} for each; conversations that are too long are left out. Sampling stops after
-    `seconds`, which may truncate the answers.
+    Returns {"prompt", "text", "reference"} for each; conversations that are too long, or that the template refuses, are
+    left out. Sampling stops after `seconds`, which may truncate the answers.
     """
     if not conversations:
         return []
@@ -118,7 +118,7 @@ def sample_answers(
     ]
 
 
-def read_questions(path: Path) -> list[Any]:
+def read_conversations(path: Path) -> list[Any]:
     """Return the conversations of a samples.json. Raises RunError if the file is damaged."""
     try:
         conversations = json_value(path.read_bytes())

@@ -41,8 +41,8 @@ class Sft(AlignObjective, NextToken):
             if truncation.shortened or truncation.left_out:
                 session.say(
                     f"{dataset.split}: {truncation.shortened:,} conversations are longer than a row of {length} tokens "
-                    f"and are truncated; {truncation.left_out:,} are left out, because no answer begins in their "
-                    f"first {length} tokens"
+                    f"and are truncated; {truncation.left_out:,} are left out, because nothing in their first "
+                    f"{length} tokens is learned"
                 )
         self.sample_before(session)
 

@@ -1,5 +1,6 @@
 """Pairs and questions that several processes prepare."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +8,10 @@ import pytest
 
 from deskside.align.grpo_data import prepare_questions
 from deskside.align.preference_data import prepare_pairs
-from deskside.align.prepared import FolderSpec
+from deskside.align.prepared import FolderSpec, open_index
+from deskside.data.chat.prepare_chat import ChatSpec, prepare_chat
 from deskside.data.corpus import process_pool
+from deskside.utils.errors import UsageError
 from tests.align import tiny
 from tests.data import chat_tokenizer
 
@@ -37,3 +40,39 @@ def test_the_same_from_one_process_and_from_several(
         assert left["count"] == 1 and "a.jsonl:31" in left["first"][0]
         found.append({path.name: path.read_bytes() for path in out.iterdir()})
     assert found[0] == found[1] and len(found[0]) >= 7
+
+
+def test_a_question_is_in_one_split_only(tmp_path: Path) -> None:
+    """Also if there are so few pairs that the last question is held out by force."""
+    tokenizer = chat_tokenizer.make(tmp_path / "tokenizer")
+    rows = [
+        {**pair, "prompt": prompt} for pair, prompt in zip(tiny.pairs(3), ("one", "two", "two"), strict=True)
+    ]
+    data = str(tiny.jsonl(tmp_path / "a.jsonl", rows))
+    spec = FolderSpec("preference", (data,), val_fraction=1e-9)
+    splits = prepare_pairs(spec, tokenizer, tmp_path / "out")["splits"]
+    assert (splits["train"]["count"], splits["val"]["count"]) == (1, 2)
+
+
+def test_unusable_held_out_pairs_are_not_replaced_by_a_share_of_the_others(tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer.make(tmp_path / "tokenizer")
+    data = str(tiny.jsonl(tmp_path / "a.jsonl", tiny.pairs(60)))
+    bad = str(tiny.jsonl(tmp_path / "b.jsonl", [{**tiny.pairs(1)[0], "prompt": 7}]))
+    with pytest.raises(UsageError, match=r"--align\.val: no pair is left for the val split.*b\.jsonl:1"):
+        prepare_pairs(FolderSpec("preference", (data,), (bad,)), tokenizer, tmp_path / "out")
+
+
+def test_the_kind_of_another_folder_is_named(tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer.make(tmp_path / "tokenizer")
+    chats = [
+        {"messages": [{"role": "user", "content": f"q{n}"}, {"role": "assistant", "content": "a"}]}
+        for n in range(9)
+    ]
+    data = str(tiny.jsonl(tmp_path / "a.jsonl", chats))
+    prepare_chat(ChatSpec((data,)), tokenizer, tmp_path / "out")
+    index = json.loads((tmp_path / "out" / "index.json").read_text())
+    (tmp_path / "out" / "index.json").write_text(json.dumps({**index, "vocab_size": 9}))
+    with pytest.raises(
+        UsageError, match="holds conversations, not preference pairs; give preference pairs with"
+    ):
+        open_index(tmp_path / "out", "preference", 512)
