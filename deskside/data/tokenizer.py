@@ -2,8 +2,8 @@
 
 Text is first split into words, and merges never cross words. The split pattern is that of Qwen3.5's published
 tokenizer, for three reasons. Combining marks (`\\p{M}`) stay with their letters; otherwise every Indic word would be
-split at each vowel sign. Every digit is a separate token, with which small models learn arithmetic best. And llama.cpp
-knows the pattern by name (`qwen35`), so an exported GGUF file splits text exactly as training did.
+split at each vowel sign. Every digit is separate, which helps small models to learn arithmetic. And llama.cpp knows the
+pattern by name (`qwen35`), so an exported GGUF file splits text exactly as training did.
 
 Tokenizers trained here have no normalizer, so tokens decode to exactly the bytes of the text, and bits per byte are
 exact.
@@ -40,7 +40,7 @@ SPLIT_PATTERN = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 MIN_VOCAB = 256 + len(SPECIAL_TOKENS)
-MAX_VOCAB = 1 << 20  # four times the largest vocabulary of published tokenizers
+MAX_VOCAB = 1 << 20  # four times Gemma's vocabulary
 
 # Names of the token between documents in published tokenizers, the most specific first.
 _END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
@@ -110,8 +110,8 @@ def load(path: str | Path) -> Tokenizer:
 def end_of_text(tokenizer: Tokenizer, directory: str | Path | None = None) -> tuple[str, int]:
     """Return the end-of-text token, which separates documents, and its id.
 
-    directory: a folder whose tokenizer_config.json may name the token. Raises UsageError if the vocabulary has none of
-    the known names, and RunError if tokenizer_config.json is damaged.
+    directory: a folder whose tokenizer_config.json may name the token. Raises UsageError if the vocabulary has no such
+    token, and RunError if tokenizer_config.json is damaged.
     """
     names = list(_END_NAMES)
     config = Path(directory) / "tokenizer_config.json" if directory is not None else None
@@ -169,7 +169,7 @@ def load_for_data(source: str | Path) -> tuple[Tokenizer, str]:
 
 
 def copy(source: str | Path, directory: Path) -> None:
-    """Copy an existing tokenizer with its tokenizer_config.json, if any. Raises as `load_for_data`."""
+    """Copy a tokenizer with its tokenizer_config.json, or a default one if it has none. Raises as `load_for_data`."""
     file = Path(source).expanduser()
     folder = file if file.is_dir() else file.parent
     _, eos = load_for_data(file)
@@ -289,8 +289,8 @@ def _is_byte_level(pre_tokenizer: Any) -> bool:
 def encode(tokenizer: Tokenizer, text: str | bytes, dtype: Any = np.uint32) -> NDArray[Any]:
     """Return the token ids of a text (`str` or UTF-8), shape [tokens]. No special tokens are added.
 
-    Long texts are encoded piece by piece with the same result (see `spans`), because the encoder needs many times the
-    memory of the text.
+    Long texts are encoded piece by piece, because the encoder needs many times the memory of the text. See `spans` for
+    where this may change the tokens.
     """
     data = text.encode("utf-8") if isinstance(text, str) else text
     pieces = []
@@ -301,7 +301,7 @@ def encode(tokenizer: Tokenizer, text: str | bytes, dtype: Any = np.uint32) -> N
 
 
 def spans(data: bytes, limit: int = 1 << 16) -> Iterator[tuple[int, int]]:
-    """Cut the UTF-8 of a text into spans of about `limit` bytes that have the same tokens as the whole text.
+    """Cut the UTF-8 of a text into spans of about `limit` bytes with the same tokens as the whole text, if possible.
 
     A cut is before a single space, or after a single newline, with a letter after it and no white space before it. The
     patterns of published byte-level tokenizers and SPLIT_PATTERN all begin a word there, and none of them looks behind,

@@ -9,8 +9,8 @@ the rendering with the turn. The rest, up to the end-of-turn token, is the turn.
 differently once there is a later one (they remove the thinking). Then only the last turn of a conversation is learned,
 and such conversations are counted.
 
-The text is split where an assistant turn begins, and the parts are tokenized separately. So the tokens before a turn
-are exactly those of the prompt in a chat, even if a merge would have crossed the split.
+The text is split where an assistant turn begins or ends, and the parts are tokenized separately. So a turn begins with
+a new token, as after the prompt in a chat, even if a merge would have crossed the split.
 
 Text of a message that spells a special token is tokenized as plain text (see `renderer`), so data cannot forge a turn.
 As for all prepared data, the tokenizer must be byte-level BPE; other tokenizers encode the first word of a text
@@ -70,7 +70,7 @@ class TokenizedConversation:
 
 
 class ChatTemplate:
-    """The chat template and tokenizer of a folder with tokenizer.json and chat_template.jinja.
+    """The chat template and tokenizer of a folder.
 
     turn_end: id of the special token that ends a turn, or None.
     """
@@ -179,9 +179,9 @@ class ChatTemplate:
 class ChatTokenizer:
     """The result of `make_chat_tokenizer`.
 
-    added: new tokens with their ids. reinitialized: ids of the tokens whose embeddings are initialized again: the chat
-    tokens, whether added or already in the vocabulary. turn_end: id of the special token that ends a turn, or None.
-    default: True if the template is DEFAULT_TEMPLATE.
+    added: new tokens with their ids. reinitialized: ids of the tokens whose embeddings are initialized again: those of
+    DEFAULT_TEMPLATE, whether added or already in the vocabulary; empty for another template. turn_end: id of the
+    special token that ends a turn, or None. default: True if DEFAULT_TEMPLATE was used because there was no other.
     """
 
     added: dict[str, int]

@@ -16,7 +16,7 @@ from typing import Any
 
 from deskside.utils.errors import UsageError
 
-FIRST_CODE, MAX_SPECIAL = 0xF0000, 0xFFFD  # start and size of Supplementary Private Use Area-A
+FIRST_CODE, MAX_SPECIAL = 0xF0000, 0xFFFE  # start and size of Supplementary Private Use Area-A
 ESCAPES = [chr(0xE000 + number) for number in range(64)]  # candidates for ESCAPE, of the Private Use Area
 
 
@@ -58,7 +58,7 @@ class Escaping:
         return self._escaped.sub(original, text)
 
     def escape_all(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a copy of a message in which every string is escaped, at any depth."""
+        """Return a copy of a message in which every string but the names of its fields is escaped, at any depth."""
         return {str(name): self._escape_value(value) for name, value in message.items()}
 
     def _escape_value(self, value: Any) -> Any:

@@ -41,7 +41,8 @@ from deskside.utils.files import fingerprint, write_error
 
 VERSION = 2  # of the prepared data; increase it when the same arguments give different content
 SHARD_TOKENS = 1 << 25
-DEFAULT_FRACTION, MIN_HELD_OUT = 0.02, 32  # default share of held-out conversations, and their minimum
+DEFAULT_FRACTION = 0.02  # of the conversations that are held out
+MIN_HELD_OUT = 32  # a larger share of fewer conversations, up to 0.1, holds out about this many
 SAMPLES, SAMPLE_CHARACTERS = 4, 600  # number of sample conversations, and their maximum length
 SAMPLES_FILE = "samples.json"
 TOO_FEW = "there are too few"
@@ -62,7 +63,7 @@ class ChatSpec:
 def cache_key(spec: ChatSpec, tokenizer: Path) -> str:
     """Return a checksum of everything that determines the data set: the sources, the tokenizer and the options.
 
-    For a hub data set, only the name is included, so changes of its content are not noticed. Raises UsageError, as
+    For a hub data set, only its spec is included, so changes of its content are not noticed. Raises UsageError, as
     `Source.parse` does.
     """
     options = (VERSION, spec.val_fraction, spec.turns, spec.seed)
@@ -95,7 +96,7 @@ def prepare_chat(
 def new_folder(tokenizer: Path, out: Path) -> Iterator[Path]:
     """Yield a temporary folder beside `out` with the tokenizer's files, which is renamed to `out` on success.
 
-    Raises UsageError if `out` exists, RunError if the disk is full.
+    Raises UsageError if `out` exists, RunError for an OSError, also of the block.
     """
     if out.exists():
         raise UsageError(f"{out}: exists already; remove it, or give another --data.path")
@@ -201,7 +202,7 @@ class _ChatPreparation:
         return self._finish()
 
     def _first_pass(self, sources: Sequence[Source], have_val: bool) -> tuple[int, float, bytes | None]:
-        """Return the number of conversations, the share to hold out, and the key to hold out if this share is empty.
+        """Return the number of conversations, the share to hold out, and a key to hold out if that share selects none.
 
         have_val: True if there are validation sources, so that nothing is held out.
         """

@@ -40,7 +40,7 @@ Message = Mapping[str, Any]
 
 
 class NotRendered(UsageError):
-    """Raised for a conversation that cannot be rendered or tokenized. The message gives the reason."""
+    """Raised for a conversation or record that cannot be used. The message gives the reason."""
 
 
 class RefusedByTemplate(NotRendered):
@@ -112,7 +112,7 @@ class Renderer:
             ids = encode(self._tokenizer, text, plain=False)
             if sum(token in self._special_ids for token in ids) == len(matches):
                 return ids
-            # The tokenizer's normalizer turned plain text into a special token, so tokenize the parts separately.
+            # The tokenizer found other special tokens than the template wrote, so tokenize the parts separately.
         ids = []
         at = 0
         for special in [*matches, None]:
@@ -168,7 +168,7 @@ class Renderer:
 
     @cached_property
     def roles(self) -> frozenset[str]:
-        """Roles that the template knows: it writes their text, or raises an error about them.
+        """Roles that the template knows: it writes their text in a trial, or refuses every trial.
 
         The candidates are ROLES and the strings that the template compares a role with.
         """
@@ -228,7 +228,7 @@ def encode_plain(tokenizer: Tokenizer, text: str, special: frozenset[int]) -> li
 
 
 def checked_messages(value: object) -> list[dict[str, Any]]:
-    """Validate the messages of a record, and return them with text parts joined and empty fields removed.
+    """Validate the messages of a record, and return them with text parts joined and without empty optional fields.
 
     Raises NotRendered for an invalid conversation or an unsupported field.
     """
@@ -333,7 +333,7 @@ def _compared_roles(template: str) -> set[str]:
 
 
 def _is_role(node: Any) -> bool:
-    """Return True if an expression is `message.role`, `message["role"]` or a variable with "role" in its name."""
+    """Return True for an attribute or item `role`, and for a variable with "role" in its name."""
     from jinja2 import nodes
 
     if isinstance(node, nodes.Getattr):

@@ -33,9 +33,9 @@ class CorpusOptions:
     """Options of `prepare.prepare`. Sizes are in bytes.
 
     field: the field or column of the text. tokenizer: an existing one; None trains one with `vocab_size` tokens on a
-    sample of `sample_bytes`. val_sources: validation text, instead of a share of the sources; training documents with
-    the same text are left out and counted. val_fraction: share of the documents for validation; see `heldout` for the
-    rule and the default. on_bad: skip and count bad input, or refuse it. workers: number of processes (default: one
+    sample of up to `sample_bytes`. val_sources: validation text, instead of a share of the sources; training documents
+    with the same text are left out and counted. val_fraction: share of the documents for validation; see `heldout` for
+    the rule and the default. on_bad: skip and count bad input, or refuse it. workers: number of processes (default: one
     per core). resume: continue a preparation in the folder, instead of replacing it. line_limit: see `sources`.
     shard_bytes: text per shard.
     """
@@ -74,7 +74,7 @@ class _Piece:
 
 @dataclass
 class TextSampler:
-    """Samples at most `limit` bytes of text: the pieces with the lowest hashes, whatever the order of the documents.
+    """Samples about `limit` bytes of text: the pieces with the lowest hashes, whatever the order of the documents.
 
     Long documents are sampled in pieces, so that a corpus of few books is sampled evenly as well.
     """
@@ -110,7 +110,6 @@ class TextSampler:
                 yield piece.data.decode("utf-8")
                 continue
             cut = piece.start_if_tails if holdout.tails else piece.start_if_chosen
-            # A document below 16 KiB is a single piece, so the cut may be inside a piece.
             train_bytes = cut - (piece.end - len(piece.data))
             if train_bytes > 0:
                 yield piece.data[:train_bytes].decode("utf-8")
@@ -120,8 +119,8 @@ class TextSampler:
 class Analysis:
     """The result of the first pass, saved in prepare.json, so that a resumed preparation need not repeat the pass.
 
-    text_bytes: size of the training sources, including the text that becomes validation. val_text_bytes: size of the
-    validation sources. tags: (source, language) pairs.
+    text_bytes: size of the training sources' text, including what becomes validation. val_text_bytes: size of the
+    validation sources' text. tags: (source, language) pairs.
     """
 
     documents: PositiveInt

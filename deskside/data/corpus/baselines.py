@@ -61,7 +61,7 @@ def write_train_counts(directory: Path, counts: NDArray[np.int64]) -> None:
 
 
 def read_train_counts(directory: Path, index: DatasetIndex) -> NDArray[np.int64] | None:
-    """Return the counts written by `write_train_counts`, or None for older data. Raises RunError for a damaged file."""
+    """Return what `write_train_counts` wrote, or None without a file. Raises RunError for a damaged file."""
     path = directory / TRAIN_COUNTS
     if not path.is_file():
         return None

@@ -5,10 +5,11 @@
    share is chosen so that validation has about 500 kB of text, but at least 0.5 % and at most 10 % of the corpus. If
    sources are added, this share can only fall, so the hash never moves a document from training to validation.
 2. Each language, each source and each .jsonl or .parquet file should be represented. If the hash chose no document of
-   one of them, its document with the lowest hash is added. All additions together are at most a tenth of the text.
-3. A chosen document of more than two million bytes gives only its last million bytes; the rest is trained on.
-4. In a corpus of fewer than ten documents, validation is instead the tail of every document: the last tenth, at most a
-   million bytes.
+   one of them, its document with the lowest hash is added, while all additions are at most a tenth of the text. An
+   empty validation split gets one document of any size.
+3. A chosen document of more than two million bytes gives at most its last million bytes; the rest is trained on.
+4. In a corpus of fewer than ten different documents, validation is instead the tail of every document that can be
+   divided: a share of `--val-fraction`, or without it the last tenth, at most a million bytes.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def start_if_tails(text: bytes, fraction: float | None) -> int:
 
 
 def start_if_chosen(text: bytes) -> int:
-    """Return where validation starts in a chosen document: at 0, or a million bytes before its end if it is long."""
+    """Return where validation starts in a chosen document: 0, or up to a million bytes before the end of a long one."""
     return 0 if len(text) <= 2 * MAX_TAIL_BYTES else tail_start(text, MAX_TAIL_BYTES)
 
 
@@ -145,7 +146,7 @@ class HoldoutPlanner:
     documents: int = 0
     size: int = 0
     _keys: set[bytes] = field(default_factory=set)  # distinct documents, up to FEW_DOCUMENTS
-    _has_tail: bool = False  # any of the first FEW_DOCUMENTS documents is long enough to be divided
+    _has_tail: bool = False  # any document added while `few` is long enough to be divided
     _strata: dict[Label, _Stratum] = field(default_factory=dict)
 
     @property

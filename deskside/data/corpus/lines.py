@@ -44,7 +44,7 @@ def iter_lines(
         limit: Maximum length of a line in bytes.
         too_long: Called with the number and the length of each longer line, which is not yielded.
         damaged: Called once if an archive is truncated or damaged, with the number of lines before the damage, which
-            have all been yielded, and the reason.
+            have all been yielded or reported, and the reason.
 
     Raises OSError if the file cannot be opened or read.
     """
@@ -155,8 +155,8 @@ def parse_long(line: bytes | bytearray, field: str) -> object:
 
     Other long strings are replaced by a short placeholder.
 
-    Raises ValueError if the line is not JSON, or has more than 16 MiB besides long strings: as UnicodeDecodeError for
-    bytes that are not UTF-8, and as UnicodeEncodeError for a lone surrogate in `field`.
+    Raises ValueError if the line is not JSON or not UTF-8, or has more than 16 MiB besides long strings, and its
+    subclass UnicodeEncodeError for a lone surrogate in a long `field`.
     """
     placeholder = uuid.uuid4().hex  # random, so that no string of the line can be equal to it
     spans: dict[str, tuple[int, int]] = {}

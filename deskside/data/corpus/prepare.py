@@ -5,14 +5,14 @@ tokenizer.
 
 2. Train the tokenizer on the sample, or copy the given one.
 
-3. Read again, in the same order, and cut the documents into shards of about `shard_bytes` of text. Worker processes
+3. Read again, in the same order, and group the documents into shards of about `shard_bytes` of text. Worker processes
 tokenize and write them. Reading is some twenty times faster than tokenizing, so one reader feeds many workers.
 
 4. Measure the baselines on the validation text (gzip, unigrams) and write the index.
 
 prepare.json is rewritten after every shard, and a shard is a pure function of the arguments and the text. So repeating
 the same command keeps complete shards, makes the others, and repairs a shard whose checksum fails. Without `resume`,
-the data set is made in a folder beside `out`, which replaces `out` when it is complete.
+a data set in `out` is replaced by one that is made in a folder beside it, once that is complete.
 """
 
 from __future__ import annotations
@@ -40,7 +40,14 @@ from deskside.data.corpus.analyze import (
     documents_of,
     read_validation_texts,
 )
-from deskside.data.corpus.baselines import GzipMeter, token_counts, unigram_bits, write_train_counts
+from deskside.data.corpus.baselines import (
+    TRAIN_COUNTS,
+    GzipMeter,
+    read_train_counts,
+    token_counts,
+    unigram_bits,
+    write_train_counts,
+)
 from deskside.data.corpus.heldout import validation_warnings
 from deskside.data.corpus.prepare_state import (
     PrepareState,
@@ -172,7 +179,7 @@ class _Preparation:
     created_folder: bool = False
 
     def open(self, *, discard: bool) -> None:
-        """Resume the preparation in `out`, or start one. `discard` replaces a preparation with other arguments."""
+        """Resume the preparation in `out`, or start one. With `discard`, one with other arguments is replaced."""
         state = open_state(self.out)
         if state is not None and state.scan is not None:
             difference = describe_difference(state.arguments, self.arguments)
@@ -216,7 +223,8 @@ class _Preparation:
     def intact_index(self) -> DatasetIndex | None:
         """Return the index if the data set is complete and every checksum matches.
 
-        Otherwise return None, and delete the index of a damaged data set, which is then repaired.
+        Otherwise return None, and delete the index of a damaged data set, which is then repaired. Raises RunError if
+        the index or the tokenizer is damaged, which cannot be repaired.
         """
         if not (self.out / shards.INDEX).is_file():
             return None
@@ -226,8 +234,12 @@ class _Preparation:
                 f"{self.out}: tokenizer.json is damaged, so the tokens cannot be decoded. Use --no-resume to make "
                 "the data again."
             )
+        index = shards.read_index(self.out)
+        try:
+            read_train_counts(self.out, index)
+        except RunError:
+            damaged[TRAIN_COUNTS] = "is damaged"
         if not damaged:
-            index = shards.read_index(self.out)
             self.kept = sum(len(split.shards) for split in index.splits.values())
             return index
         (self.out / shards.INDEX).unlink()
@@ -256,7 +268,7 @@ class _Preparation:
         self.save()
 
     def second_pass(self, workers: int) -> None:
-        """Make every missing or damaged shard, with this number of worker processes."""
+        """Make every missing or damaged shard, with up to this number of worker processes."""
         assert self.analysis is not None
         shard_bytes = self.options.shard_bytes
         tokenizer = bpe.load(self.out)
@@ -272,9 +284,10 @@ class _Preparation:
         try:
             with (
                 optional_pool as pool,
-                ProgressBar("tokenise", total / 1e6, "MB", quiet=self.options.quiet) as bar,
+                ProgressBar("tokenize", total / 1e6, "MB", quiet=self.options.quiet) as bar,
             ):
                 for job in self._jobs():
+                    self.shard_names[job.split].append(job.name)
                     if self._is_finished(job):
                         self.kept += 1
                         bar.advance(job.text_bytes / 1e6)
@@ -321,8 +334,7 @@ class _Preparation:
         self.gzip_bits = gzip.bits()
 
     def _is_finished(self, job: ShardJob) -> bool:
-        """Add a shard to its split. Return True if its files are intact. Raises UsageError if its text has changed."""
-        self.shard_names[job.split].append(job.name)
+        """Return True if the shard's files are intact. Raises UsageError if its text has changed."""
         info = self.finished.get(job.name)
         if info is None:
             return False

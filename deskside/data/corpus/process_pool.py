@@ -164,9 +164,10 @@ def map_in_order(
 ) -> Generator[tuple[Context, Result], None, None]:
     """Yield (context, function(tool, item)) for every item, in order. Contexts stay in this process.
 
-    Fewer than MIN_PARALLEL_ITEMS items are processed here with `local_tool`. More items are processed by one process
-    per core, each with its own tool from `make_tool`. The functions, items and results must be picklable. Raises
-    RunError if a process dies. If the generator may not be exhausted, close it (contextlib.closing).
+    Fewer than MIN_PARALLEL_ITEMS items, or all items if there is one core, are processed here with `local_tool`.
+    Otherwise there is one process per core, each with its own tool from `make_tool`. The functions, items and results
+    must be picklable. Raises RunError if a process dies. If the generator may not be exhausted, close it
+    (contextlib.closing).
     """
     remaining = iter(items)
     first = list(itertools.islice(remaining, MIN_PARALLEL_ITEMS))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from types import TracebackType
 
-MIN_ELAPSED_SECONDS = 2.0  # before the end of a task is estimated
+MIN_ELAPSED_SECONDS = 2.0  # before `time_limit` estimates the end of a task
 
 _limit: ContextVar[tuple[float, Callable[[float], Exception]] | None] = ContextVar("limit", default=None)
 

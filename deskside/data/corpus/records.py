@@ -51,9 +51,9 @@ def iter_records(
 
 
 def sources_checksum(sources: Sequence[Source]) -> str:
-    """Return a checksum of the content of sources, which does not depend on their location.
+    """Return a checksum of the content and the tags of sources, which does not depend on their location.
 
-    Of a hub data set, only the name is included.
+    Of a hub data set, only its spec is included.
     """
     digest = xxhash.xxh3_128()
     for source in sources:

@@ -5,15 +5,15 @@ A source is given as a *spec string*:
     book.txt  notes.md             the whole file is one document
     a.jsonl  a.jsonl.gz  a.jsonl.zst   one JSON object per line, the text under one field
     a.parquet                      one row per document, the text in one column
-    a/directory   "a/*.jsonl.gz"   every file of these kinds in it, sorted by name, except README.md
+    a/directory   "a/*.jsonl.gz"   every file of these kinds, sorted by path, except README.md
     hf:owner/name[:config[:split]] streamed through `datasets`
     bundled:tiny_shakespeare.txt   a file that comes with deskside
 
 Input that cannot be read is reported to a `BadInputLog`, which either counts it ("skip") or raises an error that names
-it ("refuse"). Nothing is left out without being counted.
+it ("refuse"). No document is left out without being counted.
 
 `line_limit` limits the bytes of a line or document, and so the memory. A longer line, parquet cell or hub row is bad
-input; a longer text file is read as several documents, cut at ends of lines.
+input; a longer text file is read as several documents, cut at ends of lines if it has any.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class BadInputLog:
         )
 
     def why_nothing_is_usable(self, if_empty: str) -> str:
-        """Return the end of a message that there is no document or conversation. if_empty: used without bad input."""
+        """Return the end of a message that no document or conversation was found. if_empty: used without bad input."""
         return f"that can be used ({self.summary()})" if self.total else f"({if_empty})"
 
     def as_dict(self) -> dict[str, Any]:
@@ -313,7 +313,7 @@ class Reader(ABC, Generic[Item]):
 def _parse(
     raw: bytearray, number: int, origin: str, bad: BadInputLog, field: str | None
 ) -> tuple[object] | None:
-    """Return the JSON value of a line in a tuple, because the value may be None. Return None if the line is invalid.
+    """Return the JSON value of a line in a tuple, because the value may be None. Return None if it is invalid or blank.
 
     field: if given, a long line is parsed with `parse_long`. Clears `raw` to free its memory.
     """

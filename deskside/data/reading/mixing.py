@@ -21,7 +21,7 @@ PERIOD = 1024  # rows
 
 @dataclass(frozen=True)
 class Mixture:
-    """One period of a mixture.
+    """One period of a mixture. A single component has a period of one row.
 
     component: the component of each row, shape [period]. rank: index of each row among the rows of its component, shape
     [period]. count: rows of each component, shape [components].
@@ -45,7 +45,7 @@ class Mixture:
             return cls(*(np.array([n], dtype=np.int64) for n in (0, 0, 1)))
         share = share / share.sum() * PERIOD
         count = np.maximum(np.floor(share).astype(np.int64), 1)
-        while count.sum() > PERIOD:  # only when several tiny weights were lifted to one row
+        while count.sum() > PERIOD:  # only when tiny weights were lifted to one row
             count[np.argmax(np.where(count > 1, count - share, -np.inf))] -= 1
         missing = PERIOD - int(count.sum())
         count[np.argsort(-(share - count), kind="stable")[:missing]] += 1

@@ -1,7 +1,7 @@
 """Packing of documents into rows: documents are cut into pieces of at most a row, and no token is lost.
 
-In rows of T tokens, a document of L tokens gives L // T pieces of T tokens, which are rows by themselves, and one
-shorter piece. The shorter pieces are packed longest first, each into the fullest row that still has room for it
+In rows of T tokens, a document of L tokens gives L // T pieces of T tokens, which are rows by themselves, and at most
+one shorter piece. The shorter pieces are packed longest first, each into the fullest row that still has room for it
 (best-fit decreasing; Johnson 1973). Ding et al. 2024 ("Fewer Truncations Improve Language Modeling") found that this
 fills rows almost as well as cutting all documents at the ends of rows.
 

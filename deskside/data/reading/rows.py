@@ -136,7 +136,7 @@ class PackedDataset:
 
     @property
     def fingerprint(self) -> str:
-        """Checksum of the tokens and the tokenizer, independent of the data set's location."""
+        """Checksum of the tokens, the masks and the tokenizer, independent of the data set's location."""
         all_shards = [shard for split in self.index.splits.values() for shard in split.shards]
         checksums = [shard.checksum for shard in all_shards]
         checksums += [shard.mask_checksum for shard in all_shards if shard.mask_checksum is not None]
@@ -168,7 +168,7 @@ class PackedDataset:
         return tokenizer.token_bytes(tokenizer.load(self.directory))
 
     def max_boundaries(self, rows: int) -> int:
-        """Return the maximum number of pieces, padding included, in any `rows` consecutive rows of the order."""
+        """Return an upper bound on the number of pieces, padding included, in `rows` consecutive rows of the order."""
         counts = []
         for packing, filled in zip(self.packings, self._row_tokens, strict=True):
             segments = np.diff(packing.row_start) + (filled < self.sequence_length)

@@ -12,7 +12,7 @@ E that begins the next document is the target of a document's last token, and ev
 Shards of conversations (`data.chat`) have one more file, DIR/train-00000.mask.bin, with a byte per token: 1 if the
 assistant has to learn the token. Such a shard is `text text ... E`: a conversation begins with its own first token.
 
-Files are written under a temporary name, flushed to the disk and renamed, so a file with its final name is complete.
+Shards and index.json are written under temporary names, flushed to the disk and renamed, so they are always complete.
 Checksums are XXH3-128 (xxhash), which runs at memory speed.
 """
 
@@ -89,10 +89,10 @@ class ShardInfo(Part):
 
 
 class SplitInfo(Part):
-    """A split. text_bytes: its text in UTF-8.
+    """A split. text_bytes: size of its text in UTF-8; of conversations, of their messages.
 
-    token_text_bytes: the text that the tokens decode to; equal to `text_bytes` unless an imported tokenizer normalizes
-    the text. gzip_bpb, unigram_bpb: baselines in bits per byte, for the validation split only.
+    token_text_bytes: size of the text that the tokens decode to. Unless an imported tokenizer normalizes it, plain text
+    has this size, too. gzip_bpb, unigram_bpb: baselines in bits per byte, for validation splits of plain text only.
     """
 
     tokens: PositiveInt
@@ -125,8 +125,8 @@ class TokenizerInfo(Part):
 class ChatInfo(Part):
     """Facts about a data set of conversations.
 
-    turn_end: id of the end-of-turn token. learnt_tokens: number of learned tokens by split. last_turn_only: number of
-    conversations of which only the last turn is learned.
+    turn_end: id of the end-of-turn token, or None. learnt_tokens: number of learned tokens by split. last_turn_only:
+    number of conversations of which only the last turn is learned.
     """
 
     turn_end: NonNegativeInt | None
@@ -297,12 +297,14 @@ def read_index(directory: Path) -> DatasetIndex:
         version = data["schema_version"]
         if version != SCHEMA_VERSION:
             raise RunError(
-                f"{path}: schema version {version}, wanted {SCHEMA_VERSION}. Prepare the data again."
+                f"{path}: schema version {version}, wanted {SCHEMA_VERSION}. Prepare the data again, in a new folder."
             )
         return DatasetIndex.model_validate(data)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         reason = first_problem(error) if isinstance(error, ValidationError) else repr(error)
-        raise RunError(f"{path}: damaged index ({reason}). Prepare the data again.") from error
+        raise RunError(
+            f"{path}: damaged index ({reason}). Prepare the data again, in a new folder."
+        ) from error
 
 
 def damaged_shards(directory: Path, split: SplitInfo, *, checksums: bool) -> dict[str, str]:
@@ -349,7 +351,7 @@ class VerifyReport:
 
 
 def verify(directory: str | Path) -> VerifyReport:
-    """Read every byte of a prepared data set and compare all checksums. Raises as `read_index`."""
+    """Compare all checksums of a prepared data set. If they match, write the stamp. Raises as `read_index`."""
     directory = Path(directory)
     index = read_index(directory)
     damaged: dict[str, str] = {}
@@ -368,15 +370,15 @@ def verify(directory: str | Path) -> VerifyReport:
 
 
 def raise_if_damaged(directory: str | Path, damaged: dict[str, str]) -> None:
-    """Raise RunError naming the first damaged file and the remedy, if there is one."""
+    """Raise RunError if any file is damaged. The message has the first one, and a remedy."""
     if damaged:
         file, problem = next(iter(damaged.items()))
         more = f" (and {len(damaged) - 1} more)" if len(damaged) > 1 else ""
         sentence = problem if problem.startswith(file) else f"{file} {problem}"
-        raise RunError(
-            f"{directory}: {sentence}{more}. Repeat the `deskside data prepare` command that made the data: only "
-            "damaged shards are made again."
-        )
+        remedy = "Remove this folder and prepare the data again."
+        if (Path(directory) / "prepare.json").is_file():  # conversations have none
+            remedy = "Repeat its `deskside data prepare` command: only damaged shards are made again."
+        raise RunError(f"{directory}: {sentence}{more}. {remedy}")
 
 
 def check(directory: Path) -> DatasetIndex:
@@ -384,7 +386,7 @@ def check(directory: Path) -> DatasetIndex:
 
     Sizes are always compared; checksums only once, and again if the size or time of a file has changed. A stamp file in
     the data set records the check; if it cannot be written, the checksums are compared each time. Raises as
-    `read_index`, and RunError for a damaged shard.
+    `read_index`, and RunError for a damaged file.
     """
     index = read_index(directory)
     for split in index.splits.values():

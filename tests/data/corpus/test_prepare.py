@@ -370,6 +370,9 @@ def test_only_damaged_shards_are_made_again(corpus: Path, tmp_path: Path) -> Non
         (out / name).write_bytes(data)
     again = prepare([str(corpus)], out, CorpusOptions(**SMALL))
     assert (again.made, again.kept) == (2, made - 2) and files_of(out) == before
+    (out / "train-counts.npy").write_bytes(b"damaged")
+    again = prepare([str(corpus)], out, CorpusOptions(**SMALL))
+    assert (again.made, again.kept) == (0, made) and files_of(out) == before
     (out / "tokenizer.json").write_text("{}")
     with pytest.raises(RunError, match=r"tokenizer\.json is damaged"):
         prepare([str(corpus)], out, CorpusOptions(**SMALL))

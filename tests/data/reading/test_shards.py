@@ -76,6 +76,9 @@ def test_one_flipped_bit_is_found_and_named(copy: Path, suffix: str) -> None:
     assert shards.verify(copy).damaged == {"train-00001.bin": f"train-00001{suffix} fails its checksum"}
     with pytest.raises(RunError, match=rf"train-00001{suffix} fails its checksum.*only damaged shards"):
         shards.check(copy)
+    (copy / "prepare.json").unlink()  # as for conversations
+    with pytest.raises(RunError, match=r"fails its checksum\. Remove this folder"):
+        shards.check(copy)
 
 
 def test_sizes_are_checked_at_every_opening(copy: Path) -> None:
