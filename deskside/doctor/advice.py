@@ -338,11 +338,11 @@ def _gpu_problems(facts: Facts, results: Results) -> Iterator[dict[str, Any]]:
             )
         # An idle GPU lowers its link, so only its state under load counts, which is measured on GPU 0.
         state = link if gpu["index"] == 0 else {}
-        generation, lanes = state.get("generation"), state.get("lanes")
-        max_generation, max_lanes = state.get("highest_generation"), state.get("highest_lanes")
-        slower = generation and max_generation and generation < max_generation
-        narrower = lanes and max_lanes and lanes < max_lanes
-        if slower or narrower:
+        pcie: list[Any] = [
+            state.get(key) for key in ("generation", "lanes", "highest_generation", "highest_lanes")
+        ]
+        generation, lanes, max_generation, max_lanes = pcie
+        if None not in pcie and (generation < max_generation or lanes < max_lanes):
             problem = f"{label}: PCIe {generation} x{lanes} under load, of {max_generation} x{max_lanes}"
             remedy = "seat the card again, use the slot next to the CPU, check risers and the BIOS"
             yield _problem("slow" if len(facts["gpus"]) > 1 else "note", problem, remedy)

@@ -62,7 +62,7 @@ def measure(
     inputs = _inputs(checked)
     result = compare(
         _output_and_gradients(attend(checked), inputs),
-        _float64_gradients(inputs, checked),
+        _float64_reference(inputs, checked),
         TOLERANCE[checked.dtype],
     )
     timed = _problem_for(TIMED[torch.device(device).type], backend, device, TIMED_WINDOW if window else None)
@@ -133,7 +133,7 @@ def _output_and_gradients(attend: Attend, inputs: list[Tensor]) -> dict[str, Ten
     return {"output": output.detach(), "dq": dq, "dk": dk, "dv": dv}
 
 
-def _float64_gradients(inputs: list[Tensor], need: Requirements) -> dict[str, Tensor]:
+def _float64_reference(inputs: list[Tensor], need: Requirements) -> dict[str, Tensor]:
     """Return the output and gradients of the reference backend in float64 on the CPU."""
     exact = replace(need, dtype=torch.float64, device=torch.device("cpu"))
     context = prepare(AttentionContext(window=need.window, backend="reference"), exact)

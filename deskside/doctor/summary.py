@@ -32,7 +32,7 @@ SEVERITIES = {
 LEGEND = (
     "error: relative, against float64, the largest of output and gradients\n"
     "matmul: torch's products; precision: deskside's recipes, with their layers and gradients\n"
-    "attention: forward and backward"
+    "attention: forward and backward; with --quick, the error is against float32"
 )
 SCALES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
@@ -109,7 +109,8 @@ def _facts(machine: Mapping[str, Any], checks: Sequence[Mapping[str, Any]]) -> T
     software += f", Triton {machine['triton'] or 'missing'}"
     table.add_row("software", escape(software))
     if machine["driver"]:
-        table.add_row("driver", escape(f"{machine['driver']}, for CUDA up to {machine['driver_cuda']}"))
+        newest = f", for CUDA up to {machine['driver_cuda']}" if machine["driver_cuda"] else ""
+        table.add_row("driver", escape(machine["driver"] + newest))
     container_limit = machine["memory_limit_gib"]
     table.add_row("CPU", escape(f"{machine['cpu']}, {machine['cpu_cores']} cores"))
     memory = f"{_gib(machine['memory_gib'])}, {_gib(machine['memory_available_gib'])} available"
@@ -139,12 +140,10 @@ def _gpu_lines(gpu: Mapping[str, Any], link: Mapping[str, Any]) -> Iterator[tupl
         range_text += f", {low:.0f} to {high:.0f} can be set" if low and high else ""
         parts.append(f"power limit {power['limit_watts']:.0f} W ({range_text})")
     state = link or gpu["pcie"]
-    if state.get("generation"):
+    pcie = [state.get(key) for key in ("generation", "lanes", "highest_generation", "highest_lanes")]
+    if None not in pcie:
         load = "under load" if link else "idle"
-        parts.append(
-            f"PCIe {state['generation']} x{state['lanes']} {load}, "
-            f"of {state['highest_generation']} x{state['highest_lanes']}"
-        )
+        parts.append(f"PCIe {pcie[0]} x{pcie[1]} {load}, of {pcie[2]} x{pcie[3]}")
     if link.get("host_to_device"):
         parts.append(f"{rate(link['host_to_device'])} from host (measured)")
     for part in parts:

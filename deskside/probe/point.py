@@ -22,6 +22,7 @@ from deskside.config.run import RunConfig
 from deskside.data.reading.loader import Batch
 from deskside.kernels.matmul_peak import measure_matmul_peak
 from deskside.optim.build import build
+from deskside.probe.grid import COUNTED_STEPS, WARMUP_STEPS
 from deskside.train import environment_record, parallel
 from deskside.train.loop.step import DeviceEvent, StepMetrics, Stepper
 from deskside.train.objective import RowDataset, TrainContext
@@ -31,7 +32,6 @@ from deskside.train.prepare.step_planning import modelled_memory_gib
 
 WARMUP_SECONDS = {"cuda": 2.0, "cpu": 1.0}
 MEASURED_SECONDS = {"cuda": 4.0, "cpu": 4.0}
-MIN_STEPS = 5  # timed steps, however slow; at least half as many, rounded down, are warm-up steps
 BATCHES = 4  # number of different micro-batches, used in turn
 OPTIMIZER_RUNS = 5
 LAUNCH_RUNS = 3
@@ -154,8 +154,8 @@ def measure_point(spec: dict[str, Any]) -> dict[str, Any]:
     environment_record.reset_peak_memory(device)
     batches = random_batches(prepared.rows, fit.micro_rows, prepared.rows_per_step, device)
     timer = StepTimer(prepared.stepper, batches, fit.accumulation, environment_record.Sensors(device))
-    timer.run(spec.get("warmup_seconds", WARMUP_SECONDS[device.type]), MIN_STEPS // 2)
-    seconds, sensor_readings = timer.run(spec.get("seconds", MEASURED_SECONDS[device.type]), MIN_STEPS)
+    timer.run(spec.get("warmup_seconds", WARMUP_SECONDS[device.type]), WARMUP_STEPS)
+    seconds, sensor_readings = timer.run(spec.get("seconds", MEASURED_SECONDS[device.type]), COUNTED_STEPS)
     launch_seconds = timer.launch_seconds() if device.type == "cuda" else None
     step = statistics.median(seconds)
     speed = config.batch.tokens / step

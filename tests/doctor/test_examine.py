@@ -62,6 +62,14 @@ def test_table_of_a_card() -> None:
     assert text.index("Use on this machine") < text.index("Fix, most important first")
 
 
+def test_what_the_driver_hides_is_left_out() -> None:
+    link = {"generation": 3, "lanes": 8, "highest_generation": 5, "highest_lanes": None}
+    facts = samples.facts(driver_cuda=None)
+    results = samples.results(copy={"details": {"link": link}})
+    text = shown({"quick": False, **examine.conclude(facts, results, quick=False)})
+    assert "None" not in text and "PCIe" not in text and "for CUDA up to" not in text, text
+
+
 def test_a_reason_that_several_share_is_told_once() -> None:
     same = {"verdict": "unsupported", "reason": "the package is empty"}
     text = re.sub(r"\s+", " ", shown(examined(te_nvfp4=same, bitsandbytes=same)))
