@@ -1,8 +1,8 @@
 """The list of checks, each run in a child process with a time limit, one child at a time.
 
-Checks that share code also share a child, because importing torch takes seconds. If such a child fails or hangs, each
-of its checks runs again in a child of its own, so that the failure is attributed to the right check. This
-module does not import torch: the parent holds no CUDA context and survives a torch that does not start.
+Checks of one kind can share a child, because importing torch takes seconds. If such a child fails or hangs, each of its
+checks runs again in a child of its own, so that the failure is attributed to the right check. This module does not
+import torch: the parent holds no CUDA context and survives a torch that does not start.
 """
 
 import math

@@ -8,9 +8,9 @@ delta) to (residual, delta), and every tensor inside has the form that the next 
                add + norm (+ cast) -> product -> activation * gate (+ cast) -> product
     backward   the same steps in reverse order
 
-BF16 runs the same code without the casts. Activation checkpointing is part of the node: with `recompute`, it saves only
-the residual and 1 / RMS, and the backward recomputes the rest from them. The first backward frees the saved state, so a
-second one through the same graph (`retain_graph=True`) recomputes it.
+BF16 runs the same code without the casts. Activation checkpointing is part of the node: with `recompute`, it saves no
+activations but the residual and 1 / RMS, and the backward recomputes the rest. The first backward frees the saved
+state, so a second one through the same graph (`retain_graph=True`) recomputes it.
 
 Suffixes: N tokens (B sequences of T), D hidden size, H heads, K key-value heads, C channels of a head.
 """

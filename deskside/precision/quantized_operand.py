@@ -55,7 +55,7 @@ class Draws:
         self._signs.clear()
 
     def next(self) -> int:
-        """Return a new 31-bit seed: a different one for each call in a step."""
+        """Return a new 31-bit seed."""
         self._count += 1
         return self._mix(self._count, 0)
 

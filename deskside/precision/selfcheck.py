@@ -97,7 +97,7 @@ def check_head(device: torch.device | str, native: bool | None = None) -> CheckR
 def _native_or_emulated(
     run_check: Callable[[bool], CheckResult], native: bool | None, native_exists: bool
 ) -> CheckResult:
-    """Call run_check(native); for None with True, then with False if there are no native products or they fail."""
+    """Call run_check(native). If `native` is None, try native products where they exist, then emulated ones."""
     result = run_check(native_exists if native is None else native)
     if result.ok or native is not None or not native_exists:
         return result
