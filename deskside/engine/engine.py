@@ -1,8 +1,8 @@
 """Inference engine with continuous batching: rows join and leave the batch between steps (Orca, Yu et al. 2022, OSDI).
 
 A row is one sample of a request. A step admits waiting rows, prefills at most `prefill_tokens` tokens of prompts, and
-decodes one token for every row whose prefill is done. A long prompt is prefilled in chunks, so it does not hold up the
-other rows.
+runs a decoding step for the rows whose prefill is done. A long prompt is prefilled in chunks, so it does not hold up
+the other rows.
 
 Memory: keys and values are stored in pages (model/cache.py, pages.py). An admitted row gets all pages that it can ever
 need, so a running row never runs out of memory. Rows wait in order until there is room. Full pages are shared: a prompt
@@ -14,7 +14,7 @@ rounding: matrix products may round differently for another batch size or anothe
 between two tokens of nearly equal probability.
 
 On a GPU the host runs one step ahead: it queues a step before it has read the tokens of the previous one. A row that
-ends in the previous step therefore computes one token too many, which is dropped. An engine is not thread-safe.
+ends in the previous step may therefore be decoded once more; the output is dropped. An engine is not thread-safe.
 """
 
 from collections import deque
@@ -59,15 +59,15 @@ class Draft(NamedTuple):
 
 
 class Engine:
-    """Generates for many requests with one model. Raises UsageError for invalid sizes.
+    """Generates for many requests with one model. Raises UsageError for invalid sizes or an unsuitable draft model.
 
     Args:
         max_batch: Maximum number of running rows.
-        max_tokens: Size of the KV cache, in tokens of prompts and answers of all rows.
+        max_tokens: Maximum size of the KV cache, in tokens of prompts and answers of all rows.
         tokenizer: Required for `Event.text` and for stop strings.
         draft: A draft model for speculative decoding.
         page_size: Tokens per page of the KV cache.
-        prefill_tokens: Maximum tokens of prompts in one step, including padding.
+        prefill_tokens: Maximum tokens of prompts in one step, including padding, rounded up to a multiple of PAD_TO.
         graphs: Whether to capture decoding steps in CUDA graphs. None does so on CUDA if the step can be captured.
     """
 
@@ -442,7 +442,7 @@ class Engine:
             self._waiting.remove(row)
         else:
             if row.prefill_done and row.tokens:
-                # Make the answer's pages available to later prompts. Its last token is not in the cache.
+                # Make the answer's pages available to later prompts. Its last token may not be in the cache.
                 self._register_pages(row, page_keys([*row.request.prompt, *row.tokens[:-1]], self.page_size))
             self._release(row)
         return Event(row.number, row.sample, None, reason, text)

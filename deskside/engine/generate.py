@@ -32,7 +32,7 @@ def generate_events(
     stop_tokens: Collection[int] = (),
     seed: int = 0,
 ) -> Iterator[Event]:
-    """Yield an event for each new token of any prompt; `Event.request` is the index of the prompt.
+    """Yield the events of all prompts as they are generated; `Event.request` is the index of the prompt.
 
     The random numbers of prompt i depend only on (seed, i). Generation stops when the caller stops iterating. Raises
     UsageError for a prompt that is empty, too long or has a token outside of the vocabulary, before it generates.

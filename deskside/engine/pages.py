@@ -60,7 +60,7 @@ class Pages:
         return pages
 
     def register(self, page: int, key: Key) -> None:
-        """Make the content of a held, full page available to others. Does nothing if the key has a page already."""
+        """Make the content of a held, full page available to others. Does nothing if the page or key is registered."""
         if key not in self._page_of and page not in self._key_of:
             self._page_of[key] = page
             self._key_of[page] = key

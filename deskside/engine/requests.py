@@ -20,7 +20,7 @@ class Request:
     """A prompt and how to continue it. Raises UsageError for values out of range.
 
     Attributes:
-        samples: Number of continuations. The prompt is computed once for all of them.
+        samples: Number of continuations. The full pages of the prompt are computed once for all of them.
         first_sample: Sample i draws from the random stream of (seed, first_sample + i).
         eos_tokens, stop_tokens: Tokens that end a sample and are not part of it.
         stop_strings: Strings that end a sample. Its text ends before the string, but its tokens include those of the
@@ -89,7 +89,7 @@ class SampleOutput:
     reason: Reason | None = None
 
     def add(self, event: Event) -> None:
-        """Add the token and text of an event."""
+        """Add an event of this sample."""
         if event.token is not None:
             self.tokens.append(event.token)
             if event.logprob is not None and event.sampled_logprob is not None:

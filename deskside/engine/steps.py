@@ -2,8 +2,8 @@
 
 Each slot of the state holds one running row. A step computes a batch of lanes; `lanes_B` contains the slot of each.
 Lanes without a row, which pad the batch, use the last slot, a dummy. A step updates the state in place and returns a
-`StepOutput`. It never synchronizes with the device, so the next step can be queued before the host has read the tokens
-of this one, and a step can be captured in a CUDA graph.
+`StepOutput`. The host need not read the tokens of a step before it queues the next one, and a decoding step can be
+captured in a CUDA graph, unless the model itself synchronizes with the device.
 """
 
 from collections.abc import Callable, Hashable, Sequence

@@ -17,8 +17,8 @@ REPLACEMENT = "\ufffd"  # decoders write it for incomplete or invalid UTF-8
 class TextStream:
     """Turns tokens into text as they arrive. The results of all `push` calls and of `finish` are the whole text.
 
-    stops: strings that end the text. The text ends before the first one that is completed; from then on `stopped` is
-    true and further tokens yield no text. Raises UsageError for an empty stop string.
+    stops: strings that end the text and are not part of it. Once one is found, `stopped` is true and further tokens
+    yield no text. Raises UsageError for an empty stop string.
     """
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()):
@@ -33,7 +33,7 @@ class TextStream:
         self._held_text = ""  # may be the beginning of a stop string
 
     def push(self, token: int) -> str:
-        """Return the text that this token completes; empty while a character or a stop string is incomplete."""
+        """Return the text that this token completes; it may be empty."""
         self._held_tokens.append(token)
         piece = self._piece()
         if not piece or piece.endswith(REPLACEMENT):

@@ -70,7 +70,10 @@ def generate_answers(
 def judge_answers(
     task: Generated, items: Sequence[Item], texts: Sequence[str], chat: bool
 ) -> list[SandboxResult]:
-    """Return the verdict on each text; `reason` is the parsed answer. Raises RunError if code cannot be sandboxed."""
+    """Return the verdict on each text; `reason` is the parsed answer or, for code, why it failed.
+
+    Raises RunError if code cannot be sandboxed.
+    """
     if isinstance(task, CodeTask):
         return check_many(
             [(runnable_code(item, text, chat), *item.check) for item, text in zip(items, texts, strict=True)]
@@ -89,8 +92,8 @@ def judge_answers(
 def runnable_code(item: Item, text: str, chat: bool) -> str:
     """Return the code to test: the prompt and its continuation or, in a chat, the prompt and the answer's code block.
 
-    The prompt ends with the docstring of a function, so it is valid code by itself. A code block defines the function
-    again.
+    Without a code block, a chat answer is a continuation. The prompt ends with the docstring of a function, so it is
+    valid code by itself. A code block defines the function again.
     """
     block = code_in(text) if chat else None
     return item.answers[0] + (text if block is None else "\n" + block)

@@ -138,7 +138,7 @@ def _items(chosen: SelectedTask, bad: BadInputLog, chat: bool) -> Iterator[Item]
 
 
 def _item(task: Task, record: dict[str, Any], origin: str, chat: bool) -> Item:
-    """Convert a record to an item. Raises ValueError, KeyError, IndexError or TypeError for an invalid one."""
+    """Convert a record to an item. For an invalid one, raises one of the errors that `_items` handles."""
     group = None if task.shots_same is None else record[task.shots_same]
     prompt = _text(task.prompt, record)
     if isinstance(task, Choice):

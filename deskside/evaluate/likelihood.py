@@ -4,11 +4,11 @@ Texts are tokenized as in lm-eval (Gao et al., the Language Model Evaluation Har
 space at the end of the context moves to the continuation; both are encoded together, and the continuation's tokens are
 those after the first len(encode(context)); sequences that exceed the context length are truncated from the left.
 
-Requests with the same context form a group. The context is computed once, up to the last whole page of the key-value
+Pairs with the same context form a group. The context is computed once, up to the last whole page of the key-value
 cache, and the rows of the group share these pages (model/cache.py). Each row consists of the remaining tokens of the
-context and one continuation; all continuations of a single token share one row. Logits are computed only at positions
-that predict a token of a continuation. With a ten-example context, scoring four endings thus costs little more than
-scoring one.
+context and one continuation; continuations that differ only in their last token share one row. Logits are computed only
+at positions that predict a token of a continuation. With a ten-example context, scoring four endings thus costs little
+more than scoring one.
 
 Groups are sorted by length, longest first. This keeps padding small, and running out of memory shows in the first
 batch. The other rows of a batch change the results of a row only by rounding.

@@ -123,8 +123,8 @@ def evaluate(
         limit: Maximum number of items.
         tick: Called with the number of newly finished answers.
 
-    Raises UsageError for an answer that exceeds the model's context length, RunError for outputs that are not finite
-    and for code that cannot be sandboxed.
+    Raises UsageError for an answer without tokens or longer than the model's context, RunError for outputs that are not
+    finite and for code that cannot be sandboxed.
     """
     start = time.monotonic()
     chosen, items = prepared.chosen, prepared.items

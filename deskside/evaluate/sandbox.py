@@ -57,7 +57,7 @@ SERVER = ("-m", "deskside.evaluate.sandboxed.fork_server")
 
 @dataclass(frozen=True)
 class SandboxResult:
-    """The verdict of the tests. reason: why they failed: an exception, or the limit that was exceeded."""
+    """The verdict of the tests. reason: why they failed, such as an exception or an exceeded limit; empty if passed."""
 
     passed: bool
     reason: str
@@ -81,7 +81,7 @@ def check(
         seconds: Maximum processor time of each of the two processes. The wall-clock limit is WALL_FACTOR times that.
         memory_mib: Maximum address space of each of the two processes; Python itself takes about 40 MiB.
 
-    Raises RunError if this machine cannot sandbox the processes.
+    Raises RunError if this machine cannot sandbox the processes, or if the server ends twice without a verdict.
     """
     wall_seconds = WALL_FACTOR * seconds
     request = {"seconds": seconds, "wall_seconds": wall_seconds, "memory_bytes": memory_mib << 20}
@@ -149,7 +149,7 @@ class _Server:
     def request(
         self, request: bytes, files: tuple[int, int], wall_seconds: float
     ) -> dict[str, object] | None:
-        """Return the outcome of a check; None if the server ended without one."""
+        """Return the outcome of a check; None if the server ended without one or is late."""
         result, result_writer = socket.socketpair()
         with result:
             with result_writer, self._lock:

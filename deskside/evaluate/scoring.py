@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from decimal import Decimal
 
 Z = 1.959963984540054  # of a 95 % confidence interval
-# A minus sign after a word character or a closing bracket, or with a space after it, is a subtraction.
+# A minus sign after a word character or a closing parenthesis, or with a space after it, is a subtraction.
 _NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:\$\s?)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
 _ANSWER_MARK = re.compile(r"####|the (?:final )?answer is:?|\\boxed\{", re.IGNORECASE)
-_FENCE = re.compile(r"```(?:python|py)?[ \t]*\r?\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
+_FENCE = re.compile(r"```([^\n`]*)\n(.*?)(?:```|\Z)", re.DOTALL)  # language, code
 
 
 def number_in(text: str) -> Decimal | None:
-    """Return the number in an answer: the first one after the last mark ("####", "The answer is"), else the last one.
+    r"""Return the number in an answer: the first after the last mark (####, \boxed{, "The answer is"), else the last.
 
     Thousands separators and dollar signs are ignored. None if there is no number.
     """
@@ -28,7 +28,7 @@ def number_in(text: str) -> Decimal | None:
 
 
 def same_words(text: str, references: tuple[str, ...]) -> bool:
-    """Return True if the text equals one of the references, ignoring case, articles, punctuation and spaces.
+    """Return True if the text equals one of the references, ignoring case, articles, punctuation and extra spaces.
 
     This is how SQuAD and TriviaQA compare (Rajpurkar et al. 2016, arXiv:1606.05250).
     """
@@ -42,9 +42,8 @@ def words(text: str) -> str:
 
 
 def code_in(text: str) -> str | None:
-    """Return the first fenced code block of a chat answer, or None."""
-    match = _FENCE.search(text)
-    return match[1] if match is not None else None
+    """Return the first fenced code block of a chat answer in Python or in no named language, or None."""
+    return next((m[2] for m in _FENCE.finditer(text) if m[1].strip().lower() in ("", "py", "python")), None)
 
 
 def _decimal(text: str) -> Decimal:

@@ -124,7 +124,7 @@ class Generated(_TaskBase):
 
 
 class Number(Generated):
-    """Correct if the generated text ends with the number `reference`."""
+    """Correct if the number in the generated text equals `reference` (see `scoring.number_in`)."""
 
     kind: Literal["number"]
     reference: str
@@ -199,9 +199,7 @@ def select(names: Sequence[str], folder: str | None, shots: int | None = None) -
     """
     tasks = dict(builtin_tasks())
     root: Path | None = None
-    if folder is None:
-        root = None
-    elif folder != HUB:
+    if folder is not None and folder != HUB:
         root = Path(folder).expanduser()
         if not root.is_dir():
             raise UsageError(f"--tasks-dir {folder}: no such folder; {DATA_HINT}")

@@ -20,7 +20,7 @@ from deskside.utils.files import fingerprint
 from deskside.weights.load import Loaded
 
 BPB_KINDS: tuple[DataKind, ...] = ("text", "conversations")  # kinds of training data that have bits per byte
-# For a model without a run: the same as the presets', so that results are comparable.
+# For a model without a run: that of most presets, so that results are comparable.
 HF_SEQUENCE_LENGTH = 2048
 
 
@@ -28,7 +28,7 @@ HF_SEQUENCE_LENGTH = 2048
 class TextBpb:
     """Bits per byte of a source, evaluated in rows of `length` tokens.
 
-    baselines: bits per byte of simple models on the same text; None if unknown.
+    baselines: bits per byte of simple models on the same data, None if unknown; empty for a text file.
     """
 
     result: BitsPerByte
@@ -51,10 +51,10 @@ def measure(
 
     Args:
         config: The configuration of the model's run; None without a run.
-        sequence_length: Tokens per row; None for the run's.
+        sequence_length: Tokens per row; None for the run's, or up to HF_SEQUENCE_LENGTH without a run.
         batch_tokens: Tokens per forward pass.
 
-    Raises UsageError for data that cannot be read or was prepared with another tokenizer.
+    Raises UsageError for an invalid length, and for data that cannot be read or was prepared with another tokenizer.
     """
     length = sequence_length
     if length is None:
@@ -109,7 +109,7 @@ def run_config(loaded: Loaded) -> RunConfig | None:
 
 
 def has_own_data(config: RunConfig | None) -> bool:
-    """Return True if the run's own validation data has bits per byte. Print the reason if it does not."""
+    """Return True if the run's own validation data has bits per byte. If it has data without, print the reason."""
     if config is None or config.data.path is None:
         return False
     try:

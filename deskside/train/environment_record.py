@@ -18,7 +18,7 @@ from deskside.utils.child_process import cpu_cores, cpu_name
 
 
 def describe(device: torch.device, folder: Path) -> dict[str, Any]:
-    """Return the content of environment.json. folder: any folder on the disk of the run."""
+    """Return facts about this machine and its software. folder: any folder on the disk whose free space is reported."""
     facts: dict[str, Any] = {
         "deskside": deskside.__version__,
         "python": sys.version.split()[0],
@@ -129,8 +129,8 @@ def reset_peak_memory(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def free_memory_gib(device: torch.device) -> float:
-    """Return the memory that this process can still allocate on its GPU, including torch's cache."""
+def allowed_memory_gib(device: torch.device) -> float:
+    """Return the memory that this process may use on its GPU, including what torch has already reserved."""
     return allowed_bytes(device) / 2**30
 
 

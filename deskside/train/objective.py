@@ -57,7 +57,7 @@ class RowDataset(Protocol):
     def num_rows(self) -> int: ...
     @property
     def num_tokens(self) -> int:
-        """Return the number of tokens that an evaluation of the whole split counts; see `Evaluation.tokens`."""
+        """Return `Evaluation.tokens` of an evaluation of the whole split."""
 
     @property
     def fingerprint(self) -> str:
@@ -276,15 +276,14 @@ class NextToken:
             "unigram_bpb": split.unigram_bpb,
         }
         message = f"{result.bpb:.4f} bits per byte on the validation text"
+        metrics, tokens = {"val_bpb": result.bpb}, result.targets
         if result.bytes == split.token_text_bytes:
-            return Evaluation({"val_bpb": result.bpb}, summary, message, result.tokens)
+            return Evaluation(metrics, summary, message, tokens)
         message = (
             f"{result.bpb:.4f} bits per byte on {result.bytes:,} of {split.text_bytes:,} bytes of validation"
         )
         rows = evaluated_rows(dataset, max_rows_of(dataset, max_tokens))
-        return Evaluation(
-            {"val_bpb": result.bpb}, summary, message, result.tokens, lambda: baselines_of_rows(dataset, rows)
-        )
+        return Evaluation(metrics, summary, message, tokens, lambda: baselines_of_rows(dataset, rows))
 
     def bits_per_byte(self, session: Session, dataset: PackedDataset, max_tokens: int | None) -> BitsPerByte:
         """Evaluate on a dataset, or on about `max_tokens` of it. The processes share the rows."""

@@ -4,8 +4,8 @@ Replicas sum their gradients after the last micro-batch, in buckets that never c
 overlaps the all-reduce with the backward pass, but regroups its buckets after the first step. The order of additions,
 and thus the last bits of the sums, would then differ between a resumed run and an uninterrupted one.
 
-Each process already divides its loss by the number of valid tokens of all processes. Gradients are therefore summed,
-not averaged.
+Each process already divides its loss by the number of targets of all processes. Gradients are therefore summed, not
+averaged.
 """
 
 import os
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from deskside.utils.errors import UsageError
 
-BUCKET_ELEMENTS = 32 * 2**20  # minimum elements of one all-reduce: 128 MiB in float32
+BUCKET_ELEMENTS = 32 * 2**20  # minimum elements of each all-reduce but the last: 128 MiB in float32
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
-    """Set whether FSDP2 reduces gradients in the next backward pass: only for the last micro-batch of a step."""
+    """Set whether FSDP2 reduces gradients in backward passes: needed only for the last micro-batch of a step."""
     from torch.distributed.fsdp import FSDPModule
 
     if isinstance(model, FSDPModule):

@@ -109,7 +109,7 @@ def start(
 
 
 def resume(path: Path, watch: Callback | None = None, objective: Objective | None = None) -> RunOutcome:
-    """Resume a run from its newest valid checkpoint. The result is bit-identical to that of an uninterrupted run.
+    """Resume a run from its newest valid checkpoint.
 
     A run that was stopped before its first checkpoint starts again with its initial weights. Raises UsageError if the
     run is finished. watch, objective: as in `start`.
@@ -122,7 +122,7 @@ def resume(path: Path, watch: Callback | None = None, objective: Objective | Non
             f"{path} is finished; start another run from its weights with: deskside train --init {path}"
         )
     check_start(config)
-    # Replicas may be resumed with another number of processes, or with one. Sharded runs may not.
+    # The number of processes may change, but a sharded run needs more than one.
     world = parallel.init_distributed(
         config.compute.device, "shard" if config.parallel.mode == "shard" else "auto"
     )
@@ -431,8 +431,8 @@ class _Run:
     def rehearse_evaluation(self, tokens: int) -> None:
         """Predict the time of the final evaluation from `tokens` tokens.
 
-        They are evaluated twice, because the first pass compiles. On a CPU, where nothing compiles, a run with a short
-        time limit evaluates them once.
+        They are evaluated twice, because the first pass compiles. On a CPU, where by default nothing compiles, a run
+        with a short time limit evaluates them once.
         """
         began = self.clock.seconds()
         self.evaluate(tokens)

@@ -59,4 +59,5 @@ def test_code_in() -> None:
         code_in("Sure:\n```python\ndef f():\n    return 1\n```\nDone ```x```") == "def f():\n    return 1\n"
     )
     assert code_in("```\nx = 1") == "x = 1"
+    assert code_in("```bash\npip install x\n```\nThen:\n```python\nx = 1\n```") == "x = 1\n"
     assert code_in("def f(): pass") is None

@@ -64,13 +64,16 @@ def test_values_of_all_plain_types_cross_unchanged() -> None:
 
 def test_changes_in_place_and_exceptions_reach_the_tests() -> None:
     code = (
-        "def put(items, table):\n    items.append(1); table['a'] = 2\ndef fail():\n    raise KeyError('k')\n"
+        "def put(items, table):\n    items.append(1); table['a'] = 2\ndef fail(kind):\n    raise kind('k')\n"
     )
     tests = (
         "items, table = [], {}\nput(items, table)\nassert items == [1] and table == {'a': 2}\n"
-        "try:\n    fail()\nexcept KeyError:\n    done = True\nassert done"
+        "for kind in KeyError, ValueError:\n    try:\n        fail(kind)\n        done = False\n"
+        "    except kind as error:\n        done = error.args == ('k',) and str(error) == str(kind('k'))\n"
+        "    assert done, repr(error)"
     )
     assert check(code, tests) == sandbox.SandboxResult(True, "")
+    assert check(code, "fail(ValueError)").reason == "ValueError: k"
 
 
 def test_constants_and_the_solution_s_own_helpers_are_there() -> None:

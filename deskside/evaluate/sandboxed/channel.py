@@ -16,7 +16,7 @@ from typing import Any
 
 MESSAGE_BYTES = 1 << 22
 REASON_CHARACTERS = 300
-CHUNK = 256  # maximum items of an iterator in one message
+CHUNK = 256  # maximum items of the solution's iterators in one message
 ENDED = "the code ended its process"
 NOT_A_MESSAGE = "the code sent an invalid message"
 
@@ -117,7 +117,7 @@ def encode(value: Any, refer: Callable[[Any], Any]) -> Any:
 def decode(value: Any, resolve: Callable[[str, Any], Any]) -> Any:
     """Return what `encode` was given; `resolve` gets the tag and the content of a reference.
 
-    Raises ProtocolError for anything that `encode` does not produce.
+    Raises ProtocolError for invalid data.
     """
     try:
         return _decode(value, resolve)
@@ -159,7 +159,10 @@ def encode_iterator(value: Iterator[Any], refer: Callable[[Any], Any]) -> Any:
 
 def error_message(error: BaseException) -> dict[str, Any]:
     """Return the message for an exception: the names of its class and base classes in order, and its text."""
-    return {"error": [kind.__name__ for kind in type(error).__mro__], "text": described(error)}
+    text = _text(error)
+    if isinstance(error, KeyError) and len(error.args) == 1 and isinstance(error.args[0], str):
+        text = error.args[0]  # str() of a KeyError has quotes, which the new exception adds again
+    return {"error": [kind.__name__ for kind in type(error).__mro__], "text": text[:REASON_CHARACTERS]}
 
 
 # Python's loops, generators and coroutines treat these specially. Raised by the solution, one of them could end a loop
@@ -187,9 +190,13 @@ def exception_from(message: dict[str, Any], known: dict[str, type[BaseException]
 
 
 def described(error: BaseException) -> str:
-    """Return the class name and the text of an exception. The text is empty if `__str__` raises."""
+    """Return the class name and the text of an exception."""
+    return f"{type(error).__name__}: {_text(error)}"[:REASON_CHARACTERS]
+
+
+def _text(error: BaseException) -> str:
+    """Return the text of an exception; empty if `__str__` raises."""
     try:
-        text = str(error)
+        return str(error)
     except BaseException:  # noqa: BLE001 - __str__ of an exception that a model wrote
-        text = ""
-    return f"{type(error).__name__}: {text}"[:REASON_CHARACTERS]
+        return ""

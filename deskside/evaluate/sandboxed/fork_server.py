@@ -141,7 +141,7 @@ class Supervisor:
         return {"passed": passed, "reason": reason}
 
     def _limit_exceeded(self, child: int, wait: bool) -> str | None:
-        """Return a reason if the kernel killed this process for exceeding a limit. It does not affect the verdict.
+        """Return a reason if the kernel killed this process for exceeding a limit, else None.
 
         wait: Wait up to half a second, because a process closes its files before it counts as ended.
         """

@@ -55,7 +55,7 @@ def die_with(parent: int) -> None:
 
 
 def lock(processor_seconds: float, wall_seconds: float, memory_bytes: int) -> None:
-    """Restrict this process. Raises LockError if that is impossible or has no effect."""
+    """Restrict this process. Raises LockError, OSError or ValueError if that is impossible or has no effect."""
     limits = {
         resource.RLIMIT_CPU: math.ceil(processor_seconds),
         resource.RLIMIT_AS: memory_bytes,
@@ -79,7 +79,7 @@ def lock(processor_seconds: float, wall_seconds: float, memory_bytes: int) -> No
 
 
 def _filter(architecture: int, allowed: tuple[int, ...]) -> None:
-    """Install a seccomp filter. System calls of another architecture kill the process, others fail with EPERM."""
+    """Install a seccomp filter. Calls of another architecture kill the process; others not allowed fail with EPERM."""
 
     def instruction(code: int, jump_true: int, jump_false: int, value: int) -> bytes:
         """Return an instruction of classic BPF. The jumps are numbers of instructions to skip."""

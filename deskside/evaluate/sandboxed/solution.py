@@ -82,7 +82,7 @@ class Solution:
             self._channel.send(error_message(error))
 
     def _take(self, items: Iterator[Any], count: int) -> tuple[list[Any], bool]:
-        """Return the next items, and True if they are the last. An exception is raised after the items before it."""
+        """Return the next items, and whether the iterator ended. An exception is raised after the items before it."""
         if id(items) in self._raised:
             raise self._raised.pop(id(items))
         taken: list[Any] = []

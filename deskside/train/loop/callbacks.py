@@ -2,7 +2,7 @@
 
 A `Callback` is called when training begins and with the metrics of every step. It may request a stop, and can reserve
 time for work after the run; `deskside go` controls its run with one. `RunLog` writes the files of metrics and events
-and calls the callbacks. Only rank 0 has callbacks.
+and passes the metrics to callbacks, on rank 0 only.
 """
 
 import importlib
@@ -37,13 +37,13 @@ class Callback:
     resume_command: str | None = None
 
     def begin(self, run: RunDirectory, stop: StopSignal, validation: RowDataset) -> None:
-        """Called before the first step. The callback may set `stop.requested` from now on."""
+        """Called on every rank before the first step. The callback may set `stop.requested` from now on."""
 
     def on_step(self, row: dict[str, Any], total_steps: int) -> None:
-        """Called with each step's row of metrics.jsonl."""
+        """Called with each step's row of metrics.jsonl, on rank 0."""
 
     def close(self) -> None:
-        """Called after the last step, also if training failed."""
+        """Called after the last step, also if training failed, on rank 0."""
 
     def reserve(self, limit: float | None) -> float:
         """Return the seconds to keep free for work after the run. limit: the run's length in wall-clock seconds."""

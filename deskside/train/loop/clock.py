@@ -168,7 +168,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class Position:
-    """Position in a run, in the three units of a duration."""
+    """Position in a run, in the units of an interval."""
 
     steps: int
     tokens: int
@@ -178,7 +178,7 @@ class Position:
 class Every:
     """Trigger that fires once per `every`, or never if it is None.
 
-    An interval in steps or tokens fires at multiples of it, so a resumed run fires at the same positions.
+    An interval in steps or tokens fires when a multiple of it is reached, so a resumed run fires at the same positions.
     """
 
     def __init__(self, every: Duration | None, start: Position):

@@ -1,4 +1,4 @@
-"""One optimizer step: forward and backward of all micro-batches, checks, update. The host never waits for the GPU."""
+"""One optimizer step: forward and backward of all micro-batches, checks, update. Its metrics are read later."""
 
 import time
 from collections.abc import Sequence
@@ -116,8 +116,8 @@ class Stepper:
     def run(self, micro_batches: Sequence[Batch], step: int, dry: bool = False) -> StepMetrics:
         """Run step number `step` (from 1). A dry step computes everything but changes no weight.
 
-        If one process runs out of memory in a dry step, all of them raise torch.OutOfMemoryError. With a sharded model,
-        that process raises RunError, because the others already wait for it in a collective of the model.
+        If one process runs out of memory in the passes of a dry step, all of them raise torch.OutOfMemoryError. With a
+        sharded model, that process raises RunError, because the others already wait for it in a collective.
         """
         self.precision.begin_step(step)
         sums = self.forward_backward_dry(micro_batches) if dry else self.forward_backward(micro_batches)

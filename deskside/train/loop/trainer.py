@@ -33,7 +33,7 @@ from deskside.train.prepare.batch_size_finder import StageWork
 from deskside.utils.signals import StopSignal
 
 RECENT_STEPS = 20  # number of step times in the throughput estimate
-MEASURED_STEPS = 5  # number of step times needed to replace the estimate from the dry steps
+MEASURED_STEPS = 5  # number of step times that replace the estimate from the dry steps, except in short plans
 
 
 @dataclass
@@ -57,9 +57,9 @@ class SavesProgress(Protocol):
 class RunLength:
     """The plan of steps, the clock, and the time limit of a run.
 
-    `limit_seconds`: the length if it was given in time, else None. `reserve` returns the part of it that evaluation,
-    checkpoint and samples need after the last step. Up to step `decided_until`, which an earlier process reached, the
-    plan is not revised again. `write_plan` writes the revised plan to plan.json.
+    `limit_seconds`: the length if it was given in time, else None. `reserve` returns the part of it that is needed
+    after the last step. Up to step `decided_until`, which an earlier process reached, the plan is not revised again.
+    `write_plan` writes the revised plan to plan.json.
     """
 
     plan: StepPlan
@@ -315,7 +315,7 @@ class Trainer:
         return len(self.recent) >= (1 if short_plan else MEASURED_STEPS)
 
     def _step_seconds(self) -> float:
-        """Return the seconds of a step in this stage: the median of recent ones, or that of the dry steps."""
+        """Return the seconds of a step in this stage: the median of recent steps, or that from its dry steps."""
         if not self._is_measured():
             return self.stages[self._stage].dry_seconds
         return statistics.median(self.recent)

@@ -11,7 +11,7 @@ from deskside.kernels.attention import Requirements, choose
 from deskside.model.transformer import Transformer
 from deskside.train.parallel import World
 
-TRIAL_ROWS = 32  # rows of the timed batch; with fewer, launch overhead would dominate
+TRIAL_ROWS = 32  # maximum rows of the timed batch
 
 
 @dataclass(frozen=True)

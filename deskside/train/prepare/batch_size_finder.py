@@ -4,7 +4,7 @@ Each candidate runs a dry step: a whole step, with optimizer state, on a worst-c
 several passes, the dry step has two, because the gradients of the first are in memory during the second. The dry step
 also compiles the model and gives the first estimate of the step time. If it runs out of memory, a divisor of the
 rows that is at most half as large is tried with more gradient accumulation, so the effective batch size never changes.
-The result is recorded in plan.json, and a resumed run does not search again.
+The result is recorded in plan.json. A resumed run uses it again, if it fits the number of processes.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from deskside.utils.errors import RunError, UsageError
 CPU_MICRO_TOKENS = 8192  # on a CPU, memory is no limit, and larger batches do not fit into its caches
 TIMED_DRY_STEPS = 2  # at most, after the search
 MAX_BATCHING_SPEEDUP = 4  # of a row in a large batch, compared with a row alone
-MAX_OVERCOMMIT = 1.3  # candidates predicted to need more than this multiple of the free memory are not tried
+MAX_OVERCOMMIT = 1.3  # candidates predicted to need more than this multiple of the memory are not tried
 
 
 @dataclass
@@ -196,7 +196,7 @@ class BatchSizeFinder:
         return min(times, default=estimate)
 
     def check_step_time(self, stage: StageWork, rows: int) -> None:
-        """Raise UsageError early if a single step takes longer than the run's time limit.
+        """Raise UsageError early if a single step takes longer than the time left.
 
         One row is timed alone. In larger batches, a row is faster by at most `MAX_BATCHING_SPEEDUP`. GPUs are not
         checked, because their first pass compiles.
@@ -294,7 +294,8 @@ class BatchSizeFinder:
             return max(1, CPU_MICRO_TOKENS // length)
         # With a sharded model the first candidate must fit: a rank that runs out of memory would leave the others
         # waiting in a collective.
-        free = environment_record.free_memory_gib(self.world.device) - self.objective_reserved_bytes() / 2**30
-        limit = free * (1.0 if self.world.sharded else MAX_OVERCOMMIT)
+        allowed = environment_record.allowed_memory_gib(self.world.device)
+        limit = allowed - self.objective_reserved_bytes() / 2**30
+        limit *= 1.0 if self.world.sharded else MAX_OVERCOMMIT
         possible = [n for n in candidates(rows, rows) if self.modelled_memory(n * length) <= limit]
         return self.world.all_reduce_min(possible[0] if possible else 1)

@@ -2,7 +2,7 @@
 
 The set-up counts towards `--hours`: reading data, dry steps, the reference of DPO, the first answers of GRPO, the first
 evaluation. Each part times a small slice, and does no more than fits into its share of the limit. If there is no time
-for a single step, the run is refused at once, with a length that is sufficient.
+for a single step, the run is refused at once, and a longer length is recommended.
 """
 
 import math
@@ -43,7 +43,7 @@ def check_start(config: RunConfig) -> None:
 
 
 def set_cublas_workspace(config: RunConfig) -> None:
-    """Give cuBLAS the fixed workspace that deterministic runs need. It is read once, when CUDA is initialized."""
+    """Give cuBLAS the fixed workspace that deterministic runs need. Call it before CUDA is initialized."""
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
@@ -78,9 +78,9 @@ UNLIMITED = TimeBudget()
 
 
 def too_short(limit: float, why: str, needed: float) -> UsageError:
-    """Return the error for a length of `limit` seconds, which recommends `needed` seconds."""
+    """Return the error for a length of `limit` seconds, which recommends at least `needed` seconds."""
     hours = max(needed, limit) / 3600
-    digits = max(0, 1 - math.floor(math.log10(hours)))  # two significant digits, rounded up
+    digits = max(0, 1 - math.floor(math.log10(hours)))  # at least two significant digits, rounded up
     hours = math.ceil(hours * 10**digits) / 10**digits
     return UsageError(
         f"schedule.length: {limit:g} s is too short: {why}; give --hours {hours:g}, or fewer tokens per step "

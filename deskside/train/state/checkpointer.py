@@ -2,8 +2,8 @@
 
 A checkpoint contains the weights, the optimizer state, the position in the data, the clock and the guard. It needs no
 state of random number generators: the initial weights are a function of the seed, random numbers in a step are a
-function of (seed, step), and the order of the data is a function of (seed, epoch, sequence length, position). A resumed
-run is therefore bit-identical to an uninterrupted one.
+function of (seed, step), and the order of the data is a function of (seed, epoch, sequence length, position). With
+deterministic kernels, a resumed run is therefore bit-identical to an uninterrupted one.
 """
 
 from typing import Annotated, Any, Literal

@@ -71,7 +71,7 @@ class InitialWeights:
         return cls(source, weights, vocabulary, tuple(fresh))
 
     def check_tokenizer(self, data: Path) -> None:
-        """Raise UsageError if a token of the prepared data has another id in the vocabulary of these weights."""
+        """Raise UsageError if a token of the prepared data has another or no id in the vocabulary of these weights."""
         vocabulary = load_tokenizer(data).get_vocab(with_added_tokens=True)
         different = [token for token, id in vocabulary.items() if self.vocabulary.get(token) != id]
         if different:

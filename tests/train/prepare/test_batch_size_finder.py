@@ -210,7 +210,7 @@ def test_what_the_objective_will_keep_has_room_beside_the_steps(monkeypatch: pyt
 
     monkeypatch.setattr(torch, "empty", empty)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(environment_record, "free_memory_gib", lambda device: 100 / 2**30)
+    monkeypatch.setattr(environment_record, "allowed_memory_gib", lambda device: 100 / 2**30)
 
     class OnCard(BatchSizeFinder):
         def dry_step(self, micro_rows: int, dataset: RowDataset, rows: int) -> float:
