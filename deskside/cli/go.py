@@ -178,7 +178,7 @@ class Pipeline:
         self.state.set_result("plan", result)
 
     def _make_plan(self) -> dict[str, Any]:
-        """Plan the remaining time, and print the plan. Raises RunError if no plan is feasible."""
+        """Plan the remaining time, and print the plan. Raises UsageError and RunError if there is none."""
         seconds = self.state.seconds_left() - self.state.seconds_reserved()
         if seconds <= 0:
             raise _out_of_time(self.state)

@@ -71,7 +71,7 @@ class StudyOptions(JsonOption):
     devices: str | None = option(
         "GPUs to spread the trials over; default: all visible ones", None, metavar="0,1"
     )
-    resume: bool = option("continue a study; finished trials are skipped", False)
+    resume: bool = option("continue a study; trials that have ended are skipped", False)
     again: str | None = option(
         "with --resume: repeat the trials with these statuses, such as oom,failed", None, metavar="STATUS"
     )
@@ -233,7 +233,7 @@ def _statuses(options: StudyOptions) -> list[str]:
     for status in statuses:
         if status not in FINAL:
             raise UsageError(
-                f"--again {status}: is not a status of a finished trial; give some of {','.join(FINAL)}"
+                f"--again {status}: is not a status of a trial that has ended; give some of {','.join(FINAL)}"
             )
     return statuses
 

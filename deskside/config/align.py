@@ -60,7 +60,8 @@ class DpoConfig(_Objective):
     data: DataSources = Field((), description="pairs: .jsonl[.gz|.zst], .parquet, hf:owner/name")
     val: DataSources = Field((), description="held-out pairs; default: a share of `data`")
     val_fraction: HeldOutFraction = Field(
-        None, description="share of `data` that is held out; default: 0.05, at most 500 pairs"
+        None,
+        description="share of `data` that is held out; default: 0.05, up to 0.1 of few pairs, at most 500 pairs",
     )
     loss: Literal["sigmoid", "ipo", "sigmoid_norm"] = Field(
         "sigmoid",
@@ -93,7 +94,8 @@ class GrpoConfig(_Objective):
     data: DataSources = Field((), description="questions: .jsonl[.gz|.zst], .parquet, hf:owner/name")
     val: DataSources = Field((), description="held-out questions; default: a share of `data`")
     val_fraction: HeldOutFraction = Field(
-        None, description="share of `data` that is held out; default: 0.05, at most 200 questions"
+        None,
+        description="share of `data` that is held out; default: 0.05, up to 0.1 of few, at most 200 questions",
     )
     system: str | None = Field(None, min_length=1, description="a system message before every question")
     reward: str = Field(

@@ -1,7 +1,7 @@
 """Optimizers and their settings.
 
-The learning rates and the weight decay are those of the reference point of `budget/scaling.py` (hidden size 768, its
-batch and horizon). With `scale = true` they are scaled to the hidden size, batch and horizon of the run.
+The learning rates and the weight decay hold at the optimizer's reference point in `budget/scaling.py`. With `scale =
+true` they are scaled to the hidden size, batch and horizon of the run.
 """
 
 from typing import Annotated, Literal, Self

@@ -42,7 +42,7 @@ class RunConfig(Part):
     """The resolved configuration of one run; written into run.json."""
 
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
-        1, description="random seed of the initial weights and the data order"
+        1, description="random seed of the run, for example of its initial weights and data order"
     )
     deterministic: bool = Field(
         False, description="use only deterministic kernels, so that a GPU run is reproducible bit for bit"

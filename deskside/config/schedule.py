@@ -59,7 +59,7 @@ class _Schedule(Part):
     )
     clock: Literal["wall", "training"] = Field(
         "wall",
-        description="clock of a length in time: wall counts everything since the process started; training only "
+        description="clock of a length in time: wall counts the whole time of the run's processes; training only "
         "counts the training steps, without compilation, evaluation and checkpoints",
     )
     warmup: Warmup = Field(

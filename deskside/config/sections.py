@@ -32,7 +32,7 @@ Interval = Annotated[Duration, AfterValidator(_check_interval)]
 
 
 class DataConfig(Part):
-    """Source of the tokens. `path` is a directory made by `deskside data prepare`."""
+    """Source of the training data."""
 
     path: str | None = Field(None, min_length=1, description="prepared dataset directory")
     sources: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
@@ -84,8 +84,8 @@ class ComputeConfig(Part):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda if it is available")
     compile: Literal["auto", "fused", "off", "block", "model"] = Field(
         "auto",
-        description="fused: hand-written kernels and gradients; block, model: torch.compile; auto: on a GPU fused, "
-        "or block if fused does not cover the model; on a CPU off, unless the precision needs fused",
+        description="fused: hand-written kernels and gradients; block, model: torch.compile; auto: fused on a GPU "
+        "or below 16 bits, if it covers the model; else block on a GPU in 16 or 32 bits; else off",
     )
     attention: str = Field(
         "auto", description="attention backend; auto: the fastest that passes a check at this shape"

@@ -45,7 +45,7 @@ def format_options(
 
     Args:
         native: Formats that the GPU's tensor cores run.
-        fused: Whether fused sublayers compute the blocks. Only they keep converted weights from pass to pass.
+        fused: Whether fused sublayers compute the blocks. In BF16, only they keep converted weights from pass to pass.
     """
     options = config.precision
     return {
