@@ -4,14 +4,14 @@ Frozen weights of the blocks are stored in the formats of `precision/frozen.py`,
 
     bytes per weight     bf16  2
                          int8  1, and 4 per output row
-                         nf4   1/2 + 1/64 + 4 / 16384, and 1028 per matrix for a table of 256 numbers and their mean
+                         nf4   1/2 + 1/64 + 4 / 16384, and 1028 per matrix for a table of 256 numbers and a mean
 
 Only adapters have gradients (4 bytes) and optimizer states. A frozen weight needs no gradient, so the input of a
 projection is saved for the backward only if the projection has an adapter. The adapter also saves x A^T, 2 bytes x rank
-per token. Eager norms save nothing for the gradient of their weights. The adapters of a fused weight are copied in the
-activations' dtype: A is stacked, B is put on a block diagonal (`precision/lora.py`). The first block saves a little
-less than modelled, because nothing before it is trained. Quantized weights are dequantized one at a time, in the
-forward and again in the backward.
+per token. Eager norms save nothing for the gradient of their weights. A and B are copied in the activations' dtype; for
+a fused weight, A is stacked and B put on a block diagonal (`precision/lora.py`). The first block saves a little less
+than modelled, because nothing before it is trained. Quantized weights are dequantized one at a time, in the forward and
+again in the backward.
 """
 
 from deskside.budget.shape import Shape, block_matrices
@@ -23,7 +23,7 @@ NF4_TABLE_BYTES = 4 * 257  # per weight matrix
 
 
 def projection_sizes(shape: Shape) -> dict[str, tuple[int, int]]:
-    """Return (rows, columns) of each projection of a dense block."""
+    """Return (rows, columns) of each projection of a block, without those of experts."""
     D, F = shape.hidden_size, shape.intermediate_size
     q, kv = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
     sizes = {"q_proj": (q, D), "k_proj": (kv, D), "v_proj": (kv, D), "o_proj": (D, q)}
@@ -70,8 +70,7 @@ def largest_dequantized_bytes(shape: Shape, spec: StepSpec) -> int:
 
 
 def stacked_adapter_bytes(shape: Shape, spec: StepSpec) -> float:
-    """Return the bytes of the stacked copies of A and B, over all layers. In float32, a weight that is not fused needs
-    no copy."""
+    """Return the bytes of the copies of A and B, over all layers. In float32, a weight that is not fused needs none."""
     assert spec.adapter is not None
     sizes, fp32 = projection_sizes(shape), spec.precision == "fp32"
     elements = 0

@@ -9,11 +9,11 @@
   element of published llmq runs in FP8 and in BF16, 12.3 / 8.39 (facts/measurements.csv).
 - FP8 with current scales (per tensor or per row) needs the largest absolute values first: separate kernels read a
   tensor twice and write it in both layouts, CURRENT_SCALING_BYTES per value, counted from the code.
-- NVFP4 needs the largest absolute value of a tensor first: a tensor is read twice, and written once for each product
-  that it enters. NVFP4_WORK multiplies the time of these bytes by the additional arithmetic of a recipe. It was fitted
+- NVFP4 needs the largest absolute value of a tensor first: for each product that it enters, a tensor is read twice and
+  written once. NVFP4_WORK multiplies the time of these bytes by the additional arithmetic of a recipe. It was fitted
   to one run of each recipe, emulated on an H200 (`benchmarks/planner_fit.py`).
 
-Weights are converted once per optimizer step and the copies are kept for the whole step (`precision.weight_cache`).
+By default, weights are converted once per optimizer step and the copies are kept (`precision.weight_cache`).
 """
 
 from functools import cache
@@ -31,7 +31,7 @@ SQUARE_TILES = ("nvfp4", "nvfp4-4o6", "nvfp4-unbiased")  # a weight and its tran
 ALL_NATIVE: frozenset[LowFormat] = frozenset({"fp8", "nvfp4"})
 EMULATED_RATE_SHARE = 0.8  # rate of an emulated product, relative to BF16
 FP8_TRAFFIC = 1.47  # element-wise traffic, relative to BF16
-CURRENT_SCALING = ("fp8-tensorwise", "fp8-rowwise")  # recipes whose scales come from the tensor itself
+CURRENT_SCALING = ("fp8-tensorwise", "fp8-rowwise")  # FP8 recipes whose scales come from the tensor itself
 CURRENT_SCALING_BYTES = 6.0  # per value: read for the maximum, read again, written in two layouts
 NVFP4_READ, NVFP4_WRITTEN = 4.0, {True: 0.5625, False: 2.0}  # bytes per value and product; keys: native
 # Time of quantizing relative to the time of its memory traffic, by recipe.
@@ -57,7 +57,7 @@ def product_formats(precision: Precision) -> tuple[Format, Format]:
 
 
 def quantized(precision: Precision) -> bool:
-    """Return True if some products are computed below 16 bits."""
+    """Return True if some products have operands below 16 bits, emulated or not."""
     return product_formats(precision)[1] not in ("fp32", "bf16")
 
 

@@ -1,13 +1,13 @@
 """Host time of an optimizer step: the time the CPU needs to launch the step's kernels.
 
-The number of launches of a pass does not depend on its number of tokens (about 480 for `124m` in BF16 on an H200;
+The number of launches of a pass hardly depends on its number of tokens (about 480 for `124m` in BF16 on an H200;
 docs/performance.md, "Small passes"), so with small passes the GPU waits for the host. Launch time depends on the
 recipe, the number of layers and the processor. If the host needs `H` seconds and the device `D`, a step takes
 
     (D^p + H^p)^(1/p),   p = HostTimes.overlap
 
 seconds. p = 1 would mean that host and device take turns, p -> infinity that they overlap perfectly: max(D, H). With a
-large finite p, the step is close to the maximum when D and H differ much, and longer than both when they are similar,
+large finite p, the step is close to the maximum when D and H differ much, and longer when they are similar,
 because the device waits in some parts of a pass and the host in others. The constants were fitted by
 `benchmarks/planner_fit.py` to steps on hosts with 64 virtual Xeon cores (docs/data/2026-11-22-release,
 2026-11-23-card). On other processors, `deskside probe` measures the host and sets `factor`; without a probe,
@@ -33,7 +33,7 @@ class HostTimes:
     Attributes:
         bf16, delayed, tensorwise, rowwise: Seconds per layer and pass with fused sublayers.
         nvfp4: The same for NVFP4 that is emulated. Native NVFP4, which launches less, was not measured.
-        uncached: Additional seconds per layer and pass if weights are converted at each use.
+        uncached: Additional seconds per layer and pass if weights are quantized at each use.
         step: Seconds per step outside the layers.
         muon: Additional seconds per step of Muon's update.
         compiled_attention: Seconds per layer and pass of compiled blocks with activation checkpointing of attention.
@@ -96,7 +96,7 @@ def overlapped_seconds(device: float, host: float, overlap: float) -> float:
 def device_seconds(step: float, host: float, overlap: float) -> float:
     """Return the device seconds of a measured step, the inverse of `overlapped_seconds`.
 
-    Raises ValueError if the host takes as long as the step.
+    Raises ValueError unless the host takes less time than the step.
     """
     if host >= step:
         raise ValueError(f"host time {host:g} s is not shorter than the step, {step:g} s")

@@ -1,6 +1,6 @@
 """Prediction of a run's final loss: a scaling law for planning, and the extrapolation of a pilot's own curve.
 
-Everything is in bits per byte of validation text, so that tokenizers do not matter. The law is Chinchilla's form
+Everything is in bits per byte of text, so that tokenizers do not matter. The law is Chinchilla's form
 
     loss = E + offset + A / params'^alpha + B / tokens'^beta
 
@@ -16,8 +16,8 @@ Everything is in bits per byte of validation text, so that tokenizers do not mat
   They found R_D = 15.4 and R_N = 5.3. Our seven runs (43M and 99M params, 1.2 to 6.5 epochs of 70M tokens, Muon) do
   not agree: from 4.9 to 6.5 epochs the smaller model gained nothing. R_D = 1.3 and R_N = 40 predict all seven runs
   within 0.3 %; the published values are off by up to 4 % and favour models that are too small. The law uses our values,
-  and its range includes the prediction of the published ones. Neither models overfitting: nothing was measured beyond
-  `MAX_WEIGHTS_PER_TOKEN` and 6.5 epochs, and the planner proposes nothing beyond.
+  and its range includes the prediction of the published ones. Neither models overfitting, and more than 6.5 epochs were
+  not measured. The planner's search excludes models beyond `MAX_WEIGHTS_PER_TOKEN`, except the smallest.
 - offset: depends on corpus and recipe. Our runs end 4 to 5 % above the law of nanochat's corpus; staged sequence
   lengths account for 0.01 bits of this. The default offset lies in between. Its range of 8 % is wide, because other
   corpora will differ more. `fit_offset` fits the offset to a pilot on the user's corpus.
@@ -83,7 +83,7 @@ class LossLaw:
     def floor(
         self, params: float, tokens: float, unique_tokens: float | None = None, r_n: float = R_N
     ) -> float:
-        """Return the loss in the limit of infinite tokens: all but the term with B."""
+        """Return the loss without the term of B."""
         effective = self.effective_params(params, tokens, unique_tokens, r_n)
         effective = named("N', less what exceeds the optimum for this text", effective, "weights")
         return self.E + self.offset + self.A / effective**self.alpha
@@ -103,7 +103,7 @@ class LossLaw:
 
 @dataclass(frozen=True)
 class Extrapolation:
-    """Final loss extrapolated from a pilot, in bits per byte. undecayed: the same for a constant learning rate."""
+    """Final loss extrapolated from a pilot, in bits per byte. undecayed: `expected` for a constant learning rate."""
 
     low: float
     expected: float
@@ -140,11 +140,11 @@ def expected_bpb(
     """Return (low, expected, high) bits per byte at the end of a run whose learning rate decays.
 
     unique_tokens: tokens of the training data; None if the run reads none of them twice. Raises ValueError for numbers
-    that are not positive.
+    that are not positive and finite.
     """
     for name, value in (("params", params), ("tokens", tokens), ("unique_tokens", unique_tokens)):
         if value is not None and not (value > 0 and math.isfinite(value)):
-            raise ValueError(f"{name} must be above zero, not {value}")
+            raise ValueError(f"{name} must be above zero and finite, not {value}")
     expected = named("bits per byte", law.at(params, tokens, unique_tokens), "bits per byte")
     with_published = law.at(params, tokens, unique_tokens, PUBLISHED_R_D, PUBLISHED_R_N)
     with_published = named("with the published constants of repetition", with_published, "bits per byte")
@@ -201,7 +201,7 @@ def fit_curve(
     if the law's offset was fitted to these runs; with the offset of nanochat's corpus, the result was 2.5 to 5 % too
     low. For two runs of a million parameters on a CPU, the error was 8 to 20 %, within the wide range there.
 
-    Raises ValueError for fewer than `MIN_PILOT_STEPS` steps or for tokens beyond the end.
+    Raises ValueError for fewer than `MIN_PILOT_STEPS` steps in this part, or for tokens beyond the end.
     """
     import numpy as np  # here, because a plan does not need it, and the import takes a fifth of a plan's time
 

@@ -294,13 +294,13 @@ def logit_bytes(spec: StepSpec) -> int:
     """
     several_chunks = spec.loss_chunk_tokens < spec.micro_tokens
     if spec.fused and spec.fp8_head:
-        return 5 if several_chunks else 3  # 2 for the logits, 1 for gradients; 2 transposed ones
+        return 5 if several_chunks else 3  # logits 2, gradients 1; transposed gradients of two chunks 2
     tensors = (1 if spec.fused or spec.adapter is not None else 2) + several_chunks
     return tensors * (4 if spec.precision == "fp32" else 2)
 
 
 def hidden_bytes(spec: StepSpec) -> int:
-    """Return the bytes that the loss allocates per hidden state: its gradient, and two FP8 layouts for an FP8 head."""
+    """Return the bytes that the loss allocates per hidden value: its gradient, and two FP8 layouts for an FP8 head."""
     return (4 if spec.precision == "fp32" else 2) + (2 if spec.fused and spec.fp8_head else 0)
 
 
@@ -326,12 +326,14 @@ def sublayer_gradient_bytes(sizes: Sizes) -> tuple[float, float]:
 
 def has_weight_cache(spec: StepSpec) -> bool:
     """Return True if converted weights are kept between optimizer steps."""
-    return quantized(spec.precision) or (spec.copies == "step" and spec.precision == "bf16")
+    if quantized(spec.precision):
+        return spec.copies != "use"
+    return spec.copies == "step" and spec.precision == "bf16"
 
 
 def cached_weights(sizes: Sizes) -> float:
-    """Return the bytes of converted weights that are kept between optimizer steps: quantized blocks in the recipe's
-    formats, other blocks in BF16, and W and W^T of an FP8 head."""
+    """Return the bytes of converted weights that are kept between optimizer steps: quantized weights in the recipe's
+    formats, other weights of the blocks in BF16, and W and W^T of an FP8 head."""
     spec = sizes.spec
     low, high = weight_copies(spec.precision, spec.native), weight_copies("bf16", spec.native)
     share = spec.quantized_share(sizes.shape.num_hidden_layers)
@@ -346,7 +348,7 @@ def cached_weights(sizes: Sizes) -> float:
 
 
 def saved_bytes_per_value(shape: Shape, spec: StepSpec) -> float:
-    """Return the bytes per value of the inputs that projections save for weight gradients, averaged over blocks."""
+    """Return the bytes per value of the inputs that projections save for weight gradients, averaged over weights."""
     share = spec.quantized_share(shape.num_hidden_layers)
     return (1 - share) * SAVED_BF16 + share * saved_input_bytes(spec.precision)
 
@@ -397,7 +399,7 @@ class _LayerBytes:
         self.attention = named(f"attention, {per_token}", width * attention + output_codes)
         self.mlp = named(f"MLP, {per_token}", width * mlp - s.mlp_width * saving)
         self.block_input = 4 * (width * s.hidden)  # the pair (residual, delta)
-        self.normed = width * s.hidden - s.hidden * saving / 2
+        self.normed = 2 * (width * s.hidden) - s.hidden * saving  # a sublayer's saved normed input
         self.gradients: tuple[float, float] | None = None
         if s.spec.fused:
             attention_gradients, mlp_gradients = sublayer_gradient_bytes(s)
@@ -423,7 +425,7 @@ class _LayerBytes:
         if checkpointing == "none":
             return self.sizes.layers * self.block
         other = self.mlp if checkpointing == "attention" else self.attention
-        return self.sizes.layers * (self.stream - 2 * self.normed + other)
+        return self.sizes.layers * (self.stream - self.normed + other)
 
     def backward(self, checkpointing: Checkpointing) -> float:
         """Return the temporary gradients and recomputed activations in the backward of the last block."""

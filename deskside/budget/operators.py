@@ -17,8 +17,8 @@ pass. If BF16 weights are cached and the products accumulate gradients themselve
 Muon's iteration is Newton-Schulz on the smaller side of each logical matrix (Jordan et al. 2024).
 
 A frozen weight has no gradient, which saves a third of its products. A quantized frozen weight is read and written
-dequantized for each product. An adapter adds 4 reads or writes of the inputs and outputs of its projection, over both
-passes. The numbers for adapters were counted by hand and not measured yet.
+dequantized for each product. An adapter adds 4 reads or writes of the inputs and outputs of its projection, forward and
+backward together. The numbers for adapters were counted by hand and not measured yet.
 """
 
 from collections import Counter
@@ -78,7 +78,7 @@ class TrafficUnits:
 COMPILED_TRAFFIC = TrafficUnits(22, 9, 4, 8, 0, 6, 32, 60)
 # Gradients are read for their norm (4) and scaled (8). Then AdamW moves 28 bytes; Muon moves 26, and 6 to scale.
 FUSED_TRAFFIC = TrafficUnits(16, 8, 5, 5, 2, 2, 40, 44)
-# With an FP8 head, instead of 2: logits are read in 16 bits, their gradient is written in 8 bits in both layouts.
+# With an FP8 head, instead of 2: logits are read in 16 bits; their gradient is written in 8 bits, read and transposed.
 FP8_HEAD_LOSS = 2.5
 RECOMPUTED = 0.35  # share of a sublayer's element-wise traffic that belongs to its forward
 WEIGHT_BYTES = 24  # per weight and pass: cast, gradient cast and accumulation (see the module docstring)
@@ -90,7 +90,7 @@ class Operator:
     """All work of one type in an optimizer step on one GPU.
 
     Attributes:
-        amount: FLOPs of products, bytes of memory traffic or communication, or layers x passes in the group "layers".
+        amount: FLOPs of products, bytes of other operators, or layers x passes in the group "layers".
         recompute: True if the operator repeats a forward because of activation checkpointing.
         width: head_dim for attention, the hidden size for Newton-Schulz.
         runs_as: The format whose rate a product runs at.
@@ -277,8 +277,7 @@ def _quantizing(
 
     inputs, output_gradients: numbers of values, as in `quantized_values`. In NVFP4, an input is converted for the
     output and for the weight gradient, and an output gradient for the input gradient and for the weight gradient; a
-    recomputed forward needs only the output. In FP8, the kernel that produces a tensor converts it once for all
-    products.
+    recomputed forward needs only the output. In FP8, a tensor is converted once for all products.
     """
     spec = s.spec
     if not quantized(spec.precision):

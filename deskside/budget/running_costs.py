@@ -6,7 +6,7 @@
     break-even  = price / (rent per hour - electricity per hour)                             (hours)
 
 The watts of a card are measured if a probe has stored their average, else computed from its power limit and the share
-of this limit that training draws (`facts/power.toml`, with sources). Both have a range, and so do the results.
+of this limit that training draws (`facts/power.toml`, with sources). Both have a range, and so does the energy.
 
 The effect of a power limit is interpolated linearly between published measurements of the same card, and never
 extrapolated: at some limit below the lowest published one, speed drops steeply.
@@ -63,8 +63,8 @@ class CapPoint:
 class OwnOrRent:
     """Cost of owning and of renting, per hour of the run with all its cards.
 
-    break_even_hours: hours of use after which owning is cheaper; None if never, because the electricity alone costs as
-    much as renting. within_life: True if these hours are within the cards' life.
+    break_even_hours: hours of use after which owning is cheaper; None if never, because the electricity alone costs at
+    least as much as renting. within_life: True if these hours are within the cards' life.
     """
 
     own_per_hour: float

@@ -56,7 +56,7 @@ class Sizes:
 
     @property
     def vectors(self) -> float:
-        """Weights of norms and biases."""
+        """Number of norm weights and biases."""
         return self.parameters - self.block_weights - self.root_weights
 
 

@@ -85,10 +85,10 @@ class Rates:
     """Rates of a device, per second.
 
     Attributes:
-        matmul_flops: Sustained FLOP/s of a large product in the activations' dtype.
+        matmul_flops: Sustained FLOP/s of a large product in BF16, or in FP32 on a CPU.
         bandwidth: Bytes/s of the GPU's memory, read plus written.
         low_precision_flops, fp4_flops: FLOP/s of a large FP8 and a large NVFP4 product; None if not supported.
-        single_flops: FLOP/s of a product in FP32; None if `matmul_flops` is in FP32 already.
+        single_flops: FLOP/s of a product in FP32; None if unknown, or if `matmul_flops` is in FP32 already.
         link_bandwidth: Bytes/s that one GPU exchanges with the others while all of them communicate.
         host_bandwidth: Bytes/s to and from the host, each way while the other is busy too. The default is four fifths
             of PCIe 4 x16, modelled.

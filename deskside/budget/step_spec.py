@@ -29,8 +29,9 @@ class StepOptions:
         native: Formats below 16 bits that the tensor cores support. The others are emulated.
         kept_weights: Share of a quantized block's weights in projections that stay in BF16.
         fp8_head: The output head is multiplied in FP8.
-        copies: Lifetime of the BF16 copies of weights. "pass": autograd keeps them from forward to backward; "step":
-            a cache keeps them until the weights change (always so below 16 bits); "use": they are not kept.
+        copies: Lifetime of the converted weights. "pass": autograd keeps them from forward to backward, but a cache
+            keeps quantized ones as for "step"; "step": a cache keeps them until the weights change; "use": no copies
+            are kept.
         compiled: Blocks without fused sublayers are compiled by torch.compile.
         loss_chunk_tokens: Tokens whose logits exist at the same time.
         states: Format of the optimizer states.
@@ -63,7 +64,7 @@ OPTION_NAMES = tuple(field.name for field in fields(StepOptions))
 
 @dataclass(frozen=True)
 class StepSpec(StepOptions):
-    """One optimizer step. Raises ValueError for sizes that do not divide evenly.
+    """One optimizer step. Raises ValueError for sizes below 1 or that do not divide evenly.
 
     tokens: tokens per step, over all GPUs; micro_tokens: tokens per forward pass on one GPU; kept_blocks: blocks that
     stay in BF16 when the precision is quantized.
@@ -93,7 +94,7 @@ class StepSpec(StepOptions):
 
     @property
     def fused(self) -> bool:
-        """True if fused sublayers compute the blocks: otherwise autograd holds the converted weights for a pass."""
+        """True if fused sublayers compute the blocks. Only in other blocks does autograd keep converted weights."""
         return self.copies != "pass"
 
     @property

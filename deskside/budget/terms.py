@@ -85,7 +85,7 @@ def leaf(name: str, value: float) -> Term:
 
 
 def named(what: str, value: float, unit: str = "bytes") -> float:
-    """Return an intermediate result under a name, with its formula as a separate line. Plain numbers are unchanged."""
+    """Return an intermediate result under a name, with its formula as a separate line. Other values are unchanged."""
     if not isinstance(value, Term) or value.precedence == ATOM:
         return value
     result = leaf(what, value)
@@ -109,7 +109,7 @@ def explained(what: str, value: float, unit: str, nothing: str = "none") -> list
 
 
 def traced(instance: Any, **names: str) -> Any:
-    """Return a copy of a dataclass with all numbers as `Term`s. `names` replaces the field names as their names."""
+    """Return a copy of a dataclass with all numbers as `Term`s, named like their fields unless `names` renames them."""
     numbers = {}
     for field in fields(instance):
         value = getattr(instance, field.name)
@@ -119,14 +119,14 @@ def traced(instance: Any, **names: str) -> Any:
 
 
 def formatted(value: float) -> str:
-    """Return a number as text, exact enough to recompute with: integers in full, others with six digits."""
+    """Return a number as text: integers below 10^15 in full, others with six significant digits."""
     if value == int(value) and abs(value) < 1e15:
         return f"{int(value):,}"
     return f"{value:.6g}"
 
 
 def _combined(left: float, operator: str, right: float, value: float, precedence: int) -> float:
-    # "+ 0", "x 1" and "x 0" are not shown.
+    # "+ 0", "- 0", "x 1", "/ 1", "^ 1" and "x 0" are not shown.
     neutral = 0 if operator in "+-" else 1
     if not isinstance(right, Term) and (right == neutral or (right == 0 and operator == "x")):
         return left if right == neutral else 0.0

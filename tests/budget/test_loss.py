@@ -155,9 +155,9 @@ def test_more_is_never_worse(params: float, tokens: float, unique: float | None)
 
 
 def test_numbers_that_cannot_be() -> None:
-    with pytest.raises(ValueError, match="tokens must be above zero, not 0"):
+    with pytest.raises(ValueError, match="tokens must be above zero and finite, not 0"):
         expected_bpb(LAW, 1e8, 0)
-    with pytest.raises(ValueError, match="params must be above zero, not nan"):
+    with pytest.raises(ValueError, match="params must be above zero and finite, not nan"):
         expected_bpb(LAW, math.nan, 1e9)
 
 

@@ -264,8 +264,26 @@ def test_bf16_copies_last_where_they_are_cached() -> None:
     assert cached["backward"].items["copies"] == cached["update"].items["copies"] == blocks
     fp32 = instants(shape, replace(work, copies="step", precision="fp32"))
     assert fp32["update"].items["copies"] == 0
-    at_use = instants(shape, replace(work, copies="use", activation_checkpointing="none"))
-    assert at_use["backward"].items["copies"] == 0 < at_use["loss"].items["copies"]  # the head's, in the loss
+    for precision in ("bf16", "fp8"):
+        uncached = replace(work, copies="use", precision=precision, activation_checkpointing="none")  # type: ignore[arg-type]
+        at_use = instants(shape, uncached)
+        assert (
+            at_use["backward"].items["copies"] == 0 < at_use["loss"].items["copies"]
+        )  # the head's, in the loss
+
+
+def test_a_recomputed_fused_mlp_has_its_normed_input_again() -> None:
+    """Two bytes of the normed input of 768 and six of the MLP's 2048 channels; in FP8, both inputs are codes."""
+    shape, bf16 = ModelConfig(), StepSpec(2048, 65536, 32768, copies="step")
+    for work, recomputed in (
+        (bf16, 2 * 768 + 6 * 2048),
+        (replace(bf16, precision="fp8", native=FP8), 768 + 5 * 2048),
+    ):
+        kept, again = (
+            instants(shape, replace(work, activation_checkpointing=level))["backward"].items["workspace"]  # type: ignore[arg-type]
+            for level in ("none", "mlp")
+        )
+        assert again - kept == 32768 * recomputed
 
 
 def test_fp8_keeps_what_projections_read_in_one_byte() -> None:
