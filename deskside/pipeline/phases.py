@@ -1,4 +1,4 @@
-"""The phases of `deskside go` before training: doctor, probe and plan. Each returns a dict that go.json stores.
+"""The phases of `deskside go` before training: doctor, probe and plan. go.json stores the dict that each returns.
 
 Doctor and probe together may take a tenth of the time budget. With a short budget they may take more: up to 60 s on a
 CPU and 90 s on a GPU, but at most half of the budget. A phase that does not fit is skipped, and the reason is stored.
@@ -36,7 +36,7 @@ DOCTOR_SHARE = 0.5  # maximum share of the allowance for the doctor
 # Expected duration of a quick doctor. It took 12 s on two busy CPU cores.
 DOCTOR_SECONDS = {"cuda": 20.0, "cpu": 15.0}
 MAX_PROBE_SECONDS = 180.0
-EVALUATIONS_OF_SHORT_RUN = 6  # number of evaluations if the run is too short for one every ten minutes
+EVALUATIONS_OF_SHORT_RUN = 6  # evaluations of a run of one minute to one hour
 
 Say = Callable[[str], None]  # prints a line and records it
 Result = dict[str, Any]  # the result of a phase, JSON-compatible
@@ -55,7 +55,7 @@ def allowance(hours: float, device: str) -> float:
 
 
 def doctor_allowance(hours: float, machine: Machine) -> float:
-    """Return the seconds that the doctor may take. The rest is enough for one probe point, which the plan needs."""
+    """Return the seconds that the doctor may take. They leave enough for one probe point, or are 0."""
     both = allowance(hours, machine.device)
     first = calibration_points(machine.memory_bytes, machine.device)[0]
     needed = estimate_seconds(first, [], machine.device, None) + CARD_SECONDS[machine.device]
@@ -275,8 +275,8 @@ def unigram_bpb(data: str | None) -> float | None:
 def final_config(config: Mapping[str, Any], seconds: float, length: str | None = None) -> RunConfig:
     """Return the configuration of a run that ends after `seconds` of wall-clock time, or after a given length.
 
-    By default, a run is evaluated every ten minutes. A run too short for that is evaluated EVALUATIONS_OF_SHORT_RUN
-    times.
+    By default, a run is evaluated every ten minutes, and a run of one minute to one hour EVALUATIONS_OF_SHORT_RUN
+    times. seconds: for this choice, also if a length is given.
     """
     schedule = {"length": f"{seconds!r}s", "clock": "wall"} if length is None else {"length": length}
     layers = [config, {"schedule": schedule}]

@@ -1,7 +1,8 @@
 """The pilot: the first few percent of a run, which test the plan's predictions of speed, memory and loss.
 
-The pilot is not an extra run: it consists of the first steps at full learning rate, so it costs nothing. At its end
-- the loss curve is extrapolated (`budget.loss.fit_curve`) and compared with the plan, as are speed and memory;
+The pilot is not an extra run: it consists of the first steps of the run, so it costs nothing. At its end
+- the loss curve at full learning rate is extrapolated (`budget.loss.fit_curve`) and compared with the plan, as are
+  speed and memory;
 - if a target loss was given and is below the range of the extrapolation, the run stops early;
 - if the plan chose the model, and another of its bands would reach a clearly lower loss at the measured speed, the run
   stops and the pipeline trains that band. Otherwise the run continues.
@@ -131,7 +132,7 @@ class Pilot(Callback):
             Terminal.say(line)
 
     def extrapolate(self, tokens: float) -> dict[str, Any] | None:
-        """Extrapolate the loss to the end of the run; None with too few steps."""
+        """Extrapolate the loss to `tokens`, the end of the run; None with too few steps."""
         curve = [row for row in self.full_lr_rows() if row["loss"] is not None and math.isfinite(row["loss"])]
         per_token = math.log(2) * self.bytes_per_token
         try:

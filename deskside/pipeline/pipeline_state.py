@@ -27,7 +27,7 @@ MAX_CONTENTION = 4.0  # a higher load hardly slows a single-threaded process fur
 
 
 def contention() -> float:
-    """Return the number of processes per CPU core, at least 1, from the load average of the last minute."""
+    """Return the processes per CPU core, from 1 to MAX_CONTENTION, by the load average of the last minute."""
     return min(MAX_CONTENTION, max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
 
 

@@ -2,7 +2,7 @@
 
 - target: the lowest expected loss at the expected speed, among the candidates that fit even at the high end of their
   memory range.
-- safe: the best smaller model if the speed is at the low end of its range. It learns more per hour at first and is
+- safe: the best smaller model if the speed is at the low end of its range. It learns faster at first and is
   cheaper to use afterwards. "Safe" refers to time: it may need more memory than the target, because it uses free memory
   for larger passes.
 - stretch: the best larger model if the speed is at the high end. Its memory only needs to fit as expected.
@@ -54,30 +54,30 @@ def choose_bands(request: PlanRequest) -> list[Band]:
     fitting = [c for c in candidates if c.estimate.fits == "fits"] or candidates
     if not fitting:
         return []
-    by_time = request.budget.kind != "tokens"
+    of_tokens = request.budget.kind == "tokens"
     eligible = fitting
-    if not by_time:
+    if of_tokens:
         tokens = request.budget.value
         eligible = [c for c in fitting if optimal_tokens(LAW, c.weights) <= tokens] or fitting[:1]
     target = min(eligible, key=lambda c: (c.loss[1], c.weights))
-    bands = [Band("target", target, WHY_TARGET if by_time else WHY_TARGET_OF_TOKENS)]
+    bands = [Band("target", target, WHY_TARGET_OF_TOKENS if of_tokens else WHY_TARGET)]
     smaller = [c for c in fitting if c.weights <= SMALLER * target.weights]
     larger = [
         c for c in candidates if LARGER * target.weights <= c.weights <= MAX_SIZE_RATIO * target.weights
     ]
     if smaller:
         safe = min(smaller, key=lambda c: (_loss_at(request, c, 0), -c.weights))
-        bands.insert(0, Band("safe", safe, _why_safe(safe, target)))
+        bands.insert(0, Band("safe", safe, _why_safe(request, safe, target)))
     if larger:
         stretch = larger[0]
-        if by_time:
+        if not of_tokens:
             stretch = min(larger, key=lambda c: (_loss_at(request, c, 2), c.weights))
-        bands.append(Band("stretch", stretch, _why_stretch(stretch, target)))
+        bands.append(Band("stretch", stretch, _why_stretch(request, stretch, target)))
     return bands
 
 
 def recommended(bands: Sequence[Band]) -> Band | None:
-    """Return the target, unless only the safe band fits at the high end of its memory range."""
+    """Return the target, unless only the safe band fits at the high end of its memory range; stretch if it is alone."""
     by_name = {band.name: band for band in bands}
     target, safe = by_name.get("target"), by_name.get("safe")
     if target is not None and safe is not None and target.candidate.estimate.fits != "fits":
@@ -94,13 +94,12 @@ def reason(request: PlanRequest, bands: Sequence[Band], chosen: Band) -> str:
         if chosen.name == "target" and "safe" in by_name:
             text += f"; to be sure of it takes {duration(by_name['safe'].candidate.seconds[1])} (safe)"
         return text
-    if chosen.name != "target":
-        return f"{chosen.name} is recommended: the target's memory only fits as expected, not at the high end"
     if kind == "tokens":
         return f"target is recommended: {best.shape.preset} is {chosen.why}"
+    fit = "even at the high end of their memory range" if best.estimate.fits == "fits" else "as expected"
     text = (
         f"target is recommended: {best.loss[1]:.3f} bits per byte is the lowest expected loss in this budget among "
-        f"the models that fit even at the high end of their memory range"
+        f"the models that fit {fit}"
     )
     if "stretch" in by_name:
         other = by_name["stretch"].candidate
@@ -132,7 +131,7 @@ def _bands_to_loss(request: PlanRequest) -> list[Band]:
     return bands
 
 
-def _why_safe(safe: Candidate, target: Candidate) -> str:
+def _why_safe(request: PlanRequest, safe: Candidate, target: Candidate) -> str:
     faster = safe.estimate.tokens_per_second[1] / target.estimate.tokens_per_second[1]
     more = ""
     if safe.estimate.memory_bytes[1] > target.estimate.memory_bytes[1]:
@@ -142,15 +141,17 @@ def _why_safe(safe: Candidate, target: Candidate) -> str:
             more = (
                 f"; {MORE_MEMORY}, because it has {passes[0]:,} tokens per pass and the target {passes[1]:,}"
             )
+    condition = " if the speed turns out at the low end" if request.budget.kind == "hours" else ""
     return (
         f"{safe.weights / target.weights:.0%} of the target's size and {faster:.1f} times its speed: the best smaller "
-        f"model if the speed turns out at the low end{more}"
+        f"model{condition}{more}"
     )
 
 
-def _why_stretch(stretch: Candidate, target: Candidate) -> str:
+def _why_stretch(request: PlanRequest, stretch: Candidate, target: Candidate) -> str:
     tight = "; its memory only fits as expected" if stretch.estimate.fits != "fits" else ""
-    return (
-        f"{stretch.weights / target.weights:.1f} times the target's size: the best larger model if the speed turns "
-        f"out at the high end{tight}"
-    )
+    model = {
+        "hours": "the best larger model if the speed turns out at the high end",
+        "tokens": "the next larger model",
+    }.get(str(request.budget.kind), "the best larger model")
+    return f"{stretch.weights / target.weights:.1f} times the target's size: {model}{tight}"

@@ -10,7 +10,7 @@ The device's rates come from the first of these sources that is available:
 A card that has neither must be measured first (UsageError).
 
 The host's times are those of the reference machine (`budget/host.py`) unless the probe timed this machine. Then all of
-them are multiplied by one factor: the minimum over the points of measured launch time / modelled launch time.
+them are multiplied by one factor: the minimum over the points of measured launch time / modelled host time.
 """
 
 import json
@@ -34,15 +34,15 @@ from deskside.plan.published import (
 )
 from deskside.utils.errors import UsageError
 
-Source = Literal["measured", "published", "modelled"]
+Source = Literal["measured", "published"]
 
 COPY_SHARE = 0.867  # bandwidth of a large copy / data sheet: 4.16 of 4.8 TB/s on an H200
 CONTEXT_BYTES = 900 * 2**20  # CUDA context and library handles; 770 MiB on an H200 with torch 2.11
 NOISE = 0.03  # relative standard deviation of the step time of one measured point
 # Standard deviation of the prior of the factors on products, traffic and delays.
 PRIOR_SPREAD = {"cuda": (0.15, 0.25, 0.5), "cpu": (1.0, 2.0, 4.0)}
-# Half-widths of the range of predicted speeds, as shares: the minimum for a measured card; for a card whose
-# architecture has at least FEW_ROWS published runs; for fewer, or for a card with one measured point.
+# Half-widths of the range of predicted speeds, as shares: the minimum for a measured card; for an architecture with at
+# least FEW_ROWS published runs; for one with fewer, and the maximum for a card with one measured point.
 MIN_SPREAD, PUBLISHED_SPREAD, FEW_ROWS_SPREAD = 0.08, 0.25, 0.35
 FEW_ROWS = 5
 # For an architecture without published runs. If each architecture is predicted from the others alone, nine in ten rows
@@ -129,7 +129,7 @@ def _is_informative(row: Mapping[str, Any]) -> bool:
 
 
 def _host_factor(points: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return this machine's host time relative to the reference machine's; None if no point timed it.
+    """Return this machine's host time relative to the reference machine's; None if no fused step timed it.
 
     It is the minimum over the points, because launches block while the device's queue is full. A blocked launch makes
     the host look slower, never faster.
@@ -211,7 +211,8 @@ def _fit(
     error has the same deviation if w_k = NOISE / prior_spread_k. The least-squares solution of all rows is then the
     maximum a posteriori estimate (ridge regression towards 1).
 
-    The half-width is twice the root mean square of the leave-one-out errors, and at least MIN_SPREAD.
+    The half-width is twice the root mean square of the leave-one-out errors, at least MIN_SPREAD and at most 1, or
+    FEW_ROWS_SPREAD with one point.
     """
     import numpy as np  # here, because only measured cards need it, and the import takes a fifth of a plan's time
 

@@ -6,7 +6,7 @@ that only affect speed are chosen by the modelled speed. Two options also affect
 
 - The optimizer. AdamW needs more tokens than Muon for the same loss: 1.4 times as many at 0.1 billion parameters, 1.1
   times at 1.2 billion (Wen et al. 2025, arXiv 2509.02046), interpolated on a log scale.
-- Sequence-length stages: a quarter, a half and the whole sequence length. They are used unless a quarter is too short,
+- Sequence-length stages: a quarter, a half and the whole sequence length. They are used if a quarter is long enough,
   because attention is cheaper over shorter rows. The loss law treats their tokens alike: in 300 s on one H200, a run
   with stages ended at 1.136 bits per byte, one without at 1.151 (docs/log.md).
 """
@@ -40,7 +40,7 @@ from deskside.utils.format import duration
 
 STAGES = ((0.35, 4), (0.35, 2), (0.3, 1))  # share of the run, divisor of the sequence length
 MIN_STAGE_TOKENS = 256
-MIN_STEPS = 200  # the batch is chosen small enough for this many steps
+MIN_STEPS = 200  # the batch is chosen small enough for about this many steps
 # Activation checkpointing and loss_chunk_tokens, in the order of decreasing memory and mostly decreasing speed.
 LADDER: tuple[tuple[Checkpointing, int], ...] = (
     ("none", 8192),
@@ -66,7 +66,7 @@ SETUP_SECONDS = 90.0
 class Candidate:
     """A model with its fastest setting that fits, and the modelled result of training it.
 
-    tokens, seconds: of the pretraining run, including set-up, with their ranges from the range of the speed; loss: bits
+    tokens: of the run; seconds: of the run, including set-up. Their ranges are from the range of the speed. loss: bits
     per byte after the expected tokens.
     """
 
@@ -130,9 +130,9 @@ def models(request: PlanRequest) -> Iterator[CandidateModel]:
 def search(request: PlanRequest, end: int = 1, staged: bool = True) -> list[Candidate]:
     """Return the best candidate of every model, small to large.
 
-    The search stops at models more than 2 x `MAX_SIZE_RATIO` times as large as the best one, and at the first
-    depth that does not fit. end: with a budget of loss, the end of the range that must reach it: 0 low, 1 expected, 2
-    high. staged: the run may have sequence-length stages.
+    The search stops at models more than 2 x `MAX_SIZE_RATIO` times as large as the best one, and at the first depth
+    that does not fit or exceeds the budget. end: with a budget of loss, the end of the range that must reach it: 0 low,
+    1 expected, 2 high. staged: the run may have sequence-length stages.
     """
     candidates: list[Candidate] = []
     best: Candidate | None = None
@@ -161,7 +161,7 @@ def _objective(request: PlanRequest, candidate: Candidate) -> float:
 
 
 def fits_at_all(request: PlanRequest) -> bool:
-    """Return True if the smallest model fits in some setting."""
+    """Return True if the smallest model fits, at least as expected."""
     smallest = setting_on_card(request, next(models(request)).config)
     last_stage = stages(request.sequence, request.sequence * request.gpus)[-1]
     row = replace(smallest, stages=(replace(last_stage, share=1.0),), micro_tokens=request.sequence)
@@ -225,7 +225,7 @@ def optimal_tokens(law: LossLaw, params: float) -> float:
 
 
 def muon_advantage(params: float) -> float:
-    """Return how many times more tokens AdamW needs than Muon for the same loss."""
+    """Return the tokens that AdamW needs for a loss, divided by those that Muon needs."""
     (small, at_small), (large, at_large) = MUON_ADVANTAGE
     share = (math.log(params) - math.log(small)) / (math.log(large) - math.log(small))
     return at_small + min(1.0, max(0.0, share)) * (at_large - at_small)
@@ -263,8 +263,8 @@ def tokens_to_reach(request: PlanRequest, setting: Setting, loss: float, end: in
 
 
 def run_length(request: PlanRequest, step: StepEstimate, end: int = 1) -> tuple[Range, Range] | None:
-    """Return (tokens, seconds) of the pretraining run that the budget allows, with their ranges. None if it allows no
-    step or the requested loss is out of reach. end: see `search`."""
+    """Return (tokens, seconds) of the pretraining run that the budget allows, with their ranges. None if its hours
+    allow no step or the requested loss is out of reach. end: see `search`."""
     setup, (slow, expected, fast) = setup_seconds(request), step.tokens_per_second
     seconds = pretrain_seconds(request)
     if seconds is not None:
@@ -281,7 +281,7 @@ def run_length(request: PlanRequest, step: StepEstimate, end: int = 1) -> tuple[
 def make_candidate(
     request: PlanRequest, shape: CandidateModel, step: StepEstimate, end: int = 1
 ) -> Candidate | None:
-    """Return the candidate of a model and its estimate, or None if the budget allows no step or nothing is learned."""
+    """Return the candidate of a model and its estimate, or None if `run_length` is None or nothing is learned."""
     lengths = run_length(request, step, end)
     if lengths is None:
         return None
@@ -291,7 +291,7 @@ def make_candidate(
 
 
 def fastest_that_fits(request: PlanRequest, base: Setting) -> StepEstimate:
-    """Return the fastest variant of a setting that fits, else the variant that needs least memory.
+    """Return the fastest variant of a setting that fits, else that is expected to fit, else the one of least memory.
 
     Variants differ in micro-batch, activation checkpointing, loss chunk, cached weights and sharding.
     """
@@ -308,13 +308,13 @@ def fastest_that_fits(request: PlanRequest, base: Setting) -> StepEstimate:
 
 
 def _rank(step: StepEstimate) -> tuple[int, float]:
-    """Return a sort key: estimates that fit come first, then the faster ones, or the smaller ones if none fits."""
+    """Return a sort key: by `fits`, then the faster ones first, or the smaller ones among those that do not fit."""
     order = ("fits", "tight", "no").index(step.fits)
     return order, step.memory_bytes[1] if step.fits == "no" else -step.tokens_per_second[1]
 
 
 def _ladder(request: PlanRequest, base: Setting) -> Iterator[Setting]:
-    """Yield variants of a setting, the fastest first. Options in the overrides are not changed."""
+    """Yield variants of a setting, mostly the fastest first. Options in the overrides are not changed."""
     explicit = request.overrides.get("compute", {})
     may_shard = base.gpus > 1 and base.shardable and "parallel" not in request.overrides
     for sharded in (False, True) if may_shard else (base.sharded,):
@@ -397,7 +397,8 @@ def _with_optimizer(
 
 
 def _budget_tokens(request: PlanRequest, setting: Setting, end: int) -> float | None:
-    """Return the tokens that a budget other than hours allows; None if the requested loss is out of reach."""
+    """Return the tokens that a budget other than hours allows, or without one the compute-optimal tokens. None if the
+    requested loss is out of reach."""
     budget = request.budget
     if budget.kind is None:
         return optimal_tokens(LAW, matmul_params(setting.model))

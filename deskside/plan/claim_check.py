@@ -2,7 +2,8 @@
 
 `deskside plan --gpu rtx5090 --preset moe.toml --claim_step_seconds 1 --claim_memory_gib 28` prints a verdict
 on each claim, with the arithmetic: holds, unlikely (outside the planner's range), wrong (contradicts the data sheet),
-impossible (more than the card can do in any number format), or contradiction (two claims exclude each other).
+impossible (faster than the card's peak in any number format, or in less memory than with all memory-saving options), or
+contradiction (two claims exclude each other).
 """
 
 import re
@@ -88,7 +89,10 @@ def parse_claims(given: dict[str, str | None]) -> Claims:
 
 
 def check_claims(request: PlanRequest, claims: Claims, requested: StepEstimate | None) -> list[ClaimFinding]:
-    """Return a finding for every claim. requested: the run that the claims are about."""
+    """Return the findings. requested: the run that the claims are about; None: check only claims about the card.
+
+    Raises UsageError for claims about a card that is not in the table.
+    """
     findings = []
     if request.card.gpu is not None:
         findings = check_card_claims(request.card.gpu, claims)

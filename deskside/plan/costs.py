@@ -40,7 +40,7 @@ class Cost:
     """Cost of a number of hours.
 
     of: the activity that takes the hours; wall: power at the wall; own: comparison with buying; caps: the card at lower
-    power limits, as in the JSON. Values that are unknown are None, and `notes` give the reason.
+    power limits, as in the JSON; notes: where published prices are used, and why energy or rent is unknown (None).
     """
 
     of: str
@@ -107,7 +107,7 @@ def cost(request: PlanRequest, seconds: Range, of: str) -> Cost:
                 "speed": round(point.speed_share, 3),
                 "card_energy_per_token": round(point.energy_share, 3),
                 "of": point.workload,
-                "source": f"{'interpolated between' if point.interpolated else 'published'} {point.date}: "
+                "source": f"{'interpolated from' if point.interpolated else 'published'} {point.date}: "
                 f"{point.source}",
             }
             for point in cap_table(gpu)

@@ -267,9 +267,7 @@ def pass_sizes(setting: Setting) -> list[int]:
     divisors = sorted({1, *small_divisors, *(rows // n for n in small_divisors)}, reverse=True)
     rows_per_pass: list[int] = []
     for n in divisors:
-        if n <= max(1, MAX_PASS_TOKENS // longest) and (
-            not rows_per_pass or 2 * n <= rows_per_pass[-1] or n == 1
-        ):
+        if n <= max(1, MAX_PASS_TOKENS // longest) and (not rows_per_pass or 2 * n <= rows_per_pass[-1]):
             rows_per_pass.append(n)
     return [n * longest for n in rows_per_pass]
 
@@ -313,7 +311,7 @@ def setting_from_config(
     cpu: bool = False,
     native: frozenset[LowFormat] = frozenset(),
 ) -> Setting:
-    """Return the setting that `deskside train` would run, with the micro-batch as large as the step.
+    """Return the setting that `deskside train` would run. An automatic micro-batch is as large as the smallest step.
 
     native: formats below 16 bits that the card's tensor cores support.
     """
@@ -341,7 +339,7 @@ def setting_from_config(
 
 
 def optim_options(setting: Setting) -> dict[str, Any]:
-    """Return the optimizer options that differ from the defaults: name, format of the states, offloading."""
+    """Return the optimizer options that differ from the defaults, with the name: format of the states, offloading."""
     result: dict[str, Any] = {}
     if setting.states != "float32":
         result["states"] = setting.states
@@ -353,7 +351,7 @@ def optim_options(setting: Setting) -> dict[str, Any]:
 
 
 def options(setting: Setting, staged: bool = False) -> dict[str, Any]:
-    """Return the configuration that makes `deskside train` run this setting, without the model.
+    """Return the configuration that makes `deskside train` run this setting, without model, number format and adapters.
 
     staged: also write a single stage, which replaces the stages of a preset.
     """

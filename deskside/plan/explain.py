@@ -1,8 +1,8 @@
 """`--explain ITEM`: the formula of one number of the plan, with this plan's numbers filled in, and its source.
 
-The functions that computed the plan run again with `Term`s (`budget/terms.py`), which carry their formulas, so no
-formula is repeated here. Every line can be recomputed with a calculator; a test does so. For a run with stages, the
-last stage is explained, which has the longest rows.
+The functions of `budget/` that computed the plan run again with `Term`s (`budget/terms.py`), which carry their
+formulas. Every line can be recomputed with a calculator; a test does so. For a run with stages, memory is explained for
+the stage that needs most, and speed for the last stage, followed by the mean.
 """
 
 from collections.abc import Callable
@@ -89,7 +89,7 @@ class Explanation:
 def explain(plan: Plan, item: str) -> Explanation:
     """Explain one item of the recommended band, or of the requested run if there is no band.
 
-    "weights" is accepted for "memory.weights" if no other item ends so. Raises UsageError for an unknown item.
+    "weights" is accepted for "memory.weights" if no other item ends so. Raises UsageError for an unknown item or value.
     """
     items = _items(plan)
     name = item.strip().lower()

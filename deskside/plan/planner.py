@@ -40,7 +40,7 @@ MAX_EPOCHS = 4
 
 
 def make_plan(request: PlanRequest, claims: Claims = NO_CLAIMS) -> Plan:
-    """Return the plan for a request. Raises UsageError if the overrides exclude every model."""
+    """Return the plan for a request. Raises UsageError, for example if the overrides exclude every model."""
     requested: StepEstimate | None = None
     remedies: tuple[Remedy, ...] = ()
     if request.given is not None:
@@ -185,13 +185,12 @@ def _notes(request: PlanRequest, chosen: Band | None) -> list[str]:
     """Return the notes of the request, and notes on the assumed link between GPUs and the assumed amount of text."""
     notes, gpu = list(request.notes), request.card.gpu
     if request.gpus > 1:
-        link = "PCIe"
+        link = "PCIe, assumed"
         if gpu is not None:
-            link = "NVLink or Infinity Fabric" if gpu.fabric_bandwidth is not None else f"PCIe {gpu.pcie}"
+            name = "NVLink or Infinity Fabric" if gpu.fabric_bandwidth is not None else f"PCIe {gpu.pcie}"
+            link = f"{name}, modelled from the data sheet"
         rate = number(request.calibration.rates.link_bandwidth / 1e9)
-        notes.append(
-            f"communication: {rate} GB/s of {link}, from the data sheet; no run on several GPUs was measured"
-        )
+        notes.append(f"communication: {rate} GB/s of {link}; no run on several GPUs was measured")
     if chosen is not None and request.unique_tokens is None and request.pretrains:
         notes.append(
             f"text: {count(chosen.candidate.tokens[1])} unique tokens are assumed; if there are fewer, give "

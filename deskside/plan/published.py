@@ -6,8 +6,8 @@ share of their matmul rate, and other trainers are faster or slower than ours. P
     log(measured speed / modelled speed) = trainer + architecture + noise
 
 The two terms are fitted by alternating medians (Tukey's median polish), with Hopper as zero. The architecture's term is
-used for calibration: it compares cards that ran the same trainer. Only every second row of an architecture, in the
-order of the table, takes part; the others are held out to test the predictions (`benchmarks/planner_published.py`,
+used for calibration: it compares cards that ran the same trainer. Only every second BF16 row of an architecture, in
+the order of the table, takes part; the others are held out to test the predictions (`benchmarks/planner_published.py`,
 docs/planner-accuracy.md).
 
 The efficiency of attention is that of the attention kernels of a run, not of ours (`attention_share`). Runs with
@@ -145,7 +145,7 @@ def shape_of(row: Measurement) -> ModelConfig:
 
 
 def step_of(row: Measurement) -> StepSpec:
-    """Return the optimizer step of a published run, of about half a million tokens."""
+    """Return the optimizer step of a published run, of about STEP_TOKENS tokens or one pass if that is more."""
     assert row.sequence_length and row.rows
     micro = row.rows * row.sequence_length
     passes = max(1, round(STEP_TOKENS / (micro * row.gpus)))

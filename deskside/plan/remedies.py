@@ -10,7 +10,7 @@ Each remedy is listed with the memory that it saves and its cost. The kinds:
 Combinations are tried in the order of their cost. Options that only cost speed (activation checkpointing, loss chunks,
 rows per pass, cached weights, sharding) are chosen by `candidates.fastest_that_fits` for every combination. The
 combinations vary the other options: number format, optimizer, format and location of the optimizer states, sequence
-length. The verdict "no" means that none of them fits.
+length. On memory, the verdict "no" means that none of them fits.
 """
 
 import itertools
@@ -44,7 +44,7 @@ from deskside.utils.format import count, gib
 
 MIN_SEQUENCE_LENGTH = 512  # no remedy makes rows shorter than this
 MAX_HALVINGS = 3  # of the sequence length
-# Costs of changes, which only define the order of combinations. A shorter context costs more than all others together.
+# Costs of changes, which only define the order of combinations. A shorter context costs more than any other change.
 OTHER_OPTIMIZER_COST, SMALL_STATES_COST, OFFLOAD_COST, OTHER_FORMAT_COST, HALVED_ROWS_COST = 1, 2, 3, 7, 8
 RemedyKind = Literal["change", "hardware", "other model", "elsewhere"]
 GPU_COUNTS = (2, 4, 8)  # numbers of cards that a remedy proposes
@@ -63,7 +63,7 @@ class Remedy:
     """One way to reduce the memory of the requested run, applied alone.
 
     Attributes:
-        saves_bytes: Reduction of the expected memory, at the tokens per pass of the requested run.
+        saves_bytes: Reduction of the expected memory; for a change, at the tokens per pass of the requested run.
         speed: Tokens per second relative to the requested run, with the largest micro-batch that fits with this remedy;
             None if not modelled.
         fits: The verdict on memory with this remedy; None if not modelled.
@@ -139,7 +139,7 @@ def _one_row_per_pass(requested: Setting) -> Iterator[tuple[str, Setting, str]]:
 
 
 def _changes(requested: Setting) -> Iterator[tuple[str, Setting, str]]:
-    """Yield (description, setting, cost) of all other changes, at the micro-batch of the requested run."""
+    """Yield (description, setting, cost) of the other changes, at the micro-batch of the requested run."""
     levels = [level for level, _ in CHECKPOINTING_LEVELS]
     for level, what in CHECKPOINTING_LEVELS[levels.index(requested.activation_checkpointing) + 1 :]:
         cost = "recomputed in the backward pass"

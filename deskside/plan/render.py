@@ -1,4 +1,4 @@
-"""The plan as text for the terminal. Every table is labelled measured, modelled or published."""
+"""The plan as text for the terminal, with the sources of its numbers."""
 
 import shlex
 import textwrap
@@ -17,7 +17,7 @@ from deskside.plan.result import PLACEHOLDERS, Plan, PlannedBand
 from deskside.utils.format import count, dollars, duration, gib, number
 
 PHASE_LABELS = {"sft": "left for deskside sft, which go does not run,"}
-BAR_WIDTH = 24  # characters of the longest bar
+BAR_WIDTH = 24  # characters of a full bar
 SHOWN_SHARE = 1e-4  # of a step's time, below which an item is not shown
 MAX_WIDTH = 100
 

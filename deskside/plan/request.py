@@ -1,7 +1,7 @@
 """A checked request to the planner: the card, the budget, the model if it is given, prices.
 
 `make_request` checks a `PlanQuestion`, the options of the command line, and returns a `PlanRequest` that the rest of
-the planner relies on. Every error is one line. An option that was not given stays None. The plan then leaves the
+the planner relies on. Every error is one line. If an option is None because it was not given, the plan leaves the
 results out that depend on it, or uses a published value and says so.
 """
 
@@ -161,7 +161,7 @@ class PlanRequest:
 
     @property
     def sequence(self) -> int:
-        """Tokens per row of the last (or only) stage."""
+        """Tokens per row of the longest stage."""
         if self.sequence_length is not None:
             return self.sequence_length
         if self.given is not None:
@@ -439,6 +439,6 @@ def _nearest_depth(params: float, text: str) -> int:
 
 
 def _measured(rows: Sequence[probe_store.Row], key: str) -> list[float]:
-    """Return one result of every completed probe point that has it."""
+    """Return the result `key` of every completed probe point in which it is positive."""
     values = [r["result"].get(key) for r in rows if r["kind"] == "point" and r["status"] == "ok"]
     return [float(value) for value in values if isinstance(value, (int, float)) and value > 0]

@@ -2,11 +2,12 @@
 
 Memory is checked first: the requested run, with the largest micro-batch that fits, must fit at the high end of its
 memory range. If it does not, all combinations of the memory-saving options of `deskside train` are tried, from small to
-large changes (`plan/remedies.py`). If one of them fits, the verdict is "yes-if". Time is checked next: a budget of
-hours must be long enough for training. If a smaller model would end with a clearly lower loss in the same time, the
-verdict is "yes-if" at best. A model that is trained on too few tokens for its size is always reported. Sharding over
-the requested GPUs is such a change. More GPUs, a larger card or a smaller model are not: they are listed with the
-verdict "no".
+large changes (`plan/remedies.py`), sharding over the requested GPUs included. If one of them fits, the verdict is
+"yes-if". More GPUs, a larger card or a smaller model are only listed.
+
+Time is checked next: a budget of hours must be long enough for training, and no run may take more than a year. If a
+smaller model would end with a clearly lower loss in the same budget, the verdict is "yes-if" at best. Pretraining on
+too few tokens for the model's size is always reported.
 """
 
 import itertools
@@ -165,7 +166,7 @@ def _check_memory(
 
 
 def _differences(requested: StepEstimate, changed: StepEstimate) -> str:
-    """Return the changed options as text."""
+    """Return the changed options and their effect on speed as text; "" without changes."""
     before, after = requested.setting, changed.setting
     changes = [
         f"{option} {str(getattr(after, field)).lower()}"

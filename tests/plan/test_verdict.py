@@ -247,7 +247,7 @@ def test_between_gpus_the_range_is_wider_and_the_link_is_named() -> None:
         assert high / expected - 1 == pytest.approx(1 - low / expected)
         assert found.speed_spread == pytest.approx(1 - low / expected)
         spreads[gpus, link] = found.speed_spread
-        what = f"{link / 1e9:.0f} GB/s of PCIe 4.0 x16, from the data sheet"
+        what = f"{link / 1e9:.0f} GB/s of PCIe 4.0 x16, modelled from the data sheet"
         told = f"communication: {what}; no run on several GPUs was measured"
         assert (told in plan.notes) == (gpus > 1)
     assert spreads[1, 20e9] == pytest.approx(0.2)
