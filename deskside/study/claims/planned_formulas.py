@@ -92,7 +92,7 @@ def _card_speed(card: str, rows: int, precision: Precision) -> Answer:
 def _memory(rows: int) -> Answer:
     """Return the peak memory in GiB of the model of the FP8 document on an RTX 5090."""
     estimate = _fp8_document_estimate("rtx5090", rows, "fp8")
-    return Answer.modelled(estimate.memory_bytes, 1 / 2**30, f"124m, {rows} x 2048 tokens, FP8")
+    return Answer.modelled(estimate.memory_bytes, 1 / 2**30, f"112M parameters, {rows} x 2048 tokens, FP8")
 
 
 def _speed_ratio(

@@ -87,7 +87,9 @@ def findings_by_group(results: Results, goal: str) -> list[tuple[Group, list[str
     for group in results.groups:
         arms = [arm for arm in results.arms_in(group) if metric.key in arm.estimates]
         if not arms:
-            why = "a card reports its power, a CPU does not" if goal == "energy" else "no trial has finished"
+            why = "no trial has finished"
+            if any(arm.finished() for arm in results.arms_in(group)):
+                why = "a card reports its power, a CPU does not" if goal == "energy" else "not recorded"
             findings.append((group, [f"{metric.label} was not measured ({why})."]))
             continue
         lines = [_best(results, goal, metric, arms)]

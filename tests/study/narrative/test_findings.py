@@ -123,6 +123,15 @@ def test_nothing_is_said_before_a_trial_has_ended_and_one_seed_is_called_so() ->
         insights(made(), "beauty")
 
 
+def test_why_a_group_has_no_number() -> None:
+    results = made()
+    empty = [dataclasses.replace(one, id=f"x{one.id}", group="x", trials=[]) for one in results.arms]
+    groups = [*results.groups, dataclasses.replace(results.groups[0], name="x")]
+    both = compare(dataclasses.replace(results, groups=groups, arms=[*results.arms, *empty]))
+    assert findings_by_group(both, "energy")[1][1] == ["energy was not measured (no trial has finished)."]
+    assert "a CPU does not" in insights(compare(made(gpu=False)), "energy")[0]
+
+
 def test_the_best_arm_is_not_said_to_be_alone_where_it_is_not() -> None:
     close = study(
         [arm("base", [1.0, 1.1, 1.2]), arm("twin", [1.01, 1.09, 1.21]), arm("far", [2.0, 2.1, 2.2])]
