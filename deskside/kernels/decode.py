@@ -43,8 +43,8 @@ def paged_attention(
 ) -> Tensor:
     """Attend from new tokens to the cache, which already contains them. Returns (B, T, H, C).
 
-    positions_BT: int64, ascending in each row. A query sees entries 0..position of its row, or the last `window` of
-    them. bound: greater than every position; entries from `bound` on need not be read.
+    positions_BT: int64, non-decreasing in each row. A query sees entries 0..position of its row, or the last `window`
+    of them. bound: greater than every position; entries from `bound` on need not be read.
     """
     scale = q_BTHC.shape[-1] ** -0.5 if scale is None else scale
     if kernel_supports(q_BTHC.shape[1] * q_BTHC.shape[2] // k_PKSC.shape[1], k_PKSC):

@@ -1,4 +1,4 @@
-"""Helpers in plain torch for operators and reference kernels: activations, dtype promotion, autograd."""
+"""Helpers in plain torch for operators and reference kernels: activations, RoPE, dtype promotion, autograd."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,9 +28,29 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def activate(activation: str, *inputs: Tensor) -> Tensor:
+    """Return activation(gate) * up for two inputs, activation(up) for one."""
+    hidden = ACTIVATIONS[activation](inputs[0])
+    return hidden * inputs[1] if len(inputs) == 2 else hidden
+
+
 def at_least_float32(x: Tensor) -> torch.dtype:
     """Return float64 for a float64 tensor (tests run their references in it) and float32 for any other."""
     return torch.promote_types(x.dtype, torch.float32)
+
+
+def rotate(x_BTHC: Tensor, cos_BT1c: Tensor, sin_BT1c: Tensor) -> Tensor:
+    """Rotary position embedding: rotate every pair of channels by its angle (Su et al. 2021, arXiv 2104.09864).
+
+    The angle is proportional to the position, so that the dot product of q and k depends on their distance alone.
+    Channels c and c + C/2 form a pair with angle position * theta^(-2c/C). This is Hugging Face's half-rotation layout,
+    so Qwen and Llama weights need no permutation on import or export. cos and sin have C/2 channels and broadcast over
+    rows and heads.
+    """
+    dtype = at_least_float32(x_BTHC)
+    first, second = x_BTHC.to(dtype).chunk(2, dim=-1)
+    cos, sin = cos_BT1c.to(dtype), sin_BT1c.to(dtype)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_BTHC.dtype)
 
 
 def multiply_by_scalar(x: Tensor, factor: Tensor) -> Tensor:

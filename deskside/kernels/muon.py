@@ -13,6 +13,8 @@ read and written). Elsewhere the plain torch below runs, which is also the refer
 import torch
 from torch import Tensor
 
+from deskside.kernels.functional import at_least_float32
+
 
 def look_ahead(
     g_ERC: Tensor, m_ERC: Tensor, out_ERC: Tensor, momentum: float, nesterov: bool, skip: Tensor, fused: bool
@@ -27,7 +29,7 @@ def look_ahead(
 
         kernel(g_ERC, m_ERC, out_ERC, momentum, nesterov, skip)
         return
-    m = m_ERC.float() if m_ERC.dtype == torch.bfloat16 else m_ERC
+    m = m_ERC.to(at_least_float32(m_ERC))
     g = torch.where(skip > 0, m, g_ERC.to(m.dtype))
     m = torch.lerp(m, g, 1 - momentum)
     m_ERC.copy_(m)

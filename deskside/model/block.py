@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from deskside.config.model import ModelConfig
 from deskside.kernels.attention import AttentionContext
 from deskside.kernels.decode import paged_attention
+from deskside.kernels.functional import rotate
 from deskside.model.cache import CacheSlots, KVCache
 from deskside.ops.composite import (
     AddNormLinear,
@@ -24,7 +25,6 @@ from deskside.ops.composite import (
     RMSNorm,
     attention,
     make_projections,
-    rotate,
 )
 from deskside.ops.linear import Linear
 from deskside.ops.moe import Experts, MixtureOfExperts

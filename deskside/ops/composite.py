@@ -1,4 +1,4 @@
-"""The operators of a transformer block: norms, rotary embedding, AddNormLinear, GatedLinear, and the sublayers.
+"""The operators of a transformer block: norms, attention, AddNormLinear, GatedLinear, and the sublayers.
 
 AddNormLinear and GatedLinear each combine element-wise work with the GEMM next to it, so that one kernel can do all of
 the element-wise work. AddNormLinear returns logical projections (q, k, v; gate, up) even if their weights are fused, so
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deskside.kernels.attention import AttentionContext, backend_named
-from deskside.kernels.functional import ACTIVATIONS, at_least_float32
+from deskside.kernels.functional import activate, at_least_float32
 from deskside.ops.linear import Linear
 
 Activation = Literal["silu", "gelu", "gelu_new", "relu2"]
@@ -83,20 +83,6 @@ def rope_table(positions: int, head_dim: int, theta: float, device: torch.device
     return angles.cos(), angles.sin()
 
 
-def rotate(x_BTHC: Tensor, cos_BT1c: Tensor, sin_BT1c: Tensor) -> Tensor:
-    """Rotary position embedding: rotate every pair of channels by its angle (Su et al. 2021, arXiv 2104.09864).
-
-    The angle is proportional to the position, so that the dot product of q and k depends on their distance alone.
-    Channels c and c + C/2 form a pair with angle position * theta^(-2c/C). This is Hugging Face's half-rotation layout,
-    so Qwen and Llama weights need no permutation on import or export. cos and sin have C/2 channels and broadcast over
-    rows and heads.
-    """
-    dtype = at_least_float32(x_BTHC)
-    first, second = x_BTHC.to(dtype).chunk(2, dim=-1)
-    cos, sin = cos_BT1c.to(dtype), sin_BT1c.to(dtype)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_BTHC.dtype)
-
-
 def make_projections(
     in_features: int, outputs: Sequence[tuple[str, int]], bias: bool, fused: bool
 ) -> nn.ModuleList:
@@ -157,12 +143,6 @@ class GatedLinear(nn.Module):
     def forward(self, *inputs_BTF: Tensor) -> Tensor:
         """inputs_BTF: (gate, up) or (up,), the outputs of AddNormLinear."""
         return self.projection(activate(self.activation, *inputs_BTF))
-
-
-def activate(activation: Activation, *inputs: Tensor) -> Tensor:
-    """Return activation(gate) * up for two inputs, activation(up) for one."""
-    hidden = ACTIVATIONS[activation](inputs[0])
-    return hidden * inputs[1] if len(inputs) == 2 else hidden
 
 
 class AttentionSublayer(nn.Module):

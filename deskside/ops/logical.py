@@ -26,7 +26,6 @@ class LogicalTensor:
 
     name: str
     kind: Kind
-    parameter_name: str
     parameter: nn.Parameter
     start: int
     stop: int
@@ -64,8 +63,7 @@ def _module_tensors(model: nn.Module, path: str, module: nn.Module) -> Iterator[
     def make_tensor(
         attribute: str, name: str, kind: Kind, start: int, stop: int, expert: int | None = None
     ) -> LogicalTensor:
-        parameter = getattr(module, attribute)
-        return LogicalTensor(name, kind, f"{path}.{attribute}", parameter, start, stop, expert)
+        return LogicalTensor(name, kind, getattr(module, attribute), start, stop, expert)
 
     prefix = _logical_path(model, path)
     if isinstance(module, Linear):

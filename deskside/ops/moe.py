@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deskside.ops.composite import Activation, activate
+from deskside.kernels.functional import activate
+from deskside.ops.composite import Activation
 from deskside.ops.linear import Linear, make_slices
 
 

@@ -46,6 +46,7 @@ import torch
 from torch import Tensor
 
 from deskside.config.optim import MuonConfig
+from deskside.kernels.functional import at_least_float32
 from deskside.kernels.muon import apply, look_ahead
 from deskside.optim.groups import ParameterInfo
 from deskside.optim.offload import OffloadJob, Streamer, host_zeros, pieces
@@ -159,7 +160,7 @@ class Muon:
         for info in self.parameters:
             if info.name not in self.momentum_buffers:
                 parameter = info.parameter
-                dtype = _working_dtype(parameter) if self.config.states == "float32" else torch.bfloat16
+                dtype = at_least_float32(parameter) if self.config.states == "float32" else torch.bfloat16
                 self.momentum_buffers[info.name] = (
                     host_zeros(parameter.shape, dtype, parameter.device)
                     if self.streamer is not None
@@ -172,7 +173,7 @@ class Muon:
                     weight = first.info.parameter
                     shape = (len(stack.slices) * first.experts, first.tall_shape[0])
                     stack.row_mean_squares = torch.zeros(
-                        shape, dtype=_working_dtype(weight), device=local(weight).device
+                        shape, dtype=at_least_float32(weight), device=local(weight).device
                     )
 
     def step(self, skip: Tensor | None) -> None:
@@ -195,7 +196,7 @@ class Muon:
         """Update momentum in host memory, piece by piece. Returns the directions to orthogonalize, by parameter."""
         jobs, directions = [], {}
         for info in self.parameters:
-            gradient = gradient_of(info).to(_working_dtype(info.parameter)).contiguous()
+            gradient = gradient_of(info).to(at_least_float32(info.parameter)).contiguous()
             directions[info.name] = gradient
             flat, momentum = gradient.view(-1), self.momentum_buffers[info.name].view(-1)
             for part in pieces(flat.numel()):
@@ -237,7 +238,7 @@ class Muon:
         """
         if info.name not in directions:
             g, momentum = local(gradient_of(info)), local(self.momentum_buffers[info.name])
-            g = g.to(_working_dtype(g))
+            g = g.to(at_least_float32(g))
             g_ERC, momentum_ERC = _with_expert_dim(g), _with_expert_dim(momentum)
             look_ahead(g_ERC, momentum_ERC, g_ERC, self.momentum, self.config.nesterov, skip, fused)
             directions[info.name] = g
@@ -253,7 +254,7 @@ class Muon:
         u = orthogonalize(x, self._coefficients)
         del x
         factors = _row_factors(
-            u, stack.row_mean_squares, self.config.normalize_beta, _working_dtype(weight), skip
+            u, stack.row_mean_squares, self.config.normalize_beta, at_least_float32(weight), skip
         )
         for s, u_ERC, factors_ERC in zip(
             stack.slices, stack.slice_views(u), stack.slice_views(factors), strict=True
@@ -346,12 +347,8 @@ def _local_part(s: _Slice, x_slice: Tensor) -> tuple[Tensor, Tensor]:
     return x_slice[:, low - s.start : high - s.start], shard.unsqueeze(0)[:, low - first : high - first]
 
 
-def _working_dtype(weight: Tensor) -> torch.dtype:
-    return torch.float64 if weight.dtype == torch.float64 else torch.float32
-
-
 def _iteration_dtype(weight: Tensor) -> torch.dtype:
-    return torch.bfloat16 if weight.is_cuda and weight.dtype != torch.float64 else _working_dtype(weight)
+    return torch.bfloat16 if weight.is_cuda and weight.dtype != torch.float64 else at_least_float32(weight)
 
 
 def coefficients(kind: Literal["polar_express", "quintic"], steps: int) -> Coefficients:
@@ -368,8 +365,7 @@ def orthogonalize(x: Tensor, polynomials: Coefficients) -> Tensor:
     x: (batch, rows, columns) with rows >= columns, so that X^T X has the smaller size. The caller transposes wide
     matrices. The result has the same shape and dtype.
     """
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=wide)
+    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=at_least_float32(x))
     x = x * (1 / (norm * SAFETY + 1e-12)).to(x.dtype)
     for a, b, c in polynomials:
         gram = x.mT @ x

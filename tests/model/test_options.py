@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from deskside.kernels.attention import AttentionContext
-from deskside.ops.composite import attention, rotate
+from deskside.kernels.functional import rotate
+from deskside.ops.composite import attention
 from deskside.ops.logical import logical_tensors
 from tests.model.tiny import LEARNED, MOE, WINDOWS, make, tokens
 

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from deskside.kernels.functional import ACTIVATIONS
-from deskside.ops.composite import AddNormLinear, GatedLinear, RMSNorm, make_projections, rope_table, rotate
+from deskside.kernels.functional import ACTIVATIONS, rotate
+from deskside.ops.composite import AddNormLinear, GatedLinear, RMSNorm, make_projections, rope_table
 from deskside.ops.linear import Linear
 from deskside.ops.logical import logical_tensors
 from deskside.ops.moe import Experts, MixtureOfExperts, load_balancing_loss

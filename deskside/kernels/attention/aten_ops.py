@@ -1,4 +1,4 @@
-"""torch's cuDNN and FlashAttention operators, called without SDPA's dispatch and, but for `flash_windowed`, autograd.
+"""torch's cuDNN and FlashAttention operators, without SDPA's dispatch and (except `flash_windowed`) without autograd.
 
 SDPA and `varlen_attn` dispatch to these ATen operators, whose signatures are the same in torch 2.11 to 2.13. cuDNN
 takes (B, H, T, C), here a view of (B, T, H, C), so nothing is copied; its gradients have the strides of its inputs.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from deskside.kernels.attention.context import AttentionBackend, AttentionContext, document_ids, register
+from deskside.kernels.functional import at_least_float32
 
 QUERY_CHUNK = 256
 
@@ -63,7 +64,7 @@ def attend(
     """Softmax attention of T queries over L keys, H / K query heads to each key head. Returns (B, T, H, C)."""
     B, T, H, C = q_BTHC.shape
     K = k_BLKC.shape[2]
-    dtype = torch.promote_types(q_BTHC.dtype, torch.float32)
+    dtype = at_least_float32(q_BTHC)
     q_BKGTC = q_BTHC.unflatten(2, (K, H // K)).permute(0, 2, 3, 1, 4).to(dtype)
     k_BK1LC = k_BLKC.transpose(1, 2).unsqueeze(2).to(dtype)
     v_BK1LC = v_BLKC.transpose(1, 2).unsqueeze(2).to(dtype)

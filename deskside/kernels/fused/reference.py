@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deskside.kernels.functional import ACTIVATIONS, at_least_float32
+from deskside.kernels.functional import activate, at_least_float32, rotate
 
 Angles = tuple[Tensor, Tensor] | None  # cos and sin, (P, C / 2) each; None: no rotary embedding
 
@@ -159,13 +159,10 @@ def qk_norm_rope(
 
 
 def _rotate(x_NHC: Tensor, angles: Angles) -> Tensor:
-    """Apply RoPE, if there are angles, in float32 or wider."""
-    x = x_NHC.to(at_least_float32(x_NHC))
     if angles is None:
-        return x
-    cos, sin = (t.to(x.dtype).repeat(len(x) // len(t), 1)[:, None] for t in angles)
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        return x_NHC
+    cos, sin = (t.repeat(len(x_NHC) // len(t), 1)[:, None] for t in angles)
+    return rotate(x_NHC, cos, sin)
 
 
 def qk_norm_rope_backward(
@@ -198,10 +195,7 @@ def gated(x: Tensor, activation: str, has_gate: bool, cast: Cast | None = None) 
 
 
 def _hidden(x: Tensor, activation: str, has_gate: bool) -> Tensor:
-    if not has_gate:
-        return ACTIVATIONS[activation](x)
-    gate, up = x.chunk(2, dim=-1)
-    return ACTIVATIONS[activation](gate) * up
+    return activate(activation, *x.chunk(2 if has_gate else 1, dim=-1))
 
 
 def gated_backward(

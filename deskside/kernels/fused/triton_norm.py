@@ -143,7 +143,7 @@ def column_sums(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Sum X (N, PIECES, C) float32 over N and the first FIRST pieces, and over the others: OUT (1 or 2, C).
 
-    X has a few thousand rows at most, so only the latency of loads matters: each program takes few columns and loads a
+    X has a few thousand rows, so only the latency of loads matters: each program takes few columns and loads a
     thousand rows at once.
     """
     part = tl.program_id(1)
