@@ -1,4 +1,4 @@
-"""Counter-based random numbers: a pure function of (stream, count, purpose, token), the same on every device.
+"""Counter-based random numbers: a function of (stream, count, purpose, token), equal on all devices up to rounding.
 
 Each sample of a request has its own stream, a 64-bit number derived from the seed; `count` is the number of tokens
 generated so far. A row therefore draws the same numbers whatever else is in its batch, and no generator state has to

@@ -15,7 +15,7 @@ from deskside.evaluate.tasks import CodeTask, Generated, Match, Number
 from deskside.model.transformer import Transformer
 
 MAX_BATCH = 64
-MIN_CHAT_TOKENS = 512  # minimum for the length limit of a chat answer
+MIN_CHAT_TOKENS = 512  # maximum length of a chat answer, unless the task allows more
 
 
 def generate_answers(

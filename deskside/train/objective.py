@@ -106,7 +106,7 @@ class Session:
 
     `micro_rows`: rows that fit in one forward pass. `resumed`: an earlier process already called `begin`, so its files
     are in the run directory and the model's weights are not the initial ones. `say`: logs a line and prints it.
-    `budget`: the time limit of the set-up. `row_seconds`: seconds of an optimizer step per row.
+    `budget`: the time limit of the run; none for a resumed run. `row_seconds`: seconds of an optimizer step per row.
     """
 
     run: RunDirectory

@@ -44,7 +44,7 @@ from deskside.utils.signals import StopSignal
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """Result of a run. `status` is "finished", or the name of the signal that stopped it."""
+    """Result of a run. `status` is "finished", or what stopped it: the name of a signal, or the callback's reason."""
 
     run: RunDirectory
     status: str
@@ -53,7 +53,7 @@ class RunOutcome:
 
     @property
     def exit_code(self) -> int:
-        """Return the exit code of a command that only does this run."""
+        """Exit code of a command that only does this run, which a signal stopped if it is not finished."""
         return 0 if self.status == "finished" else signals.exit_code(self.status)
 
 
@@ -387,7 +387,7 @@ class _Run:
     # Training
 
     def train(self, trainer: Trainer) -> str:
-        """Run the training loop. Return "finished" or the name of the signal that stopped it."""
+        """Run the training loop. Return the `RunOutcome.status`."""
         environment_record.reset_peak_memory(self.world.device)
         try:
             with StopSignal() as stop:
@@ -397,7 +397,7 @@ class _Run:
             self.log.close()
 
     def stopped(self, status: str, trainer: Trainer) -> RunOutcome:
-        """Tell the user how to resume, and return the outcome of a run that a signal stopped."""
+        """Tell the user how to resume, and return the outcome of a run that was stopped."""
         if self.world.size > 1:
             # torchrun sends SIGTERM to the other processes as soon as one exits, but they still have to clean up.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -84,7 +84,7 @@ class TooManySkips(Exception):
 
 
 class Trainer:
-    """Runs steps until the plan is complete or a signal requests a stop.
+    """Runs steps until the plan is complete or a stop is requested.
 
     evaluate: evaluates on the validation split and returns metrics for the step's row. complete_row: adds MFU, memory
     and power to a row of metrics, given the model's FLOP/s.
@@ -117,7 +117,7 @@ class Trainer:
         self._loader: Batches | None = None
 
     def run(self, stop: StopSignal) -> str:
-        """Train. Return "finished", or the name of the signal that stopped the run after everything was saved."""
+        """Train. Return "finished" or, after everything was saved, `stop.requested`."""
         try:
             self._resume()
             while not self.plan.done(self.progress.step):

@@ -20,8 +20,8 @@ from deskside.weights.load import Loaded, load_model
 class InitialWeights:
     """Initial weights of a run, by parameter name.
 
-    source: the run or model directory that they come from. vocabulary: token -> id. fresh: ids of tokens that the
-    source does not have.
+    source: the run or model directory that they come from. vocabulary: token -> id. fresh: ids of the tokens whose
+    embeddings are initialized again.
     """
 
     source: str
@@ -64,7 +64,7 @@ class InitialWeights:
     def of_chat(
         cls, loaded: Loaded, source: str, config: RunConfig, fresh: Sequence[int]
     ) -> "InitialWeights":
-        """Return a model's weights, resized to the vocabulary of the run's chat data. fresh: ids of new tokens."""
+        """Return a model's weights, resized to the vocabulary of the run's chat data. fresh: see `InitialWeights`."""
         assert config.data.path is not None
         vocabulary = load_tokenizer(Path(config.data.path)).get_vocab(with_added_tokens=True)
         weights = resize_vocabulary(_weights(loaded), config.model.vocab_size, fresh)
