@@ -30,6 +30,7 @@ JOBS = (
     f"losses {STEP} --precision bf16,fp8-delayed:head=fp8 --attention flash --steps 50",
     f"losses {STEP} --precision bf16 --attention flash --optimizer muon --steps 50",
     f"step {STEP} --precision bf16,fp8-delayed:head=fp8 --attention cudnn",
+    f"step {STEP} --precision bf16 --attention cudnn --steps 20 --compute.activation_checkpointing block",
     f"step {STEP} --precision bf16 --attention cudnn --steps 10 --warmup 2 --cold-start",
     'decode --preset 124m --batch 1,16 --peers ""',
 )

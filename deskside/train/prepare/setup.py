@@ -21,6 +21,7 @@ from deskside.data.corpus.prepare import prepare
 from deskside.data.reading.shards import read_index
 from deskside.model.init import allocate, initialize
 from deskside.model.transformer import Transformer
+from deskside.ops.composite import AttentionSublayer, MLPSublayer
 from deskside.precision.backends import not_in_checkpoints
 from deskside.precision.convert import QuantizedModel, convert
 from deskside.precision.frozen import stored_bytes
@@ -347,12 +348,12 @@ def recompute(
             _checkpoint_forward(module)
 
 
-def _checkpoint_forward(module: Any) -> None:
+def _checkpoint_forward(module: nn.Module) -> None:
     original = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if getattr(module, "execution", None) is not None:  # the sublayer is fused
-            return original(*args, **kwargs)
+        if isinstance(module, AttentionSublayer | MLPSublayer) and module.forward_override is not None:
+            return original(*args, **kwargs)  # the sublayer is fused
         # Blocks use no random numbers, so the generator's state need not be preserved.
         return checkpoint(original, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 

@@ -11,7 +11,7 @@ from deskside.config.model import ModelConfig
 from deskside.config.run import RunConfig
 from deskside.model.init import initialize
 from deskside.model.transformer import Transformer
-from deskside.precision.fused_sublayers import _AttentionState, _MLPState
+from deskside.precision.fused_sublayers import FusedMLP, _AttentionState, _MLPState
 from deskside.train.parallel import World
 from deskside.train.prepare.setup import build_model, prepare_execution, recompute
 from tests.train.tiny_run import SHAPE
@@ -73,8 +73,16 @@ def test_every_rung_gives_the_same_loss_and_gradients(given: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("what", ["none", "block"])
 @pytest.mark.parametrize("active", [True, False])
-def test_hand_written_halves_keep_nothing_beside_what_torch_drops(what: str, active: bool) -> None:
-    """With compile off, FP8 steps go through the halves and BF16 steps do not: both have to be recomputed."""
+def test_each_sublayer_is_recomputed_once(what: str, active: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With compile off, FP8 steps run fused sublayers, which recompute themselves, and BF16 steps do not."""
+    calls = {"mlp": 0, "fused": 0}
+
+    def counted(plan: FusedMLP, *args: Any) -> Any:
+        calls["fused"] += 1
+        return forward(plan, *args)
+
+    forward = FusedMLP.__call__
+    monkeypatch.setattr(FusedMLP, "__call__", counted)
     config = RunConfig(
         model={**SHAPE, "hidden_size": 64, "head_dim": 16},
         compute={"device": "cpu", "compile": "off", "activation_checkpointing": what},
@@ -85,7 +93,6 @@ def test_hand_written_halves_keep_nothing_beside_what_torch_drops(what: str, act
     model = build_model(config, world, "fp8-delayed")
     precision = prepare_execution(config, model, world, "fp8-delayed", {"native": False}).precision
     precision.set_active(active)
-    calls = {"mlp": 0}
     for block in model.layers:
         _count(block.mlp.output, calls, "mlp")
     tokens_BT = torch.randint(SHAPE["vocab_size"], (4, 32))
@@ -94,4 +101,7 @@ def test_hand_written_halves_keep_nothing_beside_what_torch_drops(what: str, act
     assert len(states) == (2 * len(model.layers) if active and what == "none" else 0)
     states.clear()
     loss.backward()
-    assert calls["mlp"] == (0 if active else len(model.layers) * (2 if what == "block" else 1))
+    layers = len(model.layers)
+    assert calls["mlp"] == (0 if active else layers * (2 if what == "block" else 1))
+    # Torch's checkpoint would call it again in the backward.
+    assert calls["fused"] == (layers if active else 0)
