@@ -63,6 +63,7 @@ class HostTimes:
         if not quantized(spec.precision):
             return self.bf16
         by_recipe = {
+            "fp8": self.delayed,
             "fp8-delayed": self.delayed,
             "fp8-tensorwise": self.tensorwise,
             "fp8-rowwise": self.rowwise,

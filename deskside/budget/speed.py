@@ -11,12 +11,12 @@ The time of each operator is computed separately and the times are added, becaus
 Meanwhile the host launches the next kernels (`budget/host.py`). With small passes, the host takes longer than the
 device; the item `host` is the time that the device waits.
 
-The large matmul rate is the measured, sustained rate of a card, not its data sheet's: data-center cards sustain half to
-four fifths of the data sheet, GeForce cards all of it. The efficiencies are shares of this rate and of the bandwidth.
-They were fitted to whole steps of this project on an H200: those of compiled blocks by `benchmarks/planner_accuracy.py
-fit`, those of the fused sublayers by `benchmarks/planner_fit.py`. A probe of a card corrects them for this card
-(`plan/calibrate.py`). They are not the utilization of single kernels, because they include overlap, caches and power
-limits.
+The large matmul rate is the sustained rate of a card, measured if possible, not its data sheet's: data-center cards
+sustain half to seven eighths of the data sheet, GeForce cards about all of it. The efficiencies are shares of this rate
+and of the bandwidth. They were fitted to whole steps of this project on an H200: those of compiled blocks by
+`benchmarks/planner_accuracy.py fit`, those of the fused sublayers by `benchmarks/planner_fit.py`. A probe of a card
+corrects them for this card (`plan/calibrate.py`). They are not the utilization of single kernels, because they include
+overlap, caches and power limits.
 """
 
 from dataclasses import dataclass, field, replace
@@ -63,7 +63,7 @@ class Efficiency:
     muon_width: float = 0.0
 
     def attention(self, head_dim: int) -> float:
-        """Return the efficiency at `head_dim`: interpolated from 64 to 128, proportional below 64."""
+        """Return the efficiency at `head_dim`: interpolated from 64 to 128, proportional below, constant above."""
         if head_dim <= 64:
             return self.attention_64 * head_dim / 64
         share = min(1.0, (head_dim - 64) / 64)

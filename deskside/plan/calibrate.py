@@ -24,6 +24,7 @@ from deskside.budget.operators import PRODUCTS, TRAFFIC, Group, step_operators
 from deskside.budget.speed import Rates, operator_seconds
 from deskside.budget.step_spec import StepSpec
 from deskside.config.model import ModelConfig
+from deskside.config.recipes import ALIASES
 from deskside.facts.gpus import Gpu
 from deskside.plan.published import (
     REFERENCE_ARCHITECTURE,
@@ -95,19 +96,18 @@ def calibrate(gpu: Gpu | None, points: Sequence[Mapping[str, Any]]) -> Calibrati
 
 
 def measured_fp8_speedup(rows: Sequence[Mapping[str, Any]]) -> Speedup | None:
-    """Return the median speedup of FP8 over BF16 in points that differ only in precision; None without such points."""
+    """Return the median speedup of `--precision fp8` over BF16 in points that differ only in this; None without any."""
     seconds: dict[str, dict[str, float]] = {}
     for row in rows:
         if row["kind"] == "point" and row["status"] == "ok":
             spec, result = row["key"]["spec"], row["result"]
             others = {key: value for key, value in spec.items() if key != "precision"}
-            precision = str(result.get("precision"))
-            if precision.startswith("fp8-"):
-                precision = "fp8"
             settings = json.dumps([others, result["micro_tokens"]], sort_keys=True)
-            by_precision = seconds.setdefault(settings, {})
-            by_precision[precision] = float(result["step_seconds"]["median"])
-    gains = [point["bf16"] / point["fp8"] for point in seconds.values() if {"bf16", "fp8"} <= set(point)]
+            precision = str(result.get("precision"))
+            by_recipe = seconds.setdefault(settings, {})
+            by_recipe[ALIASES.get(precision, precision)] = float(result["step_seconds"]["median"])
+    fp8 = ALIASES["fp8"]
+    gains = [point["bf16"] / point[fp8] for point in seconds.values() if {"bf16", fp8} <= set(point)]
     if not gains:
         return None
     count = f"{len(gains)} pairs of points" if len(gains) != 1 else "one pair of points"

@@ -27,18 +27,18 @@ from deskside.utils.format import duration, gib, number
 UNITS = {"matmul": "FLOP", "head": "FLOP", "optimizer_matmul": "FLOP", "attention": "FLOP", "layers": "times"}
 # Descriptions of items. An item "part.name" that is not listed has the description of its part.
 DESCRIPTIONS = {
-    "memory.weights": "float32 weights",
+    "memory.weights": "weights",
     "memory.optimizer": "optimizer states",
     "memory.gradients": "float32 gradients",
     "memory.copies": "weights converted to the format of the products",
     "memory.activations": "activations saved for the backward pass",
-    "memory.logits": "logits and their gradient, one chunk",
+    "memory.logits": "logits of a chunk, and gradients of logits, head and hidden states",
     "memory.workspace": "largest temporary buffers",
     "memory.needed": "everything on the card, fragmentation and context included",
     "memory.capacity": "memory that programs can use",
     "memory": "part of the peak",
     "speed.matmul": "products of the blocks",
-    "speed.attention": "attention scores",
+    "speed.attention": "products of attention",
     "speed.traffic": "element-wise work and casts of weights",
     "speed.quantize": "conversion to lower formats",
     "speed.loss": "head and loss",

@@ -39,7 +39,8 @@ FIRST_GENERATION = 0.5  # relative to the second
 SECOND_ON_HOPPER = 0.74
 FIRST_KERNELS = ("FlashAttention", "Flash (PT2.0)")  # names in the table, before FlashAttention-2 (July 2023)
 SECOND_KERNELS = ("FA2", "SDPA", "SDPA causal", "SDPA flash GQA")
-# Rate of large BF16 products as a share of the data sheet, for cards without a measurement: medians of facts/gpus.csv.
+# Rate of large BF16 products as a share of the data sheet, for cards without a measurement: about the medians in
+# facts/gpus.csv, laptops left out.
 SHEET_SHARE = {"GeForce": 1.03, "other": 0.80}
 # Share of the data sheet's bandwidth that transfers reach: over NVLink or Infinity Fabric, over PCIe, and to the host.
 # The first two are modelled. The last was measured: the offloaded optimizer states of 124m on an H200 (PCIe 5.0 x16,

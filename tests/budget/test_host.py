@@ -58,6 +58,7 @@ def test_the_host_counts_passes_and_layers_not_tokens() -> None:
         seconds(StepSpec(512, 2048, 2048, copies="step", precision=name))
         for name in ("bf16", "fp8-delayed", "fp8-tensorwise", "fp8-rowwise")
     ]
+    assert seconds(StepSpec(512, 2048, 2048, copies="step", precision="fp8")) == by_recipe[1]  # an alias
     assert by_recipe == sorted(by_recipe) and len(set(by_recipe)) == 4
     # Compiled blocks were seen to wait for the host in one case only.
     assert seconds(StepSpec(512, 2048, 2048)) == 0.0

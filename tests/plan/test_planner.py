@@ -143,6 +143,7 @@ def test_pairs_of_probe_points() -> None:
     found = measured_fp8_speedup(rows)
     assert found is not None
     assert found.speed == pytest.approx(1.5) and found.source.startswith("measured: one pair of points")
+    assert measured_fp8_speedup([*rows, point("fp8-rowwise", 0.3), point("fp8-nvfp4", 0.3)]) == found
     assert measured_fp8_speedup(rows[2:]) is None
     failed = {**point("fp8-delayed", 0.1, 131072), "status": "oom"}
     assert measured_fp8_speedup([rows[2], failed]) is None
