@@ -22,6 +22,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from deskside.evaluate import sandbox
+from deskside.evaluate.scoring import code_blocks
 from deskside.utils.child_process import cpu_cores
 from deskside.utils.errors import RunError, UsageError
 
@@ -33,7 +34,6 @@ _MARKS = (
     re.compile(r"####\s*([^\n]+)"),
     re.compile(r"answer\s+is\s*:?\s*([^\n]+)", re.IGNORECASE),
 )
-_CODE_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _MAX_NUMBER_CHARACTERS = 200  # longer numbers are not answers, and take long to compare
 
 
@@ -82,9 +82,9 @@ def has_marked_answer(prompt: str, completion: str, answer: str) -> float:
 def code(prompt: str, completion: str, answer: str) -> float:
     """Return 1 if the completion's code passes the tests in `answer`.
 
-    The code is the last block between ```, or the whole completion if there is none.
+    The code is the last of `code_blocks`, or the whole completion if there is none.
     """
-    blocks = _CODE_BLOCK.findall(completion)
+    blocks = code_blocks(completion)
     return float(sandbox.check(blocks[-1] if blocks else completion, answer).passed)
 
 

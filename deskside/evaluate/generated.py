@@ -10,7 +10,7 @@ from deskside.engine.requests import Request, SampleOutput
 from deskside.evaluate.items import Item
 from deskside.evaluate.likelihood import MAX_CACHE_BYTES
 from deskside.evaluate.sandbox import SandboxResult, check_many
-from deskside.evaluate.scoring import code_in, number_in, same_words
+from deskside.evaluate.scoring import code_blocks, number_in, same_words
 from deskside.evaluate.tasks import CodeTask, Generated, Match, Number
 from deskside.model.transformer import Transformer
 
@@ -90,10 +90,10 @@ def judge_answers(
 
 
 def runnable_code(item: Item, text: str, chat: bool) -> str:
-    """Return the code to test: the prompt and its continuation or, in a chat, the prompt and the answer's code block.
+    """Return the code to test: the prompt and its continuation or, in a chat, the prompt and the first code block.
 
     Without a code block, a chat answer is a continuation. The prompt ends with the docstring of a function, so it is
     valid code by itself. A code block defines the function again.
     """
-    block = code_in(text) if chat else None
-    return item.answers[0] + (text if block is None else "\n" + block)
+    blocks = code_blocks(text) if chat else []
+    return item.answers[0] + ("\n" + blocks[0] if blocks else text)

@@ -41,9 +41,9 @@ def words(text: str) -> str:
     return " ".join(word for word in bare.split() if word not in ("a", "an", "the"))
 
 
-def code_in(text: str) -> str | None:
-    """Return the first fenced code block of a chat answer in Python or in no named language, or None."""
-    return next((m[2] for m in _FENCE.finditer(text) if m[1].strip().lower() in ("", "py", "python")), None)
+def code_blocks(text: str) -> list[str]:
+    """Return the fenced code blocks of a chat answer that are in Python or in no named language."""
+    return [m[2] for m in _FENCE.finditer(text) if m[1].strip().lower() in ("", "py", "python")]
 
 
 def _decimal(text: str) -> Decimal:

@@ -59,8 +59,8 @@ def test_code_runs_the_last_block_in_the_sandbox() -> None:
     reward, tests = parse("code"), "assert double(2) == 4"
     blocks = ("def double(x):\n    return x", "def double(x):\n    return 2 * x")
     right = "First\n" + "better\n".join(f"```python\n{block}\n```\n" for block in blocks)
-    cases = [("q", right, tests), ("q", "def double(x): return 2 * x", tests), ("q", "double", tests)]
-    assert reward.compute_all(cases) == [1, 1, 0]
+    answers = (right, right + "Run:\n```bash\npython\n```\nDone", "def double(x): return 2 * x", "double")
+    assert reward.compute_all([("q", answer, tests) for answer in answers]) == [1, 1, 1, 0]
 
 
 def test_a_function_from_a_file(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deskside.evaluate.scoring import code_in, number_in, same_words
+from deskside.evaluate.scoring import code_blocks, number_in, same_words
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_numbers_survive_their_writing(value: int, separators: bool) -> None:
 @given(st.text())
 def test_any_text_is_taken(text: str) -> None:
     number_in(text)
-    code_in(text)
+    code_blocks(text)
 
 
 def test_same_words() -> None:
@@ -54,10 +54,10 @@ def test_same_words() -> None:
     assert not same_words("onions", ("onion",))
 
 
-def test_code_in() -> None:
-    assert (
-        code_in("Sure:\n```python\ndef f():\n    return 1\n```\nDone ```x```") == "def f():\n    return 1\n"
-    )
-    assert code_in("```\nx = 1") == "x = 1"
-    assert code_in("```bash\npip install x\n```\nThen:\n```python\nx = 1\n```") == "x = 1\n"
-    assert code_in("def f(): pass") is None
+def test_code_blocks() -> None:
+    text = "Sure:\n```python\ndef f():\n    return 1\n```\nDone ```x```"
+    assert code_blocks(text) == ["def f():\n    return 1\n"]
+    assert code_blocks("```\nx = 1") == ["x = 1"]
+    shell = "```bash\npip install x\n```\n"
+    assert code_blocks(f"{shell}Then:\n```python\nx = 1\n```\n{shell}Done") == ["x = 1\n"]
+    assert code_blocks("def f(): pass") == []
