@@ -20,6 +20,7 @@ from deskside.config.base import DATA_NOUNS, DataKind
 from deskside.data import tokenizer as bpe
 from deskside.data.chat.chat_template import ChatTemplate
 from deskside.data.chat.prepare_chat import (
+    MIN_HELD_OUT,
     SAMPLE_CHARACTERS,
     SAMPLES,
     make_cache_key,
@@ -38,7 +39,6 @@ from deskside.utils.parsing import json_value
 
 FORMAT_VERSION = 1  # of the folder; written to index.json
 CONVERSION_VERSION = 2  # raised when the conversion of the same records gives other content
-MIN_HELD_OUT = 32
 Kind = Literal["preference", "questions"]
 NOUN = {"preference": "pair", "questions": "question"}
 

@@ -157,7 +157,7 @@ class Sampler:
         self.row_tokens = row_tokens
         self.engine = Engine(self.copy, max_batch=rows, max_tokens=rows * cached_tokens(row_tokens))
 
-    def rehearse(self, vocabulary: int) -> None:
+    def rehearse(self, vocab_size: int) -> None:
         """Sample the largest possible batches: all rows at full length, first with separate prompts, then a shared one.
 
         Call it inside `memory_for_sampling`. Raises RunError if a training step no longer fits beside the engine.
@@ -166,9 +166,9 @@ class Sampler:
         # Each row of a shared prompt computes up to a page of it again, so not all rows start in the same step. Then
         # all of them must decode together for more than WARM_UP steps, after which a CUDA graph is captured.
         max_new_tokens = min(-(-rows * PAGE_SIZE // PREFILL_TOKENS) + WARM_UP + 3, longest - 1)
-        prompt = tuple(n % vocabulary for n in range(longest - 2))
+        prompt = tuple(n % vocab_size for n in range(longest - 2))
         separate = [
-            Request((first % vocabulary, *prompt[1:]), 2, ANY_TEMPERATURE, logprobs=True)
+            Request((first % vocab_size, *prompt[1:]), 2, ANY_TEMPERATURE, logprobs=True)
             for first in range(rows)
         ]
         self.engine.run(separate)

@@ -1,4 +1,4 @@
-"""From text to training rows: sources, tokenizer, token shards, packing, order, mixtures and the loader.
+"""From text or conversations to training rows: sources, tokenizer, shards, packing, order, mixtures and the loader.
 
 Import the module that you need. Only `loader` imports torch, so that data can be prepared and checked without it.
 """

@@ -240,9 +240,8 @@ def max_bytes_per_token(tokenizer: Tokenizer) -> int | None:
     complete = (byte_level or model.get("byte_fallback")) and all(piece in vocab for piece in needed)
     shrinkage = _max_shrinkage(spec.get("normalizer"))
     added = spec.get("added_tokens", [])
-    strips = any(
-        token.get("lstrip") or token.get("rstrip") for token in added
-    )  # white space around added tokens
+    # Such tokens remove the white space beside them.
+    strips = any(token.get("lstrip") or token.get("rstrip") for token in added)
     if not complete or shrinkage is None or strips or not _keeps_all(spec.get("pre_tokenizer")):
         return None
     # In byte-level BPE, each character of a token's name stands for one byte.

@@ -41,8 +41,8 @@ from deskside.utils.files import fingerprint, write_error
 
 VERSION = 2  # of the prepared data; increase it when the same arguments give different content
 SHARD_TOKENS = 1 << 25
-DEFAULT_FRACTION = 0.02  # of the conversations that are held out
-MIN_HELD_OUT = 32  # a larger share of fewer conversations, up to 0.1, holds out about this many
+DEFAULT_FRACTION = 0.02  # share of the conversations to hold out
+MIN_HELD_OUT = 32  # if there are few, a larger share is held out, at most 0.1, for about this many
 SAMPLES, SAMPLE_CHARACTERS = 4, 600  # number of sample conversations, and their maximum length
 SAMPLES_FILE = "samples.json"
 TOO_FEW = "there are too few"
@@ -242,13 +242,16 @@ class _ChatPreparation:
                     bar.advance(1)
                 self._add(split, conversation, tokenized)
 
+    def _source_split(self, split: str) -> str:
+        """Return "val" if a split comes from validation sources, else "train"."""
+        return "val" if split == "val" and self.spec.val_sources else "train"
+
     def _add(
         self, split_name: str, conversation: _Conversation, tokenized: TokenizedConversation | str
     ) -> None:
         split, record, messages = self.splits[split_name], conversation.record, conversation.messages
         if isinstance(tokenized, str):
-            source_split = "val" if self.spec.val_sources and split_name == "val" else "train"
-            self.logs[source_split].add(REFUSED, record.origin, tokenized)
+            self.logs[self._source_split(split_name)].add(REFUSED, record.origin, tokenized)
             return
         ids, mask = tokenized.ids, tokenized.mask
         if self.template.turn_end is None:  # otherwise the model would not learn to stop
@@ -287,12 +290,14 @@ class _ChatPreparation:
     def _finish(self) -> DatasetIndex:
         for name, split in self.splits.items():
             if not split.finished:
-                log = self.logs["train"]
+                source_split = self._source_split(name)
+                log, option = self.logs[source_split], "--val" if source_split == "val" else "--data"
                 reason = log.summary() if log.total else TOO_FEW
-                if self.duplicates:
+                if self.duplicates and name == "train":
                     reason = f"{self.duplicates} are copies of held-out ones"
+                remedy = "give more" if self.spec.val_sources else "give more, or give --val"
                 raise UsageError(
-                    f"--data: no usable conversation is left for the {name} split ({reason}); give more, or give --val"
+                    f"{option}: no usable conversation is left for the {name} split ({reason}); {remedy}"
                 )
         write_samples(self.out, self.samples)
         index = DatasetIndex(

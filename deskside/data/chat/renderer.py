@@ -29,11 +29,8 @@ TEMPLATE = "chat_template.jinja"
 NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")  # that a template can use by these names
 ROLES = ("system", "user", "assistant", "tool", "developer")  # that are tried with every template
 FIELDS = frozenset({"role", "content", "name"})  # supported fields of a message
-ROW_FIELDS = (
-    "tools",
-    "functions",
-    "chat_template_kwargs",
-)  # unsupported fields of a record, beside its messages
+# Unsupported fields of a record, beside its messages.
+ROW_FIELDS = ("tools", "functions", "chat_template_kwargs")
 _TRIAL = "trialtext"  # appears in the rendered text if the template writes a part of a message
 
 Message = Mapping[str, Any]

@@ -76,7 +76,7 @@ class _WorkerState:
     token_bytes: NDArray[np.uint32]  # shape [vocab]
 
 
-_state: _WorkerState | None = None  # set by start_worker, once per process
+_state: _WorkerState | None = None  # of this process; set by start_worker
 
 
 def start_worker(directory: str, eos_id: int, dtype: str) -> None:

@@ -70,7 +70,7 @@ class LoaderOptions:
 
     seed: of the order of rows. start_row: position of the first step in the global order (0 for a new run).
     rows_per_step: rows of one optimizer step over all ranks. document_mask: yield cu_seqlens and positions, so that
-    documents in a row do not attend to each other. prefetch: number of steps that are filled in advance.
+    documents in a row do not attend to each other. prefetch: number of steps that are filled in advance, at least 1.
     """
 
     seed: int
@@ -112,7 +112,7 @@ class Loader:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="deskside-loader")
         self._ahead: deque[Future[_FilledStep]] = deque()
         self._closed = False
-        for step in range(max(1, options.prefetch)):
+        for step in range(options.prefetch):
             self._fill_later(options.start_row + step * rows_per_step)
 
     def __iter__(self) -> Iterator[list[Batch]]:

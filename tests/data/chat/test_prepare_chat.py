@@ -225,6 +225,15 @@ def test_nothing_to_learn_from_is_one_line(
     assert [p.name for p in tmp_path.iterdir()] == [name]  # nothing half-made is left
 
 
+def test_the_reason_why_no_validation_conversation_is_usable(tmp_path: Path, tokenizer: Path) -> None:
+    data = write(tmp_path / "a.jsonl", conversations(30))
+    val = write(tmp_path / "b.jsonl", [[{"role": "user", "content": "a"}]])
+    with pytest.raises(
+        UsageError, match=r"^--val: no usable .* val split .*b\.jsonl:1 \(it has no assistant"
+    ):
+        prepare_chat(ChatSpec((data,), (val,)), tokenizer, tmp_path / "data", quiet=True)
+
+
 def test_rows_too_short_for_any_answer(prepared: Path) -> None:
     with pytest.raises(UsageError, match="Take longer rows"):
         PackedDataset(prepared, "train", 2)
