@@ -11,7 +11,7 @@
   tensor twice and write it in both layouts, CURRENT_SCALING_BYTES per value, counted from the code.
 - NVFP4 needs the largest absolute value of a tensor first: for each product that it enters, a tensor is read twice and
   written once. NVFP4_WORK multiplies the time of these bytes by the additional arithmetic of a recipe. It was fitted
-  to one run of each recipe, emulated on an H200 (`benchmarks/planner_fit.py`).
+  to one run of each recipe, emulated on an H200 (docs/planner-accuracy.md).
 
 By default, weights are converted once per optimizer step and the copies are kept (`precision.weight_cache`).
 """

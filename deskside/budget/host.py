@@ -1,6 +1,6 @@
 """Host time of an optimizer step: the time the CPU needs to launch the step's kernels.
 
-The number of launches of a pass hardly depends on its number of tokens (about 480 for `124m` in BF16 on an H200;
+The number of launches of a pass hardly depends on its number of tokens (about 420 for 12 layers in BF16;
 docs/performance.md, "Small passes"), so with small passes the GPU waits for the host. Launch time depends on the
 recipe, the number of layers and the processor. If the host needs `H` seconds and the device `D`, a step takes
 
