@@ -100,7 +100,7 @@ class ParsedReward:
     file: Path | None = None
 
     def __call__(self, prompt: str, completion: str, answer: str) -> float:
-        """Compute the weighted sum. Raises RunError if a function fails or returns a value that is not finite."""
+        """Compute the weighted sum. Raises RunError if a function fails or its value is not finite."""
         total = 0.0
         for weight, part in self.parts:
             try:
@@ -137,6 +137,8 @@ def parse(spec: str) -> ParsedReward:
         weight, star, name = term.strip().rpartition("*")
         try:
             value = float(weight) if star else 1.0
+            if not math.isfinite(value):
+                raise ValueError
         except ValueError:
             raise UsageError(
                 f"reward: {weight!r} in {spec!r} is not a number; write weights like this: 0.9*number+0.1*format"

@@ -92,6 +92,7 @@ def test_a_file_without_a_reward_is_refused(text: str, error: str, tmp_path: Pat
     [
         ("numbr", "'numbr' does not exist; choose from number"),
         ("x*number", "'x' in 'x\\*number' is not a number"),
+        ("nan*number", "'nan' in 'nan\\*number' is not a number"),
         ("nowhere.py:f", "does not exist"),
         ("number+", "'' does not exist"),
     ],
