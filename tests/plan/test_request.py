@@ -49,7 +49,7 @@ def test_counts_that_are_none_are_refused(text: str) -> None:
         ({"gpu": "rtx4090", "params": "0"}, "--params: must be above zero"),
         ({"gpu": "rtx4090", "params": "10"}, "--params: no depth has"),
         ({"gpu": "rtx4090", "params": "900T"}, "--params: no depth has"),
-        ({"gpu": "rtx4090", "depth": 7}, "even depth"),
+        ({"gpu": "rtx4090", "depth": 7}, "depth 7: must be even"),
         ({"gpu": "rtx4090", "depth": 4000}, "beyond what can be planned"),
         ({"gpu": "rtx4090", "preset": "nope"}, "no such preset"),
         ({"gpu": "rtx4090", "hours": 3, "gpus": 0}, "--gpus"),
