@@ -116,18 +116,18 @@ def _free_port(host: str, requested: int | None) -> int:
         if not 1 <= requested <= 65535:
             raise UsageError(f"--port: {requested} is not a port; give 1 to 65535")
         if (reason := _unavailable_reason(host, requested)) is not None:
-            raise UsageError(f"--port: {requested} of {host} is not available ({reason}); give another")
+            raise UsageError(f"--port: {requested} is not available on {host} ({reason}); give another")
         return requested
     for port in range(FIRST_PORT, FIRST_PORT + PORTS_TRIED):
         if _unavailable_reason(host, port) is None:
             return port
     raise UsageError(
-        f"ports {FIRST_PORT} to {FIRST_PORT + PORTS_TRIED - 1} of {host} are taken; give one with --port"
+        f"ports {FIRST_PORT} to {FIRST_PORT + PORTS_TRIED - 1} are not available on {host}; give another with --port"
     )
 
 
 def _unavailable_reason(host: str, port: int) -> str | None:
-    """Return why a port cannot be used, None if it is free. Raises UsageError if the host is not this machine."""
+    """Return why a port cannot be used, or None. Raises UsageError if the host is not an address of this machine."""
     candidates = addresses(host, port)
     for family, kind, protocol, _, address in candidates:
         with socket.socket(family, kind, protocol) as bound:

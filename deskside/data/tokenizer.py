@@ -1,6 +1,6 @@
-"""Byte-level byte-pair encoding (BPE): training, loading, and the bytes of text of each token.
+"""Byte-level byte-pair encoding (BPE): training, loading, and the bytes that each token stands for.
 
-Text is first split into words, and merges never cross words. The split pattern is that of Qwen3.5's published
+Text is first split into words, and merges never cross word boundaries. The split pattern is that of Qwen3.5's published
 tokenizer, for three reasons. Combining marks (`\\p{M}`) stay with their letters; otherwise every Indic word would be
 split at each vowel sign. Every digit is separate, which helps small models to learn arithmetic. And llama.cpp knows the
 pattern by name (`qwen35`), so an exported GGUF file splits text exactly as training did.
@@ -159,7 +159,7 @@ def write_config(directory: Path, config: dict[str, Any]) -> None:
 def load_for_data(source: str | Path) -> tuple[Tokenizer, str]:
     """Load a tokenizer that data can be prepared with, and return it with its end-of-text token.
 
-    Raises as `load`, `end_of_text` and `token_bytes`.
+    Raises the same errors as `load`, `end_of_text` and `token_bytes`.
     """
     file = Path(source).expanduser()
     tokenizer = load(file)
@@ -169,7 +169,7 @@ def load_for_data(source: str | Path) -> tuple[Tokenizer, str]:
 
 
 def copy(source: str | Path, directory: Path) -> None:
-    """Copy a tokenizer with its tokenizer_config.json, or a default one if it has none. Raises as `load_for_data`."""
+    """Copy a tokenizer and its tokenizer_config.json, or write a default one. Raises the errors of `load_for_data`."""
     file = Path(source).expanduser()
     folder = file if file.is_dir() else file.parent
     _, eos = load_for_data(file)
@@ -183,10 +183,10 @@ def copy(source: str | Path, directory: Path) -> None:
 
 
 def token_bytes(tokenizer: Tokenizer) -> NDArray[np.uint32]:
-    """Return the number of bytes of text of each token, shape [vocab]; 0 for special tokens.
+    """Return the number of bytes that each token stands for, shape [vocab]; 0 for special tokens.
 
-    In byte-level BPE, each character of a token's name in the vocabulary stands for one byte, even if the token is only
-    part of a UTF-8 character. So sums over the tokens of a text are exact. Raises UsageError for other tokenizers.
+    In byte-level BPE, each character of a token's string in the vocabulary stands for one byte, even if the token is
+    only part of a UTF-8 character. So sums over the tokens of a text are exact. Raises UsageError for other tokenizers.
     """
     spec = json_value(tokenizer.to_str())
     if not _is_byte_level(spec.get("pre_tokenizer")) or (spec.get("model") or {}).get("type") != "BPE":
@@ -210,7 +210,7 @@ def token_texts(tokenizer: Tokenizer) -> list[bytes]:
         token["id"]: b"" if token["special"] else token["content"].encode("utf-8")
         for token in spec.get("added_tokens", [])
     }
-    # Byte-level BPE names a printable byte of Latin-1 by its character, and the others by the characters from 256 on.
+    # Byte-level BPE maps the printable bytes of Latin-1 to themselves, and the others to code points from 256 on.
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in printable]
     byte_of = {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
@@ -222,10 +222,10 @@ def token_texts(tokenizer: Tokenizer) -> list[bytes]:
 
 
 def max_bytes_per_token(tokenizer: Tokenizer) -> int | None:
-    """Return the maximum number of bytes of text of one token, or None if no bound is known.
+    """Return an upper bound of the bytes that one token stands for, or None if no bound is known.
 
     A text of n bytes has at least n / max_bytes_per_token tokens. A bound is known for BPE without unknown tokens whose
-    pre-tokenizer and normalizer remove nothing. The normalizer NFC shortens a text at most to a third of its bytes
+    pre-tokenizer and normalizer remove nothing. The normalizer NFC shortens a text to no less than a third of its bytes
     (Hangul syllables of three Jamo, U+1FEF).
     """
     from tokenizers import pre_tokenizers
@@ -244,7 +244,7 @@ def max_bytes_per_token(tokenizer: Tokenizer) -> int | None:
     strips = any(token.get("lstrip") or token.get("rstrip") for token in added)
     if not complete or shrinkage is None or strips or not _keeps_all(spec.get("pre_tokenizer")):
         return None
-    # In byte-level BPE, each character of a token's name stands for one byte.
+    # In byte-level BPE, each character of a token's string stands for one byte.
     lengths = [len(token) if byte_level else len(token.encode()) for token in vocab]
     return shrinkage * max([*lengths, *(len(token["content"].encode()) for token in added)])
 
@@ -300,7 +300,7 @@ def encode(tokenizer: Tokenizer, text: str | bytes, dtype: Any = np.uint32) -> N
 
 
 def spans(data: bytes, limit: int = 1 << 16) -> Iterator[tuple[int, int]]:
-    """Cut the UTF-8 of a text into spans of about `limit` bytes with the same tokens as the whole text, if possible.
+    """Cut the UTF-8 of a text into spans that, if possible, have the same tokens as the whole text.
 
     A cut is before a single space, or after a single newline, with a letter after it and no white space before it. The
     patterns of published byte-level tokenizers and SPLIT_PATTERN all begin a word there, and none of them looks behind,

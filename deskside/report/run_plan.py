@@ -31,9 +31,9 @@ EXECUTION_TEXT = {
     "model": "torch.compile, the whole model",
     "off": "eager",
 }
-# Keys of plan.json, and of the initial estimate in it, that other parts of the report show.
-SHOWN_ELSEWHERE = {"length", "clock", "initial", "revisions", "fit", "attention", "precision", "compile"}
-INITIAL_SHOWN_ELSEWHERE = {
+# Keys of plan.json, and of the initial estimate in it, that are not among the last rows of the table of all choices.
+OMITTED_KEYS = {"length", "clock", "initial", "revisions", "fit", "attention", "precision", "compile"}
+OMITTED_INITIAL_KEYS = {
     "step",
     "steps",
     "remaining",
@@ -75,8 +75,8 @@ def provenance_rows(
 ) -> list[tuple[str, str, str]]:
     """Return (name, value, provenance) of every leaf of a JSON object.
 
-    An object like {"value": 812, "unit": "TFLOP/s", "provenance": "measured"} is one leaf. A number without a
-    provenance inherits that of the enclosing object, or else gets `default`. That of a string or a list is empty.
+    An object like {"value": 812, "unit": "TFLOP/s", "provenance": "measured"} is one leaf. Leaves without
+    a provenance inherit that of the enclosing object, or else get `default`; plain strings and lists get "".
     """
     inherited = _own_provenance(values) or default
     rows = []
@@ -106,7 +106,7 @@ def _key_text(key: str) -> str:
 
 
 def _prediction_blocks(record: RunRecord) -> list[Block]:
-    """Return a table of the predictions by the planner and the pilot of `deskside go`, and the measurements."""
+    """Return a table of the predictions by the planner and by the pilot (pipeline/pilot.py), and the measurements."""
     predicted = mapping(record.summary.get("predicted"))
     if not predicted:
         return []
@@ -120,26 +120,28 @@ def _prediction_blocks(record: RunRecord) -> list[Block]:
         # The pilot gives a range for the loss and one number for everything else.
         pilot_values = mapping(pilot) or {"expected": pilot}
         pilot_range = [number(pilot_values.get(end)) for end in ("low", "expected", "high")]
-        error = "" if plan_range[1] is None or measured is None else f"{measured / plan_range[1] - 1:+.1%}"
+        expected = plan_range[1]
+        deviation = "" if expected is None or measured is None else f"{measured / expected - 1:+.1%}"
         measured_text = UNKNOWN if measured is None else f"{measured:{number_format}}"
         ranges = (_range_text(plan_range, number_format), _range_text(pilot_range, number_format))
-        rows.append((f"{name}, {unit}", *ranges, measured_text, error))
+        rows.append((f"{name}, {unit}", *ranges, measured_text, deviation))
     hours, source = number(record.summary.get("budget_hours")), text(record.summary.get("plan_source"))
     budget = "" if hours is None else f"Budget: {hours:g} hours, everything included. "
     origin = f"The plan was {source}." if source else "No plan was made before training."
-    head = ("", "plan (modelled)", "pilot (loss and tokens modelled)", "measured", "error of the plan")
+    head = ("", "plan (modelled)", "pilot (loss and tokens modelled)", "measured", "deviation from plan")
     return [budget + origin, Table(head, rows)]
 
 
-def _range_text(ends: Sequence[float | None], form: str) -> str:
+def _range_text(ends: Sequence[float | None], number_format: str) -> str:
     low, expected, high = ends
     if expected is None:
         return ""
-    return f"{expected:{form}}" + ("" if low is None or high is None else f" ({low:{form}} to {high:{form}})")
+    spread = "" if low is None or high is None else f" ({low:{number_format}} to {high:{number_format}})"
+    return f"{expected:{number_format}}{spread}"
 
 
 def _comparison_table(record: RunRecord) -> Table:
-    """Return a table of the initial estimate, the estimate after the last revision, and the measurement."""
+    """Return a table of the initial estimate, the last of several revisions, and the measurement."""
     initial = mapping(record.plan.get("initial"))
     revisions = objects(record.plan.get("revisions"))
     first_revision = revisions[0] if revisions else {}
@@ -185,10 +187,12 @@ def _revision_table(revisions: list[dict[str, Any]]) -> Table:
 
 
 def _dry_step_blocks(fit: dict[str, Any], stage: str) -> list[Block]:
-    """Return the micro-batch that the dry step chose, and its attempts."""
+    """Return the micro-batch that was found by dry steps (steps that change no weight), and the attempts."""
     blocks: list[Block] = []
     if chosen := {_key_text(key): value for key, value in fit.items() if key != "attempts"}:
-        blocks.append(f"Micro-batch{stage}, found by a dry step (measured): {value_text(chosen)}.")
+        blocks.append(
+            f"Micro-batch{stage}, found by trial steps that change no weight (measured): {value_text(chosen)}."
+        )
     if attempts := objects(fit.get("attempts")):
         keys = list(dict.fromkeys(key for attempt in attempts for key in attempt))
         rows = [[value_text(attempt.get(key)) for key in keys] for attempt in attempts]
@@ -198,21 +202,21 @@ def _dry_step_blocks(fit: dict[str, Any], stage: str) -> list[Block]:
 
 
 def _choice_blocks(plan: dict[str, Any]) -> list[Block]:
-    """Return a table of what was chosen at the start, and a folded table of the values behind the choices."""
+    """Return a table of what was chosen at the start, and a collapsed table of the values behind the choices."""
     rows: list[tuple[str, str, str]] = []
     for kind, choice in mapping(plan.get("attention")).items():
         name = text(choice) or text(mapping(choice).get("name"))
         milliseconds = number(mapping(mapping(choice).get("milliseconds")).get(name))
-        speed = "" if milliseconds is None else f", {milliseconds:.3g} ms forward and backward"
+        timing = "" if milliseconds is None else f", {milliseconds:.3g} ms forward and backward"
         if name:
-            source = "measured" if speed else ""
-            rows.append((f"attention, {_key_text(kind)} layers", name + speed, source))
+            source = "measured" if timing else ""
+            rows.append((f"attention, {_key_text(kind)} layers", name + timing, source))
     if recipe := recipe_used(plan):
         rows.append(("precision", recipe, ""))
     if mode := text(plan.get("compile")):
         rows.append(("execution", EXECUTION_TEXT.get(mode, mode), ""))
-    initial = {k: v for k, v in mapping(plan.get("initial")).items() if k not in INITIAL_SHOWN_ELSEWHERE}
-    rest = {k: v for k, v in plan.items() if k not in SHOWN_ELSEWHERE}
+    initial = {k: v for k, v in mapping(plan.get("initial")).items() if k not in OMITTED_INITIAL_KEYS}
+    rest = {k: v for k, v in plan.items() if k not in OMITTED_KEYS}
     detail_rows = [
         *provenance_rows(mapping(plan.get("attention")), "measured", "attention: "),
         *provenance_rows(mapping(plan.get("precision")), "measured", "precision: "),
@@ -221,7 +225,7 @@ def _choice_blocks(plan: dict[str, Any]) -> list[Block]:
     blocks: list[Block] = [Table(("chosen at the start", "value", "source"), rows)] if rows else []
     if detail_rows:
         table = Table(("quantity", "value", "source"), detail_rows)
-        blocks.append(Details("Everything that was chosen at the start, and why", [table]))
+        blocks.append(Details("All choices at the start, and the values behind them", [table]))
     return blocks
 
 

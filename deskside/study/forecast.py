@@ -1,4 +1,4 @@
-"""Forecast of a trial's time and memory on this machine, from the planner's models. Imports no torch.
+"""Forecast of a trial's time and memory on this machine, from the planner's models. Does not import torch.
 
 The time of a trial is its set-up, training and evaluation. With a time budget the training time is given. With a budget
 in tokens or steps the planner models the speed from `deskside probe` measurements of this GPU or from published ones.
@@ -21,7 +21,7 @@ from deskside.utils.parsing import json_value
 
 # From process start to the first step, plus saving the model and a checkpoint at the end: 3 to 5 s on two CPU cores.
 CPU_SETUP_SECONDS = 5.0
-# Share of the forward in a training step's time; the backward takes the other two thirds.
+# The forward pass's share of a training step's time; the backward pass takes the other two thirds.
 FORWARD_SHARE = 1 / 3
 
 
@@ -30,7 +30,7 @@ class LocalMachine:
     """This machine as the planner models it.
 
     Attributes:
-        request: The planner's request for this machine; None if it cannot model speed and memory here.
+        request: The planner's request for this machine; None if speed and memory cannot be modelled here.
         why_unknown: The reason in one line if `request` is None.
     """
 
@@ -39,7 +39,7 @@ class LocalMachine:
 
     @property
     def setup_seconds(self) -> float:
-        """Seconds from process start to the first step; on a CPU without a measurement, also after the last step."""
+        """Seconds from process start to the first step. CPU_SETUP_SECONDS includes those after the last step."""
         if self.request is None:
             return CPU_SETUP_SECONDS
         if self.request.setup_seconds is not None:
@@ -71,7 +71,7 @@ class TrialForecast:
 def local_machine(probes: str | Path = "probes") -> LocalMachine:
     """Return this machine. probes: folder of the probe store. Raises RunError if the NVIDIA driver does not respond."""
     try:
-        # A request needs a preset. Forecasts replace it by the configuration of the arm.
+        # A request needs a preset. Forecasts replace it with the configuration of the arm.
         return LocalMachine(make_request(PlanQuestion(here=True, preset="124m", probes=str(probes))))
     except UsageError as error:
         return LocalMachine(None, f"{str(error).split(';')[0]}; measure it with: deskside probe")
@@ -104,7 +104,7 @@ def forecast(arm: PlannedArm, machine: LocalMachine, memory_fraction: float = 1.
     if estimated is not None and estimated.fits == "no":
         note = f"not expected to fit: {gib(estimated.memory_bytes[1])} of {gib(estimated.capacity)}"
     elif estimated is not None and estimated.setting.emulated:
-        note = "emulated here"
+        note = "low-precision format emulated here"
     return TrialForecast(
         seconds_total=total,
         seconds_training=training,
@@ -116,7 +116,7 @@ def forecast(arm: PlannedArm, machine: LocalMachine, memory_fraction: float = 1.
 
 
 def total_seconds(forecasts: Sequence[TrialForecast], devices: int = 1) -> float | None:
-    """Return the duration of a study whose trials are spread over the devices; None if a trial's time is unknown."""
+    """Return a lower bound of a study's duration on several devices, or None if a trial's time is unknown."""
     known = [forecast.seconds_total for forecast in forecasts if forecast.seconds_total is not None]
     if len(known) < len(forecasts):
         return None
@@ -157,7 +157,7 @@ def _evaluated_tokens(config: RunConfig, training: float, tokens: float | None) 
 
 
 def _validation_tokens(config: RunConfig) -> int | None:
-    """Return the size of the validation split, or None if the data set is not prepared yet."""
+    """Return the size of the validation split, or None if it is unknown."""
     if config.data.path is None:
         return None
     try:

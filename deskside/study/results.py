@@ -332,7 +332,9 @@ def from_json(content: Any) -> Results:
     """
     version = content.get("schema_version") if isinstance(content, dict) else None
     if version != SCHEMA_VERSION:
-        raise TypeError(f"it has schema_version {version}, and this deskside reads {SCHEMA_VERSION}")
+        raise TypeError(
+            f"it has schema_version {version}, and this version of deskside reads {SCHEMA_VERSION}"
+        )
     try:
         # Pydantic's strict mode accepts an object for a dataclass only in JSON text, not as a dict.
         return _adapter().validate_json(json.dumps(content), strict=True)

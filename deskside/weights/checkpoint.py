@@ -1,10 +1,10 @@
-"""Checkpoints that are complete or absent on disk, and verified when they are loaded.
+"""Checkpoints that are written atomically, and verified before they are loaded.
 
 A checkpoint is a folder `step-000001000` with weights and optimizer state (safetensors, which executes no code on
 load), `state.json`, and `manifest.json` with the size and checksum of every other file. It is written under a
-temporary name, synced, and then renamed, so a folder with its final name is complete. Loading verifies the
-manifest; if a checkpoint is damaged, a warning names it and the next older one is used. If all are damaged, the run
-stops, because only the user should decide to start over.
+temporary name, synced, and then renamed, so a folder with its final name is complete. `verify` compares
+the files with the manifest. If a checkpoint is damaged, a warning names it and the next older one is used. If all are
+damaged, the run stops, because only the user should decide to start over.
 
 Sharded runs write one set of safetensors files per rank instead (sharded_files.py), in the same folder under the
 same manifest.
@@ -15,7 +15,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -54,7 +54,7 @@ class Checkpoint:
 
 
 class Damaged(Exception):
-    """A checkpoint is damaged: its files do not match its manifest. The message names the file and the difference."""
+    """A checkpoint is damaged, or of an unknown version. The message names the file and the problem."""
 
 
 def folder_name(step: int) -> str:
@@ -88,9 +88,10 @@ def newest_readable(
 
 
 def verify(checkpoint: Checkpoint, weights_only: bool = False) -> None:
-    """Check size and checksum of every file, or only of those with weights, against the manifest.
+    """Check size and checksum of every file against the manifest.
 
-    Raises Damaged if one differs, and RunError for the old sharded format.
+    weights_only: skip unsharded optimizer state, and state.json. Raises Damaged if a file differs, is missing or is not
+    listed, and RunError for the old sharded format.
     """
     refuse_pickle(checkpoint)
     path = checkpoint.path
@@ -103,7 +104,9 @@ def verify(checkpoint: Checkpoint, weights_only: bool = False) -> None:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise Damaged(f"{path / MANIFEST} is damaged ({type(error).__name__}: {error})") from None
     if version != SCHEMA_VERSION:
-        raise Damaged(f"{path / MANIFEST} has schema version {version}; this deskside reads {SCHEMA_VERSION}")
+        raise Damaged(
+            f"{path / MANIFEST} has schema version {version}; this version of deskside reads {SCHEMA_VERSION}"
+        )
     if unlisted := {str(p.relative_to(path)) for p in files_of(path)} - listed.keys() - {MANIFEST}:
         raise Damaged(f"{path / MANIFEST} is damaged: it does not list {min(unlisted)}")
     if weights_only:
@@ -137,11 +140,11 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def load_file_into(
-    model: nn.Module, checkpoint: Checkpoint, device: torch.device | str, trained_only: bool = False
+    model: nn.Module, checkpoint: Checkpoint, device: torch.device | str, trainable_only: bool = False
 ) -> None:
     """Load the weights of an unsharded checkpoint into a model. Raises Damaged, or RunError if they do not fit.
 
-    trained_only: the checkpoint contains the trainable parameters only.
+    trainable_only: the checkpoint contains the trainable parameters only.
     """
     file = checkpoint.path / WEIGHTS
     try:
@@ -149,28 +152,36 @@ def load_file_into(
     except (SafetensorError, OSError) as error:
         raise Damaged(f"{file} cannot be read ({error})") from None
     try:
-        load_weights(model, tensors, trained_only)
+        load_weights(model, tensors, trainable_only)
     except RunError as error:
         raise RunError(f"{checkpoint.path}: {error}") from None
 
 
 @torch.no_grad()
-def load_weights(model: nn.Module, tensors: dict[str, Tensor], trained_only: bool = False) -> None:
+def load_weights(model: nn.Module, tensors: dict[str, Tensor], trainable_only: bool = False) -> None:
     """Copy tensors into a model's parameters by name.
 
-    trained_only: into trainable parameters only. Raises RunError if names or shapes differ.
+    trainable_only: into trainable parameters only. Raises RunError if names or shapes differ.
     """
-    parameters = {n: p for n, p in model.named_parameters() if p.requires_grad or not trained_only}
-    if parameters.keys() != tensors.keys():
-        unmatched = min(parameters.keys() ^ tensors.keys())
-        raise RunError(f"these weights belong to another architecture: only one of both has '{unmatched}'")
+    parameters = {n: p for n, p in model.named_parameters() if p.requires_grad or not trainable_only}
+    check_match(parameters, tensors)
     for name, parameter in parameters.items():
-        if parameter.shape != tensors[name].shape:
+        parameter.copy_(tensors[name])
+
+
+def check_match(parameters: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+    """Raise RunError if the names or shapes of `weights` are not those of a model's parameters."""
+    if parameters.keys() != weights.keys():
+        unmatched = min(parameters.keys() ^ weights.keys())
+        raise RunError(
+            f"these weights belong to another architecture: only one of weights and model has '{unmatched}'"
+        )
+    for name, parameter in parameters.items():
+        if parameter.shape != weights[name].shape:
             raise RunError(
-                f"these weights belong to another architecture: '{name}' is {tuple(tensors[name].shape)}, "
+                f"these weights belong to another architecture: '{name}' is {tuple(weights[name].shape)}, "
                 f"{tuple(parameter.shape)} is needed"
             )
-        parameter.copy_(tensors[name])
 
 
 def save(
@@ -178,12 +189,11 @@ def save(
 ) -> Checkpoint:
     """Write one checkpoint. Every rank calls this if `sharded`, otherwise rank 0 only.
 
-    Raises RunError on every calling rank if one of them fails to write. Older checkpoints are then unchanged, and
-    there is no folder with the final name.
+    Raises RunError on every calling rank if one of them fails to write. Older checkpoints are then unchanged.
     """
     temporary, final = folder / f".tmp-{folder_name(step)}", folder / folder_name(step)
     try:
-        _by_writer(sharded, lambda: _prepare(folder, temporary))
+        _on_rank_zero(sharded, lambda: _prepare(folder, temporary))
         if sharded:
             from deskside.weights import sharded_files
 
@@ -191,7 +201,7 @@ def save(
         else:
             save_file({k: v.contiguous() for k, v in model.items()}, temporary / WEIGHTS)
             save_file({k: v.contiguous() for k, v in optimizer.items()}, temporary / OPTIMIZER)
-        _by_writer(sharded, lambda: _finish(temporary, final, state))
+        _on_rank_zero(sharded, lambda: _finish(temporary, final, state))
     except (OSError, SafetensorError) as error:
         free = shutil.disk_usage(folder).free / 2**20
         if not sharded or dist.get_rank() == 0:
@@ -219,7 +229,7 @@ def newest_good(folder: Path, warn: Callable[[str], None]) -> Checkpoint | None:
 
 
 def set_aside(folder: Path, newer_than: int) -> list[Path]:
-    """Rename the checkpoints of later steps, which are damaged. Returns the new paths.
+    """Rename the checkpoints of later steps, which the caller found damaged. Returns the new paths.
 
     Under their old names, they would count as checkpoints to keep and would be in the way of new ones.
     """
@@ -274,9 +284,9 @@ def clean(folder: Path) -> None:
         shutil.rmtree(entry)
 
 
-def _by_writer(sharded: bool, work: Callable[[], None]) -> None:
-    """Run `work` on rank 0, or on the calling rank if not sharded. If it raises OSError, every rank raises it, so that
-    no rank waits forever."""
+def _on_rank_zero(sharded: bool, work: Callable[[], None]) -> None:
+    """Run `work` on rank 0, the only caller if not `sharded`. Every calling rank raises its OSError, so that none waits
+    forever."""
     if not sharded:
         work()
         return

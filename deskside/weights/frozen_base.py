@@ -25,6 +25,7 @@ from deskside.precision.frozen import BUFFERS, FrozenLinear, freeze
 from deskside.precision.lora import TrainedRows, attach
 from deskside.utils.errors import RunError
 from deskside.utils.files import fingerprint, replace_atomically, write_atomically
+from deskside.weights.checkpoint import check_match
 
 BASE, FACTS = "base.safetensors", "base.json"
 
@@ -49,29 +50,20 @@ def build(
 ) -> Transformer:
     """Return a model on `device` with `weights` (by parameter name, on any device) frozen, and with new adapters.
 
-    Only one block at a time is on the device in full precision. Raises RunError if the weights do not fit the
+    At most one block at a time is on the device in full precision. Raises RunError if the weights do not fit the
     architecture, and UsageError as `attach` does.
     """
     with torch.device("meta"):
         model = Transformer(config)
-    parameters = dict(model.named_parameters())
-    if parameters.keys() != weights.keys():
-        unmatched = min(parameters.keys() ^ weights.keys())
-        raise RunError(f"these weights belong to another architecture: only one of both has '{unmatched}'")
+    check_match(dict(model.named_parameters()), weights)
 
     def fill(prefix: str, module: nn.Module, dtype: torch.dtype) -> None:
         for path, part in module.named_modules():
             for leaf, parameter in list(part.named_parameters(recurse=False)):
-                name = ".".join(filter(None, (prefix, path, leaf)))
-                given = weights[name]
-                if given.shape != parameter.shape:
-                    raise RunError(
-                        f"these weights belong to another architecture: '{name}' is {tuple(given.shape)}, "
-                        f"{tuple(parameter.shape)} is needed"
-                    )
                 if parameter.is_meta:
+                    name = ".".join(filter(None, (prefix, path, leaf)))
                     parameter_dtype = dtype if parameter.ndim >= 2 else torch.float32
-                    tensor = given.detach().to(device, parameter_dtype, copy=True)
+                    tensor = weights[name].detach().to(device, parameter_dtype, copy=True)
                     part.register_parameter(leaf, nn.Parameter(tensor))
 
     # Quantization starts from full precision. Weights that stay in BF16 do not need it.

@@ -18,7 +18,7 @@ _ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_new",
     "relu2": "relu2",
 }
-# Options that every config.json must have.
+# Options that config.json must have, except that GPT-2 has its own names for some.
 _SIZES = (
     "vocab_size",
     "hidden_size",
@@ -53,7 +53,7 @@ def from_hf_config(source: Mapping[str, Any]) -> ModelConfig:
     except ValidationError as error:
         raise RunError(f"config.json describes an impossible model: {first_problem(error)}") from error
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise RunError(f"config.json has a value of the wrong type ({error}); is it damaged?") from error
+        raise RunError(f"config.json has an invalid value ({error}); is it damaged?") from error
 
 
 def _decoder(source: Mapping[str, Any], model_type: str) -> ModelConfig:
@@ -157,7 +157,7 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
     hidden, heads = config.hidden_size, config.num_attention_heads
     if family.model_type == "llama" and hidden % heads:
         raise UsageError(
-            f"no Hugging Face form: transformers cannot load a Llama whose hidden_size ({hidden}) is not a multiple "
+            f"transformers cannot load a Llama whose hidden_size ({hidden}) is not a multiple "
             f"of num_attention_heads ({heads}); change one of them, or use qk_norm true (Qwen3)"
         )
 

@@ -12,7 +12,7 @@ from typing import Any
 from deskside.config.model import ModelConfig
 from deskside.utils.errors import UsageError
 
-_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+_MLP_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _DECODER = {
     "embed": "model.embed_tokens",
     "layers.{}.attn.norm": "model.layers.{}.input_layernorm",
@@ -22,10 +22,13 @@ _DECODER = {
     "lm_head": "lm_head",
 }
 _QK_NORM = {f"layers.{{}}.attn.{x}_norm": f"model.layers.{{}}.self_attn.{x}_norm" for x in "qk"}
-_MLP = {f"layers.{{}}.mlp.{name}": f"model.layers.{{}}.mlp.{name}" for name in _PROJECTIONS}
+_MLP = {f"layers.{{}}.mlp.{name}": f"model.layers.{{}}.mlp.{name}" for name in _MLP_PROJECTIONS}
 _EXPERTS = {
     "layers.{}.mlp.router": "model.layers.{}.mlp.gate",
-    **{f"layers.{{}}.mlp.experts.{{}}.{x}": f"model.layers.{{}}.mlp.experts.{{}}.{x}" for x in _PROJECTIONS},
+    **{
+        f"layers.{{}}.mlp.experts.{{}}.{x}": f"model.layers.{{}}.mlp.experts.{{}}.{x}"
+        for x in _MLP_PROJECTIONS
+    },
 }
 _GPT2 = {
     "embed": "transformer.wte",
@@ -47,7 +50,7 @@ class Family:
     """A Hugging Face architecture.
 
     names: logical module name -> Hugging Face module name. fixed: options of ModelConfig for which the architecture has
-    only one value. transposed: block matrices are stored as (in, out), as in GPT-2's Conv1D. prefix: prefix of tensor
+    only one value. transposed: the matrices of the blocks are (in, out), as in GPT-2's Conv1D. prefix: prefix of tensor
     names that some checkpoints omit. buffers: suffixes of stored tensors that are not weights.
     """
 
@@ -60,7 +63,7 @@ class Family:
     buffers: tuple[str, ...] = ("rotary_emb.inv_freq",)
 
 
-_ROPE_DECODER = {
+_DECODER_OPTIONS = {
     "position_embedding": "rope",
     "gated_mlp": True,
     "norm": "rmsnorm",
@@ -73,19 +76,19 @@ FAMILIES = {
         "qwen3",
         "Qwen3ForCausalLM",
         {**_DECODER, **_QK_NORM, **_MLP},
-        {**_ROPE_DECODER, "qk_norm": True, "mlp_bias": False},
+        {**_DECODER_OPTIONS, "qk_norm": True, "mlp_bias": False},
     ),
     "qwen3_moe": Family(
         "qwen3_moe",
         "Qwen3MoeForCausalLM",
         {**_DECODER, **_QK_NORM, **_EXPERTS},
-        {**_ROPE_DECODER, "qk_norm": True, "mlp_bias": False},
+        {**_DECODER_OPTIONS, "qk_norm": True, "mlp_bias": False},
     ),
     "llama": Family(
         "llama",
         "LlamaForCausalLM",
         {**_DECODER, **_MLP},
-        {**_ROPE_DECODER, "qk_norm": False, "sliding_window": None},
+        {**_DECODER_OPTIONS, "qk_norm": False, "sliding_window": None},
     ),
     "gpt2": Family(
         "gpt2",
@@ -120,7 +123,7 @@ def family_of(config: ModelConfig) -> Family:
     else:
         family = FAMILIES["qwen3" if config.qk_norm else "llama"]
     unsupported = [
-        f"{name} = {_as_written(getattr(config, name))} (it has {_as_written(value)} only)"
+        f"{name} = {_as_written(getattr(config, name))} (only {_as_written(value)})"
         for name, value in family.fixed.items()
         if getattr(config, name) != value
     ]
@@ -134,10 +137,11 @@ def family_of(config: ModelConfig) -> Family:
         and config.window_pattern is not None
         and "L" in config.window_pattern
     ):
-        unsupported.append("window_pattern with L (one window for all layers only)")
+        unsupported.append("window_pattern with L (a window applies to all layers)")
     if unsupported:
         raise UsageError(
-            f"no Hugging Face form: {'; '.join(unsupported)}; {family.architecture} is the nearest architecture"
+            f"no equivalent Hugging Face architecture: the nearest, {family.architecture}, does not support "
+            f"{'; '.join(unsupported)}"
         )
     return family
 

@@ -198,7 +198,7 @@ def _read_run(run_dir: Path) -> tuple[dict[str, Any], ModelConfig]:
         raise RunError(f"{path}: has no model configuration; restore it, or use another run")
     if run.get("schema_version") != SCHEMA_VERSION:
         raise RunError(
-            f"{path}: has schema version {run.get('schema_version')}; this deskside reads {SCHEMA_VERSION}"
+            f"{path}: has schema version {run.get('schema_version')}; this version reads {SCHEMA_VERSION}"
         )
     try:
         return run, ModelConfig.model_validate(model_config)

@@ -121,7 +121,7 @@ def load_adapted_model(
     assert config.adapter is not None
     verify(checkpoint, weights_only=True)
     model = frozen_base.load(run_dir, config.model, config.adapter, config.seed, device)
-    load_file_into(model, checkpoint, device, trained_only=True)
+    load_file_into(model, checkpoint, device, trainable_only=True)
     return model
 
 

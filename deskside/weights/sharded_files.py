@@ -1,7 +1,7 @@
 """Sharded tensors of a checkpoint: torch.distributed.checkpoint with safetensors files.
 
 Every rank writes its own shards. The header of a file contains the names of its tensors and the offsets of their
-shards. So loading executes no code, and the number of processes may differ between saving and loading.
+shards. Loading executes no code, and the number of processes may differ between saving and loading.
 """
 
 import warnings
@@ -28,7 +28,7 @@ Groups = Mapping[str, Mapping[str, Tensor]]
 def write(folder: Path, groups: Groups) -> None:
     """Write the shards of this rank. Every rank calls this.
 
-    Raises OSError, on every rank, with the reason of the first rank that failed.
+    Raises OSError, on every rank, with the error of the lowest rank that failed.
     """
     files = _files({f"{group}.{name}": t for group, tensors in groups.items() for name, t in tensors.items()})
     writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=files, save_distributed=True)
@@ -42,7 +42,7 @@ def read(checkpoint: Checkpoint, groups: Groups, no_dist: bool = False) -> None:
     """Read a checkpoint into the given tensors, sharded or whole, in place.
 
     Every rank calls this, or a single process if `no_dist` is True. Raises Damaged if the files cannot be read or lack
-    parts of tensors, and RunError if the names or shapes differ or the checkpoint has the old format, a pickle.
+    parts of tensors, and RunError if a tensor is missing or has another shape, or for the old format, a pickle.
     """
     refuse_pickle(checkpoint)
     folder = checkpoint.path / SHARDED
@@ -76,10 +76,12 @@ def _check(folder: Path, name: str, tensor: Tensor, stored: Mapping[str, Any]) -
     """Raise RunError if a stored tensor is missing or has another shape, and Damaged if it is incomplete."""
     metadata = stored.get(name)
     if not isinstance(metadata, TensorStorageMetadata):
-        raise RunError(f"{folder}: these weights belong to another architecture: '{name}' is missing")
+        raise RunError(
+            f"{folder}: these tensors belong to another architecture or optimizer: '{name}' is missing"
+        )
     if metadata.size != tensor.shape:
         raise RunError(
-            f"{folder}: these weights belong to another architecture: '{name}' is {tuple(metadata.size)}, "
+            f"{folder}: these tensors belong to another architecture or optimizer: '{name}' is {tuple(metadata.size)}, "
             f"{tuple(tensor.shape)} is needed"
         )
     elements = sum(chunk.sizes.numel() for chunk in metadata.chunks)

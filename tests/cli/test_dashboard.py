@@ -53,7 +53,7 @@ def test_a_taken_port_is_skipped_unless_it_is_given(
         monkeypatch.setattr(dashboard_command, "FIRST_PORT", taken)
         dashboard_command.run([str(tmp_path), "--host", "127.0.0.1"])
         assert served[0][2] != taken
-        with pytest.raises(UsageError, match=f"--port: {taken} of 127.0.0.1 is not available"):
+        with pytest.raises(UsageError, match=f"--port: {taken} is not available on 127.0.0.1"):
             dashboard_command.run([str(tmp_path), "--host", "127.0.0.1", "--port", str(taken)])
 
 

@@ -242,7 +242,7 @@ def test_bounds_are_tight() -> None:
         ({"attention_bias": True}, "attention_bias = true"),
         ({"sliding_window": 4, "window_pattern": "SL"}, "sliding_window = 4"),
         ({**MOE, "norm_topk_prob": False}, "norm_topk_prob = false"),
-        ({"norm_position": "post"}, "no Hugging Face form: norm_position"),
+        ({"norm_position": "post"}, "does not support norm_position"),
     ],
 )
 def test_what_llama_cpp_does_not_compute_is_named(

@@ -179,5 +179,5 @@ def test_weights_of_another_architecture_are_named() -> None:
     ):
         frozen_base.build(other, AdapterConfig(), 0, given, "cpu")
     del given["embed.weight"]
-    with pytest.raises(RunError, match=r"only one of both has 'embed.weight'"):
+    with pytest.raises(RunError, match=r"only one of weights and model has 'embed.weight'"):
         frozen_base.build(config, AdapterConfig(), 0, given, "cpu")

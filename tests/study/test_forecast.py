@@ -57,7 +57,7 @@ def test_a_larger_model_and_an_emulated_precision_take_longer() -> None:
     assert small.seconds_training and large.seconds_training and emulated.seconds_training
     assert large.seconds_training > 4 * small.seconds_training
     assert emulated.seconds_training > small.seconds_training
-    assert (small.note, emulated.note) == ("", "emulated here")
+    assert (small.note, emulated.note) == ("", "low-precision format emulated here")
 
 
 def test_the_micro_batch_is_fitted_into_the_fraction() -> None:

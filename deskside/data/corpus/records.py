@@ -1,7 +1,6 @@
-"""Records with several fields, such as conversations and preference pairs, from the same kinds of sources as text.
+"""Records with several fields, such as conversations and preference pairs, from any source but plain text.
 
-A record is a dict of the requested fields as in JSON (parquet's lists and structs become lists and dicts), with the
-tags and the origin of a `sources.Document`.
+The values are as in JSON: parquet's lists and structs become lists and dicts.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ from typing import Any
 import xxhash
 
 from deskside.data.corpus.sources import (
+    DAMAGED_FILE,
     NO_COLUMN,
     NO_FIELD,
-    TRUNCATED,
     BadInputLog,
     Reader,
     Source,
@@ -53,7 +52,7 @@ def iter_records(
 def sources_checksum(sources: Sequence[Source]) -> str:
     """Return a checksum of the content and the tags of sources, which does not depend on their location.
 
-    Of a hub data set, only its spec is included.
+    For a hub data set, only its spec is included.
     """
     digest = xxhash.xxh3_128()
     for source in sources:
@@ -75,7 +74,7 @@ class _RecordReader(Reader[Record]):
 
     def text(self, path: Path, source: Source) -> Iterator[Record]:
         raise UsageError(
-            f"{path}: is plain text; records with {self.fields[0]!r} come as .jsonl or .parquet."
+            f"{path}: is plain text; records with {self.fields[0]!r} must be in .jsonl or .parquet files."
         )
 
     def parquet(self, path: Path, tag: str) -> Iterator[Record]:
@@ -98,7 +97,7 @@ class _RecordReader(Reader[Record]):
         except (pa.ArrowInvalid, OSError, UnicodeDecodeError) as error:
             if isinstance(error, (FileNotFoundError, PermissionError)):
                 raise
-            self.bad.add(TRUNCATED, str(path), f"after row {row}: {str(error)[:80]}")
+            self.bad.add(DAMAGED_FILE, str(path), f"after row {row}: {str(error)[:80]}")
 
     def record(self, record: object, tag: str, origin: str, group: str) -> Iterator[Record]:
         if not isinstance(record, Mapping) or any(name not in record for name in self.fields):

@@ -50,7 +50,7 @@ class ShardBatcher:
         self.digest = xxhash.xxh3_128()
 
     def add(self, text: bytes, tag: int) -> Iterator[ShardJob]:
-        """Add a document, given as UTF-8. Yields a job if the document fills the shard."""
+        """Generator that adds a document, given as UTF-8, and yields a job if the document fills the shard."""
         self.texts.append(text)
         self.tags.append(tag)
         self.size += len(text)

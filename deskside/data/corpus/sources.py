@@ -39,7 +39,7 @@ OnBad = Literal["skip", "refuse"]
 # Kinds of bad input, as shown to the user.
 NOT_UTF8 = "not UTF-8"
 EMPTY = "empty document"
-TRUNCATED = "truncated or damaged file"
+DAMAGED_FILE = "truncated or damaged file"
 BAD_JSON = "JSON that does not parse"
 NO_FIELD = "JSON without the field"
 NOT_TEXT = "the field is not text"
@@ -289,7 +289,7 @@ class Reader(ABC, Generic[Item]):
             path,
             limit,
             lambda number, size: bad.add(TOO_LONG, f"{path}:{number}", f"{size:,} bytes, at most {limit:,}"),
-            lambda number, reason: bad.add(TRUNCATED, str(path), f"after line {number}: {reason}"),
+            lambda number, reason: bad.add(DAMAGED_FILE, str(path), f"after line {number}: {reason}"),
         )
         for number, raw in lines:
             origin = f"{path}:{number}"
@@ -417,7 +417,7 @@ class _DocumentReader(Reader[Document]):
         try:
             table = pq.ParquetFile(path, buffer_size=CHUNK, pre_buffer=False)
         except (pa.ArrowInvalid, OSError) as error:
-            self.bad.add(TRUNCATED, str(path), str(error)[:80])
+            self.bad.add(DAMAGED_FILE, str(path), str(error)[:80])
             return
         with table:
             schema, field = table.schema_arrow, self.text_field
@@ -451,7 +451,7 @@ class _DocumentReader(Reader[Document]):
                         record = {c: values[i] for c, values in tags.items()}
                         yield from self.record({**record, field: raw}, tag, origin, str(path))
             except (pa.ArrowInvalid, OSError, UnicodeDecodeError) as error:
-                self.bad.add(TRUNCATED, str(path), f"after row {row}: {str(error)[:80]}")
+                self.bad.add(DAMAGED_FILE, str(path), f"after row {row}: {str(error)[:80]}")
 
 
 def _text_cut(data: bytes) -> int:

@@ -92,7 +92,7 @@ class StudyPlan(Expansion):
         """Parse the content of study.json. Raises KeyError, TypeError or ValueError if it is invalid."""
         version = content["schema_version"]
         if version != SCHEMA_VERSION:
-            raise ValueError(f"schema version {version}; this deskside reads {SCHEMA_VERSION}")
+            raise ValueError(f"schema version {version}; this version of deskside reads {SCHEMA_VERSION}")
         return _adapter().validate_python(content)
 
 

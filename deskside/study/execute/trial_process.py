@@ -1,4 +1,4 @@
-"""A trial in a separate process, which ends soon after the study's process.
+"""A trial in a process of its own, which saves and stops if the study's process ends.
 
 The study writes the job as one line of JSON to the standard input of the trial's process, and keeps the pipe open. When
 the study ends for any reason, the pipe closes; then the trial saves and stops at the end of its step. It records how
@@ -85,7 +85,7 @@ class TrialProcess:
 
     Args:
         environment: Additional environment variables.
-        lock: Descriptor of a locked file, which stays locked until this process has ended as well.
+        lock: Descriptor of a locked file. The trial's process inherits it, so the file stays locked until both end.
     """
 
     def __init__(self, job: TrialJob, environment: Mapping[str, str], lock: int | None = None):
@@ -114,7 +114,7 @@ class TrialProcess:
         return self._process.pid
 
     def poll(self) -> TrialEnd | None:
-        """Return how the process ended, or None while it runs."""
+        """Return how the process ended, and kill the child processes that it left; or return None while it runs."""
         code = self._process.poll()
         if code is None:
             return None
@@ -136,7 +136,7 @@ class TrialProcess:
         return TrialEnd("failed", f"the process ended with exit code {code}; see {log}", seconds)
 
     def seconds_without_progress(self) -> float:
-        """Return the seconds since the last logged step or checkpoint, or since the start if there was none."""
+        """Return the seconds since a call last found a new logged step or checkpoint; 0 on the first call."""
         times = tuple(_modification_time(self.folder / name) for name in ("metrics.jsonl", "checkpoints"))
         if times != self._modification_times:
             self._modification_times, self._last_progress = times, time.monotonic()
@@ -232,7 +232,7 @@ def train(job: TrialJob) -> tuple[str, str]:
 
 
 def _disk_is_full(error: BaseException | None) -> bool:
-    """Return True if this error, or an error in its chain of causes, is a full disk."""
+    """Return True if this error, or an error in its chain of causes, was caused by a full disk."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in DISK_FULL_ERRNOS:
             return True
@@ -248,13 +248,13 @@ def _read_job() -> TrialJob:
     while not line.endswith(b"\n"):
         chunk = os.read(0, 4096)
         if not chunk:
-            raise SystemExit("deskside.study.execute.trial_process: is started by deskside study only")
+            raise SystemExit("deskside.study.execute.trial_process must be started by deskside study")
         line += chunk
     return TrialJob(**json_value(line))
 
 
 def _stop_with_study() -> None:
-    """Wait until standard input closes, because the study has ended; then save and stop this process."""
+    """When standard input closes because the study has ended, ask this process to save and stop, else kill it."""
     while os.read(0, 4096):
         pass
     os.kill(os.getpid(), signal.SIGTERM)
@@ -273,7 +273,7 @@ def main() -> int:
     except Exception as error:  # noqa: BLE001
         status, reason = classify(error)
         sys.excepthook(type(error), error, error.__traceback__)
-    with contextlib.suppress(RunError):  # if the disk is full, the exit code still tells the status
+    with contextlib.suppress(RunError):  # without the file, the study uses the exit code
         text = json.dumps({"status": status, "reason": reason}) + "\n"
         write_atomically(Path(job.run) / OUTCOME_FILE, text)
     return EXIT_CODES.get(status, 1)

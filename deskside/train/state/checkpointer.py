@@ -102,7 +102,7 @@ class Checkpointer:
             self.optimizer.load_state_dict_flat(tensors, state.optimizer)
         else:
             load_weights(
-                self.model, files.load_tensors(checkpoint, WEIGHTS, self.world.device), trained_only=True
+                self.model, files.load_tensors(checkpoint, WEIGHTS, self.world.device), trainable_only=True
             )
             # Offloaded state stays on the host, because it may exceed the GPU's memory.
             device = torch.device("cpu") if self.config.optim.offload else self.world.device

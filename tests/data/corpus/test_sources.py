@@ -68,7 +68,7 @@ def test_parquet(tmp_path: Path) -> None:
     _, log = read(tmp_path / "a.parquet", field="lang")
     assert sources.NO_COLUMN not in log.counts
     (tmp_path / "b.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-20])
-    assert read(tmp_path / "b.parquet")[1].counts == {sources.TRUNCATED: 1}
+    assert read(tmp_path / "b.parquet")[1].counts == {sources.DAMAGED_FILE: 1}
 
 
 def test_parquet_row_with_invalid_utf8(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_truncated_archive_keeps_the_whole_lines(
     path = tmp_path_factory.mktemp("cut") / f"a.jsonl.{kind}"
     path.write_bytes(packed[: int(len(packed) * keep)])
     found, log = read(path)
-    assert log.counts == {sources.TRUNCATED: 1}
+    assert log.counts == {sources.DAMAGED_FILE: 1}
     assert [d.text for d in found] == [r["text"] for r in records][: len(found)]
 
 
@@ -134,7 +134,7 @@ def test_flipped_bits_in_an_archive(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl.gz").write_bytes(b"not an archive")
     (tmp_path / "c.jsonl.zst").write_bytes(b"not an archive")
     _, log = read(tmp_path)
-    assert log.counts == {sources.TRUNCATED: 3}
+    assert log.counts == {sources.DAMAGED_FILE: 3}
 
 
 def test_text_files(tmp_path: Path) -> None:

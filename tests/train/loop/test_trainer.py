@@ -379,7 +379,9 @@ def test_a_run_does_not_go_on_with_other_data(data: Path, tmp_path: Path) -> Non
 
 def test_given_weights_of_another_shape_are_refused(data: Path, tmp_path: Path) -> None:
     config = tiny_run.config(data)
-    with pytest.raises(RunError, match=r"another architecture: only one of both has 'embed\.weight'"):
+    with pytest.raises(
+        RunError, match=r"another architecture: only one of weights and model has 'embed\.weight'"
+    ):
         tiny_run.train(tmp_path, config, initial=foreign(data))
 
 
