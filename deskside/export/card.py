@@ -1,6 +1,6 @@
 """The model card (README.md) of an export: training data, duration, quality, and limitations.
 
-It contains only facts that are recorded in run directories (run/lineage.py), and "not recorded" for missing ones.
+Facts about training come from the run directories (run/lineage.py). Missing ones are "not recorded".
 """
 
 from collections.abc import Callable, Sequence

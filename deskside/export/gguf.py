@@ -281,9 +281,9 @@ def _compare(
 
 
 def rounding_bound(values: NDArray[np.float32], kind: str) -> NDArray[np.float64]:
-    """Return the largest possible error of each value after conversion to a type and back.
+    """Return an upper bound of the error of each value after conversion to a type and back.
 
-    For 16-bit floats, it is half a unit in the last place; the constant term is for subnormal numbers. In q8_0, 32
+    For 16-bit floats, it covers half a unit in the last place; the constant term is for subnormal numbers. In q8_0, 32
     values share d = max / 127, which is stored as float16. The error is at most d / 2 from rounding the values, plus
     127 times the rounding error of d.
     """

@@ -2,7 +2,7 @@
 
 `save_peft` writes a directory that peft.PeftModel.from_pretrained loads on top of the base model. It contains
 adapter_config.json and adapter_model.safetensors in the layout of the PEFT library: `lora_A` and `lora_B` of every
-projection under Hugging Face's module names, and the trained embedding rows of new tokens as trainable_token_indices.
+adapted projection under Hugging Face's module names, and trained embedding rows as trainable_token_indices.
 
 A run with adapters stores its base in BF16, INT8 or NF4. If the original weights are still available,
 `merge_into_original` uses them, which avoids the rounding of the base. To verify that they are the original, they are
@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from deskside.config.run import RunConfig
@@ -27,7 +26,7 @@ from deskside.train.state.init_weights import resize_vocabulary
 from deskside.utils.errors import RunError, UsageError
 from deskside.weights import frozen_base
 from deskside.weights.checkpoint import Damaged, find
-from deskside.weights.hf import finish_export, hf_name, replaced_when_complete
+from deskside.weights.hf import finish_export, hf_name, replaced_when_complete, write_safetensors
 from deskside.weights.hf_families import family_of
 from deskside.weights.load import Loaded, load_model
 from deskside.weights.merge_adapters import load_adapted_model, merge_into
@@ -96,12 +95,12 @@ def save_peft(
     """Write the directory of the adapters; it may replace an earlier export.
 
     about: extra content of deskside.json. card: content of README.md. Raises UsageError as `to_peft` and
-    `check_out_dir` do.
+    `check_out_dir` do, and RunError if the disk is full.
     """
     content, tensors = to_peft(model, adapter, init)
     with replaced_when_complete(out_dir) as folder:
         (folder / CONFIG).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", "utf-8")
-        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        write_safetensors(tensors, folder / WEIGHTS, out_dir)
         finish_export(folder, about, card)
     return out_dir
 
@@ -111,7 +110,7 @@ class OriginalUnavailable(Exception):
 
 
 def merge_into_original(loaded: Loaded, warn: Callable[[str], None]) -> str:
-    """Replace a loaded run's weights by the original weights with its adapters merged. Returns the original's path.
+    """Replace a loaded run's weights with the original ones, its adapters merged. Returns the original's path.
 
     Needs memory for the original weights in float32 and for their frozen form. Raises OriginalUnavailable.
     """

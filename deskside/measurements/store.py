@@ -303,7 +303,7 @@ def _parse(line: bytes) -> Row | str:
     if not isinstance(row, dict) or "schema" not in row:
         return "this is not a probe result"
     if row["schema"] != SCHEMA:
-        return f"this is a probe result of schema {short_json(row['schema'])}; this version of deskside reads schema {SCHEMA}"
+        return f"this is a probe result of schema {short_json(row['schema'])}; this version of deskside reads {SCHEMA}"
     key = row.get("key")
     has_all_fields = (
         row.get("kind") in KINDS

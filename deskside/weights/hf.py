@@ -68,7 +68,8 @@ def save_hf(
     """Write config.json, generation_config.json, model.safetensors, the tokenizer's files and deskside.json.
 
     The directory is written under a temporary name and renamed when it is complete; it may replace an earlier export.
-    Raises UsageError as `to_hf` and `check_out_dir` do and for an invalid tokenizer, and RunError if the disk is full.
+    Raises UsageError as `to_hf` and `check_out_dir` do and for an unsuitable tokenizer, and RunError for a damaged one
+    or a full disk.
 
     Args:
         tokenizer_path: A tokenizer.json, or a directory with one (and its chat template and settings), or None.
@@ -87,12 +88,17 @@ def save_hf(
         _write_json(folder / "config.json", hf_config)
         _write_json(folder / "generation_config.json", generation)
         tensors = {name: tensor.to("cpu", dtype).contiguous() for name, tensor in state.items()}
-        try:
-            save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        except SafetensorError as error:  # for example, if the disk is full
-            raise RunError(f"--out {out_dir}: cannot be written: {error}") from None
+        write_safetensors(tensors, folder / "model.safetensors", out_dir)
         finish_export(folder, about, card)
     return out_dir
+
+
+def write_safetensors(tensors: dict[str, Tensor], file: Path, out_dir: Path) -> None:
+    """Write a file of an export to `out_dir`. Raises RunError or OSError if it cannot be written."""
+    try:
+        save_file(tensors, file, metadata={"format": "pt"})
+    except SafetensorError as error:  # for example, if the disk is full
+        raise RunError(f"--out {out_dir}: cannot be written: {error}") from None
 
 
 def finish_export(folder: Path, about: Mapping[str, Any] | None, card: str | None) -> None:
@@ -111,7 +117,7 @@ def finish_export(folder: Path, about: Mapping[str, Any] | None, card: str | Non
 def check_out_dir(out_dir: Path) -> set[str]:
     """Return the file names of an earlier export in `out_dir`. The set is empty if `out_dir` is empty or missing.
 
-    Raises UsageError if it is a file, or contains anything that an export did not write.
+    Raises UsageError if it is a file, or contains anything that an export did not write or that was changed since.
     """
     if out_dir.exists() and not out_dir.is_dir():
         raise UsageError(f"--out {out_dir}: is a file; choose a directory")
@@ -142,7 +148,7 @@ def load_hf(
     """Load a Qwen3, Qwen3-MoE, Llama or GPT-2 directory into a model.
 
     dtype: dtype of weights with two or more dimensions; the others are float32. Raises UsageError for an unsupported
-    architecture or option, and RunError if config.json or the weights are damaged.
+    architecture, option or tensor, and RunError if config.json or the weights are damaged.
     """
     source = read_json_object(folder / "config.json")
     try:
@@ -245,10 +251,8 @@ def _write_tokenizer(source: Path, folder: Path, config: ModelConfig) -> dict[st
         name, end = end_of_text(load_tokenizer(file), file.parent)
     except UsageError as error:
         raise UsageError(f"{file}: {error}") from None
-    if max(ids.values(), default=end) >= config.vocab_size:
-        raise UsageError(
-            f"{file} has token {max(ids.values())}, above the model's vocab_size {config.vocab_size}"
-        )
+    if (highest := max([end, *ids.values()])) >= config.vocab_size:
+        raise UsageError(f"{file} has token {highest}, above the model's vocab_size {config.vocab_size}")
     shutil.copyfile(file, folder / "tokenizer.json")
     for extra in TOKENIZER_EXTRAS:
         if (file.parent / extra).exists():

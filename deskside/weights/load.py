@@ -1,7 +1,7 @@
 """Loading a model for inference from a run, from one of its checkpoints, or from a Hugging Face directory.
 
-For a run, the newest checkpoint whose weights match their checksum is used; a warning names damaged ones. A run
-without checkpoints may still have its final exported model.
+For a run, the newest checkpoint whose weights match their checksum is used; a warning names damaged ones. If
+there is none, the final model that the run exported is used.
 """
 
 import sys
@@ -84,7 +84,8 @@ def load_model(
             bfloat16, the results are the same as in BF16 training, which casts the same weights when it uses them.
         warn: Called with a sentence about each damaged checkpoint that is skipped.
 
-    Raises UsageError if there is no such model, and RunError if one of its files (or every checkpoint) is damaged.
+    Raises UsageError if there is no such model or it is not supported, and RunError if one of its files (or every
+    checkpoint) is damaged.
     """
     path = Path(path)
     if not path.exists():
@@ -198,7 +199,7 @@ def _read_run(run_dir: Path) -> tuple[dict[str, Any], ModelConfig]:
         raise RunError(f"{path}: has no model configuration; restore it, or use another run")
     if run.get("schema_version") != SCHEMA_VERSION:
         raise RunError(
-            f"{path}: has schema version {run.get('schema_version')}; this version reads {SCHEMA_VERSION}"
+            f"{path}: has schema version {run.get('schema_version')}; this version of deskside reads {SCHEMA_VERSION}"
         )
     try:
         return run, ModelConfig.model_validate(model_config)

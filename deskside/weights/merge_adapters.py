@@ -20,6 +20,7 @@ from deskside.model.init import allocate
 from deskside.model.transformer import Transformer
 from deskside.precision.frozen import FrozenLinear
 from deskside.precision.lora import adapter_of, trained_rows_of
+from deskside.run.directory import resolve_path
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.parsing import read_json_object
 from deskside.weights import frozen_base
@@ -68,8 +69,7 @@ def merge_into(
 class AdaptedRun:
     """A run's model with its adapters, the run's configuration, and the step of its checkpoint.
 
-    init: the name or path of the base model for transformers. If the run started from another run, this is the exported
-    model of the other run.
+    init: the directory of the base model. If the run started from another run, this is the exported model of that run.
     """
 
     model: Transformer
@@ -84,8 +84,8 @@ def load_adapted_run(
 ) -> AdaptedRun:
     """Load the newest good checkpoint of a run with adapters, with its base.
 
-    Raises UsageError for a run without adapters or checkpoints, RunError if run.json or all checkpoints are
-    damaged.
+    Raises UsageError for a run without adapters or checkpoints, and RunError if run.json, the base or all checkpoints
+    are damaged.
     """
     run = read_json_object(run_dir / "run.json")
     config = run_config(run_dir, run)
@@ -101,8 +101,10 @@ def load_adapted_run(
         raise UsageError(f"{run_dir}: has no checkpoint yet; resume it first")
     checkpoint, model = newest
     init = run.get("init")
-    if init is not None and (Path(init) / "run.json").is_file():
-        init = str(Path(init) / "model")
+    if init is not None:
+        init = resolve_path(init, run.get("directory"))
+        if (Path(init) / "run.json").is_file():
+            init = str(Path(init) / "model")
     return AdaptedRun(model, config, config.adapter, checkpoint.step, init)
 
 

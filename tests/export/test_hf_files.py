@@ -146,6 +146,17 @@ def tokenizer_file(folder: Path, special: str = "<|endoftext|>") -> Path:
     return folder / "tokenizer.json"
 
 
+def test_an_end_token_above_the_vocabulary_is_refused(tmp_path: Path) -> None:
+    file = tokenizer_file(tmp_path / "tokenizer")
+    content = json.loads(file.read_text())
+    content["added_tokens"] = []
+    content["model"]["vocab"]["</s>"] = content["model"]["vocab"].pop("<|endoftext|>") + 400
+    file.write_text(json.dumps(content))
+    model = random_model(vocab_size=300)
+    with pytest.raises(UsageError, match="has token 400, above the model's vocab_size 300"):
+        save_hf(model, model.config, file, tmp_path / "hf")
+
+
 @pytest.mark.parametrize("case", ["qwen3", "gpt2", "llama", "qwen3 moe"])
 def test_auto_classes_just_work(case: str, tmp_path: Path) -> None:
     file = tokenizer_file(tmp_path / "tokenizer")

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 
 from deskside.export.peft import save_peft, to_peft
-from deskside.utils.errors import UsageError
+from deskside.utils.errors import RunError, UsageError
 from deskside.weights import frozen_base
 from deskside.weights.hf import save_hf, to_hf
 from deskside.weights.merge_adapters import merged
@@ -165,10 +166,21 @@ def test_the_directory_is_replaced_only_when_it_is_ours(tmp_path: Path) -> None:
         save_peft(model, options, None, out)
 
 
+def test_a_full_disk_is_a_run_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, options = trained()
+
+    def full_disk(*args: Any, **kwargs: Any) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("deskside.weights.hf.save_file", full_disk)
+    with pytest.raises(RunError, match=r"adapter: cannot be written: .*No space left"):
+        save_peft(model, options, None, tmp_path / "adapter")
+    assert not list(tmp_path.iterdir())
+
+
 def test_weights_of_another_architecture_are_named() -> None:
     from deskside.config.model import ModelConfig
     from deskside.config.sections import AdapterConfig
-    from deskside.utils.errors import RunError
     from tests.export.adapted import TINY, weights_of
 
     config = ModelConfig(**TINY)

@@ -150,6 +150,17 @@ def test_of_a_damaged_checkpoint_the_older_one_is_taken(tmp_path: Path) -> None:
     assert len(told) == 2 and all("step 9 is not used" in line for line in told)
 
 
+def test_a_relative_init_is_found_from_any_directory(tmp_path: Path) -> None:
+    run_dir, base = tmp_path / "tuned", tmp_path / "runs" / "base"
+    for folder in (run_dir, base):
+        folder.mkdir(parents=True)
+    (base / "run.json").write_text("{}")
+    write_run(run_dir, trained()[0], {})
+    run = json.loads((run_dir / "run.json").read_text())
+    (run_dir / "run.json").write_text(json.dumps({**run, "init": "runs/base", "directory": str(tmp_path)}))
+    assert load_adapted_run(run_dir, pytest.fail).init == str(base / "model")
+
+
 def test_a_base_that_was_changed_is_refused(tmp_path: Path) -> None:
     model, options = trained()
     write_run(tmp_path, model, {})
