@@ -22,11 +22,11 @@ def chart(figure: plotly_charts.go.Figure, key: str, alt: str) -> None:
 
 
 def empty_state(context: Context) -> None:
-    """Draw a note that explains why a tab is empty: the filters hide all arms, or there is no study and no run yet."""
+    """Draw a note that explains why a tab is empty: the filters hide all arms, or there is nothing to show yet."""
     if context.selection is not None:
         st.info("The filters in the sidebar hide all arms. Clear one of them.")
         return
-    st.info(f"There is no study and no run below `{context.root}` yet. Each of these commands creates one:")
+    st.info(f"Nothing to show below `{context.root}` yet. Each of these commands creates a study or a run:")
     st.code(COMMANDS, language="bash")
     st.caption("This page finds new runs while they train. For another directory: deskside dashboard DIR")
 
@@ -77,7 +77,7 @@ def _draw_heading(selection: StudySelection) -> None:
 
 
 def _baseline_levels(selection: StudySelection) -> str | None:
-    """Return the factor levels of the baseline if its label is only "baseline", else None."""
+    """Return the factor levels of a single group's baseline if its label is only "baseline", else None."""
     groups, arms = selection.unfiltered.groups, selection.unfiltered.arms
     baseline = next((arm for arm in arms if arm.label == "baseline"), None)
     if len(groups) != 1 or baseline is None:
@@ -87,7 +87,7 @@ def _baseline_levels(selection: StudySelection) -> str | None:
 
 
 def problem_rows(context: Context) -> list[dict[str, str]]:
-    """Return a table row for every directory that could not be read completely."""
+    """Return a table row for every directory that could not be read completely, except for runs of studies."""
     rows = [(str(path), reason) for path, reason in context.scan.problems]
     for path in context.scan.studies:
         study = file_cache.study(path)

@@ -1,7 +1,7 @@
-"""Caches values read from disk. A value is read again only if the modification time or size of its files has changed.
+"""Caches values read from disk. A value is read again if the modification time or size of its files has changed.
 
 Streamlit's `cache_data` copies a value at every use, which takes about a millisecond: a second per click with 1,000
-runs. The values in this cache are immutable, so all users share them.
+runs. The values in this cache are shared, so they must not be changed.
 """
 
 import threading
@@ -121,7 +121,7 @@ def brief(path: Path) -> RunRecord:
 
 
 def plan(path: Path) -> dict[str, Any]:
-    """Return a run's plan.json."""
+    """Return a run's plan.json; {} if it is missing or damaged."""
     return _small_values.get(
         "plan", str(path), stamp(path, "plan.json"), lambda: record.read_object(path / "plan.json")[0]
     )

@@ -7,7 +7,7 @@ import plotly.graph_objects as go
 from deskside.dashboard.plotly_charts import BLUE, EDGE_COLOR, GREY, ORANGE, SKY, VERMILION, apply_layout
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # OCP Microscaling Formats 1.0, FP4
-# One NVFP4 block: sixteen values that share a scale. They are fixed random values, so that numpy is not imported.
+# One NVFP4 block: sixteen values that share a scale. The values were drawn at random once.
 SAMPLE_VALUES = (
     -0.652, -0.175, 1.664, 0.659, -1.641, -0.005, -0.623, 0.149,
     -1.608, 0.242, 0.235, 1.576, 0.317, 0.511, -1.493, 2.253,

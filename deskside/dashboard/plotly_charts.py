@@ -1,7 +1,7 @@
 """Draws the chart data of `report/chart_data.py`, and the charts that only the dashboard has, with plotly.
 
-Charts are readable in black and white and with any color vision: emulated arms are hatched, lines differ by dashes and
-markers, and an open mark means that the verdict is "no difference shown", or that there are too few seeds. Colors are
+Charts are readable in black and white and with any color vision: emulated bars are hatched, lines differ by dashes and
+markers, and an open mark means that the verdict is "no difference shown", or that there is only one seed. Colors are
 those of Okabe and Ito (2008).
 """
 
@@ -64,8 +64,8 @@ def apply_layout(figure: go.Figure, height: int, **options: Any) -> go.Figure:
 
 def wrap_label(text: str, width: int = 28) -> str:
     """Return a label wrapped at `width` columns for plotly, with HTML escaped."""
-    safe = text.replace("&", "&amp;").replace("<", "&lt;")
-    return "<br>".join(textwrap.wrap(safe, width, break_long_words=True) or [""])
+    lines = textwrap.wrap(text, width) or [""]
+    return "<br>".join(line.replace("&", "&amp;").replace("<", "&lt;") for line in lines)
 
 
 def row_labels(arms: Sequence[Arm]) -> dict[str, str]:

@@ -8,7 +8,7 @@ from typing import Any
 from deskside.run.record import MetricsLog, RunRecord, mapping, number, step_seconds
 from deskside.study.results import Results
 
-SPEED_WINDOW = 20  # logged steps from which the current speed is computed
+SPEED_WINDOW = 20  # logged steps from which the current pace and values are taken
 # (key of the prediction in summary.json, description)
 PLANNED_QUANTITIES = (
     ("tokens_per_second", "speed, tokens/s"),
@@ -29,7 +29,7 @@ class RunProgress:
         step, total: Steps taken, and steps planned.
         seconds_left: Modelled from the remaining steps and the median time per step of the last ones.
         silent_seconds: Time since the last write to metrics.jsonl.
-        values: The newest value of each metric.
+        values: The newest value of each metric in the last `SPEED_WINDOW` rows; of validation metrics, in all rows.
     """
 
     step: int | None
@@ -108,7 +108,7 @@ def run_predictions(runs: Iterable[tuple[RunRecord, Mapping[str, Any]]]) -> list
 
 
 def trial_predictions(results: Results) -> list[Prediction]:
-    """Return the prediction of a trial's duration for each arm."""
+    """Return the prediction of a trial's duration for each arm that has one and was measured."""
     predictions = []
     for arm in results.arms:
         total_seconds = arm.estimates.get("total_seconds")

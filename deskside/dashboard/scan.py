@@ -2,7 +2,7 @@
 
 A directory is recognized by the files in it:
 
-    study   results.json or study.json; its runs are in runs/
+    study   results.json or study.json; the runs below it are its own
     run     run.json, metrics.jsonl or summary.json; its subdirectories are not searched
 
 Links are followed, and each directory is visited once. A directory that cannot be listed is recorded as a problem.

@@ -18,7 +18,7 @@ MAX_OPEN_FILTERS = 6  # with more factors, the filters are folded
 
 @dataclass(frozen=True)
 class Filters:
-    """The values that pass each filter. None lets all values pass, and so does a factor that is not in `levels`."""
+    """The values that pass each filter: all if it is None, the factor is not in `levels`, or `search` is empty."""
 
     groups: frozenset[str] | None = None
     levels: dict[str, frozenset[str]] = field(default_factory=dict)
@@ -36,7 +36,7 @@ class StudySelection:
         folder: Its directory; None for the runs that belong to no study.
         results: The study with only the arms that pass the filters.
         unfiltered: The study with all arms.
-        card: Name of the GPU or CPU.
+        card: Name of the GPU or CPU; of single runs, all of their names.
     """
 
     name: str
@@ -60,7 +60,7 @@ class StudySelection:
 
 @dataclass(frozen=True)
 class Context:
-    """The input of every tab. `selection` is None if there is no readable study and no run."""
+    """The input of every tab. `selection` is None if there is no readable study and no run outside of studies."""
 
     root: Path
     scan: ScanResult
@@ -68,7 +68,7 @@ class Context:
 
 
 def show(root: Path, scan: ScanResult) -> StudySelection | None:
-    """Draw the sidebar and return the selected study, or None if there is no study and no run."""
+    """Draw the sidebar and return the selected study, or None if there is nothing to select."""
     with st.sidebar:
         st.title("deskside")
         st.caption(f"studies and runs below `{root.name or root}`", help=str(root))
@@ -80,7 +80,7 @@ def show(root: Path, scan: ScanResult) -> StudySelection | None:
         runs_choice = f"runs outside of studies ({len(scan.standalone_runs):,})"
         choices = [*names, *([runs_choice] if scan.standalone_runs else [])]
         if not choices:
-            st.caption("No study or run was found.")
+            st.caption("No readable study and no run outside of studies was found.")
             st.button("Look again")
             return None
         name = st.selectbox("study", choices, key="study")

@@ -31,7 +31,7 @@ def read_study(path: Path) -> Study | None:
         if not (path / "study.json").exists() and not _claims_to_be_study(path / "results.json"):
             return None
         if not (path / "results.json").exists():
-            return Study(path, None, "no trial has ended yet (there is no results.json)")
+            return Study(path, None, "no trial has started yet (there is no results.json)")
         return Study(path, None, str(error).removeprefix(f"{path / 'results.json'}: "))
 
 

@@ -65,7 +65,7 @@ def arms(results: Results) -> pd.DataFrame:
 
 
 def display_arms(results: Results) -> pd.DataFrame:
-    """Return one row per arm for display, with a column per measured metric, in display units, and per factor."""
+    """Return one row per arm for display, with columns for the measured metrics (in display units) and the factors."""
     labels = {factor.name: factor.label for group in results.groups for factor in group.factors}
     measured = [metric for metric in ORDERED_METRICS if study_text.measured_arms(results.arms, metric.key)]
     rows = []
@@ -143,7 +143,7 @@ def _factor_columns(results: Results, arm: Arm) -> dict[str, str]:
 
 
 def not_measured(arms_: list[Arm], key: str) -> str:
-    """Return a sentence that names the arms without a metric, and how they ended; empty if all have it."""
+    """Return a sentence that names up to six arms without a metric, and how they ended; empty if all have it."""
     without = [arm for arm in arms_ if arm.estimate(key) is None]
     if not without:
         return ""

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -85,8 +86,6 @@ def test_runs_without_a_study(tmp_path: Path, draw: Draw, tab: str) -> None:
 
 @pytest.mark.parametrize("tab", TABS)
 def test_a_study_in_which_nothing_has_finished(tmp_path: Path, draw: Draw, tab: str) -> None:
-    from dataclasses import replace
-
     from deskside.study.results import Trial
     from tests.study import made
 
@@ -173,9 +172,20 @@ def test_insights_head_their_groups_and_say_no_title_twice(tmp_path: Path, draw:
     assert said.count("A second") == 1 and said.count("#### A matrix") == 1
 
 
-def test_it_is_said_what_the_baseline_is(tmp_path: Path, draw: Draw) -> None:
-    from dataclasses import replace
+def test_the_list_beside_the_bubbles_keeps_their_numbers(tmp_path: Path, draw: Draw) -> None:
+    """Markdown would count the items of a list without the arm that lacks a metric."""
+    first, second, *others = made_up.study(tmp_path / "whole").arms
+    without = {key: value for key, value in second.estimates.items() if key != "peak_memory_gib"}
+    made_up.study(tmp_path / "s", name="s", arms=[first, replace(second, estimates=without), *others])
+    page = draw(tmp_path, "Efficiency")
+    page = checked(page.selectbox(key="study").set_value("s").run())
+    said = text(page)
+    assert f"1\\. {literal(first.label)}" in said
+    assert "2\\. " not in said
+    assert f"3\\. {literal(others[0].label)}" in said
 
+
+def test_it_is_said_what_the_baseline_is(tmp_path: Path, draw: Draw) -> None:
     from tests.study import made
 
     first, *rest = made.results().arms
@@ -204,8 +214,6 @@ def test_fewer_seeds_change_the_numbers(tmp_path: Path, draw: Draw) -> None:
 
 
 def test_a_trial_that_shows_no_life_is_not_said_to_run(tmp_path: Path, draw: Draw) -> None:
-    from dataclasses import replace
-
     from deskside.study.results import Trial
     from tests.study import made
 

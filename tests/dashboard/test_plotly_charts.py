@@ -167,6 +167,14 @@ def test_markup_in_a_name_is_text() -> None:
     assert "<img" not in figure.to_json().replace("\\u003c", "<")
 
 
+@pytest.mark.parametrize("length", range(20, 30))
+def test_a_wrapped_label_keeps_its_escapes_whole(length: int) -> None:
+    label = plotly_charts.wrap_label("a" * length + "<b>&c")
+    assert label.replace("<br>", "") == "a" * length + "&lt;b>&amp;c"
+    assert "&lt;" in label
+    assert "&amp;" in label
+
+
 def test_arms_of_one_label_stay_apart() -> None:
     twins = [replace(arm, label="same") for arm in WHOLE.arms[:2]]
     assert len(set(plotly_charts.row_labels(twins).values())) == 2

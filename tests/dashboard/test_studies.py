@@ -32,7 +32,7 @@ def test_studies_that_cannot_be_read_keep_their_place_with_the_reason(tmp_path: 
     for name, reason in (
         ("broken", "cannot be read"),
         ("odd", "is damaged"),
-        ("begun", "no trial has ended"),
+        ("begun", "no trial has started"),
     ):
         study = found[name]
         assert study is not None and study.results is None and reason in study.problem

@@ -50,13 +50,13 @@ def show(context: Context) -> None:
         )
         st.caption(f"{seeds_note(selection, y_key)} {size_note} {rim_note}")
         names = [
-            f"{position}. {literal(arm.label)}"
+            f"{position}\\. {literal(arm.label)}"  # as a Markdown list, it would be renumbered without gaps
             for position, arm in enumerate(results.arms, 1)
             if arm.estimate(x_key) and arm.estimate(y_key)
         ]
         half = (len(names) + 1) // 2
         for column, part in zip(st.columns(2), (names[:half], names[half:]), strict=True):
-            column.markdown("\n".join(part))
+            column.markdown("  \n".join(part))
     _draw_fronts(results)
     figure = plotly_charts.bars(results.arms, "joules_per_token")
     if figure is not None:

@@ -41,8 +41,7 @@ def show(context: Context) -> None:
                 goal,
             )
     st.caption(
-        "Only findings that the intervals support are listed. They hold for the card, model sizes and budget of their "
-        "study; with others, results may differ."
+        "Findings hold for the card, model sizes and budget of their study; with others, results may differ."
     )
 
 
@@ -62,4 +61,4 @@ def _draw_study(results: Results, filtered: bool, goal: str) -> None:
     else:
         waiting = sum(trial.status in NOT_ENDED for arm in results.arms for trial in arm.trials)
         more = f"; {plural(waiting, 'trial')} to come" if waiting else ""
-        st.write(f"Nothing to compare yet: no two arms have finished trials of the same seed{more}.")
+        st.write(f"Nothing to compare yet: no trial has finished{more}.")

@@ -13,7 +13,7 @@ from deskside.utils.format import elapsed, plural
 
 REFRESH_SECONDS = 5
 MAX_RUNS = 8  # further runs are only counted
-SILENT_SECONDS = 60.0  # a longer time since the last step is reported
+SILENT_SECONDS = 60.0  # a longer time since the last logged step is reported
 # Validation metrics of the objectives: (label, key, format).
 QUALITY_METRICS = (
     ("validation, bits per byte", "val_bpb", "{:.4f}"),
@@ -75,7 +75,7 @@ def _draw_run(record: RunRecord, log: MetricsLog, title: str) -> None:
             record.precision + (" (emulated)" if record.emulated else ""),
         ]
         if state.silent_seconds is not None and state.silent_seconds > SILENT_SECONDS:
-            details.append(f"no step for {elapsed(state.silent_seconds)}")
+            details.append(f"no step logged for {elapsed(state.silent_seconds)}")
         st.caption(" · ".join(literal(word) for word in [*details, *record.problems, log.problem] if word))
         _draw_numbers(state)
         _draw_charts(record, log)

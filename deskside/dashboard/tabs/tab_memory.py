@@ -38,7 +38,7 @@ def _draw_micro_batches(results: Results) -> None:
     st.header("Micro-batch")
     if len(sizes) == 1:
         size = metric_named("micro_tokens").text(sizes.pop())
-        st.write(f"{size} tokens per forward pass in every arm.")
+        st.write(f"{size} tokens per forward pass in every measured arm.")
         return
     figure = plotly_charts.bars(results.arms, "micro_tokens")
     if figure is not None:

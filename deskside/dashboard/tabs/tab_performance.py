@@ -46,7 +46,7 @@ def _draw_curves(selection: StudySelection) -> None:
         if selection.folder is None or any(t.curve for t in arm.trials)
     ]
     chosen = st.multiselect(
-        f"arms (at first {MAX_CURVES})",
+        f"arms (initially the first {MAX_CURVES})",
         available,
         default=available[:MAX_CURVES],
         format_func=lambda name: labels[name],
@@ -70,7 +70,7 @@ def _draw_curves(selection: StudySelection) -> None:
 
 
 def _loss_kinds(selection: StudySelection) -> list[str]:
-    """Return the kinds of loss to choose from; only the training loss if no trial was validated during training."""
+    """Return the kinds of loss to choose from: only training loss for a study without validation during training."""
     trials = [trial for arm in selection.results.arms for trial in arm.trials]
     validated = any(number(row.get("val_bpb")) is not None for trial in trials for row in trial.curve[:-1])
     both = validated or selection.folder is None
