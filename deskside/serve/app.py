@@ -1,7 +1,8 @@
 """HTTP routes: models, chat completions and completions of the OpenAI API, /health, /openapi.json, and the chat page.
 
 The server admits up to `max_choices` choices at a time. A choice counts from the admission of its request until the
-last byte of the response, or until the client disconnects. Requests beyond the limit get 429 with Retry-After.
+response is complete (if streamed, sent) or the client disconnects. Requests beyond the limit get 429 with Retry-After,
+and a request that exceeds it alone gets 400.
 """
 
 import asyncio
@@ -234,10 +235,12 @@ class RequestHandler:
         service = self.service
         max_tokens = service.max_tokens if body.max_new_tokens is None else body.max_new_tokens
         if max_tokens > service.max_tokens:
+            is_new_name = isinstance(body, ChatRequest) and body.max_completion_tokens is not None
+            field = "max_completion_tokens" if is_new_name else "max_tokens"
             raise ApiError(
                 400,
-                f"max_tokens: {max_tokens} exceeds this server's maximum of {service.max_tokens}",
-                param="max_tokens",
+                f"{field}: {max_tokens} exceeds this server's maximum of {service.max_tokens}",
+                param=field,
             )
         seed = int.from_bytes(os.urandom(8)) if body.seed is None else body.seed % (1 << 64)
         try:
@@ -306,7 +309,7 @@ class PendingResponse:
                 self._worker.cancel(future)
 
     async def complete(self) -> dict[str, Any]:
-        """Return the complete response. Raises ApiError if the engine fails."""
+        """Return the complete response. Raises ApiError if the engine fails or refuses a request."""
         answers = [SampleOutput(len(r.prompt)) for r in self._requests for _ in range(r.samples)]
         async for choice, event in self._events():
             answers[choice].add(event)

@@ -3,8 +3,8 @@
 A chat model has a chat template beside its tokenizer, and each line that the user types becomes a message. A model
 without one continues text: each line is appended to the text so far, and an empty line continues it as it is.
 
-`Conversation` is independent of the terminal; `converse` reads and prints its messages. The engine is kept for the
-whole conversation, so its KV cache is reused and only the new part of each prompt is computed.
+`Conversation` is independent of the terminal; `converse` reads and prints its messages. The engine is kept between
+messages unless it needs a larger KV cache, so usually only the new part of a prompt is computed.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ HELP = """/reset       forget the conversation
 /save FILE   write the conversation to a new file
 /help        this list
 /quit        leave (so does Ctrl-D; Ctrl-C stops an answer, twice leaves)"""
-FIRST_CACHE = 2048  # initial KV cache size in tokens; doubled when the conversation needs more
+FIRST_CACHE = 2048  # KV cache size in tokens, doubled until the next answer fits; at most the model's context
 PLAIN_NOTICE = (
     "This model has no chat template: it continues your text. An empty line continues without new text."
 )
@@ -76,13 +76,14 @@ class Conversation:
     def reply(self, user_text: str) -> Generator[str, None, None]:
         """Yield the answer to the user's text in pieces. The pieces that were read are added to the conversation."""
         if self.plain:
-            self._text += f"\n{user_text}" if self._text and user_text else user_text
-            prompt = self._text_prompt()
+            text = self._text + (f"\n{user_text}" if self._text and user_text else user_text)
+            prompt = self._text_prompt(text)
+            self._text = text
         else:
             self._messages.append({"role": "user", "content": user_text})
             try:
                 prompt = self._message_prompt()
-            except UsageError:  # the message is too long
+            except UsageError:  # too long, or refused by the chat template
                 self._messages.pop()
                 raise
         self.reason = None
@@ -154,21 +155,25 @@ class Conversation:
         positions = self.loaded.config.max_position_embeddings
         return max(1, positions - min(self.options.max_new_tokens, positions // 2))
 
-    def _text_prompt(self) -> list[int]:
-        start, *tokens = self._prompts.text(self._text)
+    def _text_prompt(self, text: str) -> list[int]:
+        start, *tokens = self._prompts.text(text)
         self.truncated = len(tokens) + 1 > self._room
         newest = tokens[len(tokens) - self._room + 1 :] if self.truncated else tokens
         return [start, *newest]
 
     def _message_prompt(self) -> list[int]:
-        """Return the prompt of the system message and the newest exchanges that fit. Raises UsageError if none fits."""
+        """Return the prompt of the system message and the newest exchanges that fit.
+
+        Raises UsageError if not even the last message fits, or the chat template refuses the messages.
+        """
         kept = list(self._messages)
         first = 1 if kept[0]["role"] == "system" else 0
         self.truncated = False
         while len(tokens := self._prompts.messages(kept)) > self._room:
             if len(kept) - first <= 1:
                 raise UsageError(
-                    f"this message has {len(tokens)} tokens, but the model takes at most {self._room}; make it shorter"
+                    f"the prompt has {len(tokens)} tokens, but only {self._room} fit beside an answer; "
+                    "make the message shorter"
                 )
             del kept[first : first + 2]
             self.truncated = True
@@ -178,7 +183,7 @@ class Conversation:
 def converse(loaded: Loaded, options: ChatOptions, prompt: str | None) -> int:
     """Answer `prompt`, or each line of standard input if it is None. Return the exit code.
 
-    Raises UsageError for a message that cannot be answered, unless standard input is a terminal.
+    Raises UsageError for a message that cannot be answered, unless the user can type another one.
     """
     conversation = Conversation(loaded, options)
     if prompt is not None:
@@ -232,7 +237,7 @@ def _next_line() -> str:
 def _answer(conversation: Conversation, user_text: str) -> bool:
     """Print the answer while it is generated. Return True if Ctrl-C interrupted it.
 
-    Raises UsageError if the message is too long or the chat template refuses it.
+    Raises UsageError if the message is too long, or the chat template or tokenizer refuses it.
     """
     reply = conversation.reply(user_text)
     stopped = False

@@ -1,7 +1,8 @@
 """OpenAPI document of the server.
 
 The request schemas are the types of protocol.py, narrowed to the limits of the running server. The response schemas are
-defined here, and responses.py produces the responses. tests/serve/test_fuzz.py checks both against this document.
+defined here, and responses.py and app.py produce the responses. tests/serve/test_fuzz.py checks both against this
+document.
 """
 
 from collections.abc import Collection
@@ -15,7 +16,7 @@ from deskside.serve.protocol import ChatRequest, CompletionRequest, RequestMessa
 
 SCHEMAS = "#/components/schemas/"
 ERROR_DESCRIPTIONS = {
-    "400": "The request is malformed, or a field is out of range or not supported; `param` names the field.",
+    "400": "The request is malformed, or a field is out of range or not supported; `param` names the field, if known.",
     "401": "The bearer token is missing or wrong.",
     "403": "The request comes from another website, or its Host header does not name this server.",
     "404": "The path does not exist, or this server does not serve the model.",
@@ -173,7 +174,7 @@ def openapi_document(
             "version": __version__,
             "description": (
                 "A subset of OpenAI's API, for one model. `stream_options` requires `stream`: true; `best_of` must "
-                "equal `n`; a prompt and its completion must fit the model's context length."
+                "equal `n`; a prompt must have fewer tokens than the `max_model_len` of the model."
             ),
         },
         "paths": {
@@ -212,7 +213,7 @@ def _get(summary: str, response: type[BaseModel], errors: tuple[str, ...]) -> di
 
 def _post(summary: str, request: type[BaseModel], response: type[BaseModel]) -> dict[str, Any]:
     content = _content(response)["content"]
-    # The schema of one server-sent event. `data` is a chunk as OpenAI defines it, or [DONE] at the end.
+    # The schema of one server-sent event. `data` is a chunk as OpenAI defines it, and at the end [DONE] or an error.
     event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
     stream = {"text/event-stream": {"schema": event}}
     return {

@@ -105,7 +105,7 @@ class TextPart(_StrictModel):
 class RequestMessage(_StrictModel):
     """One message of a conversation.
 
-    Fields that accept only null or an empty list occur in assistant messages that OpenAI's clients send back unchanged.
+    Fields that accept only null or an empty list occur in messages that clients send back unchanged.
     A name is rejected if the model's chat template does not write it.
     """
 
@@ -227,7 +227,7 @@ TokenPrompt = Annotated[list[TokenId], Field(min_length=1)]
 
 
 class CompletionRequest(_CommonRequest):
-    """POST /v1/completions. `prompt` is text, token ids, or a list of several prompts of one kind."""
+    """POST /v1/completions. `prompt` is text, token ids, or a list of prompts of one kind."""
 
     prompt: (
         str
@@ -290,14 +290,14 @@ def _api_error(error: ValidationError) -> ApiError:
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}"[:300])
-    param = str(first["loc"][0]) if first["loc"] else None
+    path, is_extra = first["loc"], first["type"] == "extra_forbidden"
+    param = str(path[0]) if path else None
     shown = None if param is None else param[:60]
     # For a union, pydantic's path also contains the type that was tried. Keep only fields and indices of the request.
-    places = [str(part) for part in first["loc"] if isinstance(part, int) or part in FIELDS or part == param]
-    where = ".".join(places)[:80] or "the body"
-    if first["type"] == "extra_forbidden":
-        name = ".".join([*places, str(first["loc"][-1])] if len(first["loc"]) > 1 else places)[:80]
-        return ApiError(400, f"{name}: there is no such field; leave it out", param=shown)
+    known = {*FIELDS, param, path[-1] if is_extra else None}
+    where = ".".join(str(part) for part in path if isinstance(part, int) or part in known)[:80] or "the body"
+    if is_extra:
+        return ApiError(400, f"{where}: there is no such field; leave it out", param=shown)
     if param in REMEDIES:
         return ApiError(400, f"{param} {REMEDIES[param]}", param=shown)
     reason = first["msg"].removeprefix("Input ")[:200]

@@ -4,7 +4,7 @@ Threats on a workstation, and the defense against each:
 
 - Another web page in the user's browser can send requests to 127.0.0.1. Requests with a foreign Origin are refused, no
   CORS header is ever sent, and bodies must be application/json, which a page cannot send across origins without a
-  preflight. A page can also resolve its own name to this machine (DNS rebinding), so the Host header must be known.
+  preflight. A page can also resolve its own name to 127.0.0.1 (DNS rebinding), so the Host header must be known there.
   Starlette's TrustedHostMiddleware is not used: it splits `[::1]:8000` at the first colon, and answers in plain text
   where OpenAI's clients expect JSON.
 - Anyone on the network. Every address but loopback requires a token, which is compared in constant time.
@@ -129,7 +129,7 @@ class RequestGuard:
 
 
 async def send_error(send: Send, error: ApiError) -> None:
-    """Send an error response, and close the connection if a body may still be in transit."""
+    """Send an error response. Most errors close the connection, because a body may still be in transit."""
     body = json.dumps(error.body).encode()
     headers = [
         (b"content-type", b"application/json"),

@@ -1,7 +1,7 @@
 """Responses of the OpenAI API, complete or as a stream of server-sent events.
 
-Each event of a stream is a line `data: ` with a JSON object, followed by an empty line (WHATWG HTML, "Server-sent
-events"). The objects are OpenAI's chunks, and the last event is `data: [DONE]`.
+Each event of a stream is a line that begins with `data: `, followed by an empty line (WHATWG HTML, "Server-sent
+events"). The data are OpenAI's chunks in JSON; the last event is `data: [DONE]`, or an error object.
 """
 
 import json
@@ -16,7 +16,7 @@ from deskside.engine.requests import Event, SampleOutput
 from deskside.engine.text import REPLACEMENT
 
 DONE = b"data: [DONE]\n\n"
-FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "cancelled": "stop"}
+FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
 
 
 def sse(value: dict[str, Any]) -> bytes:
@@ -79,7 +79,7 @@ class ResponseWriter:
         return self._chunk(index, content, logprobs, finish_reason)
 
     def usage_chunk(self, prompt_lengths: Sequence[int], completion_tokens: int) -> bytes:
-        """Return the last chunk of a stream, with token counts."""
+        """Return the last chunk of a stream: the token counts."""
         return self._sse([], {"usage": usage(prompt_lengths, completion_tokens)})
 
     def _chunk(self, index: int, content: dict[str, Any], logprobs: Any, finish_reason: str | None) -> bytes:
@@ -91,7 +91,7 @@ class ResponseWriter:
         return sse({**self._common, "object": kind, "choices": choices, **extra})
 
     def _logprobs(self, tokens: Sequence[int], logprobs: Sequence[float], offset: int) -> dict[str, Any]:
-        """Return OpenAI's logprobs object. A token that ends within a character has U+FFFD in its text."""
+        """Return OpenAI's logprobs object. A token with only a part of a character has U+FFFD in its text."""
         texts = [str(self._tokenizer.decode([token], skip_special_tokens=False)) for token in tokens]
         if self.chat:
             content = [

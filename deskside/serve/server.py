@@ -115,7 +115,7 @@ class _OneLine(logging.Formatter):
 
 
 def _configure_logging() -> None:
-    """Print only errors of uvicorn itself, one line each. Clients' errors are reported to the clients."""
+    """Print only errors of the server itself, one line each. Clients' errors are reported to the clients."""
     handler = logging.StreamHandler()
     handler.setFormatter(_OneLine())
     # Answers that are cut off when the server stops are not errors.

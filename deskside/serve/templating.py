@@ -24,8 +24,8 @@ class PromptTooLong(UsageError):
 class PromptEncoder:
     """Encodes prompts for a model. Not thread-safe.
 
-    longest: Maximum tokens of a prompt; None for no limit. A text that is far longer is refused before all of it is
-    encoded, which bounds the time that it takes.
+    longest: Maximum tokens of a prompt; None for no limit. A text that is far longer is usually refused before all of
+    it is encoded, which saves time.
     """
 
     def __init__(self, loaded: Loaded, longest: int | None = None):
@@ -51,23 +51,26 @@ class PromptEncoder:
         return frozenset() if self._renderer is None else self._renderer.roles
 
     def text(self, text: str) -> list[int]:
-        """Return the start token and the tokens of a text. Special tokens are encoded as text. Raises PromptTooLong."""
+        """Return the start token and the tokens of a text. Special tokens are encoded as text.
+
+        Raises PromptTooLong, and NotRendered if the tokenizer gives a special token anyway.
+        """
         tokens = self._encode(text, text, lambda part: encode_plain(self._tokenizer, part, self._special))
         return self._checked([self._start, *tokens])
 
     def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return the prompt tokens of a conversation, up to the assistant's turn.
 
-        Raises NotRendered if the template refuses the messages, and PromptTooLong.
+        Raises PromptTooLong, and NotRendered if the template refuses the messages.
         """
         assert self._renderer is not None  # the caller has checked `has_chat_template`
         text = self._renderer.text(messages, add_generation_prompt=True)
         return self._checked(self._encode(text, self._renderer.unescape(text), self._renderer.ids))
 
     def _encode(self, text: str, plain: str, encode: Callable[[str], list[int]]) -> list[int]:
-        """Encode a text. Raises PromptTooLong before encoding all of a text that is far too long.
+        """Encode a text. Raises PromptTooLong if a bound or the beginning shows that it is too long.
 
-        plain: The text without special tokens.
+        plain: The text without escapes.
         """
         longest = self._longest
         if longest is None:

@@ -1,11 +1,12 @@
 """The engine's thread, and its communication with an asyncio server.
 
-Only this thread uses the engine. It receives requests and cancellations through a queue, and passes the events of a
-step to the event loop in one call. Cancelling a request frees its row and memory at the next step.
+Only this thread runs the engine. It receives requests and cancellations through a queue, and passes the events of a
+step to the event loop in one call. Cancelling a request frees its rows and memory before the next step.
 
-The thread survives every exception. An error while a request is submitted ends that request. An error in a step ends
-the running requests: the engine restarts with an empty cache and then computes the waiting ones. If the device cannot
-be used any more (a CUDA context after an illegal access), requests are refused, and each new one retries the restart.
+The thread survives errors of the engine. An error while a request is submitted ends that request. An error in a step
+ends the running requests (the waiting ones if none runs); the engine restarts with an empty cache and computes the
+others. If the device cannot be used any more (a CUDA context after an illegal access), requests are refused, and each
+new one retries the restart.
 """
 
 import asyncio
@@ -43,7 +44,7 @@ class Worker:
     Attributes:
         failed: Why the device cannot be used any more; None while it works.
 
-    `on_failure` is called on the event loop with a line for the log when the engine or a request fails.
+    `on_failure` is called on the event loop with a line for the log when the engine raises an unexpected exception.
     """
 
     def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop, on_failure: Callable[[str], None]):
@@ -75,7 +76,7 @@ class Worker:
         return future
 
     def cancel(self, future: RequestFuture) -> None:
-        """Cancel a request; no further event is delivered. Does nothing for a finished one."""
+        """Cancel a request, after the step in progress. Does nothing for a finished one."""
         self._send("cancel", future)
 
     def _send(self, action: str, future: RequestFuture) -> None:

@@ -19,10 +19,12 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from deskside.cli.chat import run as run_chat
+from deskside.data.chat.renderer import NotRendered
 from deskside.engine.generate import generate
 from deskside.engine.sampling import GREEDY, Sampling
 from deskside.engine.steps import CachedModel
 from deskside.serve.chat import ChatOptions, Conversation, converse
+from deskside.serve.templating import PromptEncoder
 from deskside.utils.errors import UsageError
 from deskside.weights.load import Loaded, load_model
 from tests.serve.chatty import never_end
@@ -83,6 +85,23 @@ def test_plain_model_continues_the_whole_text(loaded: Loaded) -> None:
     assert "".join(chat.reply("the sea")) == first
 
 
+def test_text_that_the_tokenizer_refuses_is_not_kept(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    chat = Conversation(loaded, options())
+    first = "".join(chat.reply("the sea"))
+    real = PromptEncoder.text
+
+    def refusing(self: PromptEncoder, text: str) -> list[int]:
+        if "unknown" in text:
+            raise NotRendered("the tokenizer writes the control token <unk> for plain text")
+        return real(self, text)
+
+    monkeypatch.setattr(PromptEncoder, "text", refusing)
+    with pytest.raises(NotRendered):
+        list(chat.reply("unknown"))
+    second = "".join(chat.reply("and"))
+    assert chat.transcript() == f"the sea{first}\nand{second}\n"
+
+
 def test_stopped_answer_is_kept_as_far_as_it_came(loaded: Loaded) -> None:
     chat = Conversation(loaded, options(60))
     reply = chat.reply("the sea")
@@ -126,14 +145,14 @@ def test_chat_template_is_used_and_old_exchanges_are_dropped_whole(chatty: Loade
         list(chat.reply("the ship went to the sea " * 160))
     assert chat.truncated
     assert chat.transcript().count("user:") == 7  # forgotten by the model, not by the transcript
-    with pytest.raises(UsageError, match="make it shorter"):
+    with pytest.raises(UsageError, match="make the message shorter"):
         list(chat.reply("ships " * 5000))
 
 
 def test_a_message_that_is_too_long_was_never_said(chatty: Loaded) -> None:
     chat = Conversation(chatty, options(8))
     first = "".join(chat.reply("hello"))
-    with pytest.raises(UsageError, match="make it shorter"):
+    with pytest.raises(UsageError, match="make the message shorter"):
         list(chat.reply("ships " * 5000))
     second = "".join(chat.reply("and"))
     assert chat.transcript() == (f"user: hello\n\nassistant: {first}\n\nuser: and\n\nassistant: {second}\n")
@@ -142,10 +161,10 @@ def test_a_message_that_is_too_long_was_never_said(chatty: Loaded) -> None:
 def test_a_message_that_cannot_be_answered_is_an_error_without_a_terminal(
     chatty: Loaded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(UsageError, match="make it shorter"):
+    with pytest.raises(UsageError, match="make the message shorter"):
         converse(chatty, options(), "ships " * 5000)
     monkeypatch.setattr(sys, "stdin", io.StringIO("ships " * 5000 + "\nhi\n"))
-    with pytest.raises(UsageError, match="make it shorter"):
+    with pytest.raises(UsageError, match="make the message shorter"):
         converse(chatty, options(), None)
 
 
