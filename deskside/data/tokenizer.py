@@ -302,10 +302,10 @@ def encode(tokenizer: Tokenizer, text: str | bytes, dtype: Any = np.uint32) -> N
 def spans(data: bytes, limit: int = 1 << 16) -> Iterator[tuple[int, int]]:
     """Cut the UTF-8 of a text into spans that, if possible, have the same tokens as the whole text.
 
-    A cut is before a single space, or after a single newline, with a letter after it and no white space before it. The
-    patterns of published byte-level tokenizers and SPLIT_PATTERN all begin a word there, and none of them looks behind,
-    so the tokens do not change. If there is no such place within 16 times `limit` bytes, the cut is between two
-    characters, and the tokens at the cut may differ.
+    After `limit` bytes of a span, the next cut is before a single space, or after a single newline, with a letter after
+    it and no white space before it. The patterns of published byte-level tokenizers and SPLIT_PATTERN all begin a word
+    there, and none of them looks behind, so the tokens do not change. If there is no such place within 16 times `limit`
+    bytes, the cut is between two characters, and the tokens at the cut may differ.
     """
     start = 0
     while len(data) - start > 2 * limit:

@@ -35,7 +35,7 @@ class GgufTokenizer:
     """A tokenizer in llama.cpp's form.
 
     pre: llama.cpp's name of the split pattern. tokens, types: by id, padded to the model's vocabulary. merges: by rank.
-    start: the token that begins a text. ends: the tokens that end a text, first the one that ends an answer.
+    start: the token that begins a text. ends: the tokens that end a text, those of generation_config.json first.
     end: the token that a chat template renders as `eos_token`, by default ends[0]. add_start: True if every text begins
     with `start`. nfc: True if the tokenizer normalizes text to Unicode's NFC, which llama.cpp does not do.
     """
@@ -56,7 +56,7 @@ class GgufTokenizer:
 def gguf_tokenizer(folder: Path, vocab_size: int, start: int) -> GgufTokenizer:
     """Convert the tokenizer of a run or of a Hugging Face directory. start: the token that begins a text.
 
-    Raises UsageError for a tokenizer that llama.cpp cannot run.
+    Raises UsageError for a tokenizer that llama.cpp cannot run, and RunError for damaged files.
     """
     file = folder / "tokenizer.json"
     spec = read_json_object(file)

@@ -70,7 +70,7 @@ def _module_tensors(model: nn.Module, path: str, module: nn.Module) -> Iterator[
         owner = prefix.rpartition(".")[0]
         if module.weight is None:
             raise TypeError(
-                f"{path}: its weight is stored in codes; merge the model first (weights/merge.py)"
+                f"{path}: its weight is stored in codes; merge the model first (weights/merge_adapters.py)"
             )
         for s in module.slices:
             name = f"{owner}.{s.name}" if owner else s.name

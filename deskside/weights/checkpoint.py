@@ -203,7 +203,7 @@ def save(
             save_file({k: v.contiguous() for k, v in optimizer.items()}, temporary / OPTIMIZER)
         _on_rank_zero(sharded, lambda: _finish(temporary, final, state))
     except (OSError, SafetensorError) as error:
-        free = shutil.disk_usage(folder).free / 2**20
+        free = shutil.disk_usage(folder if folder.exists() else folder.parent).free / 2**20
         if not sharded or dist.get_rank() == 0:
             with contextlib.suppress(OSError):
                 shutil.rmtree(temporary)
@@ -217,7 +217,8 @@ def save(
 def newest_good(folder: Path, warn: Callable[[str], None]) -> Checkpoint | None:
     """Return the newest undamaged checkpoint, or None if there are no checkpoints.
 
-    `warn` is called with a sentence about each damaged checkpoint. Raises RunError if all are damaged.
+    `warn` is called with a sentence about each damaged checkpoint. Raises RunError if all are damaged, or for the old
+    sharded format.
     """
     newest = newest_readable(folder, verify, warn)
     if newest is None and (found := find(folder)):

@@ -242,7 +242,7 @@ def _is_transposed(family: Family, tensor: LogicalTensor) -> bool:
 def _write_tokenizer(source: Path, folder: Path, config: ModelConfig) -> dict[str, Any]:
     """Copy or write the tokenizer's files, and return the ids of the begin, end and padding tokens.
 
-    A chat tokenizer has several end tokens, which are in the generation_config.json of its directory.
+    A chat tokenizer may have several end tokens, which are in the generation_config.json of its directory.
     """
     file = source / "tokenizer.json" if source.is_dir() else source
     content = read_json_object(file)

@@ -47,7 +47,7 @@ class Loaded:
 
     tokenizer_dir: contains tokenizer.json and possibly a chat template. start_token: the token that begins a text.
     eos_tokens: the tokens that end a text. run_dir, run (the content of run.json) and step: of the run or checkpoint;
-    None or empty for a Hugging Face directory.
+    None or empty for a Hugging Face directory. step is also None for a run's exported model.
     """
 
     model: Transformer

@@ -146,6 +146,17 @@ def test_a_refusing_disk_is_one_error_and_leaves_the_older(
         files.verify(files.find(tmp_path)[0])
 
 
+def test_a_folder_that_cannot_be_created_is_one_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(RunError, match=r"step 1 could not be written.*Read-only"):
+        save(tmp_path / "checkpoints", 1)
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return save(tmp_path_factory.mktemp("whole"), 12)
