@@ -68,10 +68,10 @@ def wrap_label(text: str, width: int = 28) -> str:
     return "<br>".join(line.replace("&", "&amp;").replace("<", "&lt;") for line in lines)
 
 
-def row_labels(arms: Sequence[Arm]) -> dict[str, str]:
-    """Return arm id -> wrapped label. Arms with equal labels get their wrapped ids instead."""
+def unique_labels(arms: Sequence[Arm]) -> dict[str, str]:
+    """Return arm id -> label. Arms with equal labels get their ids instead."""
     labels = [arm.label for arm in arms]
-    return {arm.id: wrap_label(arm.label if labels.count(arm.label) == 1 else arm.id) for arm in arms}
+    return {arm.id: arm.label if labels.count(arm.label) == 1 else arm.id for arm in arms}
 
 
 def rows_height(labels: Collection[str]) -> int:
@@ -152,7 +152,7 @@ def bars(arms: Sequence[Arm], key: str, limit: tuple[float, str] | None = None) 
     if data is None:
         return None
     rows = _rows_with_intervals(data)
-    names = row_labels([row.arm for row, _ in rows])
+    names = _row_labels(rows)
     figure = go.Figure()
     for emulated in (False, True):
         part = [(row, interval) for row, interval in rows if row.arm.emulated is emulated]
@@ -200,13 +200,18 @@ def _rows_with_intervals(data: RowChart) -> list[tuple[ChartRow, Interval]]:
     return [(row, row.interval) for row in data.rows if row.interval is not None]
 
 
+def _row_labels(rows: Sequence[tuple[ChartRow, Interval]]) -> dict[str, str]:
+    """Return arm id -> unique wrapped label."""
+    return {arm: wrap_label(label) for arm, label in unique_labels([row.arm for row, _ in rows]).items()}
+
+
 def forest(results: Results, key: str) -> go.Figure | None:
     """Draw relative differences from each arm's baseline with their intervals. None if no arm was compared."""
     data = forest_chart(results, results.arms, key)
     if data is None:
         return None
     rows = _rows_with_intervals(data)
-    names = row_labels([row.arm for row, _ in rows])
+    names = _row_labels(rows)
     figure = go.Figure()
     figure.add_vline(x=0, line={"color": GREY, "width": 2})
     for shown in (True, False):

@@ -185,6 +185,14 @@ def test_the_list_beside_the_bubbles_keeps_their_numbers(tmp_path: Path, draw: D
     assert f"3\\. {literal(others[0].label)}" in said
 
 
+def test_runs_with_one_label_have_curves_of_their_own(tmp_path: Path, draw: Draw) -> None:
+    made_up.run(tmp_path / "a")
+    made_up.run(tmp_path / "runs/a")
+    page = draw(tmp_path, "Performance")
+    box = next(box for box in page.multiselect if box.label.startswith("arms"))
+    assert box.options == ["a", "runs/a"]
+
+
 def test_it_is_said_what_the_baseline_is(tmp_path: Path, draw: Draw) -> None:
     from tests.study import made
 

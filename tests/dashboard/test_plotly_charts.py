@@ -177,7 +177,7 @@ def test_a_wrapped_label_keeps_its_escapes_whole(length: int) -> None:
 
 def test_arms_of_one_label_stay_apart() -> None:
     twins = [replace(arm, label="same") for arm in WHOLE.arms[:2]]
-    assert len(set(plotly_charts.row_labels(twins).values())) == 2
+    assert len(set(plotly_charts.unique_labels(twins).values())) == 2
 
 
 @pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.key)

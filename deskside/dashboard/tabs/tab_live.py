@@ -5,6 +5,7 @@ import streamlit as st
 from deskside.dashboard import file_cache, plotly_charts
 from deskside.dashboard.components import COMMANDS, chart
 from deskside.dashboard.runs import RunProgress, progress
+from deskside.dashboard.scan import ScanResult
 from deskside.dashboard.sidebar import Context, literal
 from deskside.report import study_text
 from deskside.run.record import MetricsLog, RunRecord, machine_name, series
@@ -36,7 +37,7 @@ def show(context: Context) -> None:
 def _draw_live_runs(root: str) -> None:
     scan = file_cache.scan_result(root)
     live = sorted(file_cache.live_runs(scan.runs))
-    _draw_studies(root)
+    _draw_studies(scan)
     st.header(f"{plural(len(live), 'run')} training now")
     if not live:
         st.info("No run is training below this directory. This page refreshes by itself.")
@@ -50,8 +51,8 @@ def _draw_live_runs(root: str) -> None:
     )
 
 
-def _draw_studies(root: str) -> None:
-    for results in file_cache.readable_studies(file_cache.scan_result(root)).values():
+def _draw_studies(scan: ScanResult) -> None:
+    for results in file_cache.readable_studies(scan).values():
         trials = [trial for arm in results.arms for trial in arm.trials]
         not_ended = sum(trial.status in NOT_ENDED for trial in trials)
         if trials and not results.complete:

@@ -39,7 +39,7 @@ def show(context: Context) -> None:
 
 def _draw_curves(selection: StudySelection) -> None:
     st.header("Curves")
-    labels = {arm.id: arm.label for arm in selection.results.arms}
+    labels = plotly_charts.unique_labels(selection.results.arms)
     available = [
         arm.id
         for arm in selection.results.arms
@@ -57,10 +57,10 @@ def _draw_curves(selection: StudySelection) -> None:
     x_axis = second.radio("against", ["time", "tokens"], horizontal=True, key="curves-against")
     arms = [arm for arm in selection.results.arms if arm.id in chosen]
     figure = plotly_charts.curves(
-        {arm.label: [_curve_rows(selection, arm, trial) for trial in arm.trials] for arm in arms},
+        {labels[arm.id]: [_curve_rows(selection, arm, trial) for trial in arm.trials] for arm in arms},
         {"time": "seconds", "tokens": "tokens"}[x_axis],
         {"validation loss": "val_bpb", "training loss": "loss"}[kind],
-        frozenset(arm.label for arm in arms if arm.emulated),
+        frozenset(labels[arm.id] for arm in arms if arm.emulated),
     )
     if figure is None:
         st.info(f"No {kind} was logged for these.")
