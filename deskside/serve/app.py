@@ -30,7 +30,7 @@ from deskside.serve.openapi import openapi_document
 from deskside.serve.protocol import ApiError, ChatRequest, CompletionRequest, parse_request
 from deskside.serve.responses import DONE, ResponseWriter, sse
 from deskside.serve.templating import PromptEncoder, PromptTooLong
-from deskside.serve.worker import EngineMessage, RequestFuture, Worker
+from deskside.serve.worker import EngineMessage, RequestHandle, Worker
 from deskside.utils.errors import RunError, UsageError
 from deskside.weights.load import Loaded
 
@@ -190,7 +190,7 @@ class RequestHandler:
         self.check_model(body.model)
         num_prompts = len(body.prompts()) if isinstance(body, CompletionRequest) else 1
         num_choices = num_prompts * body.choices_per_prompt
-        self._admit(num_choices)
+        self._admit(num_choices, "n" if num_prompts == 1 else "prompt")
         pending: PendingResponse | None = None
         try:
             short, long = self._tokenizers
@@ -209,10 +209,12 @@ class RequestHandler:
             return Response(status_code=499)  # nginx's code for a client that disconnected
         return JSONResponse(response, headers=HEADERS)
 
-    def _admit(self, num_choices: int) -> None:
+    def _admit(self, num_choices: int, field: str) -> None:
         max_choices = self.service.max_choices
         if num_choices > max_choices:
-            raise ApiError(400, f"n: {num_choices} choices exceed the maximum of {max_choices}", param="n")
+            raise ApiError(
+                400, f"{field}: {num_choices} choices exceed the maximum of {max_choices}", param=field
+            )
         if self._num_choices + num_choices > max_choices:
             raise ApiError(
                 429,
@@ -291,10 +293,10 @@ class PendingResponse:
         self._messages: asyncio.Queue[tuple[int, EngineMessage]] = asyncio.Queue()
         self._unfinished = sum(request.samples for request in requests)
         self._prompt_lengths = [len(request.prompt) for request in requests]
-        self._futures: list[RequestFuture] = []
+        self._handles: list[RequestHandle] = []
         try:
             for number, request in enumerate(requests):
-                self._futures.append(worker.submit(request, partial(self._receive, number)))
+                self._handles.append(worker.submit(request, partial(self._receive, number)))
         except RunError as error:
             self.cancel()
             raise ApiError(503, str(error)) from None
@@ -305,8 +307,8 @@ class PendingResponse:
     def cancel(self) -> None:
         """Cancel unfinished requests."""
         if self._unfinished:
-            for future in self._futures:
-                self._worker.cancel(future)
+            for handle in self._handles:
+                self._worker.cancel(handle)
 
     async def complete(self) -> dict[str, Any]:
         """Return the complete response. Raises ApiError if the engine fails or refuses a request."""

@@ -26,7 +26,7 @@ STOPPING = "the server is stopping"
 
 
 @dataclass(eq=False)
-class RequestFuture:
+class RequestHandle:
     """A submitted request. `on_message` is called on the event loop with each event, and with an error if there is one.
 
     An error is the last message: UsageError if the engine refuses the request, RunError if the request fails or the
@@ -51,10 +51,10 @@ class Worker:
         self.failed: RunError | None = None
         self._engine, self._loop, self._on_failure = engine, loop, on_failure
         self._changed = threading.Condition()  # guards the inbox and `_stopping`
-        self._inbox: deque[tuple[str, RequestFuture]] = deque()
+        self._inbox: deque[tuple[str, RequestHandle]] = deque()
         self._stopping = False
-        self._numbers: dict[RequestFuture, int] = {}
-        self._futures: dict[int, RequestFuture] = {}
+        self._numbers: dict[RequestHandle, int] = {}
+        self._handles: dict[int, RequestHandle] = {}
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -69,23 +69,23 @@ class Worker:
         if self._thread.is_alive():
             self._thread.join()
 
-    def submit(self, request: Request, on_message: Callable[[EngineMessage], None]) -> RequestFuture:
+    def submit(self, request: Request, on_message: Callable[[EngineMessage], None]) -> RequestHandle:
         """Submit a request to the engine. Raises RunError if the server is stopping."""
-        future = RequestFuture(request, on_message, request.samples)
-        self._send("submit", future)
-        return future
+        handle = RequestHandle(request, on_message, request.samples)
+        self._send("submit", handle)
+        return handle
 
-    def cancel(self, future: RequestFuture) -> None:
+    def cancel(self, handle: RequestHandle) -> None:
         """Cancel a request, after the step in progress. Does nothing for a finished one."""
-        self._send("cancel", future)
+        self._send("cancel", handle)
 
-    def _send(self, action: str, future: RequestFuture) -> None:
+    def _send(self, action: str, handle: RequestHandle) -> None:
         with self._changed:
             if self._stopping:  # the thread no longer reads messages
                 if action == "submit":
                     raise RunError(STOPPING)
                 return
-            self._inbox.append((action, future))
+            self._inbox.append((action, handle))
             self._changed.notify()
 
     # In the thread
@@ -127,65 +127,65 @@ class Worker:
             if self._stopping:
                 return False
             messages, self._inbox = self._inbox, deque()
-        for action, future in messages:
+        for action, handle in messages:
             if action == "cancel":
-                self._cancel(future)
+                self._cancel(handle)
             elif self.failed is not None and not self._restart():
-                self._deliver([(future, self.failed)])
+                self._deliver([(handle, self.failed)])
             else:
-                self._submit(future)
+                self._submit(handle)
         return True
 
-    def _submit(self, future: RequestFuture) -> None:
+    def _submit(self, handle: RequestHandle) -> None:
         try:
-            number = self._engine.submit(future.request)
+            number = self._engine.submit(handle.request)
         except UsageError as error:
-            self._deliver([(future, error)])
+            self._deliver([(handle, error)])
         except BaseException as error:  # noqa: BLE001 - an error must fail only this request
             why = f"the request could not be set up: {describe_error(error)}"
             self._log(f"{why} ({_location(error)})")
-            self._deliver([(future, RunError(why))])
+            self._deliver([(handle, RunError(why))])
         else:
-            self._numbers[future], self._futures[number] = number, future
+            self._numbers[handle], self._handles[number] = number, handle
 
-    def _cancel(self, future: RequestFuture) -> None:
-        if (number := self._numbers.get(future)) is not None:
+    def _cancel(self, handle: RequestHandle) -> None:
+        if (number := self._numbers.get(handle)) is not None:
             self._forget(number)
             self._engine.cancel(number)
 
     def _post(self, events: list[Event]) -> None:
-        messages: list[tuple[RequestFuture, EngineMessage]] = []
+        messages: list[tuple[RequestHandle, EngineMessage]] = []
         for event in events:
-            if (future := self._futures.get(event.request)) is None:
+            if (handle := self._handles.get(event.request)) is None:
                 continue  # cancelled
             if event.reason == "failed":  # fails the whole request: its response needs all samples
-                self._cancel(future)
-                messages.append((future, RunError(event.error)))
+                self._cancel(handle)
+                messages.append((handle, RunError(event.error)))
                 continue
-            messages.append((future, event))
+            messages.append((handle, event))
             if event.reason is not None:
-                future.unfinished -= 1
-                if not future.unfinished:
+                handle.unfinished -= 1
+                if not handle.unfinished:
                     self._forget(event.request)
         if messages:
             self._deliver(messages)
 
     def _forget(self, number: int) -> None:
-        del self._numbers[self._futures.pop(number)]
+        del self._numbers[self._handles.pop(number)]
 
     def _end(self, error: RunError) -> None:
         with self._changed:
-            waiting = [future for action, future in self._inbox if action == "submit"]
+            waiting = [handle for action, handle in self._inbox if action == "submit"]
             self._inbox.clear()
-        self._deliver([(future, error) for future in [*self._futures.values(), *waiting]])
+        self._deliver([(handle, error) for handle in [*self._handles.values(), *waiting]])
 
     def _log(self, line: str) -> None:
         self._loop.call_soon_threadsafe(self._on_failure, line)
 
-    def _deliver(self, messages: list[tuple[RequestFuture, EngineMessage]]) -> None:
+    def _deliver(self, messages: list[tuple[RequestHandle, EngineMessage]]) -> None:
         def put() -> None:
-            for future, message in messages:
-                future.on_message(message)
+            for handle, message in messages:
+                handle.on_message(message)
 
         self._loop.call_soon_threadsafe(put)
 

@@ -230,6 +230,7 @@ REFUSED = [
     ({"top_p": 1.5}, "top_p"),
     ({"n": 0}, "n"),
     ({"n": 9}, "n"),
+    ({"prompt": ["a"] * 9}, "prompt"),
     ({"max_tokens": 3001}, "max_tokens"),
     ({"stop": [""]}, "stop"),
     ({"stop": ["a"] * 5}, "stop"),
