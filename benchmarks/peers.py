@@ -7,7 +7,7 @@ Run it in the root of the repository. DIR contains the repositories `litgpt` and
 peer whose folder or package is missing is reported in one line.
 
 The workload is 65,536 random Zipf tokens per optimizer step in rows of 2048, a vocabulary of 32,768, the shape of
-`124m`, BF16 products with float32 weights, gradients clipped at 1, and fused AdamW. Every peer runs in its own process.
+`124m`, BF16 matmuls with float32 weights, gradients clipped at 1, and fused AdamW. Every peer runs in its own process.
 The first steps compile; then --steps are timed on the device (CUDA events, end to end), and the median is reported.
 
     transformers         Qwen3ForCausalLM, BF16 autocast, torch.compile of model and loss

@@ -25,7 +25,7 @@ from deskside.budget.speed import Rates
 from deskside.facts.gpus import find
 from deskside.plan.calibrate import Calibration, calibrate
 from deskside.plan.estimate import estimate
-from deskside.plan.published import sheet_rates
+from deskside.plan.published import uncalibrated_rates
 
 # Priors: (value, standard deviation of its logarithm). The values of the efficiencies come from the kernels of one step
 # (docs/log.md, 2026-11-21); those of the host are orders of magnitude from docs/performance.md, "Small passes".
@@ -128,7 +128,7 @@ def rates_of(logarithms: np.ndarray) -> Rates:
     fused = dict(zip(EFFICIENCIES, values, strict=False))
     fused["attention_128"] = fused["attention_64"] * RATIO_128
     host = dict(zip(HOST, values[len(EFFICIENCIES) :], strict=True))
-    start = sheet_rates(find("h200"))
+    start = uncalibrated_rates(find("h200"))
     return replace(start, fused=replace(start.fused, **fused), host=replace(start.host, **host))
 
 
@@ -159,7 +159,7 @@ def _print_fit() -> None:
         "fused: " + ", ".join(f"{n}={getattr(rates.fused, n):.4g}" for n in (*EFFICIENCIES, "attention_128"))
     )
     print("host: " + ", ".join(f"{name}={getattr(rates.host, name):.4g}" for name in HOST))
-    shipped = sheet_rates(find("h200"))
+    shipped = uncalibrated_rates(find("h200"))
     lines = [
         summary("calibrating, fitted now", errors(calibrating, rates)),
         summary("held out, fitted now", errors(held_out, rates)),

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from deskside.budget.operators import step_operators
-from deskside.budget.shape import block_matrices
+from deskside.budget.shape import block_matrix_params
 from deskside.budget.step_spec import StepSpec
 from deskside.config.recipes import Format, Product, Recipe, recipe_named
 from deskside.config.run import RunConfig
@@ -134,7 +134,7 @@ def traffic_bytes(
         per_token += 5 * (q + kv) * layers
     per_token += (8 if model.gated_mlp else 5) * intermediate * layers
     passes = config.batch.tokens // micro_tokens
-    weights = block_matrices(model) + model.vocab_size * D
+    weights = block_matrix_params(model) + model.vocab_size * D
     casts = 0.0 if unit == 4 else float(weights * (6 + 6 + 10 * (passes - 1)))
     traffic = {
         "elementwise": tokens * unit * per_token,

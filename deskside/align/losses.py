@@ -10,7 +10,7 @@ h = (log p(chosen) - log ref(chosen)) - (log p(rejected) - log ref(rejected)), e
                                                             token means instead of sums
     sigmoid_norm  -log sigmoid(beta h')                     so that long answers do not dominate
 
-IPO uses token means, as in TRL, so its beta has another scale than DPO's.
+IPO uses token means, as in TRL, so its beta has a different scale from DPO's.
 
 Sampled answers (GRPO and its variants), from the log-probabilities of their tokens:
 

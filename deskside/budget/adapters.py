@@ -14,7 +14,7 @@ than modelled, because nothing before it is trained. Quantized weights are dequa
 again in the backward.
 """
 
-from deskside.budget.shape import Shape, block_matrices
+from deskside.budget.shape import Shape, block_matrix_params
 from deskside.budget.sizes import Sizes
 from deskside.budget.step_spec import AdapterSpec, StepSpec
 
@@ -49,7 +49,7 @@ def frozen_bytes(sizes: Sizes, adapter: AdapterSpec) -> float:
 
 def block_bytes(shape: Shape, adapter: AdapterSpec) -> float:
     """Return the bytes of the block matrices, with q, k, v and gate, up fused as by default."""
-    matrices, sizes = block_matrices(shape), projection_sizes(shape)
+    matrices, sizes = block_matrix_params(shape), projection_sizes(shape)
     if adapter.base == "bf16":
         return 2.0 * matrices
     if adapter.base == "int8":

@@ -1,9 +1,9 @@
 """Parameters, FLOPs and KV cache of a model shape.
 
 FLOPs per token follow one convention everywhere in this project: a forward and backward pass, two FLOPs per
-multiply-add, the backward twice the forward. Counted are the products with weights that a token is multiplied with (in
-a mixture of experts only its chosen experts; the head, but not the embedding look-up), and attention over the positions
-that the causal mask and the window admit. Norms, activations and recomputation do not count.
+multiply-add, the backward twice the forward. The count includes the matmuls of a token with weights (of a mixture of
+experts only its chosen experts; the head, but not the embedding look-up), and attention over the positions that the
+causal mask and the window admit. It excludes norms, activations and recomputation.
 
     6 x matmul parameters + sum over layers of 12 x heads x head_dim x T_avg
     T_avg: average positions that a token attends to: T / 2 for a sequence of T; with a window w < T, w - w^2 / (2 T)
@@ -73,8 +73,8 @@ def parameter_groups(shape: Shape) -> dict[str, int]:
     return {
         "embedding": shape.vocab_size * D,
         "position": shape.max_position_embeddings * D if shape.position_embedding == "learned" else 0,
-        "attention": layers * (attention_weights(shape) + _attention_biases(shape)),
-        "mlp": layers * (mlp_weights(shape, shape.num_experts) + _mlp_biases(shape)),
+        "attention": layers * (attention_matrix_params(shape) + _attention_biases(shape)),
+        "mlp": layers * (mlp_matrix_params(shape, shape.num_experts) + _mlp_biases(shape)),
         "norm": (2 * layers + 1) * per_norm + (layers * 2 * shape.head_dim if shape.qk_norm else 0),
         "head": 0 if shape.tie_word_embeddings else shape.vocab_size * D,
     }
@@ -86,27 +86,29 @@ def num_params(shape: Shape) -> int:
 
 
 def root_params(shape: Shape) -> int:
-    """Return the parameters outside the blocks: embedding, positions, head. The small final norm is left out."""
+    """Return the number of parameters in the root module: embedding, positions, head; not the final norm."""
     groups = parameter_groups(shape)
     return groups["embedding"] + groups["position"] + groups["head"]
 
 
 def active_params(shape: Shape) -> int:
-    """Return the parameters that one token uses: all, or in a mixture of experts all but the experts not chosen."""
-    idle = mlp_weights(shape, shape.num_experts) - mlp_weights(shape, shape.num_experts_per_tok)
+    """Return the number of parameters that one token uses: all, except experts that are not chosen."""
+    idle = mlp_matrix_params(shape, shape.num_experts) - mlp_matrix_params(shape, shape.num_experts_per_tok)
     return num_params(shape) - (shape.num_hidden_layers * idle if shape.num_experts else 0)
 
 
 def matmul_params(shape: Shape) -> int:
-    """Return the weights that a token is multiplied with: block matrices (chosen experts, router) and the head, tied
-    or not."""
-    block = attention_weights(shape) + mlp_weights(shape, shape.num_experts_per_tok)
+    """Return the number of weights that a token is multiplied with: block matrices (chosen experts, router) and head,
+    tied or not."""
+    block = attention_matrix_params(shape) + mlp_matrix_params(shape, shape.num_experts_per_tok)
     return shape.num_hidden_layers * block + shape.vocab_size * shape.hidden_size
 
 
-def block_matrices(shape: Shape) -> int:
-    """Return the weights in the matrices of the blocks, all experts included. Muon updates these."""
-    return shape.num_hidden_layers * (attention_weights(shape) + mlp_weights(shape, shape.num_experts))
+def block_matrix_params(shape: Shape) -> int:
+    """Return the number of weights in the matrices of the blocks, all experts included. Muon updates these."""
+    return shape.num_hidden_layers * (
+        attention_matrix_params(shape) + mlp_matrix_params(shape, shape.num_experts)
+    )
 
 
 def attention_span(sequence_length: int, window: int | None) -> float:
@@ -117,12 +119,16 @@ def attention_span(sequence_length: int, window: int | None) -> float:
 
 
 def flops_per_token(shape: Shape, sequence_length: int, traced: bool = False) -> float:
-    """Return the FLOPs per token of forward and backward, by the convention of the module docstring."""
+    """Return the FLOPs per token of forward and backward, by the convention of the module docstring.
+
+    traced: return a `Term`, which carries the formula.
+    """
     span = sum(attention_span(sequence_length, shape.layer_window(i)) for i in range(shape.num_hidden_layers))
     weights: float = matmul_params(shape)
     queries: float = shape.num_attention_heads * shape.head_dim
     if traced:
-        weights, queries = leaf("weights that a token meets", weights), leaf("query channels", queries)
+        weights = leaf("weights that a token is multiplied with", weights)
+        queries = leaf("query channels", queries)
         span = leaf("tokens that a token sees, summed over the layers", span)
     return 6 * weights + 12 * queries * span
 
@@ -133,8 +139,8 @@ def kv_bytes_per_token(shape: Shape, bytes_per_element: float) -> float:
     return shape.num_hidden_layers * per_layer * bytes_per_element
 
 
-def attention_weights(shape: Shape) -> int:
-    """Return the weights of the q, k, v and output projections of one layer."""
+def attention_matrix_params(shape: Shape) -> int:
+    """Return the number of weights in the q, k, v and output projections of one layer."""
     q, kv = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
     return shape.hidden_size * (2 * q + 2 * kv)
 
@@ -144,8 +150,8 @@ def _attention_biases(shape: Shape) -> int:
     return q + 2 * kv + shape.hidden_size if shape.attention_bias else 0
 
 
-def mlp_weights(shape: Shape, experts: int) -> int:
-    """Return the weights of one layer's MLP. In a mixture of experts: the router and `experts` experts."""
+def mlp_matrix_params(shape: Shape, experts: int) -> int:
+    """Return the number of weights in one layer's MLP. In a mixture of experts: the router and `experts` experts."""
     matrices = 3 if shape.gated_mlp else 2
     if shape.num_experts:
         return shape.hidden_size * (shape.num_experts + experts * matrices * shape.moe_intermediate_size)

@@ -4,9 +4,9 @@ from functools import lru_cache
 
 from deskside.budget.shape import (
     Shape,
-    attention_weights,
-    block_matrices,
-    mlp_weights,
+    attention_matrix_params,
+    block_matrix_params,
+    mlp_matrix_params,
     mlp_width_per_token,
     num_params,
     root_params,
@@ -42,7 +42,7 @@ class Sizes:
         self.block_weights = size("weights of the blocks", blocks)
         self.root_weights = size("weights of embedding and head", root)
         self.attention_weights = size("attention weights of a layer", attention)
-        self.mlp_weights = size("MLP weights of a layer that a token meets", mlp)
+        self.mlp_weights = size("MLP weights of a layer that a token is multiplied with", mlp)
         self.tokens = size("tokens of a step on one GPU", spec.tokens // spec.gpus)
         self.pass_tokens = size("tokens per pass", spec.micro_tokens)
         self.chunk_tokens = size("tokens of a loss chunk", min(spec.loss_chunk_tokens, spec.micro_tokens))
@@ -65,8 +65,8 @@ def _counts(shape: Shape) -> tuple[int, int, int, int, int, int]:
     return (
         mlp_width_per_token(shape),
         num_params(shape),
-        block_matrices(shape),
+        block_matrix_params(shape),
         root_params(shape),
-        attention_weights(shape),
-        mlp_weights(shape, shape.num_experts_per_tok),
+        attention_matrix_params(shape),
+        mlp_matrix_params(shape, shape.num_experts_per_tok),
     )

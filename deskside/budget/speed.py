@@ -85,7 +85,7 @@ class Rates:
     """Rates of a device, per second.
 
     Attributes:
-        matmul_flops: Sustained FLOP/s of a large product in BF16, or in FP32 on a CPU.
+        matmul_flops: Sustained FLOP/s of a large matmul in BF16, or in FP32 on a CPU.
         bandwidth: Bytes/s of the GPU's memory, read plus written.
         low_precision_flops, fp4_flops: FLOP/s of a large FP8 and a large NVFP4 product; None if not supported.
         single_flops: FLOP/s of a product in FP32; None if unknown, or if `matmul_flops` is in FP32 already.
@@ -152,7 +152,7 @@ def operator_seconds(operator: Operator, rates: Rates, spec: StepSpec) -> float:
 
 
 def product_rate(operator: Operator, rates: Rates) -> float:
-    """Return the FLOP/s of a large product in the operator's format. Raises ValueError if the device lacks it."""
+    """Return the FLOP/s of a large matmul in the operator's format. Raises ValueError if the device lacks it."""
     if operator.runs_as == "emulated":
         return EMULATED_RATE_SHARE * rates.matmul_flops
     if operator.runs_as in ("fp8", "nvfp4"):

@@ -1,6 +1,6 @@
 """Numbers that carry the formula that computed them, so that each formula is written once and can be printed.
 
-`budget/` computes memory and time with ordinary arithmetic. With plain numbers, formulas have no overhead; the
+`budget/` computes memory and time with ordinary arithmetic. With plain numbers, formulas have little overhead; the
 planner's search evaluates them thousands of times. With `Term`s, they return the same value and two texts: the formula
 in words, and the formula with the numbers filled in. `deskside plan --explain` prints both:
 
@@ -85,7 +85,7 @@ def leaf(name: str, value: float) -> Term:
 
 
 def named(what: str, value: float, unit: str = "bytes") -> float:
-    """Return an intermediate result under a name, with its formula as a separate line. Other values are unchanged."""
+    """Name an intermediate result, so that its formula is a separate line. Plain numbers and leaves are unchanged."""
     if not isinstance(value, Term) or value.precedence == ATOM:
         return value
     result = leaf(what, value)

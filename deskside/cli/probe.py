@@ -157,7 +157,7 @@ def _numbers(option: str, text: str, maximum: int) -> list[int]:
         digits = word.lstrip("0")
         if not (word.isascii() and word.isdecimal() and digits):
             raise UsageError(f"--{option}: {word!r} is not a positive whole number; write it like 12,16,20")
-        # The length is compared first, because int() refuses thousands of digits.
+        # The length is compared first, because int() rejects thousands of digits.
         if len(digits) > len(str(maximum)) or int(digits) > maximum:
             shown = digits if len(digits) < 20 else f"{digits[:20]}..."
             raise UsageError(f"--{option}: {shown} cannot be measured; use at most {maximum}")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deskside.kernels.functional import create_autograd_context
+from deskside.kernels.functional import create_cuda_context_for_autograd
 from deskside.train.loop.step import DeviceEvent
 from deskside.utils.child_process import is_out_of_memory
 from deskside.utils.errors import RunError, UsageError
@@ -48,7 +48,7 @@ def run_check(target: str, arguments: Mapping[str, Any]) -> Result:
     began = time.perf_counter()
     module, function = target.split(":")
     try:
-        create_autograd_context(arguments.get("device", "cpu"))
+        create_cuda_context_for_autograd(arguments.get("device", "cpu"))
         result: Result = getattr(import_module(module), function)(**arguments)
     except UNSUPPORTED_ERRORS as error:
         verdict = "out of memory" if is_out_of_memory(error) else "unsupported"

@@ -1,4 +1,4 @@
-"""Collect facts about the machine and its software, in a child process because a broken driver may hang or crash."""
+"""Facts about the machine and its software. Call `collect` in a child process: a broken driver may hang or crash it."""
 
 import os
 import shutil
@@ -34,11 +34,11 @@ def collect() -> dict[str, Any]:
         **driver,
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version() if device.type == "cuda" else None,
-        "cudnn_package": _first_version("nvidia-cudnn-cu13", "nvidia-cudnn-cu12"),
+        "cudnn_package": _first_installed_version("nvidia-cudnn-cu13", "nvidia-cudnn-cu12"),
         "cuda_error": cuda_error,
         "gpus": [] if cuda_error else [_gpu(index, memory) for index in range(torch.cuda.device_count())],
         "visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
-        "architectures": torch.cuda.get_arch_list(),
+        "architectures": torch.cuda.get_arch_list(),  # that torch was built for
         "memory_available_gib": _gib(_memory_available()),
         "memory_limit_gib": _gib(_memory_limit()),
         "shm": _space("/dev/shm"),
@@ -137,7 +137,7 @@ def _compiler(variable: str, names: tuple[str, ...]) -> str | None:
     return next((path for path in paths if path), None)
 
 
-def _first_version(*names: str) -> str | None:
+def _first_installed_version(*names: str) -> str | None:
     for name in names:
         with suppress(metadata.PackageNotFoundError):
             return metadata.version(name)

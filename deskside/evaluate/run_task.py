@@ -146,7 +146,7 @@ def evaluate(
 
 
 def count_answers(prepared: PreparedTask, limit: int | None) -> int:
-    """Return how many answers `evaluate` will count, for a progress bar."""
+    """Return the total that `evaluate` passes to `tick`, for a progress bar."""
     chosen, items = prepared.chosen, prepared.items
     indices = select_indices(items, limit, chosen.task.spread)
     if isinstance(chosen.task, Generated):
@@ -190,7 +190,7 @@ def _record(
 ) -> dict[str, Any]:
     """Return the results of one item.
 
-    acc, acc_norm and acc_bytes are the indices of the chosen answers. Of equal ones the first is chosen, as in lm-eval.
+    acc, acc_norm and acc_bytes are the indices of the chosen answers. Ties go to the first one, as in lm-eval.
     """
     logprobs = [result.logprob for result in results]
     if isinstance(task, CompletionTask):

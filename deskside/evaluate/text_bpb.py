@@ -54,7 +54,7 @@ def measure(
         sequence_length: Tokens per row; None for the run's, or up to HF_SEQUENCE_LENGTH without a run.
         batch_tokens: Tokens per forward pass.
 
-    Raises UsageError for an invalid length, and for data that cannot be read or was prepared with another tokenizer.
+    Raises UsageError for an invalid length, and for data that is unreadable or was prepared with a different tokenizer.
     """
     length = sequence_length
     if length is None:
@@ -170,6 +170,6 @@ def _dataset(loaded: Loaded, config: RunConfig | None, data: str | None, length:
     dataset = PackedDataset(path, split="val", sequence_length=length)
     if dataset.index.tokenizer.checksum != fingerprint(loaded.tokenizer_dir / "tokenizer.json")[1]:
         raise UsageError(
-            f"{path}: was prepared with another tokenizer than the model's; give the text itself with --text FILE"
+            f"{path}: was prepared with a different tokenizer from the model's; give the text itself with --text FILE"
         )
     return dataset

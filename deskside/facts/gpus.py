@@ -3,7 +3,7 @@
 Rates are dense and with FP32 accumulation, which PyTorch's BF16 matrix products use, never the sparse or
 FP16-accumulate rates from marketing material. An RTX 4090 has 165 TFLOP/s, not 330, because GeForce cards accumulate in
 FP32 at half rate (512 FLOP per multiprocessor and clock). The notes mention wrong figures that circulate.
-`measured_bf16_flops` is the rate that others measured with a large BF16 matrix product. Desktop GeForce cards reach 91
+`measured_bf16_flops` is the rate that others measured with a large BF16 matmul. Desktop GeForce cards reach 91
 to 113 % of their data sheet, since most boost above their specified clock; workstation and data centre cards reach 50
 to 87 %.
 

@@ -1,9 +1,9 @@
 """State of AdamW: the names of its tensors, its hyperparameters, and the 8-bit format of its moments.
 
-The 8-bit format is Dettmers' block-wise dynamic map (arXiv 2110.02861, 1511.04561): 256 neighbours share their largest
-magnitude as a float32 scale, and each code is a value in [-1, 1] (first moment) or [0, 1] (second moment). The codes
-cover seven decades. Each decade is cut into equal cells, twice as many as the decade below, so the relative precision
-grows with the magnitude. Both moments together take 2 + 8 / 256 bytes per weight instead of 8.
+The 8-bit format is Dettmers' block-wise dynamic map (arXiv 2110.02861, 1511.04561): 256 adjacent values share their
+largest magnitude as a float32 scale, and each code is a value in [-1, 1] (first moment) or [0, 1] (second moment). The
+codes cover seven decades. Each decade is cut into equal cells, twice as many as the decade below, so the relative
+precision grows with the magnitude. Both moments together take 2 + 8 / 256 bytes per weight instead of 8.
 
 Unlike in bitsandbytes, a small second moment gets the lowest nonzero code rather than that of zero, because the update
 divides by its root.

@@ -42,10 +42,10 @@ def at_least_float32(x: Tensor) -> torch.dtype:
 def rotate(x_BTHC: Tensor, cos_BT1c: Tensor, sin_BT1c: Tensor) -> Tensor:
     """Rotary position embedding: rotate every pair of channels by its angle (Su et al. 2021, arXiv 2104.09864).
 
-    The angle is proportional to the position, so that the dot product of q and k depends on their distance alone.
-    Channels c and c + C/2 form a pair with angle position * theta^(-2c/C). This is Hugging Face's half-rotation layout,
-    so Qwen and Llama weights need no permutation on import or export. cos and sin have C/2 channels and broadcast over
-    rows and heads.
+    The angle is proportional to the position, so the dot product of q and k depends on their positions only through the
+    distance. Channels c and c + C/2 form a pair with angle position * theta^(-2c/C). This is Hugging Face's rotate-half
+    layout, so Qwen and Llama weights need no permutation on import or export. cos and sin have C/2 channels and
+    broadcast over rows and heads.
     """
     dtype = at_least_float32(x_BTHC)
     first, second = x_BTHC.to(dtype).chunk(2, dim=-1)
@@ -92,7 +92,7 @@ class _ScalarRoot(torch.autograd.Function):
         return None, *ctx.upstream, *(None for _ in ctx.upstream)
 
 
-def create_autograd_context(device: torch.device | str) -> None:
+def create_cuda_context_for_autograd(device: torch.device | str) -> None:
     """Create the CUDA context of autograd's thread for this device by launching a kernel there. No effect on a CPU.
 
     Without it, a process whose first backward begins with a matmul prints the warning "no current CUDA context"

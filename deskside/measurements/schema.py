@@ -51,7 +51,7 @@ class StepSeconds(_Record):
 
 
 class CardMeasurement(_Record):
-    """Result of the GPU benchmark."""
+    """Result of the device benchmark."""
 
     matmul_peak: Annotated[float, Field(ge=1e3, le=1e20)]
     copy_bandwidth: Annotated[float, Field(ge=1e3, le=1e18)]

@@ -97,7 +97,7 @@ class Transformer(nn.Module):
         rotation = self._rotation(T, positions_BT)
         contexts = self._contexts(context or AttentionContext(), B, T, x_BTD)
         # Splitting the embedding costs several passes over it, forward and backward.
-        split_embedding = not self.layers[0].attn.accepts_no_delta  # type: ignore[union-attr]
+        split_embedding = not self.layers[0].attn.delta_optional  # type: ignore[union-attr]
         residual_BTD, delta_BTD = self._split_embedding(x_BTD) if split_embedding else (x_BTD, None)
         statistics: list[Tensor] = []
         for layer in self.layers:
@@ -118,7 +118,7 @@ class Transformer(nn.Module):
     def loss(
         self, tokens_BT: Tensor, targets_BT: Tensor, context: AttentionContext | None = None, **options: Any
     ) -> Tensor:
-        """Return the summed cross-entropy over targets that are not -100, float32. Options: see `loss_and_balance`."""
+        """Return the sum of the losses over targets that are not -100, float32. See `loss_and_balance`."""
         return self.loss_and_balance(tokens_BT, targets_BT, context, **options)[0]
 
     def loss_and_balance(
@@ -130,10 +130,10 @@ class Transformer(nn.Module):
         z_loss: float = 0.0,
         chunk_tokens: int = CHUNK_TOKENS,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the summed cross-entropy and, for a model with experts, the load-balancing loss (otherwise None).
+        """Return the summed cross-entropy plus z-loss, and the load-balancing loss (None for a model without experts).
 
-        The load-balancing loss covers all tokens of the batch, as in transformers without a mask, and is not yet
-        multiplied by `router_aux_loss_coef`.
+        The load-balancing loss covers all tokens of the batch, as in Hugging Face Transformers without a mask, and is
+        not yet multiplied by `router_aux_loss_coef`.
         """
         hidden_BTD, statistics = self.hidden_and_router(tokens_BT, context, positions_BT)
         loss = self.head_loss(
@@ -189,8 +189,8 @@ class Transformer(nn.Module):
         """Append tokens to each row of the cache. Returns logits (B, T, V), or (B, 1, V) for each row's last token.
 
         counts_B: number of tokens in each row before the padding on the right (None: all T). The logits of padding are
-        meaningless. blocks: the implementation of the blocks. Raises UsageError if the cache or the positions are too
-        short.
+        meaningless. blocks: how the blocks and the final norm are computed. Raises UsageError if the tokens exceed the
+        cache or the model's positions.
         """
         B, T = tokens_BT.shape
         if not cache.managed:
@@ -260,7 +260,7 @@ class Transformer(nn.Module):
     def _split_embedding(x_BTD: Tensor) -> tuple[Tensor, Tensor]:
         """Return the first block's (residual, delta): half of the embedding each.
 
-        Halving is exact in floating point. This way all blocks get two tensors that require gradients; with a delta of
+        Halving is exact in floating point. It gives every block two tensors that require gradients; with a delta of
         None or zeros, torch.compile would compile the first block separately.
         """
         return x_BTD * 0.5, x_BTD * 0.5

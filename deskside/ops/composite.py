@@ -148,7 +148,7 @@ class GatedLinear(nn.Module):
 class AttentionSublayer(nn.Module):
     """The attention half of a block: `input` computes q, k and v, and `output` is o_proj.
 
-    heads: number of query heads; kv_heads: number of key and of value heads. accepts_no_delta: True if the override
+    heads: number of query heads; kv_heads: number of key and of value heads. delta_optional: True if the override
     takes None as the first block's delta, so that the embedding need not be split into residual and delta.
     """
 
@@ -163,7 +163,7 @@ class AttentionSublayer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.forward_override: Callable[..., Any] | None = None
-        self.accepts_no_delta = False
+        self.delta_optional = False
 
 
 class MLPSublayer(nn.Module):

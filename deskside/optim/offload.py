@@ -6,9 +6,9 @@ update on the CPU would read and write 28 bytes of host memory, which takes 0.6 
 also move gradient and weight over the bus. Besides, results, skipped steps and checkpoints are the same as without
 offloading.
 
-    copy up      | piece 0 | piece 1 | piece 2 | piece 3 ...
-    update                 | piece 0 | piece 1 | piece 2 ...
-    copy down                        | piece 0 | piece 1 ...
+    host to device | piece 0 | piece 1 | piece 2 | piece 3 ...
+    update                   | piece 0 | piece 1 | piece 2 ...
+    device to host                     | piece 0 | piece 1 ...
 
 The device needs memory for only three buffers of one piece each. If the device is a CPU, updates work on the state in
 place.
@@ -26,7 +26,7 @@ from torch import Tensor
 from deskside.utils.errors import RunError
 
 PIECE = 2**22  # weights per piece: 16 MiB of a float32 moment, enough for the full rate of the bus
-BUFFERS = 3  # one being copied up, one being updated, one being copied down
+BUFFERS = 3  # one being copied to the device, one being updated, one being copied to the host
 ALIGNMENT = 256  # bytes, of each tensor's start in a buffer
 
 
@@ -69,29 +69,31 @@ class Streamer:
         self._free: list[torch.cuda.Event | None] = [None] * BUFFERS
 
     def run(self, jobs: Sequence[OffloadJob]) -> None:
-        """Queue all jobs without waiting for the device. Call `wait` before the host reads the state."""
+        """Queue all jobs; waits only if the buffers must grow. Call `wait` before the host reads the state."""
         if self.device.type != "cuda":
             for job in jobs:
                 job.update(job.host_state)
             return
-        up, down = self._prepare(max(sum(_aligned(t.nbytes) for t in job.host_state) for job in jobs))
+        to_device, to_host = self._prepare(
+            max(sum(_aligned(t.nbytes) for t in job.host_state) for job in jobs)
+        )
         compute = torch.cuda.current_stream(self.device)
-        up.wait_stream(down)  # the results of the last step must have arrived in host memory
+        to_device.wait_stream(to_host)  # the results of the last step must have arrived in host memory
         for number, job in enumerate(jobs):
             slot = number % BUFFERS
             parts = _views(self._buffers[slot], job.host_state)
-            with torch.cuda.stream(up):
+            with torch.cuda.stream(to_device):
                 if (free := self._free[slot]) is not None:
-                    up.wait_event(free)
+                    to_device.wait_event(free)
                 for part, host in zip(parts, job.host_state, strict=True):
                     part.copy_(host, non_blocking=True)
-            compute.wait_stream(up)
+            compute.wait_stream(to_device)
             job.update(parts)
-            down.wait_stream(compute)
-            with torch.cuda.stream(down):
+            to_host.wait_stream(compute)
+            with torch.cuda.stream(to_host):
                 for part, host in zip(parts, job.host_state, strict=True):
                     host.copy_(part, non_blocking=True)
-                self._free[slot] = down.record_event()
+                self._free[slot] = to_host.record_event()
 
     def wait(self) -> None:
         """Wait until all state has been copied back to the host."""
@@ -101,14 +103,14 @@ class Streamer:
     def _prepare(self, size: int) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
         if self._streams is None:
             self._streams = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
-        up, down = self._streams
+        to_device, to_host = self._streams
         if not self._buffers or self._buffers[0].nbytes < size:
             self.wait()
             self._buffers = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(BUFFERS)]
             self._free = [None] * BUFFERS
             # Work that was queued on the current stream earlier may still read this memory.
-            up.wait_stream(torch.cuda.current_stream(self.device))
-        return up, down
+            to_device.wait_stream(torch.cuda.current_stream(self.device))
+        return to_device, to_host
 
 
 def pieces(elements: int) -> list[slice]:

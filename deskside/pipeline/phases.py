@@ -22,7 +22,7 @@ from deskside.measurements.store import Busy, Row, Store
 from deskside.plan.planner import make_plan
 from deskside.plan.request import PlanQuestion, PlanRequest, make_request
 from deskside.plan.result import Plan, PlannedBand
-from deskside.probe.grid import CARD_SECONDS, calibration_points, estimate_seconds
+from deskside.probe.grid import BENCHMARK_SECONDS, calibration_points, estimate_seconds
 from deskside.probe.sweep import PointResult, Sweep
 from deskside.run.directory import resolve_path
 from deskside.utils.errors import RunError, UsageError
@@ -30,7 +30,7 @@ from deskside.utils.format import count, duration, gib
 from deskside.utils.signals import Interrupted
 
 CHECKS_SHARE = 0.1  # share of the time budget for doctor and probe together
-# For short budgets: enough seconds for a quick doctor, the GPU benchmark and one probe point, but at most this share.
+# For short budgets: seconds for a quick doctor, the device benchmark and one probe point, but at most this share.
 SHORT_CHECKS_SHARE, SHORT_CHECKS_SECONDS = 0.5, {"cuda": 90.0, "cpu": 60.0}
 DOCTOR_SHARE = 0.5  # maximum share of the allowance for the doctor
 # Expected duration of a quick doctor. It took 12 s on two busy CPU cores.
@@ -58,7 +58,7 @@ def doctor_allowance(hours: float, machine: Machine) -> float:
     """Return the seconds that the doctor may take. They leave enough for one probe point, or are 0."""
     both = allowance(hours, machine.device)
     first = calibration_points(machine.memory_bytes, machine.device)[0]
-    needed = estimate_seconds(first, [], machine.device, None) + CARD_SECONDS[machine.device]
+    needed = estimate_seconds(first, [], machine.device, None) + BENCHMARK_SECONDS[machine.device]
     return min(DOCTOR_SHARE * both, max(both - needed, 0.0))
 
 
@@ -111,7 +111,7 @@ class ProbeReporter:
             self.say(f"probe: {point_result.status}")
 
     def card(self, row: Row) -> None:
-        self.say(f"probe: GPU benchmark: {row['status']}")
+        self.say(f"probe: device benchmark: {row['status']}")
 
 
 def probe(machine: Machine, store: Store, seconds: float, say: Say) -> Result:
@@ -122,7 +122,7 @@ def probe(machine: Machine, store: Store, seconds: float, say: Say) -> Result:
     measured = sum(row["kind"] == "point" and row["status"] == "ok" for row in stored)
     seconds = min(seconds, MAX_PROBE_SECONDS)
     needed = estimate_seconds(points[0], [], machine.device, None)
-    needed += 0.0 if have_card else CARD_SECONDS[machine.device]
+    needed += 0.0 if have_card else BENCHMARK_SECONDS[machine.device]
     if seconds < needed and measured:
         return {"status": "stored", "stored": measured, "measured": 0}
     if seconds < needed:

@@ -37,7 +37,7 @@ class Strict(Part):
 
 
 class GoOptionsRecord(Strict):
-    """The options of `deskside go`. Configuration options in `given` are validated by the plan."""
+    """The options of `deskside go`. given: configuration options, checked as on the command line."""
 
     preset: str | None
     data: str | None
@@ -45,11 +45,11 @@ class GoOptionsRecord(Strict):
     gpu_budget: Annotated[float, Field(gt=0, le=MAX_GIB)] | None
     target_loss: Annotated[float, Field(gt=0)] | None
     probes: str
-    length: str | None = None  # such as "10M tokens"; None fills the hours. Not in older files
+    length: str | None = None  # such as "10M tokens"; None: train for the given hours. Not in older files
     directory: str | None = None  # the working directory; not in older files
 
     @model_validator(mode="after")
-    def _something_to_train(self) -> "GoOptionsRecord":
+    def _check_options(self) -> "GoOptionsRecord":
         if self.preset is None and self.data is None:
             raise ValueError("names neither a preset nor data")
         _accepted(merge.merge, "given", self.given)
@@ -71,7 +71,11 @@ class ProbeRecord(PhaseResult):
 
 
 class BandRecord(PhaseResult):
-    """A model of the plan, with the predictions that the pilot compares with measurements."""
+    """A band of the plan: one of up to three suggested models (safe, target, stretch), with its predictions.
+
+    The first steps of training, the pilot, compare the predictions with measurements. weights: number of weights
+    that a token is multiplied with, the size in the scaling law.
+    """
 
     name: str
     preset: str
@@ -94,7 +98,7 @@ class BandRecord(PhaseResult):
         return self
 
 
-class MadePlan(BandRecord):
+class CompletedPlan(BandRecord):
     status: Literal["made"]
     pretrain_seconds: Annotated[float, Field(gt=0)]
     reasons: list[str]
@@ -102,10 +106,10 @@ class MadePlan(BandRecord):
     bands: list[BandRecord]
 
     @model_validator(mode="after")
-    def _is_a_band(self) -> "MadePlan":
+    def _is_a_band(self) -> "CompletedPlan":
         names = [band.name for band in self.bands]
         if len(set(names)) < len(names) or (names and self.name not in names):
-            raise ValueError("bands: must list each band once, among them the trained one")
+            raise ValueError("bands: must be empty, or list each band once, including the trained one")
         return self
 
 
@@ -126,11 +130,11 @@ class PhaseResults(Strict):
 
     doctor: DoctorRecord | None = None
     probe: ProbeRecord | None = None
-    plan: Annotated[MadePlan | SkippedPlan, Field(discriminator="status")] | None = None
+    plan: Annotated[CompletedPlan | SkippedPlan, Field(discriminator="status")] | None = None
 
     @model_validator(mode="before")
     @classmethod
-    def _none_is_null(cls, data: object) -> object:
+    def _reject_null(cls, data: object) -> object:
         if isinstance(data, Mapping) and None in data.values():
             raise ValueError("a result is null")
         return data
@@ -183,12 +187,12 @@ def problem(state: Mapping[str, Any], run: Path) -> str | None:
         if other == run.absolute():
             return "continued_in: is this run itself"
         if (other / "run.json").exists() and not (other / "go.json").exists():
-            return f"continued_in: {checked.continued_in} is a separate run"
+            return f"continued_in: {checked.continued_in} was not started by deskside go"
     return None
 
 
 def _accepted(check: Callable[[list[Configuration]], object], key: str, config: Configuration) -> None:
-    """Raise ValueError if `check` refuses a configuration. key: where it is in the file, for the message."""
+    """Raise ValueError if `check` rejects a configuration. key: where it is in the file, for the message."""
     try:
         check([config])
     except UsageError as error:

@@ -30,8 +30,8 @@ from deskside.plan.published import (
     REFERENCE_ARCHITECTURE,
     Speedup,
     architecture_factor,
-    sheet_rates,
     speed_factors,
+    uncalibrated_rates,
 )
 from deskside.utils.errors import UsageError
 
@@ -154,7 +154,7 @@ def _published(gpu: Gpu) -> Calibration:
         spread = FEW_ROWS_SPREAD if rows else UNKNOWN_SPREAD
     rate = "measured and published" if gpu.measured_bf16_flops is not None else "from the data sheet"
     return Calibration(
-        rates=sheet_rates(gpu).corrected(1 / factor, 1 / factor, 1.0),
+        rates=uncalibrated_rates(gpu).corrected(1 / factor, 1 / factor, 1.0),
         speed_spread=spread,
         memory_spread=MEMORY_SPREAD["published"],
         source="published",
@@ -166,12 +166,12 @@ def _published(gpu: Gpu) -> Calibration:
 def _measured(
     gpu: Gpu | None, points: Sequence[Mapping[str, Any]], card: Mapping[str, Any] | None
 ) -> Calibration:
-    """Return the calibration from measured points. card: result of the GPU benchmark, None if it did not run."""
+    """Return the calibration from measured points. card: result of the device benchmark, None if it did not run."""
     device = str(points[-1]["result"].get("device", "cuda"))
     peak = statistics.median(float(row["result"]["matmul_peak_tflops"]) * 1e12 for row in points)
     if gpu is not None:
         factor, _ = architecture_factor(gpu)
-        prior = replace(sheet_rates(gpu).corrected(1 / factor, 1 / factor, 1.0), matmul_flops=peak)
+        prior = replace(uncalibrated_rates(gpu).corrected(1 / factor, 1 / factor, 1.0), matmul_flops=peak)
     elif card is not None:
         prior = Rates(peak, float(card["copy_bandwidth"]) / COPY_SHARE)
     else:

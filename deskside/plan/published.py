@@ -1,7 +1,7 @@
 """Calibration of cards that were not measured with deskside, from published measurements.
 
-The efficiencies of the operator model (`budget/speed.py`) were fitted on one H200. Other architectures reach another
-share of their matmul rate, and other trainers are faster or slower than ours. Published runs show both:
+The efficiencies of the operator model (`budget/speed.py`) were fitted on one H200. Other architectures reach a
+different share of their matmul rate, and other trainers are faster or slower than ours. Published runs show both:
 
     log(measured speed / modelled speed) = trainer + architecture + noise
 
@@ -10,7 +10,7 @@ used for calibration: it compares cards that ran the same trainer. Only every se
 the order of the table, takes part; the others are held out to test the predictions (`benchmarks/planner_published.py`,
 docs/planner-accuracy.md).
 
-The efficiency of attention is that of the attention kernels of a run, not of ours (`attention_share`). Runs with
+The modelled speed uses the efficiency of the run's own attention kernel, not of ours (`attention_share`). Runs with
 recomputation or offloading that the model cannot represent, and sequences longer than 8,192, are left out.
 """
 
@@ -34,16 +34,16 @@ MAX_ROUNDS = 20  # of the median polish, which usually converges earlier
 PLAIN_SAVINGS = ("", "FULL_SHARD ckpt=False")  # column `saving` of runs without recomputation or offloading
 # Efficiency of attention kernels relative to ours (cuDNN, FlashAttention-3). FlashAttention-2 is twice as fast as the
 # first version (arXiv 2307.08691). It does not use Hopper's instructions and reaches 35 % of 989 TFLOP/s there (arXiv
-# 2407.08608). That is 0.44 of the rate of a large product, 790 TFLOP/s; ours reaches 0.59.
+# 2407.08608). That is 0.44 of the rate of a large matmul, 790 TFLOP/s; ours reaches 0.59.
 FIRST_GENERATION = 0.5  # relative to the second
 SECOND_ON_HOPPER = 0.74
 FIRST_KERNELS = ("FlashAttention", "Flash (PT2.0)")  # names in the table, before FlashAttention-2 (July 2023)
 SECOND_KERNELS = ("FA2", "SDPA", "SDPA causal", "SDPA flash GQA")
-# Rate of large BF16 products as a share of the data sheet, for cards without a measurement: about the medians in
+# Rate of large BF16 matmuls as a share of the data sheet, for cards without a measurement: about the medians in
 # facts/gpus.csv, laptops left out.
 SHEET_SHARE = {"GeForce": 1.03, "other": 0.80}
 # Share of the data sheet's bandwidth that transfers reach: over NVLink or Infinity Fabric, over PCIe, and to the host.
-# The first two are modelled. The last was measured: the offloaded optimizer states of 124m on an H200 (PCIe 5.0 x16,
+# The first two are assumptions. The last was measured: the offloaded optimizer states of 124m on an H200 (PCIe 5.0 x16,
 # docs/data/2026-11-22-release/memory/memory_124m.json).
 FABRIC_SHARE, PEER_SHARE, HOST_SHARE = 0.78, 0.70, 0.80
 
@@ -62,18 +62,18 @@ class SpeedFactors:
 
 
 def matmul_rate(gpu: Gpu) -> float:
-    """Return the FLOP/s of a large BF16 product: measured, else a typical share of the data sheet's rate."""
+    """Return the FLOP/s of a large BF16 matmul: measured, else a typical share of the data sheet's rate."""
     if gpu.measured_bf16_flops is not None:
         return gpu.measured_bf16_flops
     return gpu.bf16_flops * SHEET_SHARE["GeForce" if gpu.geforce else "other"]
 
 
-def sheet_rates(gpu: Gpu) -> Rates:
-    """Return the rates of a card from its data sheet, with the efficiencies that were fitted on Hopper."""
+def uncalibrated_rates(gpu: Gpu) -> Rates:
+    """Return a card's rates: BF16 by `matmul_rate`, others from its data sheet; efficiencies as fitted on Hopper."""
     bf16 = matmul_rate(gpu)
     fp8 = None if gpu.fp8_flops is None else gpu.fp8_flops * bf16 / gpu.bf16_flops
     fp4 = None if gpu.fp4_flops is None else gpu.fp4_flops * bf16 / gpu.bf16_flops
-    # FP32 products run on the CUDA cores, two FLOPs per lane and clock.
+    # FP32 matmuls run on the CUDA cores, two FLOPs per lane and clock.
     lanes = 64 if gpu.compute_capability == "8.0" else 128
     fp32 = 2.0 * lanes * gpu.multiprocessors * gpu.boost_hz
     return Rates(
@@ -113,7 +113,7 @@ def modelled_speed(row: Measurement) -> float:
     gpu = row.data_sheet()
     assert gpu is not None
     shape, spec = shape_of(row), step_of(row)
-    rates, share = sheet_rates(gpu), attention_share(row, gpu)
+    rates, share = uncalibrated_rates(gpu), attention_share(row, gpu)
     ours = rates.efficiency
     theirs = replace(ours, attention_64=share * ours.attention_64, attention_128=share * ours.attention_128)
     return tokens_per_second(shape, spec, replace(rates, efficiency=theirs))
@@ -219,7 +219,7 @@ def uncalibrated_reason(gpu: Gpu) -> str:
     """Return a sentence about an architecture without calibrating runs, "" if there are some."""
     if gpu.architecture == REFERENCE_ARCHITECTURE or gpu.architecture in speed_factors().architectures:
         return ""
-    software = "; software: ROCm untested" if gpu.rocm else ""
+    software = ", and ROCm is untested" if gpu.rocm else ""
     return f"no measured or published run calibrates {gpu.architecture}{software}"
 
 
@@ -236,7 +236,7 @@ def architecture_factor(gpu: Gpu) -> tuple[float, str]:
 
 @dataclass(frozen=True)
 class Speedup:
-    """Tokens per second in FP8 relative to BF16. source: measured or published, and by which runs."""
+    """speed: tokens per second in FP8 relative to BF16. source: measured or published, and from which runs."""
 
     speed: float
     source: str
@@ -245,8 +245,8 @@ class Speedup:
 def published_fp8_speedup(gpu: Gpu, params: float) -> Speedup | None:
     """Return the published speed-up of FP8 at this model size: on this card, else on its architecture, else None.
 
-    It grows with the model, because products grow faster than memory traffic. It is interpolated over log(size) between
-    published sizes, and constant beyond them.
+    It grows with the model, because the FLOPs of matmuls grow faster than memory traffic. It is interpolated over
+    log(size) between published sizes, and constant beyond them.
     """
     if gpu.fp8_flops is None:
         return None
@@ -281,7 +281,7 @@ def _interpolated(x: float, points: Sequence[tuple[float, float]]) -> float:
 
 @cache
 def _fp8_pairs() -> tuple[tuple[Measurement, Measurement], ...]:
-    """Return pairs of (FP8, BF16) runs on one GPU that differ only in precision."""
+    """Return pairs of (FP8, BF16) runs on one GPU with the same trainer, model, batch shape and recomputation."""
 
     def settings(row: Measurement) -> tuple[object, ...]:
         return (row.card, row.framework, row.model, row.sequence_length, row.rows, row.workload, row.saving)

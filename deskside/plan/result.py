@@ -127,7 +127,7 @@ def executable(request: PlanRequest, candidate: Candidate) -> tuple[dict[str, An
     else:
         length = str(Duration(max(1, int(candidate.tokens[1])), "tokens"))
     planned.setdefault("schedule", {})["length"] = length
-    # The candidate may fit only in another precision than the requested one.
+    # The candidate may fit only in a different precision from the requested one.
     if candidate.setting.precision != precision(request) or request.precision is not None:
         planned.setdefault("precision", {})["name"] = candidate.setting.precision
     positions = candidate.setting.model.max_position_embeddings

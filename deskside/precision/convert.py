@@ -122,7 +122,7 @@ class QuantizedModel:
                 override = plan
             sublayer.forward_override = override
             if isinstance(sublayer, AttentionSublayer):
-                sublayer.accepts_no_delta = sublayer.forward_override is not None
+                sublayer.delta_optional = sublayer.forward_override is not None
         for linear, override in self._linears:
             linear.forward_override = override if self.active else None
         if self._head is not None:
@@ -253,7 +253,7 @@ def restore(model: nn.Module) -> None:
         elif isinstance(module, AttentionSublayer | MLPSublayer | Linear | AddNormLinear | HeadLoss):
             module.forward_override = None
             if isinstance(module, AttentionSublayer):
-                module.accepts_no_delta = False
+                module.delta_optional = False
 
 
 def unsupported_reason(recipe: Recipe, device: torch.device) -> str | None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from deskside.config.recipes import Recipe, recipe_named
 from deskside.config.sections import PrecisionConfig
-from deskside.kernels.functional import create_autograd_context, gradients
+from deskside.kernels.functional import create_cuda_context_for_autograd, gradients
 from deskside.ops.linear import Embedding, Linear
 from deskside.precision.convert import convert, unsupported_reason
 from deskside.precision.hardware_caps import NONE, HardwareCaps, hardware_caps
@@ -166,7 +166,7 @@ def check_gemm(
     x.requires_grad_()
     weight.requires_grad_()
 
-    create_autograd_context(device)
+    create_cuda_context_for_autograd(device)
 
     def run() -> tuple[Tensor, ...]:
         output = gemm(x, weight)

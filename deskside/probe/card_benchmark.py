@@ -1,4 +1,4 @@
-"""GPU benchmark: speeds of the operations of a training step, which are matmuls, attention and copies.
+"""Device benchmark: speeds of the operations of a training step, which are matmuls, attention and copies.
 
 It needs no model and no compiler, and takes some seconds. The planner estimates the time of a step from these speeds
 (`budget/speed.py`) and corrects the estimate with measured points. Before the first timing the device computes large

@@ -1,8 +1,8 @@
 """The points of a sweep, their order, and estimates of their time. Pure arithmetic.
 
 A sweep measures a grid of model sizes, sequence lengths and options. Its corners come first, because points between
-measured ones can be interpolated and points outside cannot. Each next point is the one farthest from all before it
-(greedy maximin, Gonzalez 1985: "Clustering to minimize the maximum intercluster distance"), which on one axis is
+measured ones can be interpolated and points outside cannot. Each subsequent point is the one farthest from all before
+it (greedy maximin, Gonzalez 1985: "Clustering to minimize the maximum intercluster distance"), which on one axis is
 bisection. So the measured points cover the whole grid, whenever the sweep is stopped.
 """
 
@@ -24,13 +24,13 @@ LONGEST_SEQUENCE = 2**20
 STEP_FLOPS = {"cuda": 4e14, "cpu": 4e10}
 WARMUP_SECONDS = {"cuda": 2.0, "cpu": 0.5}
 COUNTED_SECONDS = {"cuda": 4.0, "cpu": 2.0}
-WARMUP_STEPS, COUNTED_STEPS = 2, 5  # of a point at least, however slow they are
-FITTING_STEPS = 3  # time spent on fitting the micro-batch, in steps
+WARMUP_STEPS, COUNTED_STEPS = 2, 5  # minimum steps of a point, even if they are slow
+FITTING_STEPS = 3  # time spent on the search for the largest micro-batch, in steps
 STATE_BYTES = 18  # per parameter with AdamW: weight, gradient, two moments, bfloat16 copy
 STATES_SHARE = 0.5  # of the GPU's memory, for the states of the largest calibration model
 CPU_VOCABULARY = 1024
 OPTION_DISTANCE = 0.6  # between neighbouring options; the whole range of sizes, or of sequence lengths, is 1
-# Of (size, sequence length): the cheapest first, then the most expensive.
+# Positions of (size, sequence length) in the grid: first the cheapest, then the most expensive.
 CORNERS = ((0.0, 0.0), (1.0, 1.0), (0.0, 1.0), (1.0, 0.0))
 SHAPE_FIELDS = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
@@ -39,11 +39,11 @@ SHAPE_FIELDS = (
 # Approximate share of a forward pass that activation checkpointing recomputes, to estimate the time of a point.
 RECOMPUTED_FORWARDS = {"block": 1.0, "mlp": 0.6, "attention": 0.4, "none": 0.0}
 
-# Assumptions until a point has been measured on the machine: seconds of set-up (start, compilation, fitting of the
-# micro-batch) and of the GPU benchmark, FLOP/s of a step, and their share of the matmul peak where that is known.
+# Assumptions until a point has been measured on the machine: seconds of set-up (start, compilation) and of the device
+# benchmark, and the FLOP/s of a step: a share of the matmul peak or, if that is unknown, an absolute rate.
 SETUP_SECONDS = {"cuda": 30.0, "cpu": 8.0}
-CARD_SECONDS = {"cuda": 20.0, "cpu": 10.0}
-SLOW_FLOPS = {"cuda": 1e13, "cpu": 5e9}
+BENCHMARK_SECONDS = {"cuda": 20.0, "cpu": 10.0}
+ASSUMED_FLOPS_PER_SECOND = {"cuda": 1e13, "cpu": 5e9}
 SHARE_OF_PEAK = 0.25
 
 
@@ -94,7 +94,7 @@ class Point:
 
 
 def option_words(options: tuple[str, str, str], before_checkpointing: str = "") -> str:
-    """Return a text such as "muon, fp8-rowwise, block", without the default precision and checkpointing."""
+    """Return a text such as "muon, fp8-rowwise, block", omitting default precision and checkpointing."""
     precision, optimizer, checkpointing = options
     words = [optimizer]
     words += [precision] if precision != "auto" else []
@@ -129,19 +129,22 @@ def make_point(
 
 def expand(
     sizes: Sequence[Size],
-    sequences: Sequence[int],
+    sequence_lengths: Sequence[int],
     precisions: Sequence[str],
     optimizers: Sequence[str],
     checkpointings: Sequence[str],
     device: str,
 ) -> list[Point]:
-    """Return every point of the grid once. Without `sequences` each size uses its preset's. Raises UsageError."""
-    for length in sequences:
+    """Return every point of the grid once. Raises UsageError.
+
+    If `sequence_lengths` is empty, each size has its preset's sequence length.
+    """
+    for length in sequence_lengths:
         if not 2 <= length <= LONGEST_SEQUENCE:
             raise UsageError(f"--sequence: {length} cannot be measured; use 2 to {LONGEST_SEQUENCE} tokens")
     points: dict[str, Point] = {}
     for size in sizes:
-        lengths = sequences or [size.sequence_length]
+        lengths = sequence_lengths or [size.sequence_length]
         for length, precision, optimizer, checkpointing in product(
             lengths, precisions, optimizers, checkpointings
         ):
@@ -150,7 +153,7 @@ def expand(
             points.setdefault(json.dumps(point.spec, sort_keys=True), point)
     if len(points) > MAX_POINTS:
         raise UsageError(
-            f"the map has {len(points)} points, at most {MAX_POINTS} are allowed: give fewer values"
+            f"the grid has {len(points)} points, at most {MAX_POINTS} are allowed: give fewer values"
         )
     return list(points.values())
 
@@ -178,7 +181,7 @@ def order(points: Sequence[Point]) -> list[Point]:
         i: min((math.dist(coordinates[i], coordinates[j]) for j in chosen), default=math.inf) for i in rest
     }
     while distances:
-        farthest = max(distances, key=lambda i: (distances[i], -i))  # the first one of equals
+        farthest = max(distances, key=lambda i: (distances[i], -i))  # ties go to the first
         del distances[farthest]
         chosen.append(farthest)
         for i in distances:
@@ -186,11 +189,11 @@ def order(points: Sequence[Point]) -> list[Point]:
     return [points[i] for i in chosen]
 
 
-def needs_more_memory(point: Point, other: Point) -> bool:
+def needs_at_least_as_much_memory(point: Point, other: Point) -> bool:
     """Return True if `point` certainly needs at least as much memory as `other`, each with its smallest micro-batch.
 
-    That is, if it has the same kind of model, precision and optimizer, no smaller dimension, no shorter sequence and no
-    more recomputation.
+    That is, if it has the same kind of model, precision and optimizer, no smaller dimension, no shorter sequence, no
+    smaller micro-batch and no more recomputation.
     """
     if point.options[:2] != other.options[:2]:
         return False
@@ -213,7 +216,7 @@ def needs_more_memory(point: Point, other: Point) -> bool:
 def estimate_seconds(
     point: Point, measured: Sequence[tuple[Point, float, float]], device: str, peak_flops: float | None
 ) -> float:
-    """Estimate the wall-clock seconds of measuring a point, rather too many than too few.
+    """Estimate the wall-clock seconds of measuring a point, erring on the high side.
 
     measured: (point, seconds of one step, seconds of the whole measurement) on this machine; peak_flops: FLOP/s of its
     matmuls. The estimate assumes the longest set-up so far, and for the steps the FLOP/s of the model nearest in size.
@@ -226,17 +229,20 @@ def estimate_seconds(
         step = nearest_step * point.step_flops / nearest.step_flops
         setup = max(total - _steps_seconds(seconds, device) for _, seconds, total in measured)
     else:
-        step = point.step_flops / (SHARE_OF_PEAK * peak_flops if peak_flops else SLOW_FLOPS[device])
+        step = point.step_flops / (
+            SHARE_OF_PEAK * peak_flops if peak_flops else ASSUMED_FLOPS_PER_SECOND[device]
+        )
         setup = SETUP_SECONDS[device]
     return max(0.0, setup) + _steps_seconds(step, device)
 
 
 def calibration_points(memory_bytes: int, device: str) -> list[Point]:
-    """Return the points that calibrate the planner: a few, most informative first, minutes in total.
+    """Return the few points that calibrate the planner, most informative first. Measuring them takes minutes.
 
     The planner has few unknowns (the share of the benchmarked speed that each kind of work reaches, and the memory that
     it does not model), so each point varies several things at once: model size, sequence length, heads, optimizer,
-    recomputation, accumulation. The states of the largest model take at most half of the memory.
+    recomputation, accumulation. On a GPU, the largest model is chosen so that its states take at most half of the
+    memory, if possible.
     """
     if device == "cpu":
         return _cpu_calibration()
@@ -287,7 +293,7 @@ def _dense(
 
 
 def _steps_seconds(step: float, device: str) -> float:
-    """Return the seconds of all steps of a measurement, whose single steps take `step` seconds."""
+    """Return the seconds of all steps of a measurement, each of which takes `step` seconds."""
     warmup = max(WARMUP_SECONDS[device], WARMUP_STEPS * step)
     return warmup + max(COUNTED_SECONDS[device], COUNTED_STEPS * step) + FITTING_STEPS * step
 

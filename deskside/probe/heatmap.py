@@ -1,8 +1,8 @@
 """Heat maps of tokens per second and peak memory over model size and sequence length.
 
-Every cell shows its value as text, and cells that were out of memory are hatched, so that no information is in the
-colour alone. The colour map is cividis, made for readers with and without colour blindness (Nunez, Anderton and Renslow
-2018).
+Every cell shows its value as text, and cells of points that ran out of memory are hatched, so that no information is in
+the colour alone. The colour map is cividis, made for readers with and without colour blindness (Nunez, Anderton and
+Renslow 2018).
 """
 
 from collections.abc import Callable, Sequence

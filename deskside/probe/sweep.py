@@ -13,12 +13,12 @@ from typing import Literal, Protocol
 from deskside.measurements.identity import Machine
 from deskside.measurements.store import FINAL, Row, Store, hash_of, make_key, make_row
 from deskside.probe.grid import (
-    CARD_SECONDS,
+    BENCHMARK_SECONDS,
     COUNTED_SECONDS,
     WARMUP_SECONDS,
     Point,
     estimate_seconds,
-    needs_more_memory,
+    needs_at_least_as_much_memory,
 )
 from deskside.utils import child_process, signals
 
@@ -56,7 +56,10 @@ class SweepListener(Protocol):
 
 @dataclass
 class SweepResult:
-    """Results of a sweep: those stored before, then new ones in the order of measurement, then points without one."""
+    """Results of a sweep: those stored before, then new ones in the order of measurement, then points without one.
+
+    card: row of the device benchmark, None if it did not run.
+    """
 
     card: Row | None = None
     point_results: list[PointResult] = field(default_factory=list)
@@ -81,7 +84,7 @@ class Sweep:
         deadline: Value of `clock` at which the sweep ends, in seconds; None without a limit.
         again: Measure stored points again.
         point_target: Function that measures a point, called in a child process.
-        card_target: Function that measures the GPU itself.
+        card_target: Function that benchmarks the device itself.
         run: Calls a target in a child process, like `child_process.run`.
         clock: Current time in seconds.
     """
@@ -97,7 +100,7 @@ class Sweep:
     clock: Callable[[], float] = time.monotonic
 
     def measure(self, points: Sequence[Point]) -> SweepResult:
-        """Measure the GPU or CPU, then the points in this order that fit the time, until the deadline.
+        """Benchmark the device, then measure the points in order, skipping those that would not end by the deadline.
 
         KeyboardInterrupt ends the sweep, and the result says so. Raises UsageError if the store cannot be read and
         written at the start, RunError if a later write fails, and Busy if another process is measuring.
@@ -131,14 +134,14 @@ class Sweep:
         """Measure the pending points and add them to the result."""
         try:
             result.card = result.card or self._card()
-            pending = self._without_too_large(pending, result, result.rows(), stored)
+            pending = self._skip_too_large(pending, result, result.rows(), stored)
             while (chosen := self._next(pending, result)) is not None:
                 pending.remove(chosen)
                 point_result = self._measure(chosen, result)
                 result.point_results.append(point_result)
                 self.listener.end(point_result)
                 if point_result.row is not None:
-                    pending = self._without_too_large(pending, result, [(chosen, point_result.row)], stored)
+                    pending = self._skip_too_large(pending, result, [(chosen, point_result.row)], stored)
         except KeyboardInterrupt as error:
             result.interrupted = signals.signal_number(error)
         finished = {id(point_result.point) for point_result in result.point_results}
@@ -148,11 +151,11 @@ class Sweep:
         return result
 
     def _card(self) -> Row | None:
-        """Run the GPU benchmark and return its row, None if there is no time."""
-        expected = CARD_SECONDS[self.machine.device]
+        """Run the device benchmark and return its row, None if there is no time."""
+        expected = BENCHMARK_SECONDS[self.machine.device]
         if self._seconds_left() < expected:
             return None
-        self.listener.begin("GPU benchmark", expected)
+        self.listener.begin("device benchmark", expected)
         outcome = self.run(
             self.card_target, {"device": self.machine.device}, min(CARD_TIMEOUT, self._seconds_left())
         )
@@ -174,22 +177,27 @@ class Sweep:
                 return point
         return None
 
-    def _without_too_large(
+    def _skip_too_large(
         self,
         pending: list[Point],
         result: SweepResult,
         rows: Sequence[tuple[Point, Row]],
         stored: Mapping[str, Row],
     ) -> list[Point]:
-        """Drop points that need more memory than one of `rows` that ran out of it, and record them as skipped."""
+        """Return the points that may fit in memory. Store and report the others as skipped.
+
+        A point is skipped if it needs at least as much memory as one of `rows` that ran out of memory.
+        """
         remaining: list[Point] = []
         out_of_memory = [point for point, row in rows if row["status"] == "oom"]
         for point in pending:
-            smaller = next((other for other in out_of_memory if needs_more_memory(point, other)), None)
+            smaller = next(
+                (other for other in out_of_memory if needs_at_least_as_much_memory(point, other)), None
+            )
             if smaller is None:
                 remaining.append(point)
                 continue
-            reason = f"needs more memory than {smaller.title()}, which was out of memory"
+            reason = f"needs at least as much memory as {smaller.title()}, which ran out of memory"
             row = make_row("point", self._key(point), "skipped", None, reason)
             previous = stored.get(row["hash"])
             if previous is None or (previous["status"], previous["error"]) != ("skipped", reason):

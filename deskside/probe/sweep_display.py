@@ -85,11 +85,11 @@ def point_line(point_result: PointResult) -> str:
 
 
 def card_line(row: Row) -> str:
-    """Return the result of the GPU benchmark as one line."""
+    """Return the result of the device benchmark as one line."""
     if row["status"] != "ok":
-        return f"GPU benchmark: {row['status']}: {row['error']}"
+        return f"device benchmark: {row['status']}: {row['error']}"
     result = row["result"]
     return (
-        f"GPU benchmark: {result['matmul_peak'] / 1e12:,.2f} TFLOP/s in matrix products, "
+        f"device benchmark: {result['matmul_peak'] / 1e12:,.2f} TFLOP/s in matmuls, "
         f"{result['copy_bandwidth'] / 1e9:,.0f} GB/s in copies, measured in {row['seconds']:.0f} s"
     )

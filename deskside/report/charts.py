@@ -35,7 +35,8 @@ MAX_ROWS = 40
 MAX_POINTS = 24  # arms in a plot where each is marked by a number
 MIN_AREA, MAX_AREA = 40.0, 700.0  # of bubbles, in square points
 HEAT_LEGEND = (
-    "Light is better, dark is worse. In brackets: no difference shown, or too few seeds to say. Measured."
+    "Light is better, dark is worse. In brackets: no difference shown, or too few seeds to say. "
+    "All values are measured."
 )
 Cell = tuple[float | None, str]  # (how much worse than the baseline, None if unknown; text)
 
@@ -44,7 +45,9 @@ def left_out_note(total: int, hidden: int) -> str:
     """Return a sentence for the caption if arms are left out of a plot, else the empty string."""
     if not hidden:
         return ""
-    return f" {hidden} of {total} arms are left out here (those that differ least); the table has all."
+    return (
+        f" {hidden} of {total} arms are left out here (those that differ least); the table lists all of them."
+    )
 
 
 def row_names(results: Results, arms: Sequence[Arm], emulated: Sequence[bool]) -> list[str]:
@@ -62,7 +65,7 @@ def draw_bars(results: Results, group: Group, key: str) -> Plot | str:
     """Draw one metric of every arm as bars with intervals, or return why there is nothing to draw."""
     data = bar_chart(results.arms_in(group), key, MAX_ROWS)
     if data is None:
-        return f"No bars of {metric_named(key).label}: it was not measured in any arm."
+        return f"No bar chart of {metric_named(key).label}: it was not measured in any arm."
     metric, rows = data.metric, data.rows
     figure, axes = new_figure(metric.label.capitalize(), 0.95 + 0.27 * max(len(rows), 2))
     label_style: dict[str, Any] = {
@@ -93,12 +96,13 @@ def draw_bars(results: Results, group: Group, key: str) -> Plot | str:
     axes.set_xlabel(f"{metric.label} ({metric.unit})", fontsize=9)
     if key == SPEED:
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    hatched = any(row.emulated for row in rows)
+    hatched = " Hatched: the number format is emulated" if any(row.emulated for row in rows) else ""
+    if hatched:
+        hatched += ", so this is not the speed of hardware with it." if key == SPEED else "."
     caption = (
         f"{metric.heading[0].upper()}{metric.heading[1:]}{f' ({metric.about})' if metric.about else ''}: mean and "
-        f"interval over seeds ({seeds_text([row.arm for row in rows], key)}). Dark bars: baselines."
-        f"{' Hatched: the number format is emulated, so this is not the speed of hardware with it.' if hatched else ''}"
-        f"{_clipped_note(data)} Measured."
+        f"interval over seeds ({seeds_text([row.arm for row in rows], key)}). Darker bars: baselines."
+        f"{hatched}{_clipped_note(data)} All values are measured."
     )
     caption += left_out_note(data.total, data.hidden)
     return Plot(f"bars_{key}", f"Bars: {metric.label}", caption, figure)
@@ -148,7 +152,7 @@ def draw_forest(results: Results, group: Group, key: str) -> Plot | str:
     caption = (
         f"Relative difference in {metric.label}, paired by seed ({seed_range(compared)}). Line: interval; filled mark: "
         "a difference is shown; hollow: no difference shown; cross: one seed, no interval; square: exact. "
-        f"{CLIPPED} Measured."
+        f"{CLIPPED} All values are measured."
     )
     caption += left_out_note(data.total, data.hidden)
     return Plot(f"forest_{key}", f"Forest plot: {metric.label}", caption, figure)
@@ -199,7 +203,8 @@ def draw_bubbles(results: Results, group: Group) -> Plot | str:
     caption = (
         f"Area: parameters ({low if low == high else f'{low} to {high}'} M; very small ones are drawn larger). "
         f"Crosses: intervals over seeds ({seeds_text(shown, SPEED)}).{_clipped_note(data)}"
-        f"{' Hatched: emulated, so this is not the speed of hardware with the format.' if emulated else ''} Measured."
+        f"{' Hatched: emulated, so this is not the speed of hardware with the format.' if emulated else ''}"
+        " All values are measured."
     )
     caption += left_out_note(data.total, data.hidden)
     return Plot("bubbles", "Memory, speed and parameters", caption, figure)
@@ -236,7 +241,8 @@ def draw_front(results: Results, group: Group, front: Front) -> Plot | str:
         f"{f' The front also weighs {other_metrics}, which is not drawn.' if other_metrics else ''}"
         f"{' Grey diamonds: the intervals leave open whether they are on it.' if front.unclear else ''}"
         f" Crosses: intervals over seeds ({seeds_text([p.arm for p in data.points], x_key)}).{_clipped_note(data)}"
-        f"{' Arms marked emulated do not have the speed of hardware with the format.' if emulated else ''} Measured."
+        f"{' Arms marked emulated do not have the speed of hardware with the format.' if emulated else ''}"
+        " All values are measured."
     )
     caption += left_out_note(data.total, data.hidden)
     return Plot(f"pareto_{'_'.join(front.metrics)}", f"Pareto front: {names}", caption, figure)
@@ -358,7 +364,7 @@ def _draw_by_metric(results: Results, arms: Sequence[Arm], keys: Sequence[str]) 
     cells = [[_cell(arm, key) for key in keys] for arm in shown]
     names = row_names(results, shown, [arm.emulated for arm in shown])
     heads = [f"{metric_named(key).label} ({metric_named(key).better} is better)" for key in keys]
-    figure = _draw_shaded_table("All arms against their baselines", cells, names, heads, scale_columns=True)
+    figure = _draw_shaded_table("Arms against their baselines", cells, names, heads, scale_columns=True)
     caption = f"Differences against each arm's baseline, in %, each column with its own shades. {HEAT_LEGEND}"
     return Plot(
         "heat", "Heat map", caption + left_out_note(len(compared), len(compared) - len(shown)), figure

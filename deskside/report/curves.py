@@ -79,7 +79,7 @@ def draw_curves(results: Results, group: Group, x_key: str) -> Plot | str:
         f"{'' if counts == {1} else '; band: from the lowest to the highest seed'}.",
         "Compile, evaluation and checkpoints are not in the time." if x_key == "seconds" else "",
         "The first steps are cut off above." if clipped else "",
-        "Measured.",
+        "All values are measured.",
     ]
     caption = " ".join(sentence for sentence in sentences if sentence)
     caption += left_out_note(len(plotted), len(plotted) - len(shown))

@@ -60,7 +60,7 @@ def draw(record: RunRecord, folder: Path) -> tuple[list[Image], list[str]]:
         caption = draw_plot(axes)
         _label_axes(axes, record)
         save(figure, path)
-        images.append(Image(path, title, f"{title}{caption}. Measured."))
+        images.append(Image(path, title, f"{title}{caption}. All values are measured."))
     return images, missing
 
 

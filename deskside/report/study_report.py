@@ -220,7 +220,8 @@ def _group_blocks(results: Results, group: Group, images: list[Image], missing: 
     return [
         *([opening] if several else []),
         arms_table(results, group),
-        "In brackets: intervals over seeds. Differences are from the baseline, paired by seed. Measured.",
+        "In brackets: intervals over seeds. Differences are from the baseline, paired by seed. "
+        "All values are measured.",
         *images,
         *(_findings_by_goal(_only_group(results, group)) if several else []),
         *([Bullets(missing)] if missing else []),

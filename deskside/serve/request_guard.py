@@ -46,7 +46,7 @@ class ClientLimits:
 
 
 class RequestGuard:
-    """ASGI middleware that refuses forbidden or oversized requests, and passes the others on with their complete body.
+    """ASGI middleware that rejects forbidden or oversized requests, and passes the others on with their complete body.
 
     Args:
         app: The application.
@@ -101,7 +101,7 @@ class RequestGuard:
             if content_type != b"application/json":
                 raise ApiError(415, "the body must be application/json (Content-Type)")
         length = headers.get(b"content-length", b"0")
-        # A number of more than 18 digits is too large in any case; int() refuses very long ones.
+        # A number of more than 18 digits is too large in any case; int() rejects very long ones.
         if length.isdigit() and (len(length) > 18 or int(length) > self._limits.body_bytes):
             raise self._too_large()
 

@@ -36,7 +36,7 @@ from deskside.train.prepare.step_planning import (
 )
 from deskside.train.state import finalize
 from deskside.train.state.checkpointer import Checkpointer
-from deskside.train.state.init_weights import InitialWeights, keep_tokenizer
+from deskside.train.state.init_weights import InitialWeights, copy_tokenizer
 from deskside.utils import signals
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.signals import StopSignal
@@ -199,7 +199,7 @@ class _Run:
         if self.world.is_rank_zero:
             resolved = self.config.model_dump(mode="json")
             terminal = Terminal(progress.step, plan.total_steps(progress.step), self.length.unit == "seconds")
-            self.log.loggers = [terminal, *trackers(self.config.track, self.run, resolved), self.callback]
+            self.log.callbacks = [terminal, *trackers(self.config.track, self.run, resolved), self.callback]
         trainer = Trainer(
             self.stepper,
             self.stages,
@@ -277,7 +277,7 @@ class _Run:
         if self.initial is not None:
             self.initial.check_tokenizer(data)
         if self.world.is_rank_zero and not self.run.tokenizer.exists():
-            keep_tokenizer(data, self.run)
+            copy_tokenizer(data, self.run)
 
     def build_optimizer(self, total_tokens: int, step_tokens: float) -> Optimizer:
         """Return an optimizer whose learning rates are scaled to the run's length and batch size."""

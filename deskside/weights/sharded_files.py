@@ -73,7 +73,7 @@ def read(checkpoint: Checkpoint, groups: Groups, no_dist: bool = False) -> None:
 
 
 def _check(folder: Path, name: str, tensor: Tensor, stored: Mapping[str, Any]) -> None:
-    """Raise RunError if a stored tensor is missing or has another shape, and Damaged if it is incomplete."""
+    """Raise RunError if a stored tensor is missing or has a different shape, and Damaged if it is incomplete."""
     metadata = stored.get(name)
     if not isinstance(metadata, TensorStorageMetadata):
         raise RunError(

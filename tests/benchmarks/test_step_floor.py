@@ -27,7 +27,7 @@ def _config(**config: object) -> RunConfig:
     ],
 )
 def test_products_are_all_the_products(model: dict[str, object]) -> None:
-    """Forward FLOPs of the listed products are 2 x weights that a token meets x tokens."""
+    """Forward FLOPs of the listed products are 2 x weights that a token is multiplied with x tokens."""
     config = _config(model=model)
     flops = sum(2.0 * g.tokens * g.columns * g.rows * g.times for g in step_floor.gemms(config, 16384))
     assert flops == pytest.approx(2.0 * matmul_params(config.model) * config.batch.tokens)

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from deskside.budget.adapters import adapter_params, block_bytes, frozen_bytes, stacked_adapter_bytes
 from deskside.budget.memory import LIBRARIES, instants, training_memory
 from deskside.budget.scaling import Scaling
-from deskside.budget.shape import block_matrices
+from deskside.budget.shape import block_matrix_params
 from deskside.budget.sizes import Sizes
 from deskside.budget.step_spec import AdapterSpec, StepSpec
 from deskside.config.model import ModelConfig
@@ -80,7 +80,8 @@ def test_bytes_of_weights_are_those_of_live_storages(format: Any, changes: dict[
 def test_bits_per_weight() -> None:
     shape = ModelConfig(**SMALL)
     bits = {
-        f: 8 * block_bytes(shape, AdapterSpec(1, ("q_proj",), f)) / block_matrices(shape) for f in FORMATS
+        f: 8 * block_bytes(shape, AdapterSpec(1, ("q_proj",), f)) / block_matrix_params(shape)
+        for f in FORMATS
     }
     assert bits["bf16"] == 16
     assert bits["int8"] == pytest.approx(8.04, abs=0.03) and bits["nf4"] == pytest.approx(4.14, abs=0.02)

@@ -15,7 +15,7 @@ from deskside.budget.memory import (
     instants,
     training_memory,
 )
-from deskside.budget.shape import block_matrices, num_params
+from deskside.budget.shape import block_matrix_params, num_params
 from deskside.budget.step_spec import StepSpec
 from deskside.config.model import ModelConfig
 from deskside.kernels.attention import AttentionContext
@@ -166,7 +166,7 @@ def test_several_passes_keep_whole_gradients_on_every_shard() -> None:
 def test_the_tables_stay_gathered_and_nothing_does_at_the_update() -> None:
     shape = ModelConfig()
     tables = 4 * 2 * shape.vocab_size * shape.hidden_size
-    layer = 4 * block_matrices(shape) / shape.num_hidden_layers
+    layer = 4 * block_matrix_params(shape) / shape.num_hidden_layers
     options: dict[str, Any] = {"gpus": 2, "optimizer": "adamw"}
     plain, sharded = (
         instants(shape, StepSpec(1024, 4096, 1024, sharded=s, **options)) for s in (False, True)
@@ -231,7 +231,7 @@ def test_converted_weights_stay_from_step_to_step() -> None:
     work = StepSpec(2048, 65536, 32768, precision="fp8", native=FP8)  # type: ignore[arg-type]
     head = 2 * shape.vocab_size * shape.hidden_size
     copies = {name: memory.items["copies"] for name, memory in instants(shape, work).items()}
-    blocks = 2 * block_matrices(shape)
+    blocks = 2 * block_matrix_params(shape)
     assert copies == {"loss": blocks + head, "backward": blocks, "gradients": blocks, "update": blocks}
     with_head = instants(shape, replace(work, fp8_head=True))
     assert {m.items["copies"] for m in with_head.values()} == {blocks + head}
@@ -252,14 +252,14 @@ def test_copies_by_recipe(precision: Any, native: Any, kept: int, per_weight: fl
         ModelConfig(),
         StepSpec(2048, 65536, 32768, precision=precision, native=native, kept_blocks=kept),
     )
-    assert instants(shape, work)["update"].items["copies"] == int(per_weight * block_matrices(shape))
+    assert instants(shape, work)["update"].items["copies"] == int(per_weight * block_matrix_params(shape))
 
 
 def test_bf16_copies_last_where_they_are_cached() -> None:
     shape, work = ModelConfig(), StepSpec(2048, 65536, 32768, activation_checkpointing="block")
     passing = instants(shape, work)
     cached = instants(shape, replace(work, copies="step"))
-    blocks = 2 * block_matrices(shape)
+    blocks = 2 * block_matrix_params(shape)
     assert passing["backward"].items["copies"] == passing["update"].items["copies"] == 0
     assert cached["backward"].items["copies"] == cached["update"].items["copies"] == blocks
     fp32 = instants(shape, replace(work, copies="step", precision="fp32"))

@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from deskside.budget.operators import Operator, newton_schulz_flops, step_operators
-from deskside.budget.shape import block_matrices, num_params, root_params
+from deskside.budget.shape import block_matrix_params, num_params, root_params
 from deskside.budget.step_spec import StepSpec
 from deskside.config.model import ModelConfig
 from deskside.kernels.attention import AttentionContext
@@ -124,7 +124,7 @@ def test_between_gpus(gpus: int) -> None:
     assert amount(step_operators(shape, StepSpec(**spec)), "communication") == 2 * gradients * share
     sharded = step_operators(shape, StepSpec(**spec, sharded=True))
     tables = 4.0 * 2 * shape.vocab_size * shape.hidden_size
-    muon = 2.0 * block_matrices(shape)
+    muon = 2.0 * block_matrix_params(shape)
     assert amount(sharded, "communication") == ((2 * 2 + 1) * gradients - 2 * tables + muon) * share
     adamw = step_operators(shape, StepSpec(**spec, sharded=True, optimizer="adamw"))
     assert amount(sharded, "communication") - amount(adamw, "communication") == muon * share
@@ -134,6 +134,6 @@ def test_between_gpus(gpus: int) -> None:
 def test_states_on_the_host_travel_up_and_down() -> None:
     """Muon's 4 bytes per block weight and AdamW's 8 per entry of the tables, each way; vectors stay."""
     shape = ModelConfig(**SMALL)
-    expected = 4.0 * block_matrices(shape) + 8 * root_params(shape)
+    expected = 4.0 * block_matrix_params(shape) + 8 * root_params(shape)
     assert amount(operators(shape, offload_optimizer=True), "offload") == expected
     assert amount(operators(shape), "offload") == 0

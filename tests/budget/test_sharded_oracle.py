@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from deskside.budget.memory import LIBRARIES, instants
 from deskside.budget.operators import step_operators
 from deskside.budget.scaling import Scaling
-from deskside.budget.shape import block_matrices, num_params, root_params
+from deskside.budget.shape import block_matrix_params, num_params, root_params
 from deskside.budget.step_spec import StepSpec
 from deskside.config.model import ModelConfig
 from deskside.config.optim import MuonConfig
@@ -159,7 +159,7 @@ def test_traffic(tracked: dict[tuple[int, bool], dict[str, Any]], case: tuple[in
     weights, root = 4 * num_params(shape), 4 * root_params(shape)
     assert sent["gather"] == pytest.approx(case[0] * (2 * weights - root), rel=1e-3)
     assert sent["reduce_scatter"] == pytest.approx(weights, rel=1e-3)
-    assert sent["optimizer"] == 4 * block_matrices(shape)  # float32 on a CPU, bfloat16 on a GPU
+    assert sent["optimizer"] == 4 * block_matrix_params(shape)  # float32 on a CPU, bfloat16 on a GPU
     amounts = {o.name: o.amount for o in step_operators(shape, spec) if o.group == "communication"}
     assert amounts["FSDP"] == pytest.approx((sent["gather"] + sent["reduce_scatter"]) / 2, rel=1e-3)
     assert amounts["Muon, gathered"] == sent["optimizer"] / 2 / 2

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from deskside.budget.operators import newton_schulz_flops, step_operators
-from deskside.budget.shape import block_matrices, flops_per_token, parameter_groups
+from deskside.budget.shape import block_matrix_params, flops_per_token, parameter_groups
 from deskside.budget.speed import ITEMS, Efficiency, Rates, step_seconds, tokens_per_second
 from deskside.budget.step_spec import StepSpec
 from deskside.config.model import ModelConfig
@@ -65,7 +65,7 @@ def test_block_matrices_are_what_parameter_groups_count() -> None:
         ModelConfig(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128),
     ):
         groups = parameter_groups(shape)
-        assert block_matrices(shape) == groups["attention"] + groups["mlp"]
+        assert block_matrix_params(shape) == groups["attention"] + groups["mlp"]
 
 
 def test_newton_schulz_of_one_square_matrix() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from deskside.budget.memory import training_memory
 from deskside.budget.scaling import Scaling
-from deskside.budget.shape import block_matrices, num_params, root_params
+from deskside.budget.shape import block_matrix_params, num_params, root_params
 from deskside.budget.sizes import Sizes
 from deskside.budget.speed import Rates, step_seconds
 from deskside.budget.states import BUFFERS, PIECE, gpu_state_bytes, state_bytes
@@ -66,7 +66,7 @@ def test_the_buffers_are_those_of_the_optimizer() -> None:
 def test_the_peak_and_the_time_follow(optimizer: str) -> None:
     shape, rates = ModelConfig(), Rates(matmul_flops=700e12, bandwidth=4e12)
     plain = spec(optimizer)
-    matrices, tables = block_matrices(shape), root_params(shape)
+    matrices, tables = block_matrix_params(shape), root_params(shape)
     peak = training_memory(shape, plain).items["optimizer"]
     assert peak == pytest.approx(
         (8 if optimizer == "adamw" else 4) * matrices + 8 * (num_params(shape) - matrices)

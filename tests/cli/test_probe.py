@@ -180,7 +180,7 @@ def test_a_signal_ends_the_command_and_its_child_process(tmp_path: Path, number:
 def test_the_time_limit_interrupts_a_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DESKSIDE_TEST_PID", str(tmp_path / "pid"))
     # With the real estimates, no measurement would start within such a short limit.
-    monkeypatch.setattr("deskside.probe.sweep.CARD_SECONDS", {"cpu": 0.0, "cuda": 0.0})
+    monkeypatch.setattr("deskside.probe.sweep.BENCHMARK_SECONDS", {"cpu": 0.0, "cuda": 0.0})
     monkeypatch.setattr("deskside.probe.grid.SETUP_SECONDS", {"cpu": 0.0, "cuda": 0.0})
     began = time.monotonic()
     with pytest.raises(UsageError, match="too short"):

@@ -266,7 +266,7 @@ def test_three_minutes_have_room_for_a_doctor_and_a_point(machine: Machine) -> N
     doctor = phases.doctor_allowance(0.05, machine)
     assert doctor - started >= phases.DOCTOR_SECONDS[device]
     first = phases.calibration_points(machine.memory_bytes, device)[0]
-    probe = phases.estimate_seconds(first, [], device, None) + phases.CARD_SECONDS[device]
+    probe = phases.estimate_seconds(first, [], device, None) + phases.BENCHMARK_SECONDS[device]
     assert doctor + probe <= phases.allowance(0.05, device) <= 90
     assert phases.allowance(24, device) == pytest.approx(2.4 * 3600)
 

@@ -160,7 +160,7 @@ def test_every_value_in_turn(good: dict[str, Any], tmp_path: Path) -> None:
         (lambda s: s.update(results={}), "phase: train, but there is no result of doctor"),
         (lambda s: s["results"].update(plan=5), "results.plan: "),
         (lambda s: s["results"]["plan"].update(config={"x": 1}), "config: x: there is no such option"),
-        (lambda s: s["results"]["plan"].update(name="third"), "bands: must list each band once"),
+        (lambda s: s["results"]["plan"].update(name="third"), "bands: must be empty, or list each band once"),
         (
             lambda s: s["results"]["plan"]["tokens"].reverse(),
             "tokens: low, expected and high are not in order",
@@ -213,7 +213,7 @@ def test_a_run_that_is_none_of_this_road_is_not_written_into(
 ) -> None:
     RunDirectory.create(tmp_path, "other", "other").write_json("run.json", {})
     assert main(["go", "--resume", str(written(tmp_path / "run", {**good, "continued_in": "other"}))]) == 1
-    assert "continued_in: other is a separate run" in capsys.readouterr().err
+    assert "continued_in: other was not started by deskside go" in capsys.readouterr().err
     assert sorted(path.name for path in (tmp_path / "other").iterdir()) == ["checkpoints", "run.json"]
 
 

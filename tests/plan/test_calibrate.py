@@ -27,7 +27,7 @@ from deskside.budget.memory import training_memory
 from deskside.budget.speed import Rates, step_seconds, tokens_per_second
 from deskside.facts.gpus import find
 from deskside.plan.calibrate import COPY_SHARE, MIN_SPREAD, UNKNOWN_SPREAD, Calibration, calibrate
-from deskside.plan.published import sheet_rates
+from deskside.plan.published import uncalibrated_rates
 from deskside.utils.errors import UsageError
 
 Row = dict[str, Any]
@@ -293,7 +293,7 @@ def test_a_cpu_may_be_far_from_what_a_gpu_taught() -> None:
 
 
 def test_what_lies_beside_the_allocator_is_the_points_median() -> None:
-    rates = sheet_rates(find("rtx4090"))
+    rates = uncalibrated_rates(find("rtx4090"))
     points = [
         point(spec, rates, device_used_bytes=10_000 + beside, peak_reserved_bytes=10_000)
         for spec, beside in zip(PROBED, (500, 700, 900), strict=False)

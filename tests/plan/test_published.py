@@ -30,9 +30,9 @@ from deskside.plan.published import (
     modelled_speed,
     published_fp8_speedup,
     shape_of,
-    sheet_rates,
     speed_factors,
     step_of,
+    uncalibrated_rates,
     usable,
 )
 
@@ -176,18 +176,21 @@ def test_rates_without_a_measurement_come_from_the_sheet() -> None:
     assert 0.95 * other.bf16_flops < matmul_rate(other) < 1.1 * other.bf16_flops
     data_centre = dataclasses.replace(find("h200"), measured_bf16_flops=None)
     assert 0.7 * data_centre.bf16_flops < matmul_rate(data_centre) < 0.9 * data_centre.bf16_flops
-    assert sheet_rates(find("rtx 3090")).low_precision_flops is None
+    assert uncalibrated_rates(find("rtx 3090")).low_precision_flops is None
 
 
 def test_links_are_those_of_the_data_sheet_for_every_card() -> None:
     """No rule by name: the MI300X and the PRO 6000 had 22 GB/s, the link of a PCIe 4.0 card."""
     for gpu in gpus():
-        rates = sheet_rates(gpu)
+        rates = uncalibrated_rates(gpu)
         nominal = gpu.fabric_bandwidth or gpu.pcie_bandwidth
         assert 0.6 * nominal < rates.link_bandwidth < nominal
         assert rates.host_bandwidth == pytest.approx(0.8 * gpu.pcie_bandwidth)
-    assert sheet_rates(find("mi300x")).link_bandwidth > 300e9
-    assert sheet_rates(find("pro 6000")).link_bandwidth == 2 * sheet_rates(find("rtx4090")).link_bandwidth
+    assert uncalibrated_rates(find("mi300x")).link_bandwidth > 300e9
+    assert (
+        uncalibrated_rates(find("pro 6000")).link_bandwidth
+        == 2 * uncalibrated_rates(find("rtx4090")).link_bandwidth
+    )
 
 
 def test_attention_of_published_runs_is_that_of_their_kernels() -> None:
@@ -247,7 +250,9 @@ def test_formats_against_an_8b_model_on_a_b200(precision: Any, kept: int, publis
         num_key_value_heads=8, head_dim=128, intermediate_size=14336, max_position_embeddings=8192,
     )  # fmt: skip
     spec = StepSpec(8192, 8 * 8192, 8192, optimizer="adamw", precision=precision, kept_blocks=kept)
-    assert tokens_per_second(shape, spec, sheet_rates(find("b200"))) == pytest.approx(published, rel=0.1)
+    assert tokens_per_second(shape, spec, uncalibrated_rates(find("b200"))) == pytest.approx(
+        published, rel=0.1
+    )
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from deskside.probe.grid import (
     estimate_seconds,
     expand,
     make_point,
-    needs_more_memory,
+    needs_at_least_as_much_memory,
     order,
     step_tokens,
 )
@@ -156,7 +156,7 @@ def test_lengths_that_cannot_be(length: int) -> None:
 
 
 def test_a_map_has_an_end() -> None:
-    with pytest.raises(UsageError, match="the map has 600 points"):
+    with pytest.raises(UsageError, match="the grid has 600 points"):
         grid(list(range(2, 26, 2)), [64 * n for n in range(1, 51)], ["muon"], ["none"])
 
 
@@ -179,7 +179,7 @@ BASE = make_point(depth(8).model, 1024, 8192)
     ],
 )
 def test_what_needs_more_memory(other: Point, more: bool) -> None:
-    assert needs_more_memory(other, BASE) == more
+    assert needs_at_least_as_much_memory(other, BASE) == more
 
 
 def test_checkpointing_needs_less() -> None:
@@ -187,7 +187,7 @@ def test_checkpointing_needs_less() -> None:
         name: make_point(depth(8).model, 1024, 8192, checkpointing=name)
         for name in probe_map.RECOMPUTED_FORWARDS
     }
-    more = {(a, b) for a in kept for b in kept if needs_more_memory(kept[a], kept[b])}
+    more = {(a, b) for a in kept for b in kept if needs_at_least_as_much_memory(kept[a], kept[b])}
     assert more == {(a, a) for a in kept} | {("none", a) for a in kept} | {(a, "block") for a in kept}
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deskside.measurements.store import Row, open_store
-from deskside.probe.grid import Point, needs_more_memory, order
+from deskside.probe.grid import Point, needs_at_least_as_much_memory, order
 from deskside.probe.sweep import MEASURE_CARD, PointResult, Sweep
 from deskside.utils.child_process import Outcome
 from tests.measurements.test_store import MACHINE
@@ -80,7 +80,7 @@ def test_everything_is_measured_or_concluded(tmp_path: Path) -> None:
     full, skipped = by_status(result.point_results, "oom"), by_status(result.point_results, "skipped")
     assert full and skipped
     for point in skipped:  # what was concluded is so: the made-up card has no room for it either
-        assert any(needs_more_memory(point, other) for other in full)
+        assert any(needs_at_least_as_much_memory(point, other) for other in full)
         with pytest.raises(MemoryError):
             fakes.answer(dict(point.spec))
     assert len(world.called) == len(POINTS) - len(skipped)

@@ -151,7 +151,7 @@ def test_bars_say_why_an_arm_has_none() -> None:
     found = drawn(draw_bars(compare(made.results(seeds=1)), GROUP, "tokens_per_second"))
     assert {"out of memory", "diverged"} <= set(texts(found.figure.axes[0]))
     assert "1 seed, so no interval" in found.caption
-    assert "No bars" in str(draw_bars(compare(made.results(gpu=False)), GROUP, "watts"))
+    assert "No bar chart" in str(draw_bars(compare(made.results(gpu=False)), GROUP, "watts"))
 
 
 def test_bubbles_stand_at_memory_and_speed_and_grow_with_parameters() -> None:

@@ -119,7 +119,7 @@ def test_from_the_definition_to_the_report(
     # Another definition under the same name is not mixed with it.
     study.write_text(study.read_text().replace("hidden_size = 32", "hidden_size = 64"))
     line = refused(["tiny.toml", "--resume"], capsys)
-    assert "arm depth_one has another configuration" in line
+    assert "arm depth_one has a different configuration" in line
 
     # More seeds add their trials.
     assert main(["study", "studies/tiny", "--resume", "--seeds", "2", "--dry-run", "--json"]) == 0

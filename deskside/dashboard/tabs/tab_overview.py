@@ -99,7 +99,7 @@ def _draw_recomputation() -> None:
 def _draw_fp4() -> None:
     st.subheader("Four-bit products (NVFP4)")
     st.write(
-        "A number is a sign and one of eight sizes: 0, 0.5, 1, 1.5, 2, 3, 4, 6. Sixteen neighbours share one FP8 "
+        "A number is a sign and one of eight sizes: 0, 0.5, 1, 1.5, 2, 3, 4, 6. Sixteen adjacent values share one FP8 "
         "scale, and a tensor one more. Matrix products in FP4 are fast on cards that support them; elsewhere they are "
         "emulated, which shows their effect on quality but not their speed."
     )

@@ -66,7 +66,9 @@ def _draw_curves(selection: StudySelection) -> None:
         st.info(f"No {kind} was logged for these.")
     else:
         chart(figure, "curves", f"{kind} against {x_axis} of {len(arms)} arms")
-        st.caption("Measured. One line per trial; the trials of an arm share dashes, marker and color.")
+        st.caption(
+            "All values are measured. One line per trial; the trials of an arm share dashes, marker and color."
+        )
 
 
 def _loss_kinds(selection: StudySelection) -> list[str]:

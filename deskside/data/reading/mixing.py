@@ -1,8 +1,8 @@
 """Mixtures of components: which component, and which of its rows, is at a position of the data order.
 
-The order consists of equal periods of 1024 rows. Weights are rounded to whole rows of a period (by largest remainder; a
-component gets at least one row), and the rows of each component are spread evenly over the period. So every period has
-the same proportions, and a small or heavily weighted component repeats its epochs more often.
+With several components, the order consists of equal periods of 1024 rows. Weights are rounded to whole rows of a period
+(by largest remainder; a component gets at least one row), and the rows of each component are spread evenly over the
+period. So every period has the same proportions, and a small or heavily weighted component goes through more epochs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Mixture:
         """
         share = np.asarray(weights, dtype=np.float64)
         if not 0 < len(share) <= PERIOD or not np.all(np.isfinite(share)) or np.any(share <= 0):
-            raise ValueError(f"weights must be 1 to {PERIOD} positive numbers")
+            raise ValueError(f"give 1 to {PERIOD} weights, each positive and finite")
         if len(share) == 1:
             return cls(*(np.array([n], dtype=np.int64) for n in (0, 0, 1)))
         share = share / share.sum() * PERIOD
@@ -71,7 +71,8 @@ def assign_components(
     in `present` must have a weight, so that no data is left out by accident.
 
     Returns the names and weights of the components, and the component of each tag, shape [tags], -1 if it is left out.
-    Raises UsageError for an unknown or ambiguous name, a tag without or with two weights, or an invalid weight.
+    Raises UsageError for an unknown or ambiguous name, a tag with no weight or with two, an invalid weight, or if all
+    weights are 0.
     """
     known = {f"source:{t.source}" for t in tags if t.source} | {f"lang:{t.lang}" for t in tags if t.lang}
     owner = np.full(len(tags), -1, dtype=np.int64)
@@ -94,7 +95,7 @@ def assign_components(
             if getattr(tag, kind) == value:
                 if i in name_of_tag:
                     raise UsageError(
-                        f"weights {name_of_tag[i]} and {name} both take {tag.source} {tag.lang}. Keep one."
+                        f"weights {name_of_tag[i]} and {name} both match {tag.source} {tag.lang}. Keep one."
                     )
                 name_of_tag[i] = name
                 owner[i] = len(names) - 1 if weight > 0 else -1
@@ -102,9 +103,8 @@ def assign_components(
     if missing:
         example = tags[missing[0]]
         label = f"source:{example.source}" if example.source else f"lang:{example.lang}"
-        raise UsageError(
-            f"{label} has no weight (and {len(missing) - 1} more). Give it one; 0 leaves it out."
-        )
+        others = f" and {len(missing) - 1} more have" if len(missing) > 1 else " has"
+        raise UsageError(f"{label}{others} no weight. Give every component one; 0 leaves it out.")
     if not names:
         raise UsageError("every weight is 0. Give at least one component a weight.")
     return names, values, owner

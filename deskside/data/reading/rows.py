@@ -24,7 +24,7 @@ from deskside.data.reading.packing import Packing, pack
 from deskside.data.reading.shuffle import endless_shuffle
 from deskside.utils.errors import UsageError
 
-IGNORE = -100  # the target of padding, ignored by the loss
+IGNORE = -100  # the target of padding and of tokens not trained on, ignored by the loss
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,10 @@ class RowBatch:
     """n rows of T tokens. inputs, targets and positions are int64 of shape [n, T].
 
     A target is the document's next token, even if this token is the first of a piece in another row. In a conversation,
-    the target is -100 unless the assistant has to learn the token. Positions count from 0 in every piece. The padding
+    the target is -100 unless the model is trained on the token. Positions count from 0 in every piece. The padding
     of a row is a piece of its own: end-of-text tokens with target -100. `boundaries` lists where each piece begins in
     the flattened n * T tokens; those of row r are boundaries[row_boundaries[r] : row_boundaries[r + 1]]. `num_valid` is
-    the number of targets in each row, shape [n].
+    the number of targets other than -100 in each row, shape [n].
     """
 
     inputs: NDArray[np.int64]
@@ -48,7 +48,7 @@ class RowBatch:
 
 @dataclass(frozen=True)
 class Truncation:
-    """The numbers of conversations cut to the length of a row, and left out for having nothing to learn in it."""
+    """The numbers of conversations cut to the length of a row, and left out for having nothing to train on in it."""
 
     shortened: int = 0
     left_out: int = 0
@@ -80,7 +80,7 @@ class PackedDataset:
         tables = []
         self._tokens: list[NDArray[Any]] = []
         masks: list[NDArray[np.uint8]] = []
-        shard_starts = [0]  # of each shard in the token stream, which is the shards in order
+        shard_starts = [0]  # of each shard in the token stream, the concatenation of the shards
         for shard in index.splits[split].shards:
             self._tokens.append(shards.open_tokens(directory, shard, index.dtype))
             table = shards.open_table(directory, shard)
@@ -93,16 +93,16 @@ class PackedDataset:
         self._shard_starts = np.array(shard_starts[:-1])
         self._masks = masks if len(masks) == len(self._tokens) else None
         self.truncation = Truncation()
-        learnt_before = np.zeros(1, np.int64)
+        trained_before = np.zeros(1, np.int64)
         if self._masks is not None:
-            # the number of learned tokens before each position of the stream, shape [tokens + 1]
-            learnt_before = np.concatenate(([0], np.cumsum(np.concatenate(masks), dtype=np.int64)))
-            start, length, keep, self.truncation = _truncate(start, length, sequence_length, learnt_before)
+            # the number of tokens trained on before each position of the stream, shape [tokens + 1]
+            trained_before = np.concatenate(([0], np.cumsum(np.concatenate(masks), dtype=np.int64)))
+            start, length, keep, self.truncation = _truncate(start, length, sequence_length, trained_before)
             tag = tag[keep]
             if not len(start):
                 raise UsageError(
-                    f"{directory}: no conversation of the {split} split has anything to learn in its first "
-                    f"{sequence_length} tokens. Take longer rows (--batch.sequence_length)."
+                    f"{directory}: no conversation of the {split} split has anything to train on in its first "
+                    f"{sequence_length} tokens. Use longer rows (--batch.sequence_length)."
                 )
         names, component_weights, component = ["all"], [1.0], np.zeros(len(tag), dtype=np.int64)
         if weights:
@@ -119,15 +119,15 @@ class PackedDataset:
                     f"weight {name}: the {split} split has no such document. Give {name} the weight 0."
                 )
             self.packings.append(pack(start[selected], length[selected], sequence_length))
-        self._count_up = np.arange(sequence_length, dtype=np.int64)
+        self._arange = np.arange(sequence_length, dtype=np.int64)
         self._row_tokens = [p.row_tokens() for p in self.packings]
         self._num_valid_by_component = self._row_tokens
         if self._masks is not None:
             self._num_valid_by_component = []
             for packing in self.packings:
                 first = packing.start + 1
-                learnt = learnt_before[first + packing.length] - learnt_before[first]
-                self._num_valid_by_component.append(np.add.reduceat(learnt, packing.row_start[:-1]))
+                trained = trained_before[first + packing.length] - trained_before[first]
+                self._num_valid_by_component.append(np.add.reduceat(trained, packing.row_start[:-1]))
 
     @property
     def vocab_size(self) -> int:
@@ -149,7 +149,7 @@ class PackedDataset:
 
     @property
     def num_tokens(self) -> int:
-        """Number of targets of one epoch."""
+        """Number of targets of one epoch that are not -100."""
         return int(self.num_valid_per_row.sum())
 
     @property
@@ -159,7 +159,7 @@ class PackedDataset:
 
     @property
     def num_valid_per_row(self) -> NDArray[np.int64]:
-        """Number of targets of each row in packing order, shape [num_rows]."""
+        """Number of targets of each row that are not -100, in packing order, shape [num_rows]."""
         return np.concatenate(self._num_valid_by_component)
 
     @cached_property
@@ -171,8 +171,8 @@ class PackedDataset:
         """Return an upper bound on the number of pieces, padding included, in `rows` consecutive rows of the order."""
         counts = []
         for packing, filled in zip(self.packings, self._row_tokens, strict=True):
-            segments = np.diff(packing.row_start) + (filled < self.sequence_length)
-            most = np.sort(segments)[::-1][:rows]
+            pieces = np.diff(packing.row_start) + (filled < self.sequence_length)
+            most = np.sort(pieces)[::-1][:rows]
             # Consecutive positions can be in different epochs of a component, so a row may occur more than once.
             counts.append(np.repeat(most, rows // packing.num_rows + 2))
         return int(np.sort(np.concatenate(counts))[::-1][:rows].sum())
@@ -188,7 +188,7 @@ class PackedDataset:
         return component, row
 
     def num_valid_at(self, seed: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the number of targets of the row at each position, shape [n], without reading tokens."""
+        """Return the number of targets other than -100 in the row at each position, shape [n]. Reads no tokens."""
         return self._num_valid(*self.locate(seed, positions))
 
     def _num_valid(self, component: NDArray[np.int64], row: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -236,13 +236,13 @@ class PackedDataset:
                 targets[i, at:end] = tokens[1:]
                 if self._masks is not None:
                     targets[i, at:end][self._masks[shard][a + 1 : a + size + 1] == 0] = IGNORE
-                positions[i, at:end] = self._count_up[:size]
+                positions[i, at:end] = self._arange[:size]
                 boundaries.append(i * width + at)
                 at = end
             if at < width:
                 inputs[i, at:] = eos
                 targets[i, at:] = IGNORE
-                positions[i, at:] = self._count_up[: width - at]
+                positions[i, at:] = self._arange[: width - at]
                 boundaries.append(i * width + at)
             row_boundaries[i + 1] = len(boundaries)
         return RowBatch(
@@ -256,17 +256,17 @@ class PackedDataset:
 
 
 def _truncate(
-    start: NDArray[np.int64], length: NDArray[np.int64], width: int, learnt_before: NDArray[np.int64]
+    start: NDArray[np.int64], length: NDArray[np.int64], width: int, trained_before: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_], Truncation]:
-    """Truncate conversations to one piece of at most `width` tokens, and leave out those with nothing to learn in it.
+    """Truncate conversations to one piece of at most `width` tokens. Leave out those with nothing to train on in it.
 
     The last token of a conversation is only a target, so a conversation of n tokens is a piece of n - 1 tokens.
-    learnt_before: number of learned tokens before each position. Returns (start, length) of the pieces, which
-    conversations are kept, and the counts.
+    trained_before: number of tokens trained on before each position. Returns (start, length) of the pieces, a mask of
+    the conversations that are kept, and the counts.
     """
     length = length - 1
     truncated = np.minimum(length, width)
-    has_learnt = learnt_before[start + 1 + truncated] > learnt_before[start + 1]
-    keep = (truncated > 0) & has_learnt
+    trained = trained_before[start + 1 + truncated] > trained_before[start + 1]
+    keep = (truncated > 0) & trained
     truncation = Truncation(shortened=int((keep & (length > width)).sum()), left_out=int((~keep).sum()))
     return start[keep], truncated[keep], keep, truncation

@@ -125,8 +125,8 @@ class TokenizerInfo(Part):
 class ChatInfo(Part):
     """Facts about a data set of conversations.
 
-    turn_end: id of the end-of-turn token, or None. learnt_tokens: number of learned tokens by split. last_turn_only:
-    number of conversations of which only the last turn is learned.
+    turn_end: id of the end-of-turn token, or None. learnt_tokens: number of tokens trained on, by split.
+    last_turn_only: number of conversations of which only the last turn is trained on.
     """
 
     turn_end: NonNegativeInt | None
@@ -167,7 +167,7 @@ class DatasetIndex(Part):
 
 @dataclass
 class EncodedDocument:
-    """A tokenized document. tag: index of its tag. mask: 1 for learned tokens, for conversations only."""
+    """A tokenized document. tag: index of its tag. mask: 1 for tokens trained on, for conversations only."""
 
     tokens: NDArray[Any]
     tag: int
@@ -277,7 +277,7 @@ def read_index(directory: Path) -> DatasetIndex:
     """Read and check index.json.
 
     Raises UsageError if there is no prepared data set, or an unfinished one or one of another kind, and RunError if the
-    index is damaged or has another version.
+    index is damaged or has a different version.
     """
     path = directory / INDEX
     if not path.is_file():
@@ -424,7 +424,7 @@ def open_tokens(directory: Path, shard: ShardInfo, dtype: str) -> NDArray[Any]:
 
 
 def open_mask(directory: Path, shard: ShardInfo) -> NDArray[np.uint8] | None:
-    """Return the mask of learned tokens as a read-only memory map, shape [tokens], or None if all are learned."""
+    """Return the mask of tokens trained on as a read-only memory map, shape [tokens], or None if it is all of them."""
     path = directory / shard.mask if shard.mask is not None else None
     return None if path is None else np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
 

@@ -23,7 +23,7 @@ from deskside.kernels.attention.context import (
     backend_named,
     prepare,
 )
-from deskside.kernels.functional import create_autograd_context, gradients
+from deskside.kernels.functional import create_cuda_context_for_autograd, gradients
 from deskside.utils.errors import RunError
 
 # Relative Frobenius error against float32. In bfloat16, rounding q, k, v, p and o gives about 3e-3, and the sums of the
@@ -75,7 +75,7 @@ def choose(need: Requirements, candidates: Sequence[str] | None = None, seed: in
     part = _checked_part(need)
     inputs, context = _problem(need, part.tokens, seed)
     expected: list[Tensor] | None = None
-    create_autograd_context(need.device)
+    create_cuda_context_for_autograd(need.device)
 
     for backend in considered:
         reason = backend.unsupported_reason(need)

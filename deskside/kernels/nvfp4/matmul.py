@@ -1,4 +1,4 @@
-"""A BF16 product with float32 accumulation and float32 scales that are read on the device: emulated NVFP4, on any GPU.
+"""A BF16 matmul with float32 accumulation and float32 scales that are read on the device: emulated NVFP4, on any GPU.
 
 An emulated NVFP4 operand is code x block scale, which is exact in BF16, and one global scale for the tensor. The global
 scales are applied in the epilogue, where the sum is still float32; in the BF16 operands they would be rounded to 8

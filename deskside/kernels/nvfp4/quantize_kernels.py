@@ -1,10 +1,10 @@
 """The Triton kernels of the NVFP4 quantiser, which quantize.py describes and launches.
 
-Every tile has the shape (M, S), with the summed dimension S last; whether S is N or K of the (N, K) matrix in memory
-only changes addresses. A tile is reshaped to (P, A, Q, 16) = (M / A, A, S / 16, 16), where A x 16 values share a scale,
-A = 1 or 16; all work is elementwise or a reduction over these blocks. The Hadamard transform is a product with a
-constant matrix: 128 x 128, or 64 x 64 with four copies of H16 on its diagonal. Programs loop over several tiles, so
-that each reads this matrix only once.
+The matmul sums over dimension S of the operand (M, S). Every tile has the shape (BM, BS), with S last; whether S is N
+or K of the (N, K) matrix in memory only changes addresses. A tile is reshaped to (P, A, Q, 16) = (BM / A, A, BS / 16,
+16), where A x 16 values share a scale, A = 1 or 16. The Hadamard transform is a product with a constant matrix: 128 x
+128, or 64 x 64 with four copies of H16 on its diagonal. Programs loop over several tiles, so that each reads this
+matrix only once.
 
 Steps, names and the order of operations are those of the torch reference, precision/nvfp4.py.
 """
@@ -28,7 +28,10 @@ LARGEST_FLOAT = tl.constexpr(3.4028234663852886e38)
 
 @triton.jit
 def _tile_origin(tile, N, K, BM: tl.constexpr, BS: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the first m and s of a tile of an (N, K) matrix. ROWS: S is N, otherwise K. Tiles are ordered along K."""
+    """Return the first m and s of a tile of an (N, K) matrix. Tiles are ordered along K.
+
+    ROWS: True if S is N, False if it is K.
+    """
     across = tl.cdiv(K, BM if ROWS else BS)
     m, s = (tile % across, tile // across) if ROWS else (tile // across, tile % across)
     return m * BM, s * BS
@@ -53,7 +56,10 @@ def _rotation(matrix_ptr, signs_ptr, HADAMARD: tl.constexpr, BS: tl.constexpr): 
 
 @triton.jit
 def _values(x_ptr, rotation, offsets, mask, HADAMARD: tl.constexpr, INTERPRETED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Load a tile as float32 and transform it. A transform of 16 rounds to x's dtype, as NVIDIA's kernels do."""
+    """Load a tile as float32 and transform it.
+
+    With HADAMARD = 16, the result is rounded to bfloat16 if x is bfloat16, as in NVIDIA's kernels.
+    """
     x = tl.load(x_ptr + offsets, mask=mask, other=0.0)
     values = x.to(tl.float32)
     if HADAMARD > 0:
@@ -93,7 +99,7 @@ def amax_kernel(  # type: ignore[no-untyped-def]
 def _in_sequence(x, P: tl.constexpr, Q: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the sum of (P, Q, 16) over the last dimension, strictly from first to last: (P, Q, 1).
 
-    A thread holds eight neighbours. So the sum of the first eight is passed to the thread that adds the other eight.
+    A thread holds eight adjacent elements, so it passes its sum to the thread that adds the other eight.
     """
     even, odd = tl.split(tl.reshape(x, (P, Q, 2, 2, 2, 2)))
     x04, x26 = tl.split(even)
@@ -136,8 +142,11 @@ def _in_halves(x, P: tl.constexpr, Q: tl.constexpr):  # type: ignore[no-untyped-
 
 
 @triton.jit
-def _over_1536(v, INTERPRETED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return v / 1536, correctly rounded: a product, its exact remainder, one correction (Markstein 1990)."""
+def _divide_by_1536(v, INTERPRETED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return v / 1536, correctly rounded: a product, its exact remainder, one correction (Markstein 1990).
+
+    With four over six, 1536 = 6 x 256 is the largest FP4 value times the largest block scale.
+    """
     inverse = 0.0006510416860692203  # 1 / 1536 in float32
     quotient = v * inverse
     if INTERPRETED:  # the interpreter's fma rounds twice
@@ -148,7 +157,7 @@ def _over_1536(v, INTERPRETED: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _encode(block_scale, decode):  # type: ignore[no-untyped-def]
+def _encode_factor(block_scale, decode):  # type: ignore[no-untyped-def]
     """Return 1 / (block scale x global scale), at most the largest float32, which a block scale of zero gives."""
     product = block_scale * decode
     return tl.minimum(tl.div_rn(tl.full(product.shape, 1.0, tl.float32), product), LARGEST_FLOAT)
@@ -160,8 +169,8 @@ def _candidate(  # type: ignore[no-untyped-def]
     P: tl.constexpr, A: tl.constexpr, Q: tl.constexpr, ROWS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Return the magnitudes (P, A, Q, 16) rounded with these block scales, and the squared error of each block."""
-    rounded = e2m1_nearest(tl.minimum(magnitude * _encode(block_scale, decode), 6.0))
-    error = _over_1536(rounded * block_scale * amax, INTERPRETED) - magnitude
+    rounded = e2m1_nearest(tl.minimum(magnitude * _encode_factor(block_scale, decode), 6.0))
+    error = _divide_by_1536(rounded * block_scale * amax, INTERPRETED) - magnitude
     return rounded, _block_error(error * error, P, A, Q, ROWS)
 
 
@@ -189,8 +198,8 @@ def quantize_kernel(  # type: ignore[no-untyped-def]
     """Quantise x and write the operand and its global scale.
 
     values_ptr: the emulated operand in the layout of x or, with PACKED, the codes; block scales then go to
-    block_scale_ptr. TOP_INVERSE: 1 / the code that a block's largest value is mapped to. RANGE: that code times the
-    largest block scale.
+    block_scale_ptr. TOP_INVERSE: 1 / the value that a block's largest magnitude is scaled to. RANGE: that value
+    times the largest block scale.
     """
     P: tl.constexpr = BM // A
     Q: tl.constexpr = BS // 16
@@ -228,7 +237,7 @@ def quantize_kernel(  # type: ignore[no-untyped-def]
         else:
             ideal = tl.minimum(block_amax * (encode * TOP_INVERSE), 448.0)
             block_scale = e4m3_up(ideal) if SCALE_UP else e4m3_nearest(ideal)
-            scaled = tl.minimum(magnitude * _encode(block_scale, decode), 6.0)
+            scaled = tl.minimum(magnitude * _encode_factor(block_scale, decode), 6.0)
             if ROUNDING == "stochastic":
                 rounded = e2m1_stochastic(scaled, tl.reshape(uniform(offsets, seed), (P, A, Q, 16)))
             else:

@@ -75,7 +75,7 @@ class StudyPlan(Expansion):
             if arm_id not in arms or arm_id not in other_arms:
                 return f"arm {arm_id} is in only one of them"
             if arms[arm_id].config != other_arms[arm_id].config:
-                return f"arm {arm_id} has another configuration"
+                return f"arm {arm_id} has a different configuration"
         return None
 
     def to_json(self) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Terminal output of a running study: a line when a trial starts or ends, and progress bars.
 
 The remaining time is the sum of the forecasts of the remaining trials, multiplied by (time / forecast) of the finished
-trials and divided by the number of devices. A trial without forecast counts with the mean time of the finished ones.
+trials and divided by the number of devices in use. A trial without a forecast is counted at the mean time of the
+finished ones.
 """
 
 import os
@@ -37,9 +38,12 @@ class RemainingTime:
         """Record the duration of a finished trial of this arm."""
         self._finished.append((arm, seconds))
 
-    def estimate(self, arms: list[str]) -> float | None:
-        """Return the seconds until trials of these arms have ended, or None if one of them is unknown."""
-        if not arms:
+    def estimate(self, remaining_arms: list[str]) -> float | None:
+        """Return the seconds until the remaining trials have ended. remaining_arms: the arm of each of them.
+
+        Returns None if one of them has no forecast and no trial has finished yet.
+        """
+        if not remaining_arms:
             return 0.0
         mean, factor = None, 1.0
         if self._finished:
@@ -53,13 +57,13 @@ class RemainingTime:
         if forecast_total:
             factor = actual_total / forecast_total
         total = 0.0
-        for arm in arms:
+        for arm in remaining_arms:
             forecast = self._forecasts.get(arm)
             seconds_left = mean if forecast is None else forecast * factor
             if seconds_left is None:
                 return None
             total += seconds_left
-        return total / min(self._devices, len(arms))
+        return total / min(self._devices, len(remaining_arms))
 
 
 class StudyDisplay:
@@ -83,7 +87,7 @@ class StudyDisplay:
                 TextColumn("{task.fields[numbers]}", markup=False),
                 console=self.console,
                 transient=True,
-                refresh_per_second=2,  # few, because the trials need the CPU cores
+                refresh_per_second=2,  # low, because the trials need the CPU cores
             )
 
     def __enter__(self) -> "StudyDisplay":
@@ -119,7 +123,7 @@ class StudyDisplay:
         measured: Measured | None,
         remaining_arms: list[str],
     ) -> None:
-        """Report the end of a trial. remaining_arms: the arm's id of each trial that has not ended."""
+        """Report the end of a trial. remaining_arms: the arm id of each trial that has not ended."""
         text = f"{end.status} after {end.seconds:.0f} s"
         metrics = measured.metrics if measured is not None else {}
         if "val_bpb" in metrics:
@@ -151,7 +155,7 @@ class StudyDisplay:
 
 
 def read_progress(run: Path) -> tuple[int, int] | None:
-    """Return (last logged step, planned steps) of a run, or None before its first step."""
+    """Return (last logged step, planned steps) of a run, or None if its files do not have them (yet)."""
     try:
         with (run / "metrics.jsonl").open("rb") as file:
             size = file.seek(0, os.SEEK_END)

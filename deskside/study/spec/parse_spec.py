@@ -51,7 +51,7 @@ def load(name: str) -> StudySpec:
 
 
 def parse(text: str, label: str = "study", folder: Path = Path()) -> StudySpec:
-    """Parse the text of a study's file. Raises UsageError, in one line, if it is invalid.
+    """Parse the text of a study's file. Raises UsageError with a one-line message if it is invalid.
 
     Args:
         label: The beginning of every error message.
@@ -65,7 +65,7 @@ def parse(text: str, label: str = "study", folder: Path = Path()) -> StudySpec:
         raise UsageError(f"{label}: {key}: unknown key; {suggestion(key, [*STUDY_KEYS, *GROUP_KEYS])}")
     groups = top.get("group") or [{"name": DEFAULT_GROUP}]
     defaults = {key: value for key, value in top.items() if key in GROUP_KEYS}
-    if isinstance(groups, list):  # otherwise the schema refuses it
+    if isinstance(groups, list):  # otherwise the schema rejects it
         groups = [
             _with_defaults(defaults, group) if isinstance(group, Mapping) else group for group in groups
         ]
@@ -89,7 +89,7 @@ def parse(text: str, label: str = "study", folder: Path = Path()) -> StudySpec:
 def with_overrides(study: StudySpec, overrides: Layer) -> StudySpec:
     """Append configuration from the command line to `set` of every group.
 
-    Raises UsageError for a key that the study's budget, seeds, factors or arms set: it would not apply to every arm.
+    Raises UsageError for a key that the study's budget, seeds, factors or arms set, and for the other `RESERVED` keys.
     """
     if not overrides:
         return study
@@ -137,8 +137,8 @@ def check_seeds(given: Any, label: str) -> int:
         raise UsageError(f"{label}: must be 1 to {MAX_SEEDS} seeds, not {given!r}") from None
 
 
-def _with_defaults(defaults: Layer, group: Layer) -> dict[str, Any]:
-    """Return a group with the keys of the top level as defaults. Both `set` apply, that of the group with priority."""
+def _with_defaults(defaults: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a group's TOML table with the top-level keys as defaults. Both `set` tables apply, the group's last."""
     merged = {**defaults, **group}
     layers = [table["set"] for table in (defaults, group) if "set" in table]
     if layers:
@@ -147,7 +147,7 @@ def _with_defaults(defaults: Layer, group: Layer) -> dict[str, Any]:
 
 
 def _location(error_path: Sequence[str | int], table: Any) -> list[str]:
-    """Return the path of an error in the file as text, such as ["factor size", "level small", "set"]."""
+    """Return the readable location of an error in the file, such as ["factor size", "level small", "set"]."""
     parts: list[str] = []
     for key in error_path:
         if isinstance(key, int) and parts and parts[-1] != "set":

@@ -1,4 +1,4 @@
-"""Callbacks and loggers: everything that observes the steps of a run.
+"""Callbacks, trackers and the log of a run: everything that observes its steps.
 
 A `Callback` is called when training begins and with the metrics of every step. It may request a stop, and can reserve
 time for work after the run; `deskside go` controls its run with one. `RunLog` writes the files of metrics and events
@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -30,7 +30,7 @@ class Callback:
     """Base class of callbacks; does nothing.
 
     earlier_seconds: wall-clock seconds of the run's earlier processes, including steps that were lost. resume_command:
-    the command that resumes the run, for the message after a stop; None is the objective's own command.
+    the command that resumes the run, for the message after a stop; None selects the objective's own command.
     """
 
     earlier_seconds = 0.0
@@ -62,11 +62,11 @@ class ReserveReportTime(Callback):
 
 
 class RunLog:
-    """Messages, events and metrics of a run. Does nothing on ranks other than 0."""
+    """Messages, events and metrics of a run. Writes nothing unless `active`, which is True on rank 0 only."""
 
     def __init__(self, run: RunDirectory, active: bool = True):
         self.run, self.active = run, active
-        self.loggers: Sequence[Callback] = ()
+        self.callbacks: Sequence[Callback] = ()
 
     def event(self, text: str) -> None:
         """Write a line to the events file only."""
@@ -80,15 +80,15 @@ class RunLog:
             Terminal.say(text)
 
     def step(self, row: dict[str, Any], total_steps: int) -> None:
-        """Append a step's metrics to metrics.jsonl and pass them to all loggers."""
+        """Append a step's metrics to metrics.jsonl and pass them to the callbacks."""
         if self.active:
             self.run.append_metrics(row)
-        for logger in self.loggers:
-            logger.on_step(row, total_steps)
+        for callback in self.callbacks:
+            callback.on_step(row, total_steps)
 
     def close(self) -> None:
-        for logger in self.loggers:
-            logger.close()
+        for callback in self.callbacks:
+            callback.close()
 
 
 class Terminal(Callback):
@@ -96,6 +96,8 @@ class Terminal(Callback):
 
     estimated: True if the run's length is a time. The number of steps is then an estimate, shown as ~500.
     """
+
+    _bar_console: ClassVar[Console | None] = None  # of the progress bar that is shown, if any
 
     def __init__(self, first_step: int, total_steps: int, estimated: bool):
         self._total_prefix = "~" if estimated else ""
@@ -114,6 +116,7 @@ class Terminal(Callback):
             )
             self._task = self._bar.add_task("train", completed=first_step, total=total_steps, numbers="")
             self._bar.start()
+            Terminal._bar_console = self.console
 
     def on_step(self, row: dict[str, Any], total_steps: int) -> None:
         if row.get("val_loss") is not None:  # SFT and DPO
@@ -121,8 +124,8 @@ class Terminal(Callback):
         elif row.get("val_bpb") is not None:
             self._validation = f"  val {row['val_bpb']:.3f} bpb"
         speed = f"  {row['tokens_per_second']:,.0f} tok/s" if row["tokens_per_second"] else ""
-        goal = next((f"  {name} {row[name]:.3f}" for name in ("reward", "accuracy") if name in row), "")
-        numbers = f"loss {row['loss']:.3f}{goal}{self._validation}{speed}"
+        objective = next((f"  {name} {row[name]:.3f}" for name in ("reward", "accuracy") if name in row), "")
+        numbers = f"loss {row['loss']:.3f}{objective}{self._validation}{speed}"
         if self._bar is not None:
             self._bar.update(self._task, completed=row["step"], total=total_steps, numbers=numbers)
         elif time.monotonic() - self._last_line >= LINE_SECONDS or row["step"] == total_steps:
@@ -138,9 +141,10 @@ class Terminal(Callback):
     def close(self) -> None:
         if self._bar is not None:
             self._bar.stop()
+            Terminal._bar_console = None
 
     def _times(self, step: int, total: int) -> str:
-        """Return the elapsed time of this process's steps, and the time left if the others take as long each."""
+        """Return the elapsed time of this process's steps, and the time left at the same speed."""
         elapsed, steps = time.monotonic() - self._started, max(1, step - self._first_step)
         left = timedelta(seconds=round(elapsed / steps * max(0, total - step)))
         return f"  {timedelta(seconds=round(elapsed))} elapsed, {left} left"
@@ -148,7 +152,9 @@ class Terminal(Callback):
     @staticmethod
     def say(text: str) -> None:
         """Print one line, above the progress bar if there is one."""
-        Console(stderr=True, highlight=False).print(text, markup=False, soft_wrap=True)
+        # Another console would write into the line of the bar.
+        console = Terminal._bar_console or Console(stderr=True)
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 class TensorBoard(Callback):
@@ -198,7 +204,10 @@ def check_trackers(config: TrackConfig) -> None:
 def trackers(
     config: TrackConfig, run: RunDirectory, run_config: dict[str, Any]
 ) -> list[TensorBoard | Tracker]:
-    """Return the enabled trackers, which record `run_config`. Raises UsageError if a package is missing."""
+    """Return the enabled trackers. Weights & Biases and trackio also record `run_config`.
+
+    Raises UsageError if a package is missing.
+    """
     check_trackers(config)
     enabled: list[TensorBoard | Tracker] = []
     if config.tensorboard:

@@ -29,7 +29,7 @@ TOLERANCE = 0.02  # a plan is revised if it is off by more than this fraction of
 
 @dataclass(frozen=True)
 class Revision:
-    """From `step` completed steps on, `remaining` more steps lead from `progress` to 1."""
+    """After `step` steps the progress is `progress`; `remaining` more steps complete the run."""
 
     step: int
     progress: float
@@ -105,7 +105,7 @@ def should_revise(
 ) -> bool:
     """Return True if a plan is off by more than one step and more than the tolerance.
 
-    Returns True at most once per 1/200 of the run, so that varying speed does not fill plan.json with revisions.
+    1/200 of the run must have passed since the last revision, so that varying speed does not fill plan.json.
     """
     off = abs(planned_remaining - estimated_remaining)
     return off > max(1.0, TOLERANCE * planned_remaining) and seconds_since_last >= limit_seconds / 200
@@ -144,7 +144,7 @@ class Clock:
         else:
             self._training_seconds = seconds
 
-    def restore_running(self, seconds: float) -> None:
+    def set_after_rollback(self, seconds: float) -> None:
         """Set the clock to `seconds` after a rollback, which undoes steps but not the time that they took."""
         self._process_started = time.perf_counter()
         self._earlier_seconds = self._training_seconds = seconds

@@ -125,7 +125,7 @@ class Checkpointer:
             raise RunError(
                 "the run must roll back, but has no valid checkpoint; lower --optim.lr and start again"
             )
-        self.clock.restore_running(seconds)
+        self.clock.set_after_rollback(seconds)
         if self.world.is_rank_zero:
             self.run.cut_metrics(progress.step)
         self.world.barrier()

@@ -1,4 +1,4 @@
-"""Weights that a run starts from, the check that its data has the same tokens, and new vocabulary entries."""
+"""Initial weights of a run: load them, check that the data has the same tokenizer, and add vocabulary entries."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class InitialWeights:
     """Initial weights of a run, by parameter name.
 
     source: the run or model directory that they come from. vocabulary: token -> id. fresh: ids of the tokens whose
-    embeddings are initialized again.
+    embeddings are reinitialized, see `resize_vocabulary`.
     """
 
     source: str
@@ -71,13 +71,13 @@ class InitialWeights:
         return cls(source, weights, vocabulary, tuple(fresh))
 
     def check_tokenizer(self, data: Path) -> None:
-        """Raise UsageError if a token of the prepared data has another or no id in the vocabulary of these weights."""
+        """Raise UsageError if a token of the data has a different id, or none, in the vocabulary of these weights."""
         vocabulary = load_tokenizer(data).get_vocab(with_added_tokens=True)
         different = [token for token, id in vocabulary.items() if self.vocabulary.get(token) != id]
         if different:
             raise UsageError(
-                f"--init {self.source}: has another tokenizer than {data} ({len(different)} tokens differ); prepare "
-                f"the data with its tokenizer: deskside data prepare ... --tokenizer {self.source}"
+                f"--init {self.source}: has a different tokenizer from {data} ({len(different)} tokens differ); "
+                f"prepare the data with its tokenizer: deskside data prepare ... --tokenizer {self.source}"
             )
 
 
@@ -85,7 +85,7 @@ def _weights(loaded: Loaded) -> dict[str, torch.Tensor]:
     return {name: parameter.detach() for name, parameter in loaded.model.named_parameters()}
 
 
-def keep_tokenizer(data: Path, run: RunDirectory) -> None:
+def copy_tokenizer(data: Path, run: RunDirectory) -> None:
     """Copy the tokenizer of prepared data into the run, and the chat template and its settings for chat data.
 
     tokenizer.json is written last: a run without it copies everything again.

@@ -235,5 +235,5 @@ def test_the_reason_why_no_validation_conversation_is_usable(tmp_path: Path, tok
 
 
 def test_rows_too_short_for_any_answer(prepared: Path) -> None:
-    with pytest.raises(UsageError, match="Take longer rows"):
+    with pytest.raises(UsageError, match="Use longer rows"):
         PackedDataset(prepared, "train", 2)

@@ -62,7 +62,7 @@ def test_components_by_language_source_and_both() -> None:
     [
         ({"fr": 1.0}, "weight fr: is not in the data"),
         ({"en": 1.0}, "has no weight"),
-        ({"en": 1.0, "wiki": 1.0, "hi": 1.0}, "both take"),
+        ({"en": 1.0, "wiki": 1.0, "hi": 1.0}, "both match"),
         ({"en": -1.0, "hi": 1.0}, "0 or more"),
         ({"en": 0.0, "hi": 0.0}, "every weight is 0"),
     ],

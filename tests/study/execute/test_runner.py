@@ -235,7 +235,7 @@ def test_plans_that_differ_say_in_what(folder: StudyFolder) -> None:
     assert plan.difference(fewer) == f"arm {ARMS[0]} is in only one of them" == fewer.difference(plan)
     changed = json.loads((folder.path / "study.json").read_text())
     changed["arms"][2]["config"]["optim"]["lr"] = 0.5
-    assert plan.difference(StudyPlan.from_json(changed)) == f"arm {ARMS[2]} has another configuration"
+    assert plan.difference(StudyPlan.from_json(changed)) == f"arm {ARMS[2]} has a different configuration"
 
 
 @pytest.mark.parametrize(

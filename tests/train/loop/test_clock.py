@@ -128,5 +128,5 @@ def test_the_wall_clock_counts_everything_of_every_process() -> None:
     assert 150 <= clock.seconds() < 151
     clock.stop()
     assert clock.seconds() >= 150
-    clock.restore_running(clock.seconds())  # a rollback: time spent on lost steps is spent
+    clock.set_after_rollback(clock.seconds())  # a rollback: time spent on lost steps is spent
     assert 150 <= clock.seconds() < 152

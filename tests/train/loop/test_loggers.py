@@ -131,3 +131,19 @@ def test_the_metrics_file_gets_every_step(tmp_path: Path) -> None:
         for step in (1, 2):
             log.step(row(step), 2)
     assert [r["step"] for r in run.read_metrics()] == [1, 2]
+
+
+def test_messages_appear_above_the_progress_bar(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = Terminal(0, 10, estimated=False)
+    try:
+        Terminal.say("a [message]")
+    finally:
+        terminal.close()
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().err)
+    assert re.search(r"(^|[\r\n])a \[message\]\r?\nstep 0/10", shown)
+    Terminal.say("afterwards")
+    assert capsys.readouterr().err == "afterwards\n"

@@ -359,7 +359,7 @@ def test_weights_of_another_tokenizer_are_refused(data: Path, tmp_path: Path) ->
         second: initial.vocabulary[first],
     }
     with pytest.raises(
-        UsageError, match=r"another tokenizer .* \(2 tokens differ\); prepare the data with it"
+        UsageError, match=r"a different tokenizer .* \(2 tokens differ\); prepare the data with it"
     ):
         tiny_run.train(tmp_path, tiny_run.config(data), initial=replace(initial, vocabulary=swapped))
 
