@@ -120,7 +120,7 @@ def test_data_of_another_tokenizer_is_refused(made: MadeRun, tmp_path: Path) -> 
     other = make(tmp_path)
     file = other.path / "tokenizer.json"
     file.write_text(file.read_text() + "\n")
-    with pytest.raises(UsageError, match="another tokenizer"):
+    with pytest.raises(UsageError, match="a different tokenizer"):
         run_eval([str(other.path)])
 
 
