@@ -69,9 +69,7 @@ def _module_tensors(model: nn.Module, path: str, module: nn.Module) -> Iterator[
     if isinstance(module, Linear):
         owner = prefix.rpartition(".")[0]
         if module.weight is None:
-            raise TypeError(
-                f"{path}: its weight is stored in codes; merge the model first (weights/merge_adapters.py)"
-            )
+            raise TypeError(f"{path}: its weight is stored in codes; merge the model first")
         for s in module.slices:
             name = f"{owner}.{s.name}" if owner else s.name
             yield make_tensor("weight", f"{name}.weight", module.role, s.start, s.stop)

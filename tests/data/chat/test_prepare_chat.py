@@ -211,7 +211,7 @@ def test_damaged_or_missing_mask_is_detected(tmp_path: Path, tokenizer: Path) ->
     [
         ("a.jsonl", "", "--data: no conversation .there are too few."),
         ("a.jsonl", '{"text": "a"}\n', "JSON without the field, first .*a.jsonl:1"),
-        ("a.txt", "hello", "is plain text; records with 'messages' come as"),
+        ("a.txt", "hello", "is plain text; .*jsonl"),
         ("a.jsonl", json.dumps({"messages": talk("a", "b")}), "conversation is left for the train split"),
     ],
 )
