@@ -1,13 +1,42 @@
 """Helpers in plain torch for operators and reference kernels: activations, RoPE, dtype promotion, autograd."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import wraps
+from importlib import import_module
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 IGNORED = -100  # tokens with this target do not count in the loss
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def operator(
+    plain: Callable[P, R], launcher: str, supported: Callable[[torch.device], bool] = lambda device: True
+) -> Callable[P, R]:
+    """Return an operator that calls the function of the same name in `launcher` for CUDA tensors, `plain` for others.
+
+    The first argument, or its first element, is a tensor and determines the device.
+
+    launcher: name of the module whose functions launch Triton kernels, imported at the first call. supported: returns
+    False for GPUs on which `plain` is called, too.
+    """
+    name = plain.__name__
+
+    @wraps(plain)
+    def operator(*args: P.args, **kwargs: P.kwargs) -> R:
+        x = args[0][0] if isinstance(args[0], tuple) else args[0]
+        assert isinstance(x, Tensor)
+        if not x.is_cuda or not supported(x.device):
+            return plain(*args, **kwargs)
+        launch: Callable[P, R] = getattr(import_module(launcher), name)  # in sys.modules after the first call
+        return launch(*args, **kwargs)
+
+    return operator
 
 
 def relu2(x: Tensor) -> Tensor:

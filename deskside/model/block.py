@@ -27,7 +27,7 @@ from deskside.ops.composite import (
     make_projections,
 )
 from deskside.ops.linear import Linear
-from deskside.ops.moe import Experts, MixtureOfExperts
+from deskside.ops.moe import Experts, MixtureOfExperts, MoESublayer
 
 Rotation = tuple[Tensor, Tensor]  # cos and sin, each (B or 1, T, 1, C / 2)
 
@@ -129,7 +129,7 @@ class MLP(MLPSublayer):
         return residual_BTD, self.output(*inputs)
 
 
-class MoE(nn.Module):
+class MoE(MoESublayer):
     """The mixture of experts and its norm. The third output is the router's statistics (2, E)."""
 
     def __init__(self, config: ModelConfig):
@@ -147,6 +147,9 @@ class MoE(nn.Module):
 
     def forward(self, residual_BTD: Tensor, delta_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(residual, delta) -> (residual, delta, router statistics)."""
+        if self.forward_override is not None:
+            residual_BTD, delta_BTD, statistics_2E = self.forward_override(residual_BTD, delta_BTD)
+            return residual_BTD, delta_BTD, statistics_2E
         residual_BTD, normed_BTD = self.input.add_norm(residual_BTD, delta_BTD)
         return residual_BTD, *self.mixture(normed_BTD)
 

@@ -145,7 +145,15 @@ class GatedLinear(nn.Module):
         return self.projection(activate(self.activation, *inputs_BTF))
 
 
-class AttentionSublayer(nn.Module):
+class Sublayer(nn.Module):
+    """One half of a block. `forward_override`, set from outside, replaces its forward; None does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forward_override: Callable[..., Any] | None = None
+
+
+class AttentionSublayer(Sublayer):
     """The attention half of a block: `input` computes q, k and v, and `output` is o_proj.
 
     heads: number of query heads; kv_heads: number of key and of value heads. delta_optional: True if the override
@@ -162,16 +170,11 @@ class AttentionSublayer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.forward_override: Callable[..., Any] | None = None
         self.delta_optional = False
 
 
-class MLPSublayer(nn.Module):
+class MLPSublayer(Sublayer):
     """The MLP half of a block: `input` computes gate and up, or only up; `output` activates and projects down."""
 
     input: AddNormLinear
     output: GatedLinear
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.forward_override: Callable[..., Any] | None = None

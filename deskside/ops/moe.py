@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deskside.kernels.functional import activate
-from deskside.ops.composite import Activation
+from deskside.kernels.functional import activate, at_least_float32
+from deskside.ops.composite import Activation, AddNormLinear, Sublayer
 from deskside.ops.linear import Linear, make_slices
 
 
@@ -66,7 +66,8 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
         x_ND = x_BTD.flatten(0, 1)
-        probabilities_NE = torch.softmax(self.router(x_ND).float(), dim=-1)
+        logits_NE = self.router(x_ND)
+        probabilities_NE = torch.softmax(logits_NE.to(at_least_float32(logits_NE)), dim=-1)
         weights_Nk, chosen_Nk = probabilities_NE.topk(self.experts_per_token, dim=-1)
         if self.normalise:
             weights_Nk = weights_Nk / weights_Nk.sum(dim=-1, keepdim=True)
@@ -79,7 +80,19 @@ class MixtureOfExperts(nn.Module):
         out_SD = self.experts(x_ND[token_S], counts_E)
         out_SD = out_SD * weights_Nk.flatten()[order_S, None].to(out_SD.dtype)
         out_ND = torch.zeros_like(x_ND).index_add(0, token_S, out_SD)
-        return out_ND.view_as(x_BTD), torch.stack((counts_E.float(), probabilities_NE.sum(dim=0)))
+        return out_ND.view_as(x_BTD), torch.stack(
+            (counts_E.to(probabilities_NE.dtype), probabilities_NE.sum(dim=0))
+        )
+
+
+class MoESublayer(Sublayer):
+    """The MLP half of a block with experts: (residual, delta) -> (residual, delta, router statistics (2, E)).
+
+    `input` has no projections: router and experts read the norm's output.
+    """
+
+    input: AddNormLinear
+    mixture: MixtureOfExperts
 
 
 def load_balancing_loss(statistics_L2E: Tensor, tokens: int) -> Tensor:

@@ -22,19 +22,21 @@ from deskside.config.dimensions import NATIVE_FP4_UNIT, UNIT, uncovered_reason
 from deskside.config.recipes import Recipe, recipe_named
 from deskside.config.sections import PrecisionConfig
 from deskside.kernels.nvfp4.operand import required_multiple
-from deskside.ops.composite import AddNormLinear, AttentionSublayer, MLPSublayer, RMSNorm
+from deskside.ops.composite import AddNormLinear, AttentionSublayer, MLPSublayer, RMSNorm, Sublayer
 from deskside.ops.linear import Embedding, HeadLoss, Linear
+from deskside.ops.moe import MoESublayer
 from deskside.precision import backends, fused_sublayers
+from deskside.precision.fused_moe import FusedMoE
 from deskside.precision.fused_sublayers import FusedAttention, FusedMLP, FusedSublayer
 from deskside.precision.hardware_caps import HardwareCaps, hardware_caps
 from deskside.precision.head import QuantizedHead
 from deskside.precision.lora import Adapter, adapter_of
-from deskside.precision.quantized_linear import QuantizedLinear, Shared
+from deskside.precision.quantized_linear import ConvertedWeight, QuantizedLinear, Quantizer, Shared
 from deskside.precision.quantized_operand import UNQUANTIZED, Draws
 from deskside.precision.scales import DelayedScales
 from deskside.utils.errors import UsageError
 
-Sublayer = AttentionSublayer | MLPSublayer
+Fused = FusedSublayer | FusedMoE
 
 
 class QuantizedModel:
@@ -50,9 +52,10 @@ class QuantizedModel:
         self.active = True
         self.backend: backends.PrecisionBackend | None = None
         # (sublayer, its plan in the recipe or None if it stays in BF16, its plan in BF16)
-        self._sublayers: list[tuple[Sublayer, FusedSublayer | None, FusedSublayer]] = []
+        self._sublayers: list[tuple[Sublayer, Fused | None, Fused]] = []
         self._linears: list[tuple[Linear, Callable[[Tensor], Tensor]]] = []
         self._plans: list[QuantizedLinear] = []
+        self._converted: list[ConvertedWeight] = []
         self._norm: AddNormLinear | None = None
         self._head: tuple[HeadLoss, QuantizedHead] | None = None
         self._dropout = any(isinstance(module, Adapter) and module.dropout for module in model.modules())
@@ -110,8 +113,8 @@ class QuantizedModel:
 
     def forget_weights(self) -> None:
         """Drop all cached converted weights, to free their memory or because the weights were overwritten."""
-        for plan in self._plans:
-            plan.converted.clear()
+        for converted in self._converted:
+            converted.clear()
         if self._head is not None:
             self._head[1].converted.clear()
 
@@ -148,7 +151,9 @@ class QuantizedModel:
             if isinstance(module, AttentionSublayer):
                 layer += 1
             in_bf16_block = layers > 0 and (layer < first or layer >= layers - last)
-            if (
+            if self.backend is None and isinstance(module, MoESublayer) and why_not_fused(module) is None:
+                self._sublayers.append((module, None, self._moe(module, unquantized)))
+            elif (
                 self.backend is None
                 and isinstance(module, AttentionSublayer | MLPSublayer)
                 and why_not_fused(module) is None
@@ -184,7 +189,15 @@ class QuantizedModel:
     def _linear(self, linear: Linear, recipe: Recipe) -> QuantizedLinear:
         _check_size(linear, recipe, self.shared.caps.fp4)
         self._plans.append(QuantizedLinear(linear, recipe, self.shared, len(self._plans)))
+        self._converted.append(self._plans[-1].converted)
         return self._plans[-1]
+
+    def _moe(self, sublayer: MoESublayer, unquantized: Recipe) -> FusedMoE:
+        operands = unquantized.output.right, unquantized.input_gradient.right
+        quantizer = Quantizer(*operands, self.shared, (0, 0))
+        router, gate_up, down = (ConvertedWeight(quantizer, self.shared) for _ in range(3))
+        self._converted += (router, gate_up, down)
+        return FusedMoE(sublayer, router, gate_up, down)
 
 
 def convert(
@@ -250,7 +263,7 @@ def restore(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, Embedding):
             module.output_dtype = None
-        elif isinstance(module, AttentionSublayer | MLPSublayer | Linear | AddNormLinear | HeadLoss):
+        elif isinstance(module, Sublayer | Linear | AddNormLinear | HeadLoss):
             module.forward_override = None
             if isinstance(module, AttentionSublayer):
                 module.delta_optional = False
@@ -263,9 +276,11 @@ def unsupported_reason(recipe: Recipe, device: torch.device) -> str | None:
     return None
 
 
-def why_not_fused(sublayer: Sublayer) -> str | None:
+def why_not_fused(sublayer: AttentionSublayer | MLPSublayer | MoESublayer) -> str | None:
     """Return why this sublayer cannot run fused, or None if it can."""
     projections = sublayer.input.projections
+    if isinstance(sublayer, MoESublayer):
+        return uncovered_reason(rmsnorm_first=_is_pre_rmsnorm(sublayer.input), num_projections=1)
     linears = [module for module in (*projections, _last_linear(sublayer)) if isinstance(module, Linear)]
     return uncovered_reason(
         rmsnorm_first=_is_pre_rmsnorm(sublayer.input),
@@ -279,7 +294,7 @@ def why_not_fused(sublayer: Sublayer) -> str | None:
     )
 
 
-def _last_linear(sublayer: Sublayer) -> Linear:
+def _last_linear(sublayer: AttentionSublayer | MLPSublayer) -> Linear:
     return sublayer.output if isinstance(sublayer, AttentionSublayer) else sublayer.output.projection
 
 

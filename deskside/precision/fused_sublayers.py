@@ -58,7 +58,7 @@ class FusedSublayer:
         saved_input: the tensors that `Quantizer.quantize_rows` saved of the layer's input.
         """
         plan = self.second
-        rows, saved_grad = plan.g.quantize_rows(_flatten_tokens(grad_delta_BTD))
+        rows, saved_grad = plan.g.quantize_rows(flatten_tokens(grad_delta_BTD))
         grad = plan.input_gradient(rows, grad_delta_BTD.dtype)
         grad_weight = plan.weight_gradient(
             plan.g.quantize_columns(saved_grad), plan.x.quantize_columns(saved_input)
@@ -83,7 +83,7 @@ class FusedSublayer:
         grad_weight = plan.weight_gradient(
             plan.g.quantize_columns(saved_grad), plan.x.quantize_columns(saved_input)
         )
-        grad_residual = None if grad_residual_BTD is None else _flatten_tokens(grad_residual_BTD)
+        grad_residual = None if grad_residual_BTD is None else flatten_tokens(grad_residual_BTD)
         grad, grad_norm = fused.add_norm_backward(grad_normed, residual, rstd, norm_weight, grad_residual)
         return grad, grad_norm.to(norm_weight.dtype), grad_weight
 
@@ -167,7 +167,7 @@ class _MLP(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         """weights: of the norm and both layers. They are also in `plan`; as inputs, they get gradients."""
         shape = residual_BTD.shape
-        residual, normed, rstd = plan.add_norm(_flatten_tokens(residual_BTD), _flatten_tokens(delta_BTD))
+        residual, normed, rstd = plan.add_norm(flatten_tokens(residual_BTD), flatten_tokens(delta_BTD))
         rows, state = _mlp(plan, normed, residual.dtype)
         delta = plan.second.output(rows, residual.dtype)
         ctx.plan, ctx.shape, ctx.state = plan, shape, None if plan.recompute else state
@@ -242,7 +242,7 @@ class _Attention(torch.autograd.Function):
         shape, (context, angles) = residual_BTD.shape, context_and_angles
         norm_weight, _, q_weight, k_weight, _ = weights
         residual, normed, rstd = plan.add_norm(
-            _flatten_tokens(residual_BTD), None if delta_BTD is None else _flatten_tokens(delta_BTD)
+            flatten_tokens(residual_BTD), None if delta_BTD is None else flatten_tokens(delta_BTD)
         )
         rows, state = _attention(plan, context, shape[0], angles, normed, residual.dtype)
         delta = plan.second.output(rows, residual.dtype)
@@ -285,7 +285,7 @@ class _AddNorm(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.shape = residual_BTD.shape
         residual, normed, rstd = fused.add_norm(
-            _flatten_tokens(residual_BTD), _flatten_tokens(delta_BTD), weight, eps
+            flatten_tokens(residual_BTD), flatten_tokens(delta_BTD), weight, eps
         )
         assert isinstance(normed, Tensor)
         ctx.save_for_backward(residual, rstd, weight)
@@ -298,9 +298,9 @@ class _AddNorm(torch.autograd.Function):
         residual, rstd, weight = ctx.saved_tensors
         assert grad_normed is not None
         if grad_residual is not None:
-            grad_residual = _flatten_tokens(grad_residual)
+            grad_residual = flatten_tokens(grad_residual)
         grad, grad_weight = fused.add_norm_backward(
-            _flatten_tokens(grad_normed), residual, rstd, weight, grad_residual
+            flatten_tokens(grad_normed), residual, rstd, weight, grad_residual
         )
         grad = grad.view(ctx.shape)
         return None, grad, grad, grad_weight.to(weight.dtype)
@@ -344,7 +344,7 @@ def rms_norm(norm: object) -> RMSNorm:
     return norm
 
 
-def _flatten_tokens(x_BTD: Tensor) -> Tensor:
+def flatten_tokens(x_BTD: Tensor) -> Tensor:
     return x_BTD.flatten(0, 1).contiguous()
 
 

@@ -25,6 +25,7 @@ from deskside.kernels.adamw_state import (
 )
 from deskside.kernels.fused import launch
 from deskside.kernels.fused.reference import Cast, QkvLayout
+from deskside.kernels.moe import Routing, moe_launch
 from tests.kernels.compile_cases import CAPABILITIES, CompileCase, recorded
 
 WITH_FP8 = tuple(c for c in CAPABILITIES if c >= 89)  # where the conversion is an instruction
@@ -110,6 +111,34 @@ def _gated() -> Iterator[CompileCase]:
         ):
             yield recorded(f"{kind}{name}", where, launch.gated, x, kind, two, there)
             yield recorded(f"{kind} backward{name}", where, launch.gated_backward, grad, x, kind, two, back)
+
+
+def _experts() -> Iterator[CompileCase]:
+    """Eight experts of a model with 3 billion parameters, and 128 of which each token chooses 8."""
+    for E, k, D, F in ((8, 2, 2048, 2176), (128, 8, 768, 256)):
+        logits, how = _new(N, E), f"{k} of {E}"
+        experts, slots, tokens, ends = (
+            _new(*shape, dtype=torch.int32) for shape in ((N, k), (N, k), (N * k,), (E,))
+        )
+        routing = Routing(experts, slots, tokens, _float(N * k), ends, _float(2, E))
+        for number, kernel in enumerate(("choose", "offsets", "place")):
+            yield recorded(f"{kernel} {how}", CAPABILITIES, moe_launch.route, logits, k, True, number=number)
+        arguments = (_float(N * k), _float(2, E), logits, routing, True)
+        yield recorded(f"route_backward {how}", CAPABILITIES, moe_launch.route_backward, *arguments)
+        x, y = _new(N, D), _new(N * k, D)
+        yield recorded(f"dispatch {D}", CAPABILITIES, moe_launch.dispatch, x, routing.tokens_S)
+        yield recorded(f"combine {D}", CAPABILITIES, moe_launch.combine, y, routing.slots_Nk, x)
+        for kind, two in ACTIVATIONS[:2]:
+            inner, grad = _new(N * k, 2 * F if two else F), _new(N * k, F)
+            arguments = (inner, routing.weights_S, kind, two)
+            yield recorded(f"weighted {kind} {F}", CAPABILITIES, moe_launch.weighted_gated, *arguments)
+            yield recorded(
+                f"weighted {kind} backward {F}",
+                CAPABILITIES,
+                moe_launch.weighted_gated_backward,
+                grad,
+                *arguments,
+            )
 
 
 def _losses() -> Iterator[CompileCase]:
@@ -219,6 +248,7 @@ COMPILE_CASES = (
     *_norms(),
     *_rope(),
     *_gated(),
+    *_experts(),
     *_losses(),
     *_embeddings(),
     *_optimizers(),

@@ -1,6 +1,12 @@
+from importlib import import_module
+from inspect import signature
+from types import ModuleType
+
+import pytest
 import torch
 from torch import Tensor
 
+from deskside.kernels import fused, moe
 from deskside.kernels.functional import gradients
 
 
@@ -21,3 +27,18 @@ def test_gradients_are_torchs_to_the_last_bit() -> None:
     assert len(found) == 2
     for a, b in zip(expected, found, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("package", [fused, moe])
+def test_every_operator_has_a_launcher_with_the_same_parameters(package: ModuleType) -> None:
+    """The launcher is found by its name at the first call on a GPU, where no test of this machine gets."""
+    pytest.importorskip("triton")
+    launcher = import_module(package.LAUNCHER)
+    operators = {
+        name: op for name, op in vars(package).items() if hasattr(op, "__wrapped__") and name != "writes_fp8"
+    }
+    assert len(operators) >= 8
+    for name, operator in operators.items():
+        plain, launch = (signature(f).parameters for f in (operator.__wrapped__, getattr(launcher, name)))
+        assert list(plain) == list(launch), name
+        assert [p.default for p in plain.values()] == [p.default for p in launch.values()], name

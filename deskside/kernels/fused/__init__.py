@@ -4,12 +4,11 @@
 `launch` has functions of the same names that launch the kernels.
 """
 
-from collections.abc import Callable
-from functools import cache, wraps
-from typing import ParamSpec, TypeVar
+from functools import cache
 
 import torch
 
+from deskside.kernels.functional import operator
 from deskside.kernels.fused import reference
 from deskside.kernels.fused.reference import Cast, Fp8, QkvLayout
 
@@ -30,8 +29,7 @@ __all__ = [
     "writes_fp8",
 ]
 
-P = ParamSpec("P")
-R = TypeVar("R")
+LAUNCHER = "deskside.kernels.fused.launch"
 
 
 @cache
@@ -40,34 +38,13 @@ def writes_fp8(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def _operator(plain: Callable[P, R], needs_fp8: bool = False) -> Callable[P, R]:
-    """Return an operator that calls the function of the same name in `launch` for CUDA tensors, and `plain` for others.
-
-    needs_fp8: also call `plain` on GPUs that cannot convert to FP8.
-    """
-    name = plain.__name__
-
-    @wraps(plain)
-    def operator(*args: P.args, **kwargs: P.kwargs) -> R:
-        x = args[0][0] if isinstance(args[0], tuple) else args[0]
-        assert isinstance(x, torch.Tensor)
-        if not x.is_cuda or (needs_fp8 and not writes_fp8(x.device)):
-            return plain(*args, **kwargs)
-        from deskside.kernels.fused import launch
-
-        launcher: Callable[P, R] = getattr(launch, name)
-        return launcher(*args, **kwargs)
-
-    return operator
-
-
-cast_fp8 = _operator(reference.cast_fp8, needs_fp8=True)
-cast_both = _operator(reference.cast_both, needs_fp8=True)
-row_col_amax = _operator(reference.row_col_amax)
-transpose = _operator(reference.transpose)
-add_norm = _operator(reference.add_norm)
-add_norm_backward = _operator(reference.add_norm_backward)
-qk_norm_rope = _operator(reference.qk_norm_rope)
-qk_norm_rope_backward = _operator(reference.qk_norm_rope_backward)
-gated = _operator(reference.gated)
-gated_backward = _operator(reference.gated_backward)
+cast_fp8 = operator(reference.cast_fp8, LAUNCHER, supported=writes_fp8)
+cast_both = operator(reference.cast_both, LAUNCHER, supported=writes_fp8)
+row_col_amax = operator(reference.row_col_amax, LAUNCHER)
+transpose = operator(reference.transpose, LAUNCHER)
+add_norm = operator(reference.add_norm, LAUNCHER)
+add_norm_backward = operator(reference.add_norm_backward, LAUNCHER)
+qk_norm_rope = operator(reference.qk_norm_rope, LAUNCHER)
+qk_norm_rope_backward = operator(reference.qk_norm_rope_backward, LAUNCHER)
+gated = operator(reference.gated, LAUNCHER)
+gated_backward = operator(reference.gated_backward, LAUNCHER)

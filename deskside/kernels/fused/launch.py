@@ -22,12 +22,12 @@ NORM_ROWS = 32  # fewer, so that a program's rows are still in the cache for its
 PROGRAMS_PER_SM = 16  # for kernels that keep sums in registers; enough to hide the latency of loads
 
 
-def _cdiv(a: int, b: int) -> int:
+def ceil_div(a: int, b: int) -> int:
     """Return a / b rounded up. `triton.cdiv` takes 20 times as long on the host."""
     return -(-a // b)
 
 
-def _next_power_of_2(n: int) -> int:
+def next_power_of_2(n: int) -> int:
     """Return the smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length()
 
@@ -49,7 +49,7 @@ def cast_fp8(x: Tensor, cast: Cast) -> Fp8:
     """See `reference.cast_fp8`. (N, K) -> rows (N, K) and columns (K, N)."""
     N, K = x.shape
     out = _fp8((N, K), cast.dtype, x.device)
-    grid = (_cdiv(K, 128), _cdiv(N, FP8_ROWS))
+    grid = (ceil_div(K, 128), ceil_div(N, FP8_ROWS))
     triton_cast.cast_fp8[grid](
         x, out.rows, _transposed_words(out), cast.scale, cast.amax, N, K, FP8_ROWS, 128, num_warps=4
     )
@@ -60,7 +60,9 @@ def row_col_amax(x: Tensor) -> tuple[Tensor, Tensor]:
     """See `reference.row_col_amax`. (N, K) -> (N,) and (K,)."""
     N, K = x.shape
     rows, columns = (torch.zeros(size, dtype=torch.float32, device=x.device) for size in (N, K))
-    triton_cast.row_col_amax[(_cdiv(N, 64), _cdiv(K, 128))](x, rows, columns, N, K, 64, 128, num_warps=4)
+    triton_cast.row_col_amax[(ceil_div(N, 64), ceil_div(K, 128))](
+        x, rows, columns, N, K, 64, 128, num_warps=4
+    )
     return rows, columns
 
 
@@ -68,7 +70,7 @@ def cast_both(x: Tensor, dtype: torch.dtype, row_scale: Tensor, column_scale: Te
     """See `reference.cast_both`. (N, K) -> rows (N, K) and columns (K, N)."""
     N, K = x.shape
     out = _fp8((N, K), dtype, x.device)
-    triton_cast.cast_both[(_cdiv(N, FP8_ROWS), _cdiv(K, 64))](
+    triton_cast.cast_both[(ceil_div(N, FP8_ROWS), ceil_div(K, 64))](
         x, out.rows, _transposed_words(out), row_scale, column_scale, N, K, FP8_ROWS, 64, num_warps=4,
     )  # fmt: skip
     return out
@@ -82,16 +84,16 @@ def add_norm(
     out = residual if delta is None else torch.empty_like(residual)
     rstd = torch.empty(N, dtype=torch.float32, device=residual.device)
     if cast is None:
-        block = _next_power_of_2(D)
+        block = next_power_of_2(D)
         rows = max(1, 4096 // block)
         normed = torch.empty_like(residual)
-        triton_norm.add_norm[(_cdiv(N, rows),)](
+        triton_norm.add_norm[(ceil_div(N, rows),)](
             residual, delta, weight, out, normed, rstd, N, eps, D, rows, block, delta is not None,
             num_warps=4 if rows * block <= 4096 else 8,
         )  # fmt: skip
         return out, normed, rstd
     fp8 = _fp8((N, D), cast.dtype, residual.device)
-    triton_norm.add_norm_fp8[(_cdiv(N, NORM_ROWS),)](
+    triton_norm.add_norm_fp8[(ceil_div(N, NORM_ROWS),)](
         residual, delta, weight, out, fp8.rows, _transposed_words(fp8), rstd, cast.scale, cast.amax, N, eps,
         D, NORM_ROWS, 256, delta is not None, num_warps=8,
     )  # fmt: skip
@@ -104,10 +106,10 @@ def add_norm_backward(
     """See `reference.add_norm_backward`. All but rstd (N,) and weight (D,) are (N, D) and contiguous."""
     N, D = residual_out.shape
     grad = torch.empty_like(residual_out)
-    block = _next_power_of_2(D)
+    block = next_power_of_2(D)
     rows = max(1, 2048 // block)
-    programs = min(PROGRAMS_PER_SM * multiprocessors(residual_out.device), _cdiv(N, rows))
-    rows_per_program = _cdiv(N, programs)
+    programs = min(PROGRAMS_PER_SM * multiprocessors(residual_out.device), ceil_div(N, rows))
+    rows_per_program = ceil_div(N, programs)
     sums = torch.empty(programs, D, dtype=torch.float32, device=grad.device)
     triton_norm.add_norm_backward[(programs,)](
         grad_normed, residual_out, rstd, weight, grad_residual, grad, sums, N, rows_per_program,
@@ -129,7 +131,7 @@ def qk_norm_rope(
     k = torch.empty(N, layout.kv_heads, C, dtype=qkv.dtype, device=qkv.device)
     cos, sin = angles or (None, None)
     rows = max(16, 2048 // C)
-    triton_rope.qk_norm_rope[(_cdiv(N, rows),)](
+    triton_rope.qk_norm_rope[(ceil_div(N, rows),)](
         qkv, q, k, q_weight, k_weight, cos, sin, N, 1 if cos is None else len(cos), layout.eps,
         layout.heads, layout.kv_heads, C, rows, q_weight is not None, angles is not None, num_warps=4,
     )  # fmt: skip
@@ -148,7 +150,7 @@ def qk_norm_rope_backward(
     """See `reference.qk_norm_rope_backward`. grads: of q, k and v, whose channels must be contiguous."""
     (N, width), C = qkv.shape, layout.head_dim
     rows = FP8_ROWS if cast is not None else max(16, 2048 // C)
-    programs, heads = _cdiv(N, rows), layout.heads
+    programs, heads = ceil_div(N, rows), layout.heads
     # Up to three heads per program: the largest number that divides both the query and the key heads.
     heads_per_program = next(n for n in (3, 2, 1) if heads % n == 0 and layout.kv_heads % n == 0)
     query_pieces = heads // heads_per_program
@@ -188,8 +190,8 @@ def column_sums(x: Tensor, num_first: int) -> Tensor:
     N, pieces, C = x.shape
     outputs = 1 if num_first == pieces else 2
     out = torch.empty(outputs, C, dtype=torch.float32, device=x.device)
-    triton_norm.column_sums[(_cdiv(C, 8), outputs)](
-        x, out, N, C, num_first, pieces, min(1024, _next_power_of_2(N)), 8, num_warps=8,
+    triton_norm.column_sums[(ceil_div(C, 8), outputs)](
+        x, out, N, C, num_first, pieces, min(1024, next_power_of_2(N)), 8, num_warps=8,
     )  # fmt: skip
     return out
 
@@ -199,10 +201,10 @@ def gated(x: Tensor, activation: str, has_gate: bool, cast: Cast | None = None) 
     N, F = len(x), x.shape[1] // (2 if has_gate else 1)
     if cast is None:
         out = torch.empty(N, F, dtype=x.dtype, device=x.device)
-        grid = (N, _cdiv(F, 2048))
+        grid = (N, ceil_div(F, 2048))
         triton_gated.gated[grid](x, out, N, F, ACTIVATION_IDS[activation], has_gate, 1, 2048, num_warps=4)
         return out
-    grid = (_cdiv(F, 128), _cdiv(N, FP8_ROWS))
+    grid = (ceil_div(F, 128), ceil_div(N, FP8_ROWS))
     fp8 = _fp8((N, F), cast.dtype, x.device)
     triton_gated.gated_fp8[grid](
         x, fp8.rows, _transposed_words(fp8), cast.scale, cast.amax, N, F, ACTIVATION_IDS[activation], has_gate,
@@ -218,12 +220,12 @@ def gated_backward(
     N, F = grad.shape
     if cast is None:
         out = torch.empty_like(x)
-        grid = (N, _cdiv(F, 2048))
+        grid = (N, ceil_div(F, 2048))
         triton_gated.gated_backward[grid](
             grad, x, out, N, F, ACTIVATION_IDS[activation], has_gate, 1, 2048, num_warps=4
         )
         return out
-    grid = (_cdiv(F, 64), _cdiv(N, FP8_ROWS))
+    grid = (ceil_div(F, 64), ceil_div(N, FP8_ROWS))
     fp8 = _fp8((N, x.shape[1]), cast.dtype, x.device)
     triton_gated.gated_backward_fp8[grid](
         grad, x, fp8.rows, _transposed_words(fp8), cast.scale, cast.amax, N, F, ACTIVATION_IDS[activation], has_gate,
@@ -235,7 +237,7 @@ def gated_backward(
 def transpose(rows: Tensor, out: Tensor) -> None:
     """See `reference.transpose`. rows: (N, K); out: (K, N), whose row stride may exceed N."""
     N, K = rows.shape
-    grid, words = (_cdiv(N, 128), _cdiv(K, 128)), out.view(torch.int32)
+    grid, words = (ceil_div(N, 128), ceil_div(K, 128)), out.view(torch.int32)
     triton_cast.transpose[grid](rows.view(torch.uint8), words, N, K, words.stride(0), 128, 128, num_warps=8)
 
 

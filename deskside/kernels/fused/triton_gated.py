@@ -65,7 +65,7 @@ def gated(  # type: ignore[no-untyped-def]
     rows = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     columns = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
     mask = (rows < N)[:, None] & (columns < F)[None, :]
-    hidden = _hidden(INPUT, rows, columns, mask, F, KIND, GATED)
+    hidden = hidden_values(INPUT, rows, columns, mask, F, KIND, GATED)
     tl.store(OUT + rows[:, None] * F + columns[None, :], hidden.to(OUT.dtype.element_ty), mask=mask)
 
 
@@ -78,10 +78,10 @@ def gated_fp8(  # type: ignore[no-untyped-def]
     words = tl.program_id(1).to(tl.int64) * (BLOCK_N // 4) + tl.arange(0, BLOCK_N // 4)
     columns = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)
     mask = (words < N // 4)[:, None] & (columns < F)[None, :]
-    a = _hidden(INPUT, words * 4, columns, mask, F, KIND, GATED)
-    b = _hidden(INPUT, words * 4 + 1, columns, mask, F, KIND, GATED)
-    c = _hidden(INPUT, words * 4 + 2, columns, mask, F, KIND, GATED)
-    d = _hidden(INPUT, words * 4 + 3, columns, mask, F, KIND, GATED)
+    a = hidden_values(INPUT, words * 4, columns, mask, F, KIND, GATED)
+    b = hidden_values(INPUT, words * 4 + 1, columns, mask, F, KIND, GATED)
+    c = hidden_values(INPUT, words * 4 + 2, columns, mask, F, KIND, GATED)
+    d = hidden_values(INPUT, words * 4 + 3, columns, mask, F, KIND, GATED)
     store_fp8(ROWS, WORDS, a, b, c, d, tl.load(SCALE), words, columns, mask, F, N)
     update_amax(AMAX, max_abs_of_four(a, b, c, d))
 
@@ -95,7 +95,7 @@ def gated_backward(  # type: ignore[no-untyped-def]
     rows = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     columns = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
     mask = (rows < N)[:, None] & (columns < F)[None, :]
-    grad_gate, grad_up = _gradients(GRAD, INPUT, rows, columns, mask, F, KIND, GATED)
+    grad_gate, grad_up = input_gradients(GRAD, INPUT, rows, columns, mask, F, KIND, GATED)
     width = 2 * F if GATED else F
     out_ptrs = OUT + rows[:, None] * width + columns[None, :]
     tl.store(out_ptrs, grad_gate.to(OUT.dtype.element_ty), mask=mask)
@@ -114,10 +114,10 @@ def gated_backward_fp8(  # type: ignore[no-untyped-def]
     mask = (words < N // 4)[:, None] & (columns < F)[None, :]
     width = 2 * F if GATED else F
     scale = tl.load(SCALE)
-    a, e = _gradients(GRAD, INPUT, words * 4, columns, mask, F, KIND, GATED)
-    b, f = _gradients(GRAD, INPUT, words * 4 + 1, columns, mask, F, KIND, GATED)
-    c, g = _gradients(GRAD, INPUT, words * 4 + 2, columns, mask, F, KIND, GATED)
-    d, h = _gradients(GRAD, INPUT, words * 4 + 3, columns, mask, F, KIND, GATED)
+    a, e = input_gradients(GRAD, INPUT, words * 4, columns, mask, F, KIND, GATED)
+    b, f = input_gradients(GRAD, INPUT, words * 4 + 1, columns, mask, F, KIND, GATED)
+    c, g = input_gradients(GRAD, INPUT, words * 4 + 2, columns, mask, F, KIND, GATED)
+    d, h = input_gradients(GRAD, INPUT, words * 4 + 3, columns, mask, F, KIND, GATED)
     store_fp8(ROWS, WORDS, a, b, c, d, scale, words, columns, mask, width, N)
     largest = max_abs_of_four(a, b, c, d)
     if GATED:
@@ -128,7 +128,7 @@ def gated_backward_fp8(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _hidden(  # type: ignore[no-untyped-def]
+def hidden_values(  # type: ignore[no-untyped-def]
     INPUT, rows, columns, mask, F, KIND: tl.constexpr, GATED: tl.constexpr
 ):
     """Return activation(gate) * up, or activation(up) without a gate, in float32."""
@@ -141,7 +141,7 @@ def _hidden(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _gradients(  # type: ignore[no-untyped-def]
+def input_gradients(  # type: ignore[no-untyped-def]
     GRAD, INPUT, rows, columns, mask, F, KIND: tl.constexpr, GATED: tl.constexpr
 ):
     """Return the gradients of gate (or of the only input) and of up, float32."""

@@ -1,0 +1,134 @@
+"""Time of each kernel of a mixture of experts on this GPU, and the efficiency of its grouped products.
+
+    python -m benchmarks.experts [--tokens 16384] [--shapes 8x2x2048x2176,64x8x768x256] [--json FILE]
+
+A shape is experts x experts per token x hidden size x intermediate size. Logits are random, so experts get different
+numbers of rows. The efficiency of a grouped product is its rate relative to that of one dense product with the same
+FLOPs, (S, K) x (K, M), measured in turn with it. Element-wise kernels are given in GB/s of the bytes that they must
+read and write.
+"""
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deskside.kernels import moe
+
+DEVICE = "cuda"
+SHAPES = "8x2x2048x2176,8x2x768x1024,16x2x768x1024,32x4x768x512,64x8x768x256,64x8x2048x1024"
+RUNS = 20
+ACTIVATION = "silu"
+
+
+def seconds(run: Callable[[], object]) -> float:
+    """Return the median time of a call on the device."""
+    times = []
+    for number in range(RUNS + 3):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        if number >= 3:
+            times.append(begin.elapsed_time(end) / 1e3)
+    return statistics.median(times)
+
+
+def measure(tokens: int, experts: int, k: int, hidden: int, width: int) -> dict[str, Any]:
+    """Return seconds, GB/s, TFLOP/s and efficiency by kernel."""
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=DEVICE).bfloat16()
+
+    rows = tokens * k
+    logits, x, x_sorted = random(tokens, experts), random(tokens, hidden), random(rows, hidden)
+    inner, out = random(rows, 2 * width), random(rows, width)
+    gate_up, down = random(experts, 2 * width, hidden), random(experts, hidden, width)
+    routing = moe.route(logits, k, True)
+    ends = routing.ends_E
+    grad_weights = torch.randn(rows, device=DEVICE)
+    elementwise: dict[str, tuple[int, Callable[[], object]]] = {
+        "route": (4 * tokens * experts, lambda: moe.route(logits, k, True)),
+        "route backward": (
+            6 * tokens * experts,
+            lambda: moe.route_backward(grad_weights, routing.statistics_2E, logits, routing, True),
+        ),
+        "dispatch": (4 * rows * hidden, lambda: moe.dispatch(x, routing.tokens_S)),
+        "combine": (
+            2 * (rows + tokens) * hidden,
+            lambda: moe.combine(x_sorted, routing.slots_Nk),
+        ),
+        "gate": (6 * rows * width, lambda: moe.weighted_gated(inner, routing.weights_S, ACTIVATION, True)),
+        "gate backward": (
+            12 * rows * width,
+            lambda: moe.weighted_gated_backward(out, inner, routing.weights_S, ACTIVATION, True),
+        ),
+    }
+    dense_in, dense_out = random(2 * width, hidden), random(hidden, width)
+    products: dict[str, tuple[int, Callable[[], object], Callable[[], object]]] = {
+        "gate and up": (
+            4 * rows * hidden * width,
+            lambda: moe.grouped_matmul(x_sorted, gate_up, ends, True),
+            lambda: x_sorted @ dense_in.T,
+        ),
+        "down": (
+            2 * rows * hidden * width,
+            lambda: moe.grouped_matmul(out, down, ends, True),
+            lambda: out @ dense_out.T,
+        ),
+        "gradient of the input": (
+            4 * rows * hidden * width,
+            lambda: moe.grouped_matmul(inner, gate_up, ends, False),
+            lambda: inner @ dense_in,
+        ),
+        "gradient of gate and up": (
+            4 * rows * hidden * width,
+            lambda: moe.grouped_weight_gradient(inner, x_sorted, ends, torch.bfloat16),
+            lambda: inner.T @ x_sorted,
+        ),
+    }
+    result: dict[str, Any] = {
+        name: {"seconds": (time := seconds(run)), "gb_per_s": size / time / 1e9}
+        for name, (size, run) in elementwise.items()
+    }
+    for name, (flops, grouped, dense) in products.items():
+        times = {"grouped": seconds(grouped), "dense": seconds(dense)}
+        result[name] = {
+            "seconds": times["grouped"],
+            "tflops": flops / times["grouped"] / 1e12,
+            "dense_tflops": flops / times["dense"] / 1e12,
+            "efficiency": times["dense"] / times["grouped"],
+        }
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.experts",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--shapes", default=SHAPES)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    results = {}
+    for shape in options.shapes.split(","):
+        results[shape] = measure(options.tokens, *(int(size) for size in shape.split("x")))
+        print(shape)
+        for name, row in results[shape].items():
+            values = "  ".join(f"{key} {value:.4g}" for key, value in row.items() if key != "seconds")
+            print(f"  {name:24} {row['seconds'] * 1e6:9.1f} us  {values}", flush=True)
+    if options.json is not None:
+        report = {"device": torch.cuda.get_device_name(), "tokens": options.tokens, "shapes": results}
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""The kernels of a mixture of experts and the fused sublayer on this card, against the torch reference in float64."""
+
+from dataclasses import fields
+
+import pytest
+import torch
+from torch import Tensor
+
+from deskside.kernels import moe
+from deskside.kernels.moe import reference
+from deskside.model.transformer import Transformer
+from deskside.precision.convert import convert
+from tests.gpu import card
+from tests.precision.small import B, T, make, tokens
+
+pytestmark = card.NEEDS_CARD
+BF16 = 2.5e-3  # of a tensor rounded once
+SHAPES = ((4096, 8, 2, 512, 704), (1000, 64, 8, 256, 128), (333, 5, 1, 64, 48), (64, 128, 8, 128, 64))
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(*shape, device=card.DEVICE).bfloat16()
+
+
+def error(ours: Tensor, truth: Tensor) -> float:
+    return float((ours.double() - truth.double()).norm() / truth.double().norm())
+
+
+@pytest.mark.parametrize(("N", "E", "k", "D", "F"), SHAPES)
+def test_kernels_equal_float64(N: int, E: int, k: int, D: int, F: int) -> None:
+    torch.manual_seed(0)
+    logits = random(N, E) + torch.arange(E, device=card.DEVICE) / (10 * E)  # ties may go either way
+    exact = reference.route(logits.double(), k, True)
+    routing = moe.route(logits, k, True)
+    for field in fields(routing):
+        ours, truth = getattr(routing, field.name), getattr(exact, field.name)
+        if not truth.is_floating_point():
+            different = float((ours != truth).double().mean())
+            assert different < 0.02 if field.name == "experts_Nk" else True
+    assert int(routing.ends_E[-1]) == N * k
+    assert torch.equal(
+        routing.slots_Nk.flatten().sort().values, torch.arange(N * k, device=card.DEVICE).int()
+    )
+    experts_S = torch.empty(N * k, dtype=torch.int32, device=card.DEVICE)
+    experts_S[routing.slots_Nk.flatten().long()] = routing.experts_Nk.flatten()
+    assert torch.equal(experts_S, experts_S.sort().values)
+
+    grad_weights, grad_statistics = (
+        torch.randn(N * k, device=card.DEVICE),
+        torch.randn(2, E, device=card.DEVICE),
+    )
+    arguments = (grad_weights.double(), grad_statistics.double(), logits.double(), routing, True)
+    truth = reference.route_backward(*arguments)
+    assert error(moe.route_backward(grad_weights, grad_statistics, logits, routing, True), truth) < BF16
+
+    x, y = random(N, D), random(N * k, D)
+    assert torch.equal(moe.dispatch(x, routing.tokens_S), reference.dispatch(x, routing.tokens_S))
+    for addend in (None, x):
+        wide = None if addend is None else addend.double()
+        truth = reference.combine(y.double(), routing.slots_Nk, wide)
+        assert error(moe.combine(y, routing.slots_Nk, addend), truth) < BF16
+
+    inner, grad = random(N * k, 2 * F), random(N * k, F)
+    wide = (inner.double(), routing.weights_S.double(), "silu", True)
+    assert (
+        error(moe.weighted_gated(inner, routing.weights_S, "silu", True), reference.weighted_gated(*wide))
+        < BF16
+    )
+    ours = moe.weighted_gated_backward(grad, inner, routing.weights_S, "silu", True)
+    for got, truth in zip(ours, reference.weighted_gated_backward(grad.double(), *wide), strict=True):
+        assert error(got, truth) < BF16
+
+    weight = random(E, 2 * F, D)
+    for operand, transpose in ((y, True), (inner, False)):
+        truth = reference.grouped_matmul(operand.double(), weight.double(), routing.ends_E, transpose)
+        assert error(moe.grouped_matmul(operand, weight, routing.ends_E, transpose), truth) < BF16
+    truth = reference.grouped_weight_gradient(inner.double(), y.double(), routing.ends_E, torch.float64)
+    assert error(moe.grouped_weight_gradient(inner, y, routing.ends_E, torch.float32), truth) < BF16
+
+
+def gradients(model: Transformer) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss, balance = model.loss_and_balance(tokens().to(card.DEVICE), tokens(1).to(card.DEVICE))
+    assert balance is not None
+    (loss / (B * T) + 0.01 * balance).backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("experts", [6, 64])
+def test_the_fused_sublayer_is_near_float64_and_repeats(experts: int) -> None:
+    sizes = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    truth = gradients(make(torch.float64, **sizes).to(card.DEVICE))
+    model = make(**sizes).to(card.DEVICE)
+    found = {}
+    for name, fused in (("plain", False), ("fused", True), ("again", True)):
+        applied = convert(model, "bf16", fused=fused)
+        found[name] = gradients(model)
+    applied.set_checkpointing("block")
+    found["recomputed"] = gradients(model)
+    for other in ("again", "recomputed"):
+        assert all(torch.equal(found["fused"][n], found[other][n]) for n in truth)
+
+    def distance(name: str) -> float:
+        pairs = [(found[name][n].double().flatten(), truth[n].flatten()) for n in truth]
+        a, b = (torch.cat(side) for side in zip(*pairs, strict=True))
+        return float((a - b).norm() / b.norm())
+
+    assert distance("fused") < 1.5 * distance("plain") + 0.01

@@ -1,0 +1,59 @@
+"""The kernels of a mixture of experts in Triton's interpreter, beside their torch reference."""
+
+import math
+from dataclasses import fields
+
+import torch
+from torch import Tensor
+
+from deskside.kernels.moe import moe_launch as launch
+from deskside.kernels.moe import reference
+
+D, F = 80, 48
+
+
+def error(ours: Tensor, truth: Tensor) -> float:
+    if not truth.is_floating_point():
+        return 0.0 if torch.equal(ours, truth) else 1.0
+    value = float((ours - truth).norm() / truth.norm().clamp(min=1e-30))
+    return value if math.isfinite(value) else math.inf
+
+
+def main() -> dict[str, float]:
+    """The error of each kernel."""
+    torch.manual_seed(0)
+    launch.ROUTED = 64  # several programs, the last one partly empty
+    found: dict[str, float] = {}
+    for N, E, k, normalise in (
+        (37, 5, 2, True),
+        (150, 8, 2, False),
+        (9, 1, 1, True),
+        (70, 16, 8, True),
+        (8, 40, 3, True),
+    ):
+        logits = torch.randn(N, E)
+        how = f"{N} tokens, {k} of {E}{'' if normalise else ', as they are'}"
+        ours, truth = (module.route(logits, k, normalise) for module in (launch, reference))
+        for field in fields(ours):
+            found[f"{field.name} {how}"] = error(getattr(ours, field.name), getattr(truth, field.name))
+        grad_weights, grad_statistics = torch.randn(N * k), torch.randn(2, E)
+        for name, given in (("", grad_statistics), (", no statistics", None)):
+            arguments = (grad_weights, given, logits, truth, normalise)
+            grads = (module.route_backward(*arguments) for module in (launch, reference))
+            found[f"route_backward {how}{name}"] = error(*grads)
+        x, y = torch.randn(N, D), torch.randn(N * k, D)
+        found[f"dispatch {how}"] = error(*(m.dispatch(x, truth.tokens_S) for m in (launch, reference)))
+        for addend in (None, x):
+            sums = (m.combine(y, truth.slots_Nk, addend) for m in (launch, reference))
+            found[f"combine {how} {addend is None}"] = error(*sums)
+    S = 21
+    for activation, gated in (("silu", True), ("gelu", False), ("relu2", True)):
+        inner, weights, grad = torch.randn(S, 2 * F if gated else F), torch.rand(S), torch.randn(S, F)
+        outputs = (m.weighted_gated(inner, weights, activation, gated) for m in (launch, reference))
+        found[f"weighted_gated {activation}"] = error(*outputs)
+        ours, truth = (
+            m.weighted_gated_backward(grad, inner, weights, activation, gated) for m in (launch, reference)
+        )
+        for name, a, b in zip(("x", "weights", "output"), ours, truth, strict=True):
+            found[f"weighted_gated_backward {activation} {name}"] = error(a, b)
+    return found

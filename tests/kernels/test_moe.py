@@ -1,0 +1,114 @@
+"""The operators of a mixture of experts: their torch reference against autograd, and Triton's kernels against it."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from deskside.kernels import moe
+from tests.kernels.interpreter import interpreted
+
+N, E, D, FF = 37, 5, 16, 24
+
+
+def routing_of(k: int = 2, normalise: bool = True, seed: int = 0) -> tuple[Tensor, moe.Routing]:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(N, E, dtype=torch.float64, generator=generator)
+    return logits, moe.route(logits, k, normalise)
+
+
+@given(st.integers(1, 70), st.integers(1, 9), st.integers(1, 9), st.integers(0, 2**31))
+def test_a_routing_sorts_every_choice_once(tokens: int, experts: int, k: int, seed: int) -> None:
+    k = min(k, experts)
+    logits = torch.randn(tokens, experts, generator=torch.Generator().manual_seed(seed))
+    routing = moe.route(logits, k, True)
+    assert sorted(routing.slots_Nk.flatten().tolist()) == list(range(tokens * k))
+    assert torch.equal(
+        routing.tokens_S[routing.slots_Nk.long()], torch.arange(tokens).int()[:, None].expand(-1, k)
+    )
+    expert_S = torch.empty(tokens * k, dtype=torch.int32)
+    expert_S[routing.slots_Nk.long()] = routing.experts_Nk
+    assert torch.equal(expert_S, expert_S.sort().values)
+    assert torch.equal(
+        torch.bincount(expert_S, minlength=experts).cumsum(0).int(), routing.ends_E
+    )  # no token dropped
+    assert routing.weights_S[routing.slots_Nk.long()].sum(1).allclose(torch.ones(tokens))
+    assert float(routing.statistics_2E.sum()) == pytest.approx(tokens * (k + 1), rel=1e-5)
+
+
+@pytest.mark.parametrize("normalise", [True, False])
+@pytest.mark.parametrize("k", [1, 2, 5])
+def test_the_routers_gradient_is_autograds(k: int, normalise: bool) -> None:
+    logits, routing = routing_of(k, normalise)
+    grad_weights = torch.randn(N * k, dtype=torch.float64)
+    grad_statistics = torch.randn(2, E, dtype=torch.float64)
+    leaf = logits.clone().requires_grad_()
+    probabilities = leaf.softmax(-1)
+    weights = probabilities.gather(1, routing.experts_Nk.long())
+    if normalise:
+        weights = weights / weights.sum(-1, keepdim=True)
+    outputs = (weights, probabilities.sum(0))
+    truth = torch.autograd.grad(outputs, leaf, (grad_weights[routing.slots_Nk.long()], grad_statistics[1]))[0]
+    torch.testing.assert_close(weights.detach(), routing.weights_S[routing.slots_Nk.long()])
+    got = moe.route_backward(grad_weights, grad_statistics, logits, routing, normalise)
+    torch.testing.assert_close(got, truth, rtol=1e-12, atol=1e-12)
+    without = moe.route_backward(grad_weights, None, logits, routing, normalise)
+    zero = moe.route_backward(grad_weights, torch.zeros_like(grad_statistics), logits, routing, normalise)
+    assert torch.equal(without, zero)
+
+
+@pytest.mark.parametrize(("activation", "gated"), [("silu", True), ("gelu_new", False)])
+def test_the_gates_gradient_is_autograds(activation: str, gated: bool) -> None:
+    S = 2 * N
+    x = torch.randn(S, 2 * FF if gated else FF, dtype=torch.float64, requires_grad=True)
+    weights = torch.rand(S, dtype=torch.float64, requires_grad=True)
+    grad = torch.randn(S, FF, dtype=torch.float64)
+    act = F.silu if activation == "silu" else lambda t: F.gelu(t, approximate="tanh")
+    truth = act(x[:, :FF]) * (x[:, FF:] if gated else 1) * weights[:, None]
+    expected = torch.autograd.grad(truth, (x, weights), grad)
+    torch.testing.assert_close(
+        moe.weighted_gated(x.detach(), weights.detach(), activation, gated), truth.detach()
+    )
+    *got, hidden = moe.weighted_gated_backward(grad, x.detach(), weights.detach(), activation, gated)
+    for ours, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(hidden, truth.detach())
+
+
+def test_combine_is_the_transpose_of_dispatch() -> None:
+    _, routing = routing_of()
+    x, y = torch.randn(N, D, dtype=torch.float64), torch.randn(2 * N, D, dtype=torch.float64)
+    left = (moe.dispatch(x, routing.tokens_S) * y).sum()
+    torch.testing.assert_close(left, (x * moe.combine(y, routing.slots_Nk)).sum())
+    torch.testing.assert_close(moe.combine(y, routing.slots_Nk, x), x + moe.combine(y, routing.slots_Nk))
+
+
+def test_grouped_products_are_those_of_each_expert() -> None:
+    ends = torch.tensor([3, 3, 10, N], dtype=torch.int32)  # the second expert has no rows
+    x, g = torch.randn(N, D, dtype=torch.float64), torch.randn(N, FF, dtype=torch.float64)
+    weight = torch.randn(4, FF, D, dtype=torch.float64)
+    rows = torch.repeat_interleave(torch.arange(4), torch.tensor([3, 0, 7, N - 10]))
+    torch.testing.assert_close(
+        moe.grouped_matmul(x, weight, ends, True), torch.einsum("sk,smk->sm", x, weight[rows])
+    )
+    torch.testing.assert_close(
+        moe.grouped_matmul(g, weight, ends, False), torch.einsum("sm,smk->sk", g, weight[rows])
+    )
+    one_hot = F.one_hot(rows, 4).double()
+    torch.testing.assert_close(
+        moe.grouped_weight_gradient(g, x, ends, torch.float64), torch.einsum("se,sm,sk->emk", one_hot, g, x)
+    )
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, float]:
+    pytest.importorskip("triton")
+    made: dict[str, float] = interpreted("moe_interpreted", "main")
+    return made
+
+
+def test_kernels_equal_their_reference(found: dict[str, float]) -> None:
+    assert len(found) > 30
+    assert max(found.values()) < 1e-6, max(found, key=found.__getitem__)
