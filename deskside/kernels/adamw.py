@@ -16,6 +16,8 @@ from deskside.kernels.adamw_state import (
     dequantize,
     quantize,
 )
+from deskside.kernels.functional import at_least_float32
+from deskside.kernels.stochastic_rounding import round_to_bfloat16
 
 
 def adamw_update(
@@ -27,25 +29,28 @@ def adamw_update(
     hparams: AdamWHyperparameters,
     fused: bool,
     factor: Tensor | None = None,
+    seed: int = 0,
+    first: int = 0,
 ) -> None:
-    """Update the flat weights `p` and their moments in place.
+    """Update the flat weights `p` and their moments in place. Weights in bfloat16 are rounded stochastically.
 
     p, g: weights and gradient, (n,), contiguous.
-    state: EXP_AVG and EXP_AVG_SQ (n,), in the parameter's dtype or bfloat16; or uint8 codes with EXP_AVG_MAX and
-        EXP_AVG_SQ_MAX, (ceil(n / 256),) float32, one per block of 256 values.
+    state: EXP_AVG and EXP_AVG_SQ (n,), in float32 (float64 for float64 weights) or bfloat16; or uint8 codes with
+        EXP_AVG_MAX and EXP_AVG_SQ_MAX, (ceil(n / 256),) float32, one per block of 256 values.
     step: number of updates including this one, a float32 scalar on the device.
     skip: float32 scalar on the device; 1 leaves weights and moments unchanged.
     fused: run the Triton kernel.
     factor: float32 scalar on the device that the gradient is multiplied by first; None is 1.
+    seed, first: of the rounding, and the index of p[0] in its tensor (`stochastic_rounding.py`).
     """
     if fused:
         from deskside.kernels.adamw_triton import launch
 
-        launch(p, g, state, step, skip, hparams, factor)
+        launch(p, g, state, step, skip, hparams, factor, seed, first)
         torch.autograd.graph.increment_version(p)  # so that cached conversions of the weight are renewed
         return
     if state[EXP_AVG].dtype != torch.uint8:
-        m, v = state[EXP_AVG].to(p.dtype), state[EXP_AVG_SQ].to(p.dtype)
+        m, v = (state[key].to(at_least_float32(p)) for key in (EXP_AVG, EXP_AVG_SQ))
     else:
         m = dequantize(state[EXP_AVG], state[EXP_AVG_MAX], signed=True)
         v = dequantize(state[EXP_AVG_SQ], state[EXP_AVG_SQ_MAX], signed=False)
@@ -55,7 +60,10 @@ def adamw_update(
     bias_correction1, bias_correction2 = (1 - torch.pow(beta, step.double()) for beta in hparams.betas)
     update = (m / bias_correction1) / ((v / bias_correction2).sqrt() + hparams.eps)
     skipped = skip > 0
-    p.copy_(torch.where(skipped, p, p * (1 - hparams.lr * hparams.weight_decay) - hparams.lr * update))
+    new = p.to(m.dtype) * (1 - hparams.lr * hparams.weight_decay) - hparams.lr * update
+    if p.dtype == torch.bfloat16:
+        new = round_to_bfloat16(new, seed, first)
+    p.copy_(torch.where(skipped, p, new))
     new_state = {EXP_AVG: m, EXP_AVG_SQ: v}
     if state[EXP_AVG].dtype == torch.uint8:
         new_state[EXP_AVG], new_state[EXP_AVG_MAX] = quantize(m, signed=True)

@@ -1,9 +1,9 @@
 """The AdamW update of `kernels/adamw.py` as one Triton kernel: every weight, gradient and moment is read once.
 
-Bytes per weight: 12 for weight (read, written) and float32 gradient, and 4 (8 bits), 8 (bfloat16) or 16 (float32) for
-the two moments. Codes are decoded with a table of 256 values that stays in the L1 cache. They are encoded by
-arithmetic: comparisons with the six borders between decades give the decade, and a product gives the cell within it. A
-value within a rounding error of the border between two cells may get either code.
+Bytes per weight: 12 for weight (read, written) and gradient in float32, or 6 in bfloat16; and 4 (8 bits), 8 (bfloat16)
+or 16 (float32) for the two moments. Codes are decoded with a table of 256 values that stays in the L1 cache. They are
+encoded by arithmetic: comparisons with the six borders between decades give the decade, and a product gives the cell
+within it. A value within a rounding error of the border between two cells may get either code.
 """
 
 import math
@@ -23,6 +23,7 @@ from deskside.kernels.adamw_state import (
     AdamWHyperparameters,
     dynamic_map,
 )
+from deskside.kernels.random_triton import rounded_to
 
 SMALLEST = tl.constexpr(SMALLEST_MAX)
 BLOCKS_PER_PROGRAM = 8  # of 256 weights each
@@ -65,10 +66,10 @@ def _maximum(a, b):  # type: ignore[no-untyped-def]
     return tl.maximum(a, b)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["seed", "first"])
 def _adamw(  # type: ignore[no-untyped-def]
     p_ptr, g_ptr, m_ptr, v_ptr, m_max_ptr, v_max_ptr, m_map_ptr, v_map_ptr, step_ptr, skip_ptr, factor_ptr,
-    lr, decay, one_minus_beta1, one_minus_beta2, log2_beta1, log2_beta2, eps, n,
+    lr, decay, one_minus_beta1, one_minus_beta2, log2_beta1, log2_beta2, eps, n, seed, first,
     EIGHT_BIT: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Update ROWS blocks of WIDTH weights per program. decay: lr x weight_decay. factor_ptr: as in `adamw_update`."""
@@ -96,7 +97,7 @@ def _adamw(  # type: ignore[no-untyped-def]
     bias_correction1 = (1 - tl.exp2(step * log2_beta1)).to(tl.float32)
     bias_correction2 = (1 - tl.exp2(step * log2_beta2)).to(tl.float32)
     p -= p * decay + lr * (m / bias_correction1) / (tl.sqrt(v / bias_correction2) + eps)
-    tl.store(p_ptr + offsets, p.to(p_ptr.dtype.element_ty), mask)
+    tl.store(p_ptr + offsets, rounded_to(p, first + offsets, seed, p_ptr.dtype.element_ty), mask)
     if EIGHT_BIT:
         m_max, v_max = tl.reduce(tl.abs(m), 1, _maximum), tl.reduce(v, 1, _maximum)
         tl.store(m_max_ptr + row, m_max, row_mask)
@@ -118,6 +119,8 @@ def launch(
     skip: Tensor,
     hparams: AdamWHyperparameters,
     factor: Tensor | None,
+    seed: int = 0,
+    first: int = 0,
 ) -> None:
     """See `kernels.adamw.adamw_update`."""
     eight_bit = state[EXP_AVG].dtype == torch.uint8
@@ -127,7 +130,7 @@ def launch(
     _adamw[(triton.cdiv(n, BLOCKS_PER_PROGRAM * BLOCK),)](
         p, g, state[EXP_AVG], state[EXP_AVG_SQ], *scales, *maps, step, skip, factor,
         hparams.lr, hparams.lr * hparams.weight_decay, *(1 - beta for beta in hparams.betas),
-        *(_log2(beta) for beta in hparams.betas), hparams.eps, n,
+        *(_log2(beta) for beta in hparams.betas), hparams.eps, n, seed, first,
         EIGHT_BIT=eight_bit, ROWS=BLOCKS_PER_PROGRAM, WIDTH=BLOCK,
     )  # fmt: skip
 

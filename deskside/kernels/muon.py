@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from deskside.kernels.functional import at_least_float32
+from deskside.kernels.stochastic_rounding import round_to_bfloat16
 
 
 def look_ahead(
@@ -45,20 +46,25 @@ def apply(
     cautious: bool,
     skip: Tensor,
     fused: bool,
+    seed: int = 0,
 ) -> None:
     """Compute p -= lr * factors * u + weight_decay * p in place; skip 1 leaves p unchanged.
 
     lr: already multiplied by the slice's scale. weight_decay: already multiplied by the learning rate. cautious: decay
     only where the update moves the weight towards zero (arXiv 2510.12402). factors: may be a broadcast view.
+    seed: of the stochastic rounding of weights in bfloat16, by the element's index in this slice.
     """
     if fused:
         from deskside.kernels.muon_triton import apply as kernel
 
-        kernel(p_ERC, u_ERC, factors_ERC, lr, weight_decay, cautious, skip)
+        kernel(p_ERC, u_ERC, factors_ERC, lr, weight_decay, cautious, skip, seed)
         return
     p = p_ERC.to(factors_ERC.dtype)
     u = u_ERC.to(p.dtype) * factors_ERC
     decay = weight_decay * p
     if cautious:
         decay = torch.where(u * p >= 0, decay, 0.0)
-    p_ERC.copy_(torch.where(skip > 0, p, p - lr * u - decay))
+    new = p - lr * u - decay
+    if p_ERC.dtype == torch.bfloat16:
+        new = round_to_bfloat16(new.flatten(), seed).view_as(p).to(p.dtype)
+    p_ERC.copy_(torch.where(skip > 0, p, new))

@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deskside.kernels.random_triton import rounded_to
+
 TILE = 64
 
 
@@ -39,9 +41,9 @@ def _look_ahead(  # type: ignore[no-untyped-def]
     tl.store(out_ptrs, m.to(out_ptr.dtype.element_ty), mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["seed"])
 def _apply(  # type: ignore[no-untyped-def]
-    p_ptr, u_ptr, f_ptr, skip_ptr, lr, weight_decay, rows, columns,
+    p_ptr, u_ptr, f_ptr, skip_ptr, lr, weight_decay, seed, rows, columns,
     p_e, p_r, p_c, u_e, u_r, u_c, f_e, f_r, f_c,
     CAUTIOUS: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
@@ -60,7 +62,8 @@ def _apply(  # type: ignore[no-untyped-def]
     if CAUTIOUS:
         decay = tl.where(u * p >= 0, decay, 0.0)
     p = p - lr * u - decay
-    tl.store(p_ptrs, p.to(p_ptr.dtype.element_ty), mask)
+    element = (expert * rows + row[:, None]) * columns + column[None, :]
+    tl.store(p_ptrs, rounded_to(p, element, seed, p_ptr.dtype.element_ty), mask)
 
 
 def look_ahead(
@@ -81,10 +84,11 @@ def apply(
     weight_decay: float,
     cautious: bool,
     skip: Tensor,
+    seed: int = 0,
 ) -> None:
     """See `kernels.muon.apply`."""
     _apply[_grid(p_ERC)](
-        p_ERC, u_ERC, factors_ERC, skip, lr, weight_decay, *p_ERC.shape[1:],
+        p_ERC, u_ERC, factors_ERC, skip, lr, weight_decay, seed, *p_ERC.shape[1:],
         *p_ERC.stride(), *u_ERC.stride(), *factors_ERC.stride(),
         CAUTIOUS=cautious, SIDE=TILE,
     )  # fmt: skip

@@ -8,7 +8,8 @@ A step can be skipped by a number on the device, without waiting for the host. T
   the device. It is always used for weights of less than 4,096 elements (norms, biases): other state would save little
   memory there, and 8 bits would hurt most. If the state of larger weights is also float32 on the device, it is used for
   those of less than 262,144 elements (adapters have hundreds, and launching a kernel for each takes the host longer
-  than clipping takes the GPU), and on a CPU for all weights.
+  than clipping takes the GPU), and on a CPU for all weights. It is never used for weights in bfloat16, which it would
+  round to nearest.
 
 AdamW works elementwise, so each rank updates its local shard of a sharded parameter (FSDP2's DTensor). 8-bit state has
 blocks of 256 elements, which would differ for another number of GPUs, so it needs unsharded weights, as does offloaded
@@ -35,6 +36,8 @@ from deskside.kernels.adamw_state import (
     num_blocks,
     zero_code,
 )
+from deskside.kernels.functional import at_least_float32
+from deskside.kernels.stochastic_rounding import rounding_seed
 from deskside.optim.groups import ParameterInfo
 from deskside.optim.offload import OffloadJob, Streamer, host_zeros, pieces
 from deskside.optim.sharded import gradient_of, local
@@ -61,6 +64,7 @@ class AdamW:
     states: format of the moments. streamer: keep the moments in host memory and update them through this streamer.
     fused: run the Triton kernel instead of its reference; None: on CUDA only.
     clip_coefficient: factor of the gradients in the next step, for parameters with `clips_gradient`; None means 1.
+    rounding_step: number of completed steps, of which the rounding of weights in bfloat16 is a function.
     """
 
     def __init__(
@@ -78,6 +82,7 @@ class AdamW:
         self.states = states
         self.streamer = streamer
         self.fused = fused
+        self.rounding_step = 0
         self.state: dict[str, dict[str, Tensor]] = {}
         self.clip_coefficient: Tensor | None = None
         self._names = {info.name for group in groups for info in group.parameters}
@@ -112,6 +117,8 @@ class AdamW:
 
     def _uses_torch(self, parameter: Tensor) -> bool:
         """Return True if torch's fused kernel updates this parameter."""
+        if parameter.dtype == torch.bfloat16:  # torch would round to nearest
+            return False
         torch_state = self.states == "float32" and self.streamer is None
         own_launch = self._fused(parameter) and parameter.numel() >= OWN_LAUNCH
         return parameter.numel() < SMALL or (torch_state and not own_launch)
@@ -123,7 +130,7 @@ class AdamW:
         if self._uses_torch(parameter):
             return {key: torch.zeros_like(parameter, requires_grad=False) for key in (EXP_AVG, EXP_AVG_SQ)}
         if self.states != "8bit":
-            dtype = torch.bfloat16 if self.states == "bfloat16" else parameter.dtype
+            dtype = torch.bfloat16 if self.states == "bfloat16" else at_least_float32(parameter)
             return {key: self._zeros(parameter, parameter.shape, dtype) for key in (EXP_AVG, EXP_AVG_SQ)}
         scales = (num_blocks(parameter.numel()),)
         return {
@@ -180,10 +187,13 @@ class AdamW:
         p, g = local(info.parameter.detach()).view(-1), local(gradient_of(info)).reshape(-1)
         state = {key: local(t).view(-1) for key, t in self.state[info.name].items() if key != STEP}
         fused, clip_coefficient = self._fused(info.parameter), self.clip_coefficient
+        seed = rounding_seed(info.name, self.rounding_step)
 
         def update(part: slice, device_state: Sequence[Tensor]) -> None:
             moments = dict(zip(state, device_state, strict=True))
-            adamw_update(p[part], g[part], moments, step, skip, hparams, fused, clip_coefficient)
+            adamw_update(
+                p[part], g[part], moments, step, skip, hparams, fused, clip_coefficient, seed, part.start
+            )
 
         for part in pieces(p.numel()) if self.streamer is not None else [slice(0, p.numel())]:
             scales = slice(part.start // BLOCK, num_blocks(part.stop))

@@ -45,6 +45,7 @@ class Optimizer:
         """
         for group in self.adamw.groups:
             group.lr = group.peak_lr * lr_factor
+        self.adamw.rounding_step = step
         if self.muon is not None:
             self.muon.set_progress(lr_factor, progress, step)
         self._ready = True

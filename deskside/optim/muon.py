@@ -48,6 +48,7 @@ from torch import Tensor
 from deskside.config.optim import MuonConfig
 from deskside.kernels.functional import at_least_float32
 from deskside.kernels.muon import apply, look_ahead
+from deskside.kernels.stochastic_rounding import rounding_seed
 from deskside.optim.groups import ParameterInfo
 from deskside.optim.offload import OffloadJob, Streamer, host_zeros, pieces
 from deskside.optim.sharded import first_row, gather_full, gradient_of, is_sharded, local
@@ -140,6 +141,7 @@ class Muon:
         self.lr = self.peak_lr = 0.0
         self.weight_decay = self.peak_weight_decay = 0.0
         self.momentum = config.momentum
+        self.rounding_step = 0
         self.momentum_buffers: dict[str, Tensor] = {}
         self._fused = fused
         self._coefficients = coefficients(config.coefficients, config.ns_steps)
@@ -148,6 +150,7 @@ class Muon:
     def set_progress(self, lr_factor: float, progress: float, step: int) -> None:
         """See `Optimizer.set_progress`."""
         config = self.config
+        self.rounding_step = step
         self.lr = self.peak_lr * lr_factor
         self.weight_decay = self.peak_weight_decay
         if config.weight_decay_schedule == "linear to zero":
@@ -263,7 +266,8 @@ class Muon:
             if part.numel():
                 decay = self.lr * self.weight_decay
                 cautious = self.config.cautious_weight_decay
-                apply(part, update, factor, self.lr * s.scale, decay, cautious, skip, fused)
+                seed = rounding_seed(f"{s.info.name}/{s.start}", self.rounding_step)
+                apply(part, update, factor, self.lr * s.scale, decay, cautious, skip, fused, seed)
 
     def row_mean_squares(self) -> dict[str, Tensor]:
         """Return copies of NorMuon's running mean squares by parameter, flattened in the order slice, expert, row."""

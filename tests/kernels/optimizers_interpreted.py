@@ -5,9 +5,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from deskside.kernels import adamw_triton, muon, muon_triton
+from deskside.kernels import adamw_triton, muon, muon_triton, random_triton
 from deskside.kernels.adamw import adamw_update
 from deskside.kernels.adamw_state import BLOCK
+from deskside.kernels.stochastic_rounding import add_rounded_, rounding_seed
 from tests.kernels.optimizer_cases import FORMATS, RULE, gradient, random, stack, zeros
 
 
@@ -15,6 +16,11 @@ def largest(a: Tensor, b: Tensor) -> float:
     """Of the differences; infinity where one is not finite."""
     away = (a.float() - b.float()).abs()
     return float(away.max()) if bool(away.isfinite().all()) else float("inf")
+
+
+def share(a: Tensor, b: Tensor) -> float:
+    """Of the elements that differ."""
+    return float((a != b).double().mean())
 
 
 def muons() -> dict[str, float]:
@@ -67,7 +73,7 @@ def adamws() -> dict[str, dict[str, float]]:
             given = torch.tensor(float(step)), torch.tensor(0.0), RULE
             factor = None if step == 1 else torch.tensor(0.3 * step)
             adamw_update(p, gradient(n, step, 6), state, *given, fused=False, factor=factor)
-            adamw_triton.launch(ours, gradient(n, step, 6), own, *given, factor)
+            adamw_triton.launch(ours, gradient(n, step, 6), own, *given, factor, 0, 0)
         row = {"weights": largest(ours, p)}
         for key, tensor in state.items():
             if tensor.dtype == torch.uint8:
@@ -79,9 +85,36 @@ def adamws() -> dict[str, dict[str, float]]:
                 )
         before = {key: tensor.clone() for key, tensor in (own | {"p": ours}).items()}
         bad, stop = torch.full((n,), torch.nan), torch.tensor(1.0)
-        adamw_triton.launch(ours, bad, own, torch.tensor(4.0), stop, RULE, None)
+        adamw_triton.launch(ours, bad, own, torch.tensor(4.0), stop, RULE, None, 0, 0)
         row["changed by a skipped step"] = sum(
             float((tensor != before[key]).sum()) for key, tensor in (own | {"p": ours}).items()
         )
         found[str(dtype)] = row
+    return found
+
+
+def rounded() -> dict[str, float]:
+    """The share that differs from the reference in any bit, of weights and sums that are rounded to bfloat16."""
+    seed, n = rounding_seed("a.weight", 7), 5 * BLOCK + 3
+    found = {}
+    total = gradient(n, 1).bfloat16()
+    expected = total.clone()
+    add_rounded_(expected, gradient(n, 2), seed)
+    random_triton.add_rounded_(total, gradient(n, 2), seed)
+    found["add"] = share(total, expected)
+    for first in (0, 4096):
+        p, state = gradient(n, 3).bfloat16(), zeros(n, torch.float32)
+        ours, own = p.clone(), {key: tensor.clone() for key, tensor in state.items()}
+        given = torch.tensor(1.0), torch.tensor(0.0), RULE
+        g = gradient(n, 4).bfloat16()
+        adamw_update(p, g, state, *given, fused=False, seed=seed, first=first)
+        adamw_triton.launch(ours, g, own, *given, None, seed, first)
+        found[f"adamw from {first}"] = share(ours, p)
+    for cautious in (True, False):
+        p, u, factors = (random(number).bfloat16() for number in (1, 2, 3))
+        ours = p.clone()
+        arguments = (u, factors.float(), 0.02, 0.001, cautious, torch.tensor(0.0))
+        muon.apply(p, *arguments, fused=False, seed=seed)
+        muon_triton.apply(ours, *arguments, seed)
+        found[f"muon {cautious}"] = share(ours, p)
     return found

@@ -20,8 +20,8 @@ from deskside.kernels.nvfp4.rounding import (
     e4m3_nearest,
     e4m3_stochastic,
     e4m3_up,
-    uniform,
 )
+from deskside.kernels.random_triton import uniform
 
 LARGEST_FLOAT = tl.constexpr(3.4028234663852886e38)
 

@@ -1,4 +1,4 @@
-"""Rounding to E2M1 and E4M3 in float32 arithmetic, and the random numbers of stochastic rounding, for Triton kernels.
+"""Rounding to E2M1 and E4M3 in float32 arithmetic, for Triton kernels.
 
 Every value of these formats is a multiple of a step, which depends on its binade. Adding 2^23 steps to a float32 and
 subtracting them again leaves the nearest multiple, ties to even, because a float32 of that size has no bits for
@@ -7,7 +7,6 @@ interpreter, and avoids the double rounding of E4M3 conversion on compute capabi
 with a preceding multiplication, so kernels that call these functions are launched with enable_fp_fusion=False.
 
 Stochastic rounding is done in arithmetic too, because cards of compute capability 12.x lack the `cvt.rs` instruction.
-Its random numbers are a hash of (seed, element): Philox would cost more instructions than the rest of the quantiser.
 
 Formats: OCP Microscaling Formats v1.0 (E2M1), Micikevicius et al. 2022, arXiv 2209.05433 (E4M3).
 """
@@ -82,26 +81,3 @@ def bf16_nearest(x):  # type: ignore[no-untyped-def]
     bits = x.to(tl.int32, bitcast=True)
     bits += 0x7FFF + ((bits >> 16) & 1)
     return (bits & -65536).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def uniform(element, seed):  # type: ignore[no-untyped-def]
-    """Return float32 uniform in [0, 1), multiples of 2^-23, as a function of the element's index and a 64-bit seed.
-
-    Two multiply-and-shift rounds (constants: Wellons, "hash prospector", 2018), with one word of the seed mixed in
-    before the first and another between them, so that the sequence of one seed is not a permutation of another's.
-    """
-    low = seed.to(tl.int64).to(tl.uint32)
-    high = (seed.to(tl.int64) >> 32).to(tl.uint32)
-    between = high + _mixed(low ^ 0x9E3779B9, high)  # different also for seeds below 2^32
-    h = _mixed(element.to(tl.uint32) ^ low, between)
-    return ((h >> 9) | 0x3F800000).to(tl.float32, bitcast=True) - 1.0
-
-
-@triton.jit
-def _mixed(h, between):  # type: ignore[no-untyped-def]
-    h ^= h >> 16
-    h *= 0x7FEB352D
-    h = (h ^ (h >> 15)) + between
-    h *= 0x846CA68B
-    return h ^ (h >> 16)
