@@ -1,14 +1,15 @@
 """Memory and speed of optimizer states by format and location, and of frozen base weights.
 
-    python -m benchmarks.memory [--preset 124m] [--arms adamw:float32,adamw:8bit,adamw:8bit:offload,muon:bfloat16]
+    python -m benchmarks.memory [--preset 124m] [--arms adamw:8bit,adamw:8bit:offload,adamw:8bit:weights,muon:bfloat16]
         [--tokens N] [--micro-tokens N] [--limit-gib 22.5] [--steps 20] [--warmup 5] [--json FILE] [--a.b value ...]
     python -m benchmarks.memory --frozen [--hidden 4096] [--intermediate 12288] [--rows 4096] [--json FILE]
 
-Run it in the root of the repository. Every arm is a training step in its own process, as in `benchmarks/step.py`. The
-table shows the peak of torch's allocator, the modelled peak, tokens/s, and the milliseconds of clipping and updating.
-On a CPU the peak is the resident set of the process. --limit-gib limits the allocator, so that a large GPU represents
-a small one. --frozen times one gated MLP of the given sizes, forward and backward to the input, with frozen weights in
-bfloat16, INT8 and NF4.
+Run it in the root of the repository. Every arm is a training step in its own process, as in `benchmarks/step.py`. An
+arm is an optimizer and the format of its states, then `weights` for weights and gradients in bfloat16 and `offload`
+for states in host memory. The table shows the peak of torch's allocator, the modelled peak, tokens/s, and the
+milliseconds of clipping and updating. On a CPU the peak is the resident set of the process. --limit-gib limits the
+allocator, so that a large GPU represents a small one. --frozen times one gated MLP of the given sizes, forward and
+backward to the input, with frozen weights in bfloat16, INT8 and NF4.
 """
 
 import argparse
@@ -113,15 +114,20 @@ def _timed(run: Callable[[], None], device: str) -> float:
 
 
 def optim_of(arm: str) -> dict[str, Any]:
-    """Parse an arm such as "adamw:8bit:offload" as the configuration section `optim`. Raises UsageError."""
-    name, _, rest = arm.partition(":")
-    states, _, place = rest.partition(":")
-    if name not in ("adamw", "muon") or states not in get_args(StateFormat) or place not in ("", "offload"):
+    """Parse an arm such as "adamw:8bit:weights:offload" as the configuration section `optim`. Raises UsageError."""
+    name, states, *more = [*arm.split(":"), ""]
+    more = [part for part in more if part]
+    if (
+        name not in ("adamw", "muon")
+        or states not in get_args(StateFormat)
+        or set(more) - {"weights", "offload"}
+    ):
         raise UsageError(
             f"'{arm}' is not an arm, such as adamw:8bit:offload; use adamw or muon, and the formats "
-            f"{', '.join(get_args(StateFormat))}"
+            f"{', '.join(get_args(StateFormat))}, then weights (in bfloat16) and offload if they are wanted"
         )
-    return {"name": name, "states": states, "offload": bool(place)}
+    weights = "bfloat16" if "weights" in more else "float32"
+    return {"name": name, "states": states, "offload": "offload" in more, "weights": weights}
 
 
 def modelled_gib(spec: dict[str, Any], result: dict[str, Any]) -> float:

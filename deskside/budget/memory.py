@@ -21,7 +21,9 @@ them again:
     MLP, not gated                      4 F                      4 F
 
 D is the hidden size, F the MLP width, H the heads, K the key-value heads, Hc = H x head_dim, Kc = K x head_dim. In a
-mixture of experts, F is the sum over the chosen experts, and each of them has its own copy of input and output. A
+mixture of experts, F is the sum over the k chosen experts, and each of them has its own copy of input and output, 4 k D
+in all. A fused one (`precision/fused_moe.py`) keeps no such copies and no output of the activation: 4 F, or 2 F without
+a gate, and the routing, 2 bytes per expert and 20 per choice, which is saved even if the sublayer is recomputed. A
 recomputed sublayer saves its input, and no bfloat16 copies of its weights; a recomputed block saves the pair (residual,
 delta), 4 D.
 
@@ -30,6 +32,8 @@ FP8, the input of a projection is saved as transposed FP8 codes for the weight g
 value for the normed inputs (2 D) and the MLP's activation (F), but one byte more for attention's output (Hc), which
 attention's own backward needs in 16 bits. Fused sublayers (`precision/fused_sublayers.py`) save what the table lists as
 compiled, without the statistics of QK-norm. Blocks that stay in BF16 are as in the table.
+
+Offloaded activations (`train/activation_offload.py`) leave those of two blocks on the GPU.
 
 The other allocations of a fused step were read from its code, not fitted:
 
@@ -41,7 +45,10 @@ The other allocations of a fused step were read from its code, not fitted:
   in the MLP, F without a gate, Hc + 2 Kc in attention. Before the backward of this projection: 2 D + 2 F + 2 W in the
   MLP, and 2 D + 8 Hc + 4 Kc in attention, whose kernels accumulate dq in float32. Within it: 6 D + 2 W, with 2 W more
   in FP8 (also in the first step of delayed scales, which casts existing tensors) and 4 W more in emulated NVFP4. If the
-  last blocks stay in BF16, they determine this number, because the backward begins with them.
+  last blocks stay in BF16, they determine this number, because the backward begins with them. In a mixture of experts,
+  2 D + 2 k D + 4 F + 2 W before the backward of the first product.
+- The gradient of a layer's experts leaves the grouped product in 16 bits and is converted to the weights' format; if
+  there are earlier passes, it then exists beside their sum.
 
 Sharded weights (FSDP2, one group per block and one for the rest, `train/parallel.py`) are gathered in float32: two
 blocks at a time, and the root (embedding, head) from the forward to the end of the backward. Gradients are scattered in
@@ -156,22 +163,25 @@ def _full_training(s: Sizes) -> dict[str, Items]:
     ends = FUSED_STREAM_END * stream_end if spec.fused else STREAM_ENDS * stream_end
     ends_in_backward = 0.0 if spec.fused else ends
 
-    # Bytes in float32, of gradients or of gathered weights.
-    head: float = 4.0 * s.vocabulary * s.hidden
-    root: float = 4.0 * s.root_weights
-    all_gradients: float = 4.0 * s.parameters
-    one_layer = 4 * s.block_weights / s.layers
+    # Bytes of gradients or of gathered weights.
+    head_sum: float = 4.0 * s.vocabulary * s.hidden  # the loss adds up the gradient of the head in float32
+    head: float = spec.weight_bytes * s.vocabulary * s.hidden
+    root: float = spec.weight_bytes * s.root_weights
+    all_gradients: float = spec.weight_bytes * s.parameters
+    one_layer = spec.weight_bytes * s.block_weights / s.layers
     earlier_gradients = all_gradients if several_passes else 0.0
 
     # Converted weights: kept from forward to backward by autograd, or from step to step by the cache.
     copies = lasting_copies = 0.0
-    head_copy = 0.0 if fp32 else 2 * s.vocabulary * s.hidden
+    head_copy = 0.0 if fp32 or spec.weights == "bfloat16" else 2 * s.vocabulary * s.hidden
     if has_weight_cache(spec):
         copies = lasting_copies = cached_weights(s)
         if spec.fp8_head:  # the cache includes W and W^T of the head
             head_copy = 0.0
-    elif spec.copies == "pass" and not fp32:
+    elif spec.copies == "pass" and not fp32 and spec.weights == "float32":
         copies = 2.0 * layer.copied_weights(checkpointing)
+
+    experts = expert_gradients(s)
 
     # FSDP gathers the weights of the current block and of the next block in float32.
     libraries = s.leaf("cuBLAS workspaces", LIBRARIES)
@@ -184,14 +194,17 @@ def _full_training(s: Sizes) -> dict[str, Items]:
 
     logits = s.chunk_tokens * s.vocabulary * logit_bytes(spec)
     hidden = hidden_bytes(spec) * s.pass_tokens * s.hidden
-    always: Items = {"weights": 4 * s.parameters / s.shards, "optimizer": gpu_state_bytes(s)}
+    always: Items = {
+        "weights": spec.weight_bytes * s.parameters / s.shards,
+        "optimizer": gpu_state_bytes(s),
+    }
     return {
         "loss": {
             **always,
             "gradients": earlier_gradients,
             "copies": copies + head_copy,
             "activations": s.pass_tokens * layer.kept(checkpointing) + ends,
-            "logits": logits + head_gradients(spec) * head + hidden,
+            "logits": logits + head_gradients(spec) * head_sum + hidden,
             "workspace": gathered,
         },
         "backward": {
@@ -201,7 +214,7 @@ def _full_training(s: Sizes) -> dict[str, Items]:
             "activations": s.pass_tokens * layer.kept(checkpointing) + ends_in_backward,
             # The gradient of a tied head stays separate until the embedding's gradient is added.
             "logits": head if s.shape.tie_word_embeddings and several_passes else 0.0,
-            "workspace": gathered + reduced + s.pass_tokens * layer.backward(checkpointing),
+            "workspace": gathered + reduced + experts + s.pass_tokens * layer.backward(checkpointing),
         },
         "gradients": {
             **always,
@@ -286,6 +299,14 @@ def _adapter_training(s: Sizes, adapter: AdapterSpec) -> dict[str, Items]:
     }
 
 
+def offloaded_activation_bytes(s: Sizes) -> float:
+    """Return the bytes of one pass's activations that wait in host memory: what all blocks but the last save."""
+    if not s.spec.activation_offloading:
+        return 0.0
+    width = 4 if s.spec.precision == "fp32" else 2
+    return 2 * width * s.pass_tokens * s.hidden * (s.layers - 1)  # residual and delta
+
+
 def logit_bytes(spec: StepSpec) -> int:
     """Return the bytes per logit of a chunk: the logits, their gradient, and the gradient of the chunk before.
 
@@ -312,23 +333,38 @@ def head_gradients(spec: StepSpec) -> int:
 def sublayer_gradient_bytes(sizes: Sizes) -> tuple[float, float]:
     """Return the temporary gradients of a fused attention and a fused MLP, in bytes per token (module docstring)."""
     D, q, kv = sizes.hidden, sizes.queries, sizes.keys
-    F, outputs = sizes.leaf("MLP width", sizes.shape.intermediate_size), 2 if sizes.shape.gated_mlp else 1
+    F, outputs = sizes.mlp_width, 2 if sizes.shape.gated_mlp else 1
     # Bytes per value of a projection's output gradient, in all formats in which products read it.
     backward_kind = product_formats(sizes.spec.precision)[1]
     output_gradient = (
         2 if sizes.spec.kept_blocks else {"fp32": 2, "bf16": 2, "fp8": 4, "nvfp4": 6}[backward_kind]
     )
-    return (
-        max(2 * D + 8 * q + 4 * kv, 6 * D + output_gradient * (q + 2 * kv)),
-        max(2 * D + 2 * F + 2 * outputs * F, 6 * D + output_gradient * outputs * F),
-    )
+    mlp: float = max(2 * D + 2 * F + 2 * outputs * F, 6 * D + output_gradient * outputs * F)
+    if sizes.shape.num_experts:
+        k = sizes.leaf("experts per token", sizes.shape.num_experts_per_tok)
+        mlp = 2 * D + 2 * k * D + (4 + 2 * outputs) * F
+    return max(2 * D + 8 * q + 4 * kv, 6 * D + output_gradient * (q + 2 * kv)), mlp
+
+
+def expert_gradients(sizes: Sizes) -> float:
+    """Return the bytes of a layer's expert gradients beyond one float32 sum of them, in a fused step."""
+    shape, spec = sizes.shape, sizes.spec
+    if not shape.num_experts or not spec.fused or spec.precision == "fp32":
+        return 0.0
+    matrix = shape.num_experts * shape.hidden_size * shape.moe_intermediate_size
+    first = sizes.leaf("weights of the experts' first product", (2 if shape.gated_mlp else 1) * matrix)
+    converted = 2 if spec.weights == "float32" else 0
+    if spec.accumulation == 1:
+        return converted * first
+    second = sizes.leaf("weights of the experts' second product", matrix)
+    return (spec.weight_bytes + converted) * first + spec.weight_bytes * second
 
 
 def has_weight_cache(spec: StepSpec) -> bool:
     """Return True if converted weights are kept between optimizer steps."""
     if quantized(spec.precision):
         return spec.copies != "use"
-    return spec.copies == "step" and spec.precision == "bf16"
+    return spec.copies == "step" and spec.precision == "bf16" and spec.weights == "float32"
 
 
 def cached_weights(sizes: Sizes) -> float:
@@ -336,6 +372,8 @@ def cached_weights(sizes: Sizes) -> float:
     formats, other weights of the blocks in BF16, and W and W^T of an FP8 head."""
     spec = sizes.spec
     low, high = weight_copies(spec.precision, spec.native), weight_copies("bf16", spec.native)
+    if spec.weights == "bfloat16":
+        high = 0.0
     share = spec.quantized_share(sizes.shape.num_hidden_layers)
     per_weight: float = low
     if share != 1:
@@ -388,8 +426,14 @@ class _LayerBytes:
         if shape.qk_norm and not s.spec.fused:  # fused sublayers recompute the statistics
             attention += 4 * (s.heads + s.kv_heads) + (0 if compiled else 8 * channels)
         mlp = ((6 if compiled else 8) if shape.gated_mlp else 4) * s.mlp_width
-        if shape.num_experts:  # each chosen expert has its own copy of input and output
-            mlp += s.leaf("experts per token", shape.num_experts_per_tok) * 4 * s.hidden
+        self.routing = 0.0  # saved even if the sublayer is recomputed
+        if shape.num_experts:
+            chosen = s.leaf("experts per token", shape.num_experts_per_tok)
+            if s.spec.fused:
+                mlp = (4 if shape.gated_mlp else 2) * s.mlp_width
+                self.routing = 2 * shape.num_experts + 20 * chosen
+            else:  # each chosen expert has its own copy of input and output
+                mlp += chosen * 4 * s.hidden
         saving = SAVED_BF16 - saved_bytes
         # Attention's backward needs its output in 16 bits. The codes that the output projection saves are additional.
         output_codes = s.queries * saving
@@ -411,7 +455,7 @@ class _LayerBytes:
     @property
     def block(self) -> float:
         """Activations that a block saves without checkpointing."""
-        return self.stream + self.attention + self.mlp
+        return self.stream + self.attention + self.mlp + self.routing
 
     @property
     def last_gradients(self) -> float:
@@ -421,11 +465,13 @@ class _LayerBytes:
     def kept(self, checkpointing: Checkpointing) -> float:
         """Return the bytes that all layers save. A recomputed sublayer does not save its normed input."""
         if checkpointing == "block":
-            return self.sizes.layers * self.block_input
+            # If it is offloaded: that of the last block, and as much on its way to the host or back.
+            blocks = 2 if self.sizes.spec.activation_offloading else self.sizes.layers
+            return blocks * self.block_input + self.sizes.layers * self.routing
         if checkpointing == "none":
             return self.sizes.layers * self.block
         other = self.mlp if checkpointing == "attention" else self.attention
-        return self.sizes.layers * (self.stream - self.normed + other)
+        return self.sizes.layers * (self.stream - self.normed + other + self.routing)
 
     def backward(self, checkpointing: Checkpointing) -> float:
         """Return the temporary gradients and recomputed activations in the backward of the last block."""

@@ -82,6 +82,10 @@ FUSED_TRAFFIC = TrafficUnits(16, 8, 5, 5, 2, 2, 40, 44)
 FP8_HEAD_LOSS = 2.5
 RECOMPUTED = 0.35  # share of a sublayer's element-wise traffic that belongs to its forward
 WEIGHT_BYTES = 24  # per weight and pass: cast, gradient cast and accumulation (see the module docstring)
+BFLOAT16_SUM_BYTES = 6  # per bfloat16 weight and pass but the first, whose gradient is not added to a sum
+# Bytes per weight that an optimizer step moves less if weight and gradient are in bfloat16: half of what it reads of
+# the gradient, for the norm and the update, and of the weight, which it reads and writes.
+BFLOAT16_ADAMW_SAVING, BFLOAT16_MUON_SAVING = 12, 11
 NEWTON_SCHULZ_STEPS = 5
 
 
@@ -211,6 +215,8 @@ def _weight_casts(s: Sizes) -> list[Operator]:
     for each product."""
     spec, adapter = s.spec, s.spec.adapter
     if adapter is None:
+        if spec.weights == "bfloat16":
+            return [Operator("weights", "weights", float(BFLOAT16_SUM_BYTES) * s.parameters * (s.passes - 1))]
         # With cached weights there is one cast per step, and the products accumulate gradients themselves.
         passes = 1 if spec.copies == "step" and spec.precision == "bf16" else s.passes
         return [Operator("weights", "weights", float(WEIGHT_BYTES) * s.parameters * passes)]
@@ -332,6 +338,8 @@ def _optimizer(s: Sizes) -> list[Operator]:
     # Bytes per weight: states below 32 bits are smaller to read and to write.
     adamw = units.adamw - 2 * (ADAMW_STATE_BYTES["float32"] - ADAMW_STATE_BYTES[spec.states])
     muon = units.muon - 2 * (MUON_STATE_BYTES["float32"] - MUON_STATE_BYTES[spec.states])
+    if spec.weights == "bfloat16":
+        adamw, muon = adamw - BFLOAT16_ADAMW_SAVING, muon - BFLOAT16_MUON_SAVING
     if spec.optimizer == "adamw":
         return [Operator("AdamW", "optimizer_traffic", adamw * trained_params(s) / s.shards)]
     iteration = s.leaf(

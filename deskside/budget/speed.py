@@ -23,8 +23,10 @@ from dataclasses import dataclass, field, replace
 
 from deskside.budget.format_costs import EMULATED_RATE_SHARE
 from deskside.budget.host import HostTimes, host_seconds, overlapped_seconds
+from deskside.budget.memory import offloaded_activation_bytes
 from deskside.budget.operators import PRODUCTS, TRAFFIC, Operator, step_operators
 from deskside.budget.shape import Shape
+from deskside.budget.sizes import Sizes
 from deskside.budget.step_spec import StepSpec
 
 ITEMS = (
@@ -169,10 +171,22 @@ def step_seconds(shape: Shape, spec: StepSpec, rates: Rates) -> dict[str, float]
     for operator in step_operators(shape, spec):
         seconds[operator.item] += operator_seconds(operator, rates, spec)
     device = sum(seconds.values())
+    exposed = exposed_seconds(shape, spec, rates, device)
+    seconds["offload"] += exposed
+    device += exposed
     seconds["host"] = (
         overlapped_seconds(device, host_seconds(shape, spec, rates.host), rates.host.overlap) - device
     )
     return seconds
+
+
+def exposed_seconds(shape: Shape, spec: StepSpec, rates: Rates, device: float) -> float:
+    """Return by how much the transfers of offloaded activations are longer than the `device` seconds of a step.
+
+    They run beside the computation: to the host in the forward, and back in the backward.
+    """
+    amount = 2 * spec.accumulation * offloaded_activation_bytes(Sizes(shape, spec))
+    return max(0.0, amount / rates.host_bandwidth - device)
 
 
 def tokens_per_second(shape: Shape, spec: StepSpec, rates: Rates) -> float:

@@ -9,6 +9,7 @@ Checkpointing = Literal["none", "attention", "mlp", "block"]
 OptimizerName = Literal["muon", "adamw"]
 CopyLifetime = Literal["pass", "step", "use"]
 StateFormat = Literal["float32", "bfloat16", "8bit"]
+WeightFormat = Literal["float32", "bfloat16"]
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,10 @@ class StepOptions:
         copies: Lifetime of the converted weights. "pass": autograd keeps them from forward to backward, but a cache
             keeps quantized ones as for "step"; "step": a cache keeps them until the weights change; "use": no copies
             are kept.
+        activation_offloading: What recomputed blocks save waits in host memory for the backward.
         compiled: Blocks without fused sublayers are compiled by torch.compile.
         loss_chunk_tokens: Tokens whose logits exist at the same time.
+        weights: Format of the stored weights and of their gradients; norms and biases are always float32.
         states: Format of the optimizer states.
         offload_optimizer: Optimizer states are in host memory and are streamed through the GPU at each step.
         adapter: The adapters to train over frozen weights; None to train all weights.
@@ -48,8 +51,10 @@ class StepOptions:
     fp8_head: bool = False
     copies: CopyLifetime = "pass"
     activation_checkpointing: Checkpointing = "none"
+    activation_offloading: bool = False
     compiled: bool = True
     loss_chunk_tokens: int = 8192
+    weights: WeightFormat = "float32"
     states: StateFormat = "float32"
     offload_optimizer: bool = False
     adapter: AdapterSpec | None = None
@@ -91,6 +96,11 @@ class StepSpec(StepOptions):
     def quantized_share(self, layers: int) -> float:
         """Return the share of the block weights that a quantized precision converts."""
         return (1 - self.kept_blocks / layers) * (1 - self.kept_weights)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of a stored weight, and of its gradient."""
+        return 2 if self.weights == "bfloat16" else 4
 
     @property
     def fused(self) -> bool:

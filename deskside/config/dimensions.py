@@ -163,8 +163,6 @@ def uncovered_reason(
 
 def model_uncovered_reason(model: ModelConfig, adapters: bool = False) -> str | None:
     """Return why the fused kernels do not cover every sublayer of a model for training, or None if they do."""
-    if model.num_experts:
-        return "it is a mixture of experts"
     rmsnorm_first = model.norm == "rmsnorm" and model.norm_position == "pre"
     attention = uncovered_reason(
         rmsnorm_first=rmsnorm_first,
@@ -175,7 +173,7 @@ def model_uncovered_reason(model: ModelConfig, adapters: bool = False) -> str | 
     )
     mlp = uncovered_reason(
         rmsnorm_first=rmsnorm_first,
-        num_projections=1 if model.fused_gate_up or not model.gated_mlp else 2,
+        num_projections=1 if model.fused_gate_up or not model.gated_mlp or model.num_experts else 2,
         bias=model.mlp_bias,
         adapters=adapters,
     )

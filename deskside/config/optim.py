@@ -12,6 +12,7 @@ from deskside.config.base import Part
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 StateFormat = Literal["float32", "bfloat16", "8bit"]
+WeightFormat = Literal["float32", "bfloat16"]
 # bfloat16 has 8 significant bits: a moment that changes by less than 1/256 of its value in a step may never change.
 LARGEST_BFLOAT16_BETA = 0.995
 
@@ -19,6 +20,13 @@ States = Annotated[
     StateFormat,
     Field(
         description="format of the optimizer state: float32, bfloat16, or 8bit (block-wise, arXiv 2110.02861)"
+    ),
+]
+Weights = Annotated[
+    WeightFormat,
+    Field(
+        description="format of the stored matrices and of their gradients: float32, or bfloat16, to which updates and "
+        "sums of gradients are rounded stochastically (arXiv 2010.06192)"
     ),
 ]
 Offload = Annotated[
@@ -39,6 +47,7 @@ class AdamWConfig(Part):
     )
     grad_clip: NonNegativeFloat = Field(1.0, description="maximum global gradient norm; 0 disables clipping")
     scale: bool = Field(True, description="scale learning rate and decay to this model, batch and horizon")
+    weights: Weights = "float32"
     states: States = "float32"
     offload: Offload = False
 
@@ -96,6 +105,7 @@ class MuonConfig(Part):
     eps: PositiveFloat = Field(1e-10, description="AdamW's eps for embeddings, head and vectors")
     grad_clip: NonNegativeFloat = Field(0.0, description="maximum global gradient norm; 0 disables clipping")
     scale: bool = Field(True, description="scale learning rates and decay to this model, batch and horizon")
+    weights: Weights = "float32"
     states: States = "float32"
     offload: Offload = False
 

@@ -117,7 +117,41 @@ class RunConfig(Part):
             raise ValueError("data.sources: has no effect in fine-tuning; give the training data with --data")
         if self.precision.quantized:
             self._check_precision()
+        if self.optim.weights == "bfloat16":
+            self._check_bfloat16_weights()
+        compute = self.compute
+        if compute.activation_offloading and compute.activation_checkpointing != "block":
+            raise ValueError(
+                "compute.activation_offloading: moves what recomputed blocks save; add "
+                "--compute.activation_checkpointing block"
+            )
+        if compute.activation_offloading and self.parallel.mode == "shard":
+            raise ValueError(
+                "compute.activation_offloading: is not supported with sharded weights yet; use --parallel.mode "
+                "replicate"
+            )
         return self
+
+    def _check_bfloat16_weights(self) -> None:
+        """Raise ValueError, with the key and the remedy, if this run cannot store its weights in bfloat16."""
+        if self.adapter is not None:
+            raise ValueError(
+                "optim.weights: adapters are few and stay in float32; use float32 (--adapter.base has the format of "
+                "the frozen weights)"
+            )
+        if self.precision.name == "fp32":
+            raise ValueError(
+                "optim.weights: bfloat16 does not suit precision fp32; use bf16, or float32 weights"
+            )
+        if self.parallel.mode == "shard":
+            raise ValueError(
+                "optim.weights: bfloat16 weights cannot be sharded yet; use --parallel.mode replicate, or float32"
+            )
+        if self.precision.accumulate == "fused":
+            raise ValueError(
+                "precision.accumulate: products cannot add to gradients in bfloat16; use native, or --optim.weights "
+                "float32"
+            )
 
     def _check_adapter(self, adapter: AdapterConfig) -> None:
         """Raise ValueError, with the key and the remedy, if adapters cannot be trained in this run."""

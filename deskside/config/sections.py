@@ -93,6 +93,11 @@ class ComputeConfig(Part):
     activation_checkpointing: Literal["none", "attention", "mlp", "block"] = Field(
         "none", description="part of each block that is recomputed in the backward pass instead of kept"
     )
+    activation_offloading: bool = Field(
+        False,
+        description="keep what recomputed blocks save in host memory until the backward pass; needs "
+        "activation_checkpointing block and fused kernels",
+    )
     loss_chunk_tokens: PositiveInt = Field(8192, description="tokens whose logits are computed at a time")
     z_loss: float = Field(
         0.0, ge=0, description="weight in the loss of log(sum(exp(logits)))^2, which keeps logits small"

@@ -25,9 +25,11 @@ def step_options(config: RunConfig) -> dict[str, Any]:
         adapter = AdapterSpec(rank, tuple(adapted), base)
     return {
         "optimizer": config.optim.name,
+        "weights": config.optim.weights,
         "states": config.optim.states,
         "offload_optimizer": config.optim.offload,
         "activation_checkpointing": config.compute.activation_checkpointing,
+        "activation_offloading": config.compute.activation_offloading,
         "loss_chunk_tokens": config.compute.loss_chunk_tokens,
         "adapter": adapter,
     }

@@ -38,11 +38,13 @@ class OffloadJob:
     update: Callable[[Sequence[Tensor]], None]
 
 
-def host_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+def host_zeros(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device, option: str = "optim.offload"
+) -> Tensor:
     """Return zeros in host memory, page-locked if `device` is a GPU, so that copies are asynchronous.
 
     The memory is mapped and locked here, because torch's allocator of page-locked memory rounds sizes up to a power of
-    two. Raises RunError if the system does not allow locking this much memory.
+    two. Raises RunError, which names `option`, if the system does not allow locking this much memory.
     """
     if device.type != "cuda":
         return torch.zeros(shape, dtype=dtype)
@@ -52,8 +54,8 @@ def host_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -
     runtime = torch.cuda.cudart()
     if error := int(runtime.cudaHostRegister(flat.data_ptr(), size, 0)):
         raise RunError(
-            f"optim.offload: {size / 2**20:.0f} MiB of host memory could not be page-locked (CUDA error {error}); "
-            "free memory, raise `ulimit -l`, or use --optim.states 8bit"
+            f"{option}: {size / 2**20:.0f} MiB of host memory could not be page-locked (CUDA error {error}); free "
+            f"memory, raise `ulimit -l`, or use {'--optim.states 8bit' if option == 'optim.offload' else 'false'}"
         )
     weakref.finalize(pages, runtime.cudaHostUnregister, flat.data_ptr()).atexit = False
     return flat.view(tuple(shape))

@@ -331,8 +331,14 @@ def _ladder(request: PlanRequest, base: Setting) -> Iterator[Setting]:
                 )
             )
         yield from variants
+        uncached = []
         if variants[0].has_optional_cache and "weight_cache" not in request.overrides.get("precision", {}):
-            yield from (replace(variant, copies="use") for variant in variants)
+            uncached = [replace(variant, copies="use") for variant in variants]
+        yield from uncached
+        if "activation_offloading" not in explicit:
+            for variant in [*variants, *uncached]:
+                if variant.can_offload_activations:
+                    yield replace(variant, activation_offloading=True)
 
 
 def _by_optimizer(

@@ -76,13 +76,20 @@ class Setting(StepOptions):
     @property
     def has_optional_cache(self) -> bool:
         """True if a cache of BF16 weights could be turned off, so that weights are converted at each use."""
-        return self.copies == "step" and self.precision == "bf16" and not self.sharded
+        in_bfloat16 = self.weights == "bfloat16"
+        return self.copies == "step" and self.precision == "bf16" and not self.sharded and not in_bfloat16
+
+    @property
+    def can_offload_activations(self) -> bool:
+        """True if what the blocks save may wait in host memory: fused blocks that are recomputed as a whole."""
+        recomputed = self.activation_checkpointing == "block"
+        return recomputed and self.copies != "pass" and not self.sharded
 
     @property
     def shardable(self) -> bool:
         """True if training supports sharding of this setting over several GPUs."""
         memory_saving = self.states == "8bit" or self.offload_optimizer or self.adapter is not None
-        return not quantized(self.precision) and not memory_saving
+        return not quantized(self.precision) and not memory_saving and self.weights == "float32"
 
     @property
     def tokens_per_step(self) -> float:
@@ -339,8 +346,11 @@ def setting_from_config(
 
 
 def optim_options(setting: Setting) -> dict[str, Any]:
-    """Return the optimizer options that differ from the defaults, with the name: format of the states, offloading."""
+    """Return the optimizer options that differ from the defaults, and the optimizer's name with them: format of the
+    weights, format of the states, offloading."""
     result: dict[str, Any] = {}
+    if setting.weights != "float32":
+        result["weights"] = setting.weights
     if setting.states != "float32":
         result["states"] = setting.states
     if setting.offload_optimizer:
@@ -374,6 +384,8 @@ def options(setting: Setting, staged: bool = False) -> dict[str, Any]:
         result["schedule"] = {"stages": stages}
     if setting.activation_checkpointing != "none":
         result["compute"]["activation_checkpointing"] = setting.activation_checkpointing
+    if setting.activation_offloading:
+        result["compute"]["activation_offloading"] = True
     if setting.loss_chunk_tokens != defaults().compute.loss_chunk_tokens:
         result["compute"]["loss_chunk_tokens"] = setting.loss_chunk_tokens
     if optim := optim_options(setting):

@@ -14,7 +14,7 @@ from deskside.budget.loss import LAW, expected_bpb
 from deskside.budget.memory import RESERVED_BYTES, RESERVED_SHARE, explain_memory
 from deskside.budget.operators import Operator, step_operators
 from deskside.budget.shape import flops_per_token, matmul_params
-from deskside.budget.speed import Rates, operator_seconds, step_seconds
+from deskside.budget.speed import Rates, exposed_seconds, operator_seconds, step_seconds
 from deskside.budget.terms import Line, explained, leaf, traced
 from deskside.plan.candidates import muon_advantage, optimal_tokens, pretrain_seconds, setup_seconds
 from deskside.plan.estimate import MEMORY_SOURCE, StepEstimate, peak_stage
@@ -199,6 +199,12 @@ def _speed(plan: Plan, shown: StepEstimate, item: str) -> list[Line]:
         in_units = replace(operator, amount=leaf(unit, operator.amount))
         lines += explained("  takes", operator_seconds(in_units, named_rates, spec), "s")
         times.append(leaf(operator.name, lines[-1].value))
+    if item == "offload" and spec.activation_offloading:
+        device = sum(operator_seconds(operator, rates, spec) for operator in step_operators(shape, spec))
+        exposed = exposed_seconds(shape, spec, rates, device)
+        nothing = "none: they take less time than the computation"
+        lines += explained("activations, beyond the time of the computation", exposed, "s", nothing)
+        times.append(leaf("activations", exposed))
     if not times:
         return explained(item, 0.0, "s", nothing="none in this run")
     if len(stages) == 1:

@@ -9,8 +9,8 @@ Each remedy is listed with the memory that it saves and its cost. The kinds:
 
 Combinations are tried in the order of their cost. Options that only cost speed (activation checkpointing, loss chunks,
 rows per pass, cached weights, sharding) are chosen by `candidates.fastest_that_fits` for every combination. The
-combinations vary the other options: number format, optimizer, format and location of the optimizer states, sequence
-length. On memory, the verdict "no" means that none of them fits.
+combinations vary the other options: number format, optimizer, format of the stored weights, format and location of the
+optimizer states, sequence length. On memory, the verdict "no" means that none of them fits.
 """
 
 import itertools
@@ -19,10 +19,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from deskside.budget.format_costs import LowFormat, Precision, quantized
+from deskside.budget.memory import offloaded_activation_bytes
 from deskside.budget.shape import num_params
 from deskside.budget.sizes import Sizes
 from deskside.budget.states import state_bytes
-from deskside.budget.step_spec import Checkpointing, OptimizerName, StateFormat
+from deskside.budget.step_spec import Checkpointing, OptimizerName, StateFormat, WeightFormat
 from deskside.config import merge, presets
 from deskside.config.model import ModelConfig
 from deskside.facts.gpus import gpus
@@ -45,7 +46,8 @@ from deskside.utils.format import count, gib
 MIN_SEQUENCE_LENGTH = 512  # no remedy makes rows shorter than this
 MAX_HALVINGS = 3  # of the sequence length
 # Costs of changes, which only define the order of combinations. A shorter context costs more than any other change.
-OTHER_OPTIMIZER_COST, SMALL_STATES_COST, OFFLOAD_COST, OTHER_FORMAT_COST, HALVED_ROWS_COST = 1, 2, 3, 7, 8
+OTHER_OPTIMIZER_COST, SMALL_STATES_COST, OFFLOAD_COST, SMALL_WEIGHTS_COST = 1, 2, 3, 4
+OTHER_FORMAT_COST, HALVED_ROWS_COST = 11, 12
 RemedyKind = Literal["change", "hardware", "other model", "elsewhere"]
 GPU_COUNTS = (2, 4, 8)  # numbers of cards that a remedy proposes
 CHECKPOINTING_LEVELS: tuple[tuple[Checkpointing, str], ...] = (
@@ -96,11 +98,10 @@ def remedies(request: PlanRequest, requested: StepEstimate) -> list[Remedy]:
         if saves > 0:
             result.append(replace(_remedy(what, "change", requested, trial_step, costs), saves_bytes=saves))
     result += [*_hardware(request, requested), *_smaller_model(request, requested)]
-    # Half of the bytes in float32.
-    float32_bytes = [requested.memory.items.get(item, 0) for item in ("weights", "gradients", "optimizer")]
-    costs = "deskside keeps float32 master weights, because bfloat16 weights round small updates away"
-    what = "weights, gradients and states in 16 bits"
-    return [*result, Remedy(what, "elsewhere", 0.5 * sum(float32_bytes), None, None, costs, {})]
+    weights = requested.memory.items.get("weights", 0) + requested.memory.items.get("gradients", 0)
+    costs = "deskside cannot do this yet; each layer's weights are transferred in each pass (as in llmq)"
+    what = "weights and gradients in the host's memory"
+    return [*result, Remedy(what, "elsewhere", float(weights), None, None, costs, {})]
 
 
 def _remedy(what: str, kind: RemedyKind, requested: StepEstimate, tried: StepEstimate, costs: str) -> Remedy:
@@ -144,6 +145,15 @@ def _changes(requested: Setting) -> Iterator[tuple[str, Setting, str]]:
     for level, what in CHECKPOINTING_LEVELS[levels.index(requested.activation_checkpointing) + 1 :]:
         cost = "recomputed in the backward pass"
         yield f"activation checkpointing of {what}", replace(requested, activation_checkpointing=level), cost
+    whole = replace(requested, activation_checkpointing="block")
+    if whole.can_offload_activations and not requested.activation_offloading:
+        lean = replace(whole, activation_offloading=True)
+        *_, (_, shape, spec) = lean.step_specs()
+        yield (
+            "activations of recomputed blocks in the host's memory",
+            lean,
+            f"{gib(offloaded_activation_bytes(Sizes(shape, spec)))} of the host's memory; transferred in each pass",
+        )
     for chunk in (2048, 512):
         if chunk < min(requested.loss_chunk_tokens, requested.micro_tokens):
             yield (
@@ -166,6 +176,14 @@ def _changes(requested: Setting) -> Iterator[tuple[str, Setting, str]]:
         )
     for change_cost, lean in _optimizers(requested, (requested.optimizer,)):
         if change_cost == 0:
+            continue
+        if lean.weights != requested.weights:
+            if lean == replace(requested, weights=lean.weights):
+                yield (
+                    "weights and gradients in 16 bits",
+                    lean,
+                    "updates and sums of gradients are rounded stochastically",
+                )
             continue
         if lean.offload_optimizer:
             *_, (_, shape, spec) = lean.step_specs()
@@ -288,6 +306,8 @@ def minimum_memory(request: PlanRequest, setting: Setting) -> StepEstimate:
     )
     if lean.has_optional_cache:
         lean = replace(lean, copies="use")
+    if lean.can_offload_activations:
+        lean = replace(lean, activation_offloading=True)
     return estimate_max_microbatch(lean, request.calibration, request.card.memory_bytes)
 
 
@@ -330,13 +350,17 @@ def _optimizers(setting: Setting, names: tuple[OptimizerName, ...] = ()) -> Iter
         base = setting if name == setting.optimizer else replace(setting, optimizer="muon")
         optimizer_cost = OTHER_OPTIMIZER_COST if name != setting.optimizer else 0
         small: StateFormat = "bfloat16" if base.sharded else "8bit"
-        for states in dict.fromkeys((base.states, small)):
-            for offload in dict.fromkeys(
-                (base.offload_optimizer, not base.sharded or base.offload_optimizer)
-            ):
-                cost = optimizer_cost + SMALL_STATES_COST * (states != base.states)
-                cost += OFFLOAD_COST * (offload != base.offload_optimizer)
-                yield cost, replace(base, states=states, offload_optimizer=offload)
+        full_training = base.adapter is None and not base.sharded and base.precision != "fp32"
+        all_weights: tuple[WeightFormat, ...] = ("bfloat16",) if full_training else ()
+        for weights, states, offload in itertools.product(
+            dict.fromkeys((base.weights, *all_weights)),
+            dict.fromkeys((base.states, small)),
+            dict.fromkeys((base.offload_optimizer, not base.sharded or base.offload_optimizer)),
+        ):
+            cost = optimizer_cost + SMALL_STATES_COST * (states != base.states)
+            cost += OFFLOAD_COST * (offload != base.offload_optimizer)
+            cost += SMALL_WEIGHTS_COST * (weights != base.weights)
+            yield cost, replace(base, weights=weights, states=states, offload_optimizer=offload)
 
 
 def _possible_halvings(setting: Setting) -> list[int]:

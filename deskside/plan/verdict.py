@@ -58,8 +58,10 @@ UNDERTRAINED = 1.05
 CHANGED_OPTIONS = (
     ("--precision", "precision"),
     ("--compute.activation_checkpointing", "activation_checkpointing"),
+    ("--compute.activation_offloading", "activation_offloading"),
     ("--compute.loss_chunk_tokens", "loss_chunk_tokens"),
     ("--optim.name", "optimizer"),
+    ("--optim.weights", "weights"),
     ("--optim.states", "states"),
     ("--optim.offload", "offload_optimizer"),
 )

@@ -41,6 +41,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     "model.router_aux_loss_coef": MOE,
     "model.sliding_window": {"model": {"window_pattern": "SL"}},
     "model.window_pattern": {"model": {"sliding_window": 512}},
+    "compute.activation_offloading": {"compute": {"activation_checkpointing": "block"}},
     "data.val_fraction": {"data": {"sources": ["a.txt"]}},
     "schedule.clock": {"schedule": {"length": "3h"}},
     "precision.keep_first": FP8,

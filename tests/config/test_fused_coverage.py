@@ -21,7 +21,8 @@ from deskside.config.model import ModelConfig
         ({"attention_bias": True}, False),
         ({"mlp_bias": True}, False),
         ({"head_dim": 96}, False),
-        ({"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512}, False),
+        ({"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512}, True),
+        ({"num_experts": 8, "fused_gate_up": True, "norm_position": "post"}, False),
     ],
 )
 def test_models(shape: dict[str, Any], covered: bool) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen3Config
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3MoeConfig
 
 from deskside.budget.shape import num_params
 from deskside.config import presets
@@ -31,7 +31,9 @@ SHAPES = {
 
 
 def test_every_preset_is_in_shapes() -> None:
-    assert set(presets.names()) == ({name for name in SHAPES if name[0] != "d"} | {"demo", "gpt2"})
+    assert set(presets.names()) == (
+        {name for name in SHAPES if name[0] != "d"} | {"demo", "gpt2", "indicmoe-3b"}
+    )
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -56,6 +58,25 @@ def test_shape_and_parameters(name: str) -> None:
     assert num_params(model) == ours == counted
     assert model.max_position_embeddings == build(presets.layers(name)).batch.sequence_length == 2048
     assert (model.num_hidden_layers, model.num_attention_heads) == (layers, heads)
+
+
+def test_indicmoe_3b_has_3_billion_parameters() -> None:
+    model = build(presets.layers("indicmoe-3b")).model
+    theirs = Qwen3MoeConfig(
+        vocab_size=50304,
+        hidden_size=2048,
+        num_hidden_layers=24,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=2176,
+    )
+    with torch.device("meta"):
+        counted = sum(p.numel() for p in AutoModelForCausalLM.from_config(theirs).parameters())
+    assert num_params(model) == counted == 3_025_117_184
+    assert model.max_position_embeddings == 16384
 
 
 def test_gpt2_is_gpt2() -> None:

@@ -79,16 +79,16 @@ def test_every_old_claim_is_refuted_with_its_arithmetic(moe: PlanRequest) -> Non
     why = {finding.claim: finding.why for finding in plan.findings}
     assert "32 GiB" in why["memory of the RTX 5090: 24 GiB"]
     assert "575 W" in why["power of the RTX 5090: 450 W"]
-    # 72 GiB as it was described; everything that saves memory together, states on the host included, is still more.
+    # As it was described it needs twice as much; everything that saves memory together is far less.
     least = re.findall(r"it needs (\d+\.\d) GiB", why["memory: 28 GiB"])
-    assert len(least) == 1 and float(least[0]) > 28
+    assert len(least) == 1 and float(least[0]) < 20
     # 100,000 x 524,288 / (28.8 x 3600) = 505,679
     assert "505,679 tokens/s" in why["100,000 steps in 28.8 hours"]
     # and at 100 tokens per second 524,288,000 s: 16.6 years
     assert "16.6 years" in why["50 to 100 tokens/s and 100,000 steps in 28.8 hours"]
     assert "7 of 7 claims do not hold" in plan.reasons
-    # With shorter rows and the states on the host together it can be trained, which is not what was claimed.
-    assert plan.verdict == "yes-if" and any("rows of 8,192 tokens" in reason for reason in plan.reasons)
+    # With the states on the host it can be trained on the card's 32 GB, which is not what was claimed.
+    assert plan.verdict == "yes-if" and any("--optim.offload true" in reason for reason in plan.reasons)
 
 
 def test_one_second_per_step_is_more_than_the_card_has_in_any_format(moe: PlanRequest) -> None:

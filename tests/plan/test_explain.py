@@ -21,6 +21,10 @@ WINDOW = {"model": {"sliding_window": 512, "window_pattern": "SSSL"}, "batch": {
 
 def plans() -> dict[str, Plan]:
     """Runs that between them take every branch of the memory and speed models."""
+    sharded = {
+        "parallel": {"mode": "shard"},
+        "compute": {"activation_checkpointing": "block", "loss_chunk_tokens": 2048},
+    }
     found: dict[str, Plan] = {
         "open": make_plan(made.request(value=24.0, price_kwh=0.3)),
         "open, four GPUs": make_plan(made.request(value=24.0, gpus=4)),
@@ -38,7 +42,14 @@ def plans() -> dict[str, Plan]:
         ),
         "sharded": make_plan(made.request("tokens", 1e9, gpus=4, given=made.given("d38"))),
         "sharded, recomputed": make_plan(
-            made.request("tokens", 1e9, memory_gib=16.0, gpus=4, given=made.given("d26"))
+            made.request(
+                "tokens",
+                1e9,
+                memory_gib=16.0,
+                gpus=4,
+                given=made.given("d26", **sharded),
+                overrides=sharded,
+            )
         ),
         "tied": make_plan(made.request("tokens", 1e9, given=made.given("gpt2"))),
         "whole": make_plan(made.request(None, given=made.given("124m"))),
@@ -91,6 +102,24 @@ def plans() -> dict[str, Plan]:
             found[f"{states} {offload} {optimizer}"] = make_plan(
                 made.request("tokens", 1e9, given=made.given("d12", **layer), overrides=layer)
             )
+    low_memory: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("bf16", {"optim": {"name": "muon", "weights": "bfloat16"}}),
+        ("bf16", {"optim": {"name": "adamw", "weights": "bfloat16"}, "model": MOE["model"]}),
+        (
+            "fp8",
+            {
+                "optim": {"name": "adamw", "weights": "bfloat16"},
+                "precision": {"name": "fp8", "keep_last": 0.25},
+            },
+        ),
+        ("bf16", {"compute": {"activation_checkpointing": "block", "activation_offloading": True}}),
+    )
+    for number, (precision, layer) in enumerate(low_memory):
+        found[f"low memory {number}"] = make_plan(
+            made.request(
+                "tokens", 1e9, given=made.given("d12", **layer), overrides=layer, precision=precision
+            )
+        )
     for base, rung in (("bf16", "none"), ("int8", "mlp"), ("nf4", "block")):
         layer = {
             "optim": {"name": "adamw"},

@@ -88,6 +88,18 @@ STAGES = [
         pytest.param({"optim": ADAMW}, 25, marks=pytest.mark.full),
         pytest.param({"optim": MUON, "schedule": {"stages": STAGES}}, 36, marks=pytest.mark.full),
         ({"optim": MUON, "schedule": {"stages": STAGES}, "data": {"document_mask": True}}, 29),
+        (
+            {
+                "optim": {**ADAMW, "weights": "bfloat16", "states": "8bit"},
+                "batch": {**SLOWER, "micro_tokens": 256},
+            },
+            27,
+        ),
+        pytest.param(
+            {"optim": {**MUON, "weights": "bfloat16"}, "batch": {**SLOWER, "micro_tokens": 512}},
+            23,
+            marks=pytest.mark.full,
+        ),
         pytest.param(
             {"batch": {**SLOWER, "micro_tokens": 256}, "checkpoint": {"every": "7 steps"}},
             17,

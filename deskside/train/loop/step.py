@@ -10,6 +10,7 @@ from deskside.data.reading.loader import Batch
 from deskside.kernels.attention import AttentionContext
 from deskside.model.block import Block
 from deskside.optim.build import Optimizer
+from deskside.train.loop.gradient_sums import GradientSums
 from deskside.train.objective import Loss, TrainContext
 from deskside.train.parallel import set_gradient_sync, sum_gradients
 from deskside.utils.errors import RunError
@@ -85,6 +86,7 @@ class Stepper:
         self.precision_config, self.grad_clip = context.config.precision, context.config.optim.grad_clip
         # The order in which replicas sum their gradients.
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.gradient_sums = GradientSums(self.model)
         self.window: int | None = None
 
     def set_progress(self, lr_factor: float, progress: float, step: int) -> None:
@@ -120,6 +122,7 @@ class Stepper:
         sharded model, that process raises RunError, because the others already wait for it in a collective.
         """
         self.precision.begin_step(step)
+        self.gradient_sums.begin_step(step, len(micro_batches))
         sums = self.forward_backward_dry(micro_batches) if dry else self.forward_backward(micro_batches)
         sum_gradients(self.parameters, self.world)
         self.world.all_reduce_sum(sums)
@@ -153,6 +156,7 @@ class Stepper:
                 share = batch.num_valid / num_valid_step
                 loss = loss + self.model.config.router_aux_loss_coef * share * batch_loss.balance
             loss.backward()
+            self.gradient_sums.end_pass()
         return sums
 
     def forward_backward_dry(self, micro_batches: Sequence[Batch]) -> Tensor:

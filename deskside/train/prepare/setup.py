@@ -21,7 +21,7 @@ from deskside.data.corpus.prepare import prepare
 from deskside.data.reading.shards import read_index
 from deskside.model.init import allocate, initialize
 from deskside.model.transformer import Transformer
-from deskside.ops.composite import AttentionSublayer, MLPSublayer
+from deskside.ops.composite import Sublayer
 from deskside.precision.backends import not_in_checkpoints
 from deskside.precision.convert import QuantizedModel, convert
 from deskside.precision.frozen import stored_bytes
@@ -29,6 +29,7 @@ from deskside.precision.hardware_caps import NONE, HardwareCaps, hardware_caps
 from deskside.precision.lora import num_trained_parameters
 from deskside.precision.selfcheck import CheckResult, check, check_head
 from deskside.train import parallel
+from deskside.train.activation_offload import ActivationOffload
 from deskside.train.objective import Objective
 from deskside.train.parallel import World
 from deskside.train.prepare.batch_size_finder import StageWork
@@ -175,7 +176,8 @@ def build_model(
                 f"unfused, because {facts['fused']}"
             )
     else:
-        model = allocate(config.model, world.device)
+        dtype = torch.bfloat16 if config.optim.weights == "bfloat16" else torch.float32
+        model = allocate(config.model, world.device, dtype)
         initialize(model, config.seed)
         if initial is not None:
             load_weights(model, initial.weights)
@@ -210,7 +212,7 @@ class Execution:
 def prepare_execution(
     config: RunConfig, model: Transformer, world: World, recipe: str, facts: Mapping[str, Any] | None = None
 ) -> Execution:
-    """Apply the precision recipe, activation checkpointing, compilation and sharding to the model, in this order.
+    """Apply precision recipe, activation checkpointing and offloading, compilation and sharding, in this order.
 
     facts: the second result of `choose_recipe`. Without it, the recipe runs natively on what the GPU supports.
     """
@@ -237,6 +239,13 @@ def prepare_execution(
         _mark_forward_passes(model, precision)
     precision.set_checkpointing(checkpointed)
     recompute(model.layers, checkpointed, precision.is_fused)
+    if config.compute.activation_offloading:
+        if mode != "fused":
+            raise UsageError(
+                f"compute.activation_offloading: needs fused kernels, and this run uses compute.compile {mode}; "
+                "leave it out, or use --compute.compile fused"
+            )
+        ActivationOffload(world.device).attach(list(model.layers))
     if mode in ("block", "model"):
         # All blocks share one code object. It is compiled for every stage and window, with and without gradients.
         # Beyond its recompile limit, torch would silently run it eagerly.
@@ -352,7 +361,7 @@ def _checkpoint_forward(module: nn.Module) -> None:
     original = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if isinstance(module, AttentionSublayer | MLPSublayer) and module.forward_override is not None:
+        if isinstance(module, Sublayer) and module.forward_override is not None:
             return original(*args, **kwargs)  # the sublayer is fused
         # Blocks use no random numbers, so the generator's state need not be preserved.
         return checkpoint(original, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)

@@ -1,0 +1,55 @@
+"""Sums of the gradients of several passes, for weights that are stored in bfloat16.
+
+The gradient of such a weight is in bfloat16, too. Autograd would round each sum to nearest, so that a pass whose
+gradient is small beside the sum of earlier passes loses most of its bits. Here each sum is computed in float32 and
+rounded stochastically, layer by layer during the backward: its expected value is exact, and after P passes the error
+has a variance of at most (P - 1) / 4 squared rounding steps, each 2^-7 of the largest partial sum.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from deskside.kernels.stochastic_rounding import add_rounded_, rounding_seed
+
+
+class GradientSums:
+    """Takes the gradients of a model's bfloat16 weights from autograd after each pass, and returns their sums.
+
+    It does nothing for weights in other dtypes, nor in a step of one pass.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._step = self._pass = 0
+        self._passes = 1
+        self._sums: dict[str, Tensor] = {}
+        self._parameters = {
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad and parameter.dtype == torch.bfloat16
+        }
+        names = {id(parameter): name for name, parameter in self._parameters.items()}
+        for parameter in self._parameters.values():
+            parameter.register_post_accumulate_grad_hook(lambda p: self._add(names[id(p)], p))
+
+    def begin_step(self, step: int, passes: int) -> None:
+        """Begin step number `step`. Drops the sums of a step that was not finished."""
+        self._step, self._pass, self._passes = step, 0, passes
+        self._sums.clear()
+
+    def end_pass(self) -> None:
+        """End a pass. After the last one, the sums become the gradients of the parameters."""
+        self._pass += 1
+        if self._pass == self._passes:
+            for name, total in self._sums.items():
+                self._parameters[name].grad = total
+            self._sums.clear()
+
+    def _add(self, name: str, parameter: Tensor) -> None:
+        """Move a gradient that autograd has just completed into the sum."""
+        if self._passes == 1 or parameter.grad is None:
+            return
+        grad, parameter.grad = parameter.grad.contiguous(), None
+        if name in self._sums:
+            add_rounded_(self._sums[name], grad, rounding_seed(f"{name}/{self._pass}", self._step))
+        else:
+            self._sums[name] = grad

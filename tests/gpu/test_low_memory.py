@@ -1,0 +1,131 @@
+"""Weights in bfloat16 and activations in host memory on this card: the same numbers as the references, less memory."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from deskside.kernels.adamw import adamw_update
+from deskside.kernels.adamw_state import EXP_AVG, EXP_AVG_SQ, AdamWHyperparameters
+from deskside.kernels.muon import apply
+from deskside.kernels.stochastic_rounding import add_rounded_, round_to_bfloat16, rounding_seed
+from deskside.model.transformer import Transformer
+from deskside.precision.convert import convert
+from deskside.train import activation_offload
+from deskside.train.activation_offload import ActivationOffload
+from deskside.train.loop.gradient_sums import GradientSums
+from tests.gpu import card
+from tests.precision.small import B, T, make, tokens
+
+pytestmark = card.NEEDS_CARD
+SEED = rounding_seed("a.weight", 3)
+MOE: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+
+
+def share_that_differs(a: Tensor, b: Tensor) -> float:
+    return float((a != b).double().mean())
+
+
+def test_sums_are_rounded_as_by_the_reference() -> None:
+    total = torch.randn(100_003, device=card.DEVICE).bfloat16()
+    addend = torch.randn_like(total)
+    expected = round_to_bfloat16(total.float() + addend.float(), SEED)
+    add_rounded_(total, addend, SEED)
+    assert torch.equal(total, expected)
+
+
+def test_updates_are_rounded_as_by_the_reference() -> None:
+    """An update may differ in its last float32 bit, which changes the rounding of one number in 2^16."""
+    hparams = AdamWHyperparameters(1e-3, (0.9, 0.95), 1e-8, 0.1)
+    n = 2**20 + 5
+    g = torch.randn(n, device=card.DEVICE).bfloat16()
+    results = []
+    for fused in (True, False):
+        torch.manual_seed(0)
+        p = torch.randn(n, device=card.DEVICE).bfloat16()
+        state = {key: torch.zeros(n, device=card.DEVICE) for key in (EXP_AVG, EXP_AVG_SQ)}
+        one, zero = torch.ones((), device=card.DEVICE), torch.zeros((), device=card.DEVICE)
+        adamw_update(p, g, state, one, zero, hparams, fused, None, SEED, 7)
+        results.append(p)
+    assert share_that_differs(*results) < 1e-3
+    torch.manual_seed(0)
+    p_ERC, u, factors = (torch.randn(3, 200, 330, device=card.DEVICE) for _ in range(3))
+    results = []
+    for fused in (True, False):
+        p = p_ERC.bfloat16()
+        apply(p, u.bfloat16(), factors, 0.02, 1e-3, True, torch.zeros((), device=card.DEVICE), fused, SEED)
+        results.append(p)
+    assert share_that_differs(*results) < 1e-3
+
+
+def gradients(model: Transformer, passes: int = 1) -> dict[str, Tensor]:
+    model.zero_grad()
+    for x, y in zip(tokens().chunk(passes), tokens(1).chunk(passes), strict=True):
+        loss, balance = model.loss_and_balance(x.to(card.DEVICE), y.to(card.DEVICE))
+        loss = loss / (B * T)
+        (loss if balance is None else loss + 0.01 * balance).backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("shape", [{}, MOE], ids=["dense", "experts"])
+@pytest.mark.parametrize("passes", [1, 4])
+def test_offloaded_activations_change_no_bit(
+    shape: dict[str, Any], passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(activation_offload, "MIN_BYTES", 1024)
+    model = make(num_hidden_layers=6, **shape).to(card.DEVICE)
+    applied = convert(model, "bf16", fused=True)
+    applied.set_checkpointing("block")
+    expected = gradients(model, passes)
+    offload = ActivationOffload(torch.device(card.DEVICE, torch.cuda.current_device()))
+    offload.attach(list(model.layers))
+    for _ in range(5):
+        found = gradients(model, passes)
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+    rows = B // passes * T
+    assert offload.host_bytes == 5 * 2 * rows * 128 * 2  # five blocks, two tensors each, in bfloat16
+
+
+def test_offloaded_activations_leave_the_card() -> None:
+    shape = {"hidden_size": 512, "num_hidden_layers": 12, "head_dim": 64, "num_attention_heads": 8}
+    model = make(max_position_embeddings=4096, intermediate_size=512, **shape).to(card.DEVICE)
+    applied = convert(model, "bf16", fused=True)
+    applied.set_checkpointing("block")
+    x = torch.randint(0, 64, (4, 4096), device=card.DEVICE)
+    used = []
+    for attached in (False, True):
+        if attached:
+            device = torch.device(card.DEVICE, torch.cuda.current_device())
+            ActivationOffload(device).attach(list(model.layers))
+        for _ in range(2):
+            loss = model.loss(x, x)
+            torch.cuda.synchronize()
+            used.append(torch.cuda.memory_allocated())
+            loss.backward()
+            model.zero_grad()
+            del loss
+    one_block = 2 * 4 * 4096 * 512 * 2
+    assert used[1] - used[3] >= 9 * one_block
+
+
+def test_sums_over_passes_and_repeats() -> None:
+    model = make(**MOE).bfloat16().to(card.DEVICE)
+    convert(model, "bf16", fused=True)
+    sums = GradientSums(model)
+    found = []
+    for _ in range(2):
+        model.zero_grad()
+        sums.begin_step(1, 4)
+        for x, y in zip(tokens().chunk(4), tokens(1).chunk(4), strict=True):
+            (model.loss(x.to(card.DEVICE), y.to(card.DEVICE)) / (B * T)).backward()
+            sums.end_pass()
+        found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    exact = make(torch.float64, **MOE).to(card.DEVICE)
+    exact.load_state_dict({name: t.double() for name, t in model.state_dict().items()})
+    exact.zero_grad()
+    (exact.loss(tokens().to(card.DEVICE), tokens(1).to(card.DEVICE)) / (B * T)).backward()
+    truth = torch.cat([p.grad.flatten() for p in exact.parameters() if p.grad is not None])
+    ours = torch.cat([found[0][name].double().flatten() for name, _ in exact.named_parameters()])
+    assert float((ours - truth).norm() / truth.norm()) < 0.03
