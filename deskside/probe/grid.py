@@ -115,6 +115,8 @@ def make_point(
     if sequence_length > model.max_position_embeddings:
         model = model.model_copy(update={"max_position_embeddings": sequence_length})
     fields = model.model_dump(exclude_defaults=True) | {name: getattr(model, name) for name in SHAPE_FIELDS}
+    if model.num_experts:
+        del fields["intermediate_size"]  # experts have another one, and a configuration may not have both
     spec = {
         "model": fields,
         "sequence_length": sequence_length,
