@@ -25,8 +25,7 @@ from typing import Any, get_args
 from benchmarks.step_config import configuration
 from deskside.budget.format_costs import LowFormat, Precision, quantized
 from deskside.budget.memory import training_memory
-from deskside.budget.step_spec import StepSpec
-from deskside.config.optim import StateFormat
+from deskside.budget.step_spec import StateFormat, StepSpec
 from deskside.config.step_options import format_options, recipe_of, step_options
 from deskside.utils import child_process
 from deskside.utils.errors import UsageError

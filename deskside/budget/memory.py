@@ -300,9 +300,10 @@ def _adapter_training(s: Sizes, adapter: AdapterSpec) -> dict[str, Items]:
 
 
 def offloaded_activation_bytes(s: Sizes) -> float:
-    """Return the bytes of one pass's activations that wait in host memory: what all blocks but the last save."""
-    if not s.spec.activation_offloading:
-        return 0.0
+    """Return the bytes of one pass's activations that wait in host memory: what all blocks but the last save.
+
+    Only for steps with `activation_offloading`.
+    """
     width = 4 if s.spec.precision == "fp32" else 2
     return 2 * width * s.pass_tokens * s.hidden * (s.layers - 1)  # residual and delta
 
@@ -347,7 +348,7 @@ def sublayer_gradient_bytes(sizes: Sizes) -> tuple[float, float]:
 
 
 def expert_gradients(sizes: Sizes) -> float:
-    """Return the bytes of a layer's expert gradients beyond one float32 sum of them, in a fused step."""
+    """Return the bytes of a layer's expert gradients beyond one sum in the weights' format, in a fused step."""
     shape, spec = sizes.shape, sizes.spec
     if not shape.num_experts or not spec.fused or spec.precision == "fp32":
         return 0.0

@@ -185,6 +185,8 @@ def exposed_seconds(shape: Shape, spec: StepSpec, rates: Rates, device: float) -
 
     They run beside the computation: to the host in the forward, and back in the backward.
     """
+    if not spec.activation_offloading:
+        return 0.0
     amount = 2 * spec.accumulation * offloaded_activation_bytes(Sizes(shape, spec))
     return max(0.0, amount / rates.host_bandwidth - device)
 

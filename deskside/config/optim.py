@@ -8,11 +8,10 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
+from deskside.budget.step_spec import StateFormat, WeightFormat
 from deskside.config.base import Part
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
-StateFormat = Literal["float32", "bfloat16", "8bit"]
-WeightFormat = Literal["float32", "bfloat16"]
 # bfloat16 has 8 significant bits: a moment that changes by less than 1/256 of its value in a step may never change.
 LARGEST_BFLOAT16_BETA = 0.995
 

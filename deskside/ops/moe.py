@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deskside.kernels.functional import activate, at_least_float32
+from deskside.kernels.moe.reference import grouped_gemm_supported
 from deskside.ops.composite import Activation, AddNormLinear, Sublayer
 from deskside.ops.linear import Linear, make_slices
 
@@ -33,7 +34,7 @@ class Experts(nn.Module):
     def forward(self, x_ND: Tensor, counts_E: Tensor) -> Tensor:
         """(N, D) -> (N, D). The rows are sorted by expert; counts_E: number of rows per expert, int64."""
         gate_up, down = self.gate_up_weight.to(x_ND.dtype), self.down_weight.to(x_ND.dtype)
-        if _grouped_gemm_supported(x_ND, gate_up, down):
+        if grouped_gemm_supported(x_ND, gate_up, down):
             ends_E = counts_E.cumsum(0).to(torch.int32)
             hidden = torch._grouped_mm(x_ND, gate_up.transpose(1, 2), offs=ends_E)
             return torch._grouped_mm(self._activate(hidden), down.transpose(1, 2), offs=ends_E)
@@ -44,12 +45,6 @@ class Experts(nn.Module):
 
     def _activate(self, hidden: Tensor) -> Tensor:
         return activate(self.activation, *hidden.chunk(len(self.slices["gate_up_weight"]), dim=-1))
-
-
-def _grouped_gemm_supported(x: Tensor, *weights: Tensor) -> bool:
-    """Return True if torch's grouped GEMM supports the inputs: bfloat16 on CUDA, rows of a multiple of 16 bytes."""
-    aligned = all(w.shape[1] % 8 == 0 and w.shape[2] % 8 == 0 for w in weights)
-    return x.is_cuda and x.dtype is torch.bfloat16 and aligned
 
 
 class MixtureOfExperts(nn.Module):

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from deskside.config.optim import StateFormat
+from deskside.budget.step_spec import StateFormat
 from deskside.kernels.adamw import adamw_update
 from deskside.kernels.adamw_state import (
     BLOCK,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def is_sharded(tensor: object) -> TypeGuard["DTensor"]:
     """Return True if this is a DTensor.
 
-    Does not import torch.distributed.tensor, which takes a second. If nobody has imported it, there are no DTensors.
+    Does not import torch.distributed.tensor, which takes a second. While it is not imported, there are no DTensors.
     """
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)

@@ -60,9 +60,9 @@ class FusedMoE:
         router, gate_up, down = (cache.get(weight, dtype)[0].values for cache, weight in pairs)
         return router, gate_up, down
 
-    def inner(self, normed_ND: Tensor, routing: Routing) -> Tensor:
+    @staticmethod
+    def inner(normed_ND: Tensor, gate_up: Tensor, routing: Routing) -> Tensor:
         """Return the output of the experts' first product, (S, 2F), or (S, F) without a gate."""
-        gate_up = self.weights(normed_ND.dtype)[1]
         x_SD = moe.dispatch(normed_ND, routing.tokens_S)
         return moe.grouped_matmul(x_SD, gate_up, routing.ends_E, transpose=True)
 
@@ -85,10 +85,10 @@ class _MoE(torch.autograd.Function):
             flatten_tokens(residual_BTD), flatten_tokens(delta_BTD), plan.norm.weight, plan.norm.eps
         )
         assert isinstance(normed, Tensor)
-        router, _, down = plan.weights(normed.dtype)
+        router, gate_up, down = plan.weights(normed.dtype)
         logits = normed @ router.T
         routing = moe.route(logits, mixture.experts_per_token, mixture.normalise)
-        inner = plan.inner(normed, routing)
+        inner = plan.inner(normed, gate_up, routing)
         hidden = moe.weighted_gated(inner, routing.weights_S, mixture.experts.activation, plan.gated)
         y_SD = moe.grouped_matmul(hidden, down, routing.ends_E, transpose=True)
         del hidden
@@ -106,15 +106,15 @@ class _MoE(torch.autograd.Function):
         mixture = plan.sublayer.mixture
         grad_residual, grad_delta, grad_statistics = grads
         residual, rstd, norm_weight, logits = ctx.saved_tensors
+        router, gate_up, down = plan.weights(residual.dtype)
         state, ctx.state = ctx.state, None
         if state is None:
             normed = fused.add_norm(residual, None, norm_weight, plan.norm.eps)[1]
             assert isinstance(normed, Tensor)
-            inner = plan.inner(normed, routing)
+            inner = plan.inner(normed, gate_up, routing)
         else:
             normed, inner = state
         del state
-        router, gate_up, down = plan.weights(residual.dtype)
         assert grad_delta is not None
 
         grad_y = moe.dispatch(flatten_tokens(grad_delta), routing.tokens_S)

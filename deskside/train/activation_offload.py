@@ -32,8 +32,8 @@ AHEAD = 2  # tensors that are fetched before they are needed: those of one block
 class _Stored:
     """A tensor in host memory. device_copy: set once its way back to the GPU has begun."""
 
-    def __init__(self, host: Tensor, shape: torch.Size, device: torch.device):
-        self.host, self.shape, self.device = host, shape, device
+    def __init__(self, host: Tensor, shape: torch.Size):
+        self.host, self.shape = host, shape
         self.on_host: torch.cuda.Event | None = None
         self.device_copy: Tensor | None = None
         self.on_device: torch.cuda.Event | None = None
@@ -70,7 +70,7 @@ class ActivationOffload:
         if kept or tensor.nbytes < MIN_BYTES:
             return tensor
         host = self._host_buffer(tensor)
-        stored = _Stored(host, tensor.shape, tensor.device)
+        stored = _Stored(host, tensor.shape)
         weakref.finalize(stored, self._free[host.numel(), host.dtype].append, host)
         if self.device.type != "cuda":
             host.copy_(tensor.flatten())

@@ -23,17 +23,17 @@ def every_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activation_offload, "MIN_BYTES", 1024)
 
 
-def gradients(offloading: bool, model: dict[str, Any], passes: int = 1) -> dict[str, torch.Tensor]:
-    config = RunConfig(
-        model={**SHAPE, "num_hidden_layers": 4, **model},
-        compute={
-            "device": "cpu",
-            "compile": "fused",
-            "activation_checkpointing": "block",
-            "activation_offloading": offloading,
-        },
+def recomputed(offloading: bool, compile: str, model: dict[str, Any]) -> RunConfig:
+    compute = {"activation_checkpointing": "block", "activation_offloading": offloading, "compile": compile}
+    return RunConfig(
+        model={**SHAPE, **model},
+        compute={"device": "cpu", **compute},
         batch={"sequence_length": 32, "tokens": 128},
     )
+
+
+def gradients(offloading: bool, model: dict[str, Any], passes: int = 1) -> dict[str, torch.Tensor]:
+    config = recomputed(offloading, "fused", {"num_hidden_layers": 4, **model})
     built = build_model(config, World(CPU), "fp32")
     prepare_execution(config, built, World(CPU), "fp32")
     for seed in range(passes):
@@ -96,15 +96,6 @@ def test_a_graph_that_is_dropped_returns_its_buffers() -> None:
 def test_it_needs_recomputed_fused_blocks() -> None:
     with pytest.raises(ValueError, match="activation_checkpointing block"):
         RunConfig(compute={"activation_offloading": True})
-    config = RunConfig(
-        model=SHAPE,
-        compute={
-            "device": "cpu",
-            "compile": "off",
-            "activation_checkpointing": "block",
-            "activation_offloading": True,
-        },
-        batch={"sequence_length": 32, "tokens": 128},
-    )
+    config = recomputed(True, "off", {})
     with pytest.raises(UsageError, match="compile fused"):
         prepare_execution(config, build_model(config, World(CPU), "fp32"), World(CPU), "fp32")
