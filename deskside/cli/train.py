@@ -30,6 +30,7 @@ class TrainOptions(RunOptions):
       deskside train 124m --data.path data/english --hours 2
       deskside train my.toml --optim.lr 0.01 --tokens 2B --name trial
       deskside train 124m --dry-run
+      deskside train --init runs/124m --upcycle --model.num_experts 8 --model.num_experts_per_tok 2 --hours 2
       deskside train --resume runs/124m
       torchrun --nproc-per-node 2 -m deskside train 124m --data.path data/english
     """
@@ -41,6 +42,7 @@ class TrainOptions(RunOptions):
         "instead of a preset: number of layers of a model of the depth series", None, metavar="N"
     )
     init: str | None = option("start from the weights of this model", None, metavar="RUN|HF_DIR")
+    upcycle: bool = option("--init is dense: start a mixture whose experts are copies of its MLP", False)
     dry_run: bool = option("print the configuration and schedule, and do not train", False)
 
 
@@ -70,7 +72,7 @@ def run(argv: Sequence[str]) -> int:
         initial = load_model(options.init)
     if options.resume is not None:
         other = ("preset", "name", "hours", "steps", "tokens", "depth", "init")
-        if given or any(getattr(options, name) is not None for name in other):
+        if given or options.upcycle or any(getattr(options, name) is not None for name in other):
             raise UsageError("--resume uses the run's own configuration; give no other options with it")
         config = RunDirectory.open(Path(options.resume)).config()
     else:
@@ -89,11 +91,12 @@ def run(argv: Sequence[str]) -> int:
     from deskside.train.loop.callbacks import ReserveReportTime
     from deskside.train.state.init_weights import InitialWeights
 
+    read_weights = InitialWeights.of_dense if options.upcycle else InitialWeights.of
     outcome = training_run.start(
         config,
         (Path(options.runs), options.name, _default_name(options)),
         shlex.join(["deskside", "train", *argv]),
-        InitialWeights.of(initial, str(options.init)) if initial is not None else None,
+        read_weights(initial, str(options.init)) if initial is not None else None,
         watch=ReserveReportTime(),
     )
     return finish(outcome, None, options.json)
@@ -123,11 +126,38 @@ def _configure(options: TrainOptions, given: dict[str, Any], initial: Any) -> Ru
         layers = presets.for_pretraining(options.preset)
     if options.depth is not None:
         layers = [presets.depth(options.depth)]
+    if options.upcycle:
+        return _configure_upcycled(options, given, layers, initial)
     if initial is not None:
         merge.refuse_other_model(initial.config, given, str(options.init))
         layers += merge.resolved_layers("model", initial.config.model_dump(mode="json"))
     set_length(given, options)
     return merge.build([*layers, given])
+
+
+def _configure_upcycled(
+    options: TrainOptions, given: dict[str, Any], layers: list[dict[str, Any]], initial: Any
+) -> RunConfig:
+    """Return the configuration of a mixture of experts that starts as the dense model `initial`.
+
+    The shape is that of the layers of a preset, or without one that of the dense model. Unless it is set, the width of
+    an expert is that of the dense MLP. Raises UsageError for a shape that differs from the dense model's.
+    """
+    from deskside.weights.upcycle import check_upcycling
+
+    if initial is None:
+        raise UsageError("--upcycle: upcycle which dense model? add --init RUN|HF_DIR")
+    dense = initial.config
+    shape = [] if layers else merge.resolved_layers("model", dense.model_dump(mode="json"))
+    set_length(given, options)
+    merged, _ = merge.merge([*shape, *layers, given])
+    if merged.get("model", {}).get("num_experts"):  # without experts, a width would be refused before their number
+        shape.append({"model": {"moe_intermediate_size": dense.intermediate_size}})
+    config = merge.build([*shape, *layers, given])
+    check_upcycling(dense, config.model, str(options.init))
+    if config.adapter is not None:
+        raise UsageError("adapter: the copies become experts only if all weights train; leave out the adapter")
+    return config
 
 
 def _default_name(options: TrainOptions) -> str:

@@ -37,7 +37,6 @@ from deskside.train.prepare.check_step import check_block
 from deskside.train.state.init_weights import InitialWeights
 from deskside.utils.errors import RunError, UsageError
 from deskside.weights import frozen_base
-from deskside.weights.checkpoint import load_weights
 
 Say = Callable[[str], None]
 
@@ -180,7 +179,7 @@ def build_model(
         model = allocate(config.model, world.device, dtype)
         initialize(model, config.seed)
         if initial is not None:
-            load_weights(model, initial.weights)
+            initial.load_into(model)
     convert(model, "fp32" if recipe == "fp32" else "bf16")
     return model
 

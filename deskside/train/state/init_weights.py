@@ -10,10 +10,14 @@ from deskside.config.run import RunConfig
 from deskside.data.chat.chat_template import CHAT_FILES
 from deskside.data.chat.renderer import TEMPLATE
 from deskside.data.tokenizer import load as load_tokenizer
+from deskside.model.transformer import Transformer
+from deskside.ops.logical import logical_tensors
 from deskside.run.directory import RunDirectory, resolve_path
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.files import write_atomically
+from deskside.weights.checkpoint import load_weights
 from deskside.weights.load import Loaded, load_model
+from deskside.weights.upcycle import upcycle
 
 
 @dataclass(frozen=True)
@@ -21,17 +25,32 @@ class InitialWeights:
     """Initial weights of a run, by parameter name.
 
     source: the run or model directory that they come from. vocabulary: token -> id. fresh: ids of the tokens whose
-    embeddings are reinitialized, see `resize_vocabulary`.
+    embeddings are reinitialized, see `resize_vocabulary`. dense: the run trains a mixture of experts that starts as
+    this dense model, and `weights` are by logical name (see weights/upcycle.py).
     """
 
     source: str
     weights: dict[str, torch.Tensor]
     vocabulary: dict[str, int]
     fresh: tuple[int, ...] = ()
+    dense: bool = False
 
     @classmethod
     def of(cls, loaded: Loaded, source: str) -> "InitialWeights":
         return cls(source, _weights(loaded), loaded.tokenizer.get_vocab(with_added_tokens=True))
+
+    @classmethod
+    def of_dense(cls, loaded: Loaded, source: str) -> "InitialWeights":
+        """Return the weights of a dense model for a mixture of experts that `check_upcycling` allows."""
+        weights = {tensor.name: tensor.view for tensor in logical_tensors(loaded.model)}
+        return cls(source, weights, loaded.tokenizer.get_vocab(with_added_tokens=True), dense=True)
+
+    def load_into(self, model: Transformer) -> None:
+        """Set the weights of an initialized model, in place. Raises RunError if names or shapes differ."""
+        if self.dense:
+            upcycle(model, self.weights)
+        else:
+            load_weights(model, self.weights)
 
     @classmethod
     def recorded(cls, run: RunDirectory, config: RunConfig) -> "InitialWeights | None":
@@ -51,7 +70,8 @@ class InitialWeights:
                 f"({error}); restore them, or delete {run.path} and start again with: {facts.get('command')}"
             ) from None
         if config.align is None:
-            return cls.of(loaded, str(source))
+            upcycled = config.model.num_experts > 0 and loaded.config.num_experts == 0
+            return cls.of_dense(loaded, str(source)) if upcycled else cls.of(loaded, str(source))
         fresh = facts.get("fresh")
         if not isinstance(fresh, list) or not all(type(token) is int for token in fresh):
             raise RunError(

@@ -1,0 +1,91 @@
+"""Sparse upcycling: a mixture of experts that begins as a trained dense model (Komatsuzaki et al., arXiv 2212.05055).
+
+Every expert is a copy of the dense MLP. The weights of the chosen experts sum to one, so a mixture of equal experts
+computes what the MLP computed, and the first loss is the dense model's: equal but for the rounding of these weights
+and of the sum over experts. The router starts at random, which gives the copies different tokens; this is all that
+lets them become different.
+
+Experts may be narrower than the MLP by an integer factor G (granular upcycling, arXiv 2410.07524). The MLP is a sum
+over its hidden channels, so it splits exactly into G parts. Experts `G i` to `G i + G - 1` are the parts of copy i and
+share one row of router weights: their probabilities are equal, and with k a multiple of G, whole copies are chosen.
+A copy's part then has only 1 / G of the copy's weight, so its down projection is multiplied by G.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from deskside.config.model import ModelConfig
+from deskside.model.transformer import Transformer
+from deskside.ops.logical import logical_tensors
+from deskside.utils.errors import UsageError
+
+# Options that may differ: those of the experts, those of the dense MLP that experts do not have, and those that change
+# how weights are stored or trained, but not what the model computes.
+_MAY_DIFFER = {
+    "num_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "router_aux_loss_coef",
+    "intermediate_size",
+    "fused_qkv",
+    "fused_gate_up",
+    "initializer_range",
+}
+
+
+def check_upcycling(dense: ModelConfig, mixture: ModelConfig, source: str) -> None:
+    """Raise UsageError unless `mixture` can begin as exactly the model `dense`, which was read from `source`."""
+    if dense.num_experts:
+        raise UsageError(
+            f"--upcycle: {source} has {dense.num_experts} experts already; leave --upcycle out to train it further"
+        )
+    if not mixture.num_experts:
+        raise UsageError("--upcycle: a mixture of how many experts? add, for example, --model.num_experts 8")
+    may_differ = _MAY_DIFFER | ({"max_position_embeddings"} if dense.position_embedding == "rope" else set())
+    for key in ModelConfig.model_fields:
+        if key not in may_differ and getattr(mixture, key) != getattr(dense, key):
+            raise UsageError(
+                f"model.{key}: {source} has {getattr(dense, key)}, and the mixture {getattr(mixture, key)}; its experts "
+                f"can only be copies of the dense MLP if both are equal"
+            )
+    if not mixture.norm_topk_prob:
+        raise UsageError(
+            "model.norm_topk_prob: the mixture starts as the dense model only if its experts' weights sum to one; "
+            "use true"
+        )
+    if dense.intermediate_size % mixture.moe_intermediate_size:
+        raise UsageError(
+            f"model.moe_intermediate_size: the MLP of {source} has {dense.intermediate_size} channels, which experts "
+            f"of {mixture.moe_intermediate_size} do not divide; use {dense.intermediate_size}, or a divisor"
+        )
+    parts = dense.intermediate_size // mixture.moe_intermediate_size
+    for key in ("num_experts", "num_experts_per_tok"):
+        if getattr(mixture, key) % parts:
+            raise UsageError(
+                f"model.{key}: an MLP of {source} becomes {parts} experts of {mixture.moe_intermediate_size} channels, "
+                f"so this must be a multiple of {parts}, not {getattr(mixture, key)}"
+            )
+
+
+@torch.no_grad()
+def upcycle(mixture: Transformer, dense: Mapping[str, Tensor]) -> None:
+    """Set all weights of an initialized mixture of experts, in place. Its router keeps its initial weights.
+
+    dense: the weights of the dense model by logical name (ops/logical.py). Its configuration and that of the mixture
+    have passed `check_upcycling`.
+    """
+    width = mixture.config.moe_intermediate_size
+    for tensor in logical_tensors(mixture):
+        if tensor.name.endswith(".router.weight"):
+            parts = dense[tensor.name.replace("router", "up_proj")].shape[0] // width
+            tensor.view.copy_(tensor.view[::parts].repeat_interleave(parts, dim=0))
+        elif tensor.expert is None:
+            tensor.view.copy_(dense[tensor.name])
+        else:
+            whole = dense[tensor.name.replace(f"experts.{tensor.expert}.", "")]
+            channels = 1 if tensor.name.endswith("down_proj.weight") else 0
+            parts = whole.shape[channels] // width
+            part = whole.narrow(channels, tensor.expert % parts * width, width)
+            tensor.view.copy_(part * parts if channels else part)
