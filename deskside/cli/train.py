@@ -151,12 +151,16 @@ def _configure_upcycled(
     shape = [] if layers else merge.resolved_layers("model", dense.model_dump(mode="json"))
     set_length(given, options)
     merged, _ = merge.merge([*shape, *layers, given])
-    if merged.get("model", {}).get("num_experts"):  # without experts, a width would be refused before their number
+    if merged.get("model", {}).get(
+        "num_experts"
+    ):  # without experts, a width would be refused before their number
         shape.append({"model": {"moe_intermediate_size": dense.intermediate_size}})
     config = merge.build([*shape, *layers, given])
     check_upcycling(dense, config.model, str(options.init))
     if config.adapter is not None:
-        raise UsageError("adapter: the copies become experts only if all weights train; leave out the adapter")
+        raise UsageError(
+            "adapter: the copies become experts only if all weights train; leave out the adapter"
+        )
     return config
 
 

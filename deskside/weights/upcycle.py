@@ -47,8 +47,8 @@ def check_upcycling(dense: ModelConfig, mixture: ModelConfig, source: str) -> No
     for key in ModelConfig.model_fields:
         if key not in may_differ and getattr(mixture, key) != getattr(dense, key):
             raise UsageError(
-                f"model.{key}: {source} has {getattr(dense, key)}, and the mixture {getattr(mixture, key)}; its experts "
-                f"can only be copies of the dense MLP if both are equal"
+                f"model.{key}: {source} has {getattr(dense, key)}, the mixture {getattr(mixture, key)}; they must be "
+                f"equal, or experts cannot be copies of the dense MLP"
             )
     if not mixture.norm_topk_prob:
         raise UsageError(

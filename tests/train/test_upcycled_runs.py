@@ -1,4 +1,4 @@
-"""`deskside train --init RUN --upcycle`: the first loss is the dense run's, and a run without checkpoint starts over."""
+"""`deskside train --init RUN --upcycle`: the first loss is the dense run's; without a checkpoint it starts over."""
 
 import json
 import shutil
@@ -22,7 +22,16 @@ def dense(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def start(dense: Path, data: Path, runs: Path, name: str, *options: str) -> Path:
     argv = ["train", "--init", str(dense), "--data.path", str(data), "--steps", "5", "--runs", str(runs)]
-    argv += ["--name", name, "--batch.sequence_length", "32", "--batch.tokens", "256", "--compute.device", "cpu"]
+    argv += [
+        "--name",
+        name,
+        "--batch.sequence_length",
+        "32",
+        "--batch.tokens",
+        "256",
+        "--compute.device",
+        "cpu",
+    ]
     assert main([*argv, *options]) == 0
     return runs / name
 

@@ -19,7 +19,11 @@ from tests.export.test_hf_parity import TINY, batch, random_model
 DENSE = ModelConfig(**TINY)
 EIGHT = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 FINE = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 12}
-THIRDS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 16}  # times 3 rounds, unlike times 4
+THIRDS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16,
+}  # times 3 rounds, unlike times 4
 
 
 def mixture_of(dense: Transformer, **experts: Any) -> Transformer:
@@ -51,9 +55,7 @@ def test_first_loss_is_that_of_the_dense_model(
     dense = random_model()
     mixture = mixture_of(dense, **experts)
     tokens_BT, targets_BT = batch()
-    losses_BT = [
-        model.to(dtype).token_losses(tokens_BT, targets_BT).double() for model in (dense, mixture)
-    ]
+    losses_BT = [model.to(dtype).token_losses(tokens_BT, targets_BT).double() for model in (dense, mixture)]
     mean, mixed = (losses.mean().item() for losses in losses_BT)
     assert mixed == pytest.approx(mean, rel=tolerance) and mean > 1
     if dtype != torch.bfloat16:
@@ -79,7 +81,7 @@ def test_other_dense_models(shape: dict[str, Any]) -> None:
 def test_each_token_has_whole_copies_and_copies_share_the_tokens() -> None:
     """Every group of four quarter experts has equal counts, and no copy has nearly all tokens."""
     mixture = mixture_of(random_model(), **FINE)
-    tokens_BT, targets_BT = batch()
+    tokens_BT, _ = batch()
     statistics = mixture.hidden_and_router(tokens_BT)[1]
     for counts_E in (layer[0] for layer in statistics):
         copies = counts_E.view(4, 4)
