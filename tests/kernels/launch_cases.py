@@ -123,6 +123,8 @@ def _experts() -> Iterator[CompileCase]:
         routing = Routing(experts, slots, tokens, _float(N * k), ends, _float(2, E))
         for number, kernel in enumerate(("choose", "offsets", "place")):
             yield recorded(f"{kernel} {how}", CAPABILITIES, moe_launch.route, logits, k, True, number=number)
+        padded = (logits, k, True, 16)
+        yield recorded(f"offsets {how} padded", CAPABILITIES, moe_launch.route, *padded, number=1)
         arguments = (_float(N * k), _float(2, E), logits, routing, True)
         yield recorded(f"route_backward {how}", CAPABILITIES, moe_launch.route_backward, *arguments)
         x, y = _new(N, D), _new(N * k, D)

@@ -24,24 +24,26 @@ def main() -> dict[str, float]:
     torch.manual_seed(0)
     launch.ROUTED = 64  # several programs, the last one partly empty
     found: dict[str, float] = {}
-    for N, E, k, normalise in (
-        (37, 5, 2, True),
-        (150, 8, 2, False),
-        (9, 1, 1, True),
-        (70, 16, 8, True),
-        (8, 40, 3, True),
+    for N, E, k, normalise, align in (
+        (37, 5, 2, True, 1),
+        (37, 5, 2, True, 16),
+        (150, 8, 2, False, 1),
+        (9, 1, 1, True, 128),
+        (70, 16, 8, True, 16),
+        (8, 40, 3, True, 16),
     ):
         logits = torch.randn(N, E)
-        how = f"{N} tokens, {k} of {E}{'' if normalise else ', as they are'}"
-        ours, truth = (module.route(logits, k, normalise) for module in (launch, reference))
+        how = f"{N} tokens, {k} of {E}{'' if normalise else ', as they are'}, {align}"
+        ours, truth = (module.route(logits, k, normalise, align) for module in (launch, reference))
         for field in fields(ours):
             found[f"{field.name} {how}"] = error(getattr(ours, field.name), getattr(truth, field.name))
-        grad_weights, grad_statistics = torch.randn(N * k), torch.randn(2, E)
+        S = len(truth.tokens_S)
+        grad_weights, grad_statistics = torch.randn(S), torch.randn(2, E)
         for name, given in (("", grad_statistics), (", no statistics", None)):
             arguments = (grad_weights, given, logits, truth, normalise)
             grads = (module.route_backward(*arguments) for module in (launch, reference))
             found[f"route_backward {how}{name}"] = error(*grads)
-        x, y = torch.randn(N, D), torch.randn(N * k, D)
+        x, y = torch.randn(N, D), torch.randn(S, D)
         found[f"dispatch {how}"] = error(*(m.dispatch(x, truth.tokens_S) for m in (launch, reference)))
         for addend in (None, x):
             sums = (m.combine(y, truth.slots_Nk, addend) for m in (launch, reference))

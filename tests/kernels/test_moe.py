@@ -38,6 +38,26 @@ def test_a_routing_sorts_every_choice_once(tokens: int, experts: int, k: int, se
     assert float(routing.statistics_2E.sum()) == pytest.approx(tokens * (k + 1), rel=1e-5)
 
 
+@given(st.integers(1, 70), st.integers(1, 9), st.integers(1, 9), st.integers(0, 2**31))
+def test_padding_moves_rows_and_changes_nothing_else(tokens: int, experts: int, k: int, seed: int) -> None:
+    k = min(k, experts)
+    logits = torch.randn(tokens, experts, generator=torch.Generator().manual_seed(seed))
+    plain, padded = moe.route(logits, k, True), moe.route(logits, k, True, align=16)
+    starts = torch.cat((torch.zeros(1), padded.ends_E[:-1])).int()
+    assert ((padded.ends_E - starts) >= 16).all() and (padded.ends_E % 16 == 0).all()
+    assert int(padded.ends_E[-1]) == len(padded.tokens_S) == len(padded.weights_S)
+    real = padded.tokens_S >= 0
+    assert torch.equal(padded.tokens_S[real], plain.tokens_S)
+    assert torch.equal(padded.weights_S[real], plain.weights_S) and not padded.weights_S[~real].any()
+    places = real.nonzero().flatten().int()
+    assert torch.equal(padded.slots_Nk, places[plain.slots_Nk.long()])
+    assert torch.equal(padded.statistics_2E, plain.statistics_2E)
+    x = torch.randn(tokens, D)
+    rows = moe.dispatch(x, padded.tokens_S)
+    assert torch.equal(rows[real], moe.dispatch(x, plain.tokens_S)) and not rows[~real].any()
+    assert torch.equal(moe.combine(rows, padded.slots_Nk), moe.combine(rows[real], plain.slots_Nk))
+
+
 @pytest.mark.parametrize("normalise", [True, False])
 @pytest.mark.parametrize("k", [1, 2, 5])
 def test_the_routers_gradient_is_autograds(k: int, normalise: bool) -> None:

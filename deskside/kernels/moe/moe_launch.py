@@ -5,7 +5,7 @@ from torch import Tensor
 
 from deskside.kernels.fused.launch import ACTIVATION_IDS, ceil_div, next_power_of_2
 from deskside.kernels.moe import triton_routing, triton_rows
-from deskside.kernels.moe.reference import Routing, grouped_gemm_supported
+from deskside.kernels.moe.reference import Routing, grouped_gemm_supported, sorted_rows
 from deskside.kernels.moe.reference import grouped_matmul as looped_matmul
 from deskside.kernels.moe.reference import grouped_weight_gradient as looped_weight_gradient
 
@@ -19,22 +19,26 @@ def _routing_blocks(experts: int) -> tuple[int, int]:
     return max(min(ROUTED_TOKENS, ROUTED // columns), 1), columns
 
 
-def route(logits_NE: Tensor, experts_per_token: int, normalise: bool) -> Routing:
+def route(logits_NE: Tensor, experts_per_token: int, normalise: bool, align: int = 1) -> Routing:
     """See `reference.route`. logits_NE: contiguous."""
     (N, E), k, device = logits_NE.shape, experts_per_token, logits_NE.device
+    S = sorted_rows(N * k, E, align)
     block_n, block_e = _routing_blocks(E)
     programs = ceil_div(N, block_n)
-    integers = torch.empty(3 * N * k + 2 * programs * E + E, dtype=torch.int32, device=device)
+    integers = torch.empty(2 * N * k + S + 2 * programs * E + E, dtype=torch.int32, device=device)
     experts, slots, tokens, counts, starts, ends = integers.split(
-        [N * k, N * k, N * k, programs * E, programs * E, E]
+        [N * k, N * k, S, programs * E, programs * E, E]
     )
-    floats = torch.empty(2 * N * k + programs * E + 2 * E, dtype=torch.float32, device=device)
-    weights, sorted_weights, sums, statistics = floats.split([N * k, N * k, programs * E, 2 * E])
+    floats = torch.empty(N * k + S + programs * E + 2 * E, dtype=torch.float32, device=device)
+    weights, sorted_weights, sums, statistics = floats.split([N * k, S, programs * E, 2 * E])
+    if align > 1:  # `place` does not write padding
+        tokens.fill_(-1)
+        sorted_weights.zero_()
     triton_routing.choose[(programs,)](
         logits_NE, experts, weights, counts, sums, N, E, k, normalise, block_n, block_e, num_warps=4
     )
     triton_routing.offsets[(1,)](
-        counts, sums, starts, ends, statistics, programs, E, block_n, block_e, num_warps=4
+        counts, sums, starts, ends, statistics, programs, S, E, align, block_n, block_e, num_warps=4
     )
     triton_routing.place[(programs,)](
         experts, weights, starts, slots, tokens, sorted_weights, N, E, k, block_n, block_e, num_warps=4

@@ -4,7 +4,10 @@ Every token chooses k of E experts. `route` sorts the S = N k choices by expert,
 contiguous rows; `Routing` says which token each sorted row belongs to, and in which sorted rows a token's choices are.
 The second map makes the way back a sum over k gathered rows: no atomics, so the result does not depend on their order.
 
-Suffixes: N tokens, k choices per token, S = N k sorted rows, E experts, D hidden size, F intermediate size.
+Low-precision products sum over blocks of an expert's rows, so each expert's rows can be padded to a multiple of
+`align`. A padding row has the token -1: it is gathered as zeros, it has weight 0, and no token reads it.
+
+Suffixes: N tokens, k choices per token, S sorted rows (N k and padding), E experts, D hidden size, F intermediate size.
 """
 
 from dataclasses import dataclass
@@ -21,9 +24,9 @@ class Routing:
     """The choices of N tokens, sorted by expert.
 
     experts_Nk: the experts each token chose, int32, the one with the highest probability first.
-    slots_Nk: the sorted row of each choice, int32. tokens_S: the token of each sorted row, int32.
+    slots_Nk: the sorted row of each choice, int32. tokens_S: the token of each sorted row, int32, or -1.
     weights_S: the router's weight of each sorted row, float32 (float64 for float64 logits).
-    ends_E: the first row after those of each expert, int32.
+    ends_E: the first row after those of each expert, padding included, int32. The last one is S.
     statistics_2E: number of tokens that chose each expert, and the sum of its probabilities over all tokens.
     """
 
@@ -35,10 +38,21 @@ class Routing:
     statistics_2E: Tensor
 
 
-def route(logits_NE: Tensor, experts_per_token: int, normalise: bool) -> Routing:
+def sorted_rows(choices: int, experts: int, align: int) -> int:
+    """Return the number of sorted rows S of `choices` = N k choices.
+
+    With `align` > 1, this is the largest number that they can need: each expert's rows are padded to a multiple of
+    `align`, and an expert without a token has `align` rows of padding, because not every grouped product accepts an
+    empty group.
+    """
+    return choices if align == 1 else (choices + experts * align) // align * align
+
+
+def route(logits_NE: Tensor, experts_per_token: int, normalise: bool, align: int = 1) -> Routing:
     """Choose experts by the softmax of the router's logits, and sort the choices by expert.
 
-    normalise: the weights of a token's choices are divided by their sum.
+    normalise: the weights of a token's choices are divided by their sum. align: each expert has a positive multiple of
+    this many rows, so that S does not depend on the choices; the last expert has what is left.
     """
     probabilities_NE = torch.softmax(logits_NE.to(at_least_float32(logits_NE)), dim=-1)
     weights_Nk, experts_Nk = probabilities_NE.topk(experts_per_token, dim=-1)
@@ -46,15 +60,25 @@ def route(logits_NE: Tensor, experts_per_token: int, normalise: bool) -> Routing
         weights_Nk = weights_Nk / weights_Nk.sum(dim=-1, keepdim=True)
     experts_S = experts_Nk.flatten()
     order_S = experts_S.argsort(stable=True)
-    slots_S = torch.empty_like(order_S)
-    slots_S[order_S] = torch.arange(len(order_S), device=order_S.device)
     counts_E = torch.bincount(experts_S, minlength=logits_NE.shape[1])
+    rows_E = counts_E if align == 1 else ((counts_E + align - 1) // align).clamp(min=1) * align
+    ends_E = rows_E.cumsum(0)
+    padding_E = (ends_E - rows_E) - (counts_E.cumsum(0) - counts_E)  # rows of padding before those of an expert
+    rows = sorted_rows(len(order_S), len(counts_E), align)
+    ends_E[-1] = rows
+    places_S = torch.arange(len(order_S), device=order_S.device) + padding_E[experts_S[order_S]]
+    slots_S = torch.empty_like(order_S)
+    slots_S[order_S] = places_S
+    tokens_S = order_S.new_full((rows,), -1)
+    tokens_S[places_S] = order_S // experts_per_token
+    weights_S = weights_Nk.new_zeros(rows)
+    weights_S[places_S] = weights_Nk.flatten()[order_S]
     return Routing(
         experts_Nk.int(),
         slots_S.view_as(experts_Nk).int(),
-        (order_S // experts_per_token).int(),
-        weights_Nk.flatten()[order_S],
-        counts_E.cumsum(0).int(),
+        tokens_S.int(),
+        weights_S,
+        ends_E.int(),
         torch.stack((counts_E.to(probabilities_NE.dtype), probabilities_NE.sum(dim=0))),
     )
 
@@ -87,8 +111,8 @@ def route_backward(
 
 
 def dispatch(x_ND: Tensor, tokens_S: Tensor) -> Tensor:
-    """Return the row of x that each sorted row reads, (S, D)."""
-    return x_ND[tokens_S.long()]
+    """Return the row of x that each sorted row reads, (S, D); zeros for padding."""
+    return x_ND[tokens_S.long()].masked_fill((tokens_S < 0)[:, None], 0)
 
 
 def combine(y_SD: Tensor, slots_Nk: Tensor, addend_ND: Tensor | None = None) -> Tensor:

@@ -66,11 +66,11 @@ def choose(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def offsets(  # type: ignore[no-untyped-def]
-    COUNTS, SUMS, STARTS, ENDS, STATISTICS, programs,
-    E: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr,
+    COUNTS, SUMS, STARTS, ENDS, STATISTICS, programs, S,
+    E: tl.constexpr, ALIGN: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """Write STARTS (programs, E), the first sorted row of each program's choices of each expert, ENDS (E,) and
-    STATISTICS (2, E), from COUNTS and SUMS (programs, E)."""
+    STATISTICS (2, E), from COUNTS and SUMS (programs, E). With ALIGN > 1, experts are padded as in `reference.route`."""
     experts = tl.arange(0, BLOCK_E)
     counts = tl.zeros((BLOCK_E,), tl.int32)
     sums = tl.zeros((BLOCK_E,), tl.float32)
@@ -80,11 +80,14 @@ def offsets(  # type: ignore[no-untyped-def]
         ptrs = rows[:, None] * E + experts[None, :]
         counts += tl.sum(tl.load(COUNTS + ptrs, mask=mask, other=0), axis=0)
         sums += tl.sum(tl.load(SUMS + ptrs, mask=mask, other=0.0), axis=0)
-    ends = tl.cumsum(counts, axis=0)
-    tl.store(ENDS + experts, ends, mask=experts < E)
+    padded = counts
+    if ALIGN > 1:
+        padded = tl.maximum((counts + (ALIGN - 1)) // ALIGN, 1) * ALIGN
+    ends = tl.cumsum(padded, axis=0)
+    tl.store(ENDS + experts, tl.where(experts == E - 1, S, ends), mask=experts < E)
     tl.store(STATISTICS + experts, counts.to(tl.float32), mask=experts < E)
     tl.store(STATISTICS + E + experts, sums, mask=experts < E)
-    start = ends - counts
+    start = ends - padded
     for first in range(0, programs, BLOCK_P):
         rows = first + tl.arange(0, BLOCK_P)
         mask = (rows < programs)[:, None] & (experts < E)[None, :]

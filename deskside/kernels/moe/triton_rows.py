@@ -8,11 +8,12 @@ from deskside.kernels.fused.triton_gated import hidden_values, input_gradients
 
 @triton.jit
 def dispatch(X, TOKENS, OUT, D, BLOCK_D: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Write OUT (S, D), the row of X (N, D) that TOKENS (S,) names."""
+    """Write OUT (S, D), the row of X (N, D) that TOKENS (S,) names; zeros where it is -1."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     token = tl.load(TOKENS + row).to(tl.int64)
-    tl.store(OUT + row * D + columns, tl.load(X + token * D + columns, mask=columns < D), mask=columns < D)
+    x = tl.load(X + token * D + columns, mask=(columns < D) & (token >= 0), other=0.0)
+    tl.store(OUT + row * D + columns, x, mask=columns < D)
 
 
 @triton.jit
