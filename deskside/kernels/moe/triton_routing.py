@@ -70,7 +70,8 @@ def offsets(  # type: ignore[no-untyped-def]
     E: tl.constexpr, ALIGN: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """Write STARTS (programs, E), the first sorted row of each program's choices of each expert, ENDS (E,) and
-    STATISTICS (2, E), from COUNTS and SUMS (programs, E). With ALIGN > 1, experts are padded as in `reference.route`."""
+    STATISTICS (2, E), from COUNTS and SUMS (programs, E). With ALIGN > 1, experts are padded as by
+    `reference.route`."""
     experts = tl.arange(0, BLOCK_E)
     counts = tl.zeros((BLOCK_E,), tl.int32)
     sums = tl.zeros((BLOCK_E,), tl.float32)
