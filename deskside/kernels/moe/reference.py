@@ -63,7 +63,8 @@ def route(logits_NE: Tensor, experts_per_token: int, normalise: bool, align: int
     counts_E = torch.bincount(experts_S, minlength=logits_NE.shape[1])
     rows_E = counts_E if align == 1 else ((counts_E + align - 1) // align).clamp(min=1) * align
     ends_E = rows_E.cumsum(0)
-    padding_E = (ends_E - rows_E) - (counts_E.cumsum(0) - counts_E)  # rows of padding before those of an expert
+    # Rows of padding before those of each expert.
+    padding_E = (ends_E - rows_E) - (counts_E.cumsum(0) - counts_E)
     rows = sorted_rows(len(order_S), len(counts_E), align)
     ends_E[-1] = rows
     places_S = torch.arange(len(order_S), device=order_S.device) + padding_E[experts_S[order_S]]
