@@ -15,12 +15,14 @@ state, so a second one through the same graph (`retain_graph=True`) recomputes i
 Suffixes: N tokens (B sequences of T), D hidden size, H heads, K key-value heads, C channels of a head.
 """
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from deskside.kernels import fused
 from deskside.kernels.attention import AttentionContext
@@ -244,7 +246,10 @@ class _Attention(torch.autograd.Function):
         residual, normed, rstd = plan.add_norm(
             flatten_tokens(residual_BTD), None if delta_BTD is None else flatten_tokens(delta_BTD)
         )
-        rows, state = _attention(plan, context, shape[0], angles, normed, residual.dtype)
+        # With recomputation, what attention saves in a graph of its own is dropped at once. Hooks that the caller has
+        # set, such as those of activation offloading, must not see it.
+        with saved_tensors_hooks(_same, _same) if plan.recompute else nullcontext():
+            rows, state = _attention(plan, context, shape[0], angles, normed, residual.dtype)
         delta = plan.second.output(rows, residual.dtype)
         ctx.plan, ctx.shape, ctx.state = plan, shape, None if plan.recompute else state
         ctx.context_and_angles = context_and_angles
@@ -346,6 +351,10 @@ def rms_norm(norm: object) -> RMSNorm:
 
 def flatten_tokens(x_BTD: Tensor) -> Tensor:
     return x_BTD.flatten(0, 1).contiguous()
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
 
 
 def _flatten_heads(x_BTHC: Tensor) -> Tensor:

@@ -7,11 +7,13 @@ import torch
 from torch import nn
 
 from deskside.config.run import RunConfig
+from deskside.precision.convert import convert
 from deskside.train import activation_offload
 from deskside.train.activation_offload import ActivationOffload
 from deskside.train.parallel import World
 from deskside.train.prepare.setup import build_model, prepare_execution
 from deskside.utils.errors import UsageError
+from tests.precision import small
 from tests.train.tiny_run import SHAPE
 
 CPU = torch.device("cpu")
@@ -49,6 +51,20 @@ def test_gradients_are_the_same_to_the_bit(model: dict[str, Any], passes: int) -
     expected, found = gradients(False, model, passes), gradients(True, model, passes)
     assert expected.keys() == found.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("experts", [0, 4])
+def test_only_what_the_backward_reads_goes_to_the_host(experts: int) -> None:
+    """Of each sublayer the residual stream in bfloat16 and 1 / RMS of its rows; of experts the router's logits too."""
+    moe = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 64} if experts else {}
+    model = small.make(**moe)
+    convert(model, "bf16", fused=True).set_checkpointing("block")
+    offload = ActivationOffload(CPU)
+    offload.attach(list(model.layers))
+    for _ in range(2):
+        model.loss(small.tokens(), small.tokens(1)).backward()
+        rows = small.B * small.T
+        assert offload.host_bytes == 2 * (2 * (rows * 128 * 2 + rows * 4) + rows * experts * 2)
 
 
 class Square(nn.Module):

@@ -31,9 +31,13 @@ class GradientSums:
         for parameter in self._parameters.values():
             parameter.register_post_accumulate_grad_hook(lambda p: self._add(names[id(p)], p))
 
-    def begin_step(self, step: int, passes: int) -> None:
-        """Begin step number `step`. Drops the sums of a step that was not finished."""
-        self._step, self._pass, self._passes = step, 0, passes
+    def begin_step(self, step: int) -> None:
+        """Begin step number `step`, from which the rounding of its sums follows."""
+        self._step = step
+
+    def begin_passes(self, passes: int) -> None:
+        """Expect the gradients of this number of passes. Drops sums that were not finished."""
+        self._pass, self._passes = 0, passes
         self._sums.clear()
 
     def end_pass(self) -> None:

@@ -122,7 +122,7 @@ class Stepper:
         sharded model, that process raises RunError, because the others already wait for it in a collective.
         """
         self.precision.begin_step(step)
-        self.gradient_sums.begin_step(step, len(micro_batches))
+        self.gradient_sums.begin_step(step)
         sums = self.forward_backward_dry(micro_batches) if dry else self.forward_backward(micro_batches)
         sum_gradients(self.parameters, self.world)
         self.world.all_reduce_sum(sums)
@@ -144,6 +144,7 @@ class Stepper:
         """
         num_valid_step, names = micro_batches[0].num_valid_step, self.objective.metric_names
         sums = torch.zeros(1 + len(names), device=self.world.device)
+        self.gradient_sums.begin_passes(len(micro_batches))
         for index, batch in enumerate(micro_batches):
             if self.world.sharded:
                 set_gradient_sync(self.model, index == len(micro_batches) - 1)
