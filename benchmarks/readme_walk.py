@@ -28,6 +28,8 @@ SMALLER: dict[str, tuple[tuple[tuple[str, str], ...], str]] = {
         (("124m", "demo"), ("--hours 2", "--hours 0.02 --name fp8")), "2 hours on a card"),
     "deskside train 124m --data.path data/corpus --hours 2": (
         (("124m", "demo"), ("--hours 2", "--hours 0.02 --name 124m")), "2 hours on a card"),
+    "deskside train 124m --init": (
+        (("124m --init", "demo --init"), ("--hours 1", "--hours 0.02")), "an hour on a card"),
     "deskside train --resume": ((), "of a finished run it says so and exits 2"),
     "deskside sft": ((("--name chat", "--name chat --hours 0.02 --batch.sequence_length 256"),), "an epoch takes long"),
     "deskside dpo": ((("--name polite", "--name polite --hours 0.03"),), "an epoch takes long"),
