@@ -17,6 +17,7 @@ from deskside.data.chat.renderer import Renderer, read_chat_template
 from deskside.data.corpus.progress_bar import ProgressBar
 from deskside.engine.device import Device, select_device, select_dtype
 from deskside.evaluate.likelihood import Encoder
+from deskside.evaluate.passkey import DEPTHS, GUESSING_NATS, PasskeyCell, passkey
 from deskside.evaluate.run_task import (
     CORE_TASKS,
     Core,
@@ -36,6 +37,7 @@ from deskside.utils.errors import RunError, UsageError
 from deskside.weights.load import Loaded, load_model
 
 BATCH_TOKENS = {"cpu": 8192, "cuda": 65536}  # default tokens per forward pass
+PASSKEY_TRIALS, PASSKEY_SEED = 5, 0
 
 
 @dataclass(kw_only=True)
@@ -46,6 +48,7 @@ class EvalOptions(ModelOption, JsonOption):
       deskside eval runs/demo --json
       deskside eval runs/demo --text book.txt
       deskside eval runs/124m --tasks core --tasks-dir DIR --limit 500
+      deskside eval runs/long --passkey 2048,4096,16384
       deskside eval my-model --tasks gsm8k,humaneval --tasks-dir hf: --chat
     """
 
@@ -67,6 +70,12 @@ class EvalOptions(ModelOption, JsonOption):
     start: bool = option(
         "start every text with the start token, as in training (lm-eval: add_bos_token=True)", False
     )
+    passkey: str | None = option(
+        "find a number hidden in a text of so many tokens; each length must fit the model",
+        None,
+        metavar="N,...",
+    )
+    trials: int | None = option("numbers hidden at each length and depth, for --passkey; default: 5", None)
     items: str | None = option("write the result of each item to a new JSON Lines file", None, metavar="FILE")
     device: Device = option("auto uses cuda if it is available", "auto")
     sequence_length: int | None = option(
@@ -82,6 +91,7 @@ def run(argv: Sequence[str]) -> int:
     """Run `deskside eval` and return the exit code. Raises UsageError and RunError."""
     options = COMMAND.parse(argv)
     selection = _selected_tasks(options)
+    lengths = _passkey_lengths(options)
     device = select_device(options.device)
     tasks = [] if selection is None else _prepare_tasks(options, selection)
     loaded = load_model(options.model, device, select_dtype(device), say)
@@ -93,7 +103,7 @@ def run(argv: Sequence[str]) -> int:
         loaded.model, loaded.tokenizer, encoder, loaded.eos_tokens, batch_tokens, options.chat
     )
     measured = None
-    if options.tasks is None or options.text or options.data or has_own_data(config):
+    if not (options.tasks or lengths) or options.text or options.data or has_own_data(config):
         measured = measure(
             loaded,
             config,
@@ -103,6 +113,7 @@ def run(argv: Sequence[str]) -> int:
             sequence_length=options.sequence_length,
             batch_tokens=batch_tokens,
         )
+    cells = _evaluate_passkey(options, lengths, loaded, batch_tokens)
     results, failed = _evaluate_tasks(options, tasks, subject)
     # Without the tasks that failed, the mean over CORE's tasks would be another metric.
     core_failed = any(task.chosen.core and task.chosen.name in failed for task in tasks)
@@ -115,10 +126,13 @@ def run(argv: Sequence[str]) -> int:
                 "loss": measured.result.loss,
                 "tokens": measured.result.tokens,
                 "bytes": measured.result.bytes,
+                "bpb_by_position": [bucket.as_dict() for bucket in measured.result.by_position],
                 "source": measured.source,
                 "sequence_length": measured.length,
                 **measured.baselines,
             }
+        if lengths:
+            output["passkey"] = {"seed": PASSKEY_SEED, "cells": [cell.as_dict() for cell in cells]}
         if selection is not None:
             output |= {
                 "tasks": {result.chosen.name: result.as_dict() for result in results},
@@ -135,6 +149,8 @@ def run(argv: Sequence[str]) -> int:
     else:
         if measured is not None:
             _print_measured(measured)
+        if cells:
+            _print_passkey(cells)
         if results:
             _print_tasks(results, core_result)
     return 1 if failed else 0
@@ -148,6 +164,7 @@ def _selected_tasks(options: EvalOptions) -> TaskSelection | None:
         ("--batch-tokens", options.batch_tokens, 1),
         ("--limit", options.limit, 1),
         ("--shots", options.shots, 0),
+        ("--trials", options.trials, 1),
     ):
         if value is not None and value < minimum:
             raise UsageError(f"{name} {value}: must be at least {minimum}")
@@ -166,6 +183,37 @@ def _selected_tasks(options: EvalOptions) -> TaskSelection | None:
     selection = select(task_names, options.tasks_dir, options.shots)
     check_chat(selection.chosen, options.chat)
     return selection
+
+
+def _passkey_lengths(options: EvalOptions) -> list[int]:
+    """Return the lengths of --passkey, in tokens. Raises UsageError for invalid ones, and for unused options."""
+    if options.passkey is None:
+        if options.trials is not None:
+            raise UsageError("--trials: has no effect without --passkey; add --passkey 2048,16384")
+        return []
+    parts = [part.strip() for part in options.passkey.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise UsageError(f"--passkey {options.passkey!r}: give lengths in tokens, such as 2048,16384")
+    return [int(part) for part in parts]
+
+
+def _evaluate_passkey(
+    options: EvalOptions, lengths: Sequence[int], loaded: Loaded, batch_tokens: int
+) -> list[PasskeyCell]:
+    if not lengths:
+        return []
+    trials = options.trials or PASSKEY_TRIALS
+    encoder = Encoder(loaded.tokenizer, loaded.start_token, always_start=True)
+    with ProgressBar("passkey", len(lengths) * len(DEPTHS) * trials, "prompts") as bar:
+        return passkey(
+            loaded.model,
+            encoder,
+            lengths,
+            trials=trials,
+            seed=PASSKEY_SEED,
+            batch_tokens=batch_tokens,
+            tick=bar.advance,
+        )
 
 
 # Tasks
@@ -238,9 +286,30 @@ def _print_measured(measured: TextBpb) -> None:
     result = measured.result
     print(f"{result.bpb:.4f} bits per byte (measured) on {result.bytes:,} bytes of {measured.source}")
     print(f"{result.loss:.4f} nats per token on {result.tokens:,} tokens, {measured.length} at a time")
+    for bucket in result.by_position if len(result.by_position) > 1 else ():
+        bpb = "unknown" if bucket.bpb is None else f"{bucket.bpb:.4f}"
+        print(
+            f"{bpb} bits per byte at positions {bucket.start:,} to {bucket.stop:,} ({bucket.tokens:,} tokens)"
+        )
     for name, value in measured.baselines.items():
         if value is not None:
             print(f"{value:.4f} bits per byte of {name.removesuffix('_bpb')} on the same text")
+
+
+def _print_passkey(cells: Sequence[PasskeyCell]) -> None:
+    """Print a row for each length, with the share of right answers at each depth."""
+    print("passkey" + "".join(f"{f'depth {depth:.0%}':>13}" for depth in DEPTHS) + f"{'nats':>7}")
+    for start in range(0, len(cells), len(DEPTHS)):
+        row = cells[start : start + len(DEPTHS)]
+        nats = sum(cell.nats for cell in row) / len(row)
+        print(
+            f"{row[0].length:>7}"
+            + "".join(f"{cell.correct / cell.n:>13.0%}" for cell in row)
+            + f"{nats:>7.2f}"
+        )
+    print(
+        f"right of {cells[0].n} numbers, measured; nats: mean -ln p of a number, {GUESSING_NATS:.2f} is guessing"
+    )
 
 
 def _print_tasks(results: Sequence[TaskResult], core_result: Core | None) -> None:

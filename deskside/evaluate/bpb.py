@@ -24,7 +24,8 @@ from torch import Tensor
 from deskside.data.reading.loader import Batch, validation_batches
 from deskside.data.reading.packing import cut
 from deskside.data.reading.rows import IGNORE, PackedDataset
-from deskside.data.tokenizer import encode
+from deskside.data.tokenizer import encode, token_bytes
+from deskside.evaluate.positions import PositionBucket, PositionSums
 from deskside.kernels.attention import AttentionContext
 from deskside.model.transformer import Transformer
 from deskside.utils.errors import RunError, UsageError
@@ -55,6 +56,7 @@ class BitsPerByte:
         bytes: Bytes of text.
         tokens: Tokens of text.
         target_nats, targets: The same sum and the number of targets, including special tokens. Only for a data set.
+        by_position: The same sums by position.
     """
 
     nats: float
@@ -62,6 +64,7 @@ class BitsPerByte:
     tokens: int
     target_nats: float = 0.0
     targets: int = 0
+    by_position: tuple[PositionBucket, ...] = ()
 
     @property
     def bpb(self) -> float:
@@ -102,6 +105,7 @@ def evaluate_dataset(
     bytes_V = torch.from_numpy(dataset.token_bytes.astype(np.int64)).to(device)
     batches = validation_batches(dataset, micro_rows, "cpu", max_rows_of(dataset, max_tokens), document_mask)
     totals = torch.zeros(5, dtype=torch.float64)
+    by_position = PositionSums(dataset.sequence_length)
     for batch, counts in _batches_of(batches, share):
         targets_BT = batch.targets_BT.to(device)
         if not counts:
@@ -115,13 +119,15 @@ def evaluate_dataset(
         losses_BT = model.token_losses(batch.tokens_BT.to(device), targets_BT, context, positions_BT)
         text_BT = bytes_BT > 0
         all_BT = targets_BT != IGNORE
+        by_position.add(losses_BT, bytes_BT, text_BT, positions_BT)
         sums = _sums(losses_BT * text_BT, bytes_BT, text_BT)
         totals += torch.cat([sums, torch.stack([losses_BT.double().sum(), all_BT.double().sum()]).cpu()])
         if tick is not None:
             tick(batch.num_valid)
     if share.reduce is not None:
         share.reduce(totals)
-    return _result(totals, "the validation split")
+        share.reduce(by_position.totals_K3)
+    return _result(totals, "the validation split", by_position)
 
 
 def max_rows_of(dataset: PackedDataset, max_tokens: int | None) -> int | None:
@@ -149,7 +155,8 @@ def evaluate_text(
             f"sequence length {sequence_length}: this model takes 2 to {model.config.max_position_embeddings} tokens"
         )
     device = model.embed.weight.device
-    totals = torch.zeros(3, dtype=torch.float64)
+    bytes_V = _bytes_of(tokenizer, model.config.vocab_size).to(device)
+    totals, by_position = torch.zeros(3, dtype=torch.float64), PositionSums(sequence_length)
     text_bytes = 0
 
     def count_bytes() -> Iterator[str]:
@@ -163,9 +170,21 @@ def evaluate_text(
         targets_BT = torch.from_numpy(targets).to(device)
         losses_BT = model.token_losses(torch.from_numpy(inputs).to(device), targets_BT, attention)
         text_BT = targets_BT != IGNORE
+        by_position.add(losses_BT, bytes_V[targets_BT.clamp(min=0)], text_BT, None)
         totals += _sums(losses_BT, torch.zeros_like(targets_BT), text_BT)
     totals[1] = text_bytes
-    return _result(totals, "the input")
+    return _result(totals, "the input", by_position)
+
+
+def _bytes_of(tokenizer: Tokenizer, vocab_size: int) -> Tensor:
+    """Return the bytes of each token, (V,) int64; zeros for a tokenizer that does not tell them."""
+    bytes_V = torch.zeros(vocab_size, dtype=torch.int64)
+    try:
+        known = token_bytes(tokenizer)
+    except UsageError:  # not byte-level BPE: by position, only the loss is known
+        return bytes_V
+    bytes_V[: len(known)] = torch.from_numpy(known.astype(np.int64))
+    return bytes_V
 
 
 def _batches_of(batches: Iterable[Batch], share: WorkShare) -> Iterator[tuple[Batch, bool]]:
@@ -184,7 +203,7 @@ def _sums(losses_BT: Tensor, bytes_BT: Tensor, text_BT: Tensor) -> Tensor:
     return torch.stack([losses_BT.double().sum(), bytes_BT.double().sum(), text_BT.double().sum()]).cpu()
 
 
-def _result(totals: Tensor, source: str) -> BitsPerByte:
+def _result(totals: Tensor, source: str, by_position: PositionSums) -> BitsPerByte:
     nats, num_bytes, tokens, *of_all_targets = totals.tolist()
     if not num_bytes or not tokens:
         raise UsageError(f"{source} holds no text to evaluate")
@@ -193,7 +212,7 @@ def _result(totals: Tensor, source: str) -> BitsPerByte:
             f"the model's loss on {source} is {nats}: its weights or its activations are not finite"
         )
     target_nats, targets = of_all_targets or (0.0, 0)
-    return BitsPerByte(nats, int(num_bytes), int(tokens), target_nats, int(targets))
+    return BitsPerByte(nats, int(num_bytes), int(tokens), target_nats, int(targets), by_position.buckets())
 
 
 def _pieces(

@@ -41,7 +41,7 @@ OPTIONAL_SECTIONS = ("align", "adapter")  # sections of the configuration that a
 
 def compose(record: RunRecord, images: Sequence[Image], missing: Sequence[str]) -> ReportDocument:
     """Return the report of a run. `images` are drawn already; `missing` has a sentence for each missing plot."""
-    curves = (*images, *((Bullets(missing),) if missing else ()))
+    curves = (*images, *((Bullets(missing),) if missing else ()), *_by_position(record))
     return ReportDocument(
         title=f"Training run {record.name}",
         verdict=verdict(record),
@@ -164,6 +164,25 @@ def _overview(record: RunRecord) -> list[Block]:
     if record.problems:
         blocks += ["Missing from this report:", Bullets(record.problems)]
     return blocks
+
+
+def _by_position(record: RunRecord) -> list[Block]:
+    """Return a table of bits per byte by position in the row; nothing for rows of one bucket."""
+    buckets = objects(record.summary.get("bpb_by_position"))
+    if len(buckets) < 2:
+        return []
+    rows = []
+    for bucket in buckets:
+        bpb = number(bucket.get("bpb"))
+        positions = f"{count(number(bucket.get('start')))} to {count(number(bucket.get('stop')))}"
+        rows.append(
+            (positions, UNKNOWN if bpb is None else f"{bpb:.4f}", count(number(bucket.get("tokens"))))
+        )
+    return [
+        "Bits per byte by position on the validation text (measured). Lower at later positions: the model uses the "
+        "text before a token.",
+        Table(("positions", "bits per byte", "tokens"), rows),
+    ]
 
 
 def _samples(record: RunRecord) -> list[Block]:

@@ -272,6 +272,7 @@ class NextToken:
             "val_loss": result.loss,
             "val_tokens": result.tokens,
             "val_bytes": result.bytes,
+            "bpb_by_position": [bucket.as_dict() for bucket in result.by_position],
             "gzip_bpb": split.gzip_bpb,
             "unigram_bpb": split.unigram_bpb,
         }

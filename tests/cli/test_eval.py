@@ -116,6 +116,23 @@ def test_a_run_gets_bits_per_byte_and_tasks(
     assert found["core"] is None and found["limit"] == 5 and found["start"] is True
 
 
+def test_passkey(run: MadeRun, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [str(run.path), "--passkey", "400, 600", "--trials", "2", "--device", "cpu"]
+    assert run_eval([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    cells = found["passkey"]["cells"]
+    assert [(cell["length"], cell["depth"]) for cell in cells] == [
+        (length, depth) for length in (400, 600) for depth in (0, 0.25, 0.5, 0.75, 1)
+    ]
+    assert all(
+        c["n"] == 2 and 0 <= c["low"] <= c["accuracy"] <= c["high"] <= 1 and c["nats"] > 0 for c in cells
+    )
+    assert found["bpb"] is not None and found["bpb_by_position"][0]["tokens"] == found["tokens"]
+    assert run_eval(arguments) == 0
+    lines = capsys.readouterr().out.splitlines()[-4:]
+    assert all(len(line) <= 80 for line in lines) and "depth 100%" in lines[0]
+
+
 def test_the_table_fits_a_terminal(made: Made, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_eval([str(made.folder), "--tasks", "core", "--tasks-dir", str(data)]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -145,6 +162,9 @@ def test_chat_and_start_change_the_prompt(made: Made, data: Path, capsys: pytest
         (["--tasks", "arc_easy", "--limit", "0"], "--limit 0: must be at least 1"),
         (["--tasks", "arc_easy", "--shots", "-1"], "--shots -1: must be at least 0"),
         (["--tasks", "winograd", "--chat", "--tasks-dir", "DATA"], "--chat: winograd compares beginnings"),
+        (["--trials", "3"], "--trials: has no effect without --passkey"),
+        (["--passkey", "2048", "--trials", "0"], "--trials 0: must be at least 1"),
+        (["--passkey", "2K"], "give lengths in tokens"),
         (["--limit", "3"], "--limit: has no effect without --tasks"),
         (["--chat"], "--chat: has no effect without --tasks"),
         (["--tasks-dir", "x"], "--tasks-dir: has no effect without --tasks"),

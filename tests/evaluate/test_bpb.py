@@ -167,6 +167,7 @@ def test_processes_share_the_work(setting: Setting, world_size: int) -> None:
     dataset = PackedDataset(setting.data, "val", LENGTH)
     whole = evaluate_dataset(setting.model, dataset, micro_rows=3)
     parts: list[torch.Tensor] = []
+    positions: list[torch.Tensor] = []
     calls = []
     forward = setting.model.token_losses
 
@@ -181,7 +182,7 @@ def test_processes_share_the_work(setting: Setting, world_size: int) -> None:
 
             # A process may have nothing of its own to count, so the others' sums must come before it looks.
             def gather(sums: torch.Tensor) -> None:
-                parts.append(sums.clone())
+                (parts if sums.shape == (5,) else positions).append(sums.clone())
                 sums += 1
 
             evaluate_dataset(
@@ -196,6 +197,8 @@ def test_processes_share_the_work(setting: Setting, world_size: int) -> None:
     assert (int(size), int(tokens), int(targets)) == (whole.bytes, whole.tokens, whole.targets)
     assert target_nats == pytest.approx(whole.target_nats, rel=1e-9)
     assert nats == pytest.approx(whole.nats, rel=1e-9)
+    bucket = torch.stack(positions).sum(0)
+    assert bucket.tolist() == [[pytest.approx(whole.nats, rel=1e-9), whole.bytes, whole.tokens]]
     batches = math.ceil(dataset.num_rows / 3)
     assert set(calls) == {math.ceil(batches / world_size)}
 

@@ -111,6 +111,10 @@ def make_run(folder: Path, steps: int = 400) -> Path:
             "seconds": 172.4,
             "tokens_per_second": 38991,
             "mfu": 0.412,
+            "bpb_by_position": [
+                {"start": 0, "stop": 1024, "bpb": 2.125, "loss": 4.2, "tokens": 1000},
+                {"start": 1024, "stop": 2048, "bpb": 1.875, "loss": 4.0, "tokens": 500},
+            ],
             "peak_memory_gib": 3.81,
             "parameters": 12_345_678,
             "clock": "wall",
@@ -178,6 +182,7 @@ def test_whole_run(tmp_path: Path) -> None:
     assert "| steps | 380 | 400 | 400 |" in markdown
     assert "| time | 3 min 00 s |   | 2 min 52 s |" in markdown
     assert markdown.count("| precision | fp8-delayed, emulated |") == 2
+    assert "| 1,024 to 2,048 | 1.8750 | 500 |" in markdown
     assert "| model.hidden_size | 256 | 768 |" in markdown
     assert "| seed | 7 | 1 |" in markdown
 
