@@ -12,7 +12,7 @@ from deskside.align.samples import AlignObjective
 from deskside.config.run import RunConfig
 from deskside.data.chat.prepare_chat import describe_data
 from deskside.data.reading.rows import PackedDataset
-from deskside.train.objective import Evaluation, NextToken, Session
+from deskside.train.objective import Evaluation, NextToken, Session, language_metrics
 from deskside.utils.errors import UsageError
 
 
@@ -62,6 +62,8 @@ class Sft(AlignObjective, NextToken):
             "val_bytes": result.bytes,
             "gzip_bpb": None,
             "unigram_bpb": None,
+            "val_languages": result.languages_as_dict(),
         }
         message = f"{loss:.4f} nats per assistant token, on {result.targets:,} held-out tokens"
-        return Evaluation({"val_bpb": result.bpb, "val_loss": loss}, summary, message, result.targets)
+        metrics = {"val_bpb": result.bpb, "val_loss": loss, **language_metrics(result)}
+        return Evaluation(metrics, summary, message, result.targets)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from deskside.cli.options import Command, choose_subcommand, option
 from deskside.cli.output import print_json
@@ -18,6 +18,9 @@ from deskside.data.corpus.heldout import validation_warnings
 from deskside.data.reading import shards
 from deskside.utils.errors import UsageError
 from deskside.utils.signals import signal_number
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 _SEQUENCE_LENGTHS = (512, 1024, 2048)  # for which `show` tells how full the rows are
 
@@ -51,6 +54,8 @@ class PrepareOptions(JsonOption):
         "use this tokenizer.json, or that of this directory, instead of training one", None, metavar="FILE"
     )
     field: str = option("JSON field or parquet column of the text", "text")
+    lang_field: str = option("JSON field or parquet column of a document's language", "lang")
+    lang: str = option("language of documents without one, such as en", "", metavar="CODE")
     workers: int | None = option("tokenization processes; default: one per core", None)
     on_bad: Literal["skip", "refuse"] = option(
         "bad input (not UTF-8, damaged, or without the field): skip and count it, or stop", "skip"
@@ -107,6 +112,8 @@ def _prepare(options: PrepareOptions) -> int:
     try:
         corpus_options = analyze.CorpusOptions(
             field=options.field,
+            lang_field=options.lang_field,
+            lang=options.lang,
             vocab_size=options.vocab_size,
             tokenizer=options.tokenizer,
             val_sources=options.val,
@@ -204,6 +211,14 @@ def _show(options: ShowOptions) -> int:
                 }
                 for tag, (documents, tokens) in split.counts_by_tag().items()
             ],
+            "languages": {
+                language: {
+                    **vars(count),
+                    "bytes_per_token": count.bytes_per_token,
+                    "fertility": count.fertility,
+                }
+                for language, count in split.counts_by_language(index.tags).items()
+            },
         }
     if options.json:
         print_json({"vocab_size": index.tokenizer.vocab_size, "splits": splits})
@@ -247,3 +262,25 @@ def _print_tables(index: shards.DatasetIndex, splits: dict[str, Any]) -> None:
     for tag in splits["train"]["tags"]:
         table.add_row(tag["source"], tag["lang"], f"{tag['documents']:,}", f"{tag['tokens']:,}")
     console.print(table)
+    for name, split in splits.items():
+        if len(split["languages"]) > 1:
+            console.print(_languages_table(name, split["languages"]))
+
+
+def _languages_table(split: str, languages: dict[str, dict[str, Any]]) -> Table:
+    from rich.table import Table
+
+    table = Table(title=f"{split} by language; fertility: tokens per word")
+    for column in ("language", "documents", "tokens", "text, MB", "bytes per token", "fertility"):
+        table.add_column(column, justify="left" if column == "language" else "right")
+    for name, row in languages.items():
+        size, density, fertility = (row[key] for key in ("text_bytes", "bytes_per_token", "fertility"))
+        table.add_row(
+            name,
+            f"{row['documents']:,}",
+            f"{row['tokens']:,}",
+            "" if size is None else f"{size / 1e6:,.1f}",
+            "" if density is None else f"{density:.2f}",
+            "" if fertility is None else f"{fertility:.2f}",
+        )
+    return table

@@ -130,6 +130,7 @@ def run(argv: Sequence[str]) -> int:
                 "source": measured.source,
                 "sequence_length": measured.length,
                 **measured.baselines,
+                "languages": measured.result.languages_as_dict(),
             }
         if lengths:
             output["passkey"] = {"seed": PASSKEY_SEED, "cells": [cell.as_dict() for cell in cells]}
@@ -294,6 +295,8 @@ def _print_measured(measured: TextBpb) -> None:
     for name, value in measured.baselines.items():
         if value is not None:
             print(f"{value:.4f} bits per byte of {name.removesuffix('_bpb')} on the same text")
+    for language, one in result.by_language.items():
+        print(f"{one.bpb:.4f} bits per byte of {language}, on {one.bytes:,} bytes")
 
 
 def _print_passkey(cells: Sequence[PasskeyCell]) -> None:

@@ -45,6 +45,8 @@ def _print_pretrained(path: Path, summary: dict[str, Any], page: Path) -> None:
         return "not known" if summary[key] is None else f"{summary[key]:.3f}"
 
     print(f"validation  {bpb('val_bpb')} bits per byte")
+    if languages := summary["val_languages"]:
+        print("            " + ", ".join(f"{name} {one['bpb']:.3f}" for name, one in languages.items()))
     print(f"gzip -9     {bpb('gzip_bpb')} bits per byte on the same text")
     print(f"unigram     {bpb('unigram_bpb')} bits per byte on the same text")
     print(

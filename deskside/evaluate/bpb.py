@@ -13,7 +13,7 @@ give lower values, because fewer tokens lack context.
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -57,6 +57,7 @@ class BitsPerByte:
         tokens: Tokens of text.
         target_nats, targets: The same sum and the number of targets, including special tokens. Only for a data set.
         by_position: The same sums by position.
+        by_language: The result for the text in each language, if there is more than one; only nats, bytes and tokens.
     """
 
     nats: float
@@ -65,6 +66,7 @@ class BitsPerByte:
     target_nats: float = 0.0
     targets: int = 0
     by_position: tuple[PositionBucket, ...] = ()
+    by_language: dict[str, "BitsPerByte"] = field(default_factory=dict)
 
     @property
     def bpb(self) -> float:
@@ -75,6 +77,13 @@ class BitsPerByte:
     def loss(self) -> float:
         """Loss per token of text, in nats."""
         return self.nats / self.tokens
+
+    def languages_as_dict(self) -> dict[str, dict[str, float]]:
+        """Return {language: {"bpb", "loss", "tokens", "bytes"}} for JSON."""
+        return {
+            language: {"bpb": one.bpb, "loss": one.loss, "tokens": one.tokens, "bytes": one.bytes}
+            for language, one in self.by_language.items()
+        }
 
 
 def evaluate_dataset(
@@ -104,7 +113,9 @@ def evaluate_dataset(
     device = model.embed.weight.device
     bytes_V = torch.from_numpy(dataset.token_bytes.astype(np.int64)).to(device)
     batches = validation_batches(dataset, micro_rows, "cpu", max_rows_of(dataset, max_tokens), document_mask)
-    totals = torch.zeros(5, dtype=torch.float64)
+    # nats, bytes and tokens of text, nats and number of all targets, then nats, bytes and tokens of each language
+    languages = dataset.languages if len(dataset.languages) > 1 else []
+    totals = torch.zeros(5 + 3 * len(languages), dtype=torch.float64)
     by_position = PositionSums(dataset.sequence_length)
     for batch, counts in _batches_of(batches, share):
         targets_BT = batch.targets_BT.to(device)
@@ -121,13 +132,16 @@ def evaluate_dataset(
         all_BT = targets_BT != IGNORE
         by_position.add(losses_BT, bytes_BT, text_BT, positions_BT)
         sums = _sums(losses_BT * text_BT, bytes_BT, text_BT)
-        totals += torch.cat([sums, torch.stack([losses_BT.double().sum(), all_BT.double().sum()]).cpu()])
+        totals[:5] += torch.cat([sums, torch.stack([losses_BT.double().sum(), all_BT.double().sum()]).cpu()])
+        if batch.languages_BT is not None:
+            totals[5:] += _sums_by_language(losses_BT, bytes_BT, batch.languages_BT, len(languages))
         if tick is not None:
             tick(batch.num_valid)
     if share.reduce is not None:
         share.reduce(totals)
         share.reduce(by_position.totals_K3)
-    return _result(totals, "the validation split", by_position)
+    by_language = dict(zip(languages, totals[5:].reshape(3, -1).T, strict=True))
+    return _result(totals[:5], "the validation split", by_position, by_language)
 
 
 def max_rows_of(dataset: PackedDataset, max_tokens: int | None) -> int | None:
@@ -139,7 +153,7 @@ def evaluate_text(
     model: Transformer,
     tokenizer: Tokenizer,
     start_token: int,
-    texts: Iterable[str],
+    texts: Iterable[tuple[str, str]],
     *,
     sequence_length: int,
     batch_tokens: int,
@@ -147,8 +161,9 @@ def evaluate_text(
 ) -> BitsPerByte:
     """Measure bits per byte of documents in plain text. Each begins with `start_token`; bytes are counted in UTF-8.
 
-    A forward pass has about `batch_tokens` tokens. Raises UsageError for a sequence length that the model does not
-    support and if there is no text, RunError if the model's output is not finite.
+    texts: (language, text) of each document. A forward pass has about `batch_tokens` tokens. Raises UsageError for a
+    sequence length that the model does not support and if there is no text, RunError if the model's output is not
+    finite.
     """
     if not 2 <= sequence_length <= model.config.max_position_embeddings:
         raise UsageError(
@@ -157,23 +172,26 @@ def evaluate_text(
     device = model.embed.weight.device
     bytes_V = _bytes_of(tokenizer, model.config.vocab_size).to(device)
     totals, by_position = torch.zeros(3, dtype=torch.float64), PositionSums(sequence_length)
-    text_bytes = 0
+    by_language: dict[str, Tensor] = {}  # nats, bytes and tokens
 
-    def count_bytes() -> Iterator[str]:
-        nonlocal text_bytes
-        for text in texts:
-            text_bytes += len(text.encode("utf-8"))
-            yield text
+    def counted_texts() -> Iterator[tuple[str, str]]:
+        for language, text in texts:
+            size = len(text.encode("utf-8"))
+            by_language.setdefault(language, torch.zeros(3, dtype=torch.float64))[1] += size
+            totals[1] += size
+            yield language, text
 
-    pieces = _pieces(count_bytes(), tokenizer, start_token, sequence_length)
-    for inputs, targets in _length_batches(pieces, sequence_length, batch_tokens, start_token):
+    pieces = _pieces(counted_texts(), tokenizer, start_token, sequence_length)
+    for languages, inputs, targets in _length_batches(pieces, sequence_length, batch_tokens, start_token):
         targets_BT = torch.from_numpy(targets).to(device)
         losses_BT = model.token_losses(torch.from_numpy(inputs).to(device), targets_BT, attention)
         text_BT = targets_BT != IGNORE
         by_position.add(losses_BT, bytes_V[targets_BT.clamp(min=0)], text_BT, None)
         totals += _sums(losses_BT, torch.zeros_like(targets_BT), text_BT)
-    totals[1] = text_bytes
-    return _result(totals, "the input", by_position)
+        rows = torch.stack([losses_BT.double().sum(1), text_BT.double().sum(1)], dim=1).cpu()
+        for language, row in zip(languages, rows, strict=False):  # the last rows may be padding
+            by_language[language][[0, 2]] += row
+    return _result(totals, "the input", by_position, by_language)
 
 
 def _bytes_of(tokenizer: Tokenizer, vocab_size: int) -> Tensor:
@@ -203,7 +221,21 @@ def _sums(losses_BT: Tensor, bytes_BT: Tensor, text_BT: Tensor) -> Tensor:
     return torch.stack([losses_BT.double().sum(), bytes_BT.double().sum(), text_BT.double().sum()]).cpu()
 
 
-def _result(totals: Tensor, source: str, by_position: PositionSums) -> BitsPerByte:
+def _sums_by_language(losses_BT: Tensor, bytes_BT: Tensor, languages_BT: Tensor, count: int) -> Tensor:
+    """Return nats, bytes and tokens of text, each by language, concatenated; float64, shape [3 * count].
+
+    They are summed on the CPU, because `torch.bincount` on a GPU adds in any order.
+    """
+    losses_BT, bytes_BT = losses_BT.cpu().double(), bytes_BT.cpu().double()
+    text_BT = bytes_BT > 0
+    languages, quantities = languages_BT[text_BT], (losses_BT, bytes_BT, text_BT.double())
+    return torch.cat([torch.bincount(languages, values[text_BT], count) for values in quantities])
+
+
+def _result(
+    totals: Tensor, source: str, by_position: PositionSums, by_language: dict[str, Tensor]
+) -> BitsPerByte:
+    """Return the result of the sums. by_language: nats, bytes and tokens of each."""
     nats, num_bytes, tokens, *of_all_targets = totals.tolist()
     if not num_bytes or not tokens:
         raise UsageError(f"{source} holds no text to evaluate")
@@ -212,31 +244,47 @@ def _result(totals: Tensor, source: str, by_position: PositionSums) -> BitsPerBy
             f"the model's loss on {source} is {nats}: its weights or its activations are not finite"
         )
     target_nats, targets = of_all_targets or (0.0, 0)
-    return BitsPerByte(nats, int(num_bytes), int(tokens), target_nats, int(targets), by_position.buckets())
+    sums = {language: values.tolist() for language, values in sorted(by_language.items())}
+    with_text = {name: BitsPerByte(n, int(b), int(t)) for name, (n, b, t) in sums.items() if b and t}
+    return BitsPerByte(
+        nats,
+        int(num_bytes),
+        int(tokens),
+        target_nats,
+        int(targets),
+        by_position.buckets(),
+        with_text if len(by_language) > 1 else {},
+    )
+
+
+Piece = tuple[str, NDArray[np.int64], NDArray[np.int64]]  # language, inputs and targets
 
 
 def _pieces(
-    texts: Iterable[str], tokenizer: Tokenizer, start_token: int, sequence_length: int
-) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """Yield (inputs, targets) of every piece of every document. A piece has at most `sequence_length` tokens."""
-    for text in texts:
+    texts: Iterable[tuple[str, str]], tokenizer: Tokenizer, start_token: int, sequence_length: int
+) -> Iterator[Piece]:
+    """Yield every piece of every document. A piece has at most `sequence_length` tokens."""
+    for language, text in texts:
         ids = encode(tokenizer, text)
         stream = np.concatenate(([start_token], ids.astype(np.int64)))
         starts, lengths = cut(np.array([0]), np.array([len(ids)]), sequence_length)
         for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
-            yield stream[start : start + length], stream[start + 1 : start + length + 1]
+            yield language, stream[start : start + length], stream[start + 1 : start + length + 1]
 
 
 def _length_batches(
-    pieces: Iterable[tuple[NDArray[np.int64], NDArray[np.int64]]],
+    pieces: Iterable[Piece],
     sequence_length: int,
     batch_tokens: int,
     padding: int,
-) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """Batch pieces of similar length, right-padded. There are only a few different shapes (rows, width)."""
-    waiting: dict[int, list[tuple[NDArray[np.int64], NDArray[np.int64]]]] = {}
+) -> Iterator[tuple[list[str], NDArray[np.int64], NDArray[np.int64]]]:
+    """Batch pieces of similar length, right-padded. There are only a few different shapes (rows, width).
+
+    Yields the languages of the pieces, and inputs and targets, whose last rows may be padding.
+    """
+    waiting: dict[int, list[Piece]] = {}
     for piece in pieces:
-        width = min(sequence_length, max(MIN_WIDTH, 1 << (len(piece[0]) - 1).bit_length()))
+        width = min(sequence_length, max(MIN_WIDTH, 1 << (len(piece[1]) - 1).bit_length()))
         group = waiting.setdefault(width, [])
         group.append(piece)
         if len(group) == max(1, batch_tokens // width):
@@ -246,11 +294,11 @@ def _length_batches(
 
 
 def _padded(
-    group: list[tuple[NDArray[np.int64], NDArray[np.int64]]], rows: int, width: int, padding: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    group: list[Piece], rows: int, width: int, padding: int
+) -> tuple[list[str], NDArray[np.int64], NDArray[np.int64]]:
     inputs = np.full((rows, width), padding, dtype=np.int64)
     targets = np.full((rows, width), IGNORE, dtype=np.int64)
-    for row, (tokens, next_tokens) in enumerate(group):
+    for row, (_, tokens, next_tokens) in enumerate(group):
         inputs[row, : len(tokens)] = tokens
         targets[row, : len(next_tokens)] = next_tokens
-    return inputs, targets
+    return [language for language, _, _ in group], inputs, targets

@@ -11,6 +11,7 @@ from deskside.config.run import RunConfig
 from deskside.data.corpus.progress_bar import ProgressBar
 from deskside.data.corpus.sources import BadInputLog, Source, iter_documents
 from deskside.data.reading.rows import PackedDataset
+from deskside.data.reading.tags import UNKNOWN_LANGUAGE
 from deskside.evaluate.bpb import BitsPerByte, evaluate_dataset, evaluate_text
 from deskside.kernels.attention import AttentionContext, Requirements, choose
 from deskside.run.directory import with_resolved_paths
@@ -73,7 +74,10 @@ def measure(
             loaded.model,
             loaded.tokenizer,
             loaded.start_token,
-            (document.text for document in iter_documents(Source.parse(text), strict)),
+            (
+                (document.lang or UNKNOWN_LANGUAGE, document.text)
+                for document in iter_documents(Source.parse(text), strict)
+            ),
             sequence_length=length,
             batch_tokens=batch_tokens,
             attention=attention,

@@ -39,8 +39,14 @@ NOTABLE_EVENTS = (
 OPTIONAL_SECTIONS = ("align", "adapter")  # sections of the configuration that a plain pretraining run lacks
 
 
-def compose(record: RunRecord, images: Sequence[Image], missing: Sequence[str]) -> ReportDocument:
-    """Return the report of a run. `images` are drawn already; `missing` has a sentence for each missing plot."""
+def compose(
+    record: RunRecord, images: Sequence[Image], missing: Sequence[str], languages: Sequence[Block] = ()
+) -> ReportDocument:
+    """Return the report of a run.
+
+    `images` are drawn already; `missing` has a sentence for each missing plot; `languages` is the section about the
+    languages of the data, which is left out if it is empty.
+    """
     curves = (*images, *((Bullets(missing),) if missing else ()), *_by_position(record))
     return ReportDocument(
         title=f"Training run {record.name}",
@@ -48,6 +54,7 @@ def compose(record: RunRecord, images: Sequence[Image], missing: Sequence[str]) 
         sections=(
             Section("At a glance", _overview(record)),
             Section("Curves", curves),
+            *((Section("Languages", languages),) if languages else ()),
             Section("Plan and measurement", plan_blocks(record)),
             Section("Samples", _samples(record)),
             Section("Events", _events(record)),

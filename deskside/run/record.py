@@ -19,6 +19,7 @@ from deskside.utils.parsing import Unreadable, json_value
 
 MAX_NUMBER = 1e200  # a larger value must be damage, and would overflow the arithmetic of a plot
 TAIL_BYTES = 2**16  # about 200 rows of metrics.jsonl
+LANGUAGE_METRIC = "val_bpb/"  # before a language's name: the metric of its validation bits per byte
 MISSING = "is missing"
 FILES = {  # each file with what follows if it is missing
     "run.json": "the configuration is unknown",
@@ -107,6 +108,23 @@ class RunRecord:
     def series(self, y_key: str, x_key: str = "tokens") -> tuple[list[float], list[float]]:
         """Return the x values and the y values of the logged steps that have finite values of both metrics."""
         return series(self.metrics, y_key, x_key)
+
+    def language_series(self) -> dict[str, tuple[list[float], list[float]]]:
+        """Return (tokens, bits per byte) of the evaluations of each language, including the final one.
+
+        It is empty if the validation data is in one language only, or its languages are unknown.
+        """
+        final_tokens, final = number(self.summary.get("tokens")), mapping(self.summary.get("val_languages"))
+        logged = {key for row in self.metrics for key in row if key.startswith(LANGUAGE_METRIC)}
+        curves = {}
+        for language in sorted({key.removeprefix(LANGUAGE_METRIC) for key in logged} | final.keys()):
+            x, y = self.series(LANGUAGE_METRIC + language)
+            bpb = number(mapping(final.get(language)).get("bpb"))
+            if bpb is not None and final_tokens is not None:
+                x, y = [*x, final_tokens], [*y, bpb]
+            if x:
+                curves[language] = (x, y)
+        return curves
 
     def last(self, key: str) -> float | None:
         """Return the newest finite value of a metric."""

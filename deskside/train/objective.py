@@ -35,6 +35,7 @@ from deskside.kernels.attention import AttentionContext
 from deskside.model.transformer import Transformer
 from deskside.precision.convert import QuantizedModel
 from deskside.run.directory import RunDirectory
+from deskside.run.record import LANGUAGE_METRIC
 from deskside.train.loop.guard import Guard
 from deskside.train.parallel import World
 from deskside.train.prepare.attention_backends import AttentionBackends
@@ -205,6 +206,11 @@ def worst_case_batch(
     return Batch(tokens_BT, tokens_BT, cu_seqlens, positions_BT, valid, valid * passes_everywhere)
 
 
+def language_metrics(result: BitsPerByte) -> dict[str, float]:
+    """Return the entries of metrics.jsonl for the bits per byte of each language."""
+    return {f"{LANGUAGE_METRIC}{language}": one.bpb for language, one in result.by_language.items()}
+
+
 class NextToken:
     """Pretraining: the loss is the cross-entropy of the next token, and the evaluation is in bits per byte."""
 
@@ -275,9 +281,10 @@ class NextToken:
             "bpb_by_position": [bucket.as_dict() for bucket in result.by_position],
             "gzip_bpb": split.gzip_bpb,
             "unigram_bpb": split.unigram_bpb,
+            "val_languages": result.languages_as_dict(),
         }
         message = f"{result.bpb:.4f} bits per byte on the validation text"
-        metrics, tokens = {"val_bpb": result.bpb}, result.targets
+        metrics, tokens = {"val_bpb": result.bpb, **language_metrics(result)}, result.targets
         if result.bytes == split.token_text_bytes:
             return Evaluation(metrics, summary, message, tokens)
         message = (

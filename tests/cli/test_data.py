@@ -54,3 +54,32 @@ def test_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         run(["prepare", "--out", str(tmp_path / "x")])
     with pytest.raises(UsageError, match="not a prepared data set"):
         run(["show", str(tmp_path)])
+
+
+def test_languages_by_field_and_by_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Documents without a language get that of --lang; the counts are those of the text itself."""
+    records = make_corpus(tmp_path / "a.jsonl", 60)
+    lines = [
+        {"text": r["text"], "language": r["lang"]} if r["lang"] == "hi" else {"text": r["text"]}
+        for r in records
+    ]
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    out = str(tmp_path / "out")
+    command = ["prepare", str(tmp_path / "b.jsonl"), "--out", out, "--vocab-size", "300", "--workers", "1"]
+    labelled = [*command, "--lang-field", "language", "--lang", "en"]
+    assert run(labelled) == 0 and run(["show", out, "--json"]) == 0
+    splits = json.loads(capsys.readouterr().out.splitlines()[-1])["splits"]
+    for lang in ("en", "hi"):
+        texts = [r["text"] for r in records if r["lang"] == lang]
+        found = [splits[split]["languages"][lang] for split in ("train", "val")]
+        assert sum(one["documents"] for one in found) == len(texts)
+        assert sum(one["text_bytes"] for one in found) == sum(len(text.encode()) for text in texts)
+        assert sum(one["words"] for one in found) == sum(len(text.split()) for text in texts)
+        for one in found:
+            text_tokens = one["tokens"] - one["documents"]
+            assert one["fertility"] == pytest.approx(text_tokens / one["words"])
+            assert one["bytes_per_token"] == pytest.approx(one["text_bytes"] / text_tokens)
+    assert run(["show", out]) == 0
+    assert "fertility" in capsys.readouterr().out
+    with pytest.raises(UsageError, match="lang"):  # other arguments than those of the data in --out
+        run(command)

@@ -111,7 +111,7 @@ def test_text_equals_the_oracle(setting: Setting) -> None:
             setting.model,
             setting.tokenizer,
             setting.end,
-            setting.texts,
+            [("en", text) for text in setting.texts],
             sequence_length=LENGTH,
             batch_tokens=batch_tokens,
         )
@@ -153,7 +153,7 @@ def test_text_and_dataset_agree(setting: Setting) -> None:
         setting.model,
         setting.tokenizer,
         setting.end,
-        texts,
+        [("en", text) for text in texts],
         sequence_length=LENGTH,
         batch_tokens=256,
     )
@@ -216,7 +216,7 @@ def test_no_text_and_broken_weights_are_said(setting: Setting) -> None:
             setting.model,
             setting.tokenizer,
             setting.end,
-            texts,
+            [("en", text) for text in texts],
             sequence_length=length,
             batch_tokens=64,
         )
@@ -233,3 +233,81 @@ def test_no_text_and_broken_weights_are_said(setting: Setting) -> None:
             run(["some text"])
     finally:
         weight.data.copy_(kept)
+
+
+@pytest.fixture(scope="module")
+def two_languages(
+    setting: Setting, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, list[str]]]:
+    """Prepared validation documents in "hi", "en" and without a language, and their texts."""
+    folder = tmp_path_factory.mktemp("languages")
+    texts: dict[str, list[str]] = {"": [], "en": [], "hi": []}
+    for number, text in enumerate(setting.texts):
+        texts[("hi", "en", "", "en")[number % 4]].append(f"{number} {text}")
+    lines = [
+        json.dumps({"text": text, "lang": lang}) + "\n" for lang, group in texts.items() for text in group
+    ]
+    (folder / "val.jsonl").write_text("".join(lines), "utf-8")
+    (folder / "train.jsonl").write_text(_line("other"), "utf-8")
+    options = CorpusOptions(
+        tokenizer=setting.data, val_sources=[str(folder / "val.jsonl")], workers=1, quiet=True
+    )
+    prepare([str(folder / "train.jsonl")], folder / "data", options)
+    return folder / "data", {lang or "unknown": group for lang, group in texts.items()}
+
+
+@pytest.mark.parametrize("micro_rows", [1, 4])
+def test_each_language_equals_the_oracle(
+    setting: Setting, two_languages: tuple[Path, dict[str, list[str]]], micro_rows: int
+) -> None:
+    data, texts = two_languages
+    dataset = PackedDataset(data, "val", LENGTH)
+    assert dataset.languages == ["en", "hi", "unknown"]
+    result = evaluate_dataset(setting.model, dataset, micro_rows=micro_rows, document_mask=True)
+    by_text = evaluate_text(
+        setting.model,
+        setting.tokenizer,
+        setting.end,
+        [(language, text) for language, group in texts.items() for text in group],
+        sequence_length=LENGTH,
+        batch_tokens=5 * LENGTH,
+    )
+    for found in (result, by_text):
+        assert list(found.by_language) == ["en", "hi", "unknown"]
+        for language, group in texts.items():
+            nats, tokens = 0.0, 0
+            for text in group:
+                ids = setting.tokenizer.encode(text, add_special_tokens=False).ids
+                some, count = oracle_nats(setting, [setting.end, *ids], None)
+                nats, tokens = nats + some, tokens + count
+            one = found.by_language[language]
+            assert (one.tokens, one.bytes) == (tokens, sum(len(text.encode()) for text in group))
+            assert one.nats == pytest.approx(nats, rel=1e-6)
+        assert sum(one.nats for one in found.by_language.values()) == pytest.approx(found.nats, rel=1e-9)
+        for name, values in found.languages_as_dict().items():
+            assert values["bpb"] == found.by_language[name].bpb
+
+
+def test_processes_share_the_languages(
+    setting: Setting, two_languages: tuple[Path, dict[str, list[str]]]
+) -> None:
+    dataset = PackedDataset(two_languages[0], "val", LENGTH)
+    whole = evaluate_dataset(setting.model, dataset, micro_rows=3)
+    parts: list[torch.Tensor] = []
+
+    def gather(sums: torch.Tensor) -> None:
+        if sums.ndim == 1:  # those by position are a matrix
+            parts.append(sums.clone())
+            sums.copy_(torch.stack(parts).sum(0))
+
+    for rank in range(2):
+        last = evaluate_dataset(setting.model, dataset, micro_rows=3, share=WorkShare(rank, 2, gather))
+    for language, one in whole.by_language.items():
+        shared = last.by_language[language]
+        assert (shared.bytes, shared.tokens) == (one.bytes, one.tokens)
+        assert shared.nats == pytest.approx(one.nats, rel=1e-9)
+
+
+def test_one_language_is_not_listed(setting: Setting) -> None:
+    dataset = PackedDataset(setting.data, "val", LENGTH)
+    assert evaluate_dataset(setting.model, dataset, micro_rows=4).by_language == {}

@@ -35,7 +35,8 @@ from deskside.data.corpus.progress_bar import ProgressBar
 from deskside.data.corpus.records import Record, iter_records, sources_checksum
 from deskside.data.corpus.sources import BadInputLog, Source
 from deskside.data.reading import shards
-from deskside.data.reading.shards import ChatInfo, DatasetIndex, EncodedDocument, TagInfo
+from deskside.data.reading.shards import ChatInfo, DatasetIndex, EncodedDocument
+from deskside.data.reading.tags import TagInfo
 from deskside.utils.errors import UsageError
 from deskside.utils.files import fingerprint, write_error
 

@@ -32,7 +32,8 @@ _PIECE_BYTES = 1 << 13  # of the pieces in which documents are sampled
 class CorpusOptions:
     """Options of `prepare.prepare`. Sizes are in bytes.
 
-    field: the field or column of the text. tokenizer: an existing one; None trains one with `vocab_size` tokens on a
+    field: the field or column of the text. lang_field: that of the language. lang: the language of documents without
+    one. tokenizer: an existing one; None trains one with `vocab_size` tokens on a
     sample of up to `sample_bytes`. val_sources: validation text, instead of a share of the sources; training documents
     with the same text are left out and counted. val_fraction: share of the documents for validation; see `heldout` for
     the rule and the default. on_bad: skip and count bad input, or refuse it. workers: number of processes (default: one
@@ -41,6 +42,8 @@ class CorpusOptions:
     """
 
     field: str = "text"
+    lang_field: str = "lang"
+    lang: str = ""
     vocab_size: int = 32768
     tokenizer: str | Path | None = None
     val_sources: Sequence[str] = ()
@@ -216,9 +219,17 @@ def read_validation_texts(
 
 
 def documents_of(sources: Iterable[Source], log: BadInputLog, options: CorpusOptions) -> Iterator[Document]:
-    """Yield the documents of all sources in order, as `iter_documents`."""
+    """Yield the documents of all sources in order, as `iter_documents`, each with a language if one is known."""
     for source in sources:
-        yield from iter_documents(source, log, text_field=options.field, line_limit=options.line_limit)
+        for document in iter_documents(
+            source,
+            log,
+            text_field=options.field,
+            lang_field=options.lang_field,
+            line_limit=options.line_limit,
+        ):
+            document.lang = document.lang or options.lang
+            yield document
 
 
 def add_tag(tags: dict[tuple[str, str], int], source: str, lang: str) -> int:

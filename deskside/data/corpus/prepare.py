@@ -61,7 +61,8 @@ from deskside.data.corpus.progress_bar import ProgressBar
 from deskside.data.corpus.shard_worker import ShardBatcher, ShardJob, make_shard, start_worker
 from deskside.data.corpus.sources import BadInputLog, Source
 from deskside.data.reading import shards
-from deskside.data.reading.shards import DatasetIndex, ShardInfo, SplitInfo, TagInfo, TokenizerInfo
+from deskside.data.reading.shards import DatasetIndex, ShardInfo, SplitInfo, TokenizerInfo
+from deskside.data.reading.tags import TagInfo
 from deskside.utils.child_process import cpu_cores
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.files import delete_files, fingerprint, replace_folder, write_error
@@ -117,6 +118,12 @@ def prepare(sources: Sequence[str], out: str | Path, options: CorpusOptions = DE
         "shard_bytes": options.shard_bytes,
         "max_line_bytes": options.line_limit,
         "validation": VALIDATION,
+    }
+    # Only if they are not the defaults, so that preparations from before these options can be resumed.
+    arguments |= {
+        name: value
+        for name in ("lang_field", "lang")
+        if (value := getattr(options, name)) != getattr(DEFAULTS, name)
     }
     if options.tokenizer is None:
         arguments |= {"vocab_size": options.vocab_size, "sample_bytes": options.sample_bytes}

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from deskside.data import tokenizer as bpe
 from deskside.data.corpus.heldout import text_hash
 from deskside.data.reading import shards
+from deskside.data.reading.tags import count_words
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -94,7 +95,12 @@ def make_shard(job: ShardJob) -> shards.ShardInfo:
     if _state is None:
         raise RuntimeError("start_worker has not been called in this process")
     documents = [
-        shards.EncodedDocument(bpe.encode(_state.tokenizer, text, _state.dtype), tag)
+        shards.EncodedDocument(
+            bpe.encode(_state.tokenizer, text, _state.dtype),
+            tag,
+            text_bytes=len(text),
+            words=count_words(text),
+        )
         for text, tag in zip(job.texts, job.tags, strict=True)
     ]
     return shards.write_shard(

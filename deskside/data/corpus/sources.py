@@ -237,13 +237,20 @@ def _from_files(
 
 
 def iter_documents(
-    source: Source, bad: BadInputLog, *, text_field: str = "text", line_limit: int = LINE_LIMIT
+    source: Source,
+    bad: BadInputLog,
+    *,
+    text_field: str = "text",
+    lang_field: str = "lang",
+    line_limit: int = LINE_LIMIT,
 ) -> Iterator[Document]:
     """Yield the documents of one source in a fixed order. Bad input is added to `bad`.
 
+    text_field, lang_field: the fields or columns of a document's text and language. A record may lack a language.
+
     Raises UsageError for bad input if `bad.on_bad` is "refuse", and for a hub data set that cannot be read.
     """
-    return _DocumentReader(bad, text_field, line_limit).items(source)
+    return _DocumentReader(bad, text_field, lang_field, line_limit).items(source)
 
 
 Item = TypeVar("Item")
@@ -354,9 +361,10 @@ def is_binary(data: bytes) -> bool:
 
 
 class _DocumentReader(Reader[Document]):
-    def __init__(self, bad: BadInputLog, text_field: str, line_limit: int) -> None:
+    def __init__(self, bad: BadInputLog, text_field: str, lang_field: str, line_limit: int) -> None:
         super().__init__(bad, line_limit)
         self.text_field = self.long_field = text_field
+        self.lang_field = lang_field
 
     def document(self, data: bytes, source: str, lang: str, origin: str, group: str) -> Iterator[Document]:
         """Yield the document, unless it is empty, too long or not text. `data` is UTF-8."""
@@ -407,7 +415,7 @@ class _DocumentReader(Reader[Document]):
         if not isinstance(text, bytes):
             self.bad.add(NOT_TEXT, origin, f"{self.text_field!r} is {type(text).__name__}")
             return
-        source, lang = tag_of(record.get("source")) or tag, tag_of(record.get("lang"))
+        source, lang = tag_of(record.get("source")) or tag, tag_of(record.get(self.lang_field))
         yield from self.document(text, source, lang, origin, group)
 
     def parquet(self, path: Path, tag: str) -> Iterator[Document]:
@@ -432,7 +440,7 @@ class _DocumentReader(Reader[Document]):
             ):
                 self.bad.add(NOT_TEXT, str(path), f"column {field!r} is {kind}")
                 return
-            columns = [field, *(c for c in ("source", "lang") if c in schema.names and c != field)]
+            columns = [field, *(c for c in ("source", self.lang_field) if c in schema.names and c != field)]
             row = 0
             try:
                 for batch in table.iter_batches(batch_size=_batch_rows(table), columns=columns):

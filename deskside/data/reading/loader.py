@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 
 import numpy as np
@@ -34,6 +34,8 @@ class Batch:
     cu_seqlens is int32 with a fixed length: where each document's piece begins in the flattened B * T tokens, and then
     the value B * T up to the end. cu_seqlens and positions_BT are None if documents in a row may attend to each other.
     num_valid is the number of targets in this micro-batch, num_valid_step in the whole optimizer step on all ranks.
+    languages_BT, on the CPU, is the index of each token's language in `PackedDataset.languages`, -1 for padding; only
+    validation batches of data in more than one language have it.
     """
 
     tokens_BT: torch.Tensor
@@ -42,6 +44,7 @@ class Batch:
     positions_BT: torch.Tensor | None
     num_valid: int
     num_valid_step: int
+    languages_BT: torch.Tensor | None = field(default=None, kw_only=True)
 
 
 @dataclass
@@ -252,6 +255,12 @@ def validation_batches(
         cu[used : used + micro_rows - n] = np.arange(n, micro_rows) * width
         cu[used + micro_rows - n :] = micro_rows * width
         tokens_BT, targets_BT, positions_BT = torch.from_numpy(stacked).to(device)
+        languages_BT = None
+        if len(dataset.languages) > 1:
+            languages_BT = torch.full((micro_rows, width), -1, dtype=torch.int64)
+            languages_BT[:n] = torch.from_numpy(
+                dataset.languages_by_number(numbers[first : first + micro_rows])
+            )
         yield Batch(
             tokens_BT,
             targets_BT,
@@ -259,4 +268,5 @@ def validation_batches(
             positions_BT if document_mask else None,
             int(rows.num_valid.sum()),
             num_valid_total,
+            languages_BT=languages_BT,
         )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from deskside.data.reading.shards import TagInfo
+from deskside.data.reading.tags import TagInfo
 from deskside.utils.errors import UsageError
 
 PERIOD = 1024  # rows

@@ -57,8 +57,9 @@ class Truncation:
 class PackedDataset:
     """One split of a prepared data set, checked (see `shards.check`) and packed for one sequence length.
 
-    weights: of sources and languages, to mix them (see `mixing`). Conversations are not cut into several pieces: a
-    conversation longer than a row is truncated or left out, and counted in `truncation`.
+    weights: of sources and languages, to mix them (see `mixing`). languages: those of its documents, sorted.
+    Conversations are not cut into several pieces: a conversation longer than a row is truncated or left out, and
+    counted in `truncation`.
 
     Raises UsageError if there is no such data set or split, or for an invalid length or weights; RunError if the data
     is damaged.
@@ -91,6 +92,12 @@ class PackedDataset:
                 masks.append(mask)
         start, length, tag = (np.concatenate(column) for column in zip(*tables, strict=True))
         self._shard_starts = np.array(shard_starts[:-1])
+        self.languages = sorted({index.tags[t].language for t in np.unique(tag).tolist()})
+        number_of = {language: number for number, language in enumerate(self.languages)}
+        self._document_starts = start
+        self._document_languages = np.array([number_of.get(t.language, -1) for t in index.tags], np.int16)[
+            tag
+        ]
         self._masks = masks if len(masks) == len(self._tokens) else None
         self.truncation = Truncation()
         trained_before = np.zeros(1, np.int64)
@@ -210,6 +217,22 @@ class PackedDataset:
         ends = np.cumsum([p.num_rows for p in self.packings])
         component = np.searchsorted(ends, numbers, side="right")
         return self._gather(component, numbers - np.concatenate(([0], ends))[component])
+
+    def languages_by_number(self, numbers: NDArray[np.int64]) -> NDArray[np.int16]:
+        """Return the language of each token in rows by number, shape [n, T]: its index in `languages`, -1 for padding.
+
+        A token and its target are of the same document, so this is the language of the targets, too.
+        """
+        languages = np.full((len(numbers), self.sequence_length), -1, dtype=np.int16)
+        ends = np.cumsum([p.num_rows for p in self.packings])
+        for i, number in enumerate(numbers.tolist()):
+            c = int(np.searchsorted(ends, number, side="right"))
+            packing, row = self.packings[c], number - (int(ends[c - 1]) if c else 0)
+            pieces = slice(int(packing.row_start[row]), int(packing.row_start[row + 1]))
+            document = np.searchsorted(self._document_starts, packing.start[pieces], side="right") - 1
+            filled = np.repeat(self._document_languages[document], packing.length[pieces])
+            languages[i, : len(filled)] = filled
+        return languages
 
     def _gather(
         self, component: NDArray[np.int64], row: NDArray[np.int64], out: NDArray[np.int64] | None = None

@@ -31,6 +31,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, Valid
 from typing_extensions import TypedDict
 
 from deskside.config.base import DATA_NOUNS, Part, first_problem
+from deskside.data.reading.tags import LanguageCount, TagCount, TagInfo, count_languages, count_tags
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.files import fingerprint, replace_atomically, sync, write_error
 from deskside.utils.parsing import json_value
@@ -52,20 +53,6 @@ class LeftOut(TypedDict):
 
     count: int
     first: list[str]
-
-
-class TagInfo(Part):
-    """The source and language of documents; "" if unknown."""
-
-    source: str
-    lang: str
-
-
-class TagCount(Part):
-    """The documents and tokens with one tag in a shard."""
-
-    documents: PositiveInt
-    tokens: PositiveInt
 
 
 class ShardInfo(Part):
@@ -111,6 +98,10 @@ class SplitInfo(Part):
                 documents, tokens = counts.get(tag, (0, 0))
                 counts[tag] = (documents + count.documents, tokens + count.tokens)
         return dict(sorted(counts.items(), key=lambda item: -item[1][1]))
+
+    def counts_by_language(self, tags: Sequence[TagInfo]) -> dict[str, LanguageCount]:
+        """Return the amount of text in each language, most tokens first. tags: those of the data set."""
+        return count_languages((shard.tags for shard in self.shards), tags)
 
 
 class TokenizerInfo(Part):
@@ -167,11 +158,17 @@ class DatasetIndex(Part):
 
 @dataclass
 class EncodedDocument:
-    """A tokenized document. tag: index of its tag. mask: 1 for tokens trained on, for conversations only."""
+    """A tokenized document.
+
+    tag: index of its tag. mask: 1 for tokens trained on, for conversations only. text_bytes, words: the amount of its
+    text, for plain text only.
+    """
 
     tokens: NDArray[Any]
     tag: int
     mask: NDArray[np.uint8] | None = None
+    text_bytes: int | None = None
+    words: int | None = None
 
 
 def dtype_for(vocab_size: int) -> Dtype:
@@ -231,9 +228,8 @@ def write_shard(
         write_file(mask_path, lambda file: file.write(mask.data))
     write_file(token_path, lambda file: file.write(tokens.view(np.uint8).data))
     write_file(table_path, lambda file: np.save(file, table, allow_pickle=False))
-    present, inverse = np.unique(table["tag"], return_inverse=True)
-    tokens_by_tag = np.bincount(inverse, weights=sizes).astype(np.int64)
-    documents_by_tag = np.bincount(inverse)
+    sizes_of_text = [d.text_bytes for d in documents if d.text_bytes is not None]
+    words = [d.words for d in documents if d.words is not None]
     starts = range(0, len(tokens), _LOOKUP_TOKENS)
     return ShardInfo(
         file=token_path.name.removesuffix(TEMPORARY_SUFFIX),
@@ -247,10 +243,7 @@ def write_shard(
         checksum=fingerprint(token_path)[1],
         table_checksum=fingerprint(table_path)[1],
         key=key,
-        tags={
-            int(tag): TagCount(documents=int(c), tokens=int(t))
-            for tag, c, t in zip(present, documents_by_tag, tokens_by_tag, strict=True)
-        },
+        tags=count_tags(table["tag"], sizes, sizes_of_text or None, words or None),
         mask=mask_path.name.removesuffix(TEMPORARY_SUFFIX) if masks else None,
         mask_checksum=fingerprint(mask_path)[1] if masks else None,
     )

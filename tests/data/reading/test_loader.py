@@ -10,6 +10,7 @@ import torch
 
 from deskside.data.reading.loader import Loader, LoaderOptions, validation_batches
 from deskside.data.reading.rows import PackedDataset
+from deskside.data.tokenizer import load, token_texts
 from deskside.utils.errors import UsageError
 
 T = 64
@@ -127,3 +128,31 @@ def test_validation_batches(prepared: Path, max_rows: int | None) -> None:
     if max_rows is None:
         counted = int(val.token_bytes[targets[targets != -100].numpy()].sum(dtype=np.int64))
         assert counted == val.index.splits["val"].text_bytes
+
+
+def test_languages_of_validation_batches(prepared: Path) -> None:
+    """Hindi letters are in Hindi documents only, English ones in English documents."""
+    val = PackedDataset(prepared, "val", T)
+    texts = token_texts(load(prepared))
+    assert val.languages == ["en", "hi"]
+    seen = {"en": 0, "hi": 0}
+    for batch in validation_batches(val, 7):
+        assert batch.languages_BT is not None
+        languages_BT, positions_BT = batch.languages_BT, batch.positions_BT
+        assert positions_BT is not None and languages_BT.shape == batch.targets_BT.shape
+        padding = (batch.targets_BT == -100) & (batch.tokens_BT == val.index.tokenizer.eos_id)
+        assert torch.equal(languages_BT == -1, padding)
+        # The language changes only where a document begins.
+        changes = languages_BT[:, 1:] != languages_BT[:, :-1]
+        assert (positions_BT[:, 1:][changes] == 0).all()
+        for language, target in zip(
+            languages_BT.flatten().tolist(), batch.targets_BT.flatten().tolist(), strict=True
+        ):
+            letters = (
+                [c for c in texts[target].decode("utf-8", "ignore") if c.isalpha()] if target >= 0 else []
+            )
+            if letters:
+                name = val.languages[language]
+                assert all((c > "\u0900") == (name == "hi") for c in letters)
+                seen[name] += 1
+    assert min(seen.values()) > 100

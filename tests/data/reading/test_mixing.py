@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deskside.data.reading.mixing import PERIOD, Mixture, assign_components
-from deskside.data.reading.shards import TagInfo
+from deskside.data.reading.tags import TagInfo
 from deskside.utils.errors import UsageError
 
 TAGS = [
