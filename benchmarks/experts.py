@@ -3,15 +3,17 @@
     python -m benchmarks.experts [--tokens 16384] [--shapes 8x2x2048x2176,64x8x768x256] [--json FILE]
 
 A shape is experts x experts per token x hidden size x intermediate size. Logits are random, so experts get different
-numbers of rows. The efficiency of a grouped product is its rate relative to that of one dense product with the same
-FLOPs, (S, K) x (K, M), measured in turn with it. Element-wise kernels are given in GB/s of the bytes that they must
-read and write.
+numbers of rows. Each grouped product is measured with every backend that works here (`kernels.moe.grouped`); a star
+marks the one that a run would use. Its efficiency is its rate relative to that of one dense product with the same
+FLOPs, (S, K) x (K, M), measured in turn with it. GB/s are of the bytes that a kernel must read and write; a product
+reads the weights of the experts that were chosen. A decoding step is `--tokens 1` or `--tokens 16`.
 """
 
 import argparse
 import json
 import statistics
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import torch
 from torch import Tensor
 
 from deskside.kernels import moe
+from deskside.kernels.moe import grouped
 
 DEVICE = "cuda"
 SHAPES = "8x2x2048x2176,8x2x768x1024,16x2x768x1024,32x4x768x512,64x8x768x256,64x8x2048x1024"
@@ -71,40 +74,39 @@ def measure(tokens: int, experts: int, k: int, hidden: int, width: int) -> dict[
         ),
     }
     dense_in, dense_out = random(2 * width, hidden), random(hidden, width)
-    products: dict[str, tuple[int, Callable[[], object], Callable[[], object]]] = {
-        "gate and up": (
-            4 * rows * hidden * width,
-            lambda: moe.grouped_matmul(x_sorted, gate_up, ends, True),
-            lambda: x_sorted @ dense_in.T,
-        ),
-        "down": (
-            2 * rows * hidden * width,
-            lambda: moe.grouped_matmul(out, down, ends, True),
-            lambda: out @ dense_out.T,
-        ),
-        "gradient of the input": (
-            4 * rows * hidden * width,
-            lambda: moe.grouped_matmul(inner, gate_up, ends, False),
-            lambda: inner @ dense_in,
-        ),
-        "gradient of gate and up": (
-            4 * rows * hidden * width,
-            lambda: moe.grouped_weight_gradient(inner, x_sorted, ends, torch.bfloat16),
-            lambda: inner.T @ x_sorted,
-        ),
+    chosen = int((routing.ends_E.diff(prepend=routing.ends_E.new_zeros(1)) > 0).sum())
+    # (left operand, right operand, transpose or None for the gradient of the weights, the dense product)
+    products: dict[str, tuple[Tensor, Tensor, bool | None, Callable[[], object]]] = {
+        "gate and up": (x_sorted, gate_up, True, lambda: x_sorted @ dense_in.T),
+        "down": (out, down, True, lambda: out @ dense_out.T),
+        "gradient of the input": (inner, gate_up, False, lambda: inner @ dense_in),
+        "gradient of gate and up": (inner, x_sorted, None, lambda: inner.T @ x_sorted),
     }
     result: dict[str, Any] = {
         name: {"seconds": (time := seconds(run)), "gb_per_s": size / time / 1e9}
         for name, (size, run) in elementwise.items()
     }
-    for name, (flops, grouped, dense) in products.items():
-        times = {"grouped": seconds(grouped), "dense": seconds(dense)}
-        result[name] = {
-            "seconds": times["grouped"],
-            "tflops": flops / times["grouped"] / 1e12,
-            "dense_tflops": flops / times["dense"] / 1e12,
-            "efficiency": times["dense"] / times["grouped"],
-        }
+    for name, (left, right, transpose, dense) in products.items():
+        output = right.shape[1 if transpose else -1]
+        flops = 2 * left.numel() * output
+        size = 2 * (left.numel() + rows * output + chosen * left.shape[1] * output)
+        used = grouped.grouped_backend((left, right), experts)
+        for backend, (matmul, weight_gradient) in grouped.PRODUCTS.items():
+            supported = grouped.supports(backend, left.device, left.dtype, (left.shape[1], output))
+            if backend == "loop" or not (supported and grouped.agrees(backend, left.device, left.dtype)):
+                continue
+            if transpose is None:
+                run = partial(weight_gradient, left, right, ends, torch.bfloat16)
+            else:
+                run = partial(matmul, left, right, ends, transpose)
+            times = {"grouped": seconds(run), "dense": seconds(dense)}
+            result[f"{name}, {backend}{'*' if backend == used else ''}"] = {
+                "seconds": times["grouped"],
+                "gb_per_s": size / times["grouped"] / 1e9,
+                "tflops": flops / times["grouped"] / 1e12,
+                "dense_tflops": flops / times["dense"] / 1e12,
+                "efficiency": times["dense"] / times["grouped"],
+            }
     return result
 
 
@@ -124,7 +126,7 @@ def main() -> None:
         print(shape)
         for name, row in results[shape].items():
             values = "  ".join(f"{key} {value:.4g}" for key, value in row.items() if key != "seconds")
-            print(f"  {name:24} {row['seconds'] * 1e6:9.1f} us  {values}", flush=True)
+            print(f"  {name:33} {row['seconds'] * 1e6:9.1f} us  {values}", flush=True)
     if options.json is not None:
         report = {"device": torch.cuda.get_device_name(), "tokens": options.tokens, "shapes": results}
         options.json.write_text(json.dumps(report, indent=1) + "\n")

@@ -1,17 +1,16 @@
 """A mixture-of-experts MLP exactly as Qwen3-MoE computes it: softmax router, top-k, SwiGLU experts, no token dropped.
 
-Tokens are sorted by expert, so that each expert's tokens are contiguous rows; one grouped GEMM (or a loop of GEMMs)
-then computes all experts. The load-balancing loss is that of Switch Transformer (Fedus et al. 2021, arXiv 2101.03961,
+Tokens are sorted by expert, so that each expert's tokens are contiguous rows; one grouped product then computes
+all experts. The load-balancing loss is that of Switch Transformer (Fedus et al. 2021, arXiv 2101.03961,
 eq. 4-6), computed over all layers together as in transformers; each layer returns the two sums that it needs.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deskside.kernels.functional import activate, at_least_float32
-from deskside.kernels.moe.reference import grouped_gemm_supported
 from deskside.ops.composite import Activation, AddNormLinear, Sublayer
+from deskside.ops.grouped import grouped_linear
 from deskside.ops.linear import Linear, make_slices
 
 
@@ -34,14 +33,8 @@ class Experts(nn.Module):
     def forward(self, x_ND: Tensor, counts_E: Tensor) -> Tensor:
         """(N, D) -> (N, D). The rows are sorted by expert; counts_E: number of rows per expert, int64."""
         gate_up, down = self.gate_up_weight.to(x_ND.dtype), self.down_weight.to(x_ND.dtype)
-        if grouped_gemm_supported(x_ND, gate_up, down):
-            ends_E = counts_E.cumsum(0).to(torch.int32)
-            hidden = torch._grouped_mm(x_ND, gate_up.transpose(1, 2), offs=ends_E)
-            return torch._grouped_mm(self._activate(hidden), down.transpose(1, 2), offs=ends_E)
-        rows = x_ND.split(counts_E.tolist())
-        return torch.cat(
-            [F.linear(self._activate(F.linear(x, gate_up[e])), down[e]) for e, x in enumerate(rows)]
-        )
+        ends_E = counts_E.cumsum(0).to(torch.int32)
+        return grouped_linear(self._activate(grouped_linear(x_ND, gate_up, ends_E)), down, ends_E)
 
     def _activate(self, hidden: Tensor) -> Tensor:
         return activate(self.activation, *hidden.chunk(len(self.slices["gate_up_weight"]), dim=-1))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from deskside.kernels import moe
-from deskside.kernels.moe import reference
+from deskside.kernels.moe import grouped, reference
 from deskside.model.transformer import Transformer
 from deskside.precision.convert import convert
 from tests.gpu import card
@@ -76,6 +76,54 @@ def test_kernels_equal_float64(N: int, E: int, k: int, D: int, F: int) -> None:
         assert error(moe.grouped_matmul(operand, weight, routing.ends_E, transpose), truth) < BF16
     truth = reference.grouped_weight_gradient(inner.double(), y.double(), routing.ends_E, torch.float64)
     assert error(moe.grouped_weight_gradient(inner, y, routing.ends_E, torch.float32), truth) < BF16
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize(
+    ("ends", "K", "M"),
+    [((0, 700, 700, 2048), 768, 1024), ((1, 2, 2, 3, 5, 5, 5, 8), 2048, 4352), ((40, 77, 78, 130), 72, 136),
+     ((130, 1000), 100, 60)],
+)  # fmt: skip
+def test_grouped_products_equal_float64_and_do_not_wait(
+    backend: grouped.Backend, ends: tuple[int, ...], K: int, M: int, dtype: torch.dtype
+) -> None:
+    if not grouped.supports(backend, torch.device(card.DEVICE), dtype, (K, M)):
+        pytest.skip(f"{backend} does not support this here")
+    torch.manual_seed(0)
+    ends_E = torch.tensor(ends, dtype=torch.int32, device=card.DEVICE)
+    x, g, weight = (random(*shape).to(dtype) for shape in ((ends[-1], K), (ends[-1], M), (len(ends), M, K)))
+    multiply, weight_gradient = grouped.PRODUCTS[backend]
+
+    def products() -> list[Tensor]:
+        gradients = (weight_gradient(g, x, ends_E, kind) for kind in (torch.float32, dtype))
+        return [multiply(x, weight, ends_E, True), multiply(g, weight, ends_E, False), *gradients]
+
+    first = products()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        again = products()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    wide = (x.double(), g.double(), weight.double())
+    gradient = reference.grouped_weight_gradient(wide[1], wide[0], ends_E, torch.float64)
+    truth = [
+        reference.grouped_matmul(wide[0], wide[2], ends_E, True),
+        reference.grouped_matmul(wide[1], wide[2], ends_E, False),
+        gradient,
+        gradient,
+    ]
+    for ours, repeated, exact in zip(first, again, truth, strict=True):
+        assert torch.equal(ours, repeated)
+        assert error(ours, exact) < BF16
+
+
+def test_a_modern_card_needs_no_loop() -> None:
+    device = torch.device(card.DEVICE)
+    if torch.version.hip is not None or grouped.capability(device) < (8, 0):
+        pytest.skip("has no kernel")
+    for rows in (8, 4096):
+        assert grouped.grouped_backend((random(rows, 64), random(8, 64, 64)), 8) != "loop"
 
 
 def gradients(model: Transformer) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ Shapes are those of small and of large models: a row of 5120 channels is where s
 """
 
 from collections.abc import Iterator
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from deskside.kernels.adamw_state import (
 )
 from deskside.kernels.fused import launch
 from deskside.kernels.fused.reference import Cast, QkvLayout
-from deskside.kernels.moe import Routing, moe_launch
+from deskside.kernels.moe import Routing, grouped, moe_launch
 from tests.kernels.compile_cases import CAPABILITIES, CompileCase, recorded
 
 WITH_FP8 = tuple(c for c in CAPABILITIES if c >= 89)  # where the conversion is an instruction
@@ -143,6 +144,26 @@ def _experts() -> Iterator[CompileCase]:
             )
 
 
+def _grouped_products() -> Iterator[CompileCase]:
+    """With the tiles of each GPU: of a training step, of a short prompt and of a decoding step."""
+    E, D, F = 8, 2048, 2176
+    ends, weight = _new(E, dtype=torch.int32), _new(E, 2 * F, D)
+    for target in CAPABILITIES:
+        with mock.patch.object(grouped, "capability", lambda device, target=target: divmod(target, 10)):
+            for S in (16, 512, 32768):
+                x, g = _new(S, D), _new(S, 2 * F)
+                arguments = (weight, ends, True)
+                yield recorded(f"x W^T of {S} for {target}", (target,), grouped.triton_matmul, x, *arguments)
+            arguments = (g, weight, ends, False)
+            yield recorded(f"g W for {target}", (target,), grouped.triton_matmul, *arguments)
+            for dtype in (torch.bfloat16, torch.float32):
+                name = f"g^T x to {str(dtype).removeprefix('torch.')} for {target}"
+                arguments = (g, x, ends, dtype)
+                yield recorded(name, (target,), grouped.triton_weight_gradient, *arguments)
+            half = (_new(S, D, dtype=torch.float16), _new(E, 100, D, dtype=torch.float16), ends, True)
+            yield recorded(f"x W^T in FP16 for {target}", (target,), grouped.triton_matmul, *half)
+
+
 def _losses() -> Iterator[CompileCase]:
     targets = _new(N, dtype=torch.int64)
     for V, cap, z_loss in ((32768, None, 0.0), (50257, 15.0, 1e-4), (151936, None, 1e-4)):
@@ -251,6 +272,7 @@ COMPILE_CASES = (
     *_rope(),
     *_gated(),
     *_experts(),
+    *_grouped_products(),
     *_losses(),
     *_embeddings(),
     *_optimizers(),

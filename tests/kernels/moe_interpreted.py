@@ -2,12 +2,14 @@
 
 import math
 from dataclasses import fields
+from unittest import mock
 
 import torch
 from torch import Tensor
 
+from deskside.kernels.moe import grouped, reference
 from deskside.kernels.moe import moe_launch as launch
-from deskside.kernels.moe import reference
+from deskside.kernels.nvfp4.matmul import TileConfig
 
 D, F = 80, 48
 
@@ -19,11 +21,39 @@ def error(ours: Tensor, truth: Tensor) -> float:
     return value if math.isfinite(value) else math.inf
 
 
+def grouped_products(found: dict[str, float]) -> None:
+    """Empty experts at the beginning, in the middle and at the end; groups smaller and larger than a tile; a sum that
+    is and one that is no multiple of a step. Rows of other experts and beyond the tensor are not read."""
+    small = TileConfig(32, 32, 16, warps=4, stages=2, descriptors=False, group=2)
+    for ends in ((0, 33, 33, 70, 131, 131), (1, 2, 3, 3), (7,), (0, 0, 64)):
+        for K, M in ((48, 80), (40, 33)):
+            E, S = len(ends), ends[-1]
+            ends_E = torch.tensor(ends, dtype=torch.int32)
+            x, g, weight = torch.randn(S, K), torch.randn(S, M), torch.randn(E, M, K)
+            for name, tiles in (("large", small), ("of this size", grouped.grouped_tiles((8, 9), S // E))):
+                how = f"{ends} {K} x {M}, tiles {name}"
+                with (
+                    mock.patch.object(grouped, "grouped_tiles", lambda *a, t=tiles: t),
+                    mock.patch.object(grouped, "tile_config", lambda *a, t=tiles: t),
+                ):
+                    outputs = {
+                        "x W^T": (grouped.triton_matmul(x, weight, ends_E, True), x, weight, True),
+                        "g W": (grouped.triton_matmul(g, weight, ends_E, False), g, weight, False),
+                    }
+                    gradient = grouped.triton_weight_gradient(g, x, ends_E, torch.float32)
+                for product, (ours, a, w, transpose) in outputs.items():
+                    truth = reference.grouped_matmul(a.double(), w.double(), ends_E, transpose)
+                    found[f"{product} {how}"] = error(ours, truth)
+                truth = reference.grouped_weight_gradient(g.double(), x.double(), ends_E, torch.float64)
+                found[f"g^T x {how}"] = error(gradient, truth)
+
+
 def main() -> dict[str, float]:
     """The error of each kernel."""
     torch.manual_seed(0)
     launch.ROUTED = 64  # several programs, the last one partly empty
     found: dict[str, float] = {}
+    grouped_products(found)
     for N, E, k, normalise, align in (
         (37, 5, 2, True, 1),
         (37, 5, 2, True, 16),

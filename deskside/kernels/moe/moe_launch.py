@@ -5,9 +5,7 @@ from torch import Tensor
 
 from deskside.kernels.fused.launch import ACTIVATION_IDS, ceil_div, next_power_of_2
 from deskside.kernels.moe import triton_routing, triton_rows
-from deskside.kernels.moe.reference import Routing, grouped_gemm_supported, sorted_rows
-from deskside.kernels.moe.reference import grouped_matmul as looped_matmul
-from deskside.kernels.moe.reference import grouped_weight_gradient as looped_weight_gradient
+from deskside.kernels.moe.reference import Routing, sorted_rows
 
 # Tokens of a program, and tokens x experts (rounded up to a power of two) that its registers hold.
 ROUTED_TOKENS, ROUTED = 128, 4096
@@ -112,17 +110,3 @@ def weighted_gated_backward(
 
 def _warps(block: int) -> int:
     return 4 if block >= 1024 else 2
-
-
-def grouped_matmul(x_SK: Tensor, weight: Tensor, ends_E: Tensor, transpose: bool) -> Tensor:
-    """See `reference.grouped_matmul`. x_SK: contiguous."""
-    if not grouped_gemm_supported(x_SK, weight):
-        return looped_matmul(x_SK, weight, ends_E, transpose)
-    return torch._grouped_mm(x_SK, weight.transpose(1, 2) if transpose else weight, offs=ends_E)
-
-
-def grouped_weight_gradient(g_SM: Tensor, x_SK: Tensor, ends_E: Tensor, dtype: torch.dtype) -> Tensor:
-    """See `reference.grouped_weight_gradient`. g_SM, x_SK: contiguous."""
-    if not grouped_gemm_supported(g_SM, x_SK):
-        return looped_weight_gradient(g_SM, x_SK, ends_E, dtype)
-    return torch._grouped_mm(g_SM.T, x_SK, offs=ends_E).to(dtype)

@@ -155,14 +155,6 @@ def weighted_gated_backward(
     return grad_x.to(x.dtype), grad_weights_S, (hidden * weights_S[:, None]).to(x.dtype)
 
 
-def grouped_gemm_supported(*operands: Tensor) -> bool:
-    """Return True if torch's grouped GEMM supports the operands: bfloat16 on CUDA, rows of a multiple of 16 bytes."""
-    return all(
-        x.is_cuda and x.dtype is torch.bfloat16 and all(size % 8 == 0 for size in x.shape[1:])
-        for x in operands
-    )
-
-
 def grouped_matmul(x_SK: Tensor, weight: Tensor, ends_E: Tensor, transpose: bool) -> Tensor:
     """Return x_e W_e^T for the rows x_e of each expert, (S, M), for weights (E, M, K); x_e W_e if not `transpose`.
 
