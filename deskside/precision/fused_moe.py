@@ -97,7 +97,8 @@ class _MoE(torch.autograd.Function):
         ctx.state = None if plan.recompute else (normed, inner)
         ctx.save_for_backward(residual, rstd, weights[0], logits)
         ctx.set_materialize_grads(False)
-        return residual.view(shape), delta.view(shape), routing.statistics_2E
+        # An alias: an output that `ctx` held as well would keep the graph alive for ever.
+        return residual.view(shape), delta.view(shape), routing.statistics_2E.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -15,18 +15,21 @@ state, so a second one through the same graph (`retain_graph=True`) recomputes i
 Suffixes: N tokens (B sequences of T), D hidden size, H heads, K key-value heads, C channels of a head.
 """
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from deskside.kernels import fused
 from deskside.kernels.attention import AttentionContext
-from deskside.kernels.attention.manual_backward import SavedAttention, attention_backward, attention_forward
+from deskside.kernels.attention.manual_backward import (
+    SavedAttention,
+    attention_backward,
+    attention_forward,
+    attention_output,
+)
 from deskside.kernels.fused import Fp8, QkvLayout
 from deskside.ops.composite import AttentionSublayer, MLPSublayer, RMSNorm
 from deskside.precision.quantized_linear import QuantizedLinear
@@ -200,7 +203,7 @@ class _AttentionState:
     """Values that attention's backward needs besides the residual."""
 
     qkv: Tensor  # output of the first layer
-    attention: SavedAttention
+    attention: SavedAttention | None
     normed: tuple[Tensor, ...]  # saved input of the first layer
     o: tuple[Tensor, ...]  # saved input of the second layer
 
@@ -212,8 +215,12 @@ def _attention(
     angles: tuple[Tensor, Tensor] | None,
     normed: Tensor | Fp8,
     dtype: torch.dtype,
+    save: bool,
 ) -> tuple[QuantizedOperand, _AttentionState]:
-    """Compute attention from the norm's output up to the second layer's input, as `_mlp` does."""
+    """Compute attention from the norm's output up to the second layer's input, as `_mlp` does.
+
+    Without `save`, the state of attention itself is None.
+    """
     sublayer, layout = plan.sublayer, plan.layout
     rows, saved_normed = plan.first.x.quantize_rows(normed)
     qkv = plan.first.output(rows, dtype)
@@ -225,7 +232,11 @@ def _attention(
     v_BTKC = qkv.view(batch, -1, sublayer.heads + 2 * sublayer.kv_heads, sublayer.head_dim)[
         :, :, -sublayer.kv_heads :
     ]
-    o_BTHC, saved_attention = attention_forward(q_BTHC, k_BTKC, v_BTKC, context)
+    saved_attention = None
+    if save:
+        o_BTHC, saved_attention = attention_forward(q_BTHC, k_BTKC, v_BTKC, context)
+    else:
+        o_BTHC = attention_output(q_BTHC, k_BTKC, v_BTKC, context)
     rows, saved_o = plan.second.x.quantize_rows(o_BTHC.reshape(qkv.shape[0], -1).contiguous())
     return rows, _AttentionState(qkv, saved_attention, saved_normed, saved_o)
 
@@ -246,10 +257,8 @@ class _Attention(torch.autograd.Function):
         residual, normed, rstd = plan.add_norm(
             flatten_tokens(residual_BTD), None if delta_BTD is None else flatten_tokens(delta_BTD)
         )
-        # With recomputation, what attention saves in a graph of its own is dropped at once. Hooks that the caller has
-        # set, such as those of activation offloading, must not see it.
-        with saved_tensors_hooks(_same, _same) if plan.recompute else nullcontext():
-            rows, state = _attention(plan, context, shape[0], angles, normed, residual.dtype)
+        save = not plan.recompute
+        rows, state = _attention(plan, context, shape[0], angles, normed, residual.dtype, save)
         delta = plan.second.output(rows, residual.dtype)
         ctx.plan, ctx.shape, ctx.state = plan, shape, None if plan.recompute else state
         ctx.context_and_angles = context_and_angles
@@ -266,8 +275,8 @@ class _Attention(torch.autograd.Function):
         state, ctx.state = ctx.state, None
         if state is None:
             normed = plan.add_norm(saved[0], None)[1]
-            state = _attention(plan, context, batch, angles, normed, saved[0].dtype)[1]
-        assert grad_delta is not None
+            state = _attention(plan, context, batch, angles, normed, saved[0].dtype, save=True)[1]
+        assert grad_delta is not None and state.attention is not None
         grad_o, grad_second = plan.second_backward(grad_delta, state.o)
         grad_o_BTHC = grad_o.view(batch, -1, layout.heads, layout.head_dim)
         grad_q, grad_k, grad_v = (_flatten_heads(g) for g in attention_backward(state.attention, grad_o_BTHC))
@@ -351,10 +360,6 @@ def rms_norm(norm: object) -> RMSNorm:
 
 def flatten_tokens(x_BTD: Tensor) -> Tensor:
     return x_BTD.flatten(0, 1).contiguous()
-
-
-def _same(x: Tensor) -> Tensor:
-    return x
 
 
 def _flatten_heads(x_BTHC: Tensor) -> Tensor:

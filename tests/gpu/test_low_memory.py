@@ -16,7 +16,7 @@ from deskside.train import activation_offload
 from deskside.train.activation_offload import ActivationOffload
 from deskside.train.loop.gradient_sums import GradientSums
 from tests.gpu import card
-from tests.precision.small import B, T, make, tokens
+from tests.precision.small import B, T, make, tokens, worst
 
 pytestmark = card.NEEDS_CARD
 SEED = rounding_seed("a.weight", 3)
@@ -86,8 +86,8 @@ def test_offloaded_activations_change_no_bit(
     rows = B // passes * T
     # Five blocks of two sublayers, each with the residual stream in bfloat16 and 1 / RMS of its rows; of experts also
     # the router's logits.
-    router = rows * shape.get("num_experts", 0) * 2
-    assert offload.host_bytes == 5 * (2 * (rows * 128 * 2 + rows * 4) + router)
+    stream, rstd, logits = rows * 128 * 2, rows * 4, rows * shape.get("num_experts", 0) * 2
+    assert offload.host_bytes == 5 * sum(n for n in (stream, rstd, stream, rstd, logits) if n >= 1024)
 
 
 def test_offloaded_activations_leave_the_card() -> None:
@@ -125,10 +125,14 @@ def test_sums_over_passes_and_repeats() -> None:
             sums.end_pass()
         found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    sums.begin_passes(1)
+    model.zero_grad()
+    (model.loss(tokens().to(card.DEVICE), tokens(1).to(card.DEVICE)) / (B * T)).backward()
+    found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
     exact = make(torch.float64, **MOE).to(card.DEVICE)
     exact.load_state_dict({name: t.double() for name, t in model.state_dict().items()})
     exact.zero_grad()
     (exact.loss(tokens().to(card.DEVICE), tokens(1).to(card.DEVICE)) / (B * T)).backward()
-    truth = torch.cat([p.grad.flatten() for p in exact.parameters() if p.grad is not None])
-    ours = torch.cat([found[0][name].double().flatten() for name, _ in exact.named_parameters()])
-    assert float((ours - truth).norm() / truth.norm()) < 0.03
+    truth = {name: p.grad for name, p in exact.named_parameters() if p.grad is not None}
+    # Tokens whose experts are chosen by BF16's rounding make most of the error, in one pass as well as in four.
+    assert worst(found[0], truth) < 1.1 * worst(found[2], truth)

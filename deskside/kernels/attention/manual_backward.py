@@ -37,6 +37,15 @@ def attention_forward(
     return o_BTHC, SavedAttention(pair, context, saved)
 
 
+def attention_output(q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, context: AttentionContext) -> Tensor:
+    """Return o_BTHC alone, for a forward that the backward computes again. Nothing is saved, not even by autograd."""
+    backend = backend_named(context.backend)
+    if backend.pair is not None:
+        return backend.pair.forward(q_BTHC, k_BTKC, v_BTKC, context)[0]
+    with torch.no_grad():
+        return backend.function(q_BTHC, k_BTKC, v_BTKC, context)
+
+
 def attention_backward(state: SavedAttention, grad_o_BTHC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq_BTHC, dk_BTKC, dv_BTKC), and free the saved state. Raises RunError if called twice."""
     saved, state.saved = state.saved, None
