@@ -242,6 +242,7 @@ def refuse_other_model(trained: ModelConfig, overrides: Mapping[str, Any], sourc
     """Raise UsageError for model options that contradict given weights.
 
     Many of them would cause no other error: the weights load with any rope_theta, but were trained with only one.
+    rope_scaling may change, because it is made for weights that were trained without it.
 
     Args:
         trained: The configuration that the weights were trained with.
@@ -252,12 +253,13 @@ def refuse_other_model(trained: ModelConfig, overrides: Mapping[str, Any], sourc
     if not isinstance(options, Mapping) or not options:
         return
     try:
-        changed = ModelConfig.model_validate({**trained.model_dump(mode="json"), **options})
+        given = {key: value for key, value in options.items() if key != "rope_scaling"}
+        changed = ModelConfig.model_validate({**trained.model_dump(mode="json"), **given})
     except ValidationError:
         return  # `build` reports the error
     changeable = {"router_aux_loss_coef"}
     if trained.position_embedding == "rope":
-        changeable.add("max_position_embeddings")
+        changeable |= {"max_position_embeddings", "rope_scaling"}
     for key in options:
         if key not in changeable and getattr(changed, key) != getattr(trained, key):
             raise UsageError(
@@ -309,7 +311,10 @@ def unknown_key(key: str) -> UsageError:
 
 def _usage_error(error: ValidationError) -> UsageError:
     """Return the first problem of a ValidationError as a one-line error with the key and the problem."""
-    first = error.errors(include_url=False)[0]
+    first, *others = error.errors(include_url=False)
+    if first["type"] == "missing" and isinstance(first["loc"][-2:][0], str):
+        # A misspelt key comes before the key that is missing because of it, unless this names a list's table.
+        first = next((other for other in others if other["type"] == "extra_forbidden"), first)
     path = [str(p) for p in first["loc"]]
     if len(path) > 1 and len(_alternatives(path[0])) > 1:
         del path[1]  # pydantic inserts the name of the alternative, which is not a key
@@ -328,6 +333,8 @@ def _usage_error(error: ValidationError) -> UsageError:
                 return UsageError(f"{key}.{message}")
             return UsageError(message)
         return UsageError(f"{key}: {message}")
+    if first["type"] == "missing":
+        return UsageError(f"{key}: is missing; set it with --{key}")
     if first["type"] in ("tuple_type", "list_type"):
         return UsageError(f'{key}: is a list, written in brackets like ["a", "b"], not {first["input"]!r}')
     return UsageError(f"{key}: {message[0].lower()}{message[1:]}, not {first['input']!r}")
@@ -412,7 +419,9 @@ def _overlay(
         path = (*prefix, key)
         # Mixture weights are replaced as a whole, like a single value.
         if isinstance(value, Mapping) and path != ("data", "weights"):
-            child = target.setdefault(key, {})
+            if target.get(key) is None:  # an optional part that a lower layer does not have
+                target[key] = {}
+            child = target[key]
             if not isinstance(child, dict):
                 raise UsageError(
                     f"{'.'.join(path)}: is given both as one value and as a table; remove one of them"

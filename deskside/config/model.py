@@ -4,6 +4,7 @@ The default is exactly Qwen3's architecture (pre-RMSNorm, RoPE, grouped-query at
 with `num_experts` it is exactly Qwen3-MoE's. The other options are for studies and for models of other families.
 """
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, TypeAdapter, ValidationError, model_validator
@@ -13,6 +14,46 @@ from deskside.config.base import Part
 # The limit is larger than the sizes of any model; products of two sizes fit into int64.
 Size = Annotated[int, Field(gt=0, le=1 << 27)]
 _SIZE_ADAPTER = TypeAdapter(Size)
+
+
+class YarnConfig(Part):
+    """YaRN: rotary frequencies for rows longer than those of the training so far (Peng et al. 2023, arXiv 2309.00071).
+
+    The fields are those of Hugging Face's `rope_parameters` with rope_type "yarn"; see ops/rope.py.
+    """
+
+    rope_type: Literal["yarn"] = Field("yarn", description="kind of scaling")
+    factor: float = Field(ge=1, description="longest row / original_max_position_embeddings")
+    original_max_position_embeddings: Size = Field(description="longest row that the weights were trained on")
+    attention_factor: PositiveFloat | None = Field(
+        None, description="factor of queries and keys; default: from factor and the two mscale"
+    )
+    beta_fast: PositiveFloat = Field(32.0, description="turns in the original length that keep a frequency")
+    beta_slow: PositiveFloat = Field(1.0, description="turns in the original length that divide it by factor")
+    mscale: float | None = Field(None, ge=0, description="slope of the attention factor, numerator")
+    mscale_all_dim: float | None = Field(None, ge=0, description="slope of the attention factor, denominator")
+    truncate: bool = Field(True, description="round the range of interpolated pairs to whole pairs")
+
+    @model_validator(mode="after")
+    def _check_betas(self) -> "YarnConfig":
+        if self.beta_fast < self.beta_slow:
+            raise ValueError(
+                f"beta_fast: {self.beta_fast} is below beta_slow = {self.beta_slow}; exchange them"
+            )
+        return self
+
+    @property
+    def attention_scale(self) -> float:
+        """The factor of cosines and sines: attention_factor or, as in transformers, its default."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+
+        def scale(slope: float) -> float:
+            return 0.1 * slope * math.log(self.factor) + 1.0
+
+        if self.mscale and self.mscale_all_dim:
+            return scale(self.mscale) / scale(self.mscale_all_dim)
+        return scale(1.0)
 
 
 class ModelConfig(Part):
@@ -33,6 +74,7 @@ class ModelConfig(Part):
         "rope", description="rotary, or a learned table added to the embeddings"
     )
     rope_theta: PositiveFloat = Field(10000.0, description="base of the rotary frequencies")
+    rope_scaling: YarnConfig | None = None
 
     hidden_act: Literal["silu", "gelu", "gelu_new", "relu2"] = Field(
         "silu", description="gelu_new is GPT-2's tanh form; relu2 is ReLU squared"
@@ -105,6 +147,10 @@ class ModelConfig(Part):
         if self.position_embedding == "rope" and self.head_dim % 2:
             raise ValueError(
                 f"head_dim: RoPE rotates pairs of channels, so head_dim must be even, not {self.head_dim}"
+            )
+        if self.rope_scaling is not None and self.position_embedding == "learned":
+            raise ValueError(
+                "rope_scaling: learned positions have no frequencies; remove it, or use position_embedding rope"
             )
         if (self.sliding_window is None) != (self.window_pattern is None):
             given, missing = (

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from deskside.config.model import ModelConfig
+from deskside.config.model import ModelConfig, YarnConfig
 from deskside.export.gguf_tokenizer import GgufTokenizer
 from deskside.model.transformer import Transformer
 from deskside.utils.errors import RunError, UsageError
@@ -76,6 +76,13 @@ def check_gguf(config: ModelConfig) -> str:
         wrong.append("attention_bias = true (it reads no such biases)")
     if name == "qwen3moe" and not config.norm_topk_prob:
         wrong.append("norm_topk_prob = false (it makes the experts' weights sum to one)")
+    yarn = config.rope_scaling
+    if yarn is not None:
+        only_factor = YarnConfig(
+            factor=yarn.factor, original_max_position_embeddings=yarn.original_max_position_embeddings
+        )
+        if not yarn.truncate or yarn.attention_scale != only_factor.attention_scale:
+            wrong.append("rope_scaling with truncate false or another attention factor (it computes its own)")
     if wrong:
         raise UsageError(f"--to gguf: llama.cpp's {name} cannot do {'; '.join(wrong)}; use --to hf")
     return name
@@ -230,6 +237,12 @@ def _describe(
         writer.add_value_length(config.head_dim)
         writer.add_rope_dimension_count(config.head_dim)
         writer.add_rope_freq_base(config.rope_theta)
+        if (yarn := config.rope_scaling) is not None:
+            writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+            writer.add_rope_scaling_factor(yarn.factor)
+            writer.add_rope_scaling_orig_ctx_len(yarn.original_max_position_embeddings)
+            writer.add_rope_scaling_yarn_beta_fast(yarn.beta_fast)
+            writer.add_rope_scaling_yarn_beta_slow(yarn.beta_slow)
     if config.num_experts:
         writer.add_expert_count(config.num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)

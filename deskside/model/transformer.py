@@ -16,10 +16,11 @@ from deskside.kernels.attention import AttentionContext, Requirements, prepare
 from deskside.kernels.cross_entropy import CHUNK_TOKENS, ReplacementRows, token_losses
 from deskside.model.block import DEFAULT_BLOCKS, Block, CachedBlocks, LayerCache, Rotation, hidden_norm
 from deskside.model.cache import KVCache
-from deskside.ops.composite import AddNormLinear, rope_table
+from deskside.ops.composite import AddNormLinear
 from deskside.ops.linear import Embedding, HeadLoss, Linear
 from deskside.ops.logical import logical_tensors
 from deskside.ops.moe import load_balancing_loss
+from deskside.ops.rope import rope_table
 from deskside.utils.errors import UsageError
 
 PARAM_GROUPS = ("embedding", "position", "attention", "mlp", "norm", "head")
@@ -60,6 +61,7 @@ class Transformer(nn.Module):
                 self.config.head_dim,
                 self.config.rope_theta,
                 self.embed.weight.device,
+                self.config.rope_scaling,
             )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Transformer":

@@ -71,18 +71,6 @@ def attention(q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, context: Attention
     return backend_named(context.backend).function(q_BTHC, k_BTKC, v_BTKC, context)
 
 
-def rope_table(positions: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return cos and sin, (positions, head_dim / 2) float32 each. On the meta device they are empty tensors."""
-    if device.type == "meta":
-        # Arithmetic on meta tensors imports torch._dynamo, which takes more than a second.
-        shapes = torch.empty(2, positions, head_dim // 2, dtype=torch.float32, device=device)
-        return shapes[0], shapes[1]
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
-    frequencies = 1.0 / theta**exponents
-    angles = torch.arange(positions, dtype=torch.float32, device=device)[:, None] * frequencies
-    return angles.cos(), angles.sin()
-
-
 def make_projections(
     in_features: int, outputs: Sequence[tuple[str, int]], bias: bool, fused: bool
 ) -> nn.ModuleList:

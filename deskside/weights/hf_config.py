@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from deskside.config.base import first_problem
-from deskside.config.model import ModelConfig
+from deskside.config.model import ModelConfig, YarnConfig
 from deskside.utils.errors import RunError, UsageError
 from deskside.weights.hf_families import FAMILIES, family_of
 
@@ -68,7 +68,7 @@ def _decoder(source: Mapping[str, Any], model_type: str) -> ModelConfig:
         **{name: source[name] for name in (*_SIZES, "intermediate_size")},
         "num_key_value_heads": source.get("num_key_value_heads") or heads,
         "head_dim": source.get("head_dim") or default_head_dim,
-        "rope_theta": _rope_theta(source),
+        **_rope(source),
         "hidden_act": _activation(source.get("hidden_act", "silu")),
         "norm_eps": source.get("rms_norm_eps", 1e-6),
         "attention_bias": source.get("attention_bias", False),
@@ -116,12 +116,30 @@ def _gpt2(source: Mapping[str, Any]) -> ModelConfig:
     )
 
 
-def _rope_theta(source: Mapping[str, Any]) -> float:
+def _rope(source: Mapping[str, Any]) -> dict[str, Any]:
+    """Return rope_theta and rope_scaling, as transformers reads them from `rope_parameters` or from older names."""
     rope = source.get("rope_parameters") or source.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise UsageError(f"rope_parameters: rope_type '{kind}' is not supported; only 'default' is")
-    return float(rope.get("rope_theta", source.get("rope_theta", 10000.0)))
+    if kind not in ("default", "yarn"):
+        raise UsageError(
+            f"rope_parameters: rope_type '{kind}' is not supported; only 'default' and 'yarn' are"
+        )
+    if rope.get("partial_rotary_factor", source.get("partial_rotary_factor")) not in (None, 1):
+        raise UsageError("partial_rotary_factor: only 1 is supported")
+    values: dict[str, Any] = {"rope_theta": float(rope.get("rope_theta", source.get("rope_theta", 10000.0)))}
+    if kind == "yarn":
+        positions = source["max_position_embeddings"]
+        original = source.get("original_max_position_embeddings") or rope.get(
+            "original_max_position_embeddings", positions
+        )
+        yarn = {name: rope[name] for name in YarnConfig.model_fields if rope.get(name) is not None}
+        factor = rope["factor"] if rope["factor"] is not None else positions / original
+        values["rope_scaling"] = yarn | {
+            "rope_type": kind,
+            "factor": factor,
+            "original_max_position_embeddings": original,
+        }
+    return values
 
 
 def _windows(source: Mapping[str, Any], model_type: str, layers: int) -> list[bool]:
@@ -178,11 +196,14 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
     result |= fields(
         *_SIZES, "intermediate_size", "num_key_value_heads", "head_dim", "hidden_act", "attention_bias"
     )
+    scaling = config.rope_scaling.model_dump(mode="json", exclude_none=True) if config.rope_scaling else {}
     result |= {
         "rms_norm_eps": config.norm_eps,
         "attention_dropout": 0.0,
-        "rope_theta": config.rope_theta,  # for transformers before version 5
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        # The first two are for transformers before version 5.
+        "rope_theta": config.rope_theta,
+        **({"rope_scaling": scaling} if scaling else {}),
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta, **scaling},
     }
     if family.model_type == "llama":
         return result | fields("mlp_bias")

@@ -19,6 +19,7 @@ from deskside.config.merge import (
     option_keys,
     parts_of,
     refuse_other_model,
+    resolved_layers,
 )
 from deskside.config.model import ModelConfig
 from deskside.config.optim import AdamWConfig
@@ -390,8 +391,10 @@ def test_the_suggested_key_is_the_right_one() -> None:
         head, _, leaf = key.rpartition(".")
         at = random.randrange(len(leaf))
         layer: Any = {leaf[:at] + leaf[at + 1 :]: 1}
+        for part in reversed(head.split(".") if head else []):
+            layer = {part: layer}
         with pytest.raises(UsageError) as error:
-            build([{head: layer} if head else layer])
+            build([layer])
         right += f"did you mean {key}?" in str(error.value)
     assert right / len(long) > 0.95, right / len(long)
 
@@ -416,6 +419,9 @@ def layer_with(path: tuple[str, ...], value: object) -> dict[str, Any]:
     """Return a layer with one key, and with the alternative that has the key."""
     if len(path) == 1:
         return {path[0]: value}
+    if path[:2] == ("model", "rope_scaling"):
+        required = {"factor": 8.0, "original_max_position_embeddings": 2048}
+        return {"model": {"rope_scaling": {**required, path[2]: value}}}
     part, leaf = path
     chosen = {}
     for alternative in parts_of(RunConfig.model_fields[part].annotation):
@@ -469,6 +475,7 @@ def test_options_that_contradict_given_weights_are_refused(key: str) -> None:
         "intermediate_size": 512, "max_position_embeddings": 4096, "mlp_bias": True, "norm": "layernorm",
         "norm_bias": True, "norm_eps": 1e-3, "norm_position": "post", "num_attention_heads": 6, "num_experts": 4,
         "num_hidden_layers": 2, "num_key_value_heads": 1, "position_embedding": "learned", "qk_norm": False,
+        "rope_scaling": {"factor": 8.0, "original_max_position_embeddings": 2048},
         "rope_theta": 5.0, "sliding_window": 32, "tie_word_embeddings": True, "vocab_size": 512,
         "window_pattern": "SL",
     }  # fmt: skip
@@ -478,7 +485,7 @@ def test_options_that_contradict_given_weights_are_refused(key: str) -> None:
         return
     refuse_other_model(own, {"model": {key: getattr(own, key)}}, "runs/a")
     given = {"model": {**beside, key: other[key]}}
-    if key == "max_position_embeddings":
+    if key in ("max_position_embeddings", "rope_scaling"):
         refuse_other_model(own, given, "runs/a")
         return
     with pytest.raises(UsageError, match=r"^model\.\w+: the weights of runs/a are"):
@@ -498,3 +505,19 @@ def test_a_part_that_one_layer_gives_as_a_value_is_one_line() -> None:
     for options in ({"name": "adamw"}, {"lr": 0.01}):
         with pytest.raises(UsageError, match="optim: is given both as one value and as a table"):
             build([{"optim": "adamw"}, {"optim": options}])
+
+
+def test_yarn_is_set_key_by_key_on_top_of_a_model_without_it() -> None:
+    """As `--init` does: the layers of a resolved model have rope_scaling None."""
+    keys = {"factor": 8.0, "original_max_position_embeddings": 2048}
+    layers = resolved_layers("model", RunConfig().model.model_dump(mode="json"))
+    longer = {"model": {"rope_scaling": keys, "max_position_embeddings": 16384}}
+    yarn = build([*layers, longer]).model.rope_scaling
+    assert yarn is not None and (yarn.factor, yarn.original_max_position_embeddings) == (8.0, 2048)
+    refuse_other_model(RunConfig().model, longer, "runs/base")
+    with pytest.raises(UsageError, match=r"model\.rope_scaling\.factor: is missing"):
+        build([{"model": {"rope_scaling": {"original_max_position_embeddings": 2048}}}])
+    with pytest.raises(UsageError, match=r"model\.rope_scaling: learned positions"):
+        build([{"model": {"rope_scaling": keys, "position_embedding": "learned"}}])
+    with pytest.raises(UsageError, match=r"model\.rope_scaling\.beta_fast: 0\.5 is below"):
+        build([{"model": {"rope_scaling": {**keys, "beta_fast": 0.5}}}])

@@ -19,7 +19,7 @@ from deskside.model.transformer import Transformer
 from deskside.utils.errors import RunError, UsageError
 from deskside.weights.hf import to_hf
 from tests.data.chat_tokenizer import make as make_chat
-from tests.export.test_hf_parity import GPT2, MOE, random_model
+from tests.export.test_hf_parity import GPT2, MOE, YARN, random_model
 
 gguf = pytest.importorskip("gguf")
 transformers = pytest.importorskip("transformers")
@@ -121,7 +121,8 @@ def test_smaller_types_are_read_as_they_round(
 
 def test_what_llama_cpp_asks_for(folder: Path, tokenizer: GgufTokenizer, tmp_path: Path) -> None:
     """Keys and tensors as llama.cpp's loader (src/llama-model.cpp, src/models/qwen3moe.cpp) names them."""
-    model = random_model(**{**MOE, "head_dim": 16, "rope_theta": 5e5}, vocab_size=VOCAB)
+    yarn = {"factor": 8.0, "original_max_position_embeddings": 8, "beta_fast": 16.0}
+    model = random_model(**{**MOE, "head_dim": 16, "rope_theta": 5e5, "rope_scaling": yarn}, vocab_size=VOCAB)
     saved = save_gguf(model, tokenizer, tmp_path / "out", "bfloat16", "my model/1")
     assert saved.file.name == "my-model-1-BF16.gguf"
     found = fields(saved.file)
@@ -140,6 +141,11 @@ def test_what_llama_cpp_asks_for(folder: Path, tokenizer: GgufTokenizer, tmp_pat
         "qwen3moe.attention.value_length": 16,
         "qwen3moe.rope.dimension_count": 16,
         "qwen3moe.rope.freq_base": 5e5,
+        "qwen3moe.rope.scaling.type": "yarn",
+        "qwen3moe.rope.scaling.factor": 8.0,
+        "qwen3moe.rope.scaling.original_context_length": 8,
+        "qwen3moe.rope.scaling.yarn_beta_fast": 16.0,
+        "qwen3moe.rope.scaling.yarn_beta_slow": 1.0,
         "qwen3moe.expert_count": 6,
         "qwen3moe.expert_used_count": 2,
         "qwen3moe.expert_feed_forward_length": 24,
@@ -242,6 +248,7 @@ def test_bounds_are_tight() -> None:
         ({"attention_bias": True}, "attention_bias = true"),
         ({"sliding_window": 4, "window_pattern": "SL"}, "sliding_window = 4"),
         ({**MOE, "norm_topk_prob": False}, "norm_topk_prob = false"),
+        ({"rope_scaling": {**YARN, "attention_factor": 2.0}}, "another attention factor"),
         ({"norm_position": "post"}, "does not support norm_position"),
     ],
 )

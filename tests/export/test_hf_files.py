@@ -91,6 +91,29 @@ def test_config_of_before_transformers_5() -> None:
     assert off.sliding_window is None and off.head_dim == 128
 
 
+@pytest.mark.parametrize("written", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"factor": 4.0, "original_max_position_embeddings": 16},
+        {"factor": 4.0},  # transformers takes max_position_embeddings as the original length
+        {"factor": None, "original_max_position_embeddings": 8, "beta_slow": 0.5, "truncate": False},
+    ],
+)
+def test_yarn_as_published(scaling: dict[str, Any], written: str, tmp_path: Path) -> None:
+    theirs = published("llama").eval()
+    theirs.save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    del settings["rope_parameters"]
+    kind = "type" if written == "rope_scaling" else "rope_type"
+    settings |= {"rope_theta": 1e4, written: {kind: "yarn", "rope_theta": 1e4, **scaling}}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    _, model = load_hf(tmp_path)
+    inputs, _ = batch()
+    torch.testing.assert_close(model(inputs), theirs(inputs).logits, atol=1e-4, rtol=1e-4)
+
+
 def test_gpt2_names_its_length_twice_as_published_files_do() -> None:
     """llama.cpp's converter reads n_ctx alone."""
     written = to_hf_config(ModelConfig(**{**TINY, **GPT2, "max_position_embeddings": 48}))
@@ -305,7 +328,7 @@ def broken(out: Path, what: str) -> None:
     elif what == "other architecture":
         settings["model_type"] = "mamba"
     elif what == "scaled rope":
-        settings["rope_parameters"] = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
+        settings["rope_parameters"] = {"rope_type": "llama3", "factor": 4.0, "rope_theta": 1e4}
     elif what == "impossible":
         settings["num_key_value_heads"] = 3
     elif what == "incomplete":
@@ -327,7 +350,7 @@ def broken(out: Path, what: str) -> None:
         ("extra tensor", UsageError, r"q_proj\.bias"),
         ("wrong shape", RunError, r"gate_proj\.weight is \(48, 32\)"),
         ("other architecture", UsageError, "'mamba' is not supported"),
-        ("scaled rope", UsageError, "rope_type 'yarn'"),
+        ("scaled rope", UsageError, "rope_type 'llama3'"),
         ("impossible", RunError, "num_key_value_heads"),
         ("incomplete", RunError, "lacks 'hidden_size'"),
         ("truncated", RunError, "cannot be read"),

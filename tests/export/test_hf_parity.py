@@ -40,6 +40,7 @@ GPT2 = {
     "qk_norm": False,
 }
 MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+YARN = {"factor": 8.0, "original_max_position_embeddings": 8}
 WINDOW = {"num_hidden_layers": 4, "sliding_window": 5, "window_pattern": "SL"}
 SEPARATE = {"fused_qkv": False, "fused_gate_up": False}
 
@@ -60,6 +61,12 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3 relu2": {"hidden_act": "relu2"},
     "qwen3 window": WINDOW,
     "qwen3 window, late": {"num_hidden_layers": 3, "sliding_window": 3, "window_pattern": "LSS"},
+    "qwen3 yarn": {"rope_scaling": YARN},
+    "qwen3 moe yarn": {**MOE, "rope_scaling": {**YARN, "attention_factor": 1.5, "truncate": False}},
+    "llama yarn": {
+        "qk_norm": False,
+        "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.4, "beta_fast": 4.0, "beta_slow": 0.5},
+    },
     "llama": {"qk_norm": False},
     "llama mha, bias, separate, tied": {
         "qk_norm": False,

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from deskside.kernels.functional import ACTIVATIONS, rotate
-from deskside.ops.composite import AddNormLinear, GatedLinear, RMSNorm, make_projections, rope_table
+from deskside.ops.composite import AddNormLinear, GatedLinear, RMSNorm, make_projections
 from deskside.ops.linear import Linear
 from deskside.ops.logical import logical_tensors
 from deskside.ops.moe import Experts, MixtureOfExperts, load_balancing_loss
+from deskside.ops.rope import rope_table
 
 
 def randomised(module: nn.Module, seed: int = 0) -> nn.Module:
