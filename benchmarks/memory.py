@@ -39,18 +39,6 @@ TIMEOUT_SECONDS = 600.0
 TIMED_CALLS = 20
 
 
-def step_arm(spec: dict[str, Any], limit_gib: float | None) -> dict[str, Any]:
-    """Call `step_measure.measure` with a limit for the allocator, in its own process."""
-    import torch
-
-    from benchmarks.step_measure import measure
-
-    if limit_gib is not None and torch.cuda.is_available():
-        total = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, limit_gib * 2**30 / total))
-    return measure(spec)
-
-
 def frozen_arms(hidden: int, intermediate: int, rows: int) -> list[dict[str, Any]]:
     """Measure a gated MLP with frozen weights in bfloat16, INT8 and NF4: stored MiB, further peak MiB, milliseconds."""
     import torch
@@ -171,6 +159,9 @@ def main(argv: Sequence[str]) -> int:
         optim_of(arm)  # report impossible arms before anything runs
     print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
     rows: list[dict[str, Any]] = []
+    compute = dict(keys.get("compute", {}))
+    if options.limit_gib is not None:
+        compute["gpu_budget"] = options.limit_gib
     for arm in options.arms.split(","):
         spec = {
             "preset": options.preset,
@@ -179,13 +170,11 @@ def main(argv: Sequence[str]) -> int:
             "steps": options.steps,
             "warmup": options.warmup,
             "began": None,
-            "config": {**keys, "optim": {**keys.get("optim", {}), **optim_of(arm)}},
+            "config": {**keys, "optim": {**keys.get("optim", {}), **optim_of(arm)}, "compute": compute},
         }
         configuration(spec)
         spec["began"] = time.monotonic()
-        outcome = child_process.run(
-            "benchmarks.memory:step_arm", {"spec": spec, "limit_gib": options.limit_gib}, TIMEOUT_SECONDS
-        )
+        outcome = child_process.run("benchmarks.step_measure:measure", {"spec": spec}, TIMEOUT_SECONDS)
         row: dict[str, Any] = {"arm": arm, "status": outcome.status, "error": outcome.error}
         if outcome.status == "ok":
             value = outcome.value

@@ -287,14 +287,14 @@ class Pipeline:
 
     def _limit_memory(self, device: str) -> None:
         """Limit the GPU memory of this process to --gpu-budget."""
-        limit = self.options["gpu_budget"]
-        if limit is None or device == "cpu":
+        if self.options["gpu_budget"] is None or device == "cpu":
             return
         import torch
 
+        from deskside.train.parallel import limit_gpu_memory
+
         if torch.cuda.is_available():
-            total = torch.cuda.get_device_properties(0).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(1.0, limit * 2**30 / total), 0)
+            limit_gpu_memory(torch.device("cuda", 0), self.options["gpu_budget"])
 
     def _continue_with_band(self, plan: dict[str, Any], band: dict[str, Any]) -> PipelineState:
         """Return the state of a new run that trains another band of the plan in the remaining time."""

@@ -98,6 +98,9 @@ class ComputeConfig(Part):
         description="keep what recomputed blocks save in host memory until the backward pass; needs "
         "activation_checkpointing block and fused kernels",
     )
+    gpu_budget: float | None = Field(
+        None, gt=0, le=1e6, description="memory of each GPU that the run may use, in GiB; default: all of it"
+    )
     loss_chunk_tokens: PositiveInt = Field(8192, description="tokens whose logits are computed at a time")
     z_loss: float = Field(
         0.0, ge=0, description="weight in the loss of log(sum(exp(logits)))^2, which keeps logits small"

@@ -108,7 +108,7 @@ def prepare_step(config: RunConfig, report: Callable[[str], None] = lambda done:
 
     report: called with a description after each part of the set-up. Raises UsageError for an impossible run.
     """
-    world = parallel.init_distributed(config.compute.device, "auto")
+    world = parallel.init_distributed(config.compute.device, "auto", config.compute.gpu_budget)
     torch.manual_seed(config.seed)
     notes: list[str] = []
     recipe, precision = setup.choose_recipe(config, world.device, notes.append)

@@ -84,28 +84,35 @@ class World:
             dist.barrier()
 
 
-def init_distributed(device: str, mode: str) -> World:
+def init_distributed(device: str, mode: str, gpu_budget: float | None = None) -> World:
     """Initialize the process group from torchrun's environment variables; without them, return a world of size 1.
 
     Args:
         device: `compute.device`: "auto", "cuda" or "cpu".
         mode: `parallel.mode`: "auto", "replicate" or "shard".
+        gpu_budget: `compute.gpu_budget`: GiB that torch's allocator may use of this process's GPU; None: all of it.
+            What CUDA itself needs, some 0.5 GiB, comes on top.
 
-    Raises UsageError if CUDA or several processes are required but missing, or if a process has no GPU.
+    Raises UsageError if CUDA or several processes are required but missing, or if a process has no GPU; and for a
+    budget on a CPU.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     chosen = device if device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
     if chosen == "cuda" and not torch.cuda.is_available():
         raise UsageError("compute.device: cuda is set, but torch finds no GPU; use --compute.device cpu")
+    if gpu_budget is not None and chosen != "cuda":
+        raise UsageError("compute.gpu_budget: this run has no GPU; leave it out")
     if size == 1:
         if mode != "auto":
             raise UsageError(
                 f"parallel.mode: {mode} needs more than one process: torchrun --nproc-per-node N -m deskside train ..."
             )
         # Include the index, because some of torch's memory functions require it.
-        return World(
+        single = (
             torch.device("cuda", torch.cuda.current_device()) if chosen == "cuda" else torch.device("cpu")
         )
+        limit_gpu_memory(single, gpu_budget)
+        return World(single)
     local_rank = int(os.environ["LOCAL_RANK"])
     if chosen == "cuda" and local_rank >= torch.cuda.device_count():
         gpus = torch.cuda.device_count()
@@ -115,9 +122,18 @@ def init_distributed(device: str, mode: str) -> World:
     target = torch.device("cuda", local_rank) if chosen == "cuda" else torch.device("cpu")
     if chosen == "cuda":
         torch.cuda.set_device(target)
+        limit_gpu_memory(target, gpu_budget)
     # `broadcast` and `all_reduce_min` use CPU tensors and gloo, so that they do not wait for queued GPU work.
     dist.init_process_group("cpu:gloo,cuda:nccl" if chosen == "cuda" else "gloo")
     return World(target, dist.get_rank(), dist.get_world_size(), mode == "shard")
+
+
+def limit_gpu_memory(device: torch.device, budget_gib: float | None) -> None:
+    """Let torch's allocator use at most `budget_gib` of the GPU in this process; None sets no limit."""
+    if budget_gib is None:
+        return
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, budget_gib * 2**30 / total), device)
 
 
 def destroy_distributed(world: World) -> None:

@@ -76,7 +76,8 @@ def start(
     """
     check_start(config)
     objective = _check_objective(objective, config, "start it with this command")
-    world = parallel.init_distributed(config.compute.device, config.parallel.mode)
+    compute = config.compute
+    world = parallel.init_distributed(compute.device, config.parallel.mode, compute.gpu_budget)
     try:
         run = None
         if world.is_rank_zero:
@@ -123,9 +124,8 @@ def resume(path: Path, watch: Callback | None = None, objective: Objective | Non
         )
     check_start(config)
     # The number of processes may change, but a sharded run needs more than one.
-    world = parallel.init_distributed(
-        config.compute.device, "shard" if config.parallel.mode == "shard" else "auto"
-    )
+    mode = "shard" if config.parallel.mode == "shard" else "auto"
+    world = parallel.init_distributed(config.compute.device, mode, config.compute.gpu_budget)
     try:
         with run.lock_for_training(world.is_rank_zero):
             begun = world.broadcast_result(run.has_begun)

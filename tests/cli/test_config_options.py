@@ -56,6 +56,7 @@ NEEDS: dict[str, dict[str, Any]] = {
 }
 # Valid values of keys for which `another` would return an invalid one.
 VALUES: dict[str, str] = {
+    "compute.gpu_budget": "22.5",
     "model.num_attention_heads": "6",
     "model.num_key_value_heads": "4",
     "model.head_dim": "128",

@@ -12,7 +12,7 @@ from deskside.kernels.muon import apply
 from deskside.kernels.stochastic_rounding import add_rounded_, round_to_bfloat16, rounding_seed
 from deskside.model.transformer import Transformer
 from deskside.precision.convert import convert
-from deskside.train import activation_offload
+from deskside.train import activation_offload, parallel
 from deskside.train.activation_offload import ActivationOffload
 from deskside.train.loop.gradient_sums import GradientSums
 from tests.gpu import card
@@ -136,3 +136,12 @@ def test_sums_over_passes_and_repeats() -> None:
     truth = {name: p.grad for name, p in exact.named_parameters() if p.grad is not None}
     # Tokens whose experts are chosen by BF16's rounding make most of the error, in one pass as well as in four.
     assert worst(found[0], truth) < 1.1 * worst(found[2], truth)
+
+
+def test_a_budget_is_kept() -> None:
+    try:
+        parallel.init_distributed("cuda", "auto", gpu_budget=0.5)
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(2**30, device=card.DEVICE, dtype=torch.uint8)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)

@@ -73,6 +73,8 @@ def test_one_process_needs_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
             UsageError, match=rf"parallel\.mode: {mode} needs more than one process: torchrun"
         ):
             parallel.init_distributed("cpu", mode)
+    with pytest.raises(UsageError, match=r"compute\.gpu_budget: this run has no GPU"):
+        parallel.init_distributed("cpu", "auto", gpu_budget=4.0)
 
 
 def close(run: Path, other: Path, within: float) -> None:
