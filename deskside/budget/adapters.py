@@ -6,6 +6,8 @@ Frozen weights of the blocks are stored in the formats of `precision/frozen.py`,
                          int8  1, and 4 per output row
                          nf4   1/2 + 1/64 + 4 / 16384, and 1028 per matrix for a table of 256 numbers and a mean
 
+Routers stay in 16 bits. Every expert of a layer has adapters of its own; a token meets those of its chosen experts.
+
 Only adapters have gradients (4 bytes) and optimizer states. A frozen weight needs no gradient, so the input of a
 projection is saved for the backward only if the projection has an adapter. The adapter also saves x A^T, 2 bytes x rank
 per token. Eager norms save nothing for the gradient of their weights. A and B are copied in the activations' dtype; for
@@ -13,6 +15,8 @@ a fused weight, A is stacked and B put on a block diagonal (`precision/lora.py`)
 than modelled, because nothing before it is trained. Quantized weights are dequantized one at a time, in the forward and
 again in the backward.
 """
+
+from typing import NamedTuple
 
 from deskside.budget.shape import Shape, block_matrix_params
 from deskside.budget.sizes import Sizes
@@ -22,23 +26,35 @@ NF4_BLOCK, NF4_SCALE_BLOCK = 64, 256  # weights per 8-bit scale, and 8-bit scale
 NF4_TABLE_BYTES = 4 * 257  # per weight matrix
 
 
-def projection_sizes(shape: Shape) -> dict[str, tuple[int, int]]:
-    """Return (rows, columns) of each projection of a block, without those of experts."""
-    D, F = shape.hidden_size, shape.intermediate_size
+class ProjectionSize(NamedTuple):
+    """The shape of a projection of a block, or of one expert; their number; and how many of them a token meets."""
+
+    rows: int
+    columns: int
+    copies: int = 1
+    per_token: int = 1
+
+
+def projection_sizes(shape: Shape) -> dict[str, ProjectionSize]:
+    """Return the size of each projection of a block, by name. Routers have no adapter and are left out."""
+    D, F, experts = shape.hidden_size, shape.intermediate_size, (1, 1)
+    if shape.num_experts:
+        F, experts = shape.moe_intermediate_size, (shape.num_experts, shape.num_experts_per_tok)
     q, kv = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
     sizes = {"q_proj": (q, D), "k_proj": (kv, D), "v_proj": (kv, D), "o_proj": (D, q)}
-    if not shape.num_experts:
-        if shape.gated_mlp:
-            sizes["gate_proj"] = (F, D)
-        sizes |= {"up_proj": (F, D), "down_proj": (D, F)}
-    return sizes
+    mlp = {"up_proj": (F, D), "down_proj": (D, F)}
+    if shape.gated_mlp:
+        mlp = {"gate_proj": (F, D), **mlp}
+    return {name: ProjectionSize(*size) for name, size in sizes.items()} | {
+        name: ProjectionSize(*size, *experts) for name, size in mlp.items()
+    }
 
 
-def adapter_params(shape: Shape, adapter: AdapterSpec) -> int:
-    """Return the number of parameters of all adapters."""
-    sizes = projection_sizes(shape)
-    rows_and_columns = sum(sum(sizes[name]) for name in adapter.targets)
-    return shape.num_hidden_layers * adapter.rank * rows_and_columns
+def adapter_params(shape: Shape, adapter: AdapterSpec, active: bool = False) -> int:
+    """Return the number of parameters of all adapters. active: of those that a token meets."""
+    sizes = [projection_sizes(shape)[name] for name in adapter.targets]
+    elements = sum((size.rows + size.columns) * (size.per_token if active else size.copies) for size in sizes)
+    return shape.num_hidden_layers * adapter.rank * elements
 
 
 def frozen_bytes(sizes: Sizes, adapter: AdapterSpec) -> float:
@@ -48,14 +64,17 @@ def frozen_bytes(sizes: Sizes, adapter: AdapterSpec) -> float:
 
 
 def block_bytes(shape: Shape, adapter: AdapterSpec) -> float:
-    """Return the bytes of the block matrices, with q, k, v and gate, up fused as by default."""
-    matrices, sizes = block_matrix_params(shape), projection_sizes(shape)
+    """Return the bytes of the block matrices, with q, k, v and gate, up fused as by default, and experts stacked."""
+    sizes = projection_sizes(shape)
     if adapter.base == "bf16":
-        return 2.0 * matrices
+        return 2.0 * block_matrix_params(shape)
+    routers = shape.num_hidden_layers * shape.num_experts * shape.hidden_size
+    matrices = block_matrix_params(shape) - routers
     if adapter.base == "int8":
-        return matrices + 4.0 * shape.num_hidden_layers * sum(rows for rows, _ in sizes.values())
+        rows = sum(size.rows * size.copies for size in sizes.values())
+        return matrices + 4.0 * shape.num_hidden_layers * rows + 2.0 * routers
     per_weight = 1 / 2 + 1 / NF4_BLOCK + 4 / (NF4_BLOCK * NF4_SCALE_BLOCK)
-    return per_weight * matrices + 4 * shape.num_hidden_layers * NF4_TABLE_BYTES
+    return per_weight * matrices + 4 * shape.num_hidden_layers * NF4_TABLE_BYTES + 2.0 * routers
 
 
 def largest_dequantized_bytes(shape: Shape, spec: StepSpec) -> int:
@@ -63,7 +82,7 @@ def largest_dequantized_bytes(shape: Shape, spec: StepSpec) -> int:
     assert spec.adapter is not None
     if spec.adapter.base == "bf16":
         return 0
-    sizes = {name: rows * columns for name, (rows, columns) in projection_sizes(shape).items()}
+    sizes = {name: size.rows * size.columns * size.copies for name, size in projection_sizes(shape).items()}
     qkv = sizes["q_proj"] + 2 * sizes["k_proj"]
     gate_up = sizes["up_proj"] + sizes.get("gate_proj", 0)
     return (4 if spec.precision == "fp32" else 2) * max(qkv, gate_up, sizes["o_proj"], sizes["down_proj"])
@@ -78,8 +97,7 @@ def stacked_adapter_bytes(shape: Shape, spec: StepSpec) -> float:
         present = [sizes[name] for name in fused if name in sizes]
         ranks = spec.adapter.rank * sum(name in sizes and name in spec.adapter.targets for name in fused)
         if ranks and not (fp32 and len(present) == 1):
-            columns, rows = present[0][1], sum(rows for rows, _ in present)
-            elements += ranks * (columns + rows)
+            elements += ranks * present[0].copies * (present[0].columns + sum(size.rows for size in present))
     return (4.0 if fp32 else 2.0) * shape.num_hidden_layers * elements
 
 
@@ -90,16 +108,16 @@ def extra_activation_bytes(shape: Shape, spec: StepSpec) -> float:
     """
     assert spec.adapter is not None
     targets = set(spec.adapter.targets)
-    extra = 2.0 * spec.adapter.rank * len(targets)
+    sizes = projection_sizes(shape)
+    extra = 2.0 * spec.adapter.rank * sum(sizes[name].per_token for name in targets)
     if not spec.compiled:  # eager norms save their result in float32 for the gradient of their weights
         channels = (shape.num_attention_heads + shape.num_key_value_heads) * shape.head_dim
         extra -= 8 * shape.hidden_size + (4 * channels if shape.qk_norm else 0)
     if not targets & {"q_proj", "k_proj", "v_proj"}:
         extra -= 2 * shape.hidden_size
-    if shape.num_experts:
-        return extra
+    up = sizes["up_proj"]
     if not targets & {"gate_proj", "up_proj"}:
-        extra -= 2 * shape.hidden_size
+        extra -= 2 * up.columns * up.per_token
     if "down_proj" not in targets:
-        extra -= 2 * shape.intermediate_size
+        extra -= 2 * up.rows * up.per_token
     return extra

@@ -232,8 +232,9 @@ def _weight_casts(s: Sizes) -> list[Operator]:
 def _adapters(s: Sizes, activation_bytes: float) -> list[Operator]:
     if s.spec.adapter is None:
         return []
-    projections = projection_sizes(s.shape)
-    channels = sum(sum(projections[name]) for name in s.spec.adapter.targets)
+    sizes = [projection_sizes(s.shape)[name] for name in s.spec.adapter.targets]
+    channels = sum((size.rows + size.columns) * size.per_token for size in sizes)
+    active = s.leaf("adapter parameters per token", adapter_params(s.shape, s.spec.adapter, active=True))
     traffic = (
         4.0
         * s.tokens
@@ -242,9 +243,7 @@ def _adapters(s: Sizes, activation_bytes: float) -> list[Operator]:
         * activation_bytes
     )
     return [
-        Operator(
-            "adapters", "matmul", 6.0 * s.tokens * trained_params(s), runs_as=_unquantized_format(s.spec)
-        ),
+        Operator("adapters", "matmul", 6.0 * s.tokens * active, runs_as=_unquantized_format(s.spec)),
         Operator("adapters' inputs and outputs", "traffic", traffic),
     ]
 

@@ -98,10 +98,8 @@ def projection_sizes(model: ModelConfig) -> dict[tuple[str, ...], int]:
 
 
 def adaptable_projections(model: ModelConfig) -> list[Projection]:
-    """Return the projections that can have an adapter, which excludes those of experts."""
+    """Return the projections that can have an adapter: those of the blocks; of experts, every one has its own."""
     names = {name for weight in projection_sizes(model) for name in weight}
-    if model.num_experts:
-        names -= {"gate_proj", "up_proj", "down_proj"}
     return [name for name in PROJECTIONS if name in names]
 
 

@@ -5,6 +5,7 @@ as plain dicts before validation, so that it can record which layer set a key, a
 meaningless.
 """
 
+import json
 from typing import Annotated
 
 from pydantic import Field, model_validator
@@ -22,6 +23,7 @@ from deskside.config.model import ModelConfig
 from deskside.config.optim import AdamWConfig, MuonConfig, OptimConfig
 from deskside.config.schedule import ScheduleConfig, Stage, WsdConfig
 from deskside.config.sections import (
+    ATTENTION_PROJECTIONS,
     AdapterConfig,
     BatchConfig,
     CheckpointConfig,
@@ -177,10 +179,14 @@ class RunConfig(Part):
                 "adapter.dropout: recomputation in activation checkpointing would use another dropout mask; use "
                 "--adapter.dropout 0, or --compute.activation_checkpointing none"
             )
-        if self.model.num_experts and adapter.base != "bf16":
-            raise ValueError(f"adapter.base: experts cannot be frozen in {adapter.base}; use bf16")
         available = adaptable_projections(self.model)
-        for name in () if adapter.targets == "all" else adapter.targets:
+        targets = available if adapter.targets == "all" else adapter.targets
+        if adapter.dropout and self.model.num_experts and not set(targets) <= set(ATTENTION_PROJECTIONS):
+            raise ValueError(
+                "adapter.dropout: PEFT has none for experts; use --adapter.dropout 0, or adapters of attention only: "
+                f"--adapter.targets '{json.dumps(ATTENTION_PROJECTIONS)}'"
+            )
+        for name in targets:
             if name not in available:
                 raise ValueError(
                     f"adapter.targets: this model has no {name} that could be adapted; choose from "

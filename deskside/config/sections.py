@@ -122,6 +122,7 @@ BACKEND_RECIPES = {
 
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 PROJECTIONS: tuple[Projection, ...] = get_args(Projection)
+ATTENTION_PROJECTIONS = PROJECTIONS[:4]
 
 
 class PrecisionConfig(Part):
@@ -204,7 +205,8 @@ class AdapterConfig(Part):
     rank_stabilised: bool = Field(False, description="scale by alpha / sqrt(rank) instead (rsLoRA)")
     targets: Literal["all"] | tuple[Projection, ...] = Field(
         "all",
-        description="projections that get an adapter, by their Hugging Face names; all: every projection of the blocks",
+        description="projections that get an adapter, by their Hugging Face names; all: every projection of the "
+        "blocks; each expert has its own",
     )
     dropout: Share = Field(0.0, description="dropout probability of an adapter's input in training")
     base: Literal["bf16", "int8", "nf4"] = Field(

@@ -2,7 +2,9 @@
 
 `save_peft` writes a directory that peft.PeftModel.from_pretrained loads on top of the base model. It contains
 adapter_config.json and adapter_model.safetensors in the layout of the PEFT library: `lora_A` and `lora_B` of every
-adapted projection under Hugging Face's module names, and trained embedding rows as trainable_token_indices.
+adapted projection under Hugging Face's module names, and trained embedding rows as trainable_token_indices. Experts are
+stacked parameters in transformers (from version 5), so PEFT (from 0.17) names them in target_parameters. It has one
+adapter for gate and up together; the two of a run become one of twice the rank, with the same product.
 
 A run with adapters stores its base in BF16, INT8 or NF4. If the original weights are still available,
 `merge_into_original` uses them, which avoids the rounding of the base. To verify that they are the original, they are
@@ -20,7 +22,8 @@ from torch import Tensor
 from deskside.config.run import RunConfig
 from deskside.config.sections import AdapterConfig
 from deskside.model.transformer import Transformer
-from deskside.precision.lora import adapter_of, trained_rows_of
+from deskside.ops.moe import Experts
+from deskside.precision.lora import adapters_of, trained_rows_of
 from deskside.run.directory import resolve_path
 from deskside.train.state.init_weights import resize_vocabulary
 from deskside.utils.errors import RunError, UsageError
@@ -32,6 +35,7 @@ from deskside.weights.load import Loaded, load_model
 from deskside.weights.merge_adapters import load_adapted_model, merge_into
 
 PREFIX = "base_model.model."
+EXPERT_PARAMETERS = {"gate_up_weight": "mlp.experts.gate_up_proj", "down_weight": "mlp.experts.down_proj"}
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
@@ -50,9 +54,23 @@ def to_peft(
         )
     tensors: dict[str, Tensor] = {}
     targets: set[str] = set()
+    expert_ranks: dict[str, int] = {}  # by the name of the parameter
     for path, module in model.named_modules():
-        if (lora := adapter_of(module)) is not None:
-            sublayer = ".".join(path.split(".")[:3])  # layers.0.attn
+        sublayer = ".".join(path.split(".")[:3])  # layers.0.attn
+        adapters = adapters_of(module)
+        if isinstance(module, Experts):
+            name = hf_name(f"{sublayer}.experts.0.down_proj.weight", family).removesuffix(
+                ".0.down_proj.weight"
+            )
+            for weight, lora in adapters.items():
+                # PEFT wraps the module once for each parameter, so that the first parameter's wrapper is inside.
+                inside = ".base_layer" if weight == "gate_up_weight" and "down_weight" in adapters else ""
+                a, b = lora.joined(torch.float32)
+                expert_ranks[EXPERT_PARAMETERS[weight]] = a.shape[1]
+                tensors[f"{PREFIX}{name}{inside}.lora_A.weight"] = a.detach().flatten(0, 1)
+                tensors[f"{PREFIX}{name}{inside}.lora_B.weight"] = b.detach().permute(1, 2, 0).flatten(1, 2)
+        elif "weight" in adapters:
+            lora = adapters["weight"]
             for s in lora.adapted:
                 targets.add(s.name)
                 hf_module = PREFIX + hf_name(f"{sublayer}.{s.name}.weight", family).removesuffix(".weight")
@@ -71,6 +89,14 @@ def to_peft(
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
+    if expert_ranks:
+        content["target_parameters"] = sorted(expert_ranks)
+        ranks = {name: rank for name, rank in expert_ranks.items() if rank != adapter.rank}
+        content["rank_pattern"] = ranks
+        content["alpha_pattern"] = {
+            name: adapter.scale * (rank**0.5 if adapter.rank_stabilised else rank)
+            for name, rank in ranks.items()
+        }
     ids: dict[str, list[int]] = {}
     tables = (("embed", "embed_tokens", model.embed), ("lm_head", "lm_head", model.head))
     for logical_name, peft_name, module in tables:

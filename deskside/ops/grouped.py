@@ -40,7 +40,8 @@ def _(g_SM: Tensor, x_SK: Tensor, ends_E: Tensor) -> Tensor:
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x_SK, weight, ends_E, _ = inputs
-    ctx.save_for_backward(x_SK, weight, ends_E)
+    # The gradient of a frozen weight is not needed, and so neither are the rows.
+    ctx.save_for_backward(x_SK if ctx.needs_input_grad[1] else None, weight, ends_E)
 
 
 def _backward(ctx: Any, grad_SM: Tensor) -> tuple[Tensor | None, ...]:

@@ -82,6 +82,8 @@ def _module_tensors(model: nn.Module, path: str, module: nn.Module) -> Iterator[
         if isinstance(module, LayerNorm) and module.bias is not None:
             yield make_tensor("bias", f"{prefix}.bias", "bias", 0, module.bias.shape[0])
     elif isinstance(module, Experts):
+        if module.gate_up_weight is None:
+            raise TypeError(f"{path}: its weights are stored in codes; merge the model first")
         for attribute, slices in module.slices.items():
             for expert in range(getattr(module, attribute).shape[0]):
                 for s in slices:

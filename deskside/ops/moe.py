@@ -27,17 +27,23 @@ class Experts(nn.Module):
             "gate_up_weight": make_slices([(name, intermediate_size) for name in names]),
             "down_weight": make_slices([("down_proj", hidden_size)]),
         }
-        self.gate_up_weight = nn.Parameter(torch.empty(experts, len(names) * intermediate_size, hidden_size))
-        self.down_weight = nn.Parameter(torch.empty(experts, hidden_size, intermediate_size))
+        self.shapes = {
+            "gate_up_weight": (experts, len(names) * intermediate_size, hidden_size),
+            "down_weight": (experts, hidden_size, intermediate_size),
+        }
+        self.gate_up_weight = nn.Parameter(torch.empty(self.shapes["gate_up_weight"]))
+        self.down_weight = nn.Parameter(torch.empty(self.shapes["down_weight"]))
 
     def forward(self, x_ND: Tensor, counts_E: Tensor) -> Tensor:
         """(N, D) -> (N, D). The rows are sorted by expert; counts_E: number of rows per expert, int64."""
-        gate_up, down = self.gate_up_weight.to(x_ND.dtype), self.down_weight.to(x_ND.dtype)
         ends_E = counts_E.cumsum(0).to(torch.int32)
-        return grouped_linear(self._activate(grouped_linear(x_ND, gate_up, ends_E)), down, ends_E)
+        inner = self.product("gate_up_weight", x_ND, ends_E)
+        hidden = activate(self.activation, *inner.chunk(len(self.slices["gate_up_weight"]), dim=-1))
+        return self.product("down_weight", hidden, ends_E)
 
-    def _activate(self, hidden: Tensor) -> Tensor:
-        return activate(self.activation, *hidden.chunk(len(self.slices["gate_up_weight"]), dim=-1))
+    def product(self, name: str, x: Tensor, ends_E: Tensor) -> Tensor:
+        """Return the product of the sorted rows with the weight of that name, as `grouped_linear` does."""
+        return grouped_linear(x, getattr(self, name).to(x.dtype), ends_E)
 
 
 class MixtureOfExperts(nn.Module):

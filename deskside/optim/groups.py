@@ -79,6 +79,8 @@ def _declared_weights(module: nn.Module) -> Iterator[tuple[nn.Parameter, Role, t
         return
     if isinstance(slices, Mapping):
         for attribute, rows in slices.items():
+            if getattr(module, attribute) is None:
+                continue  # frozen in codes
             yield _checked(getattr(module, attribute), "matrix", rows, attribute)
         return
     weight = getattr(module, "weight", None)

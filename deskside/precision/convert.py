@@ -26,11 +26,12 @@ from deskside.ops.composite import AddNormLinear, AttentionSublayer, MLPSublayer
 from deskside.ops.linear import Embedding, HeadLoss, Linear
 from deskside.ops.moe import MoESublayer
 from deskside.precision import backends, fused_sublayers
+from deskside.precision.frozen import FrozenExperts
 from deskside.precision.fused_moe import FusedMoE
 from deskside.precision.fused_sublayers import FusedAttention, FusedMLP, FusedSublayer
 from deskside.precision.hardware_caps import HardwareCaps, hardware_caps
 from deskside.precision.head import QuantizedHead
-from deskside.precision.lora import Adapter, adapter_of
+from deskside.precision.lora import AdaptedExperts, Adapter, adapters_of
 from deskside.precision.quantized_linear import ConvertedWeight, QuantizedLinear, Quantizer, Shared
 from deskside.precision.quantized_operand import UNQUANTIZED, Draws
 from deskside.precision.scales import DelayedScales
@@ -280,15 +281,18 @@ def why_not_fused(sublayer: AttentionSublayer | MLPSublayer | MoESublayer) -> st
     """Return why this sublayer cannot run fused, or None if it can."""
     projections = sublayer.input.projections
     if isinstance(sublayer, MoESublayer):
-        return uncovered_reason(rmsnorm_first=_is_pre_rmsnorm(sublayer.input), num_projections=1)
+        return uncovered_reason(
+            rmsnorm_first=_is_pre_rmsnorm(sublayer.input),
+            num_projections=1,
+            adapters=isinstance(sublayer.mixture.experts, AdaptedExperts | FrozenExperts),
+        )
     linears = [module for module in (*projections, _last_linear(sublayer)) if isinstance(module, Linear)]
     return uncovered_reason(
         rmsnorm_first=_is_pre_rmsnorm(sublayer.input),
         num_projections=len(projections),
         bias=any(linear.bias is not None for linear in linears),
         adapters=any(
-            isinstance(m, Linear) and (adapter_of(m) is not None or m.weight is None)
-            for m in sublayer.modules()
+            isinstance(m, Linear) and (bool(adapters_of(m)) or m.weight is None) for m in sublayer.modules()
         ),
         head_dim=sublayer.head_dim if isinstance(sublayer, AttentionSublayer) else 1,
     )

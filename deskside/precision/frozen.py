@@ -14,21 +14,25 @@ A frozen 4-bit weight cannot train, because an update is far smaller than the st
 be rounded away. Only adapters train, so only they have gradients and optimizer states. These formats are therefore of
 no use for pretraining.
 
-`freeze` replaces the Linears of a model by `FrozenLinear`s, to which precision/lora.py adds adapters. `dense()` returns
-the weight for merging. Weights that are frozen in "bf16" keep their modules and are cast to bfloat16.
+`freeze` replaces the Linears of a model by `FrozenLinear`s and its experts by `FrozenExperts`, to which
+precision/lora.py adds adapters. `dense()` returns the weight for merging. Weights that are frozen in "bf16" keep their
+modules and are cast to bfloat16. So are routers in every format: they are small, and rounding them further would change
+which experts a token chooses.
 """
 
 from collections.abc import Mapping, Sequence
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from deskside.kernels import moe
 from deskside.kernels.stored_weights import dequantize_int8
 from deskside.ops.linear import Linear
-from deskside.precision.lora import Adapter, adapter_of
+from deskside.ops.moe import Experts
+from deskside.precision.lora import Adapter, adapters_of
 from deskside.utils.errors import UsageError
 
 Format = Literal["nf4", "int8"]
@@ -64,29 +68,12 @@ class FrozenLinear(Linear):
         self.in_features, self.out_features = source.in_features, source.out_features
         self.role, self.slices, self.format = source.role, source.slices, format
         self.forward_override = None
-        self.adapter = adapter_of(source)
+        self.adapter = adapters_of(source).get("weight")
         self.bias = source.bias
         self.register_parameter("weight", None)
-        if stored is not None:
-            for name in BUFFERS[format]:
-                self.register_buffer(name, stored[name])
-            return
-        weight = source.weight.detach()
-        if format == "int8":
-            largest = weight.float().abs().amax(dim=1)
-            scale = torch.where(largest > 0, largest, 1.0) / 127
-            self.register_buffer("codes", (weight.float() / scale[:, None]).round().to(torch.int8))
-            self.register_buffer("row_scale", scale)
-            return
-        functional = _bitsandbytes()
-        codes, state = functional.quantize_4bit(
-            weight.contiguous(), blocksize=BLOCK, quant_type="nf4", compress_statistics=True
-        )
-        self.register_buffer("codes", codes)
-        self.register_buffer("magnitude", state.absmax)
-        self.register_buffer("magnitude_scale", state.state2.absmax)
-        self.register_buffer("magnitude_map", state.state2.code)
-        self.register_buffer("magnitude_mean", state.offset)
+        buffers = _quantize(source.weight.detach(), format) if stored is None else stored
+        for name in BUFFERS[format]:
+            self.register_buffer(name, buffers[name])
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
@@ -114,6 +101,70 @@ class FrozenLinear(Linear):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, frozen {self.format}"
+
+
+class FrozenExperts(Experts):
+    """Experts with both weights stored in `format`, one expert's rows below the other's. They get no gradients.
+
+    The buffers are those of `FrozenLinear`, with the name of the weight in front: gate_up_weight_codes, ...
+    """
+
+    def __init__(self, source: Experts, format: Format, stored: Mapping[str, Tensor] | None = None):
+        """stored: saved buffers of such experts, used instead of the weights, which may then be on "meta"."""
+        nn.Module.__init__(self)
+        self.activation, self.slices, self.shapes = source.activation, source.slices, source.shapes
+        self.format = format
+        self.adapters = nn.ModuleDict(adapters_of(source))
+        for weight in self.shapes:
+            self.register_parameter(weight, None)
+            if stored is None:
+                buffers = _quantize(getattr(source, weight).detach().flatten(0, 1), format)
+            else:
+                buffers = {name: stored[f"{weight}_{name}"] for name in BUFFERS[format]}
+            for name, tensor in buffers.items():
+                self.register_buffer(f"{weight}_{name}", tensor)
+
+    def product(self, name: str, x: Tensor, ends_E: Tensor) -> Tensor:
+        _, rows, columns = self.shapes[name]
+        y = _experts_product(x.contiguous(), self.stored(name), ends_E, rows, columns, False)
+        return self.adapters[name](x, y, ends_E) if name in self.adapters else y
+
+    def dense(self, name: str, device: torch.device | None = None) -> Tensor:
+        """Return a dequantized weight (E, rows, in) in float32, computed on `device` (None: that of the codes)."""
+        stored = [tensor.to(device) for tensor in self.stored(name)]
+        experts, rows, columns = self.shapes[name]
+        return _dense(stored, experts * rows, columns, torch.float32).view(experts, rows, columns)
+
+    def stored(self, name: str) -> list[Tensor]:
+        """Return the buffers that store a weight, in the order of BUFFERS."""
+        return [getattr(self, f"{name}_{buffer}") for buffer in BUFFERS[self.format]]
+
+    def requires_grad_(self, requires_grad: bool = True) -> "FrozenExperts":
+        if requires_grad:
+            raise UsageError(DOES_NOT_TRAIN.format(self.format))
+        return self
+
+    def extra_repr(self) -> str:
+        return f"frozen {self.format}"
+
+
+def _quantize(weight: Tensor, format: Format) -> dict[str, Tensor]:
+    """Return the buffers that store a weight (rows, in), by name."""
+    if format == "int8":
+        largest = weight.float().abs().amax(dim=1)
+        scale = torch.where(largest > 0, largest, 1.0) / 127
+        return {"codes": (weight.float() / scale[:, None]).round().to(torch.int8), "row_scale": scale}
+    functional = _bitsandbytes()
+    codes, state = functional.quantize_4bit(
+        weight.contiguous(), blocksize=BLOCK, quant_type="nf4", compress_statistics=True
+    )
+    return {
+        "codes": codes,
+        "magnitude": state.absmax,
+        "magnitude_scale": state.state2.absmax,
+        "magnitude_map": state.state2.code,
+        "magnitude_mean": state.offset,
+    }
 
 
 class _FrozenProduct(torch.autograd.Function):
@@ -185,12 +236,64 @@ def _opaque_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 _opaque_product.register_autograd(_opaque_backward, setup_context=_setup_context)
 
 
+@torch.library.custom_op("deskside::frozen_experts_product", mutates_args=())
+def _experts_product(
+    x: Tensor, stored: Sequence[Tensor], ends_E: Tensor, rows: int, columns: int, transposed: bool
+) -> Tensor:
+    """Return x_e W_e^T for the rows x_e of each expert, or x_e W_e if `transposed`. W_e: (rows, columns).
+
+    It is one operator for the reason given at `_opaque_product`.
+    """
+    experts = len(ends_E)
+    weight = _dense(stored, experts * rows, columns, x.dtype).view(experts, rows, columns)
+    return moe.grouped_matmul(x, weight, ends_E, not transposed)
+
+
+@_experts_product.register_fake
+def _(
+    x: Tensor, stored: Sequence[Tensor], ends_E: Tensor, rows: int, columns: int, transposed: bool
+) -> Tensor:
+    return x.new_empty(len(x), columns if transposed else rows)
+
+
+def _setup_experts(ctx: Any, inputs: Any, output: Any) -> None:
+    _, stored, ends_E, *ctx.options = inputs
+    ctx.save_for_backward(ends_E, *stored)
+
+
+def _experts_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    rows, columns, transposed = ctx.options
+    ends_E, *stored = ctx.saved_tensors
+    no_grads: list[Tensor | None] = [None] * len(stored)
+    grad_x = _experts_product(grad.contiguous(), stored, ends_E, rows, columns, not transposed)
+    return grad_x, no_grads, None, None, None, None
+
+
+_experts_product.register_autograd(_experts_backward, setup_context=_setup_experts)
+
+
+def is_quantized_by_freeze(module: nn.Module) -> TypeGuard[Linear | Experts]:
+    """Return True if `freeze` stores this layer in NF4 or INT8 codes: the matrices of the blocks but routers."""
+    if isinstance(module, Linear):
+        return module.role == "matrix" and all(s.name != "router" for s in module.slices)
+    return isinstance(module, Experts)
+
+
+def frozen_layer(
+    source: Linear | Experts, format: Format, stored: Mapping[str, Tensor] | None = None
+) -> FrozenLinear | FrozenExperts:
+    """Return a layer in `format`. stored: see the classes."""
+    if isinstance(source, Experts):
+        return FrozenExperts(source, format, stored)
+    return FrozenLinear(source, format, stored)
+
+
 def freeze(model: nn.Module, format: Format | Literal["bf16"]) -> nn.Module:
     """Freeze a Linear (returned as a new module, except in "bf16") or a whole model (in place).
 
-    In a model, every weight matrix of the transformer blocks is stored in `format`. Head and embeddings become
-    bfloat16, because weights that do not train need no float32 master copy. Vectors keep their dtype. Raises UsageError
-    if the format is unknown, bitsandbytes is missing (NF4), or there are experts, which are not Linears (NF4, INT8).
+    In a model, every weight matrix of the transformer blocks but the routers is stored in `format`. Routers, head and
+    embeddings become bfloat16, because weights that do not train need no float32 master copy. Vectors keep their dtype.
+    Raises UsageError if the format is unknown, or bitsandbytes is missing (NF4).
     """
     if format == "bf16":
         _freeze_in_bf16(model)
@@ -203,17 +306,10 @@ def freeze(model: nn.Module, format: Format | Literal["bf16"]) -> nn.Module:
         if model.bias is not None:
             model.bias.requires_grad_(False)
         return model if isinstance(model, FrozenLinear) else FrozenLinear(model, format)
-    for name, module in model.named_modules():
-        if isinstance(
-            getattr(module, "slices", None), dict
-        ):  # one entry per stacked weight; a Linear has a tuple
-            raise UsageError(
-                f"'{name}' contains experts, whose weights cannot be frozen in {format}; use full precision"
-            )
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if isinstance(child, Linear) and not isinstance(child, FrozenLinear) and child.role == "matrix":
-                setattr(parent, name, FrozenLinear(child, format))
+            if is_quantized_by_freeze(child) and not isinstance(child, FrozenLinear | FrozenExperts):
+                setattr(parent, name, frozen_layer(child, format))
     _freeze_in_bf16(model)
     return model
 

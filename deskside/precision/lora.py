@@ -10,6 +10,7 @@ for each adapted projection, so what is learned, merged and exported does not de
                                            B: the B of all pairs on a block diagonal: (rows, ranks)
 
 These are two small GEMMs and one pass over y. A and B are stored in float32, and the products run in the dtype of x.
+The experts of a layer have an A and a B each, (E, rank, in) and (E, rows, rank), and their products are grouped.
 
 `TrainedRows` are trainable float32 copies of the rows of a few tokens in an embedding or head that is frozen in BF16.
 With them, a model learns new special tokens without training its whole vocabulary.
@@ -17,7 +18,7 @@ With them, a model learns new special tokens without training its whole vocabula
 LoRA: Hu et al. 2021, arXiv 2106.09685.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +27,9 @@ from torch import Tensor, nn
 from deskside.config.sections import PROJECTIONS, AdapterConfig
 from deskside.kernels.cross_entropy import ReplacementRows
 from deskside.kernels.stored_weights import embedding
+from deskside.ops.grouped import grouped_linear
 from deskside.ops.linear import Embedding, Linear, Slice
+from deskside.ops.moe import Experts
 from deskside.utils.errors import UsageError
 from deskside.utils.splitmix import derive_seed
 
@@ -36,14 +39,16 @@ class Adapter(nn.Module):
 
     `a` maps each projection to its A (rank, in), and `b` to its B (rows of the projection, rank). `reset` initializes A
     like the weight of nn.Linear and B with zeros, so that a new adapter has no effect.
+
+    shape: that of the adapted weight, (rows, in). For experts it is (E, rows, in); then each A and B has a leading E
+    too, and x and y are rows that are sorted by expert.
     """
 
     role = "adapter"
 
     def __init__(
         self,
-        in_features: int,
-        rows: int,
+        shape: Sequence[int],
         slices: Sequence[Slice],
         rank: int,
         scale: float,
@@ -51,10 +56,11 @@ class Adapter(nn.Module):
         device: torch.device | None = None,
     ):
         super().__init__()
-        self.rows, self.adapted, self.rank = rows, tuple(slices), rank
+        *experts, self.rows, in_features = shape
+        self.adapted, self.rank = tuple(slices), rank
         self.scale, self.dropout = scale, dropout
-        a = {s.name: torch.empty(rank, in_features, device=device) for s in slices}
-        b = {s.name: torch.zeros(s.stop - s.start, rank, device=device) for s in slices}
+        a = {s.name: torch.empty(*experts, rank, in_features, device=device) for s in slices}
+        b = {s.name: torch.zeros(*experts, s.stop - s.start, rank, device=device) for s in slices}
         self.a = nn.ParameterDict({name: nn.Parameter(values) for name, values in a.items()})
         self.b = nn.ParameterDict({name: nn.Parameter(values) for name, values in b.items()})
 
@@ -63,15 +69,19 @@ class Adapter(nn.Module):
         """Set initial values. They are drawn on the CPU, so that they do not depend on the device."""
         for s in self.adapted:
             a, b = self.a[s.name], self.b[s.name]
-            bound = a.shape[1] ** -0.5
+            bound = a.shape[-1] ** -0.5
             a.copy_(torch.empty(a.shape).uniform_(-bound, bound, generator=generator))
             b.zero_()
 
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+    def forward(self, x: Tensor, y: Tensor, ends_E: Tensor | None = None) -> Tensor:
+        """ends_E: the first row after each expert's, for an adapter of experts."""
         # Evaluation does not switch the model to eval mode, but it runs without gradients.
         if self.dropout and self.training and torch.is_grad_enabled():
             x = F.dropout(x, self.dropout)
-        a, b = self._joined(x.dtype)
+        a, b = self.joined(x.dtype)
+        if ends_E is not None:
+            change = grouped_linear(grouped_linear(x, a, ends_E), b, ends_E)
+            return torch.add(y, change, alpha=self.scale)
         inner_NR = x.flatten(0, -2) @ a.T
         return torch.addmm(y.flatten(0, -2), inner_NR, b.T, alpha=self.scale).view(y.shape)
 
@@ -79,12 +89,12 @@ class Adapter(nn.Module):
         """Return scale B A in float32, which merging adds to the rows of one projection."""
         return (self.b[name].detach().float() @ self.a[name].detach().float()).mul_(self.scale)
 
-    def _joined(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return all A stacked (ranks, in), and all B on a block diagonal (rows, ranks)."""
+    def joined(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return all A stacked (ranks, in), and all B on a block diagonal (rows, ranks); for experts, of each."""
         if len(self.adapted) == 1 and self.adapted[0].stop - self.adapted[0].start == self.rows:
             name = self.adapted[0].name
             return self.a[name].to(dtype), self.b[name].to(dtype)
-        a = torch.cat([self.a[s.name] for s in self.adapted]).to(dtype)
+        a = torch.cat([self.a[s.name] for s in self.adapted], dim=-2).to(dtype)
         # Rows of projections without an adapter are zero.
         blocks, row = [], 0
         for number, s in enumerate(self.adapted):
@@ -92,7 +102,7 @@ class Adapter(nn.Module):
             blocks.append(F.pad(self.b[s.name], (left, right, s.start - row, 0)))
             row = s.stop
         blocks[-1] = F.pad(blocks[-1], (0, 0, 0, self.rows - row))
-        return a, torch.cat(blocks).to(dtype)
+        return a, torch.cat(blocks, dim=-2).to(dtype)
 
     def extra_repr(self) -> str:
         names = ", ".join(s.name for s in self.adapted)
@@ -164,6 +174,16 @@ class AdaptedLinear(Linear):
         return self.weight if self.trained is None else self.trained.into(self.weight)
 
 
+class AdaptedExperts(Experts):
+    """Experts with an adapter for one or both of their weights. Made by `attach`."""
+
+    adapters: nn.ModuleDict  # by the name of the weight
+
+    def product(self, name: str, x: Tensor, ends_E: Tensor) -> Tensor:
+        y = super().product(name, x, ends_E)
+        return self.adapters[name](x, y, ends_E) if name in self.adapters else y
+
+
 class AdaptedEmbedding(Embedding):
     """An `Embedding` with trained rows. Made by `add_trained_rows`."""
 
@@ -192,6 +212,13 @@ def add_adapter(linear: Linear, adapter: Adapter) -> None:
         linear.__class__ = AdaptedLinear
 
 
+def add_expert_adapters(experts: Experts, adapters: Mapping[str, Adapter]) -> None:
+    """Add adapters, by the names of their weights, in place. `FrozenExperts` keep their class: see `add_adapter`."""
+    experts.adapters = nn.ModuleDict(adapters)
+    if type(experts) is Experts:
+        experts.__class__ = AdaptedExperts
+
+
 def add_trained_rows(module: Embedding | Linear, ids: Sequence[int]) -> None:
     """Make the rows `ids` of a token embedding or a head trainable, in place."""
     module.trained = TrainedRows(module.weight, ids)
@@ -202,10 +229,13 @@ def add_trained_rows(module: Embedding | Linear, ids: Sequence[int]) -> None:
         module.__class__ = AdaptedLinear
 
 
-def adapter_of(module: nn.Module) -> Adapter | None:
-    """Return the adapter of a layer, or None."""
-    adapter = getattr(module, "adapter", None)
-    return adapter if isinstance(adapter, Adapter) else None
+def adapters_of(module: nn.Module) -> dict[str, Adapter]:
+    """Return the adapters of a layer by the names of its weights: "weight", or those of `Experts`."""
+    if isinstance(module, Experts):
+        found = dict(getattr(module, "adapters", nn.ModuleDict()).items())
+    else:
+        found = {"weight": getattr(module, "adapter", None)}
+    return {name: adapter for name, adapter in found.items() if isinstance(adapter, Adapter)}
 
 
 def trained_rows_of(module: nn.Module | None) -> TrainedRows | None:
@@ -222,7 +252,7 @@ def is_adapted(model: nn.Module) -> bool:
 def attach(model: nn.Module, config: AdapterConfig, seed: int, trained_tokens: Sequence[int] = ()) -> None:
     """Freeze `model` in place, unless it is frozen already, and add an adapter to every projection in `config.targets`.
 
-    Blocks must consist of `Linear`s with named projections. The fused sublayers do not support adapters
+    Blocks must consist of `Linear`s with named projections, and `Experts`. The fused sublayers do not support adapters
     (`precision.convert.why_not_fused`), so such a model runs its ordinary forward.
 
     trained_tokens: tokens whose rows in the embedding, and in an untied head, are trained too.
@@ -236,25 +266,34 @@ def attach(model: nn.Module, config: AdapterConfig, seed: int, trained_tokens: S
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     count = 0
-    for path, module in model.named_modules():
-        if not isinstance(module, Linear) or module.role != "matrix":
-            continue
-        targets = PROJECTIONS if config.targets == "all" else config.targets
-        slices = [s for s in module.slices if s.name in targets]
+    targets = PROJECTIONS if config.targets == "all" else config.targets
+
+    def make_adapter(
+        path: str, module: nn.Module, shape: Sequence[int], slices: Sequence[Slice]
+    ) -> Adapter | None:
+        slices = [s for s in slices if s.name in targets]
         if not slices:
-            continue
-        adapter = Adapter(
-            module.in_features,
-            module.out_features,
-            slices,
-            config.rank,
-            config.scale,
-            config.dropout,
-            next(iter((*module.parameters(), *module.buffers()))).device,
-        )
-        adapter.reset(torch.Generator().manual_seed(derive_seed(seed, f"{path}.adapter")))
-        add_adapter(module, adapter)
-        count += len(slices)
+            return None
+        device = next(iter((*module.parameters(), *module.buffers()))).device
+        adapter = Adapter(shape, slices, config.rank, config.scale, config.dropout, device)
+        adapter.reset(torch.Generator().manual_seed(derive_seed(seed, path)))
+        return adapter
+
+    for path, module in list(model.named_modules()):
+        if isinstance(module, Experts):
+            made = {
+                name: make_adapter(f"{path}.adapters.{name}", module, shape, module.slices[name])
+                for name, shape in module.shapes.items()
+            }
+            adapters = {name: adapter for name, adapter in made.items() if adapter is not None}
+            add_expert_adapters(module, adapters)
+            count += sum(len(adapter.adapted) for adapter in adapters.values())
+        elif isinstance(module, Linear) and module.role == "matrix":
+            shape = (module.out_features, module.in_features)
+            adapter = make_adapter(f"{path}.adapter", module, shape, module.slices)
+            if adapter is not None:
+                add_adapter(module, adapter)
+                count += len(adapter.adapted)
     if not count:
         raise UsageError(
             f"adapter.targets: this model has none of the projections {config.targets}; use all, or names from: "

@@ -19,9 +19,8 @@ from deskside.config.base import Part, first_problem
 from deskside.config.model import ModelConfig
 from deskside.config.sections import AdapterConfig
 from deskside.model.transformer import Transformer
-from deskside.ops.linear import Linear
 from deskside.optim.groups import clean_name
-from deskside.precision.frozen import BUFFERS, FrozenLinear, freeze
+from deskside.precision.frozen import freeze, frozen_layer, is_quantized_by_freeze
 from deskside.precision.lora import TrainedRows, attach
 from deskside.utils.errors import RunError
 from deskside.utils.files import fingerprint, replace_atomically, write_atomically
@@ -111,10 +110,11 @@ def load(
     if adapter.base != "bf16":
         for parent_path, parent in list(model.named_modules()):
             for name, child in list(parent.named_children()):
-                if isinstance(child, Linear) and child.role == "matrix":
-                    prefix = f"{parent_path}.{name}"
-                    stored = {key: tensors.pop(f"{prefix}.{key}") for key in BUFFERS[adapter.base]}
-                    setattr(parent, name, FrozenLinear(child, adapter.base, stored))
+                if is_quantized_by_freeze(child):
+                    prefix = f"{parent_path}.{name}."
+                    keys = [key for key in tensors if key.startswith(prefix) and key != f"{prefix}bias"]
+                    stored = {key.removeprefix(prefix): tensors.pop(key) for key in keys}
+                    setattr(parent, name, frozen_layer(child, adapter.base, stored))
     for module_path, module in model.named_modules():
         for leaf, parameter in list(module.named_parameters(recurse=False)):
             if parameter.is_meta:

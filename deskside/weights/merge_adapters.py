@@ -18,8 +18,9 @@ from deskside.config.run import RunConfig
 from deskside.config.sections import AdapterConfig
 from deskside.model.init import allocate
 from deskside.model.transformer import Transformer
-from deskside.precision.frozen import FrozenLinear
-from deskside.precision.lora import adapter_of, trained_rows_of
+from deskside.ops.moe import Experts
+from deskside.precision.frozen import FrozenExperts, FrozenLinear
+from deskside.precision.lora import adapters_of, trained_rows_of
 from deskside.run.directory import resolve_path
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.parsing import read_json_object
@@ -58,11 +59,11 @@ def merge_into(
             source_parameter = source._parameters.get(leaf)
             frozen = source_parameter is None or not source_parameter.requires_grad
             original_weight = original[f"{path}.{leaf}"] if original is not None and frozen else None
-            if leaf != "weight":
+            if leaf != "weight" and not isinstance(target, Experts):
                 parameter.copy_(getattr(source, leaf) if original_weight is None else original_weight)
                 continue
             # The merged weight has no local name, so that it is freed before the next one is computed.
-            parameter.copy_(_merged_weight(source, parameter.device, original_weight))
+            parameter.copy_(_merged_weight(source, leaf, parameter.device, original_weight))
 
 
 @dataclass(frozen=True)
@@ -127,25 +128,29 @@ def load_adapted_model(
     return model
 
 
-def _merged_weight(module: nn.Module, device: torch.device, original: torch.Tensor | None) -> torch.Tensor:
-    """Return the weight with which a module computes, including its adapter and trained rows.
+def _merged_weight(
+    module: nn.Module, name: str, device: torch.device, original: torch.Tensor | None
+) -> torch.Tensor:
+    """Return the weight `name` with which a module computes, including its adapter and trained rows.
 
     It is float32 on `device`, or the parameter itself if nothing needs to be computed. original: used instead of the
     frozen weight.
     """
-    adapter, trained = adapter_of(module), trained_rows_of(module)
+    adapter, trained = adapters_of(module).get(name), trained_rows_of(module)
     if original is not None:
         weight = original.to(device).to(torch.float32, copy=True)
     elif isinstance(module, FrozenLinear):
         weight = module.dense(device=device)
+    elif isinstance(module, FrozenExperts):
+        weight = module.dense(name, device)
     else:
-        weight = module.get_parameter("weight").detach()
+        weight = module.get_parameter(name).detach()
         if adapter is None and trained is None:
             return weight
         weight = weight.to(device).to(torch.float32, copy=True)
     if adapter is not None:
         for s in adapter.adapted:
-            weight[s.start : s.stop] += adapter.delta(s.name).to(device)
+            weight[..., s.start : s.stop, :] += adapter.delta(s.name).to(device)
     if trained is not None:
         weight[trained.ids.to(device)] = trained.rows.detach().to(device, torch.float32)
     return weight

@@ -26,16 +26,19 @@ ADAMW = {"optim": {"name": "adamw"}}
             r"adapter.dropout: .*checkpointing",
         ),
         (
-            {"adapter": {"base": "nf4"}, "model": {"num_experts": 4, "num_experts_per_tok": 2}},
-            r"adapter.base: experts cannot be frozen in nf4; use bf16",
+            {"adapter": {"dropout": 0.1}, "model": {"num_experts": 4, "num_experts_per_tok": 2}},
+            r"adapter.dropout: .*experts.*--adapter.targets",
         ),
         (
             {"adapter": {"targets": ["gate_proj"]}, "model": {"gated_mlp": False}},
             r"adapter.targets: this model has no gate_proj .*up_proj",
         ),
         (
-            {"adapter": {"targets": ["up_proj"]}, "model": {"num_experts": 4, "num_experts_per_tok": 2}},
-            r"no up_proj that could be adapted; choose from q_proj, k_proj, v_proj, o_proj$",
+            {
+                "adapter": {"targets": ["gate_proj"]},
+                "model": {"num_experts": 4, "num_experts_per_tok": 2, "gated_mlp": False},
+            },
+            r"adapter.targets: this model has no gate_proj",
         ),
         ({"adapter": {"targets": ["wq"]}}, r"adapter.targets: \['wq'\] is neither all nor a list of q_proj"),
         ({"adapter": {"targets": []}}, r"adapter.targets: \[\] is neither all"),

@@ -10,8 +10,10 @@ from deskside.config.model import ModelConfig
 from deskside.config.sections import AdapterConfig
 from deskside.model.init import InitOptions, initialize
 from deskside.model.transformer import Transformer
+from deskside.ops.moe import Experts
 from deskside.weights import frozen_base
 
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 TINY: dict[str, Any] = {
     "vocab_size": 61,
     "hidden_size": 64,
@@ -50,3 +52,13 @@ def trained(
             nn.init.normal_(parameter, std=0.1)
     model.embed.output_dtype = torch.float32
     return model, options
+
+
+def without_adapters(model: Transformer) -> Transformer:
+    """The same model with its adapters taken away: the frozen base alone."""
+    for module in model.modules():
+        if isinstance(module, Experts):
+            module.adapters = nn.ModuleDict()
+        elif getattr(module, "adapter", None) is not None:
+            module.adapter = None
+    return model

@@ -11,7 +11,7 @@ from torch import Tensor
 from deskside.budget.scaling import Scaling
 from deskside.config.model import ModelConfig
 from deskside.config.optim import AdamWConfig, MuonConfig
-from deskside.config.sections import AdapterConfig
+from deskside.config.sections import PROJECTIONS, AdapterConfig
 from deskside.model.init import initialize
 from deskside.model.transformer import Transformer
 from deskside.ops.logical import logical_tensors
@@ -24,6 +24,7 @@ from deskside.utils.errors import UsageError
 from tests.optim.models import NO_SCALING
 
 TOKENS = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(0))
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 FORMATS: list[Any] = ["bf16", "int8", "nf4"]
 
 
@@ -170,12 +171,22 @@ def test_dropout_is_a_function_of_seed_and_step() -> None:
         assert loss_of(1) == loss_of(2)
 
 
-def test_experts_get_none_and_the_router_neither() -> None:
-    model = adapted(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
-    names = {s.name for module in model.modules() if isinstance(module, Adapter) for s in module.adapted}
-    assert names == {"q_proj", "k_proj", "v_proj", "o_proj"}
-    model.loss(TOKENS, TOKENS).backward()
-    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+@pytest.mark.parametrize("base", FORMATS)
+def test_experts_get_adapters_and_the_router_none(base: Any) -> None:
+    model = adapted(base, **MOE)
+    adapters = [module for module in model.modules() if isinstance(module, Adapter)]
+    assert len(adapters) == 2 * 4
+    assert {s.name for adapter in adapters for s in adapter.adapted} == set(PROJECTIONS)
+    assert {info.role for info in classify_parameters(model)} == {"adapter"}
+    attention, expert = 128 + 2 * 96 + 128, 2 * (64 + 32) + 32 + 64
+    assert num_trained_parameters(model) == 2 * 4 * (attention + 4 * expert)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.1)
+    model.loss(TOKENS, TOKENS.roll(-1, 1)).backward()
+    assert all(p.grad is not None and p.grad.any() for p in model.parameters() if p.requires_grad)
+    applied = convert(model, "bf16", fused=True)
+    assert not any(applied.is_fused(half) for block in model.layers for half in (block.attn, block.mlp))
 
 
 def test_what_cannot_be_is_named() -> None:

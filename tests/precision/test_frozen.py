@@ -15,8 +15,9 @@ from deskside.kernels.attention import AttentionContext
 from deskside.model.init import initialize
 from deskside.model.transformer import Transformer
 from deskside.ops.linear import Linear
+from deskside.ops.moe import Experts
 from deskside.optim.build import build
-from deskside.precision.frozen import FrozenLinear, freeze, stored_bytes
+from deskside.precision.frozen import FrozenExperts, FrozenLinear, freeze, stored_bytes
 from deskside.utils.errors import UsageError
 from tests.optim.models import NO_SCALING, make
 
@@ -166,6 +167,58 @@ def test_a_model_is_frozen_whole_and_computes_nearly_the_same(format: str) -> No
 
 
 @pytest.mark.parametrize("format", FORMATS)
+def test_experts_are_frozen_as_one_weight_and_compute_with_it(format: str) -> None:
+    """The codes are bitsandbytes' own or those of a `FrozenLinear`, output and gradient those of the dense weights."""
+    torch.manual_seed(0)
+    source, counts = Experts(3, 64, 96, "silu", gated=True), torch.tensor([4, 0, 5])
+    for weight in source.parameters():
+        nn.init.normal_(weight, std=0.05)
+    model = nn.Sequential(nn.Sequential(source))
+    freeze(model, format)  # type: ignore[arg-type]
+    layer = model[0][0]
+    assert isinstance(layer, FrozenExperts) and not any(p.requires_grad for p in layer.parameters())
+    weights, rows = 3 * 3 * 64 * 96, 3 * (2 * 96 + 64)
+    expected_bytes = weights + 4 * rows if format == "int8" else weights * (1 / 2 + 1 / 64) + 2 * 4 * 257
+    assert stored_bytes(layer) == pytest.approx(expected_bytes, abs=32)  # and NF4's scales of 256 magnitudes
+    dense = Experts(3, 64, 96, "silu", gated=True)
+    for name in source.shapes:
+        weight = getattr(source, name).detach().flatten(0, 1)
+        if format == "nf4":
+            bitsandbytes = pytest.importorskip("bitsandbytes")
+            codes, state = bitsandbytes.functional.quantize_4bit(
+                weight, quant_type="nf4", compress_statistics=True
+            )
+            assert torch.equal(layer.stored(name)[0], codes)
+            weight = bitsandbytes.functional.dequantize_4bit(codes, state)
+        else:
+            linear = Linear(weight.shape[1], [("w", weight.shape[0])])
+            linear.weight.data = weight
+            weight = frozen(linear, format).dense()
+        assert torch.equal(layer.dense(name).flatten(0, 1), weight)
+        getattr(dense, name).data = weight.view(source.shapes[name])
+    x, grad = torch.randn(9, 64, requires_grad=True), torch.randn(9, 64)
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = layer(x, counts)
+    assert max(t.numel() for t in kept if t.is_floating_point()) <= 9 * 2 * 96  # no dense weight
+    expected = dense(x, counts)
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+    (ours,), (theirs,) = torch.autograd.grad(y, x, grad), torch.autograd.grad(expected, x, grad)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    with pytest.raises(UsageError, match="does not train"):
+        layer.requires_grad_()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_routers_stay_in_bfloat16(format: str) -> None:
+    model = transformer(experts=4)
+    freeze(model, format)  # type: ignore[arg-type]
+    for block in model.layers:
+        assert block.mlp.mixture.router.weight.dtype == torch.bfloat16
+        assert isinstance(block.mlp.mixture.experts, FrozenExperts)
+
+
+@pytest.mark.parametrize("format", FORMATS)
 def test_saved_and_loaded_it_computes_the_same(format: str) -> None:
     layer, x = frozen(linear(), format), torch.randn(3, IN)
     other = frozen(Linear(IN, [("q", 64), ("k", 32)]), format)
@@ -201,8 +254,6 @@ def test_an_adapter_beside_it_learns(format: str) -> None:
 def test_what_cannot_be_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="'fp4' is not a format of frozen weights; use bf16, int8 or nf4"):
         freeze(linear(), "fp4")  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match=r"experts.*cannot be frozen in int8"):
-        freeze(transformer(experts=4), "int8")
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(UsageError, match=r"frozen nf4 weights need bitsandbytes.*deskside\[bitsandbytes\]"):
         freeze(linear(), "nf4")

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from deskside.kernels.cross_entropy import linear_cross_entropy, token_losses
 from deskside.ops.linear import Embedding, Linear
-from deskside.precision.lora import Adapter, add_adapter, add_trained_rows, is_adapted
+from deskside.ops.moe import Experts
+from deskside.precision.lora import Adapter, add_adapter, add_expert_adapters, add_trained_rows, is_adapted
 
 IN, RANK, SCALE = 24, 3, 1.7
 QKV = [("q_proj", 16), ("k_proj", 8), ("v_proj", 8)]
@@ -20,7 +21,7 @@ def adapted(targets: Sequence[str], outputs: Sequence[tuple[str, int]] = QKV, bi
     layer = Linear(IN, outputs, bias)
     nn.init.normal_(layer.weight)
     slices = [s for s in layer.slices if s.name in targets]
-    add_adapter(layer, Adapter(IN, layer.out_features, slices, RANK, SCALE))
+    add_adapter(layer, Adapter((layer.out_features, IN), slices, RANK, SCALE))
     layer.adapter.reset(torch.Generator().manual_seed(1))
     for b in layer.adapter.b.values():
         nn.init.normal_(b)
@@ -57,6 +58,49 @@ def test_every_set_of_slices_gives_output_and_gradients_of_its_own(targets: list
         torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "targets", [("gate_proj", "up_proj", "down_proj"), ("up_proj",), ("down_proj",)], ids="-".join
+)
+def test_every_expert_has_adapters_of_its_own(targets: tuple[str, ...]) -> None:
+    """Against each expert by itself in float64; the third expert has no rows."""
+    torch.manual_seed(0)
+    counts, width = torch.tensor([3, 4, 0, 2]), 10
+    experts = Experts(4, IN, width, "silu", gated=True)
+    adapters = {}
+    for name, slices in experts.slices.items():
+        nn.init.normal_(getattr(experts, name), std=0.3)
+        chosen = [s for s in slices if s.name in targets]
+        if chosen:
+            adapters[name] = Adapter(experts.shapes[name], chosen, RANK, SCALE)
+            adapters[name].reset(torch.Generator().manual_seed(1))
+            for b in adapters[name].b.values():
+                nn.init.normal_(b, std=0.3)
+    add_expert_adapters(experts, adapters)
+
+    def of_expert(e: int, name: str, x: Tensor) -> Tensor:
+        parts = []
+        for s in experts.slices[name]:
+            y = x @ getattr(experts, name).double()[e, s.start : s.stop].T
+            if s.name in targets:
+                a, b = adapters[name].a[s.name].double(), adapters[name].b[s.name].double()
+                y = y + SCALE * (x @ a[e].T) @ b[e].T
+            parts.append(y)
+        return torch.cat(parts, dim=-1)
+
+    x, grad = torch.randn(9, IN, requires_grad=True), torch.randn(9, IN)
+    expected = []
+    for e, rows in enumerate(x.double().split(counts.tolist())):
+        gate, up = of_expert(e, "gate_up_weight", rows).chunk(2, dim=-1)
+        expected.append(of_expert(e, "down_weight", F.silu(gate) * up))
+    y, truth = experts(x, counts), torch.cat(expected)
+    torch.testing.assert_close(y.double(), truth, rtol=1e-4, atol=1e-4)
+    trained = [x, *(p for adapter in adapters.values() for p in adapter.parameters())]
+    ours = torch.autograd.grad(y, trained, grad)
+    for got, wanted in zip(ours, torch.autograd.grad(truth, trained, grad.double()), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-3)
+    assert all(not gradient[2].any() for gradient in ours[1:])
+
+
 def test_fused_and_separate_weights_learn_the_same_adapters() -> None:
     fused = adapted(["q_proj", "v_proj"])
     assert fused.adapter is not None
@@ -66,7 +110,7 @@ def test_fused_and_separate_weights_learn_the_same_adapters() -> None:
         own = Linear(IN, [(s.name, s.stop - s.start)])
         own.weight.data = fused.weight.data[s.start : s.stop]
         if s.name in fused.adapter.a:
-            add_adapter(own, Adapter(IN, s.stop - s.start, own.slices, RANK, SCALE))
+            add_adapter(own, Adapter((s.stop - s.start, IN), own.slices, RANK, SCALE))
             own.adapter.a[s.name].data = fused.adapter.a[s.name].data
             own.adapter.b[s.name].data = fused.adapter.b[s.name].data
         parts.append(own(x))

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from deskside.config.run import RunConfig
 from deskside.data.reading.loader import Batch
+from deskside.export.peft import merge_into_original
 from deskside.train.loop.step import StepMetrics, Stepper
 from deskside.train.state.init_weights import InitialWeights
 from deskside.utils.errors import RunError, UsageError
@@ -76,6 +77,44 @@ def test_resumed_to_the_last_bit(
     assert (stopped.run.path / weights).read_bytes() == (straight / weights).read_bytes()
     losses = [row["loss"] for row in rows(straight)]
     assert sum(losses[-8:]) < sum(losses[:8])  # a step of 256 tokens alone says little
+
+
+@pytest.mark.parametrize("base", ["nf4", pytest.param("int8", marks=pytest.mark.full)])
+def test_adapters_of_experts_resume_to_the_last_bit_and_merge(
+    base: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    before = train(tmp_path, config(data, model=experts, schedule={"length": "40 steps"}), "base").run.path
+    first = given(before)
+    adapter = {"rank": 4, "alpha": 64, "base": base}
+    wanted = config(data, model=experts, adapter=adapter, **ADAPTER)
+    straight = train(tmp_path, wanted, "straight", initial=first).run.path
+    with monkeypatch.context() as patch:
+        stop_in(14, patch)
+        stopped = train(tmp_path, wanted, "stopped", initial=first).run.path
+    assert resume(stopped).status == "finished"
+    assert curve(stopped) == curve(straight)
+    weights = "model/model.safetensors"
+    assert (stopped / weights).read_bytes() == (straight / weights).read_bytes()
+    trained = load_file(straight / "checkpoints" / checkpoints(straight)[-1] / "model.safetensors")
+    assert sum(".experts.adapters." in name for name in trained) == 2 * 3 * 2  # layers, projections, A and B
+    losses = [row["loss"] for row in rows(straight)]
+    assert sum(losses[-8:]) < sum(losses[:8])
+    adapted, merged = load_adapted_run(straight, pytest.fail).model, load_model(straight).model
+    adapted.embed.output_dtype = torch.float32
+    torch.testing.assert_close(merged(TOKENS), adapted(TOKENS), rtol=1e-4, atol=1e-4)
+    # With the original's weights instead of the rounded base, as `deskside export` does.
+    loaded = load_model(straight)
+    assert merge_into_original(loaded, pytest.fail) == str(before)
+    original, rounded = dict(load_model(before).model.named_parameters()), dict(merged.named_parameters())
+    for name, parameter in loaded.model.named_parameters():
+        if "experts" in name:
+            assert float((parameter - original[name]).norm()) > 0.01 * float(parameter.norm())
+            base_error = rounded[name] - parameter  # of the frozen format, which the original does not have
+            path, _, weight = name.rpartition(".")
+            frozen = adapted.get_submodule(path).dense(weight)  # type: ignore[operator]
+            torch.testing.assert_close(base_error, frozen - original[name], rtol=1e-3, atol=1e-6)
 
 
 def begin(root: Path, wanted: RunConfig, name: str, pretrained: Path) -> None:
