@@ -45,7 +45,20 @@ class DataConfig(Part):
         False, description="tokens attend only within their document, not to others in the row"
     )
     weights: dict[str, float] = Field({}, description="mixture weights per source or language tag")
+    language_temperature: float | None = Field(
+        None,
+        ge=1,
+        le=1000,
+        description="draw a language with n tokens in proportion to n^(1/temperature), so that above 1 small languages "
+        "are repeated; mT5 used 3.33; default: every document once an epoch",
+    )
     prefetch: PositiveInt = Field(2, le=64, description="optimizer steps that the data loader reads ahead")
+
+    @model_validator(mode="after")
+    def _check_one_mixture(self) -> "DataConfig":
+        if self.weights and self.language_temperature is not None:
+            raise ValueError("language_temperature: data.weights sets the mixture too; remove one of them")
+        return self
 
 
 class BatchConfig(Part):

@@ -9,12 +9,13 @@ from matplotlib.ticker import EngFormatter
 from deskside.report.canvas import DARK, PALE, new_figure, one_line, save, style_axes
 from deskside.report.document import Block, Image, Table
 from deskside.run.record import RunRecord, mapping, number
-from deskside.utils.format import count
+from deskside.utils.format import UNKNOWN, count
 
 COLUMNS = 3  # panels side by side
 MAX_PANELS = 24  # more languages are only in the table
 PANEL_HEIGHT = 1.45  # inches
 PLOT = "val_languages.png"
+HEAD = ("language", "first evaluation", "last evaluation", "validation bytes")
 
 
 def draw(record: RunRecord, folder: Path) -> list[Image]:
@@ -61,6 +62,11 @@ def blocks(record: RunRecord, images: Sequence[Image]) -> list[Block]:
     if not curves:
         return []
     final = mapping(record.summary.get("val_languages"))
+    epochs = mapping(record.summary.get("mixture_epochs")) or mapping(record.plan.get("mixture_epochs"))
+
+    def epochs_of(language: str) -> str:
+        found = number(epochs.get(language))
+        return UNKNOWN if found is None else f"{found:.2f}"
 
     rows = [
         (
@@ -68,12 +74,13 @@ def blocks(record: RunRecord, images: Sequence[Image]) -> list[Block]:
             f"{y[0]:.3f}",
             f"{y[-1]:.3f}",
             count(number(mapping(final.get(language)).get("bytes"))),
+            *((epochs_of(language),) if epochs else ()),
         )
         for language, (_, y) in curves.items()
     ]
     mean = sum(y[-1] for _, y in curves.values()) / len(curves)
     return [
-        Table(("language", "first evaluation", "last evaluation", "validation bytes"), rows),
+        Table((*HEAD, *(("epochs trained",) if epochs else ())), rows),
         f"Bits per byte of each language (measured, lower is better). Their unweighted mean is {mean:.3f}; the "
         "validation result of the run weighs each language by its bytes. Scripts differ in bytes per character, so "
         "compare runs in one language, not languages with each other.",

@@ -218,8 +218,13 @@ class NextToken:
     metric_names: tuple[str, ...] = ()
 
     def open(self, config: RunConfig, path: Path, split: str, sequence_length: int) -> PackedDataset:
-        weights = dict(config.data.weights) if split == "train" and config.data.weights else None
-        dataset = PackedDataset(path, split=split, sequence_length=sequence_length, weights=weights)
+        mixture: dict[str, Any] = {}  # the validation split is evaluated as it is
+        if split == "train":
+            mixture = {
+                "weights": dict(config.data.weights) or None,
+                "language_temperature": config.data.language_temperature,
+            }
+        dataset = PackedDataset(path, split=split, sequence_length=sequence_length, **mixture)
         needed = dataset.index.tokenizer.vocab_size
         if needed > config.model.vocab_size:
             raise UsageError(

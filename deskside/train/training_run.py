@@ -31,6 +31,7 @@ from deskside.train.prepare.step_planning import (
     first_facts,
     first_plan,
     mean_tokens,
+    mixture_epochs,
     modelled_memory_gib,
     recorded_plan,
 )
@@ -333,6 +334,9 @@ class _Run:
             "compile": self.execution_mode,
         }
         self.facts |= {"before": self.before} if self.before else {}
+        if epochs := self.facts["mixture_epochs"]:
+            listed = ", ".join(f"{name} {number:.2f}" for name, number in epochs.items())
+            self.log.say(f"planned epochs of each part of the mixture: {listed}")
         if self.config.adapter is not None:
             self.facts["adapter"] = setup.adapter_facts(self.context.model, self.config.adapter)
         return plan
@@ -472,6 +476,7 @@ class _Run:
             **(evaluation.baselines() if evaluation.baselines is not None else {}),
             "steps": trainer.progress.step,
             "tokens": trainer.progress.tokens,
+            "mixture_epochs": mixture_epochs(self.stages, trainer.progress.rows),
             "seconds": seconds,
             "clock": self.clock.kind,
             "tokens_per_second": trainer.tokens_per_second(),

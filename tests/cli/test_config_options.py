@@ -66,6 +66,7 @@ VALUES: dict[str, str] = {
     "batch.tokens": "40960",
     "batch.micro_tokens": "2048",
     "data.sources": '["a.txt", "b.jsonl"]',
+    "data.language_temperature": "3.33",
     "data.weights": "{en = 0.5, de = 2.0}",
     "precision.keep": '["o_proj"]',
     "optim.betas": "[0.7, 0.8]",

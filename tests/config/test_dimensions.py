@@ -22,7 +22,13 @@ def refused(**parts: Any) -> str:
 
 @pytest.mark.parametrize("recipe", QUANTIZED)
 @pytest.mark.parametrize(
-    "preset", [*(n for n in presets.names() if n not in ("demo", "gpt2", "indicmoe-3b")), "d12", "d14", "d20"]
+    "preset",
+    [
+        *(n for n in presets.names() if n not in ("demo", "gpt2") and not n.startswith("indicmoe")),
+        "d12",
+        "d14",
+        "d20",
+    ],
 )
 def test_presets_fit_every_recipe(preset: str, recipe: str) -> None:
     build([*presets.layers(preset), {"precision": {"name": recipe, "head": "fp8"}}])

@@ -1,12 +1,13 @@
 """Presets: their shapes, parameter counts equal to those of transformers, and files that build on others."""
 
+from importlib import resources
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3MoeConfig
 
-from deskside.budget.shape import num_params
+from deskside.budget.shape import active_params, num_params
 from deskside.config import presets
 from deskside.config.merge import build
 from deskside.model.transformer import Transformer
@@ -32,7 +33,7 @@ SHAPES = {
 
 def test_every_preset_is_in_shapes() -> None:
     assert set(presets.names()) == (
-        {name for name in SHAPES if name[0] != "d"} | {"demo", "gpt2", "indicmoe-3b"}
+        {name for name in SHAPES if name[0] != "d"} | {"demo", "gpt2"} | EXPERTS.keys()
     )
 
 
@@ -60,23 +61,45 @@ def test_shape_and_parameters(name: str) -> None:
     assert (model.num_hidden_layers, model.num_attention_heads) == (layers, heads)
 
 
-def test_indicmoe_3b_has_3_billion_parameters() -> None:
-    model = build(presets.layers("indicmoe-3b")).model
-    theirs = Qwen3MoeConfig(
-        vocab_size=50304,
-        hidden_size=2048,
-        num_hidden_layers=24,
-        num_attention_heads=16,
-        num_key_value_heads=4,
-        head_dim=128,
-        num_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=2176,
-    )
+# layers, hidden size, heads, key-value heads, head channels, an expert's width, parameters, sequence length
+EXPERTS = {
+    "indicmoe-60m": (10, 256, 4, 1, 64, 512, 58_878_464, 2048),
+    "indicmoe-300m": (12, 768, 12, 3, 64, 896, 293_236_992, 4096),
+    "indicmoe-3b": (24, 2048, 16, 4, 128, 2176, 3_025_117_184, 16384),
+}
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_parameters_with_experts(name: str) -> None:
+    """As Qwen3-MoE in transformers. The dense model of the same active size differs by the router only."""
+    config = build(presets.layers(name))
+    model = config.model
+    layers, hidden, heads, kv_heads, head_dim, width, parameters, length = EXPERTS[name]
+    shape = {
+        "vocab_size": 50304,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+    }
     with torch.device("meta"):
-        counted = sum(p.numel() for p in AutoModelForCausalLM.from_config(theirs).parameters())
-    assert num_params(model) == counted == 3_025_117_184
-    assert model.max_position_embeddings == 16384
+        theirs = AutoModelForCausalLM.from_config(
+            Qwen3MoeConfig(**shape, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=width)
+        )
+        dense = AutoModelForCausalLM.from_config(
+            Qwen3Config(**shape, intermediate_size=2 * width, tie_word_embeddings=False)
+        )
+    assert num_params(model) == sum(p.numel() for p in theirs.parameters()) == parameters
+    assert model.max_position_embeddings == config.batch.sequence_length == length
+    override = {"model": {"num_experts": 0, "intermediate_size": 2 * width}}
+    overridden = build([*presets.layers(name), override]).model
+    router = layers * 8 * hidden
+    assert num_params(overridden) == sum(p.numel() for p in dense.parameters())
+    assert num_params(overridden) + router == active_params(model)
+    if name != "indicmoe-3b":
+        comment = resources.files("deskside.config").joinpath(f"presets/{name}.toml").read_text("utf-8")
+        assert f"--model.intermediate_size {2 * width}" in comment
 
 
 def test_gpt2_is_gpt2() -> None:

@@ -3,6 +3,11 @@
 With several components, the order consists of equal periods of 1024 rows. Weights are rounded to whole rows of a period
 (by largest remainder; a component gets at least one row), and the rows of each component are spread evenly over the
 period. So every period has the same proportions, and a small or heavily weighted component goes through more epochs.
+
+Languages can be components, drawn with a temperature T: a language with n tokens gets the weight n^(1/T), as in
+multilingual BERT, XLM-R (alpha = 1/T = 0.3; Conneau et al. 2019, arXiv 1911.02116), mT5 (0.3; arXiv 2010.11934) and
+translation (T = 5; Arivazhagan et al. 2019, arXiv 1907.05019). At T = 1 languages have their natural shares; a high T
+makes the shares equal and repeats small languages often.
 """
 
 from __future__ import annotations
@@ -55,11 +60,22 @@ class Mixture:
         order = np.lexsort((component, place))
         return cls(component[order], rank[order], count)
 
+    def counts(self, rows: int) -> NDArray[np.int64]:
+        """Return the number of rows of each component among the first `rows` positions, shape [components]."""
+        periods, rest = divmod(rows, len(self.component))
+        return periods * self.count + np.bincount(self.component[:rest], minlength=len(self.count))
+
     def locate(self, position: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return (component, number of its earlier rows) for each position, both with the shape of `position`."""
         period, offset = np.divmod(position, len(self.component))
         component = self.component[offset]
         return component, period * self.count[component] + self.rank[offset]
+
+
+def temperature_weights(sizes: NDArray[np.int64], temperature: float) -> list[float]:
+    """Return n^(1/temperature) of each size n, divided by that of the largest."""
+    logs = np.log(np.asarray(sizes, dtype=np.float64)) / temperature
+    return [float(weight) for weight in np.exp(logs - logs.max())]
 
 
 def assign_components(

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from deskside.data import tokenizer
 from deskside.data.reading import shards
-from deskside.data.reading.mixing import Mixture, assign_components
+from deskside.data.reading.mixing import Mixture, assign_components, temperature_weights
 from deskside.data.reading.packing import Packing, pack
 from deskside.data.reading.shuffle import endless_shuffle
 from deskside.utils.errors import UsageError
@@ -57,7 +57,8 @@ class Truncation:
 class PackedDataset:
     """One split of a prepared data set, checked (see `shards.check`) and packed for one sequence length.
 
-    weights: of sources and languages, to mix them (see `mixing`). languages: those of its documents, sorted.
+    weights: of sources and languages, to mix them; language_temperature: mixes the languages by their size (see
+    `mixing` for both; give at most one). languages: those of its documents, sorted.
     Conversations are not cut into several pieces: a conversation longer than a row is truncated or left out, and
     counted in `truncation`.
 
@@ -66,7 +67,12 @@ class PackedDataset:
     """
 
     def __init__(
-        self, path: str | Path, split: str, sequence_length: int, weights: dict[str, float] | None = None
+        self,
+        path: str | Path,
+        split: str,
+        sequence_length: int,
+        weights: dict[str, float] | None = None,
+        language_temperature: float | None = None,
     ) -> None:
         directory = Path(path).expanduser()
         index = shards.check(directory)
@@ -95,9 +101,8 @@ class PackedDataset:
         self.languages = sorted({index.tags[t].language for t in np.unique(tag).tolist()})
         number_of = {language: number for number, language in enumerate(self.languages)}
         self._document_starts = start
-        self._document_languages = np.array([number_of.get(t.language, -1) for t in index.tags], np.int16)[
-            tag
-        ]
+        language_of_tag = np.array([number_of.get(t.language, -1) for t in index.tags], np.int16)
+        self._document_languages = language_of_tag[tag]
         self._masks = masks if len(masks) == len(self._tokens) else None
         self.truncation = Truncation()
         trained_before = np.zeros(1, np.int64)
@@ -117,6 +122,15 @@ class PackedDataset:
                 index.tags, np.unique(tag).tolist(), weights
             )
             component = component_of_tag[tag]
+        elif language_temperature is not None:
+            names, component = self.languages, language_of_tag[tag].astype(np.int64)
+            if len(names) < 2:
+                raise UsageError(
+                    f"data.language_temperature: all documents of {directory} have the language {names[0]}; remove it, "
+                    "or prepare the data with a language for each document (--lang-field, --lang)"
+                )
+            sizes = np.bincount(component, weights=length, minlength=len(names)).astype(np.int64)
+            component_weights = temperature_weights(sizes, language_temperature)
         self.component_names, self.mixture = names, Mixture.of(component_weights)
         self.packings: list[Packing] = []
         for number, name in enumerate(names):
@@ -148,6 +162,11 @@ class PackedDataset:
         checksums = [shard.checksum for shard in all_shards]
         checksums += [shard.mask_checksum for shard in all_shards if shard.mask_checksum is not None]
         return xxhash.xxh3_128_hexdigest("\n".join([self.index.tokenizer.checksum, *checksums]).encode())
+
+    def epochs(self, rows: int) -> dict[str, float]:
+        """Return how often the first `rows` rows of the order go through each component. "all": without a mixture."""
+        counts = zip(self.component_names, self.mixture.counts(rows), self.packings, strict=True)
+        return {name: float(count) / packing.num_rows for name, count, packing in counts}
 
     @property
     def num_rows(self) -> int:

@@ -1,7 +1,7 @@
 """The first plan of a run: its number of steps and tokens, and the predicted memory of a step."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from deskside.budget.format_costs import Precision, quantized
@@ -10,6 +10,7 @@ from deskside.budget.step_spec import StepSpec
 from deskside.config.duration import Duration
 from deskside.config.run import RunConfig
 from deskside.config.step_options import format_options, recipe_of, step_options
+from deskside.data.reading.rows import PackedDataset
 from deskside.run.directory import RunDirectory
 from deskside.train.loop.clock import Revision, StepPlan, remaining_steps
 from deskside.train.prepare.batch_size_finder import StageWork
@@ -71,7 +72,34 @@ def first_facts(
         },
         "scaling_tokens": tokens,
         "save_seconds": 0.0,
+        "mixture_epochs": mixture_epochs(stages, planned_rows(stages, first.remaining)),
     }
+
+
+def mixture_epochs(stages: Sequence[StageWork], rows: Mapping[int, int]) -> dict[str, float]:
+    """Return how often each component of a mixture is gone through; {} without a mixture.
+
+    rows: the rows that are used at each sequence length.
+    """
+    totals: dict[str, float] = {}
+    for length, count in rows.items():
+        dataset = next(stage.dataset for stage in stages if stage.sequence_length == length)
+        if not isinstance(dataset, PackedDataset) or len(dataset.component_names) == 1:
+            return {}
+        for name, epochs in dataset.epochs(count).items():
+            totals[name] = totals.get(name, 0.0) + epochs
+    return totals
+
+
+def planned_rows(stages: Sequence[StageWork], steps: int) -> dict[int, int]:
+    """Return the rows that `steps` steps use at each sequence length."""
+    rows: dict[int, int] = {}
+    start = 0.0
+    for stage in stages:
+        length, rows_per_step = stage.sequence_length, stage.tokens_per_step // stage.sequence_length
+        rows[length] = rows.get(length, 0) + round((stage.until - start) * steps) * rows_per_step
+        start = stage.until
+    return rows
 
 
 def recorded_plan(run: RunDirectory) -> dict[str, Any]:

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from decimal import Decimal, localcontext
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deskside.data.reading.mixing import PERIOD, Mixture, assign_components
+from deskside.data.reading.mixing import PERIOD, Mixture, assign_components, temperature_weights
 from deskside.data.reading.tags import TagInfo
 from deskside.utils.errors import UsageError
 
@@ -42,6 +44,31 @@ def test_rows_are_spread_evenly() -> None:
     mixture = Mixture.of([3, 1])
     component, _ = mixture.locate(np.arange(64))
     assert all((component[i : i + 4] == 1).sum() == 1 for i in range(0, 64, 4))
+
+
+@given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=9), st.integers(0, 5000))
+def test_counts_are_those_of_the_positions(weights: list[float], rows: int) -> None:
+    mixture = Mixture.of(weights)
+    component, _ = mixture.locate(np.arange(rows))
+    assert mixture.counts(rows).tolist() == np.bincount(component, minlength=len(weights)).tolist()
+
+
+@given(
+    st.lists(st.integers(1, 10**13), min_size=2, max_size=50), st.one_of(st.just(1.0), st.floats(1.0, 1000.0))
+)
+def test_temperature_of_exact_arithmetic(sizes: list[int], temperature: float) -> None:
+    """Against 50 digits of decimal arithmetic; the shares of rows are these to a row of a period."""
+    with localcontext() as context:
+        context.prec = 50
+        powers = [Decimal(n) ** (1 / Decimal(temperature)) for n in sizes]
+        exact = [float(power / sum(powers)) for power in powers]
+    weights = temperature_weights(np.array(sizes), temperature)
+    assert [w / sum(weights) for w in weights] == pytest.approx(exact, rel=1e-9)
+    rows = Mixture.of(weights).counts(PERIOD)
+    if min(exact) * PERIOD >= 1:
+        assert all(abs(count - PERIOD * share) <= 1 for count, share in zip(rows, exact, strict=True))
+    if temperature == 1.0:
+        assert weights == pytest.approx([n / max(sizes) for n in sizes], rel=1e-9)
 
 
 @pytest.mark.parametrize("weights", [[], [0.0], [-1.0], [float("nan")], [1.0] * (PERIOD + 1)])

@@ -7,7 +7,10 @@ import numpy as np
 import pytest
 
 from deskside.data import tokenizer as bpe
+from deskside.data.corpus.analyze import CorpusOptions
+from deskside.data.corpus.prepare import prepare
 from deskside.data.reading import shards
+from deskside.data.reading.mixing import PERIOD
 from deskside.data.reading.rows import IGNORE, PackedDataset
 from deskside.utils.errors import UsageError
 
@@ -97,6 +100,37 @@ def test_mixture_takes_from_each_language_in_proportion(prepared: Path) -> None:
         only.num_tokens + PackedDataset(prepared, "train", T, {"en": 1, "hi": 0}).num_tokens
         == everything.num_tokens
     )
+
+
+@pytest.mark.parametrize("temperature", [1.0, 3.33, 1000.0])
+def test_languages_by_temperature(prepared: Path, temperature: float) -> None:
+    """Shares, coverage and epochs of each language, counted row by row over many epochs of the smaller one."""
+    mixed = PackedDataset(prepared, "train", T, language_temperature=temperature)
+    tokens = {
+        name: count.tokens
+        for name, count in mixed.index.splits["train"].counts_by_language(mixed.index.tags).items()
+    }
+    share = tokens["hi"] ** (1 / temperature) / sum(n ** (1 / temperature) for n in tokens.values())
+    rows = 5 * PERIOD + 77
+    component, row = mixed.locate(3, np.arange(rows))
+    hindi = mixed.component_names.index("hi")
+    for period in range(5):
+        of_period = component[period * PERIOD : (period + 1) * PERIOD]
+        assert abs((of_period == hindi).mean() - share) <= 1 / PERIOD
+    for number, packing in enumerate(mixed.packings):
+        times = np.bincount(row[component == number], minlength=packing.num_rows)
+        assert times.max() - times.min() <= 1, "every row of a language is used equally often"
+        epochs = mixed.epochs(rows)[mixed.component_names[number]]
+        assert epochs == pytest.approx(times.mean()) and epochs > 0
+    assert sum(p.num_rows for p in mixed.packings) == mixed.num_rows
+
+
+def test_temperature_needs_languages(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some words " * 2000)
+    options = CorpusOptions(vocab_size=300, workers=1, quiet=True)
+    prepare([str(tmp_path / "a.txt")], tmp_path / "out", options)
+    with pytest.raises(UsageError, match="language_temperature"):
+        PackedDataset(tmp_path / "out", "train", T, language_temperature=2.0)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 16, 1000])

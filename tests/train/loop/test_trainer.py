@@ -14,15 +14,12 @@ import torch
 
 from deskside.config.run import RunConfig
 from deskside.config.sections import PrecisionConfig
-from deskside.data.corpus.analyze import CorpusOptions
-from deskside.data.corpus.prepare import prepare
 from deskside.data.reading.loader import Batch, Loader, LoaderOptions
 from deskside.data.reading.rows import PackedDataset
 from deskside.data.tokenizer import load as load_tokenizer
 from deskside.evaluate.bpb import evaluate_dataset
 from deskside.precision import CheckResult
 from deskside.run.directory import RunDirectory
-from deskside.run.record import read_run
 from deskside.train import objective
 from deskside.train.loop.guard import Diverged
 from deskside.train.loop.step import StepMetrics, Stepper
@@ -277,31 +274,6 @@ def test_evaluation_on_the_way_is_that_of_the_weights_then(data: Path, tmp_path:
         assert evaluate_dataset(model, validation, micro_rows=4).bpb == pytest.approx(expected, rel=1e-6)
     assert found[10] > found[20] > summary["val_bpb"]
     assert json.loads((run / "summary.json").read_text()) == summary
-
-
-def test_each_language_is_evaluated(tmp_path: Path) -> None:
-    lines = [{"text": f"{tiny_run.TEXT} {n}", "lang": "en" if n % 3 else "xx"} for n in range(90)]
-    (tmp_path / "text.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    prepare(
-        [str(tmp_path / "text.jsonl")],
-        tmp_path / "data",
-        CorpusOptions(vocab_size=300, val_fraction=0.3, workers=1, quiet=True),
-    )
-    config = tiny_run.config(
-        tmp_path / "data", schedule={"length": "6 steps"}, evaluate={"every": "3 steps", "tokens": 1_000_000}
-    )
-    outcome = tiny_run.train(tmp_path, config)
-    (evaluated,) = [row for row in rows(outcome.run.path) if "val_bpb" in row]
-    validation = PackedDataset(tmp_path / "data", split="val", sequence_length=32)
-    model = load_model(outcome.run.path).model
-    expected = evaluate_dataset(model, validation, micro_rows=4)
-    assert list(expected.by_language) == ["en", "xx"]
-    for language, one in expected.by_language.items():
-        final = outcome.summary["val_languages"][language]
-        assert final["bpb"] == pytest.approx(one.bpb, rel=1e-6) and final["bytes"] == one.bytes
-        assert evaluated[f"val_bpb/{language}"] > final["bpb"]
-    x, y = read_run(outcome.run.path).language_series()["xx"]
-    assert x == [3 * 256, 6 * 256] and y[-1] == outcome.summary["val_languages"]["xx"]["bpb"]
 
 
 # Beginning from given weights
