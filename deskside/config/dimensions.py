@@ -46,9 +46,11 @@ def check_dimensions(
     heads, kv_heads, head_dim = model.num_attention_heads, model.num_key_value_heads, model.head_dim
     _check_multiple("model.hidden_size", model.hidden_size, math.lcm(columns, rows), recipe)
     # intermediate_size is the columns of the down projection and the rows of the up projection. If gate and up are
-    # fused, their weight has twice as many rows.
-    up_rows = rows // math.gcd(rows, 2) if model.gated_mlp and model.fused_gate_up else rows
-    _check_multiple("model.intermediate_size", model.intermediate_size, math.lcm(columns, up_rows), recipe)
+    # fused, as in experts, their weight has twice as many rows.
+    fused = model.fused_gate_up or model.num_experts > 0
+    up_rows = rows // math.gcd(rows, 2) if model.gated_mlp and fused else rows
+    key = "moe_intermediate_size" if model.num_experts else "intermediate_size"
+    _check_multiple(f"model.{key}", getattr(model, key), math.lcm(columns, up_rows), recipe)
 
     def heads_fit(head_dim: int) -> bool:
         # Queries have the size of o_proj's columns; q, k and v are the rows of their projections.
@@ -82,14 +84,22 @@ def check_dimensions(
 
 
 def projection_sizes(model: ModelConfig) -> dict[tuple[str, ...], int]:
-    """Return the number of elements of each weight of a dense block, by the projections that the weight holds."""
+    """Return the number of elements of each weight of a block, by the projections that the weight holds.
+
+    The weights of all experts count as one weight. The router is left out.
+    """
     D, F = model.hidden_size, model.intermediate_size
+    if model.num_experts:
+        F = model.num_experts * model.moe_intermediate_size
     q, kv = model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
     attention: dict[tuple[str, ...], int] = {("q_proj",): q * D, ("k_proj",): kv * D, ("v_proj",): kv * D}
     mlp: dict[tuple[str, ...], int] = {("gate_proj",): F * D} if model.gated_mlp else {}
     mlp[("up_proj",)] = F * D
     sizes: dict[tuple[str, ...], int] = {("o_proj",): D * q, ("down_proj",): D * F}
-    for separate, fused in ((attention, model.fused_qkv), (mlp, model.fused_gate_up)):
+    for separate, fused in (
+        (attention, model.fused_qkv),
+        (mlp, model.fused_gate_up or model.num_experts > 0),
+    ):
         if fused:
             sizes[tuple(name for (name,) in separate)] = sum(separate.values())
         else:

@@ -10,7 +10,7 @@ with E4M3 for all operands, torchao's "rowwise" recipe.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from deskside.utils.errors import UsageError
@@ -199,6 +199,30 @@ RECIPES: dict[str, Recipe] = {
     )
 }
 ALIASES = {"fp8": "fp8-delayed"}
+
+
+def expert_recipe(recipe: Recipe) -> Recipe:
+    """Return the recipe in which the experts of a mixture are computed when a run uses `recipe`.
+
+    FP8 operands of experts are E4M3 with a scale per row in every FP8 recipe, as in torchao's training of experts: no
+    grouped product of torch takes E5M2 or one scale per tensor, and an expert sees too few tokens of a step for a
+    history of its magnitudes. NVFP4 operands are those of `recipe`. The name is that of `recipe`, or fp8-rowwise.
+    """
+    row = Operand("e4m3", "row")
+
+    def of_experts(product: Product) -> Product:
+        return Product(row, row) if product.left.format in ("e4m3", "e5m2") else product
+
+    products = [of_experts(product) for product in recipe.products]
+    name = "fp8-rowwise" if all(product.left == row for product in products) else recipe.name
+    output, input_gradient, weight_gradient = products
+    return replace(
+        recipe,
+        name=name,
+        output=output,
+        input_gradient=input_gradient,
+        weight_gradient=weight_gradient,
+    )
 
 
 def kept_blocks(share: float, layers: int) -> int:

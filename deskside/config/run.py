@@ -224,11 +224,21 @@ class RunConfig(Part):
                 f"or --precision.name bf16"
             )
         if self.model.num_experts:
-            raise ValueError(
-                f"precision.name: {name} does not support a mixture of experts yet; use bf16, or a dense model "
-                f"(--model.num_experts 0)"
-            )
+            self._check_quantized_experts(name)
         self._check_dimensions(UNIT)
+
+    def _check_quantized_experts(self, name: str) -> None:
+        """Raise ValueError, with the key and the remedy, if experts cannot be computed in the recipe `name`."""
+        if self.precision.backend != "deskside":
+            raise ValueError(
+                f"precision.backend: {self.precision.backend} does not compute experts; use deskside, or "
+                f"--precision.name bf16"
+            )
+        if self.model.norm != "rmsnorm" or self.model.norm_position != "pre":
+            raise ValueError(
+                f"precision.name: experts in {name} need an RMSNorm before them; use --model.norm rmsnorm "
+                f"--model.norm_position pre, or --precision.name bf16"
+            )
 
     def _check_dimensions(self, unit: int) -> None:
         """Raise ValueError if a size does not fit the recipe. unit: as in `check_dimensions`."""

@@ -137,7 +137,7 @@ def _step_execution(facts: Facts, results: Results) -> dict[str, str]:
 def _low_precision(results: Results) -> list[dict[str, str]]:
     """Recommend the native recipes whose layers are right here, with the speed of torch's own matmuls as a hint."""
     working = [r for r in results if r["group"] == "precision" and r["verdict"] == "works"]
-    recipes = [r for r in working if r["id"] != "head_fp8"]
+    recipes = [r for r in working if r["id"] not in ("head_fp8", "experts_fp8")]
     if not recipes:
         return []
     native = [r["name"] for r in recipes if r["details"]["native"]]
@@ -147,6 +147,8 @@ def _low_precision(results: Results) -> list[dict[str, str]]:
         why.append("forward and both gradients are right with deskside's own kernels")
         if any(r["id"] == "head_fp8" and r["details"]["native"] for r in working):
             why.append("the head's too, with --precision.head fp8")
+        if any(r["id"] == "experts_fp8" and r["details"]["native"] for r in working):
+            why.append("and the grouped products of experts")
     rates = [
         f"{r['name']} {r['to_bf16']:.2f} x BF16"
         for r in sorted(results, key=lambda result: -(result.get("to_bf16") or 0))

@@ -20,7 +20,7 @@ from deskside.doctor.nvml import NvmlDevice
 from deskside.doctor.scaled_operands import FORMATS, Format, ScaledOperand
 from deskside.kernels.matmul_peak import SIZES, measure_matmul_peak
 from deskside.precision import CheckResult, check
-from deskside.precision.selfcheck import HEAD_TOLERANCE, check_gemm, check_head
+from deskside.precision.selfcheck import HEAD_TOLERANCE, check_experts, check_gemm, check_head
 from deskside.train.environment_record import Sensors
 
 # dtype and tolerance. A float16 product rounds both operands and the result to 11 bits: an error of about 4e-4.
@@ -75,6 +75,13 @@ def recipe(name: str, device: str) -> Result:
 def head(device: str) -> Result:
     """Check the output head in FP8 (`precision.head`): the loss and both gradients."""
     return as_result(check_head(torch.device(device)), HEAD_TOLERANCE)
+
+
+def experts(device: str) -> Result:
+    """Check the grouped products of experts in FP8: an output and both gradients."""
+    return as_result(
+        check_experts("fp8-rowwise", torch.device(device)), recipe_named("fp8-rowwise").tolerance
+    )
 
 
 def plain(dtype: str, device: str) -> Result:

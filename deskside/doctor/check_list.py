@@ -144,6 +144,7 @@ def all_checks(facts: Mapping[str, Any], quick: bool) -> list[Check]:
                 child = "recipes nvfp4" if "nvfp4" in recipe.formats else "recipes fp8"
                 add(f"recipe_{name}", "precision", name, f"{GEMM}:recipe", {"name": name}, child, 5)
         add("head_fp8", "precision", "FP8 head", f"{GEMM}:head", {}, "recipes fp8", 5)
+        add("experts_fp8", "precision", "FP8 experts", f"{GEMM}:experts", {}, "recipes fp8", 5)
     add("copy", "memory", "device copy", f"{GEMM}:copy", {}, cheap)
     if quick:
         add("attention", "attention", "fastest, full", f"{ATTENTION}:quick_choice", {}, cheap)

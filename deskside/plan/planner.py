@@ -47,9 +47,6 @@ def make_plan(request: PlanRequest, claims: Claims = NO_CLAIMS) -> Plan:
         verdict = judge(request)
         answer, reasons = verdict.answer, verdict.reasons
         requested, remedies = verdict.requested, verdict.remedies
-        if request.format_error is not None:
-            reasons = [f"planned in BF16: {request.format_error}", *reasons]
-            answer = "yes-if" if answer == "yes" else answer
         why = f"the requested model: {request.given.label}"
         bands = [] if verdict.chosen is None else [Band("target", verdict.chosen, why)]
         chosen = bands[0] if bands else None

@@ -326,7 +326,7 @@ def minimum_over_changes(request: PlanRequest, start: Setting, same_task: bool =
 
 def _formats(start: Setting, given: GivenModel, native: frozenset[LowFormat]) -> Iterator[Setting]:
     """Yield the setting in another number format: FP8 instead of BF16 if the card supports it, or BF16 instead of a
-    lower format. A format is skipped if the configuration excludes it, such as FP8 for a mixture of experts."""
+    lower format. A format is skipped if the configuration excludes it, as sizes do that 16 does not divide."""
     other: Precision | None = None
     if quantized(start.precision):
         other = "bf16"

@@ -5,7 +5,6 @@ the planner relies on. Every error is one line. If an option is None because it 
 results out that depend on it, or uses a published value and says so.
 """
 
-import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -137,7 +136,6 @@ class PlanRequest:
     Attributes:
         overrides: Configuration set by the user, which takes precedence over the planner's choices.
         setup_seconds, measured_watts, measured_fp8: Results of the probe on this card, None if it did not run.
-        format_error: Error message if the requested number format cannot be planned; the plan is for BF16 then.
         pretrain_seconds: Wall-clock seconds of the pretraining run, if the caller knows them better than the split.
     """
 
@@ -157,7 +155,6 @@ class PlanRequest:
     measured_watts: float | None = None
     measured_fp8: Speedup | None = None
     notes: tuple[str, ...] = ()
-    format_error: str | None = None
 
     @property
     def sequence(self) -> int:
@@ -215,18 +212,7 @@ def make_request(
     card, rows, notes = _card(q)
     if q.sequence is not None and overrides.get("schedule", {}).get("stages"):
         raise UsageError(STAGES_SET_LENGTH)
-    format_error = None
-    try:
-        given = _given(q, overrides)
-    except UsageError as error:
-        # If a mixture of experts is impossible only because of the number format, plan it in BF16 and report the error.
-        in_bf16 = {**overrides, "precision": {"name": "bf16"}}
-        with contextlib.suppress(UsageError):
-            given = _given(q, in_bf16)
-            if given is not None and given.config.model.num_experts:
-                format_error, precision, overrides = str(error), "bf16", in_bf16
-        if format_error is None:
-            raise
+    given = _given(q, overrides)
     if given is None and "adapter" in overrides:
         raise UsageError("--adapter: needs a model; give --preset, --depth or --params")
     if budget.kind is None and given is None:
@@ -250,7 +236,6 @@ def make_request(
         measured_watts=max(_measured(rows, "watts"), default=None),
         measured_fp8=measured_fp8_speedup(rows),
         notes=tuple(notes),
-        format_error=format_error,
     )
     if budget.kind == "loss" and not request.pretrains:
         raise UsageError(

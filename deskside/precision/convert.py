@@ -10,6 +10,7 @@ switch between the recipe and BF16: for evaluation, for BF16 warm-up steps, and 
 """
 
 import contextlib
+import itertools
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import partial
@@ -19,13 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from deskside.config.dimensions import NATIVE_FP4_UNIT, UNIT, uncovered_reason
-from deskside.config.recipes import Recipe, recipe_named
+from deskside.config.recipes import Recipe, expert_recipe, recipe_named
 from deskside.config.sections import PrecisionConfig
 from deskside.kernels.nvfp4.operand import required_multiple
 from deskside.ops.composite import AddNormLinear, AttentionSublayer, MLPSublayer, RMSNorm, Sublayer
 from deskside.ops.linear import Embedding, HeadLoss, Linear
-from deskside.ops.moe import MoESublayer
+from deskside.ops.moe import Experts, MoESublayer
 from deskside.precision import backends, fused_sublayers
+from deskside.precision.expert_linear import ExpertLinear
 from deskside.precision.frozen import FrozenExperts
 from deskside.precision.fused_moe import FusedMoE
 from deskside.precision.fused_sublayers import FusedAttention, FusedMLP, FusedSublayer
@@ -56,6 +58,7 @@ class QuantizedModel:
         self._sublayers: list[tuple[Sublayer, Fused | None, Fused]] = []
         self._linears: list[tuple[Linear, Callable[[Tensor], Tensor]]] = []
         self._plans: list[QuantizedLinear] = []
+        self._numbers = itertools.count()  # of layers, for their random numbers
         self._converted: list[ConvertedWeight] = []
         self._norm: AddNormLinear | None = None
         self._head: tuple[HeadLoss, QuantizedHead] | None = None
@@ -142,7 +145,7 @@ class QuantizedModel:
     def _attach(self, keep: Collection[str]) -> None:
         """Make the plans of all sublayers and Linears. keep: names of projections that stay in BF16."""
         recipe = self.recipe
-        unquantized = recipe_named("fp32" if recipe.name == "fp32" else "bf16")
+        unquantized = _unquantized_of(recipe)
         modules = list(self.model.modules())
         layers = sum(isinstance(module, AttentionSublayer) for module in modules)
         first, last = recipe.kept_blocks(layers)
@@ -153,7 +156,9 @@ class QuantizedModel:
                 layer += 1
             in_bf16_block = layers > 0 and (layer < first or layer >= layers - last)
             if self.backend is None and isinstance(module, MoESublayer) and why_not_fused(module) is None:
-                self._sublayers.append((module, None, self._moe(module, unquantized)))
+                experts = None if in_bf16_block or not recipe.quantized else expert_recipe(recipe)
+                moe_plan = None if experts is None else self._moe(module, experts, keep)
+                self._sublayers.append((module, moe_plan, self._moe(module, unquantized)))
             elif (
                 self.backend is None
                 and isinstance(module, AttentionSublayer | MLPSublayer)
@@ -184,21 +189,37 @@ class QuantizedModel:
         """Return the `forward_override` of a Linear outside of the fused sublayers."""
         if self.backend is None:
             return partial(fused_sublayers.linear, self._linear(linear, self.recipe))
-        _check_size(linear, self.recipe)
+        _check_size(_names(linear), _shape(linear), self.recipe)
         return self.backend.forward_override(linear)
 
     def _linear(self, linear: Linear, recipe: Recipe) -> QuantizedLinear:
-        _check_size(linear, recipe, self.shared.caps.fp4)
-        self._plans.append(QuantizedLinear(linear, recipe, self.shared, len(self._plans)))
+        _check_size(_names(linear), _shape(linear), recipe, self.shared.caps.fp4)
+        self._plans.append(QuantizedLinear(linear, recipe, self.shared, next(self._numbers)))
         self._converted.append(self._plans[-1].converted)
         return self._plans[-1]
 
-    def _moe(self, sublayer: MoESublayer, unquantized: Recipe) -> FusedMoE:
+    def _moe(self, sublayer: MoESublayer, recipe: Recipe, keep: Collection[str] = ()) -> FusedMoE:
+        """Return the plan of a mixture of experts in a recipe for experts. The router stays unquantized."""
+        unquantized = _unquantized_of(self.recipe)
         operands = unquantized.output.right, unquantized.input_gradient.right
-        quantizer = Quantizer(*operands, self.shared, (0, 0))
-        router, gate_up, down = (ConvertedWeight(quantizer, self.shared) for _ in range(3))
-        self._converted += (router, gate_up, down)
+        router = ConvertedWeight(Quantizer(*operands, self.shared, (0, 0)), self.shared)
+        self._converted.append(router)
+        experts = sublayer.mixture.experts
+        gate_up, down = (
+            self._expert_linear(experts, name, recipe, keep) for name in ("gate_up_weight", "down_weight")
+        )
         return FusedMoE(sublayer, router, gate_up, down)
+
+    def _expert_linear(
+        self, experts: Experts, name: str, recipe: Recipe, keep: Collection[str]
+    ) -> ExpertLinear:
+        if any(s.name in keep for s in experts.slices[name]):
+            recipe = _unquantized_of(self.recipe)
+        _, rows, columns = getattr(experts, name).shape
+        _check_size(" and ".join(s.name for s in experts.slices[name]), (rows, columns), recipe)
+        plan = ExpertLinear(experts, name, recipe, self.shared, next(self._numbers))
+        self._converted.append(plan.converted)
+        return plan
 
 
 def convert(
@@ -298,6 +319,11 @@ def why_not_fused(sublayer: AttentionSublayer | MLPSublayer | MoESublayer) -> st
     )
 
 
+def _unquantized_of(recipe: Recipe) -> Recipe:
+    """Return the recipe of what `recipe` leaves unquantized."""
+    return recipe_named("fp32" if recipe.name == "fp32" else "bf16")
+
+
 def _last_linear(sublayer: AttentionSublayer | MLPSublayer) -> Linear:
     return sublayer.output if isinstance(sublayer, AttentionSublayer) else sublayer.output.projection
 
@@ -307,17 +333,29 @@ def _has_name(linear: Linear, names: Collection[str]) -> bool:
     return any(s.name in names for s in linear.slices)
 
 
+def _names(linear: Linear) -> str:
+    """Return the names of the projections that are stacked in this weight, as text."""
+    return " and ".join(s.name for s in linear.slices)
+
+
+def _shape(linear: Linear) -> tuple[int, int]:
+    """Return (output features, input features)."""
+    return linear.out_features, linear.in_features
+
+
 def _is_pre_rmsnorm(operator: AddNormLinear) -> bool:
     return isinstance(operator.norm, RMSNorm) and operator.position == "pre"
 
 
-def _check_size(linear: Linear, recipe: Recipe, fp4: bool = False) -> None:
-    """Raise UsageError if a weight's sizes do not suit the formats of the recipe. fp4: NVFP4 products are native."""
-    name = " and ".join(s.name for s in linear.slices)
+def _check_size(name: str, shape: tuple[int, int], recipe: Recipe, fp4: bool = False) -> None:
+    """Raise UsageError if a weight's sizes do not suit the formats of the recipe.
+
+    name: of the projections in the weight. shape: (output features, input features). fp4: NVFP4 products are native.
+    """
     # The output y = x W^T sums over the input features, and the input gradient over the output features.
     sides = (
-        ("input", linear.in_features, recipe.output),
-        ("output", linear.out_features, recipe.input_gradient),
+        ("input", shape[1], recipe.output),
+        ("output", shape[0], recipe.input_gradient),
     )
     multiple = 1
     for number_format in recipe.formats - UNQUANTIZED.keys():

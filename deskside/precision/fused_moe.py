@@ -6,8 +6,8 @@
 
 The down projection is linear, so the router's weight is applied before it, in the kernel of the gate. The rows of the
 experts are gathered again in the backward instead of kept, because they take k times the memory of the norm's output.
-The products are in BF16 in every recipe; weight gradients come out of them in BF16 and are added up in the parameter's
-dtype.
+Router logits are in BF16 in every recipe. Weight gradients of BF16 and FP8 products come out in BF16, and are added up
+in the parameter's dtype. In FP8 and NVFP4, each expert's rows are padded with zeros to whole blocks.
 
 Suffixes: see kernels/moe/reference.py.
 """
@@ -23,21 +23,23 @@ from deskside.kernels import fused, moe
 from deskside.kernels.moe import Routing
 from deskside.ops.composite import RMSNorm
 from deskside.ops.moe import MoESublayer
+from deskside.precision.expert_linear import ExpertLinear, Forms
 from deskside.precision.fused_sublayers import flatten_tokens, rms_norm
 from deskside.precision.quantized_linear import ConvertedWeight
+from deskside.precision.sorted_operand import SortedRows
 
 
 @dataclass(frozen=True)
 class FusedMoE:
-    """A mixture of experts and its cached weights in the activations' dtype: of the router and of the experts.
+    """A mixture of experts: the router's cached weight, and the plans of the experts' two weights.
 
     With `recompute`, the backward recomputes the norm and the first product.
     """
 
     sublayer: MoESublayer
     router: ConvertedWeight
-    gate_up: ConvertedWeight
-    down: ConvertedWeight
+    gate_up: ExpertLinear
+    down: ExpertLinear
     recompute: bool = False
 
     @cached_property
@@ -48,23 +50,20 @@ class FusedMoE:
     def gated(self) -> bool:
         return len(self.sublayer.mixture.experts.slices["gate_up_weight"]) == 2
 
-    def weights(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the weights of the router (E, D) and of the experts, (E, 2F, D) and (E, D, F), in `dtype`."""
-        mixture = self.sublayer.mixture
-        experts = mixture.experts
-        pairs = (
-            (self.router, mixture.router.weight),
-            (self.gate_up, experts.gate_up_weight),
-            (self.down, experts.down_weight),
-        )
-        router, gate_up, down = (cache.get(weight, dtype)[0].values for cache, weight in pairs)
-        return router, gate_up, down
+    @cached_property
+    def align(self) -> int:
+        """The number that each expert's rows are padded to a multiple of."""
+        return max(self.gate_up.align, self.down.align)
 
-    @staticmethod
-    def inner(normed_ND: Tensor, gate_up: Tensor, routing: Routing) -> Tensor:
+    def weights(self, dtype: torch.dtype) -> tuple[Tensor, Forms, Forms]:
+        """Return the router's weight (E, D) in `dtype`, and the forms of the experts' weights."""
+        router = self.router.get(self.sublayer.mixture.router.weight, dtype)[0].values
+        return router, self.gate_up.weight(dtype), self.down.weight(dtype)
+
+    def inner(self, normed_ND: Tensor, gate_up: Forms, routing: Routing) -> Tensor:
         """Return the output of the experts' first product, (S, 2F), or (S, F) without a gate."""
-        x_SD = moe.dispatch(normed_ND, routing.tokens_S)
-        return moe.grouped_matmul(x_SD, gate_up, routing.ends_E, transpose=True)
+        x = SortedRows(normed_ND, routing.tokens_S, routing.ends_E)
+        return self.gate_up.output(x, gate_up, normed_ND.dtype)
 
     def __call__(self, residual_BTD: Tensor, delta_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         mixture = self.sublayer.mixture
@@ -87,10 +86,10 @@ class _MoE(torch.autograd.Function):
         assert isinstance(normed, Tensor)
         router, gate_up, down = plan.weights(normed.dtype)
         logits = normed @ router.T
-        routing = moe.route(logits, mixture.experts_per_token, mixture.normalise)
+        routing = moe.route(logits, mixture.experts_per_token, mixture.normalise, plan.align)
         inner = plan.inner(normed, gate_up, routing)
         hidden = moe.weighted_gated(inner, routing.weights_S, mixture.experts.activation, plan.gated)
-        y_SD = moe.grouped_matmul(hidden, down, routing.ends_E, transpose=True)
+        y_SD = plan.down.output(SortedRows(hidden, None, routing.ends_E), down, normed.dtype)
         del hidden
         delta = moe.combine(y_SD, routing.slots_Nk)
         ctx.plan, ctx.shape, ctx.routing = plan, shape, routing
@@ -118,22 +117,20 @@ class _MoE(torch.autograd.Function):
         del state
         assert grad_delta is not None
 
-        grad_y = moe.dispatch(flatten_tokens(grad_delta), routing.tokens_S)
-        grad_hidden = moe.grouped_matmul(grad_y, down, routing.ends_E, transpose=False)
+        tokens, ends, dtype = routing.tokens_S, routing.ends_E, residual.dtype
+        grad_y = SortedRows(flatten_tokens(grad_delta), tokens, ends)
+        grad_hidden = plan.down.input_gradient(grad_y, down, dtype)
         grad_inner, grad_weights_S, hidden = moe.weighted_gated_backward(
             grad_hidden, inner, routing.weights_S, mixture.experts.activation, plan.gated
         )
         del grad_hidden, inner
-        experts = mixture.experts
-        grad_down = moe.grouped_weight_gradient(grad_y, hidden, routing.ends_E, experts.down_weight.dtype)
+        grad_down = plan.down.weight_gradient(grad_y, SortedRows(hidden, None, ends))
         del grad_y, hidden
-        x_SD = moe.dispatch(normed, routing.tokens_S)
-        grad_gate_up = moe.grouped_weight_gradient(
-            grad_inner, x_SD, routing.ends_E, experts.gate_up_weight.dtype
-        )
-        del x_SD
-        grad_x = moe.grouped_matmul(grad_inner, gate_up, routing.ends_E, transpose=False)
+        grad_first = SortedRows(grad_inner, None, ends)
         del grad_inner
+        grad_gate_up = plan.gate_up.weight_gradient(grad_first, SortedRows(normed, tokens, ends))
+        grad_x = plan.gate_up.input_gradient(grad_first, gate_up, dtype)
+        del grad_first
 
         grad_logits = moe.route_backward(grad_weights_S, grad_statistics, logits, routing, mixture.normalise)
         grad_router = (grad_logits.T @ normed).to(mixture.router.weight.dtype)

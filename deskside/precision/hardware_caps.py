@@ -6,8 +6,10 @@ mxfp8: on 12.x, FP8 products can run as MXFP8 with all block scales equal to 1, 
 GeForce cards run plain FP8 with float32 accumulation at half rate, but block-scaled FP8 at full rate. Both products are
 timed when a run starts, and MXFP8 is used if it is faster and its result agrees with that of plain FP8. The run records
 the choice for its other processes and for a resume.
+grouped_fp8: torch's grouped product takes FP8 operands, for the experts of a mixture. It exists on 9.0 and, in newer
+builds of torch, on 10.x; the self-check finds out.
 
-We have not run either path on such a GPU. Tests compile them and inspect the generated code. In a run, the self-check
+We have not run fp4 or mxfp8 on such a GPU. Tests compile them and inspect the generated code. In a run, the self-check
 and the comparison with the plain product detect wrong results.
 """
 
@@ -26,10 +28,12 @@ AGREEMENT = 1e-2  # relative error between both products; both accumulate in flo
 
 @dataclass(frozen=True)
 class HardwareCaps:
-    """Formats that run on the tensor cores. fp4: NVFP4. mxfp8: FP8 operands as MXFP8 with unit scales."""
+    """Formats that run on the tensor cores. fp4: NVFP4. mxfp8: FP8 operands as MXFP8 with unit scales. grouped_fp8:
+    FP8 operands of grouped products."""
 
     fp4: bool = False
     mxfp8: bool = False
+    grouped_fp8: bool = False
 
 
 NONE = HardwareCaps()
@@ -47,6 +51,7 @@ def hardware_caps(device: torch.device, mxfp8: bool | None = None) -> HardwareCa
     return HardwareCaps(
         fp4=major in (10, 12),
         mxfp8=major == 12 and (_mxfp8_is_faster(device) if mxfp8 is None else mxfp8),
+        grouped_fp8=major in (9, 10),
     )
 
 

@@ -12,6 +12,7 @@ Suffixes and shapes: N tokens, K input features, M output features.
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -120,10 +121,17 @@ class Quantizer:
         )
 
 
+class WeightQuantizer(Protocol):
+    """Quantizer of a weight into its two forms, with the methods of `Quantizer`."""
+
+    def quantize_rows(self, x: Tensor, /) -> tuple[QuantizedOperand, tuple[Tensor, ...]]: ...
+    def quantize_columns(self, saved: tuple[Tensor, ...], /) -> QuantizedOperand: ...
+
+
 class ConvertedWeight:
     """Cache of a weight's two forms, converted once per optimizer step."""
 
-    def __init__(self, quantizer: Quantizer, shared: Shared):
+    def __init__(self, quantizer: WeightQuantizer, shared: Shared):
         self._quantizer, self._shared = quantizer, shared
         self.cached: tuple[object, QuantizedOperand, QuantizedOperand] | None = None
 

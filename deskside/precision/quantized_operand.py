@@ -28,7 +28,8 @@ UNQUANTIZED = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class QuantizedOperand:
     """An operand that represents the tensor values x scale.
 
-    scale: float32, a scalar or one number per index of the dimension that is not summed. None means 1.
+    scale: float32, a scalar or one number per index of the dimension that is not summed. None means 1. Operands of
+        experts have one number per expert (NVFP4), per row, or per expert and index: `sorted_operand`.
     transposed: the values are stored transposed.
     packed: NVFP4 in the form that native products read (`kernels.nvfp4.quantize.Packed`). `values` and `scale` are then
         its codes and its global scale.

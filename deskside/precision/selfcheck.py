@@ -1,4 +1,4 @@
-"""Self-check of a recipe on this device: compares the results of one Linear, or of one FP8 head, with float64.
+"""Self-check of a recipe on this device: compares one Linear, one FP8 head or the experts of a layer with float64.
 
 The output (or loss) and both gradients are compared. We have seen a library that reported support for a format and
 computed gradients that were all zero, so a result that is all zero or not finite always fails.
@@ -11,19 +11,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deskside.config.recipes import Recipe, recipe_named
+from deskside.config.recipes import Recipe, expert_recipe, recipe_named
 from deskside.config.sections import PrecisionConfig
+from deskside.kernels import moe
 from deskside.kernels.functional import create_cuda_context_for_autograd, gradients
+from deskside.kernels.moe import reference
 from deskside.ops.linear import Embedding, Linear
+from deskside.ops.moe import Experts
 from deskside.precision.convert import convert, unsupported_reason
+from deskside.precision.expert_linear import ExpertLinear
 from deskside.precision.hardware_caps import NONE, HardwareCaps, hardware_caps
 from deskside.precision.head import QuantizedHead
 from deskside.precision.quantized_linear import Shared
 from deskside.precision.quantized_operand import Draws
 from deskside.precision.scales import CURRENT_SCALING_STEPS, DelayedScales
+from deskside.precision.sorted_operand import SortedRows
 from deskside.utils.errors import UsageError
 
-ROWS, IN_FEATURES, OUT_FEATURES = 256, 256, 384
+ROWS, IN_FEATURES, OUT_FEATURES, EXPERTS = 256, 256, 384, 4
 STEPS = CURRENT_SCALING_STEPS + 1  # the last one is checked, because it is the first with delayed scales
 HEAD_TOLERANCE = 0.12  # as in the recipe fp8-tensorwise, which has the same formats in the same products
 
@@ -34,7 +39,8 @@ class CheckResult:
 
     errors: relative Frobenius errors by result ("output", "input gradient" and "weight gradient" of a Linear).
     reason: why the check failed, or why the recipe is emulated; otherwise empty.
-    native: the products ran on the tensor cores as far as these support the formats. Always True if not quantized.
+    native: the products ran on the tensor cores as far as these support the formats. Always True if not quantized. Of
+        experts: FP8 products did.
     """
 
     ok: bool
@@ -92,6 +98,20 @@ def check_head(device: torch.device | str, native: bool | None = None) -> CheckR
     """
     device = torch.device(device)
     return _native_or_emulated(lambda native: _check_head(device, native), native, device.type == "cuda")
+
+
+def check_experts(
+    recipe: str, device: torch.device | str, native: bool | None = None, caps: HardwareCaps | None = None
+) -> CheckResult:
+    """Check grouped products in the recipe that experts use for `recipe`: an output and both gradients.
+
+    One expert has no token and another one has most of them. The arguments are those of `check`.
+    """
+    checked, device = expert_recipe(recipe_named(recipe)), torch.device(device)
+    if caps is None:
+        caps = hardware_caps(device) if checked.quantized else NONE
+    exists = caps.grouped_fp8 and "e4m3" in checked.formats
+    return _native_or_emulated(lambda native: _check_experts(checked, device, native), native, exists)
 
 
 def _native_or_emulated(
@@ -194,6 +214,42 @@ def _check_head(device: torch.device, native: bool) -> CheckResult:
         return loss, *torch.autograd.grad(loss, (hidden, weight))
 
     return replace(_compare(run, expected, HEAD_TOLERANCE), native=native)
+
+
+def _check_experts(recipe: Recipe, device: torch.device, native: bool) -> CheckResult:
+    if reason := unsupported_reason(recipe, device):
+        return CheckResult(False, {}, reason)
+    generator = torch.Generator(device).manual_seed(0)
+    experts = Experts(EXPERTS, IN_FEATURES, OUT_FEATURES // 2, "silu", gated=True).to(device)
+    x, logits = (torch.randn(ROWS, n, generator=generator, device=device) for n in (IN_FEATURES, EXPERTS))
+    logits[:, 0] += 3.0
+    logits[:, 1] -= 100.0
+    weight = experts.gate_up_weight.detach().normal_(generator=generator)
+    shared = Shared(Draws(0), DelayedScales(1), native, cache=True, caps=HardwareCaps(grouped_fp8=native))
+    plan = ExpertLinear(experts, "gate_up_weight", recipe, shared, 0)
+    routing = moe.route(logits, 2, True, plan.align)
+    grad = torch.randn(len(routing.tokens_S), OUT_FEATURES, generator=generator, device=device)
+    grad.masked_fill_((routing.tokens_S < 0)[:, None], 0.0)
+    rows, wide = moe.dispatch(x, routing.tokens_S).double(), weight.double()
+    ends = routing.ends_E
+    expected = {
+        "output": reference.grouped_matmul(rows, wide, ends, transpose=True),
+        "input gradient": reference.grouped_matmul(grad.double(), wide, ends, transpose=False),
+        "weight gradient": reference.grouped_weight_gradient(grad.double(), rows, ends, torch.float64),
+    }
+
+    dtype = torch.float32 if recipe.name == "fp32" else torch.bfloat16
+
+    def run() -> tuple[Tensor, ...]:
+        forms = plan.weight(dtype)
+        inputs, grads = (
+            SortedRows(x.to(dtype), routing.tokens_S, ends),
+            SortedRows(grad.to(dtype), None, ends),
+        )
+        output = plan.output(inputs, forms, dtype)
+        return output, plan.input_gradient(grads, forms, dtype), plan.weight_gradient(grads, inputs)
+
+    return replace(_compare(run, expected, recipe.tolerance), native=native or not recipe.quantized)
 
 
 def _compare(

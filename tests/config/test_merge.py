@@ -320,7 +320,12 @@ ERRORS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"precision": {"name": "nvfp4"}, "compute": {"compile": "model"}}, ("compute.compile", "nvfp4", "use auto")),
     ({"precision": {"name": "nvfp4"}, "parallel": {"mode": "shard"}},
      ("parallel.mode", "nvfp4", "--parallel.mode replicate")),
-    ({"precision": {"name": "fp8"}, "model": {"num_experts": 8}}, ("precision.name", "mixture of experts", "bf16")),
+    ({"precision": {"name": "fp8-rowwise", "backend": "torchao"}, "model": {"num_experts": 8}},
+     ("precision.backend", "torchao", "deskside")),
+    ({"precision": {"name": "fp8"}, "model": {"num_experts": 8, "norm": "layernorm"}},
+     ("precision.name", "rmsnorm", "bf16")),
+    ({"precision": {"name": "fp8"}, "model": {"num_experts": 8, "moe_intermediate_size": 200}},
+     ("model.moe_intermediate_size", "200", "16", "208")),
     ({"modle": {"hidden_size": 64}}, ("modle", "model")),
 ]  # fmt: skip
 

@@ -7,7 +7,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from deskside.kernels.moe import grouped, reference
+from deskside.kernels.moe import fp8_launch, fp8_rows, grouped, reference
 from deskside.kernels.moe import moe_launch as launch
 from deskside.kernels.nvfp4.matmul import TileConfig
 
@@ -88,4 +88,28 @@ def main() -> dict[str, float]:
         )
         for name, a, b in zip(("x", "weights", "output"), ours, truth, strict=True):
             found[f"weighted_gated_backward {activation} {name}"] = error(a, b)
+    return found
+
+
+def fp8() -> dict[str, float]:
+    """The error of each cast to E4M3."""
+    torch.manual_seed(0)
+    found: dict[str, float] = {}
+    for N, E, k, K in ((37, 5, 2, 80), (150, 3, 1, 640), (9, 1, 1, 48), (8, 40, 3, 16)):
+        routing = reference.route(torch.randn(N, E), k, True, 16)
+        tokens, ends, how = routing.tokens_S, routing.ends_E, f"{N} tokens, {k} of {E}, {K} columns"
+        x = torch.randn(N, K) * torch.logspace(-6, 4, N)[:, None]
+        x[0], x[:, 1] = 0.0, 448.0
+        y = torch.randn(len(tokens), K) * torch.logspace(-9, 9, K)
+        cases: dict[str, tuple[str, tuple[Tensor | None, ...]]] = {
+            "rows": ("cast_rows", (y,)),
+            "gathered rows": ("cast_rows", (x, tokens)),
+            "columns": ("cast_columns", (y, None, ends)),
+            "gathered columns": ("cast_columns", (x, tokens, ends)),
+            "weight columns": ("cast_weight_columns", (torch.randn(E, 48, K),)),
+        }
+        for name, (function, arguments) in cases.items():
+            results = (getattr(module, function)(*arguments) for module in (fp8_launch, fp8_rows))
+            for part, ours, truth in zip(("values", "scales"), *results, strict=True):
+                found[f"{name} {part} {how}"] = error(ours.float(), truth.float())
     return found

@@ -29,16 +29,21 @@ def test_gradients_are_torchs_to_the_last_bit() -> None:
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("package", [fused, moe])
-def test_every_operator_has_a_launcher_with_the_same_parameters(package: ModuleType) -> None:
+@pytest.mark.parametrize(
+    ("package", "launchers"), [(fused, ("LAUNCHER",)), (moe, ("LAUNCHER", "FP8_LAUNCHER", "GROUPED"))]
+)
+def test_every_operator_has_a_launcher_with_the_same_parameters(
+    package: ModuleType, launchers: tuple[str, ...]
+) -> None:
     """The launcher is found by its name at the first call on a GPU, where no test of this machine gets."""
     pytest.importorskip("triton")
-    launcher = import_module(package.LAUNCHER)
+    modules = [vars(import_module(getattr(package, name))) for name in launchers]
+    launched = {name: value for module in modules for name, value in module.items()}
     operators = {
         name: op for name, op in vars(package).items() if hasattr(op, "__wrapped__") and name != "writes_fp8"
     }
     assert len(operators) >= 8
     for name, operator in operators.items():
-        plain, launch = (signature(f).parameters for f in (operator.__wrapped__, getattr(launcher, name)))
+        plain, launch = (signature(f).parameters for f in (operator.__wrapped__, launched[name]))
         assert list(plain) == list(launch), name
         assert [p.default for p in plain.values()] == [p.default for p in launch.values()], name

@@ -1,5 +1,8 @@
 """The operators of a mixture of experts: their torch reference against autograd, and Triton's kernels against it."""
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -132,3 +135,73 @@ def found() -> dict[str, float]:
 def test_kernels_equal_their_reference(found: dict[str, float]) -> None:
     assert len(found) > 30
     assert max(found.values()) < 1e-6, max(found, key=found.__getitem__)
+
+
+@pytest.fixture(scope="module")
+def found_fp8() -> dict[str, float]:
+    pytest.importorskip("triton")
+    made: dict[str, float] = interpreted("moe_interpreted", "fp8")
+    return made
+
+
+def test_casts_to_fp8_equal_their_reference(found_fp8: dict[str, float]) -> None:
+    """Scales are equal; the interpreter's conversion to FP8 truncates, so a value may be one step off (1 in 8)."""
+    assert len(found_fp8) == 40
+    assert all(value == 0 for name, value in found_fp8.items() if "scales" in name)
+    assert max(found_fp8.values()) < 0.125
+    assert any(0 < value < 0.02 for value in found_fp8.values())
+
+
+@given(
+    tokens=st.integers(1, 60),
+    experts=st.integers(1, 6),
+    columns=st.integers(1, 5),
+    magnitude=st.integers(-120, 100),
+    seed=st.integers(0, 2**31),
+)
+def test_casts_are_those_of_ml_dtypes(
+    tokens: int, experts: int, columns: int, magnitude: int, seed: int
+) -> None:
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    generator = torch.Generator().manual_seed(seed)
+    routing = moe.route(torch.randn(tokens, experts, generator=generator), 1, True, align=16)
+    x = torch.randn(tokens, 16 * columns, generator=generator) * 2.0**magnitude
+    x[0], x[:, 0] = 0.0, 0.0
+    rows = moe.dispatch(x, routing.tokens_S).numpy()
+
+    def expected(values: Any) -> tuple[Any, Any]:
+        """The transpose (scale per column) of `values` is cast."""
+        largest = abs(values).max(0)
+        with np.errstate(divide="ignore"):
+            scale = np.where(largest == 0, 1.0, 2.0 ** np.floor(np.log2(448.0 / largest.astype(np.float64))))
+        scale = np.minimum(scale, 2.0**126)
+        return (values * scale).astype(ml_dtypes.float8_e4m3fn), scale
+
+    values, inverse = moe.cast_rows(x, routing.tokens_S)
+    truth, scale = expected(rows.T)
+    assert np.array_equal(values.float().numpy(), truth.T.astype(np.float32))
+    assert np.array_equal(1 / inverse.double().numpy(), scale)
+    values, inverse = moe.cast_columns(x, routing.tokens_S, routing.ends_E)
+    start = 0
+    for expert, end in enumerate(routing.ends_E.tolist()):
+        truth, scale = expected(rows[start:end])
+        assert np.array_equal(values[:, start:end].float().numpy(), truth.T.astype(np.float32))
+        assert np.array_equal(1 / inverse[expert].double().numpy(), scale)
+        start = end
+    weight = x[: tokens // 4 * 4].view(1, -1, 16 * columns)
+    if weight.numel():
+        values, inverse = moe.cast_weight_columns(weight)
+        truth, scale = expected(weight[0].numpy())
+        assert np.array_equal(values[0].float().numpy(), truth.T.astype(np.float32))
+        assert np.array_equal(1 / inverse[0].double().numpy(), scale)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_cast_hides_no_infinity(value: float) -> None:
+    x = torch.randn(32, 16)
+    x[3, 5] = value
+    rows, row_inverse = moe.cast_rows(x)
+    assert (rows.float() * row_inverse[:, None]).isnan().any(dim=1).nonzero().flatten().tolist() == [3]
+    columns, inverse = moe.cast_columns(x, None, torch.tensor([16, 32], dtype=torch.int32))
+    wide = columns.float().T * inverse.repeat_interleave(16, dim=0)
+    assert wide.isnan().nonzero().unique(dim=0)[:, 1].unique().tolist() == [5] and wide[16:].isfinite().all()

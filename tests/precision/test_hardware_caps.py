@@ -121,7 +121,8 @@ def test_the_stopwatch_is_asked_once_in_a_run(major: int, monkeypatch: pytest.Mo
     monkeypatch.setattr(module, "_mxfp8_is_faster", lambda device: pytest.fail("timed again"))
     card = torch.device("cuda")
     for before in (True, False):
-        assert hardware_caps(card, before) == HardwareCaps(fp4=major > 9, mxfp8=before and major == 12)
+        expected = HardwareCaps(fp4=major > 9, mxfp8=before and major == 12, grouped_fp8=major < 12)
+        assert hardware_caps(card, before) == expected
     monkeypatch.setattr(module, "_mxfp8_is_faster", lambda device: True)
     assert hardware_caps(card).mxfp8 == (major == 12)
 

@@ -1,15 +1,21 @@
-"""Operators of a mixture of experts: routing, gathering rows, the gate with the router's weight, grouped products.
+"""Operators of a mixture of experts: routing, gathering rows, casting them to FP8, the gate with the router's weight,
+grouped products.
 
-`reference` documents the operators and implements them in plain torch, for CPUs and as the reference of the tests.
-`moe_launch` has functions of the same names that launch Triton kernels, and `grouped` those of the grouped products.
+`reference` and `fp8_rows` document the operators and implement them in plain torch, for CPUs and as the reference of
+the tests. `moe_launch` and `fp8_launch` have functions of the same names that launch Triton kernels, and `grouped`
+those of the grouped products.
 """
 
 from deskside.kernels.functional import operator
-from deskside.kernels.moe import reference
+from deskside.kernels.fused import writes_fp8
+from deskside.kernels.moe import fp8_rows, reference
 from deskside.kernels.moe.reference import Routing
 
 __all__ = [
     "Routing",
+    "cast_columns",
+    "cast_rows",
+    "cast_weight_columns",
     "combine",
     "dispatch",
     "grouped_matmul",
@@ -21,6 +27,7 @@ __all__ = [
 ]
 
 LAUNCHER, GROUPED = "deskside.kernels.moe.moe_launch", "deskside.kernels.moe.grouped"
+FP8_LAUNCHER = "deskside.kernels.moe.fp8_launch"
 
 route = operator(reference.route, LAUNCHER)
 route_backward = operator(reference.route_backward, LAUNCHER)
@@ -30,3 +37,6 @@ weighted_gated = operator(reference.weighted_gated, LAUNCHER)
 weighted_gated_backward = operator(reference.weighted_gated_backward, LAUNCHER)
 grouped_matmul = operator(reference.grouped_matmul, GROUPED)
 grouped_weight_gradient = operator(reference.grouped_weight_gradient, GROUPED)
+cast_rows = operator(fp8_rows.cast_rows, FP8_LAUNCHER, supported=writes_fp8)
+cast_columns = operator(fp8_rows.cast_columns, FP8_LAUNCHER, supported=writes_fp8)
+cast_weight_columns = operator(fp8_rows.cast_weight_columns, FP8_LAUNCHER, supported=writes_fp8)

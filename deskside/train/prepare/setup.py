@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from deskside.config.dimensions import model_uncovered_reason
-from deskside.config.recipes import recipe_named
+from deskside.config.recipes import expert_recipe, recipe_named
 from deskside.config.run import RunConfig
 from deskside.config.sections import AdapterConfig
 from deskside.data.corpus.analyze import CorpusOptions
@@ -27,7 +27,7 @@ from deskside.precision.convert import QuantizedModel, convert
 from deskside.precision.frozen import stored_bytes
 from deskside.precision.hardware_caps import NONE, HardwareCaps, hardware_caps
 from deskside.precision.lora import num_trained_parameters
-from deskside.precision.selfcheck import CheckResult, check, check_head
+from deskside.precision.selfcheck import CheckResult, check, check_experts, check_head
 from deskside.train import parallel
 from deskside.train.activation_offload import ActivationOffload
 from deskside.train.objective import Objective
@@ -90,13 +90,18 @@ def choose_recipe(
         _say_emulated(recipe.name, result, say)
     if state := not_in_checkpoints(config.backend, recipe):
         say(f"{config.backend} does not give access to {state}: a resumed run is not bit-identical")
-    facts = {
+    facts: dict[str, Any] = {
         "chosen": recipe.name,
         "asked": configured,
         "errors": dict(result.errors),
         "native": result.native,
     }
     if recipe.quantized:
+        if run.model.num_experts:
+            facts["experts"] = _check_experts(
+                recipe.name, device, native if result.native else False, caps, say
+            )
+            caps = replace(caps, grouped_fp8=facts["experts"]["native"])
         facts["units"] = asdict(caps if result.native else NONE)
     if config.head == "fp8":
         facts["head"] = _check_head(device, native, result.native, say)
@@ -116,6 +121,23 @@ def _usable_caps(
         say(f"NVFP4 products are emulated: on this card's tensor cores, {reason}")
         return replace(caps, fp4=False)
     return caps
+
+
+def _check_experts(
+    recipe: str, device: torch.device, native: bool | None, caps: HardwareCaps, say: Say
+) -> dict[str, Any]:
+    """Check the experts' products and return their entries of plan.json. Raises UsageError if the check fails."""
+    used = expert_recipe(recipe_named(recipe)).name
+    result = check_experts(recipe, device, native, caps)
+    if not result.ok:
+        raise UsageError(
+            f"precision.name: experts in {used} fail their self-check on this machine: {result.reason}; use bf16"
+        )
+    if used != recipe:
+        say(f"experts are computed in {used}, the only scaling of FP8 that grouped products take")
+    if not result.native:
+        _say_emulated(f"the experts' {used}", result, say)
+    return {"chosen": used, "native": result.native, "errors": dict(result.errors)}
 
 
 def _check_head(device: torch.device, native: bool | None, layers_native: bool, say: Say) -> dict[str, Any]:

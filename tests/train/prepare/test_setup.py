@@ -29,6 +29,8 @@ def config(name: str, **parts: Any) -> RunConfig:
     precision = {"name": name, **parts.pop("precision", {})}
     batch = {"sequence_length": 64, "tokens": 256, **parts.pop("batch", {})}
     model = {**SMALL, **parts.pop("model", {})}
+    if "num_experts" in model:
+        del model["intermediate_size"]  # experts have another one
     return merge.build([{"model": model, "precision": precision, "batch": batch, **parts}])
 
 
@@ -94,12 +96,56 @@ def test_a_head_in_bf16_is_not_asked_about(monkeypatch: pytest.MonkeyPatch) -> N
     assert "head" not in facts and not card.said
 
 
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_experts_run_as_their_own_check_says(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    card = Card(monkeypatch, NATIVE, NATIVE, HardwareCaps(grouped_fp8=True))
+    ways: list[Any] = []
+
+    def experts(recipe: str, device: Any, way: Any, caps: HardwareCaps) -> CheckResult:
+        ways.append((recipe, way, caps.grouped_fp8))
+        return NATIVE if native else EMULATED
+
+    monkeypatch.setattr(setup, "check_experts", experts)
+    asked = config("fp8", model=EXPERTS)
+    recipe, facts = setup.choose_recipe(asked, CARD, card.said.append)
+    assert ways == [("fp8-delayed", None, True)] and recipe == "fp8-delayed"
+    assert facts["experts"] == {"chosen": "fp8-rowwise", "native": native, "errors": {}}
+    assert facts["units"]["grouped_fp8"] is native
+    assert "fp8-rowwise" in card.said[0]  # a scaling other than the dense layers' is told
+    assert [text for text in card.said if "emulated" in text] == card.said[1:] and len(
+        card.said
+    ) == 2 - native
+    world = World(torch.device("cpu"))
+    model = setup.build_model(asked, world, recipe)
+    applied = setup.prepare_execution(asked, model, world, recipe, facts).precision
+    assert applied.shared.native and applied.shared.caps.grouped_fp8 is native
+
+
+def test_experts_that_are_wrong_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = Card(monkeypatch, NATIVE, NATIVE, HardwareCaps(grouped_fp8=True))
+    wrong = CheckResult(False, {}, "weight gradient is all zero")
+    monkeypatch.setattr(setup, "check_experts", lambda *_: wrong)
+    with pytest.raises(UsageError, match=r"experts in fp8-rowwise fail .*all zero; use bf16$"):
+        setup.choose_recipe(config("fp8", model=EXPERTS), CARD, card.said.append)
+
+
+def test_experts_are_emulated_where_layers_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = Card(monkeypatch, EMULATED, NATIVE, HardwareCaps(grouped_fp8=True))
+    ways: list[Any] = []
+    monkeypatch.setattr(setup, "check_experts", lambda *given: ways.append(given[2]) or EMULATED)
+    setup.choose_recipe(config("fp8", model=EXPERTS), CARD, card.said.append)
+    assert ways == [False]
+
+
 @pytest.mark.parametrize("faster", [True, False])
 def test_what_the_stopwatch_found_is_kept(faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the run's facts, from where other processes and a resumed run take it."""
     card = Card(monkeypatch, NATIVE, NATIVE, HardwareCaps(fp4=True, mxfp8=faster))
     _, facts = setup.choose_recipe(config("fp8"), CARD, card.said.append)
-    assert facts["units"] == {"fp4": True, "mxfp8": faster}
+    assert facts["units"] == {"fp4": True, "mxfp8": faster, "grouped_fp8": False}
     setup.choose_recipe(config("fp8"), CARD, card.said.append, facts)
     assert card.asked == [None, faster]
     old = {"chosen": "fp8-delayed", "native": True}  # of a run that kept none

@@ -1,0 +1,78 @@
+"""Casts of sorted rows and of expert weights to E4M3, in plain torch: for CPUs, and the reference of the kernels.
+
+A product has one scale for each index of an operand that it does not sum over. The output and the input gradient sum
+over the columns of the sorted rows, so each row has a scale. The weight gradient of an expert sums over the rows of
+this expert, so each pair of expert and column has a scale, and the values are stored transposed, because tensor cores
+need a contiguous summed dimension.
+
+Scales are powers of two, as in torchao's training of experts: dequantised values are then exact in bfloat16, and an
+ordinary grouped product in bfloat16 emulates the FP8 product, up to the order of its sums.
+
+Suffixes: see `reference`; K columns, M rows of an expert's weight.
+"""
+
+import torch
+from torch import Tensor
+
+E4M3_LARGEST = 448.0
+LARGEST_SCALE = 2.0**126  # whose inverse is a normal number
+EXPONENT_BITS = 0x7F800000  # of a float32
+
+
+def experts_of_rows(ends_E: Tensor, rows: int) -> Tensor:
+    """Return the expert of each sorted row, (rows,) int64, without waiting for the device."""
+    return torch.searchsorted(ends_E, torch.arange(rows, device=ends_E.device), right=True)
+
+
+def scale_for(amax: Tensor) -> Tensor:
+    """Return the largest power of two that scales float32 amax to at most 448. It is 1 for 0, and 0 for infinity.
+
+    Infinite values times 0 are NaN, which the product keeps.
+    """
+    scale = (E4M3_LARGEST / amax).clamp(max=LARGEST_SCALE)
+    return (scale.view(torch.int32) & EXPONENT_BITS).view(torch.float32).masked_fill(amax == 0, 1.0)
+
+
+def cast_rows(x_NK: Tensor, tokens_S: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Cast the rows of x that `tokens_S` names, or all, with a scale per row. Returns E4M3 (S, K) and 1 / scale (S,).
+
+    Padding (-1) is zeros with scale 1.
+    """
+    x_SK = _gathered(x_NK, tokens_S)
+    scale_S = scale_for(_magnitude(x_SK).amax(1))
+    return _to_e4m3(x_SK * scale_S[:, None]), scale_S.reciprocal()
+
+
+def cast_columns(x_NK: Tensor, tokens_S: Tensor | None, ends_E: Tensor) -> tuple[Tensor, Tensor]:
+    """Cast sorted rows with a scale per expert and column. Returns E4M3 (K, S), transposed, and 1 / scale (E, K).
+
+    Each expert has a positive multiple of four rows. tokens_S: as for `cast_rows`.
+    """
+    x_SK = _gathered(x_NK, tokens_S)
+    experts_S = experts_of_rows(ends_E, len(x_SK))
+    amax_EK = x_SK.new_zeros(len(ends_E), x_SK.shape[1])
+    amax_EK.scatter_reduce_(0, experts_S[:, None].expand_as(x_SK), _magnitude(x_SK), "amax")
+    scale_EK = scale_for(amax_EK)
+    return _to_e4m3(x_SK * scale_EK[experts_S]).T.contiguous(), scale_EK.reciprocal()
+
+
+def cast_weight_columns(weight_EMK: Tensor) -> tuple[Tensor, Tensor]:
+    """Cast weights with a scale per expert and column. Returns E4M3 (E, K, M), transposed, and 1 / scale (E, K)."""
+    weight_EMK = weight_EMK.float()
+    scale_EK = scale_for(_magnitude(weight_EMK).amax(1))
+    return _to_e4m3(weight_EMK * scale_EK[:, None]).transpose(1, 2).contiguous(), scale_EK.reciprocal()
+
+
+def _gathered(x_NK: Tensor, tokens_S: Tensor | None) -> Tensor:
+    if tokens_S is None:
+        return x_NK.float()
+    return x_NK[tokens_S.long()].float().masked_fill((tokens_S < 0)[:, None], 0.0)
+
+
+def _magnitude(x: Tensor) -> Tensor:
+    """Return |x| with NaN replaced by infinity."""
+    return x.abs().nan_to_num(nan=float("inf"), posinf=float("inf"))
+
+
+def _to_e4m3(scaled: Tensor) -> Tensor:
+    return scaled.clamp(-E4M3_LARGEST, E4M3_LARGEST).to(torch.float8_e4m3fn)

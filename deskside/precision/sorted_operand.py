@@ -1,0 +1,96 @@
+"""Quantization of rows sorted by expert, and of the experts' weights, into operands of grouped products.
+
+Each expert is quantized as if it were a tensor of its own, so that an expert with small gradients loses nothing to one
+with large gradients.
+
+    FP8     rows form     (S, K) with a scale per row (S,); of weights (E, M, K), scales (E, M)
+            columns form  (K, S) with a scale per expert and column (E, K); of weights (E, K, M), scales (E, K)
+    NVFP4   code x block scale in bfloat16, in the layout of the source, with a global scale per expert (E,)
+
+Suffixes: N tokens, S sorted rows, E experts, K columns, M rows of an expert's weight.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from deskside.config.recipes import Operand
+from deskside.kernels import moe
+from deskside.kernels.nvfp4.operand import Along, required_multiple
+from deskside.precision import nvfp4
+from deskside.precision.formats import DTYPE
+from deskside.precision.quantized_operand import UNQUANTIZED, Draws, QuantizedOperand
+
+
+@dataclass(frozen=True)
+class SortedRows:
+    """Rows sorted by expert: those of `source_NK` that `tokens_S` names (-1: zeros), or all if that is None.
+
+    ends_E: as in `moe.Routing`.
+    """
+
+    source_NK: Tensor
+    tokens_S: Tensor | None
+    ends_E: Tensor
+
+    @cached_property
+    def gathered(self) -> Tensor:
+        """The sorted rows (S, K). Casts to FP8 gather rows themselves and do not need this copy."""
+        return self.source_NK if self.tokens_S is None else moe.dispatch(self.source_NK, self.tokens_S)
+
+
+def alignment(operand: Operand) -> int:
+    """Return the number that each expert's rows must be a multiple of, if a product sums over them."""
+    return 1 if operand.format in UNQUANTIZED else required_multiple(operand)
+
+
+def quantize_rows_of_experts(
+    rows: SortedRows, operand: Operand, along: Along, draws: Draws, product: int
+) -> QuantizedOperand:
+    """Quantize sorted rows into an operand of a grouped product, as `quantize_operand` does with a matrix."""
+    if operand.format in UNQUANTIZED:
+        return QuantizedOperand(rows.gathered)
+    if operand.format in DTYPE:
+        if along == "columns":
+            return QuantizedOperand(*moe.cast_rows(rows.source_NK, rows.tokens_S))
+        return QuantizedOperand(
+            *moe.cast_columns(rows.source_NK, rows.tokens_S, rows.ends_E), transposed=True
+        )
+    x_SK = rows.gathered
+    signs = draws.signs(product, operand.hadamard, x_SK.device) if operand.fresh_signs else None
+    seed = draws.next() if operand.rounding != "nearest" else 0
+    lengths = torch.diff(rows.ends_E, prepend=rows.ends_E.new_zeros(1)).tolist()
+    values, scale_E = _nvfp4(x_SK.split(lengths), operand, along, signs, seed)
+    return QuantizedOperand(torch.cat(values), scale_E)
+
+
+def quantize_expert_weights(
+    weight_EMK: Tensor, operand: Operand, along: Along, draws: Draws, product: int
+) -> QuantizedOperand:
+    """Quantize the experts' weights for a product that sums over their "columns" (K) or their "rows" (M)."""
+    if operand.format in DTYPE:
+        if along == "rows":
+            return QuantizedOperand(*moe.cast_weight_columns(weight_EMK), transposed=True)
+        rows, inverse = moe.cast_rows(weight_EMK.flatten(0, 1))
+        return QuantizedOperand(rows.view(weight_EMK.shape), inverse.view(weight_EMK.shape[:2]))
+    signs = draws.signs(product, operand.hadamard, weight_EMK.device) if operand.fresh_signs else None
+    seed = draws.next() if operand.rounding != "nearest" else 0
+    values, scale_E = _nvfp4(weight_EMK, operand, along, signs, seed)
+    return QuantizedOperand(torch.stack(values), scale_E)
+
+
+def _nvfp4(
+    experts: Iterable[Tensor], operand: Operand, along: Along, signs: Tensor | None, seed: int
+) -> tuple[list[Tensor], Tensor]:
+    """Quantize the matrix of each expert. Returns their emulated values, and their global scales (E,)."""
+    values, scales = [], []
+    generator: torch.Generator | None = None
+    for x in experts:
+        generator = generator or torch.Generator(x.device).manual_seed(seed)
+        quantized = nvfp4.quantize(x, operand, along, signs=signs, generator=generator)
+        values.append(quantized.emulated)
+        scales.append(quantized.global_scale)
+    return values, torch.stack(scales)
