@@ -50,6 +50,11 @@ class PrepareOptions(JsonOption):
         None,
     )
     vocab_size: int = option("vocabulary size of the tokenizer that is trained", 32768)
+    tokenizer_temperature: float | None = option(
+        "train the tokenizer on n^(1/temperature) of a language with n bytes of text, so that above 1 small languages "
+        "get more of the vocabulary; 3.33 as mT5; default: on the text as it is",
+        None,
+    )
     tokenizer: str | None = option(
         "use this tokenizer.json, or that of this directory, instead of training one", None, metavar="FILE"
     )
@@ -115,6 +120,7 @@ def _prepare(options: PrepareOptions) -> int:
             lang_field=options.lang_field,
             lang=options.lang,
             vocab_size=options.vocab_size,
+            tokenizer_temperature=options.tokenizer_temperature,
             tokenizer=options.tokenizer,
             val_sources=options.val,
             val_fraction=options.val_fraction,

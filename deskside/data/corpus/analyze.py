@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,7 +34,8 @@ class CorpusOptions:
 
     field: the field or column of the text. lang_field: that of the language. lang: the language of documents without
     one. tokenizer: an existing one; None trains one with `vocab_size` tokens on a
-    sample of up to `sample_bytes`. val_sources: validation text, instead of a share of the sources; training documents
+    sample of up to `sample_bytes`, in which languages are drawn with `tokenizer_temperature` (see `tokenizer_sample`;
+    None: as they occur). val_sources: validation text, instead of a share of the sources; training documents
     with the same text are left out and counted. val_fraction: share of the documents for validation; see `heldout` for
     the rule and the default. on_bad: skip and count bad input, or refuse it. workers: number of processes (default: one
     per core). resume: continue a preparation in the folder, instead of replacing it. line_limit: see `sources`.
@@ -45,6 +46,7 @@ class CorpusOptions:
     lang_field: str = "lang"
     lang: str = ""
     vocab_size: int = 32768
+    tokenizer_temperature: float | None = None
     tokenizer: str | Path | None = None
     val_sources: Sequence[str] = ()
     val_fraction: float | None = None
@@ -154,11 +156,15 @@ class Splitter:
 
 
 def analyze(
-    sources: list[Source], val_sources: list[Source], options: CorpusOptions, sampler: TextSampler | None
+    sources: list[Source],
+    val_sources: list[Source],
+    options: CorpusOptions,
+    sampler_of: Callable[[str], TextSampler] | None,
 ) -> Analysis:
-    """Read all sources once, fill the sampler, and return the counts and the rule for the split.
+    """Read all sources once, fill the samplers, and return the counts and the rule for the split.
 
-    Raises UsageError if there is nothing to train on, or for bad input if `on_bad` is "refuse".
+    sampler_of: returns the sampler of a document in the given language; None if no tokenizer is trained. Raises
+    UsageError if there is nothing to train on, or for bad input if `on_bad` is "refuse".
     """
     logs = {"train": BadInputLog(options.on_bad), "val": BadInputLog(options.on_bad)}
     tags: dict[tuple[str, str], int] = {}
@@ -181,9 +187,9 @@ def analyze(
             if key in held_out:
                 continue
             planner.add(text, key, (("lang", lang), ("source", source), ("file", document.group)))
-            if sampler is not None:
+            if sampler_of is not None:
                 if_tails = start_if_tails(text, options.val_fraction) if planner.few else len(text)
-                sampler.add(text, key, if_tails, start_if_chosen(text))
+                sampler_of(document.lang).add(text, key, if_tails, start_if_chosen(text))
     if documents == 0:
         raise UsageError(
             f"the sources hold no document {logs['train'].why_nothing_is_usable('they are empty')}."

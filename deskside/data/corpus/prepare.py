@@ -34,7 +34,6 @@ from deskside.data.corpus.analyze import (
     Analysis,
     CorpusOptions,
     Splitter,
-    TextSampler,
     add_tag,
     analyze,
     documents_of,
@@ -60,6 +59,7 @@ from deskside.data.corpus.process_pool import Task, WorkerDied, WorkerPool
 from deskside.data.corpus.progress_bar import ProgressBar
 from deskside.data.corpus.shard_worker import ShardBatcher, ShardJob, make_shard, start_worker
 from deskside.data.corpus.sources import BadInputLog, Source
+from deskside.data.corpus.tokenizer_sample import check_temperature, plan_sample
 from deskside.data.reading import shards
 from deskside.data.reading.shards import DatasetIndex, ShardInfo, SplitInfo, TokenizerInfo
 from deskside.data.reading.tags import TagInfo
@@ -105,6 +105,7 @@ def prepare(sources: Sequence[str], out: str | Path, options: CorpusOptions = DE
         )
     if fraction is not None and not 0 <= fraction < 1:
         raise UsageError(f"--val-fraction {fraction}: give a number from 0 up to, but not including, 1.")
+    check_temperature(options)
     if workers is not None and workers < 1:
         raise UsageError(f"--workers {workers}: give a number of at least 1.")
     train_list, val_list = ([Source.parse(s) for s in names] for names in (sources, options.val_sources))
@@ -122,7 +123,7 @@ def prepare(sources: Sequence[str], out: str | Path, options: CorpusOptions = DE
     # Only if they are not the defaults, so that preparations from before these options can be resumed.
     arguments |= {
         name: value
-        for name in ("lang_field", "lang")
+        for name in ("lang_field", "lang", "tokenizer_temperature")
         if (value := getattr(options, name)) != getattr(DEFAULTS, name)
     }
     if options.tokenizer is None:
@@ -257,16 +258,16 @@ class _Preparation:
         if self.analysis is not None and (self.out / "tokenizer.json").is_file():
             return
         options, existing = self.options, self.options.tokenizer
-        sampler = TextSampler(options.sample_bytes, options.seed)
-        analysis = analyze(self.sources, self.val_sources, options, sampler if existing is None else None)
+        sample = plan_sample(self.sources, options) if existing is None else None
+        analysis = analyze(self.sources, self.val_sources, options, sample.sampler_of if sample else None)
         try:
             if existing is not None:
                 bpe.copy(existing, self.out)
-            else:
+            if sample is not None:
                 if not options.quiet:
-                    print(f"train tokenizer: on {sampler.size / 1e6:,.1f} MB", file=sys.stderr, flush=True)
+                    print(f"train tokenizer: on {sample.describe()}", file=sys.stderr, flush=True)
                 progress = not options.quiet and sys.stderr.isatty()
-                texts = sampler.texts(analysis.holdout)
+                texts = sample.texts(analysis.holdout)
                 bpe.save(bpe.train(texts, options.vocab_size, progress=progress), self.out)
         except OSError as error:
             raise write_error(self.out / "tokenizer.json", error) from error
