@@ -1,6 +1,6 @@
 """Time of each kernel of a mixture of experts on this GPU, and the efficiency of its grouped products.
 
-    python -m benchmarks.experts [--tokens 16384] [--shapes 8x2x2048x2176,64x8x768x256] [--json FILE]
+    python -m benchmarks.experts [--tokens 16384] [--shapes 8x2x2048x2176,64x8x768x256] [--fp8] [--json FILE]
 
 A shape is experts x experts per token x hidden size x intermediate size. Logits are random, so experts get different
 numbers of rows. Each grouped product is measured with every backend that works here (`kernels.moe.grouped`); a star
@@ -20,8 +20,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deskside.config.recipes import expert_recipe, recipe_named
 from deskside.kernels import moe
 from deskside.kernels.moe import grouped
+from deskside.ops.moe import Experts
+from deskside.precision.expert_linear import ExpertLinear
+from deskside.precision.grouped_products import grouped_product
+from deskside.precision.hardware_caps import hardware_caps
+from deskside.precision.products import Kind
+from deskside.precision.quantized_linear import Shared
+from deskside.precision.quantized_operand import Draws, QuantizedOperand
+from deskside.precision.scales import DelayedScales
 
 DEVICE = "cuda"
 SHAPES = "8x2x2048x2176,8x2x768x1024,16x2x768x1024,32x4x768x512,64x8x768x256,64x8x2048x1024"
@@ -110,6 +119,52 @@ def measure(tokens: int, experts: int, k: int, hidden: int, width: int) -> dict[
     return result
 
 
+def measure_fp8(tokens: int, experts: int, k: int, hidden: int, width: int) -> dict[str, Any]:
+    """Return seconds, GB/s and TFLOP/s of the casts to FP8 and of the FP8 products of gate and up, where native."""
+    device = torch.device(DEVICE)
+    caps = hardware_caps(device, mxfp8=False)
+    layer = Experts(experts, hidden, width, ACTIVATION, gated=True).to(device)
+    torch.nn.init.normal_(layer.gate_up_weight)
+    plan = ExpertLinear(
+        layer,
+        "gate_up_weight",
+        expert_recipe(recipe_named("fp8")),
+        Shared(Draws(0), DelayedScales(1), native=True, cache=True, caps=caps),
+        0,
+    )
+    x = torch.randn(tokens, hidden, device=device).bfloat16()
+    routing = moe.route(torch.randn(tokens, experts, device=device).bfloat16(), k, True, plan.align)
+    ends, rows = routing.ends_E, len(routing.tokens_S)
+    g = torch.randn(rows, 2 * width, device=device).bfloat16()
+    weight, forms = layer.gate_up_weight.detach(), plan.weight(torch.bfloat16)
+    x_rows, g_rows = (QuantizedOperand(*moe.cast_rows(*given)) for given in ((x, routing.tokens_S), (g,)))
+    x_columns = QuantizedOperand(*moe.cast_columns(x, routing.tokens_S, ends))
+    g_columns = QuantizedOperand(*moe.cast_columns(g, None, ends))
+    casts: dict[str, tuple[int, Callable[[], object]]] = {
+        "cast rows, gathered": (3 * rows * hidden, lambda: moe.cast_rows(x, routing.tokens_S)),
+        "cast columns, gathered": (5 * rows * hidden, lambda: moe.cast_columns(x, routing.tokens_S, ends)),
+        "cast rows of the gradient": (6 * rows * width, lambda: moe.cast_rows(g)),
+        "cast columns of the gradient": (10 * rows * width, lambda: moe.cast_columns(g, None, ends)),
+        "cast weight rows": (9 * weight.numel(), lambda: moe.cast_rows(weight.flatten(0, 1))),
+        "cast weight columns": (9 * weight.numel(), lambda: moe.cast_weight_columns(weight)),
+    }
+    operands: dict[str, tuple[Kind, QuantizedOperand, QuantizedOperand]] = {
+        "gate and up": ("output", x_rows, forms[0]),
+        "gradient of the input": ("input_gradient", g_rows, forms[1]),
+        "gradient of gate and up": ("weight_gradient", g_columns, x_columns),
+    }
+    result: dict[str, Any] = {
+        f"FP8 {name}": {"seconds": (time := seconds(run)), "gb_per_s": size / time / 1e9}
+        for name, (size, run) in casts.items()
+    }
+    for name, (kind, left, right) in operands.items():
+        run = partial(grouped_product, kind, left, right, ends, torch.bfloat16, plan.native)
+        time = seconds(run)
+        flops = 4 * tokens * k * hidden * width  # padding does no work that counts
+        result[f"FP8 {name}"] = {"seconds": time, "tflops": flops / time / 1e12}
+    return result
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.experts",
@@ -118,11 +173,15 @@ def main() -> None:
     )
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--shapes", default=SHAPES)
+    parser.add_argument("--fp8", action="store_true", help="measure casts to FP8 and FP8 products too")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     results = {}
     for shape in options.shapes.split(","):
-        results[shape] = measure(options.tokens, *(int(size) for size in shape.split("x")))
+        sizes = [int(size) for size in shape.split("x")]
+        results[shape] = measure(options.tokens, *sizes)
+        if options.fp8:
+            results[shape] |= measure_fp8(options.tokens, *sizes)
         print(shape)
         for name, row in results[shape].items():
             values = "  ".join(f"{key} {value:.4g}" for key, value in row.items() if key != "seconds")

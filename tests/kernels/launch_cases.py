@@ -26,7 +26,7 @@ from deskside.kernels.adamw_state import (
 )
 from deskside.kernels.fused import launch
 from deskside.kernels.fused.reference import Cast, QkvLayout
-from deskside.kernels.moe import Routing, grouped, moe_launch
+from deskside.kernels.moe import Routing, fp8_launch, grouped, moe_launch
 from tests.kernels.compile_cases import CAPABILITIES, CompileCase, recorded
 
 WITH_FP8 = tuple(c for c in CAPABILITIES if c >= 89)  # where the conversion is an instruction
@@ -142,6 +142,21 @@ def _experts() -> Iterator[CompileCase]:
                 grad,
                 *arguments,
             )
+
+
+def _expert_casts() -> Iterator[CompileCase]:
+    """Casts to FP8 of the tokens of a model with 3 billion parameters, of sorted rows, and of expert weights."""
+    for E, D in ((8, 2048), (128, 5120)):
+        x, rows, ends = _new(N, D), _new(2 * N, D), _new(E, dtype=torch.int32)
+        tokens = _new(2 * N, dtype=torch.int32)
+        for name, arguments in (("", (rows, None)), ("gathered ", (x, tokens))):
+            how = f"{name}{D} of {E}"
+            yield recorded(f"cast rows {how}", WITH_FP8, fp8_launch.cast_rows, *arguments)
+            cast = (fp8_launch.cast_columns, *arguments, ends)
+            yield recorded(f"amax of columns {how}", WITH_FP8, *cast, number=0)
+            yield recorded(f"cast columns {how}", WITH_FP8, *cast, number=1)
+        weight = _float(E, 256, D)
+        yield recorded(f"cast weight columns {D}", WITH_FP8, fp8_launch.cast_weight_columns, weight, number=1)
 
 
 def _grouped_products() -> Iterator[CompileCase]:
@@ -272,6 +287,7 @@ COMPILE_CASES = (
     *_rope(),
     *_gated(),
     *_experts(),
+    *_expert_casts(),
     *_grouped_products(),
     *_losses(),
     *_embeddings(),

@@ -18,7 +18,7 @@ from deskside.kernels import (
     stored_weights_triton,
 )
 from deskside.kernels.fused import triton_cast, triton_gated, triton_norm, triton_rope
-from deskside.kernels.moe import triton_grouped, triton_routing, triton_rows
+from deskside.kernels.moe import triton_fp8, triton_grouped, triton_routing, triton_rows
 from tests.kernels import launch_cases
 from tests.kernels.compile_cases import (
     SHARED_MEMORY,
@@ -44,6 +44,7 @@ HARDEST = {
     "AdamW, uint8 states",
     "Muon's update",
     "1536 x 8960 from INT8 to bfloat16",
+    "cast columns gathered 5120 of 128",
     "exponentials of 64",
     "exponentials of 151936",
     *(f"{name} for {target}" for name in ("x W^T of 16", "g W", "g^T x to float32") for target in EVERY_RUN),
@@ -113,6 +114,7 @@ def test_every_kernel_has_a_case() -> None:
     launched = kernels_of(*modules) | kernels_of(cross_entropy_triton) | kernels_of(adamw_triton, muon_triton)
     launched |= kernels_of(stored_weights_triton) | kernels_of(decode_triton)
     launched |= kernels_of(triton_routing) | kernels_of(triton_rows) | kernels_of(triton_grouped)
+    launched |= kernels_of(triton_fp8)
     assert len(launched) > 12
     assert launched <= {case.kernel.fn.__qualname__ for case in CASES}
 
