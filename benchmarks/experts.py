@@ -69,7 +69,7 @@ def measure(tokens: int, experts: int, k: int, hidden: int, width: int) -> dict[
         "route": (4 * tokens * experts, lambda: moe.route(logits, k, True)),
         "route backward": (
             6 * tokens * experts,
-            lambda: moe.route_backward(grad_weights, routing.statistics_2E, logits, routing, True),
+            lambda: moe.route_backward(grad_weights, routing.statistics_R, logits, routing, True),
         ),
         "dispatch": (4 * rows * hidden, lambda: moe.dispatch(x, routing.tokens_S)),
         "combine": (

@@ -22,7 +22,7 @@ from deskside.data.reading.packing import pack
 from deskside.data.reading.rows import IGNORE
 from deskside.kernels.attention import AttentionContext
 from deskside.model.transformer import Transformer
-from deskside.ops.moe import load_balancing_loss
+from deskside.ops.moe import RouterStatistics
 from deskside.train.objective import Session
 from deskside.utils.errors import UsageError
 
@@ -61,12 +61,12 @@ class AnswerBatch(Batch):
 class Scores:
     """Log-probability and entropy of every answer token, float32 (S, L), zero beyond the end of an answer.
 
-    balance: the load-balancing loss of a mixture of experts, None for other models.
+    router: the statistics of the routers of a mixture of experts, None for other models.
     """
 
     logprobs_SL: Tensor
     entropy_SL: Tensor
-    balance: Tensor | None
+    router: RouterStatistics | None
 
 
 def score(
@@ -86,8 +86,8 @@ def score(
         softcap=model.config.final_logit_softcapping,
         chunk_tokens=compute.loss_chunk_tokens,
     )
-    balance = load_balancing_loss(torch.stack(statistics), batch.tokens_BT.numel()) if statistics else None
-    return Scores(pad_sequences(logprobs_M, batch.mask_SL), pad_sequences(entropy_M, batch.mask_SL), balance)
+    router = RouterStatistics(torch.stack(statistics), batch.tokens_BT.numel()) if statistics else None
+    return Scores(pad_sequences(logprobs_M, batch.mask_SL), pad_sequences(entropy_M, batch.mask_SL), router)
 
 
 def evaluation_context(session: Session, batch: Batch) -> AttentionContext:

@@ -133,7 +133,7 @@ class Dpo(AlignObjective):
         batch = cast(PairBatch, batch)
         scores = answers.score(model, batch, context, compute)
         loss_P, metric_sums = self._losses_and_metrics(scores.logprobs_SL, batch)
-        return Loss(loss_P.sum(), scores.balance, metric_sums)
+        return Loss(loss_P.sum(), scores.router, metric_sums)
 
     def metrics(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
         chosen, rejected = sums["chosen_reward"] / count, sums["rejected_reward"] / count

@@ -255,7 +255,7 @@ class Grpo(AlignObjective):
             "drift": (log_ratio_SL.exp() - log_ratio_SL - 1).sum(),
             "kl": terms.kl_SL.sum(),
         }
-        return Loss(terms.loss, scores.balance, metric_sums)
+        return Loss(terms.loss, scores.router, metric_sums)
 
     def metrics(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
         num_answers, tokens = max(1.0, sums["answers"]), max(1.0, sums["answer_tokens"])

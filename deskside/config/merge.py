@@ -85,10 +85,17 @@ _RULES: tuple[tuple[str, str, Callable[[Any], bool], str], ...] = (
         "there is no gate to fuse: remove it, or use gated_mlp true",
     ),
     (
-        "model.num_experts_per_tok model.moe_intermediate_size model.norm_topk_prob model.router_aux_loss_coef",
+        "model.num_experts_per_tok model.moe_intermediate_size model.norm_topk_prob model.scoring_func "
+        "model.router_aux_loss_coef model.router_z_loss_coef",
         "model.num_experts",
         lambda c: c.model.num_experts == 0,
         "the model is dense: set num_experts",
+    ),
+    (
+        "model.router_bias_update_rate",
+        "model.num_experts",
+        lambda c: c.model.scoring_func == "softmax" and c.model.router_bias_update_rate > 0,
+        "a softmax router has no bias, because Qwen3-MoE has none: set scoring_func sigmoid",
     ),
     ("model.intermediate_size", "model.num_experts", _has_experts, "experts have moe_intermediate_size"),
     ("model.mlp_bias", "model.num_experts", _has_experts, "experts have no bias: remove it"),
@@ -257,7 +264,7 @@ def refuse_other_model(trained: ModelConfig, overrides: Mapping[str, Any], sourc
         changed = ModelConfig.model_validate({**trained.model_dump(mode="json"), **given})
     except ValidationError:
         return  # `build` reports the error
-    changeable = {"router_aux_loss_coef"}
+    changeable = {"router_aux_loss_coef", "router_z_loss_coef", "router_bias_update_rate"}
     if trained.position_embedding == "rope":
         changeable |= {"max_position_embeddings", "rope_scaling"}
     for key in options:

@@ -112,7 +112,21 @@ class ModelConfig(Part):
     num_experts_per_tok: Size = Field(8, description="experts that each token uses")
     moe_intermediate_size: Size = Field(768, description="width of one expert")
     norm_topk_prob: bool = Field(True, description="the chosen experts' weights sum to one")
+    scoring_func: Literal["softmax", "sigmoid"] = Field(
+        "softmax", description="the router's scores: softmax (Qwen3-MoE), or sigmoid with a bias (dots.llm1)"
+    )
     router_aux_loss_coef: float = Field(0.001, ge=0, description="weight of the load-balancing loss")
+    router_z_loss_coef: float = Field(
+        0.0,
+        ge=0,
+        description="weight of log(sum(exp(router logits)))^2, which keeps the router's logits small",
+    )
+    router_bias_update_rate: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="step of the biases that balance the experts without a loss; 0.001 is usual; needs sigmoid",
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -171,6 +185,8 @@ class ModelConfig(Part):
             raise ValueError(
                 f"num_experts_per_tok: {self.num_experts_per_tok} exceeds num_experts = {self.num_experts}; lower it"
             )
+        if self.num_experts == 1 and self.scoring_func == "sigmoid":
+            raise ValueError("scoring_func: a sigmoid router chooses among at least two experts; use softmax")
         return self
 
     def layer_window(self, layer: int) -> int | None:

@@ -108,6 +108,11 @@ class RunConfig(Part):
                 f"batch.sequence_length: {longest} is longer than the model's {limit} positions; "
                 f"raise --model.max_position_embeddings or shorten the sequence"
             )
+        if self.model.scoring_func == "sigmoid" and self.parallel.mode == "shard":
+            raise ValueError(
+                "model.scoring_func: the biases of a sigmoid router cannot be sharded yet; use --parallel.mode "
+                "replicate, or softmax"
+            )
         if self.adapter is not None:
             self._check_adapter(self.adapter)
         if self.align is not None and not self.data.document_mask:

@@ -130,7 +130,7 @@ class MLP(MLPSublayer):
 
 
 class MoE(MoESublayer):
-    """The mixture of experts and its norm. The third output is the router's statistics (2, E)."""
+    """The mixture of experts and its norm. The third output is the router's statistics (R,)."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -143,13 +143,19 @@ class MoE(MoESublayer):
             config.hidden_act,
             config.gated_mlp,
         )
-        self.mixture = MixtureOfExperts(router, experts, config.num_experts_per_tok, config.norm_topk_prob)
+        self.mixture = MixtureOfExperts(
+            router,
+            experts,
+            config.num_experts_per_tok,
+            config.norm_topk_prob,
+            sigmoid=config.scoring_func == "sigmoid",
+        )
 
     def forward(self, residual_BTD: Tensor, delta_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(residual, delta) -> (residual, delta, router statistics)."""
         if self.forward_override is not None:
-            residual_BTD, delta_BTD, statistics_2E = self.forward_override(residual_BTD, delta_BTD)
-            return residual_BTD, delta_BTD, statistics_2E
+            residual_BTD, delta_BTD, statistics_R = self.forward_override(residual_BTD, delta_BTD)
+            return residual_BTD, delta_BTD, statistics_R
         residual_BTD, normed_BTD = self.input.add_norm(residual_BTD, delta_BTD)
         return residual_BTD, *self.mixture(normed_BTD)
 
@@ -165,7 +171,7 @@ class Block(nn.Module):
     def forward(
         self, residual_BTD: Tensor, delta_BTD: Tensor, rotation: Rotation | None, context: AttentionContext
     ) -> tuple[Tensor, ...]:
-        """Return (residual, delta), and the router's statistics (2, E) in a model with experts."""
+        """Return (residual, delta), and the router's statistics (R,) in a model with experts."""
         return self.mlp(*self.attn(residual_BTD, delta_BTD, rotation, context))
 
 

@@ -19,7 +19,7 @@ from deskside.model.cache import KVCache
 from deskside.ops.composite import AddNormLinear
 from deskside.ops.linear import Embedding, HeadLoss, Linear
 from deskside.ops.logical import logical_tensors
-from deskside.ops.moe import load_balancing_loss
+from deskside.ops.moe import RouterStatistics
 from deskside.ops.rope import rope_table
 from deskside.utils.errors import UsageError
 
@@ -87,7 +87,7 @@ class Transformer(nn.Module):
     def hidden_and_router(
         self, tokens_BT: Tensor, context: AttentionContext | None = None, positions_BT: Tensor | None = None
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return the hidden states after the final norm (B, T, D), and each MoE layer's router statistics (2, E).
+        """Return the hidden states after the final norm (B, T, D), and each MoE layer's router statistics (R,).
 
         context: None is causal attention with the reference backend. positions_BT: int64; None is 0..T-1 in each row.
         With learned positions and packed documents, pass `document_positions(...)`.
@@ -120,10 +120,10 @@ class Transformer(nn.Module):
     def loss(
         self, tokens_BT: Tensor, targets_BT: Tensor, context: AttentionContext | None = None, **options: Any
     ) -> Tensor:
-        """Return the sum of the losses over targets that are not -100, float32. See `loss_and_balance`."""
-        return self.loss_and_balance(tokens_BT, targets_BT, context, **options)[0]
+        """Return the sum of the losses over targets that are not -100, float32. See `loss_and_router`."""
+        return self.loss_and_router(tokens_BT, targets_BT, context, **options)[0]
 
-    def loss_and_balance(
+    def loss_and_router(
         self,
         tokens_BT: Tensor,
         targets_BT: Tensor,
@@ -131,11 +131,11 @@ class Transformer(nn.Module):
         positions_BT: Tensor | None = None,
         z_loss: float = 0.0,
         chunk_tokens: int = CHUNK_TOKENS,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the summed cross-entropy plus z-loss, and the load-balancing loss (None for a model without experts).
+    ) -> tuple[Tensor, RouterStatistics | None]:
+        """Return the summed cross-entropy plus z-loss, and the statistics of the routers (None without experts).
 
-        The load-balancing loss covers all tokens of the batch, as in Hugging Face Transformers without a mask, and is
-        not yet multiplied by `router_aux_loss_coef`.
+        The statistics cover all tokens of the batch, as in Hugging Face Transformers without a mask. Their losses are
+        not part of the sum.
         """
         hidden_BTD, statistics = self.hidden_and_router(tokens_BT, context, positions_BT)
         loss = self.head_loss(
@@ -147,8 +147,7 @@ class Transformer(nn.Module):
             chunk_tokens=chunk_tokens,
             rows=self.head_rows,
         )
-        balance = load_balancing_loss(torch.stack(statistics), tokens_BT.numel()) if statistics else None
-        return loss, balance
+        return loss, RouterStatistics(torch.stack(statistics), tokens_BT.numel()) if statistics else None
 
     @torch.no_grad()
     def token_losses(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from deskside.ops.composite import LayerNorm, RMSNorm
 from deskside.ops.linear import Embedding, Linear
-from deskside.ops.moe import Experts
+from deskside.ops.moe import ROUTER_BIAS, Experts, MixtureOfExperts
 
 Kind = Literal["matrix", "head", "embedding", "position", "norm", "bias"]
 
@@ -81,6 +81,9 @@ def _module_tensors(model: nn.Module, path: str, module: nn.Module) -> Iterator[
         yield make_tensor("weight", f"{prefix}.weight", "norm", 0, module.weight.shape[0])
         if isinstance(module, LayerNorm) and module.bias is not None:
             yield make_tensor("bias", f"{prefix}.bias", "bias", 0, module.bias.shape[0])
+    elif isinstance(module, MixtureOfExperts) and module.e_score_correction_bias is not None:
+        experts = len(module.e_score_correction_bias)
+        yield make_tensor(ROUTER_BIAS, f"{prefix}.router.{ROUTER_BIAS}", "bias", 0, experts)
     elif isinstance(module, Experts):
         if module.gate_up_weight is None:
             raise TypeError(f"{path}: its weights are stored in codes; merge the model first")

@@ -1,14 +1,20 @@
-"""A mixture-of-experts MLP exactly as Qwen3-MoE computes it: softmax router, top-k, SwiGLU experts, no token dropped.
+"""A mixture-of-experts MLP as Qwen3-MoE or dots.llm1 compute it: router, top-k, SwiGLU experts, no token dropped.
+
+Qwen3-MoE's router is a softmax. That of dots.llm1 is DeepSeek-V3's: sigmoids, and a bias for choosing.
 
 Tokens are sorted by expert, so that each expert's tokens are contiguous rows; one grouped product then computes
 all experts. The load-balancing loss is that of Switch Transformer (Fedus et al. 2021, arXiv 2101.03961,
-eq. 4-6), computed over all layers together as in transformers; each layer returns the two sums that it needs.
+eq. 4-6), computed over all layers together as in transformers; each layer returns the sums that it needs.
 """
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from deskside.kernels.functional import activate, at_least_float32
+from deskside.kernels.moe.reference import TINY, router_scores, router_statistics
 from deskside.ops.composite import Activation, AddNormLinear, Sublayer
 from deskside.ops.grouped import grouped_linear
 from deskside.ops.linear import Linear, make_slices
@@ -46,41 +52,59 @@ class Experts(nn.Module):
         return grouped_linear(x, getattr(self, name).to(x.dtype), ends_E)
 
 
+ROUTER_BIAS = "e_score_correction_bias"  # attribute of `MixtureOfExperts`; transformers' name
+
+
 class MixtureOfExperts(nn.Module):
-    """Router and experts. (B, T, D) -> (B, T, D) and the router statistics (2, E) of the load-balancing loss."""
+    """Router and experts. (B, T, D) -> (B, T, D) and the statistics of the router (R,), see `router_statistics`.
+
+    sigmoid: the router's scores are sigmoids, to which a bias is added for choosing (DeepSeek-V3, arXiv 2412.19437).
+    The bias has no gradient: `update_biases` balances the experts with it after each step.
+    """
 
     transparent = True
+    without_gradient = (ROUTER_BIAS,)
 
-    def __init__(self, router: Linear, experts: Experts, experts_per_token: int, normalise: bool):
+    def __init__(
+        self, router: Linear, experts: Experts, experts_per_token: int, normalise: bool, sigmoid: bool = False
+    ):
         super().__init__()
         self.router = router
         self.experts = experts
         self.experts_per_token = experts_per_token
         self.normalise = normalise
+        self.sigmoid = sigmoid
+        self.e_score_correction_bias: nn.Parameter | None = None
+        if sigmoid:
+            bias_E = torch.empty(len(experts.down_weight), dtype=torch.float32)
+            self.e_score_correction_bias = nn.Parameter(bias_E)
 
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
         x_ND = x_BTD.flatten(0, 1)
         logits_NE = self.router(x_ND)
-        probabilities_NE = torch.softmax(logits_NE.to(at_least_float32(logits_NE)), dim=-1)
-        weights_Nk, chosen_Nk = probabilities_NE.topk(self.experts_per_token, dim=-1)
+        logits_NE = logits_NE.to(at_least_float32(logits_NE))
+        scores_NE, probabilities_NE = router_scores(logits_NE, self.sigmoid)
+        biased_NE = scores_NE.detach()
+        if self.e_score_correction_bias is not None:
+            biased_NE = biased_NE + self.e_score_correction_bias.detach()
+        chosen_Nk = biased_NE.topk(self.experts_per_token, dim=-1).indices
+        weights_Nk = scores_NE.gather(1, chosen_Nk)
         if self.normalise:
-            weights_Nk = weights_Nk / weights_Nk.sum(dim=-1, keepdim=True)
+            weights_Nk = weights_Nk / (weights_Nk.sum(dim=-1, keepdim=True) + (TINY if self.sigmoid else 0.0))
 
         chosen_S = chosen_Nk.flatten()  # (S,), S = N * k: the chosen experts of all tokens
-        counts_E = torch.zeros(probabilities_NE.shape[1], dtype=torch.int64, device=x_ND.device)
+        counts_E = torch.zeros(scores_NE.shape[1], dtype=torch.int64, device=x_ND.device)
         counts_E = counts_E.scatter_add(0, chosen_S, torch.ones_like(chosen_S))
         order_S = chosen_S.argsort(stable=True)
         token_S = order_S // self.experts_per_token
         out_SD = self.experts(x_ND[token_S], counts_E)
         out_SD = out_SD * weights_Nk.flatten()[order_S, None].to(out_SD.dtype)
         out_ND = torch.zeros_like(x_ND).index_add(0, token_S, out_SD)
-        return out_ND.view_as(x_BTD), torch.stack(
-            (counts_E.to(probabilities_NE.dtype), probabilities_NE.sum(dim=0))
-        )
+        return out_ND.view_as(x_BTD), router_statistics(logits_NE, probabilities_NE, counts_E)
 
 
 class MoESublayer(Sublayer):
-    """The MLP half of a block with experts: (residual, delta) -> (residual, delta, router statistics (2, E)).
+    """The MLP half of a block with experts: (residual, delta) -> (residual, delta, router statistics (R,)).
 
     `input` has no projections: router and experts read the norm's output.
     """
@@ -89,12 +113,49 @@ class MoESublayer(Sublayer):
     mixture: MixtureOfExperts
 
 
-def load_balancing_loss(statistics_L2E: Tensor, tokens: int) -> Tensor:
-    """Return E * sum over experts of (share of tokens that chose it) * (its mean probability).
+class RouterStatistics(NamedTuple):
+    """The statistics of a pass's routers (see `router_statistics`), or their sum over passes.
 
-    A perfectly even router with k experts per token has k. statistics_L2E: the router statistics of the MoE layers.
-    tokens: number of tokens per layer.
+    values_LR: (L, R) for L layers with E experts each. tokens: tokens per layer.
     """
-    layers, _, experts = statistics_L2E.shape
-    share_E, mean_E = (statistics_L2E.sum(dim=0) / (layers * tokens)).unbind()
-    return experts * (share_E * mean_E).sum()
+
+    values_LR: Tensor
+    tokens: int
+
+    @property
+    def experts(self) -> int:
+        """The number of experts E of a layer."""
+        return self.values_LR.shape[1] // 2 - 1
+
+    @property
+    def counts_LE(self) -> Tensor:
+        """The number of choices of each expert."""
+        return self.values_LR[:, : self.experts]
+
+    @property
+    def entropy_L(self) -> Tensor:
+        """The mean entropy of a token's probabilities, in nats; log(E) if they are even."""
+        return self.values_LR[:, -2] / self.tokens
+
+    def load_balancing_loss(self) -> Tensor:
+        """Return E * sum over experts of (share of tokens that chose it) * (its mean probability).
+
+        A perfectly even router with k experts per token has k.
+        """
+        layers, experts = len(self.values_LR), self.experts
+        mean_R = self.values_LR.sum(dim=0) / (layers * self.tokens)
+        return experts * (mean_R[:experts] * mean_R[experts : 2 * experts]).sum()
+
+    def z_loss(self) -> Tensor:
+        """Return the router z-loss: the square of log(sum(exp(logits))), mean over tokens and layers."""
+        return self.values_LR[:, -1].mean() / self.tokens
+
+
+@torch.no_grad()
+def update_biases(biases: Sequence[Tensor], counts_LE: Tensor, rate: float | Tensor) -> None:
+    """Add `rate` to the bias (E,) of experts with fewer choices than the mean of their layer; subtract it if more.
+
+    Auxiliary-loss-free balancing (arXiv 2408.15664, algorithm 1). rate: a number, or a tensor with one element.
+    """
+    updates_LE = torch.sign(counts_LE.mean(dim=1, keepdim=True) - counts_LE) * rate
+    torch._foreach_add_(list(biases), list(updates_LE.unbind()))

@@ -4,7 +4,7 @@ A module declares its weight with two attributes: `role` ("matrix", "head", "emb
 `weight`, and `slices`, the rows `start:stop` of the projections that are stacked in this weight. If a module has
 several stacked weights (experts), `slices` maps the attribute name of each weight to its slices. Parameters with fewer
 than two dimensions are always vectors. The roles "adapter" and "rows" (single rows of a frozen table) apply to all
-parameters in a module.
+parameters in a module. `without_gradient` names parameters of a module that have no gradient.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,7 +33,7 @@ class ParameterInfo:
 
 
 def classify_parameters(model: nn.Module) -> list[ParameterInfo]:
-    """Return every trainable parameter of `model` once, in the order of `named_parameters`.
+    """Return every parameter of `model` that a gradient trains, once, in the order of `named_parameters`.
 
     An embedding that is also the output head, because modules share it or the model has no separate head, gets the role
     "head": most of its gradient comes from the logits, and the learning rate of an embedding would be far too high.
@@ -45,10 +45,15 @@ def classify_parameters(model: nn.Module) -> list[ParameterInfo]:
         for parameter, role, slices in _declared_weights(module):
             if id(parameter) not in known or role == "head":
                 known[id(parameter)] = (role, slices)
+    without_gradient = {
+        id(getattr(module, name))
+        for module in model.modules()
+        for name in getattr(module, "without_gradient", ())
+    }
     tied = not any(role == "head" for role, _ in known.values())
     infos = []
     for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
+        if not parameter.requires_grad or id(parameter) in without_gradient:
             continue
         if parameter.ndim < 2:
             infos.append(ParameterInfo(clean_name(name), parameter, "vector"))

@@ -69,8 +69,8 @@ class FusedMoE:
         mixture = self.sublayer.mixture
         experts = mixture.experts
         weights = (self.norm.weight, mixture.router.weight, experts.gate_up_weight, experts.down_weight)
-        residual_BTD, delta_BTD, statistics_2E = _MoE.apply(self, residual_BTD, delta_BTD, *weights)
-        return residual_BTD, delta_BTD, statistics_2E
+        residual_BTD, delta_BTD, statistics_R = _MoE.apply(self, residual_BTD, delta_BTD, *weights)
+        return residual_BTD, delta_BTD, statistics_R
 
 
 class _MoE(torch.autograd.Function):
@@ -86,7 +86,14 @@ class _MoE(torch.autograd.Function):
         assert isinstance(normed, Tensor)
         router, gate_up, down = plan.weights(normed.dtype)
         logits = normed @ router.T
-        routing = moe.route(logits, mixture.experts_per_token, mixture.normalise, plan.align)
+        routing = moe.route(
+            logits,
+            mixture.experts_per_token,
+            mixture.normalise,
+            plan.align,
+            mixture.sigmoid,
+            mixture.e_score_correction_bias,
+        )
         inner = plan.inner(normed, gate_up, routing)
         hidden = moe.weighted_gated(inner, routing.weights_S, mixture.experts.activation, plan.gated)
         y_SD = plan.down.output(SortedRows(hidden, None, routing.ends_E), down, normed.dtype)
@@ -97,7 +104,7 @@ class _MoE(torch.autograd.Function):
         ctx.save_for_backward(residual, rstd, weights[0], logits)
         ctx.set_materialize_grads(False)
         # An alias: an output that `ctx` held as well would keep the graph alive for ever.
-        return residual.view(shape), delta.view(shape), routing.statistics_2E.detach()
+        return residual.view(shape), delta.view(shape), routing.statistics_R.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -132,7 +139,9 @@ class _MoE(torch.autograd.Function):
         grad_x = plan.gate_up.input_gradient(grad_first, gate_up, dtype)
         del grad_first
 
-        grad_logits = moe.route_backward(grad_weights_S, grad_statistics, logits, routing, mixture.normalise)
+        grad_logits = moe.route_backward(
+            grad_weights_S, grad_statistics, logits, routing, mixture.normalise, mixture.sigmoid
+        )
         grad_router = (grad_logits.T @ normed).to(mixture.router.weight.dtype)
         grad_normed = moe.combine(grad_x, routing.slots_Nk, grad_logits @ router)
         if grad_residual is not None:

@@ -33,6 +33,7 @@ from deskside.data.reading.rows import PackedDataset
 from deskside.evaluate.bpb import BitsPerByte, WorkShare, evaluate_dataset, max_rows_of
 from deskside.kernels.attention import AttentionContext
 from deskside.model.transformer import Transformer
+from deskside.ops.moe import RouterStatistics
 from deskside.precision.convert import QuantizedModel
 from deskside.run.directory import RunDirectory
 from deskside.run.record import LANGUAGE_METRIC
@@ -74,14 +75,14 @@ class Batches(Protocol):
 
 @dataclass(frozen=True)
 class Loss:
-    """Loss of a micro-batch. `sum` is minimized; `balance` is the load-balancing loss of a model with experts.
+    """Loss of a micro-batch. `sum` is minimized; `router` has the statistics of the routers of a model with experts.
 
     `metric_sums` holds a detached scalar for each of the objective's `metric_names`. Like `sum`, they are summed over
     the step and all processes; `Objective.metrics` turns them into entries of metrics.jsonl.
     """
 
     sum: Tensor
-    balance: Tensor | None = None
+    router: RouterStatistics | None = None
     metric_sums: Mapping[str, Tensor] = field(default_factory=dict)
 
 
@@ -261,7 +262,7 @@ class NextToken:
     def loss(
         self, model: Transformer, batch: Batch, context: AttentionContext, compute: ComputeConfig
     ) -> Loss:
-        total, balance = model.loss_and_balance(
+        total, router = model.loss_and_router(
             batch.tokens_BT,
             batch.targets_BT,
             context,
@@ -269,7 +270,7 @@ class NextToken:
             z_loss=compute.z_loss,
             chunk_tokens=compute.loss_chunk_tokens,
         )
-        return Loss(total, balance)
+        return Loss(total, router)
 
     def metrics(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
         return {name: total / count for name, total in sums.items()}

@@ -24,6 +24,7 @@ from deskside.data.tokenizer import load as load_tokenizer
 from deskside.model.init import allocate
 from deskside.model.transformer import Transformer
 from deskside.ops.logical import LogicalTensor, logical_tensors
+from deskside.ops.moe import ROUTER_BIAS
 from deskside.utils import files as folders
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.files import fingerprint
@@ -41,7 +42,21 @@ def to_hf(model: Transformer, config: ModelConfig) -> tuple[dict[str, Any], dict
     Tensors share memory with the model, except those in which Hugging Face stacks several. Raises UsageError naming
     the options that the Hugging Face architecture does not have.
     """
-    return to_hf_config(config), hf_tensors(model, family_of(config), lambda tensor: tensor.view)
+    family = family_of(config)
+    tensors = hf_tensors(model, family, lambda tensor: tensor.view)
+    if family.model_type == "dots1":  # transformers stores a shared expert of no channels
+        tensors |= _empty_shared_experts(config)
+    return to_hf_config(config), tensors
+
+
+def _empty_shared_experts(config: ModelConfig) -> dict[str, Tensor]:
+    D = config.hidden_size
+    shapes = {"gate_proj": (0, D), "up_proj": (0, D), "down_proj": (D, 0)}
+    return {
+        f"model.layers.{layer}.mlp.shared_experts.{name}.weight": torch.empty(shape)
+        for layer in range(config.num_hidden_layers)
+        for name, shape in shapes.items()
+    }
 
 
 def hf_tensors(
@@ -87,7 +102,11 @@ def save_hf(
         hf_config["dtype"] = hf_config["torch_dtype"] = str(dtype).removeprefix("torch.")
         _write_json(folder / "config.json", hf_config)
         _write_json(folder / "generation_config.json", generation)
-        tensors = {name: tensor.to("cpu", dtype).contiguous() for name, tensor in state.items()}
+        tensors = {
+            # transformers keeps the bias in float32, too
+            name: tensor.to("cpu", torch.float32 if name.endswith(ROUTER_BIAS) else dtype).contiguous()
+            for name, tensor in state.items()
+        }
         write_safetensors(tensors, folder / "model.safetensors", out_dir)
         finish_export(folder, about, card)
     return out_dir
@@ -145,7 +164,7 @@ def check_out_dir(out_dir: Path) -> set[str]:
 def load_hf(
     folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> tuple[ModelConfig, Transformer]:
-    """Load a Qwen3, Qwen3-MoE, Llama or GPT-2 directory into a model.
+    """Load a Qwen3, Qwen3-MoE, dots.llm1, Llama or GPT-2 directory into a model.
 
     dtype: dtype of weights with two or more dimensions; the others are float32. Raises UsageError for an unsupported
     architecture, option or tensor, and RunError if config.json or the weights are damaged.
@@ -214,9 +233,11 @@ class _StoredTensors:
         raise RunError(f"{self.folder} has no tensor {name}, which its config.json needs; is it complete?")
 
     def unread(self, tied: bool) -> list[str]:
-        """Return the names of unknown tensors that were not read. A tied model may store its head as a copy."""
+        """Return the names of unknown tensors with elements that were not read. A tied model may store its head as a
+        copy."""
         known = (*self.family.buffers, *(["lm_head.weight"] if tied else []))
-        return sorted(name for name in self.file_of.keys() - self.names_read if not name.endswith(known))
+        unread = (name for name in self.file_of.keys() - self.names_read if not name.endswith(known))
+        return sorted(name for name in unread if 0 not in self.file_of[name].get_slice(name).get_shape())
 
 
 def _by_hf_name(model: Transformer, family: Family) -> dict[str, list[LogicalTensor]]:

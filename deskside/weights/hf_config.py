@@ -92,7 +92,27 @@ def _decoder(source: Mapping[str, Any], model_type: str) -> ModelConfig:
             "norm_topk_prob": source.get("norm_topk_prob", False),
             "router_aux_loss_coef": source.get("router_aux_loss_coef", 0.001),
         }
+    if model_type == "dots1":
+        values |= _dots1_experts(source)
     return ModelConfig(**values)
+
+
+def _dots1_experts(source: Mapping[str, Any]) -> dict[str, Any]:
+    for name, needed in (
+        ("n_group", 1),
+        ("topk_group", 1),
+        ("routed_scaling_factor", 1.0),
+        ("first_k_dense_replace", 0),
+    ):
+        if source.get(name, needed) != needed:
+            raise UsageError(f"{name}: {source[name]} is not supported; only {needed} is")
+    return {
+        "num_experts": source["n_routed_experts"],
+        "num_experts_per_tok": source["num_experts_per_tok"],
+        "moe_intermediate_size": source["moe_intermediate_size"],
+        "norm_topk_prob": source.get("norm_topk_prob", False),
+        "scoring_func": "sigmoid",
+    }
 
 
 def _gpt2(source: Mapping[str, Any]) -> ModelConfig:
@@ -144,7 +164,10 @@ def _rope(source: Mapping[str, Any]) -> dict[str, Any]:
 
 def _windows(source: Mapping[str, Any], model_type: str, layers: int) -> list[bool]:
     """Return for each layer whether it uses a sliding window."""
-    if model_type == "llama" or not source.get("use_sliding_window") or not source.get("sliding_window"):
+    # dots.llm1 has no option use_sliding_window.
+    if model_type == "llama" or not source.get("use_sliding_window", model_type == "dots1"):
+        return [False] * layers
+    if not source.get("sliding_window"):
         return [False] * layers
     if model_type == "qwen3_moe":
         return [True] * layers
@@ -221,6 +244,10 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
             "norm_topk_prob",
             "router_aux_loss_coef",
         )
+    if family.model_type == "dots1":
+        result |= fields("num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
+        result |= {"n_routed_experts": config.num_experts, "n_shared_experts": 0, "first_k_dense_replace": 0}
+        result |= {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0}
     return result | {
         "layer_types": ["sliding_attention" if window else "full_attention" for window in windows],
         "max_window_layers": windows.index(config.sliding_window) if any(windows) else len(windows),

@@ -30,6 +30,10 @@ _EXPERTS = {
         for x in _MLP_PROJECTIONS
     },
 }
+_SHARED_EXPERT = {
+    f"layers.{{}}.mlp.shared_expert.{x}": f"model.layers.{{}}.mlp.shared_experts.{x}"
+    for x in _MLP_PROJECTIONS
+}
 _GPT2 = {
     "embed": "transformer.wte",
     "position": "transformer.wpe",
@@ -84,6 +88,12 @@ FAMILIES = {
         {**_DECODER, **_QK_NORM, **_EXPERTS},
         {**_DECODER_OPTIONS, "qk_norm": True, "mlp_bias": False},
     ),
+    "dots1": Family(
+        "dots1",
+        "Dots1ForCausalLM",
+        {**_DECODER, **_QK_NORM, **_EXPERTS, **_SHARED_EXPERT},
+        {**_DECODER_OPTIONS, "qk_norm": True, "mlp_bias": False},
+    ),
     "llama": Family(
         "llama",
         "LlamaForCausalLM",
@@ -119,7 +129,7 @@ def family_of(config: ModelConfig) -> Family:
     if config.position_embedding == "learned":
         family = FAMILIES["gpt2"]
     elif config.num_experts:
-        family = FAMILIES["qwen3_moe"]
+        family = FAMILIES["dots1" if config.scoring_func == "sigmoid" else "qwen3_moe"]
     else:
         family = FAMILIES["qwen3" if config.qk_norm else "llama"]
     unsupported = [

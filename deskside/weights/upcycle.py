@@ -19,6 +19,7 @@ from torch import Tensor
 from deskside.config.model import ModelConfig
 from deskside.model.transformer import Transformer
 from deskside.ops.logical import logical_tensors
+from deskside.ops.moe import ROUTER_BIAS
 from deskside.utils.errors import UsageError
 
 # Options that may differ: those of the experts, those of the dense MLP that experts do not have, and those that change
@@ -28,6 +29,9 @@ _MAY_DIFFER = {
     "num_experts_per_tok",
     "moe_intermediate_size",
     "router_aux_loss_coef",
+    "router_z_loss_coef",
+    "router_bias_update_rate",
+    "scoring_func",
     "intermediate_size",
     "fused_qkv",
     "fused_gate_up",
@@ -81,6 +85,8 @@ def upcycle(mixture: Transformer, dense: Mapping[str, Tensor]) -> None:
         if tensor.name.endswith(".router.weight"):
             parts = dense[tensor.name.replace("router", "up_proj")].shape[0] // width
             tensor.view.copy_(tensor.view[::parts].repeat_interleave(parts, dim=0))
+        elif tensor.name.endswith(ROUTER_BIAS):
+            continue  # zero, as initialized
         elif tensor.expert is None:
             tensor.view.copy_(dense[tensor.name])
         else:

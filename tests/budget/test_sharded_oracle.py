@@ -90,7 +90,7 @@ def steps(passes: int, tied: bool, rank: int) -> dict[str, Any]:
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     world = parallel.World(torch.device("cpu"), rank, 2, True)
-    parallel.shard(model, model.layers, ("loss_and_balance",), world)
+    parallel.shard(model, model.layers, ("loss_and_router",), world)
     optimizer = build(model, MuonConfig(), Scaling(1.0, 1.0, 1.0))
     optimizer.set_progress(1.0, 0.0, 1)
     optimizer.create_state()
@@ -99,7 +99,7 @@ def steps(passes: int, tied: bool, rank: int) -> dict[str, Any]:
         ends = []
         for done in range(passes):
             parallel.set_gradient_sync(model, done == passes - 1)
-            loss, _ = model.loss_and_balance(tokens_BT, tokens_BT, chunk_tokens=TOKENS)
+            loss, _ = model.loss_and_router(tokens_BT, tokens_BT, chunk_tokens=TOKENS)
             loss.backward()
             del loss
             ends.append(settled(tracker))

@@ -56,6 +56,18 @@ LIVE_AND_DEAD: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any]]] = {
         {"model": {"num_experts": 8, "router_aux_loss_coef": 0.01}},
         {"model": {"num_experts": 0}},
     ),
+    ("model.scoring_func", "model.num_experts"): (
+        {"model": {"num_experts": 8, "scoring_func": "sigmoid"}},
+        {"model": {"num_experts": 0}},
+    ),
+    ("model.router_z_loss_coef", "model.num_experts"): (
+        {"model": {"num_experts": 8, "router_z_loss_coef": 0.001}},
+        {"model": {"num_experts": 0}},
+    ),
+    ("model.router_bias_update_rate", "model.num_experts"): (
+        {"model": {"num_experts": 8, "scoring_func": "sigmoid", "router_bias_update_rate": 0.01}},
+        {"model": {"num_experts": 8, "scoring_func": "softmax"}},
+    ),
     ("model.intermediate_size", "model.num_experts"): (
         {"model": {"intermediate_size": 3072}},
         {"model": {"num_experts": 8}},
@@ -485,6 +497,7 @@ def test_options_that_contradict_given_weights_are_refused(key: str) -> None:
         "window_pattern": "SL",
     }  # fmt: skip
     moe_only = {"num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "router_aux_loss_coef"}
+    moe_only |= {"scoring_func", "router_z_loss_coef", "router_bias_update_rate"}
     beside = {"norm_bias": {"norm": "layernorm"}, "num_experts": {"num_experts_per_tok": 2}}.get(key, {})
     if key in moe_only:  # without effect in a dense model, which is another error
         return
@@ -497,9 +510,9 @@ def test_options_that_contradict_given_weights_are_refused(key: str) -> None:
         refuse_other_model(own, given, "runs/a")
 
 
-def test_the_weight_of_the_balancing_loss_may_change() -> None:
+def test_the_weights_of_the_routers_losses_may_change() -> None:
     own = build([{"model": {"num_experts": 4, "num_experts_per_tok": 2}}]).model
-    refuse_other_model(own, {"model": {"router_aux_loss_coef": 0.5}}, "runs/a")
+    refuse_other_model(own, {"model": {"router_aux_loss_coef": 0.5, "router_z_loss_coef": 0.1}}, "runs/a")
     with pytest.raises(
         UsageError, match=r"model\.norm_topk_prob: .* with true, not false; leave the option out"
     ):

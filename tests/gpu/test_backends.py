@@ -91,7 +91,7 @@ def first_gradients(given: Any) -> dict[str, Tensor]:
     setup.prepare_execution(given, model, world, given.precision.name)
     tokens = torch.randint(300, (32, 128), generator=torch.Generator().manual_seed(0))
     tokens_BT = tokens.to(DEVICE)
-    loss, _ = model.loss_and_balance(tokens_BT, tokens_BT.roll(-1, 1), AttentionContext(backend="sdpa"))
+    loss, _ = model.loss_and_router(tokens_BT, tokens_BT.roll(-1, 1), AttentionContext(backend="sdpa"))
     (loss / tokens_BT.numel()).backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 

@@ -62,9 +62,9 @@ def test_updates_are_rounded_as_by_the_reference() -> None:
 def gradients(model: Transformer, passes: int = 1) -> dict[str, Tensor]:
     model.zero_grad()
     for x, y in zip(tokens().chunk(passes), tokens(1).chunk(passes), strict=True):
-        loss, balance = model.loss_and_balance(x.to(card.DEVICE), y.to(card.DEVICE))
+        loss, router = model.loss_and_router(x.to(card.DEVICE), y.to(card.DEVICE))
         loss = loss / (B * T)
-        (loss if balance is None else loss + 0.01 * balance).backward()
+        (loss if router is None else loss + 0.01 * router.load_balancing_loss()).backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 

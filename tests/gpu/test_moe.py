@@ -128,9 +128,9 @@ def test_a_modern_card_needs_no_loop() -> None:
 
 def gradients(model: Transformer) -> dict[str, Tensor]:
     model.zero_grad()
-    loss, balance = model.loss_and_balance(tokens().to(card.DEVICE), tokens(1).to(card.DEVICE))
-    assert balance is not None
-    (loss / (B * T) + 0.01 * balance).backward()
+    loss, router = model.loss_and_router(tokens().to(card.DEVICE), tokens(1).to(card.DEVICE))
+    assert router is not None
+    (loss / (B * T) + 0.01 * (router.load_balancing_loss() + router.z_loss())).backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 

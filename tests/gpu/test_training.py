@@ -82,7 +82,7 @@ def first_loss(data: Path, what: str, compile: str = "off") -> tuple[float, int]
     tokens_BT = torch.randint(300, (128, 128), generator=generator).to(DEVICE)
 
     def once() -> float:
-        loss, _ = model.loss_and_balance(tokens_BT, tokens_BT.roll(-1, 1), AttentionContext(backend="sdpa"))
+        loss, _ = model.loss_and_router(tokens_BT, tokens_BT.roll(-1, 1), AttentionContext(backend="sdpa"))
         (loss / tokens_BT.numel()).backward()
         model.zero_grad(set_to_none=True)
         return loss.item() / tokens_BT.numel()

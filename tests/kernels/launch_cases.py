@@ -121,13 +121,18 @@ def _experts() -> Iterator[CompileCase]:
         experts, slots, tokens, ends = (
             _new(*shape, dtype=torch.int32) for shape in ((N, k), (N, k), (N * k,), (E,))
         )
-        routing = Routing(experts, slots, tokens, _float(N * k), ends, _float(2, E))
+        routing = Routing(experts, slots, tokens, _float(N * k), ends, _float(2 * E + 2))
         for number, kernel in enumerate(("choose", "offsets", "place")):
             yield recorded(f"{kernel} {how}", CAPABILITIES, moe_launch.route, logits, k, True, number=number)
         padded = (logits, k, True, 16)
         yield recorded(f"offsets {how} padded", CAPABILITIES, moe_launch.route, *padded, number=1)
-        arguments = (_float(N * k), _float(2, E), logits, routing, True)
-        yield recorded(f"route_backward {how}", CAPABILITIES, moe_launch.route_backward, *arguments)
+        biased = (logits, k, True, 1, True, _float(E))
+        yield recorded(f"choose {how} sigmoid", CAPABILITIES, moe_launch.route, *biased, number=0)
+        arguments = (_float(N * k), _float(2 * E + 2), logits, routing, True)
+        for scores, sigmoid in (("", False), (" sigmoid", True)):
+            yield recorded(
+                f"route_backward {how}{scores}", CAPABILITIES, moe_launch.route_backward, *arguments, sigmoid
+            )
         x, y = _new(N, D), _new(N * k, D)
         yield recorded(f"dispatch {D}", CAPABILITIES, moe_launch.dispatch, x, routing.tokens_S)
         yield recorded(f"combine {D}", CAPABILITIES, moe_launch.combine, y, routing.slots_Nk, x)

@@ -64,15 +64,18 @@ def main() -> dict[str, float]:
     ):
         logits = torch.randn(N, E)
         how = f"{N} tokens, {k} of {E}{'' if normalise else ', as they are'}, {align}"
-        ours, truth = (module.route(logits, k, normalise, align) for module in (launch, reference))
-        for field in fields(ours):
-            found[f"{field.name} {how}"] = error(getattr(ours, field.name), getattr(truth, field.name))
-        S = len(truth.tokens_S)
-        grad_weights, grad_statistics = torch.randn(S), torch.randn(2, E)
-        for name, given in (("", grad_statistics), (", no statistics", None)):
-            arguments = (grad_weights, given, logits, truth, normalise)
-            grads = (module.route_backward(*arguments) for module in (launch, reference))
-            found[f"route_backward {how}{name}"] = error(*grads)
+        for scores, sigmoid, bias in (("sigmoid", True, torch.randn(E)), ("softmax", False, None)):
+            options = (k, normalise, align, sigmoid, bias)
+            ours, truth = (module.route(logits, *options) for module in (launch, reference))
+            for field in fields(ours):
+                name = f"{field.name} {how}, {scores}"
+                found[name] = error(getattr(ours, field.name), getattr(truth, field.name))
+            S = len(truth.tokens_S)
+            grad_weights, grad_statistics = torch.randn(S), torch.randn(2 * E + 2)
+            for name, given in (("", grad_statistics), (", no statistics", None)):
+                arguments = (grad_weights, given, logits, truth, normalise, sigmoid)
+                grads = (module.route_backward(*arguments) for module in (launch, reference))
+                found[f"route_backward {how}, {scores}{name}"] = error(*grads)
         x, y = torch.randn(N, D), torch.randn(S, D)
         found[f"dispatch {how}"] = error(*(m.dispatch(x, truth.tokens_S) for m in (launch, reference)))
         for addend in (None, x):

@@ -16,10 +16,12 @@ from tests.kernels.interpreter import interpreted
 N, E, D, FF = 37, 5, 16, 24
 
 
-def routing_of(k: int = 2, normalise: bool = True, seed: int = 0) -> tuple[Tensor, moe.Routing]:
-    generator = torch.Generator().manual_seed(seed)
+def routing_of(
+    k: int = 2, normalise: bool = True, sigmoid: bool = False, bias: Tensor | None = None
+) -> tuple[Tensor, moe.Routing]:
+    generator = torch.Generator().manual_seed(0)
     logits = torch.randn(N, E, dtype=torch.float64, generator=generator)
-    return logits, moe.route(logits, k, normalise)
+    return logits, moe.route(logits, k, normalise, sigmoid=sigmoid, bias_E=bias)
 
 
 @given(st.integers(1, 70), st.integers(1, 9), st.integers(1, 9), st.integers(0, 2**31))
@@ -38,7 +40,7 @@ def test_a_routing_sorts_every_choice_once(tokens: int, experts: int, k: int, se
         torch.bincount(expert_S, minlength=experts).cumsum(0).int(), routing.ends_E
     )  # no token dropped
     assert routing.weights_S[routing.slots_Nk.long()].sum(1).allclose(torch.ones(tokens))
-    assert float(routing.statistics_2E.sum()) == pytest.approx(tokens * (k + 1), rel=1e-5)
+    assert float(routing.statistics_R[:-2].sum()) == pytest.approx(tokens * (k + 1), rel=1e-5)
 
 
 @given(st.integers(1, 70), st.integers(1, 9), st.integers(1, 9), st.integers(0, 2**31))
@@ -54,32 +56,59 @@ def test_padding_moves_rows_and_changes_nothing_else(tokens: int, experts: int, 
     assert torch.equal(padded.weights_S[real], plain.weights_S) and not padded.weights_S[~real].any()
     places = real.nonzero().flatten().int()
     assert torch.equal(padded.slots_Nk, places[plain.slots_Nk.long()])
-    assert torch.equal(padded.statistics_2E, plain.statistics_2E)
+    assert torch.equal(padded.statistics_R, plain.statistics_R)
     x = torch.randn(tokens, D)
     rows = moe.dispatch(x, padded.tokens_S)
     assert torch.equal(rows[real], moe.dispatch(x, plain.tokens_S)) and not rows[~real].any()
     assert torch.equal(moe.combine(rows, padded.slots_Nk), moe.combine(rows[real], plain.slots_Nk))
 
 
+@pytest.mark.parametrize("sigmoid", [False, True])
 @pytest.mark.parametrize("normalise", [True, False])
 @pytest.mark.parametrize("k", [1, 2, 5])
-def test_the_routers_gradient_is_autograds(k: int, normalise: bool) -> None:
-    logits, routing = routing_of(k, normalise)
+def test_the_routers_gradient_is_autograds(k: int, normalise: bool, sigmoid: bool) -> None:
+    logits, routing = routing_of(k, normalise, sigmoid, torch.randn(E) if sigmoid else None)
     grad_weights = torch.randn(N * k, dtype=torch.float64)
-    grad_statistics = torch.randn(2, E, dtype=torch.float64)
+    grad_statistics = torch.randn(2 * E + 2, dtype=torch.float64)
     leaf = logits.clone().requires_grad_()
-    probabilities = leaf.softmax(-1)
-    weights = probabilities.gather(1, routing.experts_Nk.long())
+    scores = leaf.sigmoid() if sigmoid else leaf.softmax(-1)
+    probabilities = scores / scores.sum(-1, keepdim=True)
+    weights = scores.gather(1, routing.experts_Nk.long())
     if normalise:
         weights = weights / weights.sum(-1, keepdim=True)
-    outputs = (weights, probabilities.sum(0))
-    truth = torch.autograd.grad(outputs, leaf, (grad_weights[routing.slots_Nk.long()], grad_statistics[1]))[0]
+    squared_lse = leaf.logsumexp(-1).square().sum()
+    entropy = torch.distributions.Categorical(probs=probabilities.detach()).entropy().sum()
+    torch.testing.assert_close(routing.statistics_R[-2:], torch.stack((entropy, squared_lse.detach())))
+    outputs = (weights, probabilities.sum(0), squared_lse)
+    upstream = (grad_weights[routing.slots_Nk.long()], grad_statistics[E : 2 * E], grad_statistics[-1])
+    truth = torch.autograd.grad(outputs, leaf, upstream)[0]
     torch.testing.assert_close(weights.detach(), routing.weights_S[routing.slots_Nk.long()])
-    got = moe.route_backward(grad_weights, grad_statistics, logits, routing, normalise)
+    got = moe.route_backward(grad_weights, grad_statistics, logits, routing, normalise, sigmoid)
     torch.testing.assert_close(got, truth, rtol=1e-12, atol=1e-12)
-    without = moe.route_backward(grad_weights, None, logits, routing, normalise)
-    zero = moe.route_backward(grad_weights, torch.zeros_like(grad_statistics), logits, routing, normalise)
+    without = moe.route_backward(grad_weights, None, logits, routing, normalise, sigmoid)
+    zero = moe.route_backward(
+        grad_weights, torch.zeros_like(grad_statistics), logits, routing, normalise, sigmoid
+    )
     assert torch.equal(without, zero)
+
+
+def test_a_bias_decides_the_choice_and_not_the_weight() -> None:
+    bias = torch.zeros(E)
+    bias[3] = 2.0  # more than any sigmoid
+    logits, plain = routing_of(2, False, True)
+    _, biased = routing_of(2, False, True, bias)
+    assert torch.equal(biased.experts_Nk[:, 0], torch.full((N,), 3).int())
+    assert (plain.experts_Nk == 3).any(1).sum() < N
+    weights = biased.weights_S[biased.slots_Nk.long()]
+    torch.testing.assert_close(weights, logits.sigmoid().gather(1, biased.experts_Nk.long()))
+
+
+def test_scores_that_underflow_have_no_nan() -> None:
+    logits = torch.full((4, 3), -1000.0)
+    routing = moe.route(logits, 2, True, sigmoid=True)
+    assert routing.weights_S.eq(0).all() and routing.statistics_R.isfinite().all()
+    grads = moe.route_backward(torch.ones(8), torch.ones(8), logits, routing, True, True)
+    assert grads.isfinite().all()
 
 
 @pytest.mark.parametrize(("activation", "gated"), [("silu", True), ("gelu_new", False)])

@@ -12,7 +12,7 @@ from deskside.kernels.functional import ACTIVATIONS, rotate
 from deskside.ops.composite import AddNormLinear, GatedLinear, RMSNorm, make_projections
 from deskside.ops.linear import Linear
 from deskside.ops.logical import logical_tensors
-from deskside.ops.moe import Experts, MixtureOfExperts, load_balancing_loss
+from deskside.ops.moe import Experts, MixtureOfExperts, RouterStatistics, update_biases
 from deskside.ops.rope import rope_table
 
 
@@ -105,14 +105,21 @@ def test_mixture_token_by_token(normalise: bool, gated: bool) -> None:
                 expected = expected + weight * (mixture.experts.down_weight[e] @ hidden)
                 counts[e] += 1
             torch.testing.assert_close(out[b, t], expected, atol=1e-5, rtol=1e-5)
-    assert statistics[0].tolist() == counts.tolist()
+    assert statistics[:experts].tolist() == counts.tolist()
 
 
 def test_load_balancing_loss_of_an_even_router_is_k() -> None:
-    even = torch.stack((torch.full((4,), 6.0), torch.full((4,), 3.0)))  # 12 tokens, k = 2, E = 4
-    assert load_balancing_loss(torch.stack((even, even)), 12) == 2.0
-    skewed = torch.stack((torch.tensor([12.0, 12, 0, 0]), torch.tensor([6.0, 6, 0, 0])))
-    assert load_balancing_loss(skewed[None], 12) == 4.0
+    even = torch.tensor([6.0] * 4 + [3.0] * 4 + [0.0, 0.0])  # 12 tokens, k = 2, E = 4
+    assert RouterStatistics(torch.stack((even, even)), 12).load_balancing_loss() == 2.0
+    skewed = torch.tensor([12.0, 12, 0, 0, 6.0, 6, 0, 0, 0, 0])
+    assert RouterStatistics(skewed[None], 12).load_balancing_loss() == 4.0
+
+
+def test_biases_move_by_the_rate_against_the_load() -> None:
+    biases = [torch.tensor([0.5, 0.0, -0.5, 0.0]), torch.zeros(4)]
+    update_biases(biases, torch.tensor([[9.0, 3, 2, 2], [4, 4, 4, 4]]), 0.25)
+    assert biases[0].tolist() == [0.25, 0.25, -0.25, 0.25]
+    assert biases[1].tolist() == [0, 0, 0, 0]
 
 
 def test_logical_tensors_cover_each_parameter_once_and_share_memory() -> None:

@@ -199,7 +199,7 @@ def given(**changes: Any) -> Any:
 
 def loss_of(model: Any) -> Tensor:
     tokens_BT = torch.randint(300, (4, 32), generator=torch.Generator().manual_seed(0))
-    loss, _ = model.loss_and_balance(tokens_BT, tokens_BT.roll(-1, 1), AttentionContext(backend="reference"))
+    loss, _ = model.loss_and_router(tokens_BT, tokens_BT.roll(-1, 1), AttentionContext(backend="reference"))
     return loss / tokens_BT.numel()
 
 

@@ -16,18 +16,20 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "weights as they are": {"norm_topk_prob": False},
     "one expert per token": {"num_experts_per_tok": 1},
     "all experts": {"num_experts_per_tok": 6},
+    "sigmoid": {"scoring_func": "sigmoid"},
+    "sigmoid, weights as they are": {"scoring_func": "sigmoid", "norm_topk_prob": False},
     "tanh GELU, no gate": {"hidden_act": "gelu_new", "gated_mlp": False},
 }
 
 
 def backward(model: Transformer, passes: int = 1) -> tuple[float, Gradients]:
-    """Gradients of the cross-entropy and of the load-balancing loss, which reaches only the routers."""
+    """Gradients of the cross-entropy, and of the load-balancing and z-loss of the routers."""
     model.zero_grad()
     total = 0.0
     for x, y in zip(tokens().chunk(passes), tokens(1).chunk(passes), strict=True):
-        loss, balance = model.loss_and_balance(x, y)
-        assert balance is not None
-        whole = loss / (B * T) + 0.1 * balance / passes
+        loss, router = model.loss_and_router(x, y)
+        assert router is not None
+        whole = loss / (B * T) + 0.1 * (router.load_balancing_loss() + router.z_loss()) / passes
         whole.backward()
         total += float(whole.detach())
     return total, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}

@@ -40,8 +40,8 @@ def gradients(offloading: bool, model: dict[str, Any], passes: int = 1) -> dict[
     prepare_execution(config, built, World(CPU), "fp32")
     for seed in range(passes):
         tokens_BT = torch.randint(300, (4, 32), generator=torch.Generator().manual_seed(seed))
-        loss, balance = built.loss_and_balance(tokens_BT, tokens_BT)
-        (loss if balance is None else loss + balance).backward()
+        loss, router = built.loss_and_router(tokens_BT, tokens_BT)
+        (loss if router is None else loss + router.load_balancing_loss()).backward()
     return {name: p.grad for name, p in built.named_parameters() if p.grad is not None}
 
 

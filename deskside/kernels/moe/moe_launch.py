@@ -17,8 +17,15 @@ def _routing_blocks(experts: int) -> tuple[int, int]:
     return max(min(ROUTED_TOKENS, ROUTED // columns), 1), columns
 
 
-def route(logits_NE: Tensor, experts_per_token: int, normalise: bool, align: int = 1) -> Routing:
-    """See `reference.route`. logits_NE: contiguous."""
+def route(
+    logits_NE: Tensor,
+    experts_per_token: int,
+    normalise: bool,
+    align: int = 1,
+    sigmoid: bool = False,
+    bias_E: Tensor | None = None,
+) -> Routing:
+    """See `reference.route`. logits_NE, bias_E: contiguous."""
     (N, E), k, device = logits_NE.shape, experts_per_token, logits_NE.device
     S = sorted_rows(N * k, E, align)
     block_n, block_e = _routing_blocks(E)
@@ -27,37 +34,41 @@ def route(logits_NE: Tensor, experts_per_token: int, normalise: bool, align: int
     experts, slots, tokens, counts, starts, ends = integers.split(
         [N * k, N * k, S, programs * E, programs * E, E]
     )
-    floats = torch.empty(N * k + S + programs * E + 2 * E, dtype=torch.float32, device=device)
-    weights, sorted_weights, sums, statistics = floats.split([N * k, S, programs * E, 2 * E])
+    sizes = [N * k, S, programs * E, 2 * programs, 2 * E + 2]
+    floats = torch.empty(sum(sizes), dtype=torch.float32, device=device)
+    weights, sorted_weights, sums, token_sums, statistics = floats.split(sizes)
     if align > 1:  # `place` does not write padding
         tokens.fill_(-1)
         sorted_weights.zero_()
     triton_routing.choose[(programs,)](
-        logits_NE, experts, weights, counts, sums, N, E, k, normalise, block_n, block_e, num_warps=4
-    )
+        logits_NE, bias_E, experts, weights, counts, sums, token_sums, N,
+        E, k, normalise, sigmoid, bias_E is not None, block_n, block_e, num_warps=4,
+    )  # fmt: skip
     triton_routing.offsets[(1,)](
-        counts, sums, starts, ends, statistics, programs, S, E, align, block_n, block_e, num_warps=4
-    )
+        counts, sums, token_sums, starts, ends, statistics, programs, S,
+        E, align, block_n, block_e, num_warps=4,
+    )  # fmt: skip
     triton_routing.place[(programs,)](
         experts, weights, starts, slots, tokens, sorted_weights, N, E, k, block_n, block_e, num_warps=4
     )
-    return Routing(experts.view(N, k), slots.view(N, k), tokens, sorted_weights, ends, statistics.view(2, E))
+    return Routing(experts.view(N, k), slots.view(N, k), tokens, sorted_weights, ends, statistics)
 
 
 def route_backward(
     grad_weights_S: Tensor,
-    grad_statistics_2E: Tensor | None,
+    grad_statistics_R: Tensor | None,
     logits_NE: Tensor,
     routing: Routing,
     normalise: bool,
+    sigmoid: bool = False,
 ) -> Tensor:
     """See `reference.route_backward`. All tensors are contiguous."""
     (N, E), k = logits_NE.shape, routing.experts_Nk.shape[1]
     block_n, block_e = _routing_blocks(E)
     out = torch.empty_like(logits_NE)
     triton_routing.route_backward[(ceil_div(N, block_n),)](
-        grad_weights_S, grad_statistics_2E, logits_NE, routing.experts_Nk, routing.slots_Nk, out, N,
-        E, k, normalise, grad_statistics_2E is not None, block_n, block_e, num_warps=4,
+        grad_weights_S, grad_statistics_R, logits_NE, routing.experts_Nk, routing.slots_Nk, out, N,
+        E, k, normalise, sigmoid, grad_statistics_R is not None, block_n, block_e, num_warps=4,
     )  # fmt: skip
     return out
 

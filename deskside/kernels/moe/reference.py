@@ -7,7 +7,8 @@ The second map makes the way back a sum over k gathered rows: no atomics, so the
 Low-precision products sum over blocks of an expert's rows, so each expert's rows can be padded to a multiple of
 `align`. A padding row has the token -1: it is gathered as zeros, it has weight 0, and no token reads it.
 
-Suffixes: N tokens, k choices per token, S sorted rows (N k and padding), E experts, D hidden size, F intermediate size.
+Suffixes: N tokens, k choices per token, S sorted rows (N k and padding), E experts, D hidden size, F intermediate size,
+R = 2 E + 2 router statistics.
 """
 
 from dataclasses import dataclass
@@ -18,16 +19,19 @@ from torch import Tensor
 from deskside.kernels.functional import at_least_float32
 from deskside.kernels.fused import reference as dense
 
+# Added to sums of sigmoid scores before a division, as in transformers, because all scores may underflow.
+TINY = 1e-20
+
 
 @dataclass(slots=True)
 class Routing:
     """The choices of N tokens, sorted by expert.
 
-    experts_Nk: the experts each token chose, int32, the one with the highest probability first.
+    experts_Nk: the experts each token chose, int32, the one with the highest (biased) score first.
     slots_Nk: the sorted row of each choice, int32. tokens_S: the token of each sorted row, int32, or -1.
     weights_S: the router's weight of each sorted row, float32 (float64 for float64 logits).
     ends_E: the first row after those of each expert, padding included, int32. The last one is S.
-    statistics_2E: number of tokens that chose each expert, and the sum of its probabilities over all tokens.
+    statistics_R: see `router_statistics`.
     """
 
     experts_Nk: Tensor
@@ -35,7 +39,7 @@ class Routing:
     tokens_S: Tensor
     weights_S: Tensor
     ends_E: Tensor
-    statistics_2E: Tensor
+    statistics_R: Tensor
 
 
 def sorted_rows(choices: int, experts: int, align: int) -> int:
@@ -48,16 +52,52 @@ def sorted_rows(choices: int, experts: int, align: int) -> int:
     return choices if align == 1 else (choices + experts * align) // align * align
 
 
-def route(logits_NE: Tensor, experts_per_token: int, normalise: bool, align: int = 1) -> Routing:
-    """Choose experts by the softmax of the router's logits, and sort the choices by expert.
+def router_scores(logits_NE: Tensor, sigmoid: bool) -> tuple[Tensor, Tensor]:
+    """Return the scores and the probabilities (N, E) of a router's logits, which are in float32 or float64.
+
+    Softmax: both are the softmax. Sigmoid (DeepSeek-V3, arXiv 2412.19437): the score of an expert does not depend on
+    the other experts, and the probabilities are the scores divided by their sum.
+    """
+    if not sigmoid:
+        probabilities_NE = torch.softmax(logits_NE, dim=-1)
+        return probabilities_NE, probabilities_NE
+    scores_NE = torch.sigmoid(logits_NE)
+    return scores_NE, scores_NE / (scores_NE.sum(dim=-1, keepdim=True) + TINY)
+
+
+def router_statistics(logits_NE: Tensor, probabilities_NE: Tensor, counts_E: Tensor) -> Tensor:
+    """Return sums over the tokens (R,): per expert its choices, per expert its probabilities, entropy, squared LSE.
+
+    The entropy is that of a token's probabilities, in nats. LSE is the logarithm of the sum of exp(logits) of a token;
+    its square is the router z-loss (ST-MoE, arXiv 2202.08906). Choices and entropy have no gradient.
+    """
+    fixed_NE = probabilities_NE.detach()
+    entropy = torch.special.entr(fixed_NE).sum()
+    squared_lse = torch.logsumexp(logits_NE, dim=-1).square().sum()
+    sums_E = probabilities_NE.sum(dim=0)
+    return torch.cat((counts_E.to(sums_E.dtype), sums_E, torch.stack((entropy, squared_lse))))
+
+
+def route(
+    logits_NE: Tensor,
+    experts_per_token: int,
+    normalise: bool,
+    align: int = 1,
+    sigmoid: bool = False,
+    bias_E: Tensor | None = None,
+) -> Routing:
+    """Choose experts by the router's scores, and sort the choices by expert.
 
     normalise: the weights of a token's choices are divided by their sum. align: each expert has a positive multiple of
-    this many rows, so that S does not depend on the choices; the last expert has what is left.
+    this many rows, so that S does not depend on the choices; the last expert has what is left. sigmoid: see
+    `router_scores`. bias_E: added to the scores for choosing only, not to the weights; float32.
     """
-    probabilities_NE = torch.softmax(logits_NE.to(at_least_float32(logits_NE)), dim=-1)
-    weights_Nk, experts_Nk = probabilities_NE.topk(experts_per_token, dim=-1)
+    wide_NE = logits_NE.to(at_least_float32(logits_NE))
+    scores_NE, probabilities_NE = router_scores(wide_NE, sigmoid)
+    experts_Nk = (scores_NE if bias_E is None else scores_NE + bias_E).topk(experts_per_token, dim=-1).indices
+    weights_Nk = scores_NE.gather(1, experts_Nk)
     if normalise:
-        weights_Nk = weights_Nk / weights_Nk.sum(dim=-1, keepdim=True)
+        weights_Nk = weights_Nk / (weights_Nk.sum(dim=-1, keepdim=True) + (TINY if sigmoid else 0.0))
     experts_S = experts_Nk.flatten()
     order_S = experts_S.argsort(stable=True)
     counts_E = torch.bincount(experts_S, minlength=logits_NE.shape[1])
@@ -80,34 +120,49 @@ def route(logits_NE: Tensor, experts_per_token: int, normalise: bool, align: int
         tokens_S.int(),
         weights_S,
         ends_E.int(),
-        torch.stack((counts_E.to(probabilities_NE.dtype), probabilities_NE.sum(dim=0))),
+        router_statistics(wide_NE, probabilities_NE, counts_E),
     )
 
 
 def route_backward(
     grad_weights_S: Tensor,
-    grad_statistics_2E: Tensor | None,
+    grad_statistics_R: Tensor | None,
     logits_NE: Tensor,
     routing: Routing,
     normalise: bool,
+    sigmoid: bool = False,
 ) -> Tensor:
-    """Return the gradient of the logits (N, E), from those of `Routing.weights_S` and `Routing.statistics_2E`.
+    """Return the gradient of the logits (N, E), from those of `Routing.weights_S` and `Routing.statistics_R`.
 
-    The counts in the statistics have no gradient. grad_statistics_2E None is zero.
+    grad_statistics_R None is zero. Choices and entropy in the statistics have no gradient, nor has a bias.
     """
-    dtype = at_least_float32(logits_NE)
-    probabilities_NE = torch.softmax(logits_NE.to(dtype), dim=-1)
-    grad_weights_Nk = grad_weights_S[routing.slots_Nk.long()].to(dtype)
+    wide_NE = logits_NE.to(at_least_float32(logits_NE))
+    scores_NE, probabilities_NE = router_scores(wide_NE, sigmoid)
+    tiny = TINY if sigmoid else 0.0
+    grad_weights_Nk = grad_weights_S[routing.slots_Nk.long()].to(wide_NE.dtype)
     experts_Nk = routing.experts_Nk.long()
     if normalise:
-        chosen_Nk = probabilities_NE.gather(1, experts_Nk)
-        total_N1 = chosen_Nk.sum(dim=-1, keepdim=True)
+        chosen_Nk = scores_NE.gather(1, experts_Nk)
+        total_N1 = chosen_Nk.sum(dim=-1, keepdim=True) + tiny
         mean_N1 = (grad_weights_Nk * chosen_Nk).sum(dim=-1, keepdim=True) / total_N1
         grad_weights_Nk = (grad_weights_Nk - mean_N1) / total_N1
-    grad_NE = torch.zeros_like(probabilities_NE).scatter(1, experts_Nk, grad_weights_Nk)
-    if grad_statistics_2E is not None:
-        grad_NE = grad_NE + grad_statistics_2E[1]
-    grad_NE = probabilities_NE * (grad_NE - (grad_NE * probabilities_NE).sum(dim=-1, keepdim=True))
+    grad_scores_NE = torch.zeros_like(scores_NE).scatter(1, experts_Nk, grad_weights_Nk)
+    E = logits_NE.shape[1]
+    grad_sums_E = None if grad_statistics_R is None else grad_statistics_R[E : 2 * E]
+    if sigmoid:
+        if grad_sums_E is not None:
+            total_N1 = scores_NE.sum(dim=-1, keepdim=True) + tiny
+            mean_N1 = (grad_sums_E * probabilities_NE).sum(dim=-1, keepdim=True)
+            grad_scores_NE = grad_scores_NE + (grad_sums_E - mean_N1) / total_N1
+        grad_NE = grad_scores_NE * scores_NE * (1 - scores_NE)
+    else:
+        if grad_sums_E is not None:
+            grad_scores_NE = grad_scores_NE + grad_sums_E
+        mean_N1 = (grad_scores_NE * probabilities_NE).sum(dim=-1, keepdim=True)
+        grad_NE = probabilities_NE * (grad_scores_NE - mean_N1)
+    if grad_statistics_R is not None:
+        lse_N1 = torch.logsumexp(wide_NE, dim=-1, keepdim=True)
+        grad_NE = grad_NE + 2 * grad_statistics_R[-1] * lse_N1 * torch.softmax(wide_NE, dim=-1)
     return grad_NE.to(logits_NE.dtype)
 
 

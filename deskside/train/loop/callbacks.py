@@ -219,4 +219,6 @@ def trackers(
 
 
 def _numbers(row: dict[str, Any]) -> dict[str, float]:
-    return {name: float(value) for name, value in row.items() if name != "step" and value is not None}
+    return {
+        name: float(value) for name, value in row.items() if name != "step" and isinstance(value, int | float)
+    }

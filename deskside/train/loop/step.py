@@ -10,7 +10,9 @@ from deskside.data.reading.loader import Batch
 from deskside.kernels.attention import AttentionContext
 from deskside.model.block import Block
 from deskside.optim.build import Optimizer
+from deskside.optim.groups import classify_parameters
 from deskside.train.loop.gradient_sums import GradientSums
+from deskside.train.loop.routers import Routers
 from deskside.train.objective import Loss, TrainContext
 from deskside.train.parallel import set_gradient_sync, sum_gradients
 from deskside.utils.errors import RunError
@@ -53,7 +55,8 @@ class StepMetrics:
     """
 
     def __init__(self, values: Tensor, metric_names: Sequence[str] = (), count: int = 0):
-        """values: loss, gradient norm, 1.0 if skipped, then one sum per metric name. count: targets in the step."""
+        """values: loss, gradient norm, 1.0 if skipped, then one sum per metric name, then the routers' sums
+        (`Routers.num_sums`). count: targets in the step."""
         self._metric_names, self.count = tuple(metric_names), count
         self._values = values
         if values.is_cuda:
@@ -68,7 +71,12 @@ class StepMetrics:
 
     def metric_sums(self) -> dict[str, float]:
         """Wait for the step. Return the sums of the objective's metrics by name."""
-        return dict(zip(self._metric_names, self._values_on_host()[3:], strict=True))
+        values = self._values_on_host()[3 : 3 + len(self._metric_names)]
+        return dict(zip(self._metric_names, values, strict=True))
+
+    def router_sums(self) -> list[float]:
+        """Wait for the step. Return the routers' sums; empty for a model without experts."""
+        return self._values_on_host()[3 + len(self._metric_names) :]
 
     def _values_on_host(self) -> list[float]:
         self.end.synchronize()
@@ -85,7 +93,8 @@ class Stepper:
         self.model, self.precision, self.objective = context.model, context.precision, context.objective
         self.precision_config, self.grad_clip = context.config.precision, context.config.optim.grad_clip
         # The order in which replicas sum their gradients.
-        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.parameters = [info.parameter for info in classify_parameters(self.model)]
+        self.routers = Routers(self.model)
         self.gradient_sums = GradientSums(self.model)
         self.window: int | None = None
 
@@ -132,18 +141,20 @@ class Stepper:
         skip = torch.ones_like(total) if dry else self.guard.skip(total, norm, step)
         self.optimizer.step(skip)
         self.optimizer.zero_grad()
+        self.routers.update_biases(sums[1 + len(self.objective.metric_names) :], skip)
         self.precision.end_step()
         values = torch.cat((torch.stack((total, norm.to(total.dtype), skip)), sums[1:]))
         return StepMetrics(values, self.objective.metric_names, micro_batches[0].num_valid_step)
 
     def forward_backward(self, micro_batches: Sequence[Batch]) -> Tensor:
-        """Accumulate the gradients of all micro-batches. Return the loss and the metric sums of this process, (1 + M,).
+        """Accumulate the gradients of all micro-batches. Return the loss, the metric sums and the routers' sums of this
+        process, (1 + M + `Routers.num_sums`,).
 
         The loss is divided by the number of targets in all micro-batches of all processes, so it depends neither on
         packing nor on gradient accumulation. With a sharded model, the gradients are summed over all processes.
         """
         num_valid_step, names = micro_batches[0].num_valid_step, self.objective.metric_names
-        sums = torch.zeros(1 + len(names), device=self.world.device)
+        sums = self._new_sums()
         self.gradient_sums.begin_passes(len(micro_batches))
         for index, batch in enumerate(micro_batches):
             if self.world.sharded:
@@ -153,17 +164,21 @@ class Stepper:
             sums[0] += loss.detach()
             for i, name in enumerate(names, start=1):
                 sums[i] += batch_loss.metric_sums[name]
-            if batch_loss.balance is not None:
+            if batch_loss.router is not None:
                 share = batch.num_valid / num_valid_step
-                loss = loss + self.model.config.router_aux_loss_coef * share * batch_loss.balance
+                loss = loss + self.routers.loss(batch_loss.router, share, sums[1 + len(names) :])
             loss.backward()
             self.gradient_sums.end_pass()
         return sums
 
+    def _new_sums(self) -> Tensor:
+        size = 1 + len(self.objective.metric_names) + self.routers.num_sums
+        return torch.zeros(size, device=self.world.device)
+
     def forward_backward_dry(self, micro_batches: Sequence[Batch]) -> Tensor:
         """Run `forward_backward`. If it does not fit into memory on one rank, all ranks raise."""
         failure: torch.OutOfMemoryError | None = None
-        sums = torch.zeros(1 + len(self.objective.metric_names), device=self.world.device)
+        sums = self._new_sums()
         try:
             sums = self.forward_backward(micro_batches)
         except torch.OutOfMemoryError as error:

@@ -27,6 +27,7 @@ from deskside.train.loop.clock import (
     should_revise,
 )
 from deskside.train.loop.guard import Diverged
+from deskside.train.loop.routers import LAYER_METRICS_EVERY
 from deskside.train.loop.step import DeviceEvent, StepMetrics, Stepper
 from deskside.train.objective import Batches
 from deskside.train.prepare.batch_size_finder import StageWork
@@ -260,6 +261,8 @@ class Trainer:
         row |= {"seconds": self.clock.seconds(), "loss": loss, "grad_norm": norm}
         row |= {"skipped": skipped, "tokens_per_second": tokens_per_second}
         row |= self.stepper.objective.metrics(step.metrics.metric_sums(), step.metrics.count)
+        by_layer = row["step"] % LAYER_METRICS_EVERY == 0 or self.plan.done(row["step"])
+        row |= self.stepper.routers.metrics(step.metrics.router_sums(), by_layer)
         return self.complete_row(row, flops_per_second)
 
     def _log(self, row: dict[str, Any]) -> None:

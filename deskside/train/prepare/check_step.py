@@ -14,6 +14,7 @@ from deskside.kernels.attention import AttentionContext
 from deskside.kernels.functional import gradients
 from deskside.model.block import Block
 from deskside.model.transformer import Transformer
+from deskside.ops.moe import ROUTER_BIAS
 from deskside.precision.convert import convert, restore
 from deskside.utils.errors import UsageError
 
@@ -60,8 +61,9 @@ def _run(block: nn.Module, model: Transformer, generator: torch.Generator) -> di
     assert isinstance(block, Block)
     context = model._contexts(AttentionContext(), 2, tokens, inputs[0])[block.attn.window]
     outputs = block(*inputs, model._rotation(tokens, None), context)[:2]
-    names = ["residual", "delta", *(name for name, _ in block.named_parameters())]
-    grads = gradients(outputs, [*inputs, *block.parameters()], upstream)
+    weights = {name: p for name, p in block.named_parameters() if not name.endswith(ROUTER_BIAS)}
+    names = ["residual", "delta", *weights]
+    grads = gradients(outputs, [*inputs, *weights.values()], upstream)
     results = {"residual's result": outputs[0], "delta's result": outputs[1]}
     return results | {f"gradient of {name}": grad for name, grad in zip(names, grads, strict=True)}
 

@@ -278,7 +278,7 @@ def prepare_execution(
     elif mode == "model":
         model.hidden_and_router = torch.compile(model.hidden_and_router, dynamic=False)  # type: ignore[method-assign]
     if world.sharded:
-        parallel.shard(model, model.layers, ("loss_and_balance", "token_losses"), world)
+        parallel.shard(model, model.layers, ("loss_and_router", "token_losses"), world)
     return Execution(mode, precision)
 
 

@@ -78,6 +78,9 @@ class Finished:
     def metric_sums(self) -> dict[str, float]:
         return {}
 
+    def router_sums(self) -> list[float]:
+        return []
+
 
 class Loader:
     def __iter__(self) -> Iterator[list[Any]]:
@@ -106,6 +109,7 @@ def run(device: Device, rows: Rows, monkeypatch: pytest.MonkeyPatch) -> Trainer:
         guard=Guard(config.guard),
         optimizer=SimpleNamespace(lr_groups=lambda: {"all": 0.1}),
         objective=SimpleNamespace(loader=lambda *_: Loader(), metrics=lambda *_: {}),
+        routers=SimpleNamespace(metrics=lambda *_: {}),
         set_progress=lambda *_: None,
         set_window=lambda _: None,
         run=device.step,

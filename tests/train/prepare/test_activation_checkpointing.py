@@ -38,9 +38,9 @@ def step(given: dict[str, Any], what: str) -> tuple[float, dict[str, torch.Tenso
     torch.manual_seed(0)
     tokens_BT = torch.randint(300, (3, 32))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        loss, balance = model.loss_and_balance(tokens_BT, tokens_BT.roll(-1, 1))
-    if balance is not None:
-        loss = loss + balance
+        loss, router = model.loss_and_router(tokens_BT, tokens_BT.roll(-1, 1))
+    if router is not None:
+        loss = loss + router.load_balancing_loss()
     loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert len(gradients) == len(list(model.parameters()))
