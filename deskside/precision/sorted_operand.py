@@ -24,6 +24,10 @@ from deskside.precision import nvfp4
 from deskside.precision.formats import DTYPE
 from deskside.precision.quantized_operand import UNQUANTIZED, Draws, QuantizedOperand
 
+NVFP4_ROWS = (
+    128  # rows that the quantizer on a GPU takes together, and a multiple of every Hadamard transform
+)
+
 
 @dataclass(frozen=True)
 class SortedRows:
@@ -43,8 +47,10 @@ class SortedRows:
 
 
 def alignment(operand: Operand) -> int:
-    """Return the number that each expert's rows must be a multiple of, if a product sums over them."""
-    return 1 if operand.format in UNQUANTIZED else required_multiple(operand)
+    """Return the number that each expert's rows must be a multiple of: 16 for FP8, a tile of rows for NVFP4."""
+    if operand.format in UNQUANTIZED:
+        return 1
+    return NVFP4_ROWS if operand.format == "nvfp4" else required_multiple(operand)
 
 
 def quantize_rows_of_experts(
@@ -62,6 +68,8 @@ def quantize_rows_of_experts(
     x_SK = rows.gathered
     signs = draws.signs(product, operand.hadamard, x_SK.device) if operand.fresh_signs else None
     seed = draws.next() if operand.rounding != "nearest" else 0
+    if x_SK.is_cuda:
+        return _nvfp4_on_gpu(x_SK, operand, along, signs, seed, rows.ends_E)
     lengths = torch.diff(rows.ends_E, prepend=rows.ends_E.new_zeros(1)).tolist()
     values, scale_E = _nvfp4(x_SK.split(lengths), operand, along, signs, seed)
     return QuantizedOperand(torch.cat(values), scale_E)
@@ -78,14 +86,32 @@ def quantize_expert_weights(
         return QuantizedOperand(rows.view(weight_EMK.shape), inverse.view(weight_EMK.shape[:2]))
     signs = draws.signs(product, operand.hadamard, weight_EMK.device) if operand.fresh_signs else None
     seed = draws.next() if operand.rounding != "nearest" else 0
+    E, M, K = weight_EMK.shape
+    if weight_EMK.is_cuda and M % NVFP4_ROWS == 0:
+        ends_E = torch.arange(M, E * M + 1, M, dtype=torch.int32, device=weight_EMK.device)
+        whole = _nvfp4_on_gpu(weight_EMK.view(E * M, K), operand, along, signs, seed, ends_E)
+        return QuantizedOperand(whole.values.view(E, M, K), whole.scale)
     values, scale_E = _nvfp4(weight_EMK, operand, along, signs, seed)
     return QuantizedOperand(torch.stack(values), scale_E)
+
+
+def _nvfp4_on_gpu(
+    x_SK: Tensor, operand: Operand, along: Along, signs: Tensor | None, seed: int, ends_E: Tensor
+) -> QuantizedOperand:
+    """Quantize sorted rows, whose number is a multiple of NVFP4_ROWS for each expert, in two kernels."""
+    from deskside.kernels.nvfp4 import quantize as triton_nvfp4
+
+    emulated = triton_nvfp4.quantize(x_SK, operand, along, signs=signs, seed=seed, ends_E=ends_E)
+    return QuantizedOperand(emulated.values, emulated.global_scale)
 
 
 def _nvfp4(
     experts: Iterable[Tensor], operand: Operand, along: Along, signs: Tensor | None, seed: int
 ) -> tuple[list[Tensor], Tensor]:
-    """Quantize the matrix of each expert. Returns their emulated values, and their global scales (E,)."""
+    """Quantize the matrix of each expert. Returns their emulated values, and their global scales (E,).
+
+    In plain torch, for CPUs and for weights with a number of rows that the kernels do not take.
+    """
     values, scales = [], []
     generator: torch.Generator | None = None
     for x in experts:

@@ -45,6 +45,28 @@ def quantized(name: str, kind: str, along: Along, dtype: torch.dtype) -> dict[st
     }
 
 
+def by_expert(name: str, along: Along) -> dict[str, float]:
+    """How much differs from the reference if each expert's rows are quantised by themselves."""
+    operand, ends = OPERANDS[name], [128, 384, 512]
+    x = torch.cat([data("gauss", (n, 256)) * factor for n, factor in ((128, 1.0), (256, 1e-6), (128, 1e4))])
+    x[500:] = 0.0  # padding
+    signs = None
+    if operand.fresh_signs:
+        signs = torch.randint(0, 2, (128,), generator=torch.Generator().manual_seed(1)).float() * 2 - 1
+    drawn = noise(operand, x, along)
+    made = quantize.quantize(
+        x, operand, along, signs=signs, seed=SEED, ends_E=torch.tensor(ends, dtype=torch.int32)
+    )
+    found = {"values": 0.0, "global scale": 0.0}
+    for expert, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        part = None if drawn is None else drawn[start * len(drawn) // len(x) : end * len(drawn) // len(x)]
+        expected = nvfp4.quantize(x[start:end], operand, along, signs=signs, noise=part)
+        found["values"] += differing(made.values[start:end], expected.emulated)
+        error = float((made.global_scale[expert] / expected.global_scale - 1).abs())
+        found["global scale"] = max(found["global scale"], error)
+    return found
+
+
 def noise(operand: Operand, x: Tensor, along: Along) -> Tensor | None:
     N, K = x.shape
     if operand.rounding == "stochastic":
@@ -86,6 +108,7 @@ def main(kinds: str) -> dict[str, dict[str, float]]:
             for kind, dtype in wide if name in ("plain", "4/6") else narrow:
                 key = f"{name}, {along}, {kind}, {str(dtype)[6:]}"
                 found[key] = quantized(name, kind, along, dtype)
+            found[f"{name}, {along}, by expert"] = by_expert(name, along)
     for layout in LAYOUTS:
         for sizes in PRODUCTS:
             for descriptors in (False, True):

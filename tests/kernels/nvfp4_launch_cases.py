@@ -41,13 +41,17 @@ NATIVE = (
 )
 
 
-def _quantize_case(name: str, operand: Operand, along: Along, packed: bool = False) -> CompileCase:
+def _quantize_case(
+    name: str, operand: Operand, along: Along, packed: bool = False, experts: int = 0
+) -> CompileCase:
     constants = (
         quantize._constants(operand, packed)
         | quantize._tile(operand.hadamard, along)
+        | _experts(experts)
         | {"INTERPRETED": False}
     )
     types = {"matrix_ptr": "*bf16", "signs_ptr": "*fp32", "amax_ptr": "*fp32", "global_scale_ptr": "*fp32"}
+    types["ends_ptr"] = "*i32"
     types |= {
         "x_ptr": "*bf16",
         "values_ptr": "*u8" if packed else "*bf16",
@@ -63,9 +67,14 @@ def _quantize_case(name: str, operand: Operand, along: Along, packed: bool = Fal
     )
 
 
-def _amax_case(name: str, hadamard: int, along: Along) -> CompileCase:
-    constants = quantize._tile(hadamard, along) | {"INTERPRETED": False}
+def _experts(count: int) -> dict[str, int]:
+    return quantize._experts(torch.empty(count, device="meta") if count else None)
+
+
+def _amax_case(name: str, hadamard: int, along: Along, experts: int = 0) -> CompileCase:
+    constants = quantize._tile(hadamard, along) | _experts(experts) | {"INTERPRETED": False}
     types = {"x_ptr": "*bf16", "matrix_ptr": "*bf16", "signs_ptr": "*fp32", "amax_ptr": "*i32"}
+    types["ends_ptr"] = "*i32"
     return CompileCase(
         name,
         quantize.amax_kernel,
@@ -82,6 +91,9 @@ QUANTIZE = (
     _amax_case("nvfp4 amax", 0, "columns"),
     _amax_case("nvfp4 amax, Hadamard 16", 16, "rows"),
     _amax_case("nvfp4 amax, Hadamard 128", 128, "rows"),
+    _amax_case("nvfp4 amax, Hadamard 16, experts", 16, "rows", experts=8),
+    _quantize_case("nvfp4 quantise 1x16, experts", _PLAIN, "columns", experts=8),
+    _quantize_case("nvfp4 quantise eden down the rows, experts", _EDEN, "rows", experts=128),
     _quantize_case("nvfp4 quantise 1x16", _PLAIN, "columns"),
     _quantize_case("nvfp4 quantise 16x16 down the rows", Operand("nvfp4", "16x16"), "rows"),
     _quantize_case("nvfp4 quantise 4/6", Operand("nvfp4", "1x16", four_over_six=True), "columns"),

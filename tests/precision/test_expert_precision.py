@@ -264,7 +264,7 @@ def test_what_stays_in_bf16_does() -> None:
         override = block.mlp.forward_override
         assert isinstance(override, FusedMoE) and override.gate_up.plain == override.down.plain
         plain.append(override.gate_up.plain)
-        assert override.align == (1 if override.gate_up.plain else 16)
+        assert override.align == (1 if override.gate_up.plain else 128)
     assert plain == [True] * first + [False] * (len(plain) - first - last) + [True] * last
     with applied.high_precision():
         assert all(block.mlp.forward_override.gate_up.plain for block in model.layers)

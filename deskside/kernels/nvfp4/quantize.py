@@ -64,6 +64,7 @@ def quantize(
     amax: Tensor | None = None,
     signs: Tensor | None = None,
     seed: int = 0,
+    ends_E: Tensor | None = None,
 ) -> Emulated:
     """Quantise a contiguous (N, K) bfloat16 or float32 matrix on a GPU for an emulated product.
 
@@ -72,14 +73,16 @@ def quantize(
         detect NaN and infinity in x.
     signs: (hadamard,) of +-1 on the device; a transform of 16 without fresh signs uses NVIDIA's fixed vector.
     seed: 64 bits for stochastic rounding; use another seed for each tensor and step.
+    ends_E: for rows sorted by expert, the first row after those of each expert, int32 multiples of 128, so that the
+        rows of a tile are of one expert. Each expert is quantised by itself; amax and the global scale are (E,).
     Raises UsageError for unsupported operands, shapes, dtypes and devices.
     """
     if amax is None:
-        amax = transformed_amax(x_NK, operand, along, signs)
+        amax = transformed_amax(x_NK, operand, along, signs, ends_E)
     else:
         _check(x_NK, operand, along, signs)
     values = torch.empty_like(x_NK, dtype=torch.bfloat16)
-    return Emulated(values, _launch(x_NK, operand, along, amax, signs, seed, values))
+    return Emulated(values, _launch(x_NK, operand, along, amax, signs, seed, (values, None), ends_E))
 
 
 def quantize_packed(
@@ -93,19 +96,28 @@ def quantize_packed(
     M, S = x_NK.shape if along == "columns" else x_NK.T.shape
     codes = torch.empty(M, S // 2, dtype=torch.uint8, device=x_NK.device)
     block_scale = torch.empty(M, S // BLOCK, dtype=torch.uint8, device=x_NK.device)
-    global_scale = _launch(x_NK, operand, along, amax, signs, seed, codes, block_scale)
+    global_scale = _launch(x_NK, operand, along, amax, signs, seed, (codes, block_scale))
     return Packed(codes, block_scale.view(torch.float8_e4m3fn), global_scale)
 
 
-def transformed_amax(x_NK: Tensor, operand: Operand, along: Along, signs: Tensor | None = None) -> Tensor:
-    """Return the largest magnitude of the transformed matrix, a float32 scalar on the device. NaN if x contains NaN."""
+def transformed_amax(
+    x_NK: Tensor,
+    operand: Operand,
+    along: Along,
+    signs: Tensor | None = None,
+    ends_E: Tensor | None = None,
+) -> Tensor:
+    """Return the largest magnitude of the transformed matrix, a float32 scalar on the device. NaN if x contains NaN.
+
+    ends_E: as for `quantize`; the result is (E,).
+    """
     _check(x_NK, operand, along, signs)
-    bits = torch.zeros((), dtype=torch.int32, device=x_NK.device)
+    bits = torch.zeros(() if ends_E is None else len(ends_E), dtype=torch.int32, device=x_NK.device)
     tile = _tile(operand.hadamard, along)
     count, programs = _tiles(x_NK, tile)
     amax_kernel[(programs,)](
-        x_NK, *_transform(x_NK, operand, signs), bits, *x_NK.shape, count,
-        **tile, INTERPRETED=_interpreted(), **_options(operand.hadamard),
+        x_NK, *_transform(x_NK, operand, signs), bits, bits if ends_E is None else ends_E, *x_NK.shape, count,
+        **_experts(ends_E), **tile, INTERPRETED=_interpreted(), **_options(operand.hadamard),
     )  # fmt: skip
     return bits.view(torch.float32)
 
@@ -117,20 +129,31 @@ def _launch(
     amax: Tensor,
     signs: Tensor | None,
     seed: int,
-    out: Tensor,
-    block_scale: Tensor | None = None,
+    outputs: tuple[Tensor, Tensor | None],
+    ends_E: Tensor | None = None,
 ) -> Tensor:
-    """Write emulated values to `out`, or codes to `out` and scales to `block_scale`. Returns the global scale."""
-    global_scale = torch.empty((), dtype=torch.float32, device=x_NK.device)
+    """Write emulated values to the first of `outputs`, or codes to it and block scales to the second one.
+
+    Returns the global scale.
+    """
+    out, block_scale = outputs
+    global_scale = torch.empty_like(amax)
     tile = _tile(operand.hadamard, along)
     count, programs = _tiles(x_NK, tile)
     quantize_kernel[(programs,)](
-        x_NK, *_transform(x_NK, operand, signs), amax, out, out if block_scale is None else block_scale, global_scale,
+        x_NK, *_transform(x_NK, operand, signs), amax, amax if ends_E is None else ends_E,
+        out, out if block_scale is None else block_scale, global_scale,
         *x_NK.shape, count, (seed + 2**63) % 2**64 - 2**63,  # the same 64 bits as a signed number
-        **_constants(operand, packed=block_scale is not None),
+        **_experts(ends_E), **_constants(operand, packed=block_scale is not None),
         **tile, INTERPRETED=_interpreted(), **_options(operand.hadamard),
     )  # fmt: skip
     return global_scale
+
+
+def _experts(ends_E: Tensor | None) -> dict[str, int]:
+    """Return the kernels' number of experts, or 0, and the same rounded up to a power of two."""
+    experts = 0 if ends_E is None else len(ends_E)
+    return {"EXPERTS": experts, "BLOCK_E": int(triton.next_power_of_2(max(experts, 1)))}
 
 
 def _tile(hadamard: int, along: Along) -> dict[str, Any]:

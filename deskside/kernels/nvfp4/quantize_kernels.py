@@ -76,11 +76,23 @@ def _values(x_ptr, rotation, offsets, mask, HADAMARD: tl.constexpr, INTERPRETED:
 
 
 @triton.jit
+def _expert_of(row, ends_ptr, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the expert of a row of a matrix whose rows are sorted by expert."""
+    experts = tl.arange(0, BLOCK_E)
+    ends = tl.load(ends_ptr + experts, mask=experts < EXPERTS, other=0x7FFFFFFF)
+    return tl.sum((ends <= row).to(tl.int32), axis=0)
+
+
+@triton.jit
 def amax_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, matrix_ptr, signs_ptr, amax_ptr, N, K, tiles,
+    x_ptr, matrix_ptr, signs_ptr, amax_ptr, ends_ptr, N, K, tiles,
+    EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr,
     HADAMARD: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr, BS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Find the largest magnitude of the transformed tensor, comparing bits as integers, so that NaN is the largest."""
+    """Find the largest magnitude of the transformed tensor, comparing bits as integers, so that NaN is the largest.
+
+    With EXPERTS, rows are sorted by expert, a tile's rows are of one expert, and amax_ptr has one number per expert.
+    """
     rotation = 0.0
     if HADAMARD > 0:
         rotation = _rotation(matrix_ptr, signs_ptr, HADAMARD, BS)
@@ -91,8 +103,14 @@ def amax_kernel(  # type: ignore[no-untyped-def]
         s = (s0 + tl.arange(0, BS))[None, :]
         mask = (m < K) & (s < N) if ROWS else (m < N) & (s < K)
         x = _values(x_ptr, rotation, _offset(m, s, K, ROWS), mask, HADAMARD, INTERPRETED)
-        largest = tl.maximum(largest, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
-    tl.atomic_max(amax_ptr, tl.max(tl.max(largest, axis=1), axis=0))
+        bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        if EXPERTS > 0:
+            expert = _expert_of(s0 if ROWS else m0, ends_ptr, EXPERTS, BLOCK_E)
+            tl.atomic_max(amax_ptr + expert, tl.max(tl.max(bits, axis=1), axis=0))
+        else:
+            largest = tl.maximum(largest, bits)
+    if EXPERTS == 0:
+        tl.atomic_max(amax_ptr, tl.max(tl.max(largest, axis=1), axis=0))
 
 
 @triton.jit
@@ -188,9 +206,23 @@ def _store_packed(  # type: ignore[no-untyped-def]
     tl.store(block_scale_ptr + m.to(tl.int64) * (S // 16) + block, scale_bytes, mask=mask)
 
 
+@triton.jit
+def _encode_of(amax, global_scale_ptr, is_writer, RANGE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return `encode` and its inverse for a tensor of this amax, and write its global scale if `is_writer`."""
+    full_range = tl.full((), RANGE, tl.float32)
+    encode = tl.minimum(tl.div_rn(full_range, amax), LARGEST_FLOAT)
+    encode = tl.where(encode == 0.0, 1.0, encode)  # 0 if amax is infinite
+    exact = tl.div_rn(amax, full_range)
+    # At least 1 / the largest float32, like `decode`. NaN stays NaN, because the comparison is false for it.
+    global_scale = tl.where(exact < 2.938735877055719e-39, 2.938735877055719e-39, exact)
+    tl.store(global_scale_ptr, global_scale, mask=is_writer)
+    return encode, tl.div_rn(tl.full((), 1.0, tl.float32), encode)
+
+
 @triton.jit(do_not_specialize=["seed"])
 def quantize_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, matrix_ptr, signs_ptr, amax_ptr, values_ptr, block_scale_ptr, global_scale_ptr, N, K, tiles, seed,
+    x_ptr, matrix_ptr, signs_ptr, amax_ptr, ends_ptr, values_ptr, block_scale_ptr, global_scale_ptr, N, K, tiles, seed,
+    EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr,
     TOP_INVERSE: tl.constexpr, RANGE: tl.constexpr, HADAMARD: tl.constexpr, ROWS: tl.constexpr,
     A: tl.constexpr, ROUNDING: tl.constexpr, FOUR_OVER_SIX: tl.constexpr, SCALE_UP: tl.constexpr,
     PACKED: tl.constexpr, BM: tl.constexpr, BS: tl.constexpr, INTERPRETED: tl.constexpr,
@@ -199,19 +231,14 @@ def quantize_kernel(  # type: ignore[no-untyped-def]
 
     values_ptr: the emulated operand in the layout of x or, with PACKED, the codes; block scales then go to
     block_scale_ptr. TOP_INVERSE: 1 / the value that a block's largest magnitude is scaled to. RANGE: that value
-    times the largest block scale.
+    times the largest block scale. EXPERTS: as in `amax_kernel`; there is one global scale per expert then.
     """
     P: tl.constexpr = BM // A
     Q: tl.constexpr = BS // 16
     amax = tl.load(amax_ptr)
-    full_range = tl.full((), RANGE, tl.float32)
-    encode = tl.minimum(tl.div_rn(full_range, amax), LARGEST_FLOAT)
-    encode = tl.where(encode == 0.0, 1.0, encode)  # 0 if amax is infinite
-    decode = tl.div_rn(tl.full((), 1.0, tl.float32), encode)
-    if tl.program_id(0) == 0:
-        exact = tl.div_rn(amax, full_range)
-        # At least 1 / the largest float32, like `decode`. NaN stays NaN, because the comparison is false for it.
-        tl.store(global_scale_ptr, tl.where(exact < 2.938735877055719e-39, 2.938735877055719e-39, exact))
+    encode, decode = amax, amax
+    if EXPERTS == 0:
+        encode, decode = _encode_of(amax, global_scale_ptr, tl.program_id(0) == 0, RANGE)
     rotation = 0.0
     if HADAMARD > 0:
         rotation = _rotation(matrix_ptr, signs_ptr, HADAMARD, BS)
@@ -221,6 +248,11 @@ def quantize_kernel(  # type: ignore[no-untyped-def]
         s = (s0 + tl.arange(0, BS))[None, :]
         mask = (m < K) & (s < N) if ROWS else (m < N) & (s < K)
         offsets = _offset(m, s, K, ROWS)
+        if EXPERTS > 0:
+            expert = _expert_of(s0 if ROWS else m0, ends_ptr, EXPERTS, BLOCK_E)
+            amax = tl.load(amax_ptr + expert)
+            # Every tile writes the same number.
+            encode, decode = _encode_of(amax, global_scale_ptr + expert, True, RANGE)
         x = tl.reshape(_values(x_ptr, rotation, offsets, mask, HADAMARD, INTERPRETED), (P, A, Q, 16))
         magnitude = tl.abs(x)
         block_amax = tl.max(magnitude, axis=3, keep_dims=True)
