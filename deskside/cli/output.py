@@ -54,7 +54,8 @@ def _print_pretrained(path: Path, summary: dict[str, Any], page: Path) -> None:
     )
     print(f"speed       {speed(summary)}")
     for number, sample in enumerate(summary["samples"], 1):
-        print(f"\nsample {number}: {sample['prompt']!r} ->")
+        language = f" in {sample['language']}" if "language" in sample else ""
+        print(f"\nsample {number}{language}: {sample['prompt']!r} ->")
         print("\n".join(f"  {line}" for line in sample["text"].splitlines()))
     print_next(page, f"chat {path}", f"eval {path}", f"export {path} --to hf --out my-model")
 

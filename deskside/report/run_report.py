@@ -198,6 +198,8 @@ def _samples(record: RunRecord) -> list[Block]:
         return ["There are no samples; they are generated when a run finishes."]
     blocks: list[Block] = []
     for sample in samples:
+        if language := text(sample.get("language")):
+            blocks.append(f"{language}:")
         blocks.append(Sample(text(sample.get("prompt")), text(sample.get("text"))))
         others = [(name, text(sample.get(name))) for name in ("before", "reference")]
         if answers := [f"{name}: {answer}" for name, answer in others if answer]:

@@ -28,7 +28,7 @@ from tests.train.tiny_run import rows
 def languages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Prepared documents, three quarters in "en" and a quarter in "xx"."""
     folder = tmp_path_factory.mktemp("languages")
-    lines = [{"text": f"{tiny_run.TEXT} {n}", "lang": "xx" if n % 4 == 0 else "en"} for n in range(120)]
+    lines = [{"text": f"{n:03} {tiny_run.TEXT}", "lang": "xx" if n % 4 == 0 else "en"} for n in range(120)]
     (folder / "text.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     options = CorpusOptions(vocab_size=300, val_fraction=0.3, workers=1, quiet=True)
     prepare([str(folder / "text.jsonl")], folder / "data", options)
@@ -51,6 +51,11 @@ def test_each_language_is_evaluated(languages: Path, tmp_path: Path) -> None:
     x, y = read_run(outcome.run.path).language_series()["xx"]
     assert x == [3 * 256, 6 * 256] and y[-1] == outcome.summary["val_languages"]["xx"]["bpb"]
     assert outcome.summary["mixture_epochs"] == {}
+    samples = outcome.summary["samples"]
+    assert [sample["language"] for sample in samples] == ["en", "xx"]
+    for sample in samples:
+        number = sample["prompt"].split()[0]
+        assert number.isdigit() and (int(number) % 4 == 0) == (sample["language"] == "xx")
 
 
 class Stop(Callback):

@@ -253,6 +253,23 @@ class PackedDataset:
             languages[i, : len(filled)] = filled
         return languages
 
+    def beginnings(self, count: int) -> dict[str, list[int]]:
+        """Return the first `count` tokens of a document in each language: the first one that is long enough.
+
+        A language without such a document is left out.
+        """
+        found: dict[str, list[int]] = {}
+        ends = np.append(self._document_starts[1:], sum(len(tokens) for tokens in self._tokens))
+        long_enough = ends - self._document_starts >= count
+        for number, language in enumerate(self.languages):
+            chosen = np.flatnonzero(long_enough & (self._document_languages == number))
+            if len(chosen):
+                start = int(self._document_starts[chosen[0]])
+                shard = int(np.searchsorted(self._shard_starts, start, side="right")) - 1
+                in_shard = start - int(self._shard_starts[shard])
+                found[language] = self._tokens[shard][in_shard : in_shard + count].tolist()
+        return found
+
     def _gather(
         self, component: NDArray[np.int64], row: NDArray[np.int64], out: NDArray[np.int64] | None = None
     ) -> RowBatch:

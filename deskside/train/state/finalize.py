@@ -21,6 +21,7 @@ from deskside.weights.hf import save_hf
 from deskside.weights.merge_adapters import merged
 
 SAMPLES = 3
+MAX_LANGUAGES = 24  # with a sample each
 PROMPT_TOKENS = 8
 SAMPLE_TOKENS = 80
 SAMPLE_TEMPERATURE = 0.8
@@ -29,12 +30,21 @@ SAMPLE_TEMPERATURE = 0.8
 def samples(
     model: Transformer, validation: PackedDataset, run: RunDirectory, seed: int, seconds: float = math.inf
 ) -> list[dict[str, str]]:
-    """Continue a few short prompts from the validation text. Generation stops after `seconds`."""
+    """Continue a few short prompts from the validation text. Generation stops after `seconds`.
+
+    With validation text in several languages, there is one prompt in each, and its sample has a "language".
+    """
     tokenizer = load_tokenizer(run.tokenizer)
     eos = validation.index.tokenizer.eos_id
-    indices = np.unique(np.arange(SAMPLES) * validation.num_rows // SAMPLES)
-    rows = validation.rows_by_number(indices).inputs[:, :PROMPT_TOKENS]
-    prompts: list[list[int]] = [row.tolist() for row in rows]
+    languages: list[str] = []
+    if len(validation.languages) > 1:
+        beginnings = validation.beginnings(PROMPT_TOKENS)
+        languages = list(beginnings)[:MAX_LANGUAGES]
+        prompts = [beginnings[language] for language in languages]
+    else:
+        indices = np.unique(np.arange(SAMPLES) * validation.num_rows // SAMPLES)
+        rows = validation.rows_by_number(indices).inputs[:, :PROMPT_TOKENS]
+        prompts = [row.tolist() for row in rows]
     generated: list[list[int]] = [[] for _ in prompts]
     deadline = time.perf_counter() + seconds
     for event in generate_events(
@@ -50,11 +60,12 @@ def samples(
         if time.perf_counter() > deadline:
             break
     results = []
-    for prompt, new in zip(prompts, generated, strict=True):
+    for number, (prompt, new) in enumerate(zip(prompts, generated, strict=True)):
         text = tokenizer.decode(prompt, skip_special_tokens=True)
         # New tokens are decoded with the prompt, because a token may contain part of a character.
         whole = tokenizer.decode(prompt + new, skip_special_tokens=True)
-        results.append({"prompt": text, "text": whole[len(text) :]})
+        language = {"language": languages[number]} if languages else {}
+        results.append({"prompt": text, "text": whole[len(text) :], **language})
     return results
 
 

@@ -13,6 +13,7 @@ from deskside.data.reading import shards
 from deskside.data.reading.mixing import PERIOD
 from deskside.data.reading.rows import IGNORE, PackedDataset
 from deskside.utils.errors import UsageError
+from tests.data.data_corpus import WORDS
 
 T = 64
 
@@ -123,6 +124,17 @@ def test_languages_by_temperature(prepared: Path, temperature: float) -> None:
         epochs = mixed.epochs(rows)[mixed.component_names[number]]
         assert epochs == pytest.approx(times.mean()) and epochs > 0
     assert sum(p.num_rows for p in mixed.packings) == mixed.num_rows
+
+
+def test_beginnings_of_documents(prepared: Path) -> None:
+    dataset = PackedDataset(prepared, "val", T)
+    found = dataset.beginnings(12)
+    for language, tokens in found.items():
+        assert len(tokens) == 12 and any(tokens == one[:12].tolist() for one in stream(dataset))
+        words = bpe.load(prepared).decode(tokens).split()
+        assert words[0].rstrip(":").isdigit() and words[1] in WORDS[language] + [words[-1]]
+    assert list(found) == ["en", "hi"]
+    assert dataset.beginnings(10**6) == {}
 
 
 def test_temperature_needs_languages(tmp_path: Path) -> None:
