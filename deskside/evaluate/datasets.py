@@ -1,4 +1,4 @@
-"""Convert records of Hugging Face datasets to the format of the task files that tasks.toml describes.
+"""Convert records of Hugging Face datasets, and of files in the same format, to those that tasks.toml describes.
 
 A reader is a pair: the required fields of a record, and a function that converts it. The function raises KeyError,
 IndexError, TypeError or ValueError for a malformed record. The texts are preprocessed as in lm-eval.
@@ -52,14 +52,23 @@ def _boolq(record: Fields) -> dict[str, Any]:
     return {"query": query, "choices": ["no", "yes"], "gold": int(record["label"])}
 
 
-def _copa(record: Fields) -> dict[str, Any]:
-    conjunction = {"cause": "because", "effect": "therefore"}[record["question"]]
+def _copa(record: Fields, because: str = "because", therefore: str = "therefore") -> dict[str, Any]:
+    conjunction = {"cause": because, "effect": therefore}[record["question"]]
     choices = [text[:1].lower() + text[1:] for text in (str(record["choice1"]), str(record["choice2"]))]
     return {
         "query": f"{str(record['premise']).strip()[:-1]} {conjunction}",
         "choices": choices,
         "gold": int(record["label"]),
     }
+
+
+def _xcopa_ta(record: Fields) -> dict[str, Any]:
+    """XCOPA in Tamil (Ponti et al. 2020, arXiv 2005.00333).
+
+    lm-eval removes the last character of the premise in every language, because it is a period in English. In Tamil it
+    is mostly a vowel sign. This is repeated here, so that results are comparable.
+    """
+    return _copa(record, because="காரணமாக", therefore="எனவே")
 
 
 def _openbookqa(record: Fields) -> dict[str, Any]:
@@ -92,6 +101,7 @@ READERS: dict[str, Reader] = {
     "piqa": (("goal", "sol1", "sol2", "label"), _piqa),
     "boolq": (("passage", "question", "label"), _boolq),
     "copa": (("premise", "question", "choice1", "choice2", "label"), _copa),
+    "xcopa_ta": (("premise", "question", "choice1", "choice2", "label"), _xcopa_ta),
     "openbookqa": (("question_stem", "choices", "answerKey"), _openbookqa),
     "winogrande": (("sentence", "option1", "option2", "answer"), _winogrande),
     "lambada": (("text",), _lambada),

@@ -126,9 +126,12 @@ class Examples:
 def _items(chosen: SelectedTask, bad: BadInputLog, chat: bool) -> Iterator[Item]:
     task = chosen.task
     fields, convert = _fields(task), None
+    reader = task.reader
     if chosen.source.startswith(HUB):
         assert task.hub is not None  # `select` has checked it
-        fields, convert = READERS[task.hub.reader]
+        reader = task.hub.reader
+    if reader is not None:
+        fields, convert = READERS[reader]
     for record in iter_records(Source.parse(chosen.source), fields, bad):
         try:
             item_fields = record.fields if convert is None else convert(record.fields)

@@ -40,9 +40,14 @@ class Hub(Part):
     @field_validator("reader")
     @classmethod
     def _is_known(cls, reader: str) -> str:
-        if reader not in READERS:
-            raise ValueError(f"{reader!r} is not one of {', '.join(READERS)}")
-        return reader
+        return _known_reader(reader)
+
+
+def _known_reader(name: str) -> str:
+    """Return the name of a reader. Raises ValueError for an unknown one."""
+    if name not in READERS:
+        raise ValueError(f"{name!r} is not one of {', '.join(READERS)}")
+    return name
 
 
 class _TaskBase(Part):
@@ -50,6 +55,7 @@ class _TaskBase(Part):
 
     Attributes:
         files: Patterns of file names, in order of preference.
+        reader: The reader in datasets.py that converts the records of these files; None if they need no conversion.
         between: Separator after each few-shot example.
         shots: Number of few-shot examples.
         shots_same: A field in which examples must equal the question.
@@ -59,6 +65,7 @@ class _TaskBase(Part):
     """
 
     files: Annotated[tuple[str, ...], Field(min_length=1)]
+    reader: str | None = None
     hub: Hub | None = None
     prompt: str
     between: str = "\n\n"
@@ -67,6 +74,11 @@ class _TaskBase(Part):
     core_shots: Annotated[int, Field(ge=0)] | None = None
     chance: Annotated[float, Field(ge=0, lt=1)] = 0.0
     spread: bool = False
+
+    @field_validator("reader")
+    @classmethod
+    def _is_known(cls, reader: str | None) -> str | None:
+        return None if reader is None else _known_reader(reader)
 
     @model_validator(mode="after")
     def _templates_can_be_read(self) -> Self:

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import lm_eval
 import numpy as np
 import pytest
 import torch
 from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
+from lm_eval.tasks._yaml_loader import load_yaml
 
 from deskside.cli.eval import run as run_eval
 from tests.evaluate.made_model import Made, make, sentence
@@ -140,6 +142,31 @@ def test_multiple_choice(
         assert mine["acc"] == int(np.argmax(logprobs(their)))
         for name in ("acc", "acc_norm", "acc_bytes"):
             assert (mine[name] == mine["gold"]) == bool(their[name]), name
+
+
+def test_xcopa(made: Made, harness: HFLM, tmp_path: Path) -> None:
+    """lm-eval's own description of the task, on the same file."""
+    rng = np.random.default_rng(5)
+    rows = [
+        {
+            "premise": sentence(rng, 3, 9),
+            "choice1": sentence(rng, 1, 9),
+            "choice2": sentence(rng, 1, 9),
+            "question": ("cause", "effect")[n % 2],
+            "label": n // 2 % 2,
+        }
+        for n in range(N)
+    ]
+    write(tmp_path, {"xcopa_ta_validation": rows})
+    module = Path(lm_eval.__file__).parent / "tasks" / "xcopa"
+    config: dict[str, Any] = load_yaml(module / "default_ta.yaml", resolve_func=True)
+    described = {key: config[key] for key in ("output_type", "doc_to_text", "doc_to_target", "doc_to_choice")}
+    assert config["metric_list"] == [{"metric": "acc"}]
+    expected = theirs(harness, {**described, "metric_list": config["metric_list"]}, rows)
+    found = ours(made, tmp_path, "xcopa_ta")
+    for mine, their in zip(found, expected, strict=True):
+        assert mine["logprobs"] == pytest.approx(logprobs(their), rel=1e-5, abs=1e-4)
+        assert (mine["acc"] == mine["gold"]) == bool(their["acc"])
 
 
 def test_schema(made: Made, harness: HFLM, tmp_path: Path) -> None:
