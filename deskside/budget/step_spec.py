@@ -10,6 +10,7 @@ OptimizerName = Literal["muon", "adamw"]
 CopyLifetime = Literal["pass", "step", "use"]
 StateFormat = Literal["float32", "bfloat16", "8bit"]
 WeightFormat = Literal["float32", "bfloat16"]
+GradientPlace = Literal["device", "host", "released"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ class StepOptions:
         weights: Format of the stored weights and of their gradients; norms and biases are always float32.
         states: Format of the optimizer states.
         offload_optimizer: Optimizer states are in host memory and are streamed through the GPU at each step.
+        gradients: Where the gradients of whole weights wait for the optimizer: on the GPU, in host memory, or nowhere,
+            because each weight is updated ("released") as soon as the backward has computed its gradient.
         adapter: The adapters to train over frozen weights; None to train all weights.
     """
 
@@ -57,6 +60,7 @@ class StepOptions:
     weights: WeightFormat = "float32"
     states: StateFormat = "float32"
     offload_optimizer: bool = False
+    gradients: GradientPlace = "device"
     adapter: AdapterSpec | None = None
 
     def options(self) -> dict[str, Any]:

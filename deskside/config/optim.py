@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from deskside.budget.step_spec import StateFormat, WeightFormat
+from deskside.budget.step_spec import GradientPlace, StateFormat, WeightFormat
 from deskside.config.base import Part
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -32,6 +32,14 @@ Offload = Annotated[
     bool,
     Field(description="keep the optimizer state in host memory and stream it through the GPU at each step"),
 ]
+Gradients = Annotated[
+    GradientPlace,
+    Field(
+        description="where gradients wait for the update: device; host: in host memory, with the same results; "
+        "released: nowhere, each weight is updated and its gradient freed during the backward pass (arXiv 2306.09782), "
+        "which needs one pass per step and grad_clip 0"
+    ),
+]
 
 
 class AdamWConfig(Part):
@@ -49,10 +57,12 @@ class AdamWConfig(Part):
     weights: Weights = "float32"
     states: States = "float32"
     offload: Offload = False
+    gradients: Gradients = "device"
 
     @model_validator(mode="after")
-    def _check_state_format(self) -> Self:
+    def _check_state_and_clipping(self) -> Self:
         _check_states(self.states, self.betas)
+        _check_clipping(self.gradients, self.grad_clip)
         return self
 
 
@@ -107,10 +117,12 @@ class MuonConfig(Part):
     weights: Weights = "float32"
     states: States = "float32"
     offload: Offload = False
+    gradients: Gradients = "device"
 
     @model_validator(mode="after")
-    def _check_state_format(self) -> Self:
+    def _check_state_and_clipping(self) -> Self:
         _check_states(self.states, self.betas)
+        _check_clipping(self.gradients, self.grad_clip)
         return self
 
 
@@ -119,6 +131,14 @@ def _check_states(states: StateFormat, betas: tuple[float, float]) -> None:
         raise ValueError(
             f"states: bfloat16 is too coarse for the small changes of a beta of {max(betas)}; use float32 or 8bit, or "
             f"betas of at most {LARGEST_BFLOAT16_BETA}"
+        )
+
+
+def _check_clipping(gradients: GradientPlace, grad_clip: float) -> None:
+    if gradients == "released" and grad_clip:
+        raise ValueError(
+            "gradients: released updates weights before the norm of all gradients is known, so gradients cannot be "
+            "clipped; add --optim.grad_clip 0, or use --optim.gradients host"
         )
 
 

@@ -126,6 +126,8 @@ class RunConfig(Part):
             self._check_precision()
         if self.optim.weights == "bfloat16":
             self._check_bfloat16_weights()
+        if self.optim.gradients != "device":
+            self._check_gradients()
         compute = self.compute
         if compute.activation_offloading and compute.activation_checkpointing != "block":
             raise ValueError(
@@ -159,6 +161,30 @@ class RunConfig(Part):
                 "precision.accumulate: products cannot add to gradients in bfloat16; use native, or --optim.weights "
                 "float32"
             )
+
+    def _check_gradients(self) -> None:
+        """Raise ValueError, with the key and the remedy, if gradients cannot leave the GPU in this run."""
+        place = self.optim.gradients
+        if self.adapter is not None:
+            raise ValueError(f"optim.gradients: {place} is for whole weights; adapters are small, use device")
+        if self.parallel.mode == "shard":
+            raise ValueError(
+                f"optim.gradients: {place} needs whole weights, and parallel.mode shard splits them; use "
+                "--parallel.mode replicate, or device"
+            )
+        if self.precision.accumulate == "fused":
+            raise ValueError(
+                f"precision.accumulate: products add to gradients on the GPU; use native, or --optim.gradients device "
+                f"instead of {place}"
+            )
+        micro = self.batch.micro_tokens
+        if place == "released" and micro != "auto":
+            for stage in self.stages():
+                if self.stage_tokens(stage) != micro:
+                    raise ValueError(
+                        f"optim.gradients: released needs one pass per step, and a step of {self.stage_tokens(stage)} "
+                        f"tokens has several of {micro}; use --optim.gradients host, or --batch.tokens {micro}"
+                    )
 
     def _check_adapter(self, adapter: AdapterConfig) -> None:
         """Raise ValueError, with the key and the remedy, if adapters cannot be trained in this run."""

@@ -28,6 +28,7 @@ def step_options(config: RunConfig) -> dict[str, Any]:
         "weights": config.optim.weights,
         "states": config.optim.states,
         "offload_optimizer": config.optim.offload,
+        "gradients": config.optim.gradients,
         "activation_checkpointing": config.compute.activation_checkpointing,
         "activation_offloading": config.compute.activation_offloading,
         "loss_chunk_tokens": config.compute.loss_chunk_tokens,

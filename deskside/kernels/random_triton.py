@@ -48,16 +48,16 @@ def rounded_to(x, element, seed, TYPE: tl.constexpr):  # type: ignore[no-untyped
     return x.to(TYPE)
 
 
-@triton.jit
-def _add_rounded(TOTAL, ADDEND, seed, n, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["seed", "first"])
+def _add_rounded(TOTAL, ADDEND, seed, first, n, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
     offsets = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
     mask = offsets < n
     total = tl.load(TOTAL + offsets, mask, 0.0).to(tl.float32)
     total += tl.load(ADDEND + offsets, mask, 0.0).to(tl.float32)
-    tl.store(TOTAL + offsets, rounded_to(total, offsets, seed, TOTAL.dtype.element_ty), mask)
+    tl.store(TOTAL + offsets, rounded_to(total, first + offsets, seed, TOTAL.dtype.element_ty), mask)
 
 
-def add_rounded_(total: Tensor, addend: Tensor, seed: int) -> None:
+def add_rounded_(total: Tensor, addend: Tensor, seed: int, first: int = 0) -> None:
     """See `stochastic_rounding.add_rounded_`. Both contiguous."""
     n = total.numel()
-    _add_rounded[(triton.cdiv(n, BLOCK),)](total, addend, seed, n, BLOCK, num_warps=4)
+    _add_rounded[(triton.cdiv(n, BLOCK),)](total, addend, seed, first, n, BLOCK, num_warps=4)

@@ -46,11 +46,14 @@ def round_to_bfloat16(x: Tensor, seed: int, first: int = 0) -> Tensor:
     return torch.where(x.isfinite(), rounded, x).bfloat16()
 
 
-def add_rounded_(total: Tensor, addend: Tensor, seed: int) -> None:
-    """Add to a contiguous bfloat16 tensor in place. The sum is computed in float32 and rounded stochastically."""
+def add_rounded_(total: Tensor, addend: Tensor, seed: int, first: int = 0) -> None:
+    """Add to a contiguous bfloat16 tensor in place. The sum is computed in float32 and rounded stochastically.
+
+    first: index of the first element, for a part of a larger tensor.
+    """
     if total.is_cuda:
         from deskside.kernels.random_triton import add_rounded_ as kernel
 
-        kernel(total, addend, seed)
+        kernel(total, addend, seed, first)
         return
-    total.copy_(round_to_bfloat16((total.float() + addend.float()).flatten(), seed).view_as(total))
+    total.copy_(round_to_bfloat16((total.float() + addend.float()).flatten(), seed, first).view_as(total))

@@ -16,7 +16,7 @@ blocks of 256 elements, which would differ for another number of GPUs, so it nee
 state.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -38,7 +38,7 @@ from deskside.kernels.adamw_state import (
 )
 from deskside.kernels.functional import at_least_float32
 from deskside.kernels.stochastic_rounding import rounding_seed
-from deskside.optim.groups import ParameterInfo
+from deskside.optim.groups import EVERYTHING, ParameterInfo
 from deskside.optim.offload import OffloadJob, Streamer, host_zeros, pieces
 from deskside.optim.sharded import gradient_of, local
 
@@ -87,20 +87,24 @@ class AdamW:
         self.clip_coefficient: Tensor | None = None
         self._names = {info.name for group in groups for info in group.parameters}
 
-    def create_state(self) -> None:
+    def create_state(self, names: Container[str] = EVERYTHING) -> None:
         """Create missing state: zero moments (sharded like the parameter) and a step counter on its device."""
         for group in self.groups:
             for info in group.parameters:
-                if info.name not in self.state:
+                if info.name not in self.state and info.name in names:
                     step = torch.zeros((), dtype=torch.float32, device=local(info.parameter).device)
                     self.state[info.name] = self._zero_moments(info.parameter) | {STEP: step}
 
-    def step(self, skip: Tensor | None) -> None:
-        """Update every group. skip: float scalar on the device; if it is 1, neither weights nor state change."""
-        self.create_state()
+    def step(self, skip: Tensor | None, names: Container[str] = EVERYTHING) -> None:
+        """Update the parameters `names`.
+
+        skip: float scalar on the device; if it is 1, neither weights nor state change.
+        """
+        self.create_state(names)
         jobs: list[OffloadJob] = []
         for group in self.groups:
-            local_infos = [info for info in group.parameters if local(info.parameter).numel()]
+            infos = [info for info in group.parameters if info.name in names]
+            local_infos = [info for info in infos if local(info.parameter).numel()]
             self._step_torch([info for info in local_infos if self._uses_torch(info.parameter)], group, skip)
             jobs += self._jobs(
                 [info for info in local_infos if not self._uses_torch(info.parameter)], group, skip

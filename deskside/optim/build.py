@@ -4,6 +4,7 @@ Besides the update, it has what a training step needs: learning rates from the s
 can be skipped, and state by name for checkpoints. No call of a training step waits for the device.
 """
 
+from collections.abc import Container
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from deskside.budget.scaling import Scaling
 from deskside.config.optim import AdamWConfig, MuonConfig
+from deskside.optim import adamw as adamw_module
 from deskside.optim.adamw import AdamW, AdamWGroup
 from deskside.optim.groups import ParameterInfo, Role, classify_parameters
 from deskside.optim.muon import Muon
@@ -25,7 +27,11 @@ FUSED_DEVICES = ("cuda", "cpu", "xpu", "mps")
 
 
 class Optimizer:
-    """Muon and AdamW behind one interface. `set_progress` must be called before the first `step`."""
+    """Muon and AdamW behind one interface. `set_progress` must be called before the first `step`.
+
+    separate: names of the parameters that `step` leaves out. `step_one` updates them one at a time, so that their
+    gradients need not exist on the device together.
+    """
 
     def __init__(
         self,
@@ -33,8 +39,12 @@ class Optimizer:
         adamw: AdamW,
         muon: Muon | None = None,
         streamer: Streamer | None = None,
+        separate: frozenset[str] = frozenset(),
     ):
         self.parameters, self.adamw, self.muon, self.streamer = parameters, adamw, muon, streamer
+        self.separate = separate
+        self.separate_parameters = [info for info in parameters if info.name in separate]
+        self._together = [info for info in parameters if info.name not in separate]
         self._ready = False
 
     def set_progress(self, lr_factor: float, progress: float, step: int) -> None:
@@ -51,18 +61,32 @@ class Optimizer:
         self._ready = True
 
     def step(self, skip: Tensor | None = None) -> None:
-        """Update all parameters from their gradients, which may be overwritten.
+        """Update all parameters but the separate ones from their gradients, which may be overwritten.
 
         skip: None, or a float32 scalar on the parameters' device. If it is 1, no weight and no state changes; the host
         does not wait for its value. Raises RunError for a parameter without a gradient.
         """
+        self._step(skip, {info.name for info in self._together})
+        self.adamw.clip_coefficient = None
+
+    def step_one(self, info: ParameterInfo, skip: Tensor | None) -> None:
+        """Update one parameter from its gradient, as `step` would, and free the gradient.
+
+        The gradient is clipped as the last `clip_and_norm` requires. Only for separate parameters.
+        """
+        coefficient = self.adamw.clip_coefficient
+        if coefficient is not None and not self.adamw.clips_gradient(info):
+            gradient_of(info).mul_(coefficient)
+        self._step(skip, (info.name,))
+        info.parameter.grad = None
+
+    def _step(self, skip: Tensor | None, names: Container[str]) -> None:
         if not self._ready:
             raise RuntimeError("set_progress must be called before step: learning rates are still zero")
         with torch.no_grad():
             if self.muon is not None:
-                self.muon.step(skip)
-            self.adamw.step(skip)
-        self.adamw.clip_coefficient = None
+                self.muon.step(skip, names)
+            self.adamw.step(skip, names)
 
     def zero_grad(self) -> None:
         """Free all gradients."""
@@ -71,14 +95,16 @@ class Optimizer:
             info.parameter.grad = None
 
     @torch.no_grad()
-    def clip_and_norm(self, max_norm: float = 0.0) -> Tensor:
+    def clip_and_norm(self, max_norm: float = 0.0, separate_squares: Tensor | None = None) -> Tensor:
         """Return the norm of all gradients together, before clipping, as a float32 scalar on the device.
 
         If max_norm is above 0, the gradients are scaled down so that their norm is at most max_norm, either in place or
-        by the next `step` while it reads them. If the norm is not finite, the step must be skipped.
+        by the next `step` or `step_one`. If the norm is not finite, the step must be skipped.
+
+        separate_squares: sum of the squares of the separate parameters' gradients, if there are any.
         """
-        gradients = [gradient_of(info) for info in self.parameters]
-        squares = []
+        gradients = [gradient_of(info) for info in self._together]
+        squares = [] if separate_squares is None else [separate_squares]
         plain = [g for g in gradients if not is_sharded(g)]
         if plain:
             squares.append(sum_of_squares(plain))
@@ -92,7 +118,7 @@ class Optimizer:
         if max_norm > 0:
             coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
             self.adamw.clip_coefficient = coefficient
-            pairs = zip(self.parameters, gradients, strict=True)
+            pairs = zip(self._together, gradients, strict=True)
             if clipped_here := [local(g) for info, g in pairs if not self.adamw.clips_gradient(info)]:
                 torch._foreach_mul_(clipped_here, coefficient)
         return norm
@@ -194,6 +220,9 @@ def build(
                 f"{option} needs whole weights, and parallel.mode shard splits them; use parallel.mode replicate"
                 + ("" if config.offload else ", or optim.states bfloat16")
             )
+    separate: frozenset[str] = frozenset()
+    if config.gradients != "device":
+        separate = frozenset(info.name for info in parameters if info.parameter.numel() >= adamw_module.SMALL)
     if not config.scale:
         scaling = Scaling(lr=1.0, embedding_lr=1.0, weight_decay=1.0)
     streamer = Streamer(local(parameters[0].parameter).device) if config.offload and parameters else None
@@ -221,9 +250,9 @@ def build(
             AdamWGroup("head", with_role("head"), config.head_lr * scaling.embedding_lr, 0.0),
             AdamWGroup("scalar", with_role("vector"), config.scalar_lr * scaling.lr, 0.0),
         ]
-        muon = Muon(with_role("matrix"), config, streamer, fused)
+        muon = Muon(with_role("matrix"), config, streamer, fused, bool(separate))
         muon.peak_lr = config.lr * scaling.lr
         muon.peak_weight_decay = config.weight_decay * scaling.weight_decay
     groups = [group for group in groups if group.parameters]
     adamw = AdamW(groups, config.betas, config.eps, config.states, streamer, fused)
-    return Optimizer(parameters, adamw, muon, streamer)
+    return Optimizer(parameters, adamw, muon, streamer, separate)

@@ -15,6 +15,15 @@ from torch import nn
 
 from deskside.utils.errors import UsageError
 
+
+class _Everything:
+    """A container with every name."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+
+EVERYTHING = _Everything()
 Role = Literal["matrix", "embedding", "position", "head", "vector", "adapter", "rows"]
 
 

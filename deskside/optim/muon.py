@@ -37,7 +37,7 @@ full, every rank runs the same iteration, and each writes back its own rows. For
 (`optim/offload.py`), the look-ahead is also written into the gradients. So the gradients are invalid after a step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -49,7 +49,7 @@ from deskside.config.optim import MuonConfig
 from deskside.kernels.functional import at_least_float32
 from deskside.kernels.muon import apply, look_ahead
 from deskside.kernels.stochastic_rounding import rounding_seed
-from deskside.optim.groups import ParameterInfo
+from deskside.optim.groups import EVERYTHING, ParameterInfo
 from deskside.optim.offload import OffloadJob, Streamer, host_zeros, pieces
 from deskside.optim.sharded import first_row, gather_full, gradient_of, is_sharded, local
 
@@ -126,6 +126,7 @@ class Muon:
 
     streamer: keep the momentum in host memory and update it through this streamer.
     fused: run the Triton kernels instead of their reference; None: on CUDA only.
+    separate: a stack holds slices of one parameter only, so that parameters can be updated one at a time.
     """
 
     def __init__(
@@ -134,6 +135,7 @@ class Muon:
         config: MuonConfig,
         streamer: Streamer | None = None,
         fused: bool | None = None,
+        separate: bool = False,
     ):
         self.parameters = parameters
         self.config = config
@@ -145,7 +147,7 @@ class Muon:
         self.momentum_buffers: dict[str, Tensor] = {}
         self._fused = fused
         self._coefficients = coefficients(config.coefficients, config.ns_steps)
-        self._stacks = _make_stacks(parameters)
+        self._stacks = _make_stacks(parameters, separate)
 
     def set_progress(self, lr_factor: float, progress: float, step: int) -> None:
         """See `Optimizer.set_progress`."""
@@ -179,26 +181,30 @@ class Muon:
                         shape, dtype=at_least_float32(weight), device=local(weight).device
                     )
 
-    def step(self, skip: Tensor | None) -> None:
-        """Update all matrices. Their gradients may be overwritten and are invalid afterwards.
+    def step(self, skip: Tensor | None, names: Container[str] = EVERYTHING) -> None:
+        """Update the matrices `names`. Their gradients may be overwritten and are invalid afterwards.
 
         skip: float scalar on the device; if it is 1, no weight and no state changes.
         """
-        if not self.parameters:
+        infos = [info for info in self.parameters if info.name in names]
+        if not infos:
             return
         self.create_state()
         if skip is None:
             skip = torch.zeros((), device=local(self.parameters[0].parameter).device)
         directions: dict[str, Tensor] = {}
         if self.streamer is not None:
-            directions = self._streamed_directions(self.streamer, skip)
+            directions = self._streamed_directions(infos, self.streamer, skip)
         for stack in self._stacks:
-            self._update_stack(stack, directions, skip)
+            if stack.slices[0].info.name in names:
+                self._update_stack(stack, directions, skip)
 
-    def _streamed_directions(self, streamer: Streamer, skip: Tensor) -> dict[str, Tensor]:
+    def _streamed_directions(
+        self, infos: list[ParameterInfo], streamer: Streamer, skip: Tensor
+    ) -> dict[str, Tensor]:
         """Update momentum in host memory, piece by piece. Returns the directions to orthogonalize, by parameter."""
         jobs, directions = [], {}
-        for info in self.parameters:
+        for info in infos:
             gradient = gradient_of(info).to(at_least_float32(info.parameter)).contiguous()
             directions[info.name] = gradient
             flat, momentum = gradient.view(-1), self.momentum_buffers[info.name].view(-1)
@@ -314,13 +320,14 @@ def _row_factors(
     return (inverse * restore).sqrt()[..., None].expand(u.shape)
 
 
-def _make_stacks(parameters: list[ParameterInfo]) -> list[_Stack]:
+def _make_stacks(parameters: list[ParameterInfo], separate: bool) -> list[_Stack]:
     """Group the slices of all parameters by shape, and split large groups into stacks of equal size."""
     by_shape: dict[tuple[Any, ...], list[_Slice]] = {}
     for info in parameters:
         for start, stop in info.slices:
             s = _Slice(info, start, stop)
-            key = (s.tall_shape, s.experts, info.parameter.dtype, local(info.parameter).device)
+            owner = info.name if separate else ""
+            key = (s.tall_shape, s.experts, info.parameter.dtype, local(info.parameter).device, owner)
             by_shape.setdefault(key, []).append(s)
     stacks = []
     for (tall_shape, experts, *_), slices in by_shape.items():

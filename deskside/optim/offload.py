@@ -27,15 +27,25 @@ from deskside.utils.errors import RunError
 
 PIECE = 2**22  # weights per piece: 16 MiB of a float32 moment, enough for the full rate of the bus
 BUFFERS = 3  # one being copied to the device, one being updated, one being copied to the host
+# What to use if the host lacks the memory for an option.
+INSTEAD = {
+    "optim.offload": "--optim.states 8bit",
+    "optim.gradients": "--optim.gradients released",
+    "compute.activation_offloading": "false",
+}
 ALIGNMENT = 256  # bytes, of each tensor's start in a buffer
 
 
 @dataclass(frozen=True)
 class OffloadJob:
-    """An update of parts of the host state. update: changes their copies on the device in place."""
+    """An update of parts of the host state.
+
+    update: changes their copies on the device in place. reads: False if it does not need their values.
+    """
 
     host_state: Sequence[Tensor]
     update: Callable[[Sequence[Tensor]], None]
+    reads: bool = True
 
 
 def host_zeros(
@@ -55,7 +65,7 @@ def host_zeros(
     if error := int(runtime.cudaHostRegister(flat.data_ptr(), size, 0)):
         raise RunError(
             f"{option}: {size / 2**20:.0f} MiB of host memory could not be page-locked (CUDA error {error}); free "
-            f"memory, raise `ulimit -l`, or use {'--optim.states 8bit' if option == 'optim.offload' else 'false'}"
+            f"memory, raise `ulimit -l`, or use {INSTEAD[option]}"
         )
     weakref.finalize(pages, runtime.cudaHostUnregister, flat.data_ptr()).atexit = False
     return flat.view(tuple(shape))
@@ -87,8 +97,9 @@ class Streamer:
             with torch.cuda.stream(to_device):
                 if (free := self._free[slot]) is not None:
                     to_device.wait_event(free)
-                for part, host in zip(parts, job.host_state, strict=True):
-                    part.copy_(host, non_blocking=True)
+                if job.reads:
+                    for part, host in zip(parts, job.host_state, strict=True):
+                        part.copy_(host, non_blocking=True)
             compute.wait_stream(to_device)
             job.update(parts)
             to_host.wait_stream(compute)
@@ -101,6 +112,11 @@ class Streamer:
         """Wait until all state has been copied back to the host."""
         if self._streams is not None:
             self._streams[1].synchronize()
+
+    def wait_on_device(self) -> None:
+        """Let the current stream wait until all state has been copied back to the host."""
+        if self._streams is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._streams[1])
 
     def _prepare(self, size: int) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
         if self._streams is None:

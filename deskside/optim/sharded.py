@@ -30,10 +30,15 @@ def local(tensor: Tensor) -> Tensor:
 def gradient_of(info: ParameterInfo) -> Tensor:
     """Return the gradient of a parameter. Raises RunError if there is none: it may be unused by mistake."""
     if info.parameter.grad is None:
-        raise RunError(
-            f"parameter '{info.name}' has no gradient; if this is intended, freeze it (requires_grad = False)"
-        )
+        raise no_gradient(info.name)
     return info.parameter.grad
+
+
+def no_gradient(name: str) -> RunError:
+    """Return the error for a parameter without a gradient."""
+    return RunError(
+        f"parameter '{name}' has no gradient; if this is intended, freeze it (requires_grad = False)"
+    )
 
 
 def sum_over_shards(partial: Tensor, like: "DTensor") -> Tensor:

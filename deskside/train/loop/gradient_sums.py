@@ -6,26 +6,31 @@ rounded stochastically, layer by layer during the backward: its expected value i
 has a variance of at most (P - 1) / 4 squared rounding steps, each 2^-7 of the largest partial sum.
 """
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor, nn
 
 from deskside.kernels.stochastic_rounding import add_rounded_, rounding_seed
+from deskside.optim.groups import clean_name
 
 
 class GradientSums:
     """Takes the gradients of a model's bfloat16 weights from autograd after each pass, and returns their sums.
 
-    It does nothing for weights in other dtypes, nor in a step of one pass.
+    It does nothing for weights in other dtypes, nor in a step of one pass. without: names of parameters to leave out.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, without: Collection[str] = ()):
         self._step = self._pass = 0
         self._passes = 1
         self._sums: dict[str, Tensor] = {}
         self._parameters = {
             name: parameter
             for name, parameter in model.named_parameters()
-            if parameter.requires_grad and parameter.dtype == torch.bfloat16
+            if parameter.requires_grad
+            and parameter.dtype == torch.bfloat16
+            and clean_name(name) not in without
         }
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         for parameter in self._parameters.values():

@@ -49,11 +49,14 @@ class Guard:
             return float("inf")
         return self.config.spike_factor * sorted(usable)[int(PERCENTILE * (len(usable) - 1))]
 
+    def finite_limit(self, step: int) -> float:
+        """Return `limit`, or the largest float32 while that is infinite, so that an infinite norm exceeds it."""
+        return min(self.limit(step), torch.finfo(torch.float32).max)
+
     def skip(self, loss: Tensor, norm: Tensor, step: int) -> Tensor:
         """Return 1.0 if the step must be skipped, else 0.0, as a tensor on the device."""
-        limit = min(self.limit(step), torch.finfo(torch.float32).max)
         # False if the loss is not finite, since NaN or inf times 0 is NaN. isfinite() would launch four kernels.
-        good = loss * 0 + norm.abs() <= limit
+        good = loss * 0 + norm.abs() <= self.finite_limit(step)
         return 1 - good.to(torch.float32)
 
     @property

@@ -12,6 +12,8 @@ from deskside.model.block import Block
 from deskside.optim.build import Optimizer
 from deskside.optim.groups import classify_parameters
 from deskside.train.loop.gradient_sums import GradientSums
+from deskside.train.loop.host_gradients import HostGradients
+from deskside.train.loop.released_gradients import ReleasedGradients
 from deskside.train.loop.routers import Routers
 from deskside.train.objective import Loss, TrainContext
 from deskside.train.parallel import set_gradient_sync, sum_gradients
@@ -95,7 +97,12 @@ class Stepper:
         # The order in which replicas sum their gradients.
         self.parameters = [info.parameter for info in classify_parameters(self.model)]
         self.routers = Routers(self.model)
-        self.gradient_sums = GradientSums(self.model)
+        self.gradient_sums = GradientSums(self.model, optimizer.separate)
+        self.separate_gradients: HostGradients | ReleasedGradients | None = None
+        if optimizer.separate:
+            host = context.config.optim.gradients == "host"
+            kind = HostGradients if host else ReleasedGradients
+            self.separate_gradients = kind(optimizer, self.world.device)
         self.window: int | None = None
 
     def set_progress(self, lr_factor: float, progress: float, step: int) -> None:
@@ -130,21 +137,39 @@ class Stepper:
         If one process runs out of memory in the passes of a dry step, all of them raise torch.OutOfMemoryError. With a
         sharded model, that process raises RunError, because the others already wait for it in a collective.
         """
+        self.begin_step(step, len(micro_batches), dry)
+        sums = self.forward_backward_dry(micro_batches) if dry else self.forward_backward(micro_batches)
+        return self.update(sums, step, micro_batches[0].num_valid_step, dry)
+
+    def begin_step(self, step: int, passes: int, dry: bool = False) -> None:
+        """Prepare for the passes of step number `step`."""
         self.precision.begin_step(step)
         self.gradient_sums.begin_step(step)
-        sums = self.forward_backward_dry(micro_batches) if dry else self.forward_backward(micro_batches)
+        if self.separate_gradients is not None:
+            limit = 0.0 if dry else self.guard.finite_limit(step)
+            self.separate_gradients.begin_step(self.optimizer, passes, step, limit)
+
+    def update(self, sums: Tensor, step: int, num_valid: int, dry: bool = False) -> StepMetrics:
+        """Update the weights after all passes of a step, or end a dry step.
+
+        sums: of `forward_backward`. num_valid: targets in the step.
+        """
         sum_gradients(self.parameters, self.world)
         self.world.all_reduce_sum(sums)
         total = sums[0]
         self.precision.scales.all_reduce_amax(self.world.all_reduce_max)
-        norm = self.optimizer.clip_and_norm(self.grad_clip) + self.precision.scales.zero_or_nan()
+        separate = self.separate_gradients
+        squares = None if separate is None else separate.squares()
+        norm = self.optimizer.clip_and_norm(self.grad_clip, squares) + self.precision.scales.zero_or_nan()
         skip = torch.ones_like(total) if dry else self.guard.skip(total, norm, step)
+        if separate is not None:
+            separate.update(skip)
         self.optimizer.step(skip)
         self.optimizer.zero_grad()
         self.routers.update_biases(sums[1 + len(self.objective.metric_names) :], skip)
         self.precision.end_step()
         values = torch.cat((torch.stack((total, norm.to(total.dtype), skip)), sums[1:]))
-        return StepMetrics(values, self.objective.metric_names, micro_batches[0].num_valid_step)
+        return StepMetrics(values, self.objective.metric_names, num_valid)
 
     def forward_backward(self, micro_batches: Sequence[Batch]) -> Tensor:
         """Accumulate the gradients of all micro-batches. Return the loss, the metric sums and the routers' sums of this
@@ -167,8 +192,12 @@ class Stepper:
             if batch_loss.router is not None:
                 share = batch.num_valid / num_valid_step
                 loss = loss + self.routers.loss(batch_loss.router, share, sums[1 + len(names) :])
+            if self.separate_gradients is not None:
+                self.separate_gradients.begin_backward(loss)
             loss.backward()
             self.gradient_sums.end_pass()
+            if self.separate_gradients is not None:
+                self.separate_gradients.end_pass()
         return sums
 
     def _new_sums(self) -> Tensor:

@@ -242,6 +242,15 @@ class BatchSizeFinder:
             with self.reserve_memory():
                 return dry(micro_rows)
 
+        if self.config.optim.gradients == "released":  # the step is one pass
+            try:
+                seconds = dry_with_reserve(rows)
+            except torch.OutOfMemoryError:
+                raise RunError(
+                    f"out of memory with a step of one pass of {rows * stage.sequence_length:,} tokens, which "
+                    "--optim.gradients released needs: use fewer --batch.tokens, or --optim.gradients host"
+                ) from None
+            return MicroBatch(rows, 1, ({"micro_rows": rows, "fits": True, "seconds": seconds},))
         first, device = self.first_candidate(stage, rows), self.world.device
         return find_micro_batch(dry_with_reserve, rows, first, self.log, lambda: free_failed_attempt(device))
 

@@ -277,6 +277,11 @@ def prepare_execution(
             block.compile(dynamic=False)
     elif mode == "model":
         model.hidden_and_router = torch.compile(model.hidden_and_router, dynamic=False)  # type: ignore[method-assign]
+    if world.size > 1 and config.optim.gradients != "device":
+        raise UsageError(
+            f"optim.gradients: {config.optim.gradients} is for one GPU, and this run has {world.size} processes; use "
+            "device"
+        )
     if world.sharded:
         parallel.shard(model, model.layers, ("loss_and_router", "token_losses"), world)
     return Execution(mode, precision)

@@ -1,0 +1,44 @@
+"""Work on gradients that runs beside the backward pass, on a CUDA stream of its own.
+
+The host queues the backward faster than it runs. Without a limit, the gradients that wait for their copies over the bus
+would pile up on the GPU, so the main stream waits for the oldest one when too many are waiting.
+"""
+
+from collections import deque
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+WAITING = 2  # tensors whose work has not finished yet
+
+
+class SideStream:
+    """Runs functions in order beside the device's main stream; on a CPU, at once."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._stream: torch.cuda.Stream | None = None
+        self._waiting: deque[tuple[Tensor, torch.cuda.Event]] = deque()
+
+    def run(self, work: Callable[[], None], tensor: Tensor) -> None:
+        """Queue work after all that the main stream was given so far. tensor: what it reads, from the main stream."""
+        if self.device.type != "cuda":
+            work()
+            return
+        main = torch.cuda.current_stream(self.device)
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self.device)
+        self._stream.wait_stream(main)
+        with torch.cuda.stream(self._stream):
+            work()
+            self._waiting.append((tensor, self._stream.record_event()))
+        while len(self._waiting) > WAITING:
+            # The tensor's memory may be used again once the main stream is behind this event.
+            main.wait_event(self._waiting.popleft()[1])
+
+    def join(self) -> None:
+        """Let the main stream wait for all work."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._stream)
+        self._waiting.clear()
