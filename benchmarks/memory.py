@@ -1,15 +1,17 @@
 """Memory and speed of optimizer states by format and location, and of frozen base weights.
 
     python -m benchmarks.memory [--preset 124m] [--arms adamw:8bit,adamw:8bit:offload,adamw:8bit:weights,muon:bfloat16]
+        [--sequence N]
         [--tokens N] [--micro-tokens N] [--limit-gib 22.5] [--steps 20] [--warmup 5] [--json FILE] [--a.b value ...]
     python -m benchmarks.memory --frozen [--hidden 4096] [--intermediate 12288] [--rows 4096] [--json FILE]
 
 Run it in the root of the repository. Every arm is a training step in its own process, as in `benchmarks/step.py`. An
-arm is an optimizer and the format of its states, then `weights` for weights and gradients in bfloat16 and `offload`
-for states in host memory. The table shows the peak of torch's allocator, the modelled peak, tokens/s, and the
-milliseconds of clipping and updating. On a CPU the peak is the resident set of the process. --limit-gib limits the
-allocator, so that a large GPU represents a small one. --frozen times one gated MLP of the given sizes, forward and
-backward to the input, with frozen weights in bfloat16, INT8 and NF4.
+arm is an optimizer and the format of its states, then `weights` for weights and gradients in bfloat16, `offload` for
+states in host memory, and `host` or `released` for gradients (with `released`, AdamW does not clip). The table shows
+the peak of torch's allocator, the modelled peak, the modelled page-locked memory of the host, tokens/s, and the
+milliseconds of clipping and updating after the backward. On a CPU the peak is the resident set of the process.
+--limit-gib limits the allocator, so that a large GPU represents a small one. --frozen times one gated MLP of the given
+sizes, forward and backward to the input, with frozen weights in bfloat16, INT8 and NF4.
 """
 
 import argparse
@@ -24,6 +26,7 @@ from typing import Any, get_args
 
 from benchmarks.step_config import configuration
 from deskside.budget.format_costs import LowFormat, Precision, quantized
+from deskside.budget.host_memory import host_memory
 from deskside.budget.memory import training_memory
 from deskside.budget.step_spec import StateFormat, StepSpec
 from deskside.config.step_options import format_options, recipe_of, step_options
@@ -34,7 +37,16 @@ ARMS = (
     "adamw:float32,adamw:bfloat16,adamw:8bit,adamw:float32:offload,adamw:8bit:offload,"
     "muon:float32,muon:8bit,muon:float32:offload,muon:8bit:offload"
 )
-COLUMNS = ("arm", "peak GiB", "modelled", "tokens/s", "optimizer ms", "tokens per pass", "last loss")
+COLUMNS = (
+    "arm",
+    "peak GiB",
+    "modelled",
+    "host GiB, modelled",
+    "tokens/s",
+    "optimizer ms",
+    "tokens per pass",
+    "last loss",
+)
 TIMEOUT_SECONDS = 600.0
 TIMED_CALLS = 20
 
@@ -107,33 +119,42 @@ def optim_of(arm: str) -> dict[str, Any]:
     if (
         name not in ("adamw", "muon")
         or states not in get_args(StateFormat)
-        or set(more) - {"weights", "offload"}
+        or set(more) - {"weights", "offload", "host", "released"}
+        or {"host", "released"} <= set(more)
     ):
         raise UsageError(
             f"'{arm}' is not an arm, such as adamw:8bit:offload; use adamw or muon, and the formats "
-            f"{', '.join(get_args(StateFormat))}, then weights (in bfloat16) and offload if they are wanted"
+            f"{', '.join(get_args(StateFormat))}, then weights (in bfloat16), offload, and host or released for "
+            f"gradients"
         )
-    weights = "bfloat16" if "weights" in more else "float32"
-    return {"name": name, "states": states, "offload": "offload" in more, "weights": weights}
+    optim = {
+        "name": name,
+        "states": states,
+        "offload": "offload" in more,
+        "weights": "bfloat16" if "weights" in more else "float32",
+        "gradients": next((place for place in ("host", "released") if place in more), "device"),
+    }
+    return optim | ({"grad_clip": 0.0} if "released" in more else {})
 
 
-def modelled_gib(spec: dict[str, Any], result: dict[str, Any]) -> float:
-    """Return the peak that `budget/memory.py` predicts for an arm with its fitted micro-batch."""
+def modelled_gib(spec: dict[str, Any], result: dict[str, Any]) -> tuple[float, float]:
+    """Return the peak on the GPU and the memory on the host that `budget/` predicts for an arm's fitted micro-batch."""
     config = configuration(spec)
     precision: Precision = result["precision"]
     native: tuple[LowFormat, ...] = ("fp8",) if result["native"] else ()
     layers = config.model.num_hidden_layers
     bf16_blocks = recipe_of(config, precision).kept_blocks(layers) if quantized(precision) else (0, 0)
     work = StepSpec(
-        config.batch.sequence_length,
-        config.batch.tokens,
-        result["micro_tokens"],
+        sequence_length=config.batch.sequence_length,
+        tokens=config.batch.tokens,
+        micro_tokens=result["micro_tokens"],
         compiled=result["compile"] != "off",
         kept_blocks=min(layers, sum(bf16_blocks)),
         **step_options(config),
         **format_options(config, precision, native, result["compile"] == "fused"),
     )
-    return training_memory(config.model, work).allocated / 2**30
+    on_host = sum(host_memory(config.model, work).values())
+    return training_memory(config.model, work).allocated / 2**30, on_host / 2**30
 
 
 def main(argv: Sequence[str]) -> int:
@@ -167,6 +188,7 @@ def main(argv: Sequence[str]) -> int:
             "preset": options.preset,
             "tokens": options.tokens,
             "micro_tokens": options.micro_tokens,
+            "sequence_length": options.sequence,
             "steps": options.steps,
             "warmup": options.warmup,
             "began": None,
@@ -178,15 +200,16 @@ def main(argv: Sequence[str]) -> int:
         row: dict[str, Any] = {"arm": arm, "status": outcome.status, "error": outcome.error}
         if outcome.status == "ok":
             value = outcome.value
-            row |= {"result": value, "modelled_gib": modelled_gib(spec, value)}
+            modelled, on_host = modelled_gib(spec, value)
+            row |= {"result": value, "modelled_gib": modelled, "modelled_host_gib": on_host}
             print(
-                f"| {arm} | {value['peak_allocated_gib']:.2f} | {row['modelled_gib']:.2f} | "
+                f"| {arm} | {value['peak_allocated_gib']:.2f} | {modelled:.2f} | {on_host:.2f} | "
                 f"{value['phases']['short']['tokens_per_second']:,.0f} | {value['optimizer_ms']:.2f} | "
                 f"{value['micro_tokens']:,} | {value['loss_last']:.3f} |",
                 flush=True,
             )
         else:
-            print(f"| {arm} | {outcome.status}: {outcome.error} | | | | | |", flush=True)
+            print(f"| {arm} | {outcome.status}: {outcome.error} | | | | | | |", flush=True)
         rows.append(row)
         _write(options.json, {"preset": options.preset, "limit_gib": options.limit_gib, "arms": rows})
     return 0 if all(row["status"] in ("ok", "oom") for row in rows) else 1
@@ -204,6 +227,7 @@ def _arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, dict[str, Any]]
     parser.add_argument("--arms", default=ARMS)
     parser.add_argument("--tokens", type=int)
     parser.add_argument("--micro-tokens", type=int)
+    parser.add_argument("--sequence", type=int, help="tokens per row; default: the preset's")
     parser.add_argument("--limit-gib", type=float, help="limit of the allocator in GiB")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=5)

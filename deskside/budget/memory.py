@@ -33,7 +33,8 @@ value for the normed inputs (2 D) and the MLP's activation (F), but one byte mor
 attention's own backward needs in 16 bits. Fused sublayers (`precision/fused_sublayers.py`) save what the table lists as
 compiled, without the statistics of QK-norm. Blocks that stay in BF16 are as in the table.
 
-Offloaded activations (`train/activation_offload.py`) leave those of two blocks on the GPU.
+Offloaded activations (`train/activation_offload.py`) leave those of two blocks on the GPU. `separate_gradients.py` has
+the gradients that do not wait on the GPU for the update.
 
 The other allocations of a fused step were read from its code, not fitted:
 
@@ -82,6 +83,15 @@ from deskside.budget.format_costs import (
     saved_input_bytes,
     weight_copies,
 )
+from deskside.budget.separate_gradients import (
+    STACK_BYTES,
+    STACK_WEIGHTS,
+    gradients_in_backward,
+    gradients_in_update,
+    has_side_stream,
+    muon_bytes,
+    update_in_backward,
+)
 from deskside.budget.shape import Shape
 from deskside.budget.sizes import Sizes
 from deskside.budget.states import gpu_state_bytes
@@ -95,10 +105,7 @@ STREAM_ENDS, FUSED_STREAM_END = 7, 4
 RECOMPUTE_FACTOR = 1.36
 GRADIENTS_FACTOR = RECOMPUTE_FACTOR - 1  # temporary gradients of a block, relative to its activations
 LIBRARIES = 64 * 2**20  # bytes of cuBLAS workspaces
-STACK_WEIGHTS = 2**26  # weights that Muon updates at a time, unless a single matrix is larger
 BUCKET_WEIGHTS = 2**25  # size at which a bucket of gradients is summed between GPUs; it holds whole tensors
-# Bytes per weight of Muon's stack: bfloat16 iterate and two results, float32 weight and update.
-STACK_BYTES = 14
 # What the allocator reserved beyond the peak of allocated bytes: medians of measurements.
 RESERVED_SHARE, RESERVED_BYTES = 0.05, 256 * 2**20
 Items = dict[str, float]  # bytes by item
@@ -170,6 +177,10 @@ def _full_training(s: Sizes) -> dict[str, Items]:
     all_gradients: float = spec.weight_bytes * s.parameters
     one_layer = spec.weight_bytes * s.block_weights / s.layers
     earlier_gradients = all_gradients if several_passes else 0.0
+    released = spec.gradients != "device"
+    in_backward = update_in_backward(s)  # Muon's work on a released weight
+    if released:
+        earlier_gradients = 0.0
 
     # Converted weights: kept from forward to backward by autograd, or from step to step by the cache.
     copies = lasting_copies = 0.0
@@ -192,6 +203,10 @@ def _full_training(s: Sizes) -> dict[str, Items]:
     if spec.sharded:
         reduced = one_layer if several_passes else 2 * one_layer
 
+    def beside(backward: float, update: float) -> float:
+        """Return the memory of a backward and of an update on the same stream, or on a side stream."""
+        return backward + update if has_side_stream(spec) else max(backward, update)
+
     logits = s.chunk_tokens * s.vocabulary * logit_bytes(spec)
     hidden = hidden_bytes(spec) * s.pass_tokens * s.hidden
     always: Items = {
@@ -209,27 +224,31 @@ def _full_training(s: Sizes) -> dict[str, Items]:
         },
         "backward": {
             **always,
-            "gradients": max(earlier_gradients, head),
+            "gradients": head + gradients_in_backward(s) if released else max(earlier_gradients, head),
             "copies": copies,
             "activations": s.pass_tokens * layer.kept(checkpointing) + ends_in_backward,
             # The gradient of a tied head stays separate until the embedding's gradient is added.
             "logits": head if s.shape.tie_word_embeddings and several_passes else 0.0,
-            "workspace": gathered + reduced + experts + s.pass_tokens * layer.backward(checkpointing),
+            "workspace": gathered
+            + reduced
+            + beside(experts + s.pass_tokens * layer.backward(checkpointing), in_backward),
         },
         "gradients": {
             **always,
-            "gradients": all_gradients if several_passes else (all_gradients - root) / s.shards + root,
+            "gradients": root + gradients_in_backward(s)
+            if released
+            else (all_gradients if several_passes else (all_gradients - root) / s.shards + root),
             "copies": lasting_copies,
             "activations": s.pass_tokens * layer.block + ends_in_backward,
             "logits": 0.0,
             # With several passes, the peak is in a pass before the last one, where gradients are not reduced.
             "workspace": gathered_at_end
-            + (head if several_passes else reduced)
-            + s.pass_tokens * layer.last_gradients,
+            + (head if several_passes and not released else reduced)
+            + beside(s.pass_tokens * layer.last_gradients, in_backward),
         },
         "update": {
             **always,
-            "gradients": all_gradients / s.shards,
+            "gradients": gradients_in_update(s) if released else all_gradients / s.shards,
             "copies": lasting_copies,
             "activations": 0.0,
             "logits": 0.0,
@@ -299,15 +318,6 @@ def _adapter_training(s: Sizes, adapter: AdapterSpec) -> dict[str, Items]:
     }
 
 
-def offloaded_activation_bytes(s: Sizes) -> float:
-    """Return the bytes of one pass's activations that wait in host memory: what all blocks but the last save.
-
-    Only for steps with `activation_offloading`.
-    """
-    width = 4 if s.spec.precision == "fp32" else 2
-    return 2 * width * s.pass_tokens * s.hidden * (s.layers - 1)  # residual and delta
-
-
 def logit_bytes(spec: StepSpec) -> int:
     """Return the bytes per logit of a chunk: the logits, their gradient, and the gradient of the chunk before.
 
@@ -355,7 +365,7 @@ def expert_gradients(sizes: Sizes) -> float:
     matrix = shape.num_experts * shape.hidden_size * shape.moe_intermediate_size
     first = sizes.leaf("weights of the experts' first product", (2 if shape.gated_mlp else 1) * matrix)
     converted = 2 if spec.weights == "float32" else 0
-    if spec.accumulation == 1:
+    if spec.accumulation == 1 or spec.gradients != "device":
         return converted * first
     second = sizes.leaf("weights of the experts' second product", matrix)
     return (spec.weight_bytes + converted) * first + spec.weight_bytes * second
@@ -394,8 +404,11 @@ def saved_bytes_per_value(shape: Shape, spec: StepSpec) -> float:
 
 def _muon_stack_bytes(sizes: Sizes) -> float:
     """Return the bytes of the matrices that Muon updates at the same time."""
-    if sizes.spec.optimizer != "muon":
+    spec = sizes.spec
+    if spec.optimizer != "muon" or spec.gradients == "released":
         return 0.0
+    if spec.gradients == "host" or (spec.offload_optimizer and spec.weights == "bfloat16"):
+        return muon_bytes(sizes)
     mlp_width = max(sizes.shape.intermediate_size, sizes.shape.moe_intermediate_size)
     stack = max(STACK_WEIGHTS, sizes.shape.hidden_size * mlp_width)
     return STACK_BYTES * sizes.leaf("weights of Muon's stack", min(sizes.block_weights, stack))

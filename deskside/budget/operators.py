@@ -40,6 +40,7 @@ from deskside.budget.format_costs import (
     quantized,
     runs_as,
 )
+from deskside.budget.host_memory import host_gradient_bytes
 from deskside.budget.shape import Shape, attention_span
 from deskside.budget.sizes import Sizes
 from deskside.budget.states import ADAMW_STATE_BYTES, MUON_STATE_BYTES, state_bytes
@@ -367,7 +368,10 @@ def _transfers(s: Sizes) -> list[Operator]:
             operators.append(Operator("Muon, gathered", "communication", 2.0 * s.block_weights * share))
     elif spec.gpus > 1:
         operators.append(Operator("all-reduce", "communication", 2 * weights * share))
-    if spec.offload_optimizer:
+    if spec.gradients == "host":
+        operators.append(Operator("gradients, up for the update", "offload", host_gradient_bytes(s)))
+    # Beside the backward if each weight is updated there (`speed.exposed_seconds`).
+    if spec.offload_optimizer and spec.gradients != "released":
         operators.append(
             Operator("optimizer states, up and down at once", "offload", state_bytes(s).streamed)
         )

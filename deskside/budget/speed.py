@@ -23,10 +23,11 @@ from dataclasses import dataclass, field, replace
 
 from deskside.budget.format_costs import EMULATED_RATE_SHARE
 from deskside.budget.host import HostTimes, host_seconds, overlapped_seconds
-from deskside.budget.memory import offloaded_activation_bytes
+from deskside.budget.host_memory import host_gradient_bytes, offloaded_activation_bytes
 from deskside.budget.operators import PRODUCTS, TRAFFIC, Operator, step_operators
 from deskside.budget.shape import Shape
 from deskside.budget.sizes import Sizes
+from deskside.budget.states import state_bytes
 from deskside.budget.step_spec import StepSpec
 
 ITEMS = (
@@ -181,14 +182,30 @@ def step_seconds(shape: Shape, spec: StepSpec, rates: Rates) -> dict[str, float]
 
 
 def exposed_seconds(shape: Shape, spec: StepSpec, rates: Rates, device: float) -> float:
-    """Return by how much the transfers of offloaded activations are longer than the `device` seconds of a step.
+    """Return by how much the transfers beside the computation are longer than the `device` seconds of a step.
 
-    They run beside the computation: to the host in the forward, and back in the backward.
+    Activations travel to the host in the forward, and back in the backward. Gradients that are summed in host memory,
+    and the states of weights that are updated during the backward, travel in the backward, in both directions.
     """
-    if not spec.activation_offloading:
+    s = Sizes(shape, spec)
+    forward = spec.accumulation * offloaded_activation_bytes(s) if spec.activation_offloading else 0.0
+    up = forward
+    down: float = 0.0
+    if spec.gradients == "host":
+        down = spec.accumulation * host_gradient_bytes(s)
+        up += down - host_gradient_bytes(s)  # the first pass adds nothing
+    elif spec.gradients == "released" and spec.offload_optimizer:
+        down = state_bytes(s).streamed
+        up += down
+    backward = max(up, down)
+    if not forward + backward:
         return 0.0
-    amount = 2 * spec.accumulation * offloaded_activation_bytes(Sizes(shape, spec))
-    return max(0.0, amount / rates.host_bandwidth - device)
+    recomputed = spec.activation_checkpointing == "block"
+    in_forward = device / (
+        4 if recomputed else 3
+    )  # a backward takes twice as long as a forward, or three times
+    bandwidth = rates.host_bandwidth
+    return max(0.0, forward / bandwidth - in_forward) + max(0.0, backward / bandwidth - (device - in_forward))
 
 
 def tokens_per_second(shape: Shape, spec: StepSpec, rates: Rates) -> float:

@@ -14,9 +14,9 @@ import torch
 from deskside.doctor import check_attention, nvml
 from deskside.facts.gpus import find_device
 from deskside.train import environment_record
+from deskside.utils.host_memory import available_bytes, limit_bytes
 
 GIB = 2**30
-CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 CXX = ("g++",)  # what torch.compile looks for on a CPU, unless the environment sets CXX
 CC = ("gcc", "clang")  # what Triton looks for, unless the environment sets CC
 
@@ -39,8 +39,8 @@ def collect() -> dict[str, Any]:
         "gpus": [] if cuda_error else [_gpu(index, memory) for index in range(torch.cuda.device_count())],
         "visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
         "architectures": torch.cuda.get_arch_list(),  # that torch was built for
-        "memory_available_gib": _gib(_memory_available()),
-        "memory_limit_gib": _gib(_memory_limit()),
+        "memory_available_gib": _gib(available_bytes()),
+        "memory_limit_gib": _gib(limit_bytes()),
         "shm": _space("/dev/shm"),
         "temporary": _space(tempfile.gettempdir()),
         "triton": facts["packages"]["triton"] if util.find_spec("triton") else None,
@@ -104,22 +104,6 @@ def _gpu(index: int, before: dict[str, dict[str, Any]]) -> dict[str, Any]:
             "source": "published",
         },
     }
-
-
-def _memory_available() -> int | None:
-    with suppress(OSError):
-        for line in Path("/proc/meminfo").read_text("utf-8").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return None
-
-
-def _memory_limit() -> int | None:
-    """Return the container's memory limit in bytes (cgroup v2), None if there is none."""
-    with suppress(OSError):
-        text = CGROUP_LIMIT.read_text("utf-8").strip()
-        return int(text) if text.isdecimal() else None
-    return None
 
 
 def _space(folder: str) -> dict[str, Any] | None:

@@ -250,7 +250,9 @@ def build(
             AdamWGroup("head", with_role("head"), config.head_lr * scaling.embedding_lr, 0.0),
             AdamWGroup("scalar", with_role("vector"), config.scalar_lr * scaling.lr, 0.0),
         ]
-        muon = Muon(with_role("matrix"), config, streamer, fused, bool(separate))
+        # With momentum in host memory, Muon computes float32 directions of all weights that it updates together.
+        one_by_one = bool(separate) or (config.offload and config.weights == "bfloat16")
+        muon = Muon(with_role("matrix"), config, streamer, fused, one_by_one)
         muon.peak_lr = config.lr * scaling.lr
         muon.peak_weight_decay = config.weight_decay * scaling.weight_decay
     groups = [group for group in groups if group.parameters]

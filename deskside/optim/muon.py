@@ -139,6 +139,7 @@ class Muon:
     ):
         self.parameters = parameters
         self.config = config
+        self.separate = separate
         self.streamer = streamer
         self.lr = self.peak_lr = 0.0
         self.weight_decay = self.peak_weight_decay = 0.0
@@ -192,12 +193,14 @@ class Muon:
         self.create_state()
         if skip is None:
             skip = torch.zeros((), device=local(self.parameters[0].parameter).device)
-        directions: dict[str, Tensor] = {}
-        if self.streamer is not None:
-            directions = self._streamed_directions(infos, self.streamer, skip)
-        for stack in self._stacks:
-            if stack.slices[0].info.name in names:
-                self._update_stack(stack, directions, skip)
+        for group in [[info] for info in infos] if self.separate else [infos]:
+            directions: dict[str, Tensor] = {}
+            if self.streamer is not None:
+                directions = self._streamed_directions(group, self.streamer, skip)
+            updated = {info.name for info in group}
+            for stack in self._stacks:
+                if stack.slices[0].info.name in updated:
+                    self._update_stack(stack, directions, skip)
 
     def _streamed_directions(
         self, infos: list[ParameterInfo], streamer: Streamer, skip: Tensor

@@ -298,6 +298,8 @@ def fastest_that_fits(request: PlanRequest, base: Setting) -> StepEstimate:
     best: StepEstimate | None = None
     for setting in _ladder(request, base):
         step = estimate_max_microbatch(setting, request.calibration, request.card.memory_bytes)
+        if best is not None and not step.fits_host(request.card.host_bytes):
+            continue
         if best is None or _rank(step) < _rank(best):
             best = step
         enough = min(ENOUGH_PASS_TOKENS, pass_sizes(setting)[0])

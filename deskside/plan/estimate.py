@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from deskside.budget.format_costs import LowFormat, emulated, quantized
 from deskside.budget.host import host_sensitivity
+from deskside.budget.host_memory import host_memory
 from deskside.budget.memory import Memory, training_memory
 from deskside.budget.shape import flops_per_token
 from deskside.budget.speed import Rates, step_seconds
@@ -37,6 +38,7 @@ LINK_SPREAD = 0.5  # error of the communication time, as a share: no run on seve
 HOST_SPREAD = {True: 0.15, False: 0.5}
 HOST_BOUND = 0.5  # d log(step) / d log(host) from which a plan calls a step host-bound
 MAX_SPEED_SPREAD = 0.9  # keeps the low end of a speed above zero
+HOST_SHARE = 0.9  # of the host's memory that may be page-locked; the process itself needs the rest
 MAX_PASS_TOKENS = 2**18  # larger passes are not faster
 
 
@@ -89,7 +91,8 @@ class Setting(StepOptions):
     def shardable(self) -> bool:
         """True if training supports sharding of this setting over several GPUs."""
         memory_saving = self.states == "8bit" or self.offload_optimizer or self.adapter is not None
-        return not quantized(self.precision) and not memory_saving and self.weights == "float32"
+        in_float32 = self.weights == "float32" and self.gradients == "device"
+        return not quantized(self.precision) and not memory_saving and in_float32
 
     @property
     def tokens_per_step(self) -> float:
@@ -171,6 +174,16 @@ class StepEstimate:
         if high <= self.capacity:
             return "fits"
         return "tight" if expected <= self.capacity else "no"
+
+    @property
+    def host_memory(self) -> dict[str, int]:
+        """Page-locked bytes of host memory, by item, in the stage that needs most."""
+        stages = (host_memory(shape, spec) for _, shape, spec in self.setting.step_specs())
+        return max(stages, key=lambda items: sum(items.values()))
+
+    def fits_host(self, host_bytes: int | None) -> bool:
+        """Return True if the page-locked memory fits into this much host memory, or if that is unknown."""
+        return host_bytes is None or sum(self.host_memory.values()) <= HOST_SHARE * host_bytes
 
     @property
     def accumulation(self) -> int:
@@ -266,8 +279,10 @@ def pass_sizes(setting: Setting) -> list[int]:
     """Return the tokens per pass to try, largest first.
 
     Each divides the steps of all stages evenly and is at most half of the size before it, so that a search over them
-    takes few evaluations.
+    takes few evaluations. If gradients are released, a step is one pass.
     """
+    if setting.gradients == "released":
+        return [min(stage.tokens for stage in setting.stages) // setting.gpus]
     longest = setting.sequence_length
     rows = math.gcd(*(stage.tokens // (longest * setting.gpus) for stage in setting.stages))
     small_divisors = [n for n in range(1, math.isqrt(max(1, rows)) + 1) if rows % n == 0]
@@ -347,7 +362,7 @@ def setting_from_config(
 
 def optim_options(setting: Setting) -> dict[str, Any]:
     """Return the optimizer options that differ from the defaults, and the optimizer's name with them: format of the
-    weights, format of the states, offloading."""
+    weights, format of the states, offloading, place of the gradients."""
     result: dict[str, Any] = {}
     if setting.weights != "float32":
         result["weights"] = setting.weights
@@ -355,6 +370,8 @@ def optim_options(setting: Setting) -> dict[str, Any]:
         result["states"] = setting.states
     if setting.offload_optimizer:
         result["offload"] = True
+    if setting.gradients != "device":
+        result["gradients"] = setting.gradients
     if result or setting.optimizer != defaults().optim.name:
         result["name"] = setting.optimizer
     return result

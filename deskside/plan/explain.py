@@ -13,6 +13,7 @@ from deskside.budget.host import host_seconds, overlapped_seconds
 from deskside.budget.loss import LAW, expected_bpb
 from deskside.budget.memory import RESERVED_BYTES, RESERVED_SHARE, explain_memory
 from deskside.budget.operators import Operator, step_operators
+from deskside.budget.separate_gradients import has_side_stream
 from deskside.budget.shape import flops_per_token, matmul_params
 from deskside.budget.speed import Rates, exposed_seconds, operator_seconds, step_seconds
 from deskside.budget.terms import Line, explained, leaf, traced
@@ -29,7 +30,7 @@ UNITS = {"matmul": "FLOP", "head": "FLOP", "optimizer_matmul": "FLOP", "attentio
 DESCRIPTIONS = {
     "memory.weights": "weights",
     "memory.optimizer": "optimizer states",
-    "memory.gradients": "float32 gradients",
+    "memory.gradients": "gradients on the card",
     "memory.copies": "weights converted to the format of the products",
     "memory.activations": "activations saved for the backward pass",
     "memory.logits": "logits of a chunk, and gradients of logits, head and hidden states",
@@ -45,7 +46,7 @@ DESCRIPTIONS = {
     "speed.optimizer": "optimizer update",
     "speed.recompute": "activation checkpointing",
     "speed.communication": "communication between GPUs",
-    "speed.offload": "optimizer states to the host and back",
+    "speed.offload": "optimizer states, gradients and activations to the host and back",
     "speed.launches": "tails of small kernels",
     "speed.host": "waiting for the host to launch kernels",
     "speed.tokens_per_second": "speed and its range",
@@ -199,12 +200,12 @@ def _speed(plan: Plan, shown: StepEstimate, item: str) -> list[Line]:
         in_units = replace(operator, amount=leaf(unit, operator.amount))
         lines += explained("  takes", operator_seconds(in_units, named_rates, spec), "s")
         times.append(leaf(operator.name, lines[-1].value))
-    if item == "offload" and spec.activation_offloading:
+    if item == "offload" and (spec.activation_offloading or has_side_stream(spec)):
         device = sum(operator_seconds(operator, rates, spec) for operator in step_operators(shape, spec))
         exposed = exposed_seconds(shape, spec, rates, device)
         nothing = "none: they take less time than the computation"
-        lines += explained("activations, beyond the time of the computation", exposed, "s", nothing)
-        times.append(leaf("activations", exposed))
+        lines += explained("transfers beside the computation, beyond its time", exposed, "s", nothing)
+        times.append(leaf("transfers beyond it", exposed))
     if not times:
         return explained(item, 0.0, "s", nothing="none in this run")
     if len(stages) == 1:

@@ -10,7 +10,7 @@ Each remedy is listed with the memory that it saves and its cost. The kinds:
 Combinations are tried in the order of their cost. Options that only cost speed (activation checkpointing, loss chunks,
 rows per pass, cached weights, sharding) are chosen by `candidates.fastest_that_fits` for every combination. The
 combinations vary the other options: number format, optimizer, format of the stored weights, format and location of the
-optimizer states, sequence length. On memory, the verdict "no" means that none of them fits.
+optimizer states, location of the gradients, sequence length. On memory, the verdict "no" means that none of them fits.
 """
 
 import itertools
@@ -19,11 +19,17 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from deskside.budget.format_costs import LowFormat, Precision, quantized
-from deskside.budget.memory import offloaded_activation_bytes
+from deskside.budget.host_memory import host_gradient_bytes, offloaded_activation_bytes
 from deskside.budget.shape import num_params
 from deskside.budget.sizes import Sizes
 from deskside.budget.states import state_bytes
-from deskside.budget.step_spec import Checkpointing, OptimizerName, StateFormat, WeightFormat
+from deskside.budget.step_spec import (
+    Checkpointing,
+    GradientPlace,
+    OptimizerName,
+    StateFormat,
+    WeightFormat,
+)
 from deskside.config import merge, presets
 from deskside.config.model import ModelConfig
 from deskside.facts.gpus import gpus
@@ -46,8 +52,9 @@ from deskside.utils.format import count, gib
 MIN_SEQUENCE_LENGTH = 512  # no remedy makes rows shorter than this
 MAX_HALVINGS = 3  # of the sequence length
 # Costs of changes, which only define the order of combinations. A shorter context costs more than any other change.
-OTHER_OPTIMIZER_COST, SMALL_STATES_COST, OFFLOAD_COST, SMALL_WEIGHTS_COST = 1, 2, 3, 4
-OTHER_FORMAT_COST, HALVED_ROWS_COST = 11, 12
+OFFLOAD_COST = HOST_GRADIENTS_COST = 1
+OTHER_OPTIMIZER_COST, SMALL_STATES_COST, SMALL_WEIGHTS_COST, RELEASED_GRADIENTS_COST = 1, 2, 4, 5
+OTHER_FORMAT_COST, HALVED_ROWS_COST = 16, 32
 RemedyKind = Literal["change", "hardware", "other model", "elsewhere"]
 GPU_COUNTS = (2, 4, 8)  # numbers of cards that a remedy proposes
 CHECKPOINTING_LEVELS: tuple[tuple[Checkpointing, str], ...] = (
@@ -57,6 +64,7 @@ CHECKPOINTING_LEVELS: tuple[tuple[Checkpointing, str], ...] = (
     ("block", "whole blocks"),
 )
 STATE_FORMATS: dict[StateFormat, str] = {"float32": "32 bits", "bfloat16": "16 bits", "8bit": "8 bits"}
+FASTER_SHARE = 0.05  # by which a combination must be faster to be offered
 MAX_NAMED_CARDS = 3  # examples of a larger card
 
 
@@ -98,9 +106,9 @@ def remedies(request: PlanRequest, requested: StepEstimate) -> list[Remedy]:
         if saves > 0:
             result.append(replace(_remedy(what, "change", requested, trial_step, costs), saves_bytes=saves))
     result += [*_hardware(request, requested), *_smaller_model(request, requested)]
-    weights = requested.memory.items.get("weights", 0) + requested.memory.items.get("gradients", 0)
+    weights = requested.memory.items.get("weights", 0)
     costs = "deskside cannot do this yet; each layer's weights are transferred in each pass (as in llmq)"
-    what = "weights and gradients in the host's memory"
+    what = "weights in the host's memory"
     return [*result, Remedy(what, "elsewhere", float(weights), None, None, costs, {})]
 
 
@@ -185,6 +193,10 @@ def _changes(requested: Setting) -> Iterator[tuple[str, Setting, str]]:
                     "updates and sums of gradients are rounded stochastically",
                 )
             continue
+        if lean.gradients != requested.gradients:
+            if lean == replace(requested, gradients=lean.gradients):
+                yield _gradients_change(lean)
+            continue
         if lean.offload_optimizer:
             *_, (_, shape, spec) = lean.step_specs()
             host_bytes = gib(state_bytes(Sizes(shape, spec)).streamed)
@@ -209,6 +221,20 @@ def _changes(requested: Setting) -> Iterator[tuple[str, Setting, str]]:
             cut,
             "the model is not trained on longer contexts",
         )
+
+
+def _gradients_change(lean: Setting) -> tuple[str, Setting, str]:
+    """Return (description, setting, cost) of gradients that do not wait on the GPU."""
+    if lean.gradients == "released":
+        costs = "one pass per step; gradients are not clipped, and a bad step is skipped only in part"
+        return "weights updated during the backward pass", lean, costs
+    *_, (_, shape, spec) = lean.step_specs()
+    needed = gib(host_gradient_bytes(Sizes(shape, spec)))
+    return (
+        "gradients in the host's memory",
+        lean,
+        f"{needed} of the host's memory; transferred in each pass",
+    )
 
 
 def _hardware(request: PlanRequest, requested: StepEstimate) -> Iterator[Remedy]:
@@ -280,18 +306,51 @@ def combinations(request: PlanRequest, start: Setting) -> Iterator[Setting]:
     for (format_cost, base), halvings in itertools.product(in_formats, _possible_halvings(start)):
         for optimizer_cost, setting in _optimizers(_with_halved_rows(base, halvings)):
             combined.append((format_cost + HALVED_ROWS_COST * halvings + optimizer_cost, setting))
-    combined.sort(key=lambda pair: pair[0])
+    combined.sort(
+        key=lambda pair: pair[0]
+    )  # the cost of a format or of shorter rows exceeds that of all others
     yield from (setting for _, setting in combined)
 
 
-def first_that_fits(request: PlanRequest, start: Setting) -> StepEstimate | None:
-    """Return the cheapest combination that fits at the high end of the memory range; None if none does."""
+def best_that_fits(request: PlanRequest, start: Setting) -> tuple[StepEstimate | None, StepEstimate | None]:
+    """Return (the combination to run, a faster one or None), of those that fit at the high end of the memory range.
+
+    The combination to run changes as little as possible of what determines the loss (number format, rows, optimizer,
+    rounding of weights and states), and is the fastest one with these; None if nothing fits. The faster one has the
+    same number format and rows, and is faster by more than `FASTER_SHARE`.
+    """
+    fitting: list[StepEstimate] = []
     for setting in combinations(request, start):
+        if fitting and _task(setting) != _task(fitting[0].setting):
+            break
         if minimum_memory(request, setting).fits == "fits":
             step = fastest_that_fits(request, setting)
-            if step.fits == "fits":
-                return step
-    return None
+            if step.fits == "fits" and step.fits_host(request.card.host_bytes):
+                fitting.append(step)
+    if not fitting:
+        return None, None
+    least = min(_change_of_loss(start, step.setting) for step in fitting)
+    chosen = max(
+        (step for step in fitting if _change_of_loss(start, step.setting) == least),
+        key=lambda step: step.tokens_per_second[1],
+    )
+    fastest = max(fitting, key=lambda step: step.tokens_per_second[1])
+    is_faster = fastest.tokens_per_second[1] > (1 + FASTER_SHARE) * chosen.tokens_per_second[1]
+    return chosen, fastest if is_faster else None
+
+
+def _task(setting: Setting) -> tuple[Precision, int]:
+    return setting.precision, setting.sequence_length
+
+
+def _change_of_loss(start: Setting, setting: Setting) -> int:
+    """Return the cost of the changes that have an effect on the loss of each step."""
+    cost = OTHER_OPTIMIZER_COST * (setting.optimizer != start.optimizer)
+    cost += SMALL_STATES_COST * (setting.states != start.states)
+    cost += SMALL_WEIGHTS_COST * (setting.weights != start.weights)
+    return cost + RELEASED_GRADIENTS_COST * (
+        "released" in (setting.gradients, start.gradients) and setting.gradients != start.gradients
+    )
 
 
 def minimum_memory(request: PlanRequest, setting: Setting) -> StepEstimate:
@@ -352,15 +411,31 @@ def _optimizers(setting: Setting, names: tuple[OptimizerName, ...] = ()) -> Iter
         small: StateFormat = "bfloat16" if base.sharded else "8bit"
         full_training = base.adapter is None and not base.sharded and base.precision != "fp32"
         all_weights: tuple[WeightFormat, ...] = ("bfloat16",) if full_training else ()
-        for weights, states, offload in itertools.product(
+        places: tuple[GradientPlace, ...] = (base.gradients,)
+        if base.gradients == "device" and base.adapter is None and base.gpus == 1:
+            places = ("device", "host", "released") if _may_release(base) else ("device", "host")
+        for weights, states, offload, gradients in itertools.product(
             dict.fromkeys((base.weights, *all_weights)),
             dict.fromkeys((base.states, small)),
             dict.fromkeys((base.offload_optimizer, not base.sharded or base.offload_optimizer)),
+            places,
         ):
             cost = optimizer_cost + SMALL_STATES_COST * (states != base.states)
             cost += OFFLOAD_COST * (offload != base.offload_optimizer)
             cost += SMALL_WEIGHTS_COST * (weights != base.weights)
-            yield cost, replace(base, weights=weights, states=states, offload_optimizer=offload)
+            cost += {"host": HOST_GRADIENTS_COST, "released": RELEASED_GRADIENTS_COST}.get(gradients, 0) * (
+                gradients != base.gradients
+            )
+            yield (
+                cost,
+                replace(base, weights=weights, states=states, offload_optimizer=offload, gradients=gradients),
+            )
+
+
+def _may_release(setting: Setting) -> bool:
+    """Return True if gradients may be released: a step is one pass, and gradients are not clipped (Muon's default)."""
+    same_batch = len({stage.tokens for stage in setting.stages}) == 1
+    return same_batch and setting.tokens_per_step == setting.micro_tokens and setting.optimizer == "muon"
 
 
 def _possible_halvings(setting: Setting) -> list[int]:

@@ -26,6 +26,7 @@ from deskside.plan.published import Speedup
 from deskside.utils import format
 from deskside.utils.errors import UsageError
 from deskside.utils.format import gib
+from deskside.utils.host_memory import usable_bytes
 
 MAX_BUDGET = {"hours": 1e6, "tokens": 1e16, "flops": 1e30}  # 114 years; many times the text that exists
 UNTRAINED_BPB = 3.4  # bits per byte of a uniform distribution over 32,768 tokens of 4.4 bytes each
@@ -85,7 +86,8 @@ class PlanCard:
     """The GPU to plan for.
 
     memory_bytes: memory that programs can use, or for a card in this machine, the memory that is free now; gpu: the
-    card's data sheet, None if it is not in the table; machine: this machine if it contains the card, else None.
+    card's data sheet, None if it is not in the table; machine: this machine if it contains the card, else None;
+    host_bytes: memory of its host that programs can use now, None if unknown.
     """
 
     name: str
@@ -93,6 +95,7 @@ class PlanCard:
     memory_source: str
     gpu: Gpu | None
     machine: probe_store.Machine | None = None
+    host_bytes: int | None = None
 
     @property
     def is_cpu(self) -> bool:
@@ -325,7 +328,7 @@ def _card(q: PlanQuestion) -> tuple[PlanCard, list[probe_store.Row], list[str]]:
                 f"{gib(in_use)} of the card's {gib(machine.memory_bytes)} are in use by other programs, so the plan "
                 f"does not use them; close these programs and plan again to use all of the memory"
             )
-    card = PlanCard(machine.card, memory, source, gpu_here, machine)
+    card = PlanCard(machine.card, memory, source, gpu_here, machine, usable_bytes())
     rows = store.require(machine)
     if not rows and gpu_here is None:
         what = "the CPU" if card.is_cpu else "a GPU without a data sheet here"

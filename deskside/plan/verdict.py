@@ -11,6 +11,7 @@ too few tokens for the model's size is always reported.
 """
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -42,8 +43,8 @@ from deskside.plan.estimate import (
 )
 from deskside.plan.remedies import (
     Remedy,
+    best_that_fits,
     combinations,
-    first_that_fits,
     minimum_memory,
     minimum_over_changes,
     remedies,
@@ -64,6 +65,7 @@ CHANGED_OPTIONS = (
     ("--optim.weights", "weights"),
     ("--optim.states", "states"),
     ("--optim.offload", "offload_optimizer"),
+    ("--optim.gradients", "gradients"),
 )
 FEW_TOKENS = 1 / 3  # share of the compute-optimal tokens below which a plan reports that they are too few
 
@@ -149,10 +151,14 @@ def _check_memory(
     # The run does not fit as set by the user, so these options may be changed too.
     request = replace(request, overrides={})
     start = with_max_microbatch_unless_set(request, requested.setting)
-    changed = first_that_fits(request, start)
+    changed, faster = best_that_fits(request, start)
     if changed is not None:
-        changes = f"it fits with {_differences(requested, changed)}"
-        return changed, "yes-if", [f"as requested it needs {needs}", changes]
+        reasons = [f"as requested it needs {needs}", f"it fits with {_differences(requested, changed)}"]
+        if changed.host_memory:
+            reasons.append(host_memory_text(changed.host_memory, request.card.host_bytes))
+        if faster is not None:
+            reasons.append(f"faster, with more rounding or changes: {_differences(requested, faster)}")
+        return changed, "yes-if", reasons
     possible = (s for s in combinations(request, start) if minimum_memory(request, s).fits != "no")
     for step in itertools.chain([requested], (fastest_that_fits(request, setting) for setting in possible)):
         if step.fits == "tight":
@@ -165,6 +171,13 @@ def _check_memory(
     changes = _differences(requested, smallest)
     least = f"with all memory-saving options together ({changes}) it still needs {needed}"
     return None, "no", [f"as requested it needs {needs}", least]
+
+
+def host_memory_text(items: Mapping[str, int], available: int | None) -> str:
+    """Return the page-locked host memory of a run as text. available: the host's memory, if it is known."""
+    parts = ", ".join(f"{item} {gib(size)}" for item, size in items.items())
+    of = "" if available is None else f" of {gib(available)} that can be used now"
+    return f"it needs {gib(sum(items.values()))} of the host's memory{of}: {parts}"
 
 
 def _differences(requested: StepEstimate, changed: StepEstimate) -> str:

@@ -28,6 +28,7 @@ from deskside.train.prepare.attention_backends import choose_attention
 from deskside.train.prepare.batch_size_finder import BatchSizeFinder
 from deskside.train.prepare.preflight import EVALUATE_SHARE, TimeBudget, check_start
 from deskside.train.prepare.step_planning import (
+    check_host_memory,
     first_facts,
     first_plan,
     mean_tokens,
@@ -249,6 +250,8 @@ class _Run:
         )
         execution = setup.prepare_execution(config, model, world, recipe, self.precision_facts)
         self.recipe, self.execution_mode = recipe, execution.mode
+        if world.device.type == "cuda":
+            check_host_memory(config, recipe, execution.mode)
         self.context = TrainContext(
             config=config,
             world=world,

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from deskside.budget.format_costs import Precision, quantized
+from deskside.budget.host_memory import host_memory
 from deskside.budget.memory import training_memory
 from deskside.budget.step_spec import StepSpec
 from deskside.config.duration import Duration
@@ -15,7 +16,9 @@ from deskside.run.directory import RunDirectory
 from deskside.train.loop.clock import Revision, StepPlan, remaining_steps
 from deskside.train.prepare.batch_size_finder import StageWork
 from deskside.train.prepare.preflight import MARGIN, RECOMMENDED_STEPS, too_short
-from deskside.utils.errors import RunError
+from deskside.utils.errors import RunError, UsageError
+from deskside.utils.format import gib
+from deskside.utils.host_memory import usable_bytes
 
 
 def first_plan(
@@ -141,13 +144,41 @@ def modelled_memory_gib(
     recipe: the chosen precision recipe. mode: see `setup.Execution`. native: True if FP8 products run on tensor cores;
     NVFP4 products are assumed to be emulated.
     """
+    spec = _step_spec(config, micro_tokens, recipe, mode, native, processes, sharded)
+    return training_memory(config.model, spec).allocated / 2**30
+
+
+def check_host_memory(config: RunConfig, recipe: str, mode: str) -> None:
+    """Raise UsageError if this machine lacks the host memory that the run would page-lock with one row per pass."""
+    longest = max(stage.sequence_length for stage in config.stages())
+    items = host_memory(config.model, _step_spec(config, longest, recipe, mode, False, 1, False))
+    needed, usable = sum(items.values()), usable_bytes()
+    if usable is None or needed <= usable:
+        return
+    parts = ", ".join(f"{item} {gib(size)}" for item, size in items.items())
+    raise UsageError(
+        f"host memory: this run keeps {gib(needed)} there ({parts}), and this machine has {gib(usable)} left; close "
+        f"other programs, or use --optim.states 8bit, --optim.weights bfloat16, --optim.gradients released or a "
+        f"smaller model"
+    )
+
+
+def _step_spec(
+    config: RunConfig,
+    micro_tokens: int,
+    recipe: str,
+    mode: str,
+    native: bool,
+    processes: int,
+    sharded: bool,
+) -> StepSpec:
     passes = 1 if micro_tokens * processes >= config.batch.tokens else 2  # more than two need no more memory
     precision, layers = cast("Precision", recipe), config.model.num_hidden_layers
     kept = recipe_of(config, precision).kept_blocks(layers) if quantized(precision) else (0, 0)
     formats = format_options(config, precision, {"fp8"} if native else (), mode == "fused")
     if sharded and formats["copies"] == "step":
         formats["copies"] = "use"
-    work = StepSpec(
+    return StepSpec(
         sequence_length=micro_tokens,  # the number of rows in a pass does not matter for memory
         tokens=passes * micro_tokens * processes,
         micro_tokens=micro_tokens,
@@ -158,7 +189,6 @@ def modelled_memory_gib(
         **step_options(config),
         **formats,
     )
-    return training_memory(config.model, work).allocated / 2**30
 
 
 def mean_tokens(stages: Sequence[StageWork]) -> float:

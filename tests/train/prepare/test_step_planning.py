@@ -8,9 +8,11 @@ import pytest
 from deskside.budget.format_costs import LowFormat
 from deskside.budget.memory import training_memory
 from deskside.budget.step_spec import StepSpec
-from deskside.config import merge
+from deskside.config import merge, presets
 from deskside.plan.estimate import peak_memory, setting_from_config
+from deskside.train.prepare import step_planning
 from deskside.train.prepare.step_planning import modelled_memory_gib
+from deskside.utils.errors import UsageError
 
 ROWS = 1024
 
@@ -75,3 +77,14 @@ def test_what_makes_the_memory_of_a_step_differ() -> None:
     ]
     assert len({round(value, 6) for value in found}) == len(found)
     assert gib(weight_cache=False) < gib() < gib("nvfp4-eden")
+
+
+def test_too_little_host_memory_is_refused_with_its_items(monkeypatch: pytest.MonkeyPatch) -> None:
+    optim = {"name": "muon", "offload": True, "gradients": "host"}
+    config = merge.build([*presets.layers("710m"), {"optim": optim}])
+    monkeypatch.setattr(step_planning, "usable_bytes", lambda: 2**30)
+    with pytest.raises(UsageError, match=r"optimizer states .*iB, gradients .*iB.*1\.0 GiB left"):
+        step_planning.check_host_memory(config, "bf16", "fused")
+    for enough in (2**33, None):
+        monkeypatch.setattr(step_planning, "usable_bytes", lambda size=enough: size)
+        step_planning.check_host_memory(config, "bf16", "fused")

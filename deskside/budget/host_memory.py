@@ -1,0 +1,36 @@
+"""Bytes of page-locked host memory that a step needs: what waits there instead of on the GPU, item by item.
+
+optimizer states    of matrices and tables, if they are offloaded
+gradients           one sum per weight, in the weights' format, if gradients are in host memory
+activations         what recomputed blocks save in a pass, of all blocks but the last, if activations are offloaded
+"""
+
+from deskside.budget.shape import Shape
+from deskside.budget.sizes import Sizes
+from deskside.budget.states import state_bytes
+from deskside.budget.step_spec import StepSpec
+
+
+def host_memory(shape: Shape, spec: StepSpec) -> dict[str, int]:
+    """Return the bytes of page-locked memory of one process, by item; only items that are not zero."""
+    s = Sizes(shape, spec)
+    items = {
+        "optimizer states": state_bytes(s).streamed if spec.offload_optimizer else 0.0,
+        "gradients": host_gradient_bytes(s) if spec.gradients == "host" else 0.0,
+        "activations": offloaded_activation_bytes(s) if spec.activation_offloading else 0.0,
+    }
+    return {item: int(size) for item, size in items.items() if size}
+
+
+def host_gradient_bytes(s: Sizes) -> float:
+    """Return the bytes of all gradients but those of norms and biases, which stay on the GPU."""
+    return s.spec.weight_bytes * (s.block_weights + s.root_weights)
+
+
+def offloaded_activation_bytes(s: Sizes) -> float:
+    """Return the bytes of one pass's activations that wait in host memory: what all blocks but the last save.
+
+    Only for steps with `activation_offloading`.
+    """
+    width = 4 if s.spec.precision == "fp32" else 2
+    return 2 * width * s.pass_tokens * s.hidden * (s.layers - 1)  # residual and delta
