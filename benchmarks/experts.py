@@ -99,7 +99,7 @@ def measure(tokens: int, experts: int, k: int, hidden: int, width: int) -> dict[
         output = right.shape[1 if transpose else -1]
         flops = 2 * left.numel() * output
         size = 2 * (left.numel() + rows * output + chosen * left.shape[1] * output)
-        used = grouped.grouped_backend((left, right), experts)
+        used = grouped.grouped_backend(left.device, left.dtype, (experts, left.shape[1], output), rows)
         for backend, (matmul, weight_gradient) in grouped.PRODUCTS.items():
             supported = grouped.supports(backend, left.device, left.dtype, (left.shape[1], output))
             if backend == "loop" or not (supported and grouped.agrees(backend, left.device, left.dtype)):

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from deskside.engine import steps
 from deskside.engine.counter_rng import stream_of
+from deskside.engine.fused import experts_wait
 from deskside.engine.pages import Key, Pages, page_keys
 from deskside.engine.requests import (
     Event,
@@ -486,13 +487,13 @@ class Engine:
         return slots, Graphs() if self._use_graphs else None
 
     def _capturable(self, model: CachedModel) -> bool:
-        """Return True if a decoding step of this model never waits for the host.
+        """Return True if a decoding step of this model never waits for the device.
 
         The products of experts may wait, and so may attention outside of the decoding kernel.
         """
-        config = model.model.config
+        config, tokens = model.model.config, bucket(self.max_batch) * (1 + self.num_drafts)
         queries = (1 + self.num_drafts) * (config.num_attention_heads // config.num_key_value_heads)
-        return not config.num_experts and kernel_supports(queries, model.cache.k[0])
+        return kernel_supports(queries, model.cache.k[0]) and not experts_wait(model.model, tokens)
 
     def _check(self, request: Request) -> None:
         check_prompt(request.prompt, self.vocabulary, self.max_length)

@@ -2,19 +2,21 @@
 
 With one new token per row, each kernel takes a few microseconds whatever it computes, so the time of a step is
 proportional to its number of kernels. A block takes ten here: add + norm, matmul, QK-norm + RoPE + cache write,
-attention (two kernels), matmul; add + norm, matmul, activation, matmul. The results equal those of the model's own
-modules up to rounding. An attention or MLP that the kernels do not cover runs in its own module.
+attention (two kernels), matmul; add + norm, matmul, activation, matmul. With experts, the second half takes six: add +
+norm, router, routing, gathered product with activation, product, sum by token. The results equal those of the model's
+own modules up to rounding. An attention or MLP that the kernels do not cover runs in its own module.
 """
 
 from torch import Tensor
 
 from deskside.config.dimensions import uncovered_reason
-from deskside.kernels import fused
+from deskside.kernels import fused, moe
 from deskside.kernels.decode import qk_norm_rope_into_cache
 from deskside.kernels.fused import QkvLayout
-from deskside.model.block import MLP, Attention, Block, CachedBlocks, LayerCache
+from deskside.model.block import MLP, Attention, Block, CachedBlocks, LayerCache, MoE
 from deskside.model.transformer import Transformer
 from deskside.ops.composite import AddNormLinear, RMSNorm, attention
+from deskside.ops.moe import Experts
 
 
 class FusedBlocks(CachedBlocks):
@@ -32,6 +34,8 @@ class FusedBlocks(CachedBlocks):
             residual_BTD, delta_BTD = block.attn.forward_cached(residual_BTD, delta_BTD, layer_cache)
         if isinstance(block.mlp, MLP) and covers_mlp(block.mlp):
             return self._mlp(block.mlp, residual_BTD, delta_BTD)
+        if isinstance(block.mlp, MoE) and covers_experts(block.mlp):
+            return self._experts(block.mlp, residual_BTD, delta_BTD)
         residual_BTD, delta_BTD, *_ = block.mlp(residual_BTD, delta_BTD)
         return residual_BTD, delta_BTD
 
@@ -82,6 +86,27 @@ class FusedBlocks(CachedBlocks):
         assert isinstance(hidden_NF, Tensor)
         return residual_ND.view_as(residual_BTD), mlp.output.projection(hidden_NF).view_as(residual_BTD)
 
+    @staticmethod
+    def _experts(mlp: MoE, residual_BTD: Tensor, delta_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        residual_ND, normed_ND = _add_norm(mlp.input, residual_BTD, delta_BTD)
+        mixture = mlp.mixture
+        experts = mixture.experts
+        gate_up, down = (
+            weight.to(normed_ND.dtype) for weight in (experts.gate_up_weight, experts.down_weight)
+        )
+        routing = moe.route(
+            mixture.router(normed_ND),
+            mixture.experts_per_token,
+            mixture.normalise,
+            sigmoid=mixture.sigmoid,
+            bias_E=mixture.e_score_correction_bias,
+        )
+        gated = len(experts.slices["gate_up_weight"]) == 2
+        hidden_SF = moe.gathered_gated(normed_ND, gate_up, routing, experts.activation, gated)
+        out_SD = moe.grouped_matmul(hidden_SF, down, routing.ends_E, transpose=True)
+        delta_ND = moe.combine(out_SD, routing.slots_Nk)
+        return residual_ND.view_as(residual_BTD), delta_ND.view_as(residual_BTD)
+
 
 def covers_attention(attn: Attention) -> bool:
     """Return True if the fused kernels support this attention layer."""
@@ -93,11 +118,28 @@ def covers_mlp(mlp: MLP) -> bool:
     return _covers(mlp.input)
 
 
-def _covers(operator: AddNormLinear, head_dim: int = 1) -> bool:
-    norm_first = isinstance(operator.norm, RMSNorm) and operator.position == "pre"
-    reason = uncovered_reason(
-        rmsnorm_first=norm_first, num_projections=len(operator.projections), head_dim=head_dim
+def covers_experts(mlp: MoE) -> bool:
+    """Return True if the fused kernels support this mixture of experts. They do not if its experts have adapters, or
+    are stored in codes."""
+    plain = type(mlp.mixture.experts) is Experts
+    return plain and _covers(mlp.input, projections=1)  # experts and router share the norm's output
+
+
+def experts_wait(model: Transformer, tokens: int) -> bool:
+    """Return True if the products of experts may wait for the device in a step with up to this many tokens."""
+    device, dtype = model.embed.weight.device, model.activation_dtype
+    return any(
+        moe.waits_for_device(device, dtype, shape, tokens * block.mlp.mixture.experts_per_token)
+        for block in model.layers
+        if isinstance(block.mlp, MoE)
+        for shape in block.mlp.mixture.experts.shapes.values()
     )
+
+
+def _covers(operator: AddNormLinear, head_dim: int = 1, projections: int | None = None) -> bool:
+    projections = len(operator.projections) if projections is None else projections
+    norm_first = isinstance(operator.norm, RMSNorm) and operator.position == "pre"
+    reason = uncovered_reason(rmsnorm_first=norm_first, num_projections=projections, head_dim=head_dim)
     return reason is None
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from deskside.engine.engine import Engine
+from deskside.engine.fused import FusedBlocks
 from deskside.engine.requests import Request
 from deskside.engine.sampling import Sampling
 from deskside.weights.hf import save_hf
@@ -26,14 +27,30 @@ def prompts(vocabulary: int) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     "case",
-    ["qwen3", "qwen3 mqa", "qwen3 bias", "llama", "gpt2", "qwen3 window", "qwen3 moe", "qwen3 moe window"],
+    [
+        "qwen3",
+        "qwen3 mqa",
+        "qwen3 bias",
+        "llama",
+        "gpt2",
+        "qwen3 window",
+        "qwen3 moe",
+        "qwen3 moe window",
+        "dots1",
+    ],
 )
 @pytest.mark.parametrize("penalty", [1.0, 1.3])
-def test_greedy_text_in_a_batch_of_unequal_lengths(case: str, penalty: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize("blocks", ["of the model", "fused"])
+def test_greedy_text_in_a_batch_of_unequal_lengths(
+    case: str, penalty: float, blocks: str, tmp_path: Path
+) -> None:
+    """Fused blocks are those of a GPU, here with their operators in plain torch."""
     model = random_model(**CASES[case])
     save_hf(model, model.config, None, tmp_path / "hf")
     theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     engine = Engine(model, max_batch=4, max_tokens=256, page_size=8, prefill_tokens=24)
+    if blocks == "fused":
+        engine._models[0]._blocks = FusedBlocks(model)
     asked = [
         Request(tuple(p), NEW, Sampling(0.0, repetition_penalty=penalty))
         for p in prompts(model.config.vocab_size)

@@ -1,5 +1,6 @@
 """The decoding kernels in Triton's interpreter beside the torch forms."""
 
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -11,6 +12,7 @@ from deskside.engine.engine import Draft, Engine
 from deskside.engine.requests import Request
 from deskside.kernels import decode, decode_triton
 from deskside.kernels.fused.reference import QkvLayout
+from deskside.kernels.moe import grouped, moe_launch
 from tests.engine.test_generate import VARIANTS, make, plain
 
 
@@ -111,10 +113,33 @@ def engine(found: dict[str, float]) -> None:
             found[f"engine, drafts {draft is not None}"] = float(wrong)
 
 
+def experts(found: dict[str, float]) -> None:
+    """An engine whose decoding steps compute experts with the kernels; prompts of more and of fewer rows."""
+    model = make(**VARIANTS["moe"] | {"num_hidden_layers": 2})
+    kernels = SimpleNamespace(
+        route=moe_launch.route,
+        gathered_gated=grouped.gathered_gated,
+        grouped_matmul=grouped.grouped_matmul,
+        combine=moe_launch.combine,
+    )
+    prompts = [[5, 17, 3], [88, 4, 4, 61, 30, 2, 9, 11, 12, 13, 14, 15], list(range(40))]
+    with mock.patch.object(fused, "moe", kernels):
+        made = Engine(model, max_batch=3, max_tokens=192, page_size=16)
+        for forward in made._models:
+            forward._blocks = fused.FusedBlocks(model)
+        answers = made.run([Request(tuple(prompt), 5) for prompt in prompts])
+    found["engine, experts"] = float(
+        sum(
+            answer.tokens != plain(model, prompt, 5)
+            for prompt, (answer,) in zip(prompts, answers, strict=True)
+        )
+    )
+
+
 def main() -> dict[str, float]:
     """The error of each kernel."""
     torch.manual_seed(0)
     found: dict[str, float] = {}
-    for check in (attention, long_rows, qk_norm_rope_into_cache, noise, engine):
+    for check in (attention, long_rows, qk_norm_rope_into_cache, noise, engine, experts):
         check(found)
     return found

@@ -124,6 +124,8 @@ def _experts() -> Iterator[CompileCase]:
         routing = Routing(experts, slots, tokens, _float(N * k), ends, _float(2 * E + 2))
         for number, kernel in enumerate(("choose", "offsets", "place")):
             yield recorded(f"{kernel} {how}", CAPABILITIES, moe_launch.route, logits, k, True, number=number)
+        few = (_new(16, E), k, True)
+        yield recorded(f"route at once {how}", CAPABILITIES, moe_launch.route, *few)
         padded = (logits, k, True, 16)
         yield recorded(f"offsets {how} padded", CAPABILITIES, moe_launch.route, *padded, number=1)
         biased = (logits, k, True, 1, True, _float(E))
@@ -180,6 +182,12 @@ def _grouped_products() -> Iterator[CompileCase]:
                 name = f"g^T x to {str(dtype).removeprefix('torch.')} for {target}"
                 arguments = (g, x, ends, dtype)
                 yield recorded(name, (target,), grouped.triton_weight_gradient, *arguments)
+            for dtype, tokens in ((torch.bfloat16, 4), (torch.bfloat16, 128), (torch.float32, 4)):
+                experts, slots, rows = (_new(tokens, 2, dtype=torch.int32) for _ in range(3))
+                routing = Routing(experts, slots, rows.flatten(), _float(2 * tokens), ends, _float(2, E))
+                arguments = (_new(tokens, D, dtype=dtype), weight.to(dtype), routing, "silu", True)
+                name = f"gathered and gated {tokens} {str(dtype).removeprefix('torch.')} for {target}"
+                yield recorded(name, (target,), grouped.triton_gathered_gated, *arguments)
             half = (_new(S, D, dtype=torch.float16), _new(E, 100, D, dtype=torch.float16), ends, True)
             yield recorded(f"x W^T in FP16 for {target}", (target,), grouped.triton_matmul, *half)
 

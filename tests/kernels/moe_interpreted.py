@@ -12,6 +12,7 @@ from deskside.kernels.moe import moe_launch as launch
 from deskside.kernels.nvfp4.matmul import TileConfig
 
 D, F = 80, 48
+CPU = torch.device("cpu")
 
 
 def error(ours: Tensor, truth: Tensor) -> float:
@@ -30,11 +31,13 @@ def grouped_products(found: dict[str, float]) -> None:
             E, S = len(ends), ends[-1]
             ends_E = torch.tensor(ends, dtype=torch.int32)
             x, g, weight = torch.randn(S, K), torch.randn(S, M), torch.randn(E, M, K)
-            for name, tiles in (("large", small), ("of this size", grouped.grouped_tiles((8, 9), S // E))):
+            for name, tiles in (
+                ("large", small),
+                ("of this size", grouped.grouped_tiles(CPU, torch.float32, S // E)),
+            ):
                 how = f"{ends} {K} x {M}, tiles {name}"
                 with (
                     mock.patch.object(grouped, "grouped_tiles", lambda *a, t=tiles: t),
-                    mock.patch.object(grouped, "tile_config", lambda *a, t=tiles: t),
                 ):
                     outputs = {
                         "x W^T": (grouped.triton_matmul(x, weight, ends_E, True), x, weight, True),
@@ -48,12 +51,29 @@ def grouped_products(found: dict[str, float]) -> None:
                 found[f"g^T x {how}"] = error(gradient, truth)
 
 
+def gathered_gated(found: dict[str, float]) -> None:
+    """The shapes of decoding steps: fewer tokens than experts, and more; rows of padding."""
+    for N, E, k, D, F, align in (
+        (1, 8, 2, 128, 96, 1),
+        (5, 3, 2, 100, 40, 1),
+        (40, 4, 3, 64, 33, 1),
+        (9, 2, 2, 48, 64, 16),
+    ):
+        routing = reference.route(torch.randn(N, E), k, True, align)
+        for activation, gated in (("silu", True), ("gelu", False)):
+            x, weight = torch.randn(N, D), torch.randn(E, 2 * F if gated else F, D)
+            ours = grouped.triton_gathered_gated(x, weight, routing, activation, gated)
+            truth = reference.gathered_gated(x.double(), weight.double(), routing, activation, gated)
+            found[f"gathered_gated {N} {E} {k} {D} x {F} {activation} {align}"] = error(ours, truth)
+
+
 def main() -> dict[str, float]:
     """The error of each kernel."""
     torch.manual_seed(0)
     launch.ROUTED = 64  # several programs, the last one partly empty
     found: dict[str, float] = {}
     grouped_products(found)
+    gathered_gated(found)
     for N, E, k, normalise, align in (
         (37, 5, 2, True, 1),
         (37, 5, 2, True, 16),
@@ -61,6 +81,9 @@ def main() -> dict[str, float]:
         (9, 1, 1, True, 128),
         (70, 16, 8, True, 16),
         (8, 40, 3, True, 16),
+        (4, 5, 2, True, 1),  # in one kernel, as are the next two
+        (3, 8, 2, False, 16),
+        (1, 16, 4, True, 1),
     ):
         logits = torch.randn(N, E)
         how = f"{N} tokens, {k} of {E}{'' if normalise else ', as they are'}, {align}"

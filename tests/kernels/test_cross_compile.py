@@ -45,9 +45,14 @@ HARDEST = {
     "Muon's update",
     "1536 x 8960 from INT8 to bfloat16",
     "cast columns gathered 5120 of 128",
+    "route at once 8 of 128",
     "exponentials of 64",
     "exponentials of 151936",
-    *(f"{name} for {target}" for name in ("x W^T of 16", "g W", "g^T x to float32") for target in EVERY_RUN),
+    *(
+        f"{name} for {target}"
+        for name in ("x W^T of 16", "g W", "g^T x to float32", "gathered and gated 4 bfloat16")
+        for target in EVERY_RUN
+    ),
 } | {
     f"{kernel} {shape}"
     for kernel in ("decode attention", "join of spans", "into the cache")

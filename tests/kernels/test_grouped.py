@@ -10,7 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from deskside.kernels.moe import grouped, reference
+from deskside.kernels.moe import Routing, grouped, reference
 
 CPU, BF16, FP16 = torch.device("cpu"), torch.bfloat16, torch.float16
 
@@ -18,12 +18,11 @@ CPU, BF16, FP16 = torch.device("cpu"), torch.bfloat16, torch.float16
 def chosen(
     capability: tuple[int, int], dtype: torch.dtype, rows: int, size: int = 64, wrong: tuple[str, ...] = ()
 ) -> str:
-    x, weight = torch.empty(rows, size, dtype=dtype), torch.empty(4, 8, size, dtype=dtype)
     with (
         mock.patch.object(grouped, "capability", lambda device: capability),
         mock.patch.object(grouped, "agrees", lambda backend, *a: backend not in wrong),
     ):
-        return grouped.grouped_backend((x, weight), 4)
+        return grouped.grouped_backend(CPU, dtype, (4, 8, size), rows)
 
 
 @pytest.mark.parametrize(
@@ -42,6 +41,8 @@ def test_what_torch_does_not_support_goes_to_triton_and_the_rest_to_the_loop() -
     assert chosen((9, 0), FP16, 1024) == "triton"
     assert chosen((9, 0), BF16, 1024, size=60) == "triton"
     assert chosen((9, 0), torch.float32, 1024) == "loop"
+    assert chosen((9, 0), torch.float32, 8) == "triton"
+    assert chosen((9, 0), torch.float64, 8) == "loop"
     assert chosen((9, 0), BF16, 1024, wrong=("torch",)) == "triton"
     assert chosen((9, 0), BF16, 8, wrong=("triton",)) == "torch"
     assert chosen((8, 9), BF16, 1024, wrong=("triton",)) == "loop"
@@ -51,7 +52,9 @@ def products(matmul: Callable[..., Tensor]) -> Any:
     return mock.patch.dict(grouped.PRODUCTS, {"triton": (matmul, reference.grouped_weight_gradient)})
 
 
-def test_a_backend_that_is_wrong_on_this_device_is_found_out() -> None:
+def test_a_backend_that_is_wrong_on_this_device_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    gated = reference.gathered_gated
+    monkeypatch.setattr(grouped, "triton_gathered_gated", lambda *arguments: gated(*arguments))
     with products(reference.grouped_matmul):
         assert grouped.agrees.__wrapped__("triton", CPU, BF16)
 
@@ -71,7 +74,14 @@ def test_a_backend_that_is_wrong_on_this_device_is_found_out() -> None:
         with products(broken), pytest.warns(UserWarning, match="not used"):
             assert not grouped.agrees.__wrapped__("triton", CPU, BF16)
 
+    def ungated(x: Tensor, weight: Tensor, routing: Routing, activation: str, has_gate: bool) -> Tensor:
+        return reference.gathered_gated(x, weight[:, :68], routing, activation, False)
+
+    monkeypatch.setattr(grouped, "triton_gathered_gated", ungated)
+    with products(reference.grouped_matmul), pytest.warns(UserWarning, match="not used"):
+        assert not grouped.agrees.__wrapped__("triton", CPU, BF16)
+
 
 def test_small_groups_get_small_tiles() -> None:
-    heights = [grouped.grouped_tiles((8, 9), rows).L for rows in (0, 1, 17, 33, 64, 65, 5000)]
+    heights = [grouped.grouped_tiles(CPU, BF16, rows).L for rows in (0, 1, 17, 33, 64, 65, 5000)]
     assert heights == [16, 16, 32, 64, 64, 128, 128]

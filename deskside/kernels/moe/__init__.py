@@ -6,6 +6,10 @@ the tests. `moe_launch` and `fp8_launch` have functions of the same names that l
 those of the grouped products.
 """
 
+from collections.abc import Sequence
+
+import torch
+
 from deskside.kernels.functional import operator
 from deskside.kernels.fused import writes_fp8
 from deskside.kernels.moe import fp8_rows, reference
@@ -18,10 +22,12 @@ __all__ = [
     "cast_weight_columns",
     "combine",
     "dispatch",
+    "gathered_gated",
     "grouped_matmul",
     "grouped_weight_gradient",
     "route",
     "route_backward",
+    "waits_for_device",
     "weighted_gated",
     "weighted_gated_backward",
 ]
@@ -35,8 +41,21 @@ dispatch = operator(reference.dispatch, LAUNCHER)
 combine = operator(reference.combine, LAUNCHER)
 weighted_gated = operator(reference.weighted_gated, LAUNCHER)
 weighted_gated_backward = operator(reference.weighted_gated_backward, LAUNCHER)
+gathered_gated = operator(reference.gathered_gated, GROUPED)
 grouped_matmul = operator(reference.grouped_matmul, GROUPED)
 grouped_weight_gradient = operator(reference.grouped_weight_gradient, GROUPED)
 cast_rows = operator(fp8_rows.cast_rows, FP8_LAUNCHER, supported=writes_fp8)
 cast_columns = operator(fp8_rows.cast_columns, FP8_LAUNCHER, supported=writes_fp8)
 cast_weight_columns = operator(fp8_rows.cast_weight_columns, FP8_LAUNCHER, supported=writes_fp8)
+
+
+def waits_for_device(device: torch.device, dtype: torch.dtype, shape: Sequence[int], rows: int) -> bool:
+    """Return True if `grouped_matmul` in `dtype`, for up to `rows` rows, may wait for the device.
+
+    shape: of the weights, (E, M, K). A CPU never waits.
+    """
+    if device.type != "cuda":
+        return False
+    from deskside.kernels.moe.grouped import grouped_backend
+
+    return grouped_backend(device, dtype, shape, rows) == "loop"

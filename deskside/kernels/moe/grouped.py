@@ -2,7 +2,7 @@
 
     torch    `torch._grouped_mm`: CUTLASS kernels for bfloat16 on compute capability 9.x and 10.x (and CK on AMD). On
              other GPUs it copies `ends_E` to the host and loops over the experts, so it is not used there.
-    triton   the kernels of triton_grouped.py, for bfloat16 and float16 on NVIDIA GPUs from 8.0 on
+    triton   the kernels of triton_grouped.py, on NVIDIA GPUs from 8.0 on, for bfloat16, float16, and few float32 rows
     loop     reference.py: one product per expert. Waits for the device.
 
 `grouped_backend` chooses one: the first in order of speed that supports the operands and agrees with float64 on this
@@ -10,7 +10,7 @@ GPU. The choice does not depend on a measurement, so that a resumed run repeats 
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Literal
@@ -19,50 +19,73 @@ import torch
 from torch import Tensor
 from triton.errors import TritonError
 
-from deskside.kernels.fused.launch import ceil_div, next_power_of_2
-from deskside.kernels.moe import reference, triton_grouped
+from deskside.kernels.fused.launch import ACTIVATION_IDS, ceil_div, next_power_of_2
+from deskside.kernels.moe import moe_launch, reference, triton_grouped
+from deskside.kernels.moe.reference import Routing
 from deskside.kernels.nvfp4.matmul import TileConfig, tile_config
 
 Backend = Literal["torch", "triton", "loop"]
 FEW_ROWS = 32  # of an average expert: fewer leave most of a tile of torch's kernels empty
 SMALLEST_TILE = 16  # rows of the smallest product of a tensor core
-DTYPES = (torch.bfloat16, torch.float16)
-# Of a product of the self-check. One rounding to bfloat16 is 1.7e-3; a wrong row gives more than 1e-1.
-TOLERANCE = 5e-3
+# Error of a product that the self-check allows, by dtype that `triton` supports. One rounding to bfloat16 is 1.7e-3; a
+# wrong row gives more than 1e-1.
+TOLERANCE = {torch.bfloat16: 5e-3, torch.float16: 2e-3, torch.float32: 1e-5}
 
 
 def grouped_matmul(x_SK: Tensor, weight: Tensor, ends_E: Tensor, transpose: bool) -> Tensor:
     """See `reference.grouped_matmul`. All tensors are contiguous."""
-    multiply, _ = PRODUCTS[grouped_backend((x_SK, weight), len(ends_E))]
+    multiply, _ = PRODUCTS[grouped_backend(x_SK.device, x_SK.dtype, weight.shape, len(x_SK))]
     return multiply(x_SK, weight, ends_E, transpose)
 
 
 def grouped_weight_gradient(g_SM: Tensor, x_SK: Tensor, ends_E: Tensor, dtype: torch.dtype) -> Tensor:
     """See `reference.grouped_weight_gradient`. All tensors are contiguous."""
-    _, multiply = PRODUCTS[grouped_backend((g_SM, x_SK), len(ends_E))]
+    shape = (len(ends_E), g_SM.shape[1], x_SK.shape[1])
+    _, multiply = PRODUCTS[grouped_backend(x_SK.device, x_SK.dtype, shape, len(x_SK))]
     return multiply(g_SM, x_SK, ends_E, dtype)
 
 
-def grouped_backend(operands: tuple[Tensor, Tensor], experts: int) -> Backend:
-    """Return the backend for a product of these operands, the first of which has the rows of `experts` experts."""
-    x, other = operands
-    sizes = (*x.shape[1:], *other.shape[1:])
-    few = len(x) <= FEW_ROWS * experts
-    order: tuple[Backend, ...] = ("triton", "torch") if few else ("torch", "triton")
+def gathered_gated(x_ND: Tensor, weight: Tensor, routing: Routing, activation: str, has_gate: bool) -> Tensor:
+    """See `reference.gathered_gated`. All tensors are contiguous. For few rows, it is one kernel."""
+    rows = len(routing.tokens_S)
+    backend = grouped_backend(x_ND.device, x_ND.dtype, weight.shape, rows)
+    if backend == "triton" and few(rows, len(weight)):
+        return triton_gathered_gated(x_ND, weight, routing, activation, has_gate)
+    x_SD = moe_launch.dispatch(x_ND, routing.tokens_S)
+    inner = grouped_matmul(x_SD, weight, routing.ends_E, True)
+    return moe_launch.weighted_gated(inner, routing.weights_S, activation, has_gate)
+
+
+def few(rows: int, experts: int) -> bool:
+    """Return True if experts have so few rows on average that reading their weights takes most of a product's time."""
+    return rows <= FEW_ROWS * experts
+
+
+def grouped_backend(device: torch.device, dtype: torch.dtype, shape: Sequence[int], rows: int) -> Backend:
+    """Return the backend for products in `dtype` with weights (E, M, K), or for their gradient.
+
+    rows: of all experts together. If the backend for some rows does not wait for the device, neither do those for
+    fewer rows.
+    """
+    experts, *sizes = shape
+    order: tuple[Backend, ...] = ("torch", "triton")
+    if few(rows, experts):
+        order = ("triton", "torch")
+    elif dtype is torch.float32:
+        return "loop"  # whose products are cuBLAS's; Triton's in full float32 are slow
     for backend in order:
-        supported = x.dtype == other.dtype and supports(backend, x.device, x.dtype, sizes)
-        if supported and agrees(backend, x.device, x.dtype):
+        if supports(backend, device, dtype, sizes) and agrees(backend, device, dtype):
             return backend
     return "loop"
 
 
-def supports(backend: Backend, device: torch.device, dtype: torch.dtype, sizes: tuple[int, ...]) -> bool:
-    """Return True if a backend, not the loop, is made for this device, dtype, and sizes (without those of rows)."""
+def supports(backend: Backend, device: torch.device, dtype: torch.dtype, sizes: Sequence[int]) -> bool:
+    """Return True if a backend, not the loop, is made for this device, dtype, and size of weights (M, K)."""
     amd = torch.version.hip is not None
     if backend == "torch":
         aligned = all(size % 8 == 0 for size in sizes)  # rows of a multiple of 16 bytes
         return dtype is torch.bfloat16 and aligned and (amd or capability(device)[0] in (9, 10))
-    return dtype in DTYPES and not amd and capability(device) >= (8, 0)
+    return dtype in TOLERANCE and not amd and capability(device) >= (8, 0)
 
 
 @cache
@@ -74,39 +97,47 @@ def capability(device: torch.device) -> tuple[int, int]:
 @cache
 def agrees(backend: Backend, device: torch.device, dtype: torch.dtype) -> bool:
     """Return True if the products of a backend agree with float64 on this device; otherwise warn. Takes milliseconds
-    once compiled.
+    once compiled."""
+    sizes = (20,) if dtype is torch.float32 else (420, 20)
+    try:
+        errors = [error for rows in sizes for error in _errors(backend, device, dtype, rows)]
+    except torch.OutOfMemoryError:
+        raise  # not a fault of the backend
+    except (RuntimeError, TritonError) as error:
+        problem = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    else:
+        if all(error <= TOLERANCE[dtype] for error in errors):  # false for NaN
+            return True
+        problem = f"relative errors of {', '.join(f'{error:.1e}' for error in errors)}"
+    warnings.warn(f"grouped products by {backend} are not used on {device}: {problem}", stacklevel=2)
+    return False
 
-    The groups are uneven, one is empty, and the sizes are no multiples of a tile.
+
+def _errors(backend: Backend, device: torch.device, dtype: torch.dtype, rows: int) -> list[float]:
+    """Return the errors of a backend's products relative to float64.
+
+    The groups are uneven, one is empty, and the sizes are no multiples of a tile. Every second row is gathered.
     """
-    ends = (150, 150, 153, 420)
-    for rows in (ends[-1], 21):  # large tiles and small ones
-        ends_E = torch.tensor([end * rows // ends[-1] for end in ends], dtype=torch.int32, device=device)
-        generator = torch.Generator(device).manual_seed(0)
-        shapes = ((rows, 200), (rows, 136), (len(ends), 136, 200))
-        x, g, w = (torch.randn(s, generator=generator, device=device).to(dtype) for s in shapes)
-        multiply, weight_gradient = PRODUCTS[backend]
-        truth = (
-            reference.grouped_matmul(x.double(), w.double(), ends_E, True),
-            reference.grouped_matmul(g.double(), w.double(), ends_E, False),
+    generator = torch.Generator(device).manual_seed(0)
+    ends_E = torch.tensor([rows // 4, rows // 4, rows // 4 + 1, rows], dtype=torch.int32, device=device)
+    shapes = ((rows, 200), (rows, 136), (len(ends_E), 136, 200))
+    x, g, w = (torch.randn(shape, generator=generator, device=device).to(dtype) for shape in shapes)
+    multiply, weight_gradient = PRODUCTS[backend]
+    results = [
+        (multiply(x, w, ends_E, True), reference.grouped_matmul(x.double(), w.double(), ends_E, True)),
+        (multiply(g, w, ends_E, False), reference.grouped_matmul(g.double(), w.double(), ends_E, False)),
+        (
+            weight_gradient(g, x, ends_E, torch.float32),
             reference.grouped_weight_gradient(g.double(), x.double(), ends_E, torch.float64),
-        )
-        try:
-            results = (
-                multiply(x, w, ends_E, True),
-                multiply(g, w, ends_E, False),
-                weight_gradient(g, x, ends_E, torch.float32),
-            )
-            errors = [float((a.double() - b).norm() / b.norm()) for a, b in zip(results, truth, strict=True)]
-            # False for NaN, too.
-            problem = "" if all(error <= TOLERANCE for error in errors) else f"relative errors {errors}"
-        except torch.OutOfMemoryError:
-            raise  # not a fault of the backend
-        except (RuntimeError, TritonError) as error:
-            problem = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        if problem:
-            warnings.warn(f"grouped products by {backend} are not used on {device}: {problem}", stacklevel=2)
-            return False
-    return True
+        ),
+    ]
+    if backend == "triton" and few(rows, len(ends_E)):
+        tokens = torch.arange(0, 2 * rows, 2, dtype=torch.int32, device=device) % rows
+        weights = torch.rand(rows, generator=generator, device=device)
+        routing = Routing(tokens, tokens, tokens, weights, ends_E, weights)  # only three of them are read
+        truth = reference.gathered_gated(x.double(), w.double(), routing, "silu", True)
+        results.append((triton_gathered_gated(x, w, routing, "silu", True), truth))
+    return [float((a.double() - b).norm() / b.norm()) for a, b in results]
 
 
 def _torch_matmul(x_SK: Tensor, weight: Tensor, ends_E: Tensor, transpose: bool) -> Tensor:
@@ -117,17 +148,24 @@ def _torch_weight_gradient(g_SM: Tensor, x_SK: Tensor, ends_E: Tensor, dtype: to
     return torch._grouped_mm(g_SM.T, x_SK, offs=ends_E).to(dtype)
 
 
-def grouped_tiles(capability: tuple[int, int], rows: int) -> TileConfig:
+def grouped_tiles(device: torch.device, dtype: torch.dtype, rows: int | None = None) -> TileConfig:
     """Return the tile sizes for experts with `rows` rows on average, within the shared memory of each architecture.
 
     With few rows, reading the weights takes all the time: small tiles give more programs, and deep ones more bytes in
-    flight.
+    flight. rows None: the rows are summed over.
     """
-    if rows <= FEW_ROWS:
+    tiles = tile_config(capability(device))
+    if rows is not None and rows <= FEW_ROWS:
         height = max(SMALLEST_TILE, next_power_of_2(max(rows, 1)))
-        return TileConfig(height, 64, 128, warps=4, stages=4, descriptors=False)
-    tiles = tile_config(capability)
-    return replace(tiles, L=min(tiles.L, next_power_of_2(rows)), descriptors=False)
+        tiles = TileConfig(height, 64, 128, warps=4, stages=4, descriptors=False)
+    elif rows is not None:
+        tiles = replace(tiles, L=min(tiles.L, next_power_of_2(rows)))
+    return tiles if dtype.itemsize == 2 else replace(tiles, S=tiles.S // 2)
+
+
+def _row_tiles(rows: int, experts: int, height: int) -> int:
+    """Return the largest number of row tiles that any routing needs: each expert may leave height - 1 rows unused."""
+    return min(rows, (rows + experts * (height - 1)) // height)
 
 
 def triton_matmul(x_SK: Tensor, weight: Tensor, ends_E: Tensor, transpose: bool) -> Tensor:
@@ -137,14 +175,32 @@ def triton_matmul(x_SK: Tensor, weight: Tensor, ends_E: Tensor, transpose: bool)
     out = torch.empty(S, M, dtype=x_SK.dtype, device=x_SK.device)
     if not out.numel():
         return out
-    tiles = grouped_tiles(capability(x_SK.device), ceil_div(S, E))
-    row_tiles = min(
-        S, (S + E * (tiles.L - 1)) // tiles.L
-    )  # each expert may leave up to L - 1 rows of a tile empty
+    tiles = grouped_tiles(x_SK.device, x_SK.dtype, ceil_div(S, E))
+    row_tiles = _row_tiles(S, E, tiles.L)
     triton_grouped.grouped_matmul[(row_tiles * ceil_div(M, tiles.R),)](
         x_SK, weight, out, ends_E, row_tiles, M, K, E,
-        transpose, next_power_of_2(E), tiles.L, tiles.R, tiles.S, tiles.group, K % tiles.S == 0,
+        transpose, next_power_of_2(E), tiles.L, tiles.R, tiles.S, tiles.group, K % tiles.S == 0, "ieee",
         num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip
+    return out
+
+
+def triton_gathered_gated(
+    x_ND: Tensor, weight: Tensor, routing: Routing, activation: str, has_gate: bool
+) -> Tensor:
+    """`reference.gathered_gated` with the kernel of triton_grouped.py, for few rows."""
+    S, (E, width, K) = len(routing.tokens_S), weight.shape
+    F = width // (2 if has_gate else 1)
+    out = torch.empty(S, F, dtype=x_ND.dtype, device=x_ND.device)
+    if not out.numel():
+        return out
+    tiles = grouped_tiles(x_ND.device, x_ND.dtype, min(ceil_div(S, E), FEW_ROWS))
+    tiles = replace(tiles, R=tiles.R // 2)  # of the gate, and as many of up
+    row_tiles = _row_tiles(S, E, tiles.L)
+    triton_grouped.gathered_gated[(row_tiles * ceil_div(F, tiles.R),)](
+        x_ND, routing.tokens_S, weight, routing.weights_S, out, routing.ends_E, row_tiles, F, K, E,
+        ACTIVATION_IDS[activation], has_gate, next_power_of_2(E), tiles.L, tiles.R, tiles.S, tiles.group,
+        K % tiles.S == 0, "ieee", num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return out
 
@@ -153,10 +209,10 @@ def triton_weight_gradient(g_SM: Tensor, x_SK: Tensor, ends_E: Tensor, dtype: to
     """`reference.grouped_weight_gradient` with the kernel of triton_grouped.py."""
     (M, K), E = (g_SM.shape[1], x_SK.shape[1]), len(ends_E)
     out = torch.empty(E, M, K, dtype=dtype, device=x_SK.device)
-    tiles = tile_config(capability(x_SK.device))
+    tiles = grouped_tiles(x_SK.device, x_SK.dtype)
     triton_grouped.grouped_weight_gradient[(ceil_div(M, tiles.L) * ceil_div(K, tiles.R), E)](
         g_SM, x_SK, out, ends_E, M, K,
-        tiles.L, tiles.R, tiles.S, tiles.group,
+        tiles.L, tiles.R, tiles.S, tiles.group, "ieee",
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return out

@@ -40,17 +40,25 @@ def route(
     if align > 1:  # `place` does not write padding
         tokens.fill_(-1)
         sorted_weights.zero_()
-    triton_routing.choose[(programs,)](
-        logits_NE, bias_E, experts, weights, counts, sums, token_sums, N,
-        E, k, normalise, sigmoid, bias_E is not None, block_n, block_e, num_warps=4,
-    )  # fmt: skip
-    triton_routing.offsets[(1,)](
-        counts, sums, token_sums, starts, ends, statistics, programs, S,
-        E, align, block_n, block_e, num_warps=4,
-    )  # fmt: skip
-    triton_routing.place[(programs,)](
-        experts, weights, starts, slots, tokens, sorted_weights, N, E, k, block_n, block_e, num_warps=4
-    )
+    if programs == 1:
+        block_n = min(block_n, max(next_power_of_2(N), 16))
+        triton_routing.route_at_once[(1,)](
+            logits_NE, bias_E, experts, weights, counts, sums, token_sums, starts, ends, statistics, slots, tokens,
+            sorted_weights, N, S,
+            E, k, normalise, sigmoid, bias_E is not None, align, block_n, block_e, num_warps=4,
+        )  # fmt: skip
+    else:
+        triton_routing.choose[(programs,)](
+            logits_NE, bias_E, experts, weights, counts, sums, token_sums, N,
+            E, k, normalise, sigmoid, bias_E is not None, block_n, block_e, num_warps=4,
+        )  # fmt: skip
+        triton_routing.offsets[(1,)](
+            counts, sums, token_sums, starts, ends, statistics, programs, S,
+            E, align, block_n, block_e, num_warps=4,
+        )  # fmt: skip
+        triton_routing.place[(programs,)](
+            experts, weights, starts, slots, tokens, sorted_weights, N, E, k, block_n, block_e, num_warps=4
+        )
     return Routing(experts.view(N, k), slots.view(N, k), tokens, sorted_weights, ends, statistics)
 
 

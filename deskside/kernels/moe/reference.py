@@ -210,6 +210,15 @@ def weighted_gated_backward(
     return grad_x.to(x.dtype), grad_weights_S, (hidden * weights_S[:, None]).to(x.dtype)
 
 
+def gathered_gated(x_ND: Tensor, weight: Tensor, routing: Routing, activation: str, has_gate: bool) -> Tensor:
+    """Return the hidden values of all experts, (S, F): `dispatch`, `grouped_matmul` and `weighted_gated`.
+
+    weight: (E, 2F, D), gate and up, or (E, F, D) without `has_gate`.
+    """
+    inner = grouped_matmul(dispatch(x_ND, routing.tokens_S), weight, routing.ends_E, True)
+    return weighted_gated(inner, routing.weights_S, activation, has_gate)
+
+
 def grouped_matmul(x_SK: Tensor, weight: Tensor, ends_E: Tensor, transpose: bool) -> Tensor:
     """Return x_e W_e^T for the rows x_e of each expert, (S, M), for weights (E, M, K); x_e W_e if not `transpose`.
 

@@ -14,6 +14,7 @@ results are deterministic.
 import triton
 import triton.language as tl
 
+from deskside.kernels.fused.triton_gated import activation
 from deskside.kernels.nvfp4.matmul import tile_origin
 
 
@@ -36,7 +37,7 @@ def _rows_of_tile(tile, ENDS, E, BL: tl.constexpr, BLOCK_E: tl.constexpr):  # ty
 def grouped_matmul(  # type: ignore[no-untyped-def]
     X, W, OUT, ENDS, row_tiles, M, K, E,
     TRANSPOSE: tl.constexpr, BLOCK_E: tl.constexpr, BL: tl.constexpr, BR: tl.constexpr, BS: tl.constexpr,
-    GROUP: tl.constexpr, EVEN: tl.constexpr,
+    GROUP: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write OUT (S, M), one tile per program, for X (S, K) and W (E, M, K), or W (E, K, M) if not TRANSPOSE.
 
@@ -68,7 +69,7 @@ def grouped_matmul(  # type: ignore[no-untyped-def]
             a = tl.load(a_ptrs, mask=(s < K)[None, :], other=0.0)
             b = tl.load(b_ptrs, mask=(s < K)[:, None], other=0.0)
             s += BS
-        acc = tl.dot(a, b, acc)
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
         a_ptrs += BS
         b_ptrs += b_step
     out_ptrs = OUT + i.to(tl.int64)[:, None] * M + j[None, :]
@@ -76,9 +77,59 @@ def grouped_matmul(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def gathered_gated(  # type: ignore[no-untyped-def]
+    X, TOKENS, W, WEIGHTS, OUT, ENDS, row_tiles, F, K, E,
+    KIND: tl.constexpr, GATED: tl.constexpr, BLOCK_E: tl.constexpr, BL: tl.constexpr, BR: tl.constexpr,
+    BS: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Write OUT (S, F), the gated product of the rows of X (N, K) that TOKENS (S,) names, times WEIGHTS (S,).
+
+    W: (E, 2F, K), gate and up, or (E, F, K). For few rows: the weights of both are read once, and nothing else is
+    written. Other arguments: as for `grouped_matmul`.
+    """
+    i, j0 = tile_origin(tl.program_id(0), row_tiles * BL, F, BL, BR, GROUP)
+    expert, first, stop = _rows_of_tile(i // BL, ENDS, E, BL, BLOCK_E)
+    if first >= stop:
+        return
+    i = first + tl.arange(0, BL)
+    j = j0 + tl.arange(0, BR)
+    s = tl.arange(0, BS)
+    token = tl.maximum(tl.load(TOKENS + tl.where(i < stop, i, first)), 0).to(tl.int64)  # padding has weight 0
+    weight = W + expert.to(tl.int64) * (2 * F if GATED else F) * K
+    x_ptrs = X + token[:, None] * K + s[None, :]
+    w_ptrs = weight + (j % F).to(tl.int64)[None, :] * K + s[:, None]
+    up_offset = F.to(tl.int64) * K
+    gate = tl.zeros((BL, BR), tl.float32)
+    up = tl.zeros((BL, BR), tl.float32)
+    for _ in range(tl.cdiv(K, BS)):
+        if EVEN:
+            x = tl.load(x_ptrs)
+            w = tl.load(w_ptrs)
+        else:
+            x = tl.load(x_ptrs, mask=(s < K)[None, :], other=0.0)
+            w = tl.load(w_ptrs, mask=(s < K)[:, None], other=0.0)
+        gate = tl.dot(x, w, gate, input_precision=PRECISION)
+        if GATED:
+            if EVEN:
+                w = tl.load(w_ptrs + up_offset)
+            else:
+                w = tl.load(w_ptrs + up_offset, mask=(s < K)[:, None], other=0.0)
+            up = tl.dot(x, w, up, input_precision=PRECISION)
+        s += BS
+        x_ptrs += BS
+        w_ptrs += BS
+    hidden, _ = activation(gate, KIND)
+    if GATED:
+        hidden = hidden * up
+    hidden = hidden * tl.load(WEIGHTS + i, mask=i < stop, other=0.0)[:, None]
+    out_ptrs = OUT + i.to(tl.int64)[:, None] * F + j[None, :]
+    tl.store(out_ptrs, hidden.to(OUT.dtype.element_ty), mask=(i < stop)[:, None] & (j < F)[None, :])
+
+
+@triton.jit
 def grouped_weight_gradient(  # type: ignore[no-untyped-def]
     G, X, OUT, ENDS, M, K,
-    BL: tl.constexpr, BR: tl.constexpr, BS: tl.constexpr, GROUP: tl.constexpr,
+    BL: tl.constexpr, BR: tl.constexpr, BS: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write OUT (E, M, K), one tile per program, for G (S, M) and X (S, K). program_id(1): the expert."""
     expert = tl.program_id(1)
@@ -97,6 +148,6 @@ def grouped_weight_gradient(  # type: ignore[no-untyped-def]
         wide = row.to(tl.int64)
         g = tl.load(G + wide[None, :] * M + i_read[:, None], mask=(row < stop)[None, :], other=0.0)
         x = tl.load(X + wide[:, None] * K + j_read[None, :], mask=(row < stop)[:, None], other=0.0)
-        acc = tl.dot(g, x, acc)
+        acc = tl.dot(g, x, acc, input_precision=PRECISION)
     out_ptrs = OUT + (expert.to(tl.int64) * M + i[:, None]) * K + j[None, :]
     tl.store(out_ptrs, acc.to(OUT.dtype.element_ty), mask=(i < M)[:, None] & (j < K)[None, :])

@@ -6,6 +6,8 @@ The sort takes three kernels, and its result is that of a stable sort, whatever 
     offsets  one program: where the choices of each expert, and among them those of each program, begin
     place    each program: the rank of each choice among those of its expert, and so its sorted row
 
+Few tokens need one program, which does all three (`route_at_once`).
+
 All arithmetic is in float32. An expert's sum of probabilities is added up per program and then over the programs in
 order, so that it is deterministic, too.
 """
@@ -149,6 +151,24 @@ def place(  # type: ignore[no-untyped-def]
         tl.store(SLOTS + rows * K + j, slot, mask=rows < N)
         tl.store(TOKENS + slot, rows.to(tl.int32), mask=rows < N)
         tl.store(SORTED_WEIGHTS + slot, weight, mask=rows < N)
+
+
+@triton.jit
+def route_at_once(  # type: ignore[no-untyped-def]
+    LOGITS, BIAS, EXPERTS, WEIGHTS, COUNTS, SUMS, TOKEN_SUMS, STARTS, ENDS, STATISTICS, SLOTS, TOKENS,
+    SORTED_WEIGHTS, N, S,
+    E: tl.constexpr, K: tl.constexpr, NORMALISE: tl.constexpr, SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ALIGN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """`choose`, `offsets` and `place` in one program, for up to BLOCK_N tokens."""
+    choose(
+        LOGITS, BIAS, EXPERTS, WEIGHTS, COUNTS, SUMS, TOKEN_SUMS, N,
+        E, K, NORMALISE, SIGMOID, HAS_BIAS, BLOCK_N, BLOCK_E,
+    )  # fmt: skip
+    tl.debug_barrier()  # after it, each thread sees what the others have written
+    offsets(COUNTS, SUMS, TOKEN_SUMS, STARTS, ENDS, STATISTICS, 1, S, E, ALIGN, BLOCK_N, BLOCK_E)
+    tl.debug_barrier()
+    place(EXPERTS, WEIGHTS, STARTS, SLOTS, TOKENS, SORTED_WEIGHTS, N, E, K, BLOCK_N, BLOCK_E)
 
 
 @triton.jit
