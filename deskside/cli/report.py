@@ -10,6 +10,8 @@ from deskside.cli.options import Command, option
 from deskside.cli.output import print_json
 from deskside.cli.shared_options import JsonOption
 from deskside.report.write import is_study, write_run, write_study
+from deskside.run.expert_load import newest_load
+from deskside.run.record import read_metrics
 from deskside.utils.errors import UsageError
 
 
@@ -50,6 +52,7 @@ def run(argv: Sequence[str]) -> int:
     page, missing = write_study(folder, options.claims, also) if is_study(folder) else write_run(folder)
     for sentence in missing:  # about parts of the report that are missing
         print(sentence, file=sys.stderr)
+    load = None if is_study(folder) else newest_load(read_metrics(folder).rows)
     if options.json:
         plots = sorted(str(path) for path in (folder / "plots").glob("*.png"))
         output: dict[str, Any] = {
@@ -60,7 +63,14 @@ def run(argv: Sequence[str]) -> int:
         results = sorted(folder.glob("results.*")) if is_study(folder) else []
         if results:
             output["results"] = {path.suffix[1:]: str(path) for path in results}
+        if load is not None:
+            output["experts"] = {"step": load.step, "load_imbalance": load.imbalance}
         print_json({**output, "missing": missing})
     else:
         print(page)
+        if load is not None:
+            print(
+                f"experts: the largest load is {load.imbalance:.2f} of the even share, mean of {len(load.load_LE)} "
+                f"layers at step {load.step:,} (measured); no token is dropped"
+            )
     return 0

@@ -1,11 +1,15 @@
 """Elements that several tabs share: charts, notes, the group selector, and the table of unreadable directories."""
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import streamlit as st
 
 from deskside.dashboard import file_cache, plotly_charts, tables
 from deskside.dashboard.sidebar import Context, StudySelection, all_groups_key, group_key, literal
 from deskside.report import study_text
-from deskside.run.record import number
+from deskside.run.expert_load import layer_with_differences, load_by_language, newest_load, relative
+from deskside.run.record import RunRecord, number
 from deskside.study.stats.metrics import metric_named
 
 COMMANDS = """deskside go --preset demo --hours 0.05     # three minutes on a CPU, from bundled text
@@ -131,6 +135,50 @@ def metric_charts(
         st.header("Against the baseline")
         chart(figure, f"{key}-difference", f"relative differences in {metric.label}, with intervals")
         st.dataframe(tables.differences(results, (key, *table_metrics)), hide_index=True, width="stretch")
+
+
+def expert_charts(
+    record: RunRecord, newest: Sequence[Mapping[str, Any]], curve: Sequence[Mapping[str, Any]]
+) -> None:
+    """Draw the load of a run's experts by layer and by language, and its imbalance; nothing without experts.
+
+    newest: the last rows of metrics.jsonl. curve: rows from which the imbalance over time is drawn.
+    """
+    load = newest_load(newest)
+    if load is None:
+        return
+    key = f"{record.path.name}-{abs(hash(str(record.path)))}"  # two runs may have the same name
+    left, right = st.columns(2)
+    with left:
+        layers = [str(layer) for layer in range(len(load.load_LE))]
+        figure = plotly_charts.expert_heat_map(load.relative_LE, layers, "layer")
+        chart(figure, f"experts-{key}", f"load of the experts of {record.name} by layer")
+        st.caption(
+            f"Load of each expert at step {load.step:,} over the even share: 1 is even. No token is dropped. Measured."
+        )
+    with right:
+        points = [
+            (step, value)
+            for row in curve
+            if (step := number(row.get("step"))) is not None
+            and (value := number(row.get("load_imbalance"))) is not None
+        ]
+        if points:
+            steps, values = zip(*points, strict=True)
+            figure = plotly_charts.line(steps, values, "step", "load imbalance")
+            chart(figure, f"imbalance-{key}", f"load imbalance of {record.name}")
+            st.caption(
+                "The largest load of a layer over the even share, averaged over the layers; 1 is even."
+            )
+    by_language = load_by_language(record)
+    if len(by_language) > 1:
+        layer = layer_with_differences(by_language)
+        cells = relative([loads[layer] for loads in by_language.values()])
+        figure = plotly_charts.expert_heat_map(cells, list(by_language), "language")
+        chart(figure, f"expert-languages-{key}", f"load of the experts of {record.name} by language")
+        st.caption(
+            f"Load by language of the validation text in layer {layer}, in which the languages differ most. Measured."
+        )
 
 
 def seeds_note(selection: StudySelection, key: str) -> str:

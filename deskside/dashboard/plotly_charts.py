@@ -36,6 +36,7 @@ COLORS = (BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY, GREY)
 EDGE_COLOR = "#333333"
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "cross", "star", "pentagon")
+MAX_TEXT_COLUMNS = 16  # cells of a heat map have their number if there are at most so many columns
 ROW_HEIGHT, LINE_HEIGHT = 30, 15  # in pixels: a row of a chart, and a line of its label
 MODE_BAR: dict[str, Any] = {
     "displaylogo": False,
@@ -339,6 +340,32 @@ def line(x: Sequence[float], y: Sequence[float], x_title: str, y_title: str, hei
     figure.update_layout(margin={"t": 24})
     figure.update_xaxes(title=x_title)
     figure.update_yaxes(title=y_title)
+    return figure
+
+
+def expert_heat_map(cells: Sequence[Sequence[float]], rows: Sequence[str], row_title: str) -> go.Figure:
+    """Draw the experts' loads over the even share, with a row for each layer or language, in the colors of cividis.
+
+    These colors differ in lightness too. A load of 2 and more has the lightest one.
+    """
+    labels = [wrap_label(name) for name in rows]
+    experts, few = len(cells[0]), len(cells[0]) <= MAX_TEXT_COLUMNS
+    figure = go.Figure()
+    figure.add_heatmap(
+        z=[list(row) for row in cells],
+        x=[str(expert) for expert in range(experts)],
+        y=labels,
+        zmin=0.0,
+        zmax=2.0,
+        colorscale="Cividis",
+        texttemplate="%{z:.2f}" if few else None,
+        hovertemplate=f"{row_title} %{{y}}, expert %{{x}}: %{{z:.3f}}<extra></extra>",
+        showscale=not few,
+        colorbar={"title": {"text": "load"}, "thickness": 12},
+    )
+    apply_layout(figure, 110 + len(rows) * (22 if len(rows) <= 40 else 10), showlegend=False)
+    figure.update_xaxes(title="expert", type="category", showgrid=False)
+    figure.update_yaxes(title=row_title, type="category", autorange="reversed", showgrid=False)
     return figure
 
 

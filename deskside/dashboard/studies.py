@@ -51,7 +51,7 @@ def read_curve(path: Path) -> tuple[list[dict[str, float | None]], list[str]]:
     """
     record = read_run(path)
     missing = [sentence for sentence in record.problems if "metrics.jsonl" in sentence]
-    keys = ("tokens", "seconds", "loss", "val_bpb")
+    keys = ("step", "tokens", "seconds", "loss", "val_bpb", "load_imbalance")
     return [{key: number(row.get(key)) for key in keys} for row in record.metrics], missing
 
 

@@ -40,12 +40,16 @@ OPTIONAL_SECTIONS = ("align", "adapter")  # sections of the configuration that a
 
 
 def compose(
-    record: RunRecord, images: Sequence[Image], missing: Sequence[str], languages: Sequence[Block] = ()
+    record: RunRecord,
+    images: Sequence[Image],
+    missing: Sequence[str],
+    languages: Sequence[Block] = (),
+    experts: Sequence[Block] = (),
 ) -> ReportDocument:
     """Return the report of a run.
 
-    `images` are drawn already; `missing` has a sentence for each missing plot; `languages` is the section about the
-    languages of the data, which is left out if it is empty.
+    `images` are drawn already; `missing` has a sentence for each missing plot; `languages` and `experts` are the
+    sections about the languages of the data and the experts of the model, which are left out if they are empty.
     """
     curves = (*images, *((Bullets(missing),) if missing else ()), *_by_position(record))
     return ReportDocument(
@@ -55,6 +59,7 @@ def compose(
             Section("At a glance", _overview(record)),
             Section("Curves", curves),
             *((Section("Languages", languages),) if languages else ()),
+            *((Section("Experts", experts),) if experts else ()),
             Section("Plan and measurement", plan_blocks(record)),
             Section("Samples", _samples(record)),
             Section("Events", _events(record)),

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from deskside.report import run_figures, run_languages, run_report
+from deskside.report import run_experts, run_figures, run_languages, run_report
 from deskside.report.document import ReportDocument, render_html, render_markdown
 from deskside.run.record import read_run
 from deskside.study import results as studies
@@ -35,7 +35,8 @@ def write_run(folder: Path) -> tuple[Path, list[str]]:
     with _oserror_as_run_error(folder):
         images, missing = run_figures.draw(record, folder / "plots")
         languages = run_languages.blocks(record, run_languages.draw(record, folder / "plots"))
-        html_path = _write_pages(run_report.compose(record, images, missing, languages), folder)
+        experts = run_experts.blocks(record, run_experts.draw(record, folder / "plots"))
+        html_path = _write_pages(run_report.compose(record, images, missing, languages, experts), folder)
     return html_path, record.problems
 
 

@@ -114,6 +114,30 @@ def run(
         (folder / "summary.json").write_text(json.dumps(outcome))
 
 
+def add_experts(folder: Path, layers: int = 6, experts: int = 8) -> None:
+    """Give a run of `run` experts, whose load differs by layer and by language."""
+    path = folder / "run.json"
+    run_json = json.loads(path.read_text())
+    run_json["config"]["model"] = {"num_experts": experts}
+    path.write_text(json.dumps(run_json))
+
+    def load(shift: int) -> list[list[float]]:
+        weights = [[1 + (layer * e + shift) % 5 for e in range(experts)] for layer in range(layers)]
+        return [[weight / sum(layer) for weight in layer] for layer in weights]
+
+    path = folder / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows:
+        row |= {"load_imbalance": 1.2 + 2 / row["step"], "router_entropy": 1.7}
+        if row["step"] % 10 == 0:
+            row["experts"] = {"load": load(0), "entropy": [1.7] * layers}
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = folder / "summary.json"
+    if path.exists():
+        languages = {language: load(shift) for shift, language in enumerate(["bn", "en", "hi", "ta"])}
+        path.write_text(json.dumps({**json.loads(path.read_text()), "val_expert_load": languages}))
+
+
 def row(step: int) -> dict[str, Any]:
     """A step as metrics.jsonl has it."""
     return {
@@ -161,6 +185,7 @@ def old(folder: Path) -> None:
 def running(folder: Path, steps: int = 40) -> IO[str]:
     """A run that goes on: its lock is held until the file that is returned is closed."""
     run(folder, steps=steps, of=200, finished=False)
+    add_experts(folder)
     lock = (folder / ".lock").open("w")
     fcntl.flock(lock, fcntl.LOCK_EX)
     return lock

@@ -126,6 +126,21 @@ def test_every_tab_is_drawn_and_fits_a_phone(browser: "Browser", address: str, t
     page.close()
 
 
+def test_the_experts_of_a_run(browser: "Browser", address: str) -> None:
+    """In a study's place the runs outside of studies: one with experts, of which the page shows three charts."""
+    page = opened(browser, address, "Performance")
+    page.get_by_role("combobox", name="study").click()
+    page.get_by_role("option", name="runs outside of studies").click()
+    page.get_by_text("Load of each expert at step 40").wait_for()
+    settled(page)
+    assert page.locator(".heatmaplayer").count() > 0
+    page.close()
+    page = opened(browser, address, "Live")
+    page.get_by_text("Load of each expert at step 40").wait_for()
+    assert page.locator(".heatmaplayer").count() > 0
+    page.close()
+
+
 def test_a_click_opens_a_tab_and_a_filter_narrows_it(browser: "Browser", address: str) -> None:
     page = opened(browser, address, "Overview")
     page.get_by_role("tab", name="Results").click()

@@ -227,3 +227,11 @@ def test_micro_batches_are_one_box_per_pass_and_the_update(rows: int, micro: int
 def test_every_query_head_has_one_line(keys: int) -> None:
     lines, queries, shared = illustrations.heads(16, keys).data
     assert lines.x.count(None) == 16 and len(queries.x) == 16 and len(shared.x) == keys
+
+
+def test_a_heat_map_of_experts_has_numbers_if_they_fit() -> None:
+    small = plotly_charts.expert_heat_map([[0.5, 1.5], [1.0, 1.0]], ["hi", "<b>"], "language")
+    assert small.data[0].texttemplate and not small.data[0].showscale
+    assert list(small.data[0].y) == ["hi", "&lt;b>"] and small.data[0].z[0] == (0.5, 1.5)
+    wide = plotly_charts.expert_heat_map([[1.0] * 64] * 61, [str(layer) for layer in range(61)], "layer")
+    assert not wide.data[0].texttemplate and wide.data[0].showscale

@@ -3,7 +3,7 @@
 import streamlit as st
 
 from deskside.dashboard import file_cache, plotly_charts
-from deskside.dashboard.components import COMMANDS, chart
+from deskside.dashboard.components import COMMANDS, chart, expert_charts
 from deskside.dashboard.runs import RunProgress, progress
 from deskside.dashboard.scan import ScanResult
 from deskside.dashboard.sidebar import Context, literal
@@ -116,3 +116,4 @@ def _draw_charts(record: RunRecord, log: MetricsLog) -> None:
                 # Streamlit needs unique keys, and two runs may have the same name.
                 name = f"live-{record.path.name}-{key}-{abs(hash(str(record.path)))}"
                 chart(figure, name, f"{title} of {record.name}")
+    expert_charts(record, log.rows, log.rows)

@@ -5,10 +5,10 @@ from pathlib import Path
 import streamlit as st
 
 from deskside.dashboard import file_cache, plotly_charts
-from deskside.dashboard.components import chart, metric_charts, pick_group
+from deskside.dashboard.components import chart, expert_charts, metric_charts, pick_group
 from deskside.dashboard.sidebar import Context, StudySelection, literal
 from deskside.report import study_text
-from deskside.run.record import number
+from deskside.run.record import RunRecord, mapping, number
 from deskside.study.results import Arm, Trial
 from deskside.study.stats.metrics import metric_named
 from deskside.utils.errors import UsageError
@@ -35,6 +35,7 @@ def show(context: Context) -> None:
         label = st.selectbox("what is shown", list(keys), key="performance-metric")
         metric_charts(selection, keys[label])
     _draw_curves(selection)
+    _draw_experts(selection)
 
 
 def _draw_curves(selection: StudySelection) -> None:
@@ -69,6 +70,30 @@ def _draw_curves(selection: StudySelection) -> None:
         st.caption(
             "All values are measured. One line per trial; the trials of an arm share dashes, marker and color."
         )
+
+
+def _draw_experts(selection: StudySelection) -> None:
+    """Draw the experts of one of the runs that have experts, if there is any."""
+    labels = plotly_charts.unique_labels(selection.results.arms)
+    runs = {
+        labels[arm.id] + (f", seed {trial.seed}" if len(arm.trials) > 1 else ""): Path(trial.run)
+        for arm in selection.results.arms
+        for trial in arm.trials
+        if trial.run and _has_experts(file_cache.brief(Path(trial.run)))
+    }
+    if not runs:
+        return
+    st.header("Experts")
+    path = runs[st.selectbox("run", list(runs), key="performance-experts")]
+    try:
+        curve, _ = file_cache.curve(path)
+    except UsageError:
+        return  # deleted since the scan
+    expert_charts(file_cache.brief(path), file_cache.newest_metrics(path).rows, curve)
+
+
+def _has_experts(record: RunRecord) -> bool:
+    return bool(number(mapping(record.config.get("model")).get("num_experts")))
 
 
 def _loss_kinds(selection: StudySelection) -> list[str]:
