@@ -16,11 +16,19 @@ A weight is cast once in the forward pass, and its gradient is cast and accumula
 pass. If BF16 weights are cached and the products accumulate gradients themselves, this happens only once per step.
 Muon's iteration is Newton-Schulz on the smaller side of each logical matrix (Jordan et al. 2024).
 
+In a mixture of experts, rows are gathered by expert and summed by token. With k experts per token, `dispatch` reads
+and writes k rows for the forward, for the gradient of the output and for the weight gradient, and k more if the
+sublayer is recomputed; `combine` reads k rows and writes one, and in the backward reads one more: 8 k + 3 per token,
+layer and hidden channel, and 2 k for recomputation. The gradients of the experts leave their products in 16 bits and
+are converted and added up by each pass: 18 bytes per float32 weight. Their products are grouped, which has a rate below
+that of one large product (`GROUPED_RATE`).
+
 A frozen weight has no gradient, which saves a third of its products. A quantized frozen weight is read and written
 dequantized for each product. An adapter adds 4 reads or writes of the inputs and outputs of its projection, forward and
 backward together. The numbers for adapters were counted by hand and not measured yet.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -87,7 +95,12 @@ BFLOAT16_SUM_BYTES = 6  # per bfloat16 weight and pass but the first, whose grad
 # Bytes per weight that an optimizer step moves less if weight and gradient are in bfloat16: half of what it reads of
 # the gradient, for the norm and the update, and of the weight, which it reads and writes.
 BFLOAT16_ADAMW_SAVING, BFLOAT16_MUON_SAVING = 12, 11
+EXPERT_GRADIENT_BYTES = 18  # per float32 expert weight and pass (see the module docstring)
 NEWTON_SCHULZ_STEPS = 5
+# (FLOPs of the first product of one expert, rate relative to one dense product): means over the products of a layer on
+# an H200 with torch's grouped product (`benchmarks/experts.py`, docs/data/2026-11-23-experts). Smaller products were
+# not slower down to 1.6e9 FLOPs; below that, and on other GPUs, the rate was not measured.
+GROUPED_RATE = ((3.2e9, 0.77), (1.3e10, 0.865), (7.3e10, 0.95))
 
 
 @dataclass(frozen=True)
@@ -101,6 +114,7 @@ class Operator:
         runs_as: The format whose rate a product runs at.
         share: Share of all FLOPs or bytes with this name that this operator is.
         windowed: True for attention with a sliding window.
+        grouped_rate: Rate of a product relative to one large dense product. Below 1 for grouped products of experts.
     """
 
     name: str
@@ -111,6 +125,7 @@ class Operator:
     runs_as: RunsAs = "bf16"
     share: float = 1.0
     windowed: bool = False
+    grouped_rate: float = 1.0
 
     @property
     def item(self) -> str:
@@ -135,7 +150,7 @@ def step_operators(shape: Shape, spec: StepSpec, traced: bool = False) -> list[O
     inputs, output_gradients = quantized_values(s)
     operators = [
         *_products("attention projections", weight_flops * s.tokens * s.layers * s.attention_weights, s),
-        *_products("MLP", weight_flops * s.tokens * s.layers * s.mlp_weights, s),
+        *_products("MLP", weight_flops * s.tokens * s.layers * s.mlp_weights, s, rate=grouped_rate(s)),
         Operator(
             "head",
             "head",
@@ -147,6 +162,7 @@ def step_operators(shape: Shape, spec: StepSpec, traced: bool = False) -> list[O
         Operator("QK-norm and RoPE", "traffic", rope),
         Operator("activation", "traffic", activation),
         Operator("loss", "loss_traffic", s.tokens * s.vocabulary * activation_bytes * _loss_units(spec)),
+        *_expert_rows(s, activation_bytes),
         *_weight_casts(s),
         *_adapters(s, activation_bytes),
         Operator("layers", "layers", s.layers * s.passes),
@@ -165,7 +181,9 @@ def step_operators(shape: Shape, spec: StepSpec, traced: bool = False) -> list[O
     if spec.activation_checkpointing in ("mlp", "block"):
         recomputed = RECOMPUTED * (activation + norm / 2)
         operators += [
-            *_products("MLP", 2.0 * s.tokens * s.layers * s.mlp_weights, s, recompute=True),
+            *_products(
+                "MLP", 2.0 * s.tokens * s.layers * s.mlp_weights, s, recompute=True, rate=grouped_rate(s)
+            ),
             Operator("activation", "traffic", recomputed, recompute=True),
             *_quantizing(recomputed, s.tokens * s.layers * (s.hidden + s.mlp_width), 0.0, s, recompute=True),
         ]
@@ -211,6 +229,17 @@ def _spans(shape: Shape, length: int) -> tuple[tuple[bool, float], ...]:
     return tuple(spans.items())
 
 
+def _expert_rows(s: Sizes, activation_bytes: float) -> Iterator[Operator]:
+    """Yield the gathering of rows by expert and their sums by token, in a mixture of experts."""
+    if not s.shape.num_experts:
+        return
+    k = s.leaf("experts per token", s.shape.num_experts_per_tok)
+    row = s.tokens * s.layers * activation_bytes * s.hidden
+    yield Operator("rows of experts", "traffic", (8 * k + 3) * row)
+    if s.spec.activation_checkpointing in ("mlp", "block"):
+        yield Operator("rows of experts", "traffic", 2 * k * row, recompute=True)
+
+
 def _weight_casts(s: Sizes) -> list[Operator]:
     """Return the casts of weights and the accumulation of their gradients. Quantized frozen weights are dequantized
     for each product."""
@@ -219,8 +248,15 @@ def _weight_casts(s: Sizes) -> list[Operator]:
         if spec.weights == "bfloat16":
             return [Operator("weights", "weights", float(BFLOAT16_SUM_BYTES) * s.parameters * (s.passes - 1))]
         # With cached weights there is one cast per step, and the products accumulate gradients themselves.
-        passes = 1 if spec.copies == "step" and spec.precision == "bf16" else s.passes
-        return [Operator("weights", "weights", float(WEIGHT_BYTES) * s.parameters * passes)]
+        in_place = spec.copies == "step" and spec.precision == "bf16"
+        casts = [
+            Operator("weights", "weights", float(WEIGHT_BYTES) * s.parameters * (1 if in_place else s.passes))
+        ]
+        if s.shape.num_experts and spec.fused and in_place:
+            experts = s.block_weights - s.layers * s.attention_weights  # and the small router
+            amount = float(EXPERT_GRADIENT_BYTES) * experts * s.passes
+            casts.append(Operator("gradients of experts", "weights", amount))
+        return casts
     operators = [Operator("weights", "weights", float(WEIGHT_BYTES) * trained_params(s) * s.passes)]
     if adapter.base != "bf16":
         uses = 2 if spec.activation_checkpointing == "none" else 3  # forward, backward, recomputed forward
@@ -249,7 +285,9 @@ def _adapters(s: Sizes, activation_bytes: float) -> list[Operator]:
     ]
 
 
-def _products(name: str, flops: float, s: Sizes, recompute: bool = False) -> Iterator[Operator]:
+def _products(
+    name: str, flops: float, s: Sizes, recompute: bool = False, rate: float = 1.0
+) -> Iterator[Operator]:
     """Yield `flops` of block projections, one operator per format that they run as. The forward is a third of these
     FLOPs, or all of them if it is recomputed."""
     spec = s.spec
@@ -260,12 +298,31 @@ def _products(name: str, flops: float, s: Sizes, recompute: bool = False) -> Ite
     if recompute:
         by_format = [(forward, 1.0)]
     for format, share in by_format:
-        rate = runs_as(format, spec.native)
-        shares[rate] = shares.get(rate, 0.0) + quantized_share * share
-    for rate, share in shares.items():
+        format_rate = runs_as(format, spec.native)
+        shares[format_rate] = shares.get(format_rate, 0.0) + quantized_share * share
+    for format_rate, share in shares.items():
         if share > 0:
-            part = flops if share == 1 else flops * s.leaf(f"share that runs as {rate}", share)
-            yield Operator(name, "matmul", part, recompute, runs_as=rate, share=share)
+            part = flops if share == 1 else flops * s.leaf(f"share that runs as {format_rate}", share)
+            yield Operator(
+                name, "matmul", part, recompute, runs_as=format_rate, share=share, grouped_rate=rate
+            )
+
+
+def grouped_rate(s: Sizes) -> float:
+    """Return the rate of the experts' products relative to one large dense product; 1 without experts."""
+    shape = s.shape
+    if not shape.num_experts:
+        return 1.0
+    rows = s.spec.micro_tokens * shape.num_experts_per_tok / shape.num_experts
+    outputs = (2 if shape.gated_mlp else 1) * shape.moe_intermediate_size
+    flops = 2.0 * rows * shape.hidden_size * outputs
+    (low, rate), *rest = GROUPED_RATE
+    for high, next_rate in rest:
+        if flops < high:
+            share = max(0.0, math.log(flops / low) / math.log(high / low))
+            return rate + share * (next_rate - rate)
+        low, rate = high, next_rate
+    return rate
 
 
 def quantized_values(s: Sizes) -> tuple[float, float]:

@@ -135,7 +135,7 @@ def operator_seconds(operator: Operator, rates: Rates, spec: StepSpec) -> float:
         share = (
             efficiency.attention(operator.width)
             if group == "attention"
-            else float(getattr(efficiency, group))
+            else operator.grouped_rate * float(getattr(efficiency, group))
         )
         if operator.runs_as in ("fp8", "nvfp4"):
             share *= efficiency.low_precision

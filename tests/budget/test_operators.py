@@ -88,7 +88,24 @@ def test_experts_work_on_chosen_tokens_only() -> None:
     router = 6.0 * TOKENS * 3 * 256 * 8
     assert amount(operators(sparse), "matmul") == amount(operators(dense), "matmul") + router
     assert amount(operators(sparse), "optimizer_matmul") > amount(operators(dense), "optimizer_matmul")
-    assert amount(operators(sparse), "traffic") == amount(operators(dense), "traffic")
+    moved = (8 * 2 + 3) * TOKENS * 3 * 256 * 2  # rows gathered by expert and summed by token
+    assert amount(operators(sparse), "traffic") == amount(operators(dense), "traffic") + moved
+
+
+def test_rate_of_grouped_products() -> None:
+    """Above the measured sizes the largest rate holds, below them the smallest; in between it rises."""
+
+    def rate(tokens: int, **changes: int) -> float:
+        experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 352} | changes
+        shape = ModelConfig(**SMALL | experts)
+        (mlp,) = [o for o in step_operators(shape, StepSpec(LENGTH, tokens, tokens)) if o.name == "MLP"]
+        return mlp.grouped_rate
+
+    rates = [rate(2**n) for n in range(10, 22)]
+    assert rates == sorted(rates) and rates[0] == 0.77 and rates[-1] == 0.95
+    assert rate(2**17, num_experts=16) < rate(2**17)  # fewer rows for each
+    dense = ModelConfig(**SMALL)
+    assert {o.grouped_rate for o in operators(dense)} == {1.0}
 
 
 def test_a_window_cuts_attention_and_nothing_else() -> None:
