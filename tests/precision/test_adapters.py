@@ -114,14 +114,17 @@ def test_float32_beside_frozen_weights_is_float32(base: Any) -> None:
     torch.testing.assert_close(model(TOKENS), whole(TOKENS), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("shape", [{}, MOE], ids=["dense", "experts"])
 @pytest.mark.parametrize(
     "base", ["nf4", *(pytest.param(base, marks=pytest.mark.full) for base in ("bf16", "int8"))]
 )
-def test_compiled_blocks_compute_the_same_and_keep_no_dense_weights(base: Any, fresh_compiler: None) -> None:
+def test_compiled_blocks_compute_the_same_and_keep_no_dense_weights(
+    base: Any, shape: dict[str, int], fresh_compiler: None
+) -> None:
     """The partitioner of torch.compile would keep what forward and backward both make: the weights, dense."""
     results = []
     for compiled in (False, True):
-        model = adapted(base)
+        model = adapted(base, **shape)
         torch.manual_seed(1)
         for parameter in model.parameters():
             if parameter.requires_grad:
