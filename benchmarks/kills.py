@@ -2,9 +2,10 @@
 
     python -m benchmarks.kills --seed 1 --kills 200 --out docs/data/DATE-kills/kills.json [--only train sft]
 
-The models have a few thousand parameters and run on one CPU thread. Half of the kills happen at a random time, the
-others at a random moment of writing a file (`kill_points`). After a kill, the command is resumed and perhaps killed
-again. After two to five kills it runs to its end. Then
+The models have a few thousand parameters and run on one CPU thread. `experts` trains a mixture of experts with
+optimizer states and activations in host memory. Half of the kills happen at a random time, the others at a random
+moment of writing a file (`kill_points`). After a kill, the command is resumed and perhaps killed again. After two to
+five kills it runs to its end. Then
 
 - the curve (step, tokens, learning rate, loss, gradient norm) and the final weights must be bit-identical to those of
   the run without kills; for a study, the curves of all trials; for prepared data, every byte;
@@ -36,7 +37,7 @@ from typing import Any
 from benchmarks.kill_points import POINTS, KillPoints
 
 # Kills of each command among 100. The last two start child processes, which takes long.
-SHARES = {"train": 26, "sft": 17, "dpo": 13, "grpo": 13, "data": 21, "study": 5, "go": 5}
+SHARES = {"train": 16, "experts": 10, "sft": 17, "dpo": 13, "grpo": 13, "data": 21, "study": 5, "go": 5}
 TIMEOUT_SECONDS = 600.0  # time limit of a command that is not killed
 MAX_STARTS = 40  # per trial, so that a command that makes no progress is reported
 
@@ -60,6 +61,28 @@ attention = "reference"
 every = "5 steps"
 [evaluate]
 every = "20 steps"
+"""
+# A mixture of experts as it is trained on a small card: fused, with weights in bfloat16, 8-bit optimizer states, and
+# the states and the activations in host memory.
+EXPERTS = """
+base = "tiny.toml"
+[model]
+num_experts = 4
+num_experts_per_tok = 2
+moe_intermediate_size = 32
+[batch]
+micro_tokens = 256
+[precision]
+name = "bf16"
+[optim]
+name = "adamw"
+weights = "bfloat16"
+states = "8bit"
+offload = true
+[compute]
+compile = "fused"
+activation_checkpointing = "block"
+activation_offloading = true
 """
 STUDY = """
 name = "kills"
@@ -393,14 +416,15 @@ def make_commands(work: Path) -> dict[str, Command]:
     )
     _jsonl(work / "questions.jsonl", [{"prompt": q, "answer": q[-1]} for q in letters])
     (work / "tiny.toml").write_text(TOML)
+    (work / "experts.toml").write_text(EXPERTS)
     (work / "study.toml").write_text(STUDY)
 
-    def training(name: str, head: list[str], more: list[str]) -> Command:
+    def training(name: str, head: list[str], more: list[str], label: str | None = None) -> Command:
         def start(folder: Path) -> list[str]:
             return [name, *head, "--runs", str(folder.parent), "--name", folder.name, *more]
 
         return Command(
-            name,
+            label or name,
             start,
             lambda folder: [name, "--resume", str(folder)],
             run_outcome,
@@ -443,6 +467,7 @@ def make_commands(work: Path) -> dict[str, Command]:
     prepared = ["--data.path", str(work / "data")]
     return {
         "train": training("train", [str(work / "tiny.toml")], [*prepared, "--schedule.steps", "60"]),
+        "experts": training("train", [str(work / "experts.toml")], [*prepared, "--schedule.steps", "60"], "experts"),
         "sft": alignment("sft", "train-reference", "chats.jsonl", "--schedule.steps", "30", "--batch.tokens", "512"),
         "dpo": alignment("dpo", "sft-reference", "pairs.jsonl", "--schedule.steps", "20", "--batch.tokens", "1024"),
         "grpo": alignment(

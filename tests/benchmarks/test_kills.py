@@ -63,8 +63,9 @@ def test_differences_are_found() -> None:
 def test_what_is_killed_is_the_same_and_what_is_not_the_same_is_told(tmp_path: Path) -> None:
     saved: list[int] = []
     result = kills.run_benchmark(
-        tmp_path, 1, 4, ["data", "train"], lambda r: saved.append(r["kills"]), writes=1
+        tmp_path, 1, 6, ["data", "train", "experts"], lambda r: saved.append(r["kills"]), writes=1
     )
+    assert result["by_command"]["experts"]["kills"] >= 1
     assert result["kills"] >= 3 and result["lost_or_different"] == 0 and saved[-1] == result["kills"]
     commands, runner = kills.make_commands(tmp_path), kills.Runner(tmp_path, 2, 1.0)
     reference = commands["data"].outcome(tmp_path / "data-reference")

@@ -82,9 +82,45 @@ STAGES = [
 ]
 
 
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "router_aux_loss_coef": 0.01,
+}
+OFFLOADED = {"compile": "fused", "activation_checkpointing": "block", "activation_offloading": True}
+BFLOAT16 = {"weights": "bfloat16", "offload": True}
+
+
 @pytest.mark.parametrize(
     "changes, at",
     [
+        (
+            {
+                "model": EXPERTS,
+                "precision": {"name": "bf16"},
+                "compute": OFFLOADED,
+                "optim": {**MUON, **BFLOAT16},
+                "batch": {**SLOWER, "micro_tokens": 512},
+            },
+            26,
+        ),
+        pytest.param(
+            {
+                "model": EXPERTS,
+                "precision": {"name": "bf16"},
+                "compute": OFFLOADED,
+                "optim": {**ADAMW, **BFLOAT16, "states": "8bit"},
+            },
+            28,
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            {"model": EXPERTS, "compute": {"compile": "fused"}, "optim": MUON}, 22, marks=pytest.mark.full
+        ),
+        pytest.param(
+            {"model": EXPERTS, "compute": {"compile": "block"}, "optim": ADAMW}, 24, marks=pytest.mark.full
+        ),
         pytest.param({"optim": ADAMW}, 25, marks=pytest.mark.full),
         pytest.param({"optim": MUON, "schedule": {"stages": STAGES}}, 36, marks=pytest.mark.full),
         ({"optim": MUON, "schedule": {"stages": STAGES}, "data": {"document_mask": True}}, 29),
