@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from deskside.align.sft import Sft
 from deskside.cli import sft as sft_command
@@ -338,13 +338,17 @@ def test_two_processes_train_as_one(place: Path, tmp_path: Path) -> None:
     [
         ("qwen3", True),
         ("llama", False),
+        ("qwen3_moe", True),
+        pytest.param("qwen3_moe", False, marks=pytest.mark.full),
         pytest.param("qwen3", False, marks=pytest.mark.full),
         pytest.param("llama", True, marks=pytest.mark.full),
     ],
 )
 def test_published_checkpoints(family: str, adapted: bool, place: Path, tmp_path: Path) -> None:
     """A Hugging Face model whose tokenizer knows no turns gains tokens for them, trains, and is exported whole."""
-    config = (Qwen3Config if family == "qwen3" else LlamaConfig)(
+    shape = {"qwen3": Qwen3Config, "llama": LlamaConfig, "qwen3_moe": Qwen3MoeConfig}[family]
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    config = shape(
         vocab_size=301,
         hidden_size=32,
         num_hidden_layers=2,
@@ -354,6 +358,7 @@ def test_published_checkpoints(family: str, adapted: bool, place: Path, tmp_path
         intermediate_size=64,
         max_position_embeddings=128,
         tie_word_embeddings=family == "qwen3",
+        **(experts if family == "qwen3_moe" else {}),
     )
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
