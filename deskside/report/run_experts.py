@@ -5,9 +5,11 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
 
-from deskside.report.canvas import save
+from deskside.report.canvas import DARK, new_figure, one_line, running_median, save
 from deskside.report.document import Block, Image, Table
+from deskside.report.run_figures import LIGHT_GREY
 from deskside.run.expert_load import (
     ExpertLoad,
     layer_with_differences,
@@ -78,5 +80,46 @@ def _draw_languages(by_language: dict[str, list[list[float]]]) -> tuple[Figure, 
     cells = relative([load[layer] for load in by_language.values()])
     title = f"Load of the experts by language, layer {layer}"
     figure = _heat_map(title, cells, list(by_language), "")
+    return figure, title, f"{title}, in which languages differ most, on the validation text. {LEGEND}"
+
+
+def _heat_map(title: str, cells: list[list[float]], rows: list[str], row_label: str) -> Figure:
+    """Draw relative loads as shades of grey, which survive black-and-white printing; 2 and more is darkest."""
+    columns = len(cells[0])
+    figure, axes = new_figure(title, 0.9 + (0.24 if len(rows) <= MAX_ROWS else 0.12) * max(len(rows), 3))
+    axes.imshow(np.array(cells), cmap="Greys", vmin=0.0, vmax=2.2, aspect="auto", interpolation="nearest")
+    if columns <= MAX_TEXT_COLUMNS and len(rows) <= MAX_ROWS:
+        for y, row in enumerate(cells):
+            for x, value in enumerate(row):
+                color = "white" if value > 1.3 else DARK
+                axes.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=7, color=color)
+    axes.set_xlabel("expert", fontsize=9)
+    axes.set_ylabel(row_label, fontsize=9)
+    if len(rows) <= MAX_ROWS:
+        axes.set_yticks(range(len(rows)), [one_line(name, 18) for name in rows], fontsize=7.5)
+    if columns <= MAX_TEXT_COLUMNS:
+        axes.set_xticks(range(columns), [str(expert) for expert in range(columns)])
+    axes.grid(False)
+    axes.spines[:].set_visible(False)
+    axes.tick_params(length=0)
+    return figure
+
+
+def _draw_imbalance(record: RunRecord) -> tuple[Figure, str, str]:
+    title = "Load imbalance"
+    figure, axes = new_figure(title, 2.6)
+    x, y = record.series("load_imbalance")
+    median = running_median(y)
+    if median is not None:
+        axes.plot(x, y, color=LIGHT_GREY, linewidth=0.8, label="each logged step")
+    axes.plot(x, median or y, color=DARK, linewidth=1.6, marker="o" if len(x) < 3 else "", markersize=5,
+              label="running median" if median else None)  # fmt: skip
+    axes.axhline(1.0, color=DARK, linewidth=1.1, linestyle=(0, (6, 3)), label="even")
+    axes.set_ylabel("largest load of an expert", fontsize=9)
+    axes.set_xlabel("training tokens", fontsize=9)
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.set_xlim(0, max(x) * 1.02 or 1)
+    axes.set_ylim(bottom=0.95)
+    axes.legend(frameon=True, framealpha=0.9, edgecolor="none", fontsize=9)
     caption = f"{title}: the largest load of a layer, averaged over the layers. 1 is an even share."
     return figure, title, f"{caption} All values are measured."

@@ -232,6 +232,6 @@ def test_every_query_head_has_one_line(keys: int) -> None:
 def test_a_heat_map_of_experts_has_numbers_if_they_fit() -> None:
     small = plotly_charts.expert_heat_map([[0.5, 1.5], [1.0, 1.0]], ["hi", "<b>"], "language")
     assert small.data[0].texttemplate and not small.data[0].showscale
-    assert list(small.data[0].y) == ["hi", "&lt;b>"] and small.data[0].z[0] == (0.5, 1.5)
+    assert list(small.data[0].y) == ["hi", "&lt;b>"] and list(small.data[0].z[0]) == [0.5, 1.5]
     wide = plotly_charts.expert_heat_map([[1.0] * 64] * 61, [str(layer) for layer in range(61)], "layer")
     assert not wide.data[0].texttemplate and wide.data[0].showscale
