@@ -1,6 +1,6 @@
 """Attention kernels behind one interface; importing this package registers them and runs nothing."""
 
-from deskside.kernels.attention import fa4, flex, reference, sdpa, varlen
+from deskside.kernels.attention import fa4, flex, gathered, reference, sdpa, varlen
 from deskside.kernels.attention.choose import BackendChoice, choose
 from deskside.kernels.attention.context import (
     BACKENDS,
@@ -14,10 +14,12 @@ from deskside.kernels.attention.context import (
     prepare,
 )
 from deskside.kernels.attention.manual_backward import SavedAttention, attention_backward, attention_forward
+from deskside.kernels.attention.ranks import ContextRanks
 from deskside.kernels.attention.reference import decode_attention
 
 __all__ = [
     "AttentionContext",
+    "ContextRanks",
     "Requirements",
     "AttentionBackend",
     "FwdBwd",
@@ -34,6 +36,7 @@ __all__ = [
     "document_positions",
     "fa4",
     "flex",
+    "gathered",
     "reference",
     "sdpa",
     "varlen",

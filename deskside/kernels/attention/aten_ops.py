@@ -46,7 +46,7 @@ def _cudnn_backward(
     return dq_BTHC, dk_BTKC, dv_BTKC
 
 
-def _flash_keywords(context: AttentionContext) -> dict[str, Any]:
+def flash_keywords(context: AttentionContext) -> dict[str, Any]:
     """Return the keyword arguments for scale and window.
 
     FlashAttention's sizes count the keys before and after a query, None for all; `context.window` includes the query.
@@ -62,7 +62,7 @@ def flash_windowed(q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, context: Atte
     T = q_BTHC.shape[1]
     # After v: cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask.
     o_BTHC = torch.ops.aten._flash_attention_forward(
-        q_BTHC, k_BTKC, v_BTKC, None, None, T, T, 0.0, False, False, **_flash_keywords(context)
+        q_BTHC, k_BTKC, v_BTKC, None, None, T, T, 0.0, False, False, **flash_keywords(context)
     )[0]
     assert isinstance(o_BTHC, Tensor)
     return o_BTHC
@@ -91,7 +91,7 @@ def _flash_forward(
         0.0,
         causal,
         False,
-        **_flash_keywords(context),
+        **flash_keywords(context),
     )
     return o.view(q_BTHC.shape), (q, k, v, o, lse, cu_seqlens, max_seqlen, causal, rng_state, unused)
 
@@ -115,7 +115,7 @@ def _flash_backward(
         causal,
         rng_state,
         unused,
-        **_flash_keywords(context),
+        **flash_keywords(context),
     )
     B, T = grad_o_BTHC.shape[:2]
     dq_BTHC, dk_BTKC, dv_BTKC = (gradient.view(B, T, *gradient.shape[-2:]) for gradient in gradients)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deskside.kernels.attention.ranks import ContextRanks
 from deskside.utils.errors import UsageError
 
 DeviceType = str  # "cpu" or "cuda"
@@ -24,6 +25,8 @@ class AttentionContext:
     max_seqlen: length of the longest document, or any upper bound (None: T). A constant of the compiled graph.
     scale: factor of the scores; None is 1 / sqrt(head_dim).
     backend, window_backend: names in `BACKENDS`; window_backend is for layers with a window (None: `backend`).
+    ranks: the processes that share the rows, for the backend "gathered"; q, k and v are then this process's tokens, and
+        cu_seqlens has the boundaries of the whole rows. None: this process holds whole rows.
     prepared: the backend's precomputed data, set by `prepare`.
     """
 
@@ -34,6 +37,7 @@ class AttentionContext:
     max_seqlen: int | None = None
     backend: str = "reference"
     window_backend: str | None = None
+    ranks: ContextRanks | None = None
     prepared: Any = None
 
     def for_window(self, window: int | None) -> "AttentionContext":

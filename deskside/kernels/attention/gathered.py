@@ -1,0 +1,242 @@
+"""Attention over rows that are divided among processes (context parallelism): every process gathers all keys and values.
+
+The queries of a process are two chunks of a row (see ranks.py). Chunk start:stop attends to keys 0:stop, so that each
+chunk is ordinary causal attention whose queries are the last ones of its keys, also with a window or with documents.
+Keys and values are gathered as in Llama 3 (arXiv 2407.21783, section 3.3.2) and not passed around in a ring with merged
+softmaxes (arXiv 2310.01889): for two processes the bytes sent are the same, documents need no special case, and each
+softmax is computed in one piece, so that the result equals a single process's up to the order of sums. With
+grouped-query attention, the gathered keys and values are small beside the other activations. The backward gathers them
+again instead of keeping them, and returns to each process the sum of the gradients of its keys and values.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from deskside.kernels.attention.aten_ops import flash_keywords
+from deskside.kernels.attention.context import (
+    AttentionBackend,
+    AttentionContext,
+    FwdBwd,
+    Saved,
+    document_ids,
+    register,
+)
+from deskside.kernels.attention.reference import QUERY_CHUNK, allowed_keys, attend
+from deskside.kernels.attention.sdpa import FLOAT, HALF
+from deskside.utils.errors import UsageError
+
+
+class Span(NamedTuple):
+    """A chunk start:stop of every row, whose queries see keys 0:stop.
+
+    cu_q, cu_k: int32, the boundaries of the documents over the flattened B * (stop - start) queries and B * stop keys.
+    """
+
+    start: int
+    stop: int
+    cu_q: Tensor
+    cu_k: Tensor
+
+
+class Prepared(NamedTuple):
+    """The two chunks of this process, and each token's document in the whole rows, (B, T); None without documents."""
+
+    spans: tuple[Span, ...]
+    documents_BT: Tensor | None
+
+
+def prepared_spans(context: AttentionContext, batch: int, tokens: int, device: torch.device) -> Prepared:
+    """Return what every layer needs. tokens: of this process. Raises UsageError without context parallelism."""
+    if context.ranks is None:
+        raise UsageError("attention backend 'gathered' is for --parallel.context; let deskside choose")
+    T = tokens * context.ranks.size
+    cu, documents_BT = context.cu_seqlens, None
+    if cu is None:
+        cu = torch.arange(0, (batch + 1) * T, T, dtype=torch.int32, device=device)
+    else:
+        documents_BT = document_ids(cu, batch, T)
+    row, offset = cu // T, cu % T
+    spans = []
+    for start, stop in context.ranks.spans(T):
+        # A document that lies before a chunk has keys and no queries there, one that lies behind it has neither.
+        cu_q = row * (stop - start) + offset.clamp(start, stop) - start
+        cu_k = row * stop + offset.clamp(max=stop)
+        spans.append(Span(start, stop, cu_q.to(torch.int32), cu_k.to(torch.int32)))
+    return Prepared(tuple(spans), documents_BT)
+
+
+def _uses_flash(q_BLHC: Tensor) -> bool:
+    return q_BLHC.is_cuda and q_BLHC.dtype in HALF
+
+
+def span_reference(
+    q_BSHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, span: Span, context: AttentionContext
+) -> Tensor:
+    """Return the output (B, stop - start, H, C) of one chunk in plain torch. k_BTKC, v_BTKC: of the whole rows."""
+    documents_BT = context.prepared.documents_BT
+    scale = q_BSHC.shape[-1] ** -0.5 if context.scale is None else context.scale
+    position = torch.arange(span.stop, device=q_BSHC.device)[None]
+    outputs = []
+    for first in range(span.start, span.stop, QUERY_CHUNK):
+        last = min(first + QUERY_CHUNK, span.stop)
+        allowed_BTL = allowed_keys(position[:, first:last], position[:, :last], context)
+        if documents_BT is not None:
+            allowed_BTL = allowed_BTL & (documents_BT[:, first:last, None] == documents_BT[:, None, :last])
+        q = q_BSHC[:, first - span.start : last - span.start]
+        outputs.append(attend(q, k_BTKC[:, :last], v_BTKC[:, :last], allowed_BTL, scale))
+    return torch.cat(outputs, dim=1)
+
+
+def span_flash(
+    q_BSHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, span: Span, context: AttentionContext
+) -> tuple[Tensor, Saved]:
+    """Return the output of one chunk by FlashAttention, and what its backward needs besides the keys and values.
+
+    FlashAttention aligns the last query of a document with its last key, which is what a chunk needs.
+    """
+    q = q_BSHC.flatten(0, 1)
+    k, v = (x[:, : span.stop].flatten(0, 1) for x in (k_BTKC, v_BTKC))
+    causal = context.window is None  # with a window, window_size_right = 0 masks the future
+    o, lse, rng_state, unused, _ = torch.ops.aten._flash_attention_forward(
+        q,
+        k,
+        v,
+        span.cu_q,
+        span.cu_k,
+        span.stop - span.start,
+        span.stop,
+        0.0,
+        causal,
+        False,
+        **flash_keywords(context),
+    )
+    return o.view(q_BSHC.shape), (o, lse, rng_state, unused)
+
+
+def span_flash_backward(
+    grad_o_BSHC: Tensor,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    saved: Saved,
+    span: Span,
+    context: AttentionContext,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (dq_BSHC, dk, dv), the last two of keys and values 0:stop. inputs: as in `span_flash`."""
+    o, lse, rng_state, unused = saved
+    q_BSHC, k_BTKC, v_BTKC = inputs
+    k_BTKC, v_BTKC = k_BTKC[:, : span.stop], v_BTKC[:, : span.stop]
+    dq, dk, dv = torch.ops.aten._flash_attention_backward(
+        grad_o_BSHC.reshape(o.shape),
+        q_BSHC.flatten(0, 1),
+        k_BTKC.flatten(0, 1),
+        v_BTKC.flatten(0, 1),
+        o,
+        lse,
+        span.cu_q,
+        span.cu_k,
+        span.stop - span.start,
+        span.stop,
+        0.0,
+        context.window is None,
+        rng_state,
+        unused,
+        **flash_keywords(context),
+    )
+    return dq.view(q_BSHC.shape), dk.view(k_BTKC.shape), dv.view(v_BTKC.shape)
+
+
+def _forward(
+    q_BLHC: Tensor, k_BLKC: Tensor, v_BLKC: Tensor, context: AttentionContext
+) -> tuple[Tensor, Saved]:
+    """Run the forward without autograd. The inputs and the output are this process's tokens."""
+    q_BLHC, k_BLKC, v_BLKC = q_BLHC.detach(), k_BLKC.detach(), v_BLKC.detach()
+    k_BTKC, v_BTKC = _gather(k_BLKC, v_BLKC, context)
+    outputs, saved_spans = [], []
+    with torch.no_grad():
+        for q_BSHC, span in zip(q_BLHC.chunk(2, dim=1), context.prepared.spans, strict=True):
+            saved: Saved = ()
+            if _uses_flash(q_BLHC):
+                o_BSHC, saved = span_flash(q_BSHC, k_BTKC, v_BTKC, span, context)
+            else:
+                o_BSHC = span_reference(q_BSHC, k_BTKC, v_BTKC, span, context)
+            outputs.append(o_BSHC)
+            saved_spans.append(saved)
+    return torch.cat(outputs, dim=1), (q_BLHC, k_BLKC, v_BLKC, saved_spans)
+
+
+def _backward(
+    saved: Saved, grad_o_BLHC: Tensor, context: AttentionContext
+) -> tuple[Tensor, Tensor, Tensor]:
+    q_BLHC, k_BLKC, v_BLKC, saved_spans = saved
+    k_BTKC, v_BTKC = _gather(k_BLKC, v_BLKC, context)
+    dk_BTKC, dv_BTKC = torch.zeros_like(k_BTKC), torch.zeros_like(v_BTKC)
+    queries, grads = q_BLHC.chunk(2, dim=1), grad_o_BLHC.chunk(2, dim=1)
+    dq = []
+    for q_BSHC, grad_BSHC, state, span in zip(
+        queries, grads, saved_spans, context.prepared.spans, strict=True
+    ):
+        inputs = (q_BSHC, k_BTKC, v_BTKC)
+        if _uses_flash(q_BLHC):
+            dq_BSHC, dk, dv = span_flash_backward(grad_BSHC, inputs, state, span, context)
+        else:
+            leaves = [x.detach().requires_grad_() for x in inputs]
+            with torch.enable_grad():
+                o_BSHC = span_reference(*leaves, span, context)
+            dq_BSHC, dk, dv = torch.autograd.grad(o_BSHC, leaves, grad_BSHC)
+        dq.append(dq_BSHC)
+        dk_BTKC[:, : dk.shape[1]] += dk
+        dv_BTKC[:, : dv.shape[1]] += dv
+    both = context.ranks.sum_parts(torch.cat((dk_BTKC, dv_BTKC), dim=2))  # type: ignore[union-attr]
+    dk_BLKC, dv_BLKC = both.chunk(2, dim=2)
+    return torch.cat(dq, dim=1), dk_BLKC, dv_BLKC
+
+
+def _gather(k_BLKC: Tensor, v_BLKC: Tensor, context: AttentionContext) -> tuple[Tensor, Tensor]:
+    """Return keys and values of the whole rows, exchanged in one message."""
+    assert context.ranks is not None  # checked by `prepared_spans`
+    k_BTKC, v_BTKC = context.ranks.gather(torch.cat((k_BLKC, v_BLKC), dim=2)).chunk(2, dim=2)
+    return k_BTKC, v_BTKC
+
+
+PAIR = FwdBwd(_forward, _backward)
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q_BLHC: Tensor, k_BLKC: Tensor, v_BLKC: Tensor, context: AttentionContext
+    ) -> Tensor:
+        o_BLHC, (q, k, v, saved_spans) = PAIR.forward(q_BLHC, k_BLKC, v_BLKC, context)
+        ctx.save_for_backward(q, k, v, *(x for saved in saved_spans for x in saved))
+        ctx.context = context
+        return o_BLHC
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, *rest = ctx.saved_tensors
+        half = len(rest) // 2
+        saved = (q, k, v, [tuple(rest[:half]), tuple(rest[half:])])
+        return *PAIR.backward(saved, grads[0], ctx.context), None
+
+
+def gathered(q_BLHC: Tensor, k_BLKC: Tensor, v_BLKC: Tensor, context: AttentionContext) -> Tensor:
+    """(B, L, H, C), (B, L, K, C), (B, L, K, C) -> (B, L, H, C), L = T / c tokens of this process; differentiable."""
+    o_BLHC: Tensor = _Gathered.apply(q_BLHC, k_BLKC, v_BLKC, context)
+    return o_BLHC
+
+
+DEVICES = frozenset({"cpu", "cuda"})
+register(
+    AttentionBackend(
+        "gathered",
+        gathered,
+        DEVICES,
+        FLOAT | {torch.float64},
+        window=True,
+        documents=True,
+        on_request=DEVICES,
+        prepare=prepared_spans,
+        pair=PAIR,
+    )
+)
