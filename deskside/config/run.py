@@ -113,6 +113,8 @@ class RunConfig(Part):
                 "model.scoring_func: the biases of a sigmoid router cannot be sharded yet; use --parallel.mode "
                 "replicate, or softmax"
             )
+        if self.parallel.context > 1:
+            self._check_context_parallel()
         if self.adapter is not None:
             self._check_adapter(self.adapter)
         if self.align is not None and not self.data.document_mask:
@@ -140,6 +142,29 @@ class RunConfig(Part):
                 "replicate"
             )
         return self
+
+    def _check_context_parallel(self) -> None:
+        """Raise ValueError, with the key and the remedy, if the rows of this run cannot be divided among processes."""
+        context = self.parallel.context
+        for stage in self.stages():
+            if stage.sequence_length % (2 * context):
+                raise ValueError(
+                    f"parallel.context: {context} processes hold two parts each of a row, so rows must be a multiple "
+                    f"of {2 * context} tokens, not {stage.sequence_length}"
+                )
+        unsupported = (
+            (self.align is not None, "fine-tuning divides no rows; leave it out"),
+            (self.adapter is not None, "adapters are trained on whole rows; leave it out"),
+            (self.precision.quantized, "use --precision.name bf16; quantized products take whole rows"),
+            (self.parallel.mode == "shard", "sharded weights need whole rows; use --parallel.mode replicate"),
+            (
+                self.compute.compile in ("block", "model"),
+                "torch.compile cannot exchange keys and values; use --compute.compile auto",
+            ),
+        )
+        for applies, reason in unsupported:
+            if applies:
+                raise ValueError(f"parallel.context: {reason}")
 
     def _check_bfloat16_weights(self) -> None:
         """Raise ValueError, with the key and the remedy, if this run cannot store its weights in bfloat16."""

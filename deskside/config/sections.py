@@ -261,10 +261,16 @@ class EvaluateConfig(Part):
 
 
 class ParallelConfig(Part):
-    """Data parallelism over the processes that torchrun starts."""
+    """Division of the work among the processes that torchrun starts."""
 
     mode: Literal["auto", "replicate", "shard"] = Field(
         "auto", description="replicate: each process holds the whole model; shard: FSDP2; auto: replicate"
+    )
+    context: PositiveInt = Field(
+        1,
+        le=64,
+        description="processes that share every row, for rows that are too long for one GPU; batch.micro_tokens are "
+        "then the tokens of a pass on all of them",
     )
 
 

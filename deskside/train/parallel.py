@@ -1,4 +1,4 @@
-"""Data parallelism over several processes: replicas that sum their gradients, or parameters sharded with FSDP2.
+"""Several processes: replicas that sum their gradients, parameters sharded with FSDP2, rows shared by a few processes.
 
 Replicas sum their gradients after the last micro-batch, in buckets that never change. torch's DDP is not used: it
 overlaps the all-reduce with the backward pass, but regroups its buckets after the first step. The order of additions,
@@ -10,13 +10,14 @@ averaged.
 
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from deskside.kernels.attention import ContextRanks
 from deskside.utils.errors import UsageError
 
 BUCKET_ELEMENTS = 32 * 2**20  # minimum elements of each all-reduce but the last: 128 MiB in float32
@@ -26,13 +27,30 @@ BUCKET_ELEMENTS = 32 * 2**20  # minimum elements of each all-reduce but the last
 class World:
     """The rank and device of this process, and the collectives over all processes.
 
-    A world of size 1 has no process group. sharded: the model's parameters are sharded with FSDP2.
+    A world of size 1 has no process group. sharded: the model's parameters are sharded with FSDP2. context: the
+    processes that share the rows of this one (`parallel.context`), consecutive ranks; None: it has whole rows.
     """
 
     device: torch.device
     rank: int = 0
     size: int = 1
     sharded: bool = False
+    context: ContextRanks | None = None
+
+    @property
+    def readers(self) -> int:
+        """The number of processes that read different rows; those that share rows count once."""
+        return self.size if self.context is None else self.size // self.context.size
+
+    @property
+    def reader(self) -> int:
+        """The number of this process among the `readers`."""
+        return self.rank if self.context is None else self.rank // self.context.size
+
+    @property
+    def waits_within_passes(self) -> bool:
+        """True if processes wait for each other within a forward or backward pass, and not only at its end."""
+        return self.sharded or self.context is not None
 
     @property
     def is_rank_zero(self) -> bool:
@@ -84,7 +102,7 @@ class World:
             dist.barrier()
 
 
-def init_distributed(device: str, mode: str, gpu_budget: float | None = None) -> World:
+def init_distributed(device: str, mode: str, gpu_budget: float | None = None, context: int = 1) -> World:
     """Initialize the process group from torchrun's environment variables; without them, return a world of size 1.
 
     Args:
@@ -92,6 +110,7 @@ def init_distributed(device: str, mode: str, gpu_budget: float | None = None) ->
         mode: `parallel.mode`: "auto", "replicate" or "shard".
         gpu_budget: `compute.gpu_budget`: GiB that torch's allocator may use of this process's GPU; None: all of it.
             What CUDA itself needs, some 0.5 GiB, comes on top.
+        context: `parallel.context`, which must divide the number of processes.
 
     Raises UsageError if CUDA or several processes are required but missing, or if a process has no GPU; and for a
     budget on a CPU.
@@ -102,6 +121,11 @@ def init_distributed(device: str, mode: str, gpu_budget: float | None = None) ->
         raise UsageError("compute.device: cuda is set, but torch finds no GPU; use --compute.device cpu")
     if gpu_budget is not None and chosen != "cuda":
         raise UsageError("compute.gpu_budget: this run has no GPU; leave it out")
+    if size % context:
+        raise UsageError(
+            f"parallel.context: {context} processes share a row, and there are {size} in all; start a multiple of "
+            f"{context}: torchrun --nproc-per-node {context} -m deskside train ..."
+        )
     if size == 1:
         if mode != "auto":
             raise UsageError(
@@ -125,7 +149,14 @@ def init_distributed(device: str, mode: str, gpu_budget: float | None = None) ->
         limit_gpu_memory(target, gpu_budget)
     # `broadcast` and `all_reduce_min` use CPU tensors and gloo, so that they do not wait for queued GPU work.
     dist.init_process_group("cpu:gloo,cuda:nccl" if chosen == "cuda" else "gloo")
-    return World(target, dist.get_rank(), dist.get_world_size(), mode == "shard")
+    world = World(target, dist.get_rank(), dist.get_world_size(), mode == "shard")
+    return world if context == 1 else replace(world, context=_context_ranks(world, context))
+
+
+def _context_ranks(world: World, size: int) -> ContextRanks:
+    """Return the processes that share rows with this one: `size` consecutive ranks."""
+    groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world.size, size)]
+    return ContextRanks(groups[world.rank // size], world.rank % size, size)
 
 
 def limit_gpu_memory(device: torch.device, budget_gib: float | None) -> None:

@@ -79,7 +79,8 @@ def start(
     check_start(config)
     objective = _check_objective(objective, config, "start it with this command")
     compute = config.compute
-    world = parallel.init_distributed(compute.device, config.parallel.mode, compute.gpu_budget)
+    split = config.parallel
+    world = parallel.init_distributed(compute.device, split.mode, compute.gpu_budget, split.context)
     try:
         run = None
         if world.is_rank_zero:
@@ -127,7 +128,8 @@ def resume(path: Path, watch: Callback | None = None, objective: Objective | Non
     check_start(config)
     # The number of processes may change, but a sharded run needs more than one.
     mode = "shard" if config.parallel.mode == "shard" else "auto"
-    world = parallel.init_distributed(config.compute.device, mode, config.compute.gpu_budget)
+    context = config.parallel.context
+    world = parallel.init_distributed(config.compute.device, mode, config.compute.gpu_budget, context)
     try:
         with run.lock_for_training(world.is_rank_zero):
             begun = world.broadcast_result(run.has_begun)

@@ -1,4 +1,4 @@
-"""Attention over rows that are divided among processes (context parallelism): every process gathers all keys and values.
+"""Attention over rows that processes share (context parallelism): every process gathers all keys and values.
 
 The queries of a process are two chunks of a row (see ranks.py). Chunk start:stop attends to keys 0:stop, so that each
 chunk is ordinary causal attention whose queries are the last ones of its keys, also with a window or with documents.
@@ -165,9 +165,7 @@ def _forward(
     return torch.cat(outputs, dim=1), (q_BLHC, k_BLKC, v_BLKC, saved_spans)
 
 
-def _backward(
-    saved: Saved, grad_o_BLHC: Tensor, context: AttentionContext
-) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(saved: Saved, grad_o_BLHC: Tensor, context: AttentionContext) -> tuple[Tensor, Tensor, Tensor]:
     q_BLHC, k_BLKC, v_BLKC, saved_spans = saved
     k_BTKC, v_BTKC = _gather(k_BLKC, v_BLKC, context)
     dk_BTKC, dv_BTKC = torch.zeros_like(k_BTKC), torch.zeros_like(v_BTKC)

@@ -2,12 +2,13 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from deskside.data.reading.loader import Batch
-from deskside.kernels.attention import AttentionContext
+from deskside.kernels.attention import AttentionContext, ContextRanks
 from deskside.model.block import Block
 from deskside.optim.build import Optimizer
 from deskside.optim.groups import classify_parameters
@@ -86,6 +87,19 @@ class StepMetrics:
         return numbers
 
 
+def _part(batch: Batch, ranks: ContextRanks) -> Batch:
+    """Return this process's tokens of a micro-batch of whole rows. Its counts and boundaries stay those of the rows."""
+    positions_BT = batch.positions_BT
+    if positions_BT is None:
+        positions_BT = torch.arange(batch.tokens_BT.shape[1], device=batch.tokens_BT.device)[None]
+    return replace(
+        batch,
+        tokens_BT=ranks.local(batch.tokens_BT),
+        targets_BT=ranks.local(batch.targets_BT),
+        positions_BT=ranks.local(positions_BT),
+    )
+
+
 class Stepper:
     """Runs single optimizer steps, without a clock, checkpoints or logging."""
 
@@ -124,18 +138,26 @@ class Stepper:
 
     def loss(self, batch: Batch) -> Loss:
         """Return the objective's loss of a micro-batch."""
-        tokens = batch.tokens_BT.shape[1]
+        tokens, ranks = batch.tokens_BT.shape[1], self.world.context
         full, windowed = self.context.attention.at(tokens, self.window)
+        if ranks is not None:
+            full = windowed = "gathered"
         context = AttentionContext(
-            cu_seqlens=batch.cu_seqlens, max_seqlen=tokens, backend=full, window_backend=windowed
+            cu_seqlens=batch.cu_seqlens,
+            max_seqlen=tokens,
+            backend=full,
+            window_backend=windowed,
+            ranks=ranks,
         )
+        if ranks is not None:
+            batch = _part(batch, ranks)
         return self.objective.loss(self.model, batch, context, self.config.compute)
 
     def run(self, micro_batches: Sequence[Batch], step: int, dry: bool = False) -> StepMetrics:
         """Run step number `step` (from 1). A dry step computes everything but changes no weight.
 
         If one process runs out of memory in the passes of a dry step, all of them raise torch.OutOfMemoryError. With a
-        sharded model, that process raises RunError, because the others already wait for it in a collective.
+        sharded model or shared rows, that process raises RunError, because the others already wait for it.
         """
         self.begin_step(step, len(micro_batches), dry)
         sums = self.forward_backward_dry(micro_batches) if dry else self.forward_backward(micro_batches)
@@ -211,10 +233,11 @@ class Stepper:
         try:
             sums = self.forward_backward(micro_batches)
         except torch.OutOfMemoryError as error:
-            if self.world.sharded:
+            if self.world.waits_within_passes:
                 reason = str(error).split(".")[0]
                 raise RunError(
-                    f"out of memory with a sharded model ({reason}); give a smaller --batch.micro_tokens"
+                    f"out of memory with a sharded model or shared rows ({reason}); give a smaller "
+                    "--batch.micro_tokens, or --compute.activation_checkpointing block"
                 ) from None
             failure = error
         if not self.world.all_reduce_min(int(failure is None)):

@@ -50,7 +50,7 @@ def choose_attention(
         layer_windows = {config.model.layer_window(i) for i in range(config.model.num_hidden_layers)}
         windows: list[int | None] = [None] if None in layer_windows else []
         windows += [stage_window or window for window in layer_windows if window is not None]
-        rows = min(TRIAL_ROWS, tokens_per_step // length // world.size or 1)
+        rows = min(TRIAL_ROWS, tokens_per_step // length // world.readers or 1)
         for window in windows:
             if (length, window) not in results:
                 results[length, window] = _try_attention(config, model, world.device, rows, length, window)

@@ -71,14 +71,17 @@ def candidates(rows: int, largest: int) -> list[int]:
 
 
 def rows_per_rank(tokens: int, sequence_length: int, world: World) -> int:
-    """Return the rows of one optimizer step on one process. Raises UsageError if they cannot be divided evenly."""
+    """Return the rows of one optimizer step on one process. Raises UsageError if they cannot be divided evenly.
+
+    Processes that share rows (`parallel.context`) have the same rows.
+    """
     rows = tokens // sequence_length
-    if rows % world.size:
+    if rows % world.readers:
         raise UsageError(
-            f"batch.tokens: {tokens} is {rows} rows, which {world.size} processes cannot share evenly; "
-            f"use a multiple of {world.size * sequence_length}"
+            f"batch.tokens: {tokens} is {rows} rows, which {world.readers} processes cannot share evenly; "
+            f"use a multiple of {world.readers * sequence_length}"
         )
-    return rows // world.size
+    return rows // world.readers
 
 
 def find_micro_batch(
@@ -284,7 +287,11 @@ class BatchSizeFinder:
         """Run a step of `rows` rows that changes no weight; return its seconds. Raises torch.OutOfMemoryError."""
         passes = rows // micro_rows
         batch = self.stepper.objective.dry_batch(
-            dataset, micro_rows, passes * self.world.size, self.world.device, self.config.data.document_mask
+            dataset,
+            micro_rows,
+            passes * self.world.readers,
+            self.world.device,
+            self.config.data.document_mask,
         )
         began = time.perf_counter()
         try:
@@ -301,10 +308,10 @@ class BatchSizeFinder:
             return self.config.batch.micro_tokens // length
         if self.world.device.type == "cpu":
             return max(1, CPU_MICRO_TOKENS // length)
-        # With a sharded model the first candidate must fit: a rank that runs out of memory would leave the others
-        # waiting in a collective.
+        # With a sharded model or shared rows the first candidate must fit: a rank that runs out of memory would leave
+        # the others waiting in a collective.
         allowed = environment_record.allowed_memory_gib(self.world.device)
         limit = allowed - self.objective_reserved_bytes() / 2**30
-        limit *= 1.0 if self.world.sharded else MAX_OVERCOMMIT
+        limit *= 1.0 if self.world.waits_within_passes else MAX_OVERCOMMIT
         possible = [n for n in candidates(rows, rows) if self.modelled_memory(n * length) <= limit]
         return self.world.all_reduce_min(possible[0] if possible else 1)

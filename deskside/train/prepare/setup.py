@@ -319,7 +319,7 @@ def execution_mode(config: RunConfig, recipe: str, device: torch.device) -> str:
             return "fused" if quantized and uncovered is None else "off"
         if uncovered is None:
             return "fused"
-        return "off" if quantized else "block"
+        return "off" if quantized or config.parallel.context > 1 else "block"
     if mode == "fused" and uncovered:
         raise UsageError(f"compute.compile: fused does not cover this model ({uncovered}); use auto")
     return mode

@@ -1,0 +1,187 @@
+"""Rows that processes share (`parallel.context`), over gloo: one process's outputs, gradients, runs and refusals."""
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from deskside.kernels.attention import (
+    AttentionContext,
+    Requirements,
+    attention_backward,
+    attention_forward,
+    prepare,
+)
+from deskside.ops.composite import attention
+from deskside.train import parallel
+from deskside.utils.errors import UsageError
+from tests.train import tiny_run
+from tests.train.test_parallel import close
+
+T, HEADS, KV_HEADS, HEAD_DIM = 48, 4, 2, 8
+BOUNDARIES = [0, 5, 13, 14, 40, 48, 48 + 25, 96]  # of two rows; cuts of chunks fall inside and onto documents
+MASKS: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "documents": {"cu_seqlens": BOUNDARIES},
+    "window": {"window": 7},
+    "documents and window": {"cu_seqlens": BOUNDARIES, "window": 7},
+}
+
+
+def problem(name: str) -> tuple[list[Tensor], AttentionContext]:
+    """Return q, k, v and the gradient of the output of two whole rows in float64, and their context."""
+    generator = torch.Generator().manual_seed(3)
+    heads = (HEADS, KV_HEADS, KV_HEADS, HEADS)
+    shapes = [(2, T, h, HEAD_DIM) for h in heads]
+    mask = dict(MASKS[name])
+    if "cu_seqlens" in mask:
+        mask["cu_seqlens"] = torch.tensor([*mask["cu_seqlens"], 96, 96], dtype=torch.int32)
+    tensors = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    return tensors, AttentionContext(**mask)
+
+
+def need(tokens: int, context: AttentionContext) -> Requirements:
+    documents = context.cu_seqlens is not None
+    cpu = torch.device("cpu")
+    return Requirements(2, tokens, HEADS, KV_HEADS, HEAD_DIM, torch.float64, cpu, context.window, documents)
+
+
+def attend_in_parts(folder: Path, size: int) -> None:
+    """On each rank: outputs and gradients of its part of every mask, under autograd and explicitly."""
+    world = parallel.init_distributed("cpu", "auto", context=size)
+    ranks = world.context
+    assert ranks is not None and (world.readers, world.reader) == (world.size // size, world.rank // size)
+    results = {}
+    for name in MASKS:
+        whole, context = problem(name)
+        q, k, v, grad = (ranks.local(x) for x in whole)
+        context = prepare(replace(context, backend="gathered", ranks=ranks), need(q.shape[1], context))
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = attention(*leaves, context)
+        by_autograd = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+        out, state = attention_forward(q, k, v, context)
+        results[name] = by_autograd, [out, *attention_backward(state, grad)]
+    torch.save((ranks.rank, results), folder / f"{world.rank}.pt")
+    parallel.destroy_distributed(world)
+
+
+@pytest.mark.parametrize(("processes", "size"), [(2, 2), (3, 3), (4, 2)])
+def test_attention_equals_that_of_whole_rows(processes: int, size: int, tmp_path: Path) -> None:
+    child = tiny_run.call(attend_in_parts, tmp_path, size, log=tmp_path / "log", ranks=processes)
+    assert child.wait() == 0, child.text()
+    parts = [torch.load(tmp_path / f"{rank}.pt") for rank in range(processes)]
+    assert [rank for rank, _ in parts] == [n % size for n in range(processes)]
+    for name in MASKS:
+        (*qkv, grad), context = problem(name)
+        leaves = [x.requires_grad_() for x in qkv]
+        out = attention(*leaves, prepare(context, need(T, context)))
+        expected = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+        for rank, results in parts:
+            part = parallel.ContextRanks(None, rank, size)
+            for found in results[name]:
+                for one, whole in zip(found, expected, strict=True):
+                    torch.testing.assert_close(one, part.local(whole), rtol=1e-12, atol=1e-12)
+
+
+def test_parts_are_balanced_and_cover_a_row() -> None:
+    for size in (2, 3, 5):
+        spans = [parallel.ContextRanks(None, rank, size).spans(20 * size) for rank in range(size)]
+        assert sorted(itertools.chain(*spans)) == [(n, n + 10) for n in range(0, 20 * size, 10)]
+        work = {sum((stop**2 - start**2) // 2 for start, stop in own) for own in spans}
+        assert len(work) == 1
+
+
+LENGTH = {"length": "12 steps"}
+ADAMW = {"name": "adamw"}
+MIXTURE = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "router_aux_loss_coef": 0.1,
+}  # fmt: skip
+RUNS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "documents": {"data": {"document_mask": True}},
+    "experts, documents": {"model": MIXTURE, "data": {"document_mask": True}},
+    "experts, fused, recomputed": {
+        "model": MIXTURE,
+        "compute": {"compile": "fused", "activation_checkpointing": "block"},
+    },
+    "learned positions, passes, stages": {
+        "model": {"position_embedding": "learned", "sliding_window": 8, "window_pattern": "SL"},
+        "batch": {"micro_tokens": 64},
+        "schedule": {
+            **LENGTH,
+            "stages": [{"until": 0.5, "sequence_length": 16}, {"until": 1.0, "sequence_length": 32}],
+        },
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "processes"),
+    [
+        ("dense", 2),
+        ("documents", 4),
+        ("experts, documents", 2),
+        ("experts, fused, recomputed", 2),
+        ("learned positions, passes, stages", 2),
+    ],
+)
+def test_a_run_is_that_of_one_process(name: str, processes: int, data: Path, tmp_path: Path) -> None:
+    """In float32, where only the order of sums differs: losses within 1e-5, as for replicas.
+
+    Of four processes, two read the same rows. The balancing loss is that of a pass, so experts need the same passes.
+    """
+    changes = {"optim": ADAMW, "schedule": LENGTH, "evaluate": {"every": "6 steps"}, **RUNS[name]}
+    alone = tiny_run.train(tmp_path, tiny_run.config(data, **changes), "alone").run.path
+    config = tiny_run.config(data, **changes, parallel={"context": 2})
+    child = tiny_run.call(tiny_run.train, tmp_path, config, "together", log=tmp_path / "log", ranks=processes)
+    assert child.wait() == 0, child.text()
+    close(tmp_path / "together", alone, 1e-5)
+    values = [[row.get("val_bpb") for row in tiny_run.rows(tmp_path / run)] for run in ("alone", "together")]
+    assert values[0][5] is not None and values[1] == [v and pytest.approx(v, abs=1e-5) for v in values[0]]
+
+
+def test_a_run_goes_on_without_shared_rows_and_with_them(data: Path, tmp_path: Path) -> None:
+    """A checkpoint has whole weights. The number of processes that share rows belongs to the configuration."""
+    changes = {"optim": ADAMW, "schedule": LENGTH, "checkpoint": {"every": "4 steps"}}
+    alone = tiny_run.train(tmp_path, tiny_run.config(data, **changes), "alone").run.path
+    config = tiny_run.config(data, **changes, parallel={"context": 2})
+    child = tiny_run.call(tiny_run.train, tmp_path, config, "run", log=tmp_path / "log", ranks=2)
+    tiny_run.kill_at_step(tmp_path / "run", 6, child.kill, child.alive)
+    child.wait()
+    with pytest.raises(UsageError, match=r"parallel\.context: .* torchrun --nproc-per-node 2"):
+        tiny_run.resume(tmp_path / "run")
+    again = tiny_run.call(tiny_run.resume, tmp_path / "run", log=tmp_path / "again", ranks=4)
+    assert again.wait() == 0, again.text()
+    close(tmp_path / "run", alone, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"batch": {"sequence_length": 30, "tokens": 240}}, "rows must be a multiple of 4 tokens, not 30"),
+        ({"precision": {"name": "fp8"}}, "use --precision.name bf16"),
+        ({"parallel": {"mode": "shard"}}, "use --parallel.mode replicate"),
+        ({"compute": {"compile": "block"}}, "use --compute.compile auto"),
+        ({"adapter": {"rank": 4}, "optim": ADAMW}, "adapters are trained on whole rows"),
+    ],
+)
+def test_what_cannot_share_rows_is_refused(changes: dict[str, Any], key: str) -> None:
+    changes = {**changes, "parallel": {"context": 2, **changes.get("parallel", {})}}
+    with pytest.raises(ValidationError, match=f"parallel.context: .*{key}"):
+        tiny_run.config("data", **changes)
+
+
+def test_processes_must_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(UsageError, match=r"parallel\.context: .* torchrun --nproc-per-node 2"):
+        parallel.init_distributed("cpu", "auto", context=2)
+
+
+def test_the_backend_needs_shared_rows() -> None:
+    with pytest.raises(UsageError, match="gathered"):
+        prepare(AttentionContext(backend="gathered"), need(T, AttentionContext()))
