@@ -22,7 +22,6 @@ class YarnConfig(Part):
     The fields are those of Hugging Face's `rope_parameters` with rope_type "yarn"; see ops/rope.py.
     """
 
-    rope_type: Literal["yarn"] = Field("yarn", description="kind of scaling")
     factor: float = Field(ge=1, description="longest row / original_max_position_embeddings")
     original_max_position_embeddings: Size = Field(description="longest row that the weights were trained on")
     attention_factor: PositiveFloat | None = Field(

@@ -297,6 +297,7 @@ class Transformer(nn.Module):
                     window,
                     context.cu_seqlens is not None,
                     context.causal,
+                    context.ranks is not None,
                 )
                 contexts[window] = prepare(context.for_window(window), need)
         return contexts

@@ -1,8 +1,9 @@
 """Rotary position embedding: the table of cosines and sines, also for YaRN. `kernels.functional.rotate` applies it.
 
-YaRN (Peng et al. 2023, arXiv 2309.00071) lets a model that was trained on short rows read longer ones. A pair of
-channels that turned around many times within the trained length knows distances by its angle, and keeps its frequency.
-A pair that never completed a turn would meet angles that it has not seen, so its frequency is divided by `factor`.
+YaRN (Peng et al. 2023, arXiv 2309.00071) lets a model that knows rows of some original length read longer ones. A pair
+of channels that turns around many times within the original length tells distances by its angle, and keeps its
+frequency. A pair that does not complete a turn would meet angles that it does not know, so its frequency is divided by
+`factor`.
 Pairs in between are interpolated. Longer rows spread attention over more tokens, so cosines and sines, and with them
 queries and keys, are multiplied by the attention factor, which sharpens it.
 """
@@ -38,7 +39,7 @@ def _kept_share(head_dim: int, theta: float, yarn: YarnConfig) -> Tensor:
     """Return for each pair of channels how much of its frequency is kept: 1 all, 0 divided by the factor."""
 
     def pair_with(turns: float) -> float:
-        """Return the (fractional) pair that turns around so many times within the trained length."""
+        """Return the (fractional) pair that turns around so many times within the original length."""
         length = yarn.original_max_position_embeddings
         return head_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
 

@@ -155,7 +155,6 @@ def _rope(source: Mapping[str, Any]) -> dict[str, Any]:
         yarn = {name: rope[name] for name in YarnConfig.model_fields if rope.get(name) is not None}
         factor = rope["factor"] if rope["factor"] is not None else positions / original
         values["rope_scaling"] = yarn | {
-            "rope_type": kind,
             "factor": factor,
             "original_max_position_embeddings": original,
         }
@@ -219,7 +218,9 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
     result |= fields(
         *_SIZES, "intermediate_size", "num_key_value_heads", "head_dim", "hidden_act", "attention_bias"
     )
-    scaling = config.rope_scaling.model_dump(mode="json", exclude_none=True) if config.rope_scaling else {}
+    scaling: dict[str, Any] = {}
+    if config.rope_scaling is not None:
+        scaling = {"rope_type": "yarn", **config.rope_scaling.model_dump(mode="json", exclude_none=True)}
     result |= {
         "rms_norm_eps": config.norm_eps,
         "attention_dropout": 0.0,

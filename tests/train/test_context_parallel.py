@@ -48,7 +48,15 @@ def problem(name: str) -> tuple[list[Tensor], AttentionContext]:
 def need(tokens: int, context: AttentionContext) -> Requirements:
     documents = context.cu_seqlens is not None
     cpu = torch.device("cpu")
-    return Requirements(2, tokens, HEADS, KV_HEADS, HEAD_DIM, torch.float64, cpu, context.window, documents)
+    masks = (context.window, documents, True, context.ranks is not None)
+    return Requirements(2, tokens, HEADS, KV_HEADS, HEAD_DIM, torch.float64, cpu, *masks)
+
+
+def with_gradients(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, context: AttentionContext) -> list[Tensor]:
+    """Return the output and the gradients of q, k and v, under autograd."""
+    q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
+    out = attention(q, k, v, context)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), grad)]
 
 
 def attend_in_parts(folder: Path, size: int) -> None:
@@ -60,10 +68,9 @@ def attend_in_parts(folder: Path, size: int) -> None:
     for name in MASKS:
         whole, context = problem(name)
         q, k, v, grad = (ranks.local(x) for x in whole)
-        context = prepare(replace(context, backend="gathered", ranks=ranks), need(q.shape[1], context))
-        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-        out = attention(*leaves, context)
-        by_autograd = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+        context = replace(context, backend="gathered", ranks=ranks)
+        context = prepare(context, need(q.shape[1], context))
+        by_autograd = with_gradients(q, k, v, grad, context)
         out, state = attention_forward(q, k, v, context)
         results[name] = by_autograd, [out, *attention_backward(state, grad)]
     torch.save((ranks.rank, results), folder / f"{world.rank}.pt")
@@ -77,10 +84,8 @@ def test_attention_equals_that_of_whole_rows(processes: int, size: int, tmp_path
     parts = [torch.load(tmp_path / f"{rank}.pt") for rank in range(processes)]
     assert [rank for rank, _ in parts] == [n % size for n in range(processes)]
     for name in MASKS:
-        (*qkv, grad), context = problem(name)
-        leaves = [x.requires_grad_() for x in qkv]
-        out = attention(*leaves, prepare(context, need(T, context)))
-        expected = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+        (q, k, v, grad), context = problem(name)
+        expected = with_gradients(q, k, v, grad, prepare(context, need(T, context)))
         for rank, results in parts:
             part = parallel.ContextRanks(None, rank, size)
             for found in results[name]:
@@ -183,5 +188,8 @@ def test_processes_must_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_backend_needs_shared_rows() -> None:
-    with pytest.raises(UsageError, match="gathered"):
-        prepare(AttentionContext(backend="gathered"), need(T, AttentionContext()))
+    whole = AttentionContext(backend="gathered")
+    shared = AttentionContext(backend="chunked", ranks=parallel.ContextRanks(None, 0, 2))
+    for context, message in ((whole, "rows that processes share"), (shared, "needs whole rows")):
+        with pytest.raises(UsageError, match=message):
+            prepare(context, need(T, context))

@@ -64,7 +64,10 @@ class FwdBwd:
 
 @dataclass(frozen=True)
 class Requirements:
-    """An attention problem. `tokens` is T, `head_dim` is C; `documents`: rows may hold several documents."""
+    """An attention problem. `tokens` is T, `head_dim` is C; `documents`: rows may hold several documents.
+
+    shared_rows: processes share the rows (`AttentionContext.ranks`), and `tokens` are those of one process.
+    """
 
     batch: int
     tokens: int
@@ -76,16 +79,14 @@ class Requirements:
     window: int | None = None
     documents: bool = False
     causal: bool = True
+    shared_rows: bool = False
 
     @staticmethod
     def from_tensors(q_BTHC: Tensor, k_BTKC: Tensor, context: AttentionContext) -> "Requirements":
         """Return the problem of these tensors and this context."""
         B, T, H, C = q_BTHC.shape
-        documents = context.cu_seqlens is not None
-        kv_heads = k_BTKC.shape[2]
-        return Requirements(
-            B, T, H, kv_heads, C, q_BTHC.dtype, q_BTHC.device, context.window, documents, context.causal
-        )
+        masks = (context.window, context.cu_seqlens is not None, context.causal, context.ranks is not None)
+        return Requirements(B, T, H, k_BTKC.shape[2], C, q_BTHC.dtype, q_BTHC.device, *masks)
 
 
 def no_preparation(context: AttentionContext, batch: int, tokens: int, device: torch.device) -> Any:
@@ -97,7 +98,8 @@ def no_preparation(context: AttentionContext, batch: int, tokens: int, device: t
 class AttentionBackend:
     """An attention kernel and the features that it declares; `choose` checks that it computes them correctly.
 
-    grouped: supports fewer key-value heads than query heads. supports_noncausal: supports attention that is not causal.
+    grouped: supports fewer key-value heads than query heads. shared_rows: for rows that processes share, and only for
+    them. supports_noncausal: supports attention that is not causal.
     on_request: devices on which `choose` tries it only if it is among the candidates. for_masks: worth trying, and
     compiling, only for windows or documents; `choose` skips it otherwise. prepare: computes
     `AttentionContext.prepared`. pair: its explicit forward and backward (None: `manual_backward.py` runs `function`
@@ -112,6 +114,7 @@ class AttentionBackend:
     documents: bool = False
     grouped: bool = True
     supports_noncausal: bool = False
+    shared_rows: bool = False
     max_head_dim: int = 256
     on_request: frozenset[DeviceType] = field(default_factory=frozenset)
     for_masks: bool = False
@@ -133,6 +136,8 @@ class AttentionBackend:
             return "has no grouped-query attention"
         if not need.causal and not self.supports_noncausal:
             return "is causal only"
+        if need.shared_rows != self.shared_rows:
+            return "needs whole rows" if need.shared_rows else "is for rows that processes share"
         if need.head_dim > self.max_head_dim:
             return f"supports head_dim up to {self.max_head_dim}, not {need.head_dim}"
         if self.package is not None and not _installed(self.package):

@@ -25,7 +25,6 @@ from deskside.kernels.attention.context import (
 )
 from deskside.kernels.attention.reference import QUERY_CHUNK, allowed_keys, attend
 from deskside.kernels.attention.sdpa import FLOAT, HALF
-from deskside.utils.errors import UsageError
 
 
 class Span(NamedTuple):
@@ -48,9 +47,8 @@ class Prepared(NamedTuple):
 
 
 def prepared_spans(context: AttentionContext, batch: int, tokens: int, device: torch.device) -> Prepared:
-    """Return what every layer needs. tokens: of this process. Raises UsageError without context parallelism."""
-    if context.ranks is None:
-        raise UsageError("attention backend 'gathered' is for --parallel.context; let deskside choose")
+    """Return what every layer needs. tokens: of this process."""
+    assert context.ranks is not None  # checked by `AttentionBackend.unsupported_reason`
     T = tokens * context.ranks.size
     cu, documents_BT = context.cu_seqlens, None
     if cu is None:
@@ -178,10 +176,10 @@ def _backward(saved: Saved, grad_o_BLHC: Tensor, context: AttentionContext) -> t
         if _uses_flash(q_BLHC):
             dq_BSHC, dk, dv = span_flash_backward(grad_BSHC, inputs, state, span, context)
         else:
-            leaves = [x.detach().requires_grad_() for x in inputs]
+            q, k, v = (x.detach().requires_grad_() for x in inputs)
             with torch.enable_grad():
-                o_BSHC = span_reference(*leaves, span, context)
-            dq_BSHC, dk, dv = torch.autograd.grad(o_BSHC, leaves, grad_BSHC)
+                o_BSHC = span_reference(q, k, v, span, context)
+            dq_BSHC, dk, dv = torch.autograd.grad(o_BSHC, (q, k, v), grad_BSHC)
         dq.append(dq_BSHC)
         dk_BTKC[:, : dk.shape[1]] += dk
         dv_BTKC[:, : dv.shape[1]] += dv
@@ -224,16 +222,15 @@ def gathered(q_BLHC: Tensor, k_BLKC: Tensor, v_BLKC: Tensor, context: AttentionC
     return o_BLHC
 
 
-DEVICES = frozenset({"cpu", "cuda"})
 register(
     AttentionBackend(
         "gathered",
         gathered,
-        DEVICES,
+        frozenset({"cpu", "cuda"}),
         FLOAT | {torch.float64},
         window=True,
         documents=True,
-        on_request=DEVICES,
+        shared_rows=True,
         prepare=prepared_spans,
         pair=PAIR,
     )
