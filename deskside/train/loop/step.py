@@ -10,6 +10,7 @@ from torch import Tensor
 from deskside.data.reading.loader import Batch
 from deskside.kernels.attention import AttentionContext, ContextRanks
 from deskside.model.block import Block
+from deskside.ops.moe import RouterStatistics
 from deskside.optim.build import Optimizer
 from deskside.optim.groups import classify_parameters
 from deskside.train.loop.gradient_sums import GradientSums
@@ -87,19 +88,6 @@ class StepMetrics:
         return numbers
 
 
-def _part(batch: Batch, ranks: ContextRanks) -> Batch:
-    """Return this process's tokens of a micro-batch of whole rows. Its counts and boundaries stay those of the rows."""
-    positions_BT = batch.positions_BT
-    if positions_BT is None:
-        positions_BT = torch.arange(batch.tokens_BT.shape[1], device=batch.tokens_BT.device)[None]
-    return replace(
-        batch,
-        tokens_BT=ranks.local(batch.tokens_BT),
-        targets_BT=ranks.local(batch.targets_BT),
-        positions_BT=ranks.local(positions_BT),
-    )
-
-
 class Stepper:
     """Runs single optimizer steps, without a clock, checkpoints or logging."""
 
@@ -137,21 +125,33 @@ class Stepper:
                 block.attn.window = window or self.model.config.sliding_window
 
     def loss(self, batch: Batch) -> Loss:
-        """Return the objective's loss of a micro-batch."""
+        """Return the objective's loss of a micro-batch, or of this process's part of it if processes share rows."""
         tokens, ranks = batch.tokens_BT.shape[1], self.world.context
+        if ranks is not None:
+            return self._loss_of_part(batch, ranks)
         full, windowed = self.context.attention.at(tokens, self.window)
-        if ranks is not None:
-            full = windowed = "gathered"
         context = AttentionContext(
-            cu_seqlens=batch.cu_seqlens,
-            max_seqlen=tokens,
-            backend=full,
-            window_backend=windowed,
-            ranks=ranks,
+            cu_seqlens=batch.cu_seqlens, max_seqlen=tokens, backend=full, window_backend=windowed
         )
-        if ranks is not None:
-            batch = _part(batch, ranks)
         return self.objective.loss(self.model, batch, context, self.config.compute)
+
+    def _loss_of_part(self, batch: Batch, ranks: ContextRanks) -> Loss:
+        """Return the loss over this process's tokens, with the statistics of the routers over whole rows."""
+        positions_BT = batch.positions_BT
+        if positions_BT is None:
+            positions_BT = torch.arange(batch.tokens_BT.shape[1], device=batch.tokens_BT.device)[None]
+        part = replace(
+            batch,
+            tokens_BT=ranks.local(batch.tokens_BT),
+            targets_BT=ranks.local(batch.targets_BT),
+            positions_BT=ranks.local(positions_BT),
+        )
+        context = AttentionContext(cu_seqlens=batch.cu_seqlens, backend="gathered", ranks=ranks)
+        loss = self.objective.loss(self.model, part, context, self.config.compute)
+        if loss.router is None:
+            return loss
+        values_LR = ranks.sum_with_own_gradient(loss.router.values_LR)
+        return replace(loss, router=RouterStatistics(values_LR, loss.router.tokens * ranks.size))
 
     def run(self, micro_batches: Sequence[Batch], step: int, dry: bool = False) -> StepMetrics:
         """Run step number `step` (from 1). A dry step computes everything but changes no weight.
@@ -220,6 +220,8 @@ class Stepper:
             self.gradient_sums.end_pass()
             if self.separate_gradients is not None:
                 self.separate_gradients.end_pass()
+        if self.world.context is not None:  # each process has the routers' sums of the whole rows
+            sums[1 + len(names) :] /= self.world.context.size
         return sums
 
     def _new_sums(self) -> Tensor:
