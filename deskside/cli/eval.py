@@ -17,6 +17,7 @@ from deskside.data.chat.renderer import Renderer, read_chat_template
 from deskside.data.corpus.progress_bar import ProgressBar
 from deskside.engine.device import Device, select_device, select_dtype
 from deskside.evaluate.likelihood import Encoder
+from deskside.evaluate.parallel_text import ParallelResult, ParallelText, measure_parallel
 from deskside.evaluate.passkey import DEPTHS, GUESSING_NATS, PasskeyCell, passkey
 from deskside.evaluate.run_task import (
     CORE_TASKS,
@@ -49,6 +50,7 @@ class EvalOptions(ModelOption, JsonOption):
       deskside eval runs/demo --text book.txt
       deskside eval runs/124m --tasks core --tasks-dir DIR --limit 500
       deskside eval runs/long --passkey 2048,4096,16384
+      deskside eval runs/indic --parallel flores200_dev.jsonl.gz --languages en,hi,ta
       deskside eval my-model --tasks gsm8k,humaneval --tasks-dir hf: --chat
     """
 
@@ -76,6 +78,12 @@ class EvalOptions(ModelOption, JsonOption):
         metavar="N,...",
     )
     trials: int | None = option("numbers hidden at each length and depth, for --passkey; default: 5", None)
+    parallel: str | None = option(
+        "a file whose records have the same sentence in several languages, such as FLORES: bits per sentence",
+        None,
+        metavar="FILE",
+    )
+    languages: str | None = option("fields of the languages, for --parallel", None, metavar="NAME,...")
     items: str | None = option("write the result of each item to a new JSON Lines file", None, metavar="FILE")
     device: Device = option("auto uses cuda if it is available", "auto")
     sequence_length: int | None = option(
@@ -92,6 +100,7 @@ def run(argv: Sequence[str]) -> int:
     options = COMMAND.parse(argv)
     selection = _selected_tasks(options)
     lengths = _passkey_lengths(options)
+    parallel_text = _parallel_text(options)
     device = select_device(options.device)
     tasks = [] if selection is None else _prepare_tasks(options, selection)
     loaded = load_model(options.model, device, select_dtype(device), say)
@@ -103,7 +112,12 @@ def run(argv: Sequence[str]) -> int:
         loaded.model, loaded.tokenizer, encoder, loaded.eos_tokens, batch_tokens, options.chat
     )
     measured = None
-    if not (options.tasks or lengths) or options.text or options.data or has_own_data(config):
+    if (
+        not (options.tasks or lengths or parallel_text)
+        or options.text
+        or options.data
+        or has_own_data(config)
+    ):
         measured = measure(
             loaded,
             config,
@@ -114,6 +128,7 @@ def run(argv: Sequence[str]) -> int:
             batch_tokens=batch_tokens,
         )
     cells = _evaluate_passkey(options, lengths, loaded, batch_tokens)
+    parallel = None if parallel_text is None else measure_parallel(loaded, parallel_text, batch_tokens)
     results, failed = _evaluate_tasks(options, tasks, subject)
     # Without the tasks that failed, the mean over CORE's tasks would be another metric.
     core_failed = any(task.chosen.core and task.chosen.name in failed for task in tasks)
@@ -134,6 +149,8 @@ def run(argv: Sequence[str]) -> int:
             }
         if lengths:
             output["passkey"] = {"seed": PASSKEY_SEED, "cells": [cell.as_dict() for cell in cells]}
+        if parallel is not None:
+            output["parallel"] = parallel.as_dict()
         if selection is not None:
             output |= {
                 "tasks": {result.chosen.name: result.as_dict() for result in results},
@@ -152,6 +169,8 @@ def run(argv: Sequence[str]) -> int:
             _print_measured(measured)
         if cells:
             _print_passkey(cells)
+        if parallel is not None:
+            _print_parallel(parallel)
         if results:
             _print_tasks(results, core_result)
     return 1 if failed else 0
@@ -196,6 +215,16 @@ def _passkey_lengths(options: EvalOptions) -> list[int]:
     if not all(part.isdecimal() for part in parts):
         raise UsageError(f"--passkey {options.passkey!r}: give lengths in tokens, such as 2048,16384")
     return [int(part) for part in parts]
+
+
+def _parallel_text(options: EvalOptions) -> ParallelText | None:
+    """Read the text of --parallel. Raises UsageError for an unreadable one, and for --languages without --parallel."""
+    if options.parallel is None:
+        if options.languages is not None:
+            raise UsageError("--languages: has no effect without --parallel; add --parallel FILE")
+        return None
+    languages = [name.strip() for name in (options.languages or "").split(",") if name.strip()]
+    return ParallelText.read(options.parallel, languages)
 
 
 def _evaluate_passkey(
@@ -297,6 +326,19 @@ def _print_measured(measured: TextBpb) -> None:
             print(f"{value:.4f} bits per byte of {name.removesuffix('_bpb')} on the same text")
     for language, one in result.by_language.items():
         print(f"{one.bpb:.4f} bits per byte of {language}, on {one.bytes:,} bytes")
+
+
+def _print_parallel(parallel: ParallelResult) -> None:
+    found = parallel.as_dict()
+    first = next(iter(parallel.by_language))
+    width = max(len("language"), *map(len, parallel.by_language))
+    print(f"{'language':<{width}}  bits per sentence  against {first}  bits per byte")
+    for language, one in found["languages"].items():
+        print(
+            f"{language:<{width}}  {one['bits_per_sentence']:>17.1f} {one['relative']:>{9 + len(first)}.2f}"
+            f" {one['bpb']:>14.3f}"
+        )
+    print(f"measured on {found['sentences']:,} sentences of {found['source']}")
 
 
 def _print_passkey(cells: Sequence[PasskeyCell]) -> None:

@@ -133,6 +133,16 @@ def newest_metrics(path: Path) -> MetricsLog:
     return _large_values.get("metrics", str(path), key, lambda: record.read_metrics(path, record.TAIL_BYTES))
 
 
+def evaluations(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a run's metrics.jsonl that have validation metrics."""
+
+    def read() -> list[dict[str, Any]]:
+        rows = record.read_metrics(path).rows
+        return [row for row in rows if any(key.startswith("val_") for key in row)]
+
+    return _large_values.get("evaluations", str(path), stamp(path, "metrics.jsonl"), read)
+
+
 def curve(path: Path) -> tuple[list[dict[str, float | None]], list[str]]:
     """Return a run's full curve and sentences about missing parts of it. Raises UsageError if there is no run."""
     return _large_values.get(

@@ -369,6 +369,27 @@ def expert_heat_map(cells: Sequence[Sequence[float]], rows: Sequence[str], row_t
     return figure
 
 
+def labelled_lines(
+    lines: Mapping[str, tuple[Sequence[float], Sequence[float]]], x_title: str, y_title: str
+) -> go.Figure:
+    """Draw several lines, given as name -> (x, y). They differ by color, dashes and markers."""
+    figure = go.Figure()
+    for index, (name, (x, y)) in enumerate(lines.items()):
+        figure.add_scatter(
+            x=list(x),
+            y=list(y),
+            mode="lines+markers",
+            name=wrap_label(name, 60),
+            line={"color": COLORS[index % len(COLORS)], "dash": DASHES[index % len(DASHES)], "width": 2},
+            marker={"symbol": SYMBOLS[index % len(SYMBOLS)], "size": 7},
+        )
+    apply_layout(figure, 340, showlegend=True)
+    figure.update_layout(legend={"orientation": "h", "y": -0.25, "yanchor": "top"})
+    figure.update_xaxes(title=x_title)
+    figure.update_yaxes(title=y_title)
+    return figure
+
+
 def breakdown(values: Mapping[str, float], title: str) -> go.Figure:
     """Draw the parts of a modelled total as bars, the largest first. Parts of 0 are left out."""
     positive = sorted(

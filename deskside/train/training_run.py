@@ -35,6 +35,7 @@ from deskside.train.prepare.step_planning import (
     mixture_epochs,
     modelled_memory_gib,
     recorded_plan,
+    validation_languages,
 )
 from deskside.train.state import finalize
 from deskside.train.state.checkpointer import Checkpointer
@@ -333,6 +334,7 @@ class _Run:
         memory = self.modelled_memory(tokens) if self.world.device.type == "cuda" else None
         self.facts = first_facts(self.config, plan, stages, self.reserve(), memory) | {
             "data": self.fingerprint,
+            "languages": validation_languages(self.validation),
             "fit": micro_batches,
             "attention": self.attention_facts,
             "precision": self.precision_facts,

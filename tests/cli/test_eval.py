@@ -133,6 +133,36 @@ def test_passkey(run: MadeRun, capsys: pytest.CaptureFixture[str]) -> None:
     assert all(len(line) <= 80 for line in lines) and "depth 100%" in lines[0]
 
 
+def test_parallel(run: MadeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each language of the file has the bits of the same sentences evaluated alone as a text."""
+    rows = [{"id": n, "en": f"the sea {n}", "xx": f"{n} ships, ships and ships"} for n in range(7)]
+    (tmp_path / "both.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = [str(run.path), "--parallel", str(tmp_path / "both.jsonl"), "--languages", "en,xx"]
+    assert run_eval([*arguments, "--device", "cpu", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["parallel"]
+    assert found["sentences"] == 7 and list(found["languages"]) == ["en", "xx"]
+    for language, one in found["languages"].items():
+        texts = [json.dumps({"text": row[language]}) + "\n" for row in rows]
+        (tmp_path / "alone.jsonl").write_text("".join(texts))
+        alone = [str(run.path), "--text", str(tmp_path / "alone.jsonl"), "--device", "cpu", "--json"]
+        assert run_eval(alone) == 0
+        expected = json.loads(capsys.readouterr().out)
+        assert one["bpb"] == pytest.approx(expected["bpb"], rel=1e-5)
+        assert one["bits_per_sentence"] == pytest.approx(expected["bpb"] * expected["bytes"] / 7, rel=1e-5)
+    bits = {language: one["bits_per_sentence"] for language, one in found["languages"].items()}
+    assert found["languages"]["xx"]["relative"] == pytest.approx(bits["xx"] / bits["en"])
+    assert run_eval([*arguments, "--device", "cpu"]) == 0
+    assert "7 sentences" in capsys.readouterr().out
+    for broken, field in (
+        ({"en": "a"}, "xx"),
+        ({"en": "a", "xx": " "}, "'xx'"),
+        ({"en": 3, "xx": "b"}, "'en'"),
+    ):
+        (tmp_path / "both.jsonl").write_text(json.dumps(broken) + "\n")
+        with pytest.raises(UsageError, match=field):
+            run_eval(arguments)
+
+
 def test_the_table_fits_a_terminal(made: Made, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_eval([str(made.folder), "--tasks", "core", "--tasks-dir", str(data)]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -165,6 +195,9 @@ def test_chat_and_start_change_the_prompt(made: Made, data: Path, capsys: pytest
         (["--trials", "3"], "--trials: has no effect without --passkey"),
         (["--passkey", "2048", "--trials", "0"], "--trials 0: must be at least 1"),
         (["--passkey", "2K"], "give lengths in tokens"),
+        (["--languages", "en,hi"], "--languages: has no effect without --parallel"),
+        (["--parallel", "DATA", "--languages", "en"], "--languages en: give at least two"),
+        (["--parallel", "DATA", "--languages", "en,en"], "give at least two different"),
         (["--limit", "3"], "--limit: has no effect without --tasks"),
         (["--chat"], "--chat: has no effect without --tasks"),
         (["--tasks-dir", "x"], "--tasks-dir: has no effect without --tasks"),

@@ -268,6 +268,21 @@ def test_what_a_live_run_did_not_measure_is_said(tmp_path: Path, draw: Draw) -> 
     assert shown["power, W"] == "not measured" and shown["validation, bits per byte"] == "not measured"
 
 
+def test_languages_of_a_live_run(tmp_path: Path, draw: Draw) -> None:
+    """Every evaluation of the run, not only those among its last steps."""
+    import json
+
+    made_up.run(tmp_path / "r", steps=3, of=900, finished=False)
+    plan = json.loads((tmp_path / "r/plan.json").read_text())
+    (tmp_path / "r/plan.json").write_text(json.dumps({**plan, "languages": ["hi", "ta"]}))
+    rows = [made_up.row(step) for step in range(1, 801)]
+    for row in (rows[9], rows[19]):
+        row |= {"val_bpb": 1.0, "val_bpb/hi": 10.0 / row["step"], "val_bpb/ta": 20.0 / row["step"]}
+    (tmp_path / "r/metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (table,) = [frame.value for frame in draw(tmp_path, "Live").dataframe if "language" in frame.value]
+    assert table.to_dict("list") == {"language": ["hi", "ta"], "bits per byte": [0.5, 1.0]}
+
+
 def test_the_planner_answers_as_the_command_does(tmp_path: Path, draw: Draw) -> None:
     from deskside.plan.planner import make_plan
     from tests.plan.made import ask

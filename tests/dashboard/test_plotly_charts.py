@@ -235,3 +235,11 @@ def test_a_heat_map_of_experts_has_numbers_if_they_fit() -> None:
     assert list(small.data[0].y) == ["hi", "&lt;b>"] and list(small.data[0].z[0]) == [0.5, 1.5]
     wide = plotly_charts.expert_heat_map([[1.0] * 64] * 61, [str(layer) for layer in range(61)], "layer")
     assert not wide.data[0].texttemplate and wide.data[0].showscale
+
+
+def test_labelled_lines_differ_without_color() -> None:
+    names = [f"<{number}>" for number in range(7)]
+    figure = plotly_charts.labelled_lines({name: ([0, 1], [2, 3]) for name in names}, "x", "y")
+    styles = {(line.line.dash, line.marker.symbol) for line in figure.data}
+    assert len(styles) == len(names) and figure.data[0].name == "&lt;0>"
+    assert list(figure.data[3].y) == [2, 3]

@@ -51,6 +51,7 @@ def test_each_language_is_evaluated(languages: Path, tmp_path: Path) -> None:
     x, y = read_run(outcome.run.path).language_series()["xx"]
     assert x == [3 * 256, 6 * 256] and y[-1] == outcome.summary["val_languages"]["xx"]["bpb"]
     assert outcome.summary["mixture_epochs"] == {}
+    assert tiny_run.plan(outcome.run.path)["languages"] == ["en", "xx"]
     samples = outcome.summary["samples"]
     assert [sample["language"] for sample in samples] == ["en", "xx"]
     for sample in samples:

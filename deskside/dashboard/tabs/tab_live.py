@@ -1,5 +1,7 @@
 """Live tab: the runs that are training now, drawn again every few seconds."""
 
+from dataclasses import replace
+
 import streamlit as st
 
 from deskside.dashboard import file_cache, plotly_charts
@@ -80,6 +82,8 @@ def _draw_run(record: RunRecord, log: MetricsLog, title: str) -> None:
         st.caption(" · ".join(literal(word) for word in [*details, *record.problems, log.problem] if word))
         _draw_numbers(state)
         _draw_charts(record, log)
+        if record.plan.get("languages"):
+            _draw_languages(record)
 
 
 def _quality_metric(state: RunProgress) -> tuple[str, str, str]:
@@ -117,3 +121,20 @@ def _draw_charts(record: RunRecord, log: MetricsLog) -> None:
                 name = f"live-{record.path.name}-{key}-{abs(hash(str(record.path)))}"
                 chart(figure, name, f"{title} of {record.name}")
     expert_charts(record, log.rows, log.rows)
+
+
+def _draw_languages(record: RunRecord) -> None:
+    """Draw the validation bits per byte of each language: the newest in a table, all as lines."""
+    curves = replace(record, metrics=file_cache.evaluations(record.path)).language_series()
+    if not curves:
+        return
+    title = "validation bits per byte by language"
+    table, lines = st.columns((1, 3))
+    with table:
+        rows = [{"language": name, "bits per byte": y[-1]} for name, (_, y) in curves.items()]
+        st.dataframe(rows, hide_index=True, width="stretch")
+    with lines:
+        name = f"live-{record.path.name}-languages-{abs(hash(str(record.path)))}"
+        chart(
+            plotly_charts.labelled_lines(curves, "training tokens", title), name, f"{title} of {record.name}"
+        )

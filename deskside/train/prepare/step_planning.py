@@ -14,6 +14,7 @@ from deskside.config.step_options import format_options, recipe_of, step_options
 from deskside.data.reading.rows import PackedDataset
 from deskside.run.directory import RunDirectory
 from deskside.train.loop.clock import Revision, StepPlan, remaining_steps
+from deskside.train.objective import RowDataset
 from deskside.train.prepare.batch_size_finder import StageWork
 from deskside.train.prepare.preflight import MARGIN, RECOMMENDED_STEPS, too_short
 from deskside.utils.errors import RunError, UsageError
@@ -92,6 +93,12 @@ def mixture_epochs(stages: Sequence[StageWork], rows: Mapping[int, int]) -> dict
         for name, epochs in dataset.epochs(count).items():
             totals[name] = totals.get(name, 0.0) + epochs
     return totals
+
+
+def validation_languages(validation: RowDataset) -> list[str]:
+    """Return the languages that evaluations tell apart; [] for one language, and for data without languages."""
+    known = validation.languages if isinstance(validation, PackedDataset) else []
+    return known if len(known) > 1 else []
 
 
 def planned_rows(stages: Sequence[StageWork], steps: int) -> dict[int, int]:
