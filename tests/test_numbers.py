@@ -16,6 +16,7 @@ DATA = ROOT / "docs" / "data"
 CHECKED = (
     "alignment",
     "architecture",
+    "languages",
     "long-context",
     "performance",
     "planner-accuracy",

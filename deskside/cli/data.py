@@ -60,7 +60,7 @@ class PrepareOptions(JsonOption):
     )
     field: str = option("JSON field or parquet column of the text", "text")
     lang_field: str = option("JSON field or parquet column of a document's language", "lang")
-    lang: str = option("language of documents without one, such as en", "", metavar="CODE")
+    lang: str | None = option("language of documents without one, such as en", None, metavar="CODE")
     workers: int | None = option("tokenization processes; default: one per core", None)
     on_bad: Literal["skip", "refuse"] = option(
         "bad input (not UTF-8, damaged, or without the field): skip and count it, or stop", "skip"
@@ -118,7 +118,7 @@ def _prepare(options: PrepareOptions) -> int:
         corpus_options = analyze.CorpusOptions(
             field=options.field,
             lang_field=options.lang_field,
-            lang=options.lang,
+            lang=options.lang or "",
             vocab_size=options.vocab_size,
             tokenizer_temperature=options.tokenizer_temperature,
             tokenizer=options.tokenizer,
