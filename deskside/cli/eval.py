@@ -146,6 +146,7 @@ def run(argv: Sequence[str]) -> int:
                 "sequence_length": measured.length,
                 **measured.baselines,
                 "languages": measured.result.languages_as_dict(),
+                "expert_load": measured.result.expert_load,
             }
         if lengths:
             output["passkey"] = {"seed": PASSKEY_SEED, "cells": [cell.as_dict() for cell in cells]}

@@ -25,6 +25,7 @@ from deskside.data.reading.loader import Batch, validation_batches
 from deskside.data.reading.packing import cut
 from deskside.data.reading.rows import IGNORE, PackedDataset
 from deskside.data.tokenizer import encode, token_bytes
+from deskside.evaluate.choices import ExpertChoices
 from deskside.evaluate.positions import PositionBucket, PositionSums
 from deskside.kernels.attention import AttentionContext
 from deskside.model.transformer import Transformer
@@ -58,6 +59,7 @@ class BitsPerByte:
         target_nats, targets: The same sum and the number of targets, including special tokens. Only for a data set.
         by_position: The same sums by position.
         by_language: The result for the text in each language, if there is more than one; only nats, bytes and tokens.
+        expert_load: The shares of the choices by language, layer and expert; see `ExpertChoices`.
     """
 
     nats: float
@@ -67,6 +69,7 @@ class BitsPerByte:
     targets: int = 0
     by_position: tuple[PositionBucket, ...] = ()
     by_language: dict[str, "BitsPerByte"] = field(default_factory=dict)
+    expert_load: dict[str, list[list[float]]] = field(default_factory=dict)
 
     @property
     def bpb(self) -> float:
@@ -117,6 +120,7 @@ def evaluate_dataset(
     languages = dataset.languages if len(dataset.languages) > 1 else []
     totals = torch.zeros(5 + 3 * len(languages), dtype=torch.float64)
     by_position = PositionSums(dataset.sequence_length)
+    choices = ExpertChoices(model, languages)
     for batch, counts in _batches_of(batches, share):
         targets_BT = batch.targets_BT.to(device)
         if not counts:
@@ -127,8 +131,10 @@ def evaluate_dataset(
             length = batch.tokens_BT.shape[1]
             context = replace(attention, cu_seqlens=batch.cu_seqlens.to(device), max_seqlen=length)
             positions_BT = batch.positions_BT.to(device)
-        losses_BT = model.token_losses(batch.tokens_BT.to(device), targets_BT, context, positions_BT)
+        with choices:
+            losses_BT = model.token_losses(batch.tokens_BT.to(device), targets_BT, context, positions_BT)
         text_BT = bytes_BT > 0
+        choices.add(text_BT, batch.languages_BT if languages else None)
         all_BT = targets_BT != IGNORE
         by_position.add(losses_BT, bytes_BT, text_BT, positions_BT)
         sums = _sums(losses_BT * text_BT, bytes_BT, text_BT)
@@ -140,8 +146,11 @@ def evaluate_dataset(
     if share.reduce is not None:
         share.reduce(totals)
         share.reduce(by_position.totals_K3)
+        if choices.counts.numel():
+            share.reduce(choices.counts)
     by_language = dict(zip(languages, totals[5:].reshape(3, -1).T, strict=True))
-    return _result(totals[:5], "the validation split", by_position, by_language)
+    result = _result(totals[:5], "the validation split", by_position, by_language)
+    return replace(result, expert_load=choices.load())
 
 
 def max_rows_of(dataset: PackedDataset, max_tokens: int | None) -> int | None:

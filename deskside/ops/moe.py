@@ -7,7 +7,7 @@ all experts. The load-balancing loss is that of Switch Transformer (Fedus et al.
 eq. 4-6), computed over all layers together as in transformers; each layer returns the sums that it needs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -59,7 +59,8 @@ class MixtureOfExperts(nn.Module):
     """Router and experts. (B, T, D) -> (B, T, D) and the statistics of the router (R,), see `router_statistics`.
 
     sigmoid: the router's scores are sigmoids, to which a bias is added for choosing (DeepSeek-V3, arXiv 2412.19437).
-    The bias has no gradient: `update_biases` balances the experts with it after each step.
+    The bias has no gradient: `update_biases` balances the experts with it after each step. `choices_observer`, set from
+    outside, is called with the chosen experts (N, k) of every forward pass.
     """
 
     transparent = True
@@ -74,6 +75,7 @@ class MixtureOfExperts(nn.Module):
         self.experts_per_token = experts_per_token
         self.normalise = normalise
         self.sigmoid = sigmoid
+        self.choices_observer: Callable[[Tensor], None] | None = None
         self.e_score_correction_bias: nn.Parameter | None = None
         if sigmoid:
             bias_E = torch.empty(len(experts.down_weight), dtype=torch.float32)
@@ -88,6 +90,8 @@ class MixtureOfExperts(nn.Module):
         if self.e_score_correction_bias is not None:
             biased_NE = biased_NE + self.e_score_correction_bias.detach()
         chosen_Nk = biased_NE.topk(self.experts_per_token, dim=-1).indices
+        if self.choices_observer is not None:
+            self.choices_observer(chosen_Nk)
         weights_Nk = scores_NE.gather(1, chosen_Nk)
         if self.normalise:
             weights_Nk = weights_Nk / (weights_Nk.sum(dim=-1, keepdim=True) + (TINY if self.sigmoid else 0.0))

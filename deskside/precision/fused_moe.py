@@ -94,6 +94,8 @@ class _MoE(torch.autograd.Function):
             mixture.sigmoid,
             mixture.e_score_correction_bias,
         )
+        if mixture.choices_observer is not None:
+            mixture.choices_observer(routing.experts_Nk)
         inner = plan.inner(normed, gate_up, routing)
         hidden = moe.weighted_gated(inner, routing.weights_S, mixture.experts.activation, plan.gated)
         y_SD = plan.down.output(SortedRows(hidden, None, routing.ends_E), down, normed.dtype)

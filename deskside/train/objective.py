@@ -288,6 +288,7 @@ class NextToken:
             "gzip_bpb": split.gzip_bpb,
             "unigram_bpb": split.unigram_bpb,
             "val_languages": result.languages_as_dict(),
+            "val_expert_load": result.expert_load,
         }
         message = f"{result.bpb:.4f} bits per byte on the validation text"
         metrics, tokens = {"val_bpb": result.bpb, **language_metrics(result)}, result.targets

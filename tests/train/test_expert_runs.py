@@ -1,5 +1,6 @@
 """Runs of a mixture of experts: its metrics, and biases that are updated, resumed and alike on all processes."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,12 @@ def test_metrics_by_layer_are_those_of_every_choice(balanced: Path) -> None:
     mean = sum(experts["largest_load"]) / 2 * 4
     assert found[-1]["load_imbalance"] == pytest.approx(mean, abs=1e-4)
     assert found[-1]["router_entropy"] == pytest.approx(sum(experts["entropy"]) / 2, abs=1e-5)
+
+
+def test_the_summary_has_the_load_on_the_validation_text(balanced: Path) -> None:
+    summary = json.loads((balanced / "summary.json").read_text())
+    assert list(summary["val_expert_load"]) == ["all"]  # text in one language
+    assert [len(layer) for layer in summary["val_expert_load"]["all"]] == [4, 4]
 
 
 def test_biases_move_by_whole_rates_and_a_resumed_run_is_the_same(
