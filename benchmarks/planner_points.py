@@ -107,7 +107,7 @@ def _merge(repetitions: list[Point]) -> Point:
 
 
 def _setting(config: RunConfig, recipe: str, native: bool, micro_tokens: int) -> Setting:
-    native_formats: frozenset[LowFormat] = frozenset({"fp8"}) if native else frozenset()
+    native_formats: frozenset[LowFormat] = frozenset({"fp8", "fp8-grouped"}) if native else frozenset()
     config = config.model_copy(
         update={"batch": config.batch.model_copy(update={"micro_tokens": micro_tokens})}
     )

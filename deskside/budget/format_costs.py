@@ -13,6 +13,12 @@
   written once. NVFP4_WORK multiplies the time of these bytes by the additional arithmetic of a recipe. It was fitted
   to one run of each recipe, emulated on an H200 (docs/planner-accuracy.md).
 
+Experts have FP8 operands with a scale per row in every FP8 recipe (`config/recipes.py`). Their grouped products run
+natively where the device supports "fp8-grouped", and NVFP4 is always emulated for experts. The bytes of their casts
+were counted from the code and not measured: EXPERT_FP8_ROWS for the form that sums over columns, EXPERT_FP8_COLUMNS for
+the transposed form, whose maxima need a pass of their own; an emulated product reads the codes and writes them in BF16.
+The rate of native grouped products relative to FP8's peak is assumed to be that of dense ones with a scale per row.
+
 By default, weights are converted once per optimizer step and the copies are kept (`precision.weight_cache`).
 """
 
@@ -24,15 +30,16 @@ Precision = Literal[
     "nvfp4", "nvfp4-4o6", "nvfp4-unbiased", "nvfp4-eden", "fp8-nvfp4",
 ]  # fmt: skip
 Format = Literal["fp32", "bf16", "fp8", "nvfp4"]
-LowFormat = Literal["fp8", "nvfp4"]
+LowFormat = Literal["fp8", "nvfp4", "fp8-grouped"]  # the last one: FP8 in the grouped products of experts
 RunsAs = Literal["fp32", "bf16", "fp8", "nvfp4", "emulated"]  # which rate a product runs at
 
 SQUARE_TILES = ("nvfp4", "nvfp4-4o6", "nvfp4-unbiased")  # a weight and its transpose have the same codes
-ALL_NATIVE: frozenset[LowFormat] = frozenset({"fp8", "nvfp4"})
+ALL_NATIVE: frozenset[LowFormat] = frozenset({"fp8", "nvfp4", "fp8-grouped"})
 EMULATED_RATE_SHARE = 0.8  # rate of an emulated product, relative to BF16
 FP8_TRAFFIC = 1.47  # element-wise traffic, relative to BF16
 CURRENT_SCALING = ("fp8-tensorwise", "fp8-rowwise")  # FP8 recipes whose scales come from the tensor itself
 CURRENT_SCALING_BYTES = 6.0  # per value: read for the maximum, read again, written in two layouts
+EXPERT_FP8_ROWS, EXPERT_FP8_COLUMNS, EXPERT_FP8_EMULATED = 3.0, 5.0, 3.0  # bytes per value
 NVFP4_READ, NVFP4_WRITTEN = 4.0, {True: 0.5625, False: 2.0}  # bytes per value and product; keys: native
 # Time of quantizing relative to the time of its memory traffic, by recipe.
 NVFP4_WORK: dict[Precision, float] = {
@@ -64,6 +71,11 @@ def quantized(precision: Precision) -> bool:
 def emulated(precision: Precision, native: frozenset[LowFormat]) -> bool:
     """Return True if some products are computed in BF16 with the numbers of a lower format."""
     return quantized(precision) and not set(product_formats(precision)) <= native
+
+
+def expert_native(native: frozenset[LowFormat]) -> frozenset[LowFormat]:
+    """Return the formats that grouped products support on a device whose tensor cores support the formats `native`."""
+    return frozenset({"fp8"}) if "fp8-grouped" in native else frozenset()
 
 
 def runs_as(format: Format, native: frozenset[LowFormat]) -> RunsAs:

@@ -47,7 +47,9 @@ The other allocations of a fused step were read from its code, not fitted:
   MLP, and 2 D + 8 Hc + 4 Kc in attention, whose kernels accumulate dq in float32. Within it: 6 D + 2 W, with 2 W more
   in FP8 (also in the first step of delayed scales, which casts existing tensors) and 4 W more in emulated NVFP4. If the
   last blocks stay in BF16, they determine this number, because the backward begins with them. In a mixture of experts,
-  2 D + 2 k D + 4 F + 2 W before the backward of the first product.
+  2 D + 2 k D + 4 F + 2 W before the backward of the first product. FP8 casts rows while it gathers them, saving 2 k D
+  there, but needs 2 D + 2 W + 2 F and 1 byte (3 if emulated) of F + k D within the gradient of the second weight; NVFP4
+  needs 2 D + 2 W + 4 F + 4 k D there.
 - The gradient of a layer's experts leaves the grouped product in 16 bits and is converted to the weights' format; if
   there are earlier passes, it then exists beside their sum.
 
@@ -78,6 +80,7 @@ from deskside.budget.adapters import (
 )
 from deskside.budget.format_costs import (
     SAVED_BF16,
+    expert_native,
     product_formats,
     quantized,
     saved_input_bytes,
@@ -353,8 +356,25 @@ def sublayer_gradient_bytes(sizes: Sizes) -> tuple[float, float]:
     mlp: float = max(2 * D + 2 * F + 2 * outputs * F, 6 * D + output_gradient * outputs * F)
     if sizes.shape.num_experts:
         k = sizes.leaf("experts per token", sizes.shape.num_experts_per_tok)
-        mlp = 2 * D + 2 * k * D + (4 + 2 * outputs) * F
+        mlp = _expert_gradient_bytes(sizes, k * D, outputs)
     return max(2 * D + 8 * q + 4 * kv, 6 * D + output_gradient * (q + 2 * kv)), mlp
+
+
+def _expert_gradient_bytes(sizes: Sizes, row: float, outputs: int) -> float:
+    """Return the temporary gradients of fused experts in bytes per token (module docstring).
+
+    row: values of a token's rows, k D. outputs: 2 with a gate, else 1.
+    """
+    D, F, spec = sizes.hidden, sizes.mlp_width, sizes.spec
+    kind = "bf16" if spec.kept_blocks else product_formats(spec.precision)[1]
+    before = 2 * D + (4 + 2 * outputs) * F
+    if kind not in ("fp8", "nvfp4"):
+        return before + 2 * row
+    within = 2 * D + (2 * outputs + 2) * F
+    if kind == "nvfp4":  # gathered rows and their quantized copies, in 16 bits
+        return max(before + 2 * row, within + 2 * F + 4 * row)
+    native = "fp8-grouped" in spec.native
+    return max(before, within + (1 if native else 3) * (F + row))
 
 
 def expert_gradients(sizes: Sizes) -> float:
@@ -387,6 +407,9 @@ def cached_weights(sizes: Sizes) -> float:
         high = 0.0
     share = spec.quantized_share(sizes.shape.num_hidden_layers)
     per_weight: float = low
+    if sizes.shape.num_experts and quantized(spec.precision):
+        # Nearly all weights of a block are those of experts.
+        per_weight = low = weight_copies(spec.precision, expert_native(spec.native))
     if share != 1:
         part = sizes.leaf(f"share of the weights in {spec.precision}", share)
         per_weight = named("bytes of a weight's copies", part * low + (1 - part) * high)
@@ -452,12 +475,16 @@ class _LayerBytes:
         # Attention's backward needs its output in 16 bits. The codes that the output projection saves are additional.
         output_codes = s.queries * saving
         per_token = "per token and layer"
-        stream = width * ((8 if compiled else 20) * s.hidden + 8) - 2 * s.hidden * saving
+        # Experts quantize their inputs again in the backward, from 16 bits.
+        mlp_saving = 0.0 if shape.num_experts else saving
+        stream = width * ((8 if compiled else 20) * s.hidden + 8) - s.hidden * (saving + mlp_saving)
         self.stream = named(f"residual stream and norms, {per_token}", stream)
         self.attention = named(f"attention, {per_token}", width * attention + output_codes)
-        self.mlp = named(f"MLP, {per_token}", width * mlp - s.mlp_width * saving)
+        self.mlp = named(f"MLP, {per_token}", width * mlp - s.mlp_width * mlp_saving)
         self.block_input = 4 * (width * s.hidden)  # the pair (residual, delta)
-        self.normed = 2 * (width * s.hidden) - s.hidden * saving  # a sublayer's saved normed input
+        # The saved normed inputs of attention and of the MLP.
+        self.normed = 2 * (width * s.hidden) - s.hidden * saving
+        self.mlp_normed = 2 * (width * s.hidden) - s.hidden * mlp_saving
         self.gradients: tuple[float, float] | None = None
         if s.spec.fused:
             attention_gradients, mlp_gradients = sublayer_gradient_bytes(s)
@@ -485,7 +512,8 @@ class _LayerBytes:
         if checkpointing == "none":
             return self.sizes.layers * self.block
         other = self.mlp if checkpointing == "attention" else self.attention
-        return self.sizes.layers * (self.stream - self.normed + other + self.routing)
+        normed = self.mlp_normed if checkpointing == "mlp" else self.normed
+        return self.sizes.layers * (self.stream - normed + other + self.routing)
 
     def backward(self, checkpointing: Checkpointing) -> float:
         """Return the temporary gradients and recomputed activations in the backward of the last block."""
@@ -503,7 +531,7 @@ class _LayerBytes:
             return mlp
         if checkpointing == "attention":
             return max(mlp, self.attention + attention - self.mlp)
-        whole_mlp = self.normed + self.mlp + mlp
+        whole_mlp = self.mlp_normed + self.mlp + mlp
         return (
             whole_mlp if checkpointing == "mlp" else max(whole_mlp, self.normed + self.attention + attention)
         )

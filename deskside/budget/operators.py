@@ -39,10 +39,14 @@ from deskside.budget.adapters import adapter_params, block_bytes, projection_siz
 from deskside.budget.format_costs import (
     CURRENT_SCALING,
     CURRENT_SCALING_BYTES,
+    EXPERT_FP8_COLUMNS,
+    EXPERT_FP8_EMULATED,
+    EXPERT_FP8_ROWS,
     FP8_TRAFFIC,
     NVFP4_WORK,
     Format,
     RunsAs,
+    expert_native,
     nvfp4_bytes,
     product_formats,
     quantized,
@@ -112,6 +116,7 @@ class Operator:
         recompute: True if the operator repeats a forward because of activation checkpointing.
         width: head_dim for attention, the hidden size for Newton-Schulz.
         runs_as: The format whose rate a product runs at.
+        rowwise: True for FP8 products with a scale per row.
         share: Share of all FLOPs or bytes with this name that this operator is.
         windowed: True for attention with a sliding window.
         grouped_rate: Rate of a product relative to one large dense product. Below 1 for grouped products of experts.
@@ -123,6 +128,7 @@ class Operator:
     recompute: bool = False
     width: int = 0
     runs_as: RunsAs = "bf16"
+    rowwise: bool = False
     share: float = 1.0
     windowed: bool = False
     grouped_rate: float = 1.0
@@ -148,9 +154,11 @@ def step_operators(shape: Shape, spec: StepSpec, traced: bool = False) -> list[O
     # FLOPs per weight and token: output, gradient of the input and, if it is trained, gradient of the weight.
     weight_flops = 6.0 if spec.adapter is None else 4.0
     inputs, output_gradients = quantized_values(s)
+    has_experts = shape.num_experts > 0
+    dense_traffic = norm / 2 + rope if has_experts else norm + rope + activation
     operators = [
         *_products("attention projections", weight_flops * s.tokens * s.layers * s.attention_weights, s),
-        *_products("MLP", weight_flops * s.tokens * s.layers * s.mlp_weights, s, rate=grouped_rate(s)),
+        *_products("MLP", weight_flops * s.tokens * s.layers * s.mlp_weights, s, experts=has_experts),
         Operator(
             "head",
             "head",
@@ -166,7 +174,8 @@ def step_operators(shape: Shape, spec: StepSpec, traced: bool = False) -> list[O
         *_weight_casts(s),
         *_adapters(s, activation_bytes),
         Operator("layers", "layers", s.layers * s.passes),
-        *_quantizing(norm + rope + activation, inputs, output_gradients, s),
+        *_quantizing(dense_traffic, inputs, output_gradients, s),
+        *_quantizing_experts(s),
     ]
     if spec.activation_checkpointing in ("attention", "block"):
         recomputed = RECOMPUTED * (rope + norm / 2)
@@ -182,11 +191,15 @@ def step_operators(shape: Shape, spec: StepSpec, traced: bool = False) -> list[O
         recomputed = RECOMPUTED * (activation + norm / 2)
         operators += [
             *_products(
-                "MLP", 2.0 * s.tokens * s.layers * s.mlp_weights, s, recompute=True, rate=grouped_rate(s)
+                "MLP", 2.0 * s.tokens * s.layers * s.mlp_weights, s, recompute=True, experts=has_experts
             ),
             Operator("activation", "traffic", recomputed, recompute=True),
-            *_quantizing(recomputed, s.tokens * s.layers * (s.hidden + s.mlp_width), 0.0, s, recompute=True),
         ]
+        if has_experts:
+            operators += _quantizing_experts(s, recompute=True)
+        else:
+            values = s.tokens * s.layers * (s.hidden + s.mlp_width)
+            operators += _quantizing(recomputed, values, 0.0, s, recompute=True)
     return operators + _optimizer(s) + _transfers(s)
 
 
@@ -286,11 +299,12 @@ def _adapters(s: Sizes, activation_bytes: float) -> list[Operator]:
 
 
 def _products(
-    name: str, flops: float, s: Sizes, recompute: bool = False, rate: float = 1.0
+    name: str, flops: float, s: Sizes, recompute: bool = False, experts: bool = False
 ) -> Iterator[Operator]:
     """Yield `flops` of block projections, one operator per format that they run as. The forward is a third of these
-    FLOPs, or all of them if it is recomputed."""
+    FLOPs, or all of them if it is recomputed. experts: they are grouped products."""
     spec = s.spec
+    native = expert_native(spec.native) if experts else spec.native
     quantized_share = spec.quantized_share(s.shape.num_hidden_layers) if quantized(spec.precision) else 0.0
     forward, backward = product_formats(spec.precision)
     shares: dict[RunsAs, float] = {_unquantized_format(spec): 1 - quantized_share}
@@ -298,13 +312,22 @@ def _products(
     if recompute:
         by_format = [(forward, 1.0)]
     for format, share in by_format:
-        format_rate = runs_as(format, spec.native)
+        format_rate = runs_as(format, native)
         shares[format_rate] = shares.get(format_rate, 0.0) + quantized_share * share
+    rate = grouped_rate(s) if experts else 1.0
     for format_rate, share in shares.items():
         if share > 0:
             part = flops if share == 1 else flops * s.leaf(f"share that runs as {format_rate}", share)
+            rowwise = format_rate == "fp8" and (experts or spec.precision == "fp8-rowwise")
             yield Operator(
-                name, "matmul", part, recompute, runs_as=format_rate, share=share, grouped_rate=rate
+                name,
+                "matmul",
+                part,
+                recompute,
+                runs_as=format_rate,
+                rowwise=rowwise,
+                share=share,
+                grouped_rate=rate,
             )
 
 
@@ -326,11 +349,56 @@ def grouped_rate(s: Sizes) -> float:
 
 
 def quantized_values(s: Sizes) -> tuple[float, float]:
-    """Return the number of values in (inputs, output gradients) of the projections of all blocks, per step."""
-    inputs = s.hidden + s.queries + s.hidden + s.mlp_width
-    mlp_outputs = 2 if s.shape.gated_mlp else 1
-    gradients = (s.queries + 2 * s.keys) + s.hidden + mlp_outputs * s.mlp_width + s.hidden
+    """Return the number of values in (inputs, output gradients) of the projections of all blocks, per step.
+
+    Those of experts are left out: see `expert_values`.
+    """
+    inputs, gradients = s.hidden + s.queries, (s.queries + 2 * s.keys) + s.hidden
+    if not s.shape.num_experts:
+        inputs += s.hidden + s.mlp_width
+        gradients += _mlp_outputs(s) * s.mlp_width + s.hidden
     return s.tokens * s.layers * inputs, s.tokens * s.layers * gradients
+
+
+def expert_values(s: Sizes) -> tuple[float, float, float]:
+    """Return the number of values in the rows of all experts, per step: of the inputs of the first product, the inputs
+    of the second one, and the output gradients of both."""
+    rows = s.tokens * s.layers * s.leaf("experts per token", s.shape.num_experts_per_tok)
+    inner = s.tokens * s.layers * s.mlp_width
+    return rows * s.hidden, inner, _mlp_outputs(s) * inner + rows * s.hidden
+
+
+def _mlp_outputs(s: Sizes) -> int:
+    return 2 if s.shape.gated_mlp else 1
+
+
+def _quantizing_experts(s: Sizes, recompute: bool = False) -> Iterator[Operator]:
+    """Yield the memory traffic of casts of the experts' rows. A recomputation needs the first product only."""
+    spec = s.spec
+    if not s.shape.num_experts or not quantized(spec.precision):
+        return
+    share = spec.quantized_share(s.shape.num_hidden_layers)
+    blocks = s.leaf("quantized share of the weights", share)
+    first, second, gradients = expert_values(s)
+    forward, backward = product_formats(spec.precision)
+    # Values in the form that sums over columns, in the forward and in the backward, and over rows.
+    in_forward = first if recompute else first + second
+    in_backward, by_rows = (0.0, 0.0) if recompute else (gradients, first + second + gradients)
+    fp8 = nvfp4 = 0.0
+    emulated = 0.0 if "fp8-grouped" in spec.native else EXPERT_FP8_EMULATED
+    if forward == "fp8":
+        fp8 += (EXPERT_FP8_ROWS + emulated) * in_forward
+    else:
+        nvfp4 += in_forward
+    if backward == "fp8":
+        fp8 += (EXPERT_FP8_ROWS + emulated) * in_backward + (EXPERT_FP8_COLUMNS + emulated) * by_rows
+    else:
+        nvfp4 += in_backward + by_rows
+    if fp8:
+        yield Operator("quantizing experts to FP8", "quantize", blocks * fp8, recompute, share=share)
+    if nvfp4:
+        amount = blocks * nvfp4_bytes(frozenset()) * NVFP4_WORK[spec.precision] * nvfp4
+        yield Operator("quantizing experts to NVFP4", "quantize", amount, recompute, share=share)
 
 
 def _quantizing(

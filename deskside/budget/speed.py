@@ -139,7 +139,7 @@ def operator_seconds(operator: Operator, rates: Rates, spec: StepSpec) -> float:
         )
         if operator.runs_as in ("fp8", "nvfp4"):
             share *= efficiency.low_precision
-            if spec.precision == "fp8-rowwise" and group == "matmul":
+            if operator.rowwise:
                 share *= efficiency.rowwise
         if operator.windowed:
             share *= efficiency.windowed

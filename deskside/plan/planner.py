@@ -2,12 +2,13 @@
 
 import math
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, Literal
 
 from deskside.budget.format_costs import quantized
 from deskside.budget.loss import LAW
 from deskside.budget.shape import num_params
 from deskside.config import merge
+from deskside.config.recipes import expert_recipe, recipe_named
 from deskside.plan import bands as band_choice
 from deskside.plan.bands import Band
 from deskside.plan.candidates import (
@@ -22,7 +23,14 @@ from deskside.plan.candidates import (
 )
 from deskside.plan.claim_check import Claims, check_claims
 from deskside.plan.costs import cost
-from deskside.plan.estimate import StepEstimate, estimate, estimate_max_microbatch, options, with_precision
+from deskside.plan.estimate import (
+    Setting,
+    StepEstimate,
+    estimate,
+    estimate_max_microbatch,
+    options,
+    with_precision,
+)
 from deskside.plan.published import published_fp8_speedup, uncalibrated_reason
 from deskside.plan.remedies import Remedy
 from deskside.plan.request import TIME_SHARES, PlanRequest
@@ -32,7 +40,7 @@ from deskside.utils.errors import UsageError
 from deskside.utils.format import count, number
 
 NO_CLAIMS = Claims()
-OFFERED = "fp8"  # the precision that is offered as an alternative to BF16
+OFFERED: Literal["fp8"] = "fp8"  # the precision that is offered as an alternative to BF16
 LOSS_SENTENCE = "how close its loss comes to BF16's is in docs/precision.md"
 MIN_OFFERED_SPEEDUP = 1.02
 # Up to four epochs, repeated text is almost as useful as new text (Muennighoff et al. 2023, arXiv 2305.16264).
@@ -137,14 +145,16 @@ def _precision_notes(request: PlanRequest, shown: StepEstimate) -> list[str]:
         return []
     name, nvfp4 = setting.precision, "nvfp4" in setting.precision
     loss = f"the expected loss is BF16's; how close {name} comes to it is in docs/precision.md"
+    experts = _expert_notes(setting, request.card.name)
     if not setting.emulated and nvfp4:
         return [
             f"{name}: the speed of NVFP4 products is that of {request.card.name}'s data sheet; deskside has not "
             f"run them on such a card; deskside doctor tests them",
+            *experts,
             loss,
         ]
     if not setting.emulated:
-        return [loss]
+        return [*experts, loss]
     in_bf16 = replace(setting, precision="bf16", kept=(0.0, 0.0), fp8_head=False)
     bf16 = estimate(in_bf16, request.calibration, request.card.memory_bytes)
     share = f"{shown.tokens_per_second[1] / bf16.tokens_per_second[1]:.0%} of BF16's speed (modelled)"
@@ -153,13 +163,28 @@ def _precision_notes(request: PlanRequest, shown: StepEstimate) -> list[str]:
         return [
             f"{name} is planned as emulated, at {share}: {request.card.name} has FP4 units, but deskside has not run "
             f"on such units; deskside doctor tests them",
+            *experts,
             loss,
         ]
     return [
         f"{name} is emulated on {request.card.name}: the same numbers, but multiplied in BF16, at {share}; this is for "
         f"studying the loss, not for speed",
+        *experts,
         loss,
     ]
+
+
+def _expert_notes(setting: Setting, card: str) -> list[str]:
+    """Return notes on the recipe of the experts, if it is not that of the other layers, and on its emulation."""
+    recipe = recipe_named(setting.precision)
+    if not setting.model.num_experts:
+        return []
+    used, notes = expert_recipe(recipe).name, []
+    if used != recipe.name:
+        notes.append(f"experts are computed in {used}, the only scaling of FP8 that grouped products take")
+    if not setting.emulated and "fp8-grouped" not in setting.native:
+        notes.append(f"products of experts are emulated on {card}: the same numbers, multiplied in BF16")
+    return notes
 
 
 def _speed_notes(request: PlanRequest, shown: StepEstimate) -> list[str]:

@@ -42,6 +42,7 @@ REPORTED_USE = 256 * 2**20  # a plan mentions memory used by other programs from
 # NVFP4 is planned as emulated on every card: our native NVFP4 products (kernels/nvfp4/native.py) were compiled for
 # cards with FP4 units, but never run on one.
 TRAINED_NATIVELY: tuple[LowFormat, ...] = ("fp8",)
+GROUPED_FP8 = "9.0"  # the compute capability that every build of torch has grouped products of FP8 for
 STAGES_SET_LENGTH = (
     "--sequence: schedule.stages sets the sequence lengths; change them there, or leave one out"
 )
@@ -107,7 +108,8 @@ class PlanCard:
         if self.gpu is None:
             return frozenset()
         rates: dict[LowFormat, float | None] = {"fp8": self.gpu.fp8_flops, "nvfp4": self.gpu.fp4_flops}
-        return frozenset(format for format in TRAINED_NATIVELY if rates[format] is not None)
+        native = {format for format in TRAINED_NATIVELY if rates[format] is not None}
+        return frozenset(native | ({"fp8-grouped"} if self.gpu.compute_capability == GROUPED_FP8 else set()))
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from deskside.train.loop.step import DeviceEvent, StepMetrics, Stepper
 from deskside.train.objective import RowDataset, TrainContext
 from deskside.train.prepare import attention_backends, setup
 from deskside.train.prepare.batch_size_finder import BatchSizeFinder, MicroBatch, StageWork, rows_per_rank
-from deskside.train.prepare.step_planning import modelled_memory_gib
+from deskside.train.prepare.step_planning import modelled_memory_gib, native_formats
 
 WARMUP_SECONDS = {"cuda": 2.0, "cpu": 1.0}
 MEASURED_SECONDS = {"cuda": 4.0, "cpu": 4.0}
@@ -132,7 +132,7 @@ def prepare_step(config: RunConfig, report: Callable[[str], None] = lambda done:
     finder = BatchSizeFinder(
         config,
         stepper,
-        lambda tokens: modelled_memory_gib(config, tokens, recipe, execution.mode, native),
+        lambda tokens: modelled_memory_gib(config, tokens, recipe, execution.mode, native_formats(precision)),
         notes.append,
     )
     rows = RandomRows(config.batch.sequence_length, config.model.vocab_size)

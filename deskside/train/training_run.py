@@ -34,6 +34,7 @@ from deskside.train.prepare.step_planning import (
     mean_tokens,
     mixture_epochs,
     modelled_memory_gib,
+    native_formats,
     recorded_plan,
     validation_languages,
 )
@@ -354,7 +355,7 @@ class _Run:
 
     def modelled_memory(self, micro_tokens: int) -> float:
         """Return the predicted peak memory of a step in GiB."""
-        native, world = bool(self.precision_facts["native"]), self.world
+        native, world = native_formats(self.precision_facts), self.world
         return modelled_memory_gib(
             self.config, micro_tokens, self.recipe, self.execution_mode, native, world.size, world.sharded
         )

@@ -126,6 +126,11 @@ def fp8() -> dict[str, float]:
         tokens, ends, how = routing.tokens_S, routing.ends_E, f"{N} tokens, {k} of {E}, {K} columns"
         x = torch.randn(N, K) * torch.logspace(-6, 4, N)[:, None]
         x[0], x[:, 1] = 0.0, 448.0
+        x[1] *= 1e-42  # below the smallest normal number
+        if K == 640:  # every boundary between two scales
+            x[2:] = torch.exp2(torch.arange(N - 2.0) - 70)[:, None] * (
+                1.75 + (torch.arange(K) % 3 - 2) * 2**-23
+            )
         y = torch.randn(len(tokens), K) * torch.logspace(-9, 9, K)
         cases: dict[str, tuple[str, tuple[Tensor | None, ...]]] = {
             "rows": ("cast_rows", (y,)),

@@ -146,7 +146,7 @@ def test_a_model_that_does_not_divide_is_refused_before_anything_is_planned(tmp_
 
 @pytest.mark.parametrize(
     ("card", "formats"),
-    [("rtx3090", set()), ("a100 80gb sxm", set()), ("rtx4090", {"fp8"}), ("h200", {"fp8"}),
+    [("rtx3090", set()), ("a100 80gb sxm", set()), ("rtx4090", {"fp8"}), ("h200", {"fp8", "fp8-grouped"}),
      ("rtx5090", {"fp8"}), ("b200", {"fp8"})],
 )  # fmt: skip
 def test_what_training_runs_on_tensor_cores(card: str, formats: set[str], tmp_path: Path) -> None:

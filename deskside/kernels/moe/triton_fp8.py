@@ -7,11 +7,18 @@ from deskside.kernels.fused.triton_common import load_four, magnitude, pack_word
 
 
 @triton.jit
-def _scale_for(amax):  # type: ignore[no-untyped-def]
-    """Return the largest power of two that scales amax to at most 448; see `fp8_rows.scale_for`."""
-    scale = tl.minimum(tl.div_rn(tl.full(amax.shape, 448.0, tl.float32), amax), 8.507059173023462e37)  # 2^126
-    scale = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    return tl.where(amax == 0.0, 1.0, scale)
+def _scale_and_inverse(amax):  # type: ignore[no-untyped-def]
+    """Return the largest power of two that scales amax to at most 448, and its inverse; see `fp8_rows.scale_for`.
+
+    448 is 1.75 x 2^8. With amax = m x 2^e, the exponent is 8 - e, or 7 - e if m > 1.75. Integers do this in a few
+    instructions, where divisions would take longer than the memory traffic.
+    """
+    bits = amax.to(tl.int32, bitcast=True)
+    biased = bits >> 23  # 127 + e; 255 for infinity
+    exponent = tl.minimum(262 - biased - ((bits & 0x7FFFFF) > 0x600000).to(tl.int32), 253)
+    exponent = tl.where(bits == 0, 127, tl.where(biased == 255, 0, exponent))
+    inverse = tl.where(biased == 255, 255, 254 - exponent)
+    return (exponent << 23).to(tl.float32, bitcast=True), (inverse << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -37,12 +44,12 @@ def cast_rows(  # type: ignore[no-untyped-def]
         columns = first + tl.arange(0, BLOCK_K)
         x = tl.load(X + source * K + columns, mask=(columns < K) & (source >= 0), other=0.0)
         amax = tl.maximum(amax, magnitude(x.to(tl.float32)))
-    scale = _scale_for(tl.max(amax, axis=0, keep_dims=True))
+    scale, inverse = _scale_and_inverse(tl.max(amax, axis=0, keep_dims=True))
     for first in range(0, K, BLOCK_K):
         columns = first + tl.arange(0, BLOCK_K)
         x = tl.load(X + source * K + columns, mask=(columns < K) & (source >= 0), other=0.0).to(tl.float32)
         tl.store(OUT + row * K + columns, to_fp8(x * scale, OUT.dtype.element_ty), mask=columns < K)
-    tl.store(INVERSE + row + tl.arange(0, 1), tl.div_rn(tl.full((1,), 1.0, tl.float32), scale))
+    tl.store(INVERSE + row + tl.arange(0, 1), inverse)
 
 
 @triton.jit
@@ -82,12 +89,8 @@ def cast_columns(  # type: ignore[no-untyped-def]
     mask = inside[:, None] & (columns < K)[None, :]
     expert, is_first = _experts_of(tl.minimum(words * 4, S - 1), ENDS, E, BLOCK_E)
     places = expert.to(tl.int64)[:, None] * K + columns[None, :]
-    scale = _scale_for(tl.load(AMAX + places, mask=mask, other=0.0))
-    tl.store(
-        INVERSE + places,
-        tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale),
-        mask=mask & is_first[:, None],
-    )
+    scale, inverse = _scale_and_inverse(tl.load(AMAX + places, mask=mask, other=0.0))
+    tl.store(INVERSE + places, inverse, mask=mask & is_first[:, None])
     if HAS_TOKENS:
         a, b, c, d = _gather_four(X, TOKENS, words, inside, columns, K)
     else:

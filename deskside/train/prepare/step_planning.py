@@ -1,10 +1,10 @@
 """The first plan of a run: its number of steps and tokens, and the predicted memory of a step."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
-from deskside.budget.format_costs import Precision, quantized
+from deskside.budget.format_costs import LowFormat, Precision, quantized
 from deskside.budget.host_memory import host_memory
 from deskside.budget.memory import training_memory
 from deskside.budget.step_spec import StepSpec
@@ -137,19 +137,30 @@ def recorded_plan(run: RunDirectory) -> dict[str, Any]:
     return plan
 
 
+def native_formats(facts: Mapping[str, Any]) -> frozenset[LowFormat]:
+    """Return the formats that run on tensor cores, from the entries of plan.json that `setup.choose_recipe` returns.
+
+    NVFP4 products are assumed to be emulated.
+    """
+    found: dict[LowFormat, bool] = {
+        "fp8": bool(facts["native"]),
+        "fp8-grouped": bool(facts.get("experts", {}).get("native")),
+    }
+    return frozenset(format for format, native in found.items() if native)
+
+
 def modelled_memory_gib(
     config: RunConfig,
     micro_tokens: int,
     recipe: str,
     mode: str,
-    native: bool,
+    native: Collection[LowFormat],
     processes: int = 1,
     sharded: bool = False,
 ) -> float:
     """Return the peak memory of one GPU in a step with `micro_tokens` per forward pass, by `budget/memory.py`.
 
-    recipe: the chosen precision recipe. mode: see `setup.Execution`. native: True if FP8 products run on tensor cores;
-    NVFP4 products are assumed to be emulated.
+    recipe: the chosen precision recipe. mode: see `setup.Execution`. native: see `native_formats`.
     """
     spec = _step_spec(config, micro_tokens, recipe, mode, native, processes, sharded)
     return training_memory(config.model, spec).allocated / 2**30
@@ -158,7 +169,7 @@ def modelled_memory_gib(
 def check_host_memory(config: RunConfig, recipe: str, mode: str) -> None:
     """Raise UsageError if this machine lacks the host memory that the run would page-lock with one row per pass."""
     longest = max(stage.sequence_length for stage in config.stages())
-    items = host_memory(config.model, _step_spec(config, longest, recipe, mode, False, 1, False))
+    items = host_memory(config.model, _step_spec(config, longest, recipe, mode, (), 1, False))
     needed, usable = sum(items.values()), usable_bytes()
     if usable is None or needed <= usable:
         return
@@ -175,14 +186,14 @@ def _step_spec(
     micro_tokens: int,
     recipe: str,
     mode: str,
-    native: bool,
+    native: Collection[LowFormat],
     processes: int,
     sharded: bool,
 ) -> StepSpec:
     passes = 1 if micro_tokens * processes >= config.batch.tokens else 2  # more than two need no more memory
     precision, layers = cast("Precision", recipe), config.model.num_hidden_layers
     kept = recipe_of(config, precision).kept_blocks(layers) if quantized(precision) else (0, 0)
-    formats = format_options(config, precision, {"fp8"} if native else (), mode == "fused")
+    formats = format_options(config, precision, native, mode == "fused")
     if sharded and formats["copies"] == "step":
         formats["copies"] = "use"
     return StepSpec(

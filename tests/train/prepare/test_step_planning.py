@@ -26,21 +26,24 @@ def test_passes_are_counted_per_process(processes: int, sharded: bool, passes: i
     config = merge.build([{"batch": {"tokens": tokens, "sequence_length": ROWS}}])
     work = StepSpec(ROWS, tokens, ROWS, gpus=processes, sharded=sharded, optimizer=config.optim.name)
     wanted = training_memory(config.model, work).allocated / 2**30
-    assert modelled_memory_gib(config, ROWS, "bf16", "block", False, processes, sharded) == wanted
+    assert modelled_memory_gib(config, ROWS, "bf16", "block", (), processes, sharded) == wanted
 
 
 def test_one_process() -> None:
     config = merge.build([{"batch": {"tokens": 4 * ROWS, "sequence_length": ROWS}}])
     work = StepSpec(ROWS, 4 * ROWS, ROWS, optimizer=config.optim.name, precision="fp32", compiled=False)
     wanted = training_memory(config.model, work).allocated / 2**30
-    assert modelled_memory_gib(config, ROWS, "fp32", "off", False) == wanted
+    assert modelled_memory_gib(config, ROWS, "fp32", "off", ()) == wanted
 
 
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
 NVFP4 = {"name": "nvfp4", "keep_first": 0.1, "keep_last": 0.3}
 SETTINGS: dict[str, dict[str, Any]] = {
     "bf16": {"precision": {"name": "bf16"}},
     "no weight cache": {"precision": {"name": "bf16", "weight_cache": False}},
     "fp8": {"precision": {"name": "fp8-delayed", "head": "fp8"}},
+    "fp8 experts": {"precision": {"name": "fp8"}, "model": EXPERTS},
+    "nvfp4 experts": {"precision": {"name": "nvfp4-eden"}, "model": EXPERTS},
     "emulated fp8": {"precision": {"name": "fp8-rowwise", "native": "never"}},
     "nvfp4": {"precision": NVFP4, "model": {"num_hidden_layers": 10}},
     "offloaded 8-bit states": {"optim": {"name": "adamw", "states": "8bit", "offload": True}},
@@ -55,7 +58,7 @@ def test_training_models_the_step_that_the_planner_models(changes: dict[str, Any
     name = config.precision.name if config.precision.name != "auto" else "bf16"
     native: frozenset[LowFormat] = frozenset({"fp8"})
     setting = replace(setting_from_config(config, 1, name, native=native), micro_tokens=ROWS)
-    assert modelled_memory_gib(config, ROWS, name, "fused", native=True) == pytest.approx(
+    assert modelled_memory_gib(config, ROWS, name, "fused", native) == pytest.approx(
         peak_memory(setting).allocated / 2**30, rel=1e-12
     )
 
@@ -66,7 +69,7 @@ def test_what_makes_the_memory_of_a_step_differ() -> None:
             "batch": {"tokens": 4 * ROWS, "sequence_length": ROWS},
             "precision": {"name": recipe, **precision},
         }
-        return modelled_memory_gib(merge.build([parts]), ROWS, recipe, mode, native=True)
+        return modelled_memory_gib(merge.build([parts]), ROWS, recipe, mode, {"fp8"})
 
     found = [
         gib(),
