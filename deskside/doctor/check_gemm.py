@@ -18,6 +18,7 @@ from deskside.config.recipes import recipe_named
 from deskside.doctor.check_tools import Result, add_error, compare, median_seconds, speed, warm_up
 from deskside.doctor.nvml import NvmlDevice
 from deskside.doctor.scaled_operands import FORMATS, Format, ScaledOperand
+from deskside.kernels import moe
 from deskside.kernels.matmul_peak import SIZES, measure_matmul_peak
 from deskside.precision import CheckResult, check
 from deskside.precision.selfcheck import HEAD_TOLERANCE, check_experts, check_gemm, check_head
@@ -31,6 +32,10 @@ PLAIN = {
 }
 # Rows, in and out features of the products in scaled formats: small on a CPU, where FP8 may run at 20 MFLOP/s.
 CHECKED_SHAPE = {"cuda": (256, 512, 384), "cpu": (64, 128, 96)}
+GROUPED_SHAPE = {
+    "cuda": (8, 4096, 2048),
+    "cpu": (2, 64, 64),
+}  # experts, rows of each, size of their square weights
 SMALLEST_TIMED = 128  # the side with which timing on a CPU begins
 SLOW_SECONDS = 0.1  # a matmul that takes longer is the last on a CPU
 # The result's rounding to bfloat16 is 1.7e-3; a wrong scale or layout gives more than 1e-1.
@@ -82,6 +87,24 @@ def experts(device: str) -> Result:
     return as_result(
         check_experts("fp8-rowwise", torch.device(device)), recipe_named("fp8-rowwise").tolerance
     )
+
+
+def grouped(device: str) -> Result:
+    """Check the grouped products of experts in BF16: errors, the backend that computes them, FLOP/s of a large one."""
+    where = torch.device(device)
+    result = as_result(check_experts("bf16", where), recipe_named("bf16").tolerance)
+    if result["verdict"] == "unsupported":
+        return result
+    experts, rows, width = GROUPED_SHAPE[where.type]
+    generator = torch.Generator(device).manual_seed(0)
+    x, weight = (
+        torch.randn(shape, generator=generator, device=device).to(torch.bfloat16)
+        for shape in ((experts * rows, width), (experts, width, width))
+    )
+    ends_E = torch.arange(1, experts + 1, dtype=torch.int32, device=device) * rows
+    seconds = median_seconds(lambda: moe.grouped_matmul(x, weight, ends_E, True), where)
+    result["details"] = {"backend": moe.grouped_backend(where, x.dtype, weight.shape, len(x))}
+    return result | {"speed": speed(2 * len(x) * width**2 / seconds, "FLOP/s")}
 
 
 def plain(dtype: str, device: str) -> Result:

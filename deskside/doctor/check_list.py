@@ -132,6 +132,7 @@ def all_checks(facts: Mapping[str, Any], quick: bool) -> list[Check]:
     for dtype in ("bf16", "fp16", "fp32"):
         add(dtype, "matmul", dtype.upper(), f"{GEMM}:plain", {"dtype": dtype}, cheap)
     if not quick:
+        add("experts_bf16", "matmul", "BF16, experts", f"{GEMM}:grouped", {}, cheap, 2)
         for id, name, child in (
             ("fp8_tensor", "torch FP8 tensor", "fp8"),
             ("fp8_row", "torch FP8 row", "fp8"),

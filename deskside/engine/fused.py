@@ -129,7 +129,7 @@ def experts_wait(model: Transformer, tokens: int) -> bool:
     """Return True if the products of experts may wait for the device in a step with up to this many tokens."""
     device, dtype = model.embed.weight.device, model.activation_dtype
     return any(
-        moe.waits_for_device(device, dtype, shape, tokens * block.mlp.mixture.experts_per_token)
+        moe.grouped_backend(device, dtype, shape, tokens * block.mlp.mixture.experts_per_token) == "loop"
         for block in model.layers
         if isinstance(block.mlp, MoE)
         for shape in block.mlp.mixture.experts.shapes.values()

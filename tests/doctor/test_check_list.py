@@ -139,7 +139,9 @@ FACTS: dict[str, Any] = {
 def test_listing_covers_what_the_issue_asks_for() -> None:
     ids = [c.id for c in check_list.all_checks(FACTS, quick=False)]
     assert len(ids) == len(set(ids))
-    assert {"bf16", "fp16", "fp32", "fp8_tensor", "fp8_row", "mxfp8", "nvfp4", "copy"} <= set(ids)
+    assert {"bf16", "fp16", "fp32", "fp8_tensor", "fp8_row", "mxfp8", "nvfp4", "copy", "experts_bf16"} <= set(
+        ids
+    )
     assert {"attention_cudnn", "attention_cudnn_window", "attention_flex", "attention_flex_window"} <= set(
         ids
     )

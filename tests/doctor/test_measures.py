@@ -50,6 +50,13 @@ def test_plain_matmul(dtype: str) -> None:
     assert result["speed"]["value"] > 1e8 and result["speed"]["unit"] == "FLOP/s"
 
 
+def test_grouped_products_of_experts() -> None:
+    result = check_gemm.grouped("cpu")
+    assert result["verdict"] == "works" and result["details"] == {"backend": "loop"}, result
+    assert set(result["errors"]) == {"output", "input gradient", "weight gradient"}
+    assert result["speed"]["value"] > 1e7 and result["speed"]["unit"] == "FLOP/s"
+
+
 def test_plain_matmul_of_less_precision_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """As TF32 would be, where somebody switched it on."""
     monkeypatch.setitem(check_gemm.PLAIN, "fp32", (torch.bfloat16, check_gemm.PLAIN["fp32"][1]))

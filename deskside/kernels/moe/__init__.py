@@ -23,11 +23,11 @@ __all__ = [
     "combine",
     "dispatch",
     "gathered_gated",
+    "grouped_backend",
     "grouped_matmul",
     "grouped_weight_gradient",
     "route",
     "route_backward",
-    "waits_for_device",
     "weighted_gated",
     "weighted_gated_backward",
 ]
@@ -49,13 +49,13 @@ cast_columns = operator(fp8_rows.cast_columns, FP8_LAUNCHER, supported=writes_fp
 cast_weight_columns = operator(fp8_rows.cast_weight_columns, FP8_LAUNCHER, supported=writes_fp8)
 
 
-def waits_for_device(device: torch.device, dtype: torch.dtype, shape: Sequence[int], rows: int) -> bool:
-    """Return True if `grouped_matmul` in `dtype`, for up to `rows` rows, may wait for the device.
+def grouped_backend(device: torch.device, dtype: torch.dtype, shape: Sequence[int], rows: int) -> str:
+    """Return the backend of `grouped_matmul` in `dtype` for weights (E, M, K): torch, triton or loop, see `grouped`.
 
-    shape: of the weights, (E, M, K). A CPU never waits.
+    rows: of all experts together. A loop waits for the device, the others do not. A CPU has only the loop.
     """
     if device.type != "cuda":
-        return False
-    from deskside.kernels.moe.grouped import grouped_backend
+        return "loop"
+    from deskside.kernels.moe import grouped
 
-    return grouped_backend(device, dtype, shape, rows) == "loop"
+    return grouped.grouped_backend(device, dtype, shape, rows)

@@ -19,6 +19,7 @@ from deskside.data.corpus.analyze import CorpusOptions
 from deskside.data.corpus.heldout import validation_warnings
 from deskside.data.corpus.prepare import prepare
 from deskside.data.reading.shards import read_index
+from deskside.kernels.moe import grouped_backend
 from deskside.model.init import allocate, initialize
 from deskside.model.transformer import Transformer
 from deskside.ops.composite import Sublayer
@@ -103,6 +104,8 @@ def choose_recipe(
             )
             caps = replace(caps, grouped_fp8=facts["experts"]["native"])
         facts["units"] = asdict(caps if result.native else NONE)
+    if run.model.num_experts:
+        facts["grouped_products"] = _grouped_backend(run, device, recipe.name, say)
     if config.head == "fp8":
         facts["head"] = _check_head(device, native, result.native, say)
     return recipe.name, facts
@@ -138,6 +141,17 @@ def _check_experts(
     if not result.native:
         _say_emulated(f"the experts' {used}", result, say)
     return {"chosen": used, "native": result.native, "errors": dict(result.errors)}
+
+
+def _grouped_backend(run: RunConfig, device: torch.device, recipe: str, say: Say) -> str:
+    """Return which backend computes the experts' unquantized products."""
+    model = run.model
+    shape = (model.num_experts, model.moe_intermediate_size, model.hidden_size)
+    dtype = torch.float32 if recipe == "fp32" else torch.bfloat16
+    backend = grouped_backend(device, dtype, shape, run.batch.sequence_length * model.num_experts_per_tok)
+    if backend == "loop" and device.type == "cuda":
+        say("the products of experts are computed one expert after the other, which is slow on a GPU")
+    return backend
 
 
 def _check_head(device: torch.device, native: bool | None, layers_native: bool, say: Say) -> dict[str, Any]:

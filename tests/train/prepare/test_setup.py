@@ -55,6 +55,7 @@ class Card:
         monkeypatch.setattr(setup, "hardware_caps", caps)
         monkeypatch.setattr(setup, "check", check)
         monkeypatch.setattr(setup, "check_head", lambda device, way: head)
+        monkeypatch.setattr(setup, "grouped_backend", lambda device, dtype, shape, rows: "triton")
 
 
 NATIVE, EMULATED = CheckResult(True, {}, "", native=True), CheckResult(True, {}, "", native=False)
@@ -113,7 +114,7 @@ def test_experts_run_as_their_own_check_says(native: bool, monkeypatch: pytest.M
     recipe, facts = setup.choose_recipe(asked, CARD, card.said.append)
     assert ways == [("fp8-delayed", None, True)] and recipe == "fp8-delayed"
     assert facts["experts"] == {"chosen": "fp8-rowwise", "native": native, "errors": {}}
-    assert facts["units"]["grouped_fp8"] is native
+    assert facts["units"]["grouped_fp8"] is native and facts["grouped_products"] == "triton"
     assert "fp8-rowwise" in card.said[0]  # a scaling other than the dense layers' is told
     assert [text for text in card.said if "emulated" in text] == card.said[1:] and len(
         card.said
@@ -122,6 +123,18 @@ def test_experts_run_as_their_own_check_says(native: bool, monkeypatch: pytest.M
     model = setup.build_model(asked, world, recipe)
     applied = setup.prepare_execution(asked, model, world, recipe, facts).precision
     assert applied.shared.native and applied.shared.caps.grouped_fp8 is native
+
+
+def test_a_run_says_if_its_experts_are_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = Card(monkeypatch, NATIVE, NATIVE, HardwareCaps())
+    monkeypatch.setattr(setup, "grouped_backend", lambda device, dtype, shape, rows: "loop")
+    assert (
+        setup.choose_recipe(config("bf16"), CARD, card.said.append)[1].keys().isdisjoint({"grouped_products"})
+    )
+    _, facts = setup.choose_recipe(config("bf16", model=EXPERTS), CARD, card.said.append)
+    assert facts["grouped_products"] == "loop" and len(card.said) == 1
+    _, facts = setup.choose_recipe(config("fp32", model=EXPERTS), torch.device("cpu"), card.said.append)
+    assert facts["grouped_products"] == "loop" and len(card.said) == 1  # a CPU has nothing else
 
 
 def test_experts_that_are_wrong_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
