@@ -96,6 +96,7 @@ from deskside.budget.separate_gradients import (
     update_in_backward,
 )
 from deskside.budget.shape import Shape
+from deskside.budget.shared_rows import gathered_bytes
 from deskside.budget.sizes import Sizes
 from deskside.budget.states import gpu_state_bytes
 from deskside.budget.step_spec import AdapterSpec, Checkpointing, StepSpec
@@ -199,8 +200,9 @@ def _full_training(s: Sizes) -> dict[str, Items]:
 
     # FSDP gathers the weights of the current block and of the next block in float32.
     libraries = s.leaf("cuBLAS workspaces", LIBRARIES)
-    gathered = libraries + (2 * one_layer + root if spec.sharded else 0.0)
-    gathered_at_end = libraries + (one_layer + root if spec.sharded else 0.0)
+    shared = s.leaf("gathered keys and values", gathered_bytes(s)) if spec.context > 1 else 0.0
+    gathered = libraries + shared + (2 * one_layer + root if spec.sharded else 0.0)
+    gathered_at_end = libraries + shared + (one_layer + root if spec.sharded else 0.0)
     # Gradients of a block exist a second time while they are reduced, in one flat tensor.
     reduced = 0.0
     if spec.sharded:

@@ -54,6 +54,7 @@ from deskside.budget.format_costs import (
 )
 from deskside.budget.host_memory import host_gradient_bytes
 from deskside.budget.shape import Shape, attention_span
+from deskside.budget.shared_rows import exchanged_bytes
 from deskside.budget.sizes import Sizes
 from deskside.budget.states import ADAMW_STATE_BYTES, MUON_STATE_BYTES, state_bytes
 from deskside.budget.step_spec import StepSpec
@@ -493,6 +494,8 @@ def _transfers(s: Sizes) -> list[Operator]:
             operators.append(Operator("Muon, gathered", "communication", 2.0 * s.block_weights * share))
     elif spec.gpus > 1:
         operators.append(Operator("all-reduce", "communication", 2 * weights * share))
+    if spec.context > 1:
+        operators.append(Operator("keys and values of shared rows", "communication", exchanged_bytes(s)))
     if spec.gradients == "host":
         operators.append(Operator("gradients, up for the update", "offload", host_gradient_bytes(s)))
     # Beside the backward if each weight is updated there (`speed.exposed_seconds`).

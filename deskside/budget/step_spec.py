@@ -27,6 +27,7 @@ class StepOptions:
     """Options of a step that do not depend on its batch.
 
     Attributes:
+        context: GPUs that share every row, each with a part of its tokens (`parallel.context`).
         sharded: Weights, gradients and optimizer states are spread over the GPUs (FSDP). Otherwise each GPU holds all.
         native: Formats below 16 bits that the tensor cores support. The others are emulated.
         kept_weights: Share of a quantized block's weights in projections that stay in BF16.
@@ -46,6 +47,7 @@ class StepOptions:
     """
 
     gpus: int = 1
+    context: int = 1
     sharded: bool = False
     optimizer: OptimizerName = "muon"
     precision: Precision = "bf16"
@@ -75,8 +77,8 @@ OPTION_NAMES = tuple(field.name for field in fields(StepOptions))
 class StepSpec(StepOptions):
     """One optimizer step. Raises ValueError for sizes below 1 or that do not divide evenly.
 
-    tokens: tokens per step, over all GPUs; micro_tokens: tokens per forward pass on one GPU; kept_blocks: blocks that
-    stay in BF16 when the precision is quantized.
+    tokens: tokens per step, over all GPUs; micro_tokens: tokens per forward pass on one GPU, its share of whole rows of
+    `sequence_length`; kept_blocks: blocks that stay in BF16 when the precision is quantized.
     """
 
     sequence_length: int
@@ -85,12 +87,13 @@ class StepSpec(StepOptions):
     kept_blocks: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("sequence_length", "tokens", "micro_tokens", "gpus", "loss_chunk_tokens"):
+        for name in ("sequence_length", "tokens", "micro_tokens", "gpus", "context", "loss_chunk_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if self.micro_tokens % self.sequence_length:
+        if self.micro_tokens * self.context % self.sequence_length:
             raise ValueError(
-                f"micro_tokens: {self.micro_tokens} is not a multiple of the sequence length {self.sequence_length}"
+                f"micro_tokens: {self.micro_tokens} on {self.context} GPUs is not a multiple of the sequence length "
+                f"{self.sequence_length}"
             )
         if self.tokens % (self.micro_tokens * self.gpus):
             raise ValueError(

@@ -24,6 +24,7 @@ def step_options(config: RunConfig) -> dict[str, Any]:
         ]
         adapter = AdapterSpec(rank, tuple(adapted), base)
     return {
+        "context": config.parallel.context,
         "optimizer": config.optim.name,
         "weights": config.optim.weights,
         "states": config.optim.states,

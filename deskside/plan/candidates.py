@@ -163,7 +163,7 @@ def _objective(request: PlanRequest, candidate: Candidate) -> float:
 def fits_at_all(request: PlanRequest) -> bool:
     """Return True if the smallest model fits, at least as expected."""
     smallest = setting_on_card(request, next(models(request)).config)
-    last_stage = stages(request.sequence, request.sequence * request.gpus)[-1]
+    last_stage = stages(request.sequence, request.sequence * request.readers)[-1]
     row = replace(smallest, stages=(replace(last_stage, share=1.0),), micro_tokens=request.sequence)
     return fastest_that_fits(request, row).fits != "no"
 
@@ -182,9 +182,12 @@ def setting_on_card(request: PlanRequest, config: RunConfig) -> Setting:
     )
 
 
-def batch_tokens(total_tokens: float, sequence_length: int, gpus: int) -> int:
-    """Return the best tokens per step for a run of `total_tokens`, as a power of two of rows per GPU."""
-    row = sequence_length * gpus
+def batch_tokens(total_tokens: float, sequence_length: int, readers: int) -> int:
+    """Return the best tokens per step for a run of `total_tokens`, as a power of two of rows per reader.
+
+    readers: as in `PlanRequest.readers`.
+    """
+    row = sequence_length * readers
     best = min(best_batch_tokens(max(1, int(total_tokens))), total_tokens / MIN_STEPS)
     return row * 2 ** max(0, round(math.log2(max(best, 1) / row)))
 
@@ -371,7 +374,7 @@ def _with_optimizer(
     explicit_batch = "tokens" in request.overrides.get("batch", {})
     # The best batch depends on the tokens of the run, these on the speed, and the speed a little on the batch: two
     # iterations suffice.
-    tokens = batch_tokens(1e9, request.sequence, request.gpus)
+    tokens = batch_tokens(1e9, request.sequence, request.readers)
     step: StepEstimate | None = None
     for _ in range(2):
         setting = base
@@ -381,7 +384,7 @@ def _with_optimizer(
             setting = replace(base, stages=stages(request.sequence, step_tokens) if staged else one_stage)
         if explicit_batch or explicit_stages:
             check_batch_divides(setting)
-        largest = min(stage.tokens for stage in setting.stages) // request.gpus
+        largest = min(stage.tokens for stage in setting.stages) // request.readers
         micro = base.micro_tokens if "micro_tokens" in request.overrides.get("batch", {}) else largest
         step = fastest_that_fits(request, replace(setting, micro_tokens=micro))
         if step.fits == "no":
@@ -396,7 +399,7 @@ def _with_optimizer(
             total = max(1.0, (seconds - setup_seconds(request)) * step.tokens_per_second[1])
         if total is None:
             return None
-        better = batch_tokens(total, request.sequence, request.gpus)
+        better = batch_tokens(total, request.sequence, request.readers)
         if better == tokens:
             break
         tokens = better

@@ -56,7 +56,8 @@ class StageSetting:
 class Setting(StepOptions):
     """A model, and how a run trains it.
 
-    micro_tokens: tokens per pass on one GPU; kept: shares of the first and of the last blocks that stay in BF16.
+    micro_tokens: tokens per pass on one GPU, or on all GPUs that share rows; kept: shares of the first and of the last
+    blocks that stay in BF16.
     """
 
     model: ModelConfig
@@ -64,6 +65,11 @@ class Setting(StepOptions):
     micro_tokens: int
     kept: tuple[float, float] = (0.0, 0.0)
     native: frozenset[LowFormat] = field(default=frozenset(), kw_only=True)
+
+    @property
+    def readers(self) -> int:
+        """The number of GPUs that read different rows; those that share rows count once."""
+        return self.gpus // self.context
 
     @property
     def sequence_length(self) -> int:
@@ -92,7 +98,7 @@ class Setting(StepOptions):
         """True if training supports sharding of this setting over several GPUs."""
         memory_saving = self.states == "8bit" or self.offload_optimizer or self.adapter is not None
         in_float32 = self.weights == "float32" and self.gradients == "device"
-        return not quantized(self.precision) and not memory_saving and in_float32
+        return not quantized(self.precision) and not memory_saving and in_float32 and self.context == 1
 
     @property
     def tokens_per_step(self) -> float:
@@ -119,8 +125,8 @@ class Setting(StepOptions):
         if stage.window is not None:
             shape = shape.model_copy(update={"sliding_window": stage.window})
         rows = max(1, self.micro_tokens // stage.sequence_length)
-        per_gpu = stage.tokens // (stage.sequence_length * self.gpus)
-        while per_gpu % rows:
+        per_reader = stage.tokens // (stage.sequence_length * self.readers)
+        while per_reader % rows:
             rows -= 1
         layers = shape.num_hidden_layers
         options = self.options()
@@ -129,7 +135,7 @@ class Setting(StepOptions):
         return shape, StepSpec(
             sequence_length=stage.sequence_length,
             tokens=stage.tokens,
-            micro_tokens=rows * stage.sequence_length,
+            micro_tokens=rows * stage.sequence_length // self.context,
             kept_blocks=min(layers, sum(recipes.kept_blocks(share, layers) for share in self.kept)),
             **options,
         )
@@ -284,7 +290,7 @@ def pass_sizes(setting: Setting) -> list[int]:
     if setting.gradients == "released":
         return [min(stage.tokens for stage in setting.stages) // setting.gpus]
     longest = setting.sequence_length
-    rows = math.gcd(*(stage.tokens // (longest * setting.gpus) for stage in setting.stages))
+    rows = math.gcd(*(stage.tokens // (longest * setting.readers) for stage in setting.stages))
     small_divisors = [n for n in range(1, math.isqrt(max(1, rows)) + 1) if rows % n == 0]
     divisors = sorted({1, *small_divisors, *(rows // n for n in small_divisors)}, reverse=True)
     rows_per_pass: list[int] = []
@@ -302,10 +308,11 @@ def with_max_microbatch(setting: Setting) -> Setting:
 def check_batch_divides(setting: Setting) -> None:
     """Raise UsageError if the rows of a step cannot be divided evenly among the GPUs."""
     for stage in setting.stages:
-        if stage.tokens % (stage.sequence_length * setting.gpus):
+        if stage.tokens % (stage.sequence_length * setting.readers):
             raise UsageError(
-                f"batch.tokens: {stage.tokens} is {stage.tokens // stage.sequence_length} rows, which {setting.gpus} "
-                f"GPUs cannot share evenly; use a multiple of {setting.gpus * stage.sequence_length}"
+                f"batch.tokens: {stage.tokens} is {stage.tokens // stage.sequence_length} rows, which "
+                f"{setting.readers} GPUs cannot share evenly; use a multiple of "
+                f"{setting.readers * stage.sequence_length}"
             )
 
 
@@ -346,7 +353,8 @@ def setting_from_config(
         )
         start = stage.until
     longest = max(stage.sequence_length for stage in stages)
-    largest = max(longest, min(stage.tokens for stage in stages) // gpus)
+    readers = gpus // config.parallel.context
+    largest = max(longest, min(stage.tokens for stage in stages) // readers)
     micro = largest if config.batch.micro_tokens == "auto" else config.batch.micro_tokens
     setting = Setting(
         model=config.model,
@@ -409,6 +417,8 @@ def options(setting: Setting, staged: bool = False) -> dict[str, Any]:
         result["optim"] = optim
     if setting.sharded:
         result["parallel"] = {"mode": "shard"}
+    if setting.context > 1:
+        result["parallel"] = {"context": setting.context}
     if setting.copies == "use":
         result["precision"] = {"weight_cache": False}
     return {part: values for part, values in result.items() if values}

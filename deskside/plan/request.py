@@ -139,6 +139,7 @@ class PlanRequest:
     """The input of the planner.
 
     Attributes:
+        context: GPUs that share every row (`parallel.context`).
         overrides: Configuration set by the user, which takes precedence over the planner's choices.
         setup_seconds, measured_watts, measured_fp8: Results of the probe on this card, None if it did not run.
         pretrain_seconds: Wall-clock seconds of the pretraining run, if the caller knows them better than the split.
@@ -149,6 +150,7 @@ class PlanRequest:
     budget: PlanBudget
     given: GivenModel | None
     gpus: int = 1
+    context: int = 1
     precision: str | None = None
     sequence_length: int | None = None
     price_kwh: float | None = None
@@ -160,6 +162,11 @@ class PlanRequest:
     measured_watts: float | None = None
     measured_fp8: Speedup | None = None
     notes: tuple[str, ...] = ()
+
+    @property
+    def readers(self) -> int:
+        """The number of GPUs that read different rows; those that share rows (`parallel.context`) count once."""
+        return self.gpus // self.context
 
     @property
     def sequence(self) -> int:
@@ -230,6 +237,7 @@ def make_request(
         budget=budget,
         given=given,
         gpus=q.gpus,
+        context=_context(q, overrides, given),
         precision=precision,
         sequence_length=q.sequence,
         price_kwh=q.price_kwh,
@@ -247,6 +255,17 @@ def make_request(
             "--loss: bits per byte are only predicted for pretraining; give --hours, --tokens or --flops"
         )
     return request
+
+
+def _context(q: PlanQuestion, overrides: Mapping[str, Any], given: GivenModel | None) -> int:
+    """Return the number of GPUs that share every row. Raises UsageError if it does not divide that of all GPUs."""
+    parallel = {"parallel": overrides.get("parallel", {})}
+    context = (merge.build([parallel]) if given is None else given.config).parallel.context
+    if q.gpus % context:
+        raise UsageError(
+            f"parallel.context: {context} GPUs share a row, so plan for a multiple of them: --gpus {context}"
+        )
+    return context
 
 
 def _budget(q: PlanQuestion) -> PlanBudget:

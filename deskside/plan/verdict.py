@@ -127,14 +127,14 @@ def _requested_run(request: PlanRequest, given: GivenModel) -> StepEstimate:
         return estimated(base)
     step: StepEstimate | None = None
     # The best batch depends on the tokens of the run, and these on the speed, which depends a little on the batch.
-    tokens = batch_tokens(optimal_tokens(LAW, matmul_params(base.model)), request.sequence, request.gpus)
+    tokens = batch_tokens(optimal_tokens(LAW, matmul_params(base.model)), request.sequence, request.readers)
     for _ in range(2):
         stages = (replace(base.stages[0], sequence_length=request.sequence, tokens=tokens),)
-        micro = base.micro_tokens if "batch.micro_tokens" in explicit else tokens // request.gpus
+        micro = base.micro_tokens if "batch.micro_tokens" in explicit else tokens // request.readers
         step = estimated(replace(base, stages=stages, micro_tokens=micro))
         lengths = run_length(request, step)
         if lengths is not None:
-            tokens = batch_tokens(lengths[0][1], request.sequence, request.gpus)
+            tokens = batch_tokens(lengths[0][1], request.sequence, request.readers)
     assert step is not None
     return step
 

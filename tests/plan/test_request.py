@@ -14,6 +14,8 @@ from deskside.config import presets
 from deskside.config.model import ModelConfig
 from deskside.config.sections import PrecisionName
 from deskside.measurements.store import Machine
+from deskside.plan.candidates import setting_on_card
+from deskside.plan.estimate import estimate, mean_step_seconds
 from deskside.plan.request import DRIVER_SHARE, TIME_SHARES, count
 from deskside.utils.errors import UsageError
 from tests.plan.made import ask
@@ -293,6 +295,8 @@ def test_shares_of_a_budget_sum_to_one() -> None:
         ({"loss": 100.0}, "100 bits per byte"),
         ({"hours": 1.0, "price_kwh": 1e308}, "a price is a number of dollars"),
         ({"hours": 1.0, "overrides": {"schedule": {"hours": "3"}}}, "--schedule.hours"),
+        ({"hours": 1.0, "overrides": {"parallel": {"context": 2}}}, "parallel.context: 2 GPUs share a row"),
+        ({"hours": 1.0, "overrides": {"parallel": {"context": 0}}}, "parallel.context: "),
         (
             {"hours": 1.0, "overrides": {"compute": {"device": "cpu"}}},
             "--compute.device: cpu contradicts --gpu",
@@ -302,3 +306,24 @@ def test_shares_of_a_budget_sum_to_one() -> None:
 def test_what_is_beyond_any_plan_or_contradicts_it(wrong: dict[str, Any], named: str) -> None:
     with pytest.raises(UsageError, match=re.escape(named)):
         ask(gpu="rtx4090", **wrong)
+
+
+def test_gpus_that_share_rows_hold_parts_of_them() -> None:
+    """Four cards of which two share a row read two rows at a time, hold less, and exchange keys and values."""
+    rows = {"sequence_length": 32768, "tokens": 524288, "micro_tokens": 32768}
+    estimates = []
+    for context in (1, 2):
+        overrides = {
+            "batch": rows,
+            "parallel": {"context": context},
+            "model": {"max_position_embeddings": 32768},
+        }
+        asked = ask(overrides, gpu="rtx4090", gpus=4, hours=24.0, preset="124m")
+        assert asked.given is not None and asked.readers == 4 // context
+        estimates.append(estimate(setting_on_card(asked, asked.given.config), asked.calibration, 24 << 30))
+    whole, shared = estimates
+    assert shared.memory_bytes[1] < 0.8 * whole.memory_bytes[1]
+    _, spec = shared.setting.step_spec(shared.setting.stages[0])
+    assert (spec.micro_tokens, spec.accumulation) == (16384, 8)
+    exchanged = [mean_step_seconds(e.setting, asked.calibration.rates)["communication"] for e in estimates]
+    assert exchanged[1] > exchanged[0]

@@ -190,7 +190,9 @@ def _step_spec(
     processes: int,
     sharded: bool,
 ) -> StepSpec:
-    passes = 1 if micro_tokens * processes >= config.batch.tokens else 2  # more than two need no more memory
+    options = step_options(config)
+    own_tokens = micro_tokens // options["context"]
+    passes = 1 if own_tokens * processes >= config.batch.tokens else 2  # more than two need no more memory
     precision, layers = cast("Precision", recipe), config.model.num_hidden_layers
     kept = recipe_of(config, precision).kept_blocks(layers) if quantized(precision) else (0, 0)
     formats = format_options(config, precision, native, mode == "fused")
@@ -198,13 +200,13 @@ def _step_spec(
         formats["copies"] = "use"
     return StepSpec(
         sequence_length=micro_tokens,  # the number of rows in a pass does not matter for memory
-        tokens=passes * micro_tokens * processes,
-        micro_tokens=micro_tokens,
+        tokens=passes * own_tokens * processes,
+        micro_tokens=own_tokens,
         gpus=processes,
         sharded=sharded,
         compiled=mode != "off",
         kept_blocks=min(layers, sum(kept)),
-        **step_options(config),
+        **options,
         **formats,
     )
 

@@ -1,0 +1,81 @@
+"""Rows that GPUs share: modelled traffic against a pass that exchanges keys and values, and memory per GPU by plan."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from deskside.budget.memory import training_memory
+from deskside.budget.operators import step_operators
+from deskside.budget.shape import num_params
+from deskside.budget.step_spec import StepSpec
+from deskside.config.model import ModelConfig
+from deskside.config.sections import PrecisionConfig
+from deskside.kernels.attention import AttentionContext, ContextRanks
+from deskside.model.init import initialize
+from deskside.model.transformer import Transformer
+from deskside.precision.convert import convert
+
+SIZES = ModelConfig(
+    vocab_size=64, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+    intermediate_size=48, max_position_embeddings=64,
+)  # fmt: skip
+ROWS, T = 2, 64
+
+
+@dataclass(frozen=True)
+class Alone(ContextRanks):
+    """Ranks without the other processes, whose parts are copies of this one's. It counts the bytes that arrive."""
+
+    received: list[int]
+
+    def gather(self, x_BLKC: Tensor) -> Tensor:
+        self.received.append((self.size - 1) * x_BLKC.nbytes)
+        return torch.cat([x_BLKC] * self.size, dim=1)
+
+    def sum_parts(self, x_BTKC: Tensor) -> Tensor:
+        self.received.append(x_BTKC.nbytes * (self.size - 1) // self.size)
+        return self.local(x_BTKC)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("checkpointing", ["none", "attention", "block"])
+def test_traffic_is_that_of_a_pass(size: int, checkpointing: str) -> None:
+    model = Transformer(SIZES)
+    initialize(model, 0)
+    precision = convert(model, "bf16", PrecisionConfig(name="bf16"), fused=True)
+    precision.set_checkpointing(checkpointing)
+    received: list[int] = []
+    ranks = Alone(None, 0, size, received)
+    tokens = torch.randint(0, 64, (ROWS, T // size))
+    context = AttentionContext(backend="gathered", ranks=ranks)
+    positions = ranks.local(torch.arange(T)[None])
+    model.loss(tokens, tokens, context, positions_BT=positions).backward()
+    spec = StepSpec(
+        sequence_length=T,
+        tokens=ROWS * T,
+        micro_tokens=ROWS * T // size,
+        gpus=size,
+        context=size,
+        copies="step",
+        activation_checkpointing=checkpointing,  # type: ignore[arg-type]
+    )
+    (modelled,) = [op.amount for op in step_operators(SIZES, spec) if "shared rows" in op.name]
+    assert sum(received) == modelled
+
+
+def test_a_gpu_keeps_its_part_of_the_activations() -> None:
+    """Of a row that is shared by two, half of the activations and of the logits, and keys and values on top."""
+    sizes = SIZES.model_copy(update={"hidden_size": 512, "head_dim": 64})
+    whole = StepSpec(sequence_length=1 << 16, tokens=1 << 17, micro_tokens=1 << 16, gpus=2, copies="step")
+    half = replace(whole, micro_tokens=1 << 15, context=2)
+    before, after = (training_memory(sizes, spec).allocated for spec in (whole, half))
+    gathered = 3 * 2 * 2 * 2 * (1 << 15) * sizes.num_key_value_heads * sizes.head_dim
+    constant = 32 * num_params(sizes) + (128 << 20)  # weights, gradients, states, copies, libraries
+    assert before / 2 <= after <= before / 2 + gathered + constant < before
+
+
+def test_a_part_of_rows_must_add_up_to_rows() -> None:
+    with pytest.raises(ValueError, match="not a multiple of the sequence length"):
+        StepSpec(sequence_length=64, tokens=96, micro_tokens=48, gpus=2, context=2)
