@@ -1,20 +1,31 @@
-"""Weights in bfloat16 and activations in host memory on this card: the same numbers as the references, less memory."""
+"""Weights in bfloat16, gradients and activations off the card: the same numbers as the references, less memory."""
 
+import gc
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from deskside.budget.scaling import Scaling
+from deskside.config import merge
+from deskside.data.reading.loader import Batch
 from deskside.kernels.adamw import adamw_update
 from deskside.kernels.adamw_state import EXP_AVG, EXP_AVG_SQ, AdamWHyperparameters
 from deskside.kernels.muon import apply
 from deskside.kernels.stochastic_rounding import add_rounded_, round_to_bfloat16, rounding_seed
 from deskside.model.transformer import Transformer
+from deskside.optim import adamw
+from deskside.optim import offload as optim_offload
+from deskside.optim.build import build
 from deskside.precision.convert import convert
 from deskside.train import activation_offload, parallel
 from deskside.train.activation_offload import ActivationOffload
 from deskside.train.loop.gradient_sums import GradientSums
+from deskside.train.loop.step import Stepper
+from deskside.train.objective import TrainContext
+from deskside.train.parallel import World
+from deskside.train.prepare.attention_backends import AttentionBackends
 from tests.gpu import card
 from tests.precision.small import B, T, make, tokens, worst
 
@@ -145,3 +156,92 @@ def test_a_budget_is_kept() -> None:
             torch.empty(2**30, device=card.DEVICE, dtype=torch.uint8)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def separate_step(place: str, passes: int, **optim: Any) -> dict[str, Tensor]:
+    """Weights and states after three steps of a small model, and the most bytes of gradients at a time."""
+    config = merge.build([{"model": {"intermediate_size": 128}, "optim": {**optim, "gradients": place}}])
+    model = make(num_hidden_layers=6, **MOE).to(card.DEVICE)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.data = parameter.data.bfloat16()
+    device = torch.device(card.DEVICE, torch.cuda.current_device())
+    applied = convert(model, "bf16", fused=True)
+    optimizer = build(model, config.optim, Scaling(1.0, 1.0, 1.0))
+    context = TrainContext(
+        config=config,
+        world=World(device),
+        model=model,
+        attention=AttentionBackends("reference"),
+        precision=applied,
+    )
+    stepper = Stepper(context, optimizer)
+    for step in range(3):
+        stepper.set_progress(1.0, step / 20, step)
+        x, y = tokens(step).to(card.DEVICE), tokens(step + 1).to(card.DEVICE)
+        valid = x.numel()
+        batches = [
+            Batch(a.contiguous(), b.contiguous(), None, None, valid // passes, valid)
+            for a, b in zip(x.chunk(passes), y.chunk(passes), strict=True)
+        ]
+        loss, norm, skipped = stepper.run(batches, step + 1).read()
+        assert loss > 0 and norm > 0 and not skipped
+    state = {name: t.to(card.DEVICE) for name, t in optimizer.state_dict_flat()[0].items()}
+    return {name: p.detach().clone() for name, p in model.named_parameters()} | state
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize(("place", "passes"), [("host", 1), ("host", 4), ("released", 1)])
+def test_gradients_off_the_card_change_no_bit(
+    place: str, passes: int, offload: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several pieces per weight, so that buffers are used again while copies of others are on their way."""
+    monkeypatch.setattr(adamw, "SMALL", 256)
+    monkeypatch.setattr(optim_offload, "PIECE", 4096)
+    optim = {"name": "adamw", "weights": "bfloat16", "states": "8bit", "grad_clip": 0.0}
+    expected = separate_step("device", passes, **optim)
+    for _ in range(3):
+        found = separate_step(place, passes, **optim, offload=offload)
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert torch.equal(found[name], tensor), name
+
+
+def test_gradients_in_host_memory_leave_the_card() -> None:
+    shape = {"hidden_size": 1024, "num_hidden_layers": 8, "head_dim": 64, "num_attention_heads": 16}
+    peaks = {}
+    for place in ("device", "host", "released"):
+        optim = {
+            "name": "adamw",
+            "weights": "bfloat16",
+            "states": "8bit",
+            "grad_clip": 0.0,
+            "gradients": place,
+        }
+        config = merge.build([{"optim": optim}])
+        model = make(intermediate_size=4096, **shape).to(card.DEVICE)
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.data = parameter.data.bfloat16()
+        device = torch.device(card.DEVICE, torch.cuda.current_device())
+        applied = convert(model, "bf16", fused=True)
+        context = TrainContext(
+            config=config,
+            world=World(device),
+            model=model,
+            attention=AttentionBackends("reference"),
+            precision=applied,
+        )
+        stepper = Stepper(context, build(model, config.optim, Scaling(1.0, 1.0, 1.0)))
+        x = tokens().to(card.DEVICE)
+        for step in range(3):
+            stepper.set_progress(1.0, 0.0, step)
+            torch.cuda.reset_peak_memory_stats()
+            stepper.run([Batch(x, x, None, None, x.numel(), x.numel())], step + 1).read()
+        peaks[place] = torch.cuda.max_memory_allocated()
+        del stepper, context, model, applied
+        gc.collect()
+        torch.cuda.empty_cache()
+    gradients = 8 * 2 * (3 * 4096 * 1024 + 2 * 1024 * 1024)
+    assert peaks["device"] - peaks["released"] > 0.5 * gradients
+    assert peaks["device"] - peaks["host"] > 0.4 * gradients
