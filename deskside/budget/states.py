@@ -4,6 +4,7 @@
     float32                      8                     4
     bfloat16                     4                     2
     8bit                   2 + 8/256                   2 (bfloat16)
+    4bit                   1 + 8/128                   2 (bfloat16)
 
 Vectors (norms, biases) keep float32 state on the GPU; `optim/adamw.py` explains why. BUFFERS and PIECE repeat the
 constants of `optim/offload.py`; a test compares them.
@@ -17,8 +18,13 @@ from deskside.budget.step_spec import StateFormat
 
 BUFFERS, PIECE = 3, 2**22  # streaming buffers on the GPU, and weights per buffer
 # Bytes per weight.
-ADAMW_STATE_BYTES: dict[StateFormat, float] = {"float32": 8, "bfloat16": 4, "8bit": 2 + 8 / 256}
-MUON_STATE_BYTES: dict[StateFormat, float] = {"float32": 4, "bfloat16": 2, "8bit": 2}
+ADAMW_STATE_BYTES: dict[StateFormat, float] = {
+    "float32": 8,
+    "bfloat16": 4,
+    "8bit": 2 + 8 / 256,
+    "4bit": 1 + 8 / 128,
+}
+MUON_STATE_BYTES: dict[StateFormat, float] = {"float32": 4, "bfloat16": 2, "8bit": 2, "4bit": 2}
 
 
 @dataclass(frozen=True)

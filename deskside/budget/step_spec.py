@@ -8,7 +8,7 @@ from deskside.budget.format_costs import ALL_NATIVE, LowFormat, Precision
 Checkpointing = Literal["none", "attention", "mlp", "block"]
 OptimizerName = Literal["muon", "adamw"]
 CopyLifetime = Literal["pass", "step", "use"]
-StateFormat = Literal["float32", "bfloat16", "8bit"]
+StateFormat = Literal["float32", "bfloat16", "8bit", "4bit"]
 WeightFormat = Literal["float32", "bfloat16"]
 GradientPlace = Literal["device", "host", "released"]
 

@@ -18,7 +18,8 @@ LARGEST_BFLOAT16_BETA = 0.995
 States = Annotated[
     StateFormat,
     Field(
-        description="format of the optimizer state: float32, bfloat16, or 8bit (block-wise, arXiv 2110.02861)"
+        description="format of the optimizer state: float32, bfloat16, 8bit (block-wise, arXiv 2110.02861) or 4bit "
+        "(block-wise, arXiv 2309.01507)"
     ),
 ]
 Weights = Annotated[

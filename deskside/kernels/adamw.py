@@ -1,4 +1,4 @@
-"""One AdamW update of one tensor, with moments in float32, bfloat16 or 8 bits: Triton on CUDA, torch elsewhere.
+"""One AdamW update of one tensor, with moments in float32, bfloat16, 8 or 4 bits: Triton on CUDA, torch elsewhere.
 
 Library kernels do not fit: bitsandbytes' takes the step number from the host, so skipping a bad step would need a
 synchronization; torchao's AdamW8bit compiles for seconds in the first step, and its state is a tensor subclass.
@@ -7,12 +7,14 @@ synchronization; torchao's AdamW8bit compiles for seconds in the first step, and
 import torch
 from torch import Tensor
 
+from deskside.kernels import adamw_4bit
 from deskside.kernels.adamw_state import (
     EXP_AVG,
     EXP_AVG_MAX,
     EXP_AVG_SQ,
     EXP_AVG_SQ_MAX,
     AdamWHyperparameters,
+    bits_of,
     dequantize,
     quantize,
 )
@@ -36,7 +38,8 @@ def adamw_update(
 
     p, g: weights and gradient, (n,), contiguous.
     state: EXP_AVG and EXP_AVG_SQ (n,), in float32 (float64 for float64 weights) or bfloat16; or uint8 codes with
-        EXP_AVG_MAX and EXP_AVG_SQ_MAX, (ceil(n / 256),) float32, one per block of 256 values.
+        EXP_AVG_MAX and EXP_AVG_SQ_MAX in float32, one per block: 8-bit codes (n,) and (ceil(n / 256),) blocks, or
+        4-bit codes, two in a byte, (ceil(n / 2),) and (ceil(n / 128),) blocks. n is above 1 for codes.
     step: number of updates including this one, a float32 scalar on the device.
     skip: float32 scalar on the device; 1 leaves weights and moments unchanged.
     fused: run the Triton kernel.
@@ -49,11 +52,16 @@ def adamw_update(
         launch(p, g, state, step, skip, hparams, factor, seed, first)
         torch.autograd.graph.increment_version(p)  # so that cached conversions of the weight are renewed
         return
-    if state[EXP_AVG].dtype != torch.uint8:
-        m, v = (state[key].to(at_least_float32(p)) for key in (EXP_AVG, EXP_AVG_SQ))
-    else:
+    n = p.numel()
+    bits = bits_of(state[EXP_AVG], n)
+    if bits == 4:
+        m = adamw_4bit.dequantize_first(state[EXP_AVG], state[EXP_AVG_MAX], n)
+        v = adamw_4bit.dequantize_second(state[EXP_AVG_SQ], state[EXP_AVG_SQ_MAX], n)
+    elif bits == 8:
         m = dequantize(state[EXP_AVG], state[EXP_AVG_MAX], signed=True)
         v = dequantize(state[EXP_AVG_SQ], state[EXP_AVG_SQ_MAX], signed=False)
+    else:
+        m, v = (state[key].to(at_least_float32(p)) for key in (EXP_AVG, EXP_AVG_SQ))
     g = g.to(m.dtype) if factor is None else g.to(m.dtype) * factor
     m = torch.lerp(m, g, 1 - hparams.betas[0])
     v = torch.lerp(v, g * g, 1 - hparams.betas[1])
@@ -65,7 +73,10 @@ def adamw_update(
         new = round_to_bfloat16(new, seed, first)
     p.copy_(torch.where(skipped, p, new))
     new_state = {EXP_AVG: m, EXP_AVG_SQ: v}
-    if state[EXP_AVG].dtype == torch.uint8:
+    if bits == 4:
+        new_state[EXP_AVG], new_state[EXP_AVG_MAX] = adamw_4bit.quantize_first(m)
+        new_state[EXP_AVG_SQ], new_state[EXP_AVG_SQ_MAX] = adamw_4bit.quantize_second(v)
+    elif bits == 8:
         new_state[EXP_AVG], new_state[EXP_AVG_MAX] = quantize(m, signed=True)
         new_state[EXP_AVG_SQ], new_state[EXP_AVG_SQ_MAX] = quantize(v, signed=False)
     for key, value in new_state.items():

@@ -1,4 +1,5 @@
-"""State of AdamW: the names of its tensors, its hyperparameters, and the 8-bit format of its moments.
+"""State of AdamW: the names of its tensors, its hyperparameters, and the 8-bit format of its moments (`adamw_4bit.py`
+has the 4-bit format).
 
 The 8-bit format is Dettmers' block-wise dynamic map (arXiv 2110.02861, 1511.04561): 256 adjacent values share their
 largest magnitude as a float32 scale, and each code is a value in [-1, 1] (first moment) or [0, 1] (second moment). The
@@ -31,6 +32,13 @@ class AdamWHyperparameters:
     betas: tuple[float, float]
     eps: float
     weight_decay: float
+
+
+def bits_of(exp_avg: Tensor, elements: int) -> int:
+    """Return the bits per value of a moment of `elements` values: 4 or 8 for codes, else those of its dtype."""
+    if exp_avg.dtype == torch.uint8:
+        return 8 if exp_avg.numel() == elements else 4
+    return 8 * exp_avg.itemsize
 
 
 def num_blocks(elements: int) -> int:

@@ -1,18 +1,19 @@
 """The AdamW update of `kernels/adamw.py` as one Triton kernel: every weight, gradient and moment is read once.
 
-Bytes per weight: 12 for weight (read, written) and gradient in float32, or 6 in bfloat16; and 4 (8 bits), 8 (bfloat16)
-or 16 (float32) for the two moments. Codes are decoded with a table of 256 values that stays in the L1 cache. They are
-encoded by arithmetic: comparisons with the six borders between decades give the decade, and a product gives the cell
-within it. A value within a rounding error of the border between two cells may get either code.
+Bytes per weight: 12 for weight (read, written) and gradient in float32, or 6 in bfloat16; and 2 (4 bits), 4 (8 bits),
+8 (bfloat16) or 16 (float32) for the two moments. 8-bit codes are decoded with a table of 256 values that stays in the
+L1 cache. They are encoded by arithmetic: comparisons with the six borders between decades give the decade, and a
+product gives the cell within it. A value within a rounding error of the border between two cells may get either code.
+4-bit codes of a first moment are decoded with a table of 16 values, and encoded by comparisons with the eight borders.
 """
 
 import math
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from deskside.kernels import adamw_4bit
 from deskside.kernels.adamw_state import (
     BLOCK,
     EXP_AVG,
@@ -21,6 +22,7 @@ from deskside.kernels.adamw_state import (
     EXP_AVG_SQ_MAX,
     SMALLEST_MAX,
     AdamWHyperparameters,
+    bits_of,
     dynamic_map,
 )
 from deskside.kernels.random_triton import rounded_to
@@ -62,6 +64,33 @@ def _code(x, SIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _first_code(x):  # type: ignore[no-untyped-def]
+    """Return the 4-bit codes of first moments x in [-1, 1]. Borders: midpoints of `adamw_4bit.MAGNITUDES`."""
+    magnitude = tl.abs(x)
+    rank = (magnitude > 0.00275).to(tl.int32) + (magnitude > 0.019).to(tl.int32)
+    rank += (magnitude > 0.055).to(tl.int32) + (magnitude > 0.145).to(tl.int32)
+    rank += (magnitude > 0.325).to(tl.int32) + (magnitude > 0.55).to(tl.int32)
+    rank += (magnitude > 0.775).to(tl.int32) + (magnitude > 0.94375).to(tl.int32)
+    return tl.where(x < 0, -tl.minimum(rank, 7), rank) + 7
+
+
+@triton.jit
+def _halves(codes_ptr, row, n, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Load the codes of whole blocks, two in a byte: (rows, WIDTH) int32."""
+    byte = row[:, None] * (WIDTH // 2) + tl.arange(0, WIDTH // 2)[None, :]
+    packed = tl.load(codes_ptr + byte, 2 * byte < n, 0).to(tl.int32)
+    return tl.interleave(packed & 15, packed >> 4)
+
+
+@triton.jit
+def _store_halves(codes_ptr, codes, row, n, ROWS: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Store codes (ROWS, WIDTH), two in a byte."""
+    byte = row[:, None] * (WIDTH // 2) + tl.arange(0, WIDTH // 2)[None, :]
+    low, high = tl.split(tl.reshape(codes, (ROWS, WIDTH // 2, 2)))
+    tl.store(codes_ptr + byte, (low | (high << 4)).to(tl.uint8), 2 * byte < n)
+
+
+@triton.jit
 def _maximum(a, b):  # type: ignore[no-untyped-def]
     return tl.maximum(a, b)
 
@@ -70,9 +99,12 @@ def _maximum(a, b):  # type: ignore[no-untyped-def]
 def _adamw(  # type: ignore[no-untyped-def]
     p_ptr, g_ptr, m_ptr, v_ptr, m_max_ptr, v_max_ptr, m_map_ptr, v_map_ptr, step_ptr, skip_ptr, factor_ptr,
     lr, decay, one_minus_beta1, one_minus_beta2, log2_beta1, log2_beta2, eps, n, seed, first,
-    EIGHT_BIT: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    BITS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Update ROWS blocks of WIDTH weights per program. decay: lr x weight_decay. factor_ptr: as in `adamw_update`."""
+    """Update ROWS blocks of WIDTH weights per program.
+
+    decay: lr x weight_decay. factor_ptr: as in `adamw_update`. BITS: of a moment.
+    """
     if tl.load(skip_ptr) > 0:
         return
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -83,9 +115,14 @@ def _adamw(  # type: ignore[no-untyped-def]
     g = tl.load(g_ptr + offsets, mask, 0.0).to(tl.float32)
     if factor_ptr is not None:
         g *= tl.load(factor_ptr)
-    if EIGHT_BIT:
-        m = tl.load(m_map_ptr + tl.load(m_ptr + offsets, mask, 127).to(tl.int32))
-        v = tl.load(v_map_ptr + tl.load(v_ptr + offsets, mask, 0).to(tl.int32))
+    if BITS <= 8:
+        if BITS == 4:
+            # Codes beyond the end do not stand for 0, and would change the scale of the last block.
+            m = tl.where(mask, tl.load(m_map_ptr + _halves(m_ptr, row, n, WIDTH)), 0.0)
+            v = tl.where(mask, (_halves(v_ptr, row, n, WIDTH) + 1).to(tl.float32) * 0.0625, 0.0)
+        else:
+            m = tl.load(m_map_ptr + tl.load(m_ptr + offsets, mask, 127).to(tl.int32))
+            v = tl.load(v_map_ptr + tl.load(v_ptr + offsets, mask, 0).to(tl.int32))
         m *= tl.load(m_max_ptr + row, row_mask, 0.0)[:, None]
         v *= tl.load(v_max_ptr + row, row_mask, 0.0)[:, None]
     else:
@@ -98,14 +135,19 @@ def _adamw(  # type: ignore[no-untyped-def]
     bias_correction2 = (1 - tl.exp2(step * log2_beta2)).to(tl.float32)
     p -= p * decay + lr * (m / bias_correction1) / (tl.sqrt(v / bias_correction2) + eps)
     tl.store(p_ptr + offsets, rounded_to(p, first + offsets, seed, p_ptr.dtype.element_ty), mask)
-    if EIGHT_BIT:
+    if BITS <= 8:
         m_max, v_max = tl.reduce(tl.abs(m), 1, _maximum), tl.reduce(v, 1, _maximum)
         tl.store(m_max_ptr + row, m_max, row_mask)
         tl.store(v_max_ptr + row, v_max, row_mask)
         m *= tl.where(m_max >= SMALLEST, 1 / m_max, 0.0)[:, None]
         v *= tl.where(v_max >= SMALLEST, 1 / v_max, 0.0)[:, None]
-        tl.store(m_ptr + offsets, _code(m, True).to(tl.uint8), mask)
-        tl.store(v_ptr + offsets, _code(v, False).to(tl.uint8), mask)
+        if BITS == 4:
+            _store_halves(m_ptr, _first_code(m), row, n, ROWS, WIDTH)
+            v_code = tl.floor(v * 16 + 0.5).to(tl.int32)
+            _store_halves(v_ptr, tl.minimum(tl.maximum(v_code, 1), 16) - 1, row, n, ROWS, WIDTH)
+        else:
+            tl.store(m_ptr + offsets, _code(m, True).to(tl.uint8), mask)
+            tl.store(v_ptr + offsets, _code(v, False).to(tl.uint8), mask)
     else:
         tl.store(m_ptr + offsets, m.to(m_ptr.dtype.element_ty), mask)
         tl.store(v_ptr + offsets, v.to(v_ptr.dtype.element_ty), mask)
@@ -123,15 +165,19 @@ def launch(
     first: int = 0,
 ) -> None:
     """See `kernels.adamw.adamw_update`."""
-    eight_bit = state[EXP_AVG].dtype == torch.uint8
-    scales = (state[EXP_AVG_MAX], state[EXP_AVG_SQ_MAX]) if eight_bit else (step, step)
-    maps = (dynamic_map(signed, p.device) for signed in (True, False))
     n = p.numel()
-    _adamw[(triton.cdiv(n, BLOCKS_PER_PROGRAM * BLOCK),)](
+    bits = bits_of(state[EXP_AVG], n)
+    scales = (state[EXP_AVG_MAX], state[EXP_AVG_SQ_MAX]) if bits <= 8 else (step, step)
+    maps = tuple(dynamic_map(signed, p.device) for signed in (True, False))
+    if bits == 4:
+        maps = (adamw_4bit.first_map(p.device), maps[1])
+    width = adamw_4bit.BLOCK if bits == 4 else BLOCK
+    rows = BLOCKS_PER_PROGRAM * BLOCK // width
+    _adamw[(triton.cdiv(n, rows * width),)](
         p, g, state[EXP_AVG], state[EXP_AVG_SQ], *scales, *maps, step, skip, factor,
         hparams.lr, hparams.lr * hparams.weight_decay, *(1 - beta for beta in hparams.betas),
         *(_log2(beta) for beta in hparams.betas), hparams.eps, n, seed, first,
-        EIGHT_BIT=eight_bit, ROWS=BLOCKS_PER_PROGRAM, WIDTH=BLOCK,
+        BITS=bits, ROWS=rows, WIDTH=width,
     )  # fmt: skip
 
 

@@ -2,8 +2,8 @@
 
 A step can be skipped by a number on the device, without waiting for the host. There are two implementations:
 
-- `kernels/adamw.py` updates one weight per launch, with state in float32, bfloat16 or 8 bits, on the device or in host
-  memory. It clips the gradient while reading it, which saves a pass over all gradients.
+- `kernels/adamw.py` updates one weight per launch, with state in float32, bfloat16, 8 or 4 bits, on the device or in
+  host memory. It clips the gradient while reading it, which saves a pass over all gradients.
 - torch's fused kernel (`torch.optim.adamw.adamw` with `found_inf`) updates many weights at once, with float32 state on
   the device. It is always used for weights of less than 4,096 elements (norms, biases): other state would save little
   memory there, and 8 bits would hurt most. If the state of larger weights is also float32 on the device, it is used for
@@ -11,9 +11,9 @@ A step can be skipped by a number on the device, without waiting for the host. T
   than clipping takes the GPU), and on a CPU for all weights. It is never used for weights in bfloat16, which it would
   round to nearest.
 
-AdamW works elementwise, so each rank updates its local shard of a sharded parameter (FSDP2's DTensor). 8-bit state has
-blocks of 256 elements, which would differ for another number of GPUs, so it needs unsharded weights, as does offloaded
-state.
+AdamW works elementwise, so each rank updates its local shard of a sharded parameter (FSDP2's DTensor). 8-bit and
+4-bit state has blocks of 256 or 128 elements, which would differ for another number of GPUs, so it needs unsharded
+weights, as does offloaded state.
 """
 
 from collections.abc import Container, Iterator, Sequence
@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from deskside.budget.step_spec import StateFormat
+from deskside.kernels import adamw_4bit
 from deskside.kernels.adamw import adamw_update
 from deskside.kernels.adamw_state import (
     BLOCK,
@@ -133,10 +134,21 @@ class AdamW:
     def _zero_moments(self, parameter: Tensor) -> dict[str, Tensor]:
         if self._uses_torch(parameter):
             return {key: torch.zeros_like(parameter, requires_grad=False) for key in (EXP_AVG, EXP_AVG_SQ)}
+        n = parameter.numel()
+        if self.states == "4bit":
+            codes, blocks = (adamw_4bit.num_bytes(n),), (adamw_4bit.num_blocks(n),)
+            return {
+                EXP_AVG: self._zeros(parameter, codes, torch.uint8).fill_(adamw_4bit.zero_byte(signed=True)),
+                EXP_AVG_SQ: self._zeros(parameter, codes, torch.uint8).fill_(
+                    adamw_4bit.zero_byte(signed=False)
+                ),
+                EXP_AVG_MAX: self._zeros(parameter, blocks, torch.float32),
+                EXP_AVG_SQ_MAX: self._zeros(parameter, blocks, torch.float32),
+            }
         if self.states != "8bit":
             dtype = torch.bfloat16 if self.states == "bfloat16" else at_least_float32(parameter)
             return {key: self._zeros(parameter, parameter.shape, dtype) for key in (EXP_AVG, EXP_AVG_SQ)}
-        scales = (num_blocks(parameter.numel()),)
+        scales = (num_blocks(n),)
         return {
             EXP_AVG: self._zeros(parameter, parameter.shape, torch.uint8).fill_(zero_code(signed=True)),
             EXP_AVG_SQ: self._zeros(parameter, parameter.shape, torch.uint8).fill_(zero_code(signed=False)),
@@ -200,8 +212,11 @@ class AdamW:
             )
 
         for part in pieces(p.numel()) if self.streamer is not None else [slice(0, p.numel())]:
-            scales = slice(part.start // BLOCK, num_blocks(part.stop))
+            codes, scales = part, slice(part.start // BLOCK, num_blocks(part.stop))
+            if self.states == "4bit":
+                codes = slice(part.start // 2, adamw_4bit.num_bytes(part.stop))
+                scales = slice(part.start // adamw_4bit.BLOCK, adamw_4bit.num_blocks(part.stop))
             host_state = [
-                t[scales if key in (EXP_AVG_MAX, EXP_AVG_SQ_MAX) else part] for key, t in state.items()
+                t[scales if key in (EXP_AVG_MAX, EXP_AVG_SQ_MAX) else codes] for key, t in state.items()
             ]
             yield OffloadJob(host_state, partial(update, part))

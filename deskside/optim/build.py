@@ -214,8 +214,8 @@ def build(
             raise UsageError(
                 f"parameter '{info.name}' is on device '{device}'; move the model to a CPU or GPU first"
             )
-        if is_sharded(info.parameter) and (config.offload or config.states == "8bit"):
-            option = "optim.offload" if config.offload else "optim.states: 8bit"
+        if is_sharded(info.parameter) and (config.offload or config.states in ("8bit", "4bit")):
+            option = "optim.offload" if config.offload else f"optim.states: {config.states}"
             raise UsageError(
                 f"{option} needs whole weights, and parallel.mode shard splits them; use parallel.mode replicate"
                 + ("" if config.offload else ", or optim.states bfloat16")

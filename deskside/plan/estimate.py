@@ -96,7 +96,7 @@ class Setting(StepOptions):
     @property
     def shardable(self) -> bool:
         """True if training supports sharding of this setting over several GPUs."""
-        memory_saving = self.states == "8bit" or self.offload_optimizer or self.adapter is not None
+        memory_saving = self.states in ("8bit", "4bit") or self.offload_optimizer or self.adapter is not None
         in_float32 = self.weights == "float32" and self.gradients == "device"
         return not quantized(self.precision) and not memory_saving and in_float32 and self.context == 1
 

@@ -53,7 +53,8 @@ MIN_SEQUENCE_LENGTH = 512  # no remedy makes rows shorter than this
 MAX_HALVINGS = 3  # of the sequence length
 # Costs of changes, which only define the order of combinations. A shorter context costs more than any other change.
 OFFLOAD_COST = HOST_GRADIENTS_COST = 1
-OTHER_OPTIMIZER_COST, SMALL_STATES_COST, SMALL_WEIGHTS_COST, RELEASED_GRADIENTS_COST = 1, 2, 4, 5
+OTHER_OPTIMIZER_COST, SMALL_STATES_COST, SMALL_WEIGHTS_COST = 1, 2, 4
+RELEASED_GRADIENTS_COST = TINY_STATES_COST = 5
 OTHER_FORMAT_COST, HALVED_ROWS_COST = 16, 32
 RemedyKind = Literal["change", "hardware", "other model", "elsewhere"]
 GPU_COUNTS = (2, 4, 8)  # numbers of cards that a remedy proposes
@@ -63,7 +64,12 @@ CHECKPOINTING_LEVELS: tuple[tuple[Checkpointing, str], ...] = (
     ("mlp", "the MLP"),
     ("block", "whole blocks"),
 )
-STATE_FORMATS: dict[StateFormat, str] = {"float32": "32 bits", "bfloat16": "16 bits", "8bit": "8 bits"}
+STATE_FORMATS: dict[StateFormat, str] = {
+    "float32": "32 bits",
+    "bfloat16": "16 bits",
+    "8bit": "8 bits",
+    "4bit": "4 bits",
+}
 FASTER_SHARE = 0.05  # by which a combination must be faster to be offered
 MAX_NAMED_CARDS = 3  # examples of a larger card
 
@@ -346,7 +352,7 @@ def _task(setting: Setting) -> tuple[Precision, int]:
 def _change_of_loss(start: Setting, setting: Setting) -> int:
     """Return the cost of the changes that have an effect on the loss of each step."""
     cost = OTHER_OPTIMIZER_COST * (setting.optimizer != start.optimizer)
-    cost += SMALL_STATES_COST * (setting.states != start.states)
+    cost += _states_cost(start, setting.states)
     cost += SMALL_WEIGHTS_COST * (setting.weights != start.weights)
     return cost + RELEASED_GRADIENTS_COST * (
         "released" in (setting.gradients, start.gradients) and setting.gradients != start.gradients
@@ -408,7 +414,9 @@ def _optimizers(setting: Setting, names: tuple[OptimizerName, ...] = ()) -> Iter
     for name in dict.fromkeys(names or (setting.optimizer, "muon")):
         base = setting if name == setting.optimizer else replace(setting, optimizer="muon")
         optimizer_cost = OTHER_OPTIMIZER_COST if name != setting.optimizer else 0
-        small: StateFormat = "bfloat16" if base.sharded else "8bit"
+        small: tuple[StateFormat, ...] = ("bfloat16",) if base.sharded else ("8bit", "4bit")
+        if name == "muon" and not base.sharded:
+            small = ("8bit",)  # Muon's momentum takes 16 bits in both formats
         full_training = base.adapter is None and not base.sharded and base.precision != "fp32"
         all_weights: tuple[WeightFormat, ...] = ("bfloat16",) if full_training else ()
         places: tuple[GradientPlace, ...] = (base.gradients,)
@@ -416,11 +424,11 @@ def _optimizers(setting: Setting, names: tuple[OptimizerName, ...] = ()) -> Iter
             places = ("device", "host", "released") if _may_release(base) else ("device", "host")
         for weights, states, offload, gradients in itertools.product(
             dict.fromkeys((base.weights, *all_weights)),
-            dict.fromkeys((base.states, small)),
+            dict.fromkeys((base.states, *small)),
             dict.fromkeys((base.offload_optimizer, not base.sharded or base.offload_optimizer)),
             places,
         ):
-            cost = optimizer_cost + SMALL_STATES_COST * (states != base.states)
+            cost = optimizer_cost + _states_cost(base, states)
             cost += OFFLOAD_COST * (offload != base.offload_optimizer)
             cost += SMALL_WEIGHTS_COST * (weights != base.weights)
             cost += {"host": HOST_GRADIENTS_COST, "released": RELEASED_GRADIENTS_COST}.get(gradients, 0) * (
@@ -430,6 +438,12 @@ def _optimizers(setting: Setting, names: tuple[OptimizerName, ...] = ()) -> Iter
                 cost,
                 replace(base, weights=weights, states=states, offload_optimizer=offload, gradients=gradients),
             )
+
+
+def _states_cost(before: Setting, states: StateFormat) -> int:
+    if states == before.states:
+        return 0
+    return TINY_STATES_COST if states == "4bit" else SMALL_STATES_COST
 
 
 def _may_release(setting: Setting) -> bool:

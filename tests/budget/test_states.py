@@ -21,7 +21,7 @@ SHAPE = ModelConfig(
     vocab_size=512, hidden_size=128, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
     intermediate_size=256, max_position_embeddings=128,
 )  # fmt: skip
-STATES = ["float32", "bfloat16", "8bit"]
+STATES = ["float32", "bfloat16", "8bit", "4bit"]
 OPTIMIZERS = ["adamw", "muon"]
 
 
@@ -53,7 +53,7 @@ def test_bytes_are_those_of_a_real_optimizer(optimizer: str, states: str) -> Non
 def test_the_buffers_are_those_of_the_optimizer() -> None:
     assert (BUFFERS, PIECE) == (offload.BUFFERS, offload.PIECE)
     large = ModelConfig()
-    for states, per_weight in (("float32", 8), ("bfloat16", 4), ("8bit", 2 + 8 / 256)):
+    for states, per_weight in (("float32", 8), ("bfloat16", 4), ("8bit", 2 + 8 / 256), ("4bit", 1 + 8 / 128)):
         found = state_bytes(Sizes(large, spec("adamw", states)))
         assert found.buffers == 3 * 2**22 * per_weight
         assert (
@@ -77,9 +77,10 @@ def test_the_peak_and_the_time_follow(optimizer: str) -> None:
         assert step_seconds(shape, small, rates)["optimizer"] < step_seconds(shape, plain, rates)["optimizer"]
         assert step_seconds(shape, small, rates)["offload"] == 0
         streamed = spec(optimizer, states, offload_optimizer=True)
-        each = {"adamw": {"bfloat16": 4, "8bit": 2.03125}, "muon": {"bfloat16": 2, "8bit": 2}}[optimizer][
-            states
-        ]
-        table = {"bfloat16": 4, "8bit": 2.03125}[states]
+        each = {
+            "adamw": {"bfloat16": 4, "8bit": 2.03125, "4bit": 1.0625},
+            "muon": {"bfloat16": 2, "8bit": 2, "4bit": 2},
+        }[optimizer][states]
+        table = {"bfloat16": 4, "8bit": 2.03125, "4bit": 1.0625}[states]
         expected = (each * matrices + table * tables) / 20e9
         assert step_seconds(shape, streamed, rates)["offload"] == pytest.approx(expected)

@@ -10,8 +10,15 @@ from torch import Tensor
 from deskside.budget.scaling import Scaling
 from deskside.config import merge
 from deskside.data.reading.loader import Batch
+from deskside.kernels import adamw_4bit
 from deskside.kernels.adamw import adamw_update
-from deskside.kernels.adamw_state import EXP_AVG, EXP_AVG_SQ, AdamWHyperparameters
+from deskside.kernels.adamw_state import (
+    EXP_AVG,
+    EXP_AVG_MAX,
+    EXP_AVG_SQ,
+    EXP_AVG_SQ_MAX,
+    AdamWHyperparameters,
+)
 from deskside.kernels.muon import apply
 from deskside.kernels.stochastic_rounding import add_rounded_, round_to_bfloat16, rounding_seed
 from deskside.model.transformer import Transformer
@@ -245,3 +252,27 @@ def test_gradients_in_host_memory_leave_the_card() -> None:
     gradients = 8 * 2 * (3 * 4096 * 1024 + 2 * 1024 * 1024)
     assert peaks["device"] - peaks["released"] > 0.5 * gradients
     assert peaks["device"] - peaks["host"] > 0.4 * gradients
+
+
+@pytest.mark.parametrize("n", [2**20, 2**20 + 77])
+def test_4_bit_states_are_those_of_the_reference(n: int) -> None:
+    """But for values within a rounding error of the border between two codes."""
+    results = []
+    for fused in (True, False):
+        torch.manual_seed(0)
+        p = torch.randn(n, device=card.DEVICE)
+        codes, blocks = adamw_4bit.num_bytes(n), adamw_4bit.num_blocks(n)
+        state = {
+            EXP_AVG: torch.full((codes,), adamw_4bit.zero_byte(True), dtype=torch.uint8, device=card.DEVICE),
+            EXP_AVG_SQ: torch.zeros(codes, dtype=torch.uint8, device=card.DEVICE),
+            EXP_AVG_MAX: torch.zeros(blocks, device=card.DEVICE),
+            EXP_AVG_SQ_MAX: torch.zeros(blocks, device=card.DEVICE),
+        }
+        for step in range(1, 4):
+            given = torch.tensor(float(step), device=card.DEVICE), torch.zeros((), device=card.DEVICE)
+            hparams = AdamWHyperparameters(1e-3, (0.9, 0.95), 1e-8, 0.1)
+            adamw_update(p, torch.randn(n, device=card.DEVICE), state, *given, hparams, fused)
+        results.append((p, state))
+    assert float((results[0][0] - results[1][0]).abs().mean()) < 1e-7
+    for key in (EXP_AVG, EXP_AVG_SQ):
+        assert share_that_differs(results[0][1][key], results[1][1][key]) < 1e-3

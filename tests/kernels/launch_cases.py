@@ -243,6 +243,10 @@ def _optimizers() -> Iterator[CompileCase]:
             adamw_triton.launch,
             *(p, p, state, skip, skip, rule, skip),
         )
+    state = {key: _new(2**19, dtype=torch.uint8) for key in (EXP_AVG, EXP_AVG_SQ)}
+    state |= {key: _float(2**13) for key in (EXP_AVG_MAX, EXP_AVG_SQ_MAX)}
+    arguments = (p, p, state, skip, skip, rule, skip)
+    yield recorded("AdamW, 4-bit states", CAPABILITIES, adamw_triton.launch, *arguments)
     weights, update = _float(12, 768, 2048), _new(12, 768, 2048)
     for momentum in (weights, update):
         name = f"Muon looks ahead, {str(momentum.dtype).removeprefix('torch.')} momentum"

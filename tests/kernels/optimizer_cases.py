@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from deskside.kernels import adamw_4bit
 from deskside.kernels.adamw_state import (
     EXP_AVG,
     EXP_AVG_MAX,
@@ -14,12 +15,21 @@ from deskside.kernels.adamw_state import (
 )
 
 RULE = AdamWHyperparameters(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
-FORMATS = [torch.uint8, torch.bfloat16, torch.float32]
+FOUR_BITS = "4bit"
+FORMATS: list[torch.dtype | str] = [FOUR_BITS, torch.uint8, torch.bfloat16, torch.float32]
 EXPERTS, ROWS, COLUMNS = 2, 70, 130  # no multiples of a tile
 
 
-def zeros(n: int, dtype: torch.dtype) -> dict[str, Tensor]:
+def zeros(n: int, dtype: torch.dtype | str) -> dict[str, Tensor]:
     """AdamW's states at the start."""
+    if isinstance(dtype, str):
+        codes, blocks = adamw_4bit.num_bytes(n), adamw_4bit.num_blocks(n)
+        return {
+            EXP_AVG: torch.full((codes,), adamw_4bit.zero_byte(True), dtype=torch.uint8),
+            EXP_AVG_SQ: torch.full((codes,), adamw_4bit.zero_byte(False), dtype=torch.uint8),
+            EXP_AVG_MAX: torch.zeros(blocks),
+            EXP_AVG_SQ_MAX: torch.zeros(blocks),
+        }
     if dtype != torch.uint8:
         return {key: torch.zeros(n, dtype=dtype) for key in (EXP_AVG, EXP_AVG_SQ)}
     return {

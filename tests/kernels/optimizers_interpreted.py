@@ -9,7 +9,7 @@ from deskside.kernels import adamw_triton, muon, muon_triton, random_triton
 from deskside.kernels.adamw import adamw_update
 from deskside.kernels.adamw_state import BLOCK
 from deskside.kernels.stochastic_rounding import add_rounded_, rounding_seed
-from tests.kernels.optimizer_cases import FORMATS, RULE, gradient, random, stack, zeros
+from tests.kernels.optimizer_cases import FORMATS, FOUR_BITS, RULE, gradient, random, stack, zeros
 
 
 def largest(a: Tensor, b: Tensor) -> float:
@@ -77,7 +77,10 @@ def adamws() -> dict[str, dict[str, float]]:
         row = {"weights": largest(ours, p)}
         for key, tensor in state.items():
             if tensor.dtype == torch.uint8:
-                away = (tensor.int() - own[key].int()).abs()
+                codes, own_codes = tensor.int(), own[key].int()
+                if dtype == FOUR_BITS:
+                    codes, own_codes = (torch.stack((t & 15, t >> 4)) for t in (codes, own_codes))
+                away = (codes - own_codes).abs()
                 row |= {f"{key}: codes": float(away.max()), f"{key}: share": float(away.float().mean())}
             else:
                 row[f"{key}: error"] = float(

@@ -4,6 +4,7 @@ the Triton kernel, in the interpreter, against the reference."""
 import pytest
 import torch
 
+from deskside.kernels import adamw_4bit
 from deskside.kernels.adamw import adamw_update
 from deskside.kernels.adamw_state import (
     BLOCK,
@@ -16,7 +17,7 @@ from deskside.kernels.adamw_state import (
     quantize,
 )
 from tests.kernels.interpreter import interpreted
-from tests.kernels.optimizer_cases import FORMATS, RULE, gradient, zeros
+from tests.kernels.optimizer_cases import FORMATS, FOUR_BITS, RULE, gradient, zeros
 
 
 @pytest.mark.parametrize("signed", [True, False])
@@ -66,8 +67,34 @@ def test_blocks_of_zeros_and_of_denormals_stay_finite() -> None:
         assert bool((dequantize(codes, largest, signed=True).abs() <= value).all())
 
 
+def test_the_4_bit_map_is_bitsandbytes() -> None:
+    functional = pytest.importorskip("bitsandbytes.functional")
+    theirs = functional.create_dynamic_map(True, total_bits=4)
+    theirs = theirs[theirs.nonzero().flatten()]  # filled up with zeros to 256 values
+    expected = torch.cat((theirs, torch.zeros(1))).sort().values
+    torch.testing.assert_close(adamw_4bit.first_map(), expected, atol=0, rtol=2e-7)
+
+
+@pytest.mark.parametrize("n", [128, 129, 40 * 128 + 77])
+def test_4_bit_codes_are_the_nearest(n: int) -> None:
+    """Against brute force in float64; a second moment has sixteenths of its block's largest value, without zero."""
+    x = gradient(n, 1)
+    for values, packed, largest, decoded in (
+        (adamw_4bit.first_map(), *adamw_4bit.quantize_first(x), adamw_4bit.dequantize_first),
+        ((torch.arange(16) + 1) / 16, *adamw_4bit.quantize_second(x.square()), adamw_4bit.dequantize_second),
+    ):
+        of = x if decoded is adamw_4bit.dequantize_first else x.square()
+        assert packed.shape == (-(-n // 2),) and largest.shape == (-(-n // 128),)
+        scales = largest.double().repeat_interleave(128)[:n]
+        best = (of.double()[:, None] - scales[:, None] * values.double()).abs().amin(dim=1)
+        error = (of.double() - decoded(packed, largest, n).double()).abs()
+        assert float(((error - best) / scales).max()) < 1e-6
+        blocks = of.abs().split(128)
+        assert largest.tolist() == [float(block.max()) for block in blocks]
+
+
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
-def test_the_update_is_near_torch_adamw(dtype: torch.dtype) -> None:
+def test_the_update_is_near_torch_adamw(dtype: torch.dtype | str) -> None:
     n = 20 * BLOCK + 5
     start = gradient(n, 0, spread=0)
     ours, oracle = start.clone(), torch.nn.Parameter(start.clone())
@@ -75,16 +102,18 @@ def test_the_update_is_near_torch_adamw(dtype: torch.dtype) -> None:
         [oracle], lr=RULE.lr, betas=RULE.betas, eps=RULE.eps, weight_decay=RULE.weight_decay
     )
     state = zeros(n, dtype)
+    # 4 bits cover one decade within a block of the second moment's roots.
+    spread = 1.0 if dtype == FOUR_BITS else 3.0
     for step in range(1, 11):
-        g = gradient(n, step)
+        g = gradient(n, step, spread)
         oracle.grad = g.clone()
         adamw.step()
         adamw_update(ours, g, state, torch.tensor(float(step)), torch.tensor(0.0), RULE, fused=False)
     moved = oracle.detach() - start
     error = float((ours - oracle.detach()).norm() / moved.norm())
     # 0.2 % is bfloat16's rounding of each moment; 8 bits round values of the lower decades by more.
-    assert error < {torch.float32: 1e-6, torch.bfloat16: 0.01, torch.uint8: 0.15}[dtype]
-    assert error > {torch.float32: -1, torch.bfloat16: 1e-4, torch.uint8: 1e-3}[dtype]
+    assert error < {torch.float32: 1e-6, torch.bfloat16: 0.01, torch.uint8: 0.15, FOUR_BITS: 0.6}[dtype]
+    assert error > {torch.float32: -1, torch.bfloat16: 1e-4, torch.uint8: 1e-3, FOUR_BITS: 1e-2}[dtype]
 
 
 def test_the_update_is_bitsandbytes_8_bit_adam() -> None:
@@ -110,7 +139,7 @@ def test_the_update_is_bitsandbytes_8_bit_adam() -> None:
 
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
-def test_a_skipped_update_changes_no_bit(dtype: torch.dtype) -> None:
+def test_a_skipped_update_changes_no_bit(dtype: torch.dtype | str) -> None:
     n = BLOCK + 9
     p, state = gradient(n, 0), zeros(n, dtype)
     adamw_update(p, gradient(n, 1), state, torch.tensor(1.0), torch.tensor(0.0), RULE, fused=False)
@@ -130,7 +159,7 @@ def interpreted_kernel() -> dict[str, dict[str, float]]:
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 def test_the_kernel_equals_the_reference(
-    dtype: torch.dtype, interpreted_kernel: dict[str, dict[str, float]]
+    dtype: torch.dtype | str, interpreted_kernel: dict[str, dict[str, float]]
 ) -> None:
     """And leaves every bit where a step is skipped."""
     found = interpreted_kernel[str(dtype)]
@@ -138,7 +167,7 @@ def test_the_kernel_equals_the_reference(
     # The interpreter cuts bfloat16 off where hardware rounds: a bit of 8.
     half = dtype == torch.bfloat16
     assert found.pop("weights") < (1e-3 if half else 1e-6)
-    assert len(found) == (6 if dtype == torch.uint8 else 2)
+    assert len(found) == (6 if dtype in (torch.uint8, FOUR_BITS) else 2)
     for key, value in found.items():
         if key.endswith("codes"):  # a value on the border of two cells may take either
             assert value <= 1, key

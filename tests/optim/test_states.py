@@ -26,7 +26,7 @@ def config(name: str, states: str, offload: bool = False, **more: Any) -> Config
 CONFIGS = [
     config(name, states, offload)
     for name in ("adamw", "muon")
-    for states in ("float32", "bfloat16", "8bit")
+    for states in ("float32", "bfloat16", "8bit", "4bit")
     for offload in (False, True)
     if states != "float32" or offload
 ]
@@ -88,7 +88,7 @@ def test_a_skipped_step_changes_nothing(given: Config) -> None:
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-@pytest.mark.parametrize("states", ["bfloat16", "8bit"])
+@pytest.mark.parametrize("states", ["bfloat16", "8bit", "4bit"])
 def test_offloading_changes_no_bit(name: str, states: str) -> None:
     results = []
     for place in (False, True):
@@ -110,16 +110,19 @@ def test_offloaded_float32_is_torchs_kernel(name: str) -> None:
         torch.testing.assert_close(results[1][key], value, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("states", ["float32", "bfloat16", "8bit"])
+@pytest.mark.parametrize("states", ["float32", "bfloat16", "8bit", "4bit"])
 def test_bytes_of_the_state(states: str) -> None:
     model = make()
     optimizer = build(model, config("adamw", states), NO_SCALING)
     optimizer.create_state()
-    per = {"float32": 8, "bfloat16": 4, "8bit": 2}[states]
+    per = {"float32": 8, "bfloat16": 4, "8bit": 2, "4bit": 1}[states]
+    block = {"8bit": 256, "4bit": 128}
     expected = 0
     for parameter in model.parameters():
         n = parameter.numel()
-        expected += 4 + (8 * n if n < 64 else per * n + (8 * -(-n // 256) if states == "8bit" else 0))
+        expected += 4 + (
+            8 * n if n < 64 else per * n + (8 * -(-n // block[states]) if states in block else 0)
+        )
     assert state_bytes(optimizer) == expected
 
 
