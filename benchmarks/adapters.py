@@ -2,6 +2,7 @@
 
     python -m benchmarks.adapters --out adapters.json                 # 1.5B: full, bf16, int8, nf4
     python -m benchmarks.adapters --shape qwen3-0.6b --rows 8
+    python -m benchmarks.adapters --shape indicmoe-3b                 # adapters on attention and on every expert
 
 Every arm runs in its own process with the same tokens, AdamW with float32 states, compiled blocks and one pass per
 step. The peak is what torch allocated; `modelled` is the prediction of `budget/memory.py` for the same step.
@@ -42,6 +43,11 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {
         "vocab_size": 151936, "hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16,
         "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 3072, "tie_word_embeddings": True,
+    },
+    "indicmoe-3b": {
+        "vocab_size": 50304, "hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 16,
+        "num_key_value_heads": 4, "head_dim": 128, "num_experts": 8, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 2176,
     },
 }  # fmt: skip
 DEVICE = "cuda"

@@ -17,9 +17,10 @@ from deskside.kernels.stored_weights import dequantize_int8
 from deskside.model.init import initialize
 from deskside.model.transformer import Transformer
 from deskside.ops.linear import Linear
+from deskside.ops.moe import Experts
 from deskside.optim.build import build
 from deskside.precision.convert import convert
-from deskside.precision.frozen import FrozenLinear, freeze
+from deskside.precision.frozen import FrozenExperts, FrozenLinear, freeze
 from deskside.train.state.init_weights import InitialWeights
 from deskside.weights import frozen_base
 from deskside.weights.load import load_model
@@ -32,6 +33,7 @@ SHAPE = ModelConfig(
     vocab_size=32768, hidden_size=1024, num_hidden_layers=8, num_attention_heads=16, num_key_value_heads=4, head_dim=64,
     intermediate_size=2816,
 )  # fmt: skip
+EXPERTS = SHAPE.model_copy(update={"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 1024})
 
 
 def off(got: torch.Tensor, expected: torch.Tensor) -> float:
@@ -58,6 +60,27 @@ def test_frozen_products_are_those_of_the_stored_weight(format: Any) -> None:
     assert off(layer.dense().cpu(), elsewhere.dense()) < 5e-3  # type: ignore[operator]
 
 
+@pytest.mark.parametrize("format", ["int8", "nf4"])
+def test_frozen_experts_are_those_of_the_stored_weights(format: Any) -> None:
+    torch.manual_seed(0)
+    source, counts = Experts(3, 256, 192, "silu", gated=True), torch.tensor([150, 0, 101], device=DEVICE)
+    for weight in source.parameters():
+        torch.nn.init.normal_(weight, std=0.05)
+    layer = freeze(torch.nn.Sequential(source).to(DEVICE), format)[0]  # type: ignore[index]
+    assert isinstance(layer, FrozenExperts)
+    exact = Experts(3, 256, 192, "silu", gated=True).double()
+    for name in source.shapes:
+        getattr(exact, name).data = layer.dense(name).double().cpu()
+    x = torch.randn(251, 256, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    grad = torch.randn(251, 256, device=DEVICE, dtype=torch.bfloat16)
+    y = layer(x, counts)
+    (dx,) = torch.autograd.grad(y, x, grad)
+    wide = x.detach().cpu().double().requires_grad_()
+    expected = exact(wide, counts.cpu())
+    (truth,) = torch.autograd.grad(expected, wide, grad.cpu().double())
+    assert off(y.detach().cpu(), expected.detach()) < 0.01 and off(dx.cpu(), truth) < 0.01
+
+
 @pytest.mark.parametrize("shape", [(1536, 8960), (300, 257)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_int8_is_dequantised_as_the_reference_does(shape: tuple[int, int], dtype: torch.dtype) -> None:
@@ -69,13 +92,13 @@ def test_int8_is_dequantised_as_the_reference_does(shape: tuple[int, int], dtype
 
 
 def step_of(
-    format: Any, compiled: bool, rows_: int = 4, length: int = 1024
+    shape: ModelConfig, format: Any, compiled: bool, rows_: int = 4, length: int = 1024
 ) -> tuple[float, list[torch.Tensor], int]:
     """(loss, gradients, peak bytes) of one step from fixed weights."""
-    plain = Transformer(SHAPE)
+    plain = Transformer(shape)
     initialize(plain, 0)
     weights = {name: parameter.detach() for name, parameter in plain.named_parameters()}
-    model = frozen_base.build(SHAPE, AdapterConfig(rank=16, base=format), 0, weights, DEVICE)
+    model = frozen_base.build(shape, AdapterConfig(rank=16, base=format), 0, weights, DEVICE)
     convert(model, "bf16")
     optimizer = build(model, AdamWConfig(), Scaling(1.0, 1.0, 1.0))
     optimizer.set_progress(1.0, 0.0, 1)
@@ -84,7 +107,7 @@ def step_of(
         for block in model.layers:
             block.compile(dynamic=False, fullgraph=True)
     tokens = torch.randint(
-        0, SHAPE.vocab_size, (rows_, length), generator=torch.Generator().manual_seed(0)
+        0, shape.vocab_size, (rows_, length), generator=torch.Generator().manual_seed(0)
     ).to(DEVICE)
 
     def backward() -> float:
@@ -102,16 +125,18 @@ def step_of(
     return first, gradients, torch.cuda.max_memory_allocated()
 
 
+@pytest.mark.parametrize("shape", [SHAPE, EXPERTS], ids=["dense", "experts"])
 @pytest.mark.parametrize("format", FORMATS)
-def test_compiled_blocks_compute_the_same_and_memory_is_as_modelled(format: Any) -> None:
-    loss, gradients, _ = step_of(format, False)
-    other, others, peak = step_of(format, True)
+def test_compiled_blocks_compute_the_same_and_memory_is_as_modelled(format: Any, shape: ModelConfig) -> None:
+    loss, gradients, _ = step_of(shape, format, False)
+    other, others, peak = step_of(shape, format, True)
     assert other == pytest.approx(loss, rel=2e-3)
     for one, two in zip(gradients, others, strict=True):
         if float(one.norm()) > 0:
-            assert float((one - two).norm() / one.norm()) < 0.1
+            # Another rounding of the router's input can send a token to another expert.
+            assert float((one - two).norm() / one.norm()) < (0.3 if shape.num_experts else 0.1)
     work = StepSpec(1024, 4096, 4096, optimizer="adamw", adapter=AdapterSpec(16, PROJECTIONS, format))
-    modelled = training_memory(SHAPE, work).allocated
+    modelled = training_memory(shape, work).allocated
     assert 0.85 * peak <= modelled <= 1.3 * peak, (
         f"{peak / 2**20:.0f} MiB measured, {modelled / 2**20:.0f} modelled"
     )
