@@ -15,11 +15,12 @@ from deskside.kernels.attention import (
     Requirements,
     attention_backward,
     attention_forward,
+    gathered,
     prepare,
 )
 from deskside.ops.composite import attention
 from deskside.train import parallel
-from deskside.utils.errors import UsageError
+from deskside.utils.errors import RunError, UsageError
 from tests.train import tiny_run
 from tests.train.test_parallel import close
 
@@ -193,3 +194,31 @@ def test_the_backend_needs_shared_rows() -> None:
     for context, message in ((whole, "rows that processes share"), (shared, "needs whole rows")):
         with pytest.raises(UsageError, match=message):
             prepare(context, need(T, context))
+
+
+@pytest.mark.parametrize(
+    "mask", [{}, {"documents": True}, {"window": 40}], ids=["causal", "documents", "window"]
+)
+def test_wrong_chunks_are_found(mask: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With plain torch in place of FlashAttention, which needs a card: what is right passes, what is wrong does not."""
+    problem_of_row = replace(need(T, AttentionContext()), dtype=torch.float32, **mask)
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, span: gathered.Span, context: AttentionContext) -> Any:
+        return gathered.span_reference(q, k, v, span, context), ()
+
+    def backward(
+        grad: Tensor, inputs: Any, saved: Any, span: gathered.Span, context: AttentionContext
+    ) -> Any:
+        leaves = [x[:, : span.stop].clone().requires_grad_() for x in inputs]
+        out = gathered.span_reference(leaves[0], leaves[1], leaves[2], span, context)
+        return torch.autograd.grad(out, leaves, grad)
+
+    def one_key_late(q: Tensor, k: Tensor, v: Tensor, span: gathered.Span, context: AttentionContext) -> Any:
+        return forward(q, k.roll(1, dims=1), v.roll(1, dims=1), span, context)
+
+    monkeypatch.setattr(gathered, "span_flash", forward)
+    monkeypatch.setattr(gathered, "span_flash_backward", backward)
+    gathered.check_chunks(problem_of_row, 2)
+    monkeypatch.setattr(gathered, "span_flash", one_key_late)
+    with pytest.raises(RunError, match="parts of a row wrongly"):
+        gathered.check_chunks(problem_of_row, 2)

@@ -9,22 +9,28 @@ grouped-query attention, the gathered keys and values are small beside the other
 again instead of keeping them, and returns to each process the sum of the gradients of its keys and values.
 """
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from deskside.kernels.attention.aten_ops import flash_keywords
+from deskside.kernels.attention.choose import TOLERANCE, worst_error
 from deskside.kernels.attention.context import (
     AttentionBackend,
     AttentionContext,
     FwdBwd,
+    Requirements,
     Saved,
     document_ids,
     register,
 )
+from deskside.kernels.attention.ranks import ContextRanks
 from deskside.kernels.attention.reference import QUERY_CHUNK, allowed_keys, attend
 from deskside.kernels.attention.sdpa import FLOAT, HALF
+from deskside.kernels.functional import gradients
+from deskside.utils.errors import RunError
 
 
 class Span(NamedTuple):
@@ -65,8 +71,9 @@ def prepared_spans(context: AttentionContext, batch: int, tokens: int, device: t
     return Prepared(tuple(spans), documents_BT)
 
 
-def _uses_flash(q_BLHC: Tensor) -> bool:
-    return q_BLHC.is_cuda and q_BLHC.dtype in HALF
+def uses_flash(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return True if chunks run in FlashAttention, and not in plain torch."""
+    return device.type == "cuda" and dtype in HALF
 
 
 def span_reference(
@@ -154,7 +161,7 @@ def _forward(
     with torch.no_grad():
         for q_BSHC, span in zip(q_BLHC.chunk(2, dim=1), context.prepared.spans, strict=True):
             saved: Saved = ()
-            if _uses_flash(q_BLHC):
+            if uses_flash(q_BLHC.device, q_BLHC.dtype):
                 o_BSHC, saved = span_flash(q_BSHC, k_BTKC, v_BTKC, span, context)
             else:
                 o_BSHC = span_reference(q_BSHC, k_BTKC, v_BTKC, span, context)
@@ -173,7 +180,7 @@ def _backward(saved: Saved, grad_o_BLHC: Tensor, context: AttentionContext) -> t
         queries, grads, saved_spans, context.prepared.spans, strict=True
     ):
         inputs = (q_BSHC, k_BTKC, v_BTKC)
-        if _uses_flash(q_BLHC):
+        if uses_flash(q_BLHC.device, q_BLHC.dtype):
             dq_BSHC, dk, dv = span_flash_backward(grad_BSHC, inputs, state, span, context)
         else:
             q, k, v = (x.detach().requires_grad_() for x in inputs)
@@ -193,6 +200,44 @@ def _gather(k_BLKC: Tensor, v_BLKC: Tensor, context: AttentionContext) -> tuple[
     assert context.ranks is not None  # checked by `prepared_spans`
     k_BTKC, v_BTKC = context.ranks.gather(torch.cat((k_BLKC, v_BLKC), dim=2)).chunk(2, dim=2)
     return k_BTKC, v_BTKC
+
+
+def check_chunks(need: Requirements, size: int) -> None:
+    """Run the chunks of `size` processes on this device, and compare them with plain torch in float32.
+
+    need: the attention problem of a row, of which a short one is checked. Raises RunError if a chunk is wrong.
+    """
+    tokens, generator = 256 * size, torch.Generator(need.device).manual_seed(0)
+
+    def normal(heads: int) -> Tensor:
+        shape = (2, tokens, heads, need.head_dim)
+        return torch.randn(shape, generator=generator, device=need.device).to(need.dtype)
+
+    q, k, v, grad = (normal(heads) for heads in (need.heads, need.kv_heads, need.kv_heads, need.heads))
+    cu_seqlens = None
+    if (
+        need.documents
+    ):  # the first ends within a chunk, the second where a chunk ends, the third is the rest of the row
+        ends = [row * tokens + end for row in range(2) for end in (0, 77, tokens // 2)]
+        cu_seqlens = torch.tensor([*ends, 2 * tokens], dtype=torch.int32, device=need.device)
+    for rank in range(size):
+        ranks = ContextRanks(None, rank, size)
+        context = AttentionContext(cu_seqlens=cu_seqlens, window=need.window, backend="gathered", ranks=ranks)
+        prepared = prepared_spans(context, 2, tokens // size, need.device)
+        context = replace(context, prepared=prepared)
+        for span in prepared.spans:
+            part = slice(span.start, span.stop)
+            inputs = (q[:, part], k, v)
+            o, saved = span_flash(*inputs, span, context)
+            found = [o, *span_flash_backward(grad[:, part], inputs, saved, span, context)]
+            leaves = [x[:, : span.stop].float().requires_grad_() for x in inputs]
+            o = span_reference(leaves[0], leaves[1], leaves[2], span, context)
+            error = worst_error(found, [o.detach(), *gradients([o], leaves, [grad[:, part].float()])])
+            if not error <= TOLERANCE[need.dtype]:
+                raise RunError(
+                    f"parallel.context: FlashAttention of this torch computes parts of a row wrongly here (relative "
+                    f"error {error:.1e}); leave parallel.context out"
+                )
 
 
 PAIR = FwdBwd(_forward, _backward)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from deskside.config.run import RunConfig
-from deskside.kernels.attention import Requirements, choose
+from deskside.kernels.attention import Requirements, choose, gathered
 from deskside.model.transformer import Transformer
 from deskside.train.parallel import World
 
@@ -79,7 +79,10 @@ def _names(trials: dict[str, Any]) -> tuple[str, str | None]:
 def _try_attention(
     config: RunConfig, model: Transformer, device: torch.device, rows: int, length: int, window: int | None
 ) -> dict[str, Any]:
-    """Choose the backend for one window. Return its name, and the times and errors of all candidates."""
+    """Choose the backend for one window. Return its name, and the times and errors of all candidates.
+
+    Raises RunError if no backend is correct, or if attention over shared rows is not.
+    """
     need = Requirements(
         batch=rows,
         tokens=length,
@@ -91,6 +94,9 @@ def _try_attention(
         window=window,
         documents=config.data.document_mask,
     )
+    context = config.parallel.context
+    if context > 1 and gathered.uses_flash(device, need.dtype):
+        gathered.check_chunks(need, context)
     choice = choose(need, None if config.compute.attention == "auto" else [config.compute.attention])
     return {
         "name": choice.name,
