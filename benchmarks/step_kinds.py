@@ -81,8 +81,10 @@ RULES = (
         "name",
         r"^(?!triton_(poi|red|per|mul|for)_fused).*"
         r"(gem[mv]|nvjet|xmma|cublas|split_?k|cutlass.*(tensorop|sm\d+)|scaled_mm|grouped_mm|matmul|^triton_tem_fused"
-        r"|^aten::(mm|bmm|addmm|baddbmm|addbmm|linear|einsum)$|^mkldnn|sgemm|wgmma)",
+        r"|^grouped_weight_gradient$|^gathered_gated$|^aten::(mm|bmm|addmm|baddbmm|addbmm|linear|einsum)$|^mkldnn|sgemm|wgmma)",
     ),
+    # The routing of tokens to experts, and their rows.
+    _rule("elementwise", "name", r"^(choose|offsets|place|route_at_once|route_backward|dispatch|combine)$"),
     _rule("loss", "inside", r"cross_?entropy|nll_loss"),
     _rule("loss", "name", r"cross_?entropy|log_?softmax|logsumexp|nll_?loss|^loss_and_grad$"),
     # Quantization that is fused into the kernel that produces the tensor counts as that kernel's work.

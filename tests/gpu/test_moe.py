@@ -134,8 +134,15 @@ def gradients(model: Transformer) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("experts", [6, 64])
-def test_the_fused_sublayer_is_near_float64_and_repeats(experts: int) -> None:
+def test_the_fused_sublayer_is_near_float64_and_repeats(
+    experts: int, backend: grouped.Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supports = grouped.supports
+    if not supports(backend, torch.device(card.DEVICE), torch.bfloat16, (64, 64)):
+        pytest.skip(f"{backend} does not support this here")
+    monkeypatch.setattr(grouped, "supports", lambda name, *rest: name == backend and supports(name, *rest))
     sizes = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
     truth = gradients(make(torch.float64, **sizes).to(card.DEVICE))
     model = make(**sizes).to(card.DEVICE)

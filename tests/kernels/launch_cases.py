@@ -167,7 +167,7 @@ def _expert_casts() -> Iterator[CompileCase]:
 
 
 def _grouped_products() -> Iterator[CompileCase]:
-    """With the tiles of each GPU: of a training step, of a short prompt and of a decoding step."""
+    """With the tiles of each GPU: of a training step, of a short prompt, of a decoding step, and for thin matrices."""
     E, D, F = 8, 2048, 2176
     ends, weight = _new(E, dtype=torch.int32), _new(E, 2 * F, D)
     for target in CAPABILITIES:
@@ -188,6 +188,18 @@ def _grouped_products() -> Iterator[CompileCase]:
                 arguments = (_new(tokens, D, dtype=dtype), weight.to(dtype), routing, "silu", True)
                 name = f"gathered and gated {tokens} {str(dtype).removeprefix('torch.')} for {target}"
                 yield recorded(name, (target,), grouped.triton_gathered_gated, *arguments)
+            # A size of 1 is a constant of the kernel: one choice, adapters of rank 1.
+            for choices, M, K in ((1, 128, D), (4096, 1, D), (4096, D, 1)):
+                thin, ones = _new(E, M, K), (_new(choices, K), _new(choices, M))
+                how = f"{choices} x {M} x {K} for {target}"
+                yield recorded(
+                    f"thin x W^T {how}", (target,), grouped.triton_matmul, ones[0], thin, ends, True
+                )
+                yield recorded(
+                    f"thin g W {how}", (target,), grouped.triton_matmul, ones[1], thin, ends, False
+                )
+                arguments = (ones[1], ones[0], ends, torch.bfloat16)
+                yield recorded(f"thin g^T x {how}", (target,), grouped.triton_weight_gradient, *arguments)
             half = (_new(S, D, dtype=torch.float16), _new(E, 100, D, dtype=torch.float16), ends, True)
             yield recorded(f"x W^T in FP16 for {target}", (target,), grouped.triton_matmul, *half)
 

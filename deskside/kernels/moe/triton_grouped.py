@@ -59,7 +59,7 @@ def grouped_matmul(  # type: ignore[no-untyped-def]
         b_step = BS
     else:
         b_ptrs = weight + s.to(tl.int64)[:, None] * M + j_read[None, :]
-        b_step = M.to(tl.int64) * BS
+        b_step = BS * M
     acc = tl.zeros((BL, BR), tl.float32)
     for _ in range(tl.cdiv(K, BS)):
         if EVEN:
@@ -98,7 +98,7 @@ def gathered_gated(  # type: ignore[no-untyped-def]
     weight = W + expert.to(tl.int64) * (2 * F if GATED else F) * K
     x_ptrs = X + token[:, None] * K + s[None, :]
     w_ptrs = weight + (j % F).to(tl.int64)[None, :] * K + s[:, None]
-    up_offset = F.to(tl.int64) * K
+    up_offset = F * K
     gate = tl.zeros((BL, BR), tl.float32)
     up = tl.zeros((BL, BR), tl.float32)
     for _ in range(tl.cdiv(K, BS)):
