@@ -35,6 +35,8 @@ from deskside.budget.terms import exp, named
 
 R_D, R_N = 1.3, 40.0  # fitted to our own runs
 PUBLISHED_R_D, PUBLISHED_R_N = 15.387756, 5.309743  # of Muennighoff et al. 2023
+# Up to four epochs, repeated text is almost as useful as new text (Muennighoff et al. 2023, arXiv 2305.16264).
+MAX_EPOCHS = 4
 MAX_WEIGHTS_PER_TOKEN = 2.0  # per unique token; the most measured with repeated text was 1.4
 BESIROGLU = {"E": 1.8172, "A": 482.01, "alpha": 0.3478, "B": 2085.43, "beta": 0.3658}  # nats per token
 PARAMS_MEASURED, TOKENS_MEASURED = (0.4e8, 4e8), (0.8e8, 4e9)

@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 from typing import Any, Literal
 
 from deskside.budget.format_costs import quantized
-from deskside.budget.loss import LAW
+from deskside.budget.loss import LAW, MAX_EPOCHS
 from deskside.budget.shape import num_params
 from deskside.config import merge
 from deskside.config.recipes import expert_recipe, recipe_named
@@ -43,8 +43,6 @@ NO_CLAIMS = Claims()
 OFFERED: Literal["fp8"] = "fp8"  # the precision that is offered as an alternative to BF16
 LOSS_SENTENCE = "how close its loss comes to BF16's is in docs/precision.md"
 MIN_OFFERED_SPEEDUP = 1.02
-# Up to four epochs, repeated text is almost as useful as new text (Muennighoff et al. 2023, arXiv 2305.16264).
-MAX_EPOCHS = 4
 
 
 def make_plan(request: PlanRequest, claims: Claims = NO_CLAIMS) -> Plan:

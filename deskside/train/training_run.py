@@ -29,6 +29,7 @@ from deskside.train.prepare.batch_size_finder import BatchSizeFinder
 from deskside.train.prepare.preflight import EVALUATE_SHARE, TimeBudget, check_start
 from deskside.train.prepare.step_planning import (
     check_host_memory,
+    describe_epochs,
     first_facts,
     first_plan,
     mean_tokens,
@@ -343,8 +344,7 @@ class _Run:
         }
         self.facts |= {"before": self.before} if self.before else {}
         if epochs := self.facts["mixture_epochs"]:
-            listed = ", ".join(f"{name} {number:.2f}" for name, number in epochs.items())
-            self.log.say(f"planned epochs of each part of the mixture: {listed}")
+            self.log.say(describe_epochs(epochs))
         if self.config.adapter is not None:
             self.facts["adapter"] = setup.adapter_facts(self.context.model, self.config.adapter)
         return plan

@@ -90,6 +90,9 @@ def test_drawn_with_a_temperature_and_resumed(languages: Path, tmp_path: Path) -
     for outcome in (straight, resumed):
         assert outcome.summary["mixture_epochs"] == pytest.approx(counted)
         assert tiny_run.plan(outcome.run.path)["mixture_epochs"] == pytest.approx(counted)
+    assert counted["xx"] > 4 > counted["en"]
+    (line,) = [line for line in tiny_run.events(resumed.run.path).splitlines() if "planned epochs" in line]
+    assert f"xx {counted['xx']:.2f}; beyond 4" in line and line.endswith(": xx")
     plain = tiny_run.config(languages, schedule={"length": "20 steps"}, batch={"tokens": 512})
     other = tiny_run.train(tmp_path, plain, "plain").run.path
     assert tiny_run.curve(other) != tiny_run.curve(straight.run.path)

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 from deskside.budget.format_costs import LowFormat, Precision, quantized
 from deskside.budget.host_memory import host_memory
+from deskside.budget.loss import MAX_EPOCHS
 from deskside.budget.memory import training_memory
 from deskside.budget.step_spec import StepSpec
 from deskside.config.duration import Duration
@@ -93,6 +94,15 @@ def mixture_epochs(stages: Sequence[StageWork], rows: Mapping[int, int]) -> dict
         for name, epochs in dataset.epochs(count).items():
             totals[name] = totals.get(name, 0.0) + epochs
     return totals
+
+
+def describe_epochs(epochs: Mapping[str, float]) -> str:
+    """Return a line about the planned epochs of a mixture, with a warning about those that are repeated too often."""
+    listed = ", ".join(f"{name} {number:.2f}" for name, number in epochs.items())
+    line = f"planned epochs of each part of the mixture: {listed}"
+    if often := [name for name, number in epochs.items() if number > MAX_EPOCHS]:
+        line += f"; beyond {MAX_EPOCHS}, repeated text teaches less than new text: {', '.join(often)}"
+    return line
 
 
 def validation_languages(validation: RowDataset) -> list[str]:
