@@ -1,6 +1,6 @@
 """The kernels of a mixture of experts and the fused sublayer on this card, against the torch reference in float64."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -15,7 +15,13 @@ from tests.precision.small import B, T, make, tokens
 
 pytestmark = card.NEEDS_CARD
 BF16 = 2.5e-3  # of a tensor rounded once
-SHAPES = ((4096, 8, 2, 512, 704), (1000, 64, 8, 256, 128), (333, 5, 1, 64, 48), (64, 128, 8, 128, 64))
+SHAPES = (
+    (4096, 8, 2, 512, 704),
+    (1000, 64, 8, 256, 128),
+    (333, 5, 1, 64, 48),
+    (64, 128, 8, 128, 64),
+    (16, 8, 2, 512, 704),
+)
 
 
 def random(*shape: int) -> Tensor:
@@ -116,6 +122,29 @@ def test_grouped_products_equal_float64_and_do_not_wait(
     for ours, repeated, exact in zip(first, again, truth, strict=True):
         assert torch.equal(ours, repeated)
         assert error(ours, exact) < BF16
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("N", "E", "k", "D", "F"), [(1, 8, 2, 2048, 2176), (16, 8, 2, 768, 1000), (64, 128, 8, 256, 96)]
+)
+def test_the_products_of_a_decoding_step_equal_float64(
+    N: int, E: int, k: int, D: int, F: int, dtype: torch.dtype
+) -> None:
+    device = torch.device(card.DEVICE)
+    if not grouped.supports("triton", device, dtype, (2 * F, D)):
+        pytest.skip("Triton's kernels do not support this here")
+    torch.manual_seed(0)
+    routing = moe.route(random(N, E), k, True)
+    x, weight, down = (random(*shape).to(dtype) for shape in ((N, D), (E, 2 * F, D), (E, D, F)))
+    assert moe.grouped_backend(device, dtype, weight.shape, N * k) == "triton"
+    wide = replace(routing, weights_S=routing.weights_S.double())
+    truth = reference.gathered_gated(x.double(), weight.double(), wide, "silu", True)
+    allowed = 1e-5 if dtype is torch.float32 else BF16
+    hidden = moe.gathered_gated(x, weight, routing, "silu", True)
+    assert error(hidden, truth) < allowed
+    truth = reference.grouped_matmul(hidden.double(), down.double(), routing.ends_E, True)
+    assert error(moe.grouped_matmul(hidden, down, routing.ends_E, True), truth) < allowed
 
 
 def test_a_modern_card_needs_no_loop() -> None:
