@@ -34,6 +34,7 @@ from benchmarks.planner_compare import (
     step_spec_of,
 )
 from deskside.budget.operators import step_operators
+from deskside.budget.speed import length_factor
 from deskside.measurements.identity import code_version, this_machine
 from deskside.utils import child_process
 
@@ -150,7 +151,8 @@ def _features(row: dict[str, Any]) -> dict[str, float]:
         elif group in ("matmul", "head", "optimizer_matmul"):
             floors[group] += operator.amount / MATMUL_FLOPS
         elif group == "attention":
-            floors[f"attention_{operator.width}"] += operator.amount / MATMUL_FLOPS
+            gain = length_factor(row["spec"]["sequence_length"])
+            floors[f"attention_{operator.width}"] += operator.amount / (MATMUL_FLOPS * gain)
         else:
             floors["traffic" if group == "loss_traffic" else group] += operator.amount / BANDWIDTH
     return floors

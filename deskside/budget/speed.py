@@ -36,6 +36,13 @@ ITEMS = (
 )  # fmt: skip
 
 
+# Row length of the runs that the efficiencies were fitted to. Attention over longer rows is more efficient, because the
+# tiles on the diagonal, half of which are masked, and the ends of its loops weigh less. cuDNN's kernels on an H200,
+# forward and backward, reach half of their rate for long rows at about 900 tokens (`benchmarks/attention.py`, rows of
+# 1,024 to 32,768 tokens, head_dim 64 and 128: docs/data/2026-11-23-experts/attention.jsonl).
+FITTED_LENGTH, HALF_RATE_LENGTH = 2048, 900
+
+
 @dataclass(frozen=True)
 class Efficiency:
     """Shares of the large matmul rate and of the data sheet's bandwidth, and the delay of a layer in seconds.
@@ -46,31 +53,36 @@ class Efficiency:
     Attributes:
         low_precision: Factor on `matmul` and `head` for FP8 and NVFP4 products, relative to the rate of their format.
         rowwise: Additional factor for FP8 products with a scale per row.
-        windowed: Factor on the efficiency of attention for kernels with a sliding window.
+        windowed: Factor on the efficiency of attention for kernels with a sliding window, at any row length.
         muon_width: Hidden size at which Newton-Schulz runs at half of `optimizer_matmul`.
     """
 
-    matmul: float = 0.867
-    head: float = 0.548
-    attention_64: float = 0.482
-    attention_128: float = 0.590
-    traffic: float = 0.788
-    weights: float = 0.798
-    optimizer_matmul: float = 0.773
-    optimizer_traffic: float = 0.619
-    loss_traffic: float = 0.788
+    matmul: float = 0.911
+    head: float = 0.572
+    attention_64: float = 0.341
+    attention_128: float = 0.409
+    traffic: float = 0.895
+    weights: float = 0.687
+    optimizer_matmul: float = 0.722
+    optimizer_traffic: float = 0.601
+    loss_traffic: float = 0.895
     low_precision: float = 1.0
-    layer_seconds: float = 268e-6
+    layer_seconds: float = 244e-6
     rowwise: float = 0.619
     windowed: float = 0.476
     muon_width: float = 0.0
 
-    def attention(self, head_dim: int) -> float:
-        """Return the efficiency at `head_dim`: interpolated from 64 to 128, proportional below, constant above."""
+    def attention(self, head_dim: int, length: int = FITTED_LENGTH) -> float:
+        """Return the efficiency for rows of `length` tokens: the one at 2,048, times what longer rows gain.
+
+        By `head_dim` it is interpolated from 64 to 128, proportional below, constant above.
+        """
         if head_dim <= 64:
-            return self.attention_64 * head_dim / 64
-        share = min(1.0, (head_dim - 64) / 64)
-        return self.attention_64 + share * (self.attention_128 - self.attention_64)
+            fitted = self.attention_64 * head_dim / 64
+        else:
+            share = min(1.0, (head_dim - 64) / 64)
+            fitted = self.attention_64 + share * (self.attention_128 - self.attention_64)
+        return fitted * length_factor(length)
 
 
 # Efficiencies of the fused sublayers. Initial values were computed from the kernel times of a step of `124m` on an
@@ -81,6 +93,11 @@ FUSED_EFFICIENCY = Efficiency(
     optimizer_matmul=0.894, optimizer_traffic=0.690, loss_traffic=0.574, low_precision=0.992, layer_seconds=196e-6,
     rowwise=0.637, windowed=0.471, muon_width=1457.0,
 )  # fmt: skip
+
+
+def length_factor(length: int) -> float:
+    """Return the efficiency of attention over rows of `length` tokens, relative to rows of 2,048."""
+    return (length / (length + HALF_RATE_LENGTH)) * (1 + HALF_RATE_LENGTH / FITTED_LENGTH)
 
 
 @dataclass(frozen=True)
@@ -133,7 +150,7 @@ def operator_seconds(operator: Operator, rates: Rates, spec: StepSpec) -> float:
         if spec.precision == "fp32" and group != "optimizer_matmul" and rates.single_flops is not None:
             peak = rates.single_flops
         share = (
-            efficiency.attention(operator.width)
+            efficiency.attention(operator.width, FITTED_LENGTH if operator.windowed else spec.sequence_length)
             if group == "attention"
             else operator.grouped_rate * float(getattr(efficiency, group))
         )

@@ -120,7 +120,19 @@ def test_fp32_is_priced_beside_the_tensor_cores() -> None:
 
 def test_attention_efficiency_between_and_beyond_the_measured_widths() -> None:
     e = Efficiency()
-    assert e.attention(64) == e.attention_64
+    assert e.attention(64) == pytest.approx(e.attention_64)
     assert e.attention(96) == pytest.approx((e.attention_64 + e.attention_128) / 2)
-    assert e.attention(128) == e.attention(256) == e.attention_128
+    assert e.attention(128) == e.attention(256) == pytest.approx(e.attention_128)
     assert e.attention(32) == pytest.approx(e.attention_64 / 2)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "tflops"),
+    [(128, [324.8, 420.9, 494.3, 544.3, 589.1]), (64, [234.5, 304.0, 360.3, 402.1, 445.0])],
+)
+def test_attention_over_long_rows(head_dim: int, tflops: list[float]) -> None:
+    """TFLOP/s of cuDNN, forward and backward, for rows of 1,024 to 16,384 tokens (benchmarks/attention.py)."""
+    e = Efficiency()
+    for doubling, measured in enumerate(tflops):
+        gain = e.attention(head_dim, 1024 * 2**doubling) / e.attention(head_dim, 2048)
+        assert gain == pytest.approx(measured / tflops[1], rel=0.07)
