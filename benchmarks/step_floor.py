@@ -167,7 +167,8 @@ def _gemm_floor(
     total = 0.0
     for gemm in gemms(config, micro_tokens):
         bf16_ms = _three_matmuls(gemm, None, dtype, device)
-        share = 1.0 if gemm.name == "head" else bf16_share  # share of this layer's matmuls that stay in BF16
+        # The share of this layer's matmuls that stay in BF16.
+        share = 1.0 if gemm.name in ("head", "router") else bf16_share
         if gemm.name == "head" and _head_quantized(config):
             share = 0.0
         row = {"name": gemm.name, "times": gemm.times, "plain_ms": bf16_ms}

@@ -53,7 +53,7 @@ def test_kernels_equal_float64(N: int, E: int, k: int, D: int, F: int) -> None:
 
     grad_weights, grad_statistics = (
         torch.randn(N * k, device=card.DEVICE),
-        torch.randn(2, E, device=card.DEVICE),
+        torch.randn(2 * E + 2, device=card.DEVICE),
     )
     arguments = (grad_weights.double(), grad_statistics.double(), logits.double(), routing, True)
     truth = reference.route_backward(*arguments)
