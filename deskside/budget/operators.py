@@ -446,6 +446,8 @@ def newton_schulz_flops(shape: Shape) -> float:
     if shape.num_experts:
         mlps, width = shape.num_experts, shape.moe_intermediate_size
         matrices.append((shape.num_experts, D))
+    if shape.num_experts and (shared := shape.shared_expert_intermediate_size):
+        matrices += [(shared, D)] * (2 if shape.gated_mlp else 1) + [(D, shared)]
     matrices += [(width, D)] * (mlps * (2 if shape.gated_mlp else 1)) + [(D, width)] * mlps
     flops = 0.0
     for rows, columns in matrices:

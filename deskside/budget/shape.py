@@ -58,6 +58,10 @@ class Shape(Protocol):
     def num_experts_per_tok(self) -> int: ...
     @property
     def moe_intermediate_size(self) -> int: ...
+    @property
+    def scoring_func(self) -> str: ...
+    @property
+    def shared_expert_intermediate_size(self) -> int: ...
     def layer_window(self, layer: int) -> int | None: ...
     def __hash__(self) -> int: ...
 
@@ -151,21 +155,28 @@ def _attention_biases(shape: Shape) -> int:
 
 
 def mlp_matrix_params(shape: Shape, experts: int) -> int:
-    """Return the number of weights in one layer's MLP. In a mixture of experts: the router and `experts` experts."""
+    """Return the number of weights in one layer's MLP.
+
+    In a mixture of experts: the router, `experts` experts, and the shared expert with its gate.
+    """
     matrices = 3 if shape.gated_mlp else 2
     if shape.num_experts:
-        return shape.hidden_size * (shape.num_experts + experts * matrices * shape.moe_intermediate_size)
+        width = experts * shape.moe_intermediate_size + shape.shared_expert_intermediate_size
+        has_gate = shape.shared_expert_intermediate_size > 0 and shape.scoring_func == "softmax"
+        return shape.hidden_size * (shape.num_experts + matrices * width + has_gate)
     return matrices * shape.hidden_size * shape.intermediate_size
 
 
 def mlp_width_per_token(shape: Shape) -> int:
-    """Return the intermediate size of a layer's MLP, summed over a token's experts in a mixture of experts."""
+    """Return the intermediate size of a layer's MLP, summed over a token's experts and the shared one in a mixture."""
     if shape.num_experts:
-        return shape.num_experts_per_tok * shape.moe_intermediate_size
+        return shape.num_experts_per_tok * shape.moe_intermediate_size + shape.shared_expert_intermediate_size
     return shape.intermediate_size
 
 
 def _mlp_biases(shape: Shape) -> int:
+    if shape.num_experts:  # of the router, to balance the experts
+        return shape.num_experts if shape.scoring_func == "sigmoid" else 0
     if not shape.mlp_bias:
         return 0
     inputs = 2 if shape.gated_mlp else 1

@@ -86,7 +86,7 @@ _RULES: tuple[tuple[str, str, Callable[[Any], bool], str], ...] = (
     ),
     (
         "model.num_experts_per_tok model.moe_intermediate_size model.norm_topk_prob model.scoring_func "
-        "model.router_aux_loss_coef model.router_z_loss_coef",
+        "model.router_aux_loss_coef model.router_z_loss_coef model.shared_expert_intermediate_size",
         "model.num_experts",
         lambda c: c.model.num_experts == 0,
         "the model is dense: set num_experts",

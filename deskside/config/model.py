@@ -110,6 +110,13 @@ class ModelConfig(Part):
     num_experts: int = Field(0, ge=0, le=1 << 16, description="experts per MoE layer; 0 is a dense model")
     num_experts_per_tok: Size = Field(8, description="experts that each token uses")
     moe_intermediate_size: Size = Field(768, description="width of one expert")
+    shared_expert_intermediate_size: int = Field(
+        0,
+        ge=0,
+        le=1 << 27,
+        description="width of an MLP beside the experts that every token uses; 0 is none. With softmax it has a gate "
+        "(Qwen2-MoE, which has no qk_norm)",
+    )
     norm_topk_prob: bool = Field(True, description="the chosen experts' weights sum to one")
     scoring_func: Literal["softmax", "sigmoid"] = Field(
         "softmax", description="the router's scores: softmax (Qwen3-MoE), or sigmoid with a bias (dots.llm1)"
@@ -184,9 +191,30 @@ class ModelConfig(Part):
             raise ValueError(
                 f"num_experts_per_tok: {self.num_experts_per_tok} exceeds num_experts = {self.num_experts}; lower it"
             )
+        self._check_router()
+        return self
+
+    def _check_router(self) -> None:
+        """Raise ValueError for routers and shared experts that no Hugging Face architecture has."""
+        if not self.num_experts:
+            return
+        shared, width = self.shared_expert_intermediate_size, self.moe_intermediate_size
+        if self.scoring_func == "sigmoid" and not self.qk_norm:
+            raise ValueError(
+                "scoring_func: dots.llm1, which has a sigmoid router, has QK-norm; use qk_norm true, or softmax"
+            )
+        if self.scoring_func == "softmax" and shared and self.qk_norm:
+            raise ValueError(
+                "shared_expert_intermediate_size: Qwen2-MoE, which has a softmax router and a shared expert, has no "
+                "QK-norm; use qk_norm false, or scoring_func sigmoid"
+            )
+        if self.scoring_func == "sigmoid" and shared % width:
+            raise ValueError(
+                f"shared_expert_intermediate_size: with a sigmoid router, it is a multiple of moe_intermediate_size = "
+                f"{width}, not {shared}"
+            )
         if self.num_experts == 1 and self.scoring_func == "sigmoid":
             raise ValueError("scoring_func: a sigmoid router chooses among at least two experts; use softmax")
-        return self
 
     def layer_window(self, layer: int) -> int | None:
         """Return the attention window of block `layer` in tokens, None for full attention."""

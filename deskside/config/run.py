@@ -235,6 +235,10 @@ class RunConfig(Part):
                 "adapter.dropout: recomputation in activation checkpointing would use another dropout mask; use "
                 "--adapter.dropout 0, or --compute.activation_checkpointing none"
             )
+        if self.model.shared_expert_intermediate_size:
+            raise ValueError(
+                "adapter: models with a shared expert cannot have adapters yet; train all weights, without --adapter"
+            )
         available = adaptable_projections(self.model)
         targets = available if adapter.targets == "all" else adapter.targets
         if adapter.dropout and self.model.num_experts and not set(targets) <= set(ATTENTION_PROJECTIONS):

@@ -119,9 +119,9 @@ def covers_mlp(mlp: MLP) -> bool:
 
 
 def covers_experts(mlp: MoE) -> bool:
-    """Return True if the fused kernels support this mixture of experts. They do not if its experts have adapters, or
-    are stored in codes."""
-    plain = type(mlp.mixture.experts) is Experts
+    """Return True if the fused kernels support this mixture of experts. They do not if its experts have adapters
+    or are stored in codes, or if there is a shared expert."""
+    plain = type(mlp.mixture.experts) is Experts and mlp.mixture.shared_expert is None
     return plain and _covers(mlp.input, projections=1)  # experts and router share the norm's output
 
 

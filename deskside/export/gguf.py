@@ -65,6 +65,8 @@ def check_gguf(config: ModelConfig) -> str:
     """
     _package()
     family = family_of(config)
+    if family.model_type not in ARCHITECTURES:
+        raise UsageError(f"--to gguf: {family.architecture} is not supported yet; use --to hf")
     name = ARCHITECTURES[family.model_type]
     act = "gelu_new" if name == "gpt2" else "silu"
     wrong = []

@@ -28,6 +28,7 @@ from deskside.ops.composite import (
 )
 from deskside.ops.linear import Linear
 from deskside.ops.moe import Experts, MixtureOfExperts, MoESublayer
+from deskside.ops.shared_expert import SharedExpert
 
 Rotation = tuple[Tensor, Tensor]  # cos and sin, each (B or 1, T, 1, C / 2)
 
@@ -149,6 +150,7 @@ class MoE(MoESublayer):
             config.num_experts_per_tok,
             config.norm_topk_prob,
             sigmoid=config.scoring_func == "sigmoid",
+            shared_expert=_shared_expert(config),
         )
 
     def forward(self, residual_BTD: Tensor, delta_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -158,6 +160,18 @@ class MoE(MoESublayer):
             return residual_BTD, delta_BTD, statistics_R
         residual_BTD, normed_BTD = self.input.add_norm(residual_BTD, delta_BTD)
         return residual_BTD, *self.mixture(normed_BTD)
+
+
+def _shared_expert(config: ModelConfig) -> SharedExpert | None:
+    if not config.shared_expert_intermediate_size:
+        return None
+    return SharedExpert(
+        config.hidden_size,
+        config.shared_expert_intermediate_size,
+        config.hidden_act,
+        config.gated_mlp,
+        has_token_gate=config.scoring_func == "softmax",
+    )
 
 
 class Block(nn.Module):

@@ -18,6 +18,7 @@ from deskside.kernels.moe.reference import TINY, router_scores, router_statistic
 from deskside.ops.composite import Activation, AddNormLinear, Sublayer
 from deskside.ops.grouped import grouped_linear
 from deskside.ops.linear import Linear, make_slices
+from deskside.ops.shared_expert import SharedExpert
 
 
 class Experts(nn.Module):
@@ -58,6 +59,7 @@ ROUTER_BIAS = "e_score_correction_bias"  # attribute of `MixtureOfExperts`; tran
 class MixtureOfExperts(nn.Module):
     """Router and experts. (B, T, D) -> (B, T, D) and the statistics of the router (R,), see `router_statistics`.
 
+    shared_expert: its output is added to that of the chosen experts; None if there is none.
     sigmoid: the router's scores are sigmoids, to which a bias is added for choosing (DeepSeek-V3, arXiv 2412.19437).
     The bias has no gradient: `update_biases` balances the experts with it after each step. `choices_observer`, set from
     outside, is called with the chosen experts (N, k) of every forward pass.
@@ -67,11 +69,18 @@ class MixtureOfExperts(nn.Module):
     without_gradient = (ROUTER_BIAS,)
 
     def __init__(
-        self, router: Linear, experts: Experts, experts_per_token: int, normalise: bool, sigmoid: bool = False
+        self,
+        router: Linear,
+        experts: Experts,
+        experts_per_token: int,
+        normalise: bool,
+        sigmoid: bool = False,
+        shared_expert: SharedExpert | None = None,
     ):
         super().__init__()
         self.router = router
         self.experts = experts
+        self.shared_expert = shared_expert
         self.experts_per_token = experts_per_token
         self.normalise = normalise
         self.sigmoid = sigmoid
@@ -104,6 +113,8 @@ class MixtureOfExperts(nn.Module):
         out_SD = self.experts(x_ND[token_S], counts_E)
         out_SD = out_SD * weights_Nk.flatten()[order_S, None].to(out_SD.dtype)
         out_ND = torch.zeros_like(x_ND).index_add(0, token_S, out_SD)
+        if self.shared_expert is not None:
+            out_ND = out_ND + self.shared_expert(x_ND)
         return out_ND.view_as(x_BTD), router_statistics(logits_NE, probabilities_NE, counts_E)
 
 

@@ -30,6 +30,7 @@ from deskside.precision import backends, fused_sublayers
 from deskside.precision.expert_linear import ExpertLinear
 from deskside.precision.frozen import FrozenExperts
 from deskside.precision.fused_moe import FusedMoE
+from deskside.precision.fused_shared_expert import FusedSharedExpert
 from deskside.precision.fused_sublayers import FusedAttention, FusedMLP, FusedSublayer
 from deskside.precision.hardware_caps import HardwareCaps, hardware_caps
 from deskside.precision.head import QuantizedHead
@@ -40,6 +41,7 @@ from deskside.precision.scales import DelayedScales
 from deskside.utils.errors import UsageError
 
 Fused = FusedSublayer | FusedMoE
+UNQUANTIZED_NAMES = ("router", "token_gate")  # small projections that decide for a token
 
 
 class QuantizedModel:
@@ -156,6 +158,7 @@ class QuantizedModel:
                 layer += 1
             in_bf16_block = layers > 0 and (layer < first or layer >= layers - last)
             if self.backend is None and isinstance(module, MoESublayer) and why_not_fused(module) is None:
+                fused_linears.update(id(m) for m in module.modules() if isinstance(m, Linear))
                 experts = None if in_bf16_block or not recipe.quantized else expert_recipe(recipe)
                 moe_plan = None if experts is None else self._moe(module, experts, keep)
                 self._sublayers.append((module, moe_plan, self._moe(module, unquantized)))
@@ -179,7 +182,11 @@ class QuantizedModel:
                 self._sublayers.append((module, plan, bf16_plan))
             elif not isinstance(module, Linear) or not recipe.quantized or id(module) in fused_linears:
                 continue
-            elif module.role == "matrix" and not in_bf16_block and not _has_name(module, {*keep, "router"}):
+            elif (
+                module.role == "matrix"
+                and not in_bf16_block
+                and not _has_name(module, {*keep, *UNQUANTIZED_NAMES})
+            ):
                 self._linears.append((module, self._override(module)))
         final_norms = [m for m in modules if isinstance(m, AddNormLinear) and not len(m.projections)]
         if self.fused and self._sublayers and final_norms and _is_pre_rmsnorm(final_norms[-1]):
@@ -208,7 +215,22 @@ class QuantizedModel:
         gate_up, down = (
             self._expert_linear(experts, name, recipe, keep) for name in ("gate_up_weight", "down_weight")
         )
-        return FusedMoE(sublayer, router, gate_up, down)
+        return FusedMoE(sublayer, router, gate_up, down, self._shared_expert(sublayer))
+
+    def _shared_expert(self, sublayer: MoESublayer) -> FusedSharedExpert | None:
+        """Return the plan of the shared expert, which stays unquantized; None if there is none."""
+        expert = sublayer.mixture.shared_expert
+        if expert is None:
+            return None
+        unquantized = _unquantized_of(self.recipe)
+        operands = unquantized.output.right, unquantized.input_gradient.right
+        projections = 2 if expert.token_gate is None else 3
+        caches = [
+            ConvertedWeight(Quantizer(*operands, self.shared, (0, 0)), self.shared)
+            for _ in range(projections)
+        ]
+        self._converted += caches
+        return FusedSharedExpert(expert, tuple(caches))
 
     def _expert_linear(
         self, experts: Experts, name: str, recipe: Recipe, keep: Collection[str]

@@ -24,6 +24,7 @@ from deskside.kernels.moe import Routing
 from deskside.ops.composite import RMSNorm
 from deskside.ops.moe import MoESublayer
 from deskside.precision.expert_linear import ExpertLinear, Forms
+from deskside.precision.fused_shared_expert import FusedSharedExpert
 from deskside.precision.fused_sublayers import flatten_tokens, rms_norm
 from deskside.precision.quantized_linear import ConvertedWeight
 from deskside.precision.sorted_operand import SortedRows
@@ -31,7 +32,7 @@ from deskside.precision.sorted_operand import SortedRows
 
 @dataclass(frozen=True)
 class FusedMoE:
-    """A mixture of experts: the router's cached weight, and the plans of the experts' two weights.
+    """A mixture of experts: the router's cached weight, and the plans of the experts' two weights and shared expert.
 
     With `recompute`, the backward recomputes the norm and the first product.
     """
@@ -40,6 +41,7 @@ class FusedMoE:
     router: ConvertedWeight
     gate_up: ExpertLinear
     down: ExpertLinear
+    shared_expert: FusedSharedExpert | None = None
     recompute: bool = False
 
     @cached_property
@@ -68,7 +70,9 @@ class FusedMoE:
     def __call__(self, residual_BTD: Tensor, delta_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         mixture = self.sublayer.mixture
         experts = mixture.experts
-        weights = (self.norm.weight, mixture.router.weight, experts.gate_up_weight, experts.down_weight)
+        weights = [self.norm.weight, mixture.router.weight, experts.gate_up_weight, experts.down_weight]
+        if self.shared_expert is not None:
+            weights += [linear.weight for linear in self.shared_expert.linears]
         residual_BTD, delta_BTD, statistics_R = _MoE.apply(self, residual_BTD, delta_BTD, *weights)
         return residual_BTD, delta_BTD, statistics_R
 
@@ -78,7 +82,7 @@ class _MoE(torch.autograd.Function):
     def forward(
         ctx: Any, plan: FusedMoE, residual_BTD: Tensor, delta_BTD: Tensor, *weights: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """weights: of norm, router and experts. They are also in `plan`; as inputs, they get gradients."""
+        """weights: of norm, router, experts and shared expert, which are also in `plan`; inputs get gradients."""
         shape, mixture = residual_BTD.shape, plan.sublayer.mixture
         residual, normed, rstd = fused.add_norm(
             flatten_tokens(residual_BTD), flatten_tokens(delta_BTD), plan.norm.weight, plan.norm.eps
@@ -100,9 +104,13 @@ class _MoE(torch.autograd.Function):
         hidden = moe.weighted_gated(inner, routing.weights_S, mixture.experts.activation, plan.gated)
         y_SD = plan.down.output(SortedRows(hidden, None, routing.ends_E), down, normed.dtype)
         del hidden
-        delta = moe.combine(y_SD, routing.slots_Nk)
+        shared, shared_inner, shared_out = plan.shared_expert, None, None
+        if shared is not None:
+            shared_inner = shared.inner(normed)
+            shared_out = shared.output(normed, shared_inner)
+        delta = moe.combine(y_SD, routing.slots_Nk, shared_out)
         ctx.plan, ctx.shape, ctx.routing = plan, shape, routing
-        ctx.state = None if plan.recompute else (normed, inner)
+        ctx.state = None if plan.recompute else (normed, inner, shared_inner)
         ctx.save_for_backward(residual, rstd, weights[0], logits)
         ctx.set_materialize_grads(False)
         # An alias: an output that `ctx` held as well would keep the graph alive for ever.
@@ -121,8 +129,9 @@ class _MoE(torch.autograd.Function):
             normed = fused.add_norm(residual, None, norm_weight, plan.norm.eps)[1]
             assert isinstance(normed, Tensor)
             inner = plan.inner(normed, gate_up, routing)
+            shared_inner = None if plan.shared_expert is None else plan.shared_expert.inner(normed)
         else:
-            normed, inner = state
+            normed, inner, shared_inner = state
         del state
         assert grad_delta is not None
 
@@ -145,9 +154,18 @@ class _MoE(torch.autograd.Function):
             grad_weights_S, grad_statistics, logits, routing, mixture.normalise, mixture.sigmoid
         )
         grad_router = (grad_logits.T @ normed).to(mixture.router.weight.dtype)
-        grad_normed = moe.combine(grad_x, routing.slots_Nk, grad_logits @ router)
+        grad_others = grad_logits @ router
+        grads_shared: tuple[Tensor, ...] = ()
+        if plan.shared_expert is not None:
+            assert shared_inner is not None
+            grad_shared, grads_shared = plan.shared_expert.backward(
+                flatten_tokens(grad_delta), normed, shared_inner
+            )
+            grad_others = grad_others + grad_shared
+        grad_normed = moe.combine(grad_x, routing.slots_Nk, grad_others)
         if grad_residual is not None:
             grad_residual = flatten_tokens(grad_residual)
         grad, grad_norm = fused.add_norm_backward(grad_normed, residual, rstd, norm_weight, grad_residual)
         grad = grad.view(ctx.shape)
-        return None, grad, grad, grad_norm.to(norm_weight.dtype), grad_router, grad_gate_up, grad_down
+        grads_experts = grad_router, grad_gate_up, grad_down, *grads_shared
+        return None, grad, grad, grad_norm.to(norm_weight.dtype), *grads_experts

@@ -44,7 +44,9 @@ def to_hf(model: Transformer, config: ModelConfig) -> tuple[dict[str, Any], dict
     """
     family = family_of(config)
     tensors = hf_tensors(model, family, lambda tensor: tensor.view)
-    if family.model_type == "dots1":  # transformers stores a shared expert of no channels
+    if (
+        family.model_type == "dots1" and not config.shared_expert_intermediate_size
+    ):  # transformers stores a shared expert of no channels
         tensors |= _empty_shared_experts(config)
     return to_hf_config(config), tensors
 
@@ -164,7 +166,7 @@ def check_out_dir(out_dir: Path) -> set[str]:
 def load_hf(
     folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> tuple[ModelConfig, Transformer]:
-    """Load a Qwen3, Qwen3-MoE, dots.llm1, Llama or GPT-2 directory into a model.
+    """Load a Qwen3, Qwen3-MoE, Qwen2-MoE, dots.llm1, Llama or GPT-2 directory into a model.
 
     dtype: dtype of weights with two or more dimensions; the others are float32. Raises UsageError for an unsupported
     architecture, option or tensor, and RunError if config.json or the weights are damaged.

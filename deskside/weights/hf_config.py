@@ -80,7 +80,7 @@ def _decoder(source: Mapping[str, Any], model_type: str) -> ModelConfig:
     if any(windows):
         values["sliding_window"] = source["sliding_window"]
         values["window_pattern"] = _shortest_pattern("".join("S" if window else "L" for window in windows))
-    if model_type == "qwen3_moe":
+    if model_type in ("qwen2_moe", "qwen3_moe"):
         if source.get("mlp_only_layers") or source.get("decoder_sparse_step", 1) != 1:
             raise UsageError(
                 "mlp_only_layers, decoder_sparse_step: a mix of dense and expert layers is not supported"
@@ -92,6 +92,10 @@ def _decoder(source: Mapping[str, Any], model_type: str) -> ModelConfig:
             "norm_topk_prob": source.get("norm_topk_prob", False),
             "router_aux_loss_coef": source.get("router_aux_loss_coef", 0.001),
         }
+    if model_type == "qwen2_moe":
+        if source.get("qkv_bias", True):
+            raise UsageError("qkv_bias: only false is supported in a Qwen2-MoE")
+        values["shared_expert_intermediate_size"] = source["shared_expert_intermediate_size"]
     if model_type == "dots1":
         values |= _dots1_experts(source)
     return ModelConfig(**values)
@@ -112,6 +116,8 @@ def _dots1_experts(source: Mapping[str, Any]) -> dict[str, Any]:
         "moe_intermediate_size": source["moe_intermediate_size"],
         "norm_topk_prob": source.get("norm_topk_prob", False),
         "scoring_func": "sigmoid",
+        "shared_expert_intermediate_size": (source.get("n_shared_experts") or 0)
+        * source["moe_intermediate_size"],
     }
 
 
@@ -171,6 +177,8 @@ def _windows(source: Mapping[str, Any], model_type: str, layers: int) -> list[bo
     if model_type == "qwen3_moe":
         return [True] * layers
     types = source.get("layer_types")
+    if types is None and model_type == "qwen2_moe":
+        raise UsageError("use_sliding_window: a Qwen2-MoE with windows needs layer_types")
     if types is None:
         return [layer >= source.get("max_window_layers", 28) for layer in range(layers)]
     return [kind == "sliding_attention" for kind in types]
@@ -236,18 +244,23 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
         "use_sliding_window": any(windows),
         "sliding_window": config.sliding_window if any(windows) else None,
     }
-    if family.model_type == "qwen3_moe":
+    if family.model_type in ("qwen2_moe", "qwen3_moe"):
         result |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
-        return result | fields(
+        result |= fields(
             "num_experts",
             "num_experts_per_tok",
             "moe_intermediate_size",
             "norm_topk_prob",
             "router_aux_loss_coef",
         )
+    if family.model_type == "qwen3_moe":
+        return result
+    if family.model_type == "qwen2_moe":
+        result |= {"qkv_bias": False, **fields("shared_expert_intermediate_size")}
     if family.model_type == "dots1":
         result |= fields("num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
-        result |= {"n_routed_experts": config.num_experts, "n_shared_experts": 0, "first_k_dense_replace": 0}
+        result |= {"n_routed_experts": config.num_experts, "first_k_dense_replace": 0}
+        result["n_shared_experts"] = config.shared_expert_intermediate_size // config.moe_intermediate_size
         result |= {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0}
     return result | {
         "layer_types": ["sliding_attention" if window else "full_attention" for window in windows],

@@ -30,9 +30,16 @@ _EXPERTS = {
         for x in _MLP_PROJECTIONS
     },
 }
-_SHARED_EXPERT = {
+_DOTS_SHARED_EXPERT = {
     f"layers.{{}}.mlp.shared_expert.{x}": f"model.layers.{{}}.mlp.shared_experts.{x}"
     for x in _MLP_PROJECTIONS
+}
+_QWEN_SHARED_EXPERT = {
+    **{
+        f"layers.{{}}.mlp.shared_expert.{x}": f"model.layers.{{}}.mlp.shared_expert.{x}"
+        for x in _MLP_PROJECTIONS
+    },
+    "layers.{}.mlp.shared_expert.token_gate": "model.layers.{}.mlp.shared_expert_gate",
 }
 _GPT2 = {
     "embed": "transformer.wte",
@@ -88,10 +95,16 @@ FAMILIES = {
         {**_DECODER, **_QK_NORM, **_EXPERTS},
         {**_DECODER_OPTIONS, "qk_norm": True, "mlp_bias": False},
     ),
+    "qwen2_moe": Family(
+        "qwen2_moe",
+        "Qwen2MoeForCausalLM",
+        {**_DECODER, **_EXPERTS, **_QWEN_SHARED_EXPERT},
+        {**_DECODER_OPTIONS, "qk_norm": False, "mlp_bias": False, "attention_bias": False},
+    ),
     "dots1": Family(
         "dots1",
         "Dots1ForCausalLM",
-        {**_DECODER, **_QK_NORM, **_EXPERTS, **_SHARED_EXPERT},
+        {**_DECODER, **_QK_NORM, **_EXPERTS, **_DOTS_SHARED_EXPERT},
         {**_DECODER_OPTIONS, "qk_norm": True, "mlp_bias": False},
     ),
     "llama": Family(
@@ -129,7 +142,8 @@ def family_of(config: ModelConfig) -> Family:
     if config.position_embedding == "learned":
         family = FAMILIES["gpt2"]
     elif config.num_experts:
-        family = FAMILIES["dots1" if config.scoring_func == "sigmoid" else "qwen3_moe"]
+        softmax = "qwen2_moe" if config.shared_expert_intermediate_size else "qwen3_moe"
+        family = FAMILIES["dots1" if config.scoring_func == "sigmoid" else softmax]
     else:
         family = FAMILIES["qwen3" if config.qk_norm else "llama"]
     unsupported = [

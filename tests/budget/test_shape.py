@@ -7,7 +7,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, GPT2Config, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GPT2Config,
+    PretrainedConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from deskside.budget.shape import (
     active_params,
@@ -20,6 +27,7 @@ from deskside.budget.shape import (
 )
 from deskside.config.model import ModelConfig
 from deskside.model.transformer import Transformer
+from deskside.weights.hf_config import to_hf_config
 
 SHAPES: list[dict[str, Any]] = [
     {},
@@ -34,6 +42,8 @@ SHAPES: list[dict[str, Any]] = [
     {"num_hidden_layers": 2, "attention_bias": True, "vocab_size": 1000},
 ]
 MOE = {"num_hidden_layers": 2, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
+SIGMOID = {**MOE, "scoring_func": "sigmoid", "shared_expert_intermediate_size": 192}
+SHARED_EXPERT = {**MOE, "qk_norm": False, "shared_expert_intermediate_size": 80}
 SMALL = {
     "vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 16, "intermediate_size": 160,
@@ -67,6 +77,16 @@ def test_parameters_equal_transformers_qwen3(given: dict[str, Any]) -> None:
     assert num_params(shape) == count(on_meta(qwen3(shape)))
 
 
+@pytest.mark.parametrize("given", [SIGMOID, SHARED_EXPERT])
+def test_parameters_with_a_shared_expert_equal_transformers(given: dict[str, Any]) -> None:
+    shape = ModelConfig(**given)
+    theirs = AutoConfig.for_model(**to_hf_config(shape))
+    biases = shape.num_hidden_layers * shape.num_experts if shape.scoring_func == "sigmoid" else 0
+    assert num_params(shape) == count(on_meta(theirs)) + biases  # buffers in transformers
+    idle = (shape.num_experts - 2) * 3 * shape.hidden_size * shape.moe_intermediate_size
+    assert active_params(shape) == num_params(shape) - shape.num_hidden_layers * idle
+
+
 def test_parameters_equal_transformers_gpt2() -> None:
     shape = ModelConfig(
         vocab_size=50257, max_position_embeddings=1024, num_key_value_heads=12, intermediate_size=3072,
@@ -80,7 +100,7 @@ def test_parameters_equal_transformers_gpt2() -> None:
 @pytest.mark.parametrize(
     "given",
     [
-        {}, MOE, {"norm_position": "post", "norm": "layernorm", "norm_bias": True},
+        {}, MOE, SIGMOID, SHARED_EXPERT, {"norm_position": "post", "norm": "layernorm", "norm_bias": True},
         {"mlp_bias": True, "gated_mlp": False},
         {"position_embedding": "learned", "qk_norm": False}, {"tie_word_embeddings": True}, {"norm": "layernorm"},
         {"norm": "layernorm", "qk_norm": True, "attention_bias": True, "fused_qkv": False},

@@ -64,6 +64,10 @@ LIVE_AND_DEAD: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any]]] = {
         {"model": {"num_experts": 8, "router_z_loss_coef": 0.001}},
         {"model": {"num_experts": 0}},
     ),
+    ("model.shared_expert_intermediate_size", "model.num_experts"): (
+        {"model": {"num_experts": 8, "shared_expert_intermediate_size": 96, "qk_norm": False}},
+        {"model": {"num_experts": 0}},
+    ),
     ("model.router_bias_update_rate", "model.num_experts"): (
         {"model": {"num_experts": 8, "scoring_func": "sigmoid", "router_bias_update_rate": 0.01}},
         {"model": {"num_experts": 8, "scoring_func": "softmax"}},
@@ -497,7 +501,12 @@ def test_options_that_contradict_given_weights_are_refused(key: str) -> None:
         "window_pattern": "SL",
     }  # fmt: skip
     moe_only = {"num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "router_aux_loss_coef"}
-    moe_only |= {"scoring_func", "router_z_loss_coef", "router_bias_update_rate"}
+    moe_only |= {
+        "scoring_func",
+        "router_z_loss_coef",
+        "router_bias_update_rate",
+        "shared_expert_intermediate_size",
+    }
     beside = {"norm_bias": {"norm": "layernorm"}, "num_experts": {"num_experts_per_tok": 2}}.get(key, {})
     if key in moe_only:  # without effect in a dense model, which is another error
         return

@@ -30,6 +30,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "window": {"sliding_window": 5, "window_pattern": "SSL"},
     "learned": {"position_embedding": "learned", "norm": "layernorm", "norm_bias": True, "mlp_bias": True},
     "moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "moe, sigmoid, shared": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "scoring_func": "sigmoid",
+        "shared_expert_intermediate_size": 64,
+    },
     "capped": {"final_logit_softcapping": 3.0, "tie_word_embeddings": True, "norm_position": "post"},
 }
 PROMPTS = [[5, 17, 3], [1], [88, 4, 4, 61, 30, 2, 9, 11, 12, 13], [7] * 30]

@@ -88,6 +88,16 @@ CASES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "attention_bias": True,
     },
+    "dots1, shared expert": {**MOE, "scoring_func": "sigmoid", "shared_expert_intermediate_size": 48},
+    "qwen2 moe": {**MOE, "qk_norm": False, "shared_expert_intermediate_size": 40},
+    "qwen2 moe, not normalised, tied": {
+        **MOE,
+        "qk_norm": False,
+        "shared_expert_intermediate_size": 40,
+        "norm_topk_prob": False,
+        "tie_word_embeddings": True,
+    },
+    "qwen2 moe window": {**MOE, **WINDOW, "qk_norm": False, "shared_expert_intermediate_size": 40},
     "dots1 window": {**MOE, **WINDOW, "scoring_func": "sigmoid"},
     "qwen3 moe window": {**MOE, "sliding_window": 4, "window_pattern": "S"},
 }

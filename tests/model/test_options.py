@@ -42,6 +42,9 @@ def changed_output(change: dict[str, Any], base: dict[str, Any] | None = None) -
         ({"final_logit_softcapping": 1.0}, {}),
         ({"num_experts_per_tok": 3}, MOE),
         ({"norm_topk_prob": False}, MOE),
+        ({"scoring_func": "sigmoid"}, MOE),
+        ({"shared_expert_intermediate_size": 24}, {**MOE, "qk_norm": False}),
+        ({"shared_expert_intermediate_size": 48}, {**MOE, "scoring_func": "sigmoid"}),
     ],
 )
 def test_option_changes_the_output(change: dict[str, Any], base: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from deskside.config.model import ModelConfig
 from deskside.model.init import initialize
 from deskside.model.transformer import Transformer
 from deskside.train.loop.routers import Routers
+from deskside.weights.load import load_model
 from tests.train import tiny_run
 from tests.train.tiny_run import curve, kill_at_step, rows
 
@@ -122,3 +123,30 @@ def test_the_z_loss_keeps_the_logits_small(data: Path, tmp_path: Path) -> None:
         config = tiny_run.config(data, model=model, **CHANGES)
         found[weight] = rows(tiny_run.train(tmp_path, config, f"weight {weight}").run.path)[-1]
     assert found[0.1]["router_z_loss"] < 0.9 * found[0.0]["router_z_loss"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"scoring_func": "sigmoid", "shared_expert_intermediate_size": 64, "router_bias_update_rate": 0.01},
+        {"shared_expert_intermediate_size": 48, "qk_norm": False},
+    ],
+    ids=["dots1", "qwen2_moe"],
+)
+def test_a_finished_run_loads_in_transformers(changes: dict[str, Any], data: Path, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = tiny_run.config(
+        data,
+        model={**EXPERTS, **changes},
+        schedule={"length": "12 steps"},
+        compute={"compile": "fused"},
+        precision={"name": "fp32"},
+    )
+    run = tiny_run.train(tmp_path, config).run.path
+    losses = [row["loss"] for row in rows(run)]
+    assert losses[-1] < losses[0] - 0.2
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(run / "model", dtype=torch.float32)
+    ours = load_model(run).model
+    tokens_BT = torch.arange(40)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens_BT), theirs(tokens_BT).logits, atol=1e-4, rtol=1e-4)
