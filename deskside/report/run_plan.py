@@ -64,10 +64,23 @@ def plan_blocks(record: RunRecord) -> list[Block]:
 
 
 def recipe_used(plan: dict[str, Any]) -> str:
-    """Return the precision recipe that was chosen and whether it was emulated, or the empty string."""
+    """Return the precision recipe that was chosen, that of experts, and whether they were emulated, or the empty
+    string."""
     precision = mapping(plan.get("precision"))
-    chosen = text(precision.get("chosen"))
-    return f"{chosen}, emulated" if chosen and precision.get("native") is False else chosen
+    experts = mapping(precision.get("experts"))
+    used = [_with_emulation(precision)]
+    if experts and (experts.get("chosen"), experts.get("native")) != (
+        precision.get("chosen"),
+        precision.get("native"),
+    ):
+        used.append(f"experts {_with_emulation(experts)}")
+    return "; ".join(filter(None, used))
+
+
+def _with_emulation(facts: dict[str, Any]) -> str:
+    """Return the recipe of these entries of plan.json and whether it was emulated, or the empty string."""
+    chosen = text(facts.get("chosen"))
+    return f"{chosen}, emulated" if chosen and facts.get("native") is False else chosen
 
 
 def provenance_rows(

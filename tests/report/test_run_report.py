@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deskside.cli.report import run
+from deskside.report.run_plan import recipe_used
 from deskside.report.write import write_report
 from deskside.utils.errors import UsageError
 
@@ -368,3 +369,23 @@ def test_command_prints_json_alone(tmp_path: Path, capsys: pytest.CaptureFixture
     assert Path(told["report"]).is_file()
     assert len(told["plots"]) == 5
     assert "plan.json is missing" in streams.err
+
+
+@pytest.mark.parametrize(
+    ("layers", "experts", "shown"),
+    [
+        (True, None, "fp8-delayed"),
+        (False, None, "fp8-delayed, emulated"),
+        (True, ("fp8-rowwise", True), "fp8-delayed; experts fp8-rowwise"),
+        (True, ("fp8-rowwise", False), "fp8-delayed; experts fp8-rowwise, emulated"),
+        (True, ("fp8-delayed", True), "fp8-delayed"),
+    ],
+)
+def test_the_recipe_of_experts_is_shown_if_it_is_another_one(
+    layers: bool, experts: tuple[str, bool] | None, shown: str
+) -> None:
+    facts: dict[str, Any] = {"chosen": "fp8-delayed", "native": layers}
+    if experts is not None:
+        facts["experts"] = {"chosen": experts[0], "native": experts[1], "errors": {}}
+    assert recipe_used({"precision": facts}) == shown
+    assert recipe_used({}) == ""

@@ -15,6 +15,7 @@ SLOWER = {"sequence_length": 32, "tokens": 1024}
 EVERYWHERE = {"keep_first": 0.0, "keep_last": 0.0}
 SWITCHES = {"warmup_steps": 12, "bf16_from": 0.8}
 LONGER = {"sequence_length": 128, "tokens": 1024}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 HADAMARD = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32}
 
 
@@ -40,6 +41,14 @@ def same(run: Path, other: Path) -> None:
     ("name", "changes", "ranks"),
     [
         ("fp8-delayed", {"precision": SWITCHES, "batch": {"micro_tokens": 256}}, 1),
+        ("fp8-delayed", {"model": EXPERTS, "precision": SWITCHES, "batch": {"micro_tokens": 512}}, 1),
+        pytest.param("nvfp4-unbiased", {"model": EXPERTS}, 1, marks=pytest.mark.full),
+        pytest.param(
+            "fp8-delayed",
+            {"model": EXPERTS, "compute": {"activation_checkpointing": "block"}},
+            2,
+            marks=pytest.mark.full,
+        ),
         pytest.param("fp8-delayed", {}, 1, marks=pytest.mark.full),
         pytest.param("fp8-delayed", {}, 2, marks=pytest.mark.full),
         pytest.param("nvfp4", {"compute": {"activation_checkpointing": "block"}}, 1, marks=pytest.mark.full),
@@ -76,6 +85,19 @@ def test_a_recipe_learns_as_well_as_fp32(data: Path, tmp_path: Path) -> None:
         assert final[name] < losses[0] - 0.8
     assert final["fp8-delayed"] == pytest.approx(final["fp32"], rel=0.02)
     assert final["nvfp4"] == pytest.approx(final["fp32"], rel=0.08)
+
+
+def test_experts_learn_as_well_as_in_fp32(data: Path, tmp_path: Path) -> None:
+    final = {}
+    batch = {"sequence_length": 32, "tokens": 512}
+    for name in ("fp32", "fp8-delayed"):
+        precision = {"name": name} if name == "fp32" else {"name": name, **EVERYWHERE}
+        changes = {"batch": batch, "schedule": {"length": "40 steps"}, "model": EXPERTS}
+        config = tiny_run.config(data, precision=precision, **changes)
+        losses = [row["loss"] for row in rows(tiny_run.train(tmp_path, config, name).run.path)]
+        final[name] = sum(losses[-5:]) / 5
+        assert final[name] < losses[0] - 0.8
+    assert final["fp8-delayed"] == pytest.approx(final["fp32"], rel=0.02)
 
 
 def poisoned(root: Path, config: tiny_run.RunConfig) -> None:
