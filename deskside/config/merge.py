@@ -193,6 +193,12 @@ _RULES: tuple[tuple[str, str, Callable[[Any], bool], str], ...] = (
         "it is an option of the fused sublayers, which do not support adapters: remove it",
     ),
     (
+        "model.router_bias_update_rate",
+        "adapter.rank",
+        lambda c: c.adapter is not None and c.model.router_bias_update_rate > 0,
+        "routers are frozen beside adapters: remove it",
+    ),
+    (
         "optim.scale",
         "adapter.rank",
         lambda c: c.adapter is not None,

@@ -19,6 +19,11 @@ ADAMW = {"optim": {"name": "adamw"}}
         ({"precision": {"weight_cache": False}}, r"precision.weight_cache: has no effect here.*adapters"),
         ({"precision": {"accumulate": "fused"}}, r"precision.accumulate: has no effect here.*adapters"),
         ({"optim": {"name": "adamw", "scale": False}}, r"optim.scale: has no effect here.*optim.lr as it is"),
+        (
+            {"model": {"num_experts": 4, "num_experts_per_tok": 2, "scoring_func": "sigmoid",
+                       "router_bias_update_rate": 1e-3}},
+            r"model.router_bias_update_rate: has no effect here.*adapters",
+        ),
         ({"parallel": {"mode": "shard"}}, r"parallel.mode: .*not sharded; use --parallel.mode replicate"),
         ({"compute": {"compile": "fused"}}, r"compute.compile: .*do not support adapters; use .*auto"),
         (
@@ -69,3 +74,14 @@ def test_adapters_drop_options_of_a_preset_without_effect() -> None:
 def test_scale() -> None:
     assert AdapterConfig(rank=16, alpha=32).scale == 2
     assert AdapterConfig(rank=16, alpha=32, rank_stabilised=True).scale == 8
+
+
+def test_adapters_drop_the_update_rate_of_the_model_they_start_from() -> None:
+    experts = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "scoring_func": "sigmoid",
+        "router_bias_update_rate": 1e-3,
+    }
+    config = build([{"model": experts}, ADAMW, {"adapter": {"rank": 4}}])
+    assert config.adapter is not None and config.model.router_bias_update_rate == 0

@@ -35,6 +35,7 @@ CASES: dict[str, Case] = {
     "experts": ({}, (), MOE),
     "experts, stabilised": ({"rank_stabilised": True, "targets": ["gate_proj", "up_proj"]}, (), MOE),
     "experts, some": ({"targets": ["up_proj", "o_proj"]}, (3,), {**MOE, "tie_word_embeddings": True}),
+    "experts, sigmoid": ({}, (), {**MOE, "scoring_func": "sigmoid"}),
     "experts, down": ({"targets": ["down_proj"]}, (), {**MOE, "norm_topk_prob": False}),
 }
 
