@@ -101,7 +101,6 @@ BFLOAT16 = {"weights": "bfloat16", "offload": True}
                 "precision": {"name": "bf16"},
                 "compute": OFFLOADED,
                 "optim": {**MUON, **BFLOAT16},
-                "batch": {**SLOWER, "micro_tokens": 512},
             },
             26,
         ),
