@@ -4,10 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 import transformers
 
+from benchmarks.serve_load import served
 from deskside.cli.main import main
 from deskside.config.run import RunConfig
 from deskside.data.corpus.analyze import CorpusOptions
@@ -96,3 +98,17 @@ def test_yarn_lengthens_a_trained_model(long_data: Path, tmp_path: Path) -> None
     tokens = torch.randint(0, 300, (1, LONG), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         torch.testing.assert_close(loaded.model(tokens), theirs(tokens).logits, rtol=1e-3, atol=1e-3)
+
+
+def test_serve_takes_16k_prompts(trained: Path) -> None:
+    loaded = load_model(trained)
+    prompt = torch.randint(1, 300, (1, LONG - 8), generator=torch.Generator().manual_seed(2)).tolist()
+    (expected,) = generate(loaded.model, prompt, max_new_tokens=8, eos_tokens=loaded.eos_tokens)
+    with served([str(trained), "--device", "cpu"], {"OMP_NUM_THREADS": "1"}) as (base, _):
+        body = {"prompt": prompt[0], "temperature": 0, "max_tokens": 8}
+        answer = httpx.post(f"{base}/v1/completions", json=body, timeout=300).raise_for_status().json()
+        body = {"prompt": [*prompt[0], *prompt[0]], "temperature": 0, "max_tokens": 8}
+        refused = httpx.post(f"{base}/v1/completions", json=body, timeout=300)
+    assert answer["usage"]["prompt_tokens"] == LONG - 8
+    assert answer["choices"][0]["text"] == loaded.tokenizer.decode(expected.tokens)
+    assert refused.status_code == 400 and refused.json()["error"]["type"] == "invalid_request_error"
