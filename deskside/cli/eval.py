@@ -32,6 +32,7 @@ from deskside.evaluate.run_task import (
 )
 from deskside.evaluate.tasks import TaskSelection, select
 from deskside.evaluate.text_bpb import TextBpb, has_own_data, measure, run_config
+from deskside.run.directory import RunDirectory
 from deskside.utils import strict_json
 from deskside.utils.console import say
 from deskside.utils.errors import RunError, UsageError
@@ -73,7 +74,7 @@ class EvalOptions(ModelOption, JsonOption):
         "start every text with the start token, as in training (lm-eval: add_bos_token=True)", False
     )
     passkey: str | None = option(
-        "find a number hidden in a text of so many tokens; each length must fit the model",
+        "find a number hidden in a text of so many tokens; the report of a run shows the last result",
         None,
         metavar="N,...",
     )
@@ -128,6 +129,8 @@ def run(argv: Sequence[str]) -> int:
             batch_tokens=batch_tokens,
         )
     cells = _evaluate_passkey(options, lengths, loaded, batch_tokens)
+    if cells and loaded.run_dir is not None:
+        _record_passkey(loaded.run_dir, cells, loaded.step)
     parallel = None if parallel_text is None else measure_parallel(loaded, parallel_text, batch_tokens)
     results, failed = _evaluate_tasks(options, tasks, subject)
     # Without the tasks that failed, the mean over CORE's tasks would be another metric.
@@ -149,7 +152,7 @@ def run(argv: Sequence[str]) -> int:
                 "expert_load": measured.result.expert_load,
             }
         if lengths:
-            output["passkey"] = {"seed": PASSKEY_SEED, "cells": [cell.as_dict() for cell in cells]}
+            output["passkey"] = _passkey_json(cells)
         if parallel is not None:
             output["parallel"] = parallel.as_dict()
         if selection is not None:
@@ -245,6 +248,18 @@ def _evaluate_passkey(
             batch_tokens=batch_tokens,
             tick=bar.advance,
         )
+
+
+def _passkey_json(cells: Sequence[PasskeyCell]) -> dict[str, Any]:
+    return {"seed": PASSKEY_SEED, "cells": [cell.as_dict() for cell in cells]}
+
+
+def _record_passkey(run_dir: Path, cells: Sequence[PasskeyCell], step: int | None) -> None:
+    """Write passkey.json into the run's directory, for its report. If it is read-only, only a line says so."""
+    try:
+        RunDirectory(run_dir).write_json("passkey.json", {**_passkey_json(cells), "step": step})
+    except RunError as error:
+        say(f"the run's report will not show this passkey evaluation: {error}")
 
 
 # Tasks

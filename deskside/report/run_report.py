@@ -51,7 +51,7 @@ def compose(
     `images` are drawn already; `missing` has a sentence for each missing plot; `languages` and `experts` are the
     sections about the languages of the data and the experts of the model, which are left out if they are empty.
     """
-    curves = (*images, *((Bullets(missing),) if missing else ()), *_by_position(record))
+    curves = (*images, *((Bullets(missing),) if missing else ()), *_by_position(record), *_passkey(record))
     return ReportDocument(
         title=f"Training run {record.name}",
         verdict=verdict(record),
@@ -194,6 +194,29 @@ def _by_position(record: RunRecord) -> list[Block]:
         "Bits per byte by position on the validation text (measured). Lower at later positions: the model uses the "
         "text before a token.",
         Table(("positions", "bits per byte", "tokens"), rows),
+    ]
+
+
+def _passkey(record: RunRecord) -> list[Block]:
+    """Return a table of the right answers by length and depth, if the run was evaluated with --passkey."""
+    cells = objects(record.passkey.get("cells"))
+    if not cells:
+        return []
+    lengths, depths = (
+        sorted({number(cell.get(key)) or 0.0 for cell in cells}) for key in ("length", "depth")
+    )
+    accuracy = {
+        (number(cell.get("length")), number(cell.get("depth"))): number(cell.get("accuracy"))
+        for cell in cells
+    }
+    rows = []
+    for length in lengths:
+        values = [accuracy.get((length, depth)) for depth in depths]
+        rows.append((count(length), *(UNKNOWN if value is None else f"{value:.0%}" for value in values)))
+    return [
+        f"Passkey retrieval: right answers of {count(number(cells[0].get('n')))} numbers at each length and depth, at "
+        f"step {count(number(record.passkey.get('step')))} (measured).",
+        Table(("tokens", *(f"depth {depth:.0%}" for depth in depths)), rows),
     ]
 
 

@@ -10,7 +10,7 @@ import math
 import os
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,9 @@ class RunRecord:
     metrics: list[dict[str, Any]] = field(default_factory=list)  # metrics.jsonl, in order of step
     events: list[str] = field(default_factory=list)  # events.log
     problems: list[str] = field(default_factory=list)  # messages about missing and damaged files
+    passkey: dict[str, Any] = field(
+        default_factory=dict
+    )  # passkey.json, which `deskside eval --passkey` writes
 
     @property
     def name(self) -> str:
@@ -175,7 +178,11 @@ def read_run(path: Path) -> RunRecord:
         events = []
         problem = MISSING if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
         problems.append(f"events.log {problem}: skips, rollbacks and resumes are unknown.")
-    return _record(path, contents, log.rows, [line for line in events if line.strip()], problems)
+    passkey, problem = read_object(path / "passkey.json")
+    if problem and problem != MISSING:
+        problems.append(f"passkey.json {problem}: the passkey evaluation is unknown.")
+    record = _record(path, contents, log.rows, [line for line in events if line.strip()], problems)
+    return replace(record, passkey=passkey)
 
 
 def read_brief(path: Path) -> RunRecord:

@@ -128,6 +128,7 @@ def test_passkey(run: MadeRun, capsys: pytest.CaptureFixture[str]) -> None:
         c["n"] == 2 and 0 <= c["low"] <= c["accuracy"] <= c["high"] <= 1 and c["nats"] > 0 for c in cells
     )
     assert found["bpb"] is not None and found["bpb_by_position"][0]["tokens"] == found["tokens"]
+    assert json.loads((run.path / "passkey.json").read_text()) == {**found["passkey"], "step": 20}
     assert run_eval(arguments) == 0
     lines = capsys.readouterr().out.splitlines()[-4:]
     assert all(len(line) <= 80 for line in lines) and "depth 100%" in lines[0]
@@ -161,6 +162,15 @@ def test_parallel(run: MadeRun, tmp_path: Path, capsys: pytest.CaptureFixture[st
         (tmp_path / "both.jsonl").write_text(json.dumps(broken) + "\n")
         with pytest.raises(UsageError, match=field):
             run_eval(arguments)
+
+
+def test_passkey_of_a_run_that_cannot_be_written(run: MadeRun, capsys: pytest.CaptureFixture[str]) -> None:
+    (run.path / "passkey.json").unlink(missing_ok=True)
+    (run.path / "passkey.json").mkdir()
+    assert run_eval([str(run.path), "--passkey", "400", "--trials", "1", "--device", "cpu", "--json"]) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["passkey"]["cells"] and "will not show this passkey evaluation" in shown.err
+    (run.path / "passkey.json").rmdir()
 
 
 def test_the_table_fits_a_terminal(made: Made, data: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -188,6 +188,21 @@ def test_whole_run(tmp_path: Path) -> None:
     assert "| seed | 7 | 1 |" in markdown
 
 
+def test_passkey_of_the_last_evaluation(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "demo")
+    cells = [
+        {"length": length, "depth": depth, "accuracy": depth, "n": 5}
+        for length in (512, 2048)
+        for depth in (0, 0.5)
+    ]
+    (folder / "passkey.json").write_text(json.dumps({"seed": 0, "step": 400, "cells": cells[:3]}))
+    _, markdown = report(folder)
+    assert "| tokens | depth 0% | depth 50% |" in markdown
+    assert "| 512 | 0% | 50% |" in markdown and "| 2,048 | 0% | not known |" in markdown
+    (folder / "passkey.json").write_text("{")
+    assert "passkey.json" in report(folder)[1]
+
+
 def test_predicted_against_measured(tmp_path: Path) -> None:
     """What `deskside go` leaves in the summary: plan, pilot and what came, side by side; a hole is no error."""
     folder = make_run(tmp_path)
