@@ -534,6 +534,12 @@ class _LayerBytes:
         if checkpointing == "attention":
             return max(mlp, self.attention + attention - self.mlp)
         whole_mlp = self.mlp_normed + self.mlp + mlp
+        sizes, chunk = self.sizes, self.sizes.spec.mlp_chunk_tokens
+        if chunk is not None and chunk < sizes.spec.micro_tokens:
+            # A chunk's share of these, the gradient of the residual, and float32 sums of the weight gradients.
+            part = sizes.leaf("tokens of an MLP chunk", chunk) / sizes.pass_tokens
+            sums = 4 * sizes.mlp_weights / sizes.pass_tokens
+            whole_mlp = whole_mlp * part + self.block_input / 2 + sums
         return (
             whole_mlp if checkpointing == "mlp" else max(whole_mlp, self.normed + self.attention + attention)
         )

@@ -197,6 +197,7 @@ def step_operators(shape: Shape, spec: StepSpec, traced: bool = False) -> list[O
             *_products(
                 "MLP", 2.0 * s.tokens * s.layers * s.mlp_weights, s, recompute=True, experts=has_experts
             ),
+            *_chunk_sums(s),
             Operator("activation", "traffic", recomputed, recompute=True),
         ]
         if has_experts:
@@ -205,6 +206,17 @@ def step_operators(shape: Shape, spec: StepSpec, traced: bool = False) -> list[O
             values = s.tokens * s.layers * (s.hidden + s.mlp_width)
             operators += _quantizing(recomputed, values, 0.0, s, recompute=True)
     return operators + _optimizer(s) + _transfers(s)
+
+
+def _chunk_sums(s: Sizes) -> list[Operator]:
+    """Return the traffic of an MLP's float32 weight gradients, which each chunk but the first reads and writes."""
+    chunk = s.spec.mlp_chunk_tokens
+    chunks = 1 if chunk is None else -(-s.spec.micro_tokens // chunk)
+    if chunks == 1:
+        return []
+    more = s.leaf("further chunks of a pass", chunks - 1)
+    amount = 8.0 * s.mlp_weights * s.layers * s.passes * more
+    return [Operator("sums over MLP chunks", "weights", amount, recompute=True)]
 
 
 def traffic_units(spec: StepSpec) -> TrafficUnits:

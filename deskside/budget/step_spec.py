@@ -36,6 +36,8 @@ class StepOptions:
             keeps quantized ones as for "step"; "step": a cache keeps them until the weights change; "use": no copies
             are kept.
         activation_offloading: What recomputed blocks save waits in host memory for the backward.
+        mlp_chunk_tokens: Tokens whose inner activations of a recomputed dense MLP exist at the same time; None: all of
+            a pass.
         compiled: Blocks without fused sublayers are compiled by torch.compile.
         loss_chunk_tokens: Tokens whose logits exist at the same time.
         weights: Format of the stored weights and of their gradients; norms and biases are always float32.
@@ -57,6 +59,7 @@ class StepOptions:
     copies: CopyLifetime = "pass"
     activation_checkpointing: Checkpointing = "none"
     activation_offloading: bool = False
+    mlp_chunk_tokens: int | None = None
     compiled: bool = True
     loss_chunk_tokens: int = 8192
     weights: WeightFormat = "float32"

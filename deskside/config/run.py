@@ -136,6 +136,8 @@ class RunConfig(Part):
                 "compute.activation_offloading: moves what recomputed blocks save; add "
                 "--compute.activation_checkpointing block"
             )
+        if compute.mlp_chunk_tokens is not None:
+            self._check_mlp_chunk()
         if compute.activation_offloading and self.parallel.mode == "shard":
             raise ValueError(
                 "compute.activation_offloading: is not supported with sharded weights yet; use --parallel.mode "
@@ -186,6 +188,24 @@ class RunConfig(Part):
                 "precision.accumulate: products cannot add to gradients in bfloat16; use native, or --optim.weights "
                 "float32"
             )
+
+    def _check_mlp_chunk(self) -> None:
+        """Raise ValueError, with the key and the remedy, if this run cannot compute its MLPs in chunks."""
+        if self.compute.activation_checkpointing not in ("mlp", "block"):
+            raise ValueError(
+                "compute.mlp_chunk_tokens: an MLP that keeps its activations saves nothing in chunks; add "
+                "--compute.activation_checkpointing mlp or block"
+            )
+        if self.model.num_experts:
+            raise ValueError(
+                "compute.mlp_chunk_tokens: is for dense MLPs; leave it out in a mixture of experts"
+            )
+        if self.precision.quantized:
+            raise ValueError(
+                f"compute.mlp_chunk_tokens: is not supported in {self.precision.name} yet; leave it out, or use bf16"
+            )
+        if self.adapter is not None:
+            raise ValueError("compute.mlp_chunk_tokens: needs fused kernels, which do not support adapters")
 
     def _check_gradients(self) -> None:
         """Raise ValueError, with the key and the remedy, if gradients cannot leave the GPU in this run."""

@@ -114,6 +114,11 @@ class ComputeConfig(Part):
     gpu_budget: float | None = Field(
         None, gt=0, le=1e6, description="memory of each GPU that the run may use, in GiB; default: all of it"
     )
+    mlp_chunk_tokens: PositiveInt | None = Field(
+        None,
+        description="tokens whose inner activations of a dense MLP exist at a time, in forward and backward; default: "
+        "those of a pass; needs activation_checkpointing mlp or block, fused kernels and 16 or 32 bits",
+    )
     loss_chunk_tokens: PositiveInt = Field(8192, description="tokens whose logits are computed at a time")
     z_loss: float = Field(
         0.0, ge=0, description="weight in the loss of log(sum(exp(logits)))^2, which keeps logits small"

@@ -32,6 +32,7 @@ def step_options(config: RunConfig) -> dict[str, Any]:
         "gradients": config.optim.gradients,
         "activation_checkpointing": config.compute.activation_checkpointing,
         "activation_offloading": config.compute.activation_offloading,
+        "mlp_chunk_tokens": config.compute.mlp_chunk_tokens,
         "loss_chunk_tokens": config.compute.loss_chunk_tokens,
         "adapter": adapter,
     }

@@ -50,6 +50,7 @@ LADDER: tuple[tuple[Checkpointing, int], ...] = (
     ("block", 2048),
     ("block", 512),
 )
+MLP_CHUNK = 4096  # tokens of an MLP chunk; shorter rows need none, because a pass may be as short
 ENOUGH_PASS_TOKENS = 16384  # from this pass size on, recomputation to fit larger passes does not pay
 MAX_SECONDS = 365 * 86400.0  # longer runs get the verdict "no"
 TOO_LONG = "that is more than a year of training: it needs more or faster cards, or a smaller goal"
@@ -296,7 +297,8 @@ def make_candidate(
 def fastest_that_fits(request: PlanRequest, base: Setting) -> StepEstimate:
     """Return the fastest variant of a setting that fits, else that is expected to fit, else the one of least memory.
 
-    Variants differ in micro-batch, activation checkpointing, loss chunk, cached weights and sharding.
+    Variants differ in micro-batch, activation checkpointing, activation offloading, chunks of loss and MLP, cached
+    weights and sharding.
     """
     best: StepEstimate | None = None
     for setting in _ladder(request, base):
@@ -340,10 +342,18 @@ def _ladder(request: PlanRequest, base: Setting) -> Iterator[Setting]:
         if variants[0].has_optional_cache and "weight_cache" not in request.overrides.get("precision", {}):
             uncached = [replace(variant, copies="use") for variant in variants]
         yield from uncached
+        offloaded = []
         if "activation_offloading" not in explicit:
-            for variant in [*variants, *uncached]:
-                if variant.can_offload_activations:
-                    yield replace(variant, activation_offloading=True)
+            offloaded = [
+                replace(variant, activation_offloading=True)
+                for variant in [*variants, *uncached]
+                if variant.can_offload_activations
+            ]
+        yield from offloaded
+        if "mlp_chunk_tokens" not in explicit:
+            for variant in [*variants, *uncached, *offloaded]:
+                if variant.can_chunk_mlps and variant.sequence_length > MLP_CHUNK:
+                    yield replace(variant, mlp_chunk_tokens=MLP_CHUNK)
 
 
 def _by_optimizer(

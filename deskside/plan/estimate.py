@@ -94,6 +94,13 @@ class Setting(StepOptions):
         return recomputed and self.copies != "pass" and not self.sharded
 
     @property
+    def can_chunk_mlps(self) -> bool:
+        """True if dense MLPs may be computed in chunks of tokens: fused, recomputed and not quantized."""
+        recomputed = self.activation_checkpointing in ("mlp", "block")
+        in_16_bits = not quantized(self.precision) and self.adapter is None
+        return recomputed and self.copies != "pass" and in_16_bits and not self.model.num_experts
+
+    @property
     def shardable(self) -> bool:
         """True if training supports sharding of this setting over several GPUs."""
         memory_saving = self.states in ("8bit", "4bit") or self.offload_optimizer or self.adapter is not None
@@ -411,6 +418,8 @@ def options(setting: Setting, staged: bool = False) -> dict[str, Any]:
         result["compute"]["activation_checkpointing"] = setting.activation_checkpointing
     if setting.activation_offloading:
         result["compute"]["activation_offloading"] = True
+    if setting.mlp_chunk_tokens is not None:
+        result["compute"]["mlp_chunk_tokens"] = setting.mlp_chunk_tokens
     if setting.loss_chunk_tokens != defaults().compute.loss_chunk_tokens:
         result["compute"]["loss_chunk_tokens"] = setting.loss_chunk_tokens
     if optim := optim_options(setting):

@@ -33,7 +33,7 @@ from deskside.budget.step_spec import (
 from deskside.config import merge, presets
 from deskside.config.model import ModelConfig
 from deskside.facts.gpus import gpus
-from deskside.plan.candidates import LADDER, fastest_that_fits
+from deskside.plan.candidates import LADDER, MLP_CHUNK, fastest_that_fits
 from deskside.plan.estimate import (
     Fits,
     Setting,
@@ -167,6 +167,12 @@ def _changes(requested: Setting) -> Iterator[tuple[str, Setting, str]]:
             "activations of recomputed blocks in the host's memory",
             lean,
             f"{gib(offloaded_activation_bytes(Sizes(shape, spec)))} of the host's memory; transferred in each pass",
+        )
+    if whole.can_chunk_mlps and requested.mlp_chunk_tokens is None and whole.sequence_length > MLP_CHUNK:
+        yield (
+            f"MLPs of recomputed blocks for {MLP_CHUNK:,} tokens at a time",
+            replace(whole, mlp_chunk_tokens=MLP_CHUNK),
+            "recomputed in the backward pass; weight gradients are added up over the chunks",
         )
     for chunk in (2048, 512):
         if chunk < min(requested.loss_chunk_tokens, requested.micro_tokens):
@@ -373,6 +379,8 @@ def minimum_memory(request: PlanRequest, setting: Setting) -> StepEstimate:
         lean = replace(lean, copies="use")
     if lean.can_offload_activations:
         lean = replace(lean, activation_offloading=True)
+    if lean.can_chunk_mlps and lean.sequence_length > MLP_CHUNK:
+        lean = replace(lean, mlp_chunk_tokens=MLP_CHUNK)
     return estimate_max_microbatch(lean, request.calibration, request.card.memory_bytes)
 
 

@@ -60,6 +60,7 @@ CHANGED_OPTIONS = (
     ("--precision", "precision"),
     ("--compute.activation_checkpointing", "activation_checkpointing"),
     ("--compute.activation_offloading", "activation_offloading"),
+    ("--compute.mlp_chunk_tokens", "mlp_chunk_tokens"),
     ("--compute.loss_chunk_tokens", "loss_chunk_tokens"),
     ("--optim.name", "optimizer"),
     ("--optim.weights", "weights"),

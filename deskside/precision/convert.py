@@ -111,6 +111,13 @@ class QuantizedModel:
             self._sublayers[index] = (sublayer, plan, replace(bf16_plan, recompute=recompute))
         self._set_overrides()
 
+    def set_mlp_chunk(self, tokens: int) -> None:
+        """Compute fused dense MLPs for this number of tokens at a time. They must be recomputed and not quantized."""
+        for index, (sublayer, plan, bf16_plan) in enumerate(self._sublayers):
+            if isinstance(bf16_plan, FusedMLP):
+                self._sublayers[index] = (sublayer, plan, replace(bf16_plan, chunk_tokens=tokens))
+        self._set_overrides()
+
     def is_fused(self, module: nn.Module) -> bool:
         """Return True if `module` is a sublayer that runs fused, at least in some steps."""
         return any(
@@ -167,7 +174,9 @@ class QuantizedModel:
                 and isinstance(module, AttentionSublayer | MLPSublayer)
                 and why_not_fused(module) is None
             ):
-                fused_type = FusedAttention if isinstance(module, AttentionSublayer) else FusedMLP
+                fused_type: type[FusedSublayer] = (
+                    FusedAttention if isinstance(module, AttentionSublayer) else FusedMLP
+                )
                 linear1, linear2 = module.input.projections[0], _last_linear(module)
                 assert isinstance(linear1, Linear)
                 fused_linears.update((id(linear1), id(linear2)))

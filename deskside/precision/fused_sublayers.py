@@ -30,6 +30,8 @@ from deskside.kernels.attention.manual_backward import (
     attention_forward,
     attention_output,
 )
+from deskside.kernels.cross_entropy import add_matmul
+from deskside.kernels.functional import at_least_float32
 from deskside.kernels.fused import Fp8, QkvLayout
 from deskside.ops.composite import AttentionSublayer, MLPSublayer, RMSNorm
 from deskside.precision.quantized_linear import QuantizedLinear
@@ -93,10 +95,16 @@ class FusedSublayer:
         return grad, grad_norm.to(norm_weight.dtype), grad_weight
 
 
+@dataclass(frozen=True)
 class FusedMLP(FusedSublayer):
-    """Fused MLP sublayer: (residual, delta) -> (residual, delta)."""
+    """Fused MLP sublayer: (residual, delta) -> (residual, delta).
+
+    chunk_tokens: compute this number of tokens at a time, in forward and backward; None is all of them. For products in
+    16 bits or more, with `recompute`.
+    """
 
     sublayer: MLPSublayer
+    chunk_tokens: int | None = None
 
     @cached_property
     def gated(self) -> bool:
@@ -104,7 +112,8 @@ class FusedMLP(FusedSublayer):
 
     def __call__(self, residual_BTD: Tensor, delta_BTD: Tensor) -> tuple[Tensor, Tensor]:
         weights = (self.norm.weight, self.first.linear.weight, self.second.linear.weight)
-        residual_BTD, delta_BTD = _MLP.apply(self, residual_BTD, delta_BTD, *weights)
+        node = _MLP if self.chunk_tokens is None else _ChunkedMLP
+        residual_BTD, delta_BTD = node.apply(self, residual_BTD, delta_BTD, *weights)
         return residual_BTD, delta_BTD
 
 
@@ -196,6 +205,67 @@ class _MLP(torch.autograd.Function):
         grad, grad_norm, grad_first = plan.first_backward(grad_inner, state.normed, saved, grad_residual)
         grad = grad.view(ctx.shape)
         return None, grad, grad, grad_norm, grad_first, grad_second
+
+
+class _ChunkedMLP(torch.autograd.Function):
+    """`_MLP` for one chunk of tokens after the other (ALST, Bekman et al. 2025, arXiv 2506.13996).
+
+    The MLP has no interaction between tokens, so only the weight gradients are sums over chunks. They are added up in
+    float32, which differs from one product by the order of the additions.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, plan: FusedMLP, residual_BTD: Tensor, delta_BTD: Tensor, *weights: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """weights: as in `_MLP`."""
+        shape = residual_BTD.shape
+        residual, normed, rstd = plan.add_norm(flatten_tokens(residual_BTD), flatten_tokens(delta_BTD))
+        assert isinstance(normed, Tensor) and plan.chunk_tokens is not None
+        delta = torch.empty_like(residual)
+        for part in _chunks(len(residual), plan.chunk_tokens):
+            rows = _mlp(plan, normed[part], residual.dtype)[0]
+            delta[part] = plan.second.output(rows, residual.dtype)
+        ctx.plan, ctx.shape = plan, shape
+        ctx.save_for_backward(residual, rstd, *weights)
+        ctx.set_materialize_grads(False)
+        return residual.view(shape), delta.view(shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        plan: FusedMLP = ctx.plan
+        residual, rstd, *weights = ctx.saved_tensors
+        dtype, activation = residual.dtype, plan.sublayer.output.activation
+        assert grads[1] is not None and plan.chunk_tokens is not None
+        grad_residual = None if grads[0] is None else flatten_tokens(grads[0])
+        grad_delta = flatten_tokens(grads[1])
+        grad = torch.empty_like(residual)
+        totals = [torch.zeros_like(weight, dtype=at_least_float32(weight)) for weight in weights]
+        norm_total, first_total, second_total = totals
+        for part in _chunks(len(residual), plan.chunk_tokens):
+            normed = plan.add_norm(residual[part], None)[1]
+            state = _mlp(plan, normed, dtype)[1]
+            assert isinstance(normed, Tensor)
+            rows, _ = plan.second.g.quantize_rows(grad_delta[part])
+            grad_hidden = plan.second.input_gradient(rows, dtype)
+            add_matmul(second_total, grad_delta[part].T, state.hidden[0])
+            grad_inner = fused.gated_backward(grad_hidden, state.inner, activation, plan.gated, None)
+            del grad_hidden
+            assert isinstance(grad_inner, Tensor)
+            rows, _ = plan.first.g.quantize_rows(grad_inner)
+            grad_normed = plan.first.input_gradient(rows, dtype)
+            add_matmul(first_total, grad_inner.T, normed)
+            part_residual = None if grad_residual is None else grad_residual[part]
+            grad[part], grad_norm = fused.add_norm_backward(
+                grad_normed, residual[part], rstd[part], weights[0], part_residual
+            )
+            norm_total.add_(grad_norm)
+        grad = grad.view(ctx.shape)
+        return None, grad, grad, *(t.to(w.dtype) for t, w in zip(totals, weights, strict=True))
+
+
+def _chunks(tokens: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 
 
 @dataclass

@@ -113,3 +113,18 @@ def test_transfers_cost_time_only_where_the_computation_is_shorter() -> None:
     assert seconds[20e9, "device"] == seconds[20e9, "released"] == 0
     assert seconds[20e9, "host"] == pytest.approx(gradients / 20e9, rel=0.01)  # up for the update
     assert seconds[1e8, "host"] > 2 * gradients / 1e8 and seconds[1e8, "released"] > 0
+
+
+def test_mlps_in_chunks_need_the_memory_of_a_chunk() -> None:
+    """Less than their share of whole ones only by the gradient of the residual and the sums in float32."""
+    shape = ModelConfig(**WIDE, num_hidden_layers=4)
+    plain, chunked = (spec(1, 16, mlp_chunk_tokens=chunk) for chunk in (None, 2048))
+    work = [instants(shape, s)["backward"].items["workspace"] for s in (plain, chunked)]
+    assert 0.3 * work[0] < work[1] < 0.8 * work[0]  # attention needs the rest
+    rates = Rates(matmul_flops=100e12, bandwidth=1e12)
+    slower = [step_seconds(shape, s, rates)["recompute"] for s in (plain, chunked)]
+    mlp = 3 * 1024 * 2816 * 4
+    expected = 8 * mlp * 15 / (1e12 * rates.fused.weights)
+    assert slower[1] - slower[0] == pytest.approx(expected)
+    whole = spec(1, 16, mlp_chunk_tokens=16 * 2048)
+    assert instants(shape, whole) == instants(shape, plain)

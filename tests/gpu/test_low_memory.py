@@ -276,3 +276,14 @@ def test_4_bit_states_are_those_of_the_reference(n: int) -> None:
     assert float((results[0][0] - results[1][0]).abs().mean()) < 1e-7
     for key in (EXP_AVG, EXP_AVG_SQ):
         assert share_that_differs(results[0][1][key], results[1][1][key]) < 1e-3
+
+
+def test_mlps_in_chunks_give_the_gradients_of_whole_ones() -> None:
+    model = make(num_hidden_layers=2).to(card.DEVICE)
+    applied = convert(model, "bf16", fused=True)
+    applied.set_checkpointing("block")
+    expected = gradients(model)
+    applied.set_mlp_chunk(96)
+    found = gradients(model)
+    for name, tensor in expected.items():
+        assert float((found[name] - tensor).norm() / tensor.norm()) < 0.01, name

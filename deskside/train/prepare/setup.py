@@ -274,6 +274,13 @@ def prepare_execution(
         _mark_forward_passes(model, precision)
     precision.set_checkpointing(checkpointed)
     recompute(model.layers, checkpointed, precision.is_fused)
+    if config.compute.mlp_chunk_tokens is not None:
+        if mode != "fused":
+            raise UsageError(
+                f"compute.mlp_chunk_tokens: needs fused kernels, and this run uses compute.compile {mode}; leave it "
+                "out, or use --compute.compile fused"
+            )
+        precision.set_mlp_chunk(config.compute.mlp_chunk_tokens)
     if config.compute.activation_offloading:
         if mode != "fused":
             raise UsageError(
