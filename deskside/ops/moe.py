@@ -4,7 +4,7 @@ Qwen3-MoE's router is a softmax. That of dots.llm1 is DeepSeek-V3's: sigmoids, a
 
 Tokens are sorted by expert, so that each expert's tokens are contiguous rows; one grouped product then computes
 all experts. The load-balancing loss is that of Switch Transformer (Fedus et al. 2021, arXiv 2101.03961,
-eq. 4-6), computed over all layers together as in transformers; each layer returns the sums that it needs.
+eq. 4-6), the mean over the layers; each layer returns the sums that it needs.
 """
 
 from collections.abc import Callable, Sequence
@@ -153,13 +153,14 @@ class RouterStatistics(NamedTuple):
         return self.values_LR[:, -2] / self.tokens
 
     def load_balancing_loss(self) -> Tensor:
-        """Return E * sum over experts of (share of tokens that chose it) * (its mean probability).
+        """Return E * sum over experts of (share of tokens that chose it) * (its mean probability), mean over layers.
 
-        A perfectly even router with k experts per token has k.
+        A perfectly even router with k experts per token has k. transformers adds up shares and probabilities of all
+        layers before it multiplies them. That loss is also k if every layer uses its own k experts and leaves the
+        others idle, and routers do collapse so.
         """
-        layers, experts = len(self.values_LR), self.experts
-        mean_R = self.values_LR.sum(dim=0) / (layers * self.tokens)
-        return experts * (mean_R[:experts] * mean_R[experts : 2 * experts]).sum()
+        experts, mean_LR = self.experts, self.values_LR / self.tokens
+        return experts * (mean_LR[:, :experts] * mean_LR[:, experts : 2 * experts]).sum(dim=1).mean()
 
     def z_loss(self) -> Tensor:
         """Return the router z-loss: the square of log(sum(exp(logits))), mean over tokens and layers."""

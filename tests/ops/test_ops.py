@@ -113,6 +113,8 @@ def test_load_balancing_loss_of_an_even_router_is_k() -> None:
     assert RouterStatistics(torch.stack((even, even)), 12).load_balancing_loss() == 2.0
     skewed = torch.tensor([12.0, 12, 0, 0, 6.0, 6, 0, 0, 0, 0])
     assert RouterStatistics(skewed[None], 12).load_balancing_loss() == 4.0
+    other = torch.tensor([0.0, 0, 12, 12, 0, 0, 6.0, 6, 0, 0])  # every expert of the model has the same load
+    assert RouterStatistics(torch.stack((skewed, other)), 12).load_balancing_loss() == 4.0
 
 
 def test_biases_move_by_the_rate_against_the_load() -> None:

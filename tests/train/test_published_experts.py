@@ -62,6 +62,8 @@ def test_steps_are_those_of_transformers(
     ours = train(tmp_path, wanted, "ours", initial=initial).run.path
     assert len(seen) == STEPS
 
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
     matrices = [p for p in theirs.parameters() if p.ndim >= 2]
     vectors = [p for p in theirs.parameters() if p.ndim < 2]
     optimizer = torch.optim.AdamW(
@@ -73,7 +75,10 @@ def test_steps_are_those_of_transformers(
     for batch, row in zip(seen, rows(ours), strict=True):
         out = theirs(batch.tokens_BT, output_router_logits=True)
         loss = F.cross_entropy(out.logits.flatten(0, 1), batch.targets_BT.flatten())
-        (loss + COEFFICIENT * out.aux_loss).backward()
+        balance = torch.stack(
+            [load_balancing_loss_func((logits,), 4, 2) for logits in out.router_logits]
+        ).mean()
+        (loss + COEFFICIENT * balance).backward()
         norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
         assert row["loss"] == pytest.approx(float(loss), rel=1e-5)
         assert row["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
