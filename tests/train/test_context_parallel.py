@@ -111,9 +111,9 @@ RUNS: dict[str, dict[str, Any]] = {
     "dense": {},
     "documents": {"data": {"document_mask": True}},
     "experts, documents": {"model": MIXTURE, "data": {"document_mask": True}},
-    "experts, fused, recomputed": {
+    "experts, fused, recomputed, offloaded": {
         "model": MIXTURE,
-        "compute": {"compile": "fused", "activation_checkpointing": "block"},
+        "compute": {"compile": "fused", "activation_checkpointing": "block", "activation_offloading": True},
     },
     "learned positions, passes, stages": {
         "model": {"position_embedding": "learned", "sliding_window": 8, "window_pattern": "SL"},
@@ -132,7 +132,7 @@ RUNS: dict[str, dict[str, Any]] = {
         ("dense", 2),
         ("documents", 4),
         ("experts, documents", 2),
-        ("experts, fused, recomputed", 2),
+        ("experts, fused, recomputed, offloaded", 2),
         ("learned positions, passes, stages", 2),
     ],
 )
