@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from deskside.config.model import ModelConfig
+from deskside.config.sections import PrecisionConfig
 from deskside.model.init import allocate, initialize
 from deskside.model.transformer import Transformer
 from deskside.ops.logical import logical_tensors
+from deskside.precision.convert import convert
 from deskside.utils.errors import UsageError
 from deskside.weights.hf import save_hf
 from deskside.weights.upcycle import check_upcycling, upcycle
@@ -125,6 +127,10 @@ def test_transformers_loads_the_mixture_with_the_dense_logits(
         ("num_hidden_layers", {**EIGHT, "num_hidden_layers": 3}),
         ("vocab_size", {**EIGHT, "vocab_size": 64}),
         ("rope_theta", {**EIGHT, "rope_theta": 5e5}),
+        (
+            "shared_expert_intermediate_size",
+            {**EIGHT, "scoring_func": "sigmoid", "shared_expert_intermediate_size": 48},
+        ),
         ("norm_topk_prob", {**EIGHT, "norm_topk_prob": False}),
         ("moe_intermediate_size", {**EIGHT, "moe_intermediate_size": 20}),
         ("moe_intermediate_size", {**EIGHT, "moe_intermediate_size": 96}),
@@ -142,3 +148,20 @@ def test_a_mixture_is_not_upcycled_again() -> None:
     mixture = ModelConfig(**{**TINY, **EIGHT})
     with pytest.raises(UsageError, match="8 experts already"):
         check_upcycling(mixture, mixture, "dense")
+
+
+@pytest.mark.parametrize("experts", [EIGHT, FINE], ids=["whole", "quarters"])
+def test_fused_experts_begin_as_the_dense_model(experts: dict[str, int]) -> None:
+    """The hand-written routing chooses whole copies too; losses in bfloat16 as above."""
+    dense = random_model()
+    mixture = mixture_of(dense, **experts)
+    tokens_BT, targets_BT = batch()
+    means = []
+    for model in (dense, mixture):
+        convert(model, "bf16", PrecisionConfig(name="bf16"), fused=True)
+        means.append(model.token_losses(tokens_BT, targets_BT).double().mean().item())
+    assert means[1] == pytest.approx(means[0], rel=1e-2)
+    counts_E = mixture.hidden_and_router(tokens_BT)[1][0][: experts["num_experts"]]
+    copies = counts_E.view(-1, 48 // experts["moe_intermediate_size"])
+    assert torch.equal(copies, copies[:, :1].expand_as(copies))
+    assert counts_E.sum() == tokens_BT.numel() * experts["num_experts_per_tok"]
