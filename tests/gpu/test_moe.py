@@ -1,6 +1,7 @@
 """The kernels of a mixture of experts and the fused sublayer on this card, against the torch reference in float64."""
 
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 import torch
@@ -58,6 +59,16 @@ def test_kernels_equal_float64(N: int, E: int, k: int, D: int, F: int) -> None:
     arguments = (grad_weights.double(), grad_statistics.double(), logits.double(), routing, True)
     truth = reference.route_backward(*arguments)
     assert error(moe.route_backward(grad_weights, grad_statistics, logits, routing, True), truth) < BF16
+
+    bias = torch.randn(E, device=card.DEVICE)
+    biased = moe.route(logits, k, True, sigmoid=True, bias_E=bias)
+    exact = reference.route(logits.double(), k, True, sigmoid=True, bias_E=bias.double())
+    assert float((biased.experts_Nk != exact.experts_Nk).double().mean()) < 0.02
+    # The statistics of the probabilities do not depend on the choice.
+    assert error(biased.statistics_R[E:], exact.statistics_R[E:]) < 1e-5
+    arguments = (grad_weights.double(), grad_statistics.double(), logits.double(), biased, True, True)
+    ours = moe.route_backward(grad_weights, grad_statistics, logits, biased, True, True)
+    assert error(ours, reference.route_backward(*arguments)) < BF16
 
     x, y = random(N, D), random(N * k, D)
     assert torch.equal(moe.dispatch(x, routing.tokens_S), reference.dispatch(x, routing.tokens_S))
@@ -165,14 +176,23 @@ def gradients(model: Transformer) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("experts", [6, 64])
+@pytest.mark.parametrize(
+    "router",
+    [
+        {},
+        {"scoring_func": "sigmoid", "shared_expert_intermediate_size": 64},
+        {"shared_expert_intermediate_size": 48, "qk_norm": False},
+    ],
+    ids=["qwen3", "dots1", "qwen2"],
+)
 def test_the_fused_sublayer_is_near_float64_and_repeats(
-    experts: int, backend: grouped.Backend, monkeypatch: pytest.MonkeyPatch
+    router: dict[str, Any], experts: int, backend: grouped.Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     supports = grouped.supports
     if not supports(backend, torch.device(card.DEVICE), torch.bfloat16, (64, 64)):
         pytest.skip(f"{backend} does not support this here")
     monkeypatch.setattr(grouped, "supports", lambda name, *rest: name == backend and supports(name, *rest))
-    sizes = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    sizes = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 64, **router}
     truth = gradients(make(torch.float64, **sizes).to(card.DEVICE))
     model = make(**sizes).to(card.DEVICE)
     found = {}
