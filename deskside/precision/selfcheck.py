@@ -260,7 +260,7 @@ def _compare(
         results = run()
     except torch.OutOfMemoryError:
         raise  # not a fault of the recipe
-    except (RuntimeError, UsageError) as error:
+    except (RuntimeError, ValueError, UsageError) as error:  # torch refuses some arguments with a ValueError
         first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
         return CheckResult(False, {}, f"cannot run here: {first_line}")
     errors: dict[str, float] = {}

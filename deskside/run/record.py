@@ -97,9 +97,7 @@ class RunRecord:
     @property
     def emulated(self) -> bool:
         """True if the number format was emulated."""
-        return (
-            self.summary.get("emulated") is True or mapping(self.plan.get("precision")).get("native") is False
-        )
+        return self.summary.get("emulated") is True or emulated(mapping(self.plan.get("precision"))) is True
 
     @property
     def total_steps(self) -> int | None:
@@ -279,6 +277,15 @@ def planned_steps(revision: Mapping[str, Any]) -> float | None:
     """Return the total steps of the run that a revision of its plan expects, or None."""
     step, remaining = number(revision.get("step")), first_number(revision, "remaining", "remaining_steps")
     return None if step is None or remaining is None else step + remaining
+
+
+def emulated(precision: Mapping[str, Any]) -> bool | None:
+    """Return True if products of layers or experts were emulated, None if that is unknown.
+
+    precision: the entries of plan.json about the precision.
+    """
+    native = [part["native"] for part in (precision, mapping(precision.get("experts"))) if "native" in part]
+    return not all(native) if native else None
 
 
 def first_number(values: Mapping[str, Any], *keys: str) -> float | None:

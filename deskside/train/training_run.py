@@ -16,6 +16,7 @@ from deskside.config.run import SCHEMA_VERSION, RunConfig
 from deskside.kernels.matmul_peak import measure_matmul_peak
 from deskside.optim.build import Optimizer, build
 from deskside.run.directory import RunDirectory
+from deskside.run.record import emulated
 from deskside.train import environment_record, parallel
 from deskside.train.loop.callbacks import Callback, RunLog, Terminal, check_trackers, trackers
 from deskside.train.loop.clock import Clock, StepPlan
@@ -490,7 +491,7 @@ class _Run:
             "tokens_per_second": trainer.tokens_per_second(),
             # With the speed, because an emulated format is slower than a native one.
             "precision": self.precision_facts["chosen"],
-            "emulated": not self.precision_facts["native"],
+            "emulated": emulated(self.precision_facts),
             "mfu": self.meter.mfu(flops) if flops else None,
             "peak_memory_gib": peak_memory_gib,
             "peak_reserved_gib": environment_record.peak_reserved_gib(device),

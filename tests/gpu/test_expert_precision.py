@@ -28,7 +28,7 @@ SHAPES = ((4096, 8, 2, 512, 704), (1000, 64, 8, 256, 128), (333, 5, 1, 64, 48), 
 
 
 def has_grouped_fp8() -> bool:
-    return torch.cuda.is_available() and hardware_caps(torch.device(card.DEVICE)).grouped_fp8
+    return torch.cuda.is_available() and hardware_caps(torch.device(card.DEVICE), mxfp8=False).grouped_fp8
 
 
 def routing_of(N: int, E: int, k: int, align: int = 16) -> moe.Routing:
@@ -86,7 +86,7 @@ def test_native_products_equal_emulated_ones(N: int, E: int, k: int, D: int, F: 
             plan.weight_gradient(grads, inputs),
         ]
     for ours, truth in zip(found[True], found[False], strict=True):
-        assert bool(ours.isfinite().all()) and error(ours, truth) < 5e-3
+        assert bool(ours.isfinite().all()) and error(ours, truth) < 1e-2
     padding = routing.tokens_S < 0
     assert bool(padding.any()) and not found[True][0][padding].any() and not found[True][1][padding].any()
 

@@ -21,7 +21,8 @@ EXPONENT_BITS = 0x7F800000  # of a float32
 
 def experts_of_rows(ends_E: Tensor, rows: int) -> Tensor:
     """Return the expert of each sorted row, (rows,) int64, without waiting for the device."""
-    return torch.searchsorted(ends_E, torch.arange(rows, device=ends_E.device), right=True)
+    numbers = torch.arange(rows, dtype=ends_E.dtype, device=ends_E.device)
+    return torch.searchsorted(ends_E, numbers, right=True)
 
 
 def scale_for(amax: Tensor) -> Tensor:

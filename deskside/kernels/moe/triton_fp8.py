@@ -88,7 +88,8 @@ def cast_columns(  # type: ignore[no-untyped-def]
     inside = words < S // 4
     mask = inside[:, None] & (columns < K)[None, :]
     expert, is_first = _experts_of(tl.minimum(words * 4, S - 1), ENDS, E, BLOCK_E)
-    places = expert.to(tl.int64)[:, None] * K + columns[None, :]
+    expert = expert.to(tl.int64)
+    places = expert[:, None] * K + columns[None, :]
     scale, inverse = _scale_and_inverse(tl.load(AMAX + places, mask=mask, other=0.0))
     tl.store(INVERSE + places, inverse, mask=mask & is_first[:, None])
     if HAS_TOKENS:

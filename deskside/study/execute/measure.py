@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from deskside.budget.shape import num_params
+from deskside.config.dimensions import projection_sizes
 from deskside.config.recipes import recipe_named
 from deskside.config.run import RunConfig
-from deskside.run.record import number, read_metrics, read_object
+from deskside.run.record import emulated, mapping, number, read_metrics, read_object
 
 CURVE_POINTS = 200
 ROW_TOKENS_PER_TEXT_TOKEN = 1.25  # upper bound; rows also contain padding and document ends
@@ -73,13 +74,10 @@ def measure(run: Path, config: RunConfig) -> Measured:
         metrics["tokens_per_second"] = speed = number(summary.get("tokens_per_second")) or _speed(steps)
         if metrics["watts"] is not None and speed:
             metrics["joules_per_token"] = metrics["watts"] / speed
-    precision, emulated = plan.get("precision"), None
-    if isinstance(precision, Mapping) and "native" in precision:
-        emulated = not precision["native"]
     return Measured(
         metrics={key: float(value) for key, value in metrics.items() if value is not None},
         curve=_curve(steps, metrics.get("val_bpb") if _evaluates_whole_split(summary, config) else None),
-        emulated=emulated,
+        emulated=emulated(mapping(plan.get("precision"))),
         machine=read_object(run / "environment.json")[0],
     )
 
@@ -94,20 +92,9 @@ def quantized_parameters(config: RunConfig) -> int:
     precision, model = config.precision, config.model
     if precision.name == "auto" or not recipe_named(precision.name).quantized:
         return 0
-    layers, D = model.num_hidden_layers, model.hidden_size
-    q, kv = model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
-    sizes = {"q_proj": D * q, "k_proj": D * kv, "v_proj": D * kv, "o_proj": q * D}
-    sizes |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), D * model.intermediate_size)
-    if not model.gated_mlp:
-        del sizes["gate_proj"]
-    shared: list[tuple[str, ...]] = [("q_proj", "k_proj", "v_proj")] if model.fused_qkv else []
-    shared += [("gate_proj", "up_proj")] if model.fused_gate_up and model.gated_mlp else []
-    kept: set[str] = set(precision.keep)
-    for names in shared:
-        if kept.intersection(names):
-            kept.update(names)
-    block = sum(size for name, size in sizes.items() if name not in kept)
-    head = model.vocab_size * D if precision.head == "fp8" else 0
+    layers, kept = model.num_hidden_layers, set(precision.keep)
+    block = sum(size for names, size in projection_sizes(model).items() if not kept.intersection(names))
+    head = model.vocab_size * model.hidden_size if precision.head == "fp8" else 0
     return max(0, layers - sum(precision.recipe().kept_blocks(layers))) * block + head
 
 

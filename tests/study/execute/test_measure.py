@@ -15,6 +15,7 @@ from deskside.config.recipes import RECIPES
 from deskside.config.run import RunConfig
 from deskside.model.transformer import Transformer
 from deskside.precision.convert import convert
+from deskside.precision.fused_moe import FusedMoE
 from deskside.study.execute.measure import CURVE_POINTS, Measured, measure, quantized_parameters
 from deskside.study.stats.metrics import BY_KEY
 from tests.train import tiny_run
@@ -184,6 +185,9 @@ def test_the_end_stands_on_the_curve_only_where_all_its_points_are_of_one_text(t
 # Quantised parameters, against the layers that a recipe is applied to
 
 
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+
+
 def config_with(recipe: str, **parts: dict[str, Any]) -> RunConfig:
     """A model whose sizes every recipe takes."""
     shape = {
@@ -196,6 +200,8 @@ def config_with(recipe: str, **parts: dict[str, Any]) -> RunConfig:
         "intermediate_size": 384,
         "max_position_embeddings": 256,
     }
+    if "num_experts" in parts.get("model", {}):
+        del shape["intermediate_size"]  # experts have another one
     layers: list[dict[str, Any]] = [
         {"model": shape, "batch": {"sequence_length": 256, "tokens": 1024}},
         {"precision": {"name": recipe}},
@@ -212,6 +218,9 @@ def counted(config: RunConfig) -> int:
     asked = config.precision
     applied = convert(model, asked.recipe(), asked, fused=True, native=False)
     total = sum(plan.linear.weight.numel() for plan in applied._plans if not plan.plain)
+    experts = [plan for _, plan, _ in applied._sublayers if isinstance(plan, FusedMoE)]
+    weights = [linear for plan in experts for linear in (plan.gate_up, plan.down)]
+    total += sum(linear.parameter.numel() for linear in weights if not linear.plain)
     return total + (model.num_params()["head"] if applied._head is not None else 0)
 
 
@@ -233,6 +242,9 @@ def test_quantized_parameters_are_those_of_the_recipe(recipe: str) -> None:
         {"model": {"hidden_act": "gelu", "gated_mlp": False}},
         {"precision": {"head": "fp8"}},
         {"model": {"num_key_value_heads": 4, "norm": "layernorm"}},
+        {"model": EXPERTS},
+        {"model": EXPERTS, "precision": {"keep": ["up_proj"]}},
+        {"model": EXPERTS, "precision": {"keep": ["down_proj", "q_proj"]}},
     ],
 )
 def test_what_stays_in_bf16_is_not_counted(parts: dict[str, Any]) -> None:
@@ -244,7 +256,16 @@ def test_plain_recipes_quantise_nothing() -> None:
     assert all(quantized_parameters(config_with(name)) == 0 for name in ("bf16", "fp32", "auto"))
 
 
-def test_an_emulated_run_says_so(tmp_path: Path) -> None:
-    (tmp_path / "plan.json").write_text('{"precision": {"native": false, "chosen": "nvfp4"}}')
+@pytest.mark.parametrize(
+    ("precision", "emulated"),
+    [
+        ('{"native": false, "chosen": "nvfp4"}', True),
+        ('{"native": true, "experts": {"native": false}}', True),
+        ('{"native": true, "experts": {"native": true}}', False),
+        ("{}", None),
+    ],
+)
+def test_an_emulated_run_says_so(precision: str, emulated: bool | None, tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(f'{{"precision": {precision}}}')
     found: Measured = measure(tmp_path, CONFIG)
-    assert found.emulated is True
+    assert found.emulated is emulated
