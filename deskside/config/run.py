@@ -250,6 +250,10 @@ class RunConfig(Part):
             raise ValueError(
                 "compute.compile: the fused kernels do not support adapters; use --compute.compile auto"
             )
+        if self.compute.activation_offloading:
+            raise ValueError(
+                "compute.activation_offloading: needs the fused kernels, which do not support adapters; leave it out"
+            )
         if adapter.dropout and self.compute.activation_checkpointing != "none":
             raise ValueError(
                 "adapter.dropout: recomputation in activation checkpointing would use another dropout mask; use "

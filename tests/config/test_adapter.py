@@ -27,6 +27,10 @@ ADAMW = {"optim": {"name": "adamw"}}
         ({"parallel": {"mode": "shard"}}, r"parallel.mode: .*not sharded; use --parallel.mode replicate"),
         ({"compute": {"compile": "fused"}}, r"compute.compile: .*do not support adapters; use .*auto"),
         (
+            {"compute": {"activation_checkpointing": "block", "activation_offloading": True}},
+            r"compute.activation_offloading: .*adapters; leave it out",
+        ),
+        (
             {"adapter": {"dropout": 0.1}, "compute": {"activation_checkpointing": "mlp"}},
             r"adapter.dropout: .*checkpointing",
         ),
