@@ -34,6 +34,7 @@ class PrepareOptions(JsonOption):
     Sources: .txt .md .jsonl .jsonl.gz .jsonl.zst .parquet,
       a directory or a quoted glob of these,
       hf:owner/name[:config[:split]], bundled:tiny_shakespeare.txt.
+      LANG=SOURCE gives the language of documents without one: hi=hindi.txt.
 
     Example: deskside data prepare corpus/*.jsonl.gz --val held.jsonl --out data/mine
     """
@@ -60,7 +61,9 @@ class PrepareOptions(JsonOption):
     )
     field: str = option("JSON field or parquet column of the text", "text")
     lang_field: str = option("JSON field or parquet column of a document's language", "lang")
-    lang: str | None = option("language of documents without one, such as en", None, metavar="CODE")
+    lang: str | None = option(
+        "language of documents without one, in sources without LANG=, such as en", None, metavar="CODE"
+    )
     workers: int | None = option("tokenization processes; default: one per core", None)
     on_bad: Literal["skip", "refuse"] = option(
         "bad input (not UTF-8, damaged, or without the field): skip and count it, or stop", "skip"

@@ -83,3 +83,22 @@ def test_languages_by_field_and_by_option(tmp_path: Path, capsys: pytest.Capture
     assert "fertility" in capsys.readouterr().out
     with pytest.raises(UsageError, match="lang"):  # other arguments than those of the data in --out
         run(command)
+
+
+def test_languages_by_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """LANG=SOURCE is the language of text files and of records without one; a file may have an equals sign."""
+    for name in ("a.txt", "b.txt", "lang=c.txt"):
+        (tmp_path / name).write_text(f"{name} some words\n" * 400)
+    (tmp_path / "d.jsonl").write_text('{"text": "own", "lang": "own"}\n{"text": "none"}\n')
+    out = str(tmp_path / "out")
+    sources = [f"xx={tmp_path / 'a.txt'}", str(tmp_path / "b.txt"), str(tmp_path / "lang=c.txt")]
+    command = ["prepare", *sources, f"yy={tmp_path}/d.json*", "--out", out, "--vocab-size", "300"]
+    command += ["--workers", "1", "--lang", "zz", "--val-fraction", "0"]
+    assert run(command) == 0 and run(["show", out, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])["splits"]["train"]["languages"]
+    assert {language: one["documents"] for language, one in found.items()} == {
+        "xx": 1, "zz": 2, "own": 1, "yy": 1,
+    }  # fmt: skip
+    assert run(command) == 0 and "kept" in capsys.readouterr().out
+    with pytest.raises(UsageError, match="sources"):
+        run([word.replace("xx=", "qq=") for word in command])

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import heapq
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,6 +26,7 @@ from deskside.data.tokenizer import spans
 from deskside.utils.errors import UsageError
 
 _OTHER = ("other", "")  # shared by all pairs beyond MAX_TAGS
+_LABELLED = re.compile(r"(?P<lang>[A-Za-z][\w-]{1,15})=(?P<spec>.+)")
 _PIECE_BYTES = 1 << 13  # of the pieces in which documents are sampled
 
 
@@ -224,6 +226,14 @@ def read_validation_texts(
     return frozenset(keys), size
 
 
+def labelled_source(spec: str) -> Source:
+    """Resolve a spec string, or one with a language before it such as hi=hindi.txt. Raises as `Source.parse`."""
+    labelled = _LABELLED.fullmatch(spec)
+    if labelled is None or Path(spec).exists():
+        return Source.parse(spec)
+    return replace(Source.parse(labelled["spec"]), lang=labelled["lang"])
+
+
 def documents_of(sources: Iterable[Source], log: BadInputLog, options: CorpusOptions) -> Iterator[Document]:
     """Yield the documents of all sources in order, as `iter_documents`, each with a language if one is known."""
     for source in sources:
@@ -234,7 +244,7 @@ def documents_of(sources: Iterable[Source], log: BadInputLog, options: CorpusOpt
             lang_field=options.lang_field,
             line_limit=options.line_limit,
         ):
-            document.lang = document.lang or options.lang
+            document.lang = document.lang or source.lang or options.lang
             yield document
 
 

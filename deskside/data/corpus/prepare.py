@@ -37,6 +37,7 @@ from deskside.data.corpus.analyze import (
     add_tag,
     analyze,
     documents_of,
+    labelled_source,
     read_validation_texts,
 )
 from deskside.data.corpus.baselines import (
@@ -108,7 +109,7 @@ def prepare(sources: Sequence[str], out: str | Path, options: CorpusOptions = DE
     check_temperature(options)
     if workers is not None and workers < 1:
         raise UsageError(f"--workers {workers}: give a number of at least 1.")
-    train_list, val_list = ([Source.parse(s) for s in names] for names in (sources, options.val_sources))
+    train_list, val_list = ([labelled_source(s) for s in names] for names in (sources, options.val_sources))
     arguments: dict[str, Any] = {
         "sources": [s.identity() for s in train_list],
         "val_sources": [s.identity() for s in val_list],

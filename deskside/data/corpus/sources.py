@@ -137,7 +137,7 @@ class BadInputLog:
 class Source:
     """A resolved spec: its files in reading order, or a data set on the hub.
 
-    tag: the source tag of documents whose record has no `source` field.
+    tag: the source tag of documents whose record has no `source` field. lang: their language if it is known.
     """
 
     spec: str
@@ -146,12 +146,14 @@ class Source:
     hub: tuple[str, str | None, str] | None = None  # name, config, split
     ignored: tuple[str, ...] = ()  # files of other kinds in a directory or glob
     unreadable: tuple[tuple[str, str], ...] = ()  # subdirectories that cannot be listed, with the reason
+    lang: str = ""
 
     def identity(self) -> list[Any]:
-        """Return the names and sizes of the files, without their location, to detect changed inputs."""
+        """Return the language, and names and sizes of files without their location, to detect changed inputs."""
+        lang = [f"{self.lang}="] if self.lang else []
         if self.hub is not None:
-            return [self.spec]
-        return [[p.name, p.stat().st_size if p.exists() else -1] for p in self.paths]
+            return [*lang, self.spec]
+        return [*lang, *([p.name, p.stat().st_size if p.exists() else -1] for p in self.paths)]
 
     @classmethod
     def parse(cls, spec: str) -> Source:
