@@ -28,6 +28,7 @@ from deskside.data.tokenizer import encode, token_bytes
 from deskside.evaluate.choices import ExpertChoices
 from deskside.evaluate.positions import PositionBucket, PositionSums
 from deskside.kernels.attention import AttentionContext
+from deskside.kernels.cross_entropy import CHUNK_TOKENS
 from deskside.model.transformer import Transformer
 from deskside.utils.errors import RunError, UsageError
 
@@ -99,6 +100,7 @@ def evaluate_dataset(
     document_mask: bool = False,
     share: WorkShare = SINGLE_PROCESS,
     tick: Callable[[int], object] | None = None,
+    chunk_tokens: int = CHUNK_TOKENS,
 ) -> BitsPerByte:
     """Measure bits per byte of a packed split.
 
@@ -110,6 +112,7 @@ def evaluate_dataset(
         share: This process's share. All processes run the same number of forward passes, because sharded models
             synchronize in each of them.
         tick: Called with the number of targets of each batch, for a progress bar.
+        chunk_tokens: Tokens whose logits are computed at a time.
 
     Raises UsageError if the split contains no text, RunError if the model's output is not finite.
     """
@@ -132,7 +135,8 @@ def evaluate_dataset(
             context = replace(attention, cu_seqlens=batch.cu_seqlens.to(device), max_seqlen=length)
             positions_BT = batch.positions_BT.to(device)
         with choices:
-            losses_BT = model.token_losses(batch.tokens_BT.to(device), targets_BT, context, positions_BT)
+            tokens_BT = batch.tokens_BT.to(device)
+            losses_BT = model.token_losses(tokens_BT, targets_BT, context, positions_BT, chunk_tokens)
         text_BT = bytes_BT > 0
         choices.add(text_BT, batch.languages_BT if languages else None)
         all_BT = targets_BT != IGNORE

@@ -312,6 +312,7 @@ class NextToken:
             ),
             document_mask=session.config.data.document_mask,
             share=WorkShare(session.world.rank, session.world.size, session.world.all_reduce_sum),
+            chunk_tokens=session.config.compute.loss_chunk_tokens,
         )
 
     def samples(self, session: Session, model: Transformer) -> list[dict[str, Any]]:

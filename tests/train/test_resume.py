@@ -90,6 +90,7 @@ EXPERTS = {
 }
 OFFLOADED = {"compile": "fused", "activation_checkpointing": "block", "activation_offloading": True}
 BFLOAT16 = {"weights": "bfloat16", "offload": True}
+WIDER = {"hidden_size": 64, "intermediate_size": 128}  # matrices that are updated one at a time
 
 
 @pytest.mark.parametrize(
@@ -129,6 +130,28 @@ BFLOAT16 = {"weights": "bfloat16", "offload": True}
                 "batch": {**SLOWER, "micro_tokens": 256},
             },
             27,
+        ),
+        (
+            {
+                "model": WIDER,
+                "optim": {**ADAMW, **BFLOAT16, "states": "4bit", "gradients": "host"},
+                "batch": {**SLOWER, "micro_tokens": 256},
+            },
+            24,
+        ),
+        (
+            {
+                "model": WIDER,
+                "precision": {"name": "bf16"},
+                "compute": {**OFFLOADED, "mlp_chunk_tokens": 128},
+                "optim": {**ADAMW, **BFLOAT16, "states": "8bit", "gradients": "released", "grad_clip": 0.0},
+            },
+            26,
+        ),
+        pytest.param(
+            {"model": WIDER, "optim": {**MUON, "gradients": "released", "offload": True}},
+            25,
+            marks=pytest.mark.full,
         ),
         pytest.param(
             {"optim": {**MUON, "weights": "bfloat16"}, "batch": {**SLOWER, "micro_tokens": 512}},
