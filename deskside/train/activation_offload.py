@@ -132,6 +132,10 @@ class ActivationOffload:
         free = self._free.setdefault((tensor.numel(), tensor.dtype), [])
         if free:
             return free.pop()
+        # A pass of another size has begun, so the buffers of earlier passes are not needed any more.
+        for others in self._free.values():
+            self.host_bytes -= sum(buffer.nbytes for buffer in others)
+            others.clear()
         self.host_bytes += tensor.nbytes
         return host_zeros((tensor.numel(),), tensor.dtype, self.device, "compute.activation_offloading")
 

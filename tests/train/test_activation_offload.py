@@ -115,3 +115,14 @@ def test_it_needs_recomputed_fused_blocks() -> None:
     config = recomputed(True, "off", {})
     with pytest.raises(UsageError, match="compile fused"):
         prepare_execution(config, build_model(config, World(CPU), "fp32"), World(CPU), "fp32")
+
+
+def test_buffers_of_another_size_are_not_kept() -> None:
+    """Of an attempt with more rows that did not fit, or of a stage that has ended."""
+    offload = ActivationOffload(CPU)
+    block = Square()
+    offload.attach([block, Square()])
+    for rows in (4096, 1024):
+        x = torch.randn(rows, requires_grad=True)
+        block(x).sum().backward()
+        assert offload.host_bytes == 4 * rows

@@ -28,7 +28,9 @@ class HostGradients:
     """Moves the gradients of the optimizer's separate parameters to the host, and back for the update."""
 
     def __init__(self, optimizer: Optimizer, device: torch.device):
-        self._optimizer, self._device, self._side = optimizer, device, SideStream(device)
+        # Only during a step, because a run replaces the optimizer of its dry steps, whose state may fill the host.
+        self._optimizer: Optimizer | None = None
+        self._device, self._side = device, SideStream(device)
         self._streamer = Streamer(device)
         self._fetch_stream: torch.cuda.Stream | None = None
         self._step = self._pass = 0
@@ -42,8 +44,8 @@ class HostGradients:
     def begin_step(self, optimizer: Optimizer, passes: int, step: int, limit: float) -> None:
         """Begin step number `step`. limit: not used; a step is skipped as usual."""
         self._optimizer, self._step, self._pass, self._passes = optimizer, step, 0, passes
-        self._received.clear()
         self._side.join()  # a step that ran out of memory may have left work behind
+        self._received.clear()
         self._squares.zero_()
 
     def begin_backward(self, loss: Tensor) -> None:
@@ -51,6 +53,7 @@ class HostGradients:
 
     def end_pass(self) -> None:
         """End the backward of a pass."""
+        assert self._optimizer is not None
         if missing := self._optimizer.separate - self._received:
             raise no_gradient(min(missing))
         self._received.clear()
@@ -62,7 +65,8 @@ class HostGradients:
         return self._squares
 
     def update(self, skip: Tensor) -> None:
-        """Update the separate parameters."""
+        """Update the separate parameters, and end the step."""
+        assert self._optimizer is not None
         self._streamer.wait_on_device()
         waiting = [self._fetch(info) for info in self._optimizer.separate_parameters[:1]]
         for info, following in zip(
@@ -76,6 +80,7 @@ class HostGradients:
             info.parameter.grad = gradient
             del gradient
             self._optimizer.step_one(info, skip)
+        self._optimizer = None
 
     def _send(self, info: ParameterInfo, parameter: nn.Parameter) -> None:
         gradient, parameter.grad = gradient_of(info).contiguous(), None

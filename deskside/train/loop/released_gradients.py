@@ -24,8 +24,9 @@ class ReleasedGradients:
     """Updates the optimizer's separate parameters as soon as their gradients are complete."""
 
     def __init__(self, optimizer: Optimizer, device: torch.device):
-        self._optimizer, self._side = optimizer, SideStream(device)
-        self._limit = 0.0
+        # Only during a step, because a run replaces the optimizer of its dry steps, whose state may fill the host.
+        self._optimizer: Optimizer | None = None
+        self._side, self._limit = SideStream(device), 0.0
         self._received: set[str] = set()  # names of the parameters that were updated in this step
         # Changed in place, because both streams use them.
         self._stopped, self._squares = torch.zeros((), device=device), torch.zeros((), device=device)
@@ -40,9 +41,9 @@ class ReleasedGradients:
         if passes > 1:
             raise ValueError("gradients can only be released in a step of one pass")
         self._optimizer, self._limit = optimizer, limit
+        self._side.join()  # a step that ran out of memory may have left work behind
         self._squares.zero_()
         self._received.clear()
-        self._side.join()  # a step that ran out of memory may have left work behind
 
     def begin_backward(self, loss: Tensor) -> None:
         """Begin the backward of this loss."""
@@ -53,6 +54,7 @@ class ReleasedGradients:
 
     def end_pass(self) -> None:
         """End the backward: all updates are done before the next work on the device."""
+        assert self._optimizer is not None
         if missing := self._optimizer.separate - self._received:
             raise no_gradient(min(missing))
         self._side.join()
@@ -62,10 +64,12 @@ class ReleasedGradients:
         return self._squares
 
     def update(self, skip: Tensor) -> None:
-        """Do nothing: all updates were done in the backward."""
+        """End the step: all updates were done in the backward."""
+        self._optimizer = None
 
     def _release(self, info: ParameterInfo, parameter: nn.Parameter) -> None:
         self._received.add(info.name)
+        assert self._optimizer is not None
         if self._optimizer.streamer is None:
             self._update(info)
         else:
@@ -73,6 +77,7 @@ class ReleasedGradients:
 
     @torch.no_grad()
     def _update(self, info: ParameterInfo) -> None:
+        assert self._optimizer is not None
         self._squares.add_(sum_of_squares([gradient_of(info)]))
         within = self._squares.sqrt() <= self._limit
         self._stopped.copy_(torch.maximum(self._stopped, 1.0 - within.float()))

@@ -114,8 +114,10 @@ def find_micro_batch(
                 f"the batch stays the same"
             )
     raise RunError(
-        "out of memory with a single row: use a smaller model, a shorter --batch.sequence_length, "
-        "--compute.activation_checkpointing block or a smaller --compute.loss_chunk_tokens"
+        "out of memory with a single row: use --compute.activation_checkpointing block, a smaller "
+        "--compute.loss_chunk_tokens, --optim.weights bfloat16, --optim.offload true, --optim.gradients host, a "
+        "shorter --batch.sequence_length or a smaller model; deskside plan --here names the fastest combination that "
+        "fits"
     )
 
 
