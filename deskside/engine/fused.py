@@ -104,7 +104,8 @@ class FusedBlocks(CachedBlocks):
         gated = len(experts.slices["gate_up_weight"]) == 2
         hidden_SF = moe.gathered_gated(normed_ND, gate_up, routing, experts.activation, gated)
         out_SD = moe.grouped_matmul(hidden_SF, down, routing.ends_E, transpose=True)
-        delta_ND = moe.combine(out_SD, routing.slots_Nk)
+        shared_ND = None if mixture.shared_expert is None else mixture.shared_expert(normed_ND)
+        delta_ND = moe.combine(out_SD, routing.slots_Nk, shared_ND)
         return residual_ND.view_as(residual_BTD), delta_ND.view_as(residual_BTD)
 
 
@@ -120,8 +121,8 @@ def covers_mlp(mlp: MLP) -> bool:
 
 def covers_experts(mlp: MoE) -> bool:
     """Return True if the fused kernels support this mixture of experts. They do not if its experts have adapters
-    or are stored in codes, or if there is a shared expert."""
-    plain = type(mlp.mixture.experts) is Experts and mlp.mixture.shared_expert is None
+    or are stored in codes."""
+    plain = type(mlp.mixture.experts) is Experts
     return plain and _covers(mlp.input, projections=1)  # experts and router share the norm's output
 
 

@@ -37,6 +37,8 @@ def prompts(vocabulary: int) -> list[list[int]]:
         "qwen3 moe",
         "qwen3 moe window",
         "dots1",
+        "dots1, shared expert",
+        "qwen2 moe",
     ],
 )
 @pytest.mark.parametrize("penalty", [1.0, 1.3])
