@@ -190,6 +190,9 @@ def _measures(stage: RunStage) -> list[tuple[str, str]]:
         if value is not None and not key.startswith(("peak_", "budget_")):
             text = f"{value:,.0f}" if float(value).is_integer() else f"{value:.4f}"
             rows.append((labels.get(key, key.replace("_", " ")), text))
+    for language, values in mapping(summary.get("val_languages")).items():
+        bpb = number(mapping(values).get("bpb"))
+        rows.append((f"bits per byte of {language}", UNKNOWN if bpb is None else f"{bpb:.4f}"))
     for name, value in mapping(summary.get("tasks")).items():
         score = number(value.get("score") if isinstance(value, dict) else value)
         rows.append((f"task {name}", UNKNOWN if score is None else f"{score:.4f}"))

@@ -19,6 +19,7 @@ from tests.serve.made_run import MadeRun, make
 SUMMARY = {
     "status": "finished",
     "val_bpb": 1.2345,
+    "val_languages": {"hi": {"bpb": 1.125, "bytes": 10}},
     "gzip_bpb": 3.21,
     "steps": 20,
     "tokens": 5_120_000,
@@ -87,6 +88,7 @@ def test_what_a_run_holds_is_in_it(made: MadeRun, tmp_path: Path) -> None:
     assert found["share of the measured matmul peak"] == "41.7%"
     assert found["started from"] == "random weights" and found["begun"] == "2026-11-20"
     assert found["bits per byte"] == "1.2345" and found["task piqa"] == "0.6250"
+    assert found["bits per byte of hi"] == "1.1250"
     assert found["for comparison: bits per byte of gzip"] == "3.2100"
     front = yaml.safe_load(text.split("---")[1])
     assert front["library_name"] == "transformers" and front["license"] == "unknown"

@@ -52,3 +52,18 @@ def test_a_run_without_languages_has_no_section(tmp_path: Path) -> None:
     write_report(folder)
     assert "## Languages" not in (folder / "report.md").read_text("utf-8")
     assert not (folder / "plots" / "val_languages.png").exists()
+
+
+def test_epochs_of_a_mixture(tmp_path: Path) -> None:
+    """As the summary has them, which counts what was used; before the end as planned."""
+    folder = make_run(tmp_path / "demo")
+    add_languages(folder, ["bn", "gu"])
+    plan = json.loads((folder / "plan.json").read_text())
+    (folder / "plan.json").write_text(json.dumps({**plan, "mixture_epochs": {"bn": 1.5, "gu": 3.0}}))
+    write_report(folder)
+    assert "| bn | 1.000 | 0.250 | 1,234 | 1.50 |" in (folder / "report.md").read_text("utf-8")
+    summary = json.loads((folder / "summary.json").read_text())
+    (folder / "summary.json").write_text(json.dumps({**summary, "mixture_epochs": {"bn": 1.25}}))
+    write_report(folder)
+    markdown = (folder / "report.md").read_text("utf-8")
+    assert "| bn | 1.000 | 0.250 | 1,234 | 1.25 |" in markdown and "1.250 | 1,234 | not known |" in markdown
