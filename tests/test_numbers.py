@@ -16,6 +16,7 @@ DATA = ROOT / "docs" / "data"
 CHECKED = (
     "alignment",
     "architecture",
+    "experts",
     "languages",
     "long-context",
     "performance",
