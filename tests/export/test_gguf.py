@@ -38,6 +38,7 @@ CASES: dict[str, dict[str, Any]] = {
         "fused_gate_up": False,
     },
     "qwen3 moe": MOE,
+    "qwen3 moe, yarn": {**MOE, "rope_scaling": YARN},
     "qwen3 moe, tied": {**MOE, "tie_word_embeddings": True},
     "llama": {"qk_norm": False},
     "llama mha, biases": {
