@@ -481,7 +481,7 @@ def _optimizer(s: Sizes) -> list[Operator]:
     # Bytes per weight: states below 32 bits are smaller to read and to write.
     adamw = units.adamw - 2 * (ADAMW_STATE_BYTES["float32"] - ADAMW_STATE_BYTES[spec.states])
     muon = units.muon - 2 * (MUON_STATE_BYTES["float32"] - MUON_STATE_BYTES[spec.states])
-    if spec.states == "8bit":
+    if spec.states in ("8bit", "4bit"):  # 4 bits: not measured
         adamw += QUANTIZED_ADAMW_WORK
     if spec.weights == "bfloat16":
         adamw, muon = adamw - BFLOAT16_ADAMW_SAVING, muon - BFLOAT16_MUON_SAVING

@@ -27,6 +27,9 @@ ADAMW_STATE_BYTES: dict[StateFormat, float] = {
 MUON_STATE_BYTES: dict[StateFormat, float] = {"float32": 4, "bfloat16": 2, "8bit": 2, "4bit": 2}
 
 
+MASTER_BYTES = 4  # more per weight with float32 copies of weights in bfloat16, for AdamW
+
+
 @dataclass(frozen=True)
 class StateBytes:
     """Bytes of one GPU's optimizer state of block matrices, tables (embeddings, head) and vectors (norms, biases)."""
@@ -54,7 +57,7 @@ class StateBytes:
 def state_bytes(sizes: Sizes) -> StateBytes:
     """Return the optimizer state of one GPU. If adapters are trained, only they have state; they count as matrices."""
     spec = sizes.spec
-    adamw = ADAMW_STATE_BYTES[spec.states]
+    adamw = ADAMW_STATE_BYTES[spec.states] + (MASTER_BYTES if spec.master_weights else 0)
     if spec.adapter is not None:
         trained = sizes.leaf("parameters of the adapters", adapter_params(sizes.shape, spec.adapter))
         return StateBytes(matrices=adamw * trained, tables=0.0, vectors=0.0, max_bytes_per_weight=adamw)

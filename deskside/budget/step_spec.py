@@ -43,6 +43,7 @@ class StepOptions:
         weights: Format of the stored weights and of their gradients; norms and biases are always float32.
         states: Format of the optimizer states.
         offload_optimizer: Optimizer states are in host memory and are streamed through the GPU at each step.
+        master_weights: Offloaded states have float32 copies of the weights.
         gradients: Where the gradients of whole weights wait for the optimizer: on the GPU, in host memory, or nowhere,
             because each weight is updated ("released") as soon as the backward has computed its gradient.
         adapter: The adapters to train over frozen weights; None to train all weights.
@@ -65,6 +66,7 @@ class StepOptions:
     weights: WeightFormat = "float32"
     states: StateFormat = "float32"
     offload_optimizer: bool = False
+    master_weights: bool = False
     gradients: GradientPlace = "device"
     adapter: AdapterSpec | None = None
 

@@ -55,6 +55,11 @@ class AdamWConfig(Part):
     )
     grad_clip: NonNegativeFloat = Field(1.0, description="maximum global gradient norm; 0 disables clipping")
     scale: bool = Field(True, description="scale learning rate and decay to this model, batch and horizon")
+    master_weights: bool = Field(
+        False,
+        description="keep float32 copies of weights in bfloat16 with the states in host memory, and update these: no "
+        "stochastic rounding; needs weights bfloat16 and offload",
+    )
     weights: Weights = "float32"
     states: States = "float32"
     offload: Offload = False
@@ -64,6 +69,11 @@ class AdamWConfig(Part):
     def _check_state_and_clipping(self) -> Self:
         _check_states(self.states, self.betas)
         _check_clipping(self.gradients, self.grad_clip)
+        if self.master_weights and not (self.weights == "bfloat16" and self.offload):
+            raise ValueError(
+                "master_weights: are float32 copies of bfloat16 weights in host memory; add --optim.weights bfloat16 "
+                "and --optim.offload true, or leave it out"
+            )
         return self
 
 

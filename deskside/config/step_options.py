@@ -10,6 +10,7 @@ from typing import Any
 from deskside.budget.format_costs import LowFormat, Precision
 from deskside.budget.step_spec import AdapterSpec
 from deskside.config.dimensions import adaptable_projections, projection_sizes
+from deskside.config.optim import AdamWConfig
 from deskside.config.recipes import Recipe
 from deskside.config.run import RunConfig
 
@@ -29,6 +30,7 @@ def step_options(config: RunConfig) -> dict[str, Any]:
         "weights": config.optim.weights,
         "states": config.optim.states,
         "offload_optimizer": config.optim.offload,
+        "master_weights": isinstance(config.optim, AdamWConfig) and config.optim.master_weights,
         "gradients": config.optim.gradients,
         "activation_checkpointing": config.compute.activation_checkpointing,
         "activation_offloading": config.compute.activation_offloading,

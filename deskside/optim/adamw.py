@@ -33,6 +33,7 @@ from deskside.kernels.adamw_state import (
     EXP_AVG_MAX,
     EXP_AVG_SQ,
     EXP_AVG_SQ_MAX,
+    MASTER,
     AdamWHyperparameters,
     num_blocks,
     zero_code,
@@ -64,6 +65,8 @@ class AdamW:
 
     states: format of the moments. streamer: keep the moments in host memory and update them through this streamer.
     fused: run the Triton kernel instead of its reference; None: on CUDA only.
+    masters: with a streamer, keep a float32 copy of each weight in bfloat16 in its state. The copy is updated, and the
+        weight is its nearest value.
     clip_coefficient: factor of the gradients in the next step, for parameters with `clips_gradient`; None means 1.
     rounding_step: number of completed steps, of which the rounding of weights in bfloat16 is a function.
     """
@@ -76,8 +79,10 @@ class AdamW:
         states: StateFormat = "float32",
         streamer: Streamer | None = None,
         fused: bool | None = None,
+        masters: bool = False,
     ):
         self.groups = groups
+        self.masters = masters
         self.betas = betas
         self.eps = eps
         self.states = states
@@ -94,7 +99,8 @@ class AdamW:
             for info in group.parameters:
                 if info.name not in self.state and info.name in names:
                     step = torch.zeros((), dtype=torch.float32, device=local(info.parameter).device)
-                    self.state[info.name] = self._zero_moments(info.parameter) | {STEP: step}
+                    state = self._zero_moments(info.parameter) | self._master(info.parameter)
+                    self.state[info.name] = state | {STEP: step}
 
     def step(self, skip: Tensor | None, names: Container[str] = EVERYTHING) -> None:
         """Update the parameters `names`.
@@ -156,6 +162,11 @@ class AdamW:
             EXP_AVG_SQ_MAX: self._zeros(parameter, scales, torch.float32),
         }
 
+    def _master(self, parameter: Tensor) -> dict[str, Tensor]:
+        if not self.masters or parameter.dtype != torch.bfloat16:
+            return {}
+        return {MASTER: self._zeros(parameter, parameter.shape, torch.float32).copy_(parameter.detach())}
+
     def _zeros(self, parameter: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         if self.streamer is not None:
             return host_zeros(shape, dtype, parameter.device)
@@ -207,16 +218,27 @@ class AdamW:
 
         def update(part: slice, device_state: Sequence[Tensor]) -> None:
             moments = dict(zip(state, device_state, strict=True))
+            master = moments.pop(MASTER, None)
             adamw_update(
-                p[part], g[part], moments, step, skip, hparams, fused, clip_coefficient, seed, part.start
+                p[part] if master is None else master,
+                g[part],
+                moments,
+                step,
+                skip,
+                hparams,
+                fused,
+                clip_coefficient,
+                seed,
+                part.start,
             )
+            if master is not None:
+                p[part].copy_(master)
 
         for part in pieces(p.numel()) if self.streamer is not None else [slice(0, p.numel())]:
             codes, scales = part, slice(part.start // BLOCK, num_blocks(part.stop))
             if self.states == "4bit":
                 codes = slice(part.start // 2, adamw_4bit.num_bytes(part.stop))
                 scales = slice(part.start // adamw_4bit.BLOCK, adamw_4bit.num_blocks(part.stop))
-            host_state = [
-                t[scales if key in (EXP_AVG_MAX, EXP_AVG_SQ_MAX) else codes] for key, t in state.items()
-            ]
+            slices = {EXP_AVG_MAX: scales, EXP_AVG_SQ_MAX: scales, MASTER: part}
+            host_state = [t[slices.get(key, codes)] for key, t in state.items()]
             yield OffloadJob(host_state, partial(update, part))

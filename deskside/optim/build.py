@@ -256,5 +256,6 @@ def build(
         muon.peak_lr = config.lr * scaling.lr
         muon.peak_weight_decay = config.weight_decay * scaling.weight_decay
     groups = [group for group in groups if group.parameters]
-    adamw = AdamW(groups, config.betas, config.eps, config.states, streamer, fused)
+    masters = isinstance(config, AdamWConfig) and config.master_weights
+    adamw = AdamW(groups, config.betas, config.eps, config.states, streamer, fused, masters)
     return Optimizer(parameters, adamw, muon, streamer, separate)

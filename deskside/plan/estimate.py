@@ -385,6 +385,8 @@ def optim_options(setting: Setting) -> dict[str, Any]:
         result["states"] = setting.states
     if setting.offload_optimizer:
         result["offload"] = True
+    if setting.master_weights:
+        result["master_weights"] = True
     if setting.gradients != "device":
         result["gradients"] = setting.gradients
     if result or setting.optimizer != defaults().optim.name:

@@ -191,7 +191,7 @@ def _changes(requested: Setting) -> Iterator[tuple[str, Setting, str]]:
     if requested.optimizer == "adamw":
         yield (
             "Muon instead of AdamW",
-            replace(requested, optimizer="muon"),
+            replace(requested, optimizer="muon", master_weights=False),
             "one state per block weight instead of two; it also needs fewer tokens for the same loss",
         )
     for change_cost, lean in _optimizers(requested, (requested.optimizer,)):
@@ -420,7 +420,9 @@ def _optimizers(setting: Setting, names: tuple[OptimizerName, ...] = ()) -> Iter
     names: the optimizers to try; default: the setting's own and Muon.
     """
     for name in dict.fromkeys(names or (setting.optimizer, "muon")):
-        base = setting if name == setting.optimizer else replace(setting, optimizer="muon")
+        base = (
+            setting if name == setting.optimizer else replace(setting, optimizer="muon", master_weights=False)
+        )
         optimizer_cost = OTHER_OPTIMIZER_COST if name != setting.optimizer else 0
         small: tuple[StateFormat, ...] = ("bfloat16",) if base.sharded else ("8bit", "4bit")
         if name == "muon" and not base.sharded:

@@ -74,7 +74,9 @@ def test_the_peak_and_the_time_follow(optimizer: str) -> None:
     for states in STATES[1:]:
         small = spec(optimizer, states)
         assert training_memory(shape, small).items["optimizer"] < 0.53 * peak
-        assert step_seconds(shape, small, rates)["optimizer"] < step_seconds(shape, plain, rates)["optimizer"]
+        if states == "bfloat16":  # codes move fewer bytes, but take time to compute
+            times = [step_seconds(shape, s, rates)["optimizer"] for s in (small, plain)]
+            assert times[0] < times[1]
         assert step_seconds(shape, small, rates)["offload"] == 0
         streamed = spec(optimizer, states, offload_optimizer=True)
         each = {
@@ -84,3 +86,20 @@ def test_the_peak_and_the_time_follow(optimizer: str) -> None:
         table = {"bfloat16": 4, "8bit": 2.03125, "4bit": 1.0625}[states]
         expected = (each * matrices + table * tables) / 20e9
         assert step_seconds(shape, streamed, rates)["offload"] == pytest.approx(expected)
+
+
+def test_master_weights_are_counted_on_the_host_only() -> None:
+    config = AdamWConfig(weights="bfloat16", offload=True, states="8bit", master_weights=True)
+    model = Transformer(SHAPE)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.data = parameter.data.bfloat16()
+    real = build(model, config, Scaling(1.0, 1.0, 1.0))
+    real.create_state()
+    held = sum(t.nbytes for key, t in real.state_dict_flat()[0].items() if not key.startswith("step/"))
+    options = {"weights": "bfloat16", "offload_optimizer": True, "master_weights": True}
+    modelled = state_bytes(Sizes(SHAPE, spec("adamw", "8bit", **options)))
+    assert modelled.total == pytest.approx(held, rel=1e-3)
+    without = state_bytes(Sizes(SHAPE, spec("adamw", "8bit", weights="bfloat16")))
+    large = sum(p.numel() for p in model.parameters() if p.ndim > 1)
+    assert modelled.total - without.total == 4 * large

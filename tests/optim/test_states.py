@@ -220,3 +220,37 @@ def test_small_weights_with_plain_states_are_updated_together(monkeypatch: pytes
     for states, alone in both:
         made = adamw.AdamW([], (0.9, 0.99), 1e-8, states, fused=True)
         assert {name for name, weight in weights.items() if not made._uses_torch(weight)} == alone
+
+
+@pytest.mark.parametrize("states", ["float32", "8bit", "4bit"])
+def test_master_weights_are_those_of_a_model_in_float32(states: str) -> None:
+    """bfloat16 weights are the nearest values of the masters, and these are the weights of a run in float32 that has
+    the same gradients."""
+    low, high = make(dtype=torch.bfloat16), make()
+    with torch.no_grad():
+        for p, q in zip(high.parameters(), low.parameters(), strict=True):
+            p.copy_(q)
+            if q.ndim < 2:
+                q.data = q.data.float()
+    given = config("adamw", states, True, weights="bfloat16", master_weights=True)
+    optimizer, exact = build(low, given, NO_SCALING), build(high, config("adamw", states, True), NO_SCALING)
+    for step in range(6):
+        for number, (p, q) in enumerate(zip(high.parameters(), low.parameters(), strict=True)):
+            generator = torch.Generator().manual_seed(100 * step + number)
+            q.grad = torch.randn(q.shape, generator=generator).to(q.dtype)
+            p.grad = q.grad.to(p.dtype)
+        for one in (optimizer, exact):
+            one.set_progress(1.0, 0.0, step)
+            one.step(torch.tensor(float(step == 3)))
+            one.zero_grad()
+    state = optimizer.state_dict_flat()[0]
+    for (name, p), q in zip(high.named_parameters(), low.parameters(), strict=True):
+        if q.dtype == torch.bfloat16:
+            assert torch.equal(state[f"master/{name}"], p), name
+        assert torch.equal(q, p.to(q.dtype)), name
+
+
+def test_master_weights_without_what_they_need_are_refused() -> None:
+    for options in ({"weights": "float32", "offload": True}, {"weights": "bfloat16", "offload": False}):
+        with pytest.raises(ValueError, match=r"--optim.weights bfloat16 and --optim.offload true"):
+            AdamWConfig.model_validate({"name": "adamw", "master_weights": True, **options})

@@ -134,7 +134,7 @@ WIDER = {"hidden_size": 64, "intermediate_size": 128}  # matrices that are updat
         (
             {
                 "model": WIDER,
-                "optim": {**ADAMW, **BFLOAT16, "states": "4bit", "gradients": "host"},
+                "optim": {**ADAMW, **BFLOAT16, "states": "4bit", "gradients": "host", "master_weights": True},
                 "batch": {**SLOWER, "micro_tokens": 256},
             },
             24,
