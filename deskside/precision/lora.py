@@ -3,8 +3,9 @@
 `attach` freezes a model and adds adapters to its projections. A `Linear` that gets an adapter becomes an
 `AdaptedLinear` in place. Its parameters and its name in the model stay the same.
 
-An `Adapter` belongs to one `Linear`, which may stack several projections (q, k and v). It has one pair of matrices A, B
-for each adapted projection, so what is learned, merged and exported does not depend on how projections are stacked:
+An `Adapter` belongs to one `Linear` or to one weight of `Experts`, which may stack several projections (q, k and v). It
+has one pair of matrices A, B for each adapted projection, so what is learned, merged and exported does not depend on
+how projections are stacked:
 
     y = x W^T + scale * (x A^T) B^T        A: the A of all pairs, stacked: (ranks, in)
                                            B: the B of all pairs on a block diagonal: (rows, ranks)
