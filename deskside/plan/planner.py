@@ -182,6 +182,8 @@ def _expert_notes(setting: Setting, card: str) -> list[str]:
         notes.append(f"experts are computed in {used}, the only scaling of FP8 that grouped products take")
     if not setting.emulated and "fp8-grouped" not in setting.native:
         notes.append(f"products of experts are emulated on {card}: the same numbers, multiplied in BF16")
+    if setting.model.shared_expert_intermediate_size:
+        notes.append(f"the shared expert stays in BF16 in {setting.precision}")
     return notes
 
 

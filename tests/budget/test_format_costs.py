@@ -8,6 +8,7 @@ import pytest
 from deskside.budget.format_costs import (
     ALL_NATIVE,
     SQUARE_TILES,
+    LowFormat,
     Precision,
     emulated,
     nvfp4_bytes,
@@ -17,7 +18,7 @@ from deskside.budget.format_costs import (
     saved_input_bytes,
     weight_copies,
 )
-from deskside.budget.operators import quantized_values, step_operators
+from deskside.budget.operators import expert_values, quantized_values, step_operators
 from deskside.budget.sizes import Sizes
 from deskside.budget.speed import Rates, step_seconds
 from deskside.budget.step_spec import StepSpec
@@ -151,3 +152,53 @@ def test_the_head_in_fp8_halves_its_products() -> None:
 def test_square_tiles_are_those_of_the_recipes() -> None:
     weights = {name: recipe.output.right for name, recipe in RECIPES.items()}
     assert {name for name, weight in weights.items() if weight.scaling == "16x16"} == set(SQUARE_TILES)
+
+
+EXPERTS = ModelConfig(
+    hidden_size=2048,
+    num_attention_heads=16,
+    num_key_value_heads=4,
+    num_experts=8,
+    num_experts_per_tok=2,
+    moe_intermediate_size=2176,
+    num_hidden_layers=4,
+)
+
+
+def test_experts_are_priced_as_what_they_run_as() -> None:
+    """Native FP8 is faster than BF16 at this size, emulated FP8 slower; NVFP4 is emulated on every card."""
+
+    def seconds(precision: Precision, native: frozenset[LowFormat], checkpointing: str = "none") -> float:
+        spec = replace(
+            WORK,
+            precision=precision,
+            native=native,
+            copies="step",
+            activation_checkpointing=checkpointing,  # type: ignore[arg-type]
+        )
+        products = [o for o in step_operators(EXPERTS, spec) if o.name == "MLP" and o.runs_as != "bf16"]
+        grouped = "fp8-grouped" in native and precision != "nvfp4"
+        assert {o.runs_as for o in products} == {"fp8" if grouped else "emulated"} or precision == "bf16"
+        assert all(o.rowwise == grouped for o in products)
+        return sum(step_seconds(EXPERTS, spec, CARD).values())
+
+    dense_only: frozenset[LowFormat] = ALL_NATIVE - {"fp8-grouped"}
+    for checkpointing in ("none", "mlp", "block"):
+        bf16 = seconds("bf16", ALL_NATIVE, checkpointing)
+        assert seconds("fp8", ALL_NATIVE, checkpointing) < bf16 < seconds("fp8", frozenset(), checkpointing)
+        assert seconds("fp8", ALL_NATIVE, checkpointing) < seconds("fp8", dense_only, checkpointing)
+        assert seconds("nvfp4", ALL_NATIVE, checkpointing) > bf16
+
+
+@pytest.mark.parametrize("precision", ["fp8", "nvfp4-eden", "fp8-nvfp4"])
+def test_casts_of_experts_are_counted_for_every_row(precision: Precision) -> None:
+    """Each of a token's experts has its own copy of the input, and the second product's input is as wide as all."""
+    spec = replace(WORK, precision=precision, copies="step", native=frozenset())
+    first, second, gradients = expert_values(Sizes(EXPERTS, spec))
+    per_token = (2 * 2048, 2 * 2176, 2 * 2 * 2176 + 2 * 2048)
+    assert (first, second, gradients) == tuple(n * spec.tokens * 4 for n in per_token)
+    names = {o.name for o in step_operators(EXPERTS, spec) if "experts to" in o.name}
+    expected = {"fp8": {"FP8"}, "nvfp4-eden": {"NVFP4"}, "fp8-nvfp4": {"FP8", "NVFP4"}}[precision]
+    assert names == {f"quantizing experts to {name}" for name in expected}
+    dense, _ = quantized_values(Sizes(EXPERTS, spec))
+    assert dense == spec.tokens * 4 * (2048 + EXPERTS.num_attention_heads * EXPERTS.head_dim)

@@ -1,5 +1,6 @@
 """FP8 is offered by name where it is faster, emulation is called by its name, and neither is ever chosen silently."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from deskside.plan.planner import make_plan
 from deskside.plan.published import Speedup
 from deskside.plan.render import show
 from tests.plan import made
+from tests.plan.made import ask
 
 
 def planned(preset: str = "340m", **options: Any) -> Any:
@@ -147,3 +149,20 @@ def test_pairs_of_probe_points() -> None:
     assert measured_fp8_speedup(rows[2:]) is None
     failed = {**point("fp8-delayed", 0.1, 131072), "status": "oom"}
     assert measured_fp8_speedup([rows[2], failed]) is None
+
+
+@pytest.mark.parametrize(
+    ("gpu", "precision", "notes"),
+    [
+        ("h200", "bf16", 0),
+        ("h200", "fp8", 1),  # another scaling
+        ("rtx4090", "fp8", 2),  # which is emulated for experts, and native for attention
+        ("h200", "nvfp4", 0),
+    ],
+)
+def test_what_experts_are_computed_in_is_said(gpu: str, precision: str, notes: int, tmp_path: Path) -> None:
+    asked = ask(gpu=gpu, preset="indicmoe-60m", tokens="1B", precision=precision, probes=str(tmp_path))
+    plan = make_plan(asked)
+    said = [reason for reason in plan.reasons if "experts" in reason]
+    assert len(said) == notes
+    assert not said or "fp8-rowwise" in said[0]

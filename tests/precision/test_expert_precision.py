@@ -346,3 +346,17 @@ def test_the_selfcheck_emulates_where_torch_has_no_product(
     result = check_experts("fp8-delayed", "cpu", caps=caps)
     assert result.ok and not result.native and "9.0" in result.reason
     assert not check_experts("fp8-delayed", "cpu", native=True, caps=caps).ok
+
+
+def test_a_shared_expert_stays_in_bf16() -> None:
+    shared = {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128, "qk_norm": False}
+    model = make(**{**EXPERTS, **shared})
+    applied = convert(model, "fp8-delayed", fused=True, native=False)
+    assert not applied._linears
+    step(model, applied)
+    for block in model.layers:
+        override = block.mlp.forward_override
+        assert isinstance(override, FusedMoE) and override.shared_expert is not None
+        values = [cache.cached[1].values for cache in override.shared_expert.caches if cache.cached]
+        assert values and all(value.dtype == torch.bfloat16 for value in values)
+        assert not override.gate_up.plain
