@@ -91,7 +91,7 @@ def test_a_tracker_gets_the_numbers_of_each_step(
     )
     run = RunDirectory(tmp_path / "mine")
     (tracker,) = trackers(TrackConfig(**{name: "project"}), run, {"seed": 1})  # type: ignore[arg-type]
-    tracker.on_step(row(3, skipped=False), 10)
+    tracker.on_step(row(3, skipped=False, experts={"load": [[1.0]]}), 10)
     tracker.close()
     assert said[0] == {"project": "project", "name": "mine", "config": {"seed": 1}}
     assert said[1] == ({"loss": 2.5, "tokens_per_second": 1234.0, "skipped": 0.0}, 3)
@@ -114,7 +114,7 @@ def test_tensorboard_gets_the_numbers_of_each_step(tmp_path: Path, monkeypatch: 
     fake(monkeypatch, "tensorboard")
     fake(monkeypatch, "torch.utils.tensorboard", SummaryWriter=SummaryWriter)
     (tracker,) = trackers(TrackConfig(tensorboard=True), RunDirectory(tmp_path), {})
-    tracker.on_step(row(3, skipped=False), 10)
+    tracker.on_step(row(3, skipped=False, experts={"load": [[1.0]]}), 10)
     tracker.close()
     assert said == [
         str(tmp_path / "tensorboard"),
