@@ -12,8 +12,8 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from deskside.facts.gpus import Gpu
+from deskside.plan.combinations import minimum_over_changes
 from deskside.plan.estimate import StepEstimate
-from deskside.plan.remedies import minimum_over_changes
 from deskside.plan.request import PlanRequest
 from deskside.utils.errors import UsageError
 from deskside.utils.format import duration, flops, gib, number, span

@@ -2,7 +2,7 @@
 
 Memory is checked first: the requested run, with the largest micro-batch that fits, must fit at the high end of its
 memory range. If it does not, all combinations of the memory-saving options of `deskside train` are tried, from small to
-large changes (`plan/remedies.py`), sharding over the requested GPUs included. If one of them fits, the verdict is
+large changes (`plan/combinations.py`), sharding over the requested GPUs included. If one of them fits, the verdict is
 "yes-if". More GPUs, a larger card or a smaller model are only listed.
 
 Time is checked next: a budget of hours must be long enough for training, and no run may take more than a year. If a
@@ -33,6 +33,12 @@ from deskside.plan.candidates import (
     setting_on_card,
     too_short,
 )
+from deskside.plan.combinations import (
+    best_that_fits,
+    combinations,
+    minimum_memory,
+    minimum_over_changes,
+)
 from deskside.plan.estimate import (
     Setting,
     StepEstimate,
@@ -41,15 +47,7 @@ from deskside.plan.estimate import (
     estimate_max_microbatch,
     optim_options,
 )
-from deskside.plan.remedies import (
-    Remedy,
-    best_that_fits,
-    combinations,
-    minimum_memory,
-    minimum_over_changes,
-    remedies,
-    with_max_microbatch_unless_set,
-)
+from deskside.plan.remedies import Remedy, remedies, with_max_microbatch_unless_set
 from deskside.plan.request import GivenModel, PlanRequest
 from deskside.utils.format import count, duration, gib
 
