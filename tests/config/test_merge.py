@@ -172,6 +172,14 @@ LIVE_AND_DEAD: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any]]] = {
         )
         for key, value in {"weight_cache": False, "accumulate": "fused"}.items()
     },
+    ("model.router_bias_update_rate", "adapter.rank"): (
+        {"model": {"num_experts": 8, "scoring_func": "sigmoid", "router_bias_update_rate": 0.01}},
+        {
+            "model": {"num_experts": 8, "scoring_func": "sigmoid"},
+            "adapter": {"rank": 8},
+            "optim": {"name": "adamw"},
+        },
+    ),
     ("optim.scale", "adapter.rank"): (
         {"optim": {"scale": False}},
         {"adapter": {"rank": 8}, "optim": {"name": "adamw"}},
