@@ -19,6 +19,7 @@ from deskside.plan.candidates import LADDER, optimal_tokens
 from deskside.plan.estimate import Setting, estimate, pass_sizes
 from deskside.plan.planner import make_plan
 from deskside.plan.request import PlanRequest
+from deskside.plan.result import memory_json
 from deskside.plan.verdict import judge
 from deskside.utils.errors import UsageError
 from tests.plan import made
@@ -464,3 +465,18 @@ def test_passes_that_wait_for_the_host_are_said() -> None:
     assert plan.best.estimate.speed_spread > 0.5
     plain = make_plan(ask(gpu="h200", preset="124m", tokens="1B"))
     assert not any(reason.startswith("host-bound") for reason in plain.reasons)
+
+
+def test_what_waits_on_the_host_has_to_fit_there() -> None:
+    """d34 on 20 GiB needs host memory; with less of it, less waits there, and the reasons and the JSON say how much."""
+    request = made.request("tokens", 1e9, memory_gib=20.0, given=made.given("d34"))
+    needed = []
+    for host_gib in (None, 64, 8):
+        host_bytes = None if host_gib is None else host_gib * GIB
+        plan = make_plan(replace(request, card=replace(request.card, host_bytes=host_bytes)))
+        assert plan.verdict == "yes-if" and plan.best is not None
+        needed.append(sum(plan.best.estimate.host_memory.values()))
+        assert any("of the host's memory" in reason for reason in plan.reasons) == bool(needed[-1])
+        host = memory_json(plan.request, plan.best.estimate)["host"]
+        assert sum(host["items"].values()) == needed[-1] and host["available"] == host_bytes
+    assert needed[0] == needed[1] > 8 * GIB and needed[2] <= 0.9 * 8 * GIB
