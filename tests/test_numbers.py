@@ -17,6 +17,7 @@ CHECKED = (
     "alignment",
     "architecture",
     "experts",
+    "indicmoe",
     "languages",
     "long-context",
     "performance",
