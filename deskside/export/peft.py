@@ -44,8 +44,8 @@ def to_peft(
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the content of adapter_config.json and the tensors. init: the base model's name or path.
 
-    Raises UsageError for options that Hugging Face's architectures lack, and for GPT-2, which has one module for q, k
-    and v, so that they cannot have separate adapters.
+    Raises UsageError for options that Hugging Face's architectures lack, for GPT-2, which has one module for q, k and
+    v, so that they cannot have separate adapters, and for dots.llm1's shared expert, whose adapters PEFT 0.21 drops.
     """
     family = family_of(model.config)
     if family.transposed:
@@ -71,9 +71,15 @@ def to_peft(
                 tensors[f"{PREFIX}{name}{inside}.lora_B.weight"] = b.detach().permute(1, 2, 0).flatten(1, 2)
         elif "weight" in adapters:
             lora = adapters["weight"]
+            owner = f"{sublayer}.shared_expert" if ".shared_expert." in path else sublayer
+            if owner != sublayer and family.model_type == "dots1":
+                raise UsageError(
+                    f"--to peft: PEFT takes adapters of {family.architecture}'s shared expert for those of the other "
+                    "experts, and drops them; use --to hf, which merges"
+                )
             for s in lora.adapted:
                 targets.add(s.name)
-                hf_module = PREFIX + hf_name(f"{sublayer}.{s.name}.weight", family).removesuffix(".weight")
+                hf_module = PREFIX + hf_name(f"{owner}.{s.name}.weight", family).removesuffix(".weight")
                 tensors[f"{hf_module}.lora_A.weight"] = lora.a[s.name].detach()
                 tensors[f"{hf_module}.lora_B.weight"] = lora.b[s.name].detach()
     content: dict[str, Any] = {

@@ -273,9 +273,9 @@ _experts_product.register_autograd(_experts_backward, setup_context=_setup_exper
 
 
 def is_quantized_by_freeze(module: nn.Module) -> TypeGuard[Linear | Experts]:
-    """Return True if `freeze` stores this layer in NF4 or INT8 codes: the matrices of the blocks but routers."""
+    """Return True if `freeze` stores this layer in codes: the matrices of the blocks but those of routing."""
     if isinstance(module, Linear):
-        return module.role == "matrix" and all(s.name != "router" for s in module.slices)
+        return module.role == "matrix" and all(s.name not in ("router", "token_gate") for s in module.slices)
     return isinstance(module, Experts)
 
 

@@ -36,6 +36,7 @@ CASES: dict[str, Case] = {
     "experts, stabilised": ({"rank_stabilised": True, "targets": ["gate_proj", "up_proj"]}, (), MOE),
     "experts, some": ({"targets": ["up_proj", "o_proj"]}, (3,), {**MOE, "tie_word_embeddings": True}),
     "experts, sigmoid": ({}, (), {**MOE, "scoring_func": "sigmoid"}),
+    "gated shared expert": ({}, (), {**MOE, "shared_expert_intermediate_size": 48, "qk_norm": False}),
     "experts, down": ({"targets": ["down_proj"]}, (), {**MOE, "norm_topk_prob": False}),
 }
 
@@ -149,6 +150,9 @@ def test_what_peft_has_no_form_for_is_refused() -> None:
         "num_key_value_heads": 4, "position_embedding": "learned", "hidden_act": "gelu_new", "gated_mlp": False,
         "mlp_bias": True, "attention_bias": True, "norm": "layernorm", "norm_bias": True, "qk_norm": False,
     }  # fmt: skip
+    shared = {**MOE, "shared_expert_intermediate_size": 64, "scoring_func": "sigmoid"}
+    with pytest.raises(UsageError, match=r"--to peft: .*shared expert.*; use --to hf"):
+        to_peft(*trained({}, (), **shared), None)
     model, options = trained({}, (), **gpt2)
     with pytest.raises(
         UsageError, match=r"--to peft: GPT2LMHeadModel has q, k and v in one module; use --to hf"
