@@ -11,7 +11,7 @@ from deskside.config.run import RunConfig
 from deskside.study.spec import parse_spec
 from deskside.study.spec.expand import PlannedArm, expand
 
-OWN = ("architecture", "batch", "matrix16", "optimizer", "precision")
+OWN = ("architecture", "batch", "experts", "matrix16", "memory", "optimizer", "precision")
 QUICK = [f"{name}-quick" for name in OWN]
 
 
