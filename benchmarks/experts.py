@@ -32,6 +32,8 @@ from deskside.precision.quantized_linear import Shared
 from deskside.precision.quantized_operand import Draws, QuantizedOperand
 from deskside.precision.scales import DelayedScales
 
+# Left operand, right operand, transpose (None for the gradient of the weights), and the dense product.
+Product = tuple[Tensor, Tensor, bool | None, Callable[[], object]]
 DEVICE = "cuda"
 SHAPES = "8x2x2048x2176,8x2x768x1024,16x2x768x1024,32x4x768x512,64x8x768x256,64x8x2048x1024"
 RUNS = 20
@@ -83,9 +85,7 @@ def measure(tokens: int, experts: int, k: int, hidden: int, width: int) -> dict[
         ),
     }
     dense_in, dense_out = random(2 * width, hidden), random(hidden, width)
-    chosen = int((routing.ends_E.diff(prepend=routing.ends_E.new_zeros(1)) > 0).sum())
-    # (left operand, right operand, transpose or None for the gradient of the weights, the dense product)
-    products: dict[str, tuple[Tensor, Tensor, bool | None, Callable[[], object]]] = {
+    products: dict[str, Product] = {
         "gate and up": (x_sorted, gate_up, True, lambda: x_sorted @ dense_in.T),
         "down": (out, down, True, lambda: out @ dense_out.T),
         "gradient of the input": (inner, gate_up, False, lambda: inner @ dense_in),
@@ -95,27 +95,37 @@ def measure(tokens: int, experts: int, k: int, hidden: int, width: int) -> dict[
         name: {"seconds": (time := seconds(run)), "gb_per_s": size / time / 1e9}
         for name, (size, run) in elementwise.items()
     }
-    for name, (left, right, transpose, dense) in products.items():
-        output = right.shape[1 if transpose else -1]
-        flops = 2 * left.numel() * output
-        size = 2 * (left.numel() + rows * output + chosen * left.shape[1] * output)
-        used = grouped.grouped_backend(left.device, left.dtype, (experts, left.shape[1], output), rows)
-        for backend, (matmul, weight_gradient) in grouped.PRODUCTS.items():
-            supported = grouped.supports(backend, left.device, left.dtype, (left.shape[1], output))
-            if backend == "loop" or not (supported and grouped.agrees(backend, left.device, left.dtype)):
-                continue
-            if transpose is None:
-                run = partial(weight_gradient, left, right, ends, torch.bfloat16)
-            else:
-                run = partial(matmul, left, right, ends, transpose)
-            times = {"grouped": seconds(run), "dense": seconds(dense)}
-            result[f"{name}, {backend}{'*' if backend == used else ''}"] = {
-                "seconds": times["grouped"],
-                "gb_per_s": size / times["grouped"] / 1e9,
-                "tflops": flops / times["grouped"] / 1e12,
-                "dense_tflops": flops / times["dense"] / 1e12,
-                "efficiency": times["dense"] / times["grouped"],
-            }
+    for name, product in products.items():
+        for backend, row in measure_backends(product, ends).items():
+            result[f"{name}, {backend}"] = row
+    return result
+
+
+def measure_backends(product: Product, ends: Tensor) -> dict[str, dict[str, float]]:
+    """Return seconds, GB/s, TFLOP/s and efficiency of a grouped product by backend; a star marks the one in use."""
+    left, right, transpose, dense = product
+    rows, columns, output = *left.shape, right.shape[1 if transpose else -1]
+    chosen = int((ends.diff(prepend=ends.new_zeros(1)) > 0).sum())
+    flops = 2 * left.numel() * output
+    size = 2 * (left.numel() + rows * output + chosen * columns * output)
+    used = grouped.grouped_backend(left.device, left.dtype, (len(ends), columns, output), rows)
+    result = {}
+    for backend, (matmul, weight_gradient) in grouped.PRODUCTS.items():
+        supported = grouped.supports(backend, left.device, left.dtype, (columns, output))
+        if backend == "loop" or not (supported and grouped.agrees(backend, left.device, left.dtype)):
+            continue
+        if transpose is None:
+            run = partial(weight_gradient, left, right, ends, torch.bfloat16)
+        else:
+            run = partial(matmul, left, right, ends, transpose)
+        time, dense_time = seconds(run), seconds(dense)
+        result[f"{backend}{'*' if backend == used else ''}"] = {
+            "seconds": time,
+            "gb_per_s": size / time / 1e9,
+            "tflops": flops / time / 1e12,
+            "dense_tflops": flops / dense_time / 1e12,
+            "efficiency": dense_time / time,
+        }
     return result
 
 
@@ -145,7 +155,7 @@ def measure_fp8(tokens: int, experts: int, k: int, hidden: int, width: int) -> d
         "cast columns, gathered": (5 * rows * hidden, lambda: moe.cast_columns(x, routing.tokens_S, ends)),
         "cast rows of the gradient": (6 * rows * width, lambda: moe.cast_rows(g)),
         "cast columns of the gradient": (10 * rows * width, lambda: moe.cast_columns(g, None, ends)),
-        "cast weight rows": (9 * weight.numel(), lambda: moe.cast_rows(weight.flatten(0, 1))),
+        "cast weight rows": (5 * weight.numel(), lambda: moe.cast_rows(weight.flatten(0, 1))),
         "cast weight columns": (9 * weight.numel(), lambda: moe.cast_weight_columns(weight)),
     }
     operands: dict[str, tuple[Kind, QuantizedOperand, QuantizedOperand]] = {

@@ -23,7 +23,7 @@ from deskside.config.run import RunConfig
 from deskside.config.sections import AdapterConfig
 from deskside.model.transformer import Transformer
 from deskside.ops.moe import Experts
-from deskside.precision.lora import adapters_of, trained_rows_of
+from deskside.precision.lora import Adapter, adapters_of, trained_rows_of
 from deskside.run.directory import resolve_path
 from deskside.train.state.init_weights import resize_vocabulary
 from deskside.utils.errors import RunError, UsageError
@@ -59,16 +59,11 @@ def to_peft(
         sublayer = ".".join(path.split(".")[:3])  # layers.0.attn
         adapters = adapters_of(module)
         if isinstance(module, Experts):
-            name = hf_name(f"{sublayer}.experts.0.down_proj.weight", family).removesuffix(
-                ".0.down_proj.weight"
-            )
+            last = ".0.down_proj.weight"
+            name = hf_name(f"{sublayer}.experts{last}", family).removesuffix(last)
+            tensors |= _expert_tensors(f"{PREFIX}{name}", adapters)
             for weight, lora in adapters.items():
-                # PEFT wraps the module once for each parameter, so that the first parameter's wrapper is inside.
-                inside = ".base_layer" if weight == "gate_up_weight" and "down_weight" in adapters else ""
-                a, b = lora.joined(torch.float32)
-                expert_ranks[EXPERT_PARAMETERS[weight]] = a.shape[1]
-                tensors[f"{PREFIX}{name}{inside}.lora_A.weight"] = a.detach().flatten(0, 1)
-                tensors[f"{PREFIX}{name}{inside}.lora_B.weight"] = b.detach().permute(1, 2, 0).flatten(1, 2)
+                expert_ranks[EXPERT_PARAMETERS[weight]] = lora.rank * len(lora.adapted)
         elif "weight" in adapters:
             lora = adapters["weight"]
             owner = f"{sublayer}.shared_expert" if ".shared_expert." in path else sublayer
@@ -96,13 +91,7 @@ def to_peft(
         "inference_mode": True,
     }
     if expert_ranks:
-        content["target_parameters"] = sorted(expert_ranks)
-        ranks = {name: rank for name, rank in expert_ranks.items() if rank != adapter.rank}
-        content["rank_pattern"] = ranks
-        content["alpha_pattern"] = {
-            name: adapter.scale * (rank**0.5 if adapter.rank_stabilised else rank)
-            for name, rank in ranks.items()
-        }
+        content |= _expert_options(expert_ranks, adapter)
     ids: dict[str, list[int]] = {}
     tables = (("embed", "embed_tokens", model.embed), ("lm_head", "lm_head", model.head))
     for logical_name, peft_name, module in tables:
@@ -114,6 +103,32 @@ def to_peft(
         # With a plain list, PEFT applies the embedding's rows to a tied head as well.
         content["trainable_token_indices"] = ids if len(ids) > 1 else next(iter(ids.values()))
     return content, {name: tensor.to("cpu", torch.float32).contiguous() for name, tensor in tensors.items()}
+
+
+def _expert_tensors(module: str, adapters: Mapping[str, Adapter]) -> dict[str, Tensor]:
+    """Return the tensors of the adapters of one layer's experts. module: PEFT's name of the experts."""
+    tensors = {}
+    for weight, lora in adapters.items():
+        # PEFT wraps the module once for each parameter, so that the first parameter's wrapper is inside.
+        inside = ".base_layer" if weight == "gate_up_weight" and "down_weight" in adapters else ""
+        a, b = lora.joined(torch.float32)
+        tensors[f"{module}{inside}.lora_A.weight"] = a.detach().flatten(0, 1)
+        tensors[f"{module}{inside}.lora_B.weight"] = b.detach().permute(1, 2, 0).flatten(1, 2)
+    return tensors
+
+
+def _expert_options(ranks: Mapping[str, int], adapter: AdapterConfig) -> dict[str, Any]:
+    """Return the entries of adapter_config.json for adapters of experts. ranks: by the name of the parameter."""
+    others = {name: rank for name, rank in ranks.items() if rank != adapter.rank}
+    return {
+        "target_parameters": sorted(ranks),
+        "rank_pattern": others,
+        "alpha_pattern": {
+            name: adapter.scale * (rank**0.5 if adapter.rank_stabilised else rank)
+            for name, rank in others.items()
+        },
+        "lora_dropout": 0.0,  # PEFT cannot load adapters of experts with dropout, which acts in training only
+    }
 
 
 def save_peft(

@@ -9,8 +9,8 @@ weight.
   that is small within its block gets a shorter step instead of a huge one.
 
 Both are rounded to nearest, as in the paper. On a regression with 600 steps, stochastic rounding of the second moment
-changed the loss by less than the seed, and that of the first moment made it 1 % worse. Codes of elements 2 i and
-2 i + 1 are the low and the high half of byte i.
+changed the loss by less than another seed did, and that of the first moment made it 1 % worse. The codes of elements
+2 i and 2 i + 1 are the low and the high half of byte i.
 """
 
 from functools import cache
@@ -27,7 +27,10 @@ ZERO = 7  # the first moment's code for 0
 
 
 def zero_byte(signed: bool) -> int:
-    """Return the byte of two codes at the start: those of 0; any in a second moment, whose scales are 0 then."""
+    """Return the initial byte of the codes: two codes of 0 for a first moment (signed).
+
+    For a second moment, which has no code of 0, it has no effect, because the initial scales are 0.
+    """
     return ZERO | ZERO << 4 if signed else 0
 
 

@@ -54,6 +54,8 @@ class Experts(nn.Module):
 
 
 ROUTER_BIAS = "e_score_correction_bias"  # attribute of `MixtureOfExperts`; transformers' name
+# Small projections that weigh experts. They are never quantized, because rounding would change the choices.
+ROUTING_PROJECTIONS = ("router", "token_gate")
 
 
 class MixtureOfExperts(nn.Module):

@@ -1,11 +1,10 @@
 """Rotary position embedding: the table of cosines and sines, also for YaRN. `kernels.functional.rotate` applies it.
 
 YaRN (Peng et al. 2023, arXiv 2309.00071) lets a model that knows rows of some original length read longer ones. A pair
-of channels that turns around many times within the original length tells distances by its angle, and keeps its
-frequency. A pair that does not complete a turn would meet angles that it does not know, so its frequency is divided by
-`factor`.
-Pairs in between are interpolated. Longer rows spread attention over more tokens, so cosines and sines, and with them
-queries and keys, are multiplied by the attention factor, which sharpens it.
+of channels that makes many turns within the original length keeps its frequency. A pair that does not complete one turn
+would meet angles that it was not trained on, so its frequency is divided by `factor`. Pairs in between are
+interpolated. Longer rows spread attention over more tokens, so cosines and sines, and with them queries and keys, are
+multiplied by the attention factor, which sharpens attention.
 """
 
 import math
@@ -36,10 +35,10 @@ def rope_table(
 
 
 def _kept_share(head_dim: int, theta: float, yarn: YarnConfig) -> Tensor:
-    """Return for each pair of channels how much of its frequency is kept: 1 all, 0 divided by the factor."""
+    """Return for each pair of channels the weight of its own frequency: 1 keeps it, 0 divides it by the factor."""
 
     def pair_with(turns: float) -> float:
-        """Return the (fractional) pair that turns around so many times within the original length."""
+        """Return the (fractional) number of the pair that makes this many turns within the original length."""
         length = yarn.original_max_position_embeddings
         return head_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
 

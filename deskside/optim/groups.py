@@ -17,7 +17,7 @@ from deskside.utils.errors import UsageError
 
 
 class _Everything:
-    """A container with every name."""
+    """A container to which every name belongs."""
 
     def __contains__(self, name: object) -> bool:
         return True

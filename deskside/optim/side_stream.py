@@ -1,7 +1,7 @@
 """Work on gradients that runs beside the backward pass, on a CUDA stream of its own.
 
 The host queues the backward faster than it runs. Without a limit, the gradients that wait for their copies over the bus
-would pile up on the GPU, so the main stream waits for the oldest one when too many are waiting.
+would pile up on the GPU, so when there are more than WAITING, the main stream waits for the oldest one.
 """
 
 from collections import deque
@@ -22,7 +22,7 @@ class SideStream:
         self._waiting: deque[tuple[Tensor, torch.cuda.Event]] = deque()
 
     def run(self, work: Callable[[], None], tensor: Tensor) -> None:
-        """Queue work after all that the main stream was given so far. tensor: what it reads, from the main stream."""
+        """Queue work behind all that the main stream has queued. tensor: what it reads, allocated on the main stream."""
         if self.device.type != "cuda":
             work()
             return

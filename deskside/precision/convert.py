@@ -25,7 +25,7 @@ from deskside.config.sections import PrecisionConfig
 from deskside.kernels.nvfp4.operand import required_multiple
 from deskside.ops.composite import AddNormLinear, AttentionSublayer, MLPSublayer, RMSNorm, Sublayer
 from deskside.ops.linear import Embedding, HeadLoss, Linear
-from deskside.ops.moe import Experts, MoESublayer
+from deskside.ops.moe import ROUTING_PROJECTIONS, Experts, MoESublayer
 from deskside.precision import backends, fused_sublayers
 from deskside.precision.expert_linear import ExpertLinear
 from deskside.precision.frozen import FrozenExperts
@@ -41,7 +41,6 @@ from deskside.precision.scales import DelayedScales
 from deskside.utils.errors import UsageError
 
 Fused = FusedSublayer | FusedMoE
-UNQUANTIZED_NAMES = ("router", "token_gate")  # small projections that decide for a token
 
 
 class QuantizedModel:
@@ -194,7 +193,7 @@ class QuantizedModel:
             elif (
                 module.role == "matrix"
                 and not in_bf16_block
-                and not _has_name(module, {*keep, *UNQUANTIZED_NAMES})
+                and not _has_name(module, {*keep, *ROUTING_PROJECTIONS})
             ):
                 self._linears.append((module, self._override(module)))
         final_norms = [m for m in modules if isinstance(m, AddNormLinear) and not len(m.projections)]

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from deskside.kernels import moe
 from deskside.kernels.stored_weights import dequantize_int8
 from deskside.ops.linear import Linear
-from deskside.ops.moe import Experts
+from deskside.ops.moe import ROUTING_PROJECTIONS, Experts
 from deskside.precision.lora import Adapter, adapters_of
 from deskside.utils.errors import UsageError
 
@@ -273,9 +273,9 @@ _experts_product.register_autograd(_experts_backward, setup_context=_setup_exper
 
 
 def is_quantized_by_freeze(module: nn.Module) -> TypeGuard[Linear | Experts]:
-    """Return True if `freeze` stores this layer in codes: the matrices of the blocks but those of routing."""
+    """Return True if `freeze` stores this layer in codes: experts, and all matrices but ROUTING_PROJECTIONS."""
     if isinstance(module, Linear):
-        return module.role == "matrix" and all(s.name not in ("router", "token_gate") for s in module.slices)
+        return module.role == "matrix" and all(s.name not in ROUTING_PROJECTIONS for s in module.slices)
     return isinstance(module, Experts)
 
 

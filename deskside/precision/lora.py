@@ -287,8 +287,9 @@ def attach(model: nn.Module, config: AdapterConfig, seed: int, trained_tokens: S
                 for name, shape in module.shapes.items()
             }
             adapters = {name: adapter for name, adapter in made.items() if adapter is not None}
-            add_expert_adapters(module, adapters)
-            count += sum(len(adapter.adapted) for adapter in adapters.values())
+            if adapters:
+                add_expert_adapters(module, adapters)
+                count += sum(len(adapter.adapted) for adapter in adapters.values())
         elif isinstance(module, Linear) and module.role == "matrix":
             shape = (module.out_features, module.in_features)
             adapter = make_adapter(f"{path}.adapter", module, shape, module.slices)

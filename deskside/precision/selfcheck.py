@@ -105,7 +105,7 @@ def check_experts(
 ) -> CheckResult:
     """Check grouped products in the recipe that experts use for `recipe`: an output and both gradients.
 
-    One expert has no token and another one has most of them. The arguments are those of `check`.
+    One expert has no tokens and another one has most of them. The arguments are those of `check`.
     """
     checked, device = expert_recipe(recipe_named(recipe)), torch.device(device)
     if caps is None:
@@ -237,15 +237,12 @@ def _check_experts(recipe: Recipe, device: torch.device, native: bool) -> CheckR
         "input gradient": reference.grouped_matmul(grad.double(), wide, ends, transpose=False),
         "weight gradient": reference.grouped_weight_gradient(grad.double(), rows, ends, torch.float64),
     }
-
     dtype = torch.float32 if recipe.name == "fp32" else torch.bfloat16
 
     def run() -> tuple[Tensor, ...]:
         forms = plan.weight(dtype)
-        inputs, grads = (
-            SortedRows(x.to(dtype), routing.tokens_S, ends),
-            SortedRows(grad.to(dtype), None, ends),
-        )
+        inputs = SortedRows(x.to(dtype), routing.tokens_S, ends)
+        grads = SortedRows(grad.to(dtype), None, ends)
         output = plan.output(inputs, forms, dtype)
         return output, plan.input_gradient(grads, forms, dtype), plan.weight_gradient(grads, inputs)
 

@@ -24,9 +24,8 @@ from deskside.precision import nvfp4
 from deskside.precision.formats import DTYPE
 from deskside.precision.quantized_operand import UNQUANTIZED, Draws, QuantizedOperand
 
-NVFP4_ROWS = (
-    128  # rows that the quantizer on a GPU takes together, and a multiple of every Hadamard transform
-)
+# Rows that the quantizer on a GPU takes together, and a multiple of the size of every Hadamard transform.
+NVFP4_ROWS = 128
 
 
 @dataclass(frozen=True)

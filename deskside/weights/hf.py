@@ -44,14 +44,13 @@ def to_hf(model: Transformer, config: ModelConfig) -> tuple[dict[str, Any], dict
     """
     family = family_of(config)
     tensors = hf_tensors(model, family, lambda tensor: tensor.view)
-    if (
-        family.model_type == "dots1" and not config.shared_expert_intermediate_size
-    ):  # transformers stores a shared expert of no channels
+    if family.model_type == "dots1" and not config.shared_expert_intermediate_size:
         tensors |= _empty_shared_experts(config)
     return to_hf_config(config), tensors
 
 
 def _empty_shared_experts(config: ModelConfig) -> dict[str, Tensor]:
+    """Return the shared experts without channels that transformers has in a dots.llm1 model without shared experts."""
     D = config.hidden_size
     shapes = {"gate_proj": (0, D), "up_proj": (0, D), "down_proj": (D, 0)}
     return {
@@ -105,7 +104,7 @@ def save_hf(
         _write_json(folder / "config.json", hf_config)
         _write_json(folder / "generation_config.json", generation)
         tensors = {
-            # transformers keeps the bias in float32, too
+            # transformers keeps the router's bias in float32, too.
             name: tensor.to("cpu", torch.float32 if name.endswith(ROUTER_BIAS) else dtype).contiguous()
             for name, tensor in state.items()
         }

@@ -244,25 +244,29 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
         "use_sliding_window": any(windows),
         "sliding_window": config.sliding_window if any(windows) else None,
     }
-    if family.model_type in ("qwen2_moe", "qwen3_moe"):
-        result |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
-        result |= fields(
-            "num_experts",
-            "num_experts_per_tok",
-            "moe_intermediate_size",
-            "norm_topk_prob",
-            "router_aux_loss_coef",
-        )
+    if config.num_experts:
+        result |= _hf_experts(config, family.model_type)
     if family.model_type == "qwen3_moe":
         return result
-    if family.model_type == "qwen2_moe":
-        result |= {"qkv_bias": False, **fields("shared_expert_intermediate_size")}
-    if family.model_type == "dots1":
-        result |= fields("num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
-        result |= {"n_routed_experts": config.num_experts, "first_k_dense_replace": 0}
-        result["n_shared_experts"] = config.shared_expert_intermediate_size // config.moe_intermediate_size
-        result |= {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0}
     return result | {
         "layer_types": ["sliding_attention" if window else "full_attention" for window in windows],
         "max_window_layers": windows.index(config.sliding_window) if any(windows) else len(windows),
     }
+
+
+def _hf_experts(config: ModelConfig, model_type: str) -> dict[str, Any]:
+    """Return the fields of config.json about experts and their router."""
+    result: dict[str, Any] = {
+        name: getattr(config, name)
+        for name in ("num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
+    }
+    shared = config.shared_expert_intermediate_size
+    if model_type == "dots1":
+        result |= {"n_routed_experts": config.num_experts, "first_k_dense_replace": 0}
+        result["n_shared_experts"] = shared // config.moe_intermediate_size
+        return result | {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0}
+    result |= {"num_experts": config.num_experts, "router_aux_loss_coef": config.router_aux_loss_coef}
+    result |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
+    if model_type == "qwen2_moe":
+        result |= {"qkv_bias": False, "shared_expert_intermediate_size": shared}
+    return result

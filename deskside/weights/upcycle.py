@@ -1,14 +1,14 @@
 """Sparse upcycling: a mixture of experts that begins as a trained dense model (Komatsuzaki et al., arXiv 2212.05055).
 
 Every expert is a copy of the dense MLP. The weights of the chosen experts sum to one, so a mixture of equal experts
-computes what the MLP computed, and the first loss is the dense model's: equal but for the rounding of these weights
-and of the sum over experts. The router starts at random, which gives the copies different tokens; this is all that
-lets them become different.
+computes what the MLP computed, and the first loss is that of the dense model, up to the rounding of these weights and
+of the sum over experts. The router starts at random, so that the copies get different tokens; only this makes them
+diverge.
 
 Experts may be narrower than the MLP by an integer factor G (granular upcycling, arXiv 2410.07524). The MLP is a sum
 over its hidden channels, so it splits exactly into G parts. Experts `G i` to `G i + G - 1` are the parts of copy i and
 share one row of router weights: their probabilities are equal, and with k a multiple of G, whole copies are chosen.
-A copy's part then has only 1 / G of the copy's weight, so its down projection is multiplied by G.
+Each part then has only 1 / G of its copy's weight, so its down projection is multiplied by G.
 """
 
 from collections.abc import Mapping
@@ -28,6 +28,7 @@ _MAY_DIFFER = {
     "num_experts",
     "num_experts_per_tok",
     "moe_intermediate_size",
+    "norm_topk_prob",
     "router_aux_loss_coef",
     "router_z_loss_coef",
     "router_bias_update_rate",

@@ -15,6 +15,7 @@ from deskside.config.sections import PROJECTIONS, AdapterConfig
 from deskside.model.init import initialize
 from deskside.model.transformer import Transformer
 from deskside.ops.logical import logical_tensors
+from deskside.ops.moe import Experts
 from deskside.optim.build import build
 from deskside.optim.groups import classify_parameters
 from deskside.precision.convert import convert
@@ -190,6 +191,11 @@ def test_experts_get_adapters_and_the_router_none(base: Any) -> None:
     assert all(p.grad is not None and p.grad.any() for p in model.parameters() if p.requires_grad)
     applied = convert(model, "bf16", fused=True)
     assert not any(applied.is_fused(half) for block in model.layers for half in (block.attn, block.mlp))
+
+
+def test_experts_without_adapters_keep_their_class() -> None:
+    model = adapted("bf16", options={"targets": ("q_proj",)}, **MOE)
+    assert all(type(block.mlp.mixture.experts) is Experts for block in model.layers)
 
 
 def test_what_cannot_be_is_named() -> None:

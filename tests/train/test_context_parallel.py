@@ -96,9 +96,9 @@ def test_attention_equals_that_of_whole_rows(processes: int, size: int, tmp_path
 
 def test_parts_are_balanced_and_cover_a_row() -> None:
     for size in (2, 3, 5):
-        spans = [parallel.ContextRanks(None, rank, size).spans(20 * size) for rank in range(size)]
-        assert sorted(itertools.chain(*spans)) == [(n, n + 10) for n in range(0, 20 * size, 10)]
-        work = {sum((stop**2 - start**2) // 2 for start, stop in own) for own in spans}
+        chunks = [parallel.ContextRanks(None, rank, size).chunks(20 * size) for rank in range(size)]
+        assert sorted(itertools.chain(*chunks)) == [(n, n + 10) for n in range(0, 20 * size, 10)]
+        work = {sum((stop**2 - start**2) // 2 for start, stop in own) for own in chunks}
         assert len(work) == 1
 
 
@@ -203,22 +203,24 @@ def test_wrong_chunks_are_found(mask: dict[str, Any], monkeypatch: pytest.Monkey
     """With plain torch in place of FlashAttention, which needs a card: what is right passes, what is wrong does not."""
     problem_of_row = replace(need(T, AttentionContext()), dtype=torch.float32, **mask)
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, span: gathered.Span, context: AttentionContext) -> Any:
-        return gathered.span_reference(q, k, v, span, context), ()
+    def forward(q: Tensor, k: Tensor, v: Tensor, chunk: gathered.Chunk, context: AttentionContext) -> Any:
+        return gathered.chunk_reference(q, k, v, chunk, context), ()
 
     def backward(
-        grad: Tensor, inputs: Any, saved: Any, span: gathered.Span, context: AttentionContext
+        grad: Tensor, inputs: Any, saved: Any, chunk: gathered.Chunk, context: AttentionContext
     ) -> Any:
-        leaves = [x[:, : span.stop].clone().requires_grad_() for x in inputs]
-        out = gathered.span_reference(leaves[0], leaves[1], leaves[2], span, context)
+        leaves = [x[:, : chunk.stop].clone().requires_grad_() for x in inputs]
+        out = gathered.chunk_reference(leaves[0], leaves[1], leaves[2], chunk, context)
         return torch.autograd.grad(out, leaves, grad)
 
-    def one_key_late(q: Tensor, k: Tensor, v: Tensor, span: gathered.Span, context: AttentionContext) -> Any:
-        return forward(q, k.roll(1, dims=1), v.roll(1, dims=1), span, context)
+    def one_key_late(
+        q: Tensor, k: Tensor, v: Tensor, chunk: gathered.Chunk, context: AttentionContext
+    ) -> Any:
+        return forward(q, k.roll(1, dims=1), v.roll(1, dims=1), chunk, context)
 
-    monkeypatch.setattr(gathered, "span_flash", forward)
-    monkeypatch.setattr(gathered, "span_flash_backward", backward)
+    monkeypatch.setattr(gathered, "flash_chunk", forward)
+    monkeypatch.setattr(gathered, "flash_chunk_backward", backward)
     gathered.check_chunks(problem_of_row, 2)
-    monkeypatch.setattr(gathered, "span_flash", one_key_late)
-    with pytest.raises(RunError, match="parts of a row wrongly"):
+    monkeypatch.setattr(gathered, "flash_chunk", one_key_late)
+    with pytest.raises(RunError, match="leave parallel.context out"):
         gathered.check_chunks(problem_of_row, 2)

@@ -144,6 +144,13 @@ def test_a_mixture_that_would_compute_something_else_is_refused(key: str, expert
         check_upcycling(DENSE, ModelConfig(**{**TINY, **experts}), "dense")
 
 
+def test_the_dense_models_option_of_experts_does_not_matter() -> None:
+    dense = ModelConfig(**TINY, norm_topk_prob=False)
+    check_upcycling(dense, DENSE.model_copy(update=EIGHT), "dense")
+    with pytest.raises(UsageError, match="sum to one; use true"):
+        check_upcycling(dense, dense.model_copy(update=EIGHT), "dense")
+
+
 def test_a_mixture_is_not_upcycled_again() -> None:
     mixture = ModelConfig(**{**TINY, **EIGHT})
     with pytest.raises(UsageError, match="8 experts already"):

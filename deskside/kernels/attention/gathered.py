@@ -6,7 +6,8 @@ Keys and values are gathered as in Llama 3 (arXiv 2407.21783, section 3.3.2) and
 softmaxes (arXiv 2310.01889): for two processes the bytes sent are the same, documents need no special case, and each
 softmax is computed in one piece, so that the result equals a single process's up to the order of sums. With
 grouped-query attention, the gathered keys and values are small beside the other activations. The backward gathers them
-again instead of keeping them, and returns to each process the sum of the gradients of its keys and values.
+again instead of keeping them. The gradients of keys and values are summed over the processes, and each process gets
+those of its own tokens.
 """
 
 from dataclasses import replace
@@ -33,7 +34,7 @@ from deskside.kernels.functional import gradients
 from deskside.utils.errors import RunError
 
 
-class Span(NamedTuple):
+class Chunk(NamedTuple):
     """A chunk start:stop of every row, whose queries see keys 0:stop.
 
     cu_q, cu_k: int32, the boundaries of the documents over the flattened B * (stop - start) queries and B * stop keys.
@@ -48,11 +49,11 @@ class Span(NamedTuple):
 class Prepared(NamedTuple):
     """The two chunks of this process, and each token's document in the whole rows, (B, T); None without documents."""
 
-    spans: tuple[Span, ...]
+    chunks: tuple[Chunk, ...]
     documents_BT: Tensor | None
 
 
-def prepared_spans(context: AttentionContext, batch: int, tokens: int, device: torch.device) -> Prepared:
+def prepare_chunks(context: AttentionContext, batch: int, tokens: int, device: torch.device) -> Prepared:
     """Return what every layer needs. tokens: of this process."""
     assert context.ranks is not None  # checked by `AttentionBackend.unsupported_reason`
     T = tokens * context.ranks.size
@@ -62,13 +63,13 @@ def prepared_spans(context: AttentionContext, batch: int, tokens: int, device: t
     else:
         documents_BT = document_ids(cu, batch, T)
     row, offset = cu // T, cu % T
-    spans = []
-    for start, stop in context.ranks.spans(T):
-        # A document that lies before a chunk has keys and no queries there, one that lies behind it has neither.
+    chunks = []
+    for start, stop in context.ranks.chunks(T):
+        # In a chunk, a document that ends before it has keys but no queries, and one that begins after it has neither.
         cu_q = row * (stop - start) + offset.clamp(start, stop) - start
         cu_k = row * stop + offset.clamp(max=stop)
-        spans.append(Span(start, stop, cu_q.to(torch.int32), cu_k.to(torch.int32)))
-    return Prepared(tuple(spans), documents_BT)
+        chunks.append(Chunk(start, stop, cu_q.to(torch.int32), cu_k.to(torch.int32)))
+    return Prepared(tuple(chunks), documents_BT)
 
 
 def uses_flash(device: torch.device, dtype: torch.dtype) -> bool:
@@ -76,42 +77,42 @@ def uses_flash(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cuda" and dtype in HALF
 
 
-def span_reference(
-    q_BSHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, span: Span, context: AttentionContext
+def chunk_reference(
+    q_BSHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, chunk: Chunk, context: AttentionContext
 ) -> Tensor:
     """Return the output (B, stop - start, H, C) of one chunk in plain torch. k_BTKC, v_BTKC: of the whole rows."""
     documents_BT = context.prepared.documents_BT
     scale = q_BSHC.shape[-1] ** -0.5 if context.scale is None else context.scale
-    position = torch.arange(span.stop, device=q_BSHC.device)[None]
+    position = torch.arange(chunk.stop, device=q_BSHC.device)[None]
     outputs = []
-    for first in range(span.start, span.stop, QUERY_CHUNK):
-        last = min(first + QUERY_CHUNK, span.stop)
+    for first in range(chunk.start, chunk.stop, QUERY_CHUNK):
+        last = min(first + QUERY_CHUNK, chunk.stop)
         allowed_BTL = allowed_keys(position[:, first:last], position[:, :last], context)
         if documents_BT is not None:
             allowed_BTL = allowed_BTL & (documents_BT[:, first:last, None] == documents_BT[:, None, :last])
-        q = q_BSHC[:, first - span.start : last - span.start]
+        q = q_BSHC[:, first - chunk.start : last - chunk.start]
         outputs.append(attend(q, k_BTKC[:, :last], v_BTKC[:, :last], allowed_BTL, scale))
     return torch.cat(outputs, dim=1)
 
 
-def span_flash(
-    q_BSHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, span: Span, context: AttentionContext
+def flash_chunk(
+    q_BSHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, chunk: Chunk, context: AttentionContext
 ) -> tuple[Tensor, Saved]:
     """Return the output of one chunk by FlashAttention, and what its backward needs besides the keys and values.
 
     FlashAttention aligns the last query of a document with its last key, which is what a chunk needs.
     """
     q = q_BSHC.flatten(0, 1)
-    k, v = (x[:, : span.stop].flatten(0, 1) for x in (k_BTKC, v_BTKC))
+    k, v = (x[:, : chunk.stop].flatten(0, 1) for x in (k_BTKC, v_BTKC))
     causal = context.window is None  # with a window, window_size_right = 0 masks the future
     o, lse, rng_state, unused, _ = torch.ops.aten._flash_attention_forward(
         q,
         k,
         v,
-        span.cu_q,
-        span.cu_k,
-        span.stop - span.start,
-        span.stop,
+        chunk.cu_q,
+        chunk.cu_k,
+        chunk.stop - chunk.start,
+        chunk.stop,
         0.0,
         causal,
         False,
@@ -120,17 +121,17 @@ def span_flash(
     return o.view(q_BSHC.shape), (o, lse, rng_state, unused)
 
 
-def span_flash_backward(
+def flash_chunk_backward(
     grad_o_BSHC: Tensor,
     inputs: tuple[Tensor, Tensor, Tensor],
     saved: Saved,
-    span: Span,
+    chunk: Chunk,
     context: AttentionContext,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (dq_BSHC, dk, dv), the last two of keys and values 0:stop. inputs: as in `span_flash`."""
+    """Return (dq_BSHC, dk, dv), the last two of keys and values 0:stop. inputs: as in `flash_chunk`."""
     o, lse, rng_state, unused = saved
     q_BSHC, k_BTKC, v_BTKC = inputs
-    k_BTKC, v_BTKC = k_BTKC[:, : span.stop], v_BTKC[:, : span.stop]
+    k_BTKC, v_BTKC = k_BTKC[:, : chunk.stop], v_BTKC[:, : chunk.stop]
     dq, dk, dv = torch.ops.aten._flash_attention_backward(
         grad_o_BSHC.reshape(o.shape),
         q_BSHC.flatten(0, 1),
@@ -138,10 +139,10 @@ def span_flash_backward(
         v_BTKC.flatten(0, 1),
         o,
         lse,
-        span.cu_q,
-        span.cu_k,
-        span.stop - span.start,
-        span.stop,
+        chunk.cu_q,
+        chunk.cu_k,
+        chunk.stop - chunk.start,
+        chunk.stop,
         0.0,
         context.window is None,
         rng_state,
@@ -157,35 +158,35 @@ def _forward(
     """Run the forward without autograd. The inputs and the output are this process's tokens."""
     q_BLHC, k_BLKC, v_BLKC = q_BLHC.detach(), k_BLKC.detach(), v_BLKC.detach()
     k_BTKC, v_BTKC = _gather(k_BLKC, v_BLKC, context)
-    outputs, saved_spans = [], []
+    outputs, saved_chunks = [], []
     with torch.no_grad():
-        for q_BSHC, span in zip(q_BLHC.chunk(2, dim=1), context.prepared.spans, strict=True):
+        for q_BSHC, chunk in zip(q_BLHC.chunk(2, dim=1), context.prepared.chunks, strict=True):
             saved: Saved = ()
             if uses_flash(q_BLHC.device, q_BLHC.dtype):
-                o_BSHC, saved = span_flash(q_BSHC, k_BTKC, v_BTKC, span, context)
+                o_BSHC, saved = flash_chunk(q_BSHC, k_BTKC, v_BTKC, chunk, context)
             else:
-                o_BSHC = span_reference(q_BSHC, k_BTKC, v_BTKC, span, context)
+                o_BSHC = chunk_reference(q_BSHC, k_BTKC, v_BTKC, chunk, context)
             outputs.append(o_BSHC)
-            saved_spans.append(saved)
-    return torch.cat(outputs, dim=1), (q_BLHC, k_BLKC, v_BLKC, saved_spans)
+            saved_chunks.append(saved)
+    return torch.cat(outputs, dim=1), (q_BLHC, k_BLKC, v_BLKC, saved_chunks)
 
 
 def _backward(saved: Saved, grad_o_BLHC: Tensor, context: AttentionContext) -> tuple[Tensor, Tensor, Tensor]:
-    q_BLHC, k_BLKC, v_BLKC, saved_spans = saved
+    q_BLHC, k_BLKC, v_BLKC, saved_chunks = saved
     k_BTKC, v_BTKC = _gather(k_BLKC, v_BLKC, context)
     dk_BTKC, dv_BTKC = torch.zeros_like(k_BTKC), torch.zeros_like(v_BTKC)
     queries, grads = q_BLHC.chunk(2, dim=1), grad_o_BLHC.chunk(2, dim=1)
     dq = []
-    for q_BSHC, grad_BSHC, state, span in zip(
-        queries, grads, saved_spans, context.prepared.spans, strict=True
+    for q_BSHC, grad_BSHC, state, chunk in zip(
+        queries, grads, saved_chunks, context.prepared.chunks, strict=True
     ):
         inputs = (q_BSHC, k_BTKC, v_BTKC)
         if uses_flash(q_BLHC.device, q_BLHC.dtype):
-            dq_BSHC, dk, dv = span_flash_backward(grad_BSHC, inputs, state, span, context)
+            dq_BSHC, dk, dv = flash_chunk_backward(grad_BSHC, inputs, state, chunk, context)
         else:
             q, k, v = (x.detach().requires_grad_() for x in inputs)
             with torch.enable_grad():
-                o_BSHC = span_reference(q, k, v, span, context)
+                o_BSHC = chunk_reference(q, k, v, chunk, context)
             dq_BSHC, dk, dv = torch.autograd.grad(o_BSHC, (q, k, v), grad_BSHC)
         dq.append(dq_BSHC)
         dk_BTKC[:, : dk.shape[1]] += dk
@@ -197,7 +198,7 @@ def _backward(saved: Saved, grad_o_BLHC: Tensor, context: AttentionContext) -> t
 
 def _gather(k_BLKC: Tensor, v_BLKC: Tensor, context: AttentionContext) -> tuple[Tensor, Tensor]:
     """Return keys and values of the whole rows, exchanged in one message."""
-    assert context.ranks is not None  # checked by `prepared_spans`
+    assert context.ranks is not None  # checked by `prepare_chunks`
     k_BTKC, v_BTKC = context.ranks.gather(torch.cat((k_BLKC, v_BLKC), dim=2)).chunk(2, dim=2)
     return k_BTKC, v_BTKC
 
@@ -215,27 +216,26 @@ def check_chunks(need: Requirements, size: int) -> None:
 
     q, k, v, grad = (normal(heads) for heads in (need.heads, need.kv_heads, need.kv_heads, need.heads))
     cu_seqlens = None
-    if (
-        need.documents
-    ):  # the first ends within a chunk, the second where a chunk ends, the third is the rest of the row
+    if need.documents:
+        # The first ends within a chunk, the second where a chunk ends, the third is the rest of the row.
         ends = [row * tokens + end for row in range(2) for end in (0, 77, tokens // 2)]
         cu_seqlens = torch.tensor([*ends, 2 * tokens], dtype=torch.int32, device=need.device)
     for rank in range(size):
         ranks = ContextRanks(None, rank, size)
         context = AttentionContext(cu_seqlens=cu_seqlens, window=need.window, backend="gathered", ranks=ranks)
-        prepared = prepared_spans(context, 2, tokens // size, need.device)
+        prepared = prepare_chunks(context, 2, tokens // size, need.device)
         context = replace(context, prepared=prepared)
-        for span in prepared.spans:
-            part = slice(span.start, span.stop)
+        for chunk in prepared.chunks:
+            part = slice(chunk.start, chunk.stop)
             inputs = (q[:, part], k, v)
-            o, saved = span_flash(*inputs, span, context)
-            found = [o, *span_flash_backward(grad[:, part], inputs, saved, span, context)]
-            leaves = [x[:, : span.stop].float().requires_grad_() for x in inputs]
-            o = span_reference(leaves[0], leaves[1], leaves[2], span, context)
+            o, saved = flash_chunk(*inputs, chunk, context)
+            found = [o, *flash_chunk_backward(grad[:, part], inputs, saved, chunk, context)]
+            leaves = [x[:, : chunk.stop].float().requires_grad_() for x in inputs]
+            o = chunk_reference(leaves[0], leaves[1], leaves[2], chunk, context)
             error = worst_error(found, [o.detach(), *gradients([o], leaves, [grad[:, part].float()])])
             if not error <= TOLERANCE[need.dtype]:
                 raise RunError(
-                    f"parallel.context: FlashAttention of this torch computes parts of a row wrongly here (relative "
+                    f"parallel.context: FlashAttention of this torch computes chunks of a row wrongly here (relative "
                     f"error {error:.1e}); leave parallel.context out"
                 )
 
@@ -248,8 +248,8 @@ class _Gathered(torch.autograd.Function):
     def forward(
         ctx: Any, q_BLHC: Tensor, k_BLKC: Tensor, v_BLKC: Tensor, context: AttentionContext
     ) -> Tensor:
-        o_BLHC, (q, k, v, saved_spans) = PAIR.forward(q_BLHC, k_BLKC, v_BLKC, context)
-        ctx.save_for_backward(q, k, v, *(x for saved in saved_spans for x in saved))
+        o_BLHC, (q, k, v, saved_chunks) = PAIR.forward(q_BLHC, k_BLKC, v_BLKC, context)
+        ctx.save_for_backward(q, k, v, *(x for saved in saved_chunks for x in saved))
         ctx.context = context
         return o_BLHC
 
@@ -276,7 +276,7 @@ register(
         window=True,
         documents=True,
         shared_rows=True,
-        prepare=prepared_spans,
+        prepare=prepare_chunks,
         pair=PAIR,
     )
 )

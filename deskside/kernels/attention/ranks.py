@@ -21,7 +21,7 @@ class ContextRanks:
     rank: int
     size: int
 
-    def spans(self, tokens: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    def chunks(self, tokens: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """Return (start, stop) of this process's two chunks in rows of `tokens`, a multiple of 2 c."""
         chunk = tokens // (2 * self.size)
         late = 2 * self.size - 1 - self.rank
@@ -29,7 +29,7 @@ class ContextRanks:
 
     def local(self, x_BT: Tensor) -> Tensor:
         """Return this process's tokens, (B, T / c), of whole rows (B, T)."""
-        return torch.cat([x_BT[:, start:stop] for start, stop in self.spans(x_BT.shape[1])], dim=1)
+        return torch.cat([x_BT[:, start:stop] for start, stop in self.chunks(x_BT.shape[1])], dim=1)
 
     def gather(self, x_BLKC: Tensor) -> Tensor:
         """Return the whole rows (B, T, K, C) from every process's part (B, T / c, K, C)."""

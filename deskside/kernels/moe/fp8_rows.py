@@ -1,9 +1,9 @@
 """Casts of sorted rows and of expert weights to E4M3, in plain torch: for CPUs, and the reference of the kernels.
 
-A product has one scale for each index of an operand that it does not sum over. The output and the input gradient sum
-over the columns of the sorted rows, so each row has a scale. The weight gradient of an expert sums over the rows of
-this expert, so each pair of expert and column has a scale, and the values are stored transposed, because tensor cores
-need a contiguous summed dimension.
+A scale must be constant along the dimension that a product sums over. The output and the input gradient sum over the
+columns of the sorted rows, so each row has a scale. The weight gradient of an expert sums over the rows of this expert,
+so each pair of expert and column has a scale. Its operands are stored transposed, because tensor cores need a
+contiguous summed dimension.
 
 Scales are powers of two, as in torchao's training of experts: dequantised values are then exact in bfloat16, and an
 ordinary grouped product in bfloat16 emulates the FP8 product, up to the order of its sums.

@@ -66,7 +66,7 @@ def router_scores(logits_NE: Tensor, sigmoid: bool) -> tuple[Tensor, Tensor]:
 
 
 def router_statistics(logits_NE: Tensor, probabilities_NE: Tensor, counts_E: Tensor) -> Tensor:
-    """Return sums over the tokens (R,): per expert its choices, per expert its probabilities, entropy, squared LSE.
+    """Return sums over the tokens (R,): the choices of each expert, the probabilities of each, entropy, squared LSE.
 
     The entropy is that of a token's probabilities, in nats. LSE is the logarithm of the sum of exp(logits) of a token;
     its square is the router z-loss (ST-MoE, arXiv 2202.08906). Choices and entropy have no gradient.

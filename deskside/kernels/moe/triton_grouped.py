@@ -20,7 +20,7 @@ from deskside.kernels.nvfp4.matmul import tile_origin
 
 @triton.jit
 def _rows_of_tile(tile, ENDS, E, BL: tl.constexpr, BLOCK_E: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return a row tile's expert, its first row, and the first row after the expert's; 0, 0, 0 for a tile too many."""
+    """Return a row tile's expert and first row, and the first row after the expert's; all 0 for a tile without rows."""
     experts = tl.arange(0, BLOCK_E)
     ends = tl.load(ENDS + experts, mask=experts < E, other=0)
     starts = tl.load(ENDS + experts - 1, mask=(experts > 0) & (experts < E), other=0)
@@ -41,7 +41,7 @@ def grouped_matmul(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Write OUT (S, M), one tile per program, for X (S, K) and W (E, M, K), or W (E, K, M) if not TRANSPOSE.
 
-    EVEN: K is a multiple of BS. Rows and columns beyond an edge read others instead, and are not written.
+    EVEN: K is a multiple of BS. For rows and columns beyond an edge, other ones are read, and nothing is written.
     """
     i, j0 = tile_origin(tl.program_id(0), row_tiles * BL, M, BL, BR, GROUP)
     expert, first, stop = _rows_of_tile(i // BL, ENDS, E, BL, BLOCK_E)

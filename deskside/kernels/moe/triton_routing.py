@@ -20,7 +20,7 @@ import triton.language as tl
 def _scores(  # type: ignore[no-untyped-def]
     LOGITS, rows, N, E: tl.constexpr, SIGMOID: tl.constexpr, BLOCK_E: tl.constexpr
 ):
-    """Return of the rows' logits the scores (rows, BLOCK_E), the softmax (rows, BLOCK_E) and the log-sum-exp (rows,).
+    """Return scores (rows, BLOCK_E), softmax (rows, BLOCK_E) and log-sum-exp (rows,) of the logits of some rows.
 
     Columns from E on and rows from N on are 0.
     """
@@ -44,10 +44,10 @@ def choose(  # type: ignore[no-untyped-def]
     E: tl.constexpr, K: tl.constexpr, NORMALISE: tl.constexpr, SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """Write EXPERTS and WEIGHTS (N, K), and of each program COUNTS and SUMS (programs, E) and TOKEN_SUMS (programs, 2):
-    entropy and squared log-sum-exp.
+    """Write EXPERTS and WEIGHTS (N, K), and the sums of each program over its tokens.
 
-    BIAS (E,) is added to the scores for choosing only. Of equal ones, the first expert is chosen.
+    These are COUNTS and SUMS (programs, E), choices and probabilities, and TOKEN_SUMS (programs, 2), entropy and
+    squared log-sum-exp. BIAS (E,) is added to the scores for choosing only. Of equal scores, the first is chosen.
     """
     rows = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     experts = tl.arange(0, BLOCK_E)
