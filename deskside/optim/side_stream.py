@@ -22,7 +22,7 @@ class SideStream:
         self._waiting: deque[tuple[Tensor, torch.cuda.Event]] = deque()
 
     def run(self, work: Callable[[], None], tensor: Tensor) -> None:
-        """Queue work behind all that the main stream has queued. tensor: what it reads, allocated on the main stream."""
+        """Queue work behind all work of the main stream so far. tensor: what it reads, allocated on the main stream."""
         if self.device.type != "cuda":
             work()
             return

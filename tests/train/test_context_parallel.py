@@ -222,5 +222,5 @@ def test_wrong_chunks_are_found(mask: dict[str, Any], monkeypatch: pytest.Monkey
     monkeypatch.setattr(gathered, "flash_chunk_backward", backward)
     gathered.check_chunks(problem_of_row, 2)
     monkeypatch.setattr(gathered, "flash_chunk", one_key_late)
-    with pytest.raises(RunError, match="leave parallel.context out"):
+    with pytest.raises(RunError, match=r"leave parallel\.context out"):
         gathered.check_chunks(problem_of_row, 2)
