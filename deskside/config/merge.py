@@ -325,8 +325,10 @@ def unknown_key(key: str) -> UsageError:
 def _usage_error(error: ValidationError) -> UsageError:
     """Return the first problem of a ValidationError as a one-line error with the key and the problem."""
     first, *others = error.errors(include_url=False)
-    if first["type"] == "missing" and isinstance(first["loc"][-2:][0], str):
-        # A misspelt key comes before the key that is missing because of it, unless this names a list's table.
+    in_list = any(isinstance(part, int) for part in first["loc"])
+    if first["type"] == "missing" and not in_list:
+        # If a key is misspelt, report it and not the key that is missing because of it. In a table of a list, no
+        # suggestion could be made for a misspelt key.
         first = next((other for other in others if other["type"] == "extra_forbidden"), first)
     path = [str(p) for p in first["loc"]]
     if len(path) > 1 and len(_alternatives(path[0])) > 1:
@@ -347,7 +349,9 @@ def _usage_error(error: ValidationError) -> UsageError:
             return UsageError(message)
         return UsageError(f"{key}: {message}")
     if first["type"] == "missing":
-        return UsageError(f"{key}: is missing; set it with --{key}")
+        return UsageError(
+            f"{key}: is missing; {'add it to the table' if in_list else f'set it with --{key}'}"
+        )
     if first["type"] in ("tuple_type", "list_type"):
         return UsageError(f'{key}: is a list, written in brackets like ["a", "b"], not {first["input"]!r}')
     return UsageError(f"{key}: {message[0].lower()}{message[1:]}, not {first['input']!r}")

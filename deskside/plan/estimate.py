@@ -121,6 +121,13 @@ class Setting(StepOptions):
         )
         return flops / self.tokens_per_step
 
+    @property
+    def host_memory(self) -> dict[str, int]:
+        """Page-locked bytes of host memory of all GPUs, by item, in the stage that needs most."""
+        stages = (host_memory(shape, spec) for _, shape, spec in self.step_specs())
+        items = max(stages, key=lambda items: sum(items.values()))
+        return {item: self.gpus * size for item, size in items.items()}
+
     def step_specs(self) -> Iterator[tuple[StageSetting, ModelConfig, StepSpec]]:
         """Yield every stage with its model (which has the window of the stage) and its optimizer step."""
         for stage in self.stages:
@@ -188,15 +195,9 @@ class StepEstimate:
             return "fits"
         return "tight" if expected <= self.capacity else "no"
 
-    @property
-    def host_memory(self) -> dict[str, int]:
-        """Page-locked bytes of host memory, by item, in the stage that needs most."""
-        stages = (host_memory(shape, spec) for _, shape, spec in self.setting.step_specs())
-        return max(stages, key=lambda items: sum(items.values()))
-
     def fits_host(self, host_bytes: int | None) -> bool:
         """Return True if the page-locked memory fits into this much host memory, or if that is unknown."""
-        return host_bytes is None or sum(self.host_memory.values()) <= HOST_SHARE * host_bytes
+        return host_bytes is None or sum(self.setting.host_memory.values()) <= HOST_SHARE * host_bytes
 
     @property
     def accumulation(self) -> int:

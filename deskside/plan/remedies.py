@@ -14,10 +14,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from deskside.budget.host_memory import host_gradient_bytes, offloaded_activation_bytes
 from deskside.budget.shape import num_params
-from deskside.budget.sizes import Sizes
-from deskside.budget.states import state_bytes
 from deskside.budget.step_spec import Checkpointing, StateFormat
 from deskside.config import presets
 from deskside.config.model import ModelConfig
@@ -146,11 +143,10 @@ def _changes(requested: Setting) -> Iterator[tuple[str, Setting, str]]:
     whole = replace(requested, activation_checkpointing="block")
     if whole.can_offload_activations and not requested.activation_offloading:
         lean = replace(whole, activation_offloading=True)
-        *_, (_, shape, spec) = lean.step_specs()
         yield (
             "activations of recomputed blocks in the host's memory",
             lean,
-            f"{gib(offloaded_activation_bytes(Sizes(shape, spec)))} of the host's memory; transferred in each pass",
+            f"{gib(lean.host_memory['activations'])} of the host's memory; transferred in each pass",
         )
     if whole.can_chunk_mlps and requested.mlp_chunk_tokens is None and whole.sequence_length > MLP_CHUNK:
         yield (
@@ -194,8 +190,7 @@ def _changes(requested: Setting) -> Iterator[tuple[str, Setting, str]]:
                 yield _gradients_change(lean)
             continue
         if lean.offload_optimizer:
-            *_, (_, shape, spec) = lean.step_specs()
-            host_bytes = gib(state_bytes(Sizes(shape, spec)).streamed)
+            host_bytes = gib(lean.host_memory["optimizer states"])
             in_format = "" if lean.states == requested.states else f", in {STATE_FORMATS[lean.states]}"
             yield (
                 f"optimizer states in the host's memory{in_format}",
@@ -224,13 +219,8 @@ def _gradients_change(lean: Setting) -> tuple[str, Setting, str]:
     if lean.gradients == "released":
         costs = "one pass per step; gradients are not clipped, and a bad step is skipped only in part"
         return "weights updated during the backward pass", lean, costs
-    *_, (_, shape, spec) = lean.step_specs()
-    needed = gib(host_gradient_bytes(Sizes(shape, spec)))
-    return (
-        "gradients in the host's memory",
-        lean,
-        f"{needed} of the host's memory; transferred in each pass",
-    )
+    needed = gib(lean.host_memory["gradients"])
+    return "gradients in the host's memory", lean, f"{needed} of the host's memory; transferred in each pass"
 
 
 def _hardware(request: PlanRequest, requested: StepEstimate) -> Iterator[Remedy]:

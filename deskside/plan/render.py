@@ -171,9 +171,9 @@ def _memory_table(plan: Plan, estimate: StepEstimate, name: str) -> Table:
         gib(estimate.capacity),
         {"fits": "it fits", "tight": "tight", "no": "too little"}[estimate.fits],
     )
-    if estimate.host_memory:
-        items = ", ".join(f"{item} {gib(size)}" for item, size in estimate.host_memory.items())
-        table.add_row("on the host", gib(sum(estimate.host_memory.values())), f"page-locked: {items}")
+    if on_host := estimate.setting.host_memory:
+        items = ", ".join(f"{item} {gib(size)}" for item, size in on_host.items())
+        table.add_row("on the host", gib(sum(on_host.values())), f"page-locked: {items}")
     return table
 
 

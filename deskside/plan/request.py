@@ -7,7 +7,7 @@ results out that depend on it, or uses a published value and says so.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from decimal import Decimal, InvalidOperation
 from functools import cache
 from typing import Any, Literal, get_args
@@ -225,6 +225,9 @@ def make_request(
     if q.sequence is not None and overrides.get("schedule", {}).get("stages"):
         raise UsageError(STAGES_SET_LENGTH)
     given = _given(q, overrides)
+    parts = {part: overrides.get(part, {}) for part in ("compute", "optim", "parallel")}
+    config = merge.build([parts]) if given is None else given.config
+    card = _with_budget(card, config.compute.gpu_budget)
     if given is None and "adapter" in overrides:
         raise UsageError("--adapter: needs a model; give --preset, --depth or --params")
     if budget.kind is None and given is None:
@@ -237,7 +240,7 @@ def make_request(
         budget=budget,
         given=given,
         gpus=q.gpus,
-        context=_context(q, overrides, given),
+        context=_context(q.gpus, config),
         precision=precision,
         sequence_length=q.sequence,
         price_kwh=q.price_kwh,
@@ -257,15 +260,28 @@ def make_request(
     return request
 
 
-def _context(q: PlanQuestion, overrides: Mapping[str, Any], given: GivenModel | None) -> int:
-    """Return the number of GPUs that share every row. Raises UsageError if it does not divide that of all GPUs."""
-    parallel = {"parallel": overrides.get("parallel", {})}
-    context = (merge.build([parallel]) if given is None else given.config).parallel.context
-    if q.gpus % context:
+def _context(gpus: int, config: RunConfig) -> int:
+    """Return the number of GPUs that share every row. Raises UsageError for options that these GPUs cannot have."""
+    context, gradients = config.parallel.context, config.optim.gradients
+    if gpus % context:
         raise UsageError(
             f"parallel.context: {context} GPUs share a row, so plan for a multiple of them: --gpus {context}"
         )
+    if gpus > 1 and gradients != "device":
+        raise UsageError(f"optim.gradients: {gradients} is for one GPU; use device, or --gpus 1")
     return context
+
+
+def _with_budget(card: PlanCard, budget_gib: float | None) -> PlanCard:
+    """Return the card with at most the memory of `compute.gpu_budget`."""
+    if budget_gib is None:
+        return card
+    if card.is_cpu:
+        raise UsageError("compute.gpu_budget: the plan is for a CPU; leave it out")
+    budget = int(budget_gib * 2**30)
+    if budget >= card.memory_bytes:
+        return card
+    return replace(card, memory_bytes=budget, memory_source="given: compute.gpu_budget")
 
 
 def _budget(q: PlanQuestion) -> PlanBudget:

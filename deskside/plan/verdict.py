@@ -86,7 +86,7 @@ def judge(request: PlanRequest) -> ModelVerdict:
     requested = _requested_run(request, request.given)
     possible, answer, reasons = _check_memory(request, requested)
     useful: tuple[Remedy, ...] = ()
-    if requested.fits != "fits":
+    if requested.fits != "fits" or possible is None:
         useful = tuple(remedies(replace(request, overrides={}), requested))
 
     def no(reason: str, chosen: Candidate | None = None) -> ModelVerdict:
@@ -142,25 +142,30 @@ def _check_memory(
     request: PlanRequest, requested: StepEstimate
 ) -> tuple[StepEstimate | None, Answer, list[str]]:
     """Return (the run that is possible or None, the verdict on memory alone, the reasons)."""
-    capacity = gib(request.card.memory_bytes)
+    capacity, host_bytes = gib(request.card.memory_bytes), request.card.host_bytes
     low, expected, high = requested.memory_bytes
     needs = f"{gib(expected)} ({gib(low)} to {gib(high)}) of {capacity}"
-    if requested.fits == "fits":
+    if requested.fits == "fits" and requested.fits_host(host_bytes):
         return requested, "yes", [f"it fits: {needs}, {requested.setting.micro_tokens:,} tokens per pass"]
+    lacking = [f"as requested it needs {needs}"]
+    if not requested.fits_host(host_bytes):
+        lacking.append(
+            f"that is too much for the host: {host_memory_text(requested.setting.host_memory, host_bytes)}"
+        )
     # The run does not fit as set by the user, so these options may be changed too.
     request = replace(request, overrides={})
     start = with_max_microbatch_unless_set(request, requested.setting)
     changed, faster = best_that_fits(request, start)
     if changed is not None:
-        reasons = [f"as requested it needs {needs}", f"it fits with {_differences(requested, changed)}"]
-        if changed.host_memory:
-            reasons.append(host_memory_text(changed.host_memory, request.card.host_bytes))
+        reasons = [*lacking, f"it fits with {_differences(requested, changed)}"]
+        if changed.setting.host_memory:
+            reasons.append(f"it needs {host_memory_text(changed.setting.host_memory, host_bytes)}")
         if faster is not None:
             reasons.append(f"faster, with more rounding or changes: {_differences(requested, faster)}")
         return changed, "yes-if", reasons
     possible = (s for s in combinations(request, start) if minimum_memory(request, s).fits != "no")
     for step in itertools.chain([requested], (fastest_that_fits(request, setting) for setting in possible)):
-        if step.fits == "tight":
+        if step.fits == "tight" and step.fits_host(host_bytes):
             _, expected, high = step.memory_bytes
             text = f"it needs {gib(expected)} as expected, but {gib(high)} at the high end of the range"
             changes = _differences(requested, step)
@@ -169,14 +174,16 @@ def _check_memory(
     needed = f"{gib(smallest.memory_bytes[1])}, at most {gib(smallest.memory_bytes[2])}"
     changes = _differences(requested, smallest)
     least = f"with all memory-saving options together ({changes}) it still needs {needed}"
-    return None, "no", [f"as requested it needs {needs}", least]
+    if not smallest.fits_host(host_bytes):
+        least += f", and {host_memory_text(smallest.setting.host_memory, host_bytes)}"
+    return None, "no", [*lacking, least]
 
 
 def host_memory_text(items: Mapping[str, int], available: int | None) -> str:
     """Return the page-locked host memory of a run as text. available: the host's memory, if it is known."""
     parts = ", ".join(f"{item} {gib(size)}" for item, size in items.items())
     of = "" if available is None else f" of {gib(available)} that can be used now"
-    return f"it needs {gib(sum(items.values()))} of the host's memory{of}: {parts}"
+    return f"{gib(sum(items.values()))} of the host's memory{of}: {parts}"
 
 
 def _differences(requested: StepEstimate, changed: StepEstimate) -> str:

@@ -63,6 +63,10 @@ def test_counts_that_are_none_are_refused(text: str) -> None:
             {"gpu": "rtx4090", "preset": "124m", "overrides": {"model": {"num_key_value_heads": 5}}},
             "shared evenly",
         ),
+        *(
+            ({"gpu": "rtx4090", "gpus": 2, "overrides": {"optim": {"gradients": "host"}}, **model}, "one GPU")
+            for model in ({"preset": "124m"}, {"hours": 3})
+        ),
     ],
 )
 def test_one_line_for_what_cannot_be(options: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -327,3 +331,13 @@ def test_gpus_that_share_rows_hold_parts_of_them() -> None:
     assert (spec.micro_tokens, spec.accumulation) == (16384, 8)
     exchanged = [mean_step_seconds(e.setting, asked.calibration.rates)["communication"] for e in estimates]
     assert exchanged[1] > exchanged[0]
+
+
+@pytest.mark.parametrize("model", [{"preset": "124m", "tokens": "1B"}, {"hours": 3}])
+def test_a_plan_keeps_to_the_memory_that_a_run_may_use(model: dict[str, Any]) -> None:
+    card, small, ample = (
+        ask(gpu="rtx4090", overrides={"compute": {"gpu_budget": gib}} if gib else None, **model).card
+        for gib in (None, 6.0, 100.0)
+    )
+    assert small.memory_bytes == 6 * 2**30 and "gpu_budget" in small.memory_source
+    assert ample == card

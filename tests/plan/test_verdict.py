@@ -475,8 +475,28 @@ def test_what_waits_on_the_host_has_to_fit_there() -> None:
         host_bytes = None if host_gib is None else host_gib * GIB
         plan = make_plan(replace(request, card=replace(request.card, host_bytes=host_bytes)))
         assert plan.verdict == "yes-if" and plan.best is not None
-        needed.append(sum(plan.best.estimate.host_memory.values()))
+        needed.append(sum(plan.best.estimate.setting.host_memory.values()))
         assert any("of the host's memory" in reason for reason in plan.reasons) == bool(needed[-1])
         host = memory_json(plan.request, plan.best.estimate)["host"]
         assert sum(host["items"].values()) == needed[-1] and host["available"] == host_bytes
     assert needed[0] == needed[1] > 8 * GIB and needed[2] <= 0.9 * 8 * GIB
+
+
+def test_a_run_that_fits_on_the_card_also_has_to_fit_on_its_host() -> None:
+    by_hand = {"optim": {"name": "adamw", "offload": True}}
+    request = made.request("tokens", 1e9, memory_gib=40.0, given=made.given("d30", **by_hand))
+    assert make_plan(request).verdict == "yes"
+    plan = make_plan(replace(request, card=replace(request.card, host_bytes=8 * GIB)))
+    assert plan.verdict == "yes-if" and plan.best is not None
+    assert plan.best.estimate.fits_host(8 * GIB)
+    assert any("too much for the host" in reason for reason in plan.reasons)
+
+
+def test_every_gpu_has_its_own_states_on_the_host() -> None:
+    by_hand = {"optim": {"offload": True}, "batch": {"tokens": 131072}}
+    one, two = (
+        judge(made.request("tokens", 1e9, gpus=gpus, given=made.given("d12", **by_hand))).requested.setting
+        for gpus in (1, 2)
+    )
+    assert one.host_memory.keys() == {"optimizer states"}
+    assert two.host_memory == {"optimizer states": 2 * one.host_memory["optimizer states"]}
