@@ -25,11 +25,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 from benchmarks.step_config import configuration
-from deskside.budget.format_costs import LowFormat, Precision, quantized
 from deskside.budget.host_memory import host_memory
 from deskside.budget.memory import training_memory
-from deskside.budget.step_spec import StateFormat, StepSpec
-from deskside.config.step_options import format_options, recipe_of, step_options
+from deskside.budget.step_spec import StateFormat
 from deskside.utils import child_process
 from deskside.utils.errors import UsageError
 
@@ -139,19 +137,11 @@ def optim_of(arm: str) -> dict[str, Any]:
 
 def modelled_gib(spec: dict[str, Any], result: dict[str, Any]) -> tuple[float, float]:
     """Return the peak on the GPU and the memory on the host that `budget/` predicts for an arm's fitted micro-batch."""
+    from deskside.train.prepare.step_planning import step_spec
+
     config = configuration(spec)
-    precision: Precision = result["precision"]
-    native: tuple[LowFormat, ...] = ("fp8",) if result["native"] else ()
-    layers = config.model.num_hidden_layers
-    bf16_blocks = recipe_of(config, precision).kept_blocks(layers) if quantized(precision) else (0, 0)
-    work = StepSpec(
-        sequence_length=config.batch.sequence_length,
-        tokens=config.batch.tokens,
-        micro_tokens=result["micro_tokens"],
-        compiled=result["compile"] != "off",
-        kept_blocks=min(layers, sum(bf16_blocks)),
-        **step_options(config),
-        **format_options(config, precision, native, result["compile"] == "fused"),
+    work = step_spec(
+        config, result["micro_tokens"], result["precision"], result["compile"], result["native_formats"]
     )
     on_host = sum(host_memory(config.model, work).values())
     return training_memory(config.model, work).allocated / 2**30, on_host / 2**30

@@ -70,6 +70,7 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
         "attention": prepared.attention,
         "compile": prepared.mode,
         "native": prepared.native,
+        "native_formats": sorted(prepared.native_formats),
         "data": spec.get("data") or "zipf",
         "phases": phases,
         "flops_per_token": flops,

@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 
 import deskside
+from deskside.budget.format_costs import LowFormat
 from deskside.budget.scaling import scales
 from deskside.budget.shape import flops_per_token, num_params
 from deskside.config import merge
@@ -78,6 +79,7 @@ class PreparedStep:
         fit: The micro-batch that fits in memory.
         attention: The chosen attention backends with their measurements.
         native: True if the hardware supports the recipe's formats, False if they are emulated.
+        native_formats: Formats of the recipe that run on tensor cores, see `step_planning.native_formats`.
         mode: Execution mode of the step (`compute.compile`).
         peak_flops: FLOP/s of a large matmul on this device.
         notes: Messages of the set-up.
@@ -89,6 +91,7 @@ class PreparedStep:
     fit: MicroBatch
     attention: dict[str, Any]
     native: bool
+    native_formats: frozenset[LowFormat]
     mode: str
     peak_flops: float
     notes: list[str]
@@ -119,7 +122,7 @@ def prepare_step(config: RunConfig, report: Callable[[str], None] = lambda done:
         config, model, world, config.batch.sequence_length, None
     )
     report("attention chosen")
-    native = bool(precision["native"])
+    native, formats = bool(precision["native"]), native_formats(precision)
     execution = setup.prepare_execution(config, model, world, recipe, precision)
     peak = measure_matmul_peak(world.device, model.activation_dtype)
     scaling = scales(
@@ -132,14 +135,15 @@ def prepare_step(config: RunConfig, report: Callable[[str], None] = lambda done:
     finder = BatchSizeFinder(
         config,
         stepper,
-        lambda tokens: modelled_memory_gib(config, tokens, recipe, execution.mode, native_formats(precision)),
+        lambda tokens: modelled_memory_gib(config, tokens, recipe, execution.mode, formats),
         notes.append,
     )
     rows = RandomRows(config.batch.sequence_length, config.model.vocab_size)
     length, tokens = config.batch.sequence_length, config.batch.tokens
     (fit,) = finder.find([StageWork(1.0, length, None, tokens, cast(RowDataset, rows))])
     report("compiled and fitted")
-    return PreparedStep(config, recipe, stepper, fit, measurements, native, execution.mode, peak, notes)
+    mode = execution.mode
+    return PreparedStep(config, recipe, stepper, fit, measurements, native, formats, mode, peak, notes)
 
 
 def measure_point(spec: dict[str, Any]) -> dict[str, Any]:

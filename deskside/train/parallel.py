@@ -153,6 +153,11 @@ def init_distributed(device: str, mode: str, gpu_budget: float | None = None, co
     return world if context == 1 else replace(world, context=_context_ranks(world, context))
 
 
+def local_processes() -> int:
+    """Return the number of processes that torchrun started on this machine; 1 without torchrun."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def _context_ranks(world: World, size: int) -> ContextRanks:
     """Return the processes that share rows with this one: `size` consecutive ranks."""
     groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world.size, size)]

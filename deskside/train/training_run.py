@@ -257,7 +257,7 @@ class _Run:
         execution = setup.prepare_execution(config, model, world, recipe, self.precision_facts)
         self.recipe, self.execution_mode = recipe, execution.mode
         if world.device.type == "cuda":
-            check_host_memory(config, recipe, execution.mode)
+            check_host_memory(config, recipe, execution.mode, world)
         self.context = TrainContext(
             config=config,
             world=world,

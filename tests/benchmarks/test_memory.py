@@ -17,3 +17,19 @@ def test_weights_in_bfloat16_over_several_passes(tmp_path: Path, monkeypatch: py
     (arm,) = json.loads(file.read_text())["arms"]
     assert arm["result"]["accumulation"] == 2 and arm["result"]["finite"]
     assert arm["result"]["optimizer_ms"] > 0 and arm["modelled_gib"] > 0
+
+
+def test_experts_are_modelled_in_the_formats_of_their_own_products() -> None:
+    """A card may multiply in FP8 and still emulate the grouped products of experts, as consumer cards do."""
+    config = {
+        "model": {"num_experts_per_tok": 4, "moe_intermediate_size": 4096, "vocab_size": 512},
+        "precision": {"name": "fp8-rowwise"},
+        "compute": {"activation_checkpointing": "block"},
+    }
+    spec = {"preset": "indicmoe-60m", "micro_tokens": 131072, "config": config}
+    result = {"micro_tokens": 131072, "precision": "fp8-rowwise", "compile": "fused"}
+    dense, grouped = (
+        memory.modelled_gib(spec, result | {"native_formats": formats})
+        for formats in (["fp8"], ["fp8", "fp8-grouped"])
+    )
+    assert dense[0] > grouped[0] and dense[1] == grouped[1] == 0

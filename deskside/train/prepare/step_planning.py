@@ -16,6 +16,7 @@ from deskside.data.reading.rows import PackedDataset
 from deskside.run.directory import RunDirectory
 from deskside.train.loop.clock import Revision, StepPlan, remaining_steps
 from deskside.train.objective import RowDataset
+from deskside.train.parallel import World, local_processes
 from deskside.train.prepare.batch_size_finder import StageWork
 from deskside.train.prepare.preflight import MARGIN, RECOMMENDED_STEPS, too_short
 from deskside.utils.errors import RunError, UsageError
@@ -172,14 +173,15 @@ def modelled_memory_gib(
 
     recipe: the chosen precision recipe. mode: see `setup.Execution`. native: see `native_formats`.
     """
-    spec = _step_spec(config, micro_tokens, recipe, mode, native, processes, sharded)
+    spec = step_spec(config, micro_tokens, recipe, mode, native, processes, sharded)
     return training_memory(config.model, spec).allocated / 2**30
 
 
-def check_host_memory(config: RunConfig, recipe: str, mode: str) -> None:
+def check_host_memory(config: RunConfig, recipe: str, mode: str, world: World) -> None:
     """Raise UsageError if this machine lacks the host memory that the run would page-lock with one row per pass."""
     longest = max(stage.sequence_length for stage in config.stages())
-    items = host_memory(config.model, _step_spec(config, longest, recipe, mode, (), 1, False))
+    spec = step_spec(config, longest, recipe, mode, (), world.size, world.sharded)
+    items = {item: local_processes() * size for item, size in host_memory(config.model, spec).items()}
     needed, usable = sum(items.values()), usable_bytes()
     if usable is None or needed <= usable:
         return
@@ -191,15 +193,16 @@ def check_host_memory(config: RunConfig, recipe: str, mode: str) -> None:
     )
 
 
-def _step_spec(
+def step_spec(
     config: RunConfig,
     micro_tokens: int,
     recipe: str,
     mode: str,
     native: Collection[LowFormat],
-    processes: int,
-    sharded: bool,
+    processes: int = 1,
+    sharded: bool = False,
 ) -> StepSpec:
+    """Return the step whose memory `modelled_memory_gib` returns."""
     options = step_options(config)
     own_tokens = micro_tokens // options["context"]
     passes = 1 if own_tokens * processes >= config.batch.tokens else 2  # more than two need no more memory

@@ -4,14 +4,17 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from deskside.budget.format_costs import LowFormat
+from deskside.budget.host_memory import host_memory
 from deskside.budget.memory import training_memory
 from deskside.budget.step_spec import StepSpec
 from deskside.config import merge, presets
 from deskside.plan.estimate import peak_memory, setting_from_config
+from deskside.train.parallel import World
 from deskside.train.prepare import step_planning
-from deskside.train.prepare.step_planning import modelled_memory_gib
+from deskside.train.prepare.step_planning import check_host_memory, modelled_memory_gib, step_spec
 from deskside.utils.errors import UsageError
 
 ROWS = 1024
@@ -87,7 +90,23 @@ def test_too_little_host_memory_is_refused_with_its_items(monkeypatch: pytest.Mo
     config = merge.build([*presets.layers("710m"), {"optim": optim}])
     monkeypatch.setattr(step_planning, "usable_bytes", lambda: 2**30)
     with pytest.raises(UsageError, match=r"optimizer states .*iB, gradients .*iB.*1\.0 GiB left"):
-        step_planning.check_host_memory(config, "bf16", "fused")
+        check_host_memory(config, "bf16", "fused", World(torch.device("cpu")))
     for enough in (2**33, None):
         monkeypatch.setattr(step_planning, "usable_bytes", lambda size=enough: size)
-        step_planning.check_host_memory(config, "bf16", "fused")
+        check_host_memory(config, "bf16", "fused", World(torch.device("cpu")))
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_host_memory_is_that_of_all_processes(sharded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of two replicas has its own states there; of a sharded model, each process has half of them."""
+    config = merge.build([*presets.layers("710m"), {"optim": {"offload": True}}])
+    length = config.batch.sequence_length
+    of_one = sum(host_memory(config.model, step_spec(config, length, "bf16", "fused", ())).values())
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(step_planning, "usable_bytes", lambda: int(1.5 * of_one))
+    world = World(torch.device("cpu"), 0, 2, sharded)
+    if sharded:
+        check_host_memory(config, "bf16", "fused", world)
+    else:
+        with pytest.raises(UsageError, match="optimizer states"):
+            check_host_memory(config, "bf16", "fused", world)
