@@ -18,7 +18,7 @@ from deskside.data.corpus.progress_bar import ProgressBar
 from deskside.engine.device import Device, select_device, select_dtype
 from deskside.evaluate.likelihood import Encoder
 from deskside.evaluate.parallel_text import ParallelResult, ParallelText, measure_parallel
-from deskside.evaluate.passkey import DEPTHS, GUESSING_NATS, PasskeyCell, passkey
+from deskside.evaluate.passkey import DEPTHS, GUESSING_NATS, PasskeyCell, check_lengths, passkey
 from deskside.evaluate.run_task import (
     CORE_TASKS,
     Core,
@@ -74,13 +74,13 @@ class EvalOptions(ModelOption, JsonOption):
         "start every text with the start token, as in training (lm-eval: add_bos_token=True)", False
     )
     passkey: str | None = option(
-        "find a number hidden in a text of so many tokens; the report of a run shows the last result",
+        "find a number hidden in texts of these lengths, in tokens; the report of a run shows the last result",
         None,
         metavar="N,...",
     )
     trials: int | None = option("numbers hidden at each length and depth, for --passkey; default: 5", None)
     parallel: str | None = option(
-        "a file whose records have the same sentence in several languages, such as FLORES: bits per sentence",
+        "measure bits per sentence on records that have the same sentence in several languages, such as FLORES",
         None,
         metavar="FILE",
     )
@@ -105,6 +105,7 @@ def run(argv: Sequence[str]) -> int:
     device = select_device(options.device)
     tasks = [] if selection is None else _prepare_tasks(options, selection)
     loaded = load_model(options.model, device, select_dtype(device), say)
+    check_lengths(lengths, loaded.config.max_position_embeddings)
     config = run_config(loaded)
     batch_tokens = options.batch_tokens or BATCH_TOKENS[device.type]
     renderer = _chat_renderer(loaded) if options.chat else None
@@ -128,6 +129,10 @@ def run(argv: Sequence[str]) -> int:
             sequence_length=options.sequence_length,
             batch_tokens=batch_tokens,
         )
+    elif options.sequence_length is not None:
+        raise UsageError(
+            "--sequence-length: is for bits per byte, which are not measured here; add --text FILE or --data DIR"
+        )
     cells = _evaluate_passkey(options, lengths, loaded, batch_tokens)
     if cells and loaded.run_dir is not None:
         _record_passkey(loaded.run_dir, cells, loaded.step)
@@ -139,28 +144,13 @@ def run(argv: Sequence[str]) -> int:
     if options.json:
         output: dict[str, Any] = {"bpb": None, "tasks": {}, "model": options.model, "step": loaded.step}
         if measured is not None:
-            output |= {
-                "bpb": measured.result.bpb,
-                "loss": measured.result.loss,
-                "tokens": measured.result.tokens,
-                "bytes": measured.result.bytes,
-                "bpb_by_position": [bucket.as_dict() for bucket in measured.result.by_position],
-                "source": measured.source,
-                "sequence_length": measured.length,
-                **measured.baselines,
-                "languages": measured.result.languages_as_dict(),
-                "expert_load": measured.result.expert_load,
-            }
+            output |= _measured_json(measured)
         if lengths:
             output["passkey"] = _passkey_json(cells)
         if parallel is not None:
             output["parallel"] = parallel.as_dict()
         if selection is not None:
-            output |= {
-                "tasks": {result.chosen.name: result.as_dict() for result in results},
-                "core": core_result.value if core_result else None,
-                "core_interval": [core_result.low, core_result.high] if core_result else None,
-                "core_tasks": list(core_result.tasks) if core_result else [],
+            output |= _tasks_json(results, core_result) | {
                 "left_out": list(selection.left_out),
                 "failed": failed,
                 "limit": options.limit,
@@ -250,12 +240,37 @@ def _evaluate_passkey(
         )
 
 
+def _measured_json(measured: TextBpb) -> dict[str, Any]:
+    result = measured.result
+    return {
+        "bpb": result.bpb,
+        "loss": result.loss,
+        "tokens": result.tokens,
+        "bytes": result.bytes,
+        "bpb_by_position": [bucket.as_dict() for bucket in result.by_position],
+        "source": measured.source,
+        "sequence_length": measured.length,
+        **measured.baselines,
+        "languages": result.languages_as_dict(),
+        "expert_load": result.expert_load,
+    }
+
+
+def _tasks_json(results: Sequence[TaskResult], core_result: Core | None) -> dict[str, Any]:
+    return {
+        "tasks": {result.chosen.name: result.as_dict() for result in results},
+        "core": core_result.value if core_result else None,
+        "core_interval": [core_result.low, core_result.high] if core_result else None,
+        "core_tasks": list(core_result.tasks) if core_result else [],
+    }
+
+
 def _passkey_json(cells: Sequence[PasskeyCell]) -> dict[str, Any]:
     return {"seed": PASSKEY_SEED, "cells": [cell.as_dict() for cell in cells]}
 
 
 def _record_passkey(run_dir: Path, cells: Sequence[PasskeyCell], step: int | None) -> None:
-    """Write passkey.json into the run's directory, for its report. If it is read-only, only a line says so."""
+    """Write passkey.json into the run's directory, for its report. If that fails, print the reason."""
     try:
         RunDirectory(run_dir).write_json("passkey.json", {**_passkey_json(cells), "step": step})
     except RunError as error:

@@ -70,7 +70,7 @@ def run(argv: Sequence[str]) -> int:
         print(page)
         if load is not None:
             print(
-                f"experts: the largest load is {load.imbalance:.2f} of the even share, mean of {len(load.load_LE)} "
+                f"experts: the largest load is {load.imbalance:.2f} times the even share, mean of {len(load.load_LE)} "
                 f"layers at step {load.step:,} (measured); no token is dropped"
             )
     return 0

@@ -140,8 +140,8 @@ def _configure_upcycled(
 ) -> RunConfig:
     """Return the configuration of a mixture of experts that starts as the dense model `initial`.
 
-    The shape is that of the layers of a preset, or without one that of the dense model. Unless it is set, the width of
-    an expert is that of the dense MLP. Raises UsageError for a shape that differs from the dense model's.
+    layers: of the preset or depth; [] takes the shape of the dense model. Unless it is set, the width of an expert is
+    that of the dense MLP. Raises UsageError for a shape that differs from the dense model's.
     """
     from deskside.weights.upcycle import check_upcycling
 
@@ -151,9 +151,7 @@ def _configure_upcycled(
     shape = [] if layers else merge.resolved_layers("model", dense.model_dump(mode="json"))
     set_length(given, options)
     merged, _ = merge.merge([*shape, *layers, given])
-    if merged.get("model", {}).get(
-        "num_experts"
-    ):  # without experts, a width would be refused before their number
+    if merged.get("model", {}).get("num_experts"):  # else the message should be about their number
         shape.append({"model": {"moe_intermediate_size": dense.intermediate_size}})
     config = merge.build([*shape, *layers, given])
     check_upcycling(dense, config.model, str(options.init))

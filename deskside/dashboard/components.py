@@ -154,7 +154,8 @@ def expert_charts(
         figure = plotly_charts.expert_heat_map(load.relative_LE, layers, "layer")
         chart(figure, f"experts-{key}", f"load of the experts of {record.name} by layer")
         st.caption(
-            f"Load of each expert at step {load.step:,} over the even share: 1 is even. No token is dropped. Measured."
+            f"Load of each expert at step {load.step:,} divided by the even share: 1 is even. No token is dropped. "
+            "Measured."
         )
     with right:
         points = [
@@ -168,7 +169,7 @@ def expert_charts(
             figure = plotly_charts.line(steps, values, "step", "load imbalance")
             chart(figure, f"imbalance-{key}", f"load imbalance of {record.name}")
             st.caption(
-                "The largest load of a layer over the even share, averaged over the layers; 1 is even."
+                "The largest load of a layer divided by the even share, averaged over the layers; 1 is even."
             )
     by_language = load_by_language(record)
     if len(by_language) > 1:

@@ -344,9 +344,9 @@ def line(x: Sequence[float], y: Sequence[float], x_title: str, y_title: str, hei
 
 
 def expert_heat_map(cells: Sequence[Sequence[float]], rows: Sequence[str], row_title: str) -> go.Figure:
-    """Draw the experts' loads over the even share, with a row for each layer or language, in the colors of cividis.
+    """Draw the experts' loads divided by the even share, with a row for each layer or language.
 
-    These colors differ in lightness too. A load of 2 and more has the lightest one.
+    The colors (cividis) also differ in lightness. A load of 2 or more has the lightest one.
     """
     labels = [wrap_label(name) for name in rows]
     experts, few = len(cells[0]), len(cells[0]) <= MAX_TEXT_COLUMNS

@@ -58,9 +58,9 @@ class BitsPerByte:
         bytes: Bytes of text.
         tokens: Tokens of text.
         target_nats, targets: The same sum and the number of targets, including special tokens. Only for a data set.
-        by_position: The same sums by position.
-        by_language: The result for the text in each language, if there is more than one; only nats, bytes and tokens.
-        expert_load: The shares of the choices by language, layer and expert; see `ExpertChoices`.
+        by_position: nats, bytes and tokens by position in the row or document.
+        by_language: nats, bytes and tokens of the text in each language, if there is more than one.
+        expert_load: Each expert's share of the choices, by language, layer and expert; see `ExpertChoices`.
     """
 
     nats: float
@@ -208,7 +208,7 @@ def evaluate_text(
 
 
 def _bytes_of(tokenizer: Tokenizer, vocab_size: int) -> Tensor:
-    """Return the bytes of each token, (V,) int64; zeros for a tokenizer that does not tell them."""
+    """Return the bytes of each token, (V,) int64; zeros if they are unknown."""
     bytes_V = torch.zeros(vocab_size, dtype=torch.int64)
     try:
         known = token_bytes(tokenizer)

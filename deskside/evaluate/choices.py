@@ -9,7 +9,7 @@ from torch import Tensor
 from deskside.model.transformer import Transformer
 from deskside.ops.moe import MixtureOfExperts
 
-ALL = "all"  # in place of a language, if there is one only or none is known
+ALL = "all"  # in place of a language, if there is only one or none is known
 
 
 class ExpertChoices:
@@ -40,8 +40,10 @@ class ExpertChoices:
             mixture.choices_observer = None
 
     def add(self, text_BT: Tensor, languages_BT: Tensor | None) -> None:
-        """Count the choices of the last forward pass. text_BT: True for tokens that count; languages_BT: None is one
-        language."""
+        """Count the choices of the last forward pass.
+
+        text_BT: True for tokens that count. languages_BT: index in `languages`; None if there is only one.
+        """
         if not self._mixtures:
             return
         experts = self.counts.shape[2]

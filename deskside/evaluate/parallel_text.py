@@ -21,7 +21,7 @@ from deskside.weights.load import Loaded
 
 @dataclass(frozen=True)
 class ParallelText:
-    """Sentences that have a text in every language. texts: of each language, in the order of the sentences."""
+    """The same sentences in several languages. texts: the sentences of each language, in the same order."""
 
     source: str
     texts: dict[str, list[str]]
@@ -36,7 +36,7 @@ class ParallelText:
             raise UsageError(
                 f"--languages {','.join(languages)}: give at least two different fields, such as en,hi"
             )
-        strict = BadInputLog("refuse", remedy="Fix it, or leave it out of --languages.")
+        strict = BadInputLog("refuse", remedy="Fix the file, or leave the language out of --languages.")
         texts: dict[str, list[str]] = {language: [] for language in languages}
         for record in iter_records(Source.parse(source), languages, strict):
             for language in languages:
@@ -56,7 +56,7 @@ class ParallelText:
 
 @dataclass(frozen=True)
 class ParallelResult:
-    """The result for each language of a text, in the given order."""
+    """Bits per byte of each language of a parallel text, in the given order of languages."""
 
     text: ParallelText
     by_language: dict[str, BitsPerByte]

@@ -1,7 +1,7 @@
 """Passkey retrieval: does a model find a number that is hidden in a long text? (Mohtashami and Jaggi, arXiv 2305.16300)
 
-A prompt of L tokens announces a hidden number, repeats meaningless sentences, has the number at depth d (0: at the
-beginning of these sentences, 1: at their end), and ends by asking for it. The answer is right if greedy decoding writes
+A prompt of L tokens announces a hidden number, repeats sentences that do not matter, states the number at depth d among
+them (0: before the first, 1: after the last), and ends by asking for it. The answer is right if greedy decoding writes
 all digits. A model that sees the whole prompt but does not look up numbers is wrong at all lengths; one whose attention
 or rotary frequencies do not reach far is wrong at long lengths and small depths.
 """
@@ -68,18 +68,16 @@ def passkey(
 
     Args:
         lengths: Tokens of the prompt with its answer; a prompt is at most one filler shorter.
-        trials: Numbers that are hidden at each length and depth. They depend only on (seed, length, depth, trial).
+        trials: How many numbers are hidden at each length and depth. They depend only on (seed, length, depth, trial).
         batch_tokens: As in `likelihoods`.
         tick: Called with the number of newly finished prompts.
 
     Raises UsageError for a length that the model or the text does not allow.
     """
-    limit = model.config.max_position_embeddings
+    check_lengths(lengths, model.config.max_position_embeddings)
     cells = [(length, depth) for length in lengths for depth in DEPTHS]
     texts = []
     for length, depth in cells:
-        if length > limit:
-            raise UsageError(f"--passkey {length}: this model takes up to {limit} tokens")
         rng = np.random.default_rng([seed, length, round(100 * depth)])
         for number in rng.integers(10 ** (DIGITS - 1), 10**DIGITS, size=trials).tolist():
             texts.append((_prompt(encoder, length, depth, number), f" {number}"))
@@ -90,6 +88,13 @@ def passkey(
         nats = -math.fsum(result.logprob for result in of_cell) / trials
         found.append(PasskeyCell(length, depth, sum(result.greedy for result in of_cell), trials, nats))
     return found
+
+
+def check_lengths(lengths: Sequence[int], limit: int) -> None:
+    """Raise UsageError for a length above `limit`, the most tokens that a model takes."""
+    for length in lengths:
+        if length > limit:
+            raise UsageError(f"--passkey {length}: this model takes up to {limit} tokens")
 
 
 def _prompt(encoder: Encoder, length: int, depth: float, number: int) -> str:

@@ -19,7 +19,7 @@ FIRST_EDGE = 1024  # the buckets end at 1024, 2048, 4096, ... and at the length 
 class PositionBucket:
     """The tokens of text at positions start to stop - 1.
 
-    nats: sum of -ln p. bytes: their bytes of text, 0 if the tokenizer does not tell bytes per token.
+    nats: sum of -ln p. bytes: their bytes of text, 0 if the bytes of the tokenizer's tokens are unknown.
     """
 
     start: int

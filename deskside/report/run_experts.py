@@ -60,10 +60,10 @@ def blocks(record: RunRecord, images: Sequence[Image]) -> list[Block]:
     even = float(np.log(len(load.load_LE[0])))
     return [
         *images,
-        f"Step {load.step:,}, measured. A load is an expert's share of the choices over the even share, so 1 is even; "
-        f"the largest load is {load.imbalance:.2f} on average over the layers. The entropy is that of a token's "
-        f"probabilities in the router, in nats; {even:.3f} is undecided. No choice is dropped: every expert computes "
-        "all tokens that chose it.",
+        f"Step {load.step:,}, measured. A load is an expert's share of the choices divided by the even share, so 1 is "
+        f"even; the largest load is {load.imbalance:.2f} on average over the layers. The entropy is that of a token's "
+        f"probabilities in the router, in nats; equal probabilities have {even:.3f}. No choice is dropped: every "
+        "expert computes all tokens that chose it.",
         Table(("layer", "largest load", "smallest load", "router entropy", "dropped tokens"), rows),
     ]
 

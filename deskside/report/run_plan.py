@@ -64,8 +64,10 @@ def plan_blocks(record: RunRecord) -> list[Block]:
 
 
 def recipe_used(plan: dict[str, Any]) -> str:
-    """Return the precision recipe that was chosen, that of experts, and whether they were emulated, or the empty
-    string."""
+    """Return the precision recipe that was chosen, that of experts if it differs, and whether they were emulated.
+
+    The empty string if the plan names none.
+    """
     precision = mapping(plan.get("precision"))
     experts = mapping(precision.get("experts"))
     used = [_with_emulation(precision)]
@@ -78,7 +80,7 @@ def recipe_used(plan: dict[str, Any]) -> str:
 
 
 def _with_emulation(facts: dict[str, Any]) -> str:
-    """Return the recipe of these entries of plan.json and whether it was emulated, or the empty string."""
+    """Return the recipe in "precision" of plan.json, or in its "experts", and whether it was emulated."""
     chosen = text(facts.get("chosen"))
     return f"{chosen}, emulated" if chosen and facts.get("native") is False else chosen
 

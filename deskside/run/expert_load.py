@@ -1,4 +1,4 @@
-"""The load of the experts of a run: what metrics.jsonl and summary.json say, checked."""
+"""The load of a run's experts, read from metrics.jsonl and summary.json and checked."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from deskside.run.record import RunRecord, mapping, number
 
 @dataclass(frozen=True)
 class ExpertLoad:
-    """The experts' shares of a step's choices.
+    """Each expert's share of the choices of a step.
 
     load_LE: by layer and expert; each layer sums to 1. entropy_L: mean entropy of a token's probabilities, in nats.
     """
@@ -22,7 +22,7 @@ class ExpertLoad:
 
     @property
     def relative_LE(self) -> list[list[float]]:
-        """The loads over the even share: 1 is even."""
+        """The loads divided by the even share: 1 is even."""
         return relative(self.load_LE)
 
     @property
@@ -32,7 +32,7 @@ class ExpertLoad:
 
 
 def relative(load_LE: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Return loads over the even share, 1 / number of experts."""
+    """Return loads divided by the even share, which is 1 / number of experts."""
     return [[load * len(layer) for load in layer] for layer in load_LE]
 
 

@@ -66,9 +66,7 @@ class RunRecord:
     metrics: list[dict[str, Any]] = field(default_factory=list)  # metrics.jsonl, in order of step
     events: list[str] = field(default_factory=list)  # events.log
     problems: list[str] = field(default_factory=list)  # messages about missing and damaged files
-    passkey: dict[str, Any] = field(
-        default_factory=dict
-    )  # passkey.json, which `deskside eval --passkey` writes
+    passkey: dict[str, Any] = field(default_factory=dict)  # passkey.json of `deskside eval --passkey`
 
     @property
     def name(self) -> str:
@@ -282,7 +280,7 @@ def planned_steps(revision: Mapping[str, Any]) -> float | None:
 def emulated(precision: Mapping[str, Any]) -> bool | None:
     """Return True if products of layers or experts were emulated, None if that is unknown.
 
-    precision: the entries of plan.json about the precision.
+    precision: "precision" in plan.json.
     """
     native = [part["native"] for part in (precision, mapping(precision.get("experts"))) if "native" in part]
     return not all(native) if native else None

@@ -1,4 +1,4 @@
-"""Memory of the host that this process may use, from Linux's own files. Bytes."""
+"""Memory of the host that this process may use, in bytes, as Linux reports it in files."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -17,7 +17,7 @@ def available_bytes() -> int | None:
 
 
 def limit_bytes() -> int | None:
-    """Return the container's memory limit (cgroup v2), None if there is none."""
+    """Return the container's memory limit (cgroup v2); None if there is none."""
     with suppress(OSError):
         text = CGROUP_LIMIT.read_text("utf-8").strip()
         return int(text) if text.isdecimal() else None
@@ -25,5 +25,5 @@ def limit_bytes() -> int | None:
 
 
 def usable_bytes() -> int | None:
-    """Return the smaller one of `available_bytes` and `limit_bytes`; None if neither is known."""
+    """Return the smaller of `available_bytes` and `limit_bytes`; None if neither is known."""
     return min((size for size in (available_bytes(), limit_bytes()) if size is not None), default=None)

@@ -102,3 +102,16 @@ def test_languages_by_source(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert run(command) == 0 and "kept" in capsys.readouterr().out
     with pytest.raises(UsageError, match="sources"):
         run([word.replace("xx=", "qq=") for word in command])
+
+
+def test_a_pattern_with_an_equals_sign(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Directories of partitions, such as year=2024, are not languages."""
+    (tmp_path / "year=2024").mkdir()
+    (tmp_path / "year=2024" / "a.txt").write_text("some words\n" * 400)
+    monkeypatch.chdir(tmp_path)
+    command = ["prepare", "year=2024/*.txt", "--out", "out", "--vocab-size", "300", "--val-fraction", "0"]
+    assert run([*command, "--workers", "1"]) == 0 and run(["show", "out", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])["splits"]["train"]["languages"]
+    assert list(found) == ["unknown"]

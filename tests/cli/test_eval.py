@@ -134,6 +134,24 @@ def test_passkey(run: MadeRun, capsys: pytest.CaptureFixture[str]) -> None:
     assert all(len(line) <= 80 for line in lines) and "depth 100%" in lines[0]
 
 
+def test_passkey_that_is_too_long(run: MadeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused before bits per byte, which take long, are measured."""
+
+    def measure(*_: object, **__: object) -> None:
+        raise AssertionError("bits per byte were measured")
+
+    monkeypatch.setattr("deskside.cli.eval.measure", measure)
+    with pytest.raises(UsageError, match="--passkey 100000: this model takes up to"):
+        run_eval([str(run.path), "--passkey", "400,100000", "--device", "cpu"])
+
+
+def test_a_sequence_length_without_effect(made: Made, tmp_path: Path) -> None:
+    (tmp_path / "both.jsonl").write_text('{"en": "a", "xx": "b"}\n')
+    parallel = ["--parallel", str(tmp_path / "both.jsonl"), "--languages", "en,xx"]
+    with pytest.raises(UsageError, match="--sequence-length"):
+        run_eval([str(made.folder), *parallel, "--sequence-length", "32", "--device", "cpu"])
+
+
 def test_parallel(run: MadeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each language of the file has the bits of the same sentences evaluated alone as a text."""
     rows = [{"id": n, "en": f"the sea {n}", "xx": f"{n} ships, ships and ships"} for n in range(7)]

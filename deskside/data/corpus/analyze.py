@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import heapq
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -35,10 +36,10 @@ class CorpusOptions:
     """Options of `prepare.prepare`. Sizes are in bytes.
 
     field: the field or column of the text. lang_field: that of the language. lang: the language of documents without
-    one. tokenizer: an existing one; None trains one with `vocab_size` tokens on a
-    sample of up to `sample_bytes`, in which languages are drawn with `tokenizer_temperature` (see `tokenizer_sample`;
-    None: as they occur). val_sources: validation text, instead of a share of the sources; training documents
-    with the same text are left out and counted. val_fraction: share of the documents for validation; see `heldout` for
+    one. tokenizer: an existing one; None trains one with `vocab_size` tokens on a sample of up to `sample_bytes`.
+    tokenizer_temperature: sets the share of each language in this sample (see `tokenizer_sample`); None keeps that of
+    the text. val_sources: validation text, instead of a share of the sources; training documents with the same text are
+    left out and counted. val_fraction: share of the documents for validation; see `heldout` for
     the rule and the default. on_bad: skip and count bad input, or refuse it. workers: number of processes (default: one
     per core). resume: continue a preparation in the folder, instead of replacing it. line_limit: see `sources`.
     shard_bytes: text per shard.
@@ -227,9 +228,12 @@ def read_validation_texts(
 
 
 def labelled_source(spec: str) -> Source:
-    """Resolve a spec string, or one with a language before it such as hi=hindi.txt. Raises as `Source.parse`."""
+    """Resolve a spec string, or one with a language before it such as hi=hindi.txt. Raises as `Source.parse`.
+
+    Existing paths are never split at the equals sign, nor patterns that match one, such as year=2024/*.jsonl.
+    """
     labelled = _LABELLED.fullmatch(spec)
-    if labelled is None or Path(spec).exists():
+    if labelled is None or Path(spec).exists() or glob.glob(spec, recursive=True):
         return Source.parse(spec)
     return replace(Source.parse(labelled["spec"]), lang=labelled["lang"])
 

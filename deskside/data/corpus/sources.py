@@ -149,7 +149,7 @@ class Source:
     lang: str = ""
 
     def identity(self) -> list[Any]:
-        """Return the language, and names and sizes of files without their location, to detect changed inputs."""
+        """Return the language, and the files' names and sizes without location, to detect changed inputs."""
         lang = [f"{self.lang}="] if self.lang else []
         if self.hub is not None:
             return [*lang, self.spec]

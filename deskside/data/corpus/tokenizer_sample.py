@@ -21,12 +21,12 @@ from deskside.data.reading.mixing import temperature_weights
 from deskside.data.reading.tags import UNKNOWN_LANGUAGE
 from deskside.utils.errors import UsageError
 
-_ALL = ""  # instead of a language: without a temperature, one sampler has all text
+_ALL = ""  # the key, in place of a language, of the only sampler if there is no temperature
 
 
 @dataclass
 class TokenizerSample:
-    """Samplers by language. shares: wanted bytes of a language's sample divided by the bytes of all its text."""
+    """Samplers by language. shares: bytes that a language should have in the sample over the bytes of its text."""
 
     samplers: dict[str, TextSampler]
     shares: dict[str, float] = field(default_factory=dict)
@@ -55,21 +55,22 @@ class TokenizerSample:
 
 
 def check_temperature(options: CorpusOptions) -> None:
-    """Raise UsageError for an invalid temperature, or one without effect."""
+    """Raise UsageError for an invalid temperature, or one beside an existing tokenizer."""
     if (temperature := options.tokenizer_temperature) is None:
         return
     if not 1 <= temperature <= 1000:
         raise UsageError(f"--tokenizer-temperature {temperature:g}: give 1 to 1000.")
     if options.tokenizer is not None:
         raise UsageError(
-            "--tokenizer-temperature: trains a tokenizer, but --tokenizer gives one; remove one of them."
+            "--tokenizer-temperature: is for training a tokenizer, but --tokenizer gives one; remove one of them."
         )
 
 
 def plan_sample(sources: Sequence[Source], options: CorpusOptions) -> TokenizerSample:
-    """Return empty samplers. With a temperature, read the sources once before, to measure their languages.
+    """Return empty samplers. With a temperature, read the sources once to measure how much text each language has.
 
-    Bad input is left out here, and counted or refused by `analyze`.
+    Bad input is left out here, and counted or refused by `analyze`. Raises UsageError for a temperature without effect,
+    because all documents have the same language.
     """
     if options.tokenizer_temperature is None:
         return TokenizerSample({_ALL: TextSampler(options.sample_bytes, options.seed)})
@@ -81,6 +82,11 @@ def plan_sample(sources: Sequence[Source], options: CorpusOptions) -> TokenizerS
             bar.advance(len(document.data) / 1e6)
     if not sizes:  # `analyze` says why
         return TokenizerSample({_ALL: TextSampler(options.sample_bytes, options.seed)})
+    if len(sizes) == 1:
+        raise UsageError(
+            f"--tokenizer-temperature: all documents have the language {next(iter(sizes))}; remove it, or give "
+            "documents their languages (--lang-field, LANG=SOURCE)."
+        )
     sizes = dict(sorted(sizes.items()))
     weights = temperature_weights(np.array(list(sizes.values())), options.tokenizer_temperature)
     total = min(options.sample_bytes, sum(sizes.values()))

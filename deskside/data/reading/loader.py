@@ -34,8 +34,8 @@ class Batch:
     cu_seqlens is int32 with a fixed length: where each document's piece begins in the flattened B * T tokens, and then
     the value B * T up to the end. cu_seqlens and positions_BT are None if documents in a row may attend to each other.
     num_valid is the number of targets in this micro-batch, num_valid_step in the whole optimizer step on all ranks.
-    languages_BT, on the CPU, is the index of each token's language in `PackedDataset.languages`, -1 for padding; only
-    validation batches of data in more than one language have it.
+    languages_BT, on the CPU, is the index of each token's language in `PackedDataset.languages`, -1 for padding; it is
+    None except in validation batches of data in more than one language.
     """
 
     tokens_BT: torch.Tensor

@@ -57,8 +57,8 @@ class Truncation:
 class PackedDataset:
     """One split of a prepared data set, checked (see `shards.check`) and packed for one sequence length.
 
-    weights: of sources and languages, to mix them; language_temperature: mixes the languages by their size (see
-    `mixing` for both; give at most one). languages: those of its documents, sorted.
+    weights: of sources and languages, to mix them. language_temperature: mixes the languages by their size. Give at
+    most one of the two; see `mixing`. languages: those of its documents, sorted.
     Conversations are not cut into several pieces: a conversation longer than a row is truncated or left out, and
     counted in `truncation`.
 
@@ -164,7 +164,7 @@ class PackedDataset:
         return xxhash.xxh3_128_hexdigest("\n".join([self.index.tokenizer.checksum, *checksums]).encode())
 
     def epochs(self, rows: int) -> dict[str, float]:
-        """Return how often the first `rows` rows of the order go through each component. "all": without a mixture."""
+        """Return the epochs of each component in the first `rows` rows of the order; "all" is one without a mixture."""
         counts = zip(self.component_names, self.mixture.counts(rows), self.packings, strict=True)
         return {name: float(count) / packing.num_rows for name, count, packing in counts}
 
@@ -240,7 +240,7 @@ class PackedDataset:
     def languages_by_number(self, numbers: NDArray[np.int64]) -> NDArray[np.int16]:
         """Return the language of each token in rows by number, shape [n, T]: its index in `languages`, -1 for padding.
 
-        A token and its target are of the same document, so this is the language of the targets, too.
+        A token and its target belong to the same document, so this is the language of the targets too.
         """
         languages = np.full((len(numbers), self.sequence_length), -1, dtype=np.int16)
         ends = np.cumsum([p.num_rows for p in self.packings])

@@ -1,4 +1,4 @@
-"""Tags of documents: their source and language, and how much text has which."""
+"""Tags of documents (their source and language), and how much text there is with each tag and in each language."""
 
 from __future__ import annotations
 
@@ -63,10 +63,9 @@ class LanguageCount:
 
 
 def count_words(text: bytes) -> int:
-    """Return the number of words of a text in UTF-8: its longest parts without ASCII white space.
+    """Return the number of words of a text in UTF-8: parts between ASCII white space.
 
-    Fertility by white space is common for languages that separate words by spaces. It says nothing about those that do
-    not, such as Chinese and Thai.
+    This suits languages that separate words by spaces. For others, such as Chinese and Thai, the number means nothing.
     """
     words, in_word = 0, False
     data = np.frombuffer(text, dtype=np.uint8)

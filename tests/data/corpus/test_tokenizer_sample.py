@@ -89,3 +89,11 @@ def test_refused(corpus: Path, tmp_path: Path, options: dict[str, object]) -> No
     with pytest.raises(UsageError, match="--tokenizer-temperature"):
         prepare([str(corpus)], tmp_path / "out", CorpusOptions(quiet=True, **options))  # type: ignore[arg-type]
     assert not (tmp_path / "out").exists()
+
+
+def test_one_language_is_refused(tmp_path: Path) -> None:
+    """A temperature would change nothing."""
+    (tmp_path / "text.txt").write_text("some words\n" * 400)
+    options = CorpusOptions(tokenizer_temperature=2.0, vocab_size=300, workers=1, quiet=True)
+    with pytest.raises(UsageError, match="--tokenizer-temperature: all documents have the language unknown"):
+        prepare([str(tmp_path / "text.txt")], tmp_path / "out", options)
