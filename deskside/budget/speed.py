@@ -217,10 +217,8 @@ def exposed_seconds(shape: Shape, spec: StepSpec, rates: Rates, device: float) -
     backward = max(up, down)
     if not forward + backward:
         return 0.0
-    recomputed = spec.activation_checkpointing == "block"
-    in_forward = device / (
-        4 if recomputed else 3
-    )  # a backward takes twice as long as a forward, or three times
+    # A backward takes twice as long as a forward, or three times if it repeats the forward.
+    in_forward = device / (4 if spec.activation_checkpointing == "block" else 3)
     bandwidth = rates.host_bandwidth
     return max(0.0, forward / bandwidth - in_forward) + max(0.0, backward / bandwidth - (device - in_forward))
 

@@ -25,8 +25,6 @@ ADAMW_STATE_BYTES: dict[StateFormat, float] = {
     "4bit": 1 + 8 / 128,
 }
 MUON_STATE_BYTES: dict[StateFormat, float] = {"float32": 4, "bfloat16": 2, "8bit": 2, "4bit": 2}
-
-
 MASTER_BYTES = 4  # more per weight with float32 copies of weights in bfloat16, for AdamW
 
 

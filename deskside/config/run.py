@@ -130,12 +130,23 @@ class RunConfig(Part):
             self._check_bfloat16_weights()
         if self.optim.gradients != "device":
             self._check_gradients()
+        self._check_compute()
+        return self
+
+    def _check_compute(self) -> None:
+        """Raise ValueError, with the key and the remedy, for options of `compute` that do not go together."""
         compute = self.compute
         if compute.activation_offloading and compute.activation_checkpointing != "block":
             raise ValueError(
                 "compute.activation_offloading: moves what recomputed blocks save; add "
                 "--compute.activation_checkpointing block"
             )
+        for option in ("activation_offloading", "mlp_chunk_tokens"):
+            if getattr(compute, option) and compute.compile not in ("auto", "fused"):
+                raise ValueError(
+                    f"compute.{option}: needs fused kernels, which compute.compile {compute.compile} does not use; "
+                    "use --compute.compile fused, or leave it out"
+                )
         if compute.mlp_chunk_tokens is not None:
             self._check_mlp_chunk()
         if compute.activation_offloading and self.parallel.mode == "shard":
@@ -143,7 +154,6 @@ class RunConfig(Part):
                 "compute.activation_offloading: is not supported with sharded weights yet; use --parallel.mode "
                 "replicate"
             )
-        return self
 
     def _check_context_parallel(self) -> None:
         """Raise ValueError, with the key and the remedy, if the rows of this run cannot be divided among processes."""
@@ -155,9 +165,12 @@ class RunConfig(Part):
                     f"of {2 * context} tokens, not {stage.sequence_length}"
                 )
         unsupported = (
-            (self.align is not None, "fine-tuning divides no rows; leave it out"),
-            (self.adapter is not None, "adapters are trained on whole rows; leave it out"),
-            (self.precision.quantized, "use --precision.name bf16; quantized products take whole rows"),
+            (self.align is not None, "is not supported in fine-tuning; leave it out"),
+            (self.adapter is not None, "is not supported with adapters; leave it out"),
+            (
+                self.precision.quantized,
+                f"is not supported in {self.precision.name}; use --precision.name bf16",
+            ),
             (self.parallel.mode == "shard", "sharded weights need whole rows; use --parallel.mode replicate"),
             (
                 self.compute.compile in ("block", "model"),
@@ -205,13 +218,15 @@ class RunConfig(Part):
                 f"compute.mlp_chunk_tokens: is not supported in {self.precision.name} yet; leave it out, or use bf16"
             )
         if self.adapter is not None:
-            raise ValueError("compute.mlp_chunk_tokens: needs fused kernels, which do not support adapters")
+            raise ValueError(
+                "compute.mlp_chunk_tokens: needs the fused kernels, which do not support adapters; leave it out"
+            )
 
     def _check_gradients(self) -> None:
         """Raise ValueError, with the key and the remedy, if gradients cannot leave the GPU in this run."""
         place = self.optim.gradients
         if self.adapter is not None:
-            raise ValueError(f"optim.gradients: {place} is for whole weights; adapters are small, use device")
+            raise ValueError(f"optim.gradients: {place} is not supported with adapters; use device")
         if self.parallel.mode == "shard":
             raise ValueError(
                 f"optim.gradients: {place} needs whole weights, and parallel.mode shard splits them; use "
@@ -219,7 +234,7 @@ class RunConfig(Part):
             )
         if self.precision.accumulate == "fused":
             raise ValueError(
-                f"precision.accumulate: products add to gradients on the GPU; use native, or --optim.gradients device "
+                f"precision.accumulate: fused adds to gradients on the GPU; use native, or --optim.gradients device "
                 f"instead of {place}"
             )
         micro = self.batch.micro_tokens

@@ -148,7 +148,7 @@ def _low_precision(results: Results) -> list[dict[str, str]]:
         if any(r["id"] == "head_fp8" and r["details"]["native"] for r in working):
             why.append("the head's too, with --precision.head fp8")
         if any(r["id"] == "experts_fp8" and r["details"]["native"] for r in working):
-            why.append("and the grouped products of experts")
+            why.append("so are the grouped products of experts")
     rates = [
         f"{r['name']} {r['to_bf16']:.2f} x BF16"
         for r in sorted(results, key=lambda result: -(result.get("to_bf16") or 0))

@@ -32,10 +32,8 @@ PLAIN = {
 }
 # Rows, in and out features of the products in scaled formats: small on a CPU, where FP8 may run at 20 MFLOP/s.
 CHECKED_SHAPE = {"cuda": (256, 512, 384), "cpu": (64, 128, 96)}
-GROUPED_SHAPE = {
-    "cuda": (8, 4096, 2048),
-    "cpu": (2, 64, 64),
-}  # experts, rows of each, size of their square weights
+# Experts, rows of each, size of their square weights.
+GROUPED_SHAPE = {"cuda": (8, 4096, 2048), "cpu": (2, 64, 64)}
 SMALLEST_TIMED = 128  # the side with which timing on a CPU begins
 SLOW_SECONDS = 0.1  # a matmul that takes longer is the last on a CPU
 # The result's rounding to bfloat16 is 1.7e-3; a wrong scale or layout gives more than 1e-1.

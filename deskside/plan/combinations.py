@@ -45,9 +45,8 @@ def combinations(request: PlanRequest, start: Setting) -> Iterator[Setting]:
     for (format_cost, base), halvings in itertools.product(in_formats, possible_halvings(start)):
         for optimizer_cost, setting in optimizer_changes(with_halved_rows(base, halvings)):
             combined.append((format_cost + HALVED_ROWS_COST * halvings + optimizer_cost, setting))
-    combined.sort(
-        key=lambda pair: pair[0]
-    )  # the cost of a format or of shorter rows exceeds that of all others
+    # The cost of another format exceeds that of all smaller changes together, and that of shorter rows exceeds both.
+    combined.sort(key=lambda pair: pair[0])
     yield from (setting for _, setting in combined)
 
 

@@ -75,6 +75,13 @@ def test_no_inner_tensor_has_more_tokens_than_a_chunk(monkeypatch: pytest.Monkey
     ("changes", "named"),
     [
         ({"compute": {"mlp_chunk_tokens": 64}}, "activation_checkpointing mlp or block"),
+        *(
+            (
+                {"compute": {"activation_checkpointing": "block", "compile": "block", **option}},
+                rf"compute\.{next(iter(option))}: .*compile fused",
+            )
+            for option in ({"mlp_chunk_tokens": 64}, {"activation_offloading": True})
+        ),
         (
             {
                 "compute": {"mlp_chunk_tokens": 64, "activation_checkpointing": "block"},
@@ -97,7 +104,7 @@ def test_combinations_that_are_refused_say_what_to_do(changes: dict[str, Any], n
 
 
 def test_unfused_blocks_are_refused() -> None:
-    compute = {"mlp_chunk_tokens": 64, "activation_checkpointing": "mlp", "compile": "off", "device": "cpu"}
+    compute = {"mlp_chunk_tokens": 64, "activation_checkpointing": "mlp", "device": "cpu"}
     model = {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
     config = merge.build([{"compute": compute, "model": {**model, "vocab_size": 64}}])
     world = World(torch.device("cpu"))
