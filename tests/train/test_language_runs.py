@@ -59,6 +59,18 @@ def test_each_language_is_evaluated(languages: Path, tmp_path: Path) -> None:
         assert number.isdigit() and (int(number) % 4 == 0) == (sample["language"] == "xx")
 
 
+def test_prompts_of_samples_have_whole_characters(tmp_path: Path) -> None:
+    """A prompt of eight tokens, many of them parts of a character, may end within a character."""
+    letters = [chr(0x0B85 + n) for n in (0, 1, 2, 3, 4, 5, 9, 10)]
+    texts = ["".join(letters[(n * k + k) % 8] for k in range(60)) for n in range(60)]
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    options = CorpusOptions(vocab_size=300, val_fraction=0.3, workers=1, quiet=True)
+    prepare([str(tmp_path / "text.jsonl")], tmp_path / "data", options)
+    config = tiny_run.config(tmp_path / "data", schedule={"length": "2 steps"})
+    for sample in tiny_run.train(tmp_path, config).summary["samples"]:
+        assert sample["prompt"] and "\N{REPLACEMENT CHARACTER}" not in sample["prompt"]
+
+
 class Stop(Callback):
     """Stops the run after seven steps."""
 

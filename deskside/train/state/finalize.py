@@ -61,8 +61,9 @@ def samples(
             break
     results = []
     for number, (prompt, new) in enumerate(zip(prompts, generated, strict=True)):
-        text = tokenizer.decode(prompt, skip_special_tokens=True)
-        # New tokens are decoded with the prompt, because a token may contain part of a character.
+        # A token may contain part of a character. One that the prompt begins belongs to the sample, and new tokens are
+        # decoded with the prompt.
+        text = tokenizer.decode(prompt, skip_special_tokens=True).rstrip("\N{REPLACEMENT CHARACTER}")
         whole = tokenizer.decode(prompt + new, skip_special_tokens=True)
         language = {"language": languages[number]} if languages else {}
         results.append({"prompt": text, "text": whole[len(text) :], **language})
