@@ -141,25 +141,19 @@ class AdamW:
         if self._uses_torch(parameter):
             return {key: torch.zeros_like(parameter, requires_grad=False) for key in (EXP_AVG, EXP_AVG_SQ)}
         n = parameter.numel()
+        codes: Sequence[int]
         if self.states == "4bit":
-            codes, blocks = (adamw_4bit.num_bytes(n),), (adamw_4bit.num_blocks(n),)
-            return {
-                EXP_AVG: self._zeros(parameter, codes, torch.uint8).fill_(adamw_4bit.zero_byte(signed=True)),
-                EXP_AVG_SQ: self._zeros(parameter, codes, torch.uint8).fill_(
-                    adamw_4bit.zero_byte(signed=False)
-                ),
-                EXP_AVG_MAX: self._zeros(parameter, blocks, torch.float32),
-                EXP_AVG_SQ_MAX: self._zeros(parameter, blocks, torch.float32),
-            }
-        if self.states != "8bit":
+            codes, blocks, zero = (adamw_4bit.num_bytes(n),), adamw_4bit.num_blocks(n), adamw_4bit.zero_byte
+        elif self.states == "8bit":
+            codes, blocks, zero = parameter.shape, num_blocks(n), zero_code
+        else:
             dtype = torch.bfloat16 if self.states == "bfloat16" else at_least_float32(parameter)
             return {key: self._zeros(parameter, parameter.shape, dtype) for key in (EXP_AVG, EXP_AVG_SQ)}
-        scales = (num_blocks(n),)
         return {
-            EXP_AVG: self._zeros(parameter, parameter.shape, torch.uint8).fill_(zero_code(signed=True)),
-            EXP_AVG_SQ: self._zeros(parameter, parameter.shape, torch.uint8).fill_(zero_code(signed=False)),
-            EXP_AVG_MAX: self._zeros(parameter, scales, torch.float32),
-            EXP_AVG_SQ_MAX: self._zeros(parameter, scales, torch.float32),
+            EXP_AVG: self._zeros(parameter, codes, torch.uint8).fill_(zero(signed=True)),
+            EXP_AVG_SQ: self._zeros(parameter, codes, torch.uint8).fill_(zero(signed=False)),
+            EXP_AVG_MAX: self._zeros(parameter, (blocks,), torch.float32),
+            EXP_AVG_SQ_MAX: self._zeros(parameter, (blocks,), torch.float32),
         }
 
     def _master(self, parameter: Tensor) -> dict[str, Tensor]:

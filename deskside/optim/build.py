@@ -200,8 +200,8 @@ def build(
     the matrices decay. Adapters and single rows of a frozen table use AdamW's learning rate unscaled, because `scaling`
     is for weights that train as a whole; adapters decay, single rows do not.
 
-    Raises UsageError for a parameter of unknown role or on an unsupported device, for sharded weights with 8-bit or
-    offloaded state, and for adapters or single rows with Muon.
+    Raises UsageError for a parameter of unknown role or on an unsupported device, for sharded weights with 8-bit,
+    4-bit or offloaded state, and for adapters or single rows with Muon.
 
     Args:
         scaling: Factors of learning rates and weight decay, applied if `config.scale` is set.
@@ -209,17 +209,7 @@ def build(
     """
     parameters = classify_parameters(model)
     for info in parameters:
-        device = local(info.parameter).device.type
-        if device not in FUSED_DEVICES:
-            raise UsageError(
-                f"parameter '{info.name}' is on device '{device}'; move the model to a CPU or GPU first"
-            )
-        if is_sharded(info.parameter) and (config.offload or config.states in ("8bit", "4bit")):
-            option = "optim.offload" if config.offload else f"optim.states: {config.states}"
-            raise UsageError(
-                f"{option} needs whole weights, and parallel.mode shard splits them; use parallel.mode replicate"
-                + ("" if config.offload else ", or optim.states bfloat16")
-            )
+        _check_parameter(info, config)
     separate: frozenset[str] = frozenset()
     if config.gradients != "device":
         separate = frozenset(info.name for info in parameters if info.parameter.numel() >= adamw_module.SMALL)
@@ -259,3 +249,18 @@ def build(
     masters = isinstance(config, AdamWConfig) and config.master_weights
     adamw = AdamW(groups, config.betas, config.eps, config.states, streamer, fused, masters)
     return Optimizer(parameters, adamw, muon, streamer, separate)
+
+
+def _check_parameter(info: ParameterInfo, config: AdamWConfig | MuonConfig) -> None:
+    """Raise UsageError if the optimizer does not support this parameter's device or sharding."""
+    device = local(info.parameter).device.type
+    if device not in FUSED_DEVICES:
+        raise UsageError(
+            f"parameter '{info.name}' is on device '{device}'; move the model to a CPU or GPU first"
+        )
+    if is_sharded(info.parameter) and (config.offload or config.states in ("8bit", "4bit")):
+        option = "optim.offload" if config.offload else f"optim.states: {config.states}"
+        raise UsageError(
+            f"{option} needs whole weights, and parallel.mode shard splits them; use parallel.mode replicate"
+            + ("" if config.offload else ", or optim.states bfloat16")
+        )
