@@ -120,8 +120,7 @@ def covers_mlp(mlp: MLP) -> bool:
 
 
 def covers_experts(mlp: MoE) -> bool:
-    """Return True if the fused kernels support this mixture of experts. They do not if its experts have adapters
-    or are stored in codes."""
+    """Return True if the fused kernels support this mixture: not if experts have adapters or are stored in codes."""
     plain = type(mlp.mixture.experts) is Experts
     return plain and _covers(mlp.input, projections=1)  # experts and router share the norm's output
 

@@ -39,7 +39,8 @@ def adamw_update(
     p, g: weights and gradient, (n,), contiguous.
     state: EXP_AVG and EXP_AVG_SQ (n,), in float32 (float64 for float64 weights) or bfloat16; or uint8 codes with
         EXP_AVG_MAX and EXP_AVG_SQ_MAX in float32, one per block: 8-bit codes (n,) and (ceil(n / 256),) blocks, or
-        4-bit codes, two in a byte, (ceil(n / 2),) and (ceil(n / 128),) blocks. n is above 1 for codes.
+        4-bit codes, two in a byte, (ceil(n / 2),) and (ceil(n / 128),) blocks. With codes, n > 1: otherwise
+        the number of bytes would not tell 4 from 8 bits.
     step: number of updates including this one, a float32 scalar on the device.
     skip: float32 scalar on the device; 1 leaves weights and moments unchanged.
     fused: run the Triton kernel.

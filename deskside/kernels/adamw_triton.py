@@ -64,7 +64,7 @@ def _code(x, SIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _first_code(x):  # type: ignore[no-untyped-def]
+def _code_4bit(x):  # type: ignore[no-untyped-def]
     """Return the 4-bit codes of first moments x in [-1, 1]. Borders: midpoints of `adamw_4bit.MAGNITUDES`."""
     magnitude = tl.abs(x)
     rank = (magnitude > 0.00275).to(tl.int32) + (magnitude > 0.019).to(tl.int32)
@@ -75,7 +75,7 @@ def _first_code(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _halves(codes_ptr, row, n, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+def _load_4bit(codes_ptr, row, n, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
     """Load the codes of whole blocks, two in a byte: (rows, WIDTH) int32."""
     byte = row[:, None] * (WIDTH // 2) + tl.arange(0, WIDTH // 2)[None, :]
     packed = tl.load(codes_ptr + byte, 2 * byte < n, 0).to(tl.int32)
@@ -83,7 +83,7 @@ def _halves(codes_ptr, row, n, WIDTH: tl.constexpr):  # type: ignore[no-untyped-
 
 
 @triton.jit
-def _store_halves(codes_ptr, codes, row, n, ROWS: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+def _store_4bit(codes_ptr, codes, row, n, ROWS: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
     """Store codes (ROWS, WIDTH), two in a byte."""
     byte = row[:, None] * (WIDTH // 2) + tl.arange(0, WIDTH // 2)[None, :]
     low, high = tl.split(tl.reshape(codes, (ROWS, WIDTH // 2, 2)))
@@ -118,8 +118,8 @@ def _adamw(  # type: ignore[no-untyped-def]
     if BITS <= 8:
         if BITS == 4:
             # Codes beyond the end do not stand for 0, and would change the scale of the last block.
-            m = tl.where(mask, tl.load(m_map_ptr + _halves(m_ptr, row, n, WIDTH)), 0.0)
-            v = tl.where(mask, (_halves(v_ptr, row, n, WIDTH) + 1).to(tl.float32) * 0.0625, 0.0)
+            m = tl.where(mask, tl.load(m_map_ptr + _load_4bit(m_ptr, row, n, WIDTH)), 0.0)
+            v = tl.where(mask, (_load_4bit(v_ptr, row, n, WIDTH) + 1).to(tl.float32) * 0.0625, 0.0)
         else:
             m = tl.load(m_map_ptr + tl.load(m_ptr + offsets, mask, 127).to(tl.int32))
             v = tl.load(v_map_ptr + tl.load(v_ptr + offsets, mask, 0).to(tl.int32))
@@ -142,9 +142,9 @@ def _adamw(  # type: ignore[no-untyped-def]
         m *= tl.where(m_max >= SMALLEST, 1 / m_max, 0.0)[:, None]
         v *= tl.where(v_max >= SMALLEST, 1 / v_max, 0.0)[:, None]
         if BITS == 4:
-            _store_halves(m_ptr, _first_code(m), row, n, ROWS, WIDTH)
+            _store_4bit(m_ptr, _code_4bit(m), row, n, ROWS, WIDTH)
             v_code = tl.floor(v * 16 + 0.5).to(tl.int32)
-            _store_halves(v_ptr, tl.minimum(tl.maximum(v_code, 1), 16) - 1, row, n, ROWS, WIDTH)
+            _store_4bit(v_ptr, tl.minimum(tl.maximum(v_code, 1), 16) - 1, row, n, ROWS, WIDTH)
         else:
             tl.store(m_ptr + offsets, _code(m, True).to(tl.uint8), mask)
             tl.store(v_ptr + offsets, _code(v, False).to(tl.uint8), mask)

@@ -1,4 +1,4 @@
-"""A mixture-of-experts MLP as Qwen3-MoE or dots.llm1 compute it: router, top-k, SwiGLU experts, no token dropped.
+"""A mixture-of-experts MLP as in Qwen3-MoE or dots.llm1: router, top-k, SwiGLU experts, no token dropped.
 
 Qwen3-MoE's router is a softmax. That of dots.llm1 is DeepSeek-V3's: sigmoids, and a bias for choosing.
 
@@ -171,9 +171,10 @@ class RouterStatistics(NamedTuple):
 
 @torch.no_grad()
 def update_biases(biases: Sequence[Tensor], counts_LE: Tensor, rate: float | Tensor) -> None:
-    """Add `rate` to the bias (E,) of experts with fewer choices than the mean of their layer; subtract it if more.
+    """Raise the biases of experts with fewer choices than the mean of their layer by `rate`, and lower those with more.
 
-    Auxiliary-loss-free balancing (arXiv 2408.15664, algorithm 1). rate: a number, or a tensor with one element.
+    Auxiliary-loss-free balancing (arXiv 2408.15664, algorithm 1). biases: one (E,) per layer. rate: a number, or a
+    tensor with one element.
     """
     updates_LE = torch.sign(counts_LE.mean(dim=1, keepdim=True) - counts_LE) * rate
     torch._foreach_add_(list(biases), list(updates_LE.unbind()))

@@ -1,7 +1,7 @@
 """The shared expert of a mixture: an MLP that every token uses, beside the experts that the router chooses.
 
-That of dots.llm1 is added to the output of the experts. That of Qwen2-MoE is first multiplied with a gate, the sigmoid
-of one more projection.
+In dots.llm1, its output is added to that of the experts. In Qwen2-MoE, its output is first multiplied by a gate, the
+sigmoid of one more projection.
 """
 
 import torch
@@ -13,9 +13,9 @@ from deskside.ops.linear import Linear
 
 
 class SharedExpert(nn.Module):
-    """activation(gate) * up, or activation(up) if not `gated`, then the down projection. (N, D) -> (N, D).
+    """An MLP: activation(gate) * up, or activation(up) if not `gated`, then the down projection. (N, D) -> (N, D).
 
-    has_token_gate: multiply the output of each token with a gate.
+    has_token_gate: multiply the output of each token by a gate.
     """
 
     def __init__(

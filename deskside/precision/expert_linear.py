@@ -19,7 +19,7 @@ from deskside.precision.sorted_operand import (
     quantize_rows_of_experts,
 )
 
-Forms = tuple[QuantizedOperand, QuantizedOperand]
+Forms = tuple[QuantizedOperand, QuantizedOperand]  # of a weight: for the output and for the input gradient
 
 
 class ExpertWeightQuantizer:

@@ -104,7 +104,7 @@ class FrozenLinear(Linear):
 
 
 class FrozenExperts(Experts):
-    """Experts with both weights stored in `format`, one expert's rows below the other's. They get no gradients.
+    """Experts with both weights stored in `format`, the rows of all experts in one matrix. They get no gradients.
 
     The buffers are those of `FrozenLinear`, with the name of the weight in front: gate_up_weight_codes, ...
     """

@@ -113,7 +113,7 @@ class _MoE(torch.autograd.Function):
         ctx.state = None if plan.recompute else (normed, inner, shared_inner)
         ctx.save_for_backward(residual, rstd, weights[0], logits)
         ctx.set_materialize_grads(False)
-        # An alias: an output that `ctx` held as well would keep the graph alive for ever.
+        # Detached, because an output that `ctx` also holds would keep the graph alive forever.
         return residual.view(shape), delta.view(shape), routing.statistics_R.detach()
 
     @staticmethod

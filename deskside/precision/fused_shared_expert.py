@@ -1,7 +1,7 @@
 """The shared expert of the fused mixture-of-experts sublayer, with a manual backward.
 
-It is computed like one more expert, that every token chooses with the weight of its gate, or 1. Its products are in
-BF16 in every recipe.
+It is computed like an expert that every token chooses, with its gate as the weight, or with the weight 1. Its products
+are in BF16 in every recipe.
 """
 
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class FusedSharedExpert:
 
     @property
     def gated(self) -> bool:
-        """True if the activation is multiplied with an up projection."""
+        """True if the activation is multiplied by an up projection."""
         return len(self.expert.input.slices) == 2
 
     def weights(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -234,8 +234,10 @@ class _StoredTensors:
         raise RunError(f"{self.folder} has no tensor {name}, which its config.json needs; is it complete?")
 
     def unread(self, tied: bool) -> list[str]:
-        """Return the names of unknown tensors with elements that were not read. A tied model may store its head as a
-        copy."""
+        """Return the names of unknown tensors that were not read, except empty ones.
+
+        A tied model may store its head as a copy.
+        """
         known = (*self.family.buffers, *(["lm_head.weight"] if tied else []))
         unread = (name for name in self.file_of.keys() - self.names_read if not name.endswith(known))
         return sorted(name for name in unread if 0 not in self.file_of[name].get_slice(name).get_shape())

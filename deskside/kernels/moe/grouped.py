@@ -25,7 +25,7 @@ from deskside.kernels.moe.reference import Routing
 from deskside.kernels.nvfp4.matmul import TileConfig, tile_config
 
 Backend = Literal["torch", "triton", "loop"]
-FEW_ROWS = 32  # of an average expert: fewer leave most of a tile of torch's kernels empty
+FEW_ROWS = 32  # of an average expert; with fewer, most of a tile of torch's kernels is empty
 SMALLEST_TILE = 16  # rows of the smallest product of a tensor core
 # Error of a product that the self-check allows, by dtype that `triton` supports. One rounding to bfloat16 is 1.7e-3; a
 # wrong row gives more than 1e-1.
@@ -64,8 +64,8 @@ def few(rows: int, experts: int) -> bool:
 def grouped_backend(device: torch.device, dtype: torch.dtype, shape: Sequence[int], rows: int) -> Backend:
     """Return the backend for products in `dtype` with weights (E, M, K), or for their gradient.
 
-    rows: of all experts together. If the backend for some rows does not wait for the device, neither do those for
-    fewer rows.
+    rows: of all experts together. If products with this number of rows do not wait for the device, neither do those
+    with fewer rows.
     """
     experts, *sizes = shape
     order: tuple[Backend, ...] = ("torch", "triton")
@@ -164,7 +164,7 @@ def grouped_tiles(device: torch.device, dtype: torch.dtype, rows: int | None = N
 
 
 def _row_tiles(rows: int, experts: int, height: int) -> int:
-    """Return the largest number of row tiles that any routing needs: each expert may leave height - 1 rows unused."""
+    """Return the most row tiles that a routing can need: every expert's last tile may lack height - 1 rows."""
     return min(rows, (rows + experts * (height - 1)) // height)
 
 
