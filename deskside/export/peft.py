@@ -127,7 +127,6 @@ def _expert_options(ranks: Mapping[str, int], adapter: AdapterConfig) -> dict[st
             name: adapter.scale * (rank**0.5 if adapter.rank_stabilised else rank)
             for name, rank in others.items()
         },
-        "lora_dropout": 0.0,  # PEFT cannot load adapters of experts with dropout, which acts in training only
     }
 
 

@@ -92,17 +92,6 @@ def test_output_gradients_and_merge_are_peft_s(case: Case, peft: Any, tmp_path: 
         )
 
 
-@torch.no_grad()
-def test_adapters_of_experts_that_trained_with_dropout_load(peft: Any, tmp_path: Path) -> None:
-    """PEFT refuses dropout of stacked parameters."""
-    model, options = trained({"dropout": 0.5}, (), **MOE)
-    save_hf(merged(without_adapters(trained({}, (), **MOE)[0])), model.config, None, tmp_path / "base")
-    save_peft(model, options, str(tmp_path / "base"), tmp_path / "adapter")
-    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
-    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
-    torch.testing.assert_close(model(TOKENS), theirs(TOKENS).logits, rtol=1e-5, atol=2e-5)
-
-
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_the_merged_model_is_peft_s_and_computes_the_same(case: Case, peft: Any, tmp_path: Path) -> None:
     adapter, tokens, shape = case
