@@ -30,7 +30,7 @@ from deskside.utils.errors import RunError, UsageError
 from deskside.weights import frozen_base
 from deskside.weights.checkpoint import Damaged, find
 from deskside.weights.hf import finish_export, hf_name, replaced_when_complete, write_safetensors
-from deskside.weights.hf_families import family_of
+from deskside.weights.hf_families import Family, family_of
 from deskside.weights.load import Loaded, load_model
 from deskside.weights.merge_adapters import load_adapted_model, merge_into
 
@@ -92,16 +92,11 @@ def to_peft(
     }
     if expert_ranks:
         content |= _expert_options(expert_ranks, adapter)
-    ids: dict[str, list[int]] = {}
-    tables = (("embed", "embed_tokens", model.embed), ("lm_head", "lm_head", model.head))
-    for logical_name, peft_name, module in tables:
-        if (trained := trained_rows_of(module)) is not None:
-            ids[peft_name] = trained.ids.tolist()
-            hf_module = hf_name(f"{logical_name}.weight", family).removesuffix(".weight")
-            tensors[f"{PREFIX}{hf_module}.token_adapter.trainable_tokens_delta"] = trained.rows.detach()
+    ids, rows = _trained_rows(model, family)
     if ids:
         # With a plain list, PEFT applies the embedding's rows to a tied head as well.
         content["trainable_token_indices"] = ids if len(ids) > 1 else next(iter(ids.values()))
+    tensors |= rows
     return content, {name: tensor.to("cpu", torch.float32).contiguous() for name, tensor in tensors.items()}
 
 
@@ -128,6 +123,19 @@ def _expert_options(ranks: Mapping[str, int], adapter: AdapterConfig) -> dict[st
             for name, rank in others.items()
         },
     }
+
+
+def _trained_rows(model: Transformer, family: Family) -> tuple[dict[str, list[int]], dict[str, Tensor]]:
+    """Return the trained tokens by PEFT's name of the table, and the tensors of their rows."""
+    ids: dict[str, list[int]] = {}
+    tensors: dict[str, Tensor] = {}
+    tables = (("embed", "embed_tokens", model.embed), ("lm_head", "lm_head", model.head))
+    for logical_name, peft_name, module in tables:
+        if (trained := trained_rows_of(module)) is not None:
+            ids[peft_name] = trained.ids.tolist()
+            hf_module = hf_name(f"{logical_name}.weight", family).removesuffix(".weight")
+            tensors[f"{PREFIX}{hf_module}.token_adapter.trainable_tokens_delta"] = trained.rows.detach()
+    return ids, tensors
 
 
 def save_peft(
