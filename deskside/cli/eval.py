@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from deskside.cli.options import Command, option
 from deskside.cli.output import print_json
 from deskside.cli.shared_options import JsonOption, ModelOption
+from deskside.config.run import RunConfig
 from deskside.data.chat.renderer import Renderer, read_chat_template
 from deskside.data.corpus.progress_bar import ProgressBar
 from deskside.engine.device import Device, select_device, select_dtype
@@ -114,12 +115,7 @@ def run(argv: Sequence[str]) -> int:
         loaded.model, loaded.tokenizer, encoder, loaded.eos_tokens, batch_tokens, options.chat
     )
     measured = None
-    if (
-        not (options.tasks or lengths or parallel_text)
-        or options.text
-        or options.data
-        or has_own_data(config)
-    ):
+    if not (options.tasks or lengths or parallel_text) or _has_text(options, config):
         measured = measure(
             loaded,
             config,
@@ -158,16 +154,20 @@ def run(argv: Sequence[str]) -> int:
                 "start": options.start,
             }
         print_json(output)
-    else:
-        if measured is not None:
-            _print_measured(measured)
-        if cells:
-            _print_passkey(cells)
-        if parallel is not None:
-            _print_parallel(parallel)
-        if results:
-            _print_tasks(results, core_result)
+        return 1 if failed else 0
+    if measured is not None:
+        _print_measured(measured)
+    if cells:
+        _print_passkey(cells)
+    if parallel is not None:
+        _print_parallel(parallel)
+    if results:
+        _print_tasks(results, core_result)
     return 1 if failed else 0
+
+
+def _has_text(options: EvalOptions, config: RunConfig | None) -> bool:
+    return bool(options.text or options.data) or has_own_data(config)
 
 
 def _selected_tasks(options: EvalOptions) -> TaskSelection | None:
