@@ -180,11 +180,9 @@ def _full_training(s: Sizes) -> dict[str, Items]:
     root: float = spec.weight_bytes * s.root_weights
     all_gradients: float = spec.weight_bytes * s.parameters
     one_layer = spec.weight_bytes * s.block_weights / s.layers
-    earlier_gradients = all_gradients if several_passes else 0.0
-    released = spec.gradients != "device"
-    in_backward = update_in_backward(s)  # Muon's work on a released weight
-    if released:
-        earlier_gradients = 0.0
+    separate = spec.gradients != "device"  # see separate_gradients.py
+    earlier_gradients = all_gradients if several_passes and not separate else 0.0
+    in_backward = update_in_backward(s)
 
     # Converted weights: kept from forward to backward by autograd, or from step to step by the cache.
     copies = lasting_copies = 0.0
@@ -229,7 +227,7 @@ def _full_training(s: Sizes) -> dict[str, Items]:
         },
         "backward": {
             **always,
-            "gradients": head + gradients_in_backward(s) if released else max(earlier_gradients, head),
+            "gradients": head + gradients_in_backward(s) if separate else max(earlier_gradients, head),
             "copies": copies,
             "activations": s.pass_tokens * layer.kept(checkpointing) + ends_in_backward,
             # The gradient of a tied head stays separate until the embedding's gradient is added.
@@ -241,19 +239,19 @@ def _full_training(s: Sizes) -> dict[str, Items]:
         "gradients": {
             **always,
             "gradients": root + gradients_in_backward(s)
-            if released
+            if separate
             else (all_gradients if several_passes else (all_gradients - root) / s.shards + root),
             "copies": lasting_copies,
             "activations": s.pass_tokens * layer.block + ends_in_backward,
             "logits": 0.0,
             # With several passes, the peak is in a pass before the last one, where gradients are not reduced.
             "workspace": gathered_at_end
-            + (head if several_passes and not released else reduced)
+            + (head if several_passes and not separate else reduced)
             + beside(s.pass_tokens * layer.last_gradients, in_backward),
         },
         "update": {
             **always,
-            "gradients": gradients_in_update(s) if released else all_gradients / s.shards,
+            "gradients": gradients_in_update(s) if separate else all_gradients / s.shards,
             "copies": lasting_copies,
             "activations": 0.0,
             "logits": 0.0,

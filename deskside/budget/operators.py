@@ -378,9 +378,9 @@ def quantized_values(s: Sizes) -> tuple[float, float]:
 
 def expert_values(s: Sizes) -> tuple[float, float, float]:
     """Return the number of values in the rows of all experts, per step: of the inputs of the first product, the inputs
-    of the second one, and the output gradients of both."""
+    of the second one, and the output gradients of both. A shared expert is left out, because it stays in BF16."""
     rows = s.tokens * s.layers * s.leaf("experts per token", s.shape.num_experts_per_tok)
-    inner = s.tokens * s.layers * s.mlp_width
+    inner = rows * s.leaf("width of an expert", s.shape.moe_intermediate_size)
     return rows * s.hidden, inner, _mlp_outputs(s) * inner + rows * s.hidden
 
 

@@ -65,7 +65,7 @@ def muon_bytes(s: Sizes) -> float:
 def sum_buffers(s: Sizes) -> float:
     """Return the bytes of the buffers through which the sums of gradients travel."""
     largest = max(largest_tensor(s), s.vocabulary * s.hidden)
-    return BUFFERS * s.spec.weight_bytes * min(PIECE, largest)
+    return BUFFERS * s.spec.weight_bytes * s.leaf("weights of a streaming buffer", min(PIECE, largest))
 
 
 def sublayer_weights(s: Sizes) -> float:

@@ -20,7 +20,8 @@ class Sizes:
 
     Attributes:
         queries, keys: Channels of all query heads, and of all key (or value) heads.
-        mlp_width: Intermediate size of a layer's MLP. In a mixture of experts, the sum over the experts of one token.
+        mlp_width: Intermediate size of a layer's MLP. In a mixture of experts, the sum over the experts of one token,
+            the shared one included.
         root_weights: Weights outside the blocks: embedding, positions, head.
         shards: GPUs that share one copy of the weights; 1 if every GPU holds all of them.
         traced: True if the sizes are `Term`s, so that results carry their formulas.

@@ -197,6 +197,8 @@ def test_casts_of_experts_are_counted_for_every_row(precision: Precision) -> Non
     first, second, gradients = expert_values(Sizes(EXPERTS, spec))
     per_token = (2 * 2048, 2 * 2176, 2 * 2 * 2176 + 2 * 2048)
     assert (first, second, gradients) == tuple(n * spec.tokens * 4 for n in per_token)
+    shared = EXPERTS.model_copy(update={"shared_expert_intermediate_size": 1024, "qk_norm": False})
+    assert expert_values(Sizes(shared, spec)) == (first, second, gradients)  # it stays in BF16
     names = {o.name for o in step_operators(EXPERTS, spec) if "experts to" in o.name}
     expected = {"fp8": {"FP8"}, "nvfp4-eden": {"NVFP4"}, "fp8-nvfp4": {"FP8", "NVFP4"}}[precision]
     assert names == {f"quantizing experts to {name}" for name in expected}

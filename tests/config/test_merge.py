@@ -552,9 +552,7 @@ def test_yarn_is_set_key_by_key_on_top_of_a_model_without_it() -> None:
     refuse_other_model(RunConfig().model, longer, "runs/base")
     with pytest.raises(UsageError, match=r"factor: is missing; set it with --model\.rope_scaling\.factor$"):
         build([{"model": {"rope_scaling": {"original_max_position_embeddings": 2048}}}])
-    with pytest.raises(
-        UsageError, match=r"stages\.0\.until: is missing; add it to the table$"
-    ):  # not an option
+    with pytest.raises(UsageError, match=r"stages\.0\.until: is missing; add it to the table$"):
         build([{"schedule": {"stages": [{"sequence_length": 512}]}}])
     with pytest.raises(UsageError, match=r"model\.rope_scaling: learned positions"):
         build([{"model": {"rope_scaling": keys, "position_embedding": "learned"}}])
