@@ -57,5 +57,5 @@ def test_text_by_position(setting: Setting) -> None:
     assert [b.stop for b in result.by_position] == [4, 8, 16, LENGTH]
     assert sum(b.bytes for b in result.by_position) == result.bytes
     assert sum(b.nats for b in result.by_position) == pytest.approx(result.nats, rel=1e-6)
-    short = evaluate_text(setting.model, setting.tokenizer, setting.end, ["sea"], **arguments)
+    short = evaluate_text(setting.model, setting.tokenizer, setting.end, [("en", "sea")], **arguments)
     assert short.by_position[0].stop == 4 and len(short.by_position) < 4
