@@ -169,10 +169,10 @@ def _rope(source: Mapping[str, Any]) -> dict[str, Any]:
 
 def _windows(source: Mapping[str, Any], model_type: str, layers: int) -> list[bool]:
     """Return for each layer whether it uses a sliding window."""
-    # dots.llm1 has no option use_sliding_window.
-    if model_type == "llama" or not source.get("use_sliding_window", model_type == "dots1"):
+    if model_type == "llama" or not source.get("sliding_window"):
         return [False] * layers
-    if not source.get("sliding_window"):
+    # dots.llm1 has no option use_sliding_window.
+    if model_type != "dots1" and not source.get("use_sliding_window"):
         return [False] * layers
     if model_type == "qwen3_moe":
         return [True] * layers
@@ -180,7 +180,8 @@ def _windows(source: Mapping[str, Any], model_type: str, layers: int) -> list[bo
     if types is None and model_type == "qwen2_moe":
         raise UsageError("use_sliding_window: a Qwen2-MoE with windows needs layer_types")
     if types is None:
-        return [layer >= source.get("max_window_layers", 28) for layer in range(layers)]
+        first = source.get("max_window_layers", 62 if model_type == "dots1" else 28)
+        return [layer >= first for layer in range(layers)]
     return [kind == "sliding_attention" for kind in types]
 
 

@@ -91,6 +91,26 @@ def test_config_of_before_transformers_5() -> None:
     assert off.sliding_window is None and off.head_dim == 128
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"sliding_window": 4},
+        {"sliding_window": 4, "max_window_layers": 2},
+        {"sliding_window": 4, "max_window_layers": 2, "use_sliding_window": False},
+        {"sliding_window": None, "max_window_layers": 2},
+    ],
+)
+def test_windows_of_dots1_are_those_of_transformers(given: dict[str, Any]) -> None:
+    """It has no option use_sliding_window, and its default of max_window_layers is not Qwen's."""
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    base = {"vocab_size": 61, "intermediate_size": 48, "max_position_embeddings": 64, **SIZES, **experts}
+    base |= {"num_hidden_layers": 64}
+    config = from_hf_config({**base, "model_type": "dots1", **given})
+    windows = [config.layer_window(layer) is not None for layer in range(64)]
+    theirs = transformers.Dots1Config(**base, **given)
+    assert windows == [kind == "sliding_attention" for kind in theirs.layer_types]
+
+
 @pytest.mark.parametrize("written", ["rope_scaling", "rope_parameters"])
 @pytest.mark.parametrize(
     "scaling",
