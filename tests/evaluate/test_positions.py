@@ -53,7 +53,8 @@ def test_dataset_by_position_equals_a_sum_by_hand(masked: bool, setting: Setting
 @pytest.mark.usefixtures("short")
 def test_text_by_position(setting: Setting) -> None:
     arguments: dict[str, Any] = {"sequence_length": LENGTH, "batch_tokens": 256}
-    result = evaluate_text(setting.model, setting.tokenizer, setting.end, setting.texts, **arguments)
+    texts = [("en", text) for text in setting.texts]
+    result = evaluate_text(setting.model, setting.tokenizer, setting.end, texts, **arguments)
     assert [b.stop for b in result.by_position] == [4, 8, 16, LENGTH]
     assert sum(b.bytes for b in result.by_position) == result.bytes
     assert sum(b.nats for b in result.by_position) == pytest.approx(result.nats, rel=1e-6)
