@@ -113,7 +113,14 @@ def plans() -> dict[str, Plan]:
             },
         ),
         ("bf16", {"compute": {"activation_checkpointing": "block", "activation_offloading": True}}),
-        ("bf16", {"optim": {"name": "muon", "gradients": "host", "offload": True}}),
+        (
+            "bf16",
+            {
+                "optim": {"name": "muon", "gradients": "host", "offload": True},
+                "batch": {"sequence_length": 512, "micro_tokens": 512, "tokens": 4096},
+                "compute": {"activation_checkpointing": "block", "loss_chunk_tokens": 512},
+            },
+        ),
         ("fp8", {"model": MOE["model"], "precision": {"name": "fp8"}}),
     )
     for number, (precision, layer) in enumerate(low_memory):
