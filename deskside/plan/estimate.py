@@ -296,7 +296,7 @@ def pass_sizes(setting: Setting) -> list[int]:
     takes few evaluations. If gradients are released, a step is one pass.
     """
     if setting.gradients == "released":
-        return [min(stage.tokens for stage in setting.stages) // setting.gpus]
+        return [max(stage.tokens for stage in setting.stages)]
     longest = setting.sequence_length
     rows = math.gcd(*(stage.tokens // (longest * setting.readers) for stage in setting.stages))
     small_divisors = [n for n in range(1, math.isqrt(max(1, rows)) + 1) if rows % n == 0]
@@ -400,11 +400,13 @@ def options(setting: Setting, staged: bool = False) -> dict[str, Any]:
 
     staged: also write a single stage, which replaces the stages of a preset.
     """
-    batch = {
+    batch: dict[str, Any] = {
         "sequence_length": setting.sequence_length,
         "tokens": setting.stages[-1].tokens,
         "micro_tokens": setting.micro_tokens,
     }
+    if len({stage.tokens for stage in setting.stages}) > 1 and setting.gradients == "released":
+        batch["micro_tokens"] = "auto"  # every stage has passes of its own size
     result: dict[str, Any] = {"batch": batch, "compute": {}}
     if staged or len(setting.stages) > 1 or setting.stages[0].window is not None:
         until, stages = 0.0, []

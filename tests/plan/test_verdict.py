@@ -500,3 +500,16 @@ def test_every_gpu_has_its_own_states_on_the_host() -> None:
     )
     assert one.host_memory.keys() == {"optimizer states"}
     assert two.host_memory == {"optimizer states": 2 * one.host_memory["optimizer states"]}
+
+
+def test_released_gradients_have_one_pass_in_every_stage() -> None:
+    stages = [
+        {"until": 0.5, "sequence_length": 512, "batch_tokens": 16384},
+        {"until": 1.0, "sequence_length": 1024, "batch_tokens": 32768},
+    ]
+    by_hand = {"optim": {"name": "muon", "gradients": "released"}, "schedule": {"stages": stages}}
+    plan = make_plan(made.request("tokens", 1e9, given=made.given("d12", **by_hand), overrides=by_hand))
+    assert plan.verdict == "yes" and plan.best is not None
+    specs = [spec for _, _, spec in plan.best.candidate.setting.step_specs()]
+    assert [(spec.micro_tokens, spec.accumulation) for spec in specs] == [(16384, 1), (32768, 1)]
+    assert merge.build([plan.best.config]).batch.micro_tokens == "auto"
