@@ -513,3 +513,18 @@ def test_released_gradients_have_one_pass_in_every_stage() -> None:
     specs = [spec for _, _, spec in plan.best.candidate.setting.step_specs()]
     assert [(spec.micro_tokens, spec.accumulation) for spec in specs] == [(16384, 1), (32768, 1)]
     assert merge.build([plan.best.config]).batch.micro_tokens == "auto"
+
+
+def test_gradients_that_the_user_clips_are_not_released() -> None:
+    batch = {"tokens": 2048, "sequence_length": 2048}
+    verdicts = {}
+    for clip in (0.0, 1.0):
+        by_hand = {"optim": {"name": "muon", "grad_clip": clip}, "batch": batch}
+        request = made.request(
+            "tokens", 1e8, memory_gib=8.0, given=made.given("d30", **by_hand), overrides=by_hand
+        )
+        plan = make_plan(replace(request, card=replace(request.card, host_bytes=GIB)))
+        released = [remedy for remedy in plan.remedies if "during the backward" in remedy.what]
+        verdicts[clip] = (plan.verdict, bool(released))
+        assert clip or (plan.best and plan.best.config["optim"]["gradients"] == "released")
+    assert verdicts == {0.0: ("yes-if", True), 1.0: ("no", False)}
