@@ -47,14 +47,19 @@ def combinations(request: PlanRequest, start: Setting) -> Iterator[Setting]:
             combined.append((format_cost + HALVED_ROWS_COST * halvings + optimizer_cost, setting))
     # The cost of another format exceeds that of all smaller changes together, and that of shorter rows exceeds both.
     combined.sort(key=lambda pair: pair[0])
-    yield from (setting for _, setting in combined if not contradicts_clipping(request, setting))
+    yield from (setting for _, setting in combined if not contradicts_config(request, setting))
 
 
-def contradicts_clipping(request: PlanRequest, setting: Setting) -> bool:
-    """Return True if the setting releases gradients although the user wants them clipped, which is impossible."""
+def contradicts_config(request: PlanRequest, setting: Setting) -> bool:
+    """Return True for changes that options of the user exclude: released gradients cannot be clipped, and products add
+    only to float32 gradients on the GPU."""
     given = request.given
-    clips = given is not None and "optim.grad_clip" in given.explicit and given.config.optim.grad_clip > 0
-    return clips and setting.gradients == "released"
+    if given is None:
+        return False
+    clips = "optim.grad_clip" in given.explicit and given.config.optim.grad_clip > 0
+    in_products = given.config.precision.accumulate == "fused"
+    small = setting.gradients != "device" or setting.weights == "bfloat16"
+    return (clips and setting.gradients == "released") or (in_products and small)
 
 
 def best_that_fits(request: PlanRequest, start: Setting) -> tuple[StepEstimate | None, StepEstimate | None]:

@@ -21,7 +21,7 @@ from deskside.config.model import ModelConfig
 from deskside.facts.gpus import gpus
 from deskside.plan.candidates import MLP_CHUNK, fastest_that_fits
 from deskside.plan.combinations import (
-    contradicts_clipping,
+    contradicts_config,
     minimum_over_changes,
     optimizer_changes,
     possible_halvings,
@@ -87,7 +87,7 @@ def remedies(request: PlanRequest, requested: StepEstimate) -> list[Remedy]:
     """Return every remedy that saves memory, each applied alone to the requested run; changes come first."""
     result = []
     for what, setting, costs in [*_one_row_per_pass(requested.setting), *_changes(requested.setting)]:
-        if contradicts_clipping(request, setting):
+        if contradicts_config(request, setting):
             continue
         only_smaller_passes = replace(requested.setting, micro_tokens=setting.micro_tokens) == setting
         trial = setting if only_smaller_passes else with_max_microbatch_unless_set(request, setting)

@@ -528,3 +528,15 @@ def test_gradients_that_the_user_clips_are_not_released() -> None:
         verdicts[clip] = (plan.verdict, bool(released))
         assert clip or (plan.best and plan.best.config["optim"]["gradients"] == "released")
     assert verdicts == {0.0: ("yes-if", True), 1.0: ("no", False)}
+
+
+def test_gradients_that_products_accumulate_stay_on_the_card() -> None:
+    by_hand = {"optim": {"name": "muon"}, "precision": {"accumulate": "fused"}}
+    request = made.request("tokens", 1e9, memory_gib=16.0, given=made.given("d30", **by_hand))
+    plan = make_plan(request)
+    assert plan.verdict == "yes-if" and plan.best is not None
+    optim = merge.build([plan.best.config]).optim
+    assert (optim.gradients, optim.weights, optim.offload) == ("device", "float32", True)
+    for remedy in plan.remedies:
+        found = remedy.options.get("optim", {})
+        assert "gradients" not in found and "weights" not in found
