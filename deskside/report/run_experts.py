@@ -52,18 +52,18 @@ def blocks(record: RunRecord, images: Sequence[Image]) -> list[Block]:
     load = newest_load(record.metrics)
     if load is None:
         return []
-    layers = zip(load.relative_LE, load.entropy_L, strict=True)
+    layers = zip(load.relative_LE, load.entropy_L, load.dropped_L, strict=True)
     rows = [
-        (str(layer), f"{max(shares):.2f}", f"{min(shares):.2f}", f"{entropy:.3f}", "0")
-        for layer, (shares, entropy) in enumerate(layers)
+        (str(layer), f"{max(shares):.2f}", f"{min(shares):.2f}", f"{entropy:.3f}", f"{dropped:.0f}")
+        for layer, (shares, entropy, dropped) in enumerate(layers)
     ]
     even = float(np.log(len(load.load_LE[0])))
     return [
         *images,
         f"Step {load.step:,}, measured. A load is an expert's share of the choices divided by the even share, so 1 is "
         f"even; the largest load is {load.imbalance:.2f} on average over the layers. The entropy is that of a token's "
-        f"probabilities in the router, in nats; equal probabilities have {even:.3f}. No choice is dropped: every "
-        "expert computes all tokens that chose it.",
+        f"probabilities in the router, in nats; equal probabilities have {even:.3f}. Dropped tokens are choices that "
+        "no expert computed.",
         Table(("layer", "largest load", "smallest load", "router entropy", "dropped tokens"), rows),
     ]
 

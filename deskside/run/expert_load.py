@@ -14,11 +14,13 @@ class ExpertLoad:
     """Each expert's share of the choices of a step.
 
     load_LE: by layer and expert; each layer sums to 1. entropy_L: mean entropy of a token's probabilities, in nats.
+    dropped_L: choices that no expert computed.
     """
 
     step: int
     load_LE: list[list[float]]
     entropy_L: list[float]
+    dropped_L: list[float]
 
     @property
     def relative_LE(self) -> list[list[float]]:
@@ -41,9 +43,12 @@ def newest_load(rows: Sequence[Mapping[str, Any]]) -> ExpertLoad | None:
     row: Mapping[str, Any] = next((row for row in reversed(rows) if "experts" in row), {})
     experts, step = mapping(row.get("experts")), number(row.get("step"))
     load_LE, entropy_L = numbers_by_layer(experts.get("load")), _numbers(experts.get("entropy"))
-    if step is None or load_LE is None or entropy_L is None or len(entropy_L) != len(load_LE):
+    dropped_L = _numbers(experts.get("dropped_tokens"))
+    if step is None or load_LE is None or entropy_L is None or dropped_L is None:
         return None
-    return ExpertLoad(int(step), load_LE, entropy_L)
+    if not len(load_LE) == len(entropy_L) == len(dropped_L):
+        return None
+    return ExpertLoad(int(step), load_LE, entropy_L, dropped_L)
 
 
 def load_by_language(record: RunRecord) -> dict[str, list[list[float]]]:

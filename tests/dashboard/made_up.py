@@ -130,7 +130,7 @@ def add_experts(folder: Path, layers: int = 6, experts: int = 8) -> None:
     for row in rows:
         row |= {"load_imbalance": 1.2 + 2 / row["step"], "router_entropy": 1.7}
         if row["step"] % 10 == 0:
-            row["experts"] = {"load": load(0), "entropy": [1.7] * layers}
+            row["experts"] = {"load": load(0), "entropy": [1.7] * layers, "dropped_tokens": [0] * layers}
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     path = folder / "summary.json"
     if path.exists():

@@ -21,7 +21,7 @@ def add_experts(folder: Path, by_language: dict[str, Any] | None = None) -> None
     for row in rows:
         row |= {"load_imbalance": 1 + 1 / row["step"], "router_entropy": 1.0}
         if row["step"] % 100 == 0:
-            row["experts"] = {"load": LOAD, "entropy": [1.38, 1.2]}
+            row["experts"] = {"load": LOAD, "entropy": [1.38, 1.2], "dropped_tokens": [0, 3]}
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     summary = json.loads((folder / "summary.json").read_text())
     summary["val_expert_load"] = by_language or {}
@@ -33,7 +33,7 @@ def test_table_and_plots(tmp_path: Path) -> None:
     add_experts(folder, {"hi": LOAD, "ta": LOAD[::-1], "<b>": LOAD})
     page = write_report(folder).read_text("utf-8")
     markdown = (folder / "report.md").read_text("utf-8")
-    assert "| 0 | 1.00 | 1.00 | 1.380 | 0 |" in markdown and "| 1 | 2.00 | 0.50 | 1.200 | 0 |" in markdown
+    assert "| 0 | 1.00 | 1.00 | 1.380 | 0 |" in markdown and "| 1 | 2.00 | 0.50 | 1.200 | 3 |" in markdown
     assert "<b>" not in page
     load = newest_load(read_run(folder).metrics)
     assert load is not None and (load.step, load.imbalance) == (200, 1.5)
@@ -49,7 +49,8 @@ def test_many_experts_and_layers_are_drawn_without_numbers(tmp_path: Path) -> No
     folder = make_run(tmp_path / "demo")
     add_experts(folder)
     lines = (folder / "metrics.jsonl").read_text().splitlines()
-    row = json.loads(lines[-1]) | {"experts": {"load": [[1 / 128] * 128] * 61, "entropy": [4.0] * 61}}
+    experts = {"load": [[1 / 128] * 128] * 61, "entropy": [4.0] * 61, "dropped_tokens": [0] * 61}
+    row = json.loads(lines[-1]) | {"experts": experts}
     (folder / "metrics.jsonl").write_text("\n".join([*lines[:-1], json.dumps(row)]) + "\n")
     write_report(folder)
     assert (folder / "plots" / "expert_load.png").stat().st_size > 2000

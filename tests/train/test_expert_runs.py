@@ -106,6 +106,19 @@ def test_skipped_and_dry_steps_leave_the_biases(balanced: Path) -> None:
     assert all(bias.tolist() == pytest.approx([0.01, 0.01, -0.01, -0.01]) for bias in routers.biases)
 
 
+def test_a_choice_that_was_not_computed_is_counted() -> None:
+    model = Transformer(ModelConfig(**EXPERTS))
+    routers = Routers(model)
+    layers, experts = len(model.layers), EXPERTS["num_experts"]
+    counts_LE = torch.full((layers, experts), 5.0)
+    values_LR = torch.cat((counts_LE, torch.zeros(layers, experts + 2)), dim=1)
+    choices = 5 * experts
+    tokens = (choices + 6) // EXPERTS["num_experts_per_tok"]
+    metrics = routers.metrics([0.0, 0.0, tokens, *values_LR.flatten().tolist()], by_layer=True)
+    dropped = tokens * EXPERTS["num_experts_per_tok"] - choices
+    assert dropped > 0 and metrics["experts"]["dropped_tokens"] == [dropped] * layers
+
+
 def test_the_bias_balances_a_router_that_prefers_one_expert(data: Path, tmp_path: Path) -> None:
     imbalance = {}
     for rate in (0.0, 0.05):

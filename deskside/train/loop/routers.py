@@ -30,21 +30,22 @@ class Routers:
 
     @property
     def num_sums(self) -> int:
-        """The number of sums of a step: load-balancing loss, z-loss, and the statistics of all layers."""
-        return 2 + self.layers * self.row if self.layers else 0
+        """The number of sums of a step: load-balancing loss, z-loss, tokens, and the statistics of all layers."""
+        return 3 + self.layers * self.row if self.layers else 0
 
     def loss(self, statistics: RouterStatistics, share: float, sums: Tensor) -> Tensor:
         """Return the weighted losses of the routers in a pass with this share of the step, and add to the sums."""
         balance, z_loss = statistics.load_balancing_loss(), statistics.z_loss()
         sums[:2] += share * torch.stack((balance, z_loss)).detach()
-        sums[2:] += statistics.values_LR.detach().flatten()
+        sums[2] += statistics.tokens
+        sums[3:] += statistics.values_LR.detach().flatten()
         config = self.config
         return share * (config.router_aux_loss_coef * balance + config.router_z_loss_coef * z_loss)
 
     def update_biases(self, sums: Tensor, skip: Tensor) -> None:
         """Update the biases after a step, from its sums over all processes. skip: 1.0 leaves them unchanged."""
         if self.biases and self.config.router_bias_update_rate:
-            counts_LE = sums[2:].view(self.layers, self.row)[:, : self.config.num_experts]
+            counts_LE = sums[3:].view(self.layers, self.row)[:, : self.config.num_experts]
             update_biases(self.biases, counts_LE, self.config.router_bias_update_rate * (1 - skip))
 
     def metrics(self, sums: Sequence[float], by_layer: bool) -> dict[str, Any]:
@@ -52,14 +53,14 @@ class Routers:
 
         load_imbalance: the largest load of an expert over the mean load, averaged over the layers; 1 is even.
         router_entropy: averaged over the layers, in nats. by_layer: with "experts", which has lists by layer. A load is
-        the share of a layer's choices. No choice is dropped: every expert computes all of its tokens.
+        the share of a layer's choices. dropped_tokens: choices of a layer that no expert computed, which has to be 0.
         """
         if not self.layers:
             return {}
-        values_LR = torch.tensor(sums[2:], dtype=torch.float64).view(self.layers, self.row)
-        choices = float(values_LR[0, : self.config.num_experts].sum())
-        statistics = RouterStatistics(values_LR, round(choices / self.config.num_experts_per_tok))
-        load_LE, entropy_L = statistics.counts_LE / choices, statistics.entropy_L
+        values_LR = torch.tensor(sums[3:], dtype=torch.float64).view(self.layers, self.row)
+        statistics = RouterStatistics(values_LR, round(sums[2]))
+        computed_L = statistics.counts_LE.sum(dim=1)
+        load_LE, entropy_L = statistics.counts_LE / computed_L[:, None], statistics.entropy_L
         largest_L, smallest_L = load_LE.amax(dim=1), load_LE.amin(dim=1)
         metrics: dict[str, Any] = {
             "router_balance_loss": sums[0],
@@ -68,12 +69,13 @@ class Routers:
             "load_imbalance": float(largest_L.mean()) * self.config.num_experts,
         }
         if by_layer:
+            dropped_L = round(sums[2]) * self.config.num_experts_per_tok - computed_L
             metrics["experts"] = {
                 "load": [[_rounded(load) for load in layer] for layer in load_LE.tolist()],
                 "entropy": [_rounded(entropy) for entropy in entropy_L.tolist()],
                 "largest_load": [_rounded(load) for load in largest_L.tolist()],
                 "smallest_load": [_rounded(load) for load in smallest_L.tolist()],
-                "dropped_tokens": [0] * self.layers,
+                "dropped_tokens": [round(dropped) for dropped in dropped_L.tolist()],
             }
         return metrics
 
