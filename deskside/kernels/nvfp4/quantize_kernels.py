@@ -106,7 +106,9 @@ def amax_kernel(  # type: ignore[no-untyped-def]
         bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         if EXPERTS > 0:
             expert = _expert_of(s0 if ROWS else m0, ends_ptr, EXPERTS, BLOCK_E)
-            tl.atomic_max(amax_ptr + expert, tl.max(tl.max(bits, axis=1), axis=0))
+            # In one dimension: for compute capability 10.x, Triton 3.6 fails to compile a product that is reduced first
+            # along one dimension and then along the other.
+            tl.atomic_max(amax_ptr + expert, tl.max(tl.reshape(bits, (BM * BS,), can_reorder=True), axis=0))
         else:
             largest = tl.maximum(largest, bits)
     if EXPERTS == 0:
