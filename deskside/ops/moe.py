@@ -54,7 +54,7 @@ class Experts(nn.Module):
 
 
 ROUTER_BIAS = "e_score_correction_bias"  # attribute of `MixtureOfExperts`; transformers' name
-# Small projections that weigh experts. They are never quantized, because rounding would change the choices.
+# Small projections that weigh experts. They stay in 16 or 32 bits, because rounding would change the choices.
 ROUTING_PROJECTIONS = ("router", "token_gate")
 
 
