@@ -2,7 +2,7 @@
 
 YaRN (Peng et al. 2023, arXiv 2309.00071) lets a model that knows rows of some original length read longer ones. A pair
 of channels that makes many turns within the original length keeps its frequency. A pair that does not complete one turn
-would meet angles that it was not trained on, so its frequency is divided by `factor`. Pairs in between are
+would meet angles that it has not seen, so its frequency is divided by `factor`. Pairs in between are
 interpolated. Longer rows spread attention over more tokens, so cosines and sines, and with them queries and keys, are
 multiplied by the attention factor, which sharpens attention.
 """
