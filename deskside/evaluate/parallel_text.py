@@ -21,7 +21,7 @@ from deskside.weights.load import Loaded
 
 @dataclass(frozen=True)
 class ParallelText:
-    """The same sentences in several languages. texts: the sentences of each language, in the same order."""
+    """A text with its translations. texts: the sentences by language, in the same order in each."""
 
     source: str
     texts: dict[str, list[str]]

@@ -32,7 +32,7 @@ class ExpertWeightQuantizer:
         self._one_form = self.rows == self.columns and self.rows.scaling == "16x16"
 
     def quantize_rows(self, weight_EMK: Tensor) -> tuple[QuantizedOperand, tuple[Tensor, ...]]:
-        """As `Quantizer.quantize_rows`."""
+        """Return the weight that the output reads, and the tensors to save for the input gradient."""
         operand = quantize_expert_weights(
             weight_EMK, self.rows, "columns", self.shared.draws, self.products[0]
         )
@@ -41,7 +41,7 @@ class ExpertWeightQuantizer:
         return operand, (weight_EMK,)
 
     def quantize_columns(self, saved: tuple[Tensor, ...]) -> QuantizedOperand:
-        """As `Quantizer.quantize_columns`."""
+        """Return the weight that the input gradient reads, from the tensors that `quantize_rows` returned."""
         if len(saved) == 2:
             return QuantizedOperand(*saved)
         return quantize_expert_weights(saved[0], self.columns, "rows", self.shared.draws, self.products[1])

@@ -44,16 +44,8 @@ def train(folder: Path, base: Path, name: str, *more: str) -> Path:
     data = folder / "pairs.jsonl"
     if not data.exists():
         tiny.jsonl(data, tiny.pairs(200))
-    argv = [
-        str(base),
-        "--data",
-        str(data),
-        "--data.path",
-        str(folder / f"{name}-data"),
-        "--runs",
-        str(folder),
-    ]
-    argv += ["--name", name, *tiny.RUN, "--batch.sequence_length", "160", "--batch.tokens", "1280"]
+    argv = tiny.command_line(base, data, folder, name)
+    argv += ["--batch.sequence_length", "160", "--batch.tokens", "1280"]
     dpo_command.run([*argv, "--optim.lr", "3e-3", *more])
     return folder / name
 

@@ -55,16 +55,8 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(command: str, model: Path, folder: Path, name: str, *more: str) -> Path:
     module, make_rows, options = COMMANDS[command]
     data = tiny.jsonl(folder / f"{name}.jsonl", make_rows())
-    argv = [
-        str(model),
-        "--data",
-        str(data),
-        "--data.path",
-        str(folder / f"{name}-data"),
-        "--runs",
-        str(folder),
-    ]
-    argv += ["--name", name, *tiny.RUN, *options, "--optim.lr", "2e-3", *more]
+    argv = tiny.command_line(model, data, folder, name)
+    argv += [*options, "--optim.lr", "2e-3", *more]
     assert module.run(argv) == 0
     return folder / name
 

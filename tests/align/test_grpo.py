@@ -51,16 +51,8 @@ def train(folder: Path, model: Path, name: str, *more: str) -> Path:
     data = folder / "questions.jsonl"
     if not data.exists():
         tiny.jsonl(data, tiny.questions())
-    argv = [
-        str(model),
-        "--data",
-        str(data),
-        "--data.path",
-        str(folder / f"{name}-data"),
-        "--runs",
-        str(folder),
-    ]
-    argv += ["--name", name, *tiny.RUN, "--batch.sequence_length", "64", "--align.answer_tokens", "4"]
+    argv = tiny.command_line(model, data, folder, name)
+    argv += ["--batch.sequence_length", "64", "--align.answer_tokens", "4"]
     grpo_command.run([*argv, "--optim.lr", "2e-3", *more])
     return folder / name
 

@@ -20,6 +20,12 @@ from deskside.weights.hf import save_hf
 RUN = ("--compute.device", "cpu", "--precision.name", "fp32", "--checkpoint.every", "2 steps")
 
 
+def command_line(model: Path, data: Path, folder: Path, name: str) -> list[str]:
+    """The arguments of sft, dpo or grpo for a short run with this name in a folder, to be completed."""
+    paths = ["--data", str(data), "--data.path", str(folder / f"{name}-data"), "--runs", str(folder)]
+    return [str(model), *paths, "--name", name, *RUN]
+
+
 class Killed(BaseException):
     """As sudden as a kill: nothing is saved any more."""
 
