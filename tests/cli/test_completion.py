@@ -91,10 +91,7 @@ def test_preset_names_match_their_size(capsys: pytest.CaptureFixture[str]) -> No
     for name, row in rows.items():
         unit = {"m": 1e6, "b": 1e9}.get(name[-1])
         if unit and name[0].isdigit():
-            # As usual, 7b stands for 7.2 billion.
-            assert row["parameters"] == pytest.approx(
-                float(name[:-1]) * unit, rel=0.01 if name != "7b" else 0.04
-            )
+            assert row["parameters"] == pytest.approx(float(name[:-1]) * unit, rel=0.01)
     for old, new in RENAMED.items():
         assert rows[new]["aliases"] == [old]
         counts = []
