@@ -2,10 +2,10 @@
 
     python -m benchmarks.kills --seed 1 --kills 200 --out docs/data/DATE-kills/kills.json [--only train sft]
 
-The models have a few thousand parameters and run on one CPU thread. `experts` trains a mixture of experts with
-optimizer states and activations in host memory. Half of the kills happen at a random time, the others at a random
-moment of writing a file (`kill_points`). After a kill, the command is resumed and perhaps killed again. After two to
-five kills it runs to its end. Then
+The models have a few thousand parameters and run on one CPU thread, or with `--device cuda` on a GPU. `experts`
+trains a mixture of experts with optimizer states and activations in host memory. Half of the kills happen at a random
+time, the others at a random moment of writing a file (`kill_points`). After a kill, the command is resumed and
+perhaps killed again. After two to five kills it runs to its end. Then
 
 - the curve (step, tokens, learning rate, loss, gradient norm) and the final weights must be bit-identical to those of
   the run without kills; for a study, the curves of all trials; for prepared data, every byte;
@@ -55,7 +55,7 @@ max_position_embeddings = 128
 sequence_length = 64
 tokens = 512
 [compute]
-device = "cpu"
+device = "DEVICE"
 attention = "reference"
 [checkpoint]
 every = "5 steps"
@@ -393,7 +393,7 @@ def go_outcome(run: Path) -> dict[str, Any]:
     }
 
 
-def make_commands(work: Path) -> dict[str, Command]:
+def make_commands(work: Path, device: str = "cpu") -> dict[str, Command]:
     """Write the data and configuration files, and return the commands by name."""
     rng = random.Random(0)
     words = [f"{a}{b}" for a in ("riv", "sto", "shi", "lig") for b in ("er", "ne", "p", "ht")]
@@ -415,7 +415,7 @@ def make_commands(work: Path) -> dict[str, Command]:
         [{"prompt": q, "chosen": f"yes {q[-1]}", "rejected": f"no {q[:2]}"} for q in letters],
     )
     _jsonl(work / "questions.jsonl", [{"prompt": q, "answer": q[-1]} for q in letters])
-    (work / "tiny.toml").write_text(TOML)
+    (work / "tiny.toml").write_text(TOML.replace("DEVICE", device))
     (work / "experts.toml").write_text(EXPERTS)
     (work / "study.toml").write_text(STUDY)
 
@@ -439,7 +439,7 @@ def make_commands(work: Path) -> dict[str, Command]:
             "--batch.sequence_length",
             "64",
             "--compute.device",
-            "cpu",
+            device,
         ]
         return training(
             name, head, [*common, "--checkpoint.every", "4 steps", "--evaluate.every", "none", *more]
@@ -496,10 +496,11 @@ def run_benchmark(
     only: Sequence[str],
     save: Callable[[dict[str, Any]], object],
     writes: float = 0.5,
+    device: str = "cpu",
 ) -> dict[str, Any]:
     """Run every command without kills, then with kills, and return the result; `save` gets it after every trial."""
     os.environ.update({"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"})
-    commands, runner = make_commands(work), Runner(work, seed, writes)
+    commands, runner = make_commands(work, device), Runner(work, seed, writes)
     chosen = [name for name in commands if name in only]
     total = sum(SHARES[name] for name in chosen)
     # Alignment starts from the model of an earlier command.
@@ -561,6 +562,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, help="write every kill and every trial to this JSON file")
     parser.add_argument("--only", nargs="+", choices=list(SHARES), default=list(SHARES))
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--work", type=Path, help="folder for runs and logs; default: a temporary one")
     options = parser.parse_args(argv)
     work = options.work or Path(tempfile.mkdtemp(prefix="deskside-kills-"))
@@ -571,7 +573,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             options.out.parent.mkdir(parents=True, exist_ok=True)
             options.out.write_text(json.dumps(result, indent=1).replace(str(work.resolve()), "WORK") + "\n")
 
-    result = run_benchmark(work.resolve(), options.seed, options.kills, options.only, save, options.writes)
+    result = run_benchmark(
+        work.resolve(), options.seed, options.kills, options.only, save, options.writes, options.device
+    )
     summary = {key: result[key] for key in ("kills", "during_writes", "lost_or_different", "by_command")}
     print(json.dumps(summary, indent=1))
     if not result["lost_or_different"] and options.work is None:
