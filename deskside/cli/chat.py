@@ -5,12 +5,9 @@ from dataclasses import dataclass
 
 from deskside.cli.options import Command, option
 from deskside.cli.shared_options import ModelOption
-from deskside.engine.device import Device, select_device, select_dtype
-from deskside.engine.sampling import Sampling
-from deskside.serve.chat import ChatOptions, converse
+from deskside.config.sections import Device
 from deskside.utils.console import say
 from deskside.utils.errors import UsageError
-from deskside.weights.load import load_model
 
 
 @dataclass(kw_only=True)
@@ -42,6 +39,11 @@ COMMAND = Command("chat", ChatCommandOptions)
 def run(argv: Sequence[str]) -> int:
     """Run `deskside chat` and return the exit code. Raises UsageError and RunError."""
     options = COMMAND.parse(argv)
+    from deskside.engine.device import select_device, select_dtype
+    from deskside.engine.sampling import Sampling
+    from deskside.serve.chat import ChatOptions, converse
+    from deskside.weights.load import load_model
+
     sampling = Sampling(
         options.temperature, options.top_k or None, options.top_p, options.min_p, options.repetition_penalty
     )

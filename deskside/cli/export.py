@@ -3,32 +3,13 @@
 With --json standard output holds one JSON object; everything else is printed on standard error.
 """
 
-import errno
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import torch
-
-from deskside import __version__
 from deskside.cli.options import Command, option
-from deskside.cli.output import print_json
 from deskside.cli.shared_options import JsonOption, ModelOption
-from deskside.data.corpus.progress_bar import ProgressBar
-from deskside.data.tokenizer import GGUF_PRE_TOKENIZER
-from deskside.export.card import model_card
-from deskside.export.gguf import TYPE_NAMES, check_gguf, gguf_name, save_gguf
-from deskside.export.gguf_tokenizer import gguf_tokenizer
-from deskside.export.peft import OriginalUnavailable, merge_into_original, save_peft
-from deskside.run.record import mapping
-from deskside.utils.console import say
-from deskside.utils.errors import RunError, UsageError
-from deskside.weights.hf import check_out_dir, save_hf
-from deskside.weights.load import Loaded, load_model
-from deskside.weights.merge_adapters import load_adapted_run
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+from deskside.utils.errors import UsageError
 
 
 @dataclass(kw_only=True)
@@ -55,7 +36,6 @@ COMMAND = Command("export", ExportOptions)
 def run(argv: Sequence[str]) -> int:
     """Run `deskside export` and return the exit code. Raises UsageError and RunError."""
     options = COMMAND.parse(argv)
-    out = Path(options.out)
     if options.dtype == "q8_0" and options.to != "gguf":
         raise UsageError(
             f"--dtype q8_0: exists only in GGUF; with --to {options.to}, use float32, bfloat16 or float16"
@@ -64,96 +44,6 @@ def run(argv: Sequence[str]) -> int:
         raise UsageError(
             f"--dtype {options.dtype}: adapters are always written in float32; leave --dtype out"
         )
-    check_out_dir(out)
-    loaded = load_model(options.model, "cpu", torch.float32, say)
-    adapter = mapping(mapping(loaded.run.get("config")).get("adapter"))
-    if adapter and options.to != "peft" and (options.dtype == "float32" or adapter.get("base") != "bf16"):
-        try:
-            path = merge_into_original(loaded, say)
-            say(f"the adapters are merged into the original weights, {path}")
-        except OriginalUnavailable as error:
-            say(
-                f"the adapters are merged into the weights that the run kept in {adapter.get('base')}, so the exported "
-                f"{options.dtype} weights are rounded; for the original precision, use --to peft and merge the "
-                f"adapters into the original model ({error})"
-            )
-    provenance = {
-        "deskside": __version__,
-        "from": options.model,
-        "step": loaded.step,
-        "dtype": options.dtype,
-        "to": options.to,
-    }
-    write: dict[str, Callable[[ExportOptions, Loaded, Path, dict[str, Any]], dict[str, Any]]] = {
-        "hf": _hf,
-        "gguf": _gguf,
-        "peft": _peft,
-    }
-    try:
-        details = write[options.to](options, loaded, out, provenance)
-    except OSError as error:
-        name = error.filename2 or error.filename or out
-        # numpy's error on a full disk has no errno, only a text such as "8 requested and 0 written".
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT) or "requested" in str(error)
-        reason = "the disk is full; free some space there" if full else error.strerror or error
-        raise RunError(f"{name}: cannot be written: {reason}") from None
-    if options.json:
-        common = {"out": str(out), "to": options.to, "dtype": options.dtype, "step": loaded.step}
-        print_json({**common, **details})
-    else:
-        print(details.get("file", out))
-    return 0
+    from deskside.cli.export_model import export_model
 
-
-def _hf(options: ExportOptions, loaded: Loaded, out: Path, provenance: dict[str, Any]) -> dict[str, Any]:
-    card = model_card(loaded, "hf", options.dtype, say)
-    save_hf(loaded.model, loaded.config, loaded.tokenizer_dir, out, DTYPES[options.dtype], provenance, card)
-    say(f"load it with: AutoModelForCausalLM.from_pretrained({str(out)!r})")
-    return {}
-
-
-def _gguf(options: ExportOptions, loaded: Loaded, out: Path, provenance: dict[str, Any]) -> dict[str, Any]:
-    check_gguf(loaded.config)
-    tokenizer = gguf_tokenizer(loaded.tokenizer_dir, loaded.config.vocab_size, loaded.start_token)
-    name = gguf_name(loaded.name, options.dtype)
-    notes = []
-    if tokenizer.pre == GGUF_PRE_TOKENIZER:
-        # Supported since February 2026 (ggml-org/llama.cpp, pull request 19468). Older versions report "unknown
-        # pre-tokenizer type".
-        notes.append(
-            f"It needs a llama.cpp that knows the split pattern `{tokenizer.pre}` (that of Qwen3.5)."
-        )
-    if tokenizer.nfc:
-        notes.append(
-            "Its tokenizer converts text to NFC but llama.cpp does not: give it text that is in NFC."
-        )
-    needs = " ".join(notes) or None
-    card = model_card(loaded, "gguf", TYPE_NAMES[options.dtype], say, name, needs)
-    millions = 2 * sum(loaded.model.num_params().values()) / 1e6  # every weight is written and read back
-    with ProgressBar("write and read back", millions, "million weights") as bar:
-
-        def tick(weights: int) -> None:
-            bar.advance(weights / 1e6)
-
-        saved = save_gguf(loaded.model, tokenizer, out, options.dtype, loaded.name, provenance, card, tick)
-    if saved.fallback:
-        say(
-            f"{len(saved.fallback)} tensors are in float16, such as {saved.fallback[0]}: q8_0 has blocks of 32 "
-            "values, and their row lengths are not multiples of 32"
-        )
-    say(f"load it with: llama-server -m {saved.file}" + (f" ({needs})" if needs else ""))
-    return {"file": str(saved.file), "in_float16": list(saved.fallback)}
-
-
-def _peft(options: ExportOptions, loaded: Loaded, out: Path, provenance: dict[str, Any]) -> dict[str, Any]:
-    if loaded.run_dir is None:
-        raise UsageError(
-            f"{options.model}: is not a run, and --to peft writes the adapters of a run; use --to hf"
-        )
-    run = load_adapted_run(loaded.run_dir, say)
-    card = model_card(loaded, "peft", "float32", say)
-    save_peft(run.model, run.adapter, run.init, out, {**provenance, "step": run.step}, card)
-    say(
-        f"load it with: PeftModel.from_pretrained(base, {str(out)!r}), where base is {run.init or 'its base model'}"
-    )
-    return {}
+    return export_model(options)

@@ -9,7 +9,6 @@ from typing import Any
 from deskside.cli.options import Command, option
 from deskside.cli.output import print_json
 from deskside.cli.shared_options import JsonOption
-from deskside.report.write import is_study, write_run, write_study
 from deskside.run.expert_load import newest_load
 from deskside.run.record import read_metrics
 from deskside.utils.errors import UsageError
@@ -41,6 +40,8 @@ COMMAND = Command("report", ReportOptions)
 def run(argv: Sequence[str]) -> int:
     """Run `deskside report` and return the exit code. Raises UsageError and RunError."""
     options = COMMAND.parse(argv)
+    from deskside.report.write import is_study, write_run, write_study
+
     folder = Path(options.run)
     if options.claims and not is_study(folder):
         raise UsageError(

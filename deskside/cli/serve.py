@@ -6,16 +6,17 @@ import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from deskside.cli.options import Command, option
 from deskside.cli.shared_options import ModelOption, addresses, is_loopback
-from deskside.engine.device import Device, cache_tokens, select_device, select_dtype
-from deskside.engine.engine import PAGE_SIZE, Engine
+from deskside.config.sections import Device
 from deskside.utils.console import say
 from deskside.utils.errors import RunError, UsageError
-from deskside.weights.load import Loaded, load_model
+
+if TYPE_CHECKING:
+    from deskside.engine.engine import Engine
+    from deskside.weights.load import Loaded
 
 TOKEN_VARIABLE = "DESKSIDE_TOKEN"
 CACHE_TOKENS = 65536  # maximum of the default of --cache-tokens
@@ -66,8 +67,10 @@ def run(argv: Sequence[str]) -> int:
             raise UsageError(f"--{name.replace('_', '-')} {value}: must be at least 1")
     if importlib.util.find_spec("fastapi") is None or importlib.util.find_spec("uvicorn") is None:
         raise UsageError("serve needs fastapi and uvicorn: pip install 'deskside[serve]'")
+    from deskside.engine.device import select_device, select_dtype
     from deskside.serve.request_guard import ClientLimits
     from deskside.serve.server import ServerOptions, serve
+    from deskside.weights.load import load_model
 
     token = _token(options)
     local = is_loopback(options.host)
@@ -126,8 +129,13 @@ def _bind(host: str, port: int) -> socket.socket:
     return bound
 
 
-def _engine(loaded: Loaded, options: ServeOptions) -> Engine:
+def _engine(loaded: "Loaded", options: ServeOptions) -> "Engine":
     """Return the inference engine with its KV cache. Raises RunError if the cache does not fit into memory."""
+    import torch
+
+    from deskside.engine.device import cache_tokens
+    from deskside.engine.engine import PAGE_SIZE, Engine
+
     tokens = options.cache_tokens
     if tokens is None:
         context = math.ceil(loaded.config.max_position_embeddings / PAGE_SIZE) * PAGE_SIZE

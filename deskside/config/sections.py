@@ -91,10 +91,13 @@ def check_rows(key: str, tokens: int, sequence_length: int) -> None:
         )
 
 
+Device = Literal["auto", "cpu", "cuda"]
+
+
 class ComputeConfig(Part):
     """Execution of the training step. Except for `z_loss`, the options change results only by rounding."""
 
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda if it is available")
+    device: Device = Field("auto", description="auto: cuda if it is available")
     compile: Literal["auto", "fused", "off", "block", "model"] = Field(
         "auto",
         description="fused: hand-written kernels and gradients; block, model: torch.compile; auto: fused on a GPU "

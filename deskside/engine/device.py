@@ -1,15 +1,13 @@
 """Choose the device, dtype and KV-cache size for generation."""
 
-from typing import Literal
-
 import torch
 
+from deskside.config.sections import Device
 from deskside.model.transformer import Transformer
 from deskside.precision.selfcheck import check
 from deskside.utils.console import say
 from deskside.utils.errors import UsageError
 
-Device = Literal["auto", "cpu", "cuda"]
 # Maximum share of the free memory for the KV cache. The rest is for activations: without it, the first long prompt
 # would run out of memory.
 KV_CACHE_SHARE = 0.85

@@ -140,7 +140,7 @@ def test_passkey_that_is_too_long(run: MadeRun, monkeypatch: pytest.MonkeyPatch)
     def measure(*_: object, **__: object) -> None:
         raise AssertionError("bits per byte were measured")
 
-    monkeypatch.setattr("deskside.cli.eval.measure", measure)
+    monkeypatch.setattr("deskside.cli.eval_model.measure", measure)
     with pytest.raises(UsageError, match="--passkey 100000: this model takes up to"):
         run_eval([str(run.path), "--passkey", "400,100000", "--device", "cpu"])
 
@@ -238,7 +238,7 @@ def test_refused_before_the_model_is_loaded(
     def loaded(*_: object) -> None:
         raise AssertionError("the model was loaded")
 
-    monkeypatch.setattr("deskside.cli.eval.load_model", loaded)
+    monkeypatch.setattr("deskside.cli.eval_model.load_model", loaded)
     given = [str(data) if argument == "DATA" else argument for argument in arguments]
     with pytest.raises(UsageError, match=message):
         run_eval([str(made.folder), *given])

@@ -1,0 +1,346 @@
+"""The work of `deskside eval`, apart from its options, which are parsed without torch."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from deskside.cli.eval import EvalOptions
+from deskside.cli.output import print_json
+from deskside.config.run import RunConfig
+from deskside.data.chat.renderer import Renderer, read_chat_template
+from deskside.data.corpus.progress_bar import ProgressBar
+from deskside.engine.device import select_device, select_dtype
+from deskside.evaluate.likelihood import Encoder
+from deskside.evaluate.parallel_text import ParallelResult, ParallelText, measure_parallel
+from deskside.evaluate.passkey import DEPTHS, GUESSING_NATS, PasskeyCell, check_lengths, passkey
+from deskside.evaluate.run_task import (
+    CORE_TASKS,
+    Core,
+    EvaluatedModel,
+    PreparedTask,
+    TaskResult,
+    check_chat,
+    core,
+    count_answers,
+    evaluate,
+)
+from deskside.evaluate.tasks import TaskSelection, select
+from deskside.evaluate.text_bpb import TextBpb, has_own_data, measure, run_config
+from deskside.run.directory import RunDirectory
+from deskside.utils import strict_json
+from deskside.utils.console import say
+from deskside.utils.errors import RunError, UsageError
+from deskside.weights.load import Loaded, load_model
+
+BATCH_TOKENS = {"cpu": 8192, "cuda": 65536}  # default tokens per forward pass
+PASSKEY_TRIALS, PASSKEY_SEED = 5, 0
+
+
+def eval_model(options: EvalOptions) -> int:
+    """Evaluate the model, print the results, and return the exit code. Raises UsageError and RunError."""
+    selection = _selected_tasks(options)
+    lengths = _passkey_lengths(options)
+    parallel_text = _parallel_text(options)
+    device = select_device(options.device)
+    tasks = [] if selection is None else _prepare_tasks(options, selection)
+    loaded = load_model(options.model, device, select_dtype(device), say)
+    check_lengths(lengths, loaded.config.max_position_embeddings)
+    config = run_config(loaded)
+    batch_tokens = options.batch_tokens or BATCH_TOKENS[device.type]
+    renderer = _chat_renderer(loaded) if options.chat else None
+    encoder = Encoder(loaded.tokenizer, loaded.start_token, always_start=options.start, chat=renderer)
+    subject = EvaluatedModel(
+        loaded.model, loaded.tokenizer, encoder, loaded.eos_tokens, batch_tokens, options.chat
+    )
+    measured = None
+    if not (options.tasks or lengths or parallel_text) or _has_text(options, config):
+        measured = measure(
+            loaded,
+            config,
+            device,
+            text=options.text,
+            data=options.data,
+            sequence_length=options.sequence_length,
+            batch_tokens=batch_tokens,
+        )
+    elif options.sequence_length is not None:
+        raise UsageError(
+            "--sequence-length: is for bits per byte, which are not measured here; add --text FILE or --data DIR"
+        )
+    cells = _evaluate_passkey(options, lengths, loaded, batch_tokens)
+    if cells and loaded.run_dir is not None:
+        _record_passkey(loaded.run_dir, cells, loaded.step)
+    parallel = None if parallel_text is None else measure_parallel(loaded, parallel_text, batch_tokens)
+    results, failed = _evaluate_tasks(options, tasks, subject)
+    # Without the tasks that failed, the mean over CORE's tasks would be another metric.
+    core_failed = any(task.chosen.core and task.chosen.name in failed for task in tasks)
+    core_result = None if core_failed else core(results)
+    if options.json:
+        output: dict[str, Any] = {"bpb": None, "tasks": {}, "model": options.model, "step": loaded.step}
+        if measured is not None:
+            output |= _measured_json(measured)
+        if lengths:
+            output["passkey"] = _passkey_json(cells)
+        if parallel is not None:
+            output["parallel"] = parallel.as_dict()
+        if selection is not None:
+            output |= _tasks_json(results, core_result) | {
+                "left_out": list(selection.left_out),
+                "failed": failed,
+                "limit": options.limit,
+                "chat": options.chat,
+                "start": options.start,
+            }
+        print_json(output)
+        return 1 if failed else 0
+    if measured is not None:
+        _print_measured(measured)
+    if cells:
+        _print_passkey(cells)
+    if parallel is not None:
+        _print_parallel(parallel)
+    if results:
+        _print_tasks(results, core_result)
+    return 1 if failed else 0
+
+
+def _has_text(options: EvalOptions, config: RunConfig | None) -> bool:
+    return bool(options.text or options.data) or has_own_data(config)
+
+
+def _selected_tasks(options: EvalOptions) -> TaskSelection | None:
+    """Return the selected tasks, None without --tasks. Raises UsageError for invalid options."""
+    if options.text is not None and options.data is not None:
+        raise UsageError("--text and --data: give one of them")
+    for name, value, minimum in (
+        ("--batch-tokens", options.batch_tokens, 1),
+        ("--limit", options.limit, 1),
+        ("--shots", options.shots, 0),
+        ("--trials", options.trials, 1),
+    ):
+        if value is not None and value < minimum:
+            raise UsageError(f"{name} {value}: must be at least {minimum}")
+    if options.tasks is None:
+        for name in ("tasks_dir", "limit", "shots", "chat", "start", "items"):
+            if getattr(options, name) not in (None, False):
+                raise UsageError(
+                    f"--{name.replace('_', '-')}: has no effect without --tasks; add --tasks core"
+                )
+        return None
+    task_names = [name.strip() for name in options.tasks.split(",") if name.strip()]
+    if not task_names:
+        raise UsageError(
+            f"--tasks {options.tasks!r}: names no task; give core, all, or names separated by commas"
+        )
+    selection = select(task_names, options.tasks_dir, options.shots)
+    check_chat(selection.chosen, options.chat)
+    return selection
+
+
+def _passkey_lengths(options: EvalOptions) -> list[int]:
+    """Return the lengths of --passkey, in tokens. Raises UsageError for invalid ones, and for unused options."""
+    if options.passkey is None:
+        if options.trials is not None:
+            raise UsageError("--trials: has no effect without --passkey; add --passkey 2048,16384")
+        return []
+    parts = [part.strip() for part in options.passkey.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise UsageError(f"--passkey {options.passkey!r}: give lengths in tokens, such as 2048,16384")
+    return [int(part) for part in parts]
+
+
+def _parallel_text(options: EvalOptions) -> ParallelText | None:
+    """Read the text of --parallel. Raises UsageError for an unreadable one, and for --languages without --parallel."""
+    if options.parallel is None:
+        if options.languages is not None:
+            raise UsageError("--languages: has no effect without --parallel; add --parallel FILE")
+        return None
+    languages = [name.strip() for name in (options.languages or "").split(",") if name.strip()]
+    return ParallelText.read(options.parallel, languages)
+
+
+def _evaluate_passkey(
+    options: EvalOptions, lengths: Sequence[int], loaded: Loaded, batch_tokens: int
+) -> list[PasskeyCell]:
+    if not lengths:
+        return []
+    trials = options.trials or PASSKEY_TRIALS
+    encoder = Encoder(loaded.tokenizer, loaded.start_token, always_start=True)
+    with ProgressBar("passkey", len(lengths) * len(DEPTHS) * trials, "prompts") as bar:
+        return passkey(
+            loaded.model,
+            encoder,
+            lengths,
+            trials=trials,
+            seed=PASSKEY_SEED,
+            batch_tokens=batch_tokens,
+            tick=bar.advance,
+        )
+
+
+def _measured_json(measured: TextBpb) -> dict[str, Any]:
+    result = measured.result
+    return {
+        "bpb": result.bpb,
+        "loss": result.loss,
+        "tokens": result.tokens,
+        "bytes": result.bytes,
+        "bpb_by_position": [bucket.as_dict() for bucket in result.by_position],
+        "source": measured.source,
+        "sequence_length": measured.length,
+        **measured.baselines,
+        "languages": result.languages_as_dict(),
+        "expert_load": result.expert_load,
+    }
+
+
+def _tasks_json(results: Sequence[TaskResult], core_result: Core | None) -> dict[str, Any]:
+    return {
+        "tasks": {result.chosen.name: result.as_dict() for result in results},
+        "core": core_result.value if core_result else None,
+        "core_interval": [core_result.low, core_result.high] if core_result else None,
+        "core_tasks": list(core_result.tasks) if core_result else [],
+    }
+
+
+def _passkey_json(cells: Sequence[PasskeyCell]) -> dict[str, Any]:
+    return {"seed": PASSKEY_SEED, "cells": [cell.as_dict() for cell in cells]}
+
+
+def _record_passkey(run_dir: Path, cells: Sequence[PasskeyCell], step: int | None) -> None:
+    """Write passkey.json into the run's directory, for its report. If that fails, print the reason."""
+    try:
+        RunDirectory(run_dir).write_json("passkey.json", {**_passkey_json(cells), "step": step})
+    except RunError as error:
+        say(f"the run's report will not show this passkey evaluation: {error}")
+
+
+# Tasks
+
+
+def _evaluate_tasks(
+    options: EvalOptions, tasks: Sequence[PreparedTask], subject: EvaluatedModel
+) -> tuple[list[TaskResult], dict[str, str]]:
+    """Return the results of all tasks, and the errors of those that failed. Raises the error of an only task."""
+    results: list[TaskResult] = []
+    failed: dict[str, str] = {}
+    for prepared in tasks:
+        name = prepared.chosen.name
+        try:
+            with ProgressBar(name, count_answers(prepared, options.limit), "answers") as bar:
+                result = evaluate(subject, prepared, limit=options.limit, tick=bar.advance)
+        except (UsageError, RunError) as error:
+            if len(tasks) == 1:
+                raise
+            say(f"{name}: failed: {error}")
+            failed[name] = str(error)
+            continue
+        results.append(result)
+        if options.items is not None:
+            _append(Path(options.items), result.records)
+    return results, failed
+
+
+def _prepare_tasks(options: EvalOptions, selection: TaskSelection) -> list[PreparedTask]:
+    """Read the data of all tasks, report damaged records, and check --items. Raises UsageError."""
+    if selection.left_out:
+        say(f"no data in {options.tasks_dir} for: {', '.join(selection.left_out)}")
+    tasks = [PreparedTask(chosen, options.chat) for chosen in selection.chosen]
+    for task in tasks:
+        if task.bad.total:
+            reason, places = next(iter(task.bad.examples.items()))
+            records = "record is" if task.bad.total == 1 else "records are"
+            say(f"{task.chosen.name}: {task.bad.total} damaged {records} left out ({reason}, {places[0]})")
+    if options.items is not None:
+        file = Path(options.items)
+        if file.exists():
+            raise UsageError(f"--items {file}: exists already; name a new file")
+        if not file.absolute().parent.is_dir():
+            raise UsageError(f"--items {file}: its directory does not exist; create it, or name another file")
+    return tasks
+
+
+def _append(path: Path, records: Sequence[dict[str, Any]]) -> None:
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.writelines(strict_json.dumps(record) + "\n" for record in records)
+    except OSError as error:
+        raise RunError(f"--items {path}: cannot be written: {error.strerror or error}") from None
+
+
+def _chat_renderer(loaded: Loaded) -> Renderer:
+    """Return the renderer of the model's chat template. Raises UsageError if the model has none."""
+    if read_chat_template(loaded.tokenizer_dir) is None:
+        raise UsageError(
+            f"--chat: {loaded.tokenizer_dir} has no chat template; leave --chat out, or train a chat model with "
+            f"deskside sft"
+        )
+    return Renderer(loaded.tokenizer_dir, Tokenizer.from_str(loaded.tokenizer.to_str()))
+
+
+# Output
+
+
+def _print_measured(measured: TextBpb) -> None:
+    result = measured.result
+    print(f"{result.bpb:.4f} bits per byte (measured) on {result.bytes:,} bytes of {measured.source}")
+    print(f"{result.loss:.4f} nats per token on {result.tokens:,} tokens, {measured.length} at a time")
+    for bucket in result.by_position if len(result.by_position) > 1 else ():
+        bpb = "unknown" if bucket.bpb is None else f"{bucket.bpb:.4f}"
+        print(
+            f"{bpb} bits per byte at positions {bucket.start:,} to {bucket.stop:,} ({bucket.tokens:,} tokens)"
+        )
+    for name, value in measured.baselines.items():
+        if value is not None:
+            print(f"{value:.4f} bits per byte of {name.removesuffix('_bpb')} on the same text")
+    for language, one in result.by_language.items():
+        print(f"{one.bpb:.4f} bits per byte of {language}, on {one.bytes:,} bytes")
+
+
+def _print_parallel(parallel: ParallelResult) -> None:
+    found = parallel.as_dict()
+    first = next(iter(parallel.by_language))
+    width = max(len("language"), *map(len, parallel.by_language))
+    print(f"{'language':<{width}}  bits per sentence  against {first}  bits per byte")
+    for language, one in found["languages"].items():
+        print(
+            f"{language:<{width}}  {one['bits_per_sentence']:>17.1f} {one['relative']:>{9 + len(first)}.2f}"
+            f" {one['bpb']:>14.3f}"
+        )
+    print(f"measured on {found['sentences']:,} sentences of {found['source']}")
+
+
+def _print_passkey(cells: Sequence[PasskeyCell]) -> None:
+    """Print a row for each length, with the share of right answers at each depth."""
+    print("passkey" + "".join(f"{f'depth {depth:.0%}':>13}" for depth in DEPTHS) + f"{'nats':>7}")
+    for start in range(0, len(cells), len(DEPTHS)):
+        row = cells[start : start + len(DEPTHS)]
+        nats = sum(cell.nats for cell in row) / len(row)
+        print(
+            f"{row[0].length:>7}"
+            + "".join(f"{cell.correct / cell.n:>13.0%}" for cell in row)
+            + f"{nats:>7.2f}"
+        )
+    print(
+        f"right of {cells[0].n} numbers, measured; nats: mean -ln p of a number, {GUESSING_NATS:.2f} is guessing"
+    )
+
+
+def _print_tasks(results: Sequence[TaskResult], core_result: Core | None) -> None:
+    """Print one line of at most 80 columns for each task."""
+    width = max(len(result.chosen.name) for result in results)
+    print(f"{'task':<{width}}  right   95 % interval   items shots centred")
+    for result in results:
+        line = result.as_dict()
+        print(
+            f"{result.chosen.name:<{width}} {line['accuracy']:>6.1%} {line['low']:>6.1%} to {line['high']:>6.1%}"
+            f" {result.n:>7,} {result.chosen.shots:>5} {line['centred']:>7.3f}"
+        )
+    if core_result is not None:
+        print(
+            f"CORE-like: {core_result.value:.4f} ({core_result.low:.4f} to {core_result.high:.4f}, 95 %), the mean of "
+            f"{len(core_result.tasks)} of the {CORE_TASKS} tasks"
+        )
+    print("measured; centred: 0 is guessing, 1 is all correct")
