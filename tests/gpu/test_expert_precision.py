@@ -52,13 +52,39 @@ def test_casts_equal_their_reference_to_the_bit(N: int, E: int, k: int, D: int, 
         (moe.cast_columns(x, tokens, ends), fp8_rows.cast_columns(x, tokens, ends)),
         (moe.cast_columns(rows, None, ends), fp8_rows.cast_columns(rows, None, ends)),
         (moe.cast_weight_columns(weight), fp8_rows.cast_weight_columns(weight)),
+        (moe.cast_both(x, tokens, ends), fp8_rows.cast_both(x, tokens, ends)),
+        (moe.gather_and_cast(x, tokens), fp8_rows.gather_and_cast(x, tokens)),
     )
-    for ours, truth in cases:
-        assert torch.equal(ours[1], truth[1])
-        assert torch.equal(ours[0].float(), truth[0].float())
+    for results in cases:
+        for ours, truth in zip(*results, strict=True):
+            assert torch.equal(ours.float(), truth.float())
     assert all(
         torch.equal(*pair) for pair in zip(moe.cast_columns(x, tokens, ends), cases[2][0], strict=True)
     )
+
+
+@pytest.mark.parametrize(("activation", "gated"), [("silu", True), ("gelu", False)])
+@pytest.mark.parametrize(("N", "E", "k", "D", "F"), SHAPES)
+def test_gates_to_fp8_equal_their_reference(
+    N: int, E: int, k: int, D: int, F: int, activation: str, gated: bool
+) -> None:
+    """The sigmoid is approximate, so that a value may be rounded to the other side."""
+    torch.manual_seed(0)
+    routing = routing_of(N, E, k)
+    S, weights, ends = len(routing.tokens_S), routing.weights_S, routing.ends_E
+    x, grad = random(S, 2 * F if gated else F), random(S, F)
+    for function, arguments in (
+        ("weighted_gated_fp8", (x, weights, activation, gated)),
+        ("weighted_gated_backward_rows", (grad, x, weights, activation, gated)),
+        ("weighted_gated_backward_fp8", (grad, x, weights, ends, activation, gated)),
+    ):
+        results = [getattr(module, function)(*arguments) for module in (moe, fp8_rows)]
+        for ours, truth in zip(*results, strict=True):
+            assert ours.dtype == truth.dtype and ours.shape == truth.shape
+            assert error(ours.float(), truth.float()) < (5e-3 if ours.dtype.itemsize < 4 else 1e-4)
+        repeated = getattr(moe, function)(*arguments)
+        for ours, again in zip(results[0], repeated, strict=True):
+            assert torch.equal(ours.float(), again.float())
 
 
 @pytest.mark.skipif(not has_grouped_fp8(), reason="needs compute capability 9.0 or 10.x")

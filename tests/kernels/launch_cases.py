@@ -159,11 +159,23 @@ def _expert_casts() -> Iterator[CompileCase]:
         for name, arguments in (("", (rows, None)), ("gathered ", (x, tokens))):
             how = f"{name}{D} of {E}"
             yield recorded(f"cast rows {how}", WITH_FP8, fp8_launch.cast_rows, *arguments)
-            cast = (fp8_launch.cast_columns, *arguments, ends)
-            yield recorded(f"amax of columns {how}", WITH_FP8, *cast, number=0)
-            yield recorded(f"cast columns {how}", WITH_FP8, *cast, number=1)
+            for kind, cast in (("columns", fp8_launch.cast_columns), ("both", fp8_launch.cast_both)):
+                yield recorded(f"amax of {kind} {how}", WITH_FP8, cast, *arguments, ends, number=0)
+                yield recorded(f"cast {kind} {how}", WITH_FP8, cast, *arguments, ends, number=1)
+        yield recorded(f"gather and cast {D} of {E}", WITH_FP8, fp8_launch.gather_and_cast, x, tokens)
         weight = _float(E, 256, D)
         yield recorded(f"cast weight columns {D}", WITH_FP8, fp8_launch.cast_weight_columns, weight, number=1)
+        for kind, two in ACTIVATIONS:
+            inner, grad, weights = _new(2 * N, 2 * D if two else D), _new(2 * N, D), _float(2 * N)
+            given, how = (kind, two), f"{kind} {D} of {E}"
+            yield recorded(
+                f"gate to FP8, {how}", WITH_FP8, fp8_launch.weighted_gated_fp8, inner, weights, *given
+            )
+            back = (fp8_launch.weighted_gated_backward_rows, grad, inner, weights, *given)
+            yield recorded(f"gate backward to rows, {how}", WITH_FP8, *back)
+            for number, part in enumerate(("amax", "cast")):
+                back = (fp8_launch.weighted_gated_backward_fp8, grad, inner, weights, ends, *given)
+                yield recorded(f"gate backward to FP8, {part}, {how}", WITH_FP8, *back, number=number)
 
 
 def _grouped_products() -> Iterator[CompileCase]:

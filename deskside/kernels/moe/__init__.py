@@ -17,11 +17,13 @@ from deskside.kernels.moe.reference import Routing
 
 __all__ = [
     "Routing",
+    "cast_both",
     "cast_columns",
     "cast_rows",
     "cast_weight_columns",
     "combine",
     "dispatch",
+    "gather_and_cast",
     "gathered_gated",
     "grouped_backend",
     "grouped_matmul",
@@ -30,6 +32,9 @@ __all__ = [
     "route_backward",
     "weighted_gated",
     "weighted_gated_backward",
+    "weighted_gated_backward_fp8",
+    "weighted_gated_backward_rows",
+    "weighted_gated_fp8",
 ]
 
 LAUNCHER, GROUPED = "deskside.kernels.moe.moe_launch", "deskside.kernels.moe.grouped"
@@ -46,6 +51,15 @@ grouped_matmul = operator(reference.grouped_matmul, GROUPED)
 grouped_weight_gradient = operator(reference.grouped_weight_gradient, GROUPED)
 cast_rows = operator(fp8_rows.cast_rows, FP8_LAUNCHER, supported=writes_fp8)
 cast_columns = operator(fp8_rows.cast_columns, FP8_LAUNCHER, supported=writes_fp8)
+cast_both = operator(fp8_rows.cast_both, FP8_LAUNCHER, supported=writes_fp8)
+gather_and_cast = operator(fp8_rows.gather_and_cast, FP8_LAUNCHER, supported=writes_fp8)
+weighted_gated_fp8 = operator(fp8_rows.weighted_gated_fp8, FP8_LAUNCHER, supported=writes_fp8)
+weighted_gated_backward_rows = operator(
+    fp8_rows.weighted_gated_backward_rows, FP8_LAUNCHER, supported=writes_fp8
+)
+weighted_gated_backward_fp8 = operator(
+    fp8_rows.weighted_gated_backward_fp8, FP8_LAUNCHER, supported=writes_fp8
+)
 cast_weight_columns = operator(fp8_rows.cast_weight_columns, FP8_LAUNCHER, supported=writes_fp8)
 
 

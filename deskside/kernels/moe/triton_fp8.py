@@ -1,20 +1,31 @@
-"""Casts of sorted rows and of expert weights to E4M3, gathered and transposed on the way. See `fp8_rows`."""
+"""Casts of sorted rows and of expert weights to E4M3, gathered and transposed on the way. See `fp8_rows`.
+
+A column of a transposed copy has one scale for each expert, so a tile has rows of one expert only
+(`triton_grouped.rows_of_tile`), and its scales are one number per column. Programs are numbered along the columns
+first: those that run at the same time read whole rows, and not a few bytes of every row, which memory is slow at.
+"""
 
 import triton
 import triton.language as tl
 
-from deskside.kernels.fused.triton_common import load_four, magnitude, pack_words, to_fp8
+from deskside.kernels.fused.triton_common import load_four, pack_words, to_fp8
+from deskside.kernels.moe.triton_grouped import rows_of_tile
 
 
 @triton.jit
-def _scale_and_inverse(amax):  # type: ignore[no-untyped-def]
-    """Return the largest power of two that scales amax to at most 448, and its inverse; see `fp8_rows.scale_for`.
+def magnitude_bits(x):  # type: ignore[no-untyped-def]
+    """Return the bits of |x| as float32: integers in the order of the magnitudes, NaN above infinity."""
+    return tl.abs(x.to(tl.float32)).to(tl.int32, bitcast=True)
 
-    448 is 1.75 x 2^8. With amax = m x 2^e, the exponent is 8 - e, or 7 - e if m > 1.75. Integers do this in a few
+
+@triton.jit
+def scale_and_inverse(bits):  # type: ignore[no-untyped-def]
+    """Return the largest power of two that scales a magnitude to at most 448, and its inverse, as `fp8_rows.scale_for`.
+
+    448 is 1.75 x 2^8. For m x 2^e, the exponent is 8 - e, or 7 - e if m > 1.75. Integers do this in a few
     instructions, where divisions would take longer than the memory traffic.
     """
-    bits = amax.to(tl.int32, bitcast=True)
-    biased = bits >> 23  # 127 + e; 255 for infinity
+    biased = bits >> 23  # 127 + e; 255 for infinity and NaN
     exponent = tl.minimum(262 - biased - ((bits & 0x7FFFFF) > 0x600000).to(tl.int32), 253)
     exponent = tl.where(bits == 0, 127, tl.where(biased == 255, 0, exponent))
     inverse = tl.where(biased == 255, 255, 254 - exponent)
@@ -22,29 +33,59 @@ def _scale_and_inverse(amax):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _experts_of(rows, ENDS, E: tl.constexpr, BLOCK_E: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the expert of each sorted row, and whether the row is the first one of its expert."""
-    experts = tl.arange(0, BLOCK_E)
-    ends = tl.load(ENDS + experts, mask=experts < E - 1, other=0x7FFFFFFF)[None, :]
-    expert = tl.sum((ends <= rows[:, None]).to(tl.int32), axis=1)
-    return expert, (tl.sum((ends == rows[:, None]).to(tl.int32), axis=1) > 0) | (rows == 0)
+def store_rows(ROWS, BITS, INVERSE, x, rows, columns, inside, mask, pitch):  # type: ignore[no-untyped-def]
+    """Write a tile x, cast with the scales of its rows, and their inverses. BITS, INVERSE: (S,)."""
+    scale, inverse = scale_and_inverse(tl.load(BITS + rows, mask=inside, other=0))
+    tl.store(INVERSE + rows, inverse, mask=inside)
+    ptrs = ROWS + rows.to(tl.int64)[:, None] * pitch + columns[None, :]
+    tl.store(ptrs, to_fp8(x * scale[:, None], tl.float8e4nv), mask=mask)
+
+
+@triton.jit
+def store_four_rows(ROWS, BITS, INVERSE, a, b, c, d, words, columns, inside, mask, pitch):  # type: ignore[no-untyped-def]
+    """`store_rows` for four tiles (words, columns), of the rows 4 words + 0 to 3."""
+    store_rows(ROWS, BITS, INVERSE, a, words * 4, columns, inside, mask, pitch)
+    store_rows(ROWS, BITS, INVERSE, b, words * 4 + 1, columns, inside, mask, pitch)
+    store_rows(ROWS, BITS, INVERSE, c, words * 4 + 2, columns, inside, mask, pitch)
+    store_rows(ROWS, BITS, INVERSE, d, words * 4 + 3, columns, inside, mask, pitch)
+
+
+@triton.jit
+def store_columns(  # type: ignore[no-untyped-def]
+    WORDS, BITS, INVERSE, a, b, c, d, words, columns, column_mask, mask, pitch
+):
+    """Write the transpose of four tiles, of the rows 4 words + 0 to 3, cast with the scales of their columns.
+
+    BITS, INVERSE: (K,), of the tiles' expert. pitch: words from one column to the next.
+    """
+    scale, inverse = scale_and_inverse(tl.load(BITS + columns, mask=column_mask, other=0))
+    tl.store(INVERSE + columns, inverse, mask=column_mask)
+    scale = scale[None, :]
+    packed = pack_words(a * scale, b * scale, c * scale, d * scale, tl.float8e4nv)
+    ptrs = WORDS + columns.to(tl.int64)[:, None] * pitch + words[None, :]
+    tl.store(ptrs, tl.trans(packed), mask=tl.trans(mask))
 
 
 @triton.jit
 def cast_rows(  # type: ignore[no-untyped-def]
-    X, TOKENS, OUT, INVERSE, K, HAS_TOKENS: tl.constexpr, BLOCK_K: tl.constexpr
+    X, TOKENS, OUT, INVERSE, COPY, K, HAS_TOKENS: tl.constexpr, HAS_COPY: tl.constexpr, BLOCK_K: tl.constexpr
 ):
-    """Write OUT (S, K) in E4M3 and INVERSE (S,), 1 / the scale of each row, from X (N, K). One program per row."""
+    """Write OUT (S, K) in E4M3 and INVERSE (S,), 1 / the scale of each row, from X (N, K). One program per row.
+
+    COPY (S, K): the rows themselves.
+    """
     row = tl.program_id(0).to(tl.int64)
     source = row
     if HAS_TOKENS:
         source = tl.load(TOKENS + row).to(tl.int64)
-    amax = tl.zeros((BLOCK_K,), tl.float32)
+    amax = tl.zeros((BLOCK_K,), tl.int32)
     for first in range(0, K, BLOCK_K):
         columns = first + tl.arange(0, BLOCK_K)
         x = tl.load(X + source * K + columns, mask=(columns < K) & (source >= 0), other=0.0)
-        amax = tl.maximum(amax, magnitude(x.to(tl.float32)))
-    scale, inverse = _scale_and_inverse(tl.max(amax, axis=0, keep_dims=True))
+        amax = tl.maximum(amax, magnitude_bits(x))
+        if HAS_COPY:
+            tl.store(COPY + row * K + columns, x, mask=columns < K)
+    scale, inverse = scale_and_inverse(tl.max(amax, axis=0, keep_dims=True))
     for first in range(0, K, BLOCK_K):
         columns = first + tl.arange(0, BLOCK_K)
         x = tl.load(X + source * K + columns, mask=(columns < K) & (source >= 0), other=0.0).to(tl.float32)
@@ -53,52 +94,65 @@ def cast_rows(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def column_amax(  # type: ignore[no-untyped-def]
-    X, TOKENS, ENDS, AMAX, S, K,
-    E: tl.constexpr, HAS_TOKENS: tl.constexpr,
+def sorted_amax(  # type: ignore[no-untyped-def]
+    X, TOKENS, ENDS, ROW_BITS, COLUMN_BITS, K, E, HAS_TOKENS: tl.constexpr, HAS_ROWS: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """Raise AMAX (E, K), which starts at zero, to the largest magnitudes of the columns of each expert's rows."""
-    rows = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
-    columns = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
-    source = rows
+    """Raise the largest magnitudes of each expert's columns, COLUMN_BITS (E, K), and of rows, ROW_BITS (S,).
+
+    Both are bits of float32 and start at zero.
+    """
+    pieces = tl.cdiv(K, BLOCK_K)
+    expert, first, stop = rows_of_tile(tl.program_id(0) // pieces, ENDS, E, BLOCK_S, BLOCK_E)
+    if first >= stop:
+        return
+    columns = tl.program_id(0) % pieces * BLOCK_K + tl.arange(0, BLOCK_K)
+    rows = first + tl.arange(0, BLOCK_S)
+    inside, source = rows < stop, rows
     if HAS_TOKENS:
-        source = tl.load(TOKENS + rows, mask=rows < S, other=-1)
-    mask = ((rows < S) & (source >= 0))[:, None] & (columns < K)[None, :]
+        source = tl.load(TOKENS + rows, mask=inside, other=-1)
+    mask = (inside & (source >= 0))[:, None] & (columns < K)[None, :]
     x = tl.load(X + source.to(tl.int64)[:, None] * K + columns[None, :], mask=mask, other=0.0)
-    x = magnitude(x.to(tl.float32))
-    expert, _ = _experts_of(tl.minimum(rows, S - 1), ENDS, E, BLOCK_E)
-    for e in range(tl.min(expert, axis=0), tl.max(expert, axis=0) + 1):  # usually one
-        amax = tl.max(tl.where((expert == e)[:, None], x, 0.0), axis=0)
-        tl.atomic_max(AMAX + e * K + columns, amax, mask=columns < K)
+    bits = magnitude_bits(x)
+    tl.atomic_max(COLUMN_BITS + expert.to(tl.int64) * K + columns, tl.max(bits, axis=0), mask=columns < K)
+    if HAS_ROWS:
+        tl.atomic_max(ROW_BITS + rows, tl.max(bits, axis=1), mask=inside)
 
 
 @triton.jit
-def cast_columns(  # type: ignore[no-untyped-def]
-    X, TOKENS, ENDS, AMAX, WORDS, INVERSE, S, K, column_words, expert_words,
-    E: tl.constexpr, HAS_TOKENS: tl.constexpr,
+def sorted_cast(  # type: ignore[no-untyped-def]
+    X, TOKENS, ENDS, ROW_BITS, COLUMN_BITS, ROWS, WORDS, ROW_INVERSE, COLUMN_INVERSE, K, E, pitch, expert_pitch,
+    HAS_TOKENS: tl.constexpr, HAS_ROWS: tl.constexpr, ALIGN: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """Write the transpose of X's sorted rows as WORDS of four E4M3 values, and INVERSE (E, K), 1 / the scales.
+    """Write the transpose of X's sorted rows as WORDS of four E4M3 values, and the rows themselves, ROWS (S, K).
 
-    column_words: words from one column to the next. expert_words: words to add for each expert before a row's own.
+    The inverses of their scales are COLUMN_INVERSE (E, K) and ROW_INVERSE (S,). ALIGN: each expert's number of rows is
+    a multiple. pitch: values from one column to the next. expert_pitch: values to add for each expert before a row's
+    own. Both are multiples of ALIGN. Other arguments: see `sorted_amax`.
     """
-    words = tl.program_id(0).to(tl.int64) * (BLOCK_S // 4) + tl.arange(0, BLOCK_S // 4)
-    columns = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
-    inside = words < S // 4
-    mask = inside[:, None] & (columns < K)[None, :]
-    expert, is_first = _experts_of(tl.minimum(words * 4, S - 1), ENDS, E, BLOCK_E)
-    expert = expert.to(tl.int64)
-    places = expert[:, None] * K + columns[None, :]
-    scale, inverse = _scale_and_inverse(tl.load(AMAX + places, mask=mask, other=0.0))
-    tl.store(INVERSE + places, inverse, mask=mask & is_first[:, None])
+    pieces = tl.cdiv(K, BLOCK_K)
+    expert, first, stop = rows_of_tile(tl.program_id(0) // pieces, ENDS, E, BLOCK_S, BLOCK_E)
+    if first >= stop:
+        return
+    columns = tl.program_id(0) % pieces * BLOCK_K + tl.arange(0, BLOCK_K)
+    column_mask = columns < K
+    words = first // ALIGN * (ALIGN // 4) + tl.arange(0, BLOCK_S // 4)
+    inside = words < stop // ALIGN * (ALIGN // 4)
+    mask = inside[:, None] & column_mask[None, :]
     if HAS_TOKENS:
         a, b, c, d = _gather_four(X, TOKENS, words, inside, columns, K)
     else:
-        a, b, c, d = load_four(X + words[:, None] * (4 * K) + columns[None, :], K, mask)
-    packed = pack_words(a * scale, b * scale, c * scale, d * scale, tl.float8e4nv)
-    ptrs = WORDS + columns.to(tl.int64)[:, None] * column_words + (words + expert * expert_words)[None, :]
-    tl.store(ptrs, tl.trans(packed), mask=tl.trans(mask))
+        a, b, c, d = load_four(X + words.to(tl.int64)[:, None] * (4 * K) + columns[None, :], K, mask)
+    if HAS_ROWS:
+        store_four_rows(ROWS, ROW_BITS, ROW_INVERSE, a, b, c, d, words, columns, inside, mask, K)
+    expert = expert.to(tl.int64)
+    out, bits, inverse = (
+        WORDS + expert * (expert_pitch // 4),
+        COLUMN_BITS + expert * K,
+        COLUMN_INVERSE + expert * K,
+    )
+    store_columns(out, bits, inverse, a, b, c, d, words, columns, column_mask, mask, pitch // 4)
 
 
 @triton.jit
