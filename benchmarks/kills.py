@@ -513,7 +513,8 @@ def run_benchmark(
     references: dict[str, tuple[Any, float, dict[str, int]]] = {}
     for name in commands:
         if name in needed:
-            if device == "cuda":  # the first run compiles kernels, and would be much longer than those with kills
+            if device == "cuda":
+                # The first run compiles kernels, and would be much longer than those with kills.
                 runner.run(commands[name].start(work / f"{name}-compiled"))
             folder = work / f"{name}-reference"
             seconds, counts = runner.run(commands[name].start(folder))
