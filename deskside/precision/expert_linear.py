@@ -76,8 +76,7 @@ class ExpertLinear:
     @property
     def align(self) -> int:
         """The number that each expert's rows must be a multiple of, padding included."""
-        product = self.recipe.weight_gradient
-        return max(alignment(product.left), alignment(product.right))
+        return max(alignment(operand) for p in self.recipe.products for operand in (p.left, p.right))
 
     def weight(self, dtype: torch.dtype) -> Forms:
         """Return the weight's forms for the output and for the input gradient; unquantized ones in `dtype`."""

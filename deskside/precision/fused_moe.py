@@ -27,6 +27,7 @@ from deskside.precision.expert_linear import ExpertLinear, Forms
 from deskside.precision.fused_shared_expert import FusedSharedExpert
 from deskside.precision.fused_sublayers import flatten_tokens, rms_norm
 from deskside.precision.quantized_linear import ConvertedWeight
+from deskside.precision.sorted_casts import gate, gate_backward, gathered_gradient
 from deskside.precision.sorted_operand import SortedRows
 
 
@@ -101,8 +102,8 @@ class _MoE(torch.autograd.Function):
         if mixture.choices_observer is not None:
             mixture.choices_observer(routing.experts_Nk)
         inner = plan.inner(normed, gate_up, routing)
-        hidden = moe.weighted_gated(inner, routing.weights_S, mixture.experts.activation, plan.gated)
-        y_SD = plan.down.output(SortedRows(hidden, None, routing.ends_E), down, normed.dtype)
+        hidden = gate(inner, routing, mixture.experts.activation, plan.gated, plan.down.recipe.output.left)
+        y_SD = plan.down.output(hidden, down, normed.dtype)
         del hidden
         shared, shared_inner, shared_out = plan.shared_expert, None, None
         if shared is not None:
@@ -136,19 +137,18 @@ class _MoE(torch.autograd.Function):
         assert grad_delta is not None
 
         tokens, ends, dtype = routing.tokens_S, routing.ends_E, residual.dtype
-        grad_y = SortedRows(flatten_tokens(grad_delta), tokens, ends)
+        grad_y = gathered_gradient(flatten_tokens(grad_delta), routing, plan.down.recipe)
         grad_hidden = plan.down.input_gradient(grad_y, down, dtype)
-        grad_inner, grad_weights_S, hidden = moe.weighted_gated_backward(
-            grad_hidden, inner, routing.weights_S, mixture.experts.activation, plan.gated
+        activation, recipes = mixture.experts.activation, (plan.gate_up.recipe, plan.down.recipe)
+        grad_inner, grad_weights_S, hidden = gate_backward(
+            grad_hidden, inner, routing, (activation, plan.gated), recipes
         )
         del grad_hidden, inner
-        grad_down = plan.down.weight_gradient(grad_y, SortedRows(hidden, None, ends))
+        grad_down = plan.down.weight_gradient(grad_y, hidden)
         del grad_y, hidden
-        grad_first = SortedRows(grad_inner, None, ends)
+        grad_gate_up = plan.gate_up.weight_gradient(grad_inner, SortedRows(normed, tokens, ends))
+        grad_x = plan.gate_up.input_gradient(grad_inner, gate_up, dtype)
         del grad_inner
-        grad_gate_up = plan.gate_up.weight_gradient(grad_first, SortedRows(normed, tokens, ends))
-        grad_x = plan.gate_up.input_gradient(grad_first, gate_up, dtype)
-        del grad_first
 
         grad_logits = moe.route_backward(
             grad_weights_S, grad_statistics, logits, routing, mixture.normalise, mixture.sigmoid

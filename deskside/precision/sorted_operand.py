@@ -11,7 +11,7 @@ Suffixes: N tokens, S sorted rows, E experts, K columns, M rows of an expert's w
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -32,16 +32,19 @@ NVFP4_ROWS = 128
 class SortedRows:
     """Rows sorted by expert: those of `source_NK` that `tokens_S` names (-1: zeros), or all if that is None.
 
-    ends_E: as in `moe.Routing`.
+    ends_E: as in `moe.Routing`. forms: operands that a kernel has made of these rows already, by the dimension that
+    their product sums over. Each is used once. `source_NK` may be None if no other form is needed.
     """
 
-    source_NK: Tensor
+    source_NK: Tensor | None
     tokens_S: Tensor | None
     ends_E: Tensor
+    forms: dict[Along, QuantizedOperand] = field(default_factory=dict)
 
     @cached_property
     def gathered(self) -> Tensor:
         """The sorted rows (S, K). Casts to FP8 gather rows themselves and do not need this copy."""
+        assert self.source_NK is not None
         return self.source_NK if self.tokens_S is None else moe.dispatch(self.source_NK, self.tokens_S)
 
 
@@ -56,9 +59,12 @@ def quantize_rows_of_experts(
     rows: SortedRows, operand: Operand, along: Along, draws: Draws, product: int
 ) -> QuantizedOperand:
     """Quantize sorted rows into an operand of a grouped product, as `quantize_operand` does with a matrix."""
+    if along in rows.forms:
+        return rows.forms.pop(along)
     if operand.format in UNQUANTIZED:
         return QuantizedOperand(rows.gathered)
     if operand.format in DTYPE:
+        assert rows.source_NK is not None
         if along == "columns":
             return QuantizedOperand(*moe.cast_rows(rows.source_NK, rows.tokens_S))
         return QuantizedOperand(

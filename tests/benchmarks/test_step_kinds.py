@@ -11,6 +11,11 @@ NAMES = [
     ("quantisation", "turn"),  # the name of `transpose` in older traces
     ("quantisation", "transpose"),
     ("quantisation", "cast_both"),
+    ("quantisation", "cast_rows"),
+    ("quantisation", "sorted_cast"),
+    ("quantisation", "sorted_amax"),
+    ("quantisation", "row_col_amax"),
+    ("elementwise", "gated_backward_cast"),
     ("gemm", "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT"),
     ("gemm", "nvjet_qqtst_256x128_128x4_2x1_v_bz_coopB_TNN"),
     ("gemm", "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize64x64x64_warpgroupsize1x1x1_kernel__5x_cublas"),

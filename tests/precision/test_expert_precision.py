@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from deskside.config import recipes
 from deskside.config.recipes import RECIPES, Operand, expert_recipe
 from deskside.kernels import moe
 from deskside.model.transformer import Transformer
@@ -360,3 +361,23 @@ def test_a_shared_expert_stays_in_bf16() -> None:
         values = [cache.cached[1].values for cache in override.shared_expert.caches if cache.cached]
         assert values and all(value.dtype == torch.bfloat16 for value in values)
         assert not override.gate_up.plain
+
+
+def test_weight_gradients_of_experts_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other products stay in FP8, padding included; a step and its recomputation are the same to the bit."""
+    chosen = CHOICES["some"] * 8
+    routing = routing_of(chosen, 16)
+    given = routing, *operands(routing, len(chosen))
+    truth, fp8 = products(plan_of("bf16"), *given), products(plan_of("fp8-delayed"), *given)
+    monkeypatch.setattr(recipes, "EXPERT_WEIGHT_GRADIENT", Operand("bfloat16"))
+    found = products(plan_of("fp8-delayed"), *given)
+    torch.testing.assert_close(found["weight gradient"], truth["weight gradient"], rtol=1e-2, atol=1e-6)
+    assert not torch.equal(fp8["weight gradient"], truth["weight gradient"])
+    assert all(torch.equal(found[name], fp8[name]) for name in ("output", "input gradient"))
+    model, applied = quantized_model("fp8-delayed")
+    override = model.layers[0].mlp.forward_override
+    assert isinstance(override, FusedMoE) and override.align == 16
+    gradients = step(model, applied)
+    again, applied = quantized_model("fp8-delayed")
+    applied.set_checkpointing("block")
+    assert worst(step(again, applied), {n: t.double() for n, t in gradients.items()}) == 0
