@@ -35,8 +35,8 @@ from benchmarks.planner_compare import (
 )
 from deskside.budget.operators import step_operators
 from deskside.budget.speed import length_factor
-from deskside.measurements.identity import code_version, this_machine
 from deskside.utils import child_process
+from deskside.utils.machine import code_version, this_machine
 
 # The H200 that the constants were fitted on: published rate of a large matrix product, bandwidth of the data sheet.
 MATMUL_FLOPS, BANDWIDTH = 790e12, 4.8e12

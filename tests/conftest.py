@@ -1,10 +1,14 @@
 """One torch thread per test process: the models are tiny, and two test processes share two cores."""
 
 import os
+import shutil
 import signal
+import tempfile
 
 import hypothesis
 import pytest
+
+from deskside.utils.files import cache_folder
 
 # No test is failed by the clock: what takes 20 ms alone takes 300 on a machine that does something else.
 hypothesis.settings.register_profile("deskside", deadline=None)
@@ -19,3 +23,12 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault(
         "OMP_NUM_THREADS", "1"
     )  # for this process, its workers, and the runs that tests start
+    # Tests neither read nor write the user's cache of trials, but use the compiled kernels of FlashAttention-4.
+    if not hasattr(config, "workerinput"):
+        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(cache_folder() / "flash-attn-4"))
+        os.environ["DESKSIDE_CACHE"] = tempfile.mkdtemp(prefix="deskside-cache-")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        shutil.rmtree(os.environ["DESKSIDE_CACHE"], ignore_errors=True)

@@ -19,7 +19,6 @@ from deskside.cli.output import print_json, print_next
 from deskside.cli.shared_options import JsonOption, name_of_preset
 from deskside.config import merge
 from deskside.config.duration import HOURS
-from deskside.measurements.identity import this_machine
 from deskside.measurements.store import open_store
 from deskside.pipeline import phases
 from deskside.pipeline.pipeline_state import FILE, PipelineState, damaged, tail_seconds
@@ -27,6 +26,7 @@ from deskside.pipeline.state_schema import MAX_GIB, MAX_HOURS, PHASES
 from deskside.run.directory import RunDirectory, with_resolved_paths
 from deskside.train.prepare.preflight import set_cublas_workspace
 from deskside.utils.errors import RunError, UsageError
+from deskside.utils.machine import this_machine
 from deskside.utils.signals import exit_code
 
 BEFORE_TRAINING = PHASES[: PHASES.index("train")]

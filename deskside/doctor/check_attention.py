@@ -17,7 +17,7 @@ from deskside.kernels.attention import (
     choose,
     prepare,
 )
-from deskside.kernels.attention.choose import TOLERANCE
+from deskside.kernels.attention.choose import TOLERANCE, flops
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -28,7 +28,6 @@ TIMED = {
     "cpu": replace(CHECKED, batch=1, tokens=1024),
 }
 CHECKED_WINDOW, TIMED_WINDOW = 100, 256
-FORWARD_AND_BACKWARD = 3.5  # times the forward FLOPs: two matmuls in the forward, five in the backward
 
 
 def list_backends(device: str) -> list[dict[str, Any]]:
@@ -97,13 +96,6 @@ def quick_choice(device: str) -> Result:
             "rejected": choice.rejected,
         },
     }
-
-
-def flops(need: Requirements) -> float:
-    """Return the FLOPs of forward and backward, counting only the query-key pairs that the mask leaves."""
-    window = min(need.window or need.tokens, need.tokens)
-    pairs = need.tokens * window - window * (window - 1) // 2
-    return FORWARD_AND_BACKWARD * 4 * need.batch * need.heads * need.head_dim * pairs
 
 
 def _problem_for(

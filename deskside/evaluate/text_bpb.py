@@ -13,11 +13,13 @@ from deskside.data.corpus.sources import BadInputLog, Source, iter_documents
 from deskside.data.reading.rows import PackedDataset
 from deskside.data.reading.tags import UNKNOWN_LANGUAGE
 from deskside.evaluate.bpb import BitsPerByte, evaluate_dataset, evaluate_text
-from deskside.kernels.attention import AttentionContext, Requirements, choose
+from deskside.kernels.attention import AttentionContext, Requirements
+from deskside.kernels.attention.cached_choice import choose_cached
 from deskside.run.directory import with_resolved_paths
 from deskside.utils.console import say
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.files import fingerprint
+from deskside.utils.trials import TrialCache
 from deskside.weights.load import Loaded
 
 BPB_KINDS: tuple[DataKind, ...] = ("text", "conversations")  # kinds of training data that have bits per byte
@@ -151,6 +153,7 @@ def _attention(
     config = loaded.config
     windows = {config.layer_window(layer) for layer in range(config.num_hidden_layers)}
     names: dict[bool, str] = {}
+    cache = TrialCache()
     for window in windows:
         need = Requirements(
             batch=max(1, min(4, batch_tokens // length)),
@@ -163,7 +166,7 @@ def _attention(
             window=window,
             documents=documents,
         )
-        names[window is not None] = choose(need).name
+        names[window is not None] = choose_cached(need, cache)[0].name
     full = names.get(False, names.get(True, "reference"))
     return AttentionContext(backend=full, window_backend=names.get(True))
 

@@ -31,8 +31,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deskside.measurements.identity import Machine, this_machine
 from deskside.utils.errors import RunError, UsageError
+from deskside.utils.machine import Machine, this_machine
 from deskside.utils.parsing import json_value
 
 __all__ = [

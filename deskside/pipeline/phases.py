@@ -17,7 +17,6 @@ from deskside.config import merge, presets
 from deskside.config.dimensions import padded_vocabulary
 from deskside.config.run import RunConfig
 from deskside.doctor.examine import examine
-from deskside.measurements.identity import Machine
 from deskside.measurements.store import Busy, Row, Store
 from deskside.plan.planner import make_plan
 from deskside.plan.request import PlanQuestion, PlanRequest, make_request
@@ -27,6 +26,7 @@ from deskside.probe.sweep import PointResult, Sweep
 from deskside.run.directory import resolve_path
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.format import count, duration, gib
+from deskside.utils.machine import Machine
 from deskside.utils.signals import Interrupted
 
 CHECKS_SHARE = 0.1  # share of the time budget for doctor and probe together

@@ -118,18 +118,20 @@ def prepare_step(config: RunConfig, report: Callable[[str], None] = lambda done:
     report("recipe checked")
     model = setup.build_model(config, world, recipe)
     report("model built")
-    attention, measurements = attention_backends.choose_attention(
-        config, model, world, config.batch.sequence_length, None
-    )
+    peak = measure_matmul_peak(world.device, model.activation_dtype)
+    measurements = attention_backends.choose_attention(config, model, world, peak)
     report("attention chosen")
     native, formats = bool(precision["native"]), native_formats(precision)
     execution = setup.prepare_execution(config, model, world, recipe, precision)
-    peak = measure_matmul_peak(world.device, model.activation_dtype)
     scaling = scales(
         config.model.hidden_size, config.batch.tokens, 1000 * config.batch.tokens, config.optim.name
     )
     context = TrainContext(
-        config=config, world=world, model=model, attention=attention, precision=execution.precision
+        config=config,
+        world=world,
+        model=model,
+        attention=attention_backends.recorded_attention(measurements),
+        precision=execution.precision,
     )
     stepper = Stepper(context, build(model, config.optim, scaling))
     finder = BatchSizeFinder(

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from deskside.measurements.identity import Machine
 from deskside.measurements.store import FINAL, Row, Store, hash_of, make_key, make_row
 from deskside.probe.grid import (
     BENCHMARK_SECONDS,
@@ -21,6 +20,7 @@ from deskside.probe.grid import (
     needs_at_least_as_much_memory,
 )
 from deskside.utils import child_process, signals
+from deskside.utils.machine import Machine
 
 MEASURE_POINT = "deskside.probe.point:measure_point"
 MEASURE_CARD = "deskside.probe.card_benchmark:measure_card"

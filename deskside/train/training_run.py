@@ -25,7 +25,7 @@ from deskside.train.loop.trainer import RunLength, StageWork, Trainer, TrainProg
 from deskside.train.objective import Evaluation, NextToken, Objective, Session, TrainContext
 from deskside.train.parallel import World
 from deskside.train.prepare import setup
-from deskside.train.prepare.attention_backends import choose_attention
+from deskside.train.prepare.attention_backends import choose_attention, recorded_attention
 from deskside.train.prepare.batch_size_finder import BatchSizeFinder
 from deskside.train.prepare.preflight import EVALUATE_SHARE, TimeBudget, check_start
 from deskside.train.prepare.step_planning import (
@@ -249,11 +249,11 @@ class _Run:
         model = setup.build_model(
             config, world, recipe, setup.WeightSource(self.initial, self.run.path, self.resumed, self.log.say)
         )
-        attention, self.attention_facts = world.broadcast_result(
-            lambda: choose_attention(
-                config, model, world, config.batch.sequence_length, recorded.get("attention")
-            )
+        peak_flops = measure_matmul_peak(world.device, model.activation_dtype)
+        self.attention_facts = recorded.get("attention") or world.broadcast_result(
+            lambda: choose_attention(config, model, world, peak_flops)
         )
+        attention = recorded_attention(self.attention_facts)
         execution = setup.prepare_execution(config, model, world, recipe, self.precision_facts)
         self.recipe, self.execution_mode = recipe, execution.mode
         if world.device.type == "cuda":
@@ -266,7 +266,6 @@ class _Run:
             precision=execution.precision,
             objective=self.objective,
         )
-        peak_flops = measure_matmul_peak(world.device, model.activation_dtype)
         self.meter = environment_record.Meter(world.device, world.size, peak_flops)
         # This optimizer is used for the dry steps only, so its learning rates do not matter.
         optimizer = self.build_optimizer(config.batch.tokens, config.batch.tokens)

@@ -16,6 +16,13 @@ import xxhash
 from deskside.utils.errors import RunError, UsageError
 
 
+def cache_folder() -> Path:
+    """Return the folder for files that only save time: $DESKSIDE_CACHE, or deskside in the user's cache folder."""
+    if chosen := os.environ.get("DESKSIDE_CACHE"):
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deskside"
+
+
 @contextlib.contextmanager
 def replace_atomically(path: Path, temporary: Path | None = None) -> Iterator[Path]:
     """Yield a temporary path to write to. On exit it is synced and renamed to `path`; on an error it is deleted.

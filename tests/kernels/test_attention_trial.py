@@ -85,7 +85,7 @@ def test_on_a_gpu_the_host_s_time_is_hidden_as_in_a_step(
     host: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = Device()
-    assert timed(device, device.backend(host, 1.0), monkeypatch) == pytest.approx(2.0)
+    assert timed(device, device.backend(host / 10, 0.1), monkeypatch) == pytest.approx(0.2)
     assert device.runs == choosing.TIMED_RUNS["cuda"]
 
 
@@ -99,8 +99,14 @@ def test_on_a_gpu_what_is_far_slower_is_not_timed_on(
     best: float, runs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = Device()
-    assert timed(device, device.backend(0.5, 1.0), monkeypatch, best) == pytest.approx(2.0)
+    assert timed(device, device.backend(0.05, 0.1), monkeypatch, best / 10) == pytest.approx(0.2)
     assert device.runs == runs
+
+
+def test_a_slow_candidate_is_timed_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device()
+    assert timed(device, device.backend(0.1, 0.3), monkeypatch) == pytest.approx(0.6)
+    assert device.runs == 3 + int(choosing.CANDIDATE_SECONDS / 0.6)
 
 
 @pytest.mark.parametrize(

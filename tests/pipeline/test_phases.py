@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from deskside.config import merge, presets
-from deskside.measurements.identity import Machine
 from deskside.measurements.store import Store, make_key, make_row, open_store
 from deskside.pipeline import phases
 from deskside.pipeline.phases import PipelineRequest
@@ -18,6 +17,7 @@ from deskside.probe.grid import calibration_points
 from deskside.probe.sweep import Sweep
 from deskside.utils import child_process
 from deskside.utils.errors import RunError, UsageError
+from deskside.utils.machine import Machine
 
 CARD = Machine(
     "NVIDIA GeForce RTX 4090",

@@ -29,15 +29,15 @@ class Watched:
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.asked: list[tuple[int, int | None]] = []
         self.used: Counter[tuple[str, int, int | None]] = Counter()
-        monkeypatch.setattr(attention_backends, "choose", self.choose)
+        monkeypatch.setattr(attention_backends, "choose_cached", self.choose)
         monkeypatch.setattr(finalize, "samples", lambda *given: [])  # the engine attends in its own ways
         for name in ("chunked", "reference", "sdpa"):
             object.__setattr__(BACKENDS[name], "function", self.counting(name, BACKENDS[name].function))
 
-    def choose(self, need: Requirements, candidates: Any) -> BackendChoice:
+    def choose(self, need: Requirements, *given: Any) -> tuple[BackendChoice, str]:
         self.asked.append((need.tokens, need.window))
         name = FASTEST[need.tokens, need.window]
-        return BackendChoice(name, {name: 1e-3}, {name: 1e-7}, {})
+        return BackendChoice(name, {name: 1e-3}, {name: 1e-7}, {}, {}), "measured"
 
     def counting(self, name: str, function: Any) -> Any:
         def counted(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext) -> Tensor:
@@ -71,15 +71,11 @@ def test_every_stage_has_its_own_backends(data: Path, tmp_path: Path, watched: W
 
 
 @pytest.mark.parametrize("old", [False, True])
-def test_what_was_recorded_is_read_back(old: bool, data: Path, watched: Watched) -> None:
-    config = tiny_run.config(data, model=MODEL, schedule={"length": 10, "stages": STAGES})
+def test_what_was_recorded_is_read_back(old: bool) -> None:
     recorded: dict[str, Any] = {"full": {"name": "sdpa"}, "windowed": {"name": "chunked"}}
     if not old:
         names = {"full": {"name": "chunked"}, "windowed": {"name": "reference"}}
         recorded["stages"] = [{"sequence_length": 16, "window": 4, **names}]
-    recorded = json.loads(json.dumps(recorded))
-    nothing: Any = None  # neither the model nor the processes are asked
-    attention, facts = attention_backends.choose_attention(config, nothing, nothing, 32, recorded)
-    assert facts == recorded and not watched.asked
+    attention = attention_backends.recorded_attention(json.loads(json.dumps(recorded)))
     assert attention.at(32, None) == ("sdpa", "chunked")
     assert attention.at(16, 4) == (("sdpa", "chunked") if old else ("chunked", "reference"))

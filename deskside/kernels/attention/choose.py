@@ -1,5 +1,8 @@
 """Choose an attention backend by running the candidates: the fastest of those that are correct.
 
+Candidates that start quickly are tried first. One that takes long to start, because it has to be compiled, is tried
+only if it could win that time back within the run (`Use`). The whole trial ends after `TRIAL_SECONDS`.
+
 An installed backend can be wrong: some libraries have returned gradients that were all zero. So the output and the
 three gradients of each candidate are compared with the reference in float32, on this device and at this shape; those
 that pass are timed. The choice and its measurements are plain data, which a run records and a resumed run reads back.
@@ -34,6 +37,26 @@ CHECK_SCORES = 2**27  # attention scores that are compared, 512 MiB in float32; 
 TIMED_RUNS = {"cuda": 10, "cpu": 3}
 GIVE_UP_FACTOR = 3.0  # a candidate this much slower than the best so far is not timed further
 TIE_MARGIN = 0.02  # relative difference in time that counts as a tie: the noise between trials
+CANDIDATE_SECONDS = 2.0  # a candidate is timed less often if that takes longer
+TRIAL_SECONDS = 30.0  # no further candidate is started after this time, if one works
+FORWARD_AND_BACKWARD = 3.5  # times the forward FLOPs: two matmuls in the forward, five in the backward
+
+
+@dataclass(frozen=True)
+class Use:
+    """How much a run uses the backend that is chosen, which bounds what a faster one can save.
+
+    passes: forward and backward passes of this problem. peak_flops: FLOP/s that no kernel exceeds on this device.
+    """
+
+    passes: float
+    peak_flops: float
+
+    def saved_seconds(self, need: Requirements, best: float) -> float:
+        """Return the most that another backend can save in the run. best: seconds of one pass so far."""
+        # How many query-key pairs the documents of a run leave is not known.
+        fastest = 0.0 if need.documents else flops(need) / self.peak_flops
+        return self.passes * max(0.0, best - fastest)
 
 
 @dataclass(frozen=True)
@@ -45,33 +68,48 @@ class BackendChoice:
         same kernels through autograd.
     errors: name -> the largest relative error of the output and the gradients, under autograd and through `pair`.
     rejected: name -> reason.
+    not_tried: name -> the reason why a candidate was left out of this trial, which a longer run may try.
     """
 
     name: str
     seconds: dict[str, float]
     errors: dict[str, float]
     rejected: dict[str, str]
+    not_tried: dict[str, str]
 
 
-def choose(need: Requirements, candidates: Sequence[str] | None = None, seed: int = 0) -> BackendChoice:
+def considered_backends(need: Requirements) -> list[str]:
+    """Return the names of the backends that `choose` tries on this device, in the order in which it tries them."""
+    masked = need.window is not None or need.documents
+    names = [
+        backend.name
+        for backend in sorted(BACKENDS.values(), key=lambda backend: backend.start_seconds)
+        if need.device.type not in backend.on_request and (masked or not backend.for_masks)
+    ]
+    return sorted(names, key=lambda name: name == "reference")  # last, as it is only a fallback
+
+
+def choose(
+    need: Requirements,
+    candidates: Sequence[str] | None = None,
+    seed: int = 0,
+    use: Use | None = None,
+    earlier: BackendChoice | None = None,
+) -> BackendChoice:
     """Return the fastest backend that is correct for this problem on this device. Takes seconds and up to a few GiB.
 
     `candidates` limits the choice, and may include backends that are otherwise left out on this device. Raises
     UsageError for an unknown name, and RunError if no backend passes.
+
+    use: what the choice is for; None: every candidate is tried. earlier: a trial of other candidates for the same
+    problem, whose results are part of the choice.
     """
-    if candidates is None:
-        masked = need.window is not None or need.documents
-        considered = [
-            b
-            for b in BACKENDS.values()
-            if need.device.type not in b.on_request and (masked or not b.for_masks)
-        ]
-        considered.sort(key=lambda b: b.name == "reference")  # last, as it is only a fallback
-    else:
-        considered = [backend_named(name) for name in candidates]
-    rejected: dict[str, str] = {}
-    errors: dict[str, float] = {}
-    seconds: dict[str, float] = {}
+    considered = [backend_named(name) for name in candidates or considered_backends(need)]
+    rejected: dict[str, str] = dict(earlier.rejected) if earlier else {}
+    errors: dict[str, float] = dict(earlier.errors) if earlier else {}
+    seconds: dict[str, float] = dict(earlier.seconds) if earlier else {}
+    not_tried: dict[str, str] = {}
+    began = time.perf_counter()
     part = _checked_part(need)
     inputs, context = _problem(need, part.tokens, seed)
     expected: list[Tensor] | None = None
@@ -83,6 +121,9 @@ def choose(need: Requirements, candidates: Sequence[str] | None = None, seed: in
             reason = "is slow and large; only used where nothing else works"
         if reason is not None:
             rejected[backend.name] = reason
+            continue
+        if seconds and (reason := _reason_to_skip(backend, need, min(seconds.values()), use, began)):
+            not_tried[backend.name] = reason
             continue
         if expected is None:
             expected = _reference(inputs, context, part)
@@ -105,7 +146,28 @@ def choose(need: Requirements, candidates: Sequence[str] | None = None, seed: in
         raise RunError(
             f"no attention backend works at this shape; change head_dim, the window or the dtype: {reasons}"
         )
-    return BackendChoice(_fastest(seconds), seconds, errors, rejected)
+    return BackendChoice(_fastest(seconds), seconds, errors, rejected, not_tried)
+
+
+def _reason_to_skip(
+    backend: AttentionBackend, need: Requirements, best: float, use: Use | None, began: float
+) -> str | None:
+    """Return why a candidate is not worth trying, None if it is. best: seconds of the fastest backend so far."""
+    if time.perf_counter() - began > TRIAL_SECONDS:
+        return f"the trial had already taken {TRIAL_SECONDS:.0f} s"
+    if use is None or use.saved_seconds(need, best) >= backend.start_seconds:
+        return None
+    return (
+        f"starting it takes about {backend.start_seconds:.0f} s, and it can save this run at most "
+        f"{use.saved_seconds(need, best):.1f} s"
+    )
+
+
+def flops(need: Requirements) -> float:
+    """Return the FLOPs of forward and backward, counting only the query-key pairs that the mask leaves."""
+    window = min(need.window or need.tokens, need.tokens)
+    pairs = need.tokens * window - window * (window - 1) // 2
+    return FORWARD_AND_BACKWARD * 4 * need.batch * need.heads * need.head_dim * pairs
 
 
 def _fastest(seconds: dict[str, float]) -> str:
@@ -238,7 +300,9 @@ def _time(backend: AttentionBackend, context: AttentionContext, inputs: list[Ten
     first_runs = 3 if device.type == "cuda" else 2
     times = _run_seconds(run, device, first_runs)
     if min(times) <= GIVE_UP_FACTOR * best:
-        times += _run_seconds(run, device, TIMED_RUNS[device.type] - first_runs)
+        affordable = int(CANDIDATE_SECONDS / max(min(times), 1e-6))
+        if more := min(TIMED_RUNS[device.type] - first_runs, affordable):
+            times += _run_seconds(run, device, more)
     return statistics.median(times)
 
 

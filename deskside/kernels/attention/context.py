@@ -102,7 +102,8 @@ class AttentionBackend:
     them. supports_noncausal: supports attention that is not causal.
     on_request: devices on which `choose` tries it only if it is among the candidates. for_masks: worth trying, and
     compiling, only for windows or documents; `choose` skips it otherwise. prepare: computes
-    `AttentionContext.prepared`. pair: its explicit forward and backward (None: `manual_backward.py` runs `function`
+    `AttentionContext.prepared`. start_seconds: what its first use takes on a machine without compiled kernels, if that
+    is long; `choose` tries it last. pair: its explicit forward and backward (None: `manual_backward.py` runs `function`
     under autograd). package: the optional distribution that it needs, which is also the name of deskside's extra.
     """
 
@@ -119,6 +120,7 @@ class AttentionBackend:
     on_request: frozenset[DeviceType] = field(default_factory=frozenset)
     for_masks: bool = False
     prepare: Callable[[AttentionContext, int, int, torch.device], Any] = no_preparation
+    start_seconds: float = 0.0
     pair: FwdBwd | None = None
     package: str | None = None
 

@@ -8,9 +8,9 @@ import os
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from deskside.measurements.identity import this_machine
 from deskside.utils.child_process import cpu_cores
 from deskside.utils.errors import UsageError
+from deskside.utils.machine import this_machine
 
 THREADS = "OMP_NUM_THREADS"
 

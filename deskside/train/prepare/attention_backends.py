@@ -1,15 +1,21 @@
-"""Choose the attention backends of a run: check them against a reference, then time them."""
+"""Choose the attention backends of a run: check them against a reference, then time them, or use a kept choice."""
 
+import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from deskside.budget.shape import flops_per_token
 from deskside.config.run import RunConfig
-from deskside.kernels.attention import Requirements, choose, gathered
+from deskside.kernels.attention import Requirements, gathered
+from deskside.kernels.attention.cached_choice import choose_cached
+from deskside.kernels.attention.choose import Use
 from deskside.model.transformer import Transformer
 from deskside.train.parallel import World
+from deskside.utils.trials import TrialCache
 
 TRIAL_ROWS = 32  # maximum rows of the timed batch
 
@@ -30,30 +36,40 @@ class AttentionBackends:
         return self.stages.get((sequence_length, window), (self.full, self.windowed))
 
 
-def choose_attention(
-    config: RunConfig, model: Transformer, world: World, sequence_length: int, recorded: dict[str, Any] | None
-) -> tuple[AttentionBackends, dict[str, Any]]:
-    """Choose the backends by trials. A resumed run uses the recorded ones.
+def recorded_attention(recorded: Mapping[str, Any]) -> AttentionBackends:
+    """Return the backends that the entries of plan.json name."""
+    stages = {
+        (stage["sequence_length"], stage["window"]): _names(stage) for stage in recorded.get("stages", ())
+    }
+    return AttentionBackends(*_names(recorded), stages)
 
-    There is one trial for rows of `sequence_length`, which evaluation uses too, and one for every stage with another
-    length or window. Returns the backends, and the results of the trials for plan.json.
+
+def choose_attention(
+    config: RunConfig, model: Transformer, world: World, peak_flops: float, cache: TrialCache | None = None
+) -> dict[str, Any]:
+    """Choose the backends by trials, and return their results for plan.json (see `recorded_attention`).
+
+    There is one trial for rows of `batch.sequence_length`, which evaluation uses too, and one for every stage with
+    another length or window.
+
+    peak_flops: FLOP/s of a large matmul, which bounds what a faster backend can save in this run.
     """
-    if recorded:
-        stages = {
-            (stage["sequence_length"], stage["window"]): _names(stage) for stage in recorded.get("stages", ())
-        }
-        return AttentionBackends(*_names(recorded), stages), recorded
+    sequence_length, cache = config.batch.sequence_length, cache or TrialCache()
+    layer_windows = [config.model.layer_window(i) for i in range(config.model.num_hidden_layers)]
+    tokens = run_tokens(config, world, peak_flops) / world.readers
     results: dict[tuple[int, int | None], dict[str, Any]] = {}  # by (sequence length, window)
 
     def trial(tokens_per_step: int, length: int, stage_window: int | None) -> dict[str, Any]:
         """Return the results for full and windowed layers. Each combination of length and window is tried once."""
-        layer_windows = {config.model.layer_window(i) for i in range(config.model.num_hidden_layers)}
         windows: list[int | None] = [None] if None in layer_windows else []
-        windows += [stage_window or window for window in layer_windows if window is not None]
+        windows += [stage_window or window for window in set(layer_windows) if window is not None]
         rows = min(TRIAL_ROWS, tokens_per_step // length // world.readers or 1)
+        layers = Counter(None if window is None else stage_window or window for window in layer_windows)
         for window in windows:
             if (length, window) not in results:
-                results[length, window] = _try_attention(config, model, world.device, rows, length, window)
+                need = _requirements(config, model, world.device, rows, length, window)
+                use = Use(layers[window] * tokens / (rows * length), peak_flops)
+                results[length, window] = _try_attention(config, need, use, cache)
         # A model without full layers uses its windowed backend for both.
         trials = {"full": results[length, windows[0]]}
         return trials if windows[-1] is None else {**trials, "windowed": results[length, windows[-1]]}
@@ -67,23 +83,32 @@ def choose_attention(
             {"sequence_length": length, "window": window} | trial(config.stage_tokens(stage), length, window)
             for (length, window), stage in others.items()
         ]
-    return choose_attention(config, model, world, sequence_length, facts)
+    return facts
 
 
-def _names(trials: dict[str, Any]) -> tuple[str, str | None]:
+def run_tokens(config: RunConfig, world: World, peak_flops: float) -> float:
+    """Return the most tokens that the run can train on; infinite if its length is in epochs."""
+    length = config.schedule.length
+    if length is None or length.unit == "epochs":
+        return math.inf
+    if length.unit == "tokens":
+        return length.value
+    if length.unit == "steps":
+        return length.value * max(config.stage_tokens(stage) for stage in config.stages())
+    fastest = world.size * peak_flops / flops_per_token(config.model, config.batch.sequence_length)
+    return length.value * fastest
+
+
+def _names(trials: Mapping[str, Any]) -> tuple[str, str | None]:
     """Return the chosen names (full, windowed)."""
     windowed = trials.get("windowed") or {}
     return trials["full"]["name"], windowed.get("name")
 
 
-def _try_attention(
+def _requirements(
     config: RunConfig, model: Transformer, device: torch.device, rows: int, length: int, window: int | None
-) -> dict[str, Any]:
-    """Choose the backend for one window. Return its name, and the times and errors of all candidates.
-
-    Raises RunError if no backend is correct, or if attention over shared rows is not.
-    """
-    need = Requirements(
+) -> Requirements:
+    return Requirements(
         batch=rows,
         tokens=length,
         heads=config.model.num_attention_heads,
@@ -94,13 +119,23 @@ def _try_attention(
         window=window,
         documents=config.data.document_mask,
     )
+
+
+def _try_attention(config: RunConfig, need: Requirements, use: Use, cache: TrialCache) -> dict[str, Any]:
+    """Choose the backend for one problem. Return its name, and the times and errors of all candidates.
+
+    Raises RunError if no backend is correct, or if attention over shared rows is not.
+    """
     context = config.parallel.context
-    if context > 1 and gathered.uses_flash(device, need.dtype):
+    if context > 1 and gathered.uses_flash(need.device, need.dtype):
         gathered.check_chunks(need, context)
-    choice = choose(need, None if config.compute.attention == "auto" else [config.compute.attention])
+    candidates = None if config.compute.attention == "auto" else [config.compute.attention]
+    choice, trial = choose_cached(need, cache, candidates, use)
     return {
         "name": choice.name,
         "milliseconds": {name: round(s * 1e3, 3) for name, s in choice.seconds.items()},
         "errors": {name: float(f"{error:.2e}") for name, error in choice.errors.items()},
         "rejected": choice.rejected,
+        "not_tried": choice.not_tried,
+        "trial": trial,
     }

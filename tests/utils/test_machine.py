@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from deskside.measurements import identity
+from deskside.utils import machine as identity
 from deskside.utils.errors import RunError, UsageError
 
 QUICK = """
 import sys
-from deskside.measurements.store import this_machine
+from deskside.utils.machine import this_machine
 this_machine()
 assert not {"torch", "numpy", "pydantic"} & set(sys.modules), sorted(sys.modules)
 """
