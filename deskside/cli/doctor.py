@@ -10,8 +10,10 @@ from rich.console import Console
 from deskside.cli.options import Command, option
 from deskside.cli.output import print_json
 from deskside.cli.shared_options import JsonOption
-from deskside.doctor import summary
+from deskside.doctor import kept_trials, summary
 from deskside.doctor.examine import Say, examine
+from deskside.utils.errors import UsageError
+from deskside.utils.trials import TrialCache
 
 
 @dataclass(kw_only=True)
@@ -21,11 +23,14 @@ class DoctorOptions(JsonOption):
     Examples:
       deskside doctor
       deskside doctor --quick --json
+      deskside doctor --trials
     """
 
     quick: bool = option(
         "check only matmuls, memory, attention and eager training steps; takes some seconds", False
     )
+    trials: bool = option("only list the results of trials that are kept for later runs", False)
+    clear_trials: bool = option("only delete these results, so that later runs try again", False)
 
 
 COMMAND = Command("doctor", DoctorOptions)
@@ -34,6 +39,8 @@ COMMAND = Command("doctor", DoctorOptions)
 def run(argv: Sequence[str]) -> int:
     """Run `deskside doctor`; returns 1 when training cannot work here, else 0. Raises UsageError."""
     options = COMMAND.parse(argv)
+    if options.trials or options.clear_trials:
+        return _kept_trials(options)
     with _progress() as say:
         findings = examine(options.quick, say)
     if options.json:
@@ -41,6 +48,26 @@ def run(argv: Sequence[str]) -> int:
     else:
         summary.show(findings, Console())
     return 0 if findings["trains"] else 1
+
+
+def _kept_trials(options: DoctorOptions) -> int:
+    """List or delete the kept results of trials; returns 0. Raises UsageError and RunError."""
+    if options.quick or (options.trials and options.clear_trials):
+        raise UsageError("--trials, --clear-trials, --quick: give one of them")
+    cache = TrialCache()
+    if options.clear_trials:
+        deleted = cache.clear()
+        if options.json:
+            print_json({"folder": str(cache.folder), "deleted": deleted})
+        else:
+            print(f"deleted {deleted} kept trials in {cache.folder}")
+        return 0
+    described = kept_trials.describe(cache)
+    if options.json:
+        print_json(described)
+    else:
+        kept_trials.show(described, Console())
+    return 0
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from typing import Any
 
 from deskside.doctor import advice, check_list
 from deskside.utils import child_process
+from deskside.utils.trials import TrialCache
 
 SCHEMA = 1
 FACTS_SECONDS = 120.0
@@ -34,14 +35,16 @@ def examine(quick: bool, say: Say = lambda _: None, seconds: float = float("inf"
             is works, wrong numbers, unsupported, not installed, out of memory, timeout or crashed.
         use: Recommendations as {"what", "value", "why", "option"}.
         fix: Problems as {"severity", "problem", "remedy"}, most important first.
+        kept_trials: The folder of the trials' results that are kept for later runs, and their number.
         power: The first GPU's power limits in watts and the effects of lower ones, None without a GPU.
         seconds: Duration of the examination.
     """
     began = time.monotonic()
-    deadline = began + seconds
+    deadline, cache = began + seconds, TrialCache()
     report: dict[str, Any] = {
         "schema": SCHEMA,
         "quick": quick,
+        "kept_trials": {"folder": str(cache.folder), "number": len(cache.trials())},
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
     }
     say("looking at the machine and its software")

@@ -47,6 +47,12 @@ def show(report: Mapping[str, Any], console: Console) -> None:
         for line in _reasons(report["checks"]):
             console.print(Padding(line, (0, 0, 0, 1)))
         _power(report["power"], console)
+    kept = report.get("kept_trials") or {"number": 0}
+    if kept["number"]:
+        note = (
+            f"{kept['number']} results of trials are kept in {kept['folder']}; see deskside doctor --trials"
+        )
+        console.print(Text(note, "dim"))
     if report["use"]:
         _heading("Use on this machine", console)
         console.print(_use(report["use"]))

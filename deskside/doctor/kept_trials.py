@@ -1,0 +1,54 @@
+"""Show the trials and self-checks whose results are kept for later runs (`utils/trials.py`)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from deskside.utils.trials import Trial, TrialCache
+
+
+def describe(cache: TrialCache) -> dict[str, Any]:
+    """Return {"folder", "trials": [{"kind", "problem", "chosen", "seconds", "when", "valid_here"}]} for --json.
+
+    valid_here: True if the result is of this machine and of the installed versions.
+    """
+    rows = [_row(trial, cache.machine) for trial in cache.trials()]
+    return {"folder": str(cache.folder), "trials": rows}
+
+
+def show(described: Mapping[str, Any], console: Console) -> None:
+    """Print the result of `describe`."""
+    console.print(Text(f"{len(described['trials'])} kept trials in {described['folder']}", "bold"))
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 1))
+    for column in ("trial", "problem", "chosen", "took", "when"):
+        table.add_column(column, overflow="fold")
+    for row in described["trials"]:
+        style = "" if row["valid_here"] else "dim"
+        cells = (row["kind"], row["problem"], row["chosen"], f"{row['seconds']:.1f} s", row["when"][:16])
+        table.add_row(*(Text(cell, style) for cell in cells))
+    if described["trials"]:
+        console.print(table)
+        console.print(
+            Text(
+                "dim: of another card or version; deskside doctor --clear-trials deletes all, and later runs try again",
+                "dim",
+            )
+        )
+
+
+def _row(trial: Trial, machine: Mapping[str, Any] | None) -> dict[str, Any]:
+    spec = trial.key.get("spec", {})
+    facts = {
+        name: value for name, value in spec.items() if isinstance(value, (str, int)) and value is not False
+    }
+    return {
+        "kind": trial.kind,
+        "problem": ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in facts.items()),
+        "chosen": str(trial.result.get("name", "")),
+        "seconds": trial.seconds,
+        "when": trial.when,
+        "valid_here": trial.key.get("machine") == machine,
+    }
