@@ -30,6 +30,7 @@ from deskside.train.objective import RowDataset, TrainContext
 from deskside.train.prepare import attention_backends, setup
 from deskside.train.prepare.batch_size_finder import BatchSizeFinder, MicroBatch, StageWork, rows_per_rank
 from deskside.train.prepare.step_planning import modelled_memory_gib, native_formats
+from deskside.utils.trials import TrialCache
 
 WARMUP_SECONDS = {"cuda": 2.0, "cpu": 1.0}
 MEASURED_SECONDS = {"cuda": 4.0, "cpu": 4.0}
@@ -114,15 +115,16 @@ def prepare_step(config: RunConfig, report: Callable[[str], None] = lambda done:
     world = parallel.init_distributed(config.compute.device, "auto", config.compute.gpu_budget)
     torch.manual_seed(config.seed)
     notes: list[str] = []
-    recipe, precision = setup.choose_recipe(config, world.device, notes.append)
+    cache = TrialCache()
+    recipe, precision = setup.choose_recipe(config, world.device, notes.append, cache=cache)
     report("recipe checked")
     model = setup.build_model(config, world, recipe)
     report("model built")
     peak = measure_matmul_peak(world.device, model.activation_dtype)
-    measurements = attention_backends.choose_attention(config, model, world, peak)
+    measurements = attention_backends.choose_attention(config, model, world, peak, cache)
     report("attention chosen")
     native, formats = bool(precision["native"]), native_formats(precision)
-    execution = setup.prepare_execution(config, model, world, recipe, precision)
+    execution = setup.prepare_execution(config, model, world, recipe, precision, cache)
     scaling = scales(
         config.model.hidden_size, config.batch.tokens, 1000 * config.batch.tokens, config.optim.name
     )

@@ -46,6 +46,7 @@ from deskside.train.state.init_weights import InitialWeights, copy_tokenizer
 from deskside.utils import signals
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.signals import StopSignal
+from deskside.utils.trials import TrialCache
 
 
 @dataclass(frozen=True)
@@ -233,13 +234,13 @@ class _Run:
 
     def set_up(self) -> None:
         """Check this machine, open the data, and build `self.context` and `self.stepper`."""
-        config, world, recorded = self.config, self.world, self.recorded
+        config, world, recorded, cache = self.config, self.world, self.recorded, TrialCache()
         setup.use_deterministic_kernels(config)
         torch.manual_seed(config.seed)
         check_trackers(config.track)
         # Refuse what this machine does not support before data is prepared, which may take hours.
         recipe, self.precision_facts = world.broadcast_result(
-            lambda: setup.choose_recipe(config, world.device, self.log.say, recorded.get("precision"))
+            lambda: setup.choose_recipe(config, world.device, self.log.say, recorded.get("precision"), cache)
         )
         setup.execution_mode(config, recipe, world.device)
         data = setup.ensure_data(config, world, self.log.say)
@@ -251,10 +252,10 @@ class _Run:
         )
         peak_flops = measure_matmul_peak(world.device, model.activation_dtype)
         self.attention_facts = recorded.get("attention") or world.broadcast_result(
-            lambda: choose_attention(config, model, world, peak_flops)
+            lambda: choose_attention(config, model, world, peak_flops, cache)
         )
         attention = recorded_attention(self.attention_facts)
-        execution = setup.prepare_execution(config, model, world, recipe, self.precision_facts)
+        execution = setup.prepare_execution(config, model, world, recipe, self.precision_facts, cache)
         self.recipe, self.execution_mode = recipe, execution.mode
         if world.device.type == "cuda":
             check_host_memory(config, recipe, execution.mode, world)

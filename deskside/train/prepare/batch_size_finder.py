@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from deskside.config.run import RunConfig
+from deskside.kernels.compile_ahead import compile_ahead
 from deskside.train import environment_record
 from deskside.train.loop.step import Stepper
 from deskside.train.objective import RowDataset
@@ -231,6 +232,7 @@ class BatchSizeFinder:
         """Return the micro-batch of one stage with `rows` rows per step on this process."""
 
         def dry(micro_rows: int) -> float:
+            self.compile_kernels(micro_rows, stage.dataset, min(rows, 2 * micro_rows))
             if self.uses_bf16_steps:
                 # BF16 steps must fit too, and save more bytes for the backward pass than FP8 steps.
                 with self.stepper.precision.high_precision():
@@ -258,6 +260,24 @@ class BatchSizeFinder:
             return MicroBatch(rows, 1, ({"micro_rows": rows, "fits": True, "seconds": seconds},))
         first, device = self.first_candidate(stage, rows), self.world.device
         return find_micro_batch(dry_with_reserve, rows, first, self.log, lambda: free_failed_attempt(device))
+
+    def compile_kernels(self, micro_rows: int, dataset: RowDataset, rows: int) -> None:
+        """Compile the Triton kernels of a step at once, which the first dry step would compile one after the other."""
+        precision, world = self.stepper.precision, self.world
+        # Nothing may depend on what a skipped kernel would have written: indices of experts, weights that are updated
+        # within the backward, or a process that waits for another one within a pass.
+        separate = self.config.optim.gradients != "device"
+        if (
+            self.config.model.num_experts
+            or separate
+            or world.waits_within_passes
+            or world.device.type != "cuda"
+        ):
+            return
+        with contextlib.suppress(torch.OutOfMemoryError), compile_ahead(world.device):
+            self.dry_step(micro_rows, dataset, rows)
+        precision.scales.reset()
+        precision.forget_weights()
 
     @contextlib.contextmanager
     def reserve_memory(self) -> Iterator[None]:

@@ -35,8 +35,10 @@ from deskside.train.objective import Objective
 from deskside.train.parallel import World
 from deskside.train.prepare.batch_size_finder import StageWork
 from deskside.train.prepare.check_step import check_block
+from deskside.train.prepare.kept_checks import kept_check
 from deskside.train.state.init_weights import InitialWeights
 from deskside.utils.errors import RunError, UsageError
+from deskside.utils.trials import NO_CACHE, TrialCache
 from deskside.weights import frozen_base
 
 Say = Callable[[str], None]
@@ -63,12 +65,17 @@ def ensure_data(config: RunConfig, world: World, say: Say) -> Path:
 
 
 def choose_recipe(
-    run: RunConfig, device: torch.device, say: Say, recorded: Mapping[str, Any] | None = None
+    run: RunConfig,
+    device: torch.device,
+    say: Say,
+    recorded: Mapping[str, Any] | None = None,
+    cache: TrialCache = NO_CACHE,
 ) -> tuple[str, dict[str, Any]]:
     """Return the name of the precision recipe, and its entries of plan.json: self-check errors, and what runs natively.
 
     recorded: these entries of the run that is resumed. Its recipe and all choices that were made by timing are kept.
-    Raises UsageError for a recipe that fails its self-check on this machine.
+    cache: keeps the self-checks of deskside's own layers that pass. Raises UsageError for a recipe that fails its
+    self-check on this machine.
     """
     config, recorded = run.precision, recorded or {}
     configured = recorded.get("chosen") or config.name
@@ -77,7 +84,12 @@ def choose_recipe(
         name = "bf16" if device.type == "cuda" else "fp32"
     native = False if config.native == "never" else None  # None: if this device can
     caps = _usable_caps(run, name, device, say, recorded)
-    result = check(name, device, native, config.backend, caps)
+    problem = {"recipe": name, "device": device.type, "native": native, "caps": asdict(caps)}
+    result = kept_check(
+        cache if config.backend == "deskside" else NO_CACHE,
+        problem,
+        lambda: check(name, device, native, config.backend, caps),
+    )
     if not result.ok and configured == "auto" and name != "fp32":
         say(f"bf16 fails its self-check on this machine ({result.reason}): training in fp32")
         name = "fp32"
@@ -100,14 +112,14 @@ def choose_recipe(
     if recipe.quantized:
         if run.model.num_experts:
             facts["experts"] = _check_experts(
-                recipe.name, device, native if result.native else False, caps, say
+                recipe.name, device, native if result.native else False, caps, say, cache
             )
             caps = replace(caps, grouped_fp8=facts["experts"]["native"])
         facts["units"] = asdict(caps if result.native else NONE)
     if run.model.num_experts:
         facts["grouped_products"] = _grouped_backend(run, device, recipe.name, say)
     if config.head == "fp8":
-        facts["head"] = _check_head(device, native, result.native, say)
+        facts["head"] = _check_head(device, native, result.native, say, cache)
     return recipe.name, facts
 
 
@@ -127,11 +139,12 @@ def _usable_caps(
 
 
 def _check_experts(
-    recipe: str, device: torch.device, native: bool | None, caps: HardwareCaps, say: Say
+    recipe: str, device: torch.device, native: bool | None, caps: HardwareCaps, say: Say, cache: TrialCache
 ) -> dict[str, Any]:
     """Check the experts' products and return their entries of plan.json. Raises UsageError if the check fails."""
     used = expert_recipe(recipe_named(recipe)).name
-    result = check_experts(recipe, device, native, caps)
+    problem = {"experts": used, "device": device.type, "native": native, "caps": asdict(caps)}
+    result = kept_check(cache, problem, lambda: check_experts(recipe, device, native, caps))
     if not result.ok:
         raise UsageError(
             f"precision.name: experts in {used} fail their self-check on this machine: {result.reason}; use bf16"
@@ -154,12 +167,15 @@ def _grouped_backend(run: RunConfig, device: torch.device, recipe: str, say: Say
     return backend
 
 
-def _check_head(device: torch.device, native: bool | None, layers_native: bool, say: Say) -> dict[str, Any]:
+def _check_head(
+    device: torch.device, native: bool | None, layers_native: bool, say: Say, cache: TrialCache
+) -> dict[str, Any]:
     """Check the FP8 head and return its entries of plan.json. Raises UsageError if the check fails.
 
     layers_native: True if the products of the layers run natively.
     """
-    head = check_head(device, native)
+    problem = {"head": "fp8", "device": device.type, "native": native}
+    head = kept_check(cache, problem, lambda: check_head(device, native))
     if not head.ok:
         raise UsageError(f"precision.head: fp8 fails its self-check on this machine: {head.reason}; use bf16")
     if not head.native:
@@ -245,23 +261,29 @@ class Execution:
 
 
 def prepare_execution(
-    config: RunConfig, model: Transformer, world: World, recipe: str, facts: Mapping[str, Any] | None = None
+    config: RunConfig,
+    model: Transformer,
+    world: World,
+    recipe: str,
+    facts: Mapping[str, Any] | None = None,
+    cache: TrialCache = NO_CACHE,
 ) -> Execution:
     """Apply precision recipe, activation checkpointing and offloading, compilation and sharding, in this order.
 
-    facts: the second result of `choose_recipe`. Without it, the recipe runs natively on what the GPU supports.
+    facts: the second result of `choose_recipe`. Without it, the recipe runs natively on what the GPU supports. cache:
+    keeps the check of the fused kernels if they pass it.
     """
     facts = facts or {}
     native = bool(facts.get("native", True))
     backend = _backend(config, recipe)
     mode = execution_mode(config, recipe, world.device)
     if mode == "fused" and world.device.type == "cuda":
-        check_block(model)
-    cache = config.precision.weight_cache and not world.sharded
+        kept_check(cache, {"block": config.model.model_dump(mode="json")}, lambda: check_block(model))
+    cache_weights = config.precision.weight_cache and not world.sharded
     precision = convert(
         model,
         config.precision.recipe(recipe),
-        config.precision.model_copy(update={"weight_cache": cache}),
+        config.precision.model_copy(update={"weight_cache": cache_weights}),
         fused=mode == "fused",
         native=native,
         head_native=facts["head"]["native"] if "head" in facts else None,

@@ -213,6 +213,8 @@ def test_what_the_objective_will_keep_has_room_beside_the_steps(monkeypatch: pyt
     monkeypatch.setattr(environment_record, "allowed_memory_gib", lambda device: 100 / 2**30)
 
     class OnCard(BatchSizeFinder):
+        def compile_kernels(self, micro_rows: int, dataset: RowDataset, rows: int) -> None: ...
+
         def dry_step(self, micro_rows: int, dataset: RowDataset, rows: int) -> float:
             assert len(card) == (1 if keeps else 0)
             if 10 * micro_rows + keeps > 100:
@@ -236,6 +238,47 @@ def test_what_the_objective_will_keep_has_room_beside_the_steps(monkeypatch: pyt
         else:
             assert finder.find_for_stage(cast(StageWork, stage), 8, None).micro_rows == expected
         assert not card
+
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+
+
+@pytest.mark.parametrize(
+    ("device", "changes", "compiled"),
+    [
+        ("cuda", {}, True),
+        ("cpu", {}, False),
+        ("cuda", {"model": EXPERTS}, False),
+        ("cuda", {"optim": {"name": "adamw", "gradients": "host"}}, False),
+    ],
+)
+def test_kernels_are_compiled_before_the_first_dry_step(
+    device: str, changes: dict[str, Any], compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only where a step whose launches are skipped cannot go wrong; what it wrote is forgotten."""
+    events: list[str] = []
+
+    @contextlib.contextmanager
+    def ahead(device: torch.device) -> Iterator[None]:
+        events.append("skipping launches")
+        yield
+        events.append("launching")
+
+    class OnCard(BatchSizeFinder):
+        def dry_step(self, micro_rows: int, dataset: RowDataset, rows: int) -> float:
+            events.append("step")
+            if events == ["skipping launches", "step"]:
+                raise torch.OutOfMemoryError  # the dry step will find out as well
+            return 1.0
+
+    monkeypatch.setattr("deskside.train.prepare.batch_size_finder.compile_ahead", ahead)
+    config = RunConfig.model_validate(changes)
+    scales = SimpleNamespace(reset=lambda: events.append("scales reset"))
+    precision = SimpleNamespace(scales=scales, forget_weights=lambda: events.append("weights forgotten"))
+    stepper = SimpleNamespace(world=World(torch.device(device)), precision=precision)
+    finder = OnCard(config, cast(Stepper, stepper), lambda tokens: 0.0, lambda line: None)
+    finder.compile_kernels(4, cast(RowDataset, None), 8)
+    assert events == (["skipping launches", "step", "scales reset", "weights forgotten"] if compiled else [])
 
 
 @pytest.mark.parametrize("keeps, before", [(0, []), (5, [False])])

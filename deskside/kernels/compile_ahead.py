@@ -1,0 +1,70 @@
+"""Compile Triton kernels in several threads before they are needed.
+
+Triton compiles a kernel when it is first launched, one after the other: about 30 kernels before the first step, each
+with a run of ptxas and of the C compiler, both processes of their own. Here a computation runs once without the
+launches of kernels that are not compiled yet. Each of them is handed to a thread instead, and the computation goes on.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+MAX_THREADS = 16
+
+
+@contextlib.contextmanager
+def compile_ahead(device: torch.device) -> Iterator[None]:
+    """Context manager: skip the launches of kernels that are not compiled, and compile them in threads until its end.
+
+    What is computed within the context is undefined. It may be used for floating-point numbers only: a skipped kernel
+    leaves its output uninitialized, and such indices would make another kernel read outside of its tensors.
+
+    A kernel that does not compile raises at its next launch. On a device other than a GPU, the context does nothing.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    from triton import knobs
+
+    jobs: dict[tuple[Any, str], Future[None]] = {}
+    threads = max(1, min(MAX_THREADS, len(os.sched_getaffinity(0))))
+    with ThreadPoolExecutor(threads, initializer=torch.cuda.set_device, initargs=(device,)) as pool:
+
+        def submit(
+            *, key: str, fn: Any, compile: dict[str, Any], is_manual_warmup: bool, **other: Any
+        ) -> bool:
+            """Triton's hook before a compilation. Returns True to skip compilation and launch."""
+            if is_manual_warmup:  # called by `_compile` itself
+                return False
+            if (fn.jit_function, key) not in jobs:
+                job = pool.submit(_compile, fn.jit_function, compile["specialization_data"])
+                jobs[fn.jit_function, key] = job
+            return True
+
+        with _set(knobs.runtime, "jit_cache_hook", submit):
+            yield
+            # Within the hook, so that no other thread compiles and launches a kernel in the meantime.
+            for job in jobs.values():
+                job.exception()
+
+
+def _compile(function: Any, specialization: str) -> None:
+    """Compile a `JITFunction`, and build its launcher, which Triton would build at the first launch."""
+    from triton.runtime import driver
+
+    kernel = function.preload(specialization)
+    driver.active.launcher_cls(kernel.src, kernel.metadata)
+
+
+@contextlib.contextmanager
+def _set(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)

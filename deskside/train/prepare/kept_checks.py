@@ -1,0 +1,28 @@
+"""Self-checks whose success is kept in the cache of trials, so that later runs on the same card skip them.
+
+A check that fails, also one that only emulated products pass, is not kept: it is repeated in every run.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from deskside.precision.selfcheck import CheckResult
+from deskside.utils.trials import TrialCache
+
+KIND = "self-check"
+
+
+def kept_check(
+    cache: TrialCache, problem: Mapping[str, Any], check: Callable[[], CheckResult]
+) -> CheckResult:
+    """Return the kept result of a check that passed for this problem, or run the check."""
+    kept = cache.find(KIND, problem)
+    if kept is not None:
+        return CheckResult(**kept.result)
+    began = time.perf_counter()
+    result = check()
+    if result.ok and not result.reason:
+        cache.keep(KIND, problem, asdict(result), time.perf_counter() - began)
+    return result

@@ -1,0 +1,54 @@
+"""Self-checks that passed are not repeated by later runs; what failed or is emulated for a reason is."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from deskside.precision.selfcheck import CheckResult
+from deskside.train.prepare import setup
+from deskside.train.prepare.kept_checks import kept_check
+from deskside.utils.trials import TrialCache
+from tests.train import tiny_run
+
+
+@pytest.mark.parametrize(
+    ("result", "checks"),
+    [
+        (CheckResult(True, {"output": 2e-3}, ""), 1),
+        (CheckResult(True, {"output": 2e-3}, "", native=False), 1),
+        (CheckResult(True, {"output": 2e-3}, "emulated: cannot run here"), 2),
+        (CheckResult(False, {"output": 0.5}, "output is off"), 2),
+    ],
+)
+def test_only_what_passed_is_kept(result: CheckResult, checks: int, tmp_path: Path) -> None:
+    calls = []
+
+    def check() -> CheckResult:
+        calls.append(1)
+        return result
+
+    for _ in range(2):
+        assert kept_check(TrialCache(tmp_path), {"recipe": "fp8"}, check) == result
+    assert len(calls) == checks
+    kept_check(TrialCache(tmp_path), {"recipe": "bf16"}, check)
+    assert len(calls) == checks + 1
+
+
+def test_a_second_run_does_not_check_its_recipe_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_run.config(
+        "nowhere", model={"vocab_size": 304}, precision={"name": "fp8-delayed", "head": "fp8"}
+    )
+    cpu, said = torch.device("cpu"), []
+    first = setup.choose_recipe(config, cpu, said.append, cache=TrialCache(tmp_path))
+
+    def repeated(*given: object, **named: object) -> None:
+        raise AssertionError("it has passed already")
+
+    for name in ("check", "check_head"):
+        monkeypatch.setattr(setup, name, repeated)
+    assert setup.choose_recipe(config, cpu, said.append, cache=TrialCache(tmp_path)) == first
+    with pytest.raises(AssertionError):
+        setup.choose_recipe(config, cpu, said.append)
