@@ -13,6 +13,10 @@ The optimizer settings in `config/optim.py` were tuned at a reference point. Fro
   2505.13738), the reference is our own: of 65,536, 131,072 and 262,144 tokens per step, the smallest was best after 82
   million tokens (1.206, 1.215 and 1.249 bits per byte, 124m with Muon on an H200, docs/log.md). Smaller batches were
   not tried, so the rule may be too high. nanochat's reference, 2^19 tokens at 1.2 billion, gives three times as much.
+- batch of n GPUs ~ sqrt(n), for the same tokens. A step takes the time h + batch / (n x speed of one GPU), where h does
+  not shrink with n: launches of kernels, sums of gradients. A larger batch needs more tokens for the same loss, in
+  proportion to 1 + batch / critical batch (McCandlish et al., arXiv 1812.06162). The time until a loss is their
+  product divided by the batch; it is shortest at batch = sqrt(h x n x speed x critical batch).
 """
 
 import math
@@ -37,6 +41,8 @@ REFERENCES = {
 }
 BATCH_EXPONENT = 0.383
 BATCH_REFERENCE = (82_000_000, 2**16)  # tokens of the run, best tokens per step
+# Passes of fewer tokens wait for the host: on an H200, 8,192 tokens of `124m` take 12 ms to compute and 20 to launch.
+MIN_TOKENS_PER_GPU = 2**14
 
 
 @dataclass(frozen=True)
@@ -75,3 +81,19 @@ def best_batch_tokens(total_tokens: int) -> int:
     reference_tokens, reference_batch = BATCH_REFERENCE
     exponent = math.log2(reference_batch) + BATCH_EXPONENT * math.log2(total_tokens / reference_tokens)
     return int(2 ** max(round(exponent), 0))
+
+
+def batch_on_gpus(one_gpu: float, gpus: int, unit: int, most: float = math.inf) -> int:
+    """Return the tokens per step of several GPUs, each a power of two of `unit`, from the tokens per step of one.
+
+    They grow with the square root of `gpus`, rounded up if in the middle, and are at least MIN_TOKENS_PER_GPU on each
+    GPU, unless one GPU has fewer.
+
+    Args:
+        gpus: GPUs that read different rows.
+        unit: Tokens that a GPU computes at once: of a row, or of a pass if that is set.
+        most: Maximum tokens per step, if one unit on each GPU is not more.
+    """
+    each = max(one_gpu / math.sqrt(gpus), min(one_gpu, MIN_TOKENS_PER_GPU))
+    doublings = math.log2(max(1.0, min(each, most / gpus)) / unit)
+    return gpus * unit * 2 ** max(0, math.floor(doublings + 0.5 + 1e-9))

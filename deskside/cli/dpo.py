@@ -56,7 +56,13 @@ class DpoRun(FinetuneRun):
         index = open_index(data, "preference", max(vocab_size, loaded.config.vocab_size))
         tokens = index["splits"]["train"]["tokens"]
         batch = default_batch(
-            loaded, self.given, tokens, step_tokens=65536, steps_per_epoch=40, sequence_length=2048
+            loaded,
+            self.given,
+            tokens,
+            step_tokens=65536,
+            steps_per_epoch=40,
+            sequence_length=2048,
+            processes=self.processes,
         )
         # The model can answer already; a large learning rate would undo what it has learned.
         return FinetuneDefaults(batch, lr_factor=0.1, warmup=0.05, final_lr_fraction=0.1)

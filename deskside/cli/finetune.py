@@ -18,7 +18,7 @@ from pydantic import ValidationError
 import deskside
 from deskside.cli.options import Command, option
 from deskside.cli.output import finish
-from deskside.cli.shared_options import RunOptions, set_length
+from deskside.cli.shared_options import RunOptions, launch, must_launch, process_count, set_length
 from deskside.cli.train import resume
 from deskside.config import merge
 from deskside.config.base import first_problem
@@ -147,12 +147,15 @@ class FinetuneRun:
         if options.resume is not None:
             return self._resume()
         self._require_arguments()
+        self.processes = process_count(options, [given])
         set_length(given, options, self.length)
         self.align = objective_config(self.name, options, given)
         self.check()
         is_rank_zero = int(os.environ.get("RANK", "0")) == 0
         if is_rank_zero:  # for other ranks, rank 0 may have created the directory already
             RunDirectory.check_name(Path(options.runs), options.name)
+        if must_launch(self.processes):
+            return launch(self.name, self.argv, self.processes)
         source = str(options.source)
         from deskside.weights.load import load_model
 
@@ -228,15 +231,17 @@ class FinetuneRun:
         options = self.options
         other = ("source", "sources", "val", "name", "hours", "steps", "tokens", "epochs", "questions")
         if self.given or any(getattr(options, name, None) for name in other):
-            raise UsageError("--resume uses the run's own configuration; give no other options with it")
-        config = RunDirectory.open(Path(options.resume)).config()
-        command = config.align.name if config.align is not None else "train"
+            raise UsageError(
+                "--resume uses the run's own configuration; give no other options with it, but --gpus"
+            )
+        align = RunDirectory.open(Path(options.resume)).config().align
+        command = align.name if align is not None else "train"
         if self.name not in ("sft", command):  # sft resumes runs of every command
             raise UsageError(
                 f"{options.resume}: was made by deskside {command}; continue it with: deskside {command} --resume "
                 f"{options.resume}"
             )
-        return resume(Path(options.resume), config, options.json)
+        return resume(self.name, self.argv, options)
 
 
 # Parts of a command
@@ -298,19 +303,21 @@ def default_batch(
     step_tokens: int,
     steps_per_epoch: int,
     sequence_length: int,
+    processes: int,
 ) -> dict[str, int]:
-    """Return the default batch sizes.
+    """Return the default batch sizes. They do not grow with the GPUs, since most fine-tuning data is small.
 
     Args:
         tokens: Tokens of the training data.
         step_tokens: Maximum tokens of a step; fewer, if an epoch would otherwise have fewer than `steps_per_epoch`
-            steps. A step has at least one row, and a power of two of them.
+            steps. Each process has at least one row of a step, and a power of two of them.
         sequence_length: See `row_length`.
+        processes: Number of processes, which share the rows of a step.
     """
     length = row_length(loaded, given, sequence_length)
-    rows = max(1, min(step_tokens, tokens // steps_per_epoch) // length)
+    rows = max(1, min(step_tokens, tokens // steps_per_epoch) // (length * processes))
     rows = 2 ** (rows.bit_length() - 1)  # rounded down to a power of two
-    return {"sequence_length": length, "tokens": int(rows) * length}
+    return {"sequence_length": length, "tokens": processes * int(rows) * length}
 
 
 def row_length(loaded: Any, given: dict[str, Any], default: int) -> int:

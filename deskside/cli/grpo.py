@@ -80,7 +80,9 @@ class GrpoRun(FinetuneRun):
         if questions is not None and questions < 1:
             raise UsageError(f"--questions: must be at least 1, not {questions}")
         length = row_length(loaded, self.given, align.answer_tokens + QUESTION_TOKENS)
-        batch = {"sequence_length": length, "tokens": (questions or QUESTIONS) * align.group * length}
+        if questions is None:
+            questions = max(1, QUESTIONS // self.processes) * self.processes  # as many for each process
+        batch = {"sequence_length": length, "tokens": questions * align.group * length}
         return FinetuneDefaults(
             batch,
             lr_factor=0.05,  # gradients are noisy, and there are many steps

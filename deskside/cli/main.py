@@ -2,7 +2,8 @@
 
 Exit codes: 0 done, 1 failed, 2 wrong usage; 130, 143 and 129 if SIGINT (Ctrl-C), SIGTERM or SIGHUP stopped the work,
 which can be resumed from its checkpoints. A run that ends at its deadline is done. `serve` runs until it is stopped, so
-Ctrl-C and SIGTERM end it with 0, and so does leaving `chat`. torchrun reports a failure of any of its processes as 1.
+Ctrl-C and SIGTERM end it with 0, and so does leaving `chat`. Of several processes (`--gpus`), the error that caused the
+others decides; one killed by signal N gives 128 + N. torchrun reports a failure of any of its processes as 1.
 Tracebacks are printed only with --debug.
 
 A run, checkpoint, model directory or dataset that is damaged or was written by another version gives 1; a path that
@@ -22,7 +23,7 @@ from importlib import import_module
 from typing import Any, TextIO, cast
 
 from deskside import __version__
-from deskside.utils import signals
+from deskside.utils import launched, signals
 from deskside.utils.errors import RunError, UsageError
 
 # command -> (module, function, description)
@@ -72,19 +73,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     with _streams(), signals.raise_on_termination():
         try:
             try:
+                launched.begin()
                 return _run(arguments)
             finally:
                 sys.stdout.flush()
         except (UsageError, RunError) as error:
             if debug:
                 raise
-            print(f"deskside: {error}", file=sys.stderr)
-            return 2 if isinstance(error, UsageError) else 1
+            return _failed(f"deskside: {error}", "error", 2 if isinstance(error, UsageError) else 1)
         except KeyboardInterrupt as error:
             number = signals.signal_number(error)
             by_signal = "" if number == signal.SIGINT else f" by {signal.Signals(number).name}"
-            print(f"interrupted{by_signal}", file=sys.stderr)
-            return 128 + number
+            return _failed(f"interrupted{by_signal}", "stopped", 128 + number)
         except BrokenPipeError:  # the reader of standard output has ended, such as `head`
             return 1
         except OSError as error:
@@ -92,8 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise
             # An error in copying a file has two names; the second is that of the copy.
             names = [str(name) for name in (error.filename2 or error.filename,) if name is not None]
-            print(": ".join(["deskside", *names, error.strerror or str(error)]), file=sys.stderr)
-            return 1
+            return _failed(": ".join(["deskside", *names, error.strerror or str(error)]), "error", 1)
         except (SystemExit, GeneratorExit):
             raise
         # Panics of Rust libraries and errors of torch.distributed.checkpoint are not subclasses of Exception.
@@ -103,19 +102,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _unexpected(error)
 
 
+def _failed(text: str, kind: launched.Kind, code: int) -> int:
+    """Print an error, or send it to the launcher of this process, and return the exit code."""
+    if not launched.report(text, kind):
+        print(text, file=sys.stderr)
+    return code
+
+
 def _unexpected(error: BaseException) -> int:
-    """Print an unexpected exception without its traceback and return the exit code."""
+    """Report an unexpected exception without its traceback and return the exit code."""
     try:
         message = next(iter(str(error).splitlines()), "")[:500]
     except Exception as str_error:  # noqa: BLE001 - __str__ of a library's exception can raise anything
         message = f"its message cannot be shown ({type(str_error).__name__})"
     colon = ": " if message else ""
     if isinstance(error, MemoryError) or "allocate memory" in message or "out of memory" in message:
-        print(f"deskside: out of memory{colon}{message}", file=sys.stderr)
-        return 1
-    print(f"deskside: unexpected {type(error).__name__}{colon}{message}", file=sys.stderr)
-    print("deskside: this is a bug; deskside --debug ... shows where", file=sys.stderr)
-    return 1
+        return _failed(f"deskside: out of memory{colon}{message}", "error", 1)
+    bug = "deskside: this is a bug; deskside --debug ... shows where"
+    return _failed(f"deskside: unexpected {type(error).__name__}{colon}{message}\n{bug}", "unexpected", 1)
 
 
 def _run(arguments: list[str]) -> int:

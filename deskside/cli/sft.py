@@ -63,7 +63,13 @@ class SftRun(FinetuneRun):
 
         tokens = read_index(data).splits["train"].tokens
         batch = default_batch(
-            loaded, self.given, tokens, step_tokens=32768, steps_per_epoch=50, sequence_length=2048
+            loaded,
+            self.given,
+            tokens,
+            step_tokens=32768,
+            steps_per_epoch=50,
+            sequence_length=2048,
+            processes=self.processes,
         )
         # The learning rate ends at 0, since usually no training follows.
         return FinetuneDefaults(batch, lr_factor=1.0, warmup=0.03, final_lr_fraction=0.0)

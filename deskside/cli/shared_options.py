@@ -1,7 +1,10 @@
 """Options and checks of options that several commands share."""
 
 import ipaddress
+import os
 import socket
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +12,7 @@ from typing import Any
 from pydantic import BeforeValidator
 
 from deskside.cli.options import option
+from deskside.config import merge
 from deskside.config.duration import parse_hours
 from deskside.config.merge import LENGTH_ALIASES
 from deskside.utils.errors import UsageError
@@ -56,6 +60,34 @@ class RunOptions(JsonOption):
     tokens: str | None = option("length in tokens, such as 10M", None, metavar="N")
     resume: str | None = option("continue a stopped run where it stopped", None, metavar="RUN")
     runs: str = option("directory of all runs", "runs", metavar="DIR")
+    gpus: str | None = option(
+        "GPUs that train together: a number, or auto for all; default: one", None, metavar="N|auto"
+    )
+
+
+def process_count(options: RunOptions, layers: Sequence[Mapping[str, Any]]) -> int:
+    """Return how many processes train: those of --gpus, or of torchrun. Raises UsageError.
+
+    layers: of the configuration, which has the device.
+    """
+    from deskside.train import launch
+
+    compute = merge.merge(layers)[0].get("compute")
+    device = compute.get("device") if isinstance(compute, Mapping) else None
+    return launch.process_count(options.gpus, str(device))
+
+
+def must_launch(processes: int) -> bool:
+    """Return True if this process has to start the processes that train, and is not one of them."""
+    return processes > 1 and "WORLD_SIZE" not in os.environ
+
+
+def launch(command: str, argv: Sequence[str], processes: int) -> int:
+    """Run the same command in several processes, and return the exit code."""
+    from deskside.train.launch import launch
+
+    debug = ["--debug"] if sys.argv[1:2] == ["--debug"] else []
+    return launch([*debug, *command.split(), *argv], processes)
 
 
 def set_length(given: dict[str, Any], options: RunOptions, default: str | None = None) -> None:

@@ -10,9 +10,18 @@ from typing import Any
 
 from deskside.cli.options import Command, option
 from deskside.cli.output import finish, print_json
-from deskside.cli.shared_options import RunOptions, name_of_preset, set_length
+from deskside.cli.shared_options import (
+    RunOptions,
+    launch,
+    must_launch,
+    name_of_preset,
+    process_count,
+    set_length,
+)
 from deskside.config import merge, presets
 from deskside.config.duration import Duration
+from deskside.config.gpu_batch import build_on_gpus
+from deskside.config.model import ModelConfig
 from deskside.config.run import RunConfig
 from deskside.run.directory import RunDirectory
 from deskside.train.prepare.preflight import check_start, set_cublas_workspace
@@ -32,7 +41,7 @@ class TrainOptions(RunOptions):
       deskside train 124m --dry-run
       deskside train --init runs/124m --upcycle --model.num_experts 8 --model.num_experts_per_tok 2 --hours 2
       deskside train --resume runs/124m
-      torchrun --nproc-per-node 2 -m deskside train 124m --data.path data/english
+      deskside train 124m --data.path data/english --gpus auto
     """
 
     preset: str | None = option(
@@ -65,26 +74,35 @@ COMMAND = Command(
 def run(argv: Sequence[str]) -> int:
     """Run `deskside train` and return the exit code. Raises UsageError and RunError."""
     options, given = COMMAND.parse_config(argv)
-    initial = None
-    if options.init is not None:
-        from deskside.weights.load import load_model
-
-        initial = load_model(options.init)
     if options.resume is not None:
         other = ("preset", "name", "hours", "steps", "tokens", "depth", "init")
         if given or options.upcycle or any(getattr(options, name) is not None for name in other):
-            raise UsageError("--resume uses the run's own configuration; give no other options with it")
-        config = RunDirectory.open(Path(options.resume)).config()
-    else:
-        config = _configure(options, given, initial)
-    if options.dry_run:
-        return _print_dry_run(config, options.json)
-    if options.resume is not None:
-        return resume(Path(options.resume), config, options.json)
-    check_start(config)
+            raise UsageError(
+                "--resume uses the run's own configuration; give no other options with it, but --gpus"
+            )
+        if options.dry_run:
+            return _print_dry_run(RunDirectory.open(Path(options.resume)).config(), options.json)
+        return resume("train", argv, options)
+    layers = _layers(options)
+    processes = process_count(options, [*layers, given])
+    launching = must_launch(processes) and not options.dry_run
+    initial = None
+    if options.init is not None and not launching:
+        from deskside.weights.load import load_model
+
+        initial = load_model(options.init)
+    if (
+        options.init is None or not launching
+    ):  # with --init, each process reads the model and checks its shape
+        config = _configure(options, given, layers, initial, processes)
+        if options.dry_run:
+            return _print_dry_run(config, options.json)
+        check_start(config)
     is_rank_zero = int(os.environ.get("RANK", "0")) == 0
     if is_rank_zero:  # for other ranks, rank 0 may have created the directory already
         RunDirectory.check_name(Path(options.runs), options.name)
+    if launching:
+        return launch("train", argv, processes)
     set_cublas_workspace(config)
 
     from deskside.train import training_run
@@ -102,64 +120,85 @@ def run(argv: Sequence[str]) -> int:
     return finish(outcome, None, options.json)
 
 
-def resume(path: Path, config: RunConfig, as_json: bool) -> int:
-    """Continue a run of any objective, and return the exit code. Raises UsageError and RunError."""
+def resume(command: str, argv: Sequence[str], options: RunOptions) -> int:
+    """Continue the run `options.resume` of any objective, and return the exit code. Raises UsageError and RunError.
+
+    command, argv: the command that does this, for the processes of --gpus.
+    """
+    path = Path(str(options.resume))
+    config = RunDirectory.open(path).config()
+    processes = process_count(options, [config.model_dump(include={"compute"})])
+    if must_launch(processes):
+        return launch(command, argv, processes)
     set_cublas_workspace(config)
     from deskside.align import objective_of
     from deskside.train import training_run
     from deskside.train.loop.callbacks import ReserveReportTime
 
     outcome = training_run.resume(path, ReserveReportTime(), objective_of(config))
-    return finish(outcome, config.align.name if config.align is not None else None, as_json)
+    return finish(outcome, config.align.name if config.align is not None else None, options.json)
 
 
-def _configure(options: TrainOptions, given: dict[str, Any], initial: Any) -> RunConfig:
-    """Return the configuration: preset or depth, the shape of the initial model, and the given options."""
+def _layers(options: TrainOptions) -> list[dict[str, Any]]:
+    """Return the layers of the preset or depth. Raises UsageError without a model, or with two."""
     if options.preset is not None and options.depth is not None:
         raise UsageError("--depth and a preset both set the shape of the model; give one of them")
     if options.preset is None and options.depth is None and options.init is None:
         raise UsageError(
             f"no preset is given; use one of {', '.join(presets.names())}, d12 ... d20, or a .toml file"
         )
-    layers: list[dict[str, Any]] = []
     if options.preset is not None:
-        layers = presets.for_pretraining(options.preset)
-    if options.depth is not None:
-        layers = [presets.depth(options.depth)]
-    if options.upcycle:
-        return _configure_upcycled(options, given, layers, initial)
-    if initial is not None:
-        merge.refuse_other_model(initial.config, given, str(options.init))
-        layers += merge.resolved_layers("model", initial.config.model_dump(mode="json"))
-    set_length(given, options)
-    return merge.build([*layers, given])
+        return presets.for_pretraining(options.preset)
+    return [] if options.depth is None else [presets.depth(options.depth)]
 
 
-def _configure_upcycled(
-    options: TrainOptions, given: dict[str, Any], layers: list[dict[str, Any]], initial: Any
+def _configure(
+    options: TrainOptions,
+    given: dict[str, Any],
+    layers: list[dict[str, Any]],
+    initial: Any,
+    processes: int,
 ) -> RunConfig:
-    """Return the configuration of a mixture of experts that starts as the dense model `initial`.
+    """Return the configuration: preset or depth, the shape of the initial model, and the given options."""
+    set_length(given, options)
+    if options.upcycle:
+        layers = _upcycled_layers(options, given, layers, initial)
+    elif initial is not None:
+        merge.refuse_other_model(initial.config, given, str(options.init))
+        layers = [*layers, *merge.resolved_layers("model", initial.config.model_dump(mode="json"))]
+    config = build_on_gpus([*layers, given], processes)
+    if options.upcycle:
+        _check_upcycled(options, initial.config, config)
+    return config
+
+
+def _upcycled_layers(
+    options: TrainOptions, given: dict[str, Any], layers: list[dict[str, Any]], initial: Any
+) -> list[dict[str, Any]]:
+    """Return the layers of a mixture of experts that starts as the dense model `initial`.
 
     layers: of the preset or depth; [] takes the shape of the dense model. Unless it is set, the width of an expert is
-    that of the dense MLP. Raises UsageError for a shape that differs from the dense model's.
+    that of the dense MLP.
     """
-    from deskside.weights.upcycle import check_upcycling
-
     if initial is None:
         raise UsageError("--upcycle: upcycle which dense model? add --init RUN|HF_DIR")
     dense = initial.config
     shape = [] if layers else merge.resolved_layers("model", dense.model_dump(mode="json"))
-    set_length(given, options)
     merged, _ = merge.merge([*shape, *layers, given])
     if merged.get("model", {}).get("num_experts"):  # else the message should be about their number
         shape.append({"model": {"moe_intermediate_size": dense.intermediate_size}})
-    config = merge.build([*shape, *layers, given])
+    return [*shape, *layers]
+
+
+def _check_upcycled(options: TrainOptions, dense: ModelConfig, config: RunConfig) -> None:
+    """Raise UsageError for a shape that differs from the dense model's, and for adapters."""
+    from deskside.weights.upcycle import check_upcycling
+
     check_upcycling(dense, config.model, str(options.init))
     if config.adapter is not None:
         raise UsageError(
             "adapter: the copies become experts only if all weights train; leave out the adapter"
         )
-    return config
 
 
 def _default_name(options: TrainOptions) -> str:

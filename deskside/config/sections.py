@@ -269,7 +269,7 @@ class EvaluateConfig(Part):
 
 
 class ParallelConfig(Part):
-    """Division of the work among the processes that torchrun starts."""
+    """Division of the work among the processes of --gpus, one for each GPU."""
 
     mode: Literal["auto", "replicate", "shard"] = Field(
         "auto", description="replicate: each process holds the whole model; shard: FSDP2; auto: replicate"

@@ -19,12 +19,12 @@ from deskside.budget.speed import Rates, step_seconds
 from deskside.budget.step_spec import Precision, StepOptions, StepSpec
 from deskside.config import recipes
 from deskside.config.dimensions import model_uncovered_reason
+from deskside.config.gpu_batch import rows_each
 from deskside.config.model import ModelConfig
 from deskside.config.run import RunConfig
 from deskside.config.step_options import format_options, kept_shares, step_options
 from deskside.plan.calibrate import Calibration
 from deskside.plan.request import defaults
-from deskside.utils.errors import UsageError
 
 MEMORY_SOURCE = (
     "modelled: activations as autograd and torch.compile save them for this project's blocks; the memory of compiled "
@@ -316,12 +316,7 @@ def with_max_microbatch(setting: Setting) -> Setting:
 def check_batch_divides(setting: Setting) -> None:
     """Raise UsageError if the rows of a step cannot be divided evenly among the GPUs."""
     for stage in setting.stages:
-        if stage.tokens % (stage.sequence_length * setting.readers):
-            raise UsageError(
-                f"batch.tokens: {stage.tokens} is {stage.tokens // stage.sequence_length} rows, which "
-                f"{setting.readers} GPUs cannot share evenly; use a multiple of "
-                f"{setting.readers * stage.sequence_length}"
-            )
+        rows_each(stage.tokens, stage.sequence_length, setting.readers)
 
 
 def with_precision(

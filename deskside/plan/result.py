@@ -148,8 +148,9 @@ def executable(request: PlanRequest, candidate: Candidate) -> tuple[dict[str, An
         if "--data.path" not in explicit_options:
             arguments += ["--data.path", "DIR"]
         arguments += explicit_options
-    launcher = ["torchrun", "--nproc-per-node", str(request.gpus), "-m"] if request.gpus > 1 else []
-    return config, shlex.join([*launcher, "deskside", *arguments])
+    if request.gpus > 1:
+        arguments += ["--gpus", str(request.gpus)]
+    return config, shlex.join(["deskside", *arguments])
 
 
 def _fine_tuning_arguments(config: Mapping[str, Any]) -> list[str]:

@@ -19,6 +19,7 @@ from deskside.budget.format_costs import LowFormat
 from deskside.budget.scaling import scales
 from deskside.budget.shape import flops_per_token, num_params
 from deskside.config import merge
+from deskside.config.gpu_batch import rows_each
 from deskside.config.run import RunConfig
 from deskside.data.reading.loader import Batch
 from deskside.kernels.matmul_peak import measure_matmul_peak
@@ -28,7 +29,7 @@ from deskside.train import environment_record, parallel
 from deskside.train.loop.step import DeviceEvent, StepMetrics, Stepper
 from deskside.train.objective import RowDataset, TrainContext
 from deskside.train.prepare import attention_backends, setup
-from deskside.train.prepare.batch_size_finder import BatchSizeFinder, MicroBatch, StageWork, rows_per_rank
+from deskside.train.prepare.batch_size_finder import BatchSizeFinder, MicroBatch, StageWork
 from deskside.train.prepare.step_planning import modelled_memory_gib, native_formats
 from deskside.utils.trials import TrialCache
 
@@ -104,7 +105,7 @@ class PreparedStep:
     @property
     def rows_per_step(self) -> int:
         batch = self.config.batch
-        return rows_per_rank(batch.tokens, batch.sequence_length, self.stepper.world)
+        return rows_each(batch.tokens, batch.sequence_length, self.stepper.world.readers)
 
 
 def prepare_step(config: RunConfig, report: Callable[[str], None] = lambda done: None) -> PreparedStep:

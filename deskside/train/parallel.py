@@ -103,7 +103,7 @@ class World:
 
 
 def init_distributed(device: str, mode: str, gpu_budget: float | None = None, context: int = 1) -> World:
-    """Initialize the process group from torchrun's environment variables; without them, return a world of size 1.
+    """Initialize the process group from the environment that `launch` and torchrun set; without it, a world of size 1.
 
     Args:
         device: `compute.device`: "auto", "cuda" or "cpu".
@@ -124,12 +124,12 @@ def init_distributed(device: str, mode: str, gpu_budget: float | None = None, co
     if size % context:
         raise UsageError(
             f"parallel.context: {context} processes share a row, and there are {size} in all; start a multiple of "
-            f"{context}: torchrun --nproc-per-node {context} -m deskside train ..."
+            f"{context}: --gpus {context}"
         )
     if size == 1:
         if mode != "auto":
             raise UsageError(
-                f"parallel.mode: {mode} needs more than one process: torchrun --nproc-per-node N -m deskside train ..."
+                f"parallel.mode: {mode} needs more than one process: add --gpus N, or auto for all GPUs"
             )
         # Include the index, because some of torch's memory functions require it.
         single = (
@@ -154,7 +154,7 @@ def init_distributed(device: str, mode: str, gpu_budget: float | None = None, co
 
 
 def local_processes() -> int:
-    """Return the number of processes that torchrun started on this machine; 1 without torchrun."""
+    """Return the number of processes of this run on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 

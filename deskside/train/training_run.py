@@ -12,6 +12,7 @@ import torch
 
 import deskside
 from deskside.budget.scaling import scales
+from deskside.config.gpu_batch import describe_batch
 from deskside.config.run import SCHEMA_VERSION, RunConfig
 from deskside.kernels.matmul_peak import measure_matmul_peak
 from deskside.optim.build import Optimizer, build
@@ -181,6 +182,8 @@ class _Run:
 
     def execute(self) -> RunOutcome:
         """Run all phases. Every rank calls this."""
+        if self.world.size > 1:
+            self.log.say(describe_batch(self.config, self.world.size))
         self.set_up()
         finder = BatchSizeFinder(self.config, self.stepper, self.modelled_memory, self.log.say, self.budget)
         self.micro_batches = finder.find(self.stages, self.recorded.get("fit"))

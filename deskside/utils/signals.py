@@ -5,10 +5,13 @@ So `a && b` does not start b after unfinished work, even if that work was saved.
 """
 
 import contextlib
+import os
 import signal
 import threading
 from collections.abc import Iterator
 from types import FrameType
+
+_SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
 class Interrupted(KeyboardInterrupt):
@@ -27,6 +30,19 @@ def signal_number(error: KeyboardInterrupt) -> int:
 def exit_code(name: str) -> int:
     """Return the exit code of a command that was ended by the signal `name`, such as "SIGINT"."""
     return 128 + signal.Signals[name]
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends. Exits at once if that has already happened.
+
+    Raises OSError if the kernel refuses.
+    """
+    import ctypes  # most commands do not need it
+
+    if ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0):
+        raise OSError("prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 @contextlib.contextmanager

@@ -159,7 +159,7 @@ def test_a_run_goes_on_without_shared_rows_and_with_them(data: Path, tmp_path: P
     child = tiny_run.call(tiny_run.train, tmp_path, config, "run", log=tmp_path / "log", ranks=2)
     tiny_run.kill_at_step(tmp_path / "run", 6, child.kill, child.alive)
     child.wait()
-    with pytest.raises(UsageError, match=r"parallel\.context: .* torchrun --nproc-per-node 2"):
+    with pytest.raises(UsageError, match=r"parallel\.context: .* --gpus 2"):
         tiny_run.resume(tmp_path / "run")
     again = tiny_run.call(tiny_run.resume, tmp_path / "run", log=tmp_path / "again", ranks=4)
     assert again.wait() == 0, again.text()
@@ -184,7 +184,7 @@ def test_what_cannot_share_rows_is_refused(changes: dict[str, Any], key: str) ->
 
 def test_processes_must_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with pytest.raises(UsageError, match=r"parallel\.context: .* torchrun --nproc-per-node 2"):
+    with pytest.raises(UsageError, match=r"parallel\.context: .* --gpus 2"):
         parallel.init_distributed("cpu", "auto", context=2)
 
 

@@ -70,7 +70,7 @@ def test_one_process_needs_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
     assert world.broadcast([1.5]) == [1.5] and world.all_reduce_min(3) == 3
     for mode in ("shard", "replicate"):
         with pytest.raises(
-            UsageError, match=rf"parallel\.mode: {mode} needs more than one process: torchrun"
+            UsageError, match=rf"parallel\.mode: {mode} needs more than one process: .*--gpus"
         ):
             parallel.init_distributed("cpu", mode)
     with pytest.raises(UsageError, match=r"compute\.gpu_budget: this run has no GPU"):
@@ -211,7 +211,7 @@ def test_a_sharded_run_says_how_it_must_be_resumed(data: Path, tmp_path: Path) -
     kill_at_step(run, 5, child.kill, child.alive)
     child.wait()
     alone = tiny_run.command(["train", "--resume", str(run)], tmp_path / "log")
-    assert alone.wait() == 2 and "torchrun" in alone.text() and alone.text().count("\n") == 1
+    assert alone.wait() == 2 and "--gpus" in alone.text() and alone.text().count("\n") == 1
 
 
 def fail_on_the_first(root: Path, config: RunConfig) -> None:

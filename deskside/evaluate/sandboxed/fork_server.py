@@ -23,8 +23,9 @@ from typing import Any, NoReturn
 
 from deskside.evaluate.sandboxed.channel import ENDED, REASON_CHARACTERS, Channel
 from deskside.evaluate.sandboxed.judge import Judge
-from deskside.evaluate.sandboxed.lock import LockError, die_with, lock, preload
+from deskside.evaluate.sandboxed.lock import LockError, lock, preload
 from deskside.evaluate.sandboxed.solution import Solution
+from deskside.utils.signals import die_with
 
 START_SECONDS = 60.0  # maximum time to fork and lock two processes on a busy machine
 # Beyond the wall-clock limit, until a child's own alarm kills it if the supervisor is late.

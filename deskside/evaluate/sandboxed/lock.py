@@ -32,8 +32,8 @@ SYSTEM_CALLS = {
     ),
 }  # fmt: skip
 
-# Constants of prctl(2): PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER.
-_SET_DEATH_SIGNAL, _NO_NEW_PRIVILEGES, _SET_SECCOMP, _BY_FILTER = 1, 38, 22, 2
+# Constants of prctl(2): PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER.
+_NO_NEW_PRIVILEGES, _SET_SECCOMP, _BY_FILTER = 38, 22, 2
 
 
 class LockError(Exception):
@@ -44,14 +44,6 @@ def preload() -> None:
     """Import modules that solutions commonly need, because a locked process cannot open their files."""
     for name in PRELOADED:
         importlib.import_module(name)
-
-
-def die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends. Exits at once if that has already happened."""
-    if ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0):
-        raise LockError("prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def lock(processor_seconds: float, wall_seconds: float, memory_bytes: int) -> None:

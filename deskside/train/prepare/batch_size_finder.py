@@ -17,14 +17,14 @@ from typing import Any
 
 import torch
 
+from deskside.config.gpu_batch import rows_each
 from deskside.config.run import RunConfig
 from deskside.kernels.compile_ahead import compile_ahead
 from deskside.train import environment_record
 from deskside.train.loop.step import Stepper
 from deskside.train.objective import RowDataset
-from deskside.train.parallel import World
 from deskside.train.prepare.preflight import DRY_SHARE, UNLIMITED, TimeBudget
-from deskside.utils.errors import RunError, UsageError
+from deskside.utils.errors import RunError
 
 CPU_MICRO_TOKENS = 8192  # on a CPU, memory is no limit, and larger batches do not fit into its caches
 TIMED_DRY_STEPS = 2  # at most, after the search
@@ -69,20 +69,6 @@ def candidates(rows: int, largest: int) -> list[int]:
         if not chosen or 2 * n <= chosen[-1]:
             chosen.append(n)
     return chosen
-
-
-def rows_per_rank(tokens: int, sequence_length: int, world: World) -> int:
-    """Return the rows of one optimizer step on one process. Raises UsageError if they cannot be divided evenly.
-
-    Processes that share rows (`parallel.context`) have the same rows.
-    """
-    rows = tokens // sequence_length
-    if rows % world.readers:
-        raise UsageError(
-            f"batch.tokens: {tokens} is {rows} rows, which {world.readers} processes cannot share evenly; "
-            f"use a multiple of {world.readers * sequence_length}"
-        )
-    return rows // world.readers
 
 
 def find_micro_batch(
@@ -167,7 +153,7 @@ class BatchSizeFinder:
         self.stepper.precision.set_active(True)
         micro_batches = []
         for index, stage in enumerate(stages):
-            rows = rows_per_rank(stage.tokens_per_step, stage.sequence_length, self.world)
+            rows = rows_each(stage.tokens_per_step, stage.sequence_length, self.world.readers)
             self.stepper.set_window(stage.window)
             if not recorded:
                 self.check_step_time(stage, rows)

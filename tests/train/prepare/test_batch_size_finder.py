@@ -26,9 +26,8 @@ from deskside.train.prepare.batch_size_finder import (
     StageWork,
     candidates,
     find_micro_batch,
-    rows_per_rank,
 )
-from deskside.utils.errors import RunError, UsageError
+from deskside.utils.errors import RunError
 from tests.train import tiny_run
 
 CPU = torch.device("cpu")
@@ -124,14 +123,6 @@ def test_what_fits_only_without_gradients_does_not_fit(data: Path, tmp_path: Pat
     assert (fitted["micro_rows"], fitted["accumulation"]) == (2, 4)
     assert [a["fits"] for a in fitted["attempts"]] == [False, True]
     assert len(tiny_run.rows(tmp_path / "run")) == 3
-
-
-def test_rows_that_processes_cannot_share() -> None:
-    assert rows_per_rank(1024, 32, World(CPU, 0, 4)) == 8
-    with pytest.raises(
-        UsageError, match=r"33 rows, which 2 processes cannot share evenly; use a multiple of 64"
-    ):
-        rows_per_rank(33 * 32, 32, World(CPU, 0, 2))
 
 
 @pytest.mark.parametrize("document_mask", [False, True])

@@ -1,0 +1,53 @@
+"""The default tokens per optimizer step on several GPUs."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from deskside.budget.scaling import batch_on_gpus
+from deskside.config import merge
+from deskside.config.run import RunConfig
+from deskside.utils.errors import UsageError
+
+
+def build_on_gpus(layers: Sequence[Mapping[str, Any]], gpus: int) -> RunConfig:
+    """Return `merge.build(layers)` for a run on `gpus` GPUs.
+
+    Unless a layer sets batch.tokens, it is the default of one GPU, grown by `scaling.batch_on_gpus`. Raises UsageError,
+    also if the GPUs cannot share the rows of a step evenly.
+    """
+    config = merge.build(layers)
+    if gpus == 1 or gpus % config.parallel.context:  # `parallel.init_distributed` refuses the latter
+        return config
+    if ("batch", "tokens") not in merge.merge(layers)[1]:
+        config = merge.build([{"batch": {"tokens": default_tokens(config, gpus)}}, *layers])
+    for stage in config.stages():
+        rows_each(config.stage_tokens(stage), stage.sequence_length, gpus // config.parallel.context)
+    return config
+
+
+def default_tokens(config: RunConfig, gpus: int) -> int:
+    """Return the tokens per step on `gpus` GPUs for a configuration that has those of one GPU."""
+    longest = max(stage.sequence_length for stage in config.stages())
+    unit = longest if config.batch.micro_tokens == "auto" else config.batch.micro_tokens
+    return batch_on_gpus(config.batch.tokens, gpus // config.parallel.context, unit)
+
+
+def rows_each(tokens: int, sequence_length: int, readers: int) -> int:
+    """Return the rows of a step that each of `readers` processes reads. Raises UsageError if they are not as many."""
+    rows = tokens // sequence_length
+    if rows % readers:
+        raise UsageError(
+            f"batch.tokens: {tokens} is {rows} rows, which {readers} processes cannot share evenly; use a multiple of "
+            f"{readers * sequence_length}"
+        )
+    return rows // readers
+
+
+def describe_batch(config: RunConfig, gpus: int) -> str:
+    """Return the tokens per step of a run on several GPUs as text."""
+    tokens, context = config.batch.tokens, config.parallel.context
+    if context > 1:
+        return (
+            f"{tokens:,} tokens per step, {tokens * context // gpus:,} on every {context} of {gpus} processes"
+        )
+    return f"{tokens:,} tokens per step, {tokens // gpus:,} on each of {gpus} processes"

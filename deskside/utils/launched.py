@@ -1,0 +1,55 @@
+"""A process that `train/launch.py` started, one of several that train together: its start, its error, its end.
+
+It ends with the process that started it, however that ends. Its error goes to the launcher, which prints the one that
+caused the others.
+"""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Literal
+
+import deskside
+from deskside.utils.signals import die_with
+
+LAUNCHER = "DESKSIDE_LAUNCHER"  # environment variable: process id of the launcher
+STARTED = "DESKSIDE_STARTED"  # environment variable: `deskside.STARTED` of the launcher
+ERROR_FILE = (
+    "TORCHELASTIC_ERROR_FILE"  # environment variable of torch's launcher: where a process reports its error
+)
+
+# error: the user can act on it; unexpected: any other, perhaps because another process ended; stopped: by a signal
+Kind = Literal["error", "unexpected", "stopped"]
+
+
+def environment() -> dict[str, str]:
+    """Return the environment variables that tell a process that this one launched it."""
+    # perf_counter is the system's monotonic clock, the same in all processes.
+    return {LAUNCHER: str(os.getpid()), STARTED: repr(deskside.STARTED)}
+
+
+def is_launched() -> bool:
+    """Return True if `train/launch.py` started this process."""
+    return LAUNCHER in os.environ
+
+
+def begin() -> None:
+    """In a launched process: end when the launcher ends, and count the run's time from the launcher's start."""
+    if is_launched():
+        die_with(int(os.environ[LAUNCHER]))
+        deskside.STARTED = float(os.environ[STARTED])
+
+
+def report(text: str, kind: Kind) -> bool:
+    """Send the error that ends this process to the launcher. Return False if there is no launcher."""
+    if not is_launched():
+        return False
+    seconds = time.time()
+    # torch reads `message` and `timestamp`.
+    error = {"message": text, "timestamp": int(seconds), "seconds": seconds, "kind": kind}
+    path = Path(os.environ[ERROR_FILE])
+    partial = path.with_suffix(".tmp")
+    partial.write_text(json.dumps(error), encoding="utf-8")
+    partial.rename(path)
+    return True

@@ -1,0 +1,290 @@
+"""`--gpus`: the same run as under torchrun, one message, one exit code, and no process that outlives the others.
+
+Most tests start a small program in place of `deskside`: it does what a test wants of each rank.
+"""
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from deskside.train import launch
+from deskside.utils.errors import UsageError
+from tests.sources import ROOT
+from tests.train import tiny_run
+from tests.train.test_resume import SLOWER, arguments, check_same, preset
+from tests.train.tiny_run import kill_at_step, rows
+
+PYTHON = sys.executable
+PROGRAM = """#!{python}
+import os, signal, sys, time
+sys.path.insert(0, {root!r})
+from deskside.utils import launched
+rank, folder = int(os.environ["RANK"]), {folder!r}
+launched.begin()
+def fail(text, kind, code):
+    launched.report("deskside: " + text, kind)
+    sys.exit(code)
+def hang():
+    open(os.path.join(folder, str(rank)), "w").write(str(os.getpid()))
+    time.sleep(600)
+def others_started(count):
+    while len(os.listdir(folder)) < count:
+        time.sleep(0.01)
+{body}
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+    """Makes a program of a body, which `launch` starts instead of deskside. Returns the folder of its pids."""
+
+    def make(body: str) -> Path:
+        folder, file = tmp_path / "pids", tmp_path / "program.py"
+        folder.mkdir()
+        file.write_text(PROGRAM.format(python=PYTHON, root=str(ROOT), folder=str(folder), body=body))
+        file.chmod(file.stat().st_mode | stat.S_IXUSR)
+        monkeypatch.setattr(sys, "executable", str(file))
+        monkeypatch.setattr(launch, "GRACE_SECONDS", 1.0)
+        return folder
+
+    return make
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process runs. One that has ended but was not collected does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def check_all_ended(pids: Sequence[int], seconds: float = 10) -> None:
+    deadline = time.monotonic() + seconds
+    while any(map(is_running, pids)):
+        assert time.monotonic() < deadline, "a process outlived the launcher"
+        time.sleep(0.01)
+
+
+FAILURES = {
+    "all, wrong usage": ("fail('no such preset', 'error', 2)", 2, "deskside: no such preset\n"),
+    "the cause ends later": (
+        "fail('lost', 'unexpected', 1) if rank else (time.sleep(0.3), fail('disk full', 'error', 1))",
+        1,
+        "deskside: rank 0: disk full\n",
+    ),
+    "the others hang and ignore SIGTERM": (
+        "if rank == 2: others_started(2); fail('out of memory: 3 GiB', 'error', 1)\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN); hang()",
+        1,
+        "deskside: rank 2: out of memory: 3 GiB\n",
+    ),
+    "killed": (
+        "if rank == 1: others_started(2); os.kill(os.getpid(), signal.SIGKILL)\nhang()",
+        137,
+        "deskside: rank 1: was killed by SIGKILL\n",
+    ),
+    "killed, the others lose it": (
+        "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(0.2); fail('lost', 'unexpected', 1)",
+        137,
+        "deskside: rank 1: was killed by SIGKILL\n",
+    ),
+    "without a report": (
+        "if rank == 1: print('bad address', file=sys.stderr); sys.exit(7)\nhang()",
+        7,
+        "bad address\ndeskside: rank 1: ended with 7\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_failure_ends_all_and_says_why_once(
+    failure: str, program: Callable[[str], Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    body, code, text = FAILURES[failure]
+    folder = program(body)
+    handlers = [signal.getsignal(number) for number in (*launch.FORWARDED, signal.SIGQUIT)]
+    began = time.monotonic()
+    assert launch.launch([], 3) == code
+    assert time.monotonic() - began < launch.SETTLE_SECONDS + launch.GRACE_SECONDS + 10
+    assert [signal.getsignal(number) for number in (*launch.FORWARDED, signal.SIGQUIT)] == handlers
+    output, error = capfd.readouterr()
+    assert output == "" and error.endswith(text)
+    check_all_ended([int(path.read_text()) for path in folder.iterdir()], 0.1)
+
+
+def in_a_process(log: Path) -> "subprocess.Popen[bytes]":
+    """A launch of two programs, in a process that can be killed and has nothing else to do."""
+    launching = "from deskside.train.launch import launch; sys.exit(launch([], 2))"
+    code = f"import sys; sys.executable = {sys.executable!r}; {launching}"
+    with log.open("wb") as file:
+        return subprocess.Popen([PYTHON, "-c", code], cwd=ROOT, stderr=file)
+
+
+def test_only_rank_0_prints(program: Callable[[str], Path], capfd: pytest.CaptureFixture[str]) -> None:
+    program("print('out', rank, flush=True); print('err', rank, sys.argv[1:], file=sys.stderr)")
+    assert launch.launch(["train", "a b"], 3) == 0
+    assert capfd.readouterr() == ("out 0\n", "err 0 ['-m', 'deskside', 'train', 'a b']\n")
+
+
+def test_each_launch_has_its_own_rendezvous(program: Callable[[str], Path], tmp_path: Path) -> None:
+    """Two launches at the same time."""
+    folder = program(
+        "import json; names = ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE', 'MASTER_PORT')\n"
+        "json.dump([os.environ[name] for name in names], open(os.path.join(folder, str(os.getpid())), 'w'))\n"
+        "others_started(4)"
+    )
+    launches = [in_a_process(tmp_path / name) for name in ("one", "two")]
+    assert [process.wait(60) for process in launches] == [0, 0]
+    seen = [json.loads(path.read_text()) for path in folder.iterdir()]
+    assert sorted(row[:4] for row in seen) == [["0", "0", "2", "2"]] * 2 + [["1", "1", "2", "2"]] * 2
+    assert len({row[4] for row in seen}) == 2
+
+
+def started(folder: Path) -> list[int]:
+    """The process ids of two programs that hang, once both do."""
+    deadline = time.monotonic() + 60
+    while len(texts := [path.read_text() for path in folder.iterdir()]) < 2 or not all(texts):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return [int(text) for text in texts]
+
+
+def test_the_others_end_with_the_launcher(program: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = program("signal.signal(signal.SIGTERM, signal.SIG_IGN); hang()")
+    process = in_a_process(tmp_path / "log")
+    pids = started(folder)
+    process.kill()
+    process.wait()
+    check_all_ended(pids)
+
+
+def test_a_second_ctrl_c_does_not_wait(program: Callable[[str], Path], tmp_path: Path) -> None:
+    """Programs that save, and so ignore the first, and one that cannot react to the second."""
+    folder = program(
+        "signal.signal(signal.SIGINT, signal.SIG_IGN if rank else lambda *_: None)\nwhile True: hang()"
+    )
+    process = in_a_process(tmp_path / "log")
+    pids = started(folder)
+    process.send_signal(signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(launch.SETTLE_SECONDS + 1)
+    assert all(map(is_running, pids))
+    process.send_signal(signal.SIGINT)
+    assert process.wait(launch.GRACE_SECONDS + 10) == 130
+    assert (tmp_path / "log").read_text() == "interrupted\n"
+    check_all_ended(pids, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "device", "visible", "torchrun", "expected"),
+    [
+        (None, "auto", 4, None, 1),
+        ("1", "cuda", 0, None, 1),
+        ("auto", "auto", 4, None, 4),
+        ("auto", "auto", 0, None, 1),
+        ("3", "cuda", 4, None, 3),
+        ("3", "cpu", 0, None, 3),
+        ("auto", "auto", 8, "2", 2),
+        ("2", "auto", 8, "2", 2),
+        (None, "auto", 8, "2", 2),
+        ("3", "auto", 2, None, "more than the 2"),
+        ("3", "auto", 8, "2", "torchrun"),
+        ("auto", "cpu", 0, None, "give a number"),
+        ("0", "cpu", 0, None, "--gpus"),
+        ("-1", "cpu", 0, None, "--gpus"),
+        ("two", "cpu", 0, None, "--gpus"),
+        ("2.0", "cpu", 0, None, "--gpus"),
+    ],
+)
+def test_process_count(
+    gpus: str | None,
+    device: str,
+    visible: int,
+    torchrun: str | None,
+    expected: int | str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    if torchrun is not None:
+        monkeypatch.setenv("WORLD_SIZE", torchrun)
+    if isinstance(expected, int):
+        assert launch.process_count(gpus, device) == expected
+    else:
+        with pytest.raises(UsageError, match=expected):
+            launch.process_count(gpus, device)
+
+
+# Real runs: two processes on the CPU
+
+
+def start(argv: list[str], log: Path) -> "subprocess.Popen[bytes]":
+    return tiny_run.program([*argv, "--gpus", "2"], log)
+
+
+def run_of(folder: Path, data: Path, name: str) -> tuple["subprocess.Popen[bytes]", Path]:
+    changes = {"batch": SLOWER, "checkpoint": {"every": "10 steps"}}
+    process = start(arguments(folder, name, preset(folder, data, **changes)), folder / f"{name}.log")
+    return process, folder / name
+
+
+@pytest.mark.full
+def test_the_same_run_as_under_torchrun_whoever_is_killed(data: Path, tmp_path: Path) -> None:
+    """Rank 1 is killed, and later the launcher; resumed twice, the run is torchrun's, to the last bit."""
+    first, run = run_of(tmp_path, data, "killed")
+    kill_at_step(
+        run,
+        25,
+        lambda: os.kill(tiny_run.descendants(first.pid)[2], signal.SIGKILL),
+        lambda: first.poll() is None,
+    )
+    assert first.wait(launch.SETTLE_SECONDS + launch.GRACE_SECONDS + 10) == 128 + signal.SIGKILL
+    log = tmp_path / "killed.log"
+    assert "rank 1: was killed by SIGKILL" in log.read_text() and "Traceback" not in log.read_text()
+
+    again = start(["train", "--resume", str(run)], log)
+    pids: list[int] = []
+
+    def kill_the_launcher() -> None:
+        pids.extend(tiny_run.descendants(again.pid))
+        again.kill()
+
+    kill_at_step(run, 40, kill_the_launcher, lambda: again.poll() is None)
+    again.wait(10)
+    assert len(pids) >= 3
+    check_all_ended(pids)
+    assert start(["train", "--resume", str(run)], log).wait(120) == 0, log.read_text()
+
+    other = arguments(tmp_path, "torchrun", str(tmp_path / "tiny.toml"))
+    assert tiny_run.program(other, log, 2).wait(120) == 0, log.read_text()
+    check_same(run, tmp_path / "torchrun")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
+def test_a_signal_saves_and_ends_all(number: signal.Signals, data: Path, tmp_path: Path) -> None:
+    first, run = run_of(tmp_path, data, "stopped")
+    pids: list[int] = []
+
+    def stop() -> None:
+        pids.extend(tiny_run.descendants(first.pid))
+        first.send_signal(number)
+
+    seen = kill_at_step(run, 15, stop, lambda: first.poll() is None)
+    assert first.wait(60) == 128 + number
+    check_all_ended(pids, 0.1)
+    at = rows(run)[-1]["step"]
+    assert seen <= at <= seen + 4 and tiny_run.checkpoints(run)[-1] == f"step-{at:09d}"
+    text = (tmp_path / "stopped.log").read_text()
+    assert text.count(f"{number.name}: saved at step {at}") == 1 and "interrupted" not in text
+    alone = tiny_run.program(["train", "--resume", str(run)], tmp_path / "alone.log")
+    assert alone.wait(120) == 0, (tmp_path / "alone.log").read_text()
+    assert [row["step"] for row in rows(run)] == list(range(1, 61))
