@@ -1,10 +1,12 @@
 """The check of the hand-written block: it passes where they agree and refuses where a kernel is wrong."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from deskside.config.model import ModelConfig
-from deskside.kernels import fused
+from deskside.kernels import fused, moe
 from deskside.model.init import initialize
 from deskside.model.transformer import Transformer
 from deskside.precision.convert import convert
@@ -12,7 +14,7 @@ from deskside.train.prepare.check_step import check_block
 from deskside.utils.errors import UsageError
 
 
-def model() -> Transformer:
+def model(**changes: Any) -> Transformer:
     config = ModelConfig(
         vocab_size=256,
         hidden_size=64,
@@ -22,6 +24,7 @@ def model() -> Transformer:
         head_dim=16,
         intermediate_size=128,
         max_position_embeddings=64,
+        **changes,
     )
     made = Transformer(config)
     initialize(made, 1)
@@ -55,3 +58,42 @@ def test_a_wrong_kernel_is_refused(kernel: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(fused, kernel, wrong)
     with pytest.raises(UsageError, match=r"compute\.compile"):
         check_block(model())
+
+
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+
+
+def change_logits(monkeypatch: pytest.MonkeyPatch, size: float) -> None:
+    """Add noise to the logits of the fused router: `size` times their standard deviation."""
+    right = moe.route
+
+    def noisy(logits_NE: torch.Tensor, *others: Any) -> Any:
+        noise = torch.randn(logits_NE.shape, generator=torch.Generator().manual_seed(3))
+        return right((logits_NE + size * logits_NE.float().std() * noise).to(logits_NE.dtype), *others)
+
+    monkeypatch.setattr(moe, "route", noisy)
+
+
+def test_a_token_that_rounding_sends_to_another_expert_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few of the 128 tokens get other experts, and their outputs are entirely different ones."""
+    change_logits(monkeypatch, 0.01)
+    check_block(model(**EXPERTS))
+
+
+def test_wrong_choices_of_experts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    change_logits(monkeypatch, 0.5)
+    with pytest.raises(UsageError, match="other experts"):
+        check_block(model(**EXPERTS))
+
+
+@pytest.mark.parametrize("kernel", ["combine", "route_backward"])
+def test_a_wrong_kernel_of_experts_is_refused(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = getattr(moe, kernel)
+
+    def wrong(*arguments: Any) -> Any:
+        result = right(*arguments)
+        return tuple(r * 1.5 for r in result) if isinstance(result, tuple) else result * 1.5
+
+    monkeypatch.setattr(moe, kernel, wrong)
+    with pytest.raises(UsageError, match=r"compute\.compile"):
+        check_block(model(**EXPERTS))
