@@ -8,9 +8,10 @@ numbers of rows. Every step is timed with the tiles of `kernels.moe.fp8_launch` 
 "differ" is the share of E4M3 values that are not equal, "error" the relative error of scales and other results. GB/s
 are of the bytes that must be read and written at least, maxima included.
 
-Last come three ways to get from the inputs of the experts of one layer and one pass to the gradients of their weights,
-with the times of their steps added up: with separate casts of BF16 tensors, with casts in the kernels that produce
-them, and with weight gradients in BF16. Products for outputs and input gradients, the same in all, are left out.
+Then come the gradient of the weights of gate and up in three kinds of products, compared with the one in FP8, and three
+ways to get from the inputs of the experts of one layer and one pass to the gradients of their weights, as the sum of
+their steps: with separate casts of BF16 tensors, with casts in the kernels that produce them, and with weight gradients
+in BF16. Products for outputs and input gradients, the same in all, are left out.
 """
 
 import argparse
@@ -216,9 +217,11 @@ def main() -> None:
     torch.manual_seed(0)
     steps = steps_of(options.tokens, *map(int, options.shape.split("x")))
     result = measure(steps)
-    for name, run in products_of(steps).items():
-        result[name] = {"seconds": seconds(run)}
-        print(f"{name:50} {result[name]['seconds'] * 1e6:8.1f} us", flush=True)
+    products = products_of(steps)
+    for name, run in products.items():
+        found = difference(run(), products["product FP8"]())
+        result[name] = {"seconds": seconds(run), "error": found}
+        print(f"{name:50} {result[name]['seconds'] * 1e6:8.1f} us  error {found:.3g}", flush=True)
     ways = {
         way: sum(times * result[name]["seconds"] for name, times in parts.items())
         for way, parts in WAYS.items()
