@@ -22,11 +22,11 @@ from functools import partial
 import torch
 
 from deskside.budget.shape import Shape, kv_bytes_per_token
-from deskside.engine.device import KV_CACHE_SHARE, allowed_bytes
-from deskside.engine.engine import PAGE_SIZE, PREFILL_TOKENS, Engine
+from deskside.engine.device import KV_CACHE_SHARE, PREFILL_TOKENS, allowed_bytes, prefill_bytes
+from deskside.engine.engine import PAGE_SIZE, PREFILL_BESIDE, Engine
+from deskside.engine.graphs import WARM_UP, bucket, token_bucket
 from deskside.engine.requests import Request
 from deskside.engine.sampling import Sampling
-from deskside.engine.steps import WARM_UP, bucket
 from deskside.model.init import allocate
 from deskside.model.transformer import Transformer
 from deskside.utils.errors import RunError, UsageError
@@ -96,9 +96,10 @@ def cached_tokens(row_tokens: int) -> int:
 
 
 def answers_bytes(shape: Shape, dtype: torch.dtype, rows: int, row_tokens: int) -> int:
-    """Return the bytes for sampling `rows` answers at once: their KV cache, and the workspace of a CUDA graph."""
+    """Return the bytes for sampling `rows` answers at once: their KV cache, and the workspace of CUDA graphs."""
     cache_bytes = cached_tokens(row_tokens) * kv_bytes_per_token(shape, dtype.itemsize)
-    return int(rows * cache_bytes) + bucket(rows) * SAMPLING_BYTES * shape.vocab_size
+    prompts = prefill_bytes(shape, dtype.itemsize, token_bucket(min(PREFILL_TOKENS, rows * row_tokens)))
+    return int(rows * cache_bytes) + bucket(rows) * SAMPLING_BYTES * shape.vocab_size + prompts
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,12 @@ class Sampler:
                     "or a shorter --batch.sequence_length"
                 )
         self.row_tokens = row_tokens
-        self.engine = Engine(self.copy, max_batch=rows, max_tokens=rows * cached_tokens(row_tokens))
+        self.engine = Engine(
+            self.copy,
+            max_batch=rows,
+            max_tokens=rows * cached_tokens(row_tokens),
+            prefill_tokens=PREFILL_TOKENS,
+        )
 
     def rehearse(self, vocab_size: int) -> None:
         """Sample the largest possible batches: all rows at full length, first with separate prompts, then a shared one.
@@ -165,13 +171,17 @@ class Sampler:
         rows, longest = self.engine.max_batch, self.row_tokens
         # Each row of a shared prompt computes up to a page of it again, so not all rows start in the same step. Then
         # all of them must decode together for more than WARM_UP steps, after which a CUDA graph is captured.
-        max_new_tokens = min(-(-rows * PAGE_SIZE // PREFILL_TOKENS) + WARM_UP + 3, longest - 1)
+        max_new_tokens = min(-(-rows * PAGE_SIZE // PREFILL_BESIDE) + WARM_UP + 3, longest - 1)
         prompt = tuple(n % vocab_size for n in range(longest - 2))
         separate = [
             Request((first % vocab_size, *prompt[1:]), 2, ANY_TEMPERATURE, logprobs=True)
             for first in range(rows)
         ]
-        self.engine.run(separate)
+        # Until the pass with most tokens is captured in a CUDA graph.
+        passes = max(1, rows * (longest - 2) // PREFILL_TOKENS)
+        for _ in range(-(-(WARM_UP + 1) // passes)):
+            self.engine.run(separate)
+            self.engine.weights_changed()
         shared = prompt[: longest - max_new_tokens]
         self.engine.run([Request(shared, max_new_tokens, ANY_TEMPERATURE, samples=rows, logprobs=True)])
         self.engine.weights_changed()

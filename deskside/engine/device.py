@@ -2,7 +2,9 @@
 
 import torch
 
+from deskside.budget.shape import Shape
 from deskside.config.sections import Device
+from deskside.engine.graphs import TOKENS
 from deskside.model.transformer import Transformer
 from deskside.precision.selfcheck import check
 from deskside.utils.console import say
@@ -11,6 +13,10 @@ from deskside.utils.errors import UsageError
 # Maximum share of the free memory for the KV cache. The rest is for activations: without it, the first long prompt
 # would run out of memory.
 KV_CACHE_SHARE = 0.85
+# Tokens of prompts in one step: as many as this share of the GPU's memory has room for, since a pass of more tokens
+# uses a large GPU better, and never fewer than PREFILL_TOKENS.
+PREFILL_SHARE = 1 / 64
+PREFILL_TOKENS = 4096
 
 
 def select_device(name: Device) -> torch.device:
@@ -55,3 +61,32 @@ def cache_tokens(model: Transformer, wanted: int, minimum: int) -> int:
     return max(
         minimum, min(wanted, int(KV_CACHE_SHARE * free / model.kv_bytes_per_token(model.activation_dtype)))
     )
+
+
+def prefill_bytes(shape: Shape, itemsize: int, tokens: int) -> int:
+    """Return the bytes of the activations of a prefill pass, without logits.
+
+    The largest sublayer counts: its two inputs, residual stream, norm and output, the embeddings, and the inner
+    activations. itemsize: of the activations.
+    """
+    D, C = shape.hidden_size, shape.head_dim
+    heads, kv_heads = shape.num_attention_heads, shape.num_key_value_heads
+    factor = 3 if shape.gated_mlp else 2  # before and after the activation
+    if shape.num_experts:
+        inner = factor * shape.num_experts_per_tok * shape.moe_intermediate_size
+        inner += factor * shape.shared_expert_intermediate_size + shape.num_experts_per_tok * D
+    else:
+        inner = factor * shape.intermediate_size
+    inner = max(inner, (3 * heads + 2 * kv_heads) * C)  # queries twice, and the output
+    rotation_and_places = 4 * C + 8 * 6  # float32 angles; positions, pages and tokens, int64
+    return tokens * ((6 * D + inner) * itemsize + rotation_and_places)
+
+
+def prefill_tokens(model: Transformer) -> int:
+    """Return the maximum tokens of prompts in one step on the model's device."""
+    device = model.embed.weight.device
+    if device.type != "cuda":
+        return PREFILL_TOKENS
+    room = PREFILL_SHARE * torch.cuda.get_device_properties(device).total_memory
+    each = prefill_bytes(model.config, model.activation_dtype.itemsize, 1)
+    return max(PREFILL_TOKENS, *(tokens for tokens in TOKENS if tokens * each <= room))

@@ -1,8 +1,9 @@
 """Inference engine with continuous batching: rows join and leave the batch between steps (Orca, Yu et al. 2022, OSDI).
 
 A row is one sample of a request. A step admits waiting rows, prefills at most `prefill_tokens` tokens of prompts, and
-runs a decoding step for the rows whose prefill is done. A long prompt is prefilled in chunks, so it does not hold up
-the other rows.
+runs a decoding step for the rows whose prefill is done. A long prompt is prefilled in parts, so it does not hold up
+the other rows (Sarathi-Serve, Agrawal et al. 2024, arXiv 2403.02310). The parts of several prompts are packed one after
+the other.
 
 Memory: keys and values are stored in pages (model/cache.py, pages.py). An admitted row gets all pages that it can ever
 need, so a running row never runs out of memory. Rows wait in order until there is room. Full pages are shared: a prompt
@@ -17,6 +18,7 @@ On a GPU the host runs one step ahead: it queues a step before it has read the t
 ends in the previous step may therefore be decoded once more; the output is dropped. An engine is not thread-safe.
 """
 
+from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -26,10 +28,12 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from deskside.engine import steps
+from deskside.engine import device, steps
 from deskside.engine.counter_rng import stream_of
 from deskside.engine.fused import experts_wait
+from deskside.engine.graphs import Graphs, bucket, token_bucket
 from deskside.engine.pages import Key, Pages, page_keys
+from deskside.engine.prompts import PackedPrompts, choose_parts, pack
 from deskside.engine.requests import (
     Event,
     PendingBatch,
@@ -41,15 +45,15 @@ from deskside.engine.requests import (
 )
 from deskside.engine.sampling import NOT_FINITE, SamplingTensors, ranking_width
 from deskside.engine.speculate import speculate
-from deskside.engine.steps import CachedModel, Graphs, PromptParts, Slots, bucket
+from deskside.engine.steps import CachedModel, Slots
 from deskside.engine.text import TextStream
 from deskside.kernels.decode import kernel_supports
+from deskside.kernels.prefill import packed_kernel_supports
 from deskside.model.transformer import Transformer
 from deskside.utils.errors import RunError, UsageError, describe_error
 
 PAGE_SIZE = 32  # tokens
-PREFILL_TOKENS = 4096  # maximum tokens of prompts in one step, including padding
-PAD_TO = 16  # prompts in one step are padded to a multiple of this number of tokens
+PREFILL_BESIDE = 2048  # maximum tokens of prompts in a step that also decodes: the other rows wait for it
 
 
 class Draft(NamedTuple):
@@ -68,8 +72,9 @@ class Engine:
         tokenizer: Required for `Event.text` and for stop strings.
         draft: A draft model for speculative decoding.
         page_size: Tokens per page of the KV cache.
-        prefill_tokens: Maximum tokens of prompts in one step, including padding, rounded up to a multiple of PAD_TO.
-        graphs: Whether to capture decoding steps in CUDA graphs. None does so on CUDA if the step can be captured.
+        prefill_tokens: Maximum tokens of prompts in one step; None is `device.prefill_tokens`. A step that also decodes
+            takes at most PREFILL_BESIDE.
+        graphs: Whether to capture steps in CUDA graphs. None does so on CUDA if the step can be captured.
     """
 
     def __init__(
@@ -81,10 +86,12 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         draft: Draft | None = None,
         page_size: int = PAGE_SIZE,
-        prefill_tokens: int = PREFILL_TOKENS,
+        prefill_tokens: int | None = None,
         graphs: bool | None = None,
     ):
         self.num_drafts = draft.tokens if draft is not None else 0
+        if prefill_tokens is None:
+            prefill_tokens = device.prefill_tokens(model)
         sizes = {
             "max_batch": max_batch,
             "page_size": page_size,
@@ -118,6 +125,7 @@ class Engine:
         if graphs is None:
             graphs = self.device.type == "cuda" and all(self._capturable(m) for m in self._models)
         self._use_graphs = graphs
+        self._capturable_passes: dict[int, bool] = {}  # by number of tokens of a prefill pass
         self._run_ahead = self.device.type == "cuda"  # queue a step before the previous one's tokens are read
         self._slots, self._graphs = self._new_state()
         self._free_slots = list(range(max_batch - 1, -1, -1))
@@ -158,7 +166,8 @@ class Engine:
         number = self._next_number
         length = len(request.prompt)
         max_length = min(self.max_length, length + request.max_new_tokens)
-        keys = page_keys(request.prompt, self.page_size)
+        prompt = array("q", request.prompt)
+        keys = page_keys(prompt, self.page_size)
         rows: list[RowState] = []
         num_rows = request.samples if length < max_length else 0
         for sample in range(num_rows):
@@ -167,7 +176,7 @@ class Engine:
                 stream = TextStream(self._tokenizer, request.stop_strings)
             random_stream = stream_of(request.seed, request.first_sample + sample)
             settings = SamplingTensors.of([request.sampling], [random_stream], "cpu")
-            rows.append(RowState(number, sample, request, max_length, keys, stream, settings))
+            rows.append(RowState(number, sample, request, max_length, prompt, keys, stream, settings))
         self._next_number += 1
         self._waiting.extend(rows)
         if not rows:
@@ -192,7 +201,8 @@ class Engine:
         to_prefill = [row for row in self._running if not row.prefill_done]
         to_decode = [row for row in self._running if row.prefill_done and row.needs_step]
         if to_prefill:
-            self._prefill(to_prefill)
+            budget = min(self.prefill_tokens, PREFILL_BESIDE) if to_decode else self.prefill_tokens
+            self._prefill(to_prefill, budget)
         if to_decode:
             self._decode(to_decode)
         ahead = self._run_ahead and (to_prefill or to_decode)
@@ -307,44 +317,29 @@ class Engine:
             if row.request.sampling.repetition_penalty != 1:
                 self._slots.start_seen(row.slot, row.request.prompt)
 
-    def _prefill(self, unfinished: list[RowState]) -> None:
-        """Prefill the next chunk of the first rows, at most `prefill_tokens` tokens including padding.
-
-        A step takes either only rows with nothing in the cache or only rows that continue from the cache: the former
-        need not read the cache, which is faster.
-        """
-        rows: list[RowState] = []
-        longest, fresh = 0, unfinished[0].prefilled == 0
-        for row in unfinished:
-            if (row.prefilled == 0) != fresh:
-                continue
-            length = min(len(row.request.prompt) - row.prefilled, self.prefill_tokens)
-            padded = max(longest, -(-length // PAD_TO) * PAD_TO)
-            if rows and (len(rows) + 1) * padded > self.prefill_tokens:
-                break
-            rows.append(row)
-            longest = padded
-        parts = [
-            row.request.prompt[row.prefilled : row.prefilled + longest][: self.prefill_tokens] for row in rows
-        ]
-        padded_parts = [list(part) + [0] * (longest - len(part)) for part in parts]
+    def _prefill(self, unfinished: list[RowState], budget: int) -> None:
+        """Prefill the next parts of these rows' prompts, at most `budget` tokens."""
+        parts = choose_parts(unfinished, budget)
+        rows = [row for row, _ in parts]
+        for row, count in parts:
+            row.prefilled += count
         options = self._step_options(rows)
-        for row, part in zip(rows, parts, strict=True):
-            row.prefilled += len(part)
-        prompts = PromptParts(
-            self._slots.to_device([row.slot for row in rows]),
-            self._slots.to_device(padded_parts),
-            self._slots.to_device([len(part) for part in parts]),
-            self._slots.to_device([int(row.prefill_done) for row in rows]),
-            max(row.prefilled for row in rows),
-            fresh,
-        )
-        output = steps.prefill(self._models, self._slots, prompts, options)
+        lanes, tokens = len(rows), sum(count for _, count in parts)
+        graphs = None
+        if self._run_ahead:
+            # One number of lanes, so that graphs differ only in the number of tokens.
+            lanes, tokens = bucket(self.max_batch), token_bucket(tokens)
+            graphs = self._graphs if self._prefill_capturable(tokens) else None
+
+        def step(packed: Tensor) -> Tensor:
+            prompts = PackedPrompts.of(packed, lanes)
+            return steps.prefill(self._models, self._slots, prompts, options).packed()
+
+        prompts = self._slots.copy(pack(parts, lanes, tokens, self._slots.dummy))
+        packed = step(prompts) if graphs is None else graphs.run(("prefill", tokens, options), prompts, step)
         for row in rows:
             self._register_pages(row, row.keys[: row.prefilled // self.page_size])
-        self._queue_output(
-            [row if row.prefill_done else None for row in rows], output.packed(), options.logprobs
-        )
+        self._queue_output([row if row.prefill_done else None for row in rows], packed, options.logprobs)
 
     def _decode(self, rows: list[RowState]) -> None:
         """Decode one step of these rows."""
@@ -374,7 +369,7 @@ class Engine:
             return decode(self._slots, lanes_B, bound=bound, options=options).packed()
 
         if self._graphs is not None:
-            packed = self._graphs.run((len(slots), options), lanes_B, step)
+            packed = self._graphs.run(("decode", len(slots), options), lanes_B, step)
         else:
             packed = step(lanes_B)
         self._queue_output(rows, packed, options.logprobs)
@@ -494,6 +489,16 @@ class Engine:
         config, tokens = model.model.config, bucket(self.max_batch) * (1 + self.num_drafts)
         queries = (1 + self.num_drafts) * (config.num_attention_heads // config.num_key_value_heads)
         return kernel_supports(queries, model.cache.k[0]) and not experts_wait(model.model, tokens)
+
+    def _prefill_capturable(self, tokens: int) -> bool:
+        """Return True if a prefill pass of this many tokens never waits for the device."""
+        if tokens not in self._capturable_passes:
+            self._capturable_passes[tokens] = all(
+                packed_kernel_supports(m.model.config.num_attention_heads, m.cache.k[0])
+                and not experts_wait(m.model, tokens)
+                for m in self._models
+            )
+        return self._capturable_passes[tokens]
 
     def _check(self, request: Request) -> None:
         check_prompt(request.prompt, self.vocabulary, self.max_length)

@@ -2,9 +2,9 @@
 
 With one new token per row, each kernel takes a few microseconds whatever it computes, so the time of a step is
 proportional to its number of kernels. A block takes ten here: add + norm, matmul, QK-norm + RoPE + cache write,
-attention (two kernels), matmul; add + norm, matmul, activation, matmul. With experts, the second half takes six: add +
-norm, router, routing, gathered product with activation, product, sum by token. The results equal those of the model's
-own modules up to rounding. An attention or MLP that the kernels do not cover runs in its own module.
+attention (two kernels; one for prompts), matmul; add + norm, matmul, activation, matmul. With experts, the second half
+takes six: add + norm, router, routing, gathered product with activation, product, sum by token. The results equal those
+of the model's own modules up to rounding. An attention or MLP that the kernels do not cover runs in its own module.
 """
 
 from torch import Tensor
@@ -15,7 +15,7 @@ from deskside.kernels.decode import qk_norm_rope_into_cache
 from deskside.kernels.fused import QkvLayout
 from deskside.model.block import MLP, Attention, Block, CachedBlocks, LayerCache, MoE
 from deskside.model.transformer import Transformer
-from deskside.ops.composite import AddNormLinear, RMSNorm, attention
+from deskside.ops.composite import AddNormLinear, RMSNorm
 from deskside.ops.moe import Experts
 
 
@@ -55,23 +55,13 @@ class FusedBlocks(CachedBlocks):
         q_norm, k_norm = attn.q_norm, attn.k_norm
         norms = None if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight)
         layout = QkvLayout(attn.heads, attn.kv_heads, attn.head_dim, 0.0 if q_norm is None else q_norm.eps)
-        slots, rotation = layer_cache.slots, layer_cache.rotation
-        if layer_cache.context is not None:
-            # The cache is empty: the new tokens attend to each other and are only written to it.
-            angles = None if rotation is None else (rotation[0].flatten(0, 2), rotation[1].flatten(0, 2))
-            q_weight, k_weight = norms or (None, None)
-            q_NHC, k_NKC = fused.qk_norm_rope(qkv_NW, q_weight, k_weight, angles, layout)
-            q_BTHC, k_BTKC, v_BTKC = (x.unflatten(0, (B, T)) for x in (q_NHC, k_NKC, layout.split(qkv_NW)[2]))
-            layer_cache.cache.write(layer_cache.layer, slots, k_BTKC, v_BTKC)
-            o_BTHC = attention(q_BTHC, k_BTKC, v_BTKC, layer_cache.context)
-        else:
-            cos, sin = self._model.rope_cos, self._model.rope_sin
-            tables = None if cos is None or sin is None else (cos, sin)
-            where = (slots.position_BT.flatten(), slots.page_BT.flatten(), slots.offset_BT.flatten())
-            q_BTHC = qk_norm_rope_into_cache(
-                qkv_NW, norms, tables, layout, layer_cache.keys_values, where
-            ).unflatten(0, (B, T))
-            o_BTHC = layer_cache.attention(q_BTHC, attn.window)
+        slots, cos, sin = layer_cache.slots, self._model.rope_cos, self._model.rope_sin
+        tables = None if cos is None or sin is None else (cos, sin)
+        where = (slots.position_BT.flatten(), slots.page_BT.flatten(), slots.offset_BT.flatten())
+        q_BTHC = qk_norm_rope_into_cache(
+            qkv_NW, norms, tables, layout, layer_cache.keys_values, where
+        ).unflatten(0, (B, T))
+        o_BTHC = layer_cache.attention(q_BTHC, attn.window)
         return residual_ND.view_as(residual_BTD), attn.output(o_BTHC.flatten(2))
 
     @staticmethod

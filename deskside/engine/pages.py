@@ -19,9 +19,10 @@ Key = bytes
 def page_keys(tokens: Sequence[int], size: int) -> list[Key]:
     """Return the keys of the pages that these tokens fill, in order. size: tokens per page."""
     keys: list[Key] = []
+    contents = memoryview(array("q", tokens)).cast("B")
     digest = hashlib.blake2b(digest_size=16)
     for start in range(0, len(tokens) - size + 1, size):
-        digest.update(array("q", tokens[start : start + size]).tobytes())
+        digest.update(contents[8 * start : 8 * (start + size)])
         keys.append(digest.digest())
     return keys
 

@@ -1,5 +1,6 @@
 """Requests, events and outputs of the engine, and its host-side state of rows and queued steps."""
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -107,6 +108,7 @@ class RowState:
     sample: int
     request: Request
     max_length: int  # tokens of prompt and answer together
+    prompt_tokens: "array[int]"  # the prompt, in 64-bit integers
     keys: list[Key]  # of the prompt's full pages
     stream: TextStream | None
     settings: SamplingTensors  # one row, on the host
@@ -119,9 +121,14 @@ class RowState:
     ended: bool = False
 
     @property
+    def prompt_left(self) -> int:
+        """Tokens of the prompt that no queued step computes."""
+        return len(self.prompt_tokens) - self.prefilled
+
+    @property
     def prefill_done(self) -> bool:
         """True if the whole prompt is in the cache, or will be after the queued steps."""
-        return self.prefilled == len(self.request.prompt)
+        return self.prompt_left == 0
 
     @property
     def needs_step(self) -> bool:

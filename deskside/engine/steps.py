@@ -2,25 +2,25 @@
 
 Each slot of the state holds one running row. A step computes a batch of lanes; `lanes_B` contains the slot of each.
 Lanes without a row, which pad the batch, use the last slot, a dummy. A step updates the state in place and returns a
-`StepOutput`. The host need not read the tokens of a step before it queues the next one, and a decoding step can be
-captured in a CUDA graph, unless the model itself synchronizes with the device.
+`StepOutput`. The host need not read the tokens of a step before it queues the next one, and a step can be captured in a
+CUDA graph, unless the model itself synchronizes with the device.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from deskside.engine.fused import FusedBlocks
+from deskside.engine.prompts import PackedPrompts
 from deskside.engine.sampling import GREEDY, DrawnTokens, SamplingTensors, draw
 from deskside.kernels.decode import KERNEL_DTYPES
 from deskside.model.block import DEFAULT_BLOCKS, CachedBlocks
 from deskside.model.cache import KVCache, allocate_pool
 from deskside.model.transformer import Transformer
 
-WARM_UP = 2  # steps that run before a graph is captured
-BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)  # numbers of lanes; multiples of 32 above
+STAGED_BYTES = 2**16  # copies from pageable memory up to this size do not wait for the device
 
 
 class CachedModel:
@@ -44,36 +44,23 @@ class CachedModel:
         """Size of the keys and values in bytes."""
         return self.cache.k.nbytes + self.cache.v.nbytes
 
-    def prefill(
-        self,
-        tokens_BT: Tensor,
-        counts_B: Tensor,
-        table_BN: Tensor,
-        lengths_B: Tensor,
-        bound: int,
-        fresh: bool,
-    ) -> Tensor:
-        """Append prompts, or parts of them, to the cache. Return the logits of each row's last token: (B, V).
+    def prefill(self, tokens_1N: Tensor, table_LN: Tensor, lengths_L: Tensor, cu_seqlens: Tensor) -> Tensor:
+        """Append packed prompts, or parts of them, to the cache. Return the logits of each row's last token: (L, V).
 
-        Args:
-            tokens_BT: Right-padded tokens, of which the first counts_B are real.
-            table_BN: The pages of each row.
-            lengths_B: Tokens that the cache already holds.
-            bound: Maximum length of a row, including the new tokens.
-            fresh: True if lengths_B are all 0.
+        table_LN, lengths_L, cu_seqlens: see kernels/prefill.py.
         """
-        view = self.cache.view_rows(table_BN, lengths_B.clone(), bound, fresh)
-        return self.model.forward_cached(tokens_BT, view, counts_B, "last", self._blocks)[:, 0]
+        view = self.cache.view_packed(table_LN, lengths_L, cu_seqlens)
+        return self.model.forward_cached(tokens_1N, view, logits_of="last", blocks=self._blocks)[:, 0]
 
     def decode(self, tokens_BT: Tensor, table_BN: Tensor, lengths_B: Tensor, bound: int) -> Tensor:
         """Append T tokens to each row of the cache and return their logits: (B, T, V)."""
-        view = self.cache.view_rows(table_BN, lengths_B.clone(), bound)
+        view = self.cache.view_rows(table_BN, lengths_B, bound)
         return self.model.forward_cached(tokens_BT, view, blocks=self._blocks)
 
 
 @dataclass(frozen=True)
 class StepOptions:
-    """Options of a step, which the host chooses. Together with the number of lanes, they identify a CUDA graph."""
+    """Options of a step, which the host chooses. With the number of lanes or tokens, they identify a CUDA graph."""
 
     width: int  # see `sampling.ranking_width`
     penalised: bool  # some row has a repetition penalty
@@ -146,11 +133,18 @@ class Slots:
         self.seen_SV: Tensor | None = None
 
     def to_device(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
-        """Copy integers to the device as int64, without waiting for it.
+        """Copy integers to the device as int64, without waiting for it."""
+        return self.copy(torch.tensor(values, dtype=torch.int64))
+
+    def copy(self, host: Tensor) -> Tensor:
+        """Copy a tensor from the host to the device, without waiting for it.
 
         The driver stages small copies from pageable memory before the call returns, so the host tensor may be freed.
+        For large ones it would first wait for the device; from pinned memory it does not.
         """
-        return torch.tensor(values, dtype=torch.int64).to(self.device, non_blocking=True)
+        if self.device.type == "cuda" and host.nbytes > STAGED_BYTES:
+            host = host.pin_memory()
+        return host.to(self.device, non_blocking=True)
 
     def fill(
         self, slots: list[int], tables: list[list[int]], lengths: list[int], settings: SamplingTensors
@@ -191,37 +185,25 @@ class Slots:
         self.state_S3[self.dummy].zero_()
 
 
-@dataclass(frozen=True)
-class PromptParts:
-    """A chunk of the prompt of each lane. The other arguments are those of `CachedModel.prefill`."""
-
-    lanes_B: Tensor
-    tokens_BT: Tensor
-    counts_B: Tensor
-    complete_B: Tensor  # int64: 1 if this is the last chunk of the prompt, else 0
-    bound: int
-    fresh: bool
-
-
 def prefill(
-    models: tuple[CachedModel, ...], slots: Slots, parts: PromptParts, options: StepOptions
+    models: tuple[CachedModel, ...], slots: Slots, prompts: PackedPrompts, options: StepOptions
 ) -> StepOutput:
     """Prefill parts of prompts. Rows whose prompt is complete get their first token; ignore the output of the others.
 
     models: the model, and the draft model if there is one, whose logits are not used.
     """
-    lanes_B, counts_B = parts.lanes_B, parts.counts_B
-    _, length_B, num_new_B = slots.read(lanes_B)
-    table_BN = slots.table_SN[lanes_B]
-    logits_BV, *_ = [
-        model.prefill(parts.tokens_BT, counts_B, table_BN, length_B, parts.bound, parts.fresh)
-        for model in models
+    lanes_L = prompts.lanes_L
+    _, length_L, num_new_L = slots.read(lanes_L)
+    table_LN = slots.table_SN[lanes_L]
+    logits_LV, *_ = [
+        model.prefill(prompts.tokens_1N, table_LN, length_L, prompts.cu_seqlens) for model in models
     ]
-    drawn = _draw(slots, lanes_B, logits_BV, num_new_B, options)
-    slots.write(lanes_B, drawn.safe_token_B, length_B + counts_B, num_new_B + parts.complete_B)
+    drawn = _draw(slots, lanes_L, logits_LV, num_new_L, options)
+    counts_L = prompts.cu_seqlens.diff()
+    slots.write(lanes_L, drawn.safe_token_B, length_L + counts_L, num_new_L + prompts.complete_L)
     if options.penalised:
         assert slots.seen_SV is not None
-        slots.seen_SV[lanes_B, drawn.safe_token_B] |= parts.complete_B.bool()
+        slots.seen_SV[lanes_L, drawn.safe_token_B] |= prompts.complete_L.bool()
     return StepOutput.of(drawn)
 
 
@@ -243,56 +225,3 @@ def _draw(
     return draw(
         logits_BV, settings, options.width, count_B, slots.seen_rows(lanes_B, options), options.logprobs
     )
-
-
-# CUDA graphs
-
-
-def bucket(lanes: int) -> int:
-    """Return the number of lanes after padding, so that few graphs cover all batch sizes."""
-    return next((size for size in BUCKETS if lanes <= size), -(-lanes // 32) * 32)
-
-
-@dataclass
-class _Captured:
-    graph: torch.cuda.CUDAGraph
-    lanes_B: Tensor
-    output: Tensor
-
-
-class Graphs:
-    """CUDA graphs of decoding steps: the host launches one graph instead of a few hundred kernels.
-
-    A graph is captured for each kind of step, that is, each bucket of lanes with each `StepOptions`. The first steps of
-    a kind run without a graph, because kernels cannot be compiled during a capture. All graphs share one memory pool:
-    they run one after the other, and each output is copied to the host before the next graph runs. The memory is
-    released with this object.
-    """
-
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
-        self._captured: dict[Hashable, _Captured] = {}
-        self._runs: dict[Hashable, int] = {}
-
-    def run(self, kind: Hashable, lanes_B: Tensor, step: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return step(lanes_B), the packed output, from the graph of this kind if it is captured.
-
-        `step` must be the same computation in every call of one kind. The next replay overwrites the output.
-        """
-        captured = self._captured.get(kind)
-        if captured is None:
-            runs = self._runs[kind] = self._runs.get(kind, 0) + 1
-            if runs <= WARM_UP:
-                return step(lanes_B)
-            captured = self._captured[kind] = self._capture(lanes_B, step)
-        captured.lanes_B.copy_(lanes_B)
-        captured.graph.replay()
-        return captured.output
-
-    def _capture(self, lanes_B: Tensor, step: Callable[[Tensor], Tensor]) -> _Captured:
-        input_B = lanes_B.clone()
-        graph = torch.cuda.CUDAGraph()
-        # thread_local: other threads, such as a server's, may use the device during the capture.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            output = step(input_B)
-        return _Captured(graph, input_B, output)

@@ -51,7 +51,7 @@ def paged_attention(
         from deskside.kernels.decode_triton import attend
 
         return attend(q_BTHC, k_PKSC, v_PKSC, table_BN, positions_BT, window, scale)
-    function = partial(decode_attention, attend=_attend_with_sdpa) if q_BTHC.is_cuda else decode_attention
+    function = partial(decode_attention, attend=attend_with_sdpa) if q_BTHC.is_cuda else decode_attention
     row_bytes = 2 * bound * k_PKSC.shape[1] * k_PKSC.shape[3] * k_PKSC.element_size()
     parts = []
     batch_rows = max(1, GATHERED_BYTES // row_bytes)
@@ -82,7 +82,7 @@ def gather_pages(pool_PKSC: Tensor, table_BN: Tensor, bound: int) -> Tensor:
     return pages_BnKSC.transpose(2, 3).flatten(1, 2)[:, :bound]
 
 
-def _attend_with_sdpa(
+def attend_with_sdpa(
     q_BTHC: Tensor, k_BLKC: Tensor, v_BLKC: Tensor, allowed_BTL: Tensor, scale: float
 ) -> Tensor:
     """Compute `attention.reference.attend` with SDPA.

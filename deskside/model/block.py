@@ -14,6 +14,7 @@ from deskside.config.model import ModelConfig
 from deskside.kernels.attention import AttentionContext
 from deskside.kernels.decode import paged_attention
 from deskside.kernels.functional import rotate
+from deskside.kernels.prefill import packed_attention
 from deskside.model.cache import CacheSlots, KVCache
 from deskside.ops.composite import (
     AddNormLinear,
@@ -54,6 +55,10 @@ class LayerCache(NamedTuple):
     def attention(self, q_BTHC: Tensor, window: int | None) -> Tensor:
         """Attend from these tokens to the cached tokens of their rows up to and including themselves."""
         cache, position_BT = self.cache, self.slots.position_BT
+        if cache.cu_seqlens is not None:
+            return packed_attention(
+                q_BTHC[0], *self.keys_values, cache.table_BN, cache.lengths_B, cache.cu_seqlens, window
+            )[None]
         return paged_attention(q_BTHC, *self.keys_values, cache.table_BN, position_BT, cache.bound, window)
 
 

@@ -2,7 +2,7 @@
 
 Entry p of a row is in page table[row, p // S] at offset p % S, where a page has S entries. In a plain cache
 (`KVCache.allocate`) every row has one page of the maximum length. Generation and evaluation share one pool of small
-pages among changing rows (`view_rows`): paged attention, Kwon et al. 2023 (arXiv 2309.06180).
+pages among changing rows (`view_rows`, `view_packed`): paged attention, Kwon et al. 2023 (arXiv 2309.06180).
 
 Entries of a row beyond its length may have any value: attention reads entries only up to the position of the query, and
 later tokens overwrite the others. So prompts of unequal length may be padded on the right, and a row is truncated by
@@ -38,6 +38,8 @@ class KVCache:
     managed: the caller has made sure that the tokens fit, so positions beyond `limit` or a row's count are padding and
         are clamped.
     fresh: True if the tokens of the current forward pass are the first of all rows.
+    cu_seqlens: the tokens of the next forward pass are packed, (1, N): row b has those from cu_seqlens[b] on, and what
+        follows the last row is padding. int64 (B + 1,); None: the tokens are (B, T).
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class KVCache:
         self.managed = managed
         self.bound = 0
         self.fresh = True
+        self.cu_seqlens: Tensor | None = None
 
     @classmethod
     def allocate(
@@ -65,14 +68,29 @@ class KVCache:
         view.bound, view.fresh = bound, fresh
         return view
 
+    def view_packed(self, table_BN: Tensor, lengths_B: Tensor, cu_seqlens: Tensor) -> "KVCache":
+        """Return a managed cache of some rows over the same pool, for packed tokens (see `cu_seqlens`)."""
+        view = KVCache(self.k, self.v, table_BN, lengths_B, self.limit, managed=True)
+        view.fresh, view.cu_seqlens = False, cu_seqlens
+        return view
+
     def reserve(self, tokens: int, counts_B: Tensor | None = None) -> CacheSlots:
         """Return the slots of the next tokens; in each row, those after the first counts_B are padding (None: none).
+
+        Packed tokens: the slots are (1, N), and counts_B is not used.
 
         Raises UsageError if they do not fit, unless the cache is managed.
         """
         index_T = torch.arange(tokens, device=self.lengths_B.device)
-        position_BT = self.lengths_B[:, None] + index_T
         page_size = self.k.shape[3]
+        if self.cu_seqlens is not None:
+            row_T = torch.searchsorted(self.cu_seqlens, index_T, right=True) - 1
+            padding_T = row_T == len(self.lengths_B)
+            row_T = row_T.clamp(max=len(self.lengths_B) - 1)
+            position_T = (self.lengths_B[row_T] + index_T - self.cu_seqlens[row_T]).clamp(max=self.limit - 1)
+            page_T = torch.where(padding_T, PADDING_PAGE, self.table_BN[row_T, position_T // page_size])
+            return CacheSlots(position_T[None], page_T[None], (position_T % page_size)[None])
+        position_BT = self.lengths_B[:, None] + index_T
         if not self.managed:
             if self.bound + tokens > self.limit:
                 raise UsageError(
@@ -90,6 +108,17 @@ class KVCache:
         if counts_B is not None:
             page_BT = torch.where(index_T < counts_B[:, None], page_BT, PADDING_PAGE)
         return CacheSlots(position_BT, page_BT, position_BT % page_size)
+
+    def advance(self, tokens: int, counts_B: Tensor | None = None) -> Tensor | int:
+        """Add the tokens of a forward pass to the lengths. Return the index of each row's last token in (T,) or (N,).
+
+        A row without tokens has the index of some other token.
+        """
+        if self.cu_seqlens is not None:
+            self.lengths_B = self.lengths_B + self.cu_seqlens.diff()
+            return (self.cu_seqlens[1:] - 1).clamp(min=0)
+        self.lengths_B = self.lengths_B + (tokens if counts_B is None else counts_B)
+        return tokens - 1 if counts_B is None else counts_B - 1
 
     def write(self, layer: int, slots: CacheSlots, k_BTKC: Tensor, v_BTKC: Tensor) -> None:
         """Store one layer's keys and values."""

@@ -190,8 +190,9 @@ class Transformer(nn.Module):
         """Append tokens to each row of the cache. Returns logits (B, T, V), or (B, 1, V) for each row's last token.
 
         counts_B: number of tokens in each row before the padding on the right (None: all T). The logits of padding are
-        meaningless. blocks: how the blocks and the final norm are computed. Raises UsageError if the tokens exceed the
-        cache or the model's positions.
+        meaningless. Packed tokens are (1, N), and the cache's view knows the rows (`KVCache.view_packed`).
+        blocks: how the blocks and the final norm are computed. Raises UsageError if the tokens exceed the cache or the
+        model's positions.
         """
         B, T = tokens_BT.shape
         if not cache.managed:
@@ -206,10 +207,9 @@ class Transformer(nn.Module):
             layer_cache = LayerCache(cache, index, slots, rotation, contexts.get(layer.attn.window))
             residual_BTD, delta_BTD = blocks.block(layer, residual_BTD, delta_BTD, layer_cache)
         hidden_BTD = blocks.final(self.final, residual_BTD, delta_BTD)
-        cache.lengths_B += T if counts_B is None else counts_B
+        last_B = cache.advance(T, counts_B)
         if logits_of == "last":
-            rows = torch.arange(tokens_BT.shape[0], device=tokens_BT.device)
-            last_B = torch.full_like(rows, T - 1) if counts_B is None else counts_B - 1
+            rows = 0 if cache.cu_seqlens is not None else torch.arange(B, device=tokens_BT.device)
             hidden_BTD = hidden_BTD[rows, last_B][:, None]
         return self.logits(hidden_BTD)
 

@@ -30,10 +30,10 @@ from deskside.config.run import RunConfig
 from deskside.config.sections import AdapterConfig
 from deskside.data.chat import chat_template
 from deskside.engine import counter_rng
-from deskside.engine.device import KV_CACHE_SHARE
+from deskside.engine.device import KV_CACHE_SHARE, prefill_bytes
 from deskside.engine.engine import Engine
+from deskside.engine.graphs import WARM_UP
 from deskside.engine.sampling import SamplingTensors, draw, ranking_width
-from deskside.engine.steps import WARM_UP
 from deskside.kernels.attention import AttentionContext
 from deskside.model.transformer import Transformer
 from deskside.precision.lora import attach, is_adapted
@@ -288,7 +288,8 @@ def test_answers_get_what_training_and_the_copies_leave(
     assert headroom.after_allocating(model).free == headroom.free - weights
     answer = 64 * model.kv_bytes_per_token(torch.float32)
     drawn = SAMPLING_BYTES * model.config.vocab_size  # a graph of 4 lanes is used for 3
-    free = weights + (3 * answer + 4 * drawn) / KV_CACHE_SHARE
+    prompts = prefill_bytes(model.config, 4, 256)  # a graph of 256 tokens is used for 192
+    free = weights + (3 * answer + 4 * drawn + prompts) / KV_CACHE_SHARE
 
     def rows(free: float) -> int:
         return Sampler(model, False, 40, 64, frozenset(), MemoryHeadroom(int(free), 0)).engine.max_batch
@@ -297,7 +298,7 @@ def test_answers_get_what_training_and_the_copies_leave(
     with pytest.raises(
         RunError, match=r"training leaves \d+ MiB for sampling, and one answer of 64 tokens needs \d+; give"
     ):
-        rows(weights + answer / KV_CACHE_SHARE)
+        rows(weights + answer / KV_CACHE_SHARE)  # and nothing for the graphs
 
 
 @pytest.mark.parametrize("kl", [0.0, 0.1])

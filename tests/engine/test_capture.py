@@ -6,6 +6,8 @@ from the host's memory, such as the constant of `x[index] = True`, which torch k
 raises by itself; the rest is refused by hand.
 """
 
+import random
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,13 +15,18 @@ import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from deskside.engine import steps
+from deskside.engine.engine import Engine
+from deskside.engine.graphs import TOKENS
+from deskside.engine.prompts import PackedPrompts
+from deskside.engine.requests import Request
 from deskside.engine.sampling import GREEDY, Sampling, ranking_width
 from deskside.engine.speculate import speculate
 from deskside.engine.steps import CachedModel, Slots, StepOptions
+from deskside.kernels import prefill, prefill_triton
 from tests.engine.test_generate import SHAPE, VARIANTS, make
 
 META = torch.device("meta")
@@ -54,16 +61,21 @@ class NoConstantsByIndex(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
+def models(*layers: int) -> list[CachedModel]:
+    """Models on "meta" with these numbers of layers."""
+    return [
+        CachedModel(make(**VARIANTS["window"], num_hidden_layers=n).to(META), LANES * PAGES, 16, 48)
+        for n in layers
+    ]
+
+
 @pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize("penalised", [False, True])
 @pytest.mark.parametrize("kind", SAMPLINGS)
 @torch.no_grad()
 def test_a_step_stays_on_its_device(kind: str, penalised: bool, drafts: int) -> None:
     vocabulary = SHAPE["vocab_size"]
-    target, draft = (
-        CachedModel(make(**VARIANTS["window"], num_hidden_layers=n).to(META), LANES * PAGES, 16, 48)
-        for n in (3, 1)
-    )
+    target, draft = models(3, 1)
     slots = Slots(LANES, PAGES, vocabulary, META)
     if penalised:
         slots.start_seen(0, (1, 2))
@@ -73,3 +85,93 @@ def test_a_step_stays_on_its_device(kind: str, penalised: bool, drafts: int) -> 
     with OnOneDevice(), NoConstantsByIndex():
         packed = step(slots, lanes, bound=48, options=options).packed()
     assert packed.shape == (LANES, 1 + 3 * (1 + drafts))
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize("penalised", [False, True])
+@pytest.mark.parametrize("kind", SAMPLINGS)
+@torch.no_grad()
+def test_a_prefill_pass_stays_on_its_device(
+    kind: str, penalised: bool, drafts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel of attention, which the interpreter tests, is replaced by its output's shape."""
+    monkeypatch.setattr(prefill, "packed_kernel_supports", lambda heads, pool: True)
+    monkeypatch.setattr(prefill_triton, "attend_packed", lambda q_NHC, *rest: torch.empty_like(q_NHC))
+    vocabulary, tokens = SHAPE["vocab_size"], 32
+    slots = Slots(LANES, PAGES, vocabulary, META)
+    if penalised:
+        slots.start_seen(0, (1, 2))
+    options = StepOptions(ranking_width([SAMPLINGS[kind]], vocabulary), penalised, logprobs=True)
+    computing = tuple(models(3, 1) if drafts else models(3))
+    prompts = PackedPrompts.of(torch.zeros(3 * LANES + 1 + tokens, dtype=torch.int64, device=META), LANES)
+    with OnOneDevice(), NoConstantsByIndex():
+        packed = steps.prefill(computing, slots, prompts, options).packed()
+    assert packed.shape == (LANES, 4)
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators that the host calls."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+class Replays:
+    """Graphs that compute without a graph, and without counting: to the host, a replay is one launch."""
+
+    def __init__(self) -> None:
+        self.kinds: list[Hashable] = []
+
+    def run(self, kind: Hashable, inputs: Tensor, step: Callable[[Tensor], Tensor]) -> Tensor:
+        self.kinds.append(kind)
+        with _disable_current_modes():
+            return step(inputs)
+
+
+def on_the_host(layers: int, prompts: Sequence[int]) -> tuple[int, list[Hashable]]:
+    """Return how many operators the host calls for the first step of prompts of these lengths, and what it replays."""
+    engine = Engine(make(num_hidden_layers=layers), max_batch=8, max_tokens=1024, page_size=16)
+    engine._run_ahead, engine._graphs = True, Replays()  # type: ignore[assignment]
+    engine._prefill_capturable = lambda tokens: True  # type: ignore[method-assign]
+    for number, length in enumerate(prompts):
+        engine.submit(Request((number + 1,) * length, 4))
+    with Operators() as operators:
+        engine.step()
+    return operators.count, engine._graphs.kinds  # type: ignore[union-attr]
+
+
+def test_the_host_does_little_for_a_prefill_pass() -> None:
+    """What it calls does not depend on the number of layers."""
+    counts, kinds = zip(
+        *(on_the_host(layers, prompts) for layers in (1, 4) for prompts in ((60,), (3, 40, 17), (9,) * 8)),
+        strict=True,
+    )
+    assert counts[:3] == counts[3:] and max(counts) <= 20
+    options = StepOptions(0, False, False)
+    assert [k for (k,) in kinds] == [("prefill", tokens, options) for tokens in (64, 64, 128)] * 2
+
+
+def test_shapes_do_not_grow_with_the_variety_of_prompts() -> None:
+    """Every new shape costs memory that is never given back: plans of cuBLAS and cuDNN, and CUDA graphs."""
+    engine = Engine(make(num_hidden_layers=1), max_batch=4, max_tokens=512, page_size=16)
+    engine._run_ahead = True
+    shapes = set()
+    forward = engine._models[0].prefill
+
+    def prefill(*arguments: Tensor) -> Tensor:
+        shapes.add(tuple(argument.shape for argument in arguments))
+        return forward(*arguments)
+
+    engine._models[0].prefill = prefill  # type: ignore[method-assign]
+    rng = random.Random(0)
+    for _ in range(60):
+        engine.run(
+            [
+                Request(tuple(rng.choices(range(97), k=rng.randint(1, 60))), 2)
+                for _ in range(rng.randint(1, 6))
+            ]
+        )
+    assert len(shapes) <= sum(size <= 256 for size in TOKENS)

@@ -7,9 +7,9 @@ import torch
 
 from deskside.engine.engine import Draft, Engine
 from deskside.engine.fused import FusedBlocks, covers_attention, covers_mlp
+from deskside.engine.graphs import bucket
 from deskside.engine.requests import Request
 from deskside.engine.sampling import GREEDY, Sampling
-from deskside.engine.steps import bucket
 from deskside.model.block import DEFAULT_BLOCKS, MLP, Block
 from deskside.model.transformer import Transformer
 from tests.engine.test_generate import PROMPTS, VARIANTS, make, plain

@@ -14,6 +14,7 @@ from deskside.engine.sampling import GREEDY, Sampling
 from deskside.kernels import decode
 from deskside.kernels.attention.reference import decode_attention
 from deskside.kernels.decode import gather_pages, paged_attention
+from deskside.kernels.prefill import packed_attention, packed_kernel_supports
 from deskside.model.block import DEFAULT_BLOCKS
 from deskside.model.transformer import Transformer
 from deskside.precision.convert import convert
@@ -185,6 +186,57 @@ def test_the_kernel_equals_float64(
     truth = decode_attention(q.double(), keys, values, positions, window)
     error = float((got.double() - truth).norm() / truth.norm())
     assert error < {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("H", "K", "C"), [(12, 3, 64), (32, 8, 128), (16, 1, 128), (6, 6, 80), (4, 4, 256)])
+@pytest.mark.parametrize("window", [None, 300])
+def test_the_prefill_kernel_equals_float64(
+    H: int, K: int, C: int, window: int | None, dtype: torch.dtype
+) -> None:
+    """Whole prompts, parts behind older tokens, a row without tokens, and padding."""
+    generator = torch.Generator(DEVICE).manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=DEVICE).to(dtype)
+
+    lengths, counts = (torch.tensor(x, device=DEVICE) for x in ([0, 0, 512, 31, 1000], [700, 0, 65, 1, 300]))
+    cu_seqlens = torch.cat((counts.new_zeros(1), counts.cumsum(0)))
+    table = torch.randperm(5 * 48, generator=generator, device=DEVICE).view(5, 48)
+    k, v, q = normal(5 * 48, K, 32, C), normal(5 * 48, K, 32, C), normal(1066 + 214, H, C)
+    if dtype is torch.float32 and C == 256:
+        assert not packed_kernel_supports(H, k)
+        return
+    got = packed_attention(q, k, v, table, lengths, cu_seqlens, window)
+    assert not got[1066:].any()
+    doubles = (x.double().cpu() for x in (q, k, v))
+    truth = packed_attention(*doubles, table.cpu(), lengths.cpu(), cu_seqlens.cpu(), window)  # type: ignore[call-arg]
+    error = float((got.double().cpu() - truth).norm() / truth.norm())
+    assert error < {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_prompts_in_graphs_equal_prompts_without(dtype: torch.dtype) -> None:
+    """Passes of one size, whose rows differ from replay to replay; some continue a prefix that is in the cache."""
+    model = make(max_position_embeddings=1024, num_hidden_layers=2, head_dim=64).to(DEVICE)
+    if dtype is torch.bfloat16:
+        convert(model, "bf16")
+    generator = torch.Generator().manual_seed(6)
+    system = torch.randint(0, 97, (100,), generator=generator).tolist()
+    rounds = [
+        [torch.randint(0, 97, (n,), generator=generator).tolist() for n in lengths]
+        for lengths in ((200,), (30, 170), (60, 60, 70), (1, 190), (129,))
+    ]
+    rounds += [[system + prompt for prompt in prompts] for prompts in rounds]
+    answers = {}
+    for graphs in (True, False):
+        engine = Engine(model, max_batch=3, max_tokens=4096, graphs=graphs)
+        answers[graphs] = [
+            [a.tokens for (a,) in engine.run([Request(tuple(p), 6) for p in prompts])] for prompts in rounds
+        ]
+        kinds = [] if engine._graphs is None else [kind[0] for kind in engine._graphs._captured]  # type: ignore[index]
+        assert ("prefill" in kinds) == graphs
+    assert answers[True] == answers[False]
 
 
 def test_noise_on_the_card_is_that_of_the_cpu() -> None:

@@ -14,6 +14,7 @@ from deskside.kernels import (
     cross_entropy_triton,
     decode_triton,
     muon_triton,
+    prefill_triton,
     stored_weights_triton,
 )
 from deskside.kernels.adamw_state import (
@@ -311,6 +312,14 @@ def _decoding() -> Iterator[CompileCase]:
             CAPABILITIES,
             decode_triton.qk_norm_rope_into_cache,
             *(_new(N, layout.width, dtype=dtype), norms, angles, layout, (pages, pages), places),
+        )
+        L = 16 if T > 1 else 1
+        new, lengths, ends = _new(512, H, C, dtype=dtype), positions[:L, 0], _new(L + 1, dtype=torch.int64)
+        yield recorded(
+            f"prefill attention {how}",
+            CAPABILITIES,
+            prefill_triton.attend_packed,
+            *(new, pages, pages, table[:L], lengths, ends, window, C**-0.5),
         )
     row, strided = _new(16, dtype=torch.int64), _new(16, 2, dtype=torch.int64)[:, 1]
     for W in (64, 151936):

@@ -205,7 +205,7 @@ def test_prompts_on_a_gpu_leave_out_the_kernel_that_plans_for_every_shape(
     name = transformer._prefill_context(prompt).backend
     got = BACKENDS[name].function(q, k, v, AttentionContext())
     torch.testing.assert_close(got, brute_force(q, k, v, AttentionContext()))
-    decode_attention(q, k, v, torch.arange(11).expand(2, -1), None, 0.3, decode._attend_with_sdpa)
+    decode_attention(q, k, v, torch.arange(11).expand(2, -1), None, 0.3, decode.attend_with_sdpa)
     assert allowed == [(False, True)] * 2 and torch.backends.cuda.cudnn_sdp_enabled()
 
 

@@ -15,6 +15,7 @@ from deskside.kernels import (
     cross_entropy_triton,
     decode_triton,
     muon_triton,
+    prefill_triton,
     stored_weights_triton,
 )
 from deskside.kernels.fused import triton_cast, triton_gated, triton_norm, triton_rope
@@ -57,7 +58,7 @@ HARDEST = {
     ),
 } | {
     f"{kernel} {shape}"
-    for kernel in ("decode attention", "join of spans", "into the cache")
+    for kernel in ("decode attention", "join of spans", "into the cache", "prefill attention")
     for shape in (
         "12 x 3 x 64, 1 tokens, window None, bfloat16",
         "16 x 1 x 128, 4 tokens, window None, float32",
@@ -120,6 +121,7 @@ def test_every_kernel_has_a_case() -> None:
     modules = (triton_norm, triton_rope, triton_gated, triton_cast)
     launched = kernels_of(*modules) | kernels_of(cross_entropy_triton) | kernels_of(adamw_triton, muon_triton)
     launched |= kernels_of(stored_weights_triton) | kernels_of(decode_triton)
+    launched |= kernels_of(prefill_triton)
     launched |= kernels_of(triton_routing) | kernels_of(triton_rows) | kernels_of(triton_grouped)
     launched |= kernels_of(triton_fp8) | kernels_of(triton_gated_fp8)
     assert len(launched) > 12

@@ -67,7 +67,7 @@ def test_the_form_for_a_card_equals_the_reference(
     k, v = gather_pages(pool_k, table, 11), gather_pages(pool_v, table, 11)
     q, positions = torch.randn(2, 5, heads, 8), torch.tensor([[6, 7, 8, 9, 10], [1, 2, 3, 4, 5]])
     expected = decode.decode_attention(q, k, v, positions, window, 0.3)
-    got = decode.decode_attention(q, k, v, positions, window, 0.3, decode._attend_with_sdpa)
+    got = decode.decode_attention(q, k, v, positions, window, 0.3, decode.attend_with_sdpa)
     torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
 
 

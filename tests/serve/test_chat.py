@@ -187,9 +187,9 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counts: list[int] = []
     real = CachedModel.prefill
 
-    def counting(self: CachedModel, tokens_BT: Tensor, counts_B: Tensor, *rest: Any) -> Tensor:
-        counts.append(int(counts_B.sum()))
-        return real(self, tokens_BT, counts_B, *rest)
+    def counting(self: CachedModel, *arguments: Tensor) -> Tensor:
+        counts.append(int(arguments[-1][-1]))  # the end of the last row
+        return real(self, *arguments)
 
     monkeypatch.setattr(CachedModel, "prefill", counting)
     return counts

@@ -1,0 +1,77 @@
+"""The prefill kernel in Triton's interpreter beside attention in float64, and an engine whose prompts go through it."""
+
+from unittest import mock
+
+import torch
+
+from deskside.engine import fused
+from deskside.engine.engine import Draft, Engine
+from deskside.engine.requests import Request
+from deskside.kernels import decode_triton, prefill, prefill_triton
+from tests.engine.test_generate import VARIANTS, make, plain
+from tests.kernels.decode_interpreted import error
+
+# Older tokens and new ones of each row: none of either, ends of pages and tiles on both sides of a boundary.
+ROWS = ((0, 70), (0, 0), (5, 1), (64, 64), (100, 40), (0, 1), (31, 33), (200, 2))
+
+
+def attention(found: dict[str, float]) -> None:
+    """Pages in any order; noise where nothing may be read; padding behind the last row and rows without tokens."""
+    for H, K, C, size, window, padding in (
+        (4, 2, 16, 16, None, 0),
+        (6, 2, 24, 32, None, 13),
+        (4, 1, 16, 32, 40, 130),
+        (2, 2, 8, 64, 300, 1),
+        (3, 1, 16, 16, 5, 0),
+        (5, 1, 16, 16, None, 7),
+    ):
+        lengths, counts = (torch.tensor(column) for column in zip(*ROWS, strict=True))
+        cu_seqlens = torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0)))
+        N, L, width = int(cu_seqlens[-1]) + padding, len(ROWS), -(-300 // size)
+        table = torch.randperm(L * width + 3)[: L * width].view(L, width)
+        k, v = (torch.randn(L * width + 3, K, size, C) for _ in range(2))
+        for row in range(L):
+            last = int(lengths[row] + counts[row])
+            page, offset = table[row, last // size], last % size
+            for pool in (k, v):
+                pool[page, :, offset:] = float("nan")
+                pool[table[row, last // size + 1 :]] = float("nan")
+        q = torch.randn(N, H, C)
+        ours = prefill_triton.attend_packed(q, k, v, table, lengths, cu_seqlens, window, C**-0.5)
+        truth = prefill.packed_attention(
+            q.double(), k.double(), v.double(), table, lengths, cu_seqlens, window, C**-0.5
+        )
+        found[f"attention {H} {K} {C} {size} {window}"] = error(ours.double(), truth)
+        if padding:
+            found[f"padding {padding}"] = float(ours[-padding:].abs().max())
+
+
+def engine(found: dict[str, float]) -> None:
+    """How many tokens are unlike the uncached loop's, with and without drafts, as on a GPU with padded passes."""
+    model = make(**VARIANTS["window"] | {"num_hidden_layers": 2})
+    prompts = [[5, 17, 3], [88, 4, 4, 61, 30, 2, 9, 11, 12, 13, 14, 15], list(range(40)), list(range(44))]
+    with (
+        mock.patch.object(prefill, "packed_kernel_supports", lambda heads, pool: True),
+        mock.patch.object(fused, "qk_norm_rope_into_cache", decode_triton.qk_norm_rope_into_cache),
+    ):
+        for draft in (None, Draft(model, 2)):
+            made = Engine(model, max_batch=3, max_tokens=256, page_size=16, draft=draft, prefill_tokens=24)
+            made._run_ahead = True
+            for forward in made._models:
+                forward._blocks = fused.FusedBlocks(model)
+            answers = made.run([Request(tuple(prompt), 5) for prompt in prompts])
+            found[f"engine, drafts {draft is not None}"] = float(
+                sum(
+                    answer.tokens != plain(model, prompt, 5)
+                    for prompt, (answer,) in zip(prompts, answers, strict=True)
+                )
+            )
+
+
+def main() -> dict[str, float]:
+    """The error of each case."""
+    torch.manual_seed(0)
+    found: dict[str, float] = {}
+    attention(found)
+    engine(found)
+    return found

@@ -1,0 +1,40 @@
+"""Attention of packed prompts: the kernel in Triton's interpreter, and the torch form against float64 arithmetic."""
+
+import math
+
+import pytest
+import torch
+
+from deskside.kernels.prefill import packed_attention
+from tests.kernels.interpreter import interpreted
+
+
+def test_the_kernel_equals_the_torch_form() -> None:
+    pytest.importorskip("triton")
+    found: dict[str, float] = interpreted("prefill_interpreted", "main")
+    assert len(found) == 12
+    assert max(found.values()) < 1e-6, found
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_packed_rows_equal_float64_arithmetic(window: int | None) -> None:
+    """Rows of three kinds: a whole prompt, a part behind older tokens, and none; two tokens of padding at the end."""
+    torch.manual_seed(1)
+    k, v = (torch.randn(9, 2, 4, 8) for _ in range(2))
+    table = torch.tensor([[2, 6, 1], [5, 0, 3], [7, 8, 4]])
+    lengths, counts = [0, 5, 2], [6, 3, 0]
+    cu_seqlens = torch.tensor([0, 6, 9, 9])
+    q = torch.randn(11, 4, 8)
+    got = packed_attention(q, k, v, table, torch.tensor(lengths), cu_seqlens, window)
+    assert not got[9:].any()
+    for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        for t in range(count):
+            token = int(cu_seqlens[row]) + t
+            last = length + t
+            seen = range(0 if window is None else max(0, last - window + 1), last + 1)
+            for h in range(4):
+                keys = [k[table[row, e // 4], h // 2, e % 4].double() for e in seen]
+                values = [v[table[row, e // 4], h // 2, e % 4].double() for e in seen]
+                weights = [math.exp(float(q[token, h].double() @ key) / math.sqrt(8)) for key in keys]
+                truth = sum(w * x for w, x in zip(weights, values, strict=True)) / sum(weights)
+                torch.testing.assert_close(got[token, h].double(), truth, atol=1e-6, rtol=1e-5)
