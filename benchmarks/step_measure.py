@@ -19,6 +19,7 @@ from deskside.budget.shape import flops_per_token, num_params
 from deskside.config.run import RunConfig
 from deskside.data.reading.loader import Batch, Loader, LoaderOptions
 from deskside.doctor.nvml import NvmlDevice, query
+from deskside.kernels.compile_ahead import count_compilations
 from deskside.probe.point import (
     BATCHES,
     PreparedStep,
@@ -44,11 +45,13 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     of a prepared dataset) and `began`, the value of time.monotonic() when the command was started.
     """
     marks = {"imported": _since(spec)}  # seconds from the command to the end of each part of the start-up
+    compilations = count_compilations() if torch.cuda.is_available() else None
     prepared, timer = _build(spec, marks)
     device, config = prepared.stepper.world.device, prepared.config
     environment_record.reset_peak_memory(device)
     timer.read(timer.launch())
     marks["first step done"] = _since(spec)
+    at_first_step = compilations.to_json() if compilations is not None else None
     if spec["warmup"] > 1:
         timer.run(0.0, spec["warmup"] - 1)
     flops = flops_per_token(config.model, config.batch.sequence_length)
@@ -78,6 +81,7 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
         "peak_allocated_gib": _gib(memory["peak_allocated_bytes"]),
         "peak_reserved_gib": _gib(memory["peak_reserved_bytes"]),
         "cold_start": marks,
+        "compilations": at_first_step,
         "optimizer_ms": 1e3 * optimizer_seconds(prepared.stepper, timer.batches[0]),
         "loss_first": timer.losses[0],
         "loss_last": timer.losses[-1],

@@ -1,4 +1,4 @@
-"""Compile Triton kernels in several threads before they are needed.
+"""Compile Triton kernels in several threads before they are needed, and count compilations.
 
 Triton compiles a kernel when it is first launched, one after the other: about 30 kernels before the first step, each
 with a run of ptxas and of the C compiler, both processes of their own. Here a computation runs once without the
@@ -7,8 +7,10 @@ launches of kernels that are not compiled yet. Each of them is handed to a threa
 
 import contextlib
 import os
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -68,3 +70,39 @@ def _set(owner: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, before)
+
+
+@dataclass
+class Compilations:
+    """Counts of Triton kernels: compiled, and loaded from Triton's cache on disk. seconds: of compiling, all threads.
+
+    Launchers, which the C compiler builds, are not included in the seconds.
+    """
+
+    compiled: int = 0
+    loaded: int = 0
+    seconds: float = 0.0
+
+    def to_json(self) -> dict[str, float]:
+        """Return the counts under the names that plan.json uses."""
+        return {
+            "kernels_compiled": self.compiled,
+            "kernels_loaded": self.loaded,
+            "kernel_seconds": round(self.seconds, 3),
+        }
+
+
+def count_compilations() -> Compilations:
+    """Return counts that Triton keeps up to date from now on, in all threads."""
+    from triton import knobs
+
+    counts, lock = Compilations(), threading.Lock()
+
+    def listen(*, times: Any, cache_hit: bool, **other: Any) -> None:
+        with lock:
+            counts.loaded += cache_hit
+            counts.compiled += not cache_hit
+            counts.seconds += 0.0 if cache_hit else times.total / 1e6
+
+    knobs.compilation.listener = listen
+    return counts

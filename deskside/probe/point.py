@@ -126,6 +126,7 @@ def prepare_step(config: RunConfig, report: Callable[[str], None] = lambda done:
     report("attention chosen")
     native, formats = bool(precision["native"]), native_formats(precision)
     execution = setup.prepare_execution(config, model, world, recipe, precision, cache)
+    report("sublayers checked")
     scaling = scales(
         config.model.hidden_size, config.batch.tokens, 1000 * config.batch.tokens, config.optim.name
     )

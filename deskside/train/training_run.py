@@ -14,12 +14,20 @@ import deskside
 from deskside.budget.scaling import scales
 from deskside.config.gpu_batch import describe_batch
 from deskside.config.run import SCHEMA_VERSION, RunConfig
+from deskside.kernels.compile_ahead import count_compilations
 from deskside.kernels.matmul_peak import measure_matmul_peak
 from deskside.optim.build import Optimizer, build
 from deskside.run.directory import RunDirectory
 from deskside.run.record import emulated
 from deskside.train import environment_record, parallel
-from deskside.train.loop.callbacks import Callback, RunLog, Terminal, check_trackers, trackers
+from deskside.train.loop.callbacks import (
+    Callback,
+    OnFirstStep,
+    RunLog,
+    Terminal,
+    check_trackers,
+    trackers,
+)
 from deskside.train.loop.clock import Clock, StepPlan
 from deskside.train.loop.step import Stepper
 from deskside.train.loop.trainer import RunLength, StageWork, Trainer, TrainProgress
@@ -29,6 +37,7 @@ from deskside.train.prepare import setup
 from deskside.train.prepare.attention_backends import choose_attention, recorded_attention
 from deskside.train.prepare.batch_size_finder import BatchSizeFinder
 from deskside.train.prepare.preflight import EVALUATE_SHARE, TimeBudget, check_start
+from deskside.train.prepare.startup import Startup
 from deskside.train.prepare.step_planning import (
     check_host_memory,
     describe_epochs,
@@ -179,6 +188,9 @@ class _Run:
         assert config.schedule.length is not None  # checked by `preflight.check_start`
         self.length = config.schedule.length
         self.clock = Clock(config.schedule.clock, deskside.STARTED, callback.earlier_seconds)
+        compilations = count_compilations() if world.device.type == "cuda" else None
+        self.startup = Startup(deskside.STARTED, compilations)
+        self.startup.done("imports")
 
     def execute(self) -> RunOutcome:
         """Run all phases. Every rank calls this."""
@@ -187,7 +199,9 @@ class _Run:
         self.set_up()
         finder = BatchSizeFinder(self.config, self.stepper, self.modelled_memory, self.log.say, self.budget)
         self.micro_batches = finder.find(self.stages, self.recorded.get("fit"))
+        self.startup.done("compile and fit")
         self.begin_objective()
+        self.startup.done("evaluation")
         plan = self.plan_steps(self.stages)
         self.stepper.optimizer = self.build_optimizer(self.facts["scaling_tokens"], mean_tokens(self.stages))
         checkpointer = Checkpointer(self.context, self.stepper.optimizer, self.clock, self.log)
@@ -200,6 +214,7 @@ class _Run:
             self.run.write_json("environment.json", environment)
         self.write_plan(plan)
         progress = restored or self.save_first(checkpointer, plan)
+        self.startup.done("checkpoint")
         length = RunLength(
             plan,
             self.clock,
@@ -212,6 +227,7 @@ class _Run:
             resolved = self.config.model_dump(mode="json")
             terminal = Terminal(progress.step, plan.total_steps(progress.step), self.length.unit == "seconds")
             self.log.callbacks = [terminal, *trackers(self.config.track, self.run, resolved), self.callback]
+            self.log.callbacks = [OnFirstStep(lambda: self.record_startup(plan)), *self.log.callbacks]
         trainer = Trainer(
             self.stepper,
             self.stages,
@@ -246,18 +262,22 @@ class _Run:
             lambda: setup.choose_recipe(config, world.device, self.log.say, recorded.get("precision"), cache)
         )
         setup.execution_mode(config, recipe, world.device)
+        self.startup.done("self-check")
         data = setup.ensure_data(config, world, self.log.say)
         self.stages = setup.open_stages(config, data, self.objective)
         self.validation = self.objective.open(config, data, "val", config.batch.sequence_length)
         self.check_data(data)
+        self.startup.done("data")
         model = setup.build_model(
             config, world, recipe, setup.WeightSource(self.initial, self.run.path, self.resumed, self.log.say)
         )
+        self.startup.done("model")
         peak_flops = measure_matmul_peak(world.device, model.activation_dtype)
         self.attention_facts = recorded.get("attention") or world.broadcast_result(
             lambda: choose_attention(config, model, world, peak_flops, cache)
         )
         attention = recorded_attention(self.attention_facts)
+        self.startup.done("attention trial")
         execution = setup.prepare_execution(config, model, world, recipe, self.precision_facts, cache)
         self.recipe, self.execution_mode = recipe, execution.mode
         if world.device.type == "cuda":
@@ -375,6 +395,13 @@ class _Run:
     def wall_limit(self) -> float | None:
         """Return the run's length in wall-clock seconds, or None if it is given in another way."""
         return self.length.value if self.length.unit == "seconds" and self.clock.kind == "wall" else None
+
+    def record_startup(self, plan: StepPlan) -> None:
+        """Record the seconds until the first step in plan.json and the events file. Called on rank 0."""
+        self.startup.done("first step")
+        self.facts["startup"] = self.startup.to_json()
+        self.write_plan(plan)
+        self.log.event(self.startup.describe())
 
     # Checkpoints
 

@@ -13,7 +13,7 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
-from deskside.kernels.compile_ahead import compile_ahead  # noqa: E402
+from deskside.kernels.compile_ahead import compile_ahead, count_compilations  # noqa: E402
 from deskside.kernels.fused import launch, triton_gated, triton_norm  # noqa: E402
 from deskside.kernels.fused.reference import Cast  # noqa: E402
 
@@ -125,3 +125,18 @@ def test_an_error_of_the_computation_ends_the_context(driver: FakeDriver) -> Non
 def test_without_a_gpu_nothing_changes() -> None:
     with compile_ahead(torch.device("cpu")):
         pass
+
+
+def test_compilations_are_counted(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton import knobs
+
+    monkeypatch.setattr(knobs.compilation, "listener", None)
+    counts = count_compilations()
+    with compile_ahead(CUDA):
+        computation()
+    computation()
+    assert (counts.compiled, counts.loaded) == (3, 0) and counts.seconds > 0
+    for kernel in (triton_norm.add_norm, triton_gated.gated, triton_gated.gated_fp8):
+        kernel.device_caches.pop(DEVICE)  # as in another process, which has Triton's files
+    computation()
+    assert (counts.compiled, counts.loaded) == (3, 3)

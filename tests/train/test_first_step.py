@@ -3,8 +3,11 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from tests.train import tiny_run
 
 # Seconds each; only compiled and sharded runs need them.
 HEAVY = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.distributed.checkpoint")
@@ -35,3 +38,15 @@ def test_a_first_step_imports_no_compiler_and_no_sharding(precision: str, heavy:
     losses, modules = json.loads(done.stdout.splitlines()[-1])
     assert len(losses) == 1 and 0 < losses[0] < 20
     assert not heavy & {*modules}
+
+
+def test_a_run_records_what_its_start_took(data: Path, tmp_path: Path) -> None:
+    tiny_run.train(tmp_path, tiny_run.config(data, schedule={"length": "3 steps"}))
+    startup = tiny_run.plan(tmp_path / "run")["startup"]
+    parts = ["imports", "self-check", "data", "model", "attention trial", "compile and fit"]
+    assert list(startup["seconds"]) == [*parts, "evaluation", "checkpoint", "first step"]
+    assert (
+        all(seconds >= 0 for seconds in startup["seconds"].values()) and startup["provenance"] == "measured"
+    )
+    events = (tmp_path / "run" / "events.log").read_text().splitlines()
+    assert sum("compile and fit" in line for line in events) == 1

@@ -9,7 +9,7 @@ import importlib
 import importlib.util
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -59,6 +59,18 @@ class ReserveReportTime(Callback):
 
     def reserve(self, limit: float | None) -> float:
         return 0.0 if limit is None else min(REPORT_SECONDS, REPORT_SHARE * limit)
+
+
+class OnFirstStep(Callback):
+    """Calls a function once, after the first step of this process."""
+
+    def __init__(self, function: Callable[[], None]):
+        self._function: Callable[[], None] | None = function
+
+    def on_step(self, row: dict[str, Any], total_steps: int) -> None:
+        function, self._function = self._function, None
+        if function is not None:
+            function()
 
 
 class RunLog:

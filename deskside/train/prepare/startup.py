@@ -1,0 +1,39 @@
+"""How long a run takes until its first step, by part, and how many Triton kernels it compiles until then."""
+
+import time
+from typing import Any
+
+from deskside.kernels.compile_ahead import Compilations
+
+
+class Startup:
+    """The seconds of each part of a start, in order. The first part begins at `began`, a value of time.perf_counter().
+
+    compilations: counts of the kernels since the start; None without a GPU.
+    """
+
+    def __init__(self, began: float, compilations: Compilations | None = None):
+        self.seconds: dict[str, float] = {}
+        self.compilations = compilations
+        self._last = began
+
+    def done(self, part: str) -> None:
+        """End a part; the next one begins. A part that ends several times has the sum."""
+        now = time.perf_counter()
+        self.seconds[part] = self.seconds.get(part, 0.0) + now - self._last
+        self._last = now
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the entry of plan.json."""
+        kernels = {} if self.compilations is None else self.compilations.to_json()
+        seconds = {part: round(seconds, 3) for part, seconds in self.seconds.items()}
+        return {"provenance": "measured", "seconds": seconds, **kernels}
+
+    def describe(self) -> str:
+        """Return a sentence for the events file."""
+        parts = ", ".join(f"{part} {seconds:.2f}" for part, seconds in self.seconds.items())
+        line = f"{sum(self.seconds.values()):.2f} s to the end of the first step: {parts}"
+        if self.compilations is not None:
+            counts = self.compilations
+            line += f"; {counts.compiled} Triton kernels compiled, {counts.loaded} loaded from Triton's cache"
+        return line
