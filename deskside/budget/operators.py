@@ -39,8 +39,10 @@ from deskside.budget.adapters import adapter_params, block_bytes, projection_siz
 from deskside.budget.format_costs import (
     CURRENT_SCALING,
     CURRENT_SCALING_BYTES,
+    EXPERT_FP8_BOTH,
     EXPERT_FP8_COLUMNS,
     EXPERT_FP8_EMULATED,
+    EXPERT_FP8_GATE,
     EXPERT_FP8_ROWS,
     FP8_TRAFFIC,
     NVFP4_WORK,
@@ -397,19 +399,23 @@ def _quantizing_experts(s: Sizes, recompute: bool = False) -> Iterator[Operator]
     blocks = s.leaf("quantized share of the weights", share)
     first, second, gradients = expert_values(s)
     forward, backward = product_formats(spec.precision)
-    # Values in the form that sums over columns, in the forward and in the backward, and over rows.
-    in_forward = first if recompute else first + second
-    in_backward, by_rows = (0.0, 0.0) if recompute else (gradients, first + second + gradients)
-    fp8 = nvfp4 = 0.0
+    inner = (
+        gradients - first
+    )  # the gradients of the first product's output; those of the second's are as many as first
     emulated = 0.0 if "fp8-grouped" in spec.native else EXPERT_FP8_EMULATED
+    gate, gate_outputs, gate_hidden = EXPERT_FP8_GATE
+    fp8 = nvfp4 = 0.0
     if forward == "fp8":
-        fp8 += (EXPERT_FP8_ROWS + emulated) * in_forward
+        fp8 += (EXPERT_FP8_ROWS + emulated) * first + (0.0 if recompute else (gate + emulated) * second)
     else:
-        nvfp4 += in_forward
-    if backward == "fp8":
-        fp8 += (EXPERT_FP8_ROWS + emulated) * in_backward + (EXPERT_FP8_COLUMNS + emulated) * by_rows
-    else:
-        nvfp4 += in_backward + by_rows
+        nvfp4 += first if recompute else first + second
+    if backward == "fp8" and not recompute:
+        fp8 += (
+            EXPERT_FP8_COLUMNS * first + EXPERT_FP8_BOTH * first + gate_outputs * inner + gate_hidden * second
+        )
+        fp8 += emulated * (first + second + 2 * gradients)
+    elif not recompute:
+        nvfp4 += first + second + 2 * gradients
     if fp8:
         yield Operator("quantizing experts to FP8", "quantize", blocks * fp8, recompute, share=share)
     if nvfp4:
