@@ -13,10 +13,12 @@ The optimizer settings in `config/optim.py` were tuned at a reference point. Fro
   2505.13738), the reference is our own: of 65,536, 131,072 and 262,144 tokens per step, the smallest was best after 82
   million tokens (1.206, 1.215 and 1.249 bits per byte, 124m with Muon on an H200, docs/log.md). Smaller batches were
   not tried, so the rule may be too high. nanochat's reference, 2^19 tokens at 1.2 billion, gives three times as much.
+- tokens for the same loss ~ 1 + batch / critical batch (McCandlish et al., arXiv 1812.06162), with critical batch ~
+  tokens of the run^0.462 (Bergsma et al.). The three measurements above and the loss law of `budget/loss.py` give 0.9
+  and 0.5 million tokens for the critical batch after 82 million tokens; the reference is their geometric mean.
 - batch of n GPUs ~ sqrt(n), for the same tokens. A step takes the time h + batch / (n x speed of one GPU), where h does
-  not shrink with n: launches of kernels, sums of gradients. A larger batch needs more tokens for the same loss, in
-  proportion to 1 + batch / critical batch (McCandlish et al., arXiv 1812.06162). The time until a loss is their
-  product divided by the batch; it is shortest at batch = sqrt(h x n x speed x critical batch).
+  not shrink with n: launches of kernels, sums of gradients. The time until a loss is this, times the steps, which are
+  ~ (1 + batch / critical batch) / batch. It is shortest at batch = sqrt(h x n x speed x critical batch).
 """
 
 import math
@@ -41,6 +43,8 @@ REFERENCES = {
 }
 BATCH_EXPONENT = 0.383
 BATCH_REFERENCE = (82_000_000, 2**16)  # tokens of the run, best tokens per step
+CRITICAL_BATCH_EXPONENT = 0.462
+CRITICAL_BATCH_REFERENCE = (82_000_000, 670_000)  # tokens of the run, tokens per step
 # Passes of fewer tokens wait for the host: on an H200, 8,192 tokens of `124m` take 12 ms to compute and 20 to launch.
 MIN_TOKENS_PER_GPU = 2**14
 
@@ -74,13 +78,23 @@ def scales(
     )
 
 
-def best_batch_tokens(total_tokens: int) -> int:
-    """Return the best known tokens per step for a run of `total_tokens`, rounded to a power of two."""
+def best_batch_tokens(total_tokens: float) -> float:
+    """Return the best known tokens per step for a run of `total_tokens`."""
     if total_tokens <= 0:
         raise ValueError(f"total_tokens must be above zero, not {total_tokens}")
     reference_tokens, reference_batch = BATCH_REFERENCE
-    exponent = math.log2(reference_batch) + BATCH_EXPONENT * math.log2(total_tokens / reference_tokens)
-    return int(2 ** max(round(exponent), 0))
+    return reference_batch * (total_tokens / reference_tokens) ** BATCH_EXPONENT
+
+
+def batch_token_factor(batch_tokens: float, total_tokens: float) -> float:
+    """Return the tokens that a run needs in steps of `batch_tokens`, relative to the best batch, for the same loss.
+
+    total_tokens: of the run. 1 for a batch below the best one: nothing smaller was measured.
+    """
+    reference_tokens, reference_batch = CRITICAL_BATCH_REFERENCE
+    critical = reference_batch * (total_tokens / reference_tokens) ** CRITICAL_BATCH_EXPONENT
+    best = 2 ** round(math.log2(best_batch_tokens(total_tokens)))  # the planner takes powers of two
+    return max(1.0, (1 + batch_tokens / critical) / (1 + best / critical))
 
 
 def batch_on_gpus(one_gpu: float, gpus: int, unit: int, most: float = math.inf) -> int:

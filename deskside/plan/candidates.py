@@ -19,7 +19,7 @@ from operator import itemgetter
 from typing import Any
 
 from deskside.budget.loss import LAW, MAX_WEIGHTS_PER_TOKEN, LossLaw, expected_bpb
-from deskside.budget.scaling import best_batch_tokens
+from deskside.budget.scaling import batch_on_gpus, batch_token_factor, best_batch_tokens
 from deskside.budget.shape import matmul_params, num_params
 from deskside.budget.step_spec import Checkpointing, OptimizerName, Precision
 from deskside.config import merge, presets
@@ -184,13 +184,12 @@ def setting_on_card(request: PlanRequest, config: RunConfig) -> Setting:
 
 
 def batch_tokens(total_tokens: float, sequence_length: int, readers: int) -> int:
-    """Return the best tokens per step for a run of `total_tokens`, as a power of two of rows per reader.
+    """Return the tokens per step for a run of `total_tokens`, as a power of two of rows per reader.
 
-    readers: as in `PlanRequest.readers`.
+    The best batch of one GPU, grown for several. readers: as in `PlanRequest.readers`.
     """
-    row = sequence_length * readers
-    best = min(best_batch_tokens(max(1, int(total_tokens))), total_tokens / MIN_STEPS)
-    return row * 2 ** max(0, round(math.log2(max(best, 1) / row)))
+    best = best_batch_tokens(max(1.0, total_tokens))
+    return batch_on_gpus(best, readers, sequence_length, total_tokens / MIN_STEPS)
 
 
 def stages(sequence_length: int, tokens: int) -> tuple[StageSetting, ...]:
@@ -236,9 +235,11 @@ def muon_advantage(params: float) -> float:
 
 
 def bpb(request: PlanRequest, setting: Setting, tokens: float) -> Range:
-    """Return the range of bits per byte after `tokens` tokens."""
+    """Return the range of bits per byte after `tokens` tokens. Steps beyond the best batch need more of them."""
     weights = matmul_params(setting.model)
-    effective = tokens / muon_advantage(weights) if setting.optimizer == "adamw" else tokens
+    effective = tokens / batch_token_factor(setting.tokens_per_step, max(1.0, tokens))
+    if setting.optimizer == "adamw":
+        effective /= muon_advantage(weights)
     return expected_bpb(LAW, weights, max(effective, 1.0), request.unique_tokens)
 
 

@@ -13,6 +13,7 @@ from deskside.budget.host import host_seconds, overlapped_seconds
 from deskside.budget.loss import LAW, expected_bpb
 from deskside.budget.memory import RESERVED_BYTES, RESERVED_SHARE, explain_memory
 from deskside.budget.operators import Operator, step_operators
+from deskside.budget.scaling import batch_token_factor
 from deskside.budget.separate_gradients import has_side_stream
 from deskside.budget.shape import flops_per_token, matmul_params
 from deskside.budget.speed import Rates, exposed_seconds, operator_seconds, step_seconds
@@ -327,6 +328,9 @@ def _tokens(plan: Plan, best: PlannedBand) -> list[Line]:
 def _loss(plan: Plan, best: PlannedBand) -> list[Line]:
     setting, weights = best.candidate.setting, matmul_params(best.candidate.setting.model)
     tokens: float = leaf("tokens", best.candidate.tokens[1])
+    more = batch_token_factor(setting.tokens_per_step, best.candidate.tokens[1])
+    if more > 1:
+        tokens = tokens / leaf("tokens needed, relative to the best batch (arXiv 2505.13738)", more)
     if setting.optimizer == "adamw":
         tokens = tokens / leaf("Muon's advantage (arXiv 2509.02046)", muon_advantage(weights))
     law = traced(LAW, offset="offset", low="low factor", high="high factor")

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from deskside.budget.format_costs import quantized
 from deskside.budget.loss import LAW, MAX_EPOCHS
+from deskside.budget.scaling import batch_token_factor
 from deskside.budget.shape import num_params
 from deskside.config import merge
 from deskside.config.recipes import expert_recipe, recipe_named
@@ -43,6 +44,7 @@ NO_CLAIMS = Claims()
 OFFERED: Literal["fp8"] = "fp8"  # the precision that is offered as an alternative to BF16
 LOSS_SENTENCE = "how close its loss comes to BF16's is in docs/precision.md"
 MIN_OFFERED_SPEEDUP = 1.02
+MENTIONED_TOKENS = 0.005  # share of the tokens from which a plan mentions what a large batch costs
 
 
 def make_plan(request: PlanRequest, claims: Claims = NO_CLAIMS) -> Plan:
@@ -213,12 +215,29 @@ def _notes(request: PlanRequest, chosen: Band | None) -> list[str]:
             link = f"{name}, modelled from the data sheet"
         rate = number(request.calibration.rates.link_bandwidth / 1e9)
         notes.append(f"communication: {rate} GB/s of {link}; no run on several GPUs was measured")
+    if chosen is not None and request.pretrains and (batch := _batch_note(request, chosen)):
+        notes.append(batch)
     if chosen is not None and request.unique_tokens is None and request.pretrains:
         notes.append(
             f"text: {count(chosen.candidate.tokens[1])} unique tokens are assumed; if there are fewer, give "
             f"--unique-tokens"
         )
     return notes
+
+
+def _batch_note(request: PlanRequest, chosen: Band) -> str | None:
+    """Return a note on the batch of several GPUs, and on one beyond the best; None if there is neither."""
+    setting = chosen.candidate.setting
+    tokens = setting.tokens_per_step
+    more = batch_token_factor(tokens, chosen.candidate.tokens[1]) - 1
+    if request.gpus == 1 and more < MENTIONED_TOKENS:
+        return None
+    each = f", {tokens / request.gpus:,.0f} on each GPU" if request.gpus > 1 else ""
+    needed = (
+        f"; at the best batch of one GPU, {more / (1 + more):.0%} fewer tokens would give the same loss, which the "
+        f"expected loss includes"
+    )
+    return f"batch: {tokens:,.0f} tokens per step{each}{needed if more >= MENTIONED_TOKENS else ''}"
 
 
 def _repetition_notes(request: PlanRequest, chosen: Band) -> list[str]:

@@ -166,3 +166,34 @@ def test_what_experts_are_computed_in_is_said(gpu: str, precision: str, notes: i
     said = [reason for reason in plan.reasons if "experts" in reason]
     assert len(said) == notes
     assert not said or "fp8-rowwise" in said[0]
+
+
+@pytest.mark.parametrize("gpus", [2, 8])
+def test_the_batch_of_several_gpus_is_near_the_best(gpus: int) -> None:
+    """By the model of speed and loss, half or twice the batch is hardly better, and a small one is worse."""
+
+    def expected(tokens: int | None) -> tuple[int, float]:
+        overrides = None if tokens is None else {"batch": {"tokens": tokens}}
+        best = make_plan(ask(overrides, gpu="rtx4090", hours=1, preset="124m", gpus=gpus)).best
+        assert best is not None
+        return best.candidate.setting.stages[-1].tokens, best.loss[1]
+
+    alone = make_plan(ask(gpu="rtx4090", hours=1, preset="124m")).best
+    assert alone is not None
+    batch, loss = expected(None)
+    assert batch > alone.candidate.setting.stages[-1].tokens and batch % gpus == 0
+    assert loss < alone.loss[1]
+    for other in (batch // 4, batch // 2, 2 * batch):
+        assert loss < 1.002 * expected(other)[1]
+    assert loss < 0.995 * expected(2**15 * gpus // 8)[1]
+
+
+def test_the_plan_says_what_a_large_batch_costs() -> None:
+    eight = make_plan(ask(gpu="rtx4090", hours=1, preset="124m", gpus=8))
+    assert sum(note.startswith("batch: ") for note in eight.notes) == 1
+    assert eight.best is not None and eight.best.command.endswith(" --gpus 8")
+    alone = make_plan(ask(gpu="rtx4090", hours=1, preset="124m"))
+    assert not any(note.startswith("batch: ") for note in alone.notes)
+    large = make_plan(ask({"batch": {"tokens": 2**20}}, gpu="rtx4090", hours=1, preset="124m"))
+    assert any(note.startswith("batch: 1,048,576 tokens per step; ") for note in large.notes)
+    assert large.best.loss[1] > alone.best.loss[1]
