@@ -95,6 +95,7 @@ class Grpo(AlignObjective):
     """Group-relative policy optimization; implements `train.objective.Objective`."""
 
     name, command, metric_names, evaluate_first = "grpo", "deskside grpo", METRICS, True
+    reads_weights = True
 
     def __init__(self, options: GrpoConfig) -> None:
         self.options = options

@@ -27,6 +27,7 @@ BEFORE_FILE = "samples_before.json"
 class AlignObjective:
     """Base class of SFT, DPO and GRPO: samples answers to held-out questions before and after the run."""
 
+    reads_weights = False
     folder: Path  # the prepared data with its samples.json; set by `open`
     _sampling_seconds = 0.0
 

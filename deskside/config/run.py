@@ -113,6 +113,11 @@ class RunConfig(Part):
                 "model.scoring_func: the biases of a sigmoid router cannot be sharded yet; use --parallel.mode "
                 "replicate, or softmax"
             )
+        if self.parallel.gradient_dtype == "bfloat16" and self.parallel.mode == "shard":
+            raise ValueError(
+                "parallel.gradient_dtype: FSDP2 sums the gradients of sharded weights in float32; use --parallel.mode "
+                "replicate, or float32"
+            )
         if self.parallel.context > 1:
             self._check_context_parallel()
         if self.adapter is not None:

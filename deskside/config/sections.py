@@ -280,6 +280,11 @@ class ParallelConfig(Part):
         description="processes that share every row, for rows that are too long for one GPU; batch.micro_tokens are "
         "then the tokens of a pass on all of them",
     )
+    gradient_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32",
+        description="format in which processes send gradients to sum them; bfloat16 halves the traffic and rounds each "
+        "gradient and each sum",
+    )
 
 
 class GuardConfig(Part):

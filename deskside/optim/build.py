@@ -4,7 +4,7 @@ Besides the update, it has what a training step needs: learning rates from the s
 can be skipped, and state by name for checkpoints. No call of a training step waits for the device.
 """
 
-from collections.abc import Container
+from collections.abc import Collection, Container, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +17,7 @@ from deskside.optim.adamw import AdamW, AdamWGroup
 from deskside.optim.groups import ParameterInfo, Role, classify_parameters
 from deskside.optim.muon import Muon
 from deskside.optim.offload import Streamer
+from deskside.optim.owners import ALONE, Replicas, sum_over_ranks
 from deskside.optim.sharded import gradient_of, is_sharded, local, sum_of_squares, sum_over_shards
 from deskside.utils.errors import RunError, UsageError
 
@@ -30,7 +31,8 @@ class Optimizer:
     """Muon and AdamW behind one interface. `set_progress` must be called before the first `step`.
 
     separate: names of the parameters that `step` leaves out. `step_one` updates them one at a time, so that their
-    gradients need not exist on the device together.
+    gradients need not exist on the device together. owners: ranks by the name of the matrix that they update for all
+    replicas; `step` needs no gradient of the other ranks' matrices.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class Optimizer:
         self.separate = separate
         self.separate_parameters = [info for info in parameters if info.name in separate]
         self._together = [info for info in parameters if info.name not in separate]
+        self.owners: Mapping[str, int] = {} if muon is None else muon.owners
         self._ready = False
 
     def set_progress(self, lr_factor: float, progress: float, step: int) -> None:
@@ -98,16 +101,26 @@ class Optimizer:
     def clip_and_norm(self, max_norm: float = 0.0, separate_squares: Tensor | None = None) -> Tensor:
         """Return the norm of all gradients together, before clipping, as a float32 scalar on the device.
 
+        Without the gradients of matrices that other ranks own, but with their part in the norm.
         If max_norm is above 0, the gradients are scaled down so that their norm is at most max_norm, either in place or
         by the next `step` or `step_one`. If the norm is not finite, the step must be skipped.
 
         separate_squares: sum of the squares of the separate parameters' gradients, if there are any.
         """
-        gradients = [gradient_of(info) for info in self._together]
+        held = [info for info in self._together if self.muon is None or self.muon.owns(info.name)]
+        gradients = [gradient_of(info) for info in held]
         squares = [] if separate_squares is None else [separate_squares]
-        plain = [g for g in gradients if not is_sharded(g)]
+        plain = [
+            g
+            for info, g in zip(held, gradients, strict=True)
+            if info.name not in self.owners and not is_sharded(g)
+        ]
         if plain:
             squares.append(sum_of_squares(plain))
+        if self.owners:
+            owned = [g for info, g in zip(held, gradients, strict=True) if info.name in self.owners]
+            device = self.parameters[0].parameter.device
+            squares.append(sum_over_ranks(sum_of_squares(owned) if owned else torch.zeros((), device=device)))
         layouts: dict[Any, list[DTensor]] = {}
         for g in gradients:
             if is_sharded(g):
@@ -118,10 +131,15 @@ class Optimizer:
         if max_norm > 0:
             coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
             self.adamw.clip_coefficient = coefficient
-            pairs = zip(self._together, gradients, strict=True)
+            pairs = zip(held, gradients, strict=True)
             if clipped_here := [local(g) for info, g in pairs if not self.adamw.clips_gradient(info)]:
                 torch._foreach_mul_(clipped_here, coefficient)
         return norm
+
+    def wait_for_weights(self, names: Collection[str] | None = None) -> None:
+        """Let the device wait for these weights, if other ranks update them; None: for all. Before they are read."""
+        if self.muon is not None:
+            self.muon.new_weights.wait(names)
 
     def lr_groups(self) -> dict[str, float]:
         """Return the learning rate of each group for the next step, the main group first."""
@@ -134,19 +152,23 @@ class Optimizer:
         The moments and momentum of sharded parameters are DTensors, and offloaded ones are on the host. All tensors but
         `row_sizes` are the state itself, not copies. Before the first step there is no state, unless `create_state` was
         called. (It is called before loading with torch.distributed.checkpoint, which fills existing tensors.)
+
+        All replicas call this. If they share the update, only rank 0 has the state of all matrices, with copies on the
+        host of what other ranks own.
         """
-        if self.streamer is not None:
-            self.streamer.wait()
-        tensors: dict[str, Tensor] = {}
-        for name, state in self.adamw.state.items():
-            tensors.update({f"{key}/{name}": tensor for key, tensor in state.items()})
+        tensors = self._adamw_state()
         if self.muon is not None:
-            tensors.update({f"momentum/{name}": t for name, t in self.muon.momentum_buffers.items()})
-            tensors.update({f"row_sizes/{name}": t for name, t in self.muon.row_mean_squares().items()})
+            tensors |= self.muon.state_on_first()
         return tensors, {
             "optimizer": self._name(),
             "roles": {info.name: info.role for info in self.parameters},
         }
+
+    def _adamw_state(self) -> dict[str, Tensor]:
+        if self.streamer is not None:
+            self.streamer.wait()
+        states = self.adamw.state.items()
+        return {f"{key}/{name}": tensor for name, state in states for key, tensor in state.items()}
 
     def load_state_dict_flat(self, tensors: dict[str, Tensor], data: dict[str, Any]) -> None:
         """Restore the result of `state_dict_flat` exactly. Raises RunError if it is of another optimizer or model."""
@@ -158,10 +180,14 @@ class Optimizer:
         if not tensors:
             return
         self.create_state()
-        current, _ = self.state_dict_flat()
+        current = self._adamw_state()
+        expected = set(current)
+        if self.muon is not None:
+            current |= self.muon.state()
+            expected |= self.muon.state_names()  # with what other ranks own
         for problem, names in (
-            ("lacks", current.keys() - tensors.keys()),
-            ("has unknown", tensors.keys() - current.keys()),
+            ("lacks", expected - tensors.keys()),
+            ("has unknown", tensors.keys() - expected),
         ):
             if names:
                 raise RunError(
@@ -192,7 +218,11 @@ class Optimizer:
 
 
 def build(
-    model: nn.Module, config: AdamWConfig | MuonConfig, scaling: Scaling, fused: bool | None = None
+    model: nn.Module,
+    config: AdamWConfig | MuonConfig,
+    scaling: Scaling,
+    fused: bool | None = None,
+    replicas: Replicas = ALONE,
 ) -> Optimizer:
     """Build the optimizer of a model's trainable parameters.
 
@@ -206,6 +236,7 @@ def build(
     Args:
         scaling: Factors of learning rates and weight decay, applied if `config.scale` is set.
         fused: See `Muon` and `AdamW`.
+        replicas: The processes that hold the same weights, and share Muon's update.
     """
     parameters = classify_parameters(model)
     for info in parameters:
@@ -242,7 +273,7 @@ def build(
         ]
         # With momentum in host memory, Muon computes float32 directions of all weights that it updates together.
         one_by_one = bool(separate) or (config.offload and config.weights == "bfloat16")
-        muon = Muon(with_role("matrix"), config, streamer, fused, one_by_one)
+        muon = Muon(with_role("matrix"), config, streamer, fused, one_by_one, replicas)
         muon.peak_lr = config.lr * scaling.lr
         muon.peak_weight_decay = config.weight_decay * scaling.weight_decay
     groups = [group for group in groups if group.parameters]

@@ -35,6 +35,8 @@ decoupled. "Cautious" decay applies only to weights that the update moves toward
 The momentum of a sharded parameter (FSDP2) is sharded too. Its look-ahead is written into the gradient and gathered in
 full, every rank runs the same iteration, and each writes back its own rows. For momentum in host memory
 (`optim/offload.py`), the look-ahead is also written into the gradients. So the gradients are invalid after a step.
+
+If several processes hold the same weights, each matrix is updated by one of them (`optim/owners.py`).
 """
 
 from collections.abc import Container, Sequence
@@ -51,6 +53,7 @@ from deskside.kernels.muon import apply, look_ahead
 from deskside.kernels.stochastic_rounding import rounding_seed
 from deskside.optim.groups import EVERYTHING, ParameterInfo
 from deskside.optim.offload import OffloadJob, Streamer, host_zeros, pieces
+from deskside.optim.owners import ALONE, NewWeights, Replicas, assign_owners, receive_on_first
 from deskside.optim.sharded import first_row, gather_full, gradient_of, is_sharded, local
 
 STACK_ELEMENTS = 2**26
@@ -127,6 +130,7 @@ class Muon:
     streamer: keep the momentum in host memory and update it through this streamer.
     fused: run the Triton kernels instead of their reference; None: on CUDA only.
     separate: a stack holds slices of one parameter only, so that parameters can be updated one at a time.
+    replicas: the processes that share the update. Only the owner of a matrix (`owners`) needs its gradient.
     """
 
     def __init__(
@@ -136,8 +140,11 @@ class Muon:
         streamer: Streamer | None = None,
         fused: bool | None = None,
         separate: bool = False,
+        replicas: Replicas = ALONE,
     ):
-        self.parameters = parameters
+        self.parameters, self.replicas = parameters, replicas
+        self.owners = assign_owners({info.name: _iteration_flops(info) for info in parameters}, replicas.size)
+        self.new_weights = NewWeights()
         self.config = config
         self.separate = separate
         self.streamer = streamer
@@ -148,7 +155,13 @@ class Muon:
         self.momentum_buffers: dict[str, Tensor] = {}
         self._fused = fused
         self._coefficients = coefficients(config.coefficients, config.ns_steps)
-        self._stacks = _make_stacks(parameters, separate)
+        self._owned = [info for info in parameters if self.owns(info.name)]
+        self._stacks = _make_stacks(self._owned, separate)
+        self._has_state = False
+
+    def owns(self, name: str) -> bool:
+        """Return True if this process updates the matrix `name`."""
+        return self.owners.get(name, self.replicas.rank) == self.replicas.rank
 
     def set_progress(self, lr_factor: float, progress: float, step: int) -> None:
         """See `Optimizer.set_progress`."""
@@ -163,10 +176,10 @@ class Muon:
 
     def create_state(self) -> None:
         """Create missing momentum and row mean squares, filled with zeros."""
-        for info in self.parameters:
+        self._has_state = True
+        for info in self._owned:
             if info.name not in self.momentum_buffers:
-                parameter = info.parameter
-                dtype = at_least_float32(parameter) if self.config.states == "float32" else torch.bfloat16
+                parameter, dtype = info.parameter, self._momentum_dtype(info)
                 self.momentum_buffers[info.name] = (
                     host_zeros(parameter.shape, dtype, parameter.device)
                     if self.streamer is not None
@@ -191,9 +204,11 @@ class Muon:
         if not infos:
             return
         self.create_state()
+        self.new_weights.wait()  # those that nobody has read
         if skip is None:
             skip = torch.zeros((), device=local(self.parameters[0].parameter).device)
-        for group in [[info] for info in infos] if self.separate else [infos]:
+        mine = [info for info in infos if self.owns(info.name)]
+        for group in [[info] for info in mine] if self.separate else [mine]:
             directions: dict[str, Tensor] = {}
             if self.streamer is not None:
                 directions = self._streamed_directions(group, self.streamer, skip)
@@ -201,6 +216,8 @@ class Muon:
             for stack in self._stacks:
                 if stack.slices[0].info.name in updated:
                     self._update_stack(stack, directions, skip)
+        if self.owners:
+            self.new_weights.send(infos, self.owners)
 
     def _streamed_directions(
         self, infos: list[ParameterInfo], streamer: Streamer, skip: Tensor
@@ -278,6 +295,41 @@ class Muon:
                 seed = rounding_seed(f"{s.info.name}/{s.start}", self.rounding_step)
                 apply(part, update, factor, self.lr * s.scale, decay, cautious, skip, fused, seed)
 
+    def state(self) -> dict[str, Tensor]:
+        """Return the state of the matrices that this process owns, by `kind/parameter name`."""
+        tensors = {f"momentum/{name}": momentum for name, momentum in self.momentum_buffers.items()}
+        return tensors | {f"row_sizes/{name}": rows for name, rows in self.row_mean_squares().items()}
+
+    def state_on_first(self) -> dict[str, Tensor]:
+        """Return the state of all matrices on rank 0, that of other owners on the host. All replicas call this."""
+        own = self.state()
+        if not self.owners or not self._has_state:
+            return own
+        whole = {}
+        for info in self.parameters:
+            for key, (shape, dtype, device) in self._layouts(info).items():
+                tensor = own[key] if self.owns(info.name) else torch.empty(shape, dtype=dtype, device=device)
+                received = receive_on_first(tensor, self.owners[info.name], self.replicas.rank)
+                whole |= {} if received is None else {key: received}
+        return whole
+
+    def state_names(self) -> set[str]:
+        """Return the keys of the state of all matrices."""
+        return {key for info in self.parameters for key in self._layouts(info)}
+
+    def _layouts(self, info: ParameterInfo) -> dict[str, tuple[torch.Size, torch.dtype, torch.device]]:
+        """Return the shape, dtype and device of a matrix's state."""
+        weight = local(info.parameter)
+        host = torch.device("cpu") if self.streamer is not None else weight.device
+        layouts = {f"momentum/{info.name}": (info.parameter.shape, self._momentum_dtype(info), host)}
+        if self.config.normalize == "neuron":
+            rows = sum(s.experts * s.tall_shape[0] for s in _slices(info))
+            layouts[f"row_sizes/{info.name}"] = (torch.Size((rows,)), at_least_float32(weight), weight.device)
+        return layouts
+
+    def _momentum_dtype(self, info: ParameterInfo) -> torch.dtype:
+        return at_least_float32(info.parameter) if self.config.states == "float32" else torch.bfloat16
+
     def row_mean_squares(self) -> dict[str, Tensor]:
         """Return copies of NorMuon's running mean squares by parameter, flattened in the order slice, expert, row."""
         parts: dict[str, list[Tensor]] = {}
@@ -327,10 +379,9 @@ def _make_stacks(parameters: list[ParameterInfo], separate: bool) -> list[_Stack
     """Group the slices of all parameters by shape, and split large groups into stacks of equal size."""
     by_shape: dict[tuple[Any, ...], list[_Slice]] = {}
     for info in parameters:
-        for start, stop in info.slices:
-            s = _Slice(info, start, stop)
-            owner = info.name if separate else ""
-            key = (s.tall_shape, s.experts, info.parameter.dtype, local(info.parameter).device, owner)
+        for s in _slices(info):
+            alone = info.name if separate else ""
+            key = (s.tall_shape, s.experts, info.parameter.dtype, local(info.parameter).device, alone)
             by_shape.setdefault(key, []).append(s)
     stacks = []
     for (tall_shape, experts, *_), slices in by_shape.items():
@@ -341,6 +392,16 @@ def _make_stacks(parameters: list[ParameterInfo], separate: bool) -> list[_Stack
         for i in range(0, len(slices), size):
             stacks.append(_Stack(slices[i : i + size]))
     return stacks
+
+
+def _slices(info: ParameterInfo) -> list[_Slice]:
+    return [_Slice(info, start, stop) for start, stop in info.slices]
+
+
+def _iteration_flops(info: ParameterInfo) -> float:
+    """Return the FLOPs of one Newton-Schulz iteration over all matrices in this parameter."""
+    sides = [(s.experts, *s.tall_shape) for s in _slices(info)]
+    return float(sum(experts * (4 * long * short**2 + 2 * short**3) for experts, long, short in sides))
 
 
 def _with_expert_dim(whole: Tensor) -> Tensor:

@@ -10,19 +10,22 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-WAITING = 2  # tensors whose work has not finished yet
+WAITING = 2  # functions whose work has not finished yet
 
 
 class SideStream:
-    """Runs functions in order beside the device's main stream; on a CPU, at once."""
+    """Runs functions in order beside the device's main stream; on a CPU, at once.
 
-    def __init__(self, device: torch.device):
-        self.device = device
+    waiting: functions that may be unfinished before the main stream waits for the oldest.
+    """
+
+    def __init__(self, device: torch.device, waiting: int = WAITING):
+        self.device, self.waiting = device, waiting
         self._stream: torch.cuda.Stream | None = None
-        self._waiting: deque[tuple[Tensor, torch.cuda.Event]] = deque()
+        self._waiting: deque[tuple[tuple[Tensor, ...], torch.cuda.Event]] = deque()
 
-    def run(self, work: Callable[[], None], tensor: Tensor) -> None:
-        """Queue work behind all work of the main stream so far. tensor: what it reads, allocated on the main stream."""
+    def run(self, work: Callable[[], None], *tensors: Tensor) -> None:
+        """Queue work behind all work of the main stream so far. tensors: what it uses, allocated on the main stream."""
         if self.device.type != "cuda":
             work()
             return
@@ -32,9 +35,9 @@ class SideStream:
         self._stream.wait_stream(main)
         with torch.cuda.stream(self._stream):
             work()
-            self._waiting.append((tensor, self._stream.record_event()))
-        while len(self._waiting) > WAITING:
-            # The tensor's memory may be used again once the main stream is behind this event.
+            self._waiting.append((tensors, self._stream.record_event()))
+        while len(self._waiting) > self.waiting:
+            # The tensors' memory may be used again once the main stream is behind this event.
             main.wait_event(self._waiting.popleft()[1])
 
     def join(self) -> None:

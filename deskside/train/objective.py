@@ -136,6 +136,8 @@ class Objective(Protocol):
     """Keys of every `Loss.metric_sums`."""
     evaluate_first: bool
     """True to evaluate the initial weights too ("before" in plan.json and summary.json)."""
+    reads_weights: bool
+    """True if the loader reads the model's weights, to sample with them."""
 
     def open(self, config: RunConfig, path: Path, split: str, sequence_length: int) -> RowDataset:
         """Open a split, "train" or "val". Raises UsageError if it is missing or does not fit the model's vocabulary."""
@@ -215,7 +217,7 @@ def language_metrics(result: BitsPerByte) -> dict[str, float]:
 class NextToken:
     """Pretraining: the loss is the cross-entropy of the next token, and the evaluation is in bits per byte."""
 
-    name, command, evaluate_first = "train", "deskside train", False
+    name, command, evaluate_first, reads_weights = "train", "deskside train", False, False
     metric_names: tuple[str, ...] = ()
 
     def open(self, config: RunConfig, path: Path, split: str, sequence_length: int) -> PackedDataset:
@@ -323,7 +325,10 @@ class NextToken:
 
 @dataclass(kw_only=True)
 class TrainContext:
-    """A model that is ready to train in this process, with everything that a step needs besides the optimizer."""
+    """A model that is ready to train in this process, with everything that a step needs besides the optimizer.
+
+    is_compiled: torch.compile compiles the model or its blocks.
+    """
 
     config: RunConfig
     world: World
@@ -331,6 +336,7 @@ class TrainContext:
     attention: AttentionBackends
     precision: QuantizedModel
     objective: Objective = field(default_factory=NextToken)
+    is_compiled: bool = False
 
     def __post_init__(self) -> None:
         self.guard = Guard(self.config.guard)

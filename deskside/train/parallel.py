@@ -1,11 +1,6 @@
 """Several processes: replicas that sum their gradients, parameters sharded with FSDP2, rows shared by a few processes.
 
-Replicas sum their gradients after the last micro-batch, in buckets that never change. torch's DDP is not used: it
-overlaps the all-reduce with the backward pass, but regroups its buckets after the first step. The order of additions,
-and thus the last bits of the sums, would then differ between a resumed run and an uninterrupted one.
-
-Each process already divides its loss by the number of targets of all processes. Gradients are therefore summed, not
-averaged.
+Replicas sum their gradients in `loop/gradient_buckets.py`.
 """
 
 import os
@@ -18,9 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from deskside.kernels.attention import ContextRanks
+from deskside.optim.owners import ALONE, Replicas
 from deskside.utils.errors import UsageError
-
-BUCKET_ELEMENTS = 32 * 2**20  # minimum elements of each all-reduce but the last: 128 MiB in float32
 
 
 @dataclass(frozen=True)
@@ -46,6 +40,11 @@ class World:
     def reader(self) -> int:
         """The number of this process among the `readers`."""
         return self.rank if self.context is None else self.rank // self.context.size
+
+    @property
+    def replicas(self) -> Replicas:
+        """The processes that hold the same weights: all of them, unless the model is sharded."""
+        return ALONE if self.sharded else Replicas(self.rank, self.size)
 
     @property
     def waits_within_passes(self) -> bool:
@@ -212,29 +211,3 @@ def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
 
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(enabled)
-
-
-def sum_gradients(parameters: Iterable[nn.Parameter], world: World) -> None:
-    """Sum the gradients of all replicas in place, in buckets whose order never changes."""
-    if world.size == 1 or world.sharded:
-        return
-    bucket: list[Tensor] = []
-    for parameter in parameters:
-        if parameter.grad is None:
-            raise RuntimeError(
-                "a parameter has no gradient on this rank; the ranks would deadlock in the all-reduce"
-            )
-        bucket.append(parameter.grad)
-        if sum(g.numel() for g in bucket) >= BUCKET_ELEMENTS:
-            _sum_bucket(bucket)
-            bucket = []
-    if bucket:
-        _sum_bucket(bucket)
-
-
-def _sum_bucket(gradients: list[Tensor]) -> None:
-    """Sum gradients over all ranks in one all-reduce of their concatenation."""
-    flat = torch.cat([g.reshape(-1) for g in gradients])
-    dist.all_reduce(flat)
-    for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-        gradient.copy_(part.view_as(gradient))

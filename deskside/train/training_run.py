@@ -289,6 +289,7 @@ class _Run:
             attention=attention,
             precision=execution.precision,
             objective=self.objective,
+            is_compiled=execution.mode in ("block", "model"),
         )
         self.meter = environment_record.Meter(world.device, world.size, peak_flops)
         # This optimizer is used for the dry steps only, so its learning rates do not matter.
@@ -316,7 +317,7 @@ class _Run:
         """Return an optimizer whose learning rates are scaled to the run's length and batch size."""
         hidden = self.config.model.hidden_size
         scaling = scales(hidden, round(step_tokens), total_tokens, self.config.optim.name)
-        return build(self.context.model, self.config.optim, scaling)
+        return build(self.context.model, self.config.optim, scaling, replicas=self.world.replicas)
 
     def begin_objective(self) -> None:
         """Start the objective, add its time per step to the stages, and measure how long an evaluation takes."""

@@ -116,7 +116,8 @@ def poisoned(root: Path, config: tiny_run.RunConfig) -> None:
     def counted(stepper: Stepper, batches: Any, step: int, dry: bool = False) -> StepMetrics:
         stepper.optimizer_step = 0 if dry else step  # type: ignore[attr-defined]
         numbers = run(stepper, batches, step, dry)
-        mine = torch.cat([p.detach().flatten() for p in stepper.parameters])
+        stepper.wait_for_weights()
+        mine = torch.cat([p.detach().flatten() for p in stepper.model.parameters()])
         whole = stepper.world.all_reduce_max(mine.clone())
         assert torch.equal(whole, mine), f"replicas differ after step {step}"
         return numbers

@@ -46,7 +46,7 @@ class GradientSums:
         self._sums.clear()
 
     def end_pass(self) -> None:
-        """End a pass. After the last one, the sums become the gradients of the parameters."""
+        """End a pass. After the last one, sums to which its backward added nothing become gradients too."""
         self._pass += 1
         if self._pass == self._passes:
             for name, total in self._sums.items():
@@ -54,7 +54,7 @@ class GradientSums:
             self._sums.clear()
 
     def _add(self, name: str, parameter: Tensor) -> None:
-        """Move a gradient that autograd has just completed into the sum."""
+        """Move a gradient that autograd has just completed into the sum; in the last pass, the sum takes its place."""
         if self._passes == 1 or parameter.grad is None:
             return
         grad, parameter.grad = parameter.grad.contiguous(), None
@@ -62,3 +62,5 @@ class GradientSums:
             add_rounded_(self._sums[name], grad, rounding_seed(f"{name}/{self._pass}", self._step))
         else:
             self._sums[name] = grad
+        if self._pass == self._passes - 1:
+            parameter.grad = self._sums.pop(name)

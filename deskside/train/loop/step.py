@@ -1,7 +1,7 @@
 """One optimizer step: forward and backward of all micro-batches, checks, update. Its metrics are read later."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import torch
@@ -13,12 +13,13 @@ from deskside.model.block import Block
 from deskside.ops.moe import RouterStatistics
 from deskside.optim.build import Optimizer
 from deskside.optim.groups import classify_parameters
+from deskside.train.loop.gradient_buckets import GradientBuckets
 from deskside.train.loop.gradient_sums import GradientSums
 from deskside.train.loop.host_gradients import HostGradients
 from deskside.train.loop.released_gradients import ReleasedGradients
 from deskside.train.loop.routers import Routers
 from deskside.train.objective import Loss, TrainContext
-from deskside.train.parallel import set_gradient_sync, sum_gradients
+from deskside.train.parallel import set_gradient_sync
 from deskside.utils.errors import RunError
 
 
@@ -96,16 +97,43 @@ class Stepper:
         self.config, self.world, self.guard = context.config, context.world, context.guard
         self.model, self.precision, self.objective = context.model, context.precision, context.objective
         self.precision_config, self.grad_clip = context.config.precision, context.config.optim.grad_clip
-        # The order in which replicas sum their gradients.
-        self.parameters = [info.parameter for info in classify_parameters(self.model)]
         self.routers = Routers(self.model)
         self.gradient_sums = GradientSums(self.model, optimizer.separate)
+        # After `gradient_sums`, so that it takes the sums over passes.
+        self.buckets = GradientBuckets(
+            classify_parameters(self.model),
+            self.world,
+            optimizer.owners,
+            getattr(torch, context.config.parallel.gradient_dtype),
+        )
+        self.overlaps_weights = self._wait_before_reading()
         self.separate_gradients: HostGradients | ReleasedGradients | None = None
         if optimizer.separate:
             host = context.config.optim.gradients == "host"
             kind = HostGradients if host else ReleasedGradients
             self.separate_gradients = kind(optimizer, self.world.device)
         self.window: int | None = None
+
+    def _wait_before_reading(self) -> bool:
+        """Let each sublayer wait for its matrices that other ranks update, just before its forward.
+
+        Return False if nothing can wait so late: a compiled forward contains no such wait, and an objective may read
+        weights in another way.
+        """
+        if not self.optimizer.owners or self.context.is_compiled or self.objective.reads_weights:
+            return False
+        for layer, block in enumerate(self.model.layers):
+            for part, sublayer in block.named_children():
+                prefix = f"layers.{layer}.{part}."
+                names = [name for name in self.optimizer.owners if name.startswith(prefix)]
+                # Through `self`, because a run replaces the optimizer of its dry steps.
+                sublayer.register_forward_pre_hook(lambda *_, names=names: self.wait_for_weights(names))
+        return True
+
+    def wait_for_weights(self, names: Collection[str] | None = None) -> None:
+        """Let the device wait for these weights, if other ranks update them; None: for all. Call it before they are
+        read in another way than by the model's forward, or overwritten."""
+        self.optimizer.wait_for_weights(names)
 
     def set_progress(self, lr_factor: float, progress: float, step: int) -> None:
         """Set the learning rate and the number format of the next step. step: number of completed steps."""
@@ -167,6 +195,7 @@ class Stepper:
         """Prepare for the passes of step number `step`."""
         self.precision.begin_step(step)
         self.gradient_sums.begin_step(step)
+        self.buckets.begin_step(overlap=not dry)
         if self.separate_gradients is not None:
             limit = 0.0 if dry else self.guard.finite_limit(step)
             self.separate_gradients.begin_step(self.optimizer, passes, step, limit)
@@ -176,7 +205,7 @@ class Stepper:
 
         sums: of `forward_backward`. num_valid: targets in the step.
         """
-        sum_gradients(self.parameters, self.world)
+        self.buckets.finish()
         self.world.all_reduce_sum(sums)
         total = sums[0]
         self.precision.scales.all_reduce_amax(self.world.all_reduce_max)
@@ -188,6 +217,8 @@ class Stepper:
             separate.update(skip)
         self.optimizer.step(skip)
         self.optimizer.zero_grad()
+        if dry or not self.overlaps_weights:
+            self.wait_for_weights()
         self.routers.update_biases(sums[1 + len(self.objective.metric_names) :], skip)
         self.precision.end_step()
         values = torch.cat((torch.stack((total, norm.to(total.dtype), skip)), sums[1:]))
@@ -204,8 +235,10 @@ class Stepper:
         sums = self._new_sums()
         self.gradient_sums.begin_passes(len(micro_batches))
         for index, batch in enumerate(micro_batches):
+            is_last = index == len(micro_batches) - 1
+            self.buckets.begin_pass(is_last)
             if self.world.sharded:
-                set_gradient_sync(self.model, index == len(micro_batches) - 1)
+                set_gradient_sync(self.model, is_last)
             batch_loss = self.loss(batch)
             loss = batch_loss.sum / num_valid_step
             sums[0] += loss.detach()

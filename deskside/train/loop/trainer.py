@@ -168,6 +168,7 @@ class Trainer:
         assert self._pending is not None
         pending, self._pending = self._pending, None
         row = self._read(pending)
+        self.stepper.wait_for_weights()
         pause_started = time.perf_counter()
         self.clock.stop()
         if evaluate and not done:
@@ -182,6 +183,7 @@ class Trainer:
     def roll_back(self, why: str) -> None:
         """Return to the last checkpoint, but continue with new data, so that the same rows do not fail again."""
         self.clock.stop()
+        self.stepper.wait_for_weights()
         self._pending = None
         rollbacks, rows = self.progress.rollbacks + 1, self.progress.rows
         if rollbacks > self.config.guard.max_rollbacks:

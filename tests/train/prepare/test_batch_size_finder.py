@@ -102,7 +102,7 @@ def scarce(root: Path, config: RunConfig) -> None:
     original = Stepper.loss
 
     def loss(stepper: Stepper, batch: Batch) -> Any:
-        second = any(p.grad is not None for p in stepper.parameters)
+        second = any(p.grad is not None for p in stepper.model.parameters())
         last = stepper.world.rank == stepper.world.size - 1
         if last and len(batch.tokens_BT) >= 4 and second:
             raise torch.OutOfMemoryError("CUDA out of memory. More text.")

@@ -1,0 +1,189 @@
+"""Sums of the gradients of all replicas, computed beside the backward pass that completes them.
+
+Gradients are summed in buckets that are fixed before the first step, in the order in which the backward finishes them:
+from the head down to the embedding. Each large gradient is a bucket of its own and is summed in place; the small ones
+of consecutive sublayers share a bucket. A bucket is sent as soon as the last backward of the step has completed it and
+all buckets before it, on a stream of its own. So every rank sends the same buckets in the same order in every run.
+
+torch's DDP is not used, because it regroups its buckets after the first step. The order of additions, and thus the last
+bits of the sums, would then differ between a resumed run and an uninterrupted one. Each process divides its loss by the
+number of targets of all processes, so gradients are summed, not averaged.
+
+A matrix that one rank updates (`optim/owners.py`) is summed on that rank only; the others free their gradient of it.
+
+In bfloat16, half the bytes travel: every rank sends each of the others its share of the bucket, adds up in float32
+what it received, and sends the sum, rounded to bfloat16, to all. Two values are rounded to
+nearest, whatever the number of ranks, so the error of a sum is at most u (sum_r |g_r| + |sum_r g_r|) + u^2 sum_r |g_r|
+with u = 2^-8, plus that of additions in float32.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from deskside.kernels.functional import at_least_float32
+from deskside.optim.groups import ParameterInfo
+from deskside.optim.side_stream import SideStream
+from deskside.train.parallel import World
+
+BUCKET_BYTES = 2**24  # float32 bytes from which a gradient is summed alone, and a shared bucket is full
+IN_FLIGHT = 8  # buckets that may wait for their sum before the backward waits for the oldest
+ALIGNMENT = 64  # elements, so that kernels read the gradients in a bucket at aligned addresses
+
+
+@dataclass
+class Bucket:
+    """Parameters whose gradients are summed together. owner: the only rank that needs the sum; None: every rank does.
+
+    missing: gradients that this backward has not completed yet.
+    """
+
+    parameters: list[nn.Parameter]
+    owner: int | None = None
+    missing: int = 0
+
+
+def make_buckets(infos: Sequence[ParameterInfo], owners: Mapping[str, int]) -> list[Bucket]:
+    """Return the buckets of `infos` (in the order of the forward), sorted by when the backward completes them."""
+    ends: list[tuple[int, Bucket]] = []  # with the position of the bucket's last parameter
+    shared, end, sublayer = Bucket([]), -1, ""
+    for position, info in enumerate(reversed(infos)):
+        if info.name in owners or 4 * info.parameter.numel() >= BUCKET_BYTES:
+            ends.append((position, Bucket([info.parameter], owners.get(info.name))))
+            continue
+        if _sublayer(info.name) != sublayer and 4 * sum(p.numel() for p in shared.parameters) >= BUCKET_BYTES:
+            ends.append((end, shared))
+            shared = Bucket([])
+        shared.parameters.append(info.parameter)
+        end, sublayer = position, _sublayer(info.name)
+    if shared.parameters:
+        ends.append((end, shared))
+    return [bucket for _, bucket in sorted(ends, key=lambda entry: entry[0])]
+
+
+def _sublayer(name: str) -> str:
+    """Return the part of a parameter's name that names its sublayer, such as "layers.3.attn"."""
+    return ".".join(name.split(".")[:3])
+
+
+class GradientBuckets:
+    """Sums the gradients of `infos` over all replicas; does nothing for one process or a sharded model.
+
+    owners: ranks by the name of the matrix that they update. dtype: `parallel.gradient_dtype`.
+    """
+
+    def __init__(
+        self, infos: Sequence[ParameterInfo], world: World, owners: Mapping[str, int], dtype: torch.dtype
+    ):
+        self.world, self.dtype = world, dtype
+        self.buckets: list[Bucket] = []
+        self._side = SideStream(world.device, IN_FLIGHT)
+        self._overlap = self._armed = False
+        self._next = 0  # the first bucket that is not sent yet
+        if world.size == 1 or world.sharded:
+            return
+        self.buckets = make_buckets(infos, owners)
+        for bucket in self.buckets:
+            for parameter in bucket.parameters:
+                parameter.register_post_accumulate_grad_hook(partial(self._complete, bucket))
+
+    def begin_step(self, overlap: bool) -> None:
+        """Begin a step. overlap: send buckets during its last backward; otherwise, `finish` sends all of them.
+
+        A step that may run out of memory must not overlap: the other ranks would wait for its buckets forever. Nor do
+        buckets overlap if processes share rows, whose backward has collectives of another group of ranks.
+        """
+        self._side.join()  # a step that ran out of memory may have left work behind
+        self._overlap, self._armed, self._next = overlap and self.world.context is None, False, 0
+
+    def begin_pass(self, last: bool) -> None:
+        """Begin a pass. last: it is the last of the step, so its backward completes the gradients."""
+        self._armed = last and self._overlap
+        for bucket in self.buckets:
+            bucket.missing = len(bucket.parameters)
+
+    def finish(self) -> None:
+        """Send the buckets that are left, and let the device wait for all sums."""
+        self._armed = False
+        for bucket in self.buckets[self._next :]:
+            self._send(bucket)
+        self._next = len(self.buckets)
+        self._side.join()
+
+    def _complete(self, bucket: Bucket, parameter: Tensor) -> None:
+        if not self._armed:
+            return
+        bucket.missing -= 1
+        while self._next < len(self.buckets) and not self.buckets[self._next].missing:
+            self._send(self.buckets[self._next])
+            self._next += 1
+
+    @torch.no_grad()
+    def _send(self, bucket: Bucket) -> None:
+        gradients = [_gradient(parameter) for parameter in bucket.parameters]
+        flat, parts = self._flat(gradients)
+        converted = []
+        for parameter, gradient, part in zip(bucket.parameters, gradients, parts, strict=True):
+            if bucket.owner not in (None, self.world.rank):
+                parameter.grad = None
+            elif gradient.dtype == part.dtype:
+                parameter.grad = part
+            else:
+                converted.append((gradient, part))
+        buffers = [flat]
+        if self.dtype == torch.bfloat16:
+            buffers += [torch.empty_like(flat), flat.new_empty(len(flat) // self.world.size)]
+
+        def work() -> None:
+            if self.dtype == torch.bfloat16:
+                sum_bfloat16(*buffers)
+            elif bucket.owner is None:
+                dist.all_reduce(flat)
+            else:
+                dist.reduce(flat, dst=bucket.owner)
+            for gradient, part in converted:
+                gradient.copy_(part)
+
+        self._side.run(work, *buffers)
+
+    def _flat(self, gradients: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """Return the gradients in one flat tensor of the dtype that is sent, and the view of it for each of them.
+
+        A single gradient that has this dtype and a contiguous layout is not copied.
+        """
+        first, divisor = gradients[0], 1
+        dtype = at_least_float32(first)
+        if self.dtype == torch.bfloat16:
+            dtype, divisor = torch.bfloat16, self.world.size
+        is_flat = first.dtype == dtype and first.is_contiguous() and first.numel() % divisor == 0
+        if len(gradients) == 1 and is_flat:
+            return first.view(-1), gradients
+        sizes = [-(-g.numel() // ALIGNMENT) * ALIGNMENT for g in gradients]
+        flat = first.new_empty(-(-sum(sizes) // divisor) * divisor, dtype=dtype)
+        slots = flat[: sum(sizes)].split(sizes)
+        parts = [slot[: g.numel()].view(g.shape) for slot, g in zip(slots, gradients, strict=True)]
+        torch._foreach_copy_(parts, gradients)
+        return flat, parts
+
+
+def sum_bfloat16(flat: Tensor, received: Tensor, share: Tensor) -> None:
+    """Sum a bfloat16 tensor over all ranks in place, with additions in float32.
+
+    flat: its length is a multiple of the number of ranks. received: scratch of its size. share: scratch for one rank's
+    share.
+    """
+    dist.all_to_all_single(received, flat)
+    share.copy_(received.view(-1, len(share)).sum(0, dtype=torch.float32))
+    dist.all_gather_into_tensor(flat, share)
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    if parameter.grad is None:
+        raise RuntimeError(
+            "a parameter has no gradient on this rank; the ranks would deadlock in the all-reduce"
+        )
+    return parameter.grad
