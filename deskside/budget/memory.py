@@ -57,7 +57,7 @@ Sharded weights (FSDP2, one group per block and one for the rest, `train/paralle
 blocks at a time, and the root (embedding, head) from the forward to the end of the backward. Gradients are scattered in
 the last pass of a step. So with several passes, every GPU holds whole gradients; with one, only those of the blocks
 that are being reduced and of the root, which is reduced last. A test tracks the memory of two such processes. Without
-sharding, GPUs copy their gradients into buckets to sum them.
+sharding, GPUs sum their gradients in buckets while the backward runs (`budget/replicas.py`).
 
 If adapters are trained over frozen weights (`budget/adapters.py`), only the adapters have gradients and optimizer
 states, the head has no gradient, a quantized weight is dequantized while it is used, and the gradient of a chunk of
@@ -86,6 +86,7 @@ from deskside.budget.format_costs import (
     saved_input_bytes,
     weight_copies,
 )
+from deskside.budget.replicas import bucket_bytes, update_shares
 from deskside.budget.separate_gradients import (
     STACK_BYTES,
     STACK_WEIGHTS,
@@ -109,7 +110,6 @@ STREAM_ENDS, FUSED_STREAM_END = 7, 4
 RECOMPUTE_FACTOR = 1.36
 GRADIENTS_FACTOR = RECOMPUTE_FACTOR - 1  # temporary gradients of a block, relative to its activations
 LIBRARIES = 64 * 2**20  # bytes of cuBLAS workspaces
-BUCKET_WEIGHTS = 2**25  # size at which a bucket of gradients is summed between GPUs; it holds whole tensors
 # What the allocator reserved beyond the peak of allocated bytes: medians of measurements.
 RESERVED_SHARE, RESERVED_BYTES = 0.05, 256 * 2**20
 Items = dict[str, float]  # bytes by item
@@ -195,12 +195,15 @@ def _full_training(s: Sizes) -> dict[str, Items]:
         copies = 2.0 * layer.copied_weights(checkpointing)
 
     experts = expert_gradients(s)
+    # Gradients of matrices that other GPUs update.
+    freed = spec.weight_bytes * s.block_weights * (1 - 1 / update_shares(spec))
 
     # FSDP gathers the weights of the current block and of the next block in float32.
     libraries = s.leaf("cuBLAS workspaces", LIBRARIES)
     shared = s.leaf("gathered keys and values", gathered_bytes(s)) if spec.context > 1 else 0.0
     gathered = libraries + shared + (2 * one_layer + root if spec.sharded else 0.0)
     gathered_at_end = libraries + shared + (one_layer + root if spec.sharded else 0.0)
+    summed = bucket_bytes(s, s.parameters)
     # Gradients of a block exist a second time while they are reduced, in one flat tensor.
     reduced = 0.0
     if spec.sharded:
@@ -234,6 +237,7 @@ def _full_training(s: Sizes) -> dict[str, Items]:
             "logits": head if s.shape.tie_word_embeddings and several_passes else 0.0,
             "workspace": gathered
             + reduced
+            + summed
             + beside(experts + s.pass_tokens * layer.backward(checkpointing), in_backward),
         },
         "gradients": {
@@ -246,17 +250,18 @@ def _full_training(s: Sizes) -> dict[str, Items]:
             "logits": 0.0,
             # With several passes, the peak is in a pass before the last one, where gradients are not reduced.
             "workspace": gathered_at_end
+            + summed
             + (head if several_passes and not separate else reduced)
             + beside(s.pass_tokens * layer.last_gradients, in_backward),
         },
         "update": {
             **always,
-            "gradients": gradients_in_update(s) if separate else all_gradients / s.shards,
+            "gradients": gradients_in_update(s) if separate else (all_gradients - freed) / s.shards,
             "copies": lasting_copies,
             "activations": 0.0,
             "logits": 0.0,
             # Not both at once: gradients are summed between GPUs before Muon uses them.
-            "workspace": libraries + max(_muon_stack_bytes(s), _bucket_bytes(s)),
+            "workspace": libraries + max(_muon_stack_bytes(s), summed),
         },
     }
 
@@ -316,7 +321,7 @@ def _adapter_training(s: Sizes, adapter: AdapterSpec) -> dict[str, Items]:
             "copies": 0.0,
             "activations": 0.0,
             "logits": 0.0,
-            "workspace": libraries + (0.0 if spec.gpus == 1 else min(gradients, 4.0 * BUCKET_WEIGHTS)),
+            "workspace": libraries + bucket_bytes(s, gradients / 4),
         },
     }
 
@@ -434,16 +439,8 @@ def _muon_stack_bytes(sizes: Sizes) -> float:
         return muon_bytes(sizes)
     mlp_width = max(sizes.shape.intermediate_size, sizes.shape.moe_intermediate_size)
     stack = max(STACK_WEIGHTS, sizes.shape.hidden_size * mlp_width)
-    return STACK_BYTES * sizes.leaf("weights of Muon's stack", min(sizes.block_weights, stack))
-
-
-def _bucket_bytes(sizes: Sizes) -> float:
-    """Return the bytes of the largest bucket of gradients that unsharded GPUs sum. A bucket is closed once it is full,
-    so it may exceed its size by the largest tensor, a vocabulary table."""
-    if sizes.spec.gpus == 1 or sizes.spec.sharded:
-        return 0.0
-    table = sizes.shape.vocab_size * sizes.shape.hidden_size
-    return 4 * sizes.leaf("weights of a gradient bucket", min(sizes.parameters, BUCKET_WEIGHTS + table))
+    updated_here = sizes.block_weights / update_shares(spec)
+    return STACK_BYTES * sizes.leaf("weights of Muon's stack", min(updated_here, stack))
 
 
 class _LayerBytes:

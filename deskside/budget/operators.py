@@ -55,6 +55,7 @@ from deskside.budget.format_costs import (
     runs_as,
 )
 from deskside.budget.host_memory import host_gradient_bytes
+from deskside.budget.replicas import exchange, update_shares
 from deskside.budget.shape import Shape, attention_span
 from deskside.budget.shared_rows import exchanged_bytes
 from deskside.budget.sizes import Sizes
@@ -482,7 +483,8 @@ def trained_params(s: Sizes) -> float:
 
 
 def _optimizer(s: Sizes) -> list[Operator]:
-    """Return the optimizer update. Sharded AdamW updates its shard; every GPU computes all of Muon's iteration."""
+    """Return the optimizer update. Sharded AdamW updates its shard. Replicas share Muon's iteration; with a sharded
+    model, every GPU computes all of it."""
     spec, units = s.spec, traffic_units(s.spec)
     # Bytes per weight: states below 32 bits are smaller to read and to write.
     adamw = units.adamw - 2 * (ADAMW_STATE_BYTES["float32"] - ADAMW_STATE_BYTES[spec.states])
@@ -497,16 +499,17 @@ def _optimizer(s: Sizes) -> list[Operator]:
         f"{NEWTON_SCHULZ_STEPS} x (4 x long x short^2 + 2 x short^3), summed over all matrices",
         newton_schulz_flops(s.shape),
     )
-    others = trained_params(s) - s.block_weights
+    others, shares = trained_params(s) - s.block_weights, update_shares(spec)
     return [
-        Operator("Muon, Newton-Schulz", "optimizer_matmul", iteration, width=s.shape.hidden_size),
-        Operator("Muon", "optimizer_traffic", muon * s.block_weights),
+        Operator("Muon, Newton-Schulz", "optimizer_matmul", iteration / shares, width=s.shape.hidden_size),
+        Operator("Muon", "optimizer_traffic", muon * s.block_weights / shares),
         Operator("AdamW", "optimizer_traffic", adamw * others / s.shards),
     ]
 
 
 def _transfers(s: Sizes) -> list[Operator]:
-    """Return the communication between GPUs, and the traffic to the host if the optimizer is offloaded."""
+    """Return the communication between GPUs that nothing hides, and the traffic to the host if the optimizer is
+    offloaded."""
     operators, spec = [], s.spec
     weights = 4.0 * trained_params(s)
     share = (s.gpus - 1) / s.gpus
@@ -518,7 +521,8 @@ def _transfers(s: Sizes) -> list[Operator]:
         if spec.optimizer == "muon":
             operators.append(Operator("Muon, gathered", "communication", 2.0 * s.block_weights * share))
     elif spec.gpus > 1:
-        operators.append(Operator("all-reduce", "communication", 2 * weights * share))
+        exposed = exchange(s, trained_params(s)).exposed
+        operators.append(Operator("replicas, after the backward", "communication", exposed))
     if spec.context > 1:
         operators.append(Operator("keys and values of shared rows", "communication", exchanged_bytes(s)))
     if spec.gradients == "host":

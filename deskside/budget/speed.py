@@ -19,12 +19,14 @@ corrects them for this card (`plan/calibrate.py`). They are not the utilization 
 overlap, caches and power limits.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from deskside.budget.format_costs import EMULATED_RATE_SHARE
 from deskside.budget.host import HostTimes, host_seconds, overlapped_seconds
 from deskside.budget.host_memory import host_gradient_bytes, offloaded_activation_bytes
-from deskside.budget.operators import PRODUCTS, TRAFFIC, Operator, step_operators
+from deskside.budget.operators import PRODUCTS, TRAFFIC, Operator, step_operators, trained_params
+from deskside.budget.replicas import exchange
 from deskside.budget.shape import Shape
 from deskside.budget.sizes import Sizes
 from deskside.budget.states import state_bytes
@@ -185,9 +187,8 @@ def product_rate(operator: Operator, rates: Rates) -> float:
 
 def step_seconds(shape: Shape, spec: StepSpec, rates: Rates) -> dict[str, float]:
     """Return the seconds of one optimizer step by item (`ITEMS`). They add up to the whole step."""
-    seconds = dict.fromkeys(ITEMS, 0.0)
-    for operator in step_operators(shape, spec):
-        seconds[operator.item] += operator_seconds(operator, rates, spec)
+    seconds = item_seconds(shape, spec, rates)
+    seconds["communication"] += exposed_communication(shape, spec, rates, seconds)
     device = sum(seconds.values())
     exposed = exposed_seconds(shape, spec, rates, device)
     seconds["offload"] += exposed
@@ -195,6 +196,14 @@ def step_seconds(shape: Shape, spec: StepSpec, rates: Rates) -> dict[str, float]
     seconds["host"] = (
         overlapped_seconds(device, host_seconds(shape, spec, rates.host), rates.host.overlap) - device
     )
+    return seconds
+
+
+def item_seconds(shape: Shape, spec: StepSpec, rates: Rates) -> dict[str, float]:
+    """Return the seconds of the step's operators by item, without what is longer than the work beside it."""
+    seconds = dict.fromkeys(ITEMS, 0.0)
+    for operator in step_operators(shape, spec):
+        seconds[operator.item] += operator_seconds(operator, rates, spec)
     return seconds
 
 
@@ -217,10 +226,33 @@ def exposed_seconds(shape: Shape, spec: StepSpec, rates: Rates, device: float) -
     backward = max(up, down)
     if not forward + backward:
         return 0.0
-    # A backward takes twice as long as a forward, or three times if it repeats the forward.
-    in_forward = device / (4 if spec.activation_checkpointing == "block" else 3)
+    in_forward = device / forward_share(spec)
     bandwidth = rates.host_bandwidth
     return max(0.0, forward / bandwidth - in_forward) + max(0.0, backward / bandwidth - (device - in_forward))
+
+
+def forward_share(spec: StepSpec) -> int:
+    """Return the part of a pass that its forward takes, as one n-th: a backward takes twice as long as a forward, or
+    three times if it repeats the forward."""
+    return 4 if spec.activation_checkpointing == "block" else 3
+
+
+def exposed_communication(shape: Shape, spec: StepSpec, rates: Rates, seconds: Mapping[str, float]) -> float:
+    """Return by how much the sums of gradients take longer than the last backward, and new weights than the forward.
+
+    seconds: `item_seconds`.
+    """
+    if spec.gpus == 1 or spec.sharded:
+        return 0.0
+    sizes = Sizes(shape, spec)
+    sent = exchange(sizes, trained_params(sizes))
+    outside = ("optimizer", "communication", "offload", "host")
+    one_pass = sum(value for item, value in seconds.items() if item not in outside) / spec.accumulation
+    forward = one_pass / forward_share(spec)
+    link = rates.link_bandwidth
+    return max(0.0, sent.in_backward / link - (one_pass - forward)) + max(
+        0.0, sent.in_forward / link - forward
+    )
 
 
 def tokens_per_second(shape: Shape, spec: StepSpec, rates: Rates) -> float:

@@ -13,6 +13,7 @@ constants of `optim/offload.py`; a test compares them.
 from dataclasses import dataclass
 
 from deskside.budget.adapters import adapter_params
+from deskside.budget.replicas import update_shares
 from deskside.budget.sizes import Sizes
 from deskside.budget.step_spec import StateFormat
 
@@ -61,7 +62,7 @@ def state_bytes(sizes: Sizes) -> StateBytes:
         return StateBytes(matrices=adamw * trained, tables=0.0, vectors=0.0, max_bytes_per_weight=adamw)
     per_matrix_weight = MUON_STATE_BYTES[spec.states] if spec.optimizer == "muon" else adamw
     return StateBytes(
-        matrices=per_matrix_weight * sizes.block_weights / sizes.shards,
+        matrices=per_matrix_weight * sizes.block_weights / (sizes.shards * update_shares(spec)),
         tables=adamw * sizes.root_weights / sizes.shards,
         vectors=8 * sizes.leaf("weights of norms and biases", sizes.vectors) / sizes.shards,
         max_bytes_per_weight=sizes.leaf("bytes of a weight's state", max(per_matrix_weight, adamw)),

@@ -46,6 +46,7 @@ class StepOptions:
         master_weights: Offloaded states have float32 copies of the weights.
         gradients: Where the gradients of whole weights wait for the optimizer: on the GPU, in host memory, or nowhere,
             because each weight is updated ("released") as soon as the backward has computed its gradient.
+        gradient_dtype: Format in which replicas send gradients to sum them.
         adapter: The adapters to train over frozen weights; None to train all weights.
     """
 
@@ -68,6 +69,7 @@ class StepOptions:
     offload_optimizer: bool = False
     master_weights: bool = False
     gradients: GradientPlace = "device"
+    gradient_dtype: WeightFormat = "float32"
     adapter: AdapterSpec | None = None
 
     def options(self) -> dict[str, Any]:

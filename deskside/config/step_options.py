@@ -32,6 +32,7 @@ def step_options(config: RunConfig) -> dict[str, Any]:
         "offload_optimizer": config.optim.offload,
         "master_weights": isinstance(config.optim, AdamWConfig) and config.optim.master_weights,
         "gradients": config.optim.gradients,
+        "gradient_dtype": config.parallel.gradient_dtype,
         "activation_checkpointing": config.compute.activation_checkpointing,
         "activation_offloading": config.compute.activation_offloading,
         "mlp_chunk_tokens": config.compute.mlp_chunk_tokens,

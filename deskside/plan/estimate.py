@@ -104,7 +104,7 @@ class Setting(StepOptions):
     def shardable(self) -> bool:
         """True if training supports sharding of this setting over several GPUs."""
         memory_saving = self.states in ("8bit", "4bit") or self.offload_optimizer or self.adapter is not None
-        in_float32 = self.weights == "float32" and self.gradients == "device"
+        in_float32 = self.weights == self.gradient_dtype == "float32" and self.gradients == "device"
         return not quantized(self.precision) and not memory_saving and in_float32 and self.context == 1
 
     @property
@@ -428,6 +428,8 @@ def options(setting: Setting, staged: bool = False) -> dict[str, Any]:
         result["parallel"] = {"mode": "shard"}
     if setting.context > 1:
         result["parallel"] = {"context": setting.context}
+    if setting.gradient_dtype != "float32":
+        result["parallel"] = {**result.get("parallel", {}), "gradient_dtype": setting.gradient_dtype}
     if setting.copies == "use":
         result["precision"] = {"weight_cache": False}
     return {part: values for part, values in result.items() if values}

@@ -16,7 +16,14 @@ from deskside.budget.operators import Operator, step_operators
 from deskside.budget.scaling import batch_token_factor
 from deskside.budget.separate_gradients import has_side_stream
 from deskside.budget.shape import flops_per_token, matmul_params
-from deskside.budget.speed import Rates, exposed_seconds, operator_seconds, step_seconds
+from deskside.budget.speed import (
+    Rates,
+    exposed_communication,
+    exposed_seconds,
+    item_seconds,
+    operator_seconds,
+    step_seconds,
+)
 from deskside.budget.terms import Line, explained, leaf, traced
 from deskside.plan.candidates import muon_advantage, optimal_tokens, pretrain_seconds, setup_seconds
 from deskside.plan.estimate import MEMORY_SOURCE, StepEstimate, peak_stage
@@ -207,6 +214,11 @@ def _speed(plan: Plan, shown: StepEstimate, item: str) -> list[Line]:
         nothing = "none: they take less time than the computation"
         lines += explained("transfers beside the computation, beyond its time", exposed, "s", nothing)
         times.append(leaf("transfers beyond it", exposed))
+    if item == "communication" and spec.gpus > 1 and not spec.sharded:
+        exposed = exposed_communication(shape, spec, rates, item_seconds(shape, spec, rates))
+        nothing = "none: it takes less time than the passes"
+        lines += explained("gradients and weights beside passes, beyond their time", exposed, "s", nothing)
+        times.append(leaf("exchange beyond it", exposed))
     if not times:
         return explained(item, 0.0, "s", nothing="none in this run")
     if len(stages) == 1:

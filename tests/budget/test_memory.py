@@ -9,19 +9,20 @@ import pytest
 import torch
 
 from deskside.budget.memory import (
-    BUCKET_WEIGHTS,
     LIBRARIES,
     Memory,
     instants,
     training_memory,
 )
+from deskside.budget.replicas import BUCKET_WEIGHTS, IN_FLIGHT
 from deskside.budget.shape import block_matrix_params, num_params
 from deskside.budget.step_spec import StepSpec
 from deskside.config.model import ModelConfig
 from deskside.kernels.attention import AttentionContext
 from deskside.model.transformer import Transformer
 from deskside.ops.linear import Embedding
-from deskside.train.parallel import BUCKET_ELEMENTS
+from deskside.optim.side_stream import WAITING
+from deskside.train.loop.gradient_buckets import BUCKET_BYTES
 
 SMALL = {
     "vocab_size": 64, "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16,
@@ -173,23 +174,38 @@ def test_the_tables_stay_gathered_and_nothing_does_at_the_update() -> None:
     )
     for name, layers in (("loss", 2), ("backward", 3), ("gradients", 1)):
         more = sharded[name].items["workspace"] - plain[name].items["workspace"]
-        assert more == pytest.approx(tables + layers * layer, abs=2)
+        bucket = 0 if name == "loss" else 4 * 2 * BUCKET_WEIGHTS
+        assert more == pytest.approx(tables + layers * layer - bucket, abs=2)
     assert sharded["update"].items["workspace"] == LIBRARIES
 
 
-def test_replicas_have_a_bucket_of_gradients() -> None:
-    """It exists beside the update's own memory, not together with it: only the larger counts."""
-    assert BUCKET_WEIGHTS == BUCKET_ELEMENTS
-    small = ModelConfig(**SMALL, num_hidden_layers=2)
-    large = ModelConfig()  # its tables have 2^25 * 0.75 weights each
-    for shape, bucket in ((small, num_params(small)), (large, 2**25 + 32768 * 768)):
-        work = {"sequence_length": 128, "tokens": 512, "micro_tokens": 128}
-        two = instants(shape, StepSpec(**work, gpus=2, optimizer="adamw"))["update"].items["workspace"]
-        assert two == LIBRARIES + 4 * bucket
-        one = instants(shape, StepSpec(**work, optimizer="adamw"))["update"].items["workspace"]
-        assert one == LIBRARIES
-        muon = [instants(shape, StepSpec(**work, gpus=n))["update"].items["workspace"] for n in (1, 2)]
-        assert muon[1] == max(muon[0], two)
+def test_replicas_have_buckets_of_gradients() -> None:
+    """A bucket may be as large again as where it is full. What is converted exists twice while it is on its way."""
+    assert (4 * BUCKET_WEIGHTS, IN_FLIGHT) == (BUCKET_BYTES, WAITING + 1)
+    small, large = ModelConfig(**SMALL, num_hidden_layers=2), ModelConfig()
+    table, layer = 32768 * 768, block_matrix_params(large) / 12
+    work = {"sequence_length": 128, "tokens": 512, "micro_tokens": 128, "optimizer": "adamw"}
+    for shape, changes, weights in (
+        (small, {}, num_params(small)),
+        (large, {}, 2 * BUCKET_WEIGHTS),
+        (large, {"gradient_dtype": "bfloat16"}, table + 2 * max(2 * BUCKET_WEIGHTS, layer)),
+        (large, {"weights": "bfloat16"}, table + 2 * max(2 * BUCKET_WEIGHTS, layer)),
+    ):
+        one, two = (instants(shape, StepSpec(**work, **changes, gpus=n)) for n in (1, 2))
+        for instant in ("backward", "gradients", "update"):
+            more = two[instant].items["workspace"] - one[instant].items["workspace"]
+            assert more == pytest.approx(4 * weights, abs=2), instant
+        assert two["loss"] == one["loss"]
+
+
+def test_replicas_share_muon() -> None:
+    """Each has the momentum of its matrices, and after the sums their gradients only."""
+    shape = ModelConfig()
+    matrices = block_matrix_params(shape)
+    work = {"sequence_length": 128, "tokens": 512, "micro_tokens": 128}
+    one, four = (instants(shape, StepSpec(**work, gpus=n))["update"].items for n in (1, 4))
+    assert one["optimizer"] - four["optimizer"] == pytest.approx(4 * matrices * 3 / 4, abs=2)
+    assert one["gradients"] - four["gradients"] == pytest.approx(4 * matrices * 3 / 4, abs=2)
 
 
 def test_each_rung_of_checkpointing_keeps_less() -> None:

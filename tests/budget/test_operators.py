@@ -131,14 +131,13 @@ def test_accumulation_repeats_what_belongs_to_a_pass() -> None:
 
 @pytest.mark.parametrize("gpus", [2, 4, 8])
 def test_between_gpus(gpus: int) -> None:
-    """A ring's all-reduce moves 2 (n - 1) / n of the float32 gradients. FSDP gathers the blocks twice a pass and the
+    """FSDP gathers the blocks twice a pass and the
     rest once, and scatters once a step; Muon's matrices are gathered in bfloat16. test_sharded_oracle.py counts them.
     """
     shape = ModelConfig(**SMALL)
     gradients = 4.0 * num_params(shape)
     spec = {"sequence_length": LENGTH, "tokens": 2 * gpus * LENGTH, "micro_tokens": LENGTH, "gpus": gpus}
     share = (gpus - 1) / gpus
-    assert amount(step_operators(shape, StepSpec(**spec)), "communication") == 2 * gradients * share
     sharded = step_operators(shape, StepSpec(**spec, sharded=True))
     tables = 4.0 * 2 * shape.vocab_size * shape.hidden_size
     muon = 2.0 * block_matrix_params(shape)

@@ -27,11 +27,13 @@ from torch import Tensor, nn
 
 from deskside.kernels.functional import at_least_float32
 from deskside.optim.groups import ParameterInfo
-from deskside.optim.side_stream import SideStream
+from deskside.optim.side_stream import WAITING, SideStream
 from deskside.train.parallel import World
 
 BUCKET_BYTES = 2**24  # float32 bytes from which a gradient is summed alone, and a shared bucket is full
-IN_FLIGHT = 8  # buckets that may wait for their sum before the backward waits for the oldest
+IN_FLIGHT = (
+    8  # buckets that may wait for their sum before the backward waits for the oldest; 2 if they are copies
+)
 ALIGNMENT = 64  # elements, so that kernels read the gradients in a bucket at aligned addresses
 
 
@@ -81,7 +83,8 @@ class GradientBuckets:
     ):
         self.world, self.dtype = world, dtype
         self.buckets: list[Bucket] = []
-        self._side = SideStream(world.device, IN_FLIGHT)
+        sent_as_they_are = dtype == torch.float32 and all(i.parameter.dtype == dtype for i in infos)
+        self._side = SideStream(world.device, IN_FLIGHT if sent_as_they_are else WAITING)
         self._overlap = self._armed = False
         self._next = 0  # the first bucket that is not sent yet
         if world.size == 1 or world.sharded:

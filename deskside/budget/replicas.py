@@ -1,0 +1,74 @@
+"""What replicas send each other in a step, and the memory of the gradients that are being summed.
+
+Gradients are summed beside the last backward of a step (`train/loop/gradient_buckets.py`). Muon's matrices are updated
+by one GPU each, and their new weights travel beside the next forward (`optim/owners.py`). Only what takes longer than
+these passes adds to the step, and what cannot begin before they end: the sum of the embedding's gradient, which the
+backward computes last.
+
+    bytes that a GPU sends per weight          float32              bfloat16
+    sum on every GPU                           8 (n - 1) / n        4 (n - 1) / n
+    sum on the owner                           4                    4 (n - 1) / n
+    new weight                                 4 (2 if it is stored in bfloat16)
+
+A ring's all-reduce sends every weight twice, less one n-th. A reduce and a broadcast to or from one GPU pass on every
+weight once. Not modelled: the multiprocessors that NCCL takes from the passes.
+"""
+
+from dataclasses import dataclass
+
+from deskside.budget.sizes import Sizes
+from deskside.budget.step_spec import StepSpec
+
+BUCKET_WEIGHTS = 2**22  # gradients of at least so many weights are summed alone, in place; a test compares
+IN_FLIGHT = (
+    3  # sums of converted gradients whose memory is in use, if the format that is sent is not their own
+)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Bytes that one GPU sends in a step: beside the last backward, beside nothing, and beside the next forward."""
+
+    in_backward: float = 0.0
+    exposed: float = 0.0
+    in_forward: float = 0.0
+
+
+def update_shares(spec: StepSpec) -> int:
+    """Return the number of GPUs that share Muon's update of whole matrices."""
+    return 1 if spec.sharded or spec.optimizer != "muon" else spec.gpus
+
+
+def exchange(s: Sizes, trained: float) -> Exchange:
+    """Return what replicas send. trained: number of weights that are trained."""
+    spec = s.spec
+    if spec.gpus == 1 or spec.sharded:
+        return Exchange()
+    share, owned = (s.gpus - 1) / s.gpus, update_shares(spec) > 1
+    per_weight = (4.0 if spec.gradient_dtype == "bfloat16" else 8.0) * share
+    per_matrix_weight = 4.0 if owned and spec.gradient_dtype == "float32" else per_weight
+    matrices: float = s.block_weights if owned else 0.0
+    embedding: float = s.vocabulary * s.hidden if spec.adapter is None else 0.0
+    in_backward = per_weight * (trained - matrices - embedding) + per_matrix_weight * matrices
+    exposed: float = per_weight * embedding
+    in_forward: float = spec.weight_bytes * matrices
+    if spec.context > 1:  # its backward has transfers of its own
+        in_backward, exposed = 0.0, exposed + in_backward
+    if spec.compiled and not spec.fused:  # torch.compile's forward waits for no single layer
+        in_forward, exposed = 0.0, exposed + in_forward
+    return Exchange(in_backward, exposed, in_forward)
+
+
+def bucket_bytes(s: Sizes, trained: float) -> float:
+    """Return the bytes of gradients that exist a second time while they are summed."""
+    spec = s.spec
+    if spec.gpus == 1 or spec.sharded:
+        return 0.0
+    largest: float = 2 * BUCKET_WEIGHTS  # a bucket is closed at the end of the sublayer that fills it
+    if spec.gradient_dtype == "float32" and spec.weights == "float32":
+        return 4 * s.leaf("weights of a gradient bucket", min(trained, largest))
+    if spec.adapter is None:
+        embedding = s.shape.vocab_size * s.shape.hidden_size
+        largest = embedding + (IN_FLIGHT - 1) * max(largest, s.block_weights / s.layers)
+    # A copy in float32, or what is sent and what is received in bfloat16.
+    return 4 * s.leaf("weights of the gradient buckets on their way", min(trained, largest))

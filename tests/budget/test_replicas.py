@@ -1,0 +1,72 @@
+"""What replicas send: a ring's bytes, in the passes or outside of them, and the time that the passes do not hide."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from deskside.budget.operators import step_operators
+from deskside.budget.replicas import exchange
+from deskside.budget.shape import block_matrix_params, num_params
+from deskside.budget.sizes import Sizes
+from deskside.budget.speed import Rates, exposed_communication, item_seconds, step_seconds
+from deskside.budget.step_spec import StepSpec
+from deskside.config.model import ModelConfig
+
+SHAPE = ModelConfig()
+TABLE, MATRICES, ALL = 32768 * 768, block_matrix_params(SHAPE), num_params(SHAPE)
+RATES = Rates(matmul_flops=700e12, bandwidth=4.8e12, link_bandwidth=100e9)
+
+
+def spec(gpus: int = 2, **changes: Any) -> StepSpec:
+    work = {"sequence_length": 2048, "tokens": 2**17 * gpus, "micro_tokens": 2**15, "copies": "step"}
+    return StepSpec(**{**work, "gpus": gpus, **changes})
+
+
+@pytest.mark.parametrize("gpus", [2, 8])
+def test_bytes_are_those_of_rings(gpus: int) -> None:
+    share = (gpus - 1) / gpus
+    adamw = exchange(Sizes(SHAPE, spec(gpus, optimizer="adamw")), ALL)
+    assert adamw.in_backward + adamw.exposed == pytest.approx(2 * 4 * ALL * share)
+    assert adamw.exposed == pytest.approx(2 * 4 * TABLE * share) and adamw.in_forward == 0
+    half = exchange(Sizes(SHAPE, spec(gpus, optimizer="adamw", gradient_dtype="bfloat16")), ALL)
+    assert (half.in_backward, half.exposed) == (adamw.in_backward / 2, adamw.exposed / 2)
+    muon = exchange(Sizes(SHAPE, spec(gpus)), ALL)
+    assert muon.in_forward == 4 * MATRICES and muon.exposed == adamw.exposed
+    assert adamw.in_backward - muon.in_backward == pytest.approx((2 * share - 1) * 4 * MATRICES)
+    assert exchange(Sizes(SHAPE, spec(gpus, weights="bfloat16")), ALL).in_forward == 2 * MATRICES
+
+
+def test_what_cannot_overlap_is_exposed() -> None:
+    fused, compiled = (exchange(Sizes(SHAPE, spec(copies=copies)), ALL) for copies in ("step", "pass"))
+    assert (compiled.in_forward, compiled.exposed) == (0, fused.exposed + fused.in_forward)
+    shared = exchange(Sizes(SHAPE, spec(context=2)), ALL)
+    assert (shared.in_backward, shared.exposed) == (0, fused.exposed + fused.in_backward)
+    for alone in (spec(1), spec(sharded=True)):
+        assert vars(exchange(Sizes(SHAPE, alone), ALL)) == vars(type(fused)())
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_time_is_hidden_until_it_exceeds_the_pass(optimizer: Any) -> None:
+    """A fast link costs the embedding's sum only. On a slow one, each further second of transfer is a second more."""
+    step = spec(optimizer=optimizer)
+    sent = exchange(Sizes(SHAPE, step), ALL)
+    assert step_seconds(SHAPE, step, RATES)["communication"] == pytest.approx(sent.exposed / 100e9)
+    slow, slower = (replace(RATES, link_bandwidth=rate) for rate in (1e8, 0.5e8))
+    first, second = (step_seconds(SHAPE, step, rates)["communication"] for rates in (slow, slower))
+    total = sent.in_backward + sent.exposed + sent.in_forward
+    assert second - first == pytest.approx(total / 1e8)
+    one_pass = total / 1e8 - first  # what hides: a forward only if weights travel beside it
+    seconds = item_seconds(SHAPE, step, slow)
+    passes = sum(seconds[item] for item in ("matmul", "attention", "traffic", "loss", "launches"))
+    assert one_pass == pytest.approx(passes / step.accumulation * (1 if optimizer == "muon" else 2 / 3))
+    assert exposed_communication(SHAPE, spec(1), slow, seconds) == 0
+
+
+def test_muon_is_shared() -> None:
+    def work(gpus: int, **changes: Any) -> float:
+        operators = step_operators(SHAPE, spec(gpus, **changes))
+        return sum(operator.amount for operator in operators if operator.group == "optimizer_matmul")
+
+    assert work(4) == pytest.approx(work(1) / 4)
+    assert work(4, sharded=True, copies="pass") == work(1)
