@@ -109,7 +109,7 @@ def test_states_in_8_bits_are_a_change_and_never_sharded() -> None:
 
 
 def test_sharding_over_the_named_gpus_is_a_change() -> None:
-    options = {"memory_gib": 20.0, "given": made.given("d34")}
+    options = {"memory_gib": 20.0, "given": made.given("d36")}
     one = make_plan(made.request("tokens", 1e9, **options))
     four = make_plan(made.request("tokens", 1e9, gpus=4, **options))
     assert one.verdict == four.verdict == "yes-if"
@@ -117,7 +117,7 @@ def test_sharding_over_the_named_gpus_is_a_change() -> None:
     assert merge.build([one.best.config]).optim.gradients == "host"
     built = merge.build([four.best.config])
     assert (built.parallel.mode, built.optim.gradients) == ("shard", "device")
-    assert four.best.command.startswith("deskside train d34 ") and four.best.command.endswith(" --gpus 4")
+    assert four.best.command.startswith("deskside train d36 ") and four.best.command.endswith(" --gpus 4")
 
 
 def test_sharding_does_not_shrink_the_gradients_of_several_passes() -> None:
@@ -493,7 +493,8 @@ def test_a_run_that_fits_on_the_card_also_has_to_fit_on_its_host() -> None:
 
 
 def test_every_gpu_has_its_own_states_on_the_host() -> None:
-    by_hand = {"optim": {"offload": True}, "batch": {"tokens": 131072}}
+    """With AdamW: Muon's momentum is shared."""
+    by_hand = {"optim": {"name": "adamw", "offload": True}, "batch": {"tokens": 131072}}
     one, two = (
         judge(made.request("tokens", 1e9, gpus=gpus, given=made.given("d12", **by_hand))).requested.setting
         for gpus in (1, 2)
