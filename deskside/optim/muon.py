@@ -305,7 +305,7 @@ class Muon:
         own = self.state()
         if not self.owners or not self._has_state:
             return own
-        whole = {}
+        whole: dict[str, Tensor] = {}
         for info in self.parameters:
             for key, (shape, dtype, device) in self._layouts(info).items():
                 tensor = own[key] if self.owns(info.name) else torch.empty(shape, dtype=dtype, device=device)
