@@ -285,20 +285,6 @@ def _is_byte_level(pre_tokenizer: Any) -> bool:
     return any(_is_byte_level(part) for part in pre_tokenizer.get("pretokenizers", []))
 
 
-def encode(tokenizer: Tokenizer, text: str | bytes, dtype: Any = np.uint32) -> NDArray[Any]:
-    """Return the token ids of a text (`str` or UTF-8), shape [tokens]. No special tokens are added.
-
-    Long texts are encoded piece by piece, because the encoder needs many times the memory of the text. See `spans` for
-    where this may change the tokens.
-    """
-    data = text.encode("utf-8") if isinstance(text, str) else text
-    pieces = []
-    for start, end in spans(data):
-        encoding = tokenizer.encode_batch_fast([data[start:end].decode("utf-8")], add_special_tokens=False)[0]
-        pieces.append(np.array(encoding.ids, dtype=dtype))
-    return np.concatenate(pieces)
-
-
 def spans(data: bytes, limit: int = 1 << 16) -> Iterator[tuple[int, int]]:
     """Cut the UTF-8 of a text into spans that, if possible, have the same tokens as the whole text.
 

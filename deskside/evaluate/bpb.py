@@ -21,10 +21,11 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from deskside.data.encoder import ReferenceEncoder, encode
 from deskside.data.reading.loader import Batch, validation_batches
 from deskside.data.reading.packing import cut
 from deskside.data.reading.rows import IGNORE, PackedDataset
-from deskside.data.tokenizer import encode, token_bytes
+from deskside.data.tokenizer import token_bytes
 from deskside.evaluate.choices import ExpertChoices
 from deskside.evaluate.positions import PositionBucket, PositionSums
 from deskside.kernels.attention import AttentionContext
@@ -278,7 +279,7 @@ def _pieces(
 ) -> Iterator[Piece]:
     """Yield every piece of every document. A piece has at most `sequence_length` tokens."""
     for language, text in texts:
-        ids = encode(tokenizer, text)
+        ids = encode(ReferenceEncoder(tokenizer), text)
         stream = np.concatenate(([start_token], ids.astype(np.int64)))
         starts, lengths = cut(np.array([0]), np.array([len(ids)]), sequence_length)
         for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):

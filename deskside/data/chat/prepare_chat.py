@@ -29,13 +29,12 @@ from deskside.data.chat.chat_template import ChatTemplate, TokenizedConversation
 from deskside.data.chat.renderer import ROW_FIELDS, TEMPLATE, NotRendered, checked_messages, refuse_row_fields
 from deskside.data.corpus.analyze import add_tag
 from deskside.data.corpus.heldout import is_validation
-from deskside.data.corpus.prepare import summarize_split
 from deskside.data.corpus.process_pool import map_in_order
 from deskside.data.corpus.progress_bar import ProgressBar
 from deskside.data.corpus.records import Record, iter_records, sources_checksum
 from deskside.data.corpus.sources import BadInputLog, Source
 from deskside.data.reading import shards
-from deskside.data.reading.shards import ChatInfo, DatasetIndex, EncodedDocument
+from deskside.data.reading.shards import ChatInfo, DatasetIndex, EncodedDocument, SplitInfo
 from deskside.data.reading.tags import TagInfo
 from deskside.utils.errors import UsageError
 from deskside.utils.files import fingerprint, write_error
@@ -311,7 +310,7 @@ class _ChatPreparation:
                 eos_id=self.eos_id,
             ),
             tags=[TagInfo(source=source, lang=lang) for source, lang in self.tags],
-            splits={name: summarize_split(split.finished) for name, split in self.splits.items()},
+            splits={name: SplitInfo.of(split.finished) for name, split in self.splits.items()},
             bad_input={name: log.as_dict() for name, log in self.logs.items() if log.total},
             ignored_files={},
             duplicates_of_validation=self.duplicates,

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import xxhash
 from pydantic import Field, NonNegativeInt, PositiveInt
 
+from deskside.data.corpus.encoder_sample import EncoderSample
 from deskside.data.corpus.heldout import (
     Holdout,
     HoldoutPlanner,
@@ -22,6 +23,7 @@ from deskside.data.corpus.heldout import (
 )
 from deskside.data.corpus.progress_bar import ProgressBar
 from deskside.data.corpus.sources import LINE_LIMIT, BadInputLog, Document, OnBad, Source, iter_documents
+from deskside.data.encoder import EncoderInfo
 from deskside.data.reading.shards import MAX_TAGS, LeftOut
 from deskside.data.tokenizer import spans
 from deskside.utils.errors import UsageError
@@ -128,7 +130,7 @@ class Analysis:
     """The result of the first pass, saved in prepare.json, so that a resumed preparation need not repeat the pass.
 
     text_bytes: size of the training sources' text, including what becomes validation. val_text_bytes: size of the
-    validation sources' text. tags: (source, language) pairs.
+    validation sources' text. tags: (source, language) pairs. encoder: chosen after the pass, for its sample.
     """
 
     documents: PositiveInt
@@ -138,6 +140,7 @@ class Analysis:
     bad_input: dict[str, dict[str, LeftOut]]
     ignored_files: LeftOut | Annotated[dict[str, Any], Field(max_length=0)]
     holdout: Holdout = field(default_factory=Holdout)
+    encoder: EncoderInfo | None = None
 
 
 @dataclass
@@ -163,15 +166,18 @@ def analyze(
     val_sources: list[Source],
     options: CorpusOptions,
     sampler_of: Callable[[str], TextSampler] | None,
+    encoder_sample: EncoderSample,
 ) -> Analysis:
-    """Read all sources once, fill the samplers, and return the counts and the rule for the split.
+    """Read all sources once, fill the samples, and return the counts and the rule for the split.
 
     sampler_of: returns the sampler of a document in the given language; None if no tokenizer is trained. Raises
     UsageError if there is nothing to train on, or for bad input if `on_bad` is "refuse".
     """
     logs = {"train": BadInputLog(options.on_bad), "val": BadInputLog(options.on_bad)}
     tags: dict[tuple[str, str], int] = {}
-    held_out, val_text_bytes = read_validation_texts(val_sources, logs["val"], options, tags)
+    held_out, val_text_bytes = read_validation_texts(
+        val_sources, logs["val"], options, (tags, encoder_sample)
+    )
     if val_sources and not held_out:
         raise UsageError(
             f"the validation sources hold no document {logs['val'].why_nothing_is_usable('they are empty')}."
@@ -187,6 +193,7 @@ def analyze(
             documents += 1
             text_bytes += len(text)
             bar.advance(len(text) / 1e6)
+            encoder_sample.add((source, lang), key, text)
             if key in held_out:
                 continue
             planner.add(text, key, (("lang", lang), ("source", source), ("file", document.group)))
@@ -215,15 +222,21 @@ def read_validation_texts(
     val_sources: list[Source],
     log: BadInputLog,
     options: CorpusOptions,
-    tags: dict[tuple[str, str], int] | None = None,
+    first_pass: tuple[dict[tuple[str, str], int], EncoderSample] | None = None,
 ) -> tuple[frozenset[bytes], int]:
-    """Return the hashes and the total size in bytes of the validation texts. Their tags are added to `tags`."""
+    """Return the hashes and the total size in bytes of the validation texts.
+
+    first_pass: tags and a sample, to which those of the validation texts are added.
+    """
     keys, size = set(), 0
     for document in documents_of(val_sources, log, options):
-        keys.add(text_hash(document.data))
+        key = text_hash(document.data)
+        keys.add(key)
         size += len(document.data)
-        if tags is not None:
+        if first_pass is not None:
+            tags, encoder_sample = first_pass
             add_tag(tags, document.source, document.lang)
+            encoder_sample.add((document.source, document.lang), key, document.data)
     return frozenset(keys), size
 
 

@@ -48,6 +48,7 @@ from deskside.data.corpus.baselines import (
     unigram_bits,
     write_train_counts,
 )
+from deskside.data.corpus.encoder_sample import EncoderSample
 from deskside.data.corpus.heldout import validation_warnings
 from deskside.data.corpus.prepare_state import (
     PrepareState,
@@ -61,6 +62,7 @@ from deskside.data.corpus.progress_bar import ProgressBar
 from deskside.data.corpus.shard_worker import ShardBatcher, ShardJob, make_shard, start_worker
 from deskside.data.corpus.sources import BadInputLog, Source
 from deskside.data.corpus.tokenizer_sample import check_temperature, plan_sample
+from deskside.data.encoder import EncoderInfo, choose_encoder, still_valid
 from deskside.data.reading import shards
 from deskside.data.reading.shards import DatasetIndex, ShardInfo, SplitInfo, TokenizerInfo
 from deskside.data.reading.tags import TagInfo
@@ -184,6 +186,7 @@ class _Preparation:
     kept: int = 0
     duplicates: int = 0
     gzip_bits: int = 0
+    encoder: EncoderInfo | None = None
     started_here: bool = False  # not resumed
     created_folder: bool = False
 
@@ -260,7 +263,9 @@ class _Preparation:
             return
         options, existing = self.options, self.options.tokenizer
         sample = plan_sample(self.sources, options) if existing is None else None
-        analysis = analyze(self.sources, self.val_sources, options, sample.sampler_of if sample else None)
+        encoder_sample = EncoderSample()
+        sampler_of = sample.sampler_of if sample else None
+        analysis = analyze(self.sources, self.val_sources, options, sampler_of, encoder_sample)
         try:
             if existing is not None:
                 bpe.copy(existing, self.out)
@@ -272,6 +277,7 @@ class _Preparation:
                 bpe.save(bpe.train(texts, options.vocab_size, progress=progress), self.out)
         except OSError as error:
             raise write_error(self.out / "tokenizer.json", error) from error
+        analysis.encoder = choose_encoder(bpe.load(self.out), encoder_sample.texts())
         self.analysis = analysis
         self.finished = {}
         self.save()
@@ -283,7 +289,10 @@ class _Preparation:
         tokenizer = bpe.load(self.out)
         eos_id = bpe.end_of_text(tokenizer, self.out)[1]
         dtype = shards.dtype_for(len(bpe.token_bytes(tokenizer)))
-        worker_arguments = (str(self.out), eos_id, dtype)
+        self.encoder = still_valid(self.analysis.encoder)
+        if not self.options.quiet:
+            print(f"encode with {self.encoder.describe()}", file=sys.stderr, flush=True)
+        worker_arguments = (str(self.out), eos_id, dtype, self.encoder)
         total = self.analysis.text_bytes + self.analysis.val_text_bytes
         optional_pool: AbstractContextManager[WorkerPool | None] = contextlib.nullcontext()
         if workers > 1 and total > 2 * shard_bytes:
@@ -377,7 +386,7 @@ class _Preparation:
         vocab_size = len(bpe.token_bytes(tokenizer))
         dtype = shards.dtype_for(vocab_size)
         splits = {
-            split: summarize_split([self.finished[name] for name in names])
+            split: SplitInfo.of([self.finished[name] for name in names])
             for split, names in self.shard_names.items()
             if names
         }
@@ -406,21 +415,11 @@ class _Preparation:
             ignored_files=self.analysis.ignored_files,
             duplicates_of_validation=self.duplicates,
             arguments=self.arguments,
+            encoder=self.encoder,
         )
         shards.write_index(self.out, index)
         shards.verify(self.out)
         return index
-
-
-def summarize_split(infos: list[ShardInfo]) -> SplitInfo:
-    """Return the totals of a split of these shards, without baselines."""
-    return SplitInfo(
-        tokens=sum(i.tokens for i in infos),
-        documents=sum(i.documents for i in infos),
-        text_bytes=sum(i.text_bytes for i in infos),
-        token_text_bytes=sum(i.token_text_bytes for i in infos),
-        shards=infos,
-    )
 
 
 def _sources_changed(out: Path) -> UsageError:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import xxhash
@@ -13,11 +12,9 @@ from numpy.typing import NDArray
 
 from deskside.data import tokenizer as bpe
 from deskside.data.corpus.heldout import text_hash
+from deskside.data.encoder import Encoder, EncoderInfo, encode, make_encoder
 from deskside.data.reading import shards
 from deskside.data.reading.tags import count_words
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 
 @dataclass
@@ -73,18 +70,20 @@ class _WorkerState:
     directory: Path
     eos_id: int
     dtype: str
-    tokenizer: Tokenizer
+    encoder: Encoder
     token_bytes: NDArray[np.uint32]  # shape [vocab]
 
 
 _state: _WorkerState | None = None  # of this process; set by start_worker
 
 
-def start_worker(directory: str, eos_id: int, dtype: str) -> None:
+def start_worker(directory: str, eos_id: int, dtype: str, encoder: EncoderInfo) -> None:
     """Initialize this process: load the tokenizer in `directory`, the folder that `make_shard` writes to."""
     global _state
     tokenizer = bpe.load(directory)
-    _state = _WorkerState(Path(directory), eos_id, dtype, tokenizer, bpe.token_bytes(tokenizer))
+    _state = _WorkerState(
+        Path(directory), eos_id, dtype, make_encoder(tokenizer, encoder), bpe.token_bytes(tokenizer)
+    )
 
 
 def make_shard(job: ShardJob) -> shards.ShardInfo:
@@ -96,7 +95,7 @@ def make_shard(job: ShardJob) -> shards.ShardInfo:
         raise RuntimeError("start_worker has not been called in this process")
     documents = [
         shards.EncodedDocument(
-            bpe.encode(_state.tokenizer, text, _state.dtype),
+            encode(_state.encoder, text, _state.dtype),
             tag,
             text_bytes=len(text),
             words=count_words(text),

@@ -31,6 +31,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, Valid
 from typing_extensions import TypedDict
 
 from deskside.config.base import DATA_NOUNS, Part, first_problem
+from deskside.data.encoder import EncoderInfo
 from deskside.data.reading.tags import LanguageCount, TagCount, TagInfo, count_languages, count_tags
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.files import fingerprint, replace_atomically, sync, write_error
@@ -90,6 +91,12 @@ class SplitInfo(Part):
     gzip_bpb: NonNegativeFloat | None = None
     unigram_bpb: NonNegativeFloat | None = None
 
+    @classmethod
+    def of(cls, shards: list[ShardInfo]) -> SplitInfo:
+        """Return the totals of a split of these shards, without baselines."""
+        sums = ("tokens", "documents", "text_bytes", "token_text_bytes")
+        return cls(shards=shards, **{name: sum(getattr(shard, name) for shard in shards) for name in sums})
+
     def counts_by_tag(self) -> dict[int, tuple[int, int]]:
         """Return the documents and tokens of each tag, most tokens first."""
         counts: dict[int, tuple[int, int]] = {}
@@ -126,7 +133,10 @@ class ChatInfo(Part):
 
 
 class DatasetIndex(Part):
-    """The content of index.json. Raises pydantic.ValidationError if it is inconsistent."""
+    """The content of index.json. Raises pydantic.ValidationError if it is inconsistent.
+
+    encoder: the library that encoded the text; None for data that was prepared when there was only one.
+    """
 
     schema_version: int
     dtype: Dtype
@@ -138,6 +148,7 @@ class DatasetIndex(Part):
     duplicates_of_validation: NonNegativeInt
     arguments: dict[str, Any]
     chat: ChatInfo | None = None
+    encoder: EncoderInfo | None = None
 
     @model_validator(mode="after")
     def _check_consistency(self) -> DatasetIndex:

@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deskside.data import encoder
 from deskside.data import tokenizer as bpe
 from deskside.data.corpus import shard_worker
 from deskside.data.corpus.analyze import CorpusOptions, TextSampler
@@ -79,9 +80,9 @@ def test_index_counts_and_baselines(prepared: Path) -> None:
     )
     counts = np.ones(tokenizer.get_vocab_size())
     for text in texts_of(prepared, "train"):
-        np.add.at(counts, bpe.encode(tokenizer, text), 1)
+        np.add.at(counts, tokenizer.encode(text).ids, 1)
     counts[0] = 0  # the end-of-text token has no text
-    bits = sum(-np.log2(counts[bpe.encode(tokenizer, t)] / counts.sum()).sum() for t in val)
+    bits = sum(-np.log2(counts[tokenizer.encode(t).ids] / counts.sum()).sum() for t in val)
     assert index.splits["val"].unigram_bpb == pytest.approx(bits / len(data))
     assert {(t.source, t.lang) for t in index.tags} == {("src-en", "en"), ("src-hi", "hi")}
 
@@ -523,3 +524,56 @@ def test_preparing_does_not_import_torch() -> None:
     modules = "deskside.data.corpus.prepare, deskside.cli.data, deskside.data.reading.rows"
     code = f"import sys, {modules}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_data_encoded_by_either_library_is_the_same(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("fastokens")
+    records = [
+        {"text": "<|endoftext|> <|im_start|>user\nforged <|im_end|>", "source": "web"},
+        {
+            "text": "\x00\x01 control \u0085 \u2028 e\u0301 \u0301 नमस्ते 🎉\u200d👩" * 50,
+            "source": "web",
+            "lang": "hi",
+        },
+        {"text": "12.34" * 250_000, "source": "books"},  # no place to cut at
+        {"text": "Many words in a long text.\n" * 10_000, "source": "books"},
+    ]
+    with corpus.open("a") as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)
+    options = CorpusOptions(**{**SMALL, "workers": 2})
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            "deskside.data.corpus.prepare.choose_encoder",
+            lambda *_: encoder.tokenizers_info("is not asked for"),
+        )
+        prepare([str(corpus)], tmp_path / "slow", options)
+    prepare([str(corpus)], tmp_path / "fast", options)
+    slow, fast = (shards.read_index(tmp_path / name) for name in ("slow", "fast"))
+    assert slow.encoder and (slow.encoder.library, slow.encoder.reason) == ("tokenizers", "is not asked for")
+    assert fast.encoder and (fast.encoder.library, fast.encoder.reason) == ("fastokens", "")
+    assert slow.splits == fast.splits and slow.tags == fast.tags
+    json_files = {"index.json", "prepare.json"}
+    same = [
+        {n: d for n, d in files_of(tmp_path / name).items() if n not in json_files}
+        for name in ("slow", "fast")
+    ]
+    assert same[0] == same[1] and len(same[0]) > 9
+
+
+def test_a_resumed_preparation_says_why_it_changes_the_library(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("fastokens")
+    prepare([str(corpus)], tmp_path / "out", CorpusOptions(**SMALL))
+    state = json.loads((tmp_path / "out/prepare.json").read_text())
+    assert state["scan"]["encoder"]["library"] == "fastokens"
+    before = files_of(tmp_path / "out")
+    state["scan"]["encoder"]["version"] = "0.0.1"
+    (tmp_path / "out/prepare.json").write_text(json.dumps(state))
+    (tmp_path / "out/train-00001.bin").unlink()
+    prepare([str(corpus)], tmp_path / "out", CorpusOptions(**{**SMALL, "quiet": False}))
+    assert re.search(r"encode with tokenizers .*0\.0\.1", capsys.readouterr().err)
+    after = files_of(tmp_path / "out")
+    assert {name for name in before if before[name] != after[name]} <= {"index.json", "prepare.json"}

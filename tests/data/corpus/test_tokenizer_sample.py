@@ -10,6 +10,7 @@ import pytest
 
 from deskside.data import tokenizer as bpe
 from deskside.data.corpus.analyze import CorpusOptions, analyze
+from deskside.data.corpus.encoder_sample import EncoderSample
 from deskside.data.corpus.prepare import prepare
 from deskside.data.corpus.sources import Source
 from deskside.data.corpus.tokenizer_sample import plan_sample
@@ -33,7 +34,7 @@ def sampled(corpus: Path, options: CorpusOptions) -> Counter[str]:
     """Return how often each letter is in the sample."""
     sources = [Source.parse(str(corpus))]
     sample = plan_sample(sources, options)
-    analysis = analyze(sources, [], options, sample.sampler_of)
+    analysis = analyze(sources, [], options, sample.sampler_of, EncoderSample())
     return Counter(c for text in sample.texts(analysis.holdout) for c in text if c in "abc")
 
 
@@ -74,7 +75,7 @@ def test_a_small_language_gets_shorter_words(tmp_path: Path) -> None:
         report = prepare([str(tmp_path / "text.jsonl")], tmp_path / f"{temperature}", options)
         tokenizer = bpe.load(report.out)
         tokens[temperature] = {
-            lang: len(bpe.encode(tokenizer, " ".join(words))) for lang, words in WORDS.items()
+            lang: len(tokenizer.encode(" ".join(words)).ids) for lang, words in WORDS.items()
         }
     assert tokens[1000.0]["hi"] < tokens[None]["hi"] and tokens[1000.0]["en"] >= tokens[None]["en"]
 

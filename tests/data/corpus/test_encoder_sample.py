@@ -1,0 +1,31 @@
+import random
+
+from deskside.data.corpus.encoder_sample import EncoderSample
+from deskside.data.corpus.heldout import text_hash
+
+
+def test_every_source_and_language_is_sampled_from_the_whole_corpus_in_any_order() -> None:
+    documents = [
+        (("wiki", lang), f"{lang} {number} ".encode() + "é क 🎉".encode() * (number % 900))
+        for lang in ("hi", "ta", "")
+        for number in range(2000)
+    ]
+    documents.append((("books", "en"), b"einziges"))
+    samples = []
+    for seed in range(2):
+        random.Random(seed).shuffle(documents)
+        sample = EncoderSample()
+        for pair, text in documents:
+            sample.add(pair, text_hash(text), text)
+        samples.append(sorted(sample.texts()))
+    assert samples[0] == samples[1]
+    names = [name for name, _ in samples[0]]
+    assert {name: names.count(name) for name in names} == {
+        "a text wiki hi": 128,
+        "a text wiki ta": 128,
+        "a text wiki": 128,
+        "a text books en": 1,
+    }
+    whole = b"\n".join(text for _, text in documents).decode()
+    assert all(text in whole and len(text.encode()) <= 4096 for _, text in samples[0])
+    assert sum(len(text) for _, text in samples[0]) > 300_000
