@@ -8,6 +8,7 @@ from deskside.cli.shared_options import ModelOption
 from deskside.config.sections import Device
 from deskside.utils.console import say
 from deskside.utils.errors import UsageError
+from deskside.utils.quick_start import quick_imports
 
 
 @dataclass(kw_only=True)
@@ -39,10 +40,11 @@ COMMAND = Command("chat", ChatCommandOptions)
 def run(argv: Sequence[str]) -> int:
     """Run `deskside chat` and return the exit code. Raises UsageError and RunError."""
     options = COMMAND.parse(argv)
-    from deskside.engine.device import select_device, select_dtype
-    from deskside.engine.sampling import Sampling
-    from deskside.serve.chat import ChatOptions, converse
-    from deskside.weights.load import load_model
+    with quick_imports():
+        from deskside.engine.device import select_device, select_dtype
+        from deskside.engine.sampling import Sampling
+        from deskside.serve.chat import ChatOptions, converse
+        from deskside.weights.load import load_model
 
     sampling = Sampling(
         options.temperature, options.top_k or None, options.top_p, options.min_p, options.repetition_penalty

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from deskside.cli.options import Command, option
 from deskside.cli.shared_options import JsonOption, ModelOption
 from deskside.config.sections import Device
+from deskside.utils.quick_start import quick_imports
 
 
 @dataclass(kw_only=True)
@@ -68,6 +69,7 @@ COMMAND = Command("eval", EvalOptions)
 def run(argv: Sequence[str]) -> int:
     """Run `deskside eval` and return the exit code. Raises UsageError and RunError."""
     options = COMMAND.parse(argv)
-    from deskside.cli.eval_model import eval_model
+    with quick_imports():
+        from deskside.cli.eval_model import eval_model
 
     return eval_model(options)

@@ -31,6 +31,7 @@ from deskside.run.directory import RunDirectory
 from deskside.train.prepare.preflight import set_cublas_workspace, too_short
 from deskside.utils.console import say
 from deskside.utils.errors import UsageError
+from deskside.utils.quick_start import quick_imports
 
 PREPARE_SHARE = 0.5  # maximum share of a run's time limit for starting and preparing the data
 WAIT_SECONDS = 24 * 3600  # how long other ranks wait for rank 0 to prepare the data
@@ -157,7 +158,8 @@ class FinetuneRun:
         if must_launch(self.processes):
             return launch(self.name, self.argv, self.processes)
         source = str(options.source)
-        from deskside.weights.load import load_model
+        with quick_imports():
+            from deskside.weights.load import load_model
 
         loaded = load_model(source)
         merge.refuse_other_model(loaded.config, given, source)

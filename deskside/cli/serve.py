@@ -13,6 +13,7 @@ from deskside.cli.shared_options import ModelOption, addresses, is_loopback
 from deskside.config.sections import Device
 from deskside.utils.console import say
 from deskside.utils.errors import RunError, UsageError
+from deskside.utils.quick_start import quick_imports
 
 if TYPE_CHECKING:
     from deskside.engine.engine import Engine
@@ -67,10 +68,11 @@ def run(argv: Sequence[str]) -> int:
             raise UsageError(f"--{name.replace('_', '-')} {value}: must be at least 1")
     if importlib.util.find_spec("fastapi") is None or importlib.util.find_spec("uvicorn") is None:
         raise UsageError("serve needs fastapi and uvicorn: pip install 'deskside[serve]'")
-    from deskside.engine.device import select_device, select_dtype
-    from deskside.serve.request_guard import ClientLimits
-    from deskside.serve.server import ServerOptions, serve
-    from deskside.weights.load import load_model
+    with quick_imports():
+        from deskside.engine.device import select_device, select_dtype
+        from deskside.serve.request_guard import ClientLimits
+        from deskside.serve.server import ServerOptions, serve
+        from deskside.weights.load import load_model
 
     token = _token(options)
     local = is_loopback(options.host)

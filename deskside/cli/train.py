@@ -26,6 +26,7 @@ from deskside.config.run import RunConfig
 from deskside.run.directory import RunDirectory
 from deskside.train.prepare.preflight import check_start, set_cublas_workspace
 from deskside.utils.errors import UsageError
+from deskside.utils.quick_start import create_cuda_context, quick_imports
 
 WARMUP_ENDS = "warm-up ends"  # label of a row of optim.lr_schedule.describe
 
@@ -104,10 +105,12 @@ def run(argv: Sequence[str]) -> int:
     if launching:
         return launch("train", argv, processes)
     set_cublas_workspace(config)
-
-    from deskside.train import training_run
-    from deskside.train.loop.callbacks import ReserveReportTime
-    from deskside.train.state.init_weights import InitialWeights
+    if config.compute.device != "cpu":
+        create_cuda_context()
+    with quick_imports():
+        from deskside.train import training_run
+        from deskside.train.loop.callbacks import ReserveReportTime
+        from deskside.train.state.init_weights import InitialWeights
 
     read_weights = InitialWeights.of_dense if options.upcycle else InitialWeights.of
     outcome = training_run.start(

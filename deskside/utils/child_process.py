@@ -28,6 +28,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 from deskside.utils.parsing import Unreadable, json_value
+from deskside.utils.quick_start import quick_imports
 
 Status = Literal["ok", "oom", "failed", "timeout"]
 CGROUP = Path("/sys/fs/cgroup")
@@ -118,7 +119,9 @@ def _run_child(target: str, answer: Path) -> None:
     # Report an exception as the result; its traceback still goes to standard error.
     sys.excepthook = lambda kind, error, trace: _report_error(answer, kind, error, trace)
     module, function = target.split(":")
-    value = getattr(import_module(module), function)(**arguments)
+    with quick_imports():
+        called = getattr(import_module(module), function)
+    value = called(**arguments)
     _write(answer, {"status": "ok", "value": value, "error": ""})
 
 

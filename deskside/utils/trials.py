@@ -68,7 +68,7 @@ class TrialCache:
         except (OSError, ValueError) as error:
             say(f"{path}: cannot be used ({error}); the trial is repeated")
             return None
-        return trial if trial is not None and trial.key == self._key(spec) else None
+        return trial if trial is not None and _digest(trial.key) == _digest(self._key(spec)) else None
 
     def keep(self, kind: str, spec: Mapping[str, Any], result: Mapping[str, Any], seconds: float) -> None:
         """Keep a result, which must be JSON. If it cannot be written, print a line."""
@@ -117,8 +117,7 @@ class TrialCache:
         return [] if self.folder is None else sorted(self.folder.glob("*.json"))
 
     def _key(self, spec: Mapping[str, Any]) -> dict[str, Any]:
-        key: dict[str, Any] = json.loads(json.dumps({"machine": self.machine, "spec": spec}))
-        return key
+        return {"machine": self.machine, "spec": dict(spec)}
 
     def _path(self, kind: str, spec: Mapping[str, Any]) -> Path | None:
         if self.folder is None or self.machine is None:
