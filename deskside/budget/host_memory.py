@@ -3,12 +3,18 @@
 optimizer states    of matrices and tables, if they are offloaded
 gradients           one sum per weight, in the weights' format, if gradients are in host memory
 activations         what recomputed blocks save in a pass, of all blocks but the last, if activations are offloaded
+
+A checkpoint that is written while training goes on takes a copy of weights and optimizer states on top
+(`checkpoint_bytes`), in one process, or with sharded weights in each process its share.
 """
 
+from deskside.budget.adapters import adapter_params
 from deskside.budget.shape import Shape
 from deskside.budget.sizes import Sizes
 from deskside.budget.states import state_bytes
 from deskside.budget.step_spec import StepSpec
+
+HOST_SHARE = 0.9  # of the host's memory that may be page-locked; the process itself needs the rest
 
 
 def host_memory(shape: Shape, spec: StepSpec) -> dict[str, int]:
@@ -20,6 +26,16 @@ def host_memory(shape: Shape, spec: StepSpec) -> dict[str, int]:
         "activations": offloaded_activation_bytes(s) if spec.activation_offloading else 0.0,
     }
     return {item: int(size) for item, size in items.items() if size}
+
+
+def checkpoint_bytes(shape: Shape, spec: StepSpec) -> int:
+    """Return the bytes of a checkpoint's tensors in one process: trained weights and optimizer states."""
+    s = Sizes(shape, spec)
+    if spec.adapter is not None:
+        weights: float = 4 * adapter_params(shape, spec.adapter)
+    else:
+        weights = spec.weight_bytes * (s.block_weights + s.root_weights) + 4 * s.vectors
+    return int(weights / s.shards + state_bytes(s).total)
 
 
 def host_gradient_bytes(s: Sizes) -> float:

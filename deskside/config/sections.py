@@ -257,6 +257,10 @@ class CheckpointConfig(Part):
     every: Interval = Field(Duration.parse("10m"), description="interval: 500 (steps), 10m or 100M tokens")
     keep: PositiveInt = Field(2, description="number of newest checkpoints that are kept")
     keep_every: Interval | None = Field(None, description="checkpoints at this interval are never deleted")
+    background: bool | Literal["auto"] = Field(
+        "auto",
+        description="write a checkpoint from a copy in host memory while training goes on; auto: if it fits there",
+    )
 
 
 class EvaluateConfig(Part):

@@ -32,6 +32,7 @@ INSTEAD = {
     "optim.offload": "--optim.states 8bit",
     "optim.gradients": "--optim.gradients released",
     "compute.activation_offloading": "false",
+    "checkpoint.background": "false",
 }
 ALIGNMENT = 256  # bytes, of each tensor's start in a buffer
 
@@ -61,6 +62,7 @@ def host_zeros(
     size = math.prod(shape) * dtype.itemsize
     pages = mmap.mmap(-1, max(size, 1))
     flat = torch.frombuffer(pages, dtype=dtype, count=math.prod(shape))
+    flat.zero_()  # maps the pages, by all threads of torch; cudaHostRegister would map them one after another
     runtime = torch.cuda.cudart()
     if error := int(runtime.cudaHostRegister(flat.data_ptr(), size, 0)):
         raise RunError(
@@ -87,7 +89,7 @@ class Streamer:
                 job.update(job.host_state)
             return
         to_device, to_host = self._prepare(
-            max(sum(_aligned(t.nbytes) for t in job.host_state) for job in jobs)
+            max(sum(aligned(t.nbytes) for t in job.host_state) for job in jobs)
         )
         compute = torch.cuda.current_stream(self.device)
         to_device.wait_stream(to_host)  # the results of the last step must have arrived in host memory
@@ -136,7 +138,7 @@ def pieces(elements: int) -> list[slice]:
     return [slice(start, min(start + PIECE, elements)) for start in range(0, elements, PIECE)]
 
 
-def _aligned(size: int) -> int:
+def aligned(size: int) -> int:
     """Round a number of bytes up to a multiple of ALIGNMENT."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
@@ -146,5 +148,5 @@ def _views(buffer: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     views, start = [], 0
     for tensor in tensors:
         views.append(buffer[start : start + tensor.nbytes].view(tensor.dtype))
-        start += _aligned(tensor.nbytes)
+        start += aligned(tensor.nbytes)
     return views

@@ -6,13 +6,13 @@ narrow after a measurement on this card, and wide without one.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from deskside.budget.format_costs import LowFormat, emulated, quantized
 from deskside.budget.host import host_sensitivity
-from deskside.budget.host_memory import host_memory
+from deskside.budget.host_memory import HOST_SHARE, checkpoint_bytes, host_memory
 from deskside.budget.memory import Memory, training_memory
 from deskside.budget.shape import flops_per_token
 from deskside.budget.speed import Rates, step_seconds
@@ -38,7 +38,6 @@ LINK_SPREAD = 0.5  # error of the communication time, as a share: no run on seve
 HOST_SPREAD = {True: 0.15, False: 0.5}
 HOST_BOUND = 0.5  # d log(step) / d log(host) from which a plan calls a step host-bound
 MAX_SPEED_SPREAD = 0.9  # keeps the low end of a speed above zero
-HOST_SHARE = 0.9  # of the host's memory that may be page-locked; the process itself needs the rest
 MAX_PASS_TOKENS = 2**18  # larger passes are not faster
 
 
@@ -57,13 +56,14 @@ class Setting(StepOptions):
     """A model, and how a run trains it.
 
     micro_tokens: tokens per pass on one GPU, or on all GPUs that share rows; kept: shares of the first and of the last
-    blocks that stay in BF16.
+    blocks that stay in BF16; background: `checkpoint.background`.
     """
 
     model: ModelConfig
     stages: tuple[StageSetting, ...]
     micro_tokens: int
     kept: tuple[float, float] = (0.0, 0.0)
+    background: bool | Literal["auto"] = field(default="auto", kw_only=True)
     native: frozenset[LowFormat] = field(default=frozenset(), kw_only=True)
 
     @property
@@ -127,6 +127,18 @@ class Setting(StepOptions):
         stages = (host_memory(shape, spec) for _, shape, spec in self.step_specs())
         items = max(stages, key=lambda items: sum(items.values()))
         return {item: self.gpus * size for item, size in items.items()}
+
+    def host_items(self, host_bytes: int | None) -> dict[str, int]:
+        """Return `host_memory`, with the copy that checkpoints are written from if `checkpoint.background` asks for it.
+
+        host_bytes: memory of the host, None if unknown. With "auto", there is no copy if it does not fit.
+        """
+        items = self.host_memory
+        if self.background is False:
+            return items
+        copies = self.gpus if self.sharded else 1  # only one of several replicas writes
+        with_copy = items | {"checkpoint": copies * checkpoint_bytes(*self.step_spec(self.stages[-1]))}
+        return with_copy if self.background is True or _fits_host(with_copy, host_bytes) else items
 
     def step_specs(self) -> Iterator[tuple[StageSetting, ModelConfig, StepSpec]]:
         """Yield every stage with its model (which has the window of the stage) and its optimizer step."""
@@ -197,12 +209,16 @@ class StepEstimate:
 
     def fits_host(self, host_bytes: int | None) -> bool:
         """Return True if the page-locked memory fits into this much host memory, or if that is unknown."""
-        return host_bytes is None or sum(self.setting.host_memory.values()) <= HOST_SHARE * host_bytes
+        return _fits_host(self.setting.host_items(host_bytes), host_bytes)
 
     @property
     def accumulation(self) -> int:
         """Passes per step of the last stage."""
         return self.setting.step_spec(self.setting.stages[-1])[1].accumulation
+
+
+def _fits_host(items: Mapping[str, int], host_bytes: int | None) -> bool:
+    return host_bytes is None or sum(items.values()) <= HOST_SHARE * host_bytes
 
 
 def range_json(values: Range) -> dict[str, float]:
@@ -366,6 +382,7 @@ def setting_from_config(
         gpus=gpus,
         sharded=gpus > 1 and config.parallel.mode == "shard",
         compiled=config.compute.compile != "off" and not (cpu and config.compute.compile == "auto"),
+        background=config.checkpoint.background,
         **step_options(config),
     )
     return with_precision(setting, config, precision, native)

@@ -171,7 +171,7 @@ def _memory_table(plan: Plan, estimate: StepEstimate, name: str) -> Table:
         gib(estimate.capacity),
         {"fits": "it fits", "tight": "tight", "no": "too little"}[estimate.fits],
     )
-    if on_host := estimate.setting.host_memory:
+    if on_host := estimate.setting.host_items(plan.request.card.host_bytes):
         items = ", ".join(f"{item} {gib(size)}" for item, size in on_host.items())
         table.add_row("on the host", gib(sum(on_host.values())), f"page-locked: {items}")
     return table

@@ -204,7 +204,10 @@ def memory_json(request: PlanRequest, estimate: StepEstimate) -> dict[str, Any]:
         "capacity_source": request.card.memory_source,
         "peak_at": estimate.memory.instant,
         "fits": estimate.fits,
-        "host": {"items": estimate.setting.host_memory, "available": request.card.host_bytes},
+        "host": {
+            "items": estimate.setting.host_items(request.card.host_bytes),
+            "available": request.card.host_bytes,
+        },
     }
 
 

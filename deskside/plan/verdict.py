@@ -150,7 +150,7 @@ def _check_memory(
     lacking = [f"as requested it needs {needs}"]
     if not requested.fits_host(host_bytes):
         lacking.append(
-            f"that is too much for the host: {host_memory_text(requested.setting.host_memory, host_bytes)}"
+            f"that is too much for the host: {host_memory_text(requested.setting.host_items(host_bytes), host_bytes)}"
         )
     # The run does not fit as set by the user, so these options may be changed too.
     request = replace(request, overrides={})
@@ -159,7 +159,7 @@ def _check_memory(
     if changed is not None:
         reasons = [*lacking, f"it fits with {_differences(requested, changed)}"]
         if changed.setting.host_memory:
-            reasons.append(f"it needs {host_memory_text(changed.setting.host_memory, host_bytes)}")
+            reasons.append(f"it needs {host_memory_text(changed.setting.host_items(host_bytes), host_bytes)}")
         if faster is not None:
             reasons.append(f"faster, with more rounding or changes: {_differences(requested, faster)}")
         return changed, "yes-if", reasons
@@ -175,7 +175,7 @@ def _check_memory(
     changes = _differences(requested, smallest)
     least = f"with all memory-saving options together ({changes}) it still needs {needed}"
     if not smallest.fits_host(host_bytes):
-        least += f", and {host_memory_text(smallest.setting.host_memory, host_bytes)}"
+        least += f", and {host_memory_text(smallest.setting.host_items(host_bytes), host_bytes)}"
     return None, "no", [*lacking, least]
 
 

@@ -204,7 +204,11 @@ class _Run:
         self.startup.done("evaluation")
         plan = self.plan_steps(self.stages)
         self.stepper.optimizer = self.build_optimizer(self.facts["scaling_tokens"], mean_tokens(self.stages))
-        checkpointer = Checkpointer(self.context, self.stepper.optimizer, self.clock, self.log)
+        with Checkpointer(self.context, self.stepper.optimizer, self.clock, self.log) as checkpointer:
+            return self.run_plan(plan, checkpointer)
+
+    def run_plan(self, plan: StepPlan, checkpointer: Checkpointer) -> RunOutcome:
+        """Train from the newest checkpoint, if there is one, to the end of the plan, and finish the run."""
         restored = self.restore(checkpointer) if self.resumed else None
         restored_step = restored.step if restored else None
         if self.world.is_rank_zero:
@@ -212,6 +216,8 @@ class _Run:
             peak = round(self.meter.peak_flops / 1e12, 2)
             environment["matmul_peak_tflops"] = {"value": peak, "source": "measured"}
             self.run.write_json("environment.json", environment)
+        checkpointer.prepare()
+        self.facts["foreground_checkpoints"] = checkpointer.foreground_reason
         self.write_plan(plan)
         progress = restored or self.save_first(checkpointer, plan)
         self.startup.done("checkpoint")
@@ -244,6 +250,7 @@ class _Run:
         # A run that was stopped after its last step already has the checkpoint of this step.
         if trainer.progress.step != restored_step:
             checkpointer.save(trainer.progress, self.clock.seconds())
+            checkpointer.finish()
         # The final model is evaluated with the configured window, not with the last stage's, and in high precision.
         self.stepper.set_window(None)
         self.context.precision.set_active(False)
@@ -424,6 +431,7 @@ class _Run:
         """Write the checkpoint of step 0, to fail early if the disk is full, and to time a checkpoint."""
         progress, began = TrainProgress(), time.perf_counter()
         checkpointer.save(progress, self.clock.seconds())
+        checkpointer.finish()
         self.facts["save_seconds"] = self.save_seconds = time.perf_counter() - began
         self.write_plan(plan)
         return progress

@@ -185,23 +185,30 @@ def check_match(parameters: Mapping[str, Tensor], weights: Mapping[str, Tensor])
 
 
 def save(
-    folder: Path, step: int, model: Tensors, optimizer: Tensors, state: dict[str, Any], sharded: bool = False
+    folder: Path,
+    step: int,
+    model: Tensors,
+    optimizer: Tensors,
+    state: dict[str, Any],
+    sharded: bool = False,
+    group: "dist.ProcessGroup | None" = None,
 ) -> Checkpoint:
     """Write one checkpoint. Every rank calls this if `sharded`, otherwise rank 0 only.
 
+    group: processes of all ranks for the messages between them; None: the default group. A thread needs one of its own.
     Raises RunError on every calling rank if one of them fails to write. Older checkpoints are then unchanged.
     """
     temporary, final = folder / f".tmp-{folder_name(step)}", folder / folder_name(step)
     try:
-        _on_rank_zero(sharded, lambda: _prepare(folder, temporary))
+        _on_rank_zero(sharded, group, lambda: _prepare(folder, temporary))
         if sharded:
             from deskside.weights import sharded_files
 
-            sharded_files.write(temporary / SHARDED, {"model": model, "optimizer": optimizer})
+            sharded_files.write(temporary / SHARDED, {"model": model, "optimizer": optimizer}, group)
         else:
             save_file({k: v.contiguous() for k, v in model.items()}, temporary / WEIGHTS)
             save_file({k: v.contiguous() for k, v in optimizer.items()}, temporary / OPTIMIZER)
-        _on_rank_zero(sharded, lambda: _finish(temporary, final, state))
+        _on_rank_zero(sharded, group, lambda: _finish(temporary, final, state))
     except (OSError, SafetensorError) as error:
         free = shutil.disk_usage(folder if folder.exists() else folder.parent).free / 2**20
         if not sharded or dist.get_rank() == 0:
@@ -285,7 +292,7 @@ def clean(folder: Path) -> None:
         shutil.rmtree(entry)
 
 
-def _on_rank_zero(sharded: bool, work: Callable[[], None]) -> None:
+def _on_rank_zero(sharded: bool, group: "dist.ProcessGroup | None", work: Callable[[], None]) -> None:
     """Run `work` on rank 0, the only caller if not `sharded`. Every calling rank raises its OSError, so that none waits
     forever."""
     if not sharded:
@@ -297,7 +304,7 @@ def _on_rank_zero(sharded: bool, work: Callable[[], None]) -> None:
             work()
         except OSError as raised:
             error = [raised]
-    dist.broadcast_object_list(error, src=0)
+    dist.broadcast_object_list(error, src=0, group=group)
     if error[0] is not None:
         raise error[0]
 

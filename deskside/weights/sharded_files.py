@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -25,15 +26,15 @@ FILE_BYTES = 2**29  # a file is assembled in host memory before it is written, s
 Groups = Mapping[str, Mapping[str, Tensor]]
 
 
-def write(folder: Path, groups: Groups) -> None:
-    """Write the shards of this rank. Every rank calls this.
+def write(folder: Path, groups: Groups, process_group: ProcessGroup | None = None) -> None:
+    """Write the shards of this rank. Every rank calls this. process_group: of all ranks; None: the default one.
 
     Raises OSError, on every rank, with the error of the lowest rank that failed.
     """
     files = _files({f"{group}.{name}": t for group, tensors in groups.items() for name, t in tensors.items()})
     writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=files, save_distributed=True)
     try:
-        dcp.save(dict(groups), storage_writer=writer, no_dist=False)
+        dcp.save(dict(groups), storage_writer=writer, process_group=process_group, no_dist=False)
     except CheckpointException as error:
         raise OSError(str(_first(error))) from None
 

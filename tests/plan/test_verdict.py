@@ -478,7 +478,9 @@ def test_what_waits_on_the_host_has_to_fit_there() -> None:
         needed.append(sum(plan.best.estimate.setting.host_memory.values()))
         assert any("of the host's memory" in reason for reason in plan.reasons) == bool(needed[-1])
         host = memory_json(plan.request, plan.best.estimate)["host"]
-        assert sum(host["items"].values()) == needed[-1] and host["available"] == host_bytes
+        copy = host["items"].get("checkpoint", 0)  # of weights and states, to write checkpoints from
+        assert sum(host["items"].values()) == needed[-1] + copy and host["available"] == host_bytes
+        assert (copy > 0) == (host_gib != 8)
     assert needed[0] == needed[1] > 8 * GIB and needed[2] <= 0.9 * 8 * GIB
 
 
@@ -490,6 +492,20 @@ def test_a_run_that_fits_on_the_card_also_has_to_fit_on_its_host() -> None:
     assert plan.verdict == "yes-if" and plan.best is not None
     assert plan.best.estimate.fits_host(8 * GIB)
     assert any("too much for the host" in reason for reason in plan.reasons)
+
+
+@pytest.mark.parametrize("background", [True, False, "auto"])
+@pytest.mark.parametrize("host_gib", [1, 64])
+def test_checkpoints_in_the_background_need_host_memory(background: Any, host_gib: int) -> None:
+    by_hand = {"optim": {"name": "adamw"}, "checkpoint": {"background": background}}
+    setting = judge(made.request("tokens", 1e9, given=made.given("d12", **by_hand))).requested.setting
+    items = setting.host_items(host_gib * GIB)
+    copy = 12 * num_params(setting.model)
+    written_in_background = background is True or (background == "auto" and host_gib == 64)
+    assert items == ({"checkpoint": copy} if written_in_background else {})
+    replicas, shards = (replace(setting, gpus=2, sharded=sharded) for sharded in (False, True))
+    if background is True:
+        assert replicas.host_items(None) == shards.host_items(None) == items
 
 
 def test_every_gpu_has_its_own_states_on_the_host() -> None:

@@ -48,9 +48,14 @@ class TrainProgress:
 
 
 class SavesProgress(Protocol):
-    """The methods of a `Checkpointer` that the trainer calls."""
+    """The part of a `Checkpointer` that the trainer uses."""
 
+    timings: dict[str, float]
+
+    @property
+    def has_written(self) -> bool: ...
     def save(self, progress: TrainProgress, seconds: float) -> None: ...
+    def finish(self) -> None: ...
     def roll_back(self) -> TrainProgress: ...
 
 
@@ -155,8 +160,10 @@ class Trainer:
 
     def after_step(self, stop: StopSignal) -> bool:
         """Evaluate, save or revise the plan if due; rank 0 decides for all. Return True if the run must stop now."""
-        must_stop, evaluate, save, remaining = self._decide(stop)
+        must_stop, evaluate, save, written, remaining = self._decide(stop)
         step = self.progress.step
+        if written:
+            self.checkpointer.finish()
         if remaining >= 0:
             self.plan.revise(
                 step, remaining, self.clock.seconds(), self._step_seconds(), "throughput changed"
@@ -176,6 +183,8 @@ class Trainer:
         self._log(row)
         if (save or must_stop) and not done:
             self.checkpointer.save(self.progress, self.clock.seconds())
+        if must_stop:
+            self.checkpointer.finish()
         self.paused_seconds += time.perf_counter() - pause_started
         self._resume()
         return must_stop and not done
@@ -268,21 +277,26 @@ class Trainer:
         return self.complete_row(row, flops_per_second)
 
     def _log(self, row: dict[str, Any]) -> None:
+        row |= self.checkpointer.timings
+        self.checkpointer.timings.clear()
         self.log.step(row, self.plan.total_steps(row["step"]))
 
-    def _decide(self, stop: StopSignal) -> tuple[bool, bool, bool, int]:
-        """Return (stop, evaluate, save, new number of remaining steps or -1), equal on all ranks."""
+    def _decide(self, stop: StopSignal) -> tuple[bool, bool, bool, bool, int]:
+        """Return (stop, evaluate, save, a checkpoint was written, new number of remaining steps or -1), equal on all
+        ranks."""
         now = self.position()
         decision = [
             float(stop.number),
             float(self.evaluate_every.due(now)),
             float(self.save_every.due(now)),
+            float(self.checkpointer.has_written),
             float(self._replan()),
         ]
         if self.stepper.world.size > 1:
             decision = self.stepper.world.broadcast(decision)
             stop.adopt(int(decision[0]))
-        return bool(decision[0]), bool(decision[1]), bool(decision[2]), int(decision[3])
+        must_stop, evaluate, save, written = map(bool, decision[:4])
+        return must_stop, evaluate, save, written, int(decision[4])
 
     def _replan(self) -> int:
         """Return the number of remaining steps if the plan has to be revised, else -1."""

@@ -4,13 +4,22 @@ A checkpoint contains the weights, the optimizer state, the position in the data
 state of random number generators: the initial weights are a function of the seed, random numbers in a step are a
 function of (seed, step), and the order of the data is a function of (seed, epoch, sequence length, position). With
 deterministic kernels, a resumed run is therefore bit-identical to an uninterrupted one.
+
+With `checkpoint.background`, training waits only until the state is copied to host memory (`staging.py`). A thread
+writes the copy: file operations, checksums and safetensors release Python's interpreter lock, so steps are launched
+meanwhile, and unlike a process it ends with the run when this is killed. One checkpoint is written at a time. A kill
+while it is written loses the steps since the one before it.
 """
 
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import torch
+import torch.distributed as dist
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, ValidationError
-from torch import Tensor
 
 from deskside.config.base import Part, first_problem
 from deskside.optim.build import Optimizer
@@ -19,9 +28,11 @@ from deskside.train.loop.callbacks import RunLog
 from deskside.train.loop.clock import Clock, Every, Position
 from deskside.train.loop.trainer import TrainProgress
 from deskside.train.objective import TrainContext
-from deskside.utils.errors import RunError
+from deskside.train.parallel import local_processes
+from deskside.train.state.staging import Staging
+from deskside.utils.errors import RunError, UsageError
 from deskside.weights import checkpoint as files
-from deskside.weights.checkpoint import OPTIMIZER, WEIGHTS, Checkpoint, folder_name, load_weights
+from deskside.weights.checkpoint import OPTIMIZER, WEIGHTS, Checkpoint, Tensors, folder_name, load_weights
 
 PRECISION = "precision/"  # prefix of the recipe's tensors, such as delayed scales, in the optimizer's file
 
@@ -45,20 +56,90 @@ class _State(Part):
     permanent: bool
 
 
+@dataclass(frozen=True)
+class _Write:
+    """A checkpoint that is being written. copied: seconds of the copy; written: those of writing, when it is done."""
+
+    step: int
+    copied: float
+    written: Future[float]
+
+
 class Checkpointer:
-    """Saves and restores the state of the run that `log` belongs to."""
+    """Saves and restores the state of the run that `log` belongs to.
+
+    As a context manager, it waits at the end for a checkpoint that is being written, also after an error.
+
+    Attributes:
+        timings: Seconds of copying and of writing checkpoints, by their names in metrics.jsonl. The trainer moves them
+            into its next row.
+        foreground_reason: Why checkpoints are written while training waits; None if they are not, or before `prepare`.
+    """
 
     def __init__(self, context: TrainContext, optimizer: Optimizer, clock: Clock, log: RunLog):
         self.config, self.world, self.model = context.config, context.world, context.model
         self.precision, self.guard = context.precision, context.guard
         self.optimizer, self.clock, self.log, self.run = optimizer, clock, log, log.run
+        self.timings: dict[str, float] = {}
+        self.foreground_reason: str | None = None
         self._permanent = Every(self.config.checkpoint.keep_every, Position(0, 0, 0.0))
+        self._writes = self.world.sharded or self.world.is_rank_zero
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._staging: Staging | None = None
+        self._group: dist.ProcessGroup | None = None  # for the messages between the threads of sharded runs
+        self._write: _Write | None = None
+        self._warned = False
+
+    def __enter__(self) -> "Checkpointer":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._thread.shutdown()
+        # Only an error leaves the block without `finish`, and is the one to raise.
+        if self._write is not None and (failure := self._write.written.exception()) is not None:
+            self.log.event(str(failure))
+
+    def prepare(self) -> None:
+        """Create the optimizer's state, and the host memory to write checkpoints in the background if configured.
+
+        Every rank calls this before the first `save`. Raises UsageError or RunError if checkpoint.background is true
+        and the host lacks the memory.
+        """
+        self.optimizer.create_state()  # before the first step it has none, but a rollback to step 0 must reset it
+        background, reason = self.config.checkpoint.background, None
+        if background is False:
+            self.foreground_reason = "checkpoint.background is false"
+            return
+        if self._writes:
+            try:
+                processes = local_processes() if self.world.sharded else 1
+                self._staging = Staging(self._tensors()[0], self.world.device, processes)
+            except (UsageError, RunError) as error:
+                if background is True:
+                    raise
+                reason = str(error)
+        if self.world.sharded:
+            if self.world.all_reduce_min(int(reason is None)):
+                self._group = dist.new_group(backend="gloo")
+            else:
+                self._staging, reason = None, reason or "another process lacks the host memory"
+        if reason is not None:
+            self.foreground_reason = reason
+            self.log.say(f"training waits while checkpoints are written ({reason})")
 
     def save(self, progress: TrainProgress, seconds: float) -> None:
-        """Write a checkpoint and delete old ones. seconds: the clock. Raises RunError if writing fails."""
-        self.optimizer.create_state()  # before the first step it has none, but a rollback to step 0 must reset it
-        tensors, data = self.optimizer.state_dict_flat()
-        tensors |= {PRECISION + name: tensor for name, tensor in self.precision.scales.state_dict().items()}
+        """Save a checkpoint and delete old ones. In the background, return as soon as the state is copied.
+
+        seconds: the clock. Raises RunError if the checkpoint cannot be written, or the one before it could not.
+        """
+        if self._write is not None and not self._write.written.done() and not self._warned:
+            self._warned = True
+            self.log.say(
+                f"training waits: the checkpoint of step {self._write.step} is still being written, so "
+                f"checkpoint.every ({self.config.checkpoint.every}) is shorter than writing takes"
+            )
+        self.finish()
+        groups, data = self._tensors()
         state = _State(
             schema_version=1,
             step=progress.step,
@@ -70,14 +151,32 @@ class Checkpointer:
             optimizer=data,
             permanent=self._permanent.due(Position(progress.step, progress.tokens, seconds)),
         ).model_dump(mode="json")
-        folder = self.run.checkpoints
-        if self.world.is_rank_zero:
-            self.run.sync_metrics()
-        if self.world.sharded or self.world.is_rank_zero:
-            files.save(folder, progress.step, self.weights(), tensors, state, self.world.sharded)
-        if self.world.is_rank_zero:
-            files.prune(folder, self.config.checkpoint.keep, _is_permanent)
-            self.log.event(f"checkpoint of step {progress.step} saved")
+        if self._staging is not None:
+            began = time.perf_counter()
+            groups = self._staging.copy(groups)
+            copied = time.perf_counter() - began
+            future = self._thread.submit(self._publish, progress.step, groups, state)
+            self._write = _Write(progress.step, copied, future)
+            self.timings["checkpoint_copy_seconds"] = copied
+        elif self._writes:
+            written = self._publish(progress.step, groups, state)
+            self.timings["checkpoint_write_seconds"] = written
+            self.log.event(f"checkpoint of step {progress.step} saved: written in {written:.2f} s")
+
+    @property
+    def has_written(self) -> bool:
+        """True if a checkpoint in the background was written, or failed, since the last `finish`."""
+        return self._write is not None and self._write.written.done()
+
+    def finish(self) -> None:
+        """Wait until the last checkpoint is published. Every rank calls this. Raises RunError if it was not written."""
+        if self._write is not None:
+            write, self._write = self._write, None
+            written = write.written.result()
+            self.timings["checkpoint_write_seconds"] = written
+            self.log.event(
+                f"checkpoint of step {write.step} saved: copied in {write.copied:.2f} s, written in {written:.2f} s"
+            )
         self.world.barrier()
 
     def load_newest(self) -> TrainProgress | None:
@@ -119,6 +218,7 @@ class Checkpointer:
 
     def roll_back(self) -> TrainProgress:
         """Restore the newest valid checkpoint in the middle of a run. Raises RunError if there is none."""
+        self.finish()
         seconds = self.clock.seconds()
         progress = self.load_newest()
         if progress is None:
@@ -131,7 +231,7 @@ class Checkpointer:
         self.world.barrier()
         return progress
 
-    def weights(self) -> dict[str, Tensor]:
+    def weights(self) -> Tensors:
         """Return the trainable parameters by name, tied ones once.
 
         The frozen weights of a run with adapters never change; weights/frozen_base.py has written them already.
@@ -141,6 +241,23 @@ class Checkpointer:
             for name, parameter in self.model.named_parameters()
             if parameter.requires_grad
         }
+
+    def _tensors(self) -> tuple[list[Tensors], dict[str, Any]]:
+        """Return the tensors of a checkpoint (weights; optimizer and recipe) and the optimizer's JSON data."""
+        tensors, data = self.optimizer.state_dict_flat()
+        tensors |= {PRECISION + name: tensor for name, tensor in self.precision.scales.state_dict().items()}
+        return [self.weights(), tensors], data
+
+    def _publish(self, step: int, groups: Sequence[Tensors], state: dict[str, Any]) -> float:
+        """Write a checkpoint and delete old ones. Return the seconds. May run while training changes the state."""
+        began, folder = time.perf_counter(), self.run.checkpoints
+        if self.world.is_rank_zero:
+            self.run.sync_metrics()
+        weights, tensors = groups
+        files.save(folder, step, weights, tensors, state, self.world.sharded, self._group)
+        if self.world.is_rank_zero:
+            files.prune(folder, self.config.checkpoint.keep, _is_permanent)
+        return time.perf_counter() - began
 
     def _newest_good(self) -> Checkpoint | None:
         """Return the newest valid checkpoint, as chosen by rank 0, which renames newer ones."""
