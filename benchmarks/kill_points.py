@@ -11,6 +11,7 @@ group is killed around the chosen call:
 import json
 import os
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ POINTS = ("fsync", "replace", "replaced")
 class KillPoints:
     """Counts the moments of each kind, and kills this process group at number `at` of kind `point`.
 
-    The counts, and the name of the file at which the process was killed, are written to `record` as JSON.
+    The counts, the name of the file at which the process was killed, and whether another thread than the main one was
+    writing it (a checkpoint in the background), are written to `record` as JSON.
     """
 
     def __init__(self, record: Path, point: str | None = None, at: int = 0) -> None:
@@ -54,7 +56,9 @@ class KillPoints:
             return
         self.counts[kind] += 1
         if kind == self.point and self.counts[kind] == self.at:
-            self.record.write_text(json.dumps({"killed_at": path.name, "counts": self.counts}))
+            background = threading.current_thread() is not threading.main_thread()
+            entry = {"killed_at": path.name, "background": background, "counts": self.counts}
+            self.record.write_text(json.dumps(entry))
             os.killpg(0, signal.SIGKILL)
 
     def finish(self) -> None:

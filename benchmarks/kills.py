@@ -104,13 +104,17 @@ set.model.num_hidden_layers = 2
 
 @dataclass
 class Kill:
-    """One kill. how: "time" or the kind of a kill point (`kill_points.POINTS`); file: the file written at it."""
+    """One kill. how: "time" or the kind of a kill point (`kill_points.POINTS`); file: the file written at it.
+
+    background: at a kill point, whether a thread beside training was writing the file.
+    """
 
     command: str
     trial: int
     how: str
     after_seconds: float
     file: str | None
+    background: bool
     unfinished_files: list[str]
     newest_checkpoint: int | None
 
@@ -287,14 +291,15 @@ class Runner:
                 return
             assert how is not None
             trial.kills += 1
-            file = json.loads(record.read_text())["killed_at"] if record.exists() else None
+            at_point = json.loads(record.read_text()) if record.exists() else {}
             self.kills.append(
                 Kill(
                     command.name,
                     trial.trial,
                     how,
                     round(time.monotonic() - begin, 3),
-                    file,
+                    at_point.get("killed_at"),
+                    at_point.get("background", False),
                     unfinished_files(folder, begin_time),
                     newest_checkpoint(folder) if command.checkpoints else None,
                 )
@@ -538,6 +543,7 @@ def as_json(
         "seed": seed,
         "kills": len(runner.kills),
         "during_writes": sum(kill.during_write for kill in runner.kills),
+        "in_background": sum(kill.background for kill in runner.kills),
         "lost_or_different": sum(bool(trial.problems) for trial in runner.trials),
         "by_command": {
             name: {
@@ -579,7 +585,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     result = run_benchmark(
         work.resolve(), options.seed, options.kills, options.only, save, options.writes, options.device
     )
-    summary = {key: result[key] for key in ("kills", "during_writes", "lost_or_different", "by_command")}
+    shown = ("kills", "during_writes", "in_background", "lost_or_different", "by_command")
+    summary = {key: result[key] for key in shown}
     print(json.dumps(summary, indent=1))
     if not result["lost_or_different"] and options.work is None:
         shutil.rmtree(work)

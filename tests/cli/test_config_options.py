@@ -75,6 +75,7 @@ VALUES: dict[str, str] = {
     "batch.sequence_length": "1024",
     "batch.tokens": "40960",
     "batch.micro_tokens": "2048",
+    "checkpoint.background": "false",
     "data.sources": '["a.txt", "b.jsonl"]',
     "data.language_temperature": "3.33",
     "data.weights": "{en = 0.5, de = 2.0}",

@@ -122,7 +122,7 @@ def run(device: Device, rows: Rows, monkeypatch: pytest.MonkeyPatch) -> Trainer:
         [stage],
         length,
         TrainProgress(),
-        SimpleNamespace(save=lambda *_: None),  # type: ignore[arg-type]
+        SimpleNamespace(save=lambda *_: None, has_written=False, timings={}),  # type: ignore[arg-type]
         log,
         evaluate=device.evaluate,
         complete_row=lambda row, _: row,
