@@ -45,19 +45,19 @@ class NewWeights:
     """Updated matrices on their way from their owners to the other ranks."""
 
     def __init__(self) -> None:
-        self._pending: dict[str, dist.Work] = {}
+        self.pending: dict[str, dist.Work] = {}
 
     def send(self, infos: Iterable[ParameterInfo], owners: Mapping[str, int]) -> None:
         """Begin to send these matrices, in this order, behind all work of the device so far."""
         for info in infos:
             work = dist.broadcast(info.parameter.detach(), src=owners[info.name], async_op=True)
             assert work is not None
-            self._pending[info.name] = work
+            self.pending[info.name] = work
 
     def wait(self, names: Collection[str] | None = None) -> None:
         """Let the device (on a CPU: this process) wait until these matrices have arrived; None: all of them."""
-        for name in list(self._pending) if names is None else names:
-            if (work := self._pending.pop(name, None)) is not None:
+        for name in list(self.pending) if names is None else names:
+            if (work := self.pending.pop(name, None)) is not None:
                 work.wait()
 
 

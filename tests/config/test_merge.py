@@ -344,6 +344,8 @@ ERRORS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"precision": {"name": "nvfp4"}, "compute": {"compile": "model"}}, ("compute.compile", "nvfp4", "use auto")),
     ({"precision": {"name": "nvfp4"}, "parallel": {"mode": "shard"}},
      ("parallel.mode", "nvfp4", "--parallel.mode replicate")),
+    ({"parallel": {"mode": "shard", "gradient_dtype": "bfloat16"}},
+     ("parallel.gradient_dtype", "--parallel.mode replicate", "float32")),
     ({"precision": {"name": "fp8-rowwise", "backend": "torchao"}, "model": {"num_experts": 8}},
      ("precision.backend", "torchao", "deskside")),
     ({"precision": {"name": "fp8"}, "model": {"num_experts": 8, "norm": "layernorm"}},

@@ -250,3 +250,60 @@ def test_when_one_process_fails_the_other_ends_too(data: Path, tmp_path: Path) -
     assert child.wait(60) != 0
     assert all(p.exitcode not in (0, None) for p in child.processes)
     assert "the disk is full" in child.text()
+
+
+class LateWork:
+    """A broadcast that begins when somebody waits for it."""
+
+    def __init__(self, begin: Any):
+        self.wait = begin
+
+
+def train_late(root: Path, config: RunConfig, name: str, reads_weights: bool) -> None:
+    """Train with new weights that arrive as late as they may: a reader that does not wait reads old ones."""
+    import torch.distributed as dist
+
+    from deskside.train.loop.step import Stepper
+    from deskside.train.objective import NextToken
+
+    original, run = dist.broadcast, Stepper.run
+    late: list[int] = []
+
+    def broadcast(tensor: torch.Tensor, src: int, async_op: bool = False) -> Any:
+        return LateWork(lambda: original(tensor, src=src)) if async_op else original(tensor, src=src)
+
+    def counted(stepper: Stepper, *given: Any, **options: Any) -> Any:
+        metrics = run(stepper, *given, **options)
+        assert stepper.optimizer.muon is not None
+        late.append(len(stepper.optimizer.muon.new_weights.pending))
+        return metrics
+
+    dist.broadcast, Stepper.run = broadcast, counted  # type: ignore[assignment, method-assign]
+    NextToken.reads_weights = reads_weights
+    tiny_run.train(root, config, name)
+    assert any(late) == (not reads_weights)
+
+
+@pytest.mark.parametrize("compile", ["off", "fused"])
+def test_whoever_reads_new_weights_waits_for_them(compile: str, data: Path, tmp_path: Path) -> None:
+    """Passes, evaluations, checkpoints and the export are those of a run whose weights arrive at once."""
+    changes: dict[str, Any] = {
+        "compute": {"compile": compile},
+        "schedule": {"length": "9 steps"},
+        "evaluate": {"every": "2 steps"},
+        "checkpoint": {"every": "3 steps"},
+        "batch": {"micro_tokens": 64},
+    }
+    config = tiny_run.config(data, **changes)
+    for name, reads_weights in (("late", False), ("at once", True)):
+        child = tiny_run.call(
+            train_late, tmp_path, config, name, reads_weights, log=tmp_path / f"{name}.log", ranks=2
+        )
+        assert child.wait() == 0, child.text()
+    late, at_once = tmp_path / "late", tmp_path / "at once"
+    assert curve(late) == curve(at_once)
+    assert [row.get("val_bpb") for row in rows(late)] == [row.get("val_bpb") for row in rows(at_once)]
+    files = [path.relative_to(late) for path in late.rglob("*.safetensors")]
+    assert len(files) > 4
+    for path in files:
+        assert (late / path).read_bytes() == (at_once / path).read_bytes(), path
