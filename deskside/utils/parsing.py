@@ -34,14 +34,13 @@ def json_value(text: str | bytes | bytearray, big_integers: bool = False, finite
     Raises Unreadable.
     """
     with _as_unreadable():
-        decoded = text if isinstance(text, str) else text.decode("utf-8-sig")
         value = json.loads(
-            decoded,
+            text if isinstance(text, str) else text.decode("utf-8-sig"),
             parse_int=None if big_integers else _integer,
             parse_float=_finite if finite else None,
             parse_constant=_finite if finite else None,
         )
-    _check_depth(value, decoded)
+    _check_depth(value)
     return value
 
 
@@ -114,10 +113,8 @@ def _one_line(error: ValueError) -> str:
     return first_line[:300]
 
 
-def _check_depth(value: Any, text: str | None = None) -> None:
-    """Raise Unreadable if lists and objects are nested too deeply. text: the JSON text, to skip most walks."""
-    if text is not None and text.count("{") + text.count("[") <= MAX_DEPTH:
-        return
+def _check_depth(value: Any) -> None:
+    """Raise Unreadable if lists and objects are nested too deeply."""
     level = [value] if isinstance(value, (dict, list)) else []
     for _ in range(MAX_DEPTH):
         level = [

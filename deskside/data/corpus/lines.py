@@ -10,11 +10,11 @@ Python's own parser would need both the line and the string as `str`, each up to
 from __future__ import annotations
 
 import codecs
+import io
 import uuid
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from deskside.utils.parsing import json_value
 
@@ -85,14 +85,12 @@ def _decompressor(file: BinaryIO, path: Path, limit: int) -> Callable[[], bytes]
     """Return a function that returns the next decompressed bytes of a file, and b"" at its end."""
     name = path.name.lower()
     if name.endswith(".gz"):
-        import gzip
-
-        stream = gzip.GzipFile(fileobj=file, mode="rb")
+        stream, damage = _open_gzip(file)
 
         def read() -> bytes:
             try:
                 return stream.read(CHUNK)
-            except (EOFError, zlib.error, OSError) as error:  # gzip.BadGzipFile is an OSError without errno
+            except (EOFError, damage, OSError) as error:  # gzip.BadGzipFile is an OSError without errno
                 if isinstance(error, OSError) and error.errno is not None:
                     raise
                 raise DamagedArchiveError(str(error)) from error
@@ -101,6 +99,19 @@ def _decompressor(file: BinaryIO, path: Path, limit: int) -> Callable[[], bytes]
     if name.endswith(".zst"):
         return _ZstdFrames(file, max(_ZSTD_WINDOW, 1 << (limit - 1).bit_length())).read
     return lambda: file.read(CHUNK)
+
+
+def _open_gzip(file: BinaryIO) -> tuple[io.BufferedIOBase, Any]:
+    """Return a stream of the decompressed bytes, and what it raises for damaged data besides EOFError and OSError."""
+    try:
+        # Intel's ISA-L, in a third of the time of zlib. It has wheels for x86-64 and ARM only.
+        from isal import igzip, isal_zlib
+    except ImportError:
+        import gzip
+        import zlib
+
+        return gzip.GzipFile(fileobj=file, mode="rb"), zlib.error
+    return igzip.IGzipFile(fileobj=file, mode="rb"), isal_zlib.error
 
 
 class _ZstdFrames:

@@ -6,7 +6,7 @@ tokenizer.
 2. Train the tokenizer on the sample, or copy the given one.
 
 3. Read again, in the same order, and group the documents into shards of about `shard_bytes` of text. Worker processes
-tokenize and write them. Reading is some twenty times faster than tokenizing, so one reader feeds many workers.
+tokenize and write them, with the library that `encoder` has chosen.
 
 4. Measure the baselines on the validation text (gzip, unigrams) and write the index.
 
@@ -21,9 +21,10 @@ import contextlib
 import dataclasses
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ from deskside.data.corpus.baselines import (
     write_train_counts,
 )
 from deskside.data.corpus.encoder_sample import EncoderSample
-from deskside.data.corpus.heldout import validation_warnings
+from deskside.data.corpus.prepare_report import Report
 from deskside.data.corpus.prepare_state import (
     PrepareState,
     check_owned,
@@ -71,27 +72,8 @@ from deskside.utils.errors import RunError, UsageError
 from deskside.utils.files import delete_files, fingerprint, replace_folder, write_error
 
 VALIDATION = 2  # version of the rules that choose the validation split
+_FAST_WORKERS = 3  # by default: reading takes 1/170 s a megabyte, and a worker with fastokens 1/100 s
 DEFAULTS = CorpusOptions()
-
-
-@dataclass(frozen=True)
-class Report:
-    """The result of `prepare`. documents, tokens, text_bytes: by split. made, kept: number of shards."""
-
-    out: str
-    vocab_size: int
-    documents: dict[str, int]
-    tokens: dict[str, int]
-    text_bytes: dict[str, int]
-    gzip_bpb: float | None
-    unigram_bpb: float | None
-    bad_input: dict[str, Any]
-    ignored_files: Mapping[str, Any]
-    duplicates_of_validation: int
-    warnings: list[str]
-    made: int
-    kept: int
-    seconds: float
 
 
 def prepare(sources: Sequence[str], out: str | Path, options: CorpusOptions = DEFAULTS) -> Report:
@@ -149,7 +131,7 @@ def prepare(sources: Sequence[str], out: str | Path, options: CorpusOptions = DE
         index = preparation.intact_index()
         if index is None:
             preparation.first_pass()
-            preparation.second_pass(workers or cpu_cores())
+            preparation.second_pass()
             index = preparation.finish()
     except UsageError:
         preparation.undo()
@@ -163,7 +145,7 @@ def prepare(sources: Sequence[str], out: str | Path, options: CorpusOptions = DE
             raise RunError(
                 f"--out {out}: cannot be replaced ({error.strerror}). The new data is in {new}."
             ) from error
-    return _report(out, preparation, index, time.monotonic() - start)
+    return Report.of(out, index, preparation.made, preparation.kept, time.monotonic() - start)
 
 
 @dataclass
@@ -282,23 +264,35 @@ class _Preparation:
         self.finished = {}
         self.save()
 
-    def second_pass(self, workers: int) -> None:
-        """Make every missing or damaged shard, with up to this number of worker processes."""
-        assert self.analysis is not None
-        shard_bytes = self.options.shard_bytes
+    @cached_property
+    def tokenizer(self) -> TokenizerInfo:
+        """Facts about the tokenizer that the first pass has written."""
         tokenizer = bpe.load(self.out)
-        eos_id = bpe.end_of_text(tokenizer, self.out)[1]
-        dtype = shards.dtype_for(len(bpe.token_bytes(tokenizer)))
+        eos, eos_id = bpe.end_of_text(tokenizer, self.out)
+        return TokenizerInfo(
+            checksum=fingerprint(self.out / "tokenizer.json")[1],
+            vocab_size=len(bpe.token_bytes(tokenizer)),
+            eos=eos,
+            eos_id=eos_id,
+        )
+
+    def second_pass(self) -> None:
+        """Make every missing or damaged shard in worker processes."""
+        assert self.analysis is not None
+        shard_bytes, tokenizer = self.options.shard_bytes, self.tokenizer
         self.encoder = still_valid(self.analysis.encoder)
         if not self.options.quiet:
             print(f"encode with {self.encoder.describe()}", file=sys.stderr, flush=True)
-        worker_arguments = (str(self.out), eos_id, dtype, self.encoder)
+        most = _FAST_WORKERS if self.encoder.library == "fastokens" else cpu_cores()
+        workers = self.options.workers or min(cpu_cores(), most)
+        dtype = shards.dtype_for(tokenizer.vocab_size)
+        worker_arguments = (str(self.out), tokenizer.eos_id, dtype, self.encoder)
         total = self.analysis.text_bytes + self.analysis.val_text_bytes
         optional_pool: AbstractContextManager[WorkerPool | None] = contextlib.nullcontext()
         if workers > 1 and total > 2 * shard_bytes:
             optional_pool = WorkerPool(workers, start_worker, worker_arguments)
-        start_worker(*worker_arguments)  # this process tokenizes long documents, or all without a pool
         running: list[tuple[Task[ShardInfo], ShardJob]] = []
+        is_worker = False  # this process, for long documents, or for all without a pool
         try:
             with (
                 optional_pool as pool,
@@ -311,6 +305,9 @@ class _Preparation:
                         bar.advance(job.text_bytes / 1e6)
                     elif pool is None or job.text_bytes > 2 * shard_bytes:
                         # Tokenize a long document here, because a worker and the pipe would each need a copy of it.
+                        if not is_worker:
+                            start_worker(*worker_arguments)
+                            is_worker = True
                         self._record(job, make_shard(job), bar)
                         job.texts.clear()
                     else:
@@ -381,9 +378,7 @@ class _Preparation:
             raise UsageError(
                 "no document is left to train on: all are validation text. Give more text, or a lower --val-fraction."
             )
-        tokenizer = bpe.load(self.out)
-        eos, eos_id = bpe.end_of_text(tokenizer, self.out)
-        vocab_size = len(bpe.token_bytes(tokenizer))
+        vocab_size, eos_id = self.tokenizer.vocab_size, self.tokenizer.eos_id
         dtype = shards.dtype_for(vocab_size)
         splits = {
             split: SplitInfo.of([self.finished[name] for name in names])
@@ -403,12 +398,7 @@ class _Preparation:
         index = DatasetIndex(
             schema_version=shards.SCHEMA_VERSION,
             dtype=dtype,
-            tokenizer=TokenizerInfo(
-                checksum=fingerprint(self.out / "tokenizer.json")[1],
-                vocab_size=vocab_size,
-                eos=eos,
-                eos_id=eos_id,
-            ),
+            tokenizer=self.tokenizer,
             tags=[TagInfo(source=source, lang=lang) for source, lang in self.analysis.tags],
             splits=splits,
             bad_input=self.analysis.bad_input,
@@ -425,24 +415,4 @@ class _Preparation:
 def _sources_changed(out: Path) -> UsageError:
     return UsageError(
         f"--out {out}: the sources have changed since the preparation was started. Use --no-resume to start again."
-    )
-
-
-def _report(out: Path, preparation: _Preparation, index: DatasetIndex, seconds: float) -> Report:
-    val = index.splits.get("val")
-    return Report(
-        out=str(out),
-        vocab_size=index.tokenizer.vocab_size,
-        documents={name: split.documents for name, split in index.splits.items()},
-        tokens={name: split.tokens for name, split in index.splits.items()},
-        text_bytes={name: split.text_bytes for name, split in index.splits.items()},
-        gzip_bpb=val.gzip_bpb if val else None,
-        unigram_bpb=val.unigram_bpb if val else None,
-        bad_input=index.bad_input,
-        ignored_files=index.ignored_files,
-        duplicates_of_validation=index.duplicates_of_validation,
-        warnings=validation_warnings(index),
-        made=preparation.made,
-        kept=preparation.kept,
-        seconds=seconds,
     )

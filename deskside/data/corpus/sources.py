@@ -53,6 +53,7 @@ _KINDS = (*TEXT_KINDS, ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 LINE_LIMIT = 256_000_000  # bytes of one line, text file, parquet cell or hub row
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # written by some programs at the beginning of a UTF-8 file
 _EXAMPLES = 5  # places that are kept for each kind of bad input
+_START = 64  # bytes of a document in which something else than white space is looked for first
 _PARQUET_BATCH = 8 << 20  # bytes of rows read at a time, by their average size
 _BINARY_SHARE = 0.1  # share of control characters in binary data; text has almost none
 
@@ -372,7 +373,7 @@ class _DocumentReader(Reader[Document]):
         """Yield the document, unless it is empty, too long or not text. `data` is UTF-8."""
         if len(data) > self.line_limit:
             self.bad.add(TOO_LONG, origin, f"{len(data):,} bytes, at most {self.line_limit:,}")
-        elif not (data[:CHUNK].decode("utf-8", "ignore").strip() or data.decode("utf-8").strip()):
+        elif not (data[:_START].decode("utf-8", "ignore").strip() or data.decode("utf-8").strip()):
             self.bad.add(EMPTY, origin)
         elif is_binary(data):
             self.bad.add(BINARY, origin)

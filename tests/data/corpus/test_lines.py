@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import zlib
 from typing import Any
 
 import pytest
@@ -87,3 +89,37 @@ def test_utf8_error_is_where_python_finds_it(data: bytes) -> None:
         assert found is None
     except UnicodeDecodeError as error:
         assert found == error.start
+
+
+@given(kind=st.sampled_from(["whole", "cut", "flip", "after"]), at=st.floats(0, 1, exclude_max=True))
+@settings(max_examples=40, deadline=None)
+def test_gzip_files_are_read_as_python_reads_them(
+    tmp_path_factory: pytest.TempPathFactory, kind: str, at: float
+) -> None:
+    text = b"".join(b'{"text": "document %d"}\n' % (i * i) for i in range(60_000))
+    packed = bytearray(gzip.compress(text, 1) + gzip.compress(text[: len(text) // 2], 9))
+    place = int(len(packed) * at)
+    if kind == "cut":
+        del packed[place:]
+    elif kind == "flip":
+        packed[place] ^= 16
+    elif kind == "after":
+        packed += bytes(place % 9) + b"x" * (place % 3)
+    path = tmp_path_factory.mktemp("gzip") / "a.jsonl.gz"
+    path.write_bytes(packed)
+    expected, is_damaged = b"", False
+    with gzip.open(path) as file:
+        try:
+            while chunk := file.read(lines.CHUNK):
+                expected += chunk
+        except (EOFError, OSError, zlib.error):
+            is_damaged = True
+    damage: list[int] = []
+    found = [
+        bytes(line)
+        for _, line in lines.iter_lines(path, 1000, print, lambda number, _: damage.append(number))
+    ]
+    whole = expected.split(b"\n")
+    if is_damaged or not whole[-1]:
+        whole.pop()
+    assert found == whole and damage == ([len(whole)] if is_damaged else [])

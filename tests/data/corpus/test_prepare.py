@@ -23,7 +23,8 @@ from deskside.data import tokenizer as bpe
 from deskside.data.corpus import shard_worker
 from deskside.data.corpus.analyze import CorpusOptions, TextSampler
 from deskside.data.corpus.heldout import Holdout, tail_start, text_hash
-from deskside.data.corpus.prepare import Report, prepare
+from deskside.data.corpus.prepare import prepare
+from deskside.data.corpus.prepare_report import Report
 from deskside.data.reading import shards
 from deskside.utils.errors import RunError, UsageError
 from tests.data.data_corpus import make_corpus
