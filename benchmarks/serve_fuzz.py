@@ -156,11 +156,11 @@ async def ask_beside(
 ) -> Beside:
     """Send questions until the fuzz test ends, with all clients in the first seconds."""
     known = await alone(base, questions(), {})
-    many = await load(base, pid, known, seconds=seconds, clients=clients, long_answer=MAX_TOKENS)
+    many = await load(base, pid, known, seconds=seconds, clients=range(clients), long_answer=MAX_TOKENS)
     so_far, one = total.cases, Report()
     print(f"{clients} clients, beside the first {so_far} cases:", *many.lines(), sep="\n", flush=True)
     while not fuzzing.done():
-        one.add(await load(base, pid, known, seconds=2, clients=1, long_answer=MAX_TOKENS))
+        one.add(await load(base, pid, known, seconds=2, clients=range(1), long_answer=MAX_TOKENS))
     return Beside(many, one, so_far)
 
 

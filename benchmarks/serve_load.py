@@ -21,8 +21,10 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field, fields, replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -176,7 +178,7 @@ async def load(
     known: Mapping[Question, str],
     *,
     seconds: float,
-    clients: int = 64,
+    clients: Iterable[int] = range(64),
     headers: Mapping[str, str] | None = None,
     hang_ups: float = 0.12,
     nonsense: float = 0.12,
@@ -184,8 +186,8 @@ async def load(
 ) -> Report:
     """Let all clients send requests for some seconds, and return their results.
 
-    hang_ups, nonsense: share of disconnecting and of malformed requests; long_answer: tokens of an answer that a client
-    does not wait for.
+    clients: their numbers, which seed their choices. hang_ups, nonsense: share of disconnecting and of malformed
+    requests; long_answer: tokens of an answer that a client does not wait for.
     """
     report = Report(seconds=seconds)
     end = time.monotonic() + seconds
@@ -213,7 +215,7 @@ async def load(
                     report.problems.append(f"{type(error).__name__}: {error}")
 
     watching = asyncio.create_task(watch())
-    await asyncio.gather(*(client_loop(number) for number in range(clients)))
+    await asyncio.gather(*(client_loop(number) for number in clients))
     await watching
     return report
 
@@ -304,19 +306,51 @@ async def _nonsense(client: httpx.AsyncClient, rng: random.Random, report: Repor
         report.problems.append(f"{content[:60]!r}: {response.status_code}")
 
 
+def _load_from_processes(
+    base: str, pid: int, known: Mapping[Question, str], options: argparse.Namespace
+) -> Report:
+    """Run the clients in several processes: one cannot send as many requests as a server can answer."""
+    processes = min(options.processes, options.clients)
+    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
+        running = [
+            pool.submit(
+                _load_in_process,
+                base,
+                pid,
+                dict(known),
+                options.seconds,
+                range(n, options.clients, processes),
+            )
+            for n in range(processes)
+        ]
+        report, *others = [future.result() for future in running]
+    for other in others:  # they ran at the same time, and watched the same memory
+        report.add(replace(other, seconds=0.0, memory=[]))
+    return report
+
+
+def _load_in_process(
+    base: str, pid: int, known: dict[Question, str], seconds: float, clients: range
+) -> Report:
+    return asyncio.run(load(base, pid, known, seconds=seconds, clients=clients))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the script. Return 0 if no answer was lost or mixed and memory did not grow."""
     parser = argparse.ArgumentParser(description="Load test of deskside serve.")
     parser.add_argument("model", help="a run, or a Hugging Face directory")
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--clients", type=int, default=64)
-    parser.add_argument("--max-batch", type=int, default=32)
+    parser.add_argument(
+        "--processes", type=int, default=max(1, min(8, (os.cpu_count() or 1) // 2)), help="of the clients"
+    )
+    parser.add_argument("--max-batch", type=int, default=64)
     parser.add_argument("--json", type=Path, help="write the numbers to this file")
     options = parser.parse_args(argv)
     serve = [options.model, "--max-batch", str(options.max_batch)]
     with served(serve) as (base, pid):
         known = asyncio.run(alone(base, questions(), {}))
-        report = asyncio.run(load(base, pid, known, seconds=options.seconds, clients=options.clients))
+        report = _load_from_processes(base, pid, known, options)
     print("\n".join(report.lines()))
     if options.json is not None:
         numbers = {**report.numbers(), "clients": options.clients}

@@ -66,8 +66,8 @@ def run(argv: Sequence[str]) -> int:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise UsageError(f"--{name.replace('_', '-')} {value}: must be at least 1")
-    if importlib.util.find_spec("fastapi") is None or importlib.util.find_spec("uvicorn") is None:
-        raise UsageError("serve needs fastapi and uvicorn: pip install 'deskside[serve]'")
+    if importlib.util.find_spec("starlette") is None or importlib.util.find_spec("uvicorn") is None:
+        raise UsageError("serve needs starlette and uvicorn: pip install 'deskside[serve]'")
     with quick_imports():
         from deskside.engine.device import select_device, select_dtype
         from deskside.serve.request_guard import ClientLimits

@@ -35,6 +35,7 @@ from deskside.engine.graphs import Graphs, bucket, token_bucket
 from deskside.engine.pages import Key, Pages, page_keys
 from deskside.engine.prompts import PackedPrompts, choose_parts, pack
 from deskside.engine.requests import (
+    Counts,
     Event,
     PendingBatch,
     Reason,
@@ -111,6 +112,7 @@ class Engine:
                     f"{model.config.vocab_size}; use a draft model with the same tokenizer"
                 )
             self.max_length = min(self.max_length, draft.model.config.max_position_embeddings)
+        self.counts = Counts()
         self.vocabulary = model.config.vocab_size
         self.device = model.embed.weight.device
         self.max_batch, self.page_size, self.prefill_tokens = max_batch, page_size, prefill_tokens
@@ -148,6 +150,21 @@ class Engine:
     def free_tokens(self) -> int:
         """Tokens of prompt and answer that fit in the available pages now."""
         return self._pages.available * self.page_size
+
+    @property
+    def num_running(self) -> int:
+        """Number of rows that have a slot."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of rows that wait for a slot or for pages."""
+        return len(self._waiting)
+
+    @property
+    def evicted_pages(self) -> int:
+        """Number of cached pages that gave way to new ones so far."""
+        return self._pages.evicted
 
     @property
     def idle(self) -> bool:
@@ -205,6 +222,7 @@ class Engine:
             self._prefill(to_prefill, budget)
         if to_decode:
             self._decode(to_decode)
+        self.counts.steps += bool(to_prefill or to_decode)
         ahead = self._run_ahead and (to_prefill or to_decode)
         for _ in range(num_earlier if ahead else len(self._pending)):
             self._collect(self._pending.popleft())
@@ -255,7 +273,7 @@ class Engine:
             self._new_events.append(Event(row.number, row.sample, None, "failed", error=why))
         self._running.clear()
         self._pending.clear()
-        self._pages = Pages(self._pages.count)
+        self._pages = Pages(self._pages.count, self._pages.evicted)
         self._free_slots = list(range(self.max_batch - 1, -1, -1))
         return self._take_events()
 
@@ -301,7 +319,10 @@ class Engine:
             self._waiting.remove(row)
             self._running.append(row)  # before anything below can raise, so that `abandon` ends it
             row.pages, row.slot = pages, self._free_slots.pop()
-            row.prefilled, row.registered = cached * self.page_size, cached
+            row.cached = row.prefilled = cached * self.page_size
+            row.registered = cached
+            self.counts.prompt_tokens += length
+            self.counts.cached_tokens += row.cached
             computing.update(row.keys[cached:])
             admitted.append(row)
         if not admitted:
@@ -417,6 +438,7 @@ class Engine:
         if token in request.stop_tokens:
             return self._end(row, "stop")
         row.tokens.append(token)
+        self.counts.generated_tokens += 1
         text = row.stream.push(token) if row.stream is not None else ""
         reason: Reason | None = None
         if row.stream is not None and row.stream.stopped:
@@ -427,7 +449,10 @@ class Engine:
             text += self._end(row, reason).text
         if not request.logprobs:
             logprob = sampled_logprob = None
-        return Event(row.number, row.sample, token, reason, text, logprob, sampled_logprob)
+        cached = 0 if reason is None else row.cached
+        return Event(
+            row.number, row.sample, token, reason, text, logprob, sampled_logprob, cached_tokens=cached
+        )
 
     def _end(self, row: RowState, reason: Reason) -> Event:
         """End a row and release its slot and pages."""
@@ -441,7 +466,7 @@ class Engine:
                 # Make the answer's pages available to later prompts. Its last token may not be in the cache.
                 self._register_pages(row, page_keys([*row.request.prompt, *row.tokens[:-1]], self.page_size))
             self._release(row)
-        return Event(row.number, row.sample, None, reason, text)
+        return Event(row.number, row.sample, None, reason, text, cached_tokens=row.cached)
 
     def _fail(self, row: RowState, why: str) -> Event:
         """End a running row as "failed". Cached prefixes are dropped: they may include its pages."""

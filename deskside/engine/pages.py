@@ -2,7 +2,8 @@
 
 A full page never changes, so rows with the same prefix share its pages: the samples of one prompt, the turns of a
 conversation, requests with one system prompt. A full page is registered under a key, a digest of all tokens up to its
-end. A registered page that no row holds any more keeps its content until the page is needed, oldest first.
+end. A registered page that no row holds any more keeps its content until the page is needed; the page that has not been
+held for the longest time goes first.
 
 This is host-side bookkeeping. The device executes steps in the order in which they were queued, so a page may be
 reused while the last step of the row that held it is still running.
@@ -28,10 +29,13 @@ def page_keys(tokens: Sequence[int], size: int) -> list[Key]:
 
 
 class Pages:
-    """Allocates pages 1 to `count`. Page 0 is never allocated: padding is written there."""
+    """Allocates pages 1 to `count`. Page 0 is never allocated: padding is written there.
 
-    def __init__(self, count: int):
-        self.count = count
+    evicted: number of registered pages that gave way to new ones so far.
+    """
+
+    def __init__(self, count: int, evicted: int = 0):
+        self.count, self.evicted = count, evicted
         self._free = list(range(count, 0, -1))
         self._ref_counts = [0] * (count + 1)
         self._page_of: dict[Key, int] = {}  # registered pages
@@ -88,6 +92,7 @@ class Pages:
     def _new(self) -> int:
         if self._free:
             return self._free.pop()
+        self.evicted += 1
         page, _ = self._unused.popitem(last=False)
         del self._page_of[self._key_of.pop(page)]
         return page

@@ -63,6 +63,7 @@ class Event:
             "length": max_new_tokens or the model's last position. "failed": see `error`.
         text: New text in whole characters; empty without a tokenizer.
         logprob, sampled_logprob: See `sampling.DrawnTokens`; None unless the request asks for them.
+        cached_tokens: At the end of a sample: tokens of the prompt that were found in the cache.
     """
 
     request: int
@@ -73,6 +74,24 @@ class Event:
     logprob: float | None = None
     sampled_logprob: float | None = None
     error: str = ""
+    cached_tokens: int = 0
+
+
+@dataclass
+class Counts:
+    """What an engine has done since it was created.
+
+    Attributes:
+        prompt_tokens: Tokens of the prompts of all samples that were started.
+        cached_tokens: Of these, tokens that were found in the cache, computed for an earlier sample.
+        generated_tokens: Tokens of all answers.
+        steps: Calls of `Engine.step` that computed something.
+    """
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    steps: int = 0
 
 
 @dataclass
@@ -114,6 +133,7 @@ class RowState:
     settings: SamplingTensors  # one row, on the host
     slot: int = -1  # -1 while it waits
     pages: list[int] = field(default_factory=list)
+    cached: int = 0  # tokens of the prompt that were found in the cache
     prefilled: int = 0  # tokens of the prompt that are in the cache, or will be after the queued steps
     registered: int = 0  # leading pages that are registered for sharing
     tokens: list[int] = field(default_factory=list)  # new ones

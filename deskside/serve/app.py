@@ -1,4 +1,5 @@
-"""HTTP routes: models, chat completions and completions of the OpenAI API, /health, /openapi.json, and the chat page.
+"""HTTP routes: models, chat completions and completions of the OpenAI API, /health, /metrics, /openapi.json, and the
+chat page.
 
 The server admits up to `max_choices` choices at a time. A choice counts from the admission of its request until the
 response is complete (if streamed, sent) or the client disconnects. Requests beyond the limit get 429 with Retry-After,
@@ -11,32 +12,34 @@ import hashlib
 import os
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from importlib.resources import files
-from typing import Any, TypeVar
 
-from fastapi import FastAPI, Request, Response
-from fastapi.responses import HTMLResponse, JSONResponse
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.types import Receive, Scope, Send
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
 
 from deskside import __version__
-from deskside.engine.requests import Event, SampleOutput, check_prompt
 from deskside.engine.requests import Request as EngineRequest
+from deskside.engine.requests import check_prompt
+from deskside.serve.metrics import CONTENT_TYPE, metrics_text
 from deskside.serve.openapi import openapi_document
+from deskside.serve.pending import PendingResponse, StreamingResponse, until_disconnect
 from deskside.serve.protocol import ApiError, ChatRequest, CompletionRequest, parse_request
-from deskside.serve.responses import DONE, ResponseWriter, sse
+from deskside.serve.responses import ResponseWriter
 from deskside.serve.templating import PromptEncoder, PromptTooLong
-from deskside.serve.worker import EngineMessage, RequestHandle, Worker
-from deskside.utils.errors import RunError, UsageError
+from deskside.serve.worker import Worker
+from deskside.utils.errors import UsageError
 from deskside.weights.load import Loaded
 
-T = TypeVar("T")
 RETRY_SECONDS = 1
-SHORT_CHARACTERS = 1 << 14  # texts up to this length (10 ms of tokenization) do not wait for longer ones
+# Texts up to this length (a few milliseconds of tokenization) are encoded in the event loop: the tokenizer holds the
+# GIL most of the time, so a thread would only add the time of two switches.
+SHORT_CHARACTERS = 1 << 13
 HEADERS = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
 
 
@@ -61,70 +64,79 @@ class Service:
     max_length: int
 
 
-def make_app(service: Service) -> FastAPI:
+def make_app(service: Service) -> Starlette:
     """Return the ASGI application."""
     handler = RequestHandler(service)
     page_html, page_headers = _read_page()
-
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     vocab_size = service.loaded.config.vocab_size
     api = openapi_document(service.max_choices, service.max_tokens, vocab_size, handler.prompts.roles)
 
-    @app.exception_handler(ApiError)
-    async def api_error(request: Request, error: ApiError) -> Response:
-        headers = dict(HEADERS)
-        if error.retry_after is not None:
-            headers["retry-after"] = str(error.retry_after)
-        return JSONResponse(error.body, error.status, headers)
-
-    @app.exception_handler(HTTPException)
-    async def http_error(request: Request, error: HTTPException) -> Response:
-        message = ApiError(error.status_code, f"{request.method} {request.url.path[:80]}: {error.detail}")
-        return JSONResponse(message.body, error.status_code, {**HEADERS, **(error.headers or {})})
-
-    @app.exception_handler(Exception)
-    async def internal_error(request: Request, error: Exception) -> Response:
-        message = ApiError(500, "internal error; see the server's log")
-        return JSONResponse(message.body, 500, HEADERS)
-
-    @app.get("/")
-    async def page() -> Response:
+    async def page(request: Request) -> Response:
         return HTMLResponse(page_html, headers={**HEADERS, **page_headers})
 
-    @app.get("/health")
-    async def health() -> Response:
+    async def health(request: Request) -> Response:
         failed = service.worker.failed is not None
         return JSONResponse({"status": "failed" if failed else "ok"}, 503 if failed else 200, HEADERS)
 
-    @app.get("/openapi.json")
-    async def openapi() -> Response:
+    async def metrics(request: Request) -> Response:
+        return PlainTextResponse(
+            metrics_text(service.worker.engine), headers={**HEADERS, "content-type": CONTENT_TYPE}
+        )
+
+    async def openapi(request: Request) -> Response:
         return JSONResponse(api, headers=HEADERS)
 
-    @app.get("/v1/models")
-    async def models() -> Response:
+    async def models(request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [handler.card]}, headers=HEADERS)
 
-    @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> Response:
-        handler.check_model(name)
+    async def model(request: Request) -> Response:
+        handler.check_model(request.path_params["name"])
         return JSONResponse(handler.card, headers=HEADERS)
 
-    @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         return await handler.answer(parse_request(ChatRequest, await request.body()), request)
 
-    @app.post("/v1/completions")
     async def complete(request: Request) -> Response:
         return await handler.answer(parse_request(CompletionRequest, await request.body()), request)
 
+    # The routes that clients call most come first.
+    routes = [
+        Route("/v1/chat/completions", chat, methods=["POST"]),
+        Route("/v1/completions", complete, methods=["POST"]),
+        Route("/v1/models", models),
+        Route("/v1/models/{name:path}", model),
+        Route("/", page),
+        Route("/health", health),
+        Route("/metrics", metrics),
+        Route("/openapi.json", openapi),
+    ]
+    handlers = {ApiError: _api_error, HTTPException: _http_error, Exception: _internal_error}
+    app = Starlette(routes=routes, exception_handlers=handlers)  # type: ignore[arg-type]
+    app.router.redirect_slashes = False
     return app
 
 
-class _TokenizerThread:
-    """A thread that tokenizes requests."""
+async def _api_error(request: Request, error: ApiError) -> Response:
+    headers = dict(HEADERS)
+    if error.retry_after is not None:
+        headers["retry-after"] = str(error.retry_after)
+    return JSONResponse(error.body, error.status, headers)
 
-    def __init__(self, service: Service, name: str):
-        self.executor = ThreadPoolExecutor(1, name)
+
+async def _http_error(request: Request, error: HTTPException) -> Response:
+    message = ApiError(error.status_code, f"{request.method} {request.url.path[:80]}: {error.detail}")
+    return JSONResponse(message.body, error.status_code, {**HEADERS, **(error.headers or {})})
+
+
+async def _internal_error(request: Request, error: Exception) -> Response:
+    message = ApiError(500, "internal error; see the server's log")
+    return JSONResponse(message.body, 500, HEADERS)
+
+
+class _Tokenizer:
+    """Tokenizes requests; not thread-safe."""
+
+    def __init__(self, service: Service):
         self._service = service
         # A prompt must leave room for at least one token of the answer.
         self.prompts = PromptEncoder(service.loaded, service.max_length - 1)
@@ -158,12 +170,10 @@ class RequestHandler:
     def __init__(self, service: Service):
         self.service = service
         self._num_choices = 0  # admitted and not finished
-        # Tokenization must not block the event loop, and long texts must not delay short ones.
-        self._tokenizers = (
-            _TokenizerThread(service, "short prompts"),
-            _TokenizerThread(service, "long prompts"),
-        )
-        self.prompts = self._tokenizers[0].prompts
+        # Tokenization of a long text must neither block the event loop nor delay short ones.
+        self._short, self._long = _Tokenizer(service), _Tokenizer(service)
+        self._long_thread = ThreadPoolExecutor(1, "long prompts")
+        self.prompts = self._short.prompts
         step = service.loaded.step
         self._fingerprint = f"deskside-{__version__}" + ("" if step is None else f"-step-{step}")
         self.card = {
@@ -193,14 +203,15 @@ class RequestHandler:
         self._admit(num_choices, "n" if num_prompts == 1 else "prompt")
         pending: PendingResponse | None = None
         try:
-            short, long = self._tokenizers
-            tokenizer = short if body.characters <= SHORT_CHARACTERS else long
-            loop = asyncio.get_running_loop()
-            prompts = await loop.run_in_executor(tokenizer.executor, tokenizer.encode, body)
+            if body.characters <= SHORT_CHARACTERS:
+                prompts = self._short.encode(body)
+            else:
+                loop = asyncio.get_running_loop()
+                prompts = await loop.run_in_executor(self._long_thread, self._long.encode, body)
             pending = self._start(body, prompts, num_choices)
             if body.stream:
-                return _StreamingResponse(pending)
-            response = await _until_disconnect(pending.complete(), request.receive)
+                return StreamingResponse(pending, HEADERS)
+            response = await until_disconnect(pending.complete(), request.receive)
         except BaseException:
             self._end(pending, num_choices)
             raise
@@ -224,7 +235,7 @@ class RequestHandler:
             )
         self._num_choices += num_choices
 
-    def _end(self, pending: "PendingResponse | None", num_choices: int) -> None:
+    def _end(self, pending: PendingResponse | None, num_choices: int) -> None:
         """Release the choices of a request, and cancel its unfinished ones."""
         self._num_choices -= num_choices
         if pending is not None:
@@ -232,7 +243,7 @@ class RequestHandler:
 
     def _start(
         self, body: ChatRequest | CompletionRequest, prompts: Sequence[Sequence[int]], num_choices: int
-    ) -> "PendingResponse":
+    ) -> PendingResponse:
         """Submit the requests to the engine. Raises ApiError."""
         service = self.service
         max_tokens = service.max_tokens if body.max_new_tokens is None else body.max_new_tokens
@@ -269,124 +280,10 @@ class RequestHandler:
             service.worker,
             requests,
             writer,
+            body.stream,
             body.usage_in_stream,
             lambda pending: self._end(pending, num_choices),
         )
-
-
-class PendingResponse:
-    """The engine requests of one HTTP request, and the response that is made of their events.
-
-    on_end: called by a streaming response at its end, in any case.
-    """
-
-    def __init__(
-        self,
-        worker: Worker,
-        requests: Sequence[EngineRequest],
-        writer: ResponseWriter,
-        usage: bool,
-        on_end: Callable[["PendingResponse"], None],
-    ):
-        self.on_end = on_end
-        self._worker, self._requests, self._writer, self._usage = worker, requests, writer, usage
-        self._messages: asyncio.Queue[tuple[int, EngineMessage]] = asyncio.Queue()
-        self._unfinished = sum(request.samples for request in requests)
-        self._prompt_lengths = [len(request.prompt) for request in requests]
-        self._handles: list[RequestHandle] = []
-        try:
-            for number, request in enumerate(requests):
-                self._handles.append(worker.submit(request, partial(self._receive, number)))
-        except RunError as error:
-            self.cancel()
-            raise ApiError(503, str(error)) from None
-
-    def _receive(self, number: int, message: EngineMessage) -> None:
-        self._messages.put_nowait((number, message))
-
-    def cancel(self) -> None:
-        """Cancel unfinished requests."""
-        if self._unfinished:
-            for handle in self._handles:
-                self._worker.cancel(handle)
-
-    async def complete(self) -> dict[str, Any]:
-        """Return the complete response. Raises ApiError if the engine fails or refuses a request."""
-        answers = [SampleOutput(len(r.prompt)) for r in self._requests for _ in range(r.samples)]
-        async for choice, event in self._events():
-            answers[choice].add(event)
-        return self._writer.complete(answers, self._prompt_lengths)
-
-    async def stream(self) -> AsyncIterator[bytes]:
-        """Yield server-sent events as the answer is generated. An error is the last event, as in OpenAI's API."""
-        num_choices = self._unfinished
-        offsets = [0] * num_choices  # characters sent so far
-        num_tokens = 0
-        if self._writer.chat:
-            for choice in range(num_choices):
-                yield self._writer.first_chunk(choice)
-        try:
-            async for choice, event in self._events():
-                num_tokens += event.token is not None
-                if event.text or event.reason is not None or event.logprob is not None:
-                    yield self._writer.chunk(choice, event, offsets[choice])
-                offsets[choice] += len(event.text)
-        except ApiError as error:
-            yield sse(error.body)
-            return
-        if self._usage:
-            yield self._writer.usage_chunk(self._prompt_lengths, num_tokens)
-        yield DONE
-
-    async def _events(self) -> AsyncIterator[tuple[int, Event]]:
-        """Yield (index of the choice, event) until all choices are finished. Raises ApiError."""
-        samples = self._requests[0].samples
-        while self._unfinished:
-            number, message = await self._messages.get()
-            if isinstance(message, UsageError):
-                raise ApiError(400, str(message))
-            if isinstance(message, RunError):
-                raise ApiError(503 if self._worker.failed is not None else 500, str(message))
-            self._unfinished -= message.reason is not None
-            yield number * samples + message.sample, message
-
-
-class _StreamingResponse(Response):
-    """A stream of server-sent events. Calls `on_end` however it ends."""
-
-    def __init__(self, pending: PendingResponse):
-        super().__init__(media_type="text/event-stream", headers=HEADERS)
-        self._pending = pending
-        del self.headers["content-length"]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def write() -> None:
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            async for event in self._pending.stream():
-                await send({"type": "http.response.body", "body": event, "more_body": True})
-            await send({"type": "http.response.body", "body": b""})
-
-        try:
-            await _until_disconnect(write(), receive)
-        finally:
-            self._pending.on_end(self._pending)
-
-
-async def _until_disconnect(work: Coroutine[Any, Any, T], receive: Receive) -> T | None:
-    """Return the result of `work`. If the client disconnects first, cancel it and return None."""
-
-    async def disconnect() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    working, disconnected = asyncio.ensure_future(work), asyncio.ensure_future(disconnect())
-    try:
-        await asyncio.wait({working, disconnected}, return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else None
-    finally:
-        working.cancel()
-        disconnected.cancel()
-        await asyncio.gather(working, disconnected, return_exceptions=True)
 
 
 def _read_page() -> tuple[str, dict[str, str]]:

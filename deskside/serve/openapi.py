@@ -48,10 +48,15 @@ class Error(_Response):
     error: ErrorDetail
 
 
+class PromptTokensDetails(_Response):
+    cached_tokens: int
+
+
 class Usage(_Response):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
 
 
 class TokenLogprob(_Response):

@@ -24,12 +24,16 @@ def sse(value: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
-def usage(prompt_lengths: Sequence[int], completion_tokens: int) -> dict[str, int]:
-    """Return the token counts of a response. A prompt counts once for all of its choices."""
+def usage(prompt_lengths: Sequence[int], completion_tokens: int, cached: Sequence[int]) -> dict[str, Any]:
+    """Return the token counts of a response. A prompt counts once for all of its choices.
+
+    cached: tokens of each prompt that its first choice found in the prefix cache.
+    """
     return {
         "prompt_tokens": sum(prompt_lengths),
         "completion_tokens": completion_tokens,
         "total_tokens": sum(prompt_lengths) + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(cached)},
     }
 
 
@@ -46,7 +50,9 @@ class ResponseWriter:
             "system_fingerprint": fingerprint,
         }
 
-    def complete(self, answers: Sequence[SampleOutput], prompt_lengths: Sequence[int]) -> dict[str, Any]:
+    def complete(
+        self, answers: Sequence[SampleOutput], prompt_lengths: Sequence[int], cached: Sequence[int]
+    ) -> dict[str, Any]:
         """Return the response of a request without streaming; one answer per choice."""
         choices: list[dict[str, Any]] = []
         for index, answer in enumerate(answers):
@@ -60,7 +66,7 @@ class ResponseWriter:
             **self._common,
             "object": "chat.completion" if self.chat else "text_completion",
             "choices": choices,
-            "usage": usage(prompt_lengths, sum(len(answer.tokens) for answer in answers)),
+            "usage": usage(prompt_lengths, sum(len(answer.tokens) for answer in answers), cached),
         }
 
     def first_chunk(self, index: int) -> bytes:
@@ -78,9 +84,11 @@ class ResponseWriter:
         finish_reason = None if event.reason is None else FINISH_REASONS[event.reason]
         return self._chunk(index, content, logprobs, finish_reason)
 
-    def usage_chunk(self, prompt_lengths: Sequence[int], completion_tokens: int) -> bytes:
+    def usage_chunk(
+        self, prompt_lengths: Sequence[int], completion_tokens: int, cached: Sequence[int]
+    ) -> bytes:
         """Return the last chunk of a stream: the token counts."""
-        return self._sse([], {"usage": usage(prompt_lengths, completion_tokens)})
+        return self._sse([], {"usage": usage(prompt_lengths, completion_tokens, cached)})
 
     def _chunk(self, index: int, content: dict[str, Any], logprobs: Any, finish_reason: str | None) -> bytes:
         choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}

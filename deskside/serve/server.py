@@ -5,6 +5,7 @@ import contextlib
 import logging
 import signal
 import socket
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -21,6 +22,10 @@ GRACE_SECONDS = 10  # for running answers to finish when the server stops
 # Longer than clients keep idle connections open (httpx, which OpenAI's client uses: 5 s). Otherwise the server may
 # close a connection just when the client sends a request on it.
 IDLE_SECONDS = 30
+
+# How long Python lets a thread run while another waits. The engine's thread computes most of the time, and the event
+# loop waits this long whenever it has something to do; Python's default is 5 ms.
+SWITCH_SECONDS = 0.0005
 
 ANY_ADDRESS = ("0.0.0.0", "::")
 
@@ -50,6 +55,7 @@ class ServerOptions:
 def serve(loaded: Loaded, engine: Engine, options: ServerOptions, listening: socket.socket) -> None:
     """Answer requests on a bound socket until SIGINT or SIGTERM."""
     _configure_logging()
+    sys.setswitchinterval(SWITCH_SECONDS)
     name = options.name
     max_length = min(loaded.config.max_position_embeddings, engine.free_tokens)
     host = options.host if options.host not in ANY_ADDRESS else socket.gethostname()

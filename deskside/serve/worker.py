@@ -42,6 +42,7 @@ class Worker:
     """Runs an engine in a thread until `stop`.
 
     Attributes:
+        engine: Only the thread may call its methods; its counters may be read.
         failed: Why the device cannot be used any more; None while it works.
 
     `on_failure` is called on the event loop with a line for the log when the engine raises an unexpected exception.
@@ -49,7 +50,7 @@ class Worker:
 
     def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop, on_failure: Callable[[str], None]):
         self.failed: RunError | None = None
-        self._engine, self._loop, self._on_failure = engine, loop, on_failure
+        self.engine, self._loop, self._on_failure = engine, loop, on_failure
         self._changed = threading.Condition()  # guards the inbox and `_stopping`
         self._inbox: deque[tuple[str, RequestHandle]] = deque()
         self._stopping = False
@@ -95,10 +96,10 @@ class Worker:
             if self.failed is not None:
                 continue  # all requests have failed; a new one retries the restart
             try:
-                events = self._engine.step()
+                events = self.engine.step()
             except BaseException as error:  # noqa: BLE001 - a panic of the tokenizer's Rust code is a BaseException
                 why = f"the engine failed: {describe_error(error)}"
-                events = self._engine.abandon(why)
+                events = self.engine.abandon(why)
                 ended = sum(event.reason == "failed" for event in events)
                 self._log(f"{why} ({_location(error)}); {ended} running answers failed")
                 self._restart()
@@ -108,13 +109,13 @@ class Worker:
     def _restart(self) -> bool:
         """Recreate the engine's state on the device. Return True if that succeeded."""
         try:
-            self._engine.restart()
+            self.engine.restart()
         except BaseException as error:  # noqa: BLE001 - waiting requests must fail whatever the error is
             failure = RunError(f"the engine cannot be restarted: {describe_error(error)}; restart the server")
             if self.failed is None:
                 self._log(str(failure))
             self.failed = failure
-            self._post(self._engine.abandon(str(failure), waiting=True))
+            self._post(self.engine.abandon(str(failure), waiting=True))
             return False
         self.failed = None
         return True
@@ -122,7 +123,7 @@ class Worker:
     def _process_inbox(self) -> bool:
         """Process new messages, after waiting for one if the engine is idle. Return False if the thread should stop."""
         with self._changed:
-            while not self._inbox and self._engine.idle and not self._stopping:
+            while not self._inbox and self.engine.idle and not self._stopping:
                 self._changed.wait()
             if self._stopping:
                 return False
@@ -138,7 +139,7 @@ class Worker:
 
     def _submit(self, handle: RequestHandle) -> None:
         try:
-            number = self._engine.submit(handle.request)
+            number = self.engine.submit(handle.request)
         except UsageError as error:
             self._deliver([(handle, error)])
         except BaseException as error:  # noqa: BLE001 - an error must fail only this request
@@ -151,7 +152,7 @@ class Worker:
     def _cancel(self, handle: RequestHandle) -> None:
         if (number := self._numbers.get(handle)) is not None:
             self._forget(number)
-            self._engine.cancel(number)
+            self.engine.cancel(number)
 
     def _post(self, events: list[Event]) -> None:
         messages: list[tuple[RequestHandle, EngineMessage]] = []

@@ -30,7 +30,9 @@ def test_no_request_makes_the_server_fail(model: Path) -> None:
         fuzzing = thread.submit(fuzz, base, 30, 1)
         beside = Report()
         while not fuzzing.done():
-            beside.add(asyncio.run(load(base, pid, known, seconds=0.5, clients=1, long_answer=MAX_TOKENS)))
+            beside.add(
+                asyncio.run(load(base, pid, known, seconds=0.5, clients=range(1), long_answer=MAX_TOKENS))
+            )
         found = fuzzing.result()
         paths = httpx.get(f"{base}/openapi.json").json()["paths"]
         assert httpx.get(f"{base}/health").json() == {"status": "ok"}

@@ -42,7 +42,7 @@ def loaded_with(run: Path, seconds: float) -> None:
     assert len(set(known.values())) > 20
     arguments = [str(run), "--device", "cpu", "--max-batch", "32", "--name", "m"]
     with served(arguments, {"OMP_NUM_THREADS": "1"}) as (base, pid):
-        report = asyncio.run(load(base, pid, known, seconds=seconds, clients=64))
+        report = asyncio.run(load(base, pid, known, seconds=seconds, clients=range(64)))
     print(*report.lines(), sep="\n")
     assert (report.lost, report.different, report.mixed, report.wrongly_taken) == (0, 0, 0, 0), report.lines()
     assert report.good > 100 and report.hung_up > 10 and report.refused > 10

@@ -19,6 +19,7 @@ from benchmarks.serve_load import served
 from deskside.cli.serve import ServeOptions, _engine
 from deskside.cli.serve import run as run_serve
 from deskside.engine import device as engine_device
+from deskside.engine.engine import PAGE_SIZE
 from deskside.engine.generate import generate
 from deskside.engine.sampling import Sampling
 from deskside.utils.errors import UsageError
@@ -114,6 +115,31 @@ def test_chat_streams_the_same_in_pieces(client: openai.OpenAI, loaded: Loaded) 
     assert len([c for c in chunks if c.choices and c.choices[0].delta.content]) > 3
     assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == 20
     assert len({c.id for c in chunks}) == 1
+
+
+def test_cached_tokens_are_reported(client: openai.OpenAI, address: str) -> None:
+    """A prompt that was computed before is found again, in whole pages; /metrics counts the same."""
+
+    def counted(name: str) -> int:
+        text = httpx.get(f"{address}/metrics").text
+        return int(
+            next(line.split()[1] for line in text.splitlines() if line.startswith(f"deskside_{name} "))
+        )
+
+    prompt = list(range(40, 40 + 2 * PAGE_SIZE + 5))
+    before = counted("prompt_tokens_total"), counted("cached_prompt_tokens_total")
+    found = []
+    for stream in (False, True):
+        options: dict = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+        answer = client.completions.create(
+            model="tiny", prompt=prompt, max_tokens=2, temperature=0, **options
+        )
+        usage = list(answer)[-1].usage if stream else answer.usage
+        found.append(usage.prompt_tokens_details.cached_tokens)
+    assert found == [0, 2 * PAGE_SIZE]
+    after = counted("prompt_tokens_total"), counted("cached_prompt_tokens_total")
+    assert (after[0] - before[0], after[1] - before[1]) == (2 * len(prompt), 2 * PAGE_SIZE)
+    assert counted("running_answers") == counted("waiting_answers") == 0
 
 
 def test_messages_cannot_forge_a_turn(client: openai.OpenAI, loaded: Loaded) -> None:

@@ -1,0 +1,178 @@
+"""Responses that wait for the engine: its events, collected or streamed to one client."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from deskside.engine.requests import Event, SampleOutput
+from deskside.engine.requests import Request as EngineRequest
+from deskside.serve.protocol import ApiError
+from deskside.serve.responses import DONE, ResponseWriter, sse
+from deskside.serve.worker import EngineMessage, RequestHandle, Worker
+from deskside.utils.errors import RunError, UsageError
+
+T = TypeVar("T")
+
+
+class PendingResponse:
+    """The engine requests of one HTTP request, and the response that is made of their events.
+
+    A client that streams is woken for every step of the engine; the others once, when all is there.
+
+    streamed: whether `stream` will be used, not `complete`. usage: whether a stream ends with the token counts. on_end:
+    called by a streaming response at its end, in any case.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        requests: Sequence[EngineRequest],
+        writer: ResponseWriter,
+        streamed: bool,
+        usage: bool,
+        on_end: Callable[["PendingResponse"], None],
+    ):
+        self.on_end = on_end
+        self._worker, self._requests, self._writer = worker, requests, writer
+        self._streamed, self._usage = streamed, usage
+        self._unfinished = sum(request.samples for request in requests)
+        self._arrived: list[tuple[int, Event]] = []  # (index of the choice, event)
+        self._error: UsageError | RunError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._prompt_lengths = [len(request.prompt) for request in requests]
+        self._cached = [0] * len(requests)  # tokens of each prompt that were in the cache
+        self._handles: list[RequestHandle] = []
+        try:
+            for number, request in enumerate(requests):
+                self._handles.append(worker.submit(request, partial(self._receive, number)))
+        except RunError as error:
+            self.cancel()
+            raise ApiError(503, str(error)) from None
+
+    def _receive(self, number: int, message: EngineMessage) -> None:
+        if isinstance(message, Event):
+            self._arrived.append((number * self._requests[0].samples + message.sample, message))
+            if message.reason is not None:
+                self._unfinished -= 1
+                if message.sample == 0:
+                    self._cached[number] = message.cached_tokens
+            needed = self._streamed or not self._unfinished
+        else:
+            self._error, needed = message, True
+        if needed and self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def cancel(self) -> None:
+        """Cancel unfinished requests."""
+        if self._unfinished:
+            for handle in self._handles:
+                self._worker.cancel(handle)
+
+    async def complete(self) -> dict[str, Any]:
+        """Return the complete response. Raises ApiError if the engine fails or refuses a request."""
+        answers = [SampleOutput(len(r.prompt)) for r in self._requests for _ in range(r.samples)]
+        async for events in self._batches():
+            for choice, event in events:
+                answers[choice].add(event)
+        return self._writer.complete(answers, self._prompt_lengths, self._cached)
+
+    async def stream(self) -> AsyncIterator[bytes]:
+        """Yield server-sent events as the answer is generated. An error is the last event, as in OpenAI's API.
+
+        The events of one step are one piece, because sending takes as long as making them.
+        """
+        num_choices = sum(request.samples for request in self._requests)
+        offsets = [0] * num_choices  # characters sent so far
+        num_tokens = 0
+        if self._writer.chat:
+            yield b"".join(self._writer.first_chunk(choice) for choice in range(num_choices))
+        try:
+            async for events in self._batches():
+                num_tokens += sum(event.token is not None for _, event in events)
+                pieces = []
+                for choice, event in _joined(events):
+                    if event.text or event.reason is not None or event.logprob is not None:
+                        pieces.append(self._writer.chunk(choice, event, offsets[choice]))
+                    offsets[choice] += len(event.text)
+                if pieces:
+                    yield b"".join(pieces)
+        except ApiError as error:
+            yield sse(error.body)
+            return
+        usage = b""
+        if self._usage:
+            usage = self._writer.usage_chunk(self._prompt_lengths, num_tokens, self._cached)
+        yield usage + DONE
+
+    async def _batches(self) -> AsyncIterator[list[tuple[int, Event]]]:
+        """Yield the events that have arrived until all choices are finished. Raises ApiError."""
+        while True:
+            if self._arrived and (self._streamed or not self._unfinished):
+                events, self._arrived = self._arrived, []
+                yield events
+            elif isinstance(self._error, UsageError):
+                raise ApiError(400, str(self._error))
+            elif self._error is not None:
+                raise ApiError(503 if self._worker.failed is not None else 500, str(self._error))
+            elif not self._unfinished:
+                return
+            else:
+                self._waiter = asyncio.get_running_loop().create_future()
+                await self._waiter
+
+
+def _joined(events: Sequence[tuple[int, Event]]) -> Iterator[tuple[int, Event]]:
+    """Join consecutive events of one choice into one, unless they carry log-probabilities."""
+    last: tuple[int, Event] | None = None
+    for choice, event in events:
+        if last is not None and last[0] == choice and last[1].logprob is None and event.logprob is None:
+            last = choice, replace(event, text=last[1].text + event.text)
+            continue
+        if last is not None:
+            yield last
+        last = choice, event
+    if last is not None:
+        yield last
+
+
+class StreamingResponse(Response):
+    """A stream of server-sent events. Calls `on_end` however it ends."""
+
+    def __init__(self, pending: PendingResponse, headers: Mapping[str, str]):
+        super().__init__(media_type="text/event-stream", headers=headers)
+        self._pending = pending
+        del self.headers["content-length"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def write() -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            async for event in self._pending.stream():
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+
+        try:
+            await until_disconnect(write(), receive)
+        finally:
+            self._pending.on_end(self._pending)
+
+
+async def until_disconnect(work: Coroutine[Any, Any, T], receive: Receive) -> T | None:
+    """Return the result of `work`. If the client disconnects first, cancel it and return None."""
+
+    async def disconnect() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    working, disconnected = asyncio.ensure_future(work), asyncio.ensure_future(disconnect())
+    try:
+        await asyncio.wait({working, disconnected}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        working.cancel()
+        disconnected.cancel()
+        await asyncio.gather(working, disconnected, return_exceptions=True)
