@@ -148,7 +148,7 @@ class FinetuneRun:
         if options.resume is not None:
             return self._resume()
         self._require_arguments()
-        self.processes = process_count(options, [given])
+        self.processes = process_count(options.gpus, [given])
         set_length(given, options, self.length)
         self.align = objective_config(self.name, options, given)
         self.check()

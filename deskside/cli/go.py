@@ -16,8 +16,14 @@ from typing import Annotated, Any
 import deskside
 from deskside.cli.options import Command, option
 from deskside.cli.output import print_json, print_next
-from deskside.cli.shared_options import JsonOption, name_of_preset
-from deskside.config import merge
+from deskside.cli.shared_options import (
+    GPUS_HELP,
+    JsonOption,
+    launch,
+    name_of_preset,
+    process_count,
+)
+from deskside.config import merge, presets
 from deskside.config.duration import HOURS
 from deskside.measurements.store import open_store
 from deskside.pipeline import phases
@@ -26,8 +32,9 @@ from deskside.pipeline.state_schema import MAX_GIB, MAX_HOURS, PHASES
 from deskside.run.directory import RunDirectory, with_resolved_paths
 from deskside.train.prepare.preflight import set_cublas_workspace
 from deskside.utils.errors import RunError, UsageError
+from deskside.utils.launched import is_launched
 from deskside.utils.machine import this_machine
-from deskside.utils.signals import exit_code
+from deskside.utils.signals import exit_code_of
 
 BEFORE_TRAINING = PHASES[: PHASES.index("train")]
 LONG_WAIT = 0.02  # share of the time budget; if the user takes longer to answer, planning is repeated
@@ -47,6 +54,7 @@ class GoOptions(JsonOption):
       deskside go --hours 90m --preset 124m --data data/english --yes
       deskside go --hours 8 --data data/english --target-loss 1.05
       deskside go --hours 8 --preset 124m --data data/english --tokens 500M
+      deskside go --hours 8 --data data/english --gpus auto
       deskside go --resume runs/go
     """
 
@@ -73,6 +81,7 @@ class GoOptions(JsonOption):
     )
     runs: str = option("directory of all runs", "runs", metavar="DIR")
     probes: str = option("directory of probe results", "probes", metavar="DIR")
+    gpus: str | None = option(GPUS_HELP, None, metavar="N|auto")
     resume: str | None = option("continue a stopped pipeline with its remaining hours", None, metavar="RUN")
     yes: bool = option("do not ask for confirmation", False)
 
@@ -83,8 +92,10 @@ COMMAND = Command("go", GoOptions, configuration=True)
 def run(argv: Sequence[str]) -> int:
     """Run `deskside go` and return the exit code. Raises UsageError and RunError."""
     options, given = COMMAND.parse_config(argv)
+    if is_launched():
+        return _train_as_rank(options)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UsageError("deskside go runs on one GPU; for more of them use: torchrun -m deskside train")
+        raise UsageError("deskside go starts the processes itself: use --gpus N, without torchrun")
     if options.resume is not None:
         return _run_pipeline(_resume_pipeline(options, given), options)
     state = _create_pipeline(options, given, argv)
@@ -106,10 +117,21 @@ def _run_pipeline(state: PipelineState, options: GoOptions) -> int:
             with state.recording():
                 pipeline = Pipeline(state, options.yes, options.json)
                 next_state = pipeline.run_phases()
-        return 0 if pipeline.stopped is None else exit_code(pipeline.stopped)
+        return pipeline.exit_code
     except KeyboardInterrupt:
         print(f"stopped; continue with: deskside go --resume {state.run.path}", file=sys.stderr)
         raise
+
+
+def _train_as_rank(options: GoOptions) -> int:
+    """Train as one of the processes that `Pipeline.train` has started, and return the exit code.
+
+    Only the launcher writes the state of the pipeline.
+    """
+    begun = options.resume is not None
+    path = Path(str(options.resume)) if begun else Path(options.runs) / str(options.name)
+    pipeline = Pipeline(PipelineState.of_launcher(path), options.yes, options.json)
+    return exit_code_of(pipeline.train_here(pipeline.pilot(), begun))
 
 
 class Pipeline:
@@ -118,7 +140,7 @@ class Pipeline:
     def __init__(self, state: PipelineState, yes: bool, as_json: bool):
         self.state, self.yes, self.as_json = state, yes, as_json
         self.run, self.options = state.run, state.data["options"]
-        self.stopped: str | None = None  # the signal that stopped the training
+        self.exit_code = 0  # that of a signal if it stopped the training
 
     def run_phases(self) -> PipelineState | None:
         """Run the remaining phases. Returns the state of the new run if the pipeline continues in another one."""
@@ -219,35 +241,25 @@ class Pipeline:
         """Train until the run is finished or stopped. Returns the state of the run that replaces it, if any."""
         if (self.run.path / "summary.json").exists():
             return None
-        plan, target = self.state.result("plan"), self.options["target_loss"]
-        config = phases.final_config(plan["config"], self.state.hours * 3600, self.options.get("length"))
-        config = with_resolved_paths(config, self.options)
-        set_cublas_workspace(config)
-        from deskside.pipeline.pilot import OTHER_BAND_IS_BETTER, TARGET_OUT_OF_REACH, Pilot
-        from deskside.train import training_run
+        from deskside.pipeline.pilot import OTHER_BAND_IS_BETTER, TARGET_OUT_OF_REACH
 
-        self._limit_memory(config.compute.device)
-        pilot = Pilot(self.state, config, plan, target)
+        plan, target = self.state.result("plan"), self.options["target_loss"]
+        pilot = self.pilot()
         # If an earlier process was killed between the pilot's decision and its consequences, carry them out now.
         status = pilot.decision
         already_decided = status == OTHER_BAND_IS_BETTER or (
             status == TARGET_OUT_OF_REACH and target is not None
         )
-        if not already_decided:
-            try:
-                if (self.run.path / "run.json").exists():
-                    status = training_run.resume(self.run.path, pilot).status
-                else:
-                    command = str(self.state.data["command"])
-                    status = training_run.start(config, self.run, command, watch=pilot).status
-            except UsageError as error:
-                # Report the option that the user gave: --hours became the length of the schedule.
-                option, too_short, reason = str(error).partition(TOO_SHORT)
-                if not (too_short and option.startswith("schedule.length: ")):
-                    raise
-                reason = reason.partition("; --hours ")[0]  # the suggested hours are those of training alone
-                raise UsageError(f"--hours: {self.state.hours:g} h{TOO_SHORT}{reason}") from None
-        if status == TARGET_OUT_OF_REACH:
+        if not already_decided and self.request().gpus > 1:
+            self.exit_code = self._train_in_processes()
+            pilot = self.pilot()  # with what it has decided
+            status = "finished" if (self.run.path / "summary.json").exists() else pilot.decision
+        elif not already_decided:
+            status = self.train_here(pilot, _has_begun(self.run))
+            self.exit_code = exit_code_of(status)
+        if self.exit_code:
+            return None
+        if status == TARGET_OUT_OF_REACH and target is not None:
             extrapolation = pilot.loss_text()
             self.state.drop_target()  # so that --resume continues without it
             raise RunError(
@@ -257,8 +269,45 @@ class Pipeline:
         if status == OTHER_BAND_IS_BETTER:
             _free_memory()
             return self._continue_with_band(plan, pilot.chosen_band)
-        self.stopped = status if status != "finished" else None
         return None
+
+    def _train_in_processes(self) -> int:
+        """Train in one process for each GPU, and return the exit code: 0, or that of a signal."""
+        self.state.save()  # they count the time from here
+        path = self.run.path
+        new = ["--runs", str(path.parent), "--name", path.name]
+        code = launch("go", ["--resume", str(path)] if _has_begun(self.run) else new, self.request().gpus)
+        if code and not _has_trained(self.run):
+            self.say(f"stopped; continue with: deskside go --resume {path}")
+        return code
+
+    def pilot(self) -> Any:
+        """Return the `pilot.Pilot`, which has the configuration of the run, and its decision if there is one."""
+        from deskside.pipeline.pilot import Pilot
+
+        plan = self.state.result("plan")
+        config = phases.final_config(plan["config"], self.state.hours * 3600, self.options.get("length"))
+        return Pilot(self.state, with_resolved_paths(config, self.options), plan, self.options["target_loss"])
+
+    def train_here(self, pilot: Any, begun: bool) -> str:
+        """Train in this process, and return the status: "finished", or what stopped it. begun: as `_has_begun`."""
+        config = pilot.config
+        set_cublas_workspace(config)
+        from deskside.train import training_run
+
+        self._limit_memory(config.compute.device)
+        try:
+            if begun:
+                return training_run.resume(self.run.path, pilot).status
+            command = str(self.state.data["command"])
+            return training_run.start(config, self.run, command, watch=pilot).status
+        except UsageError as error:
+            # Report the option that the user gave: --hours became the length of the schedule.
+            option, too_short, reason = str(error).partition(TOO_SHORT)
+            if not (too_short and option.startswith("schedule.length: ")):
+                raise
+            reason = reason.partition("; --hours ")[0]  # the suggested hours are those of training alone
+            raise UsageError(f"--hours: {self.state.hours:g} h{TOO_SHORT}{reason}") from None
 
     def report(self) -> None:
         from deskside.report.write import write_report
@@ -294,7 +343,9 @@ class Pipeline:
         from deskside.train.parallel import limit_gpu_memory
 
         if torch.cuda.is_available():
-            limit_gpu_memory(torch.device("cuda", 0), self.options["gpu_budget"])
+            limit_gpu_memory(
+                torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))), self.options["gpu_budget"]
+            )
 
     def _continue_with_band(self, plan: dict[str, Any], band: dict[str, Any]) -> PipelineState:
         """Return the state of a new run that trains another band of the plan in the remaining time."""
@@ -351,7 +402,9 @@ def _create_pipeline(options: GoOptions, given: dict[str, Any], argv: Sequence[s
             f"--hours: {options.hours:g} h{TOO_SHORT}starting took {elapsed:.0f} s, and {tail:.0f} s are reserved for "
             f"samples and the report"
         )
+    layers = [given] if options.preset is None else [*presets.for_pretraining(options.preset), given]
     recorded_options = {
+        "gpus": process_count(options.gpus, layers),
         "preset": options.preset,
         # {"steps": "5"} becomes "5 steps".
         "length": merge.merge([{"schedule": lengths}])[0]["schedule"]["length"] if lengths else None,
@@ -392,7 +445,9 @@ def _resume_pipeline(options: GoOptions, given: dict[str, Any]) -> PipelineState
     """Open the stopped pipeline, in the run in which it continues. Raises UsageError and RunError."""
     others = ("hours", "steps", "tokens", "preset", "corpus", "gpu_budget", "target_loss", "name")
     if given or any(getattr(options, name) is not None for name in others):
-        raise UsageError("--resume uses the options of the stopped pipeline; give no other options with it")
+        raise UsageError(
+            "--resume uses the options of the stopped pipeline; give no other options with it, but --gpus"
+        )
     state = PipelineState.open(Path(str(options.resume)))
     # Follow the pipeline to its last run that has a state. A run without a state is created by the one before it.
     visited: set[Path] = set()
@@ -403,11 +458,19 @@ def _resume_pipeline(options: GoOptions, given: dict[str, Any]) -> PipelineState
         state = PipelineState.open(state.continued_in)
     if state.phase == "done":
         raise UsageError(f"{state.run.path} is done; its report is {state.run.path / 'report.html'}")
+    if options.gpus is not None:
+        config = state.result("plan").get("config", {})
+        state.set_gpus(process_count(options.gpus, [config, state.data["options"]["given"]]))
     if state.phase in BEFORE_TRAINING:
         _check_can_confirm(options)
     if state.seconds_left() <= 0 and state.phase != "report" and not _has_trained(state.run):
         raise _out_of_time(state)
     return state
+
+
+def _has_begun(run: RunDirectory) -> bool:
+    """Return True if a run was started by an earlier process."""
+    return (run.path / "run.json").exists()
 
 
 def _has_trained(run: RunDirectory) -> bool:

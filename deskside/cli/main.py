@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except (UsageError, RunError) as error:
             if debug:
                 raise
-            return _failed(f"deskside: {error}", "error", 2 if isinstance(error, UsageError) else 1)
+            return _failed(f"deskside: {error}", "error", error.exit_code)
         except KeyboardInterrupt as error:
             number = signals.signal_number(error)
             by_signal = "" if number == signal.SIGINT else f" by {signal.Signals(number).name}"

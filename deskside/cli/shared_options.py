@@ -48,6 +48,9 @@ class ModelOption:
     model: str = option("a run, or a Hugging Face model directory", metavar="RUN|HF_DIR", positional=True)
 
 
+GPUS_HELP = "GPUs that train together: a number, or auto for all; default: one"
+
+
 @dataclass(kw_only=True)
 class RunOptions(JsonOption):
     """Options of `deskside train` and of the fine-tuning commands."""
@@ -60,21 +63,23 @@ class RunOptions(JsonOption):
     tokens: str | None = option("length in tokens, such as 10M", None, metavar="N")
     resume: str | None = option("continue a stopped run where it stopped", None, metavar="RUN")
     runs: str = option("directory of all runs", "runs", metavar="DIR")
-    gpus: str | None = option(
-        "GPUs that train together: a number, or auto for all; default: one", None, metavar="N|auto"
-    )
+    gpus: str | None = option(GPUS_HELP, None, metavar="N|auto")
 
 
-def process_count(options: RunOptions, layers: Sequence[Mapping[str, Any]]) -> int:
+def process_count(gpus: str | None, layers: Sequence[Mapping[str, Any]]) -> int:
     """Return how many processes train: those of --gpus, or of torchrun. Raises UsageError.
 
     layers: of the configuration, which has the device.
     """
     from deskside.train import launch
 
+    return launch.process_count(gpus, configured_device(layers))
+
+
+def configured_device(layers: Sequence[Mapping[str, Any]]) -> str:
+    """Return `compute.device` of layers that are not validated yet."""
     compute = merge.merge(layers)[0].get("compute")
-    device = compute.get("device") if isinstance(compute, Mapping) else None
-    return launch.process_count(options.gpus, str(device))
+    return str(compute.get("device", "auto")) if isinstance(compute, Mapping) else "auto"
 
 
 def must_launch(processes: int) -> bool:

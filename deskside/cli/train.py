@@ -85,7 +85,7 @@ def run(argv: Sequence[str]) -> int:
             return _print_dry_run(RunDirectory.open(Path(options.resume)).config(), options.json)
         return resume("train", argv, options)
     layers = _layers(options)
-    processes = process_count(options, [*layers, given])
+    processes = process_count(options.gpus, [*layers, given])
     launching = must_launch(processes) and not options.dry_run
     initial = None
     if options.init is not None and not launching:
@@ -130,7 +130,7 @@ def resume(command: str, argv: Sequence[str], options: RunOptions) -> int:
     """
     path = Path(str(options.resume))
     config = RunDirectory.open(path).config()
-    processes = process_count(options, [config.model_dump(include={"compute"})])
+    processes = process_count(options.gpus, [config.model_dump(include={"compute"})])
     if must_launch(processes):
         return launch(command, argv, processes)
     set_cublas_workspace(config)

@@ -15,6 +15,7 @@ from typing import Any
 from deskside.budget.shape import num_params
 from deskside.config import merge, presets
 from deskside.config.dimensions import padded_vocabulary
+from deskside.config.gpu_batch import build_on_gpus
 from deskside.config.run import RunConfig
 from deskside.doctor.examine import examine
 from deskside.measurements.store import Busy, Row, Store
@@ -162,6 +163,7 @@ class PipelineRequest:
         memory_gib: Limit on the device memory that the plan may use.
         probes: Directory of the probe store.
         length: Length of the pretraining, in steps or tokens; None fills the hours.
+        gpus: Processes that train.
     """
 
     hours: float
@@ -171,6 +173,7 @@ class PipelineRequest:
     memory_gib: float | None
     probes: str
     length: str | None = None
+    gpus: int = 1
 
     @classmethod
     def of(cls, hours: float, options: Mapping[str, Any]) -> "PipelineRequest":
@@ -186,6 +189,7 @@ class PipelineRequest:
             memory_gib=options["gpu_budget"],
             probes=resolve_path(options["probes"], start_dir),
             length=options.get("length"),
+            gpus=options.get("gpus", 1),
         )
 
 
@@ -230,7 +234,7 @@ def plan(request: PipelineRequest, pretrain_seconds: float) -> tuple[Result, Pla
 def preset_config(request: PipelineRequest) -> dict[str, Any]:
     """Return the configuration of the preset with the given options."""
     assert request.preset is not None
-    config = merge.build([*presets.for_pretraining(request.preset), given_layer(request)])
+    config = build_on_gpus([*presets.for_pretraining(request.preset), given_layer(request)], request.gpus)
     return config.model_dump(mode="json", exclude_unset=True)
 
 
@@ -316,11 +320,15 @@ def _plan_request(request: PipelineRequest, pretrain_seconds: float) -> PlanRequ
         assert config.schedule.length is not None
         value, unit = config.schedule.length.value, config.schedule.length.unit
         tokens = value * config.mean_step_tokens() if unit == "steps" else value
+    layers = [] if request.preset is None else presets.for_pretraining(request.preset)
+    on_cpu = merge.build([*layers, request.given]).compute.device == "cpu"
     question = PlanQuestion(
         here=True,
         hours=request.hours if tokens is None else None,
         tokens=tokens,
         preset=request.preset,
+        # Processes on a CPU share its cores, so that they are not faster than one.
+        gpus=1 if on_cpu else request.gpus,
         probes=request.probes,
         unique_tokens=None if data is None else unique_tokens(data),
     )

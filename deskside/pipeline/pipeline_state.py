@@ -99,6 +99,14 @@ class PipelineState:
             raise damaged(path, why)
         return cls(run, data)
 
+    @classmethod
+    def of_launcher(cls, path: Path) -> "PipelineState":
+        """Open the state of a pipeline that the launcher of this process runs. Raises as `open` does."""
+        state = cls.open(path)
+        # The file has the time since `deskside.STARTED`, the start of the launcher, already.
+        state.spent_before = max(0.0, state.spent_before - (time.perf_counter() - deskside.STARTED))
+        return state
+
     # The clock
 
     def seconds_spent(self) -> float:
@@ -149,6 +157,10 @@ class PipelineState:
         Only its name is stored, so the directory can be moved.
         """
         self._set(self.data, "continued_in", run.path.name)
+
+    def set_gpus(self, gpus: int) -> None:
+        """Set the number of processes that train."""
+        self._set(self.data["options"], "gpus", gpus)
 
     def drop_target(self) -> None:
         """Remove the target loss, so that a resumed pipeline does not stop for it again."""

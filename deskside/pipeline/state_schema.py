@@ -17,6 +17,7 @@ from deskside.utils.errors import UsageError
 
 SCHEMA = 1
 MAX_HOURS, MAX_GIB = 1e6, 1e6  # more than a century; more than the memory of any GPU
+MAX_GPUS = 10**4
 Phase = Literal["doctor", "probe", "plan", "train", "report", "done"]
 PHASES: tuple[Phase, ...] = ("doctor", "probe", "plan", "train", "report", "done")
 PHASES_WITH_RESULT = PHASES[: PHASES.index("train")]
@@ -45,6 +46,7 @@ class GoOptionsRecord(Strict):
     gpu_budget: Annotated[float, Field(gt=0, le=MAX_GIB)] | None
     target_loss: Annotated[float, Field(gt=0)] | None
     probes: str
+    gpus: Annotated[int, Field(gt=0, le=MAX_GPUS)] = 1  # processes that train. Not in older files
     length: str | None = None  # such as "10M tokens"; None: train for the given hours. Not in older files
     directory: str | None = None  # the working directory; not in older files
 

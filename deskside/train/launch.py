@@ -28,7 +28,7 @@ from typing import Any
 from deskside.utils import launched, signals
 from deskside.utils.child_process import cpu_cores
 from deskside.utils.console import say
-from deskside.utils.errors import RunError, UsageError
+from deskside.utils.errors import ProcessError, RunError, UsageError
 
 POLL_SECONDS = 0.05
 SETTLE_SECONDS = 2.0  # after a failure, until the others are asked to end: they may fail for the same reason
@@ -78,10 +78,10 @@ def process_count(gpus: str | None, device: str) -> int:
 
 
 def launch(arguments: Sequence[str], processes: int) -> int:
-    """Run `deskside ARGUMENTS` in several processes of this machine, and return the exit code.
+    """Run `deskside ARGUMENTS` in several processes of this machine.
 
-    It is 0 if all end with 0. Otherwise it is that of the process whose error caused the others, or 128 + N if that one
-    was killed by signal N.
+    Returns 0 if all end with 0, and 128 + N if signal N stopped them. Otherwise raises the error that caused the
+    others: UsageError, or ProcessError with the exit code of that process, 128 + N if signal N killed it.
     """
     from torch.distributed import TCPStore
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, start_processes
@@ -112,7 +112,7 @@ def launch(arguments: Sequence[str], processes: int) -> int:
             return 0
         if forwarder.received and not any(_kind(failure) == "error" for failure in own.values()):
             return _say_stopped(forwarder.received[0], failures)
-        return _say_failed(own, processes, context.stderrs)
+        raise _cause(own, processes, context.stderrs)
 
 
 def _environment(rank: int, processes: int, port: int) -> dict[str, str]:
@@ -209,31 +209,37 @@ def _kind(failure: Any) -> str | None:
 
 
 def _say_stopped(number: int, failures: Mapping[int, Any]) -> int:
-    """Print that a signal stopped the processes, unless rank 0 has said what it saved. Return the exit code."""
+    """Print that signal `number` stopped the processes, unless rank 0 has said what it saved. Return the exit code."""
     saved = 0 in failures and failures[0].exitcode in STOPPED_CODES and _kind(failures[0]) is None
     if not saved:
         say("interrupted" if number == signal.SIGINT else f"interrupted by {signal.Signals(number).name}")
     return 128 + number
 
 
-def _say_failed(failures: Mapping[int, Any], processes: int, outputs: Mapping[int, str]) -> int:
-    """Print the error that caused the others, and return the exit code.
+def _cause(
+    failures: Mapping[int, Any], processes: int, outputs: Mapping[int, str]
+) -> UsageError | ProcessError:
+    """Return the error that caused the others. Prints what its process printed, if that has reported no error.
 
     failures: rank -> torch's `ProcessFailure`; outputs: rank -> file with its standard error, "" if not redirected.
     """
     rank = min(failures, key=lambda rank: _order(failures[rank]))
     cause = failures[rank]
     if _kind(cause) is not None:
+        text = cause.message.removeprefix("deskside: ")
         of_all = len(failures) == processes and len({failure.message for failure in failures.values()}) == 1
-        text = cause.message if of_all else cause.message.replace("deskside: ", f"deskside: rank {rank}: ", 1)
     else:
-        end = f"was killed by {cause.signal_name()}" if cause.exitcode < 0 else f"ended with {cause.exitcode}"
-        text = f"deskside: rank {rank}: {end}"
+        text = (
+            f"was killed by {cause.signal_name()}" if cause.exitcode < 0 else f"ended with {cause.exitcode}"
+        )
+        of_all = False
         if outputs[rank]:
             with Path(outputs[rank]).open(encoding="utf-8", errors="replace") as file:
-                text = "".join(deque(file, OUTPUT_LINES)) + text
-    say(text)
-    return int(cause.exitcode if cause.exitcode > 0 else 128 - cause.exitcode)
+                sys.stderr.writelines(deque(file, OUTPUT_LINES))
+    text = text if of_all else f"rank {rank}: {text}"
+    if cause.exitcode == UsageError.exit_code and _kind(cause) == "error":
+        return UsageError(text)
+    return ProcessError(text, cause.exitcode if cause.exitcode > 0 else 128 - cause.exitcode)
 
 
 def _order(failure: Any) -> tuple[int, float]:

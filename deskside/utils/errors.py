@@ -4,9 +4,21 @@
 class UsageError(Exception):
     """Invalid input. The message is one line that says what to do. The command exits with 2."""
 
+    exit_code = 2
+
 
 class RunError(Exception):
     """A failure while running: disk full, diverged training, damaged checkpoint. The command exits with 1."""
+
+    exit_code = 1
+
+
+class ProcessError(RunError):
+    """A failure in one of several processes. The command exits with the exit code of that process."""
+
+    def __init__(self, message: str, exit_code: int):
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 def describe_error(error: BaseException) -> str:

@@ -32,6 +32,11 @@ def exit_code(name: str) -> int:
     return 128 + signal.Signals[name]
 
 
+def exit_code_of(status: str) -> int:
+    """Return the exit code of a run with this status: that of a signal that stopped it, else 0."""
+    return exit_code(status) if status in signal.Signals.__members__ else 0
+
+
 def die_with(parent: int) -> None:
     """Have the kernel kill this process when its parent ends. Exits at once if that has already happened.
 

@@ -17,6 +17,7 @@ from deskside.cli.main import main
 from deskside.pipeline import phases
 from deskside.pipeline import pipeline_state as journals
 from deskside.pipeline.pipeline_state import PHASES, PipelineState
+from deskside.run.directory import RunDirectory
 from deskside.train import training_run
 from deskside.utils import child_process
 from deskside.utils.errors import UsageError
@@ -488,6 +489,64 @@ def test_nohup_ignores_sighup(here: Path, data: Path) -> None:
     wait_for(lambda: len(rows(run)) >= 20, child)
     child.kill(signal.SIGHUP)
     assert child.wait() == 0 and state(run)["phase"] == "done", child.text()
+
+
+@pytest.mark.full
+def test_two_processes_train_and_one_goes_on(here: Path, data: Path) -> None:
+    """In 43 s, too few for a probe: the processes of --gpus train within the hours of the launcher."""
+    run, log = here / "runs" / "tiny", here / "log"
+    first = tiny_run.program(argv(data, "--gpus", "2", hours=0.012), log)
+    tiny_run.kill_at_step(run, 20, lambda: first.send_signal(signal.SIGINT), lambda: first.poll() is None)
+    assert first.wait(60) == 130, log.read_text()
+    text = log.read_text()
+    assert text.count("SIGINT: saved at step") == 1 and "deskside go --resume runs/tiny" in text
+    assert "256 tokens per step, 128 on each of 2 processes" in text
+    stopped = state(run)
+    assert (stopped["phase"], stopped["options"]["gpus"]) == ("train", 2) and len(rows(run)) >= 20
+    again = tiny_run.program(["go", "--resume", str(run), "--gpus", "1"], log)
+    assert again.wait(150) == 0, log.read_text()
+    done = state(run)
+    assert (done["phase"], done["options"]["gpus"]) == ("done", 1)
+    assert stopped["spent_seconds"] < done["spent_seconds"] < 1.2 * 0.012 * 3600
+    assert [row["step"] for row in rows(run)] == list(range(1, len(rows(run)) + 1))
+
+
+def test_gpus_that_are_not_there_and_torchrun(
+    here: Path, data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    words = argv(data, "--gpus", "200", "--compute.device", "cuda")
+    assert refused(words, capsys).startswith("--gpus: 200 are more than the ")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert refused(argv(data), capsys).startswith("deskside go starts the processes itself")
+    assert not (here / "runs").exists()
+
+
+def test_the_plan_is_for_all_gpus(here: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def make_request(question: Any, *_: Any) -> Any:
+        asked.append(question)
+        raise UsageError("not measured")
+
+    monkeypatch.setattr(phases, "make_request", make_request)
+    options = {"preset": "124m", "data": None, "given": {}, "gpu_budget": None, "probes": "probes", "gpus": 4}
+    result, _ = phases.plan(phases.PipelineRequest.of(1.0, options), 3000.0)
+    assert asked[-1].gpus == 4 and result["config"]["batch"]["tokens"] == 131072
+    # Processes on a CPU share its cores.
+    phases.plan(phases.PipelineRequest.of(1.0, {**options, "given": {"compute": {"device": "cpu"}}}), 3000.0)
+    assert asked[-1].gpus == 1
+
+
+def test_launched_processes_share_the_clock(here: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """go.json has the time that the launcher has spent; a process that it has started does not count it twice."""
+    run = RunDirectory.create(here / "runs", "tiny", "tiny")
+    options = {"preset": "tiny.toml", "data": str(data), "given": {}, "gpu_budget": None}
+    options |= {"target_loss": None, "probes": "probes", "gpus": 2}
+    monkeypatch.setattr(deskside, "STARTED", time.perf_counter() - 100)
+    launcher = PipelineState.begin(run, 1.0, options, "deskside go", 50.0)
+    assert launcher.seconds_spent() == pytest.approx(150, abs=1)
+    assert PipelineState.of_launcher(run.path).seconds_spent() == pytest.approx(150, abs=1)
 
 
 # Decisions of the pilot

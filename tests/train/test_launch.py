@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from deskside.train import launch
-from deskside.utils.errors import UsageError
+from deskside.utils.errors import ProcessError, UsageError
 from tests.sources import ROOT
 from tests.train import tiny_run
 from tests.train.test_resume import SLOWER, arguments, check_same, preset
@@ -75,32 +75,32 @@ def check_all_ended(pids: Sequence[int], seconds: float = 10) -> None:
 
 
 FAILURES = {
-    "all, wrong usage": ("fail('no such preset', 'error', 2)", 2, "deskside: no such preset\n"),
+    "all, wrong usage": ("fail('no such preset', 'error', 2)", 2, "deskside: no such preset"),
     "the cause ends later": (
         "fail('lost', 'unexpected', 1) if rank else (time.sleep(0.3), fail('disk full', 'error', 1))",
         1,
-        "deskside: rank 0: disk full\n",
+        "deskside: rank 0: disk full",
     ),
     "the others hang and ignore SIGTERM": (
         "if rank == 2: others_started(2); fail('out of memory: 3 GiB', 'error', 1)\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN); hang()",
         1,
-        "deskside: rank 2: out of memory: 3 GiB\n",
+        "deskside: rank 2: out of memory: 3 GiB",
     ),
     "killed": (
         "if rank == 1: others_started(2); os.kill(os.getpid(), signal.SIGKILL)\nhang()",
         137,
-        "deskside: rank 1: was killed by SIGKILL\n",
+        "deskside: rank 1: was killed by SIGKILL",
     ),
     "killed, the others lose it": (
         "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(0.2); fail('lost', 'unexpected', 1)",
         137,
-        "deskside: rank 1: was killed by SIGKILL\n",
+        "deskside: rank 1: was killed by SIGKILL",
     ),
     "without a report": (
         "if rank == 1: print('bad address', file=sys.stderr); sys.exit(7)\nhang()",
         7,
-        "bad address\ndeskside: rank 1: ended with 7\n",
+        "bad address\ndeskside: rank 1: ended with 7",
     ),
 }
 
@@ -113,11 +113,14 @@ def test_a_failure_ends_all_and_says_why_once(
     folder = program(body)
     handlers = [signal.getsignal(number) for number in (*launch.FORWARDED, signal.SIGQUIT)]
     began = time.monotonic()
-    assert launch.launch([], 3) == code
+    with pytest.raises((UsageError, ProcessError)) as raised:
+        launch.launch([], 3)
+    error = raised.value
+    assert isinstance(error, UsageError if code == 2 else ProcessError) and error.exit_code == code
     assert time.monotonic() - began < launch.SETTLE_SECONDS + launch.GRACE_SECONDS + 10
     assert [signal.getsignal(number) for number in (*launch.FORWARDED, signal.SIGQUIT)] == handlers
-    output, error = capfd.readouterr()
-    assert output == "" and error.endswith(text)
+    printed, _, message = text.rpartition("deskside: ")
+    assert str(error) == message and capfd.readouterr() == ("", printed)
     check_all_ended([int(path.read_text()) for path in folder.iterdir()], 0.1)
 
 
