@@ -19,7 +19,6 @@ with u = 2^-8, plus that of additions in float32.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -28,6 +27,7 @@ from torch import Tensor, nn
 from deskside.kernels.functional import at_least_float32
 from deskside.optim.groups import ParameterInfo
 from deskside.optim.side_stream import WAITING, SideStream
+from deskside.train.loop.gradient_hooks import call_after_gradient
 from deskside.train.parallel import World
 
 BUCKET_BYTES = 2**24  # float32 bytes from which a gradient is summed alone, and a shared bucket is full
@@ -90,9 +90,9 @@ class GradientBuckets:
         if world.size == 1 or world.sharded:
             return
         self.buckets = make_buckets(infos, owners)
-        for bucket in self.buckets:
+        for number, bucket in enumerate(self.buckets):
             for parameter in bucket.parameters:
-                parameter.register_post_accumulate_grad_hook(partial(self._complete, bucket))
+                call_after_gradient(parameter, self._complete, number)
 
     def begin_step(self, overlap: bool) -> None:
         """Begin a step. overlap: send buckets during its last backward; otherwise, `finish` sends all of them.
@@ -117,10 +117,10 @@ class GradientBuckets:
         self._next = len(self.buckets)
         self._side.join()
 
-    def _complete(self, bucket: Bucket, parameter: Tensor) -> None:
+    def _complete(self, number: int, parameter: nn.Parameter) -> None:
         if not self._armed:
             return
-        bucket.missing -= 1
+        self.buckets[number].missing -= 1
         while self._next < len(self.buckets) and not self.buckets[self._next].missing:
             self._send(self.buckets[self._next])
             self._next += 1

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from deskside.kernels.stochastic_rounding import add_rounded_, rounding_seed
 from deskside.optim.groups import clean_name
+from deskside.train.loop.gradient_hooks import call_after_gradient
 
 
 class GradientSums:
@@ -32,9 +33,8 @@ class GradientSums:
             and parameter.dtype == torch.bfloat16
             and clean_name(name) not in without
         }
-        names = {id(parameter): name for name, parameter in self._parameters.items()}
-        for parameter in self._parameters.values():
-            parameter.register_post_accumulate_grad_hook(lambda p: self._add(names[id(p)], p))
+        for name, parameter in self._parameters.items():
+            call_after_gradient(parameter, self._add, name)
 
     def begin_step(self, step: int) -> None:
         """Begin step number `step`, from which the rounding of its sums follows."""

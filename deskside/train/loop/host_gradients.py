@@ -22,6 +22,7 @@ from deskside.optim.groups import ParameterInfo
 from deskside.optim.offload import OffloadJob, Streamer, host_zeros, pieces
 from deskside.optim.sharded import gradient_of, no_gradient, sum_of_squares
 from deskside.optim.side_stream import SideStream
+from deskside.train.loop.gradient_hooks import call_after_gradient
 
 
 class HostGradients:
@@ -38,8 +39,9 @@ class HostGradients:
         self._sums: dict[str, Tensor] = {}
         self._received: set[str] = set()  # in this pass
         self._squares = torch.zeros((), device=device)  # changed in place, because both streams use it
-        for info in optimizer.separate_parameters:
-            info.parameter.register_post_accumulate_grad_hook(partial(self._send, info))
+        self._infos = {info.name: info for info in optimizer.separate_parameters}
+        for name, info in self._infos.items():
+            call_after_gradient(info.parameter, self._send, name)
 
     def begin_step(self, optimizer: Optimizer, passes: int, step: int, limit: float) -> None:
         """Begin step number `step`. limit: not used; a step is skipped as usual."""
@@ -82,17 +84,15 @@ class HostGradients:
             self._optimizer.step_one(info, skip)
         self._optimizer = None
 
-    def _send(self, info: ParameterInfo, parameter: nn.Parameter) -> None:
-        gradient, parameter.grad = gradient_of(info).contiguous(), None
-        self._received.add(info.name)
-        if info.name not in self._sums:
-            self._sums[info.name] = host_zeros(
-                gradient.shape, gradient.dtype, self._device, "optim.gradients"
-            )
+    def _send(self, name: str, parameter: nn.Parameter) -> None:
+        gradient, parameter.grad = gradient_of(self._infos[name]).contiguous(), None
+        self._received.add(name)
+        if name not in self._sums:
+            self._sums[name] = host_zeros(gradient.shape, gradient.dtype, self._device, "optim.gradients")
         jobs = [
             OffloadJob(
-                [self._sums[info.name].view(-1)[part]],
-                partial(self._add, info.name, gradient.view(-1)[part], part.start),
+                [self._sums[name].view(-1)[part]],
+                partial(self._add, name, gradient.view(-1)[part], part.start),
                 reads=self._pass > 0,
             )
             for part in pieces(gradient.numel())

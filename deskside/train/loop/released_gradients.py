@@ -18,6 +18,7 @@ from deskside.optim.build import Optimizer
 from deskside.optim.groups import ParameterInfo
 from deskside.optim.sharded import gradient_of, no_gradient, sum_of_squares
 from deskside.optim.side_stream import SideStream
+from deskside.train.loop.gradient_hooks import call_after_gradient
 
 
 class ReleasedGradients:
@@ -30,8 +31,9 @@ class ReleasedGradients:
         self._received: set[str] = set()  # names of the parameters that were updated in this step
         # Changed in place, because both streams use them.
         self._stopped, self._squares = torch.zeros((), device=device), torch.zeros((), device=device)
-        for info in optimizer.separate_parameters:
-            info.parameter.register_post_accumulate_grad_hook(partial(self._release, info))
+        self._infos = {info.name: info for info in optimizer.separate_parameters}
+        for name, info in self._infos.items():
+            call_after_gradient(info.parameter, self._release, name)
 
     def begin_step(self, optimizer: Optimizer, passes: int, step: int, limit: float) -> None:
         """Begin a step. limit: largest norm of the gradients; 0 changes no weight, which is for dry steps.
@@ -67,8 +69,9 @@ class ReleasedGradients:
         """End the step: all updates were done in the backward."""
         self._optimizer = None
 
-    def _release(self, info: ParameterInfo, parameter: nn.Parameter) -> None:
-        self._received.add(info.name)
+    def _release(self, name: str, parameter: nn.Parameter) -> None:
+        info = self._infos[name]
+        self._received.add(name)
         assert self._optimizer is not None
         if self._optimizer.streamer is None:
             self._update(info)

@@ -4,6 +4,7 @@ A custom autograd function that keeps one of its outputs is such a case: its who
 """
 
 import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -65,3 +66,23 @@ def test_a_step_leaves_no_tensor(arm: str, monkeypatch: pytest.MonkeyPatch) -> N
     finally:
         gc.enable()
     assert alive[0] == alive[1] == alive[2]
+
+
+@pytest.mark.parametrize("gradients", ["device", "host", "released"])
+def test_a_model_is_freed_with_its_run(gradients: str) -> None:
+    """Hooks on parameters that hold parameters make cycles that Python's collector cannot find."""
+    optim = {"name": "adamw", "weights": "bfloat16", "gradients": gradients, "grad_clip": 0.0}
+    config = {"model": DENSE, "optim": optim, "compute": {"device": "cpu", "compile": "fused"}}
+    config |= {"batch": {"sequence_length": 64}, "precision": {"name": "bf16"}}
+    passes = 1 if gradients == "released" else 2
+    spec = {"preset": "demo", "tokens": 512, "micro_tokens": 512 // passes, "config": config}
+    prepared = prepare_step(configuration(spec), lambda part: None)
+    device = torch.device("cpu")
+    batches = random_batches(prepared.rows, prepared.fit.micro_rows, prepared.rows_per_step, device)
+    timer = StepTimer(prepared.stepper, batches, prepared.fit.accumulation, Sensors(device))
+    timer.read(timer.launch())
+    parameters = [weakref.ref(p) for p in prepared.stepper.model.parameters()]
+    del prepared, batches, timer
+    for _ in range(10):
+        gc.collect()
+    assert not sum(parameter() is not None for parameter in parameters)
