@@ -13,13 +13,11 @@
   written once. NVFP4_WORK multiplies the time of these bytes by the additional arithmetic of a recipe. It was fitted
   to one run of each recipe, emulated on an H200 (docs/planner-accuracy.md).
 
-Experts have FP8 operands with a scale per row in every FP8 recipe (`config/recipes.py`). Their grouped products run
-natively where the device supports "fp8-grouped", and NVFP4 is always emulated for experts. The bytes of their casts
-were counted from the code: EXPERT_FP8_ROWS for the form that sums over columns, EXPERT_FP8_COLUMNS for the transposed
-form, whose maxima need a pass of their own, and EXPERT_FP8_BOTH for both at once. The kernels of the gate cast their
-results: EXPERT_FP8_GATE is what they read and write more than those in BF16. An emulated product reads the codes and
-writes them in BF16. The rate of native grouped products relative to FP8's peak is assumed to be that of dense ones with
-a scale per row.
+Experts have FP8 operands with a scale per row in every FP8 recipe, and weight gradients in BF16 (`config/recipes.py`).
+Their grouped products run natively where the device supports "fp8-grouped", and NVFP4 is always emulated for experts.
+The kernels that write a tensor in BF16 write FP8 too, or instead in the forward, which the model leaves out:
+EXPERT_FP8_GRADIENT is what is written more. An emulated product reads the codes and writes them in BF16. The rate of
+native grouped products relative to FP8's peak is assumed to be that of dense ones with a scale per row.
 
 By default, weights are converted once per optimizer step and the copies are kept (`precision.weight_cache`).
 """
@@ -41,9 +39,7 @@ EMULATED_RATE_SHARE = 0.8  # rate of an emulated product, relative to BF16
 FP8_TRAFFIC = 1.47  # element-wise traffic, relative to BF16
 CURRENT_SCALING = ("fp8-tensorwise", "fp8-rowwise")  # FP8 recipes whose scales come from the tensor itself
 CURRENT_SCALING_BYTES = 6.0  # per value: read for the maximum, read again, written in two layouts
-# Bytes per value. Of the gate: in the forward per hidden value; in the backward per input and per hidden value.
-EXPERT_FP8_ROWS, EXPERT_FP8_COLUMNS, EXPERT_FP8_BOTH, EXPERT_FP8_EMULATED = 3.0, 5.0, 6.0, 3.0
-EXPERT_FP8_GATE = (-1.0, 2.0, 1.0)
+EXPERT_FP8_GRADIENT, EXPERT_FP8_EMULATED = 1.0, 3.0  # bytes per value
 NVFP4_READ, NVFP4_WRITTEN = 4.0, {True: 0.5625, False: 2.0}  # bytes per value and product; keys: native
 # Time of quantizing relative to the time of its memory traffic, by recipe.
 NVFP4_WORK: dict[Precision, float] = {

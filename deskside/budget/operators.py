@@ -39,11 +39,8 @@ from deskside.budget.adapters import adapter_params, block_bytes, projection_siz
 from deskside.budget.format_costs import (
     CURRENT_SCALING,
     CURRENT_SCALING_BYTES,
-    EXPERT_FP8_BOTH,
-    EXPERT_FP8_COLUMNS,
     EXPERT_FP8_EMULATED,
-    EXPERT_FP8_GATE,
-    EXPERT_FP8_ROWS,
+    EXPERT_FP8_GRADIENT,
     FP8_TRAFFIC,
     NVFP4_WORK,
     Format,
@@ -327,7 +324,8 @@ def _products(
     quantized_share = spec.quantized_share(s.shape.num_hidden_layers) if quantized(spec.precision) else 0.0
     forward, backward = product_formats(spec.precision)
     shares: dict[RunsAs, float] = {_unquantized_format(spec): 1 - quantized_share}
-    by_format: list[tuple[Format, float]] = [(forward, 1 / 3), (backward, 2 / 3)]
+    weight_gradient: Format = "bf16" if experts and backward == "fp8" else backward
+    by_format: list[tuple[Format, float]] = [(forward, 1 / 3), (backward, 1 / 3), (weight_gradient, 1 / 3)]
     if recompute:
         by_format = [(forward, 1.0)]
     for format, share in by_format:
@@ -400,23 +398,18 @@ def _quantizing_experts(s: Sizes, recompute: bool = False) -> Iterator[Operator]
     blocks = s.leaf("quantized share of the weights", share)
     first, second, gradients = expert_values(s)
     forward, backward = product_formats(spec.precision)
-    inner = (
-        gradients - first
-    )  # the gradients of the first product's output; those of the second's are as many as first
+    # Values that the products read in the forward and of the gradients, in the form that sums over columns.
+    in_forward, in_backward = (first, 0.0) if recompute else (first + second, gradients)
     emulated = 0.0 if "fp8-grouped" in spec.native else EXPERT_FP8_EMULATED
-    gate, gate_outputs, gate_hidden = EXPERT_FP8_GATE
     fp8 = nvfp4 = 0.0
     if forward == "fp8":
-        fp8 += (EXPERT_FP8_ROWS + emulated) * first + (0.0 if recompute else (gate + emulated) * second)
+        fp8 += emulated * in_forward
     else:
-        nvfp4 += first if recompute else first + second
-    if backward == "fp8" and not recompute:
-        fp8 += (
-            EXPERT_FP8_COLUMNS * first + EXPERT_FP8_BOTH * first + gate_outputs * inner + gate_hidden * second
-        )
-        fp8 += emulated * (first + second + 2 * gradients)
+        nvfp4 += in_forward
+    if backward == "fp8":
+        fp8 += (EXPERT_FP8_GRADIENT + emulated) * in_backward
     elif not recompute:
-        nvfp4 += first + second + 2 * gradients
+        nvfp4 += in_backward + first + second + gradients
     if fp8:
         yield Operator("quantizing experts to FP8", "quantize", blocks * fp8, recompute, share=share)
     if nvfp4:

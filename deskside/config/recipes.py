@@ -201,30 +201,27 @@ RECIPES: dict[str, Recipe] = {
 ALIASES = {"fp8": "fp8-delayed"}
 
 
-_ROW = Operand("e4m3", "row")
-# Operands of the experts' weight gradients in FP8 recipes: E4M3, or bfloat16, as in torchao's "rowwise_with_gw_hp".
-# FP8 multiplies faster, but both operands must be cast and transposed.
-EXPERT_WEIGHT_GRADIENT = _ROW
-
-
 def expert_recipe(recipe: Recipe) -> Recipe:
     """Return the recipe in which the experts of a mixture are computed when a run uses `recipe`.
 
     FP8 operands of experts are E4M3 with a scale per row in every FP8 recipe, as in torchao's training of experts: no
     grouped product of torch takes E5M2 or one scale per tensor, and an expert sees too few tokens of a step for a
-    history of its magnitudes. NVFP4 operands are those of `recipe`. The name is that of `recipe`, or fp8-rowwise.
+    history of its magnitudes. Weight gradients are in BF16 then, as in torchao's "rowwise_with_gw_hp": with operands
+    that must be cast and transposed first, FP8 takes longer on an H200 (docs/precision.md). NVFP4 operands are those of
+    `recipe`. The name is that of `recipe`, or fp8-rowwise.
     """
+    row = Operand("e4m3", "row")
 
     def of_experts(product: Product, operand: Operand) -> Product:
         return Product(operand, operand) if product.left.format in ("e4m3", "e5m2") else product
 
-    output, input_gradient = (of_experts(p, _ROW) for p in (recipe.output, recipe.input_gradient))
+    output, input_gradient = (of_experts(p, row) for p in (recipe.output, recipe.input_gradient))
     return replace(
         recipe,
-        name="fp8-rowwise" if output.left == input_gradient.left == _ROW else recipe.name,
+        name="fp8-rowwise" if output.left == input_gradient.left == row else recipe.name,
         output=output,
         input_gradient=input_gradient,
-        weight_gradient=of_experts(recipe.weight_gradient, EXPERT_WEIGHT_GRADIENT),
+        weight_gradient=of_experts(recipe.weight_gradient, _BF16),
     )
 
 

@@ -6,8 +6,8 @@
 
 The down projection is linear, so the router's weight is applied before it, in the kernel of the gate. The rows of the
 experts are gathered again in the backward instead of kept, because they take k times the memory of the norm's output.
-Router logits are in BF16 in every recipe. Weight gradients of BF16 and FP8 products come out in BF16, and are added up
-in the parameter's dtype. In FP8 and NVFP4, each expert's rows are padded with zeros to whole blocks.
+Router logits are in BF16 in every recipe. Weight gradients of BF16 products come out in BF16, and are added up in the
+parameter's dtype. In FP8 and NVFP4, each expert's rows are padded with zeros to whole blocks.
 
 Suffixes: see kernels/moe/reference.py.
 """
@@ -27,7 +27,7 @@ from deskside.precision.expert_linear import ExpertLinear, Forms
 from deskside.precision.fused_shared_expert import FusedSharedExpert
 from deskside.precision.fused_sublayers import flatten_tokens, rms_norm
 from deskside.precision.quantized_linear import ConvertedWeight
-from deskside.precision.sorted_casts import gate, gate_backward, gathered_gradient
+from deskside.precision.sorted_casts import gate, gate_backward, gather_gradient
 from deskside.precision.sorted_operand import SortedRows
 
 
@@ -137,11 +137,12 @@ class _MoE(torch.autograd.Function):
         assert grad_delta is not None
 
         tokens, ends, dtype = routing.tokens_S, routing.ends_E, residual.dtype
-        grad_y = gathered_gradient(flatten_tokens(grad_delta), routing, plan.down.recipe)
+        read = plan.down.recipe.input_gradient.left
+        grad_y = gather_gradient(flatten_tokens(grad_delta), routing, read)
         grad_hidden = plan.down.input_gradient(grad_y, down, dtype)
-        activation, recipes = mixture.experts.activation, (plan.gate_up.recipe, plan.down.recipe)
+        read = plan.gate_up.recipe.input_gradient.left
         grad_inner, grad_weights_S, hidden = gate_backward(
-            grad_hidden, inner, routing, (activation, plan.gated), recipes
+            grad_hidden, inner, routing, mixture.experts.activation, plan.gated, read
         )
         del grad_hidden, inner
         grad_down = plan.down.weight_gradient(grad_y, hidden)

@@ -29,11 +29,12 @@ def grouped_product(
     """Multiply the operands of each expert and return the results in `dtype`. Native results are rounded to bfloat16.
 
     output: rows (S, K) x weights (E, M, K) -> (S, M). input_gradient: (S, M) x (E, M, K) -> (S, K). weight_gradient:
-    (S, M) x (S, K) -> (E, M, K). Operands have the forms of `sorted_operand`. native: compute FP8 on tensor cores.
+    (S, M) x (S, K) -> (E, M, K), not in FP8. Operands have the forms of `sorted_operand`. native: compute FP8 on tensor
+    cores.
     """
     if left.values.dtype.itemsize == 1:
-        multiply = _native_fp8 if native else _emulated_fp8
-        return multiply(kind, left, right, ends_E, dtype)
+        assert kind != "weight_gradient"
+        return (_native_fp8 if native else _emulated_fp8)(left, right, ends_E, dtype)
     if kind == "weight_gradient":
         gradient = moe.grouped_weight_gradient(left.values, right.values, ends_E, dtype)
         return gradient if left.scale is None else gradient.mul_(_scale(left, right)[:, None, None])
@@ -50,36 +51,25 @@ def _scale(left: QuantizedOperand, right: QuantizedOperand) -> Tensor:
 
 
 def _native_fp8(
-    kind: Kind, left: QuantizedOperand, right: QuantizedOperand, ends_E: Tensor, dtype: torch.dtype
+    left: QuantizedOperand, right: QuantizedOperand, ends_E: Tensor, dtype: torch.dtype
 ) -> Tensor:
     assert left.scale is not None and right.scale is not None
-    left_scale, right_scale = left.scale, right.scale
-    if kind == "weight_gradient":  # (M, S) x (S, K): the scales of all experts in one vector
-        left_scale, right_scale = left_scale.flatten(), right_scale.flatten()
     result = torch._scaled_grouped_mm(
         left.values,
         right.values.transpose(-2, -1),
-        left_scale,
-        right_scale,
+        left.scale,
+        right.scale,
         offs=ends_E,
         out_dtype=torch.bfloat16,
-        # Sums over the columns of a weight, not over tokens, are short enough for Hopper's 14 bits (products.py).
-        use_fast_accum=kind != "weight_gradient",
+        use_fast_accum=True,  # sums over the columns of a weight are short enough for Hopper's 14 bits (products.py)
     )
     return result.to(dtype)
 
 
 def _emulated_fp8(
-    kind: Kind, left: QuantizedOperand, right: QuantizedOperand, ends_E: Tensor, dtype: torch.dtype
+    left: QuantizedOperand, right: QuantizedOperand, ends_E: Tensor, dtype: torch.dtype
 ) -> Tensor:
     assert left.scale is not None and right.scale is not None
-    if kind == "weight_gradient":
-        experts_S = experts_of_rows(ends_E, left.values.shape[1])
-        g_SM, x_SK = (
-            _bfloat16(operand.values.T, scale[experts_S])
-            for operand, scale in ((left, left.scale), (right, right.scale))
-        )
-        return moe.grouped_weight_gradient(g_SM, x_SK, ends_E, dtype)
     rows = _bfloat16(left.values, left.scale[:, None])
     return moe.grouped_matmul(rows, _bfloat16(right.values, right.scale[..., None]), ends_E, True).to(dtype)
 

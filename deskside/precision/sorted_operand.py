@@ -4,14 +4,14 @@ Each expert is quantized as if it were a tensor of its own, so that an expert wi
 with large gradients.
 
     FP8     rows form     (S, K) with a scale per row (S,); of weights (E, M, K), scales (E, M)
-            columns form  (K, S) with a scale per expert and column (E, K); of weights (E, K, M), scales (E, K)
+            columns form  of weights only: (E, K, M) with a scale per expert and column (E, K)
     NVFP4   code x block scale in bfloat16, in the layout of the source, with a global scale per expert (E,)
 
 Suffixes: N tokens, S sorted rows, E experts, K columns, M rows of an expert's weight.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -32,14 +32,14 @@ NVFP4_ROWS = 128
 class SortedRows:
     """Rows sorted by expert: those of `source_NK` that `tokens_S` names (-1: zeros), or all if that is None.
 
-    ends_E: as in `moe.Routing`. forms: operands that a kernel has made of these rows already, by the dimension that
-    their product sums over. Each is used once. `source_NK` may be None if no other form is needed.
+    ends_E: as in `moe.Routing`. cast: the operand of a product that sums over the columns, if the kernel that wrote the
+    rows has made it. `source_NK` may be None if no other operand is needed.
     """
 
     source_NK: Tensor | None
     tokens_S: Tensor | None
     ends_E: Tensor
-    forms: dict[Along, QuantizedOperand] = field(default_factory=dict)
+    cast: QuantizedOperand | None = None
 
     @cached_property
     def gathered(self) -> Tensor:
@@ -59,17 +59,13 @@ def quantize_rows_of_experts(
     rows: SortedRows, operand: Operand, along: Along, draws: Draws, product: int
 ) -> QuantizedOperand:
     """Quantize sorted rows into an operand of a grouped product, as `quantize_operand` does with a matrix."""
-    if along in rows.forms:
-        return rows.forms.pop(along)
+    if along == "columns" and rows.cast is not None:
+        return rows.cast
     if operand.format in UNQUANTIZED:
         return QuantizedOperand(rows.gathered)
     if operand.format in DTYPE:
-        assert rows.source_NK is not None
-        if along == "columns":
-            return QuantizedOperand(*moe.cast_rows(rows.source_NK, rows.tokens_S))
-        return QuantizedOperand(
-            *moe.cast_columns(rows.source_NK, rows.tokens_S, rows.ends_E), transposed=True
-        )
+        assert rows.source_NK is not None and along == "columns"  # see `expert_recipe`
+        return QuantizedOperand(*moe.cast_rows(rows.source_NK, rows.tokens_S))
     x_SK = rows.gathered
     signs = draws.signs(product, operand.hadamard, x_SK.device) if operand.fresh_signs else None
     seed = draws.next() if operand.rounding != "nearest" else 0

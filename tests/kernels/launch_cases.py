@@ -153,30 +153,21 @@ def _experts() -> Iterator[CompileCase]:
 
 
 def _expert_casts() -> Iterator[CompileCase]:
-    """Casts to FP8 of the tokens of a model with 3 billion parameters, of sorted rows, and of expert weights."""
-    for E, D in ((8, 2048), (128, 5120)):
-        x, rows, ends = _new(N, D), _new(2 * N, D), _new(E, dtype=torch.int32)
-        tokens = _new(2 * N, dtype=torch.int32)
-        for name, arguments in (("", (rows, None)), ("gathered ", (x, tokens))):
-            how = f"{name}{D} of {E}"
-            yield recorded(f"cast rows {how}", WITH_FP8, fp8_launch.cast_rows, *arguments)
-            for kind, cast in (("columns", fp8_launch.cast_columns), ("both", fp8_launch.cast_both)):
-                yield recorded(f"amax of {kind} {how}", WITH_FP8, cast, *arguments, ends, number=0)
-                yield recorded(f"cast {kind} {how}", WITH_FP8, cast, *arguments, ends, number=1)
-        yield recorded(f"gather and cast {D} of {E}", WITH_FP8, fp8_launch.gather_and_cast, x, tokens)
-        weight = _float(E, 256, D)
-        yield recorded(f"cast weight columns {D}", WITH_FP8, fp8_launch.cast_weight_columns, weight, number=1)
+    """Casts to FP8 of tokens, sorted rows, gates and weights, of a model with 3 billion parameters and of others."""
+    for D, F in ((2048, 2176), (5120, 5120), (4096, 14336)):
+        x, rows, tokens = _new(N, D), _new(2 * N, D), _new(2 * N, dtype=torch.int32)
+        yield recorded(f"cast rows {D}", WITH_FP8, fp8_launch.cast_rows, rows)
+        yield recorded(f"cast rows gathered {D}", WITH_FP8, fp8_launch.cast_rows, x, tokens)
+        yield recorded(f"gather and cast {D}", WITH_FP8, fp8_launch.gather_and_cast, x, tokens)
+        for number, part in enumerate(("amax of", "cast")):
+            weight = (fp8_launch.cast_weight_columns, _float(8, 256, D))
+            yield recorded(f"{part} weight columns {D}", WITH_FP8, *weight, number=number)
         for kind, two in ACTIVATIONS:
-            inner, grad, weights = _new(2 * N, 2 * D if two else D), _new(2 * N, D), _float(2 * N)
-            given, how = (kind, two), f"{kind} {D} of {E}"
-            yield recorded(
-                f"gate to FP8, {how}", WITH_FP8, fp8_launch.weighted_gated_fp8, inner, weights, *given
-            )
-            back = (fp8_launch.weighted_gated_backward_rows, grad, inner, weights, *given)
-            yield recorded(f"gate backward to rows, {how}", WITH_FP8, *back)
-            for number, part in enumerate(("amax", "cast")):
-                back = (fp8_launch.weighted_gated_backward_fp8, grad, inner, weights, ends, *given)
-                yield recorded(f"gate backward to FP8, {part}, {how}", WITH_FP8, *back, number=number)
+            inner, grad, weights = _new(2 * N, 2 * F if two else F), _new(2 * N, F), _float(2 * N)
+            there = (fp8_launch.weighted_gated_fp8, inner, weights, kind, two)
+            yield recorded(f"gate to FP8, {kind} {F}", WITH_FP8, *there)
+            back = (fp8_launch.weighted_gated_backward_fp8, grad, inner, weights, kind, two)
+            yield recorded(f"gate backward to FP8, {kind} {F}", WITH_FP8, *back)
 
 
 def _grouped_products() -> Iterator[CompileCase]:

@@ -166,7 +166,7 @@ def test_kernels_equal_their_reference(found: dict[str, float]) -> None:
     assert max(found.values()) < 1e-6, max(found, key=found.__getitem__)
 
 
-@pytest.mark.parametrize(("function", "count"), [("fp8", 56), ("fp8_of_gates", 68)])
+@pytest.mark.parametrize(("function", "count"), [("fp8", 33), ("fp8_of_gates", 42)])
 def test_casts_to_fp8_equal_their_reference(function: str, count: int) -> None:
     """Scales are equal; the interpreter's conversion to FP8 truncates, so a value may be one step off (1 in 8)."""
     pytest.importorskip("triton")
@@ -208,13 +208,6 @@ def test_casts_are_those_of_ml_dtypes(
     truth, scale = expected(rows.T)
     assert np.array_equal(values.float().numpy(), truth.T.astype(np.float32))
     assert np.array_equal(1 / inverse.double().numpy(), scale)
-    values, inverse = moe.cast_columns(x, routing.tokens_S, routing.ends_E)
-    start = 0
-    for expert, end in enumerate(routing.ends_E.tolist()):
-        truth, scale = expected(rows[start:end])
-        assert np.array_equal(values[:, start:end].float().numpy(), truth.T.astype(np.float32))
-        assert np.array_equal(1 / inverse[expert].double().numpy(), scale)
-        start = end
     weight = x[: tokens // 4 * 4].view(1, -1, 16 * columns)
     if weight.numel():
         values, inverse = moe.cast_weight_columns(weight)
@@ -229,6 +222,6 @@ def test_a_cast_hides_no_infinity(value: float) -> None:
     x[3, 5] = value
     rows, row_inverse = moe.cast_rows(x)
     assert (rows.float() * row_inverse[:, None]).isnan().any(dim=1).nonzero().flatten().tolist() == [3]
-    columns, inverse = moe.cast_columns(x, None, torch.tensor([16, 32], dtype=torch.int32))
-    wide = columns.float().T * inverse.repeat_interleave(16, dim=0)
-    assert wide.isnan().nonzero().unique(dim=0)[:, 1].unique().tolist() == [5] and wide[16:].isfinite().all()
+    columns, inverse = moe.cast_weight_columns(x.view(2, 16, 16))
+    wide_EKM = columns.float() * inverse[..., None]
+    assert wide_EKM.isnan().any(dim=2).nonzero().tolist() == [[0, 5]]

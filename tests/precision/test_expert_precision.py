@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from deskside.config import recipes
 from deskside.config.recipes import RECIPES, Operand, expert_recipe
 from deskside.kernels import moe
 from deskside.model.transformer import Transformer
@@ -147,7 +146,8 @@ def test_every_product_is_within_the_recipes_tolerance(recipe: str) -> None:
     truth = products(plan_of("bf16"), routing, x, g)
     for name, value in products(plan, routing, x, g).items():
         error = float((value.double() - truth[name].double()).norm() / truth[name].double().norm())
-        assert 0.005 < error < plan.recipe.tolerance, name
+        in_bf16 = name == "weight gradient" and not plan.recipe.weight_gradient.quantized
+        assert (0.0 if in_bf16 else 0.005) <= error < (1e-3 if in_bf16 else plan.recipe.tolerance), name
 
 
 def scaled_grouped_mm(
@@ -165,26 +165,17 @@ def scaled_grouped_mm(
     assert scale_a.dtype == scale_b.dtype == torch.float32 and offs.dtype == torch.int32
     assert a.stride(-1) == 1 and b.stride(-2) == 1 and a.stride(0) % 16 == 0 and b.stride(-1) % 16 == 0
     assert a.shape[-1] % 16 == 0 and b.shape[-1] % 16 == 0 and b.shape[-2] % 16 == 0
-    assert scale_a.is_contiguous() and scale_b.is_contiguous()
+    assert scale_a.is_contiguous() and scale_b.is_contiguous() and use_fast_accum
     ends = offs.tolist()
     starts = [0, *ends[:-1]]
     assert all(start % 16 == 0 for start in starts) and all(e > s for s, e in zip(starts, ends, strict=True))
-    if b.dim() == 3:
-        assert ends[-1] == len(a) and scale_a.shape == a.shape[:1] and scale_b.shape == b.shape[::2]
-        pieces = [
-            (a[s:e].double() * scale_a[s:e, None]) @ (b[i].double() * scale_b[i])
-            for i, (s, e) in enumerate(zip(starts, ends, strict=True))
-        ]
-        return torch.cat(pieces).bfloat16()
-    assert a.shape[1] == b.shape[0] == ends[-1]
-    assert scale_a.shape == (len(ends) * len(a),) and scale_b.shape == (len(ends) * b.shape[1],)
-    a_scales, b_scales = scale_a.view(len(ends), -1), scale_b.view(len(ends), -1)
-    return torch.stack(
-        [
-            (a[:, s:e].double() * a_scales[i][:, None]) @ (b[s:e].double() * b_scales[i])
-            for i, (s, e) in enumerate(zip(starts, ends, strict=True))
-        ]
-    ).bfloat16()
+    assert b.dim() == 3
+    assert ends[-1] == len(a) and scale_a.shape == a.shape[:1] and scale_b.shape == b.shape[::2]
+    pieces = [
+        (a[s:e].double() * scale_a[s:e, None]) @ (b[i].double() * scale_b[i])
+        for i, (s, e) in enumerate(zip(starts, ends, strict=True))
+    ]
+    return torch.cat(pieces).bfloat16()
 
 
 @pytest.mark.parametrize("recipe", ["fp8-delayed", "fp8-rowwise", "fp8-nvfp4"])
@@ -192,19 +183,20 @@ def scaled_grouped_mm(
 def test_native_products_get_the_right_operands(
     recipe: str, chosen: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taken: list[bool] = []
+    taken: list[Tensor] = []
 
     def called(*args: Any, **options: Any) -> Tensor:
-        taken.append(options["use_fast_accum"])
-        return scaled_grouped_mm(*args, **options)
+        taken.append(scaled_grouped_mm(*args, **options))
+        return taken[-1]
 
     monkeypatch.setattr(torch, "_scaled_grouped_mm", called)
     routing = routing_of(chosen, plan_of(recipe).align)
     x, g = operands(routing, len(chosen))
     native = products(plan_of(recipe, HardwareCaps(grouped_fp8=True)), routing, x, g)
-    assert taken == ([True, True, False] if recipe != "fp8-nvfp4" else [True])
+    count = 1 if recipe == "fp8-nvfp4" else 2
+    assert len(taken) == count
     emulated = products(plan_of(recipe), routing, x, g)
-    assert len(taken) <= 3
+    assert len(taken) == count
     for name, value in native.items():
         torch.testing.assert_close(value, emulated[name], rtol=1e-2, atol=float(value.std()) * 1e-2)
 
@@ -314,8 +306,10 @@ def test_the_selfcheck_of_experts_passes_on_cpu(recipe: str) -> None:
     result = check_experts(recipe, "cpu")
     assert result.ok and result.reason == ""
     assert result.native == (not RECIPES[recipe].quantized)
-    low = 0.01 if RECIPES[recipe].quantized else 0.0
-    assert all(low <= error < RECIPES[recipe].tolerance for error in result.errors.values())
+    for (name, error), product in zip(
+        result.errors.items(), expert_recipe(RECIPES[recipe]).products, strict=True
+    ):
+        assert (0.01 if product.quantized else 0.0) <= error < RECIPES[recipe].tolerance, name
 
 
 @pytest.mark.parametrize("kind", ["output", "input_gradient", "weight_gradient"])
@@ -361,23 +355,3 @@ def test_a_shared_expert_stays_in_bf16() -> None:
         values = [cache.cached[1].values for cache in override.shared_expert.caches if cache.cached]
         assert values and all(value.dtype == torch.bfloat16 for value in values)
         assert not override.gate_up.plain
-
-
-def test_weight_gradients_of_experts_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other products stay in FP8, padding included; a step and its recomputation are the same to the bit."""
-    chosen = CHOICES["some"] * 8
-    routing = routing_of(chosen, 16)
-    given = routing, *operands(routing, len(chosen))
-    truth, fp8 = products(plan_of("bf16"), *given), products(plan_of("fp8-delayed"), *given)
-    monkeypatch.setattr(recipes, "EXPERT_WEIGHT_GRADIENT", Operand("bfloat16"))
-    found = products(plan_of("fp8-delayed"), *given)
-    torch.testing.assert_close(found["weight gradient"], truth["weight gradient"], rtol=1e-2, atol=1e-6)
-    assert not torch.equal(fp8["weight gradient"], truth["weight gradient"])
-    assert all(torch.equal(found[name], fp8[name]) for name in ("output", "input gradient"))
-    model, applied = quantized_model("fp8-delayed")
-    override = model.layers[0].mlp.forward_override
-    assert isinstance(override, FusedMoE) and override.align == 16
-    gradients = step(model, applied)
-    again, applied = quantized_model("fp8-delayed")
-    applied.set_checkpointing("block")
-    assert worst(step(again, applied), {n: t.double() for n, t in gradients.items()}) == 0

@@ -17,8 +17,6 @@ from deskside.kernels.moe.reference import Routing
 
 __all__ = [
     "Routing",
-    "cast_both",
-    "cast_columns",
     "cast_rows",
     "cast_weight_columns",
     "combine",
@@ -33,7 +31,6 @@ __all__ = [
     "weighted_gated",
     "weighted_gated_backward",
     "weighted_gated_backward_fp8",
-    "weighted_gated_backward_rows",
     "weighted_gated_fp8",
 ]
 
@@ -50,13 +47,8 @@ gathered_gated = operator(reference.gathered_gated, GROUPED)
 grouped_matmul = operator(reference.grouped_matmul, GROUPED)
 grouped_weight_gradient = operator(reference.grouped_weight_gradient, GROUPED)
 cast_rows = operator(fp8_rows.cast_rows, FP8_LAUNCHER, supported=writes_fp8)
-cast_columns = operator(fp8_rows.cast_columns, FP8_LAUNCHER, supported=writes_fp8)
-cast_both = operator(fp8_rows.cast_both, FP8_LAUNCHER, supported=writes_fp8)
 gather_and_cast = operator(fp8_rows.gather_and_cast, FP8_LAUNCHER, supported=writes_fp8)
 weighted_gated_fp8 = operator(fp8_rows.weighted_gated_fp8, FP8_LAUNCHER, supported=writes_fp8)
-weighted_gated_backward_rows = operator(
-    fp8_rows.weighted_gated_backward_rows, FP8_LAUNCHER, supported=writes_fp8
-)
 weighted_gated_backward_fp8 = operator(
     fp8_rows.weighted_gated_backward_fp8, FP8_LAUNCHER, supported=writes_fp8
 )

@@ -2,9 +2,9 @@
 the kernels.
 
 A scale must be constant along the dimension that a product sums over. The output and the input gradient sum over the
-columns of the sorted rows, so each row has a scale. The weight gradient of an expert sums over the rows of this expert,
-so each pair of expert and column has a scale. Its operands are stored transposed, because tensor cores need a
-contiguous summed dimension.
+columns of the sorted rows, so each row has a scale. The output sums over the columns of an expert's weight too, the
+input gradient over its rows, so that form has a scale for each pair of expert and column. It is stored transposed,
+because tensor cores need a contiguous summed dimension.
 
 Scales are powers of two, as in torchao's training of experts: dequantised values are then exact in bfloat16, and an
 ordinary grouped product in bfloat16 emulates the FP8 product, up to the order of its sums.
@@ -48,24 +48,6 @@ def cast_rows(x_NK: Tensor, tokens_S: Tensor | None = None) -> tuple[Tensor, Ten
     return _to_e4m3(x_SK * scale_S[:, None]), scale_S.reciprocal()
 
 
-def cast_columns(x_NK: Tensor, tokens_S: Tensor | None, ends_E: Tensor) -> tuple[Tensor, Tensor]:
-    """Cast sorted rows with a scale per expert and column. Returns E4M3 (K, S), transposed, and 1 / scale (E, K).
-
-    Each expert has a positive multiple of 16 rows. tokens_S: as for `cast_rows`.
-    """
-    x_SK = _gathered(x_NK, tokens_S)
-    experts_S = experts_of_rows(ends_E, len(x_SK))
-    amax_EK = x_SK.new_zeros(len(ends_E), x_SK.shape[1])
-    amax_EK.scatter_reduce_(0, experts_S[:, None].expand_as(x_SK), _magnitude(x_SK), "amax")
-    scale_EK = scale_for(amax_EK)
-    return _to_e4m3(x_SK * scale_EK[experts_S]).T.contiguous(), scale_EK.reciprocal()
-
-
-def cast_both(x_NK: Tensor, tokens_S: Tensor | None, ends_E: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return `cast_rows` and `cast_columns` of the same sorted rows."""
-    return *cast_rows(x_NK, tokens_S), *cast_columns(x_NK, tokens_S, ends_E)
-
-
 def gather_and_cast(x_NK: Tensor, tokens_S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the rows of x that `tokens_S` names, (S, K), and `cast_rows` of them."""
     return _gathered(x_NK, tokens_S).to(x_NK.dtype), *cast_rows(x_NK, tokens_S)
@@ -78,26 +60,16 @@ def weighted_gated_fp8(
     return cast_rows(weighted_gated(x.to(at_least_float32(x)), weights_S, activation, has_gate))
 
 
-def weighted_gated_backward_rows(
+def weighted_gated_backward_fp8(
     grad: Tensor, x: Tensor, weights_S: Tensor, activation: str, has_gate: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the results of `reference.weighted_gated_backward`, with `cast_rows` of the gradient of x after it."""
-    wide = x.to(at_least_float32(x))
-    grad_x, grad_weights_S, hidden = weighted_gated_backward(grad, wide, weights_S, activation, has_gate)
-    return grad_x.to(x.dtype), *cast_rows(grad_x), grad_weights_S, hidden.to(x.dtype)
+    """Return `reference.weighted_gated_backward` and, after its gradient of x, `cast_rows` of that gradient.
 
-
-def weighted_gated_backward_fp8(
-    grad: Tensor, x: Tensor, weights_S: Tensor, ends_E: Tensor, activation: str, has_gate: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return `reference.weighted_gated_backward` in E4M3, cast from at least float32.
-
-    `cast_both` of the gradient of x, `cast_columns` of the output of `weighted_gated`, and the gradient of the weights
-    (S,). ends_E: as for `cast_columns`.
+    The gradient is cast from at least float32.
     """
     wide = x.to(at_least_float32(x))
     grad_x, grad_weights_S, hidden = weighted_gated_backward(grad, wide, weights_S, activation, has_gate)
-    return *cast_both(grad_x, None, ends_E), *cast_columns(hidden, None, ends_E), grad_weights_S
+    return grad_x.to(x.dtype), *cast_rows(grad_x), grad_weights_S, hidden.to(x.dtype)
 
 
 def cast_weight_columns(weight_EMK: Tensor) -> tuple[Tensor, Tensor]:

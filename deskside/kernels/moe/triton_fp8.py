@@ -1,15 +1,15 @@
-"""Casts of sorted rows and of expert weights to E4M3, gathered and transposed on the way. See `fp8_rows`.
+"""Casts of sorted rows, of the gate's results, and of expert weights to E4M3. See `fp8_rows`.
 
-A column of a transposed copy has one scale for each expert, so a tile has rows of one expert only
-(`triton_grouped.rows_of_tile`), and its scales are one number per column. Programs are numbered along the columns
-first: those that run at the same time read whole rows, and not a few bytes of every row, which memory is slow at.
+Rows are cast by one program each, which holds or reads again what it has found the largest magnitude of. Columns of
+weights take two kernels. Their programs are numbered along the columns first: those that run at the same time read
+whole rows, and not a few bytes of every row, which memory is slow at.
 """
 
 import triton
 import triton.language as tl
 
 from deskside.kernels.fused.triton_common import load_four, pack_words, to_fp8
-from deskside.kernels.moe.triton_grouped import rows_of_tile
+from deskside.kernels.fused.triton_gated import activation
 
 
 @triton.jit
@@ -30,40 +30,6 @@ def scale_and_inverse(bits):  # type: ignore[no-untyped-def]
     exponent = tl.where(bits == 0, 127, tl.where(biased == 255, 0, exponent))
     inverse = tl.where(biased == 255, 255, 254 - exponent)
     return (exponent << 23).to(tl.float32, bitcast=True), (inverse << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def store_rows(ROWS, BITS, INVERSE, x, rows, columns, inside, mask, pitch):  # type: ignore[no-untyped-def]
-    """Write a tile x, cast with the scales of its rows, and their inverses. BITS, INVERSE: (S,)."""
-    scale, inverse = scale_and_inverse(tl.load(BITS + rows, mask=inside, other=0))
-    tl.store(INVERSE + rows, inverse, mask=inside)
-    ptrs = ROWS + rows.to(tl.int64)[:, None] * pitch + columns[None, :]
-    tl.store(ptrs, to_fp8(x * scale[:, None], tl.float8e4nv), mask=mask)
-
-
-@triton.jit
-def store_four_rows(ROWS, BITS, INVERSE, a, b, c, d, words, columns, inside, mask, pitch):  # type: ignore[no-untyped-def]
-    """`store_rows` for four tiles (words, columns), of the rows 4 words + 0 to 3."""
-    store_rows(ROWS, BITS, INVERSE, a, words * 4, columns, inside, mask, pitch)
-    store_rows(ROWS, BITS, INVERSE, b, words * 4 + 1, columns, inside, mask, pitch)
-    store_rows(ROWS, BITS, INVERSE, c, words * 4 + 2, columns, inside, mask, pitch)
-    store_rows(ROWS, BITS, INVERSE, d, words * 4 + 3, columns, inside, mask, pitch)
-
-
-@triton.jit
-def store_columns(  # type: ignore[no-untyped-def]
-    WORDS, BITS, INVERSE, a, b, c, d, words, columns, column_mask, mask, pitch
-):
-    """Write the transpose of four tiles, of the rows 4 words + 0 to 3, cast with the scales of their columns.
-
-    BITS, INVERSE: (K,), of the tiles' expert. pitch: words from one column to the next.
-    """
-    scale, inverse = scale_and_inverse(tl.load(BITS + columns, mask=column_mask, other=0))
-    tl.store(INVERSE + columns, inverse, mask=column_mask)
-    scale = scale[None, :]
-    packed = pack_words(a * scale, b * scale, c * scale, d * scale, tl.float8e4nv)
-    ptrs = WORDS + columns.to(tl.int64)[:, None] * pitch + words[None, :]
-    tl.store(ptrs, tl.trans(packed), mask=tl.trans(mask))
 
 
 @triton.jit
@@ -94,79 +60,137 @@ def cast_rows(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def sorted_amax(  # type: ignore[no-untyped-def]
-    X, TOKENS, ENDS, ROW_BITS, COLUMN_BITS, K, E, HAS_TOKENS: tl.constexpr, HAS_ROWS: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr,
-):  # fmt: skip
-    """Raise the largest magnitudes of each expert's columns, COLUMN_BITS (E, K), and of rows, ROW_BITS (S,).
-
-    Both are bits of float32 and start at zero.
-    """
-    pieces = tl.cdiv(K, BLOCK_K)
-    expert, first, stop = rows_of_tile(tl.program_id(0) // pieces, ENDS, E, BLOCK_S, BLOCK_E)
-    if first >= stop:
-        return
-    columns = tl.program_id(0) % pieces * BLOCK_K + tl.arange(0, BLOCK_K)
-    rows = first + tl.arange(0, BLOCK_S)
-    inside, source = rows < stop, rows
-    if HAS_TOKENS:
-        source = tl.load(TOKENS + rows, mask=inside, other=-1)
-    mask = (inside & (source >= 0))[:, None] & (columns < K)[None, :]
-    x = tl.load(X + source.to(tl.int64)[:, None] * K + columns[None, :], mask=mask, other=0.0)
-    bits = magnitude_bits(x)
-    tl.atomic_max(COLUMN_BITS + expert.to(tl.int64) * K + columns, tl.max(bits, axis=0), mask=columns < K)
-    if HAS_ROWS:
-        tl.atomic_max(ROW_BITS + rows, tl.max(bits, axis=1), mask=inside)
+def _hidden(  # type: ignore[no-untyped-def]
+    INPUT, weight, columns, F, KIND: tl.constexpr, GATED: tl.constexpr
+):
+    """Return hidden values of a row, times the router's weight, in float32. INPUT: pointer to the row."""
+    hidden, _ = activation(tl.load(INPUT + columns, mask=columns < F, other=0.0).to(tl.float32), KIND)
+    if GATED:
+        hidden *= tl.load(INPUT + F + columns, mask=columns < F, other=0.0).to(tl.float32)
+    return hidden * weight
 
 
 @triton.jit
-def sorted_cast(  # type: ignore[no-untyped-def]
-    X, TOKENS, ENDS, ROW_BITS, COLUMN_BITS, ROWS, WORDS, ROW_INVERSE, COLUMN_INVERSE, K, E, pitch, expert_pitch,
-    HAS_TOKENS: tl.constexpr, HAS_ROWS: tl.constexpr, ALIGN: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr,
+def weighted_gated_fp8(  # type: ignore[no-untyped-def]
+    INPUT, WEIGHTS, OUT, INVERSE, F,
+    KIND: tl.constexpr, GATED: tl.constexpr, BLOCK_F: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
-    """Write the transpose of X's sorted rows as WORDS of four E4M3 values, and the rows themselves, ROWS (S, K).
+    """Write OUT (S, F) in E4M3 and INVERSE (S,), 1 / the scale of each row, for INPUT (S, 2F), gate and up, or (S, F).
 
-    The inverses of their scales are COLUMN_INVERSE (E, K) and ROW_INVERSE (S,). ALIGN: each expert's number of rows is
-    a multiple. pitch: values from one column to the next. expert_pitch: values to add for each expert before a row's
-    own. Both are multiples of ALIGN. Other arguments: see `sorted_amax`.
+    One program per row, which it holds in two pieces of BLOCK_F and TAIL columns; TAIL may be 0.
     """
-    pieces = tl.cdiv(K, BLOCK_K)
-    expert, first, stop = rows_of_tile(tl.program_id(0) // pieces, ENDS, E, BLOCK_S, BLOCK_E)
-    if first >= stop:
-        return
-    columns = tl.program_id(0) % pieces * BLOCK_K + tl.arange(0, BLOCK_K)
-    column_mask = columns < K
-    words = first // ALIGN * (ALIGN // 4) + tl.arange(0, BLOCK_S // 4)
-    inside = words < stop // ALIGN * (ALIGN // 4)
-    mask = inside[:, None] & column_mask[None, :]
-    if HAS_TOKENS:
-        a, b, c, d = _gather_four(X, TOKENS, words, inside, columns, K)
-    else:
-        a, b, c, d = load_four(X + words.to(tl.int64)[:, None] * (4 * K) + columns[None, :], K, mask)
-    if HAS_ROWS:
-        store_four_rows(ROWS, ROW_BITS, ROW_INVERSE, a, b, c, d, words, columns, inside, mask, K)
-    expert = expert.to(tl.int64)
-    out, bits, inverse = (
-        WORDS + expert * (expert_pitch // 4),
-        COLUMN_BITS + expert * K,
-        COLUMN_INVERSE + expert * K,
+    row = tl.program_id(0).to(tl.int64)
+    weight = tl.load(WEIGHTS + row)
+    INPUT += row * (2 * F if GATED else F)
+    columns = tl.arange(0, BLOCK_F)
+    hidden = _hidden(INPUT, weight, columns, F, KIND, GATED)
+    amax = tl.max(magnitude_bits(hidden), axis=0, keep_dims=True)
+    if TAIL:
+        tail_columns = BLOCK_F + tl.arange(0, TAIL)
+        tail = _hidden(INPUT, weight, tail_columns, F, KIND, GATED)
+        amax = tl.maximum(amax, tl.max(magnitude_bits(tail), axis=0, keep_dims=True))
+    scale, inverse = scale_and_inverse(amax)
+    tl.store(INVERSE + row + tl.arange(0, 1), inverse)
+    OUT += row * F
+    tl.store(OUT + columns, to_fp8(hidden * scale, OUT.dtype.element_ty), mask=columns < F)
+    if TAIL:
+        tl.store(OUT + tail_columns, to_fp8(tail * scale, OUT.dtype.element_ty), mask=tail_columns < F)
+
+
+@triton.jit
+def _backward(  # type: ignore[no-untyped-def]
+    GRAD, INPUT, weight, OUT, HIDDEN, columns, F, KIND: tl.constexpr, GATED: tl.constexpr
+):
+    """Write the gradients and hidden values of some columns of a row. Arguments: pointers to the row.
+
+    Returns the gradients of gate (or of the only input) and of up (or the same again) in float32, their largest
+    magnitude, and the sum that is the gradient of the router's weight.
+    """
+    mask = columns < F
+    grad = tl.load(GRAD + columns, mask=mask, other=0.0).to(tl.float32)
+    hidden, slope = activation(tl.load(INPUT + columns, mask=mask, other=0.0).to(tl.float32), KIND)
+    weighted = grad * weight
+    grad_gate = weighted * slope
+    grad_up = grad_gate
+    if GATED:
+        up = tl.load(INPUT + F + columns, mask=mask, other=0.0).to(tl.float32)
+        grad_gate *= up
+        grad_up = weighted * hidden
+        hidden *= up
+        tl.store(OUT + F + columns, grad_up.to(OUT.dtype.element_ty), mask=mask)
+    tl.store(OUT + columns, grad_gate.to(OUT.dtype.element_ty), mask=mask)
+    tl.store(HIDDEN + columns, (hidden * weight).to(HIDDEN.dtype.element_ty), mask=mask)
+    bits = tl.maximum(magnitude_bits(grad_gate), magnitude_bits(grad_up))
+    return grad_gate, grad_up, tl.max(bits, axis=0, keep_dims=True), tl.sum(grad * hidden, axis=0)
+
+
+@triton.jit
+def weighted_gated_backward_fp8(  # type: ignore[no-untyped-def]
+    GRAD, INPUT, WEIGHTS, OUT, GRAD_WEIGHTS, HIDDEN, ROWS, INVERSE, F,
+    KIND: tl.constexpr, GATED: tl.constexpr, BLOCK_F: tl.constexpr, TAIL: tl.constexpr,
+):  # fmt: skip
+    """Like `triton_rows.weighted_gated_backward`, and writes OUT in E4M3 too, ROWS, with INVERSE (S,).
+
+    BLOCK_F, TAIL: as for `weighted_gated_fp8`.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    weight = tl.load(WEIGHTS + row)
+    width = 2 * F if GATED else F
+    GRAD, HIDDEN, INPUT, OUT, ROWS = (
+        GRAD + row * F,
+        HIDDEN + row * F,
+        INPUT + row * width,
+        OUT + row * width,
+        ROWS + row * width,
     )
-    store_columns(out, bits, inverse, a, b, c, d, words, columns, column_mask, mask, pitch // 4)
+    columns = tl.arange(0, BLOCK_F)
+    gate, up, amax, grad_weight = _backward(GRAD, INPUT, weight, OUT, HIDDEN, columns, F, KIND, GATED)
+    if TAIL:
+        tail_columns = BLOCK_F + tl.arange(0, TAIL)
+        tail_gate, tail_up, more, product = _backward(
+            GRAD, INPUT, weight, OUT, HIDDEN, tail_columns, F, KIND, GATED
+        )
+        amax, grad_weight = tl.maximum(amax, more), grad_weight + product
+    scale, inverse = scale_and_inverse(amax)
+    tl.store(GRAD_WEIGHTS + row, grad_weight)
+    tl.store(INVERSE + row + tl.arange(0, 1), inverse)
+    _store_row(ROWS, gate, up, scale, columns, F, GATED)
+    if TAIL:
+        _store_row(ROWS, tail_gate, tail_up, scale, tail_columns, F, GATED)
 
 
 @triton.jit
-def _gather_four(X, TOKENS, words, inside, columns, K):  # type: ignore[no-untyped-def]
-    """Return four tiles as float32: the rows of X that TOKENS names at 4 words + 0 to 3; zeros for padding."""
-    a = _gather(X, TOKENS + words * 4, inside, columns, K)
-    b = _gather(X, TOKENS + words * 4 + 1, inside, columns, K)
-    c = _gather(X, TOKENS + words * 4 + 2, inside, columns, K)
-    d = _gather(X, TOKENS + words * 4 + 3, inside, columns, K)
-    return a, b, c, d
+def _store_row(ROWS, gate, up, scale, columns, F, GATED: tl.constexpr):  # type: ignore[no-untyped-def]
+    tl.store(ROWS + columns, to_fp8(gate * scale, ROWS.dtype.element_ty), mask=columns < F)
+    if GATED:
+        tl.store(ROWS + F + columns, to_fp8(up * scale, ROWS.dtype.element_ty), mask=columns < F)
 
 
 @triton.jit
-def _gather(X, tokens, inside, columns, K):  # type: ignore[no-untyped-def]
-    token = tl.load(tokens, mask=inside, other=-1).to(tl.int64)
-    mask = (token >= 0)[:, None] & (columns < K)[None, :]
-    return tl.load(X + token[:, None] * K + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+def column_amax(X, BITS, M, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Raise BITS (E, K), which starts at zero, to `magnitude_bits` of the largest values of X's (E, M, K) columns."""
+    pieces, expert = tl.cdiv(K, BLOCK_K), tl.program_id(1).to(tl.int64)
+    rows = tl.program_id(0) // pieces * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = tl.program_id(0) % pieces * BLOCK_K + tl.arange(0, BLOCK_K)
+    mask = (rows < M)[:, None] & (columns < K)[None, :]
+    x = tl.load(X + (expert * M + rows)[:, None] * K + columns[None, :], mask=mask, other=0.0)
+    tl.atomic_max(BITS + expert * K + columns, tl.max(magnitude_bits(x), axis=0), mask=columns < K)
+
+
+@triton.jit
+def cast_columns(  # type: ignore[no-untyped-def]
+    X, BITS, WORDS, INVERSE, M, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """Write the transpose of each expert's X (E, M, K) as WORDS (E, K, M / 4) of four E4M3 values, and INVERSE (E, K),
+    1 / the scale of each column, from the BITS of `column_amax`."""
+    pieces, expert = tl.cdiv(K, BLOCK_K), tl.program_id(1).to(tl.int64)
+    words = tl.program_id(0) // pieces * (BLOCK_M // 4) + tl.arange(0, BLOCK_M // 4)
+    columns = tl.program_id(0) % pieces * BLOCK_K + tl.arange(0, BLOCK_K)
+    mask = (words < M // 4)[:, None] & (columns < K)[None, :]
+    places = expert * K + columns
+    scale, inverse = scale_and_inverse(tl.load(BITS + places, mask=columns < K, other=0))
+    tl.store(INVERSE + places, inverse, mask=columns < K)  # by every tile of a column, with the same value
+    a, b, c, d = load_four(X + (expert * M + words * 4)[:, None] * K + columns[None, :], K, mask)
+    scale = scale[None, :]
+    packed = pack_words(a * scale, b * scale, c * scale, d * scale, tl.float8e4nv)
+    tl.store(WORDS + places[:, None] * (M // 4) + words[None, :], tl.trans(packed), mask=tl.trans(mask))

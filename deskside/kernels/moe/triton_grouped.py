@@ -19,7 +19,7 @@ from deskside.kernels.nvfp4.matmul import tile_origin
 
 
 @triton.jit
-def rows_of_tile(tile, ENDS, E, BL: tl.constexpr, BLOCK_E: tl.constexpr):  # type: ignore[no-untyped-def]
+def _rows_of_tile(tile, ENDS, E, BL: tl.constexpr, BLOCK_E: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return a row tile's expert and first row, and the first row after the expert's; all 0 for a tile without rows."""
     experts = tl.arange(0, BLOCK_E)
     ends = tl.load(ENDS + experts, mask=experts < E, other=0)
@@ -44,7 +44,7 @@ def grouped_matmul(  # type: ignore[no-untyped-def]
     EVEN: K is a multiple of BS. For rows and columns beyond an edge, other ones are read, and nothing is written.
     """
     i, j0 = tile_origin(tl.program_id(0), row_tiles * BL, M, BL, BR, GROUP)
-    expert, first, stop = rows_of_tile(i // BL, ENDS, E, BL, BLOCK_E)
+    expert, first, stop = _rows_of_tile(i // BL, ENDS, E, BL, BLOCK_E)
     if first >= stop:
         return
     i = first + tl.arange(0, BL)
@@ -88,7 +88,7 @@ def gathered_gated(  # type: ignore[no-untyped-def]
     written. Other arguments: as for `grouped_matmul`.
     """
     i, j0 = tile_origin(tl.program_id(0), row_tiles * BL, F, BL, BR, GROUP)
-    expert, first, stop = rows_of_tile(i // BL, ENDS, E, BL, BLOCK_E)
+    expert, first, stop = _rows_of_tile(i // BL, ENDS, E, BL, BLOCK_E)
     if first >= stop:
         return
     i = first + tl.arange(0, BL)
