@@ -9,6 +9,7 @@ A checkpoint that is written while training goes on takes a copy of weights and 
 """
 
 from deskside.budget.adapters import adapter_params
+from deskside.budget.replicas import update_shares
 from deskside.budget.shape import Shape
 from deskside.budget.sizes import Sizes
 from deskside.budget.states import state_bytes
@@ -35,7 +36,9 @@ def checkpoint_bytes(shape: Shape, spec: StepSpec) -> int:
         weights: float = 4 * adapter_params(shape, spec.adapter)
     else:
         weights = spec.weight_bytes * (s.block_weights + s.root_weights) + 4 * s.vectors
-    return int(weights / s.shards + state_bytes(s).total)
+    states = state_bytes(s)
+    others = states.matrices * (update_shares(spec) - 1)  # of matrices that other replicas update
+    return int(weights / s.shards + states.total + others)
 
 
 def host_gradient_bytes(s: Sizes) -> float:

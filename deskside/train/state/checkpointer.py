@@ -110,10 +110,11 @@ class Checkpointer:
         if background is False:
             self.foreground_reason = "checkpoint.background is false"
             return
+        groups, _ = self._tensors()  # on every rank, because replicas that share Muon send their momentum
         if self._writes:
             try:
                 processes = local_processes() if self.world.sharded else 1
-                self._staging = Staging(self._tensors()[0], self.world.device, processes)
+                self._staging = Staging(groups, self.world.device, processes)
             except (UsageError, RunError) as error:
                 if background is True:
                     raise
