@@ -30,6 +30,7 @@ from deskside.train.loop.step import DeviceEvent, StepMetrics, Stepper
 from deskside.train.objective import RowDataset, TrainContext
 from deskside.train.prepare import attention_backends, setup
 from deskside.train.prepare.batch_size_finder import BatchSizeFinder, MicroBatch, StageWork
+from deskside.train.prepare.fused_tiles import choose_and_use_tiles
 from deskside.train.prepare.step_planning import modelled_memory_gib, native_formats
 from deskside.utils.trials import TrialCache
 
@@ -126,6 +127,9 @@ def prepare_step(config: RunConfig, report: Callable[[str], None] = lambda done:
     report("attention chosen")
     native, formats = bool(precision["native"]), native_formats(precision)
     execution = setup.prepare_execution(config, model, world, recipe, precision, cache)
+    if execution.mode == "fused":
+        tokens = attention_backends.run_tokens(config, world, peak)
+        choose_and_use_tiles(model, world, recipe, tokens, cache, None)
     report("sublayers checked")
     scaling = scales(
         config.model.hidden_size, config.batch.tokens, 1000 * config.batch.tokens, config.optim.name

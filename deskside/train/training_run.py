@@ -34,8 +34,9 @@ from deskside.train.loop.trainer import RunLength, StageWork, Trainer, TrainProg
 from deskside.train.objective import Evaluation, NextToken, Objective, Session, TrainContext
 from deskside.train.parallel import World
 from deskside.train.prepare import setup
-from deskside.train.prepare.attention_backends import choose_attention, recorded_attention
+from deskside.train.prepare.attention_backends import choose_attention, recorded_attention, run_tokens
 from deskside.train.prepare.batch_size_finder import BatchSizeFinder
+from deskside.train.prepare.fused_tiles import choose_and_use_tiles
 from deskside.train.prepare.preflight import EVALUATE_SHARE, TimeBudget, check_start
 from deskside.train.prepare.startup import Startup
 from deskside.train.prepare.step_planning import (
@@ -183,6 +184,7 @@ class _Run:
         self.initial, self.resumed, self.callback = initial, resumed, callback
         self.log = RunLog(run, world.is_rank_zero)
         self.recorded: dict[str, Any] = {}  # plan.json of a resumed run
+        self.tiles: dict[str, Any] = {}
         if resumed and (run.path / "plan.json").exists():
             self.recorded = recorded_plan(run)
         assert config.schedule.length is not None  # checked by `preflight.check_start`
@@ -287,6 +289,10 @@ class _Run:
         self.startup.done("attention trial")
         execution = setup.prepare_execution(config, model, world, recipe, self.precision_facts, cache)
         self.recipe, self.execution_mode = recipe, execution.mode
+        if execution.mode == "fused":
+            tokens = run_tokens(config, world, peak_flops)
+            self.tiles = choose_and_use_tiles(model, world, recipe, tokens, cache, recorded.get("tiles"))
+        self.startup.done("sublayers")
         if world.device.type == "cuda":
             check_host_memory(config, recipe, execution.mode, world)
         self.context = TrainContext(
@@ -374,6 +380,7 @@ class _Run:
             "precision": self.precision_facts,
             "compile": self.execution_mode,
         }
+        self.facts |= {"tiles": self.tiles} if self.tiles else {}
         self.facts |= {"before": self.before} if self.before else {}
         if epochs := self.facts["mixture_epochs"]:
             self.log.say(describe_epochs(epochs))

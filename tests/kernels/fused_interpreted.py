@@ -1,13 +1,13 @@
 """The fused kernels, the loss, embeddings and the dequantizer in Triton's interpreter, beside the torch reference."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from deskside.kernels import cross_entropy, cross_entropy_triton, stored_weights_triton
-from deskside.kernels.fused import launch, reference
+from deskside.kernels.fused import launch, reference, tiles
 from deskside.kernels.fused.reference import Cast, Fp8, QkvLayout
 from deskside.kernels.stored_weights import dequantize_int8
 from tests.kernels.test_dequantize import SHAPES, codes_and_scales
@@ -77,6 +77,7 @@ def main() -> dict[str, float]:
     sums(found)
     rope(found)
     gated(found)
+    every_tile(found)
     losses(found)
     embeddings(found)
     return found
@@ -127,6 +128,40 @@ def gated(found: dict[str, float]) -> None:
                     launch.gated_backward(grad, x, kind, two, a),
                     reference.gated_backward(grad, x, kind, two, b),
                 )
+
+
+def every_tile(found: dict[str, float]) -> None:
+    """The number of bytes that differ from those with the first tile."""
+    x_ND, x_NW, grad_NF = torch.randn(N, D), torch.randn(N, 2 * F), torch.randn(N, F)
+    scales = (torch.rand(N) + 10, torch.rand(D) + 10)
+
+    def with_amax(launched: Callable[[Cast], Fp8]) -> tuple[Tensor, ...]:
+        made = cast(E4)
+        fp8 = launched(made)
+        return fp8.rows, fp8.columns, made.amax
+
+    def rows_and_columns(fp8: Fp8) -> tuple[Tensor, ...]:
+        return fp8.rows, fp8.columns
+
+    runs: dict[str, Callable[[], tuple[Tensor, ...]]] = {
+        "gated": lambda: (launch.gated(x_NW, "silu", True),),
+        "gated_backward": lambda: (launch.gated_backward(grad_NF, x_NW, "silu", True),),
+        "gated_fp8": lambda: with_amax(lambda c: launch.gated(x_NW, "silu", True, c)),
+        "gated_backward_fp8": lambda: with_amax(
+            lambda c: launch.gated_backward(grad_NF, x_NW, "silu", True, c)
+        ),
+        "cast_fp8": lambda: with_amax(lambda c: launch.cast_fp8(x_ND, c)),
+        "cast_both": lambda: rows_and_columns(launch.cast_both(x_ND, E4, *scales)),
+        "row_col_amax": lambda: launch.row_col_amax(x_ND),
+    }
+    assert runs.keys() == tiles.CANDIDATES.keys()
+    for kernel, run in runs.items():
+        first = run()
+        for tile in tiles.CANDIDATES[kernel][1:]:
+            with tiles.temporarily(kernel, tile):
+                pairs = zip(run(), first, strict=True)
+            different = (a.reshape(-1).view(torch.uint8) != b.reshape(-1).view(torch.uint8) for a, b in pairs)
+            found[f"{kernel} {tile}: bytes"] = float(sum(int(bytes_.sum()) for bytes_ in different))
 
 
 def losses(found: dict[str, float]) -> None:

@@ -3,7 +3,7 @@
 Shapes are those of small and of large models: a row of 5120 channels is where shared memory would first run out.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from unittest import mock
 
 import torch
@@ -25,7 +25,7 @@ from deskside.kernels.adamw_state import (
     AdamWHyperparameters,
     num_blocks,
 )
-from deskside.kernels.fused import launch
+from deskside.kernels.fused import launch, tiles
 from deskside.kernels.fused.reference import Cast, QkvLayout
 from deskside.kernels.moe import Routing, fp8_launch, grouped, moe_launch
 from tests.kernels.compile_cases import CAPABILITIES, CompileCase, recorded
@@ -113,6 +113,26 @@ def _gated() -> Iterator[CompileCase]:
         ):
             yield recorded(f"{kind}{name}", where, launch.gated, x, kind, two, there)
             yield recorded(f"{kind} backward{name}", where, launch.gated_backward, grad, x, kind, two, back)
+
+
+def _tiles() -> Iterator[CompileCase]:
+    """Every tile that a trial may choose, besides the first of each kernel."""
+    x, grad = _new(N, 4096), _new(N, 2048)
+    launches: dict[str, tuple[Callable[..., object], tuple[object, ...]]] = {
+        "gated": (launch.gated, (x, "silu", True)),
+        "gated_backward": (launch.gated_backward, (grad, x, "silu", True)),
+        "gated_fp8": (launch.gated, (x, "silu", True, E4M3)),
+        "gated_backward_fp8": (launch.gated_backward, (grad, x, "silu", True, E5M2)),
+        "cast_fp8": (launch.cast_fp8, (x, E4M3)),
+        "cast_both": (launch.cast_both, (x, torch.float8_e4m3fn, _float(N), _float(4096))),
+        "row_col_amax": (launch.row_col_amax, (x,)),
+    }
+    for kernel, (launched, arguments) in launches.items():
+        where = WITH_FP8 if kernel.endswith("fp8") or kernel == "cast_both" else CAPABILITIES
+        for tile in tiles.CANDIDATES[kernel][1:]:
+            with tiles.temporarily(kernel, tile):
+                name = f"{kernel} of {tile.rows} x {tile.columns}, {tile.num_warps} warps"
+                yield recorded(name, where, launched, *arguments)
 
 
 def _experts() -> Iterator[CompileCase]:
@@ -327,6 +347,7 @@ COMPILE_CASES = (
     *_norms(),
     *_rope(),
     *_gated(),
+    *_tiles(),
     *_experts(),
     *_expert_casts(),
     *_grouped_products(),

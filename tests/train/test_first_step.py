@@ -43,7 +43,7 @@ def test_a_first_step_imports_no_compiler_and_no_sharding(precision: str, heavy:
 def test_a_run_records_what_its_start_took(data: Path, tmp_path: Path) -> None:
     tiny_run.train(tmp_path, tiny_run.config(data, schedule={"length": "3 steps"}))
     startup = tiny_run.plan(tmp_path / "run")["startup"]
-    parts = ["imports", "self-check", "data", "model", "attention trial", "compile and fit"]
+    parts = ["imports", "self-check", "data", "model", "attention trial", "sublayers", "compile and fit"]
     assert list(startup["seconds"]) == [*parts, "evaluation", "checkpoint", "first step"]
     assert (
         all(seconds >= 0 for seconds in startup["seconds"].values()) and startup["provenance"] == "measured"

@@ -1,7 +1,7 @@
 """Launches of the fused Triton kernels: output tensors, grids and tile sizes. Imported only for tensors on a GPU.
 
-Tile sizes are fixed, not tuned at run time: a search would cost more at every start than it gives back. They were
-chosen on an H200 (docs/log.md) and keep within the shared memory of consumer cards.
+The tiles of kernels that add up are fixed: they were chosen on an H200 (docs/log.md) and keep within the shared memory
+of consumer cards. Those of the other kernels are in `tiles.py`.
 
 Where a cast with one scale also writes a transposed copy, the tiles of one row block have consecutive program ids, so
 that programs running at the same time read whole rows.
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from deskside.kernels.fused import triton_cast, triton_gated, triton_norm, triton_rope
 from deskside.kernels.fused.reference import Angles, Cast, Fp8, QkvLayout
+from deskside.kernels.fused.tiles import tile_of
 from deskside.utils.errors import UsageError
 
 ACTIVATION_IDS = {"silu": 0, "gelu": 1, "gelu_new": 2, "relu2": 3}
@@ -49,10 +50,12 @@ def cast_fp8(x: Tensor, cast: Cast) -> Fp8:
     """See `reference.cast_fp8`. (N, K) -> rows (N, K) and columns (K, N)."""
     N, K = x.shape
     out = _fp8((N, K), cast.dtype, x.device)
-    grid = (ceil_div(K, 128), ceil_div(N, FP8_ROWS))
+    tile = tile_of("cast_fp8")
+    grid = (ceil_div(K, tile.columns), ceil_div(N, tile.rows))
     triton_cast.cast_fp8[grid](
-        x, out.rows, _transposed_words(out), cast.scale, cast.amax, N, K, FP8_ROWS, 128, num_warps=4
-    )
+        x, out.rows, _transposed_words(out), cast.scale, cast.amax, N, K, tile.rows, tile.columns,
+        num_warps=tile.num_warps,
+    )  # fmt: skip
     return out
 
 
@@ -60,8 +63,9 @@ def row_col_amax(x: Tensor) -> tuple[Tensor, Tensor]:
     """See `reference.row_col_amax`. (N, K) -> (N,) and (K,)."""
     N, K = x.shape
     rows, columns = (torch.zeros(size, dtype=torch.float32, device=x.device) for size in (N, K))
-    triton_cast.row_col_amax[(ceil_div(N, 64), ceil_div(K, 128))](
-        x, rows, columns, N, K, 64, 128, num_warps=4
+    tile = tile_of("row_col_amax")
+    triton_cast.row_col_amax[(ceil_div(N, tile.rows), ceil_div(K, tile.columns))](
+        x, rows, columns, N, K, tile.rows, tile.columns, num_warps=tile.num_warps
     )
     return rows, columns
 
@@ -70,8 +74,10 @@ def cast_both(x: Tensor, dtype: torch.dtype, row_scale: Tensor, column_scale: Te
     """See `reference.cast_both`. (N, K) -> rows (N, K) and columns (K, N)."""
     N, K = x.shape
     out = _fp8((N, K), dtype, x.device)
-    triton_cast.cast_both[(ceil_div(N, FP8_ROWS), ceil_div(K, 64))](
-        x, out.rows, _transposed_words(out), row_scale, column_scale, N, K, FP8_ROWS, 64, num_warps=4,
+    tile = tile_of("cast_both")
+    triton_cast.cast_both[(ceil_div(N, tile.rows), ceil_div(K, tile.columns))](
+        x, out.rows, _transposed_words(out), row_scale, column_scale, N, K, tile.rows, tile.columns,
+        num_warps=tile.num_warps,
     )  # fmt: skip
     return out
 
@@ -201,14 +207,26 @@ def gated(x: Tensor, activation: str, has_gate: bool, cast: Cast | None = None) 
     N, F = len(x), x.shape[1] // (2 if has_gate else 1)
     if cast is None:
         out = torch.empty(N, F, dtype=x.dtype, device=x.device)
-        grid = (N, ceil_div(F, 2048))
-        triton_gated.gated[grid](x, out, N, F, ACTIVATION_IDS[activation], has_gate, 1, 2048, num_warps=4)
+        tile = tile_of("gated")
+        grid = (ceil_div(N, tile.rows), ceil_div(F, tile.columns))
+        triton_gated.gated[grid](
+            x,
+            out,
+            N,
+            F,
+            ACTIVATION_IDS[activation],
+            has_gate,
+            tile.rows,
+            tile.columns,
+            num_warps=tile.num_warps,
+        )
         return out
-    grid = (ceil_div(F, 128), ceil_div(N, FP8_ROWS))
+    tile = tile_of("gated_fp8")
+    grid = (ceil_div(F, tile.columns), ceil_div(N, tile.rows))
     fp8 = _fp8((N, F), cast.dtype, x.device)
     triton_gated.gated_fp8[grid](
         x, fp8.rows, _transposed_words(fp8), cast.scale, cast.amax, N, F, ACTIVATION_IDS[activation], has_gate,
-        FP8_ROWS, 128, num_warps=8,
+        tile.rows, tile.columns, num_warps=tile.num_warps,
     )  # fmt: skip
     return fp8
 
@@ -220,16 +238,19 @@ def gated_backward(
     N, F = grad.shape
     if cast is None:
         out = torch.empty_like(x)
-        grid = (N, ceil_div(F, 2048))
+        tile = tile_of("gated_backward")
+        grid = (ceil_div(N, tile.rows), ceil_div(F, tile.columns))
         triton_gated.gated_backward[grid](
-            grad, x, out, N, F, ACTIVATION_IDS[activation], has_gate, 1, 2048, num_warps=4
-        )
+            grad, x, out, N, F, ACTIVATION_IDS[activation], has_gate, tile.rows, tile.columns,
+            num_warps=tile.num_warps,
+        )  # fmt: skip
         return out
-    grid = (ceil_div(F, 64), ceil_div(N, FP8_ROWS))
+    tile = tile_of("gated_backward_fp8")
+    grid = (ceil_div(F, tile.columns), ceil_div(N, tile.rows))
     fp8 = _fp8((N, x.shape[1]), cast.dtype, x.device)
     triton_gated.gated_backward_fp8[grid](
         grad, x, fp8.rows, _transposed_words(fp8), cast.scale, cast.amax, N, F, ACTIVATION_IDS[activation], has_gate,
-        FP8_ROWS, 64, num_warps=8,
+        tile.rows, tile.columns, num_warps=tile.num_warps,
     )  # fmt: skip
     return fp8
 
