@@ -129,7 +129,7 @@ def prepare_step(config: RunConfig, report: Callable[[str], None] = lambda done:
     execution = setup.prepare_execution(config, model, world, recipe, precision, cache)
     if execution.mode == "fused":
         tokens = attention_backends.run_tokens(config, world, peak)
-        choose_and_use_tiles(model, world, recipe, tokens, cache, None)
+        choose_and_use_tiles(model, world, recipe, tokens, cache)
     report("sublayers checked")
     scaling = scales(
         config.model.hidden_size, config.batch.tokens, 1000 * config.batch.tokens, config.optim.name

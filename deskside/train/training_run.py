@@ -205,6 +205,7 @@ class _Run:
         self.begin_objective()
         self.startup.done("evaluation")
         plan = self.plan_steps(self.stages)
+        self.facts |= {"tiles": self.tiles} if self.tiles else {}
         self.stepper.optimizer = self.build_optimizer(self.facts["scaling_tokens"], mean_tokens(self.stages))
         with Checkpointer(self.context, self.stepper.optimizer, self.clock, self.log) as checkpointer:
             return self.run_plan(plan, checkpointer)
@@ -291,7 +292,7 @@ class _Run:
         self.recipe, self.execution_mode = recipe, execution.mode
         if execution.mode == "fused":
             tokens = run_tokens(config, world, peak_flops)
-            self.tiles = choose_and_use_tiles(model, world, recipe, tokens, cache, recorded.get("tiles"))
+            self.tiles = choose_and_use_tiles(model, world, recipe, tokens, cache)
         self.startup.done("sublayers")
         if world.device.type == "cuda":
             check_host_memory(config, recipe, execution.mode, world)
@@ -380,7 +381,6 @@ class _Run:
             "precision": self.precision_facts,
             "compile": self.execution_mode,
         }
-        self.facts |= {"tiles": self.tiles} if self.tiles else {}
         self.facts |= {"before": self.before} if self.before else {}
         if epochs := self.facts["mixture_epochs"]:
             self.log.say(describe_epochs(epochs))

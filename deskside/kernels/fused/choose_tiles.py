@@ -20,7 +20,9 @@ from deskside.kernels.fused.tiles import CANDIDATES, Tile, temporarily, use_tile
 from deskside.utils.trials import TrialCache
 
 KIND = "tiles"
-TOKENS = 16384  # rows of the trial, which give every multiprocessor of a large card many programs
+ELEMENTS = (
+    2**25
+)  # of the MLP's hidden layer in the trial: 128 MiB with a gate in BF16, more than any card's L2 cache
 RUNS = 10
 WORTH = 1.1  # a kernel whose first tile takes at most this multiple of the memory traffic's time keeps it
 COMPILE_SECONDS = 2.0  # for the other tiles of all kernels, in threads
@@ -50,6 +52,11 @@ class Problem:
 
     run: Callable[[], tuple[Tensor, ...]]
     traffic: int
+
+
+def trial_tokens(intermediate_size: int) -> int:
+    """Return the tokens of a trial, a multiple of 64."""
+    return max(64, ELEMENTS // intermediate_size // 64 * 64)
 
 
 def choose_tiles(
@@ -82,6 +89,9 @@ def choose(
 ) -> tuple[dict[str, dict[str, Any]], bool]:
     """Return the choice for each kernel, and False if a longer run could find it worth trying more."""
     began = time.perf_counter()
+    with compile_ahead(device):
+        for problem in problems.values():
+            problem.run()
     first = {kernel: seconds(problem.run, device) for kernel, problem in problems.items()}
     floor = {kernel: problem.traffic / bytes_per_second for kernel, problem in problems.items()}
     slow = [kernel for kernel in problems if first[kernel] > WORTH * floor[kernel]]
@@ -138,7 +148,7 @@ def seconds(run: Callable[[], object], device: torch.device) -> float:
 
 def bandwidth(device: torch.device) -> float:
     """Return the bytes per second that a copy reads and writes."""
-    source = torch.empty(2**28, dtype=torch.uint8, device=device)
+    source = torch.empty(2**27, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * source.numel() / seconds(lambda: target.copy_(source), device)
 
