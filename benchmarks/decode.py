@@ -183,10 +183,15 @@ def kernels(engine: Engine, work: Work, batch: int) -> list[dict[str, Any]]:
     if work.device.type == "cuda":
         activities = [torch.profiler.ProfilerActivity.CUDA]
     steps = max(1, min(PROFILED_STEPS, work.new - 10))
+    before, generated = engine.counts.generated_tokens, 0
     with torch.profiler.profile(activities=activities) as profile:
-        for _ in range(steps):
+        while (
+            generated < steps * batch and not engine.idle
+        ):  # a call of step() may generate several tokens for each row
             engine.step()
+            generated = engine.counts.generated_tokens - before
         _wait(work.device)
+    steps = max(1, generated // batch)
     for _ in engine.events():
         pass
     on_gpu = work.device.type == "cuda"

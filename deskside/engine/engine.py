@@ -14,8 +14,9 @@ The output of a row depends on its prompt, settings and seed, but not on the oth
 rounding: matrix products may round differently for another batch size or another chunk of a prompt, which can decide
 between two tokens of nearly equal probability.
 
-On a GPU the host runs one step ahead: it queues a step before it has read the tokens of the previous one. A row that
-ends in the previous step may therefore be decoded once more; the output is dropped. An engine is not thread-safe.
+On a GPU the host runs one step ahead: it queues a step before it has read the tokens of the previous one. If a step is
+short, it generates several tokens for each row. A row may therefore be decoded on after its end; that output is
+dropped. An engine is not thread-safe.
 """
 
 from array import array
@@ -55,6 +56,10 @@ from deskside.utils.errors import RunError, UsageError, describe_error
 
 PAGE_SIZE = 32  # tokens
 PREFILL_BESIDE = 2048  # maximum tokens of prompts in a step that also decodes: the other rows wait for it
+# Tokens of each row in one CUDA graph of decoding, if a step takes at most MAX_STEP_SECONDS of the device's time.
+# Longer steps hide the host's work anyway, and clients would wait for the tokens.
+TOKENS_PER_REPLAY = 4
+MAX_STEP_SECONDS = 0.002
 
 
 class Draft(NamedTuple):
@@ -129,6 +134,7 @@ class Engine:
         self._use_graphs = graphs
         self._capturable_passes: dict[int, bool] = {}  # by number of tokens of a prefill pass
         self._run_ahead = self.device.type == "cuda"  # queue a step before the previous one's tokens are read
+        self._step_seconds = 0.0  # device time of the last decoding step, per token
         self._slots, self._graphs = self._new_state()
         self._free_slots = list(range(max_batch - 1, -1, -1))
         self._waiting: deque[RowState] = deque()
@@ -365,10 +371,13 @@ class Engine:
     def _decode(self, rows: list[RowState]) -> None:
         """Decode one step of these rows."""
         options = self._step_options(rows)
-        # An upper bound of the rows' lengths after this step. The host does not know the exact lengths: each step in
-        # flight yields up to 1 + num_drafts tokens.
+        num_tokens = self._tokens_per_replay(rows)
+        # An upper bound of the rows' lengths after this step. The host does not know the exact lengths: a step yields
+        # up to 1 + num_drafts tokens.
         bound = max(
-            len(row.request.prompt) + len(row.tokens) + (row.steps_in_flight + 1) * (1 + self.num_drafts)
+            len(row.request.prompt)
+            + len(row.tokens)
+            + (row.tokens_in_flight + num_tokens) * (1 + self.num_drafts)
             for row in rows
         )
         bound = min(self._max_row_length, bound)
@@ -382,41 +391,70 @@ class Engine:
             target, draft = self._models
             decode = partial(speculate, target, draft, num_drafts=self.num_drafts)
         else:
-            decode = partial(steps.decode, self._models[0])
+            decode = partial(steps.decode, self._models[0], num_tokens=num_tokens)
         if self._graphs is not None:
             bound = self._max_row_length  # a graph is replayed for rows of any length
 
         def step(lanes_B: Tensor) -> Tensor:
             return decode(self._slots, lanes_B, bound=bound, options=options).packed()
 
+        started = self._record_event()
         if self._graphs is not None:
-            packed = self._graphs.run(("decode", len(slots), options), lanes_B, step)
+            packed = self._graphs.run(("decode", len(slots), num_tokens, options), lanes_B, step)
         else:
             packed = step(lanes_B)
-        self._queue_output(rows, packed, options.logprobs)
+        self._queue_output(rows, packed, options.logprobs, num_tokens, started)
 
-    def _queue_output(self, rows: Sequence[RowState | None], packed: Tensor, logprobs: bool) -> None:
+    def _tokens_per_replay(self, rows: Sequence[RowState]) -> int:
+        """Return how many tokens the next decoding step generates for each row.
+
+        Several in one graph, where the host would otherwise take longer than the device: it launches and reads one
+        step instead of many. A row that ends among them computes the others in vain, so not while other rows wait, or
+        if no row needs all of them.
+        """
+        if self._graphs is None or self.num_drafts or self._step_seconds > MAX_STEP_SECONDS:
+            return 1
+        busy = bool(self._waiting) or any(not row.prefill_done for row in self._running)
+        enough = max(row.tokens_left for row in rows) >= TOKENS_PER_REPLAY
+        return TOKENS_PER_REPLAY if enough and not busy else 1
+
+    def _record_event(self) -> torch.cuda.Event | None:
+        """Return an event of the work that is queued now; None on a CPU."""
+        if self.device.type != "cuda":
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _queue_output(
+        self,
+        rows: Sequence[RowState | None],
+        packed: Tensor,
+        logprobs: bool,
+        num_tokens: int = 1,
+        started: torch.cuda.Event | None = None,
+    ) -> None:
         """Start to copy a step's output to the host."""
         for row in rows:
             if row is not None:
-                row.steps_in_flight += 1
-        copied = None
+                row.tokens_in_flight += num_tokens
         if packed.is_cuda:
             host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
             host.copy_(packed, non_blocking=True)
-            copied = torch.cuda.Event()
-            copied.record()
             packed = host
-        self._pending.append(PendingBatch(rows, packed, logprobs, copied))
+        copied = self._record_event()
+        self._pending.append(PendingBatch(rows, packed, logprobs, num_tokens, started, copied))
 
     def _collect(self, batch: PendingBatch) -> None:
         """Wait for the output of a queued step and apply its tokens to the rows. Lanes beyond the rows are padding."""
         if batch.copied is not None:
             batch.copied.synchronize()
+            if batch.started is not None:
+                self._step_seconds = batch.started.elapsed_time(batch.copied) / 1e3 / batch.num_tokens
         for row, lane in zip(batch.rows, batch.packed.tolist(), strict=False):
             if row is None:
                 continue
-            row.steps_in_flight -= 1
+            row.tokens_in_flight -= batch.num_tokens
             for token, logprob, sampled_logprob in steps.unpack(lane, batch.logprobs):
                 if row.ended:
                     break

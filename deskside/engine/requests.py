@@ -137,7 +137,7 @@ class RowState:
     prefilled: int = 0  # tokens of the prompt that are in the cache, or will be after the queued steps
     registered: int = 0  # leading pages that are registered for sharing
     tokens: list[int] = field(default_factory=list)  # new ones
-    steps_in_flight: int = 0  # queued steps whose tokens the host has not read
+    tokens_in_flight: int = 0  # of queued steps whose output the host has not read, at least
     ended: bool = False
 
     @property
@@ -152,8 +152,13 @@ class RowState:
 
     @property
     def needs_step(self) -> bool:
-        """True unless the queued steps, which yield at least one token each, already fill the row."""
-        return len(self.request.prompt) + len(self.tokens) + self.steps_in_flight < self.max_length
+        """True unless the queued steps already fill the row."""
+        return self.tokens_left > 0
+
+    @property
+    def tokens_left(self) -> int:
+        """Tokens of the answer that no queued step generates, at most."""
+        return self.max_length - len(self.request.prompt) - len(self.tokens) - self.tokens_in_flight
 
 
 @dataclass
@@ -163,7 +168,9 @@ class PendingBatch:
     rows: Sequence[RowState | None]  # by lane; None if the lane's output is to be ignored
     packed: Tensor  # `steps.StepOutput.packed`, on the host
     logprobs: bool
-    copied: torch.cuda.Event | None  # recorded after the copy to the host; None on a CPU
+    num_tokens: int  # that each row gets at least
+    started: torch.cuda.Event | None  # recorded before the step, and None on a CPU
+    copied: torch.cuda.Event | None  # the same after the copy to the host
 
 
 def check_prompt(prompt: Sequence[int], vocabulary: int, limit: int, name: str = "prompt") -> None:

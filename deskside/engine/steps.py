@@ -71,7 +71,7 @@ class StepOptions:
 class StepOutput:
     """The sampled tokens of each lane: up to W, of which the first count_B are valid, with logprobs if requested.
 
-    count_B is None if each lane has one token.
+    count_B is None if all W are valid.
     """
 
     token_BW: Tensor
@@ -88,12 +88,25 @@ class StepOutput:
             drawn.token_B[:, None], None, drawn.logprob_B[:, None], drawn.sampled_logprob_B[:, None]
         )
 
+    @staticmethod
+    def joined(outputs: Sequence["StepOutput"]) -> "StepOutput":
+        """Return the outputs of consecutive steps of the same lanes, all of whose tokens are valid, as one."""
+        logprobs, sampled = (
+            torch.cat([part for part in parts if part is not None], dim=1) if parts[0] is not None else None
+            for parts in (
+                [output.logprob_BW for output in outputs],
+                [output.sampled_logprob_BW for output in outputs],
+            )
+        )
+        return StepOutput(torch.cat([output.token_BW for output in outputs], dim=1), None, logprobs, sampled)
+
     def packed(self) -> Tensor:
         """Return counts, tokens and logprobs as one tensor (B, 1 + W or 1 + 3 W), to copy it to the host at once.
 
         int64 without logprobs, else float64, which represents every token id exactly.
         """
-        count_B1 = torch.ones_like(self.token_BW[:, :1]) if self.count_B is None else self.count_B[:, None]
+        W = self.token_BW.shape[1]
+        count_B1 = torch.full_like(self.token_BW[:, :1], W) if self.count_B is None else self.count_B[:, None]
         parts = [count_B1, self.token_BW, self.logprob_BW, self.sampled_logprob_BW]
         present = [part for part in parts if part is not None]
         if len(present) > 2:
@@ -207,8 +220,20 @@ def prefill(
     return StepOutput.of(drawn)
 
 
-def decode(model: CachedModel, slots: Slots, lanes_B: Tensor, bound: int, options: StepOptions) -> StepOutput:
-    """Generate one token for each lane. `bound`: maximum length of a row, including the new token."""
+def decode(
+    model: CachedModel, slots: Slots, lanes_B: Tensor, bound: int, options: StepOptions, num_tokens: int = 1
+) -> StepOutput:
+    """Generate `num_tokens` tokens for each lane, one after the other, also after an end token.
+
+    bound: maximum length of a row, including the new tokens.
+    """
+    drawn = [_decode_one(model, slots, lanes_B, bound, options) for _ in range(num_tokens)]
+    return drawn[0] if num_tokens == 1 else StepOutput.joined(drawn)
+
+
+def _decode_one(
+    model: CachedModel, slots: Slots, lanes_B: Tensor, bound: int, options: StepOptions
+) -> StepOutput:
     token_B, length_B, count_B = slots.read(lanes_B)
     logits_BTV = model.decode(token_B[:, None], slots.table_SN[lanes_B], length_B, bound)
     drawn = _draw(slots, lanes_B, logits_BTV[:, 0], count_B, options)

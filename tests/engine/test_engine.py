@@ -73,6 +73,8 @@ def test_any_order_of_arrivals_and_cancellations(data: st.DataObject) -> None:
         prefill_tokens=drawn(st.sampled_from([3, 8, 64])),
     )
     engine._run_ahead = drawn(st.booleans())  # as on a GPU
+    several = drawn(st.sampled_from([1, 3]))
+    engine._tokens_per_replay = lambda rows: several  # type: ignore[method-assign]
     free = engine.free_tokens
     taken: dict[int, Request] = {}
     answers: dict[tuple[int, int], SampleOutput] = {}

@@ -16,19 +16,10 @@ SETTINGS = SamplingTensors.of([GREEDY], [0], "cpu")
 
 def row(number: int, length: int, prefilled: int = 0) -> RowState:
     prompt = tuple(range(100 * number, 100 * number + length))
-    return RowState(
-        number,
-        0,
-        Request(prompt, 1),
-        length + 1,
-        array("q", prompt),
-        [],
-        None,
-        SETTINGS,
-        number,
-        [],
-        prefilled,
-    )
+    asked = Request(prompt, 1)
+    made = RowState(number, 0, asked, length + 1, array("q", prompt), [], None, SETTINGS, slot=number)
+    made.prefilled = prefilled
+    return made
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(1, 60))

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from deskside.engine.engine import Draft, Engine
+from deskside.engine.engine import MAX_STEP_SECONDS, TOKENS_PER_REPLAY, Draft, Engine
 from deskside.engine.fused import FusedBlocks, covers_attention, covers_mlp
 from deskside.engine.graphs import bucket
 from deskside.engine.requests import Request
@@ -65,12 +65,13 @@ def as_on_a_gpu(model: Transformer, **options: Any) -> Engine:
     return engine
 
 
-@pytest.mark.parametrize("drafted", [False, True])
-def test_one_step_ahead_gives_the_same(drafted: bool) -> None:
+@pytest.mark.parametrize(("drafted", "several"), [(False, 1), (False, 4), (True, 1)])
+def test_one_step_ahead_gives_the_same(drafted: bool, several: int) -> None:
     """Rows end by length, by a token that the host learns about a step late, and by cancellation."""
     model = make(num_hidden_layers=2)
     draft = Draft(make(num_hidden_layers=1)) if drafted else None
     engine = as_on_a_gpu(model, max_batch=3, max_tokens=200, page_size=4, prefill_tokens=16, draft=draft)
+    engine._tokens_per_replay = lambda rows: several  # type: ignore[method-assign]
     free = engine.free_tokens
     prompts = [*PROMPTS, [9, 9, 4], [33], [5, 17, 3, 8]]
     alone = [plain(model, prompt, 14) for prompt in prompts]
@@ -119,3 +120,48 @@ def test_buckets_rise_and_hold_their_lanes() -> None:
     assert sizes == sorted(sizes)
     assert all(lanes <= size <= max(2 * lanes, lanes + 31) for lanes, size in enumerate(sizes, 1))
     assert len(set(sizes)) < 20
+
+
+@pytest.mark.parametrize("sampling", [Sampling(0.9, repetition_penalty=1.3), Sampling(0.8, top_k=20)])
+def test_several_tokens_a_step_draw_and_weigh_as_one_by_one(sampling: Sampling) -> None:
+    model = make(num_hidden_layers=2)
+    asked = [
+        Request(tuple(p), 10, sampling, seed=2, first_sample=n, logprobs=True) for n, p in enumerate(PROMPTS)
+    ]
+    answers = []
+    for several in (1, 4):
+        engine = as_on_a_gpu(model, max_batch=3, max_tokens=200, page_size=4)
+        engine._tokens_per_replay = lambda rows, several=several: several  # type: ignore[misc, method-assign]
+        answers.append([answer for (answer,) in engine.run(asked)])
+    for one, four in zip(*answers, strict=True):
+        assert one.tokens == four.tokens
+        torch.testing.assert_close(
+            torch.tensor(one.logprobs), torch.tensor(four.logprobs), atol=1e-5, rtol=1e-5
+        )
+        assert len(four.sampled_logprobs) == 10
+
+
+def test_when_a_step_has_several_tokens() -> None:
+    engine = as_on_a_gpu(make(num_hidden_layers=1), max_batch=2, max_tokens=400, page_size=4)
+
+    def tokens() -> int:
+        return engine._tokens_per_replay([row for row in engine._running if row.prefill_done])
+
+    engine.submit(Request((1, 2, 3), 40))
+    engine.step()
+    assert tokens() == 1  # no graphs
+    engine._graphs = object()  # type: ignore[assignment]
+    assert tokens() == TOKENS_PER_REPLAY
+    engine._step_seconds = 2 * MAX_STEP_SECONDS
+    assert tokens() == 1
+    engine._step_seconds = 0.0
+    engine.submit(Request((4,), 40))
+    assert tokens() == 1  # a row waits
+    engine._admit()
+    assert tokens() == 1  # its prompt is computed
+    for row in engine._running:
+        row.prefilled = len(row.prompt_tokens)
+    assert tokens() == TOKENS_PER_REPLAY
+    for row in engine._running:
+        row.tokens_in_flight = 40 - TOKENS_PER_REPLAY + 1
+    assert tokens() == 1  # no row needs so many

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from deskside.engine.counter_rng import DRAW, exponentials, stream_of
-from deskside.engine.engine import Draft, Engine
+from deskside.engine.engine import TOKENS_PER_REPLAY, Draft, Engine
 from deskside.engine.fused import FusedBlocks
 from deskside.engine.generate import generate
 from deskside.engine.requests import Request
@@ -57,6 +57,24 @@ def test_sampling_on_the_card_equals_the_uncached_loop(kind: str, graphs: bool) 
         assert answer.tokens == plain(model, list(request.prompt), NEW, sampling, row, seed=4)
     assert engine.free_tokens == free
     assert (engine._graphs is not None and len(engine._graphs._captured) > 0) == graphs
+
+
+@pytest.mark.parametrize("kind", ["greedy", "top-k", "penalty"])
+def test_several_tokens_in_a_graph_equal_the_uncached_loop(kind: str) -> None:
+    """Rows end at different places among the tokens of a replay, by length and by a token."""
+    model, sampling, new = card_model(max_position_embeddings=256), SAMPLINGS[kind], 120
+    alone = [plain(model, prompt, new, sampling, n, seed=4) for n, prompt in enumerate(PROMPTS)]
+    ends = [frozenset({tokens[70]}) if n % 2 else frozenset() for n, tokens in enumerate(alone)]
+    engine = Engine(model, max_batch=4, max_tokens=1024, page_size=16)
+    asked = [
+        Request(tuple(p), new - n, sampling, seed=4, first_sample=n, eos_tokens=ends[n])
+        for n, p in enumerate(PROMPTS)
+    ]
+    for n, (answer,) in enumerate(engine.run(asked)):
+        cut = next((i for i, token in enumerate(alone[n]) if token in ends[n]), new - n)
+        assert answer.tokens == alone[n][: min(cut, new - n)]
+    assert engine._graphs is not None
+    assert {kind[2] for kind in engine._graphs._captured if kind[0] == "decode"} >= {1, TOKENS_PER_REPLAY}  # type: ignore[index]
 
 
 @pytest.mark.parametrize("window", [None, 30])
