@@ -252,8 +252,7 @@ class _Run:
             return self.stopped(status, trainer)
         # A run that was stopped after its last step already has the checkpoint of this step.
         if trainer.progress.step != restored_step:
-            checkpointer.save(trainer.progress, self.clock.seconds())
-            checkpointer.finish()
+            checkpointer.save_now(trainer.progress, self.clock.seconds())
         # The final model is evaluated with the configured window, not with the last stage's, and in high precision.
         self.stepper.set_window(None)
         self.context.precision.set_active(False)
@@ -437,8 +436,7 @@ class _Run:
     def save_first(self, checkpointer: Checkpointer, plan: StepPlan) -> TrainProgress:
         """Write the checkpoint of step 0, to fail early if the disk is full, and to time a checkpoint."""
         progress, began = TrainProgress(), time.perf_counter()
-        checkpointer.save(progress, self.clock.seconds())
-        checkpointer.finish()
+        checkpointer.save_now(progress, self.clock.seconds())
         self.facts["save_seconds"] = self.save_seconds = time.perf_counter() - began
         self.write_plan(plan)
         return progress

@@ -74,7 +74,8 @@ def raise_on_termination() -> Iterator[None]:
 class StopSignal:
     """Context manager in which SIGINT, SIGTERM and SIGHUP only set `requested`.
 
-    The training loop reads it and ends the run at the next step boundary. Once it is set, Ctrl-C ends the run at once.
+    The training loop reads it and ends the run at the next step boundary. Once it is set, Ctrl-C ends the run without
+    another checkpoint, as soon as one that is being written is complete.
     Under nohup, which ignores SIGHUP, the run goes on after its terminal is closed.
     """
 

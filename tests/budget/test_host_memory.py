@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from deskside.budget.host_memory import host_memory
+from deskside.budget.host_memory import checkpoint_bytes, host_memory
 from deskside.budget.memory import instants, training_memory
+from deskside.budget.scaling import Scaling
 from deskside.budget.separate_gradients import (
     WAITING,
     gradients_in_backward,
@@ -19,8 +20,10 @@ from deskside.budget.sizes import Sizes
 from deskside.budget.speed import Rates, step_seconds
 from deskside.budget.step_spec import StepSpec
 from deskside.config.model import ModelConfig
+from deskside.config.optim import AdamWConfig, MuonConfig
 from deskside.model.transformer import Transformer
 from deskside.optim import side_stream
+from deskside.optim.build import build
 
 DENSE: dict[str, Any] = {
     "vocab_size": 512,
@@ -81,6 +84,20 @@ def test_host_memory_item_by_item() -> None:
         "activations": 2 * 2 * (4 * 2048) * 256 * 2,  # residual and delta of two of three blocks
     }
     assert "gradients" not in host_memory(shape, spec(1, gradients="released", weights="bfloat16"))
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_checkpoint_is_the_weights_and_the_states_of_a_real_optimizer(name: str) -> None:
+    shape = ModelConfig(**MOE)
+    model = Transformer(shape)
+    config = {"adamw": AdamWConfig(), "muon": MuonConfig(normalize="none")}[name]
+    optimizer = build(model, config, Scaling(1.0, 1.0, 1.0))
+    optimizer.create_state()
+    states = optimizer.state_dict_flat()[0].values()
+    found = sum(t.nbytes for t in [*model.parameters(), *states])
+    assert checkpoint_bytes(shape, spec(optimizer=name)) == pytest.approx(found, rel=1e-4)
+    shards = spec(4, optimizer=name, gpus=4, sharded=True, copies="use")
+    assert checkpoint_bytes(shape, shards) == pytest.approx(found / 4, rel=1e-4)
 
 
 @pytest.mark.parametrize("name", ["dense", "experts"])

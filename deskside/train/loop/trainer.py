@@ -55,6 +55,7 @@ class SavesProgress(Protocol):
     @property
     def has_written(self) -> bool: ...
     def save(self, progress: TrainProgress, seconds: float) -> None: ...
+    def save_now(self, progress: TrainProgress, seconds: float) -> None: ...
     def finish(self) -> None: ...
     def roll_back(self) -> TrainProgress: ...
 
@@ -181,10 +182,10 @@ class Trainer:
         if evaluate and not done:
             row |= self.evaluate()
         self._log(row)
-        if (save or must_stop) and not done:
+        if must_stop and not done:
+            self.checkpointer.save_now(self.progress, self.clock.seconds())
+        elif save and not done:
             self.checkpointer.save(self.progress, self.clock.seconds())
-        if must_stop:
-            self.checkpointer.finish()
         self.paused_seconds += time.perf_counter() - pause_started
         self._resume()
         return must_stop and not done

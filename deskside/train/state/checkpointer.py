@@ -164,6 +164,12 @@ class Checkpointer:
             self.timings["checkpoint_write_seconds"] = written
             self.log.event(f"checkpoint of step {progress.step} saved: written in {written:.2f} s")
 
+    def save_now(self, progress: TrainProgress, seconds: float) -> None:
+        """Save a checkpoint and return when it is published. Otherwise like `save`."""
+        self.finish()
+        self.save(progress, seconds)
+        self.finish()
+
     @property
     def has_written(self) -> bool:
         """True if a checkpoint in the background was written, or failed, since the last `finish`."""

@@ -22,6 +22,7 @@ from deskside.train.state.staging import Staging
 from deskside.utils.errors import RunError, UsageError
 from deskside.weights import checkpoint as files
 from tests.train import tiny_run
+from tests.train.test_faults import command_like
 from tests.train.tiny_run import curve, events, plan, rows
 
 SLOWER = {"sequence_length": 32, "tokens": 1024}
@@ -279,6 +280,31 @@ def test_a_stop_waits_until_the_checkpoint_is_published(data: Path, tmp_path: Pa
     assert outcome.exit_code == 128 + signal.SIGTERM
     assert [c.step for c in found] == [rows(tmp_path / "run")[-1]["step"], 10]
     for checkpoint in found:
+        files.verify(checkpoint)
+
+
+def interrupted_twice(root: Path, config: RunConfig) -> None:
+    """Interrupt the run while step 10 is written, and again while it waits for that to save its last step."""
+
+    def interrupt(run: Path) -> None:
+        wait_for_step(run, 11)
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.5)
+
+    intercept_save(10, interrupt)
+    command_like(root, config)
+
+
+def test_a_second_interrupt_saves_no_further_step(data: Path, tmp_path: Path) -> None:
+    config = tiny_run.config(data, batch=SLOWER, schedule={"length": "1000 steps"})
+    child = tiny_run.call(interrupted_twice, tmp_path, config, log=tmp_path / "log")
+    assert child.wait() == 128 + signal.SIGINT, child.text()
+    lines = [line for line in child.text().splitlines() if not line.startswith(("warning: ", "step "))]
+    assert lines == ["interrupted"]
+    checkpoints = files.find(tmp_path / "run" / "checkpoints")
+    assert [c.step for c in checkpoints] == [10, 0]
+    for checkpoint in checkpoints:
         files.verify(checkpoint)
 
 
