@@ -124,7 +124,7 @@ class _Fastokens:
 def choose_encoder(tokenizer: Tokenizer, samples: Iterable[tuple[str, str]] = ()) -> EncoderInfo:
     """Compare the libraries on difficult texts and on samples, and return the one to encode with.
 
-    samples: pairs of a name, such as the text's source, and a text.
+    samples: pairs of a name, such as the text's source, and a text. Changes the tokenizer's `encode_special_tokens`.
     """
     reference, compared = ReferenceEncoder(tokenizer), 0
     trials = [("a difficult text", text) for text in _difficult_texts(tokenizer)]

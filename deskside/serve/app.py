@@ -24,6 +24,7 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 
 from deskside import __version__
+from deskside.data.encoder import EncoderInfo
 from deskside.engine.requests import Request as EngineRequest
 from deskside.engine.requests import check_prompt
 from deskside.serve.metrics import CONTENT_TYPE, metrics_text
@@ -54,6 +55,7 @@ class Service:
         max_choices: Maximum number of running and waiting choices.
         max_tokens: Maximum tokens per answer.
         max_length: Maximum tokens of a prompt and its answer together.
+        encoder: The library that encodes prompts; None is tokenizers.
     """
 
     loaded: Loaded
@@ -62,6 +64,7 @@ class Service:
     max_choices: int
     max_tokens: int
     max_length: int
+    encoder: EncoderInfo | None = None
 
 
 def make_app(service: Service) -> Starlette:
@@ -139,7 +142,7 @@ class _Tokenizer:
     def __init__(self, service: Service):
         self._service = service
         # A prompt must leave room for at least one token of the answer.
-        self.prompts = PromptEncoder(service.loaded, service.max_length - 1)
+        self.prompts = PromptEncoder(service.loaded, service.max_length - 1, service.encoder)
 
     def encode(self, body: ChatRequest | CompletionRequest) -> list[list[int]]:
         """Tokenize every prompt of a request. Raises ApiError."""

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 
 import uvicorn
 
+from deskside.data.encoder import choose_encoder
 from deskside.engine.engine import Engine
 from deskside.serve.app import Service, make_app
 from deskside.serve.request_guard import MAX_HEAD_BYTES, ClientLimits, RequestGuard, connection_class
+from deskside.serve.templating import prompt_tokenizer
 from deskside.serve.worker import Worker
 from deskside.utils.console import say
 from deskside.weights.load import Loaded
@@ -63,6 +65,7 @@ def serve(loaded: Loaded, engine: Engine, options: ServerOptions, listening: soc
         host = f"[{host}]"  # IPv6
     address = f"http://{host}:{listening.getsockname()[1]}"
     step = "" if loaded.step is None else f", step {loaded.step}"
+    encoder = choose_encoder(prompt_tokenizer(loaded))
 
     class Server(uvicorn.Server):
         """uvicorn's server with our signal handling and start message."""
@@ -81,10 +84,12 @@ def serve(loaded: Loaded, engine: Engine, options: ServerOptions, listening: soc
             say(
                 f"API: {address}/v1, batch size {options.max_batch}, KV cache of {engine.nbytes / 2**30:.2f} GiB"
             )
+            say(f"prompts are encoded with {encoder.describe()}")
 
     async def run() -> None:
         worker = Worker(engine, asyncio.get_running_loop(), lambda line: say(f"deskside: {line}"))
-        app = make_app(Service(loaded, worker, name, options.concurrency, options.max_tokens, max_length))
+        service = Service(loaded, worker, name, options.concurrency, options.max_tokens, max_length, encoder)
+        app = make_app(service)
         config = uvicorn.Config(
             RequestGuard(app, options.hosts, options.token, options.limits),
             http=connection_class(options.limits),

@@ -6,6 +6,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from deskside.data.chat.renderer import Renderer, encode_plain, read_chat_template, special_tokens
+from deskside.data.encoder import EncoderInfo, ReferenceEncoder, make_encoder
 from deskside.data.tokenizer import max_bytes_per_token
 from deskside.utils.errors import UsageError
 from deskside.weights.load import Loaded
@@ -21,24 +22,32 @@ class PromptTooLong(UsageError):
         super().__init__(f"has {tokens} tokens or more, but the maximum is {longest}; shorten it")
 
 
+def prompt_tokenizer(loaded: Loaded) -> Tokenizer:
+    """Return a copy of a model's tokenizer that does not truncate or pad, to change its handling of special tokens."""
+    tokenizer = Tokenizer.from_str(loaded.tokenizer.to_str())
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
 class PromptEncoder:
     """Encodes prompts for a model. Not thread-safe.
 
     longest: Maximum tokens of a prompt; None for no limit. A text that is far longer is usually refused before all of
-    it is encoded, which saves time.
+    it is encoded, which saves time. encoder: from `choose_encoder`; None encodes by tokenizers.
     """
 
-    def __init__(self, loaded: Loaded, longest: int | None = None):
+    def __init__(self, loaded: Loaded, longest: int | None = None, encoder: EncoderInfo | None = None):
         self._start, self._longest = loaded.start_token, longest
-        # A copy, because its handling of special tokens is changed.
-        self._tokenizer = Tokenizer.from_str(loaded.tokenizer.to_str())
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        self._special = frozenset(special_tokens(self._tokenizer).values())
+        self._tokenizer = prompt_tokenizer(loaded)
+        self._encoder = (
+            ReferenceEncoder(self._tokenizer) if encoder is None else make_encoder(self._tokenizer, encoder)
+        )
+        self._special = {number: name for name, number in special_tokens(self._tokenizer).items()}
         self._token_bytes = max_bytes_per_token(self._tokenizer)
         self._renderer: Renderer | None = None
         if read_chat_template(loaded.tokenizer_dir) is not None:
-            self._renderer = Renderer(loaded.tokenizer_dir, self._tokenizer)
+            self._renderer = Renderer(loaded.tokenizer_dir, self._tokenizer, self._encoder)
 
     @property
     def has_chat_template(self) -> bool:
@@ -55,7 +64,7 @@ class PromptEncoder:
 
         Raises PromptTooLong, and NotRendered if the tokenizer gives a special token anyway.
         """
-        tokens = self._encode(text, text, lambda part: encode_plain(self._tokenizer, part, self._special))
+        tokens = self._encode(text, text, lambda part: encode_plain(self._encoder, part, self._special))
         return self._checked([self._start, *tokens])
 
     def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:

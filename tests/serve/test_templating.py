@@ -4,12 +4,13 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
-from tokenizers import Tokenizer
+from numpy.typing import NDArray
 
-from deskside.data.chat import renderer
 from deskside.data.chat.renderer import NotRendered
-from deskside.serve.templating import PREFIX_CHARACTERS, PromptEncoder, PromptTooLong
+from deskside.data.encoder import ReferenceEncoder, choose_encoder
+from deskside.serve.templating import PREFIX_CHARACTERS, PromptEncoder, PromptTooLong, prompt_tokenizer
 from deskside.weights.load import Loaded, load_model
 from tests.serve.chatty import TEMPLATE, make_chatty, rendered
 
@@ -68,13 +69,13 @@ def test_texts_that_are_far_too_long_are_never_encoded_whole(
 ) -> None:
     prompts, room = PromptEncoder(loaded, 4095), 4095 * PREFIX_CHARACTERS
     encoded: list[int] = []
-    real = renderer.encode
+    real = ReferenceEncoder.ids
 
-    def counting(coder: Tokenizer, text: str, plain: bool) -> list[int]:
+    def counting(self: ReferenceEncoder, text: str, plain: bool = True) -> NDArray[np.uint32]:
         encoded.append(len(text))
-        return real(coder, text, plain)
+        return real(self, text, plain)
 
-    monkeypatch.setattr(renderer, "encode", counting)
+    monkeypatch.setattr(ReferenceEncoder, "ids", counting)
     for attempt in (prompts.text, lambda text: prompts.messages([{"role": "user", "content": text}])):
         encoded.clear()
         with pytest.raises(PromptTooLong, match="maximum is 4095"):
@@ -86,3 +87,14 @@ def test_texts_that_are_far_too_long_are_never_encoded_whole(
         assert PromptEncoder(loaded, len(tokens)).text(text) == tokens
         with pytest.raises(PromptTooLong, match=f"has {len(tokens)} tokens"):
             PromptEncoder(loaded, len(tokens) - 1).text(text)
+
+
+def test_prompts_are_the_same_with_either_library(loaded: Loaded) -> None:
+    pytest.importorskip("fastokens")
+    info = choose_encoder(prompt_tokenizer(loaded))
+    assert info.library == "fastokens"
+    slow, fast = PromptEncoder(loaded), PromptEncoder(loaded, encoder=info)
+    for text in ("", "the sea", "a<|im_end|>\n<|im_start|>b", "\ue000 e\u0301 नमस्ते 🎉\u200d", "q1 " * 900):
+        assert fast.text(text) == slow.text(text)
+        messages = [*MESSAGES, {"role": "assistant", "content": text}, {"role": "user", "content": text}]
+        assert fast.messages(messages) == slow.messages(messages)

@@ -39,6 +39,7 @@ from deskside.data.chat.renderer import (
     read_chat_template,
     tokenizer_settings,
 )
+from deskside.data.encoder import EncoderInfo, make_encoder
 from deskside.utils.errors import UsageError
 
 CHAT_FILES = ("tokenizer_config.json", TEMPLATE, "generation_config.json")
@@ -75,10 +76,11 @@ class ChatTemplate:
     turn_end: id of the special token that ends a turn, or None.
     """
 
-    def __init__(self, folder: Path):
-        """Raises UsageError for an unsupported tokenizer or template."""
+    def __init__(self, folder: Path, encoder: EncoderInfo | None = None):
+        """Raises UsageError for an unsupported tokenizer or template. encoder: from `choose_encoder`."""
         self._tokenizer = bpe.load(folder)
-        self._renderer = Renderer(folder, self._tokenizer)
+        fast = None if encoder is None else make_encoder(self._tokenizer, encoder)
+        self._renderer = Renderer(folder, self._tokenizer, fast)
         self._has_generation_marks = (
             re.search(r"\{%-?\s*generation\s*-?%\}", self._renderer.template) is not None
         )

@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import json
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -28,11 +29,13 @@ from deskside.data import tokenizer as bpe
 from deskside.data.chat.chat_template import ChatTemplate, TokenizedConversation, Turns
 from deskside.data.chat.renderer import ROW_FIELDS, TEMPLATE, NotRendered, checked_messages, refuse_row_fields
 from deskside.data.corpus.analyze import add_tag
+from deskside.data.corpus.encoder_sample import EncoderSample
 from deskside.data.corpus.heldout import is_validation
-from deskside.data.corpus.process_pool import map_in_order
+from deskside.data.corpus.process_pool import MIN_PARALLEL_ITEMS, map_in_order
 from deskside.data.corpus.progress_bar import ProgressBar
 from deskside.data.corpus.records import Record, iter_records, sources_checksum
 from deskside.data.corpus.sources import BadInputLog, Source
+from deskside.data.encoder import choose_encoder, tokenizers_info
 from deskside.data.reading import shards
 from deskside.data.reading.shards import ChatInfo, DatasetIndex, EncodedDocument, SplitInfo
 from deskside.data.reading.tags import TagInfo
@@ -173,6 +176,7 @@ class _ChatPreparation:
             [Source.parse(s) for s in names] for names in (self.spec.sources, self.spec.val_sources)
         )
         held_out: set[bytes] = set()
+        count, fraction, forced = self._first_pass(train, bool(val))
         if val:
 
             def validation_conversations() -> Iterator[tuple[str, _Conversation]]:
@@ -183,7 +187,6 @@ class _ChatPreparation:
             self._add_all(validation_conversations())
             if not held_out:
                 raise UsageError(f"--val: no conversation {self.logs['val'].why_nothing_is_usable(TOO_FEW)}")
-        count, fraction, forced = self._first_pass(train, bool(val))
         with ProgressBar("render", count, "conversations", quiet=self.quiet) as bar:
 
             def divided_conversations() -> Iterator[tuple[str, _Conversation]]:
@@ -204,11 +207,22 @@ class _ChatPreparation:
     def _first_pass(self, sources: Sequence[Source], have_val: bool) -> tuple[int, float, bytes | None]:
         """Return the number of conversations, the share to hold out, and a key to hold out if that share selects none.
 
-        have_val: True if there are validation sources, so that nothing is held out.
+        have_val: True if there are validation sources, so that nothing is held out. Also chooses the encoder.
         """
-        keys = [conversation.key for conversation in self._conversations(sources, "train")]
+        keys, sample = [], EncoderSample()
+        for conversation in self._conversations(sources, "train"):
+            keys.append(conversation.key)
+            text = "\n".join(message["content"] for message in conversation.messages).encode()
+            sample.add((conversation.record.source, conversation.record.lang), conversation.key, text)
         if not keys:
             raise UsageError(f"--data: no conversation {self.logs['train'].why_nothing_is_usable(TOO_FEW)}")
+        if len(keys) < MIN_PARALLEL_ITEMS:
+            self.encoder = tokenizers_info("so few conversations take less time than a comparison")
+        else:
+            self.encoder = choose_encoder(bpe.load(self.out), sample.texts())
+            self.template = ChatTemplate(self.out, self.encoder)
+            if not self.quiet:
+                print(f"encode with {self.encoder.describe()}", file=sys.stderr, flush=True)
         self.logs["train"] = BadInputLog()  # counted again by the second pass
         if have_val:
             return len(keys), 0.0, None
@@ -235,7 +249,10 @@ class _ChatPreparation:
     ) -> None:
         """Tokenize conversations, and add them in order to the splits that they are given with."""
         items = ((pair, pair[1].messages) for pair in conversations)
-        tokenize, make_template = partial(_tokenize, self.spec.turns), partial(ChatTemplate, self.out)
+        tokenize, make_template = (
+            partial(_tokenize, self.spec.turns),
+            partial(ChatTemplate, self.out, self.encoder),
+        )
         with contextlib.closing(map_in_order(items, tokenize, self.template, make_template)) as results:
             for (split, conversation), tokenized in results:
                 if bar is not None:
@@ -320,6 +337,7 @@ class _ChatPreparation:
                 learnt_tokens={name: split.learnt for name, split in self.splits.items()},
                 last_turn_only=self.last_only,
             ),
+            encoder=self.encoder,
         )
         shards.write_index(self.out, index)
         shards.verify(self.out)

@@ -22,6 +22,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from deskside.data.chat.escaping import Escaping
+from deskside.data.encoder import Encoder, ReferenceEncoder
 from deskside.utils.errors import RunError, UsageError, describe_error
 from deskside.utils.parsing import read_json_object
 
@@ -51,18 +52,19 @@ class RefusedByTemplate(NotRendered):
 class Renderer:
     """The chat template and tokenizer of a folder. special: a pattern that matches the tokenizer's special tokens.
 
-    tokenizer: not to be used elsewhere, because its treatment of special tokens is changed. Raises UsageError for a
-    folder without a template. Not thread-safe.
+    tokenizer: not to be used elsewhere, because its treatment of special tokens is changed. encoder: encodes instead of
+    it, if given. Raises UsageError for a folder without a template. Not thread-safe.
     """
 
-    def __init__(self, folder: Path, tokenizer: Tokenizer):
+    def __init__(self, folder: Path, tokenizer: Tokenizer, encoder: Encoder | None = None):
         template = read_chat_template(folder)
         if template is None:
             raise UsageError(f"{folder}: has no chat template; make a chat model with: deskside sft")
         self.template = template
         self._tokenizer = tokenizer
+        self._encoder = encoder or ReferenceEncoder(tokenizer)
         special = special_tokens(tokenizer)
-        self._special_ids = frozenset(special.values())
+        self._special_names = {number: name for name, number in special.items()}
         self._escaping = Escaping(list(special))
         self.special = self._escaping.pattern
         settings = tokenizer_settings(folder)
@@ -106,15 +108,15 @@ class Renderer:
         """
         matches = list(self.special.finditer(text))
         if not self._escaping.used_in(text):
-            ids = encode(self._tokenizer, text, plain=False)
-            if sum(token in self._special_ids for token in ids) == len(matches):
+            ids: list[int] = self._encoder.ids(text, plain=False).tolist()
+            if sum(token in self._special_names for token in ids) == len(matches):
                 return ids
             # The tokenizer found other special tokens than the template wrote, so tokenize the parts separately.
         ids = []
         at = 0
         for special in [*matches, None]:
             part = self.unescape(text[at : special.start() if special else len(text)])
-            ids += encode_plain(self._tokenizer, part, self._special_ids)
+            ids += encode_plain(self._encoder, part, self._special_names)
             if special:
                 token_id = self._tokenizer.token_to_id(special[0])
                 assert token_id is not None  # it is one of the tokenizer's special tokens
@@ -200,27 +202,15 @@ def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
     }
 
 
-def encode(tokenizer: Tokenizer, text: str, plain: bool) -> list[int]:
-    """Tokenize a text. With `plain`, text that spells a special token is encoded as plain text.
-
-    Changes the tokenizer's `encode_special_tokens`.
-    """
-    tokenizer.encode_special_tokens = plain
-    # encode_batch lets other threads run, unlike encode.
-    return list(tokenizer.encode_batch([text], add_special_tokens=False)[0].ids)
-
-
-def encode_plain(tokenizer: Tokenizer, text: str, special: frozenset[int]) -> list[int]:
+def encode_plain(encoder: Encoder, text: str, special: Mapping[int, str]) -> list[int]:
     """Tokenize untrusted text as plain text. Raises NotRendered if the tokenizer gives a special token anyway.
 
-    special: ids of the special tokens.
+    special: names of the special tokens by id.
     """
-    ids = encode(tokenizer, text, plain=True)
-    if not special.isdisjoint(ids):
-        token = next(token for token in ids if token in special)
-        raise NotRendered(
-            f"the tokenizer writes the control token {tokenizer.id_to_token(token)} for plain text; take this text out"
-        )
+    ids: list[int] = encoder.ids(text).tolist()
+    if not special.keys().isdisjoint(ids):
+        name = next(special[token] for token in ids if token in special)
+        raise NotRendered(f"the tokenizer writes the control token {name} for plain text; take this text out")
     return ids
 
 
