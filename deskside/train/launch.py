@@ -6,8 +6,9 @@ torchrun would give them, so training cannot tell them apart. torchrun's agent i
 
 - Rendezvous: a store on a free port of this machine, opened by this process, so that several launches never collide.
 - Output: of rank 0 only. The error that caused the others is printed once, with the rank if it is not that of all.
-- Signals: each process has its own session, so that Ctrl-C reaches only this process, which passes signals on.
-  After the first one it waits for the processes to save; after a second Ctrl-C, it ends them.
+- Signals: each process has its own session, so that Ctrl-C reaches only this process, which passes signals on. The
+  processes save after the first one. After a second Ctrl-C they end without, but rank 0 first completes a checkpoint
+  that it is writing. A third kills them.
 - Failure: the other processes are ended after `SETTLE_SECONDS`, which lets them end by themselves.
 - If this process is killed, the kernel kills the others (`utils/launched.py`).
 """
@@ -29,6 +30,7 @@ from deskside.utils import launched, signals
 from deskside.utils.child_process import cpu_cores
 from deskside.utils.console import say
 from deskside.utils.errors import ProcessError, RunError, UsageError
+from deskside.utils.quick_start import quick_imports
 
 POLL_SECONDS = 0.05
 SETTLE_SECONDS = 2.0  # after a failure, until the others are asked to end: they may fail for the same reason
@@ -64,7 +66,8 @@ def process_count(gpus: str | None, device: str) -> int:
                 "--gpus: auto counts GPUs, and compute.device is cpu; give a number of processes"
             )
         return int(gpus)
-    import torch
+    with quick_imports():
+        import torch
 
     visible = torch.cuda.device_count()
     if gpus == "auto":
@@ -83,8 +86,9 @@ def launch(arguments: Sequence[str], processes: int) -> int:
     Returns 0 if all end with 0, and 128 + N if signal N stopped them. Otherwise raises the error that caused the
     others: UsageError, or ProcessError with the exit code of that process, 128 + N if signal N killed it.
     """
-    from torch.distributed import TCPStore
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, start_processes
+    with quick_imports():
+        from torch.distributed import TCPStore
+        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, start_processes
 
     # Its warnings repeat what is said here in one line.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
@@ -176,20 +180,21 @@ def _wait(context: Any, forwarder: _Forwarder) -> list[int]:
     A process that ends with the exit code of a signal was asked to stop: the others may still be saving.
     """
     pids = context.pids()
-    failed_at: float | None = None
+    end_at: float | None = None
     while True:
         codes = {rank: _exit_code(pid) for rank, pid in pids.items()}
         running = [rank for rank, code in codes.items() if code is None]
         if not running:
             return []
+        interrupts = forwarder.received.count(signal.SIGINT)
         failed = any(code not in (None, 0) and code not in STOPPED_CODES for code in codes.values())
-        if failed and failed_at is None:
-            failed_at = time.monotonic()
-        if failed_at is not None and time.monotonic() - failed_at >= SETTLE_SECONDS:
-            context.close(signal.SIGTERM, timeout=GRACE_SECONDS)
+        if end_at is None and (failed or (interrupts > 1 and codes[0] is not None)):
+            end_at = time.monotonic() + SETTLE_SECONDS
+        if interrupts > 2:
+            context.close(signal.SIGKILL)
             return running
-        if forwarder.received.count(signal.SIGINT) > 1:
-            context.close(signal.SIGINT, timeout=GRACE_SECONDS)
+        if end_at is not None and time.monotonic() >= end_at:
+            context.close(signal.SIGTERM, timeout=GRACE_SECONDS)
             return running
         time.sleep(POLL_SECONDS)
 

@@ -10,7 +10,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -170,20 +170,32 @@ def test_the_others_end_with_the_launcher(program: Callable[[str], Path], tmp_pa
     check_all_ended(pids)
 
 
-def test_a_second_ctrl_c_does_not_wait(program: Callable[[str], Path], tmp_path: Path) -> None:
-    """Programs that save, and so ignore the first, and one that cannot react to the second."""
-    folder = program(
-        "signal.signal(signal.SIGINT, signal.SIG_IGN if rank else lambda *_: None)\nwhile True: hang()"
-    )
+INTERRUPTED = """
+seen = []
+def interrupted(*_):
+    seen.append(1)
+    if rank == 0 and len(seen) == {ends_at}:
+        sys.exit(130)
+signal.signal(signal.SIGINT, interrupted)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+hang()
+"""
+
+
+@pytest.mark.parametrize("ends_at", [2, 4])
+def test_a_second_ctrl_c_does_not_wait(ends_at: int, program: Callable[[str], Path], tmp_path: Path) -> None:
+    """The first is for saving. After the second, rank 0 may end and rank 1 hangs, or both hang until the third."""
+    folder = program(INTERRUPTED.format(ends_at=ends_at))
     process = in_a_process(tmp_path / "log")
     pids = started(folder)
+    for _ in range(min(ends_at, 3) - 1):
+        process.send_signal(signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(launch.SETTLE_SECONDS + 0.5)
+        assert all(map(is_running, pids))
     process.send_signal(signal.SIGINT)
-    with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(launch.SETTLE_SECONDS + 1)
-    assert all(map(is_running, pids))
-    process.send_signal(signal.SIGINT)
-    assert process.wait(launch.GRACE_SECONDS + 10) == 130
-    assert (tmp_path / "log").read_text() == "interrupted\n"
+    assert process.wait(launch.SETTLE_SECONDS + launch.GRACE_SECONDS + 10) == 130
+    assert (tmp_path / "log").read_text() == ("interrupted\n" if ends_at == 4 else "")
     check_all_ended(pids, 0.1)
 
 
@@ -230,8 +242,20 @@ def test_process_count(
 # Real runs: two processes on the CPU
 
 
+LAUNCHERS: list["subprocess.Popen[bytes]"] = []
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    """A failed test leaves no processes either: they end with their launcher."""
+    yield
+    while LAUNCHERS:
+        LAUNCHERS.pop().kill()
+
+
 def start(argv: list[str], log: Path) -> "subprocess.Popen[bytes]":
-    return tiny_run.program([*argv, "--gpus", "2"], log)
+    LAUNCHERS.append(tiny_run.program([*argv, "--gpus", "2"], log))
+    return LAUNCHERS[-1]
 
 
 def run_of(folder: Path, data: Path, name: str) -> tuple["subprocess.Popen[bytes]", Path]:
