@@ -34,7 +34,9 @@ def compile_ahead(device: torch.device) -> Iterator[None]:
 
     jobs: dict[tuple[Any, str], Future[None]] = {}
     threads = max(1, min(MAX_THREADS, len(os.sched_getaffinity(0))))
-    with ThreadPoolExecutor(threads, initializer=torch.cuda.set_device, initargs=(device,)) as pool:
+    # Triton compiles for the current device, which a new thread does not inherit.
+    index = torch.cuda.current_device() if device.index is None else device.index
+    with ThreadPoolExecutor(threads, initializer=torch.cuda.set_device, initargs=(index,)) as pool:
 
         def submit(
             *, key: str, fn: Any, compile: dict[str, Any], is_manual_warmup: bool, **other: Any

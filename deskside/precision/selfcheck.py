@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from deskside.config.recipes import Recipe, expert_recipe, recipe_named
 from deskside.config.sections import PrecisionConfig
 from deskside.kernels import moe
+from deskside.kernels.compile_ahead import compile_ahead
 from deskside.kernels.functional import create_cuda_context_for_autograd, gradients
 from deskside.kernels.moe import reference
 from deskside.ops.linear import Embedding, Linear
@@ -87,7 +88,9 @@ def check(
     fp8 = any(f in ("e4m3", "e5m2") for f in checked.formats)
     native_exists = device.type == "cuda" and (fp8 or ("nvfp4" in checked.formats and caps.fp4))
     return _native_or_emulated(
-        lambda native: _check(checked, device, native, caps=caps), native, native_exists
+        lambda native: _compiled(device, lambda: _check(checked, device, native, caps=caps)),
+        native,
+        native_exists,
     )
 
 
@@ -97,7 +100,9 @@ def check_head(device: torch.device | str, native: bool | None = None) -> CheckR
     native: as in `check`.
     """
     device = torch.device(device)
-    return _native_or_emulated(lambda native: _check_head(device, native), native, device.type == "cuda")
+    return _native_or_emulated(
+        lambda native: _compiled(device, lambda: _check_head(device, native)), native, device.type == "cuda"
+    )
 
 
 def check_experts(
@@ -112,6 +117,14 @@ def check_experts(
         caps = hardware_caps(device) if checked.quantized else NONE
     exists = caps.grouped_fp8 and "e4m3" in checked.formats
     return _native_or_emulated(lambda native: _check_experts(checked, device, native), native, exists)
+
+
+def _compiled(device: torch.device, run_check: Callable[[], CheckResult]) -> CheckResult:
+    """Run a check; on a GPU once before, without its result, to compile its kernels in threads."""
+    if device.type == "cuda":
+        with compile_ahead(device):
+            run_check()
+    return run_check()
 
 
 def _native_or_emulated(

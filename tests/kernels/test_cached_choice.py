@@ -18,8 +18,8 @@ from deskside.kernels.attention.context import register
 from deskside.utils.trials import TrialCache
 from tests.kernels.test_attention import need
 
-START_SECONDS = {"quick": 0.0, "compiled": 10.0}
-PASS_SECONDS = {"quick": 0.02, "compiled": 0.01}
+START_SECONDS = {"quick": 0.0, "compiled": 10.0, "slower to compile": 11.0}
+PASS_SECONDS = {"quick": 0.02, "compiled": 0.01, "slower to compile": 0.005}
 
 
 @pytest.fixture
@@ -74,8 +74,24 @@ def test_a_candidate_that_cannot_pay_for_its_start_is_tried_by_a_longer_run(
     quick = calls["quick"]
     longer, source = choose_cached(need(), cache, NAMES, LONG)
     assert (longer.name, source, calls["quick"]) == ("compiled", "measured", quick)
-    assert longer.not_tried == {} and longer.seconds == pytest.approx(PASS_SECONDS)
+    assert longer.not_tried == {}
+    assert longer.seconds == pytest.approx({name: PASS_SECONDS[name] for name in NAMES})
     assert choose_cached(need(), cache, NAMES, SHORT) == (longer, "cached")
+
+
+def test_what_is_still_left_out_is_not_forgotten(calls: Counter[str], tmp_path: Path) -> None:
+    """Each run is a little longer than the one before."""
+    cache, found = TrialCache(tmp_path), []
+    for use in (SHORT, Use(520, 1e18), Use(2000, 1e18)):
+        choice, source = choose_cached(need(), cache, tuple(START_SECONDS), use)
+        assert source == "measured"
+        found.append((choice.name, set(choice.not_tried)))
+    assert found == [
+        ("quick", {"compiled", "slower to compile"}),
+        ("compiled", {"slower to compile"}),
+        ("slower to compile", set()),
+    ]
+    assert choose_cached(need(), cache, tuple(START_SECONDS), SHORT)[1] == "cached"
 
 
 def test_what_no_kernel_can_compute_faster_is_not_hoped_for() -> None:

@@ -26,6 +26,7 @@ class FakeDriver:
 
     def __init__(self) -> None:
         self.launched: list[str] = []
+        self.indices: list[int] = []  # the current device of each thread
         self.launchers: list[str] = []
         self.utils = SimpleNamespace(
             get_device_properties=lambda device: {"max_shared_mem": 227 * 1024},
@@ -52,7 +53,8 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriv
     from triton.runtime import driver as active
 
     fake = FakeDriver()
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "set_device", fake.indices.append)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(active, "_active", fake)
     with knobs.cache.scope():
         knobs.cache.dir = str(tmp_path)
@@ -101,6 +103,13 @@ def test_kernels_are_compiled_by_threads_and_not_launched(
         monkeypatch.setattr(kernel, "compile", compiled_again)
     computation()
     assert sorted(driver.launched) == ["add_norm", "gated", "gated", "gated_fp8"]
+
+
+@pytest.mark.parametrize(("device", "index"), [("cuda:1", 1), ("cuda", 3)])
+def test_threads_compile_for_the_device(device: str, index: int, driver: FakeDriver) -> None:
+    with compile_ahead(torch.device(device)):
+        computation()
+    assert set(driver.indices) == {index}
 
 
 def test_what_does_not_compile_raises_when_it_is_launched(driver: FakeDriver) -> None:

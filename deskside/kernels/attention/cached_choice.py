@@ -7,7 +7,7 @@ The key of a kept choice has the problem, the candidates and the versions of the
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib import metadata
 from typing import Any, Literal
 
@@ -32,6 +32,9 @@ def choose_cached(
             return earlier, "cached"
     began = time.perf_counter()
     choice = choose(need, names, use=use, earlier=earlier)
+    if earlier is not None:
+        left_out = {name: reason for name, reason in earlier.not_tried.items() if name not in names}
+        choice = replace(choice, not_tried=left_out | choice.not_tried)
     finite = {name: error for name, error in choice.errors.items() if math.isfinite(error)}
     cache.keep(KIND, spec, {**asdict(choice), "errors": finite}, time.perf_counter() - began)
     return choice, "measured"
