@@ -262,6 +262,9 @@ class BatchSizeFinder:
             return
         with contextlib.suppress(torch.OutOfMemoryError), compile_ahead(world.device):
             self.dry_step(micro_rows, dataset, rows)
+            if self.uses_bf16_steps:
+                with precision.high_precision():
+                    self.dry_step(micro_rows, dataset, rows)
         precision.scales.reset()
         precision.forget_weights()
 

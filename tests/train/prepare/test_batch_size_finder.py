@@ -266,7 +266,9 @@ def test_kernels_are_compiled_before_the_first_dry_step(
     config = RunConfig.model_validate(changes)
     scales = SimpleNamespace(reset=lambda: events.append("scales reset"))
     precision = SimpleNamespace(scales=scales, forget_weights=lambda: events.append("weights forgotten"))
-    stepper = SimpleNamespace(world=World(torch.device(device)), precision=precision)
+    stepper = SimpleNamespace(
+        world=World(torch.device(device)), precision=precision, precision_config=config.precision
+    )
     finder = OnCard(config, cast(Stepper, stepper), lambda tokens: 0.0, lambda line: None)
     finder.compile_kernels(4, cast(RowDataset, None), 8)
     assert events == (["skipping launches", "step", "scales reset", "weights forgotten"] if compiled else [])
