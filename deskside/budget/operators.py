@@ -42,6 +42,7 @@ from deskside.budget.format_costs import (
     EXPERT_FP8_EMULATED,
     EXPERT_FP8_GRADIENT,
     FP8_TRAFFIC,
+    GROUPED_FP8_RATE,
     NVFP4_WORK,
     Format,
     RunsAs,
@@ -335,16 +336,16 @@ def _products(
     for format_rate, share in shares.items():
         if share > 0:
             part = flops if share == 1 else flops * s.leaf(f"share that runs as {format_rate}", share)
-            rowwise = format_rate == "fp8" and (experts or spec.precision == "fp8-rowwise")
+            fp8 = format_rate == "fp8"
             yield Operator(
                 name,
                 "matmul",
                 part,
                 recompute,
                 runs_as=format_rate,
-                rowwise=rowwise,
+                rowwise=fp8 and not experts and spec.precision == "fp8-rowwise",
                 share=share,
-                grouped_rate=rate,
+                grouped_rate=rate * GROUPED_FP8_RATE if experts and fp8 else rate,
             )
 
 
