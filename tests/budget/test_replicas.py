@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from deskside.budget.host_memory import checkpoint_bytes
 from deskside.budget.operators import step_operators
 from deskside.budget.replicas import exchange
 from deskside.budget.shape import block_matrix_params, num_params
@@ -70,3 +71,5 @@ def test_muon_is_shared() -> None:
 
     assert work(4) == pytest.approx(work(1) / 4)
     assert work(4, sharded=True, copies="pass") == work(1)
+    # The process that writes checkpoints receives the momentum of all.
+    assert checkpoint_bytes(SHAPE, spec(4)) == checkpoint_bytes(SHAPE, spec(1))

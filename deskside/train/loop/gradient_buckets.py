@@ -12,11 +12,12 @@ number of targets of all processes, so gradients are summed, not averaged.
 A matrix that one rank updates (`optim/owners.py`) is summed on that rank only; the others free their gradient of it.
 
 In bfloat16, half the bytes travel: every rank sends each of the others its share of the bucket, adds up in float32
-what it received, and sends the sum, rounded to bfloat16, to all. Two values are rounded to
-nearest, whatever the number of ranks, so the error of a sum is at most u (sum_r |g_r| + |sum_r g_r|) + u^2 sum_r |g_r|
-with u = 2^-8, plus that of additions in float32.
+what it received, and sends the sum, rounded to bfloat16, to all. Each gradient and each sum is rounded to nearest once,
+whatever the number of ranks. So the error of a sum is at most u (sum_r |g_r| + |sum_r g_r|) + u^2 sum_r |g_r| with
+u = 2^-8, plus that of the additions in float32.
 """
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -31,9 +32,8 @@ from deskside.train.loop.gradient_hooks import call_after_gradient
 from deskside.train.parallel import World
 
 BUCKET_BYTES = 2**24  # float32 bytes from which a gradient is summed alone, and a shared bucket is full
-IN_FLIGHT = (
-    8  # buckets that may wait for their sum before the backward waits for the oldest; 2 if they are copies
-)
+# Buckets that may wait for their sum before the backward waits for the oldest; WAITING if the sums are converted.
+IN_FLIGHT = 8
 ALIGNMENT = 64  # elements, so that kernels read the gradients in a bucket at aligned addresses
 
 
@@ -47,6 +47,15 @@ class Bucket:
     parameters: list[nn.Parameter]
     owner: int | None = None
     missing: int = 0
+
+    def gradients(self) -> list[Tensor]:
+        """Return the gradients. Raises RuntimeError if one is missing."""
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        if len(gradients) < len(self.parameters):
+            raise RuntimeError(
+                "a parameter has no gradient on this rank; the ranks would deadlock in the all-reduce"
+            )
+        return gradients
 
 
 def make_buckets(infos: Sequence[ParameterInfo], owners: Mapping[str, int]) -> list[Bucket]:
@@ -83,10 +92,12 @@ class GradientBuckets:
     ):
         self.world, self.dtype = world, dtype
         self.buckets: list[Bucket] = []
-        sent_as_they_are = dtype == torch.float32 and all(i.parameter.dtype == dtype for i in infos)
-        self._side = SideStream(world.device, IN_FLIGHT if sent_as_they_are else WAITING)
+        # Otherwise, a sum exists beside the gradient until it is converted.
+        sums_are_gradients = dtype == torch.float32 and all(i.parameter.dtype == dtype for i in infos)
+        self._side = SideStream(world.device, IN_FLIGHT if sums_are_gradients else WAITING)
+        self._rehearsed: deque[list[Tensor]] = deque(maxlen=0 if sums_are_gradients else WAITING)
         self._overlap = self._armed = False
-        self._next = 0  # the first bucket that is not sent yet
+        self._next = 0  # the first bucket that this backward has not sent, or rehearsed
         if world.size == 1 or world.sharded:
             return
         self.buckets = make_buckets(infos, owners)
@@ -97,24 +108,26 @@ class GradientBuckets:
     def begin_step(self, overlap: bool) -> None:
         """Begin a step. overlap: send buckets during its last backward; otherwise, `finish` sends all of them.
 
-        A step that may run out of memory must not overlap: the other ranks would wait for its buckets forever. Nor do
-        buckets overlap if processes share rows, whose backward has collectives of another group of ranks.
+        A step that may run out of memory must not overlap: the other ranks would wait for its buckets forever. Its
+        backward still allocates what sending would need. Nor do buckets overlap if processes share rows, whose backward
+        has collectives of another group of ranks.
         """
         self._side.join()  # a step that ran out of memory may have left work behind
-        self._overlap, self._armed, self._next = overlap and self.world.context is None, False, 0
+        self._rehearsed.clear()
+        self._overlap, self._armed, self._next = overlap, False, 0
 
     def begin_pass(self, last: bool) -> None:
         """Begin a pass. last: it is the last of the step, so its backward completes the gradients."""
-        self._armed = last and self._overlap
+        self._armed = last and self.world.context is None
         for bucket in self.buckets:
             bucket.missing = len(bucket.parameters)
 
     def finish(self) -> None:
         """Send the buckets that are left, and let the device wait for all sums."""
         self._armed = False
-        for bucket in self.buckets[self._next :]:
+        self._rehearsed.clear()
+        for bucket in self.buckets[self._next if self._overlap else 0 :]:
             self._send(bucket)
-        self._next = len(self.buckets)
         self._side.join()
 
     def _complete(self, number: int, parameter: nn.Parameter) -> None:
@@ -122,13 +135,16 @@ class GradientBuckets:
             return
         self.buckets[number].missing -= 1
         while self._next < len(self.buckets) and not self.buckets[self._next].missing:
-            self._send(self.buckets[self._next])
+            if self._overlap:
+                self._send(self.buckets[self._next])
+            else:
+                self._rehearsed.append(self._buffers(self.buckets[self._next].gradients())[0])
             self._next += 1
 
     @torch.no_grad()
     def _send(self, bucket: Bucket) -> None:
-        gradients = [_gradient(parameter) for parameter in bucket.parameters]
-        flat, parts = self._flat(gradients)
+        gradients = bucket.gradients()
+        buffers, parts = self._buffers(gradients)
         converted = []
         for parameter, gradient, part in zip(bucket.parameters, gradients, parts, strict=True):
             if bucket.owner not in (None, self.world.rank):
@@ -137,21 +153,26 @@ class GradientBuckets:
                 parameter.grad = part
             else:
                 converted.append((gradient, part))
-        buffers = [flat]
-        if self.dtype == torch.bfloat16:
-            buffers += [torch.empty_like(flat), flat.new_empty(len(flat) // self.world.size)]
 
         def work() -> None:
             if self.dtype == torch.bfloat16:
                 sum_bfloat16(*buffers)
             elif bucket.owner is None:
-                dist.all_reduce(flat)
+                dist.all_reduce(*buffers)
             else:
-                dist.reduce(flat, dst=bucket.owner)
+                dist.reduce(*buffers, dst=bucket.owner)
             for gradient, part in converted:
                 gradient.copy_(part)
 
         self._side.run(work, *buffers)
+
+    @torch.no_grad()
+    def _buffers(self, gradients: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the arguments of the sum, the flat gradients first, and the view of the sum for each gradient."""
+        flat, parts = self._flat(gradients)
+        if self.dtype != torch.bfloat16:
+            return [flat], parts
+        return [flat, torch.empty_like(flat), flat.new_empty(len(flat) // self.world.size)], parts
 
     def _flat(self, gradients: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """Return the gradients in one flat tensor of the dtype that is sent, and the view of it for each of them.
@@ -182,11 +203,3 @@ def sum_bfloat16(flat: Tensor, received: Tensor, share: Tensor) -> None:
     dist.all_to_all_single(received, flat)
     share.copy_(received.view(-1, len(share)).sum(0, dtype=torch.float32))
     dist.all_gather_into_tensor(flat, share)
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    if parameter.grad is None:
-        raise RuntimeError(
-            "a parameter has no gradient on this rank; the ranks would deadlock in the all-reduce"
-        )
-    return parameter.grad

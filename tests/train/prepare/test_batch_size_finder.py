@@ -17,6 +17,7 @@ from deskside.config.run import RunConfig
 from deskside.data.reading.loader import Batch
 from deskside.data.reading.rows import PackedDataset
 from deskside.train import environment_record
+from deskside.train.loop.gradient_buckets import GradientBuckets
 from deskside.train.loop.step import Stepper
 from deskside.train.objective import RowDataset, worst_case_batch
 from deskside.train.parallel import World
@@ -110,6 +111,34 @@ def scarce(root: Path, config: RunConfig) -> None:
 
     Stepper.loss = loss  # type: ignore[method-assign]
     tiny_run.train(root, config)
+
+
+def scarce_for_sums(root: Path, config: RunConfig) -> None:
+    """Trains where the last process cannot hold a copy of gradients beside the activations of 4 rows."""
+    loss, buffers, rows = Stepper.loss, GradientBuckets._buffers, 0
+
+    def noted(stepper: Stepper, batch: Batch) -> Any:
+        nonlocal rows
+        rows = len(batch.tokens_BT)
+        return loss(stepper, batch)
+
+    def scarce(buckets: GradientBuckets, gradients: list[torch.Tensor]) -> Any:
+        if buckets.world.rank == 1 and rows >= 4:
+            raise torch.OutOfMemoryError("CUDA out of memory. More text.")
+        return buffers(buckets, gradients)
+
+    Stepper.loss, GradientBuckets._buffers = noted, scarce  # type: ignore[method-assign]
+    tiny_run.train(root, config)
+
+
+def test_a_dry_step_needs_the_memory_of_sums_beside_the_backward(data: Path, tmp_path: Path) -> None:
+    """It does not send them there, because a process without memory for them would leave the others waiting."""
+    batch = {"sequence_length": 32, "tokens": 2 * 8 * 32, "micro_tokens": 4 * 32}
+    config = tiny_run.config(data, batch=batch, schedule={"length": "3 steps"})
+    child = tiny_run.call(scarce_for_sums, tmp_path, config, ranks=2, log=tmp_path / "log")
+    assert child.wait() == 0, child.text()
+    fitted = tiny_run.plan(tmp_path / "run")["fit"][0]
+    assert (fitted["micro_rows"], [a["fits"] for a in fitted["attempts"]]) == (2, [False, True])
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
