@@ -158,9 +158,9 @@ class GradientBuckets:
             if self.dtype == torch.bfloat16:
                 sum_bfloat16(*buffers)
             elif bucket.owner is None:
-                dist.all_reduce(*buffers)
+                dist.all_reduce(buffers[0])
             else:
-                dist.reduce(*buffers, dst=bucket.owner)
+                dist.reduce(buffers[0], dst=bucket.owner)
             for gradient, part in converted:
                 gradient.copy_(part)
 
