@@ -42,6 +42,7 @@ from deskside.engine.requests import Request
 from deskside.engine.sampling import Sampling
 from deskside.model.init import initialize
 from deskside.model.transformer import Transformer
+from deskside.precision.frozen import FrozenLinear, quantize_for_generation, stored_bytes
 from deskside.utils.errors import UsageError
 from deskside.weights.hf import save_hf
 
@@ -156,6 +157,11 @@ def measure(
 def step_bytes(model: Transformer, work: Work, batch: int) -> float:
     """Return the bytes that a decoding step must read, when half of the answer has been generated."""
     item = model.activation_dtype.itemsize
+    length = work.prompt + work.new / 2
+    cache_bytes = batch * length * model.kv_bytes_per_token(model.activation_dtype)
+    if any(isinstance(module, FrozenLinear) for module in model.modules()):
+        looked_up = 0 if model.config.tie_word_embeddings else model.embed.weight.nbytes
+        return stored_bytes(model) - looked_up + cache_bytes
     groups = model.num_params()
     weights = sum(groups.values()) - groups["position"]
     if not model.config.tie_word_embeddings:
@@ -165,8 +171,7 @@ def step_bytes(model: Transformer, work: Work, batch: int) -> float:
         # Each token reads its experts; many tokens together read nearly all of them.
         share = 1 - (1 - model.config.num_experts_per_tok / experts) ** batch
         used = weights - groups["mlp"] * (1 - share)
-    length = work.prompt + work.new / 2
-    return used * item + batch * length * model.kv_bytes_per_token(model.activation_dtype)
+    return used * item + cache_bytes
 
 
 def kernels(engine: Engine, work: Work, batch: int) -> list[dict[str, Any]]:
@@ -272,6 +277,8 @@ def _prepare(options: argparse.Namespace) -> tuple[Work, Transformer]:
     for parameter in model.parameters():  # as in `deskside chat`, norms stay in float32
         if parameter.ndim >= 2:
             parameter.data = parameter.data.to(DTYPES[options.dtype])
+    if options.quantize != "none":
+        quantize_for_generation(model, options.quantize, device)
     sampling = Sampling(options.temperature, options.top_k if options.temperature > 0 else None)
     return Work(config.vocab_size, options.prompt, options.new, sampling, device), model
 
@@ -354,6 +361,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--new", type=int, default=256)
     parser.add_argument("--peers", type=_peers, default=list(PEERS))
     parser.add_argument("--peer-batch", type=_numbers, default=[1, 16])
+    parser.add_argument("--quantize", choices=("none", "int8", "fp8", "nf4"), default="none")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top-k", type=int, default=50)
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
@@ -362,6 +370,8 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--kernels", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(argv)
+    if options.quantize != "none" and options.peers:
+        raise UsageError("--quantize: transformers does not have these weights; give --peers ''")
     if options.prompt < 1 or options.new < 2 or options.runs < 1:
         raise UsageError("--prompt and --runs must be at least 1, --new at least 2")
     return options

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from deskside.cli.options import Command, option
-from deskside.cli.shared_options import ModelOption
+from deskside.cli.shared_options import QUANTIZE_HELP, ModelOption, Quantize
 from deskside.config.sections import Device
 from deskside.utils.console import say
 from deskside.utils.errors import UsageError
@@ -32,6 +32,7 @@ class ChatCommandOptions(ModelOption):
     seed: int | None = option("random seed, to reproduce a conversation; default: a new one each time", None)
     max_new_tokens: int = option("maximum tokens per answer", 256)
     device: Device = option("auto uses cuda if it is available", "auto")
+    quantize: Quantize = option(QUANTIZE_HELP, "none")
 
 
 COMMAND = Command("chat", ChatCommandOptions)
@@ -44,7 +45,7 @@ def run(argv: Sequence[str]) -> int:
         from deskside.engine.device import select_device, select_dtype
         from deskside.engine.sampling import Sampling
         from deskside.serve.chat import ChatOptions, converse
-        from deskside.weights.load import load_model
+        from deskside.weights.load import load_for_generation
 
     sampling = Sampling(
         options.temperature, options.top_k or None, options.top_p, options.min_p, options.repetition_penalty
@@ -54,7 +55,7 @@ def run(argv: Sequence[str]) -> int:
     if options.seed is not None and options.seed < 0:
         raise UsageError(f"--seed {options.seed}: must be 0 or more")
     device = select_device(options.device)
-    loaded = load_model(options.model, device, select_dtype(device), say)
+    loaded = load_for_generation(options.model, device, select_dtype(device), options.quantize, say)
     return converse(
         loaded,
         ChatOptions(sampling, options.max_new_tokens, options.seed, options.system),

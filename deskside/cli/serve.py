@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from deskside.cli.options import Command, option
-from deskside.cli.shared_options import ModelOption, addresses, is_loopback
+from deskside.cli.shared_options import QUANTIZE_HELP, ModelOption, Quantize, addresses, is_loopback
 from deskside.config.sections import Device
 from deskside.utils.console import say
 from deskside.utils.errors import RunError, UsageError
@@ -54,6 +54,7 @@ class ServeOptions(ModelOption):
     body_bytes: int = option("maximum size of a request body", 1 << 20)
     connections: int = option("maximum open connections", 256)
     device: Device = option("auto uses cuda if it is available", "auto")
+    quantize: Quantize = option(QUANTIZE_HELP, "none")
 
 
 COMMAND = Command("serve", ServeOptions)
@@ -72,7 +73,7 @@ def run(argv: Sequence[str]) -> int:
         from deskside.engine.device import select_device, select_dtype
         from deskside.serve.request_guard import ClientLimits
         from deskside.serve.server import ServerOptions, serve
-        from deskside.weights.load import load_model
+        from deskside.weights.load import load_for_generation
 
     token = _token(options)
     local = is_loopback(options.host)
@@ -85,7 +86,7 @@ def run(argv: Sequence[str]) -> int:
     listening = _bind(options.host, options.port)
     with listening:
         device = select_device(options.device)
-        loaded = load_model(options.model, device, select_dtype(device), say)
+        loaded = load_for_generation(options.model, device, select_dtype(device), options.quantize, say)
         engine = _engine(loaded, options)
         # Against DNS rebinding, where a web page makes its own host name resolve to 127.0.0.1. On other hosts, the
         # token protects the server.

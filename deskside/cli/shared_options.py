@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BeforeValidator
 
@@ -48,6 +48,11 @@ class ModelOption:
     model: str = option("a run, or a Hugging Face model directory", metavar="RUN|HF_DIR", positional=True)
 
 
+Quantize = Literal["none", "int8", "fp8", "nf4"]
+QUANTIZE_HELP = (
+    "number format of the blocks' weights: int8 and fp8 (GPUs from 8.9 on) halve the bytes that a token reads; nf4 "
+    "needs bitsandbytes and saves most memory, but is slower than none"
+)
 GPUS_HELP = "GPUs that train together: a number, or auto for all; default: one"
 
 

@@ -1,4 +1,4 @@
-"""Stored weights converted to the activations' dtype: rows of an embedding table, and INT8 codes times their scales.
+"""Stored weights converted to the activations' dtype: rows of an embedding table, and codes (INT8 or FP8) times scales.
 
 On a GPU, each is one kernel that reads the stored weights and writes the activations' dtype; for embeddings only in
 training. The plain torch below is the reference for the kernels.
@@ -18,11 +18,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+MAX_FEW_ROWS = 64  # of x in `linear_from_codes`, for which the kernel is the faster way
 
-def dequantize_int8(codes_RC: Tensor, scale_R: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return int8 codes (rows, columns) times the float32 scale of their row (rows,), in `dtype`."""
+
+def linear_from_codes(x: Tensor, codes_RC: Tensor, scale_R: Tensor) -> Tensor:
+    """Return x W^T, (..., R), where W is `dequantize_rows`. codes: int8 or float8_e4m3fn.
+
+    With few rows of x on a GPU, reading W takes the time. A kernel then reads the codes, half the bytes of 16 bits, and
+    scales the float32 sums; W itself is never rounded to 16 bits. More rows multiply the dequantized W.
+    """
+    rows = x.numel() // x.shape[-1]
+    if x.is_cuda and 0 < rows <= MAX_FEW_ROWS:
+        from deskside.kernels.stored_weights_triton import few_rows_product
+
+        return few_rows_product(x.reshape(rows, -1), codes_RC, scale_R).view(*x.shape[:-1], len(codes_RC))
+    return F.linear(x, dequantize_rows(codes_RC, scale_R, x.dtype))
+
+
+def dequantize_rows(codes_RC: Tensor, scale_R: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return int8 or FP8 codes (rows, columns) times the float32 scale of their row (rows,), in `dtype`."""
     if codes_RC.is_cuda:
-        from deskside.kernels.stored_weights_triton import dequantize_int8 as kernel
+        from deskside.kernels.stored_weights_triton import dequantize_rows as kernel
 
         return kernel(codes_RC, scale_R, dtype)
     return codes_RC.float().mul_(scale_R[:, None]).to(dtype)

@@ -1,4 +1,4 @@
-"""The kernels of `stored_weights.py` in Triton: embedding lookup to 16 bits, its gradient, INT8 dequantization.
+"""The kernels of `stored_weights.py` in Triton: embedding lookup to 16 bits, its gradient, and weights from codes.
 
 The gradient of a table row is the sum over all tokens with that id, and token frequencies are as uneven as those of
 words: one id may be a tenth of the tokens, and half of the ids may not occur. So the tokens are sorted by id and cut
@@ -15,7 +15,9 @@ from torch import Tensor
 PIECE = 64  # sorted tokens per program
 COLUMNS = 128  # channels per program
 PARTIAL_SUMS = 32  # pieces whose partial sums of a run are read per iteration
-TILE_ROWS, TILE_COLUMNS = 8, 512  # of INT8 codes: 32 codes per thread, in loads of 16 bytes
+TILE_ROWS, TILE_COLUMNS = 8, 512  # of codes: 32 codes per thread, in loads of 16 bytes
+# Rows of W in one program, few so that a matrix of 2,048 rows keeps a large GPU busy, and columns per iteration.
+PRODUCT_ROWS, PRODUCT_COLUMNS = 16, 256
 
 
 @triton.jit
@@ -126,7 +128,7 @@ def embedding_gradient(grad_ND: Tensor, tokens_N: Tensor, entries: int) -> Tenso
 
 
 @triton.jit
-def _dequantize_int8(  # type: ignore[no-untyped-def]
+def _dequantize_rows(  # type: ignore[no-untyped-def]
     codes_ptr, scale_ptr, out_ptr, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -134,15 +136,50 @@ def _dequantize_int8(  # type: ignore[no-untyped-def]
     mask = (row < rows)[:, None] & (column < columns)[None, :]
     offsets = row[:, None] * columns + column[None, :]
     scale = tl.load(scale_ptr + row, row < rows, 0.0)
-    weight = tl.load(codes_ptr + offsets, mask, 0).to(tl.float32) * scale[:, None]
+    weight = tl.load(codes_ptr + offsets, mask).to(tl.float32) * scale[:, None]
     tl.store(out_ptr + offsets, weight.to(out_ptr.dtype.element_ty), mask)
 
 
-def dequantize_int8(codes_RC: Tensor, scale_R: Tensor, dtype: torch.dtype) -> Tensor:
-    """See `kernels.stored_weights.dequantize_int8`."""
+def dequantize_rows(codes_RC: Tensor, scale_R: Tensor, dtype: torch.dtype) -> Tensor:
+    """See `kernels.stored_weights.dequantize_rows`."""
     codes_RC, scale_R = codes_RC.contiguous(), scale_R.contiguous()
     rows, columns = codes_RC.shape
     out = torch.empty(rows, columns, dtype=dtype, device=codes_RC.device)
     grid = (triton.cdiv(rows, TILE_ROWS), triton.cdiv(columns, TILE_COLUMNS))
-    _dequantize_int8[grid](codes_RC, scale_R, out, rows, columns, ROWS=TILE_ROWS, COLUMNS=TILE_COLUMNS)
+    _dequantize_rows[grid](codes_RC, scale_R, out, rows, columns, ROWS=TILE_ROWS, COLUMNS=TILE_COLUMNS)
     return out
+
+
+@triton.jit
+def _few_rows(  # type: ignore[no-untyped-def]
+    X, CODES, SCALE, OUT, N, R, C,
+    BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """X: (N, C), all rows in one tile. CODES: (R, C), of which a program reads BLOCK_R rows. OUT: (N, R)."""
+    n = tl.arange(0, BLOCK_N)
+    r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    columns = tl.arange(0, BLOCK_C)
+    out = tl.zeros((BLOCK_N, BLOCK_R), tl.float32)
+    for start in range(0, C, BLOCK_C):
+        c = start + columns
+        x = tl.load(X + n[:, None] * C + c[None, :], mask=(n < N)[:, None] & (c < C)[None, :], other=0.0)
+        # Unread codes meet zeros of X; rows beyond R are not stored.
+        code = tl.load(CODES + r[:, None] * C + c[None, :], mask=(r < R)[:, None] & (c < C)[None, :])
+        code = tl.where((c < C)[None, :], code.to(tl.float32), 0.0).to(x.dtype)
+        out += tl.dot(x, tl.trans(code), input_precision=PRECISION)
+    scale = tl.load(SCALE + r, mask=r < R, other=0.0)
+    mask = (n < N)[:, None] & (r < R)[None, :]
+    tl.store(OUT + n[:, None] * R + r[None, :], (out * scale[None, :]).to(OUT.dtype.element_ty), mask=mask)
+
+
+def few_rows_product(x_NC: Tensor, codes_RC: Tensor, scale_R: Tensor) -> Tensor:
+    """See `kernels.stored_weights.linear_from_codes`; for at most MAX_FEW_ROWS rows of x."""
+    (N, C), R = x_NC.shape, len(codes_RC)
+    out_NR = torch.empty(N, R, dtype=x_NC.dtype, device=x_NC.device)
+    precision = "ieee" if x_NC.dtype == torch.float32 else "tf32"
+    _few_rows[(triton.cdiv(R, PRODUCT_ROWS),)](
+        x_NC.contiguous(), codes_RC.contiguous(), scale_R.contiguous(), out_NR, N, R, C,
+        max(16, triton.next_power_of_2(N)), PRODUCT_ROWS, PRODUCT_COLUMNS, precision,
+        num_warps=4, num_stages=3,
+    )  # fmt: skip
+    return out_NR

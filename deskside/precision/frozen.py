@@ -1,12 +1,14 @@
-"""Frozen base weights in NF4 or INT8 for training adapters. They are dequantized for each product and never trained.
+"""Frozen weights in NF4, INT8 or FP8: the base of adapters in training (NF4, INT8), and generation.
 
 NF4 (QLoRA, Dettmers et al. 2023, arXiv 2305.14314): each weight is one of 16 quantiles of a Gaussian times the largest
 magnitude of its block of 64 weights. The magnitudes are stored in 8 bits, with a float32 scale for each 256 of them,
 which makes 4.13 bits per weight. INT8: each output row has a float32 scale (LLM.int8(), arXiv 2208.07339, without its
-outlier columns). NF4 uses the storage and kernels of bitsandbytes; INT8 needs no library
-(`kernels/stored_weights.py`).
+outlier columns). FP8: the same with E4M3 codes. NF4 uses the storage and kernels of bitsandbytes; INT8 and FP8 need no
+library (`kernels/stored_weights.py`).
 
-Both are dequantized to the dtype of the activations. The row scales of INT8 could be applied to the product instead,
+All are dequantized to the dtype of the activations for each product. Only a step of generation with few rows, which
+takes as long as its weights take to read, multiplies codes of INT8 and FP8 directly. In training, the row scales of
+INT8 could be applied to the product instead,
 which avoids rounding the weight to 16 bits. But it rounds the product twice, is not closer to float64, and needs
 4 more bytes per output of a layer, in the forward and again in the backward.
 
@@ -29,17 +31,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deskside.kernels import moe
-from deskside.kernels.stored_weights import dequantize_int8
+from deskside.kernels.stored_weights import dequantize_rows, linear_from_codes
 from deskside.ops.linear import Linear
 from deskside.ops.moe import ROUTING_PROJECTIONS, Experts
+from deskside.precision.formats import LARGEST
 from deskside.precision.lora import Adapter, adapters_of
 from deskside.utils.errors import UsageError
 
-Format = Literal["nf4", "int8"]
+Format = Literal["nf4", "int8", "fp8"]
 BLOCK = 64  # NF4 weights that share a largest magnitude
 SCALE_BLOCK = 256  # magnitudes that share a scale
 BUFFERS: dict[Format, tuple[str, ...]] = {
     "int8": ("codes", "row_scale"),
+    "fp8": ("codes", "row_scale"),
     "nf4": ("codes", "magnitude", "magnitude_scale", "magnitude_map", "magnitude_mean"),
 }
 DOES_NOT_TRAIN = (
@@ -55,8 +59,8 @@ class FrozenLinear(Linear):
     """
 
     adapter: Adapter | None
-    codes: Tensor  # nf4: two to a byte; int8: (rows, in)
-    row_scale: Tensor  # int8: (rows,) float32
+    codes: Tensor  # nf4: two to a byte; int8, fp8: (rows, in)
+    row_scale: Tensor  # int8, fp8: (rows,) float32
     magnitude: Tensor  # nf4: uint8, one for each block
     magnitude_scale: Tensor  # nf4: float32, one for 256 magnitudes
     magnitude_map: Tensor  # nf4: (256,), the value of each uint8 code
@@ -150,10 +154,12 @@ class FrozenExperts(Experts):
 
 def _quantize(weight: Tensor, format: Format) -> dict[str, Tensor]:
     """Return the buffers that store a weight (rows, in), by name."""
-    if format == "int8":
+    if format != "nf4":
         largest = weight.float().abs().amax(dim=1)
-        scale = torch.where(largest > 0, largest, 1.0) / 127
-        return {"codes": (weight.float() / scale[:, None]).round().to(torch.int8), "row_scale": scale}
+        scale = torch.where(largest > 0, largest, 1.0) / (127 if format == "int8" else LARGEST["e4m3"])
+        scaled = weight.float() / scale[:, None]
+        codes = scaled.round().to(torch.int8) if format == "int8" else scaled.to(torch.float8_e4m3fn)
+        return {"codes": codes, "row_scale": scale}
     functional = _bitsandbytes()
     codes, state = functional.quantize_4bit(
         weight.contiguous(), blocksize=BLOCK, quant_type="nf4", compress_statistics=True
@@ -183,15 +189,17 @@ class _FrozenProduct(torch.autograd.Function):
 
 def _product(x: Tensor, stored: Sequence[Tensor], rows: int, columns: int, transposed: bool) -> Tensor:
     """Return x W^T, or x W if `transposed`. W: (rows, columns)."""
+    if not transposed and len(stored) == len(BUFFERS["int8"]):
+        return linear_from_codes(x, stored[0], stored[1])
     dense = _dense(stored, rows, columns, x.dtype)
     return x @ dense if transposed else F.linear(x, dense)
 
 
 def _dense(stored: Sequence[Tensor], rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    """Dequantize a weight (rows, columns) from its stored buffers: two for int8, five for nf4."""
+    """Dequantize a weight (rows, columns) from its stored buffers: two for int8 and fp8, five for nf4."""
     if len(stored) == len(BUFFERS["int8"]):
         codes, row_scale = stored
-        return dequantize_int8(codes, row_scale, dtype)
+        return dequantize_rows(codes, row_scale, dtype)
     functional = _bitsandbytes()
     codes, magnitude, scale, table, mean = stored
     absmax = functional.dequantize_blockwise(magnitude, absmax=scale, code=table, blocksize=SCALE_BLOCK)
@@ -312,6 +320,29 @@ def freeze(model: nn.Module, format: Format | Literal["bf16"]) -> nn.Module:
                 setattr(parent, name, frozen_layer(child, format))
     _freeze_in_bf16(model)
     return model
+
+
+@torch.no_grad()
+def quantize_for_generation(model: nn.Module, format: Format, device: torch.device) -> None:
+    """Move a model to the device with the weight matrices of its blocks in `format`, in place.
+
+    One matrix at a time is on the device in full precision. Embeddings, head and vectors keep their dtype. Raises
+    UsageError for a mixture of experts, whose weights would all be dequantized in every step; for NF4 without
+    bitsandbytes; and for FP8 on a GPU without E4M3, below compute capability 8.9.
+    """
+    if any(isinstance(module, Experts) for module in model.modules()):
+        raise UsageError(
+            f"{format} weights are not supported for experts in generation; leave the option out, or use a dense model"
+        )
+    if format == "nf4":
+        _bitsandbytes()
+    if format == "fp8" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        raise UsageError("fp8 weights need a GPU of compute capability 8.9 or higher; use int8")
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if is_quantized_by_freeze(child):
+                setattr(parent, name, frozen_layer(child.to(device), format))
+    model.to(device)
 
 
 def _freeze_in_bf16(model: nn.Module) -> None:

@@ -22,6 +22,7 @@ from deskside.data.tokenizer import CHAT_TOKENS, end_of_text
 from deskside.data.tokenizer import load as load_tokenizer
 from deskside.model.init import allocate
 from deskside.model.transformer import Transformer
+from deskside.precision.frozen import Format, quantize_for_generation
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.parsing import read_json_object
 from deskside.weights.checkpoint import (
@@ -110,6 +111,25 @@ def load_model(
         )
     _cast(loaded.model, dtype)
     loaded.model.eval()
+    return loaded
+
+
+def load_for_generation(
+    path: str | Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    quantize: Format | Literal["none"] = "none",
+    warn: Callable[[str], None] = _to_standard_error,
+) -> Loaded:
+    """Load a model like `load_model`, with the weight matrices of its blocks in the format `quantize`.
+
+    The weights are read into host memory and quantized one by one, because a GPU may have no room for them in `dtype`.
+    Raises UsageError as `quantize_for_generation` does too.
+    """
+    if quantize == "none":
+        return load_model(path, device, dtype, warn)
+    loaded = load_model(path, "cpu", dtype, warn)
+    quantize_for_generation(loaded.model, quantize, device)
     return loaded
 
 

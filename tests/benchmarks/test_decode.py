@@ -31,9 +31,23 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert all(len(line) <= 80 for line in printed.splitlines())
 
 
+def test_quantized_weights(tmp_path: Path) -> None:
+    shares = []
+    for quantize in ("none", "int8"):
+        file = tmp_path / f"{quantize}.json"
+        words = f"{SMALL} --peers= --quantize {quantize} --json {file}".split()
+        assert decode.main(words) == 0
+        report = json.loads(file.read_text())
+        row = report["results"][0]
+        # The bytes of a step, from its share of the bandwidth: less than half of those of float32.
+        shares.append(row["of_copy_bandwidth"] * row["step_ms"] * report["copy_bandwidth"])
+    assert 0.25 < shares[1] / shares[0] < 0.75
+
+
 def test_wrong_usage_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert decode.main(["--preset", "nothing"]) == 2
     assert decode.main(["--preset", "demo", "--new", "1"]) == 2
+    assert decode.main(["--preset", "demo", "--quantize", "int8"]) == 2  # beside transformers
     assert "no such preset" in capsys.readouterr().err
     for words in ("--peers vllm", "--batch 0"):
         with pytest.raises(SystemExit):

@@ -13,7 +13,7 @@ from deskside.config.model import ModelConfig
 from deskside.config.optim import AdamWConfig
 from deskside.config.sections import PROJECTIONS, AdapterConfig
 from deskside.kernels.attention import AttentionContext
-from deskside.kernels.stored_weights import dequantize_int8
+from deskside.kernels.stored_weights import dequantize_rows
 from deskside.model.init import initialize
 from deskside.model.transformer import Transformer
 from deskside.ops.linear import Linear
@@ -87,8 +87,8 @@ def test_int8_is_dequantised_as_the_reference_does(shape: tuple[int, int], dtype
     """To the last bit: a product in float32, and one rounding to nearest."""
     torch.manual_seed(0)
     codes, scale = torch.randint(-127, 128, shape).to(torch.int8), torch.rand(shape[0]) / 127 + 1e-4
-    got = dequantize_int8(codes.to(DEVICE), scale.to(DEVICE), dtype)
-    assert torch.equal(got.cpu(), dequantize_int8(codes, scale, dtype))
+    got = dequantize_rows(codes.to(DEVICE), scale.to(DEVICE), dtype)
+    assert torch.equal(got.cpu(), dequantize_rows(codes, scale, dtype))
 
 
 def step_of(

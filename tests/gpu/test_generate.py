@@ -15,9 +15,11 @@ from deskside.kernels import decode
 from deskside.kernels.attention.reference import decode_attention
 from deskside.kernels.decode import gather_pages, paged_attention
 from deskside.kernels.prefill import packed_attention, packed_kernel_supports
+from deskside.kernels.stored_weights import linear_from_codes
 from deskside.model.block import DEFAULT_BLOCKS
 from deskside.model.transformer import Transformer
 from deskside.precision.convert import convert
+from deskside.precision.frozen import Format, quantize_for_generation
 from tests.engine.test_generate import PROMPTS, VARIANTS, make, plain
 from tests.gpu.card import DEVICE, NEEDS_CARD
 
@@ -255,6 +257,30 @@ def test_prompts_in_graphs_equal_prompts_without(dtype: torch.dtype) -> None:
         kinds = [] if engine._graphs is None else [kind[0] for kind in engine._graphs._captured]  # type: ignore[index]
         assert ("prefill" in kinds) == graphs
     assert answers[True] == answers[False]
+
+
+@pytest.mark.parametrize("codes", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("rows", [1, 5, 64, 65])
+def test_products_of_codes_equal_float64(codes: torch.dtype, rows: int) -> None:
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    stored = (torch.randn(1000, 700, generator=generator, device=DEVICE) * 40).clamp(-127, 127).to(codes)
+    scale = torch.rand(1000, generator=generator, device=DEVICE)
+    x = torch.randn(rows, 700, generator=generator, device=DEVICE).bfloat16()
+    truth = x.double() @ (stored.double() * scale.double()[:, None]).T
+    error = (linear_from_codes(x, stored, scale).double() - truth).norm() / truth.norm()
+    assert float(error) < 4e-3
+
+
+@pytest.mark.parametrize("format", ["int8", "fp8"])
+def test_quantized_weights_in_graphs(format: Format) -> None:
+    model = make(num_hidden_layers=2, head_dim=64)
+    convert(model, "bf16")
+    quantize_for_generation(model, format, torch.device(DEVICE))
+    engines = [Engine(model, max_batch=4, max_tokens=256, graphs=graphs) for graphs in (True, False)]
+    asked = [Request(tuple(prompt), NEW) for prompt in PROMPTS]
+    captured, eager = ([a.tokens for (a,) in engine.run(asked)] for engine in engines)
+    assert captured == eager
+    assert engines[0]._graphs is not None and engines[0]._graphs._captured
 
 
 def test_noise_on_the_card_is_that_of_the_cpu() -> None:

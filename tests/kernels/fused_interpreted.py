@@ -9,7 +9,7 @@ from torch import Tensor
 from deskside.kernels import cross_entropy, cross_entropy_triton, stored_weights_triton
 from deskside.kernels.fused import launch, reference, tiles
 from deskside.kernels.fused.reference import Cast, Fp8, QkvLayout
-from deskside.kernels.stored_weights import dequantize_int8
+from deskside.kernels.stored_weights import dequantize_rows
 from tests.kernels.test_dequantize import SHAPES, codes_and_scales
 
 N, D, F = 136, 80, 48
@@ -213,9 +213,24 @@ def dequantized() -> dict[str, float | None]:
     for shape in SHAPES:
         codes, scale = codes_and_scales(*shape)
         for dtype in (torch.float32, torch.bfloat16):
-            expected = dequantize_int8(codes, scale, dtype)
-            got = stored_weights_triton.dequantize_int8(codes, scale, dtype)
+            expected = dequantize_rows(codes, scale, dtype)
+            got = stored_weights_triton.dequantize_rows(codes, scale, dtype)
             assert got.dtype == dtype and got.shape == expected.shape
             off = (got.double() - expected.double()).abs() / expected.double().abs().clamp(min=1e-30)
             found[f"{shape} {dtype}"] = float(off.max()) if bool(got.isfinite().all()) else None
+    return found
+
+
+def products_of_codes() -> dict[str, float]:
+    """Relative errors, to float64, of products with few rows: whole tiles and not, both kinds of codes."""
+    found = {}
+    for rows, columns in ((16, 256), (37, 300), (1, 5)):
+        codes, scale = codes_and_scales(rows, columns)
+        for stored in (codes, (codes / 3).to(torch.float8_e4m3fn)):
+            weight = stored.double() * scale.double()[:, None]
+            for N in (1, 17, 64):
+                x = torch.randn(N, columns)
+                truth = x.double() @ weight.T
+                got = stored_weights_triton.few_rows_product(x, stored, scale)
+                found[f"{rows} {columns} {stored.dtype} {N}"] = float((got - truth).norm() / truth.norm())
     return found

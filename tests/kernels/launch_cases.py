@@ -301,8 +301,24 @@ def _frozen() -> Iterator[CompileCase]:
             yield recorded(
                 f"{rows} x {columns} from INT8 to {str(dtype).removeprefix('torch.')}",
                 CAPABILITIES,
-                stored_weights_triton.dequantize_int8,
+                stored_weights_triton.dequantize_rows,
                 *(_new(rows, columns, dtype=torch.int8), _float(rows), dtype),
+            )
+    for codes, capabilities in ((torch.int8, CAPABILITIES), (torch.float8_e4m3fn, WITH_FP8)):
+        for N, dtype in ((1, torch.bfloat16), (64, torch.bfloat16), (16, torch.float32)):
+            kind = f"{str(codes).removeprefix('torch.')} by {N} rows of {str(dtype).removeprefix('torch.')}"
+            yield recorded(
+                f"product of {kind}",
+                capabilities,
+                stored_weights_triton.few_rows_product,
+                *(_new(N, 2048, dtype=dtype), _new(8192, 2048, dtype=codes), _float(8192)),
+            )
+        if codes is torch.float8_e4m3fn:
+            yield recorded(
+                "1536 x 8960 from FP8 to bfloat16",
+                capabilities,
+                stored_weights_triton.dequantize_rows,
+                *(_new(1536, 8960, dtype=codes), _float(1536), torch.bfloat16),
             )
 
 

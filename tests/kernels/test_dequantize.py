@@ -1,10 +1,10 @@
-"""Weights from INT8 codes: the reference against float64, the kernel against the reference."""
+"""Weights from INT8 and FP8 codes: the reference against float64, the kernels against the reference."""
 
 import pytest
 import torch
 from torch import Tensor
 
-from deskside.kernels.stored_weights import dequantize_int8
+from deskside.kernels.stored_weights import dequantize_rows, linear_from_codes
 from tests.kernels.interpreter import interpreted
 
 SHAPES = [(1, 1), (16, 1024), (19, 700)]  # one number, whole tiles, tiles that end within a row
@@ -20,7 +20,7 @@ def codes_and_scales(rows: int, columns: int) -> tuple[Tensor, Tensor]:
 def test_a_weight_is_its_code_times_its_rows_scale_rounded_once(dtype: torch.dtype, error: float) -> None:
     codes, scale = codes_and_scales(19, 700)
     expected = codes.double() * scale.double()[:, None]
-    got = dequantize_int8(codes, scale, dtype)
+    got = dequantize_rows(codes, scale, dtype)
     assert got.dtype == dtype
     assert bool(((got.double() - expected).abs() <= error * expected.abs()).all())
 
@@ -32,3 +32,17 @@ def test_the_kernel_equals_the_reference() -> None:
     for name, error in found.items():
         # The interpreter cuts bfloat16 off where hardware rounds.
         assert error is not None and error <= (2**-7 if "bfloat16" in name else 0.0), name
+
+
+def test_products_with_few_rows_equal_float64() -> None:
+    pytest.importorskip("triton")
+    found = interpreted("fused_interpreted", "products_of_codes")
+    assert len(found) == 18 and max(found.values()) < 1e-6, found
+
+
+def test_products_of_fp8_codes() -> None:
+    """On a CPU, and for many rows, by way of the weight."""
+    codes, scale = codes_and_scales(19, 700)
+    stored, x = (codes / 3).to(torch.float8_e4m3fn), torch.randn(2, 3, 700)
+    truth = x.double() @ (stored.double() * scale.double()[:, None]).T
+    torch.testing.assert_close(linear_from_codes(x, stored, scale).double(), truth, atol=1e-4, rtol=1e-4)
