@@ -5,7 +5,8 @@ torchrun would give them, so training cannot tell them apart. torchrun's agent i
 30 s after a Ctrl-C even if they are saving, takes any failure for exit code 1, and prints a traceback for each.
 
 - Rendezvous: a store on a free port of this machine, opened by this process, so that several launches never collide.
-- Output: of rank 0 only. The error that caused the others is printed once, with the rank if it is not that of all.
+- Output: of rank 0 only. The error that caused the others is printed once. It names its rank unless it is wrong usage,
+  or the same in all.
 - Signals: each process has its own session, so that Ctrl-C reaches only this process, which passes signals on. The
   processes save after the first one. After a second Ctrl-C they end without, but rank 0 first completes a checkpoint
   that it is writing. A third kills them.
@@ -232,19 +233,18 @@ def _cause(
     cause = failures[rank]
     if _kind(cause) is not None:
         text = cause.message.removeprefix("deskside: ")
-        of_all = len(failures) == processes and len({failure.message for failure in failures.values()}) == 1
+        if cause.exitcode == UsageError.exit_code:
+            return UsageError(text)
     else:
         text = (
             f"was killed by {cause.signal_name()}" if cause.exitcode < 0 else f"ended with {cause.exitcode}"
         )
-        of_all = False
         if outputs[rank]:
             with Path(outputs[rank]).open(encoding="utf-8", errors="replace") as file:
                 sys.stderr.writelines(deque(file, OUTPUT_LINES))
-    text = text if of_all else f"rank {rank}: {text}"
-    if cause.exitcode == UsageError.exit_code and _kind(cause) == "error":
-        return UsageError(text)
-    return ProcessError(text, cause.exitcode if cause.exitcode > 0 else 128 - cause.exitcode)
+    of_all = len(failures) == processes and len({failure.message for failure in failures.values()}) == 1
+    code = cause.exitcode if cause.exitcode > 0 else 128 - cause.exitcode
+    return ProcessError(text if of_all else f"rank {rank}: {text}", code)
 
 
 def _order(failure: Any) -> tuple[int, float]:

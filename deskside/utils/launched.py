@@ -42,7 +42,7 @@ def begin() -> None:
 
 
 def report(text: str, kind: Kind) -> bool:
-    """Send the error that ends this process to the launcher. Return False if there is no launcher."""
+    """Send the error that ends this process to the launcher. Return False if there is none, or if that failed."""
     if not is_launched():
         return False
     seconds = time.time()
@@ -50,6 +50,9 @@ def report(text: str, kind: Kind) -> bool:
     error = {"message": text, "timestamp": int(seconds), "seconds": seconds, "kind": kind}
     path = Path(os.environ[ERROR_FILE])
     partial = path.with_suffix(".tmp")
-    partial.write_text(json.dumps(error), encoding="utf-8")
-    partial.rename(path)
+    try:
+        partial.write_text(json.dumps(error), encoding="utf-8")
+        partial.rename(path)
+    except OSError:  # such as a full disk
+        return False
     return True

@@ -1,4 +1,4 @@
-"""Two cards under torchrun: replicas and shards train like one card; shards resume, and their export loads."""
+"""Two cards, under torchrun or --gpus: replicas and shards train like one card and resume, and their export loads."""
 
 import os
 import signal
@@ -48,6 +48,18 @@ def test_two_cards_train_like_one(mode: str, alone: list[float], data: Path, tmp
     file = written(tmp_path, data, mode)
     assert tiny_run.program(arguments(tmp_path, "run", file), log, 2).wait(200) == 0, log.read_text()
     run = tmp_path / "run"
+    check_close(run, alone)
+    check_export(run)
+
+
+def test_gpus_starts_them(alone: list[float], data: Path, tmp_path: Path) -> None:
+    """As under torchrun; then one card goes on alone with a stopped run."""
+    log, run = tmp_path / "log", tmp_path / "run"
+    words = [*arguments(tmp_path, "run", written(tmp_path, data, "replicate")), "--gpus", "2"]
+    first = tiny_run.program(words, log)
+    tiny_run.kill_at_step(run, 14, lambda: first.send_signal(signal.SIGINT), lambda: first.poll() is None)
+    assert first.wait(60) == 130, log.read_text()
+    assert tiny_run.program(["train", "--resume", str(run)], log).wait(200) == 0, log.read_text()
     check_close(run, alone)
     check_export(run)
 

@@ -76,6 +76,12 @@ def check_all_ended(pids: Sequence[int], seconds: float = 10) -> None:
 
 FAILURES = {
     "all, wrong usage": ("fail('no such preset', 'error', 2)", 2, "deskside: no such preset"),
+    "one, wrong usage": (
+        "fail('lost', 'unexpected', 1) if rank else (time.sleep(0.3), fail('no such backend', 'error', 2))",
+        2,
+        "deskside: no such backend",
+    ),
+    "all, the same": ("fail('disk full', 'error', 1)", 1, "deskside: disk full"),
     "the cause ends later": (
         "fail('lost', 'unexpected', 1) if rank else (time.sleep(0.3), fail('disk full', 'error', 1))",
         1,
