@@ -130,7 +130,7 @@ def test_written_later_it_is_the_same_byte_for_byte(
         copied = [row["step"] for row in rows(tmp_path / name) if "checkpoint_copy_seconds" in row]
         assert copied == ([1, 11, 21, 31] if background else [])
         written = [row["step"] for row in rows(tmp_path / name) if "checkpoint_write_seconds" in row]
-        assert len(written) == 4 and (written[1] > 13 if background else written == [1, 11, 21, 31])
+        assert written[1] > 13 if background else written == [1, 11, 21, 31]
     assert found[True] == found[False] and len(found[True]) >= 3 * 5
 
 
