@@ -14,6 +14,7 @@ from deskside.optim.sharded import local
 from deskside.train.state.staging import Staging
 from deskside.weights import checkpoint as files
 from tests.gpu.card import ADAMW, NEEDS_CARD, QUICK, config, spin
+from tests.gpu.test_training import deterministic
 from tests.train import tiny_run
 from tests.train.state.test_background import contents, train_with_late_writes
 
@@ -25,18 +26,20 @@ pytestmark = NEEDS_CARD
     [
         {"optim": {"name": "muon"}, "precision": {"name": "fp8-delayed", "keep_first": 0.0}},
         {"optim": {**ADAMW, "weights": "bfloat16", "states": "8bit", "offload": True, "gradients": "host"}},
-        {"optim": ADAMW, "compute": QUICK},
+        {"optim": ADAMW, "compute": {"compile": "fused"}},
     ],
 )
 def test_written_later_it_is_the_same_byte_for_byte(
     changes: dict[str, Any], data: Path, tmp_path: Path
 ) -> None:
+    given = {"compute": QUICK, "deterministic": True, "schedule": {"length": "40 steps"}, **changes}
     found = {}
     for background in (True, False):
         checkpoint = {"background": background, "keep": 10, "every": "10 steps"}
-        asked = config(data, checkpoint=checkpoint, schedule={"length": "40 steps"}, **changes)
+        asked = config(data, checkpoint=checkpoint, **given)
         name = f"background-{background}".lower()
-        child = tiny_run.call(train_with_late_writes, tmp_path, asked, name, log=tmp_path / "log")
+        log = tmp_path / f"{name}.log"
+        child = tiny_run.call(deterministic, train_with_late_writes, tmp_path, asked, name, log=log)
         assert child.wait(300) == 0, child.text()
         found[background] = contents(tmp_path / name / "checkpoints")
     assert found[True] == found[False] and len(found[True]) >= 5 * 4
