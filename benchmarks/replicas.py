@@ -73,7 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--folder", type=Path, help="the folder to write in; default: that for temporary files"
     )
     parser.add_argument("--json", type=Path)
-    options, options.others = parser.parse_known_args(argv)
+    options, others = parser.parse_known_args(argv)
+    options.others = others
     results = []
     for optimizer in options.optimizers.split(","):
         for dtype in options.gradient_dtypes.split(","):

@@ -20,9 +20,8 @@ from deskside.budget.sizes import Sizes
 from deskside.budget.step_spec import StepSpec
 
 BUCKET_WEIGHTS = 2**22  # gradients of at least so many weights are summed alone, in place; a test compares
-IN_FLIGHT = (
-    3  # sums of converted gradients whose memory is in use, if the format that is sent is not their own
-)
+# Buckets whose memory is in use at once, if gradients are sent in another format than their own.
+IN_FLIGHT = 3
 
 
 @dataclass(frozen=True)

@@ -101,26 +101,22 @@ class Optimizer:
     def clip_and_norm(self, max_norm: float = 0.0, separate_squares: Tensor | None = None) -> Tensor:
         """Return the norm of all gradients together, before clipping, as a float32 scalar on the device.
 
-        Without the gradients of matrices that other ranks own, but with their part in the norm.
         If max_norm is above 0, the gradients are scaled down so that their norm is at most max_norm, either in place or
-        by the next `step` or `step_one`. If the norm is not finite, the step must be skipped.
+        by the next `step` or `step_one`. If the norm is not finite, the step must be skipped. All replicas call this,
+        because only its owner has the gradient of a matrix.
 
         separate_squares: sum of the squares of the separate parameters' gradients, if there are any.
         """
         held = [info for info in self._together if self.muon is None or self.muon.owns(info.name)]
         gradients = [gradient_of(info) for info in held]
         squares = [] if separate_squares is None else [separate_squares]
-        plain = [
-            g
-            for info, g in zip(held, gradients, strict=True)
-            if info.name not in self.owners and not is_sharded(g)
-        ]
-        if plain:
-            squares.append(sum_of_squares(plain))
+        owned = [gradient_of(info) for info in held if info.name in self.owners]
         if self.owners:
-            owned = [g for info, g in zip(held, gradients, strict=True) if info.name in self.owners]
-            device = self.parameters[0].parameter.device
-            squares.append(sum_over_ranks(sum_of_squares(owned) if owned else torch.zeros((), device=device)))
+            nothing = torch.zeros((), device=self.parameters[0].parameter.device)
+            squares.append(sum_over_ranks(sum_of_squares(owned) if owned else nothing))
+        shared = [gradient_of(info) for info in held if info.name not in self.owners]
+        if plain := [g for g in shared if not is_sharded(g)]:
+            squares.append(sum_of_squares(plain))
         layouts: dict[Any, list[DTensor]] = {}
         for g in gradients:
             if is_sharded(g):
