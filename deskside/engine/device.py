@@ -58,9 +58,10 @@ def cache_tokens(model: Transformer, wanted: int, minimum: int) -> int:
     free = free_bytes(model.embed.weight.device)
     if free is None:
         return max(minimum, wanted)
-    return max(
-        minimum, min(wanted, int(KV_CACHE_SHARE * free / model.kv_bytes_per_token(model.activation_dtype)))
-    )
+    # Activations of the largest prefill pass, in the memory of CUDA graphs and outside of it.
+    activations = 2 * prefill_bytes(model.config, model.activation_dtype.itemsize, prefill_tokens(model))
+    room = min(KV_CACHE_SHARE * free, free - activations)
+    return max(minimum, min(wanted, int(room / model.kv_bytes_per_token(model.activation_dtype))))
 
 
 def prefill_bytes(shape: Shape, itemsize: int, tokens: int) -> int:

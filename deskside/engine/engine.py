@@ -19,7 +19,6 @@ short, it generates several tokens for each row. A row may therefore be decoded 
 dropped. An engine is not thread-safe.
 """
 
-from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -30,27 +29,21 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from deskside.engine import device, steps
-from deskside.engine.counter_rng import stream_of
-from deskside.engine.fused import experts_wait
 from deskside.engine.graphs import Graphs, bucket, token_bucket
-from deskside.engine.pages import Key, Pages, page_keys
 from deskside.engine.prompts import PackedPrompts, choose_parts, pack
 from deskside.engine.requests import (
     Counts,
     Event,
     PendingBatch,
-    Reason,
     Request,
     RowState,
     SampleOutput,
     check_prompt,
 )
-from deskside.engine.sampling import NOT_FINITE, SamplingTensors, ranking_width
+from deskside.engine.rows import Rows, new_rows
+from deskside.engine.sampling import SamplingTensors, ranking_width
 from deskside.engine.speculate import speculate
 from deskside.engine.steps import CachedModel, Slots
-from deskside.engine.text import TextStream
-from deskside.kernels.decode import kernel_supports
-from deskside.kernels.prefill import packed_kernel_supports
 from deskside.model.transformer import Transformer
 from deskside.utils.errors import RunError, UsageError, describe_error
 
@@ -117,7 +110,6 @@ class Engine:
                     f"{model.config.vocab_size}; use a draft model with the same tokenizer"
                 )
             self.max_length = min(self.max_length, draft.model.config.max_position_embeddings)
-        self.counts = Counts()
         self.vocabulary = model.config.vocab_size
         self.device = model.embed.weight.device
         self.max_batch, self.page_size, self.prefill_tokens = max_batch, page_size, prefill_tokens
@@ -126,19 +118,18 @@ class Engine:
         num_pages = min(max_tokens // page_size, max_batch * pages_per_context)
         self._pages_per_row = min(pages_per_context, num_pages)
         self._max_row_length = min(self.max_length, self._pages_per_row * page_size)  # in tokens
-        self._pages = Pages(num_pages)
+        self._rows = Rows(max_batch, num_pages, page_size)
         models = [model] if draft is None else [model, draft.model]
         self._models = tuple(CachedModel(m, num_pages, page_size, self._max_row_length) for m in models)
         if graphs is None:
-            graphs = self.device.type == "cuda" and all(self._capturable(m) for m in self._models)
+            lanes, drafts = bucket(max_batch), self.num_drafts
+            graphs = self.device.type == "cuda" and all(
+                m.can_capture_decode(lanes, 1 + drafts) for m in self._models
+            )
         self._use_graphs = graphs
-        self._capturable_passes: dict[int, bool] = {}  # by number of tokens of a prefill pass
         self._run_ahead = self.device.type == "cuda"  # queue a step before the previous one's tokens are read
         self._step_seconds = 0.0  # device time of the last decoding step, per token
         self._slots, self._graphs = self._new_state()
-        self._free_slots = list(range(max_batch - 1, -1, -1))
-        self._waiting: deque[RowState] = deque()
-        self._running: list[RowState] = []
         self._pending: deque[PendingBatch] = deque()
         self._new_events: list[Event] = []
         self._next_number = 0
@@ -155,27 +146,32 @@ class Engine:
     @property
     def free_tokens(self) -> int:
         """Tokens of prompt and answer that fit in the available pages now."""
-        return self._pages.available * self.page_size
+        return self._rows.pages.available * self.page_size
+
+    @property
+    def counts(self) -> Counts:
+        """What the engine has done so far."""
+        return self._rows.counts
 
     @property
     def num_running(self) -> int:
         """Number of rows that have a slot."""
-        return len(self._running)
+        return len(self._rows.running)
 
     @property
     def num_waiting(self) -> int:
         """Number of rows that wait for a slot or for pages."""
-        return len(self._waiting)
+        return len(self._rows.waiting)
 
     @property
     def evicted_pages(self) -> int:
         """Number of cached pages that gave way to new ones so far."""
-        return self._pages.evicted
+        return self._rows.pages.evicted
 
     @property
     def idle(self) -> bool:
         """True if no request waits or runs and all events were delivered."""
-        return not (self._waiting or self._running or self._pending or self._new_events)
+        return not (self._rows.waiting or self._rows.running or self._pending or self._new_events)
 
     def submit(self, request: Request) -> int:
         """Queue a request and return its number, which its events carry.
@@ -187,30 +183,18 @@ class Engine:
         """
         self._check(request)
         number = self._next_number
-        length = len(request.prompt)
-        max_length = min(self.max_length, length + request.max_new_tokens)
-        prompt = array("q", request.prompt)
-        keys = page_keys(prompt, self.page_size)
-        rows: list[RowState] = []
-        num_rows = request.samples if length < max_length else 0
-        for sample in range(num_rows):
-            stream = None
-            if self._tokenizer is not None:
-                stream = TextStream(self._tokenizer, request.stop_strings)
-            random_stream = stream_of(request.seed, request.first_sample + sample)
-            settings = SamplingTensors.of([request.sampling], [random_stream], "cpu")
-            rows.append(RowState(number, sample, request, max_length, prompt, keys, stream, settings))
+        rows = new_rows(number, request, self.max_length, self.page_size, self._tokenizer)
         self._next_number += 1
-        self._waiting.extend(rows)
+        self._rows.waiting.extend(rows)
         if not rows:
             self._new_events += [Event(number, sample, None, "length") for sample in range(request.samples)]
         return number
 
     def cancel(self, number: int) -> None:
         """End the unfinished samples of a request with the reason "cancelled"."""
-        for row in [*self._waiting, *self._running]:
+        for row in [*self._rows.waiting, *self._rows.running]:
             if row.number == number:
-                self._new_events.append(self._end(row, "cancelled"))
+                self._new_events.append(self._rows.end(row, "cancelled"))
 
     @torch.no_grad()
     def step(self) -> list[Event]:
@@ -221,14 +205,14 @@ class Engine:
         """
         num_earlier = len(self._pending)
         self._admit()
-        to_prefill = [row for row in self._running if not row.prefill_done]
-        to_decode = [row for row in self._running if row.prefill_done and row.needs_step]
+        to_prefill = [row for row in self._rows.running if not row.prefill_done]
+        to_decode = [row for row in self._rows.running if row.prefill_done and row.needs_step]
         if to_prefill:
             budget = min(self.prefill_tokens, PREFILL_BESIDE) if to_decode else self.prefill_tokens
             self._prefill(to_prefill, budget)
         if to_decode:
             self._decode(to_decode)
-        self.counts.steps += bool(to_prefill or to_decode)
+        self._rows.counts.steps += bool(to_prefill or to_decode)
         ahead = self._run_ahead and (to_prefill or to_decode)
         for _ in range(num_earlier if ahead else len(self._pending)):
             self._collect(self._pending.popleft())
@@ -270,17 +254,8 @@ class Engine:
             why: The error message of the failed samples.
             waiting: End the waiting samples too.
         """
-        rows = list(self._running)
-        if waiting or not rows:
-            rows += self._waiting
-            self._waiting.clear()
-        for row in rows:
-            row.ended = True
-            self._new_events.append(Event(row.number, row.sample, None, "failed", error=why))
-        self._running.clear()
+        self._new_events += self._rows.abandon(why, waiting)
         self._pending.clear()
-        self._pages = Pages(self._pages.count, self._pages.evicted)
-        self._free_slots = list(range(self.max_batch - 1, -1, -1))
         return self._take_events()
 
     @torch.no_grad()
@@ -293,44 +268,17 @@ class Engine:
 
     def weights_changed(self) -> None:
         """Drop the cached prefixes, which are invalid for the new weights. Raises UsageError while rows run."""
-        if self._running or self._pending:
+        if self._rows.running or self._pending:
             raise UsageError(
                 "engine: the weights changed while requests were running; wait until they end, or cancel them first"
             )
-        self._pages.forget_contents()
+        self._rows.pages.forget_contents()
 
     # Parts of a step
 
     def _admit(self) -> None:
         """Start waiting rows in order, while there are slots and pages."""
-        if not (self._waiting and self._free_slots):
-            return
-        # Keys of the pages that are being prefilled.
-        computing = {
-            key for row in self._running if not row.prefill_done for key in row.keys[row.registered :]
-        }
-        admitted: list[RowState] = []
-        for row in list(self._waiting):
-            if not self._free_slots:
-                break
-            length = len(row.request.prompt)
-            # The last token of the prompt is always computed, because its logits are needed.
-            usable = row.keys[: (length - 1) // self.page_size]
-            cached = self._pages.num_cached(usable)
-            if cached < len(usable) and usable[cached] in computing:
-                continue  # waits for the row that computes this page
-            pages = self._pages.allocate(usable[:cached], -(-row.max_length // self.page_size) - cached)
-            if pages is None:
-                break
-            self._waiting.remove(row)
-            self._running.append(row)  # before anything below can raise, so that `abandon` ends it
-            row.pages, row.slot = pages, self._free_slots.pop()
-            row.cached = row.prefilled = cached * self.page_size
-            row.registered = cached
-            self.counts.prompt_tokens += length
-            self.counts.cached_tokens += row.cached
-            computing.update(row.keys[cached:])
-            admitted.append(row)
+        admitted = self._rows.admit()
         if not admitted:
             return
         settings = SamplingTensors.concatenate([row.settings for row in admitted], self.device)
@@ -356,7 +304,7 @@ class Engine:
         if self._run_ahead:
             # One number of lanes, so that graphs differ only in the number of tokens.
             lanes, tokens = bucket(self.max_batch), token_bucket(tokens)
-            graphs = self._graphs if self._prefill_capturable(tokens) else None
+            graphs = self._graphs if all(m.can_capture_prefill(tokens) for m in self._models) else None
 
         def step(packed: Tensor) -> Tensor:
             prompts = PackedPrompts.of(packed, lanes)
@@ -365,7 +313,7 @@ class Engine:
         prompts = self._slots.copy(pack(parts, lanes, tokens, self._slots.dummy))
         packed = step(prompts) if graphs is None else graphs.run(("prefill", tokens, options), prompts, step)
         for row in rows:
-            self._register_pages(row, row.keys[: row.prefilled // self.page_size])
+            self._rows.register_pages(row, row.keys[: row.prefilled // self.page_size])
         self._queue_output([row if row.prefill_done else None for row in rows], packed, options.logprobs)
 
     def _decode(self, rows: list[RowState]) -> None:
@@ -414,7 +362,7 @@ class Engine:
         """
         if self._graphs is None or self.num_drafts or self._step_seconds > MAX_STEP_SECONDS:
             return 1
-        busy = bool(self._waiting) or any(not row.prefill_done for row in self._running)
+        busy = bool(self._rows.waiting) or any(not row.prefill_done for row in self._rows.running)
         enough = max(row.tokens_left for row in rows) >= TOKENS_PER_REPLAY
         return TOKENS_PER_REPLAY if enough and not busy else 1
 
@@ -459,64 +407,12 @@ class Engine:
                 if row.ended:
                     break
                 try:
-                    event = self._append(row, token, logprob, sampled_logprob)
+                    event = self._rows.append(row, token, logprob, sampled_logprob)
                 except Exception as error:  # noqa: BLE001 - an error of the tokenizer must fail only this row
-                    event = self._fail(row, f"the answer cannot be written as text: {describe_error(error)}")
+                    event = self._rows.fail(
+                        row, f"the answer cannot be written as text: {describe_error(error)}"
+                    )
                 self._new_events.append(event)
-
-    def _append(
-        self, row: RowState, token: int, logprob: float | None, sampled_logprob: float | None
-    ) -> Event:
-        """Append a row's next token and return its event."""
-        request = row.request
-        if token == NOT_FINITE:
-            return self._fail(row, "the model's output is not finite (NaN or infinite) after this prompt")
-        if token in request.eos_tokens:
-            return self._end(row, "eos")
-        if token in request.stop_tokens:
-            return self._end(row, "stop")
-        row.tokens.append(token)
-        self.counts.generated_tokens += 1
-        text = row.stream.push(token) if row.stream is not None else ""
-        reason: Reason | None = None
-        if row.stream is not None and row.stream.stopped:
-            reason = "stop"
-        elif len(request.prompt) + len(row.tokens) == row.max_length:
-            reason = "length"
-        if reason is not None:
-            text += self._end(row, reason).text
-        if not request.logprobs:
-            logprob = sampled_logprob = None
-        cached = 0 if reason is None else row.cached
-        return Event(
-            row.number, row.sample, token, reason, text, logprob, sampled_logprob, cached_tokens=cached
-        )
-
-    def _end(self, row: RowState, reason: Reason) -> Event:
-        """End a row and release its slot and pages."""
-        # The held text of a cancelled answer is dropped: nobody reads it.
-        text = row.stream.finish() if row.stream is not None and reason != "cancelled" else ""
-        row.ended = True
-        if row.slot < 0:
-            self._waiting.remove(row)
-        else:
-            if row.prefill_done and row.tokens:
-                # Make the answer's pages available to later prompts. Its last token may not be in the cache.
-                self._register_pages(row, page_keys([*row.request.prompt, *row.tokens[:-1]], self.page_size))
-            self._release(row)
-        return Event(row.number, row.sample, None, reason, text, cached_tokens=row.cached)
-
-    def _fail(self, row: RowState, why: str) -> Event:
-        """End a running row as "failed". Cached prefixes are dropped: they may include its pages."""
-        row.ended = True
-        self._release(row)
-        self._pages.forget_contents()
-        return Event(row.number, row.sample, None, "failed", error=why)
-
-    def _release(self, row: RowState) -> None:
-        self._pages.release(row.pages)
-        self._free_slots.append(row.slot)
-        self._running.remove(row)
 
     # Helpers
 
@@ -524,12 +420,6 @@ class Engine:
         """Return the undelivered events and clear the list."""
         events, self._new_events = self._new_events, []
         return events
-
-    def _register_pages(self, row: RowState, keys: list[Key]) -> None:
-        """Register the row's pages that have become full. keys: of all its full pages."""
-        for index in range(row.registered, len(keys)):
-            self._pages.register(row.pages[index], keys[index])
-        row.registered = max(row.registered, len(keys))
 
     def _step_options(self, rows: list[RowState]) -> steps.StepOptions:
         samplings = [row.request.sampling for row in rows]
@@ -544,33 +434,15 @@ class Engine:
         slots = Slots(self.max_batch, self._pages_per_row, self.vocabulary, self.device)
         return slots, Graphs() if self._use_graphs else None
 
-    def _capturable(self, model: CachedModel) -> bool:
-        """Return True if a decoding step of this model never waits for the device.
-
-        The products of experts may wait, and so may attention outside of the decoding kernel.
-        """
-        config, tokens = model.model.config, bucket(self.max_batch) * (1 + self.num_drafts)
-        queries = (1 + self.num_drafts) * (config.num_attention_heads // config.num_key_value_heads)
-        return kernel_supports(queries, model.cache.k[0]) and not experts_wait(model.model, tokens)
-
-    def _prefill_capturable(self, tokens: int) -> bool:
-        """Return True if a prefill pass of this many tokens never waits for the device."""
-        if tokens not in self._capturable_passes:
-            self._capturable_passes[tokens] = all(
-                packed_kernel_supports(m.model.config.num_attention_heads, m.cache.k[0])
-                and not experts_wait(m.model, tokens)
-                for m in self._models
-            )
-        return self._capturable_passes[tokens]
-
     def _check(self, request: Request) -> None:
         check_prompt(request.prompt, self.vocabulary, self.max_length)
         length = len(request.prompt)
         max_length = min(self.max_length, length + request.max_new_tokens)
-        if -(-max_length // self.page_size) > self._pages.count:
+        if -(-max_length // self.page_size) > self._rows.pages.count:
             raise UsageError(
                 f"prompt: {length} tokens and {max_length - length} new ones do not fit the cache of "
-                f"{self._pages.count * self.page_size} tokens; request fewer tokens, or give the engine more max_tokens"
+                f"{self._rows.pages.count * self.page_size} tokens; request fewer tokens, or give the engine more "
+                "max_tokens"
             )
         if request.stop_strings and self._tokenizer is None:
             raise UsageError("stop: stop strings need a tokenizer; create the engine with one")

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deskside.engine.fused import FusedBlocks
+from deskside.engine.fused import FusedBlocks, experts_wait
 from deskside.engine.prompts import PackedPrompts
 from deskside.engine.sampling import GREEDY, DrawnTokens, SamplingTensors, draw
-from deskside.kernels.decode import KERNEL_DTYPES
+from deskside.kernels.decode import KERNEL_DTYPES, kernel_supports
+from deskside.kernels.prefill import packed_kernel_supports
 from deskside.model.block import DEFAULT_BLOCKS, CachedBlocks
 from deskside.model.cache import KVCache, allocate_pool
 from deskside.model.transformer import Transformer
@@ -38,11 +39,28 @@ class CachedModel:
         # On a CPU the fused blocks are plain torch, and no faster.
         fused = device.type == "cuda" and model.activation_dtype in KERNEL_DTYPES
         self._blocks: CachedBlocks = FusedBlocks(model) if fused else DEFAULT_BLOCKS
+        self._can_capture: dict[int, bool] = {}  # by number of tokens of a prefill pass
 
     @property
     def nbytes(self) -> int:
         """Size of the keys and values in bytes."""
         return self.cache.k.nbytes + self.cache.v.nbytes
+
+    def can_capture_decode(self, lanes: int, tokens: int) -> bool:
+        """Return True if a decoding step with this many new tokens per lane never waits for the device.
+
+        The products of experts may wait, and so may attention outside of the decoding kernel.
+        """
+        queries = tokens * self.model.config.num_attention_heads // self.model.config.num_key_value_heads
+        return kernel_supports(queries, self.cache.k[0]) and not experts_wait(self.model, lanes * tokens)
+
+    def can_capture_prefill(self, tokens: int) -> bool:
+        """Return True if a prefill pass of this many tokens never waits for the device."""
+        if tokens not in self._can_capture:
+            heads = self.model.config.num_attention_heads
+            supported = packed_kernel_supports(heads, self.cache.k[0])
+            self._can_capture[tokens] = supported and not experts_wait(self.model, tokens)
+        return self._can_capture[tokens]
 
     def prefill(self, tokens_1N: Tensor, table_LN: Tensor, lengths_L: Tensor, cu_seqlens: Tensor) -> Tensor:
         """Append packed prompts, or parts of them, to the cache. Return the logits of each row's last token: (L, V).

@@ -135,7 +135,7 @@ def on_the_host(layers: int, prompts: Sequence[int]) -> tuple[int, list[Hashable
     """Return how many operators the host calls for the first step of prompts of these lengths, and what it replays."""
     engine = Engine(make(num_hidden_layers=layers), max_batch=8, max_tokens=1024, page_size=16)
     engine._run_ahead, engine._graphs = True, Replays()  # type: ignore[assignment]
-    engine._prefill_capturable = lambda tokens: True  # type: ignore[method-assign]
+    engine._models[0].can_capture_prefill = lambda tokens: True  # type: ignore[method-assign]
     for number, length in enumerate(prompts):
         engine.submit(Request((number + 1,) * length, 4))
     with Operators() as operators:

@@ -34,10 +34,15 @@ def test_a_cache_leaves_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make(num_hidden_layers=2)
     each = model.kv_bytes_per_token(torch.float32)
     assert device.cache_tokens(model, 1000, 32) == 1000
-    monkeypatch.setattr(device, "free_bytes", lambda device: 1000 * each)
+    monkeypatch.setattr(device, "free_bytes", lambda device: 10**6 * each)
     assert device.cache_tokens(model, 500, 32) == 500
-    assert device.cache_tokens(model, 1000, 32) == 850
-    assert device.cache_tokens(model, 1000, 900) == 900
+    assert device.cache_tokens(model, 10**6, 32) == 850_000
+    assert device.cache_tokens(model, 10**6, 900_000) == 900_000
+    passes = 2 * device.prefill_bytes(
+        model.config, 4, device.PREFILL_TOKENS
+    )  # more than what the share leaves
+    monkeypatch.setattr(device, "free_bytes", lambda device: passes + 100 * each)
+    assert device.cache_tokens(model, 1000, 32) == 100
 
 
 @pytest.mark.parametrize("name", ["gqa", "mha", "moe", "moe, sigmoid, shared"])

@@ -145,7 +145,7 @@ def test_text_that_cannot_be_made_fails_its_sample_alone(monkeypatch: pytest.Mon
             raise OverflowError("no such character")
 
     first, second = engine.submit(Request((5, 17, 3), 4)), engine.submit(Request((1,), 4))
-    engine._waiting[0].stream = Broken()  # type: ignore[assignment]
+    engine._rows.waiting[0].stream = Broken()  # type: ignore[assignment]
     found = answers(all_events(engine))
     assert (found[first].reason, found[second].reason) == ("failed", "length")
     assert found[second].tokens == expected

@@ -145,7 +145,7 @@ def test_when_a_step_has_several_tokens() -> None:
     engine = as_on_a_gpu(make(num_hidden_layers=1), max_batch=2, max_tokens=400, page_size=4)
 
     def tokens() -> int:
-        return engine._tokens_per_replay([row for row in engine._running if row.prefill_done])
+        return engine._tokens_per_replay([row for row in engine._rows.running if row.prefill_done])
 
     engine.submit(Request((1, 2, 3), 40))
     engine.step()
@@ -159,9 +159,9 @@ def test_when_a_step_has_several_tokens() -> None:
     assert tokens() == 1  # a row waits
     engine._admit()
     assert tokens() == 1  # its prompt is computed
-    for row in engine._running:
+    for row in engine._rows.running:
         row.prefilled = len(row.prompt_tokens)
     assert tokens() == TOKENS_PER_REPLAY
-    for row in engine._running:
+    for row in engine._rows.running:
         row.tokens_in_flight = 40 - TOKENS_PER_REPLAY + 1
     assert tokens() == 1  # no row needs so many

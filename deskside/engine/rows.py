@@ -1,0 +1,150 @@
+"""The host-side state of an engine's rows: which wait and which run, their slots and pages, and how they end."""
+
+from array import array
+from collections import deque
+
+from tokenizers import Tokenizer
+
+from deskside.engine.counter_rng import stream_of
+from deskside.engine.pages import Key, Pages, page_keys
+from deskside.engine.requests import Counts, Event, Reason, Request, RowState
+from deskside.engine.sampling import NOT_FINITE, SamplingTensors
+from deskside.engine.text import TextStream
+
+
+def new_rows(
+    number: int, request: Request, max_length: int, page_size: int, tokenizer: Tokenizer | None
+) -> list[RowState]:
+    """Return the rows of a request, one per sample; none if it has no room for a new token.
+
+    max_length: of any row, in tokens.
+    """
+    max_length = min(max_length, len(request.prompt) + request.max_new_tokens)
+    if len(request.prompt) == max_length:
+        return []
+    prompt = array("q", request.prompt)
+    keys = page_keys(prompt, page_size)
+    rows = []
+    for sample in range(request.samples):
+        stream = None if tokenizer is None else TextStream(tokenizer, request.stop_strings)
+        random_stream = stream_of(request.seed, request.first_sample + sample)
+        settings = SamplingTensors.of([request.sampling], [random_stream], "cpu")
+        rows.append(RowState(number, sample, request, max_length, prompt, keys, stream, settings))
+    return rows
+
+
+class Rows:
+    """Waiting and running rows, for `slots` running rows and `num_pages` pages of `page_size` tokens."""
+
+    def __init__(self, slots: int, num_pages: int, page_size: int):
+        self.waiting: deque[RowState] = deque()
+        self.running: list[RowState] = []
+        self.pages = Pages(num_pages)
+        self.counts = Counts()
+        self._num_slots, self._page_size = slots, page_size
+        self._free_slots = list(range(slots - 1, -1, -1))
+
+    def admit(self) -> list[RowState]:
+        """Give slots and pages to waiting rows in order, while there are any. Return these rows."""
+        if not (self.waiting and self._free_slots):
+            return []
+        # Keys of the pages that are being prefilled.
+        computing = {
+            key for row in self.running if not row.prefill_done for key in row.keys[row.registered :]
+        }
+        admitted: list[RowState] = []
+        for row in list(self.waiting):
+            if not self._free_slots:
+                break
+            length = len(row.request.prompt)
+            # The last token of the prompt is always computed, because its logits are needed.
+            usable = row.keys[: (length - 1) // self._page_size]
+            cached = self.pages.num_cached(usable)
+            if cached < len(usable) and usable[cached] in computing:
+                continue  # waits for the row that computes this page
+            pages = self.pages.allocate(usable[:cached], -(-row.max_length // self._page_size) - cached)
+            if pages is None:
+                break
+            self.waiting.remove(row)
+            self.running.append(row)  # before anything below can raise, so that `abandon` ends it
+            row.pages, row.slot = pages, self._free_slots.pop()
+            row.cached = row.prefilled = cached * self._page_size
+            row.registered = cached
+            self.counts.prompt_tokens += length
+            self.counts.cached_tokens += row.cached
+            computing.update(row.keys[cached:])
+            admitted.append(row)
+        return admitted
+
+    def append(
+        self, row: RowState, token: int, logprob: float | None, sampled_logprob: float | None
+    ) -> Event:
+        """Append a row's next token and return its event."""
+        request = row.request
+        if token == NOT_FINITE:
+            return self.fail(row, "the model's output is not finite (NaN or infinite) after this prompt")
+        if token in request.eos_tokens:
+            return self.end(row, "eos")
+        if token in request.stop_tokens:
+            return self.end(row, "stop")
+        row.tokens.append(token)
+        self.counts.generated_tokens += 1
+        text = row.stream.push(token) if row.stream is not None else ""
+        reason: Reason | None = None
+        if row.stream is not None and row.stream.stopped:
+            reason = "stop"
+        elif len(request.prompt) + len(row.tokens) == row.max_length:
+            reason = "length"
+        if reason is not None:
+            text += self.end(row, reason).text
+        if not request.logprobs:
+            logprob = sampled_logprob = None
+        cached = 0 if reason is None else row.cached
+        return Event(
+            row.number, row.sample, token, reason, text, logprob, sampled_logprob, cached_tokens=cached
+        )
+
+    def end(self, row: RowState, reason: Reason) -> Event:
+        """End a row and release its slot and pages."""
+        # The held text of a cancelled answer is dropped: nobody reads it.
+        text = row.stream.finish() if row.stream is not None and reason != "cancelled" else ""
+        row.ended = True
+        if row.slot < 0:
+            self.waiting.remove(row)
+        else:
+            if row.prefill_done and row.tokens:
+                # Make the answer's pages available to later prompts. Its last token may not be in the cache.
+                self.register_pages(row, page_keys([*row.request.prompt, *row.tokens[:-1]], self._page_size))
+            self._release(row)
+        return Event(row.number, row.sample, None, reason, text, cached_tokens=row.cached)
+
+    def fail(self, row: RowState, why: str) -> Event:
+        """End a running row as "failed". Cached prefixes are dropped: they may include its pages."""
+        row.ended = True
+        self._release(row)
+        self.pages.forget_contents()
+        return Event(row.number, row.sample, None, "failed", error=why)
+
+    def register_pages(self, row: RowState, keys: list[Key]) -> None:
+        """Register the row's pages that have become full. keys: of all its full pages."""
+        for index in range(row.registered, len(keys)):
+            self.pages.register(row.pages[index], keys[index])
+        row.registered = max(row.registered, len(keys))
+
+    def abandon(self, why: str, waiting: bool) -> list[Event]:
+        """End all running rows as "failed", and the waiting ones if `waiting` or if none runs. Nothing stays cached."""
+        rows = list(self.running)
+        if waiting or not rows:
+            rows += self.waiting
+            self.waiting.clear()
+        for row in rows:
+            row.ended = True
+        self.running.clear()
+        self.pages = Pages(self.pages.count, self.pages.evicted)
+        self._free_slots = list(range(self._num_slots - 1, -1, -1))
+        return [Event(row.number, row.sample, None, "failed", error=why) for row in rows]
+
+    def _release(self, row: RowState) -> None:
+        self.pages.release(row.pages)
+        self._free_slots.append(row.slot)
+        self.running.remove(row)
