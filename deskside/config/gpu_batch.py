@@ -33,7 +33,7 @@ def default_tokens(config: RunConfig, gpus: int) -> int:
 
 
 def rows_each(tokens: int, sequence_length: int, readers: int) -> int:
-    """Return the rows of a step that each of `readers` processes reads. Raises UsageError if they are not as many."""
+    """Return the rows of a step that each of `readers` processes reads. Raises UsageError unless all read as many."""
     rows = tokens // sequence_length
     if rows % readers:
         raise UsageError(

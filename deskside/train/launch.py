@@ -131,6 +131,7 @@ def _environment(rank: int, processes: int, port: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # this process has the store, not rank 0
+        "TORCHELASTIC_RESTART_COUNT": "0",  # earlier versions of torch name their keys in the store after it
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
         **launched.environment(),
     }

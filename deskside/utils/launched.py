@@ -15,9 +15,7 @@ from deskside.utils.signals import die_with
 
 LAUNCHER = "DESKSIDE_LAUNCHER"  # environment variable: process id of the launcher
 STARTED = "DESKSIDE_STARTED"  # environment variable: `deskside.STARTED` of the launcher
-ERROR_FILE = (
-    "TORCHELASTIC_ERROR_FILE"  # environment variable of torch's launcher: where a process reports its error
-)
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # environment variable that torch's launcher sets: path of the error
 
 # error: the user can act on it; unexpected: any other, perhaps because another process ended; stopped: by a signal
 Kind = Literal["error", "unexpected", "stopped"]

@@ -1,0 +1,299 @@
+"""The pipeline of `deskside go`: its phases, from doctor to report.
+
+With several GPUs, only training runs in several processes (`train/launch.py`). This process plans before and reports
+afterwards, and alone writes the state of the pipeline.
+"""
+
+import contextlib
+import gc
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from deskside.cli.output import print_json, print_next
+from deskside.cli.shared_options import launch
+from deskside.config import merge
+from deskside.measurements.store import open_store
+from deskside.pipeline import phases
+from deskside.pipeline.pipeline_state import PipelineState
+from deskside.pipeline.state_schema import PHASES
+from deskside.run.directory import RunDirectory, with_resolved_paths
+from deskside.train.prepare.preflight import set_cublas_workspace
+from deskside.utils.errors import RunError, UsageError
+from deskside.utils.machine import this_machine
+from deskside.utils.signals import exit_code_of
+
+BEFORE_TRAINING = PHASES[: PHASES.index("train")]
+LONG_WAIT = 0.02  # share of the time budget; if the user takes longer to answer, planning is repeated
+# Part of the error of `training_run.start` as well, which `Pipeline.train_here` rewrites.
+TOO_SHORT = " is too short: "
+
+
+class Pipeline:
+    """Runs the phases of a pipeline in this process."""
+
+    def __init__(self, state: PipelineState, yes: bool, as_json: bool):
+        self.state, self.yes, self.as_json = state, yes, as_json
+        self.run, self.options = state.run, state.data["options"]
+        self.exit_code = 0  # that of a signal if it stopped the training
+
+    def run_phases(self) -> PipelineState | None:
+        """Run the remaining phases. Returns the state of the new run if the pipeline continues in another one."""
+        first = PHASES.index(self.state.phase)
+        for phase in BEFORE_TRAINING[first:]:
+            self.state.enter(phase)
+            getattr(self, phase)()
+        if self.state.phase != "report":
+            self.state.enter("train")
+            next_state = self.train()
+            if next_state is not None:
+                return next_state
+            if not (self.run.path / "summary.json").exists():  # training was stopped
+                return None
+        self.report()
+        return None
+
+    def say(self, text: str) -> None:
+        """Print a line on standard error and add it to the run's events."""
+        self.run.event(text)
+        print(text, file=sys.stderr, flush=True)
+
+    def request(self) -> phases.PipelineRequest:
+        """Return the pipeline request of the recorded options."""
+        return phases.PipelineRequest.of(self.state.hours, self.options)
+
+    # The phases: `run_phases` calls these methods by name
+
+    def doctor(self) -> None:
+        machine = this_machine()
+        seconds = phases.doctor_allowance(self.state.hours, machine) - self.state.seconds_spent()
+        result = phases.doctor(machine, seconds, self.say)
+        self.state.set_result("doctor", result)
+        self.say(f"doctor: {result['status']}: {result['reason']}")
+        if result["status"] == "unfit":
+            raise RunError(f"training cannot work here: {result['reason']}; see deskside doctor")
+
+    def probe(self) -> None:
+        machine = this_machine()
+        seconds = phases.allowance(self.state.hours, machine.device) - self.state.seconds_spent()
+        result = phases.probe(machine, open_store(self.request().probes), seconds, self.say)
+        self.state.set_result("probe", result)
+        if result["status"] == "skipped":
+            self.say(f"probe: skipped: {result['reason']}")
+        else:
+            self.say(f"probe: {result['measured']} points measured now, {result['stored']} from before")
+
+    def plan(self) -> None:
+        result = self._make_plan()
+        began = time.perf_counter()
+        if not self.yes and not _ask_to_continue():
+            raise UsageError("not confirmed; nothing was started")
+        waited = time.perf_counter() - began
+        if waited > LONG_WAIT * self.state.hours * 3600:
+            self.say(f"the answer took {waited:.0f} s of the time budget: planning again for the rest")
+            result = self._make_plan()
+        self.state.set_result("plan", result)
+
+    def _make_plan(self) -> dict[str, Any]:
+        """Plan the remaining time, and print the plan. Raises UsageError and RunError if there is none."""
+        seconds = self.state.seconds_left() - self.state.seconds_reserved()
+        if seconds <= 0:
+            raise out_of_time(self.state)
+        self._prepare_data()
+        seconds = self.state.seconds_left() - self.state.seconds_reserved()
+        result, plan = phases.plan(self.request(), seconds)
+        for line in phases.plan_lines(result):
+            self.say(line)
+        if plan is not None:
+            self.run.write_json("planner.json", plan.to_json())
+        target = self.options["target_loss"]
+        if target is not None and result["status"] == "made" and result["bpb"][0] > target:
+            raise RunError(
+                f"{target:g} bits per byte is out of reach in this time: the plan's best case is {result['bpb'][0]:.3f}"
+            )
+        return {**result, "pretrain_seconds": seconds}
+
+    def _prepare_data(self) -> None:
+        """Prepare the preset's own data, if it has some. The plan needs it, since it bounds the loss by a baseline."""
+        if self.options["data"] is not None:
+            return
+        from deskside.data.corpus.analyze import CorpusOptions
+        from deskside.data.corpus.prepare import prepare
+
+        config = merge.build([phases.preset_config(self.request())])
+        data = config.data
+        if data.path is None or not data.sources or (Path(data.path) / "index.json").exists():
+            return
+        self.say(f"preparing {', '.join(data.sources)} into {data.path}")
+        vocabulary = config.model.vocab_size
+        prepare(
+            list(data.sources),
+            data.path,
+            CorpusOptions(vocab_size=vocabulary, val_fraction=data.val_fraction, seed=config.seed),
+        )
+
+    def train(self) -> PipelineState | None:
+        """Train until the run is finished or stopped. Returns the state of the run that replaces it, if any."""
+        if (self.run.path / "summary.json").exists():
+            return None
+        from deskside.pipeline.pilot import OTHER_BAND_IS_BETTER, TARGET_OUT_OF_REACH
+
+        plan, target = self.state.result("plan"), self.options["target_loss"]
+        pilot = self.pilot()
+        # If an earlier process was killed between the pilot's decision and its consequences, carry them out now.
+        status = pilot.decision
+        already_decided = status == OTHER_BAND_IS_BETTER or (
+            status == TARGET_OUT_OF_REACH and target is not None
+        )
+        if not already_decided and self.request().gpus > 1:
+            self.exit_code = self._train_in_processes()
+            pilot = self.pilot()  # with what it has decided
+            status = "finished" if (self.run.path / "summary.json").exists() else pilot.decision
+        elif not already_decided:
+            status = self.train_here(pilot, has_begun(self.run))
+            self.exit_code = exit_code_of(status)
+        if self.exit_code:
+            return None
+        if status == TARGET_OUT_OF_REACH and target is not None:
+            extrapolation = pilot.loss_text()
+            self.state.drop_target()  # so that --resume continues without it
+            raise RunError(
+                f"{target:g} bits per byte is out of reach: {extrapolation}; to continue anyway: "
+                f"deskside go --resume {self.run.path}"
+            )
+        if status == OTHER_BAND_IS_BETTER:
+            _free_memory()
+            return self._continue_with_band(plan, pilot.chosen_band)
+        return None
+
+    def _train_in_processes(self) -> int:
+        """Train in one process for each GPU, and return the exit code: 0, or that of a signal."""
+        self.state.save()  # they count the time from here
+        path = self.run.path
+        new = ["--runs", str(path.parent), "--name", path.name]
+        code = launch("go", ["--resume", str(path)] if has_begun(self.run) else new, self.request().gpus)
+        if code and not has_trained(self.run):
+            self.say(f"stopped; continue with: deskside go --resume {path}")
+        return code
+
+    def pilot(self) -> Any:
+        """Return the `pilot.Pilot`, which has the configuration of the run, and its decision if there is one."""
+        from deskside.pipeline.pilot import Pilot
+
+        plan = self.state.result("plan")
+        config = phases.final_config(plan["config"], self.state.hours * 3600, self.options.get("length"))
+        return Pilot(self.state, with_resolved_paths(config, self.options), plan, self.options["target_loss"])
+
+    def train_here(self, pilot: Any, begun: bool) -> str:
+        """Train in this process, and return the status: "finished", or what stopped it. begun: as `has_begun`."""
+        config = pilot.config
+        set_cublas_workspace(config)
+        from deskside.train import training_run
+
+        self._limit_memory(config.compute.device)
+        try:
+            if begun:
+                return training_run.resume(self.run.path, pilot).status
+            command = str(self.state.data["command"])
+            return training_run.start(config, self.run, command, watch=pilot).status
+        except UsageError as error:
+            # Report the option that the user gave: --hours became the length of the schedule.
+            option, too_short, reason = str(error).partition(TOO_SHORT)
+            if not (too_short and option.startswith("schedule.length: ")):
+                raise
+            reason = reason.partition("; --hours ")[0]  # the suggested hours are those of training alone
+            raise UsageError(f"--hours: {self.state.hours:g} h{TOO_SHORT}{reason}") from None
+
+    def report(self) -> None:
+        from deskside.report.write import write_report
+
+        self.state.enter("report")
+        page = write_report(self.run.path)
+        summary = self.run.read_json("summary.json")
+        self.state.enter("done")
+        seconds, hours = self.state.seconds_spent(), self.state.hours
+        self.say(f"done after {seconds:.0f} of {hours * 3600:.0f} s")
+        if self.as_json:
+            budget = {"run": str(self.run.path), "spent_seconds": seconds, "budget_seconds": hours * 3600}
+            print_json({**summary, **budget})
+            return
+        print(f"validation  {summary['val_bpb']:.3f} bits per byte")
+        for name in ("gzip", "unigram"):
+            if summary.get(f"{name}_bpb") is not None:
+                print(f"{name:<10}  {summary[f'{name}_bpb']:.3f} bits per byte on the same text")
+        for sample in summary["samples"][:1]:
+            print(f"\nsample: {sample['prompt']!r} ->\n  " + "\n  ".join(sample["text"].splitlines()))
+        print_next(
+            page, f"chat {self.run.path}", f"sft {self.run.path} --data CHAT.jsonl    # fine-tune it for chat"
+        )
+
+    # Helpers
+
+    def _limit_memory(self, device: str) -> None:
+        """Limit the GPU memory of this process to --gpu-budget."""
+        if self.options["gpu_budget"] is None or device == "cpu":
+            return
+        import torch
+
+        from deskside.train.parallel import limit_gpu_memory
+
+        if torch.cuda.is_available():
+            limit_gpu_memory(
+                torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))), self.options["gpu_budget"]
+            )
+
+    def _continue_with_band(self, plan: dict[str, Any], band: dict[str, Any]) -> PipelineState:
+        """Return the state of a new run that trains another band of the plan in the remaining time."""
+        old = self.state
+        if old.continued_in is None:
+            old.continue_in(
+                RunDirectory.create(self.run.path.parent, None, f"{self.run.path.name}-{band['preset']}")
+            )
+        assert old.continued_in is not None
+        run = RunDirectory(old.continued_in)  # exists already if an earlier process was killed here
+        run.checkpoints.mkdir(parents=True, exist_ok=True)
+        results = {**old.data["results"], "plan": {**plan, **band, "bands": []}}
+        new = PipelineState.begin(
+            run, old.hours, dict(self.options), str(old.data["command"]), old.spent_before, "train", results
+        )
+        self.say(f"the run continues as {run.path}")
+        return new
+
+
+def has_begun(run: RunDirectory) -> bool:
+    """Return True if a run was started by an earlier process."""
+    return (run.path / "run.json").exists()
+
+
+def has_trained(run: RunDirectory) -> bool:
+    """Return True if a run has a training step or a checkpoint."""
+    return run.metrics.exists() or (run.checkpoints.is_dir() and any(run.checkpoints.iterdir()))
+
+
+def out_of_time(state: PipelineState) -> RunError:
+    """Return the error for a time budget that leaves no time to train."""
+    spent, budget, reserved = state.seconds_spent(), state.hours * 3600, state.seconds_reserved()
+    return RunError(
+        f"the time budget is used up: {spent:.0f} of {budget:.0f} s are spent, and {reserved:.0f} s are reserved "
+        f"for samples and the report; start again with more --hours"
+    )
+
+
+def _free_memory() -> None:
+    """Free the GPU memory and compiled code of an abandoned run."""
+    import torch
+
+    gc.collect()
+    torch.compiler.reset()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def _ask_to_continue() -> bool:
+    """Return True if the user agrees to the plan."""
+    with contextlib.suppress(EOFError):
+        print("go? [Y/n] ", end="", file=sys.stderr, flush=True)
+        return input().strip().lower() in ("", "y", "yes")
+    return False
