@@ -109,12 +109,12 @@ class ReferenceEncoder:
 
 
 class _Fastokens:
-    """Encodes by fastokens. Raises ValueError if it cannot read the tokenizer."""
+    """Encodes by fastokens. Raises ValueError if it cannot read the tokenizer's JSON."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer_json: str) -> None:
         import fastokens
 
-        self._tokenizer: fastokens.Tokenizer = fastokens.Tokenizer.from_json_str(tokenizer.to_str())
+        self._tokenizer: fastokens.Tokenizer = fastokens.Tokenizer.from_json_str(tokenizer_json)
 
     def ids(self, text: str, plain: bool = True) -> NDArray[np.uint32]:
         ids, _ = self._tokenizer.encode_batch_flat([text], False, plain)
@@ -129,7 +129,7 @@ def choose_encoder(tokenizer: Tokenizer, samples: Iterable[tuple[str, str]] = ()
     reference, compared = ReferenceEncoder(tokenizer), 0
     trials = [("a difficult text", text) for text in _difficult_texts(tokenizer)]
     try:
-        fast = _Fastokens(tokenizer)
+        fast = _Fastokens(tokenizer.to_str())
         for batch, plain in (
             *((batch, False) for batch in _batches(trials)),
             *((batch, True) for batch in _batches(trials)),
@@ -170,9 +170,13 @@ def tokenizers_info(reason: str) -> EncoderInfo:
     return EncoderInfo(library="tokenizers", version=version("tokenizers"), reason=reason)
 
 
-def make_encoder(tokenizer: Tokenizer, info: EncoderInfo) -> Encoder:
-    """Return the encoder that `choose_encoder` has chosen for this tokenizer."""
-    return _Fastokens(tokenizer) if info.library == "fastokens" else ReferenceEncoder(tokenizer)
+def make_encoder(tokenizer_json: str, info: EncoderInfo) -> Encoder:
+    """Return the encoder that `choose_encoder` has chosen for the tokenizer with this JSON."""
+    if info.library == "fastokens":
+        return _Fastokens(tokenizer_json)
+    from tokenizers import Tokenizer
+
+    return ReferenceEncoder(Tokenizer.from_str(tokenizer_json))
 
 
 def encode(encoder: Encoder, text: str | bytes, dtype: Any = np.uint32) -> NDArray[Any]:

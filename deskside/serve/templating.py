@@ -41,7 +41,9 @@ class PromptEncoder:
         self._start, self._longest = loaded.start_token, longest
         self._tokenizer = prompt_tokenizer(loaded)
         self._encoder = (
-            ReferenceEncoder(self._tokenizer) if encoder is None else make_encoder(self._tokenizer, encoder)
+            ReferenceEncoder(self._tokenizer)
+            if encoder is None
+            else make_encoder(self._tokenizer.to_str(), encoder)
         )
         self._special = {number: name for name, number in special_tokens(self._tokenizer).items()}
         self._token_bytes = max_bytes_per_token(self._tokenizer)

@@ -1,3 +1,4 @@
+import functools
 import json
 from typing import Any
 
@@ -9,7 +10,14 @@ from tokenizers import AddedToken, Tokenizer
 
 from deskside.data import encoder as encoders
 from deskside.data import tokenizer as bpe
-from deskside.data.encoder import EncoderInfo, ReferenceEncoder, choose_encoder, make_encoder, still_valid
+from deskside.data.encoder import (
+    Encoder,
+    EncoderInfo,
+    ReferenceEncoder,
+    choose_encoder,
+    make_encoder,
+    still_valid,
+)
 from tests.data.test_tokenizer import PATTERNS
 
 pytest.importorskip("fastokens")  # it has wheels for Linux only
@@ -37,7 +45,13 @@ def spec_of(name: str) -> dict[str, Any]:
     return spec
 
 
+FAST = EncoderInfo(library="fastokens", version="0")
 NAMES = ("deskside", "qwen3", "llama3", "gpt2", "deepseek")
+
+
+@functools.cache
+def fast_encoder(tokenizer_json: str) -> Encoder:
+    return make_encoder(tokenizer_json, FAST)
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +89,7 @@ def test_any_text_has_the_tokens_of_tokenizers(
     tokenizers: dict[str, Tokenizer], name: str, text: str, plain: bool
 ) -> None:
     tokenizer = tokenizers[name]
-    fast = make_encoder(tokenizer, EncoderInfo(library="fastokens", version="0"))
+    fast = fast_encoder(tokenizer.to_str())
     assert fast.ids(text, plain).tolist() == ReferenceEncoder(tokenizer).ids(text, plain).tolist()
     tokenizer.encode_special_tokens = plain
     assert fast.ids(text, plain).tolist() == tokenizer.encode(text, add_special_tokens=False).ids
@@ -85,7 +99,7 @@ def test_any_text_has_the_tokens_of_tokenizers(
 @pytest.mark.parametrize("name", NAMES)
 def test_every_code_point_has_the_tokens_of_tokenizers(name: str, tokenizers: dict[str, Tokenizer]) -> None:
     tokenizer = tokenizers[name]
-    fast = make_encoder(tokenizer, EncoderInfo(library="fastokens", version="0"))
+    fast = make_encoder(tokenizer.to_str(), FAST)
     tokenizer.encode_special_tokens = True
     characters = [chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000]
     for start in range(0, len(characters), 1024):
@@ -98,7 +112,7 @@ def test_every_code_point_has_the_tokens_of_tokenizers(name: str, tokenizers: di
 
 def test_half_of_a_surrogate_pair_is_refused_by_both(tokenizers: dict[str, Tokenizer]) -> None:
     for library in ("fastokens", "tokenizers"):
-        encoder = make_encoder(tokenizers["deskside"], EncoderInfo(library=library, version="0"))
+        encoder = make_encoder(tokenizers["deskside"].to_str(), EncoderInfo(library=library, version="0"))
         with pytest.raises((UnicodeEncodeError, TypeError)):
             encoder.ids("a\ud800b")
 
@@ -117,7 +131,7 @@ def test_another_library_is_used_only_if_its_tokens_are_equal(
     assert choose_encoder(tokenizer, [("a text wiki", "usual")]).library == "fastokens"
     info = choose_encoder(tokenizer, [("a text wiki", "usual"), ("a text books en", "sesquipedalian words")])
     assert info.library == "tokenizers" and "a text books en" in info.reason
-    assert isinstance(make_encoder(tokenizer, info), ReferenceEncoder)
+    assert isinstance(make_encoder(tokenizer.to_str(), info), ReferenceEncoder)
 
 
 def test_a_tokenizer_that_fastokens_cannot_read_is_encoded_by_tokenizers() -> None:
@@ -142,7 +156,7 @@ def test_dropped_merges_differ() -> None:
 def test_long_texts_in_pieces(tokenizers: dict[str, Tokenizer]) -> None:
     text = "".join(TEXTS) * 60
     tokenizer = tokenizers["qwen3"]
-    fast = make_encoder(tokenizer, EncoderInfo(library="fastokens", version="0"))
+    fast = make_encoder(tokenizer.to_str(), FAST)
     ids = encoders.encode(fast, text.encode(), np.uint16)
     assert ids.dtype == np.uint16 and len(text.encode()) > 2 << 16
     assert ids.tolist() == encoders.encode(ReferenceEncoder(tokenizer), text).tolist()

@@ -79,7 +79,7 @@ class ChatTemplate:
     def __init__(self, folder: Path, encoder: EncoderInfo | None = None):
         """Raises UsageError for an unsupported tokenizer or template. encoder: from `choose_encoder`."""
         self._tokenizer = bpe.load(folder)
-        fast = None if encoder is None else make_encoder(self._tokenizer, encoder)
+        fast = None if encoder is None else make_encoder(self._tokenizer.to_str(), encoder)
         self._renderer = Renderer(folder, self._tokenizer, fast)
         self._has_generation_marks = (
             re.search(r"\{%-?\s*generation\s*-?%\}", self._renderer.template) is not None

@@ -26,9 +26,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from deskside.data import tokenizer as bpe
 from deskside.data.corpus.analyze import (
@@ -70,6 +72,9 @@ from deskside.data.reading.tags import TagInfo
 from deskside.utils.child_process import cpu_cores
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.files import delete_files, fingerprint, replace_folder, write_error
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 VALIDATION = 2  # version of the rules that choose the validation split
 _FAST_WORKERS = 3  # by default: reading takes 1/170 s a megabyte, and a worker with fastokens 1/100 s
@@ -259,34 +264,34 @@ class _Preparation:
                 bpe.save(bpe.train(texts, options.vocab_size, progress=progress), self.out)
         except OSError as error:
             raise write_error(self.out / "tokenizer.json", error) from error
-        analysis.encoder = choose_encoder(bpe.load(self.out), encoder_sample.texts())
+        analysis.encoder = choose_encoder(self.tokenizer[0], encoder_sample.texts())
         self.analysis = analysis
         self.finished = {}
         self.save()
 
     @cached_property
-    def tokenizer(self) -> TokenizerInfo:
-        """Facts about the tokenizer that the first pass has written."""
+    def tokenizer(self) -> tuple[Tokenizer, NDArray[np.uint32], TokenizerInfo]:
+        """The tokenizer that the first pass has written, the bytes of its tokens, and its entry in the index."""
         tokenizer = bpe.load(self.out)
-        eos, eos_id = bpe.end_of_text(tokenizer, self.out)
-        return TokenizerInfo(
-            checksum=fingerprint(self.out / "tokenizer.json")[1],
-            vocab_size=len(bpe.token_bytes(tokenizer)),
-            eos=eos,
-            eos_id=eos_id,
+        token_bytes = bpe.token_bytes(tokenizer)
+        checksum, (eos, eos_id) = (
+            fingerprint(self.out / "tokenizer.json")[1],
+            bpe.end_of_text(tokenizer, self.out),
         )
+        info = TokenizerInfo(checksum=checksum, vocab_size=len(token_bytes), eos=eos, eos_id=eos_id)
+        return tokenizer, token_bytes, info
 
     def second_pass(self) -> None:
         """Make every missing or damaged shard in worker processes."""
         assert self.analysis is not None
-        shard_bytes, tokenizer = self.options.shard_bytes, self.tokenizer
+        shard_bytes, (_, token_bytes, tokenizer) = self.options.shard_bytes, self.tokenizer
         self.encoder = still_valid(self.analysis.encoder)
         if not self.options.quiet:
             print(f"encode with {self.encoder.describe()}", file=sys.stderr, flush=True)
         most = _FAST_WORKERS if self.encoder.library == "fastokens" else cpu_cores()
         workers = self.options.workers or min(cpu_cores(), most)
         dtype = shards.dtype_for(tokenizer.vocab_size)
-        worker_arguments = (str(self.out), tokenizer.eos_id, dtype, self.encoder)
+        worker_arguments = (self.out, tokenizer.eos_id, dtype, token_bytes, self.encoder)
         total = self.analysis.text_bytes + self.analysis.val_text_bytes
         optional_pool: AbstractContextManager[WorkerPool | None] = contextlib.nullcontext()
         if workers > 1 and total > 2 * shard_bytes:
@@ -378,7 +383,8 @@ class _Preparation:
             raise UsageError(
                 "no document is left to train on: all are validation text. Give more text, or a lower --val-fraction."
             )
-        vocab_size, eos_id = self.tokenizer.vocab_size, self.tokenizer.eos_id
+        tokenizer = self.tokenizer[2]
+        vocab_size, eos_id = tokenizer.vocab_size, tokenizer.eos_id
         dtype = shards.dtype_for(vocab_size)
         splits = {
             split: SplitInfo.of([self.finished[name] for name in names])
@@ -398,7 +404,7 @@ class _Preparation:
         index = DatasetIndex(
             schema_version=shards.SCHEMA_VERSION,
             dtype=dtype,
-            tokenizer=self.tokenizer,
+            tokenizer=tokenizer,
             tags=[TagInfo(source=source, lang=lang) for source, lang in self.analysis.tags],
             splits=splits,
             bad_input=self.analysis.bad_input,

@@ -10,7 +10,6 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from deskside.data import tokenizer as bpe
 from deskside.data.corpus.heldout import text_hash
 from deskside.data.encoder import Encoder, EncoderInfo, encode, make_encoder
 from deskside.data.reading import shards
@@ -70,20 +69,20 @@ class _WorkerState:
     directory: Path
     eos_id: int
     dtype: str
-    encoder: Encoder
     token_bytes: NDArray[np.uint32]  # shape [vocab]
+    encoder: Encoder
 
 
 _state: _WorkerState | None = None  # of this process; set by start_worker
 
 
-def start_worker(directory: str, eos_id: int, dtype: str, encoder: EncoderInfo) -> None:
-    """Initialize this process: load the tokenizer in `directory`, the folder that `make_shard` writes to."""
+def start_worker(
+    directory: Path, eos_id: int, dtype: str, token_bytes: NDArray[np.uint32], encoder: EncoderInfo
+) -> None:
+    """Initialize this process. directory: the folder of the tokenizer, which `make_shard` writes to."""
     global _state
-    tokenizer = bpe.load(directory)
-    _state = _WorkerState(
-        Path(directory), eos_id, dtype, make_encoder(tokenizer, encoder), bpe.token_bytes(tokenizer)
-    )
+    tokenizer_json = (directory / "tokenizer.json").read_text("utf-8")
+    _state = _WorkerState(directory, eos_id, dtype, token_bytes, make_encoder(tokenizer_json, encoder))
 
 
 def make_shard(job: ShardJob) -> shards.ShardInfo:
