@@ -64,7 +64,9 @@ class PrepareOptions(JsonOption):
     lang: str | None = option(
         "language of documents without one, in sources without LANG=, such as en", None, metavar="CODE"
     )
-    workers: int | None = option("tokenization processes; default: one per core", None)
+    workers: int | None = option(
+        "tokenization processes; default: one per core, with fastokens up to three", None
+    )
     on_bad: Literal["skip", "refuse"] = option(
         "bad input (not UTF-8, damaged, or without the field): skip and count it, or stop", "skip"
     )
