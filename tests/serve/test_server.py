@@ -447,9 +447,9 @@ def test_the_cache_leaves_a_card_room_to_compute_in(
     wanted = _engine(loaded, ServeOptions(model=str(chatty), max_batch=4)).free_tokens
     assert capsys.readouterr().err == ""
     each = loaded.model.kv_bytes_per_token(torch.float32)
-    monkeypatch.setattr(
-        engine_device, "free_bytes", lambda device: int(64 * each / engine_device.KV_CACHE_SHARE) + 1
-    )
+    passes = 2 * engine_device.prefill_bytes(loaded.config, 4, engine_device.PREFILL_TOKENS)
+    assert 64 * each < engine_device.KV_CACHE_SHARE * passes
+    monkeypatch.setattr(engine_device, "free_bytes", lambda device: passes + int(64 * each) + 1)
     assert _engine(loaded, ServeOptions(model=str(chatty), max_batch=4)).free_tokens == 64 < wanted
     said = capsys.readouterr().err
     assert "64 tokens" in said and f"{wanted:,}" in said
