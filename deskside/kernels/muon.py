@@ -1,14 +1,18 @@
-"""The element-wise halves of a Muon step, before and after Newton-Schulz, for one slice of one weight.
+"""The element-wise halves of a Muon step, before and after Newton-Schulz, for many slices of weights at once.
 
     look_ahead   gradient, momentum -> new momentum, and the direction that Newton-Schulz makes orthogonal
     apply        orthogonal update, its factors per row, weight -> new weight
 
 Newton-Schulz runs on stacks of slices with one shape. Both functions read and write each tensor once and in place: a
 slice is a view (experts, rows, columns) of its parameter, and its part of the stack is also a view, transposed where
-the stack holds it transposed. On CUDA each function is one Triton kernel: look_ahead moves 14 bytes per weight (float32
-gradient read, momentum read and written, bfloat16 direction written), apply 10 (bfloat16 update read, float32 weight
-read and written). Elsewhere the plain torch below runs, which is also the reference for the kernels.
+the stack holds it transposed. On CUDA each function is one launch of a Triton kernel for all slices of a stack, which
+reads their addresses from a table: look_ahead moves 14 bytes per weight (float32 gradient read, momentum read and
+written, bfloat16 direction written), apply 10 (float16 update read, float32 weight read and written). Elsewhere the
+plain torch below runs, which is also the reference for the kernels.
 """
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,54 +21,104 @@ from deskside.kernels.functional import at_least_float32
 from deskside.kernels.stochastic_rounding import round_to_bfloat16
 
 
+class PointerTable:
+    """Rows of integers on the device, copied there only if they differ from those of the last step."""
+
+    def __init__(self) -> None:
+        self._rows: list[list[int]] = []
+        self._tensor: Tensor | None = None
+
+    def on_device(self, rows: list[list[int]], device: torch.device) -> Tensor:
+        """Return the rows as an int64 tensor."""
+        if self._tensor is None or rows != self._rows:
+            host = torch.tensor(rows, dtype=torch.int64, pin_memory=device.type == "cuda")
+            self._rows, self._tensor = rows, host.to(device, non_blocking=True)
+        return self._tensor
+
+
+@dataclass(frozen=True)
+class Direction:
+    """Tensors of one slice for `look_ahead`, each (experts, rows, columns).
+
+    m: float32 or float64, or bfloat16 with arithmetic in float32. out: may be g itself.
+    """
+
+    g: Tensor
+    m: Tensor
+    out: Tensor
+
+
+@dataclass(frozen=True)
+class Update:
+    """Tensors of one slice for `apply`, each (experts, rows, columns).
+
+    factors: may be a broadcast view. scale: of the learning rate. seed: of the stochastic rounding of weights in
+    bfloat16 at step 0, by the element's index in this slice.
+    """
+
+    p: Tensor
+    u: Tensor
+    factors: Tensor
+    scale: float = 1.0
+    seed: int = 0
+
+
 def look_ahead(
-    g_ERC: Tensor, m_ERC: Tensor, out_ERC: Tensor, momentum: float, nesterov: bool, skip: Tensor, fused: bool
-) -> None:
+    slices: Sequence[Direction],
+    momentum: float,
+    nesterov: bool,
+    skip: Tensor,
+    clip: Tensor | None = None,
+    table: PointerTable | None = None,
+) -> Tensor | None:
     """Update the momentum in place, and write the direction, with Nesterov's look-ahead if `nesterov`, to `out`.
 
-    m: float32 or float64, or bfloat16 with arithmetic in float32. out: may be g itself. skip: float scalar on the
-    device; 1 leaves the momentum unchanged and keeps NaN in the gradient out of `out`.
+    The slices have the same shape and types, up to a transposition. Returns the sum of the squares of each direction,
+    (slices x experts,), if the kernel ran; None otherwise.
+
+    skip: float scalar on the device; 1 leaves the momentum unchanged and keeps NaN in the gradient out of `out`.
+    clip: float32 scalar on the device by which gradients are multiplied. table: run the Triton kernel with it.
     """
-    if fused:
+    if table is not None:
         from deskside.kernels.muon_triton import look_ahead as kernel
 
-        kernel(g_ERC, m_ERC, out_ERC, momentum, nesterov, skip)
-        return
-    m = m_ERC.to(at_least_float32(m_ERC))
-    g = torch.where(skip > 0, m, g_ERC.to(m.dtype))
-    m = torch.lerp(m, g, 1 - momentum)
-    m_ERC.copy_(m)
-    out_ERC.copy_(torch.lerp(g, m, momentum) if nesterov else m)
+        return kernel(slices, momentum, nesterov, skip, clip, table)
+    for s in slices:
+        m = s.m.to(at_least_float32(s.m))
+        g = s.g.to(m.dtype) if clip is None else s.g.to(m.dtype) * clip
+        g = torch.where(skip > 0, m, g)
+        m = torch.lerp(m, g, 1 - momentum)
+        s.m.copy_(m)
+        s.out.copy_(torch.lerp(g, m, momentum) if nesterov else m)
+    return None
 
 
 def apply(
-    p_ERC: Tensor,
-    u_ERC: Tensor,
-    factors_ERC: Tensor,
+    slices: Sequence[Update],
     lr: float,
     weight_decay: float,
     cautious: bool,
     skip: Tensor,
-    fused: bool,
-    seed: int = 0,
+    step: int = 0,
+    table: PointerTable | None = None,
 ) -> None:
-    """Compute p -= lr * factors * u + weight_decay * p in place; skip 1 leaves p unchanged.
+    """Compute p -= lr * scale * factors * u + weight_decay * p in place; skip 1 leaves p unchanged.
 
-    lr: already multiplied by the slice's scale. weight_decay: already multiplied by the learning rate. cautious: decay
-    only where the update moves the weight towards zero (arXiv 2510.12402). factors: may be a broadcast view.
-    seed: of the stochastic rounding of weights in bfloat16, by the element's index in this slice.
+    weight_decay: already multiplied by the learning rate. cautious: decay only where the update moves the weight
+    towards zero (arXiv 2510.12402). step: added to the seeds. table: run the Triton kernel with it.
     """
-    if fused:
+    if table is not None:
         from deskside.kernels.muon_triton import apply as kernel
 
-        kernel(p_ERC, u_ERC, factors_ERC, lr, weight_decay, cautious, skip, seed)
+        kernel(slices, lr, weight_decay, cautious, skip, step, table)
         return
-    p = p_ERC.to(factors_ERC.dtype)
-    u = u_ERC.to(p.dtype) * factors_ERC
-    decay = weight_decay * p
-    if cautious:
-        decay = torch.where(u * p >= 0, decay, 0.0)
-    new = p - lr * u - decay
-    if p_ERC.dtype == torch.bfloat16:
-        new = round_to_bfloat16(new.flatten(), seed).view_as(p).to(p.dtype)
-    p_ERC.copy_(torch.where(skip > 0, p, new))
+    for s in slices:
+        p = s.p.to(s.factors.dtype)
+        u = s.u.to(p.dtype) * s.factors
+        decay = weight_decay * p
+        if cautious:
+            decay = torch.where(u * p >= 0, decay, 0.0)
+        new = p - lr * s.scale * u - decay
+        if s.p.dtype == torch.bfloat16:
+            new = round_to_bfloat16(new.flatten(), s.seed + step).view_as(p).to(p.dtype)
+        s.p.copy_(torch.where(skip > 0, p, new))

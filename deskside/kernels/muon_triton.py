@@ -1,99 +1,199 @@
-"""The two element-wise kernels of `kernels/muon.py` in Triton: tiles of 64 x 64 weights, every tensor with its strides.
+"""The two element-wise kernels of `kernels/muon.py` in Triton: tiles of 64 x 64 weights of many slices in one launch.
 
-A stack may hold a slice transposed; then one tensor is contiguous along rows and the other along columns. The compiler
-orders each access by its strides and exchanges values between threads through shared memory.
+A table has one row of 64-bit integers for each slice: addresses, sizes and strides. A program reads the row of its
+slice, and from then on works like a kernel for one slice. Gradients, momentum and weights are contiguous along columns.
+A stack may hold a slice transposed; then the compiler exchanges values between threads through shared memory.
 """
 
+import struct
+from collections.abc import Sequence
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from deskside.kernels.muon import Direction, PointerTable, Update
 from deskside.kernels.random_triton import rounded_to
 
 TILE = 64
+WIDTH = 16  # integers in a row of a table
+TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @triton.jit
-def _offsets(expert, row, column, stride_e, stride_r, stride_c):  # type: ignore[no-untyped-def]
-    return expert * stride_e + row[:, None] * stride_r + column[None, :] * stride_c
+def _pointer(address, TYPE: tl.constexpr, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
+    pointer = tl.load(address).to(tl.pointer_type(TYPE))
+    return tl.multiple_of(pointer, 16) if ALIGNED else pointer
+
+
+@triton.jit
+def _multiple(address, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
+    value = tl.load(address)
+    return tl.multiple_of(value, 16) if ALIGNED else value
+
+
+@triton.jit
+def _tile(entry, ALIGNED: tl.constexpr, SIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return whether this program has a tile in its slice, and the rows and columns of the tile.
+
+    entry: experts, rows, columns of the slice. program_id: tile, expert, slice.
+    """
+    experts, rows, columns = tl.load(entry), _multiple(entry + 1, ALIGNED), _multiple(entry + 2, ALIGNED)
+    across = tl.cdiv(columns, SIDE)
+    i = tl.program_id(0) // across * SIDE
+    row = i + tl.arange(0, SIDE)
+    column = tl.program_id(0) % across * SIDE + tl.arange(0, SIDE)
+    return (i < rows) & (tl.program_id(1) < experts), row, column, rows, columns
 
 
 @triton.jit
 def _look_ahead(  # type: ignore[no-untyped-def]
-    g_ptr, m_ptr, out_ptr, skip_ptr, momentum, rows, columns,
-    g_e, g_r, g_c, m_e, m_r, m_c, out_e, out_r, out_c,
-    NESTEROV: tl.constexpr, SIDE: tl.constexpr,
+    TABLE, SQUARES, CLIP, skip_ptr, momentum,
+    G: tl.constexpr, M: tl.constexpr, OUT: tl.constexpr, NESTEROV: tl.constexpr, ALIGNED: tl.constexpr,
+    WIDTH: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
-    """Process one tile of SIDE x SIDE of one expert. The `*_e`, `*_r`, `*_c` are strides of experts, rows, columns."""
-    expert = tl.program_id(2).to(tl.int64)
-    row = tl.program_id(0).to(tl.int64) * SIDE + tl.arange(0, SIDE)
-    column = tl.program_id(1) * SIDE + tl.arange(0, SIDE)
+    """Process one tile. G, M, OUT: types. SQUARES: (slices x experts, tiles), each tile's sum of squares, or None.
+
+    TABLE: experts, rows, columns; addresses of g, m, out; their strides of experts; those of g's and m's rows; the
+    stride of out along its slower dimension; and 1 if this is the slice's columns, because out is transposed.
+    """
+    entry = TABLE + tl.program_id(2) * WIDTH
+    exists, row, column, rows, columns = _tile(entry, ALIGNED, SIDE)
+    if not exists:
+        return
+    expert = tl.program_id(1).to(tl.int64)
+    g_ptr = _pointer(entry + 3, G, ALIGNED) + expert * _multiple(entry + 6, ALIGNED)
+    m_ptr = _pointer(entry + 4, M, ALIGNED) + expert * _multiple(entry + 7, ALIGNED)
+    out_ptr = _pointer(entry + 5, OUT, ALIGNED) + expert * _multiple(entry + 8, ALIGNED)
+    out_stride = _multiple(entry + 11, ALIGNED)
     mask = (row < rows)[:, None] & (column < columns)[None, :]
-    m_ptrs = m_ptr + _offsets(expert, row, column, m_e, m_r, m_c)
+    m_ptrs = m_ptr + row[:, None] * _multiple(entry + 10, ALIGNED) + column[None, :]
     m = tl.load(m_ptrs, mask, 0.0).to(tl.float32)
-    g = tl.load(g_ptr + _offsets(expert, row, column, g_e, g_r, g_c), mask, 0.0).to(tl.float32)
+    g = tl.load(g_ptr + row[:, None] * _multiple(entry + 9, ALIGNED) + column[None, :], mask, 0.0).to(
+        tl.float32
+    )
+    if CLIP is not None:
+        g *= tl.load(CLIP)
     g = tl.where(tl.load(skip_ptr) > 0, m, g)
     m += (g - m) * (1 - momentum)
-    tl.store(m_ptrs, m.to(m_ptr.dtype.element_ty), mask)
+    tl.store(m_ptrs, m.to(M), mask)
     if NESTEROV:
         m = g + (m - g) * momentum
-    out_ptrs = out_ptr + _offsets(expert, row, column, out_e, out_r, out_c)
-    tl.store(out_ptrs, m.to(out_ptr.dtype.element_ty), mask)
+    if tl.load(entry + 12) != 0:
+        tl.store(out_ptr + column[None, :] * out_stride + row[:, None], m.to(OUT), mask)
+    else:
+        tl.store(out_ptr + row[:, None] * out_stride + column[None, :], m.to(OUT), mask)
+    if SQUARES is not None:
+        matrix = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
+        squares = tl.sum(tl.sum(tl.where(mask, m * m, 0.0), 1), 0)
+        tl.store(SQUARES + matrix * tl.num_programs(0) + tl.program_id(0), squares)
 
 
-@triton.jit(do_not_specialize=["seed"])
+@triton.jit(do_not_specialize=["step"])
 def _apply(  # type: ignore[no-untyped-def]
-    p_ptr, u_ptr, f_ptr, skip_ptr, lr, weight_decay, seed, rows, columns,
-    p_e, p_r, p_c, u_e, u_r, u_c, f_e, f_r, f_c,
-    CAUTIOUS: tl.constexpr, SIDE: tl.constexpr,
+    TABLE, skip_ptr, lr, weight_decay, step,
+    P: tl.constexpr, U: tl.constexpr, CAUTIOUS: tl.constexpr, ALIGNED: tl.constexpr,
+    WIDTH: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
-    """Update one tile of SIDE x SIDE weights of one expert; strides as in `_look_ahead`."""
+    """Update one tile of weights. P, U: types.
+
+    TABLE: experts, rows, columns; addresses of p, u, factors; their strides of experts; those of p's rows, of u along
+    its slower dimension, of factors along rows and columns; 1 if u is transposed; bits of the scale; the seed.
+    """
     if tl.load(skip_ptr) > 0:
         return
-    expert = tl.program_id(2).to(tl.int64)
-    row = tl.program_id(0).to(tl.int64) * SIDE + tl.arange(0, SIDE)
-    column = tl.program_id(1) * SIDE + tl.arange(0, SIDE)
+    entry = TABLE + tl.program_id(2) * WIDTH
+    exists, row, column, rows, columns = _tile(entry, ALIGNED, SIDE)
+    if not exists:
+        return
+    expert = tl.program_id(1).to(tl.int64)
+    p_ptr = _pointer(entry + 3, P, ALIGNED) + expert * _multiple(entry + 6, ALIGNED)
+    u_ptr = _pointer(entry + 4, U, ALIGNED) + expert * _multiple(entry + 7, ALIGNED)
+    f_ptr = _pointer(entry + 5, tl.float32, False) + expert * tl.load(entry + 8)
+    u_stride = _multiple(entry + 10, ALIGNED)
     mask = (row < rows)[:, None] & (column < columns)[None, :]
-    p_ptrs = p_ptr + _offsets(expert, row, column, p_e, p_r, p_c)
+    p_ptrs = p_ptr + row[:, None] * _multiple(entry + 9, ALIGNED) + column[None, :]
     p = tl.load(p_ptrs, mask, 0.0).to(tl.float32)
-    u = tl.load(u_ptr + _offsets(expert, row, column, u_e, u_r, u_c), mask, 0.0).to(tl.float32)
-    u *= tl.load(f_ptr + _offsets(expert, row, column, f_e, f_r, f_c), mask, 0.0)
+    if tl.load(entry + 13) != 0:
+        u = tl.load(u_ptr + column[None, :] * u_stride + row[:, None], mask, 0.0).to(tl.float32)
+    else:
+        u = tl.load(u_ptr + row[:, None] * u_stride + column[None, :], mask, 0.0).to(tl.float32)
+    # Constant along rows or along columns: read once, from the vector that the stride of the other allows.
+    along_rows = tl.load(f_ptr + row * tl.load(entry + 11), row < rows, 0.0)
+    along_columns = tl.load(f_ptr + column * tl.load(entry + 12), column < columns, 0.0)
+    u *= tl.where(tl.load(entry + 12) != 0, along_columns[None, :], along_rows[:, None])
     decay = weight_decay * p
     if CAUTIOUS:
         decay = tl.where(u * p >= 0, decay, 0.0)
-    p = p - lr * u - decay
+    scale = tl.load(entry + 14).to(tl.int32).to(tl.float32, bitcast=True)
+    p = p - lr * scale * u - decay
     element = (expert * rows + row[:, None]) * columns + column[None, :]
-    tl.store(p_ptrs, rounded_to(p, element, seed, p_ptr.dtype.element_ty), mask)
+    tl.store(p_ptrs, rounded_to(p, element, tl.load(entry + 15) + step, P), mask)
 
 
 def look_ahead(
-    g_ERC: Tensor, m_ERC: Tensor, out_ERC: Tensor, momentum: float, nesterov: bool, skip: Tensor
-) -> None:
+    slices: Sequence[Direction],
+    momentum: float,
+    nesterov: bool,
+    skip: Tensor,
+    clip: Tensor | None,
+    table: PointerTable,
+) -> Tensor:
     """See `kernels.muon.look_ahead`."""
-    _look_ahead[_grid(g_ERC)](
-        g_ERC, m_ERC, out_ERC, skip, momentum, *g_ERC.shape[1:], *g_ERC.stride(), *m_ERC.stride(), *out_ERC.stride(),
-        NESTEROV=nesterov, SIDE=TILE,
+    rows = [
+        [*_row(s.g, s.m, s.out), s.g.stride(1), s.m.stride(1), max(s.out.stride()[1:]), _transposed(s.out)]
+        for s in slices
+    ]
+    grid = _grid([s.g for s in slices])
+    squares = torch.zeros(grid[2] * grid[1], grid[0], dtype=torch.float32, device=skip.device)
+    first = slices[0]
+    _look_ahead[grid](
+        _on_device(table, rows, skip.device), squares, clip, skip, momentum,
+        G=TYPES[first.g.dtype], M=TYPES[first.m.dtype], OUT=TYPES[first.out.dtype], NESTEROV=nesterov,
+        ALIGNED=all(value % 16 == 0 for row in rows for value in row[1:12]), WIDTH=WIDTH, SIDE=TILE,
     )  # fmt: skip
+    return squares.sum(dim=1)
 
 
 def apply(
-    p_ERC: Tensor,
-    u_ERC: Tensor,
-    factors_ERC: Tensor,
+    slices: Sequence[Update],
     lr: float,
     weight_decay: float,
     cautious: bool,
     skip: Tensor,
-    seed: int = 0,
+    step: int,
+    table: PointerTable,
 ) -> None:
     """See `kernels.muon.apply`."""
-    _apply[_grid(p_ERC)](
-        p_ERC, u_ERC, factors_ERC, skip, lr, weight_decay, seed, *p_ERC.shape[1:],
-        *p_ERC.stride(), *u_ERC.stride(), *factors_ERC.stride(),
-        CAUTIOUS=cautious, SIDE=TILE,
+    rows = []
+    for s in slices:
+        strides = [s.p.stride(1), max(s.u.stride()[1:]), *s.factors.stride()[1:]]
+        scale = struct.unpack("<i", struct.pack("<f", s.scale))[0]
+        rows.append([*_row(s.p, s.u, s.factors), *strides, _transposed(s.u), scale, s.seed])
+    aligned = all(value % 16 == 0 for row in rows for value in (*row[1:5], *row[6:8], *row[9:11]))
+    first = slices[0]
+    _apply[_grid([s.p for s in slices])](
+        _on_device(table, rows, skip.device), skip, lr, weight_decay, step,
+        P=TYPES[first.p.dtype], U=TYPES[first.u.dtype], CAUTIOUS=cautious, ALIGNED=aligned,
+        WIDTH=WIDTH, SIDE=TILE,
     )  # fmt: skip
 
 
-def _grid(x_ERC: Tensor) -> tuple[int, int, int]:
-    experts, rows, columns = x_ERC.shape
-    return triton.cdiv(rows, TILE), triton.cdiv(columns, TILE), experts
+def _row(*tensors: Tensor) -> list[int]:
+    """Return the common part of a table's row: sizes, addresses, strides of experts."""
+    return [*tensors[0].shape, *(t.data_ptr() for t in tensors), *(t.stride(0) for t in tensors)]
+
+
+def _transposed(x: Tensor) -> int:
+    return int(x.stride(2) > x.stride(1))
+
+
+def _on_device(table: PointerTable, rows: list[list[int]], device: torch.device) -> Tensor:
+    return table.on_device([row + [0] * (WIDTH - len(row)) for row in rows], device)
+
+
+def _grid(slices: list[Tensor]) -> tuple[int, int, int]:
+    """Return the largest number of tiles in a matrix, the largest number of experts, and the number of slices."""
+    tiles = max(triton.cdiv(x.shape[1], TILE) * triton.cdiv(x.shape[2], TILE) for x in slices)
+    return tiles, max(x.shape[0] for x in slices), len(slices)

@@ -70,7 +70,7 @@ class Optimizer:
         does not wait for its value. Raises RunError for a parameter without a gradient.
         """
         self._step(skip, {info.name for info in self._together})
-        self.adamw.clip_coefficient = None
+        self._set_clip_coefficient(None)
 
     def step_one(self, info: ParameterInfo, skip: Tensor | None) -> None:
         """Update one parameter from its gradient, as `step` would, and free the gradient.
@@ -78,7 +78,7 @@ class Optimizer:
         The gradient is clipped as the last `clip_and_norm` requires. Only for separate parameters.
         """
         coefficient = self.adamw.clip_coefficient
-        if coefficient is not None and not self.adamw.clips_gradient(info):
+        if coefficient is not None and not self._clips_gradient(info):
             gradient_of(info).mul_(coefficient)
         self._step(skip, (info.name,))
         info.parameter.grad = None
@@ -93,7 +93,7 @@ class Optimizer:
 
     def zero_grad(self) -> None:
         """Free all gradients."""
-        self.adamw.clip_coefficient = None
+        self._set_clip_coefficient(None)
         for info in self.parameters:
             info.parameter.grad = None
 
@@ -126,11 +126,20 @@ class Optimizer:
         norm = torch.stack(squares).sum().sqrt()
         if max_norm > 0:
             coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-            self.adamw.clip_coefficient = coefficient
+            self._set_clip_coefficient(coefficient)
             pairs = zip(held, gradients, strict=True)
-            if clipped_here := [local(g) for info, g in pairs if not self.adamw.clips_gradient(info)]:
+            if clipped_here := [local(g) for info, g in pairs if not self._clips_gradient(info)]:
                 torch._foreach_mul_(clipped_here, coefficient)
         return norm
+
+    def _clips_gradient(self, info: ParameterInfo) -> bool:
+        """Return True if the update multiplies this parameter's gradient by the clip coefficient as it reads it."""
+        return (self.muon is not None and info.role == "matrix") or self.adamw.clips_gradient(info)
+
+    def _set_clip_coefficient(self, coefficient: Tensor | None) -> None:
+        self.adamw.clip_coefficient = coefficient
+        if self.muon is not None:
+            self.muon.clip_coefficient = coefficient
 
     def wait_for_weights(self, names: Collection[str] | None = None) -> None:
         """Let the device wait for these weights, if other ranks update them; None: for all. Before they are read."""

@@ -6,23 +6,12 @@ the slices of all layers into stacks of one shape (with wide matrices transposed
 a stack), updates each stack as one batch, and scatters the result back:
 
     gradient -> momentum (shaped and sharded like the parameter) -> look-ahead (Nesterov)
-             -> stack (bfloat16 on CUDA, float32 on a CPU) -> Newton-Schulz -> row normalisation -> parameter
+             -> stack (16 bits on CUDA, float32 on a CPU) -> Newton-Schulz -> row normalisation -> parameter
 
-The steps before and after Newton-Schulz read and write each tensor once; on CUDA, they are two Triton kernels
-(`kernels/muon.py`). They move 14 bytes per weight before and 10 after, and the mean squares of the rows (torch) read 2
-more. For the 74M block weights of `124m` this is 1.9 GB, or 0.45 ms at 4.2 TB/s. torch.compile is not used, because it
-would take seconds before the first step.
-
-Newton-Schulz finds the nearest matrix whose singular values are all one. An odd polynomial of a matrix changes its
-singular values and keeps its singular vectors. Iterating X <- a X + b X (X^T X) + c X (X^T X)^2 with suitable (a, b, c)
-moves every singular value towards one. It needs only GEMMs, for which bfloat16 is precise enough. There are two sets of
-coefficients:
-
-- `polar_express` (Amsel et al., arXiv 2505.16932, algorithm 1): each iteration uses the best polynomial for the
-  interval of singular values that the previous iteration returns. The first interval is 1e-3 to 1, after division by
-  the Frobenius norm.
-- `quintic` (Jordan et al. 2024, kellerjordan.github.io/posts/muon): one polynomial with a steep slope at zero; the
-  resulting singular values are between about 0.7 and 1.2.
+The steps before and after Newton-Schulz (`kernels/newton_schulz.py`) read and write each tensor once; on CUDA, they are
+one launch each for a whole stack (`kernels/muon.py`). They move 14 bytes per weight before and 10 after, the division
+by the norm 4, and the mean squares of the rows 2. For the 85M block weights of `124m` this is 2.5 GB, or 0.61 ms at
+4.2 TB/s. torch.compile is not used, because it would take seconds before the first step.
 
 Row normalization follows NorMuon (arXiv 2510.05491): each row of the update is divided by the root of its running mean
 square, then the update is scaled back to its previous Frobenius norm. Rows are those of the tall matrix, one for each
@@ -40,16 +29,17 @@ If several processes hold the same weights, each matrix is updated by one of the
 """
 
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from deskside.config.optim import MuonConfig
 from deskside.kernels.functional import at_least_float32
-from deskside.kernels.muon import apply, look_ahead
+from deskside.kernels.muon import Direction, PointerTable, Update, apply, look_ahead
+from deskside.kernels.newton_schulz import coefficients, default_method, orthogonalize
 from deskside.kernels.stochastic_rounding import rounding_seed
 from deskside.optim.groups import EVERYTHING, ParameterInfo
 from deskside.optim.offload import OffloadJob, Streamer, host_zeros, pieces
@@ -58,23 +48,6 @@ from deskside.optim.sharded import first_row, gather_full, gradient_of, is_shard
 
 STACK_ELEMENTS = 2**26
 """Largest stack of several slices. A larger one is not faster, and its temporaries would determine the peak memory."""
-
-Coefficients = tuple[tuple[float, float, float], ...]
-
-_POLAR_EXPRESS: Coefficients = (
-    (8.28721201814563, -23.595886519098837, 17.300387312530933),
-    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
-    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
-    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
-    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
-    (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
-    (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
-)
-_POLAR_EXPRESS_LIMIT = (1.875, -1.25, 0.375)
-_QUINTIC = (3.4445, -4.775, 2.0315)
-
-SAFETY = 1.01
-"""Margin of 1 %, because rounding may move a singular value out of the interval, where the polynomials diverge."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +90,8 @@ class _Stack:
 
     slices: list[_Slice]
     row_mean_squares: Tensor | None = None  # (batch, long side), NorMuon's running mean square of each row
+    before: PointerTable = field(default_factory=PointerTable)  # of `look_ahead`
+    after: PointerTable = field(default_factory=PointerTable)  # of `apply`
 
     def slice_views(self, stack: Tensor) -> list[Tensor]:
         """Return a view (experts, rows, columns) of the stack for each slice."""
@@ -131,6 +106,7 @@ class Muon:
     fused: run the Triton kernels instead of their reference; None: on CUDA only.
     separate: a stack holds slices of one parameter only, so that parameters can be updated one at a time.
     replicas: the processes that share the update. Only the owner of a matrix (`owners`) needs its gradient.
+    clip_coefficient: factor of the gradients in the next step; None means 1.
     """
 
     def __init__(
@@ -152,6 +128,7 @@ class Muon:
         self.weight_decay = self.peak_weight_decay = 0.0
         self.momentum = config.momentum
         self.rounding_step = 0
+        self.clip_coefficient: Tensor | None = None
         self.momentum_buffers: dict[str, Tensor] = {}
         self._fused = fused
         self._coefficients = coefficients(config.coefficients, config.ns_steps)
@@ -235,28 +212,34 @@ class Muon:
         return directions
 
     def _update_momentum(self, device_state: Sequence[Tensor], gradient: Tensor, skip: Tensor) -> None:
-        # Not fused, because the time of a piece is that of its copies over the bus.
-        look_ahead(
-            gradient, device_state[0], gradient, self.momentum, self.config.nesterov, skip, fused=False
-        )
+        # Without the kernel, because the time of a piece is that of its copies over the bus.
+        self._look_ahead([Direction(gradient, device_state[0], gradient)], skip, None)
+
+    def _look_ahead(self, slices: list[Direction], skip: Tensor, table: PointerTable | None) -> Tensor | None:
+        return look_ahead(slices, self.momentum, self.config.nesterov, skip, self.clip_coefficient, table)
 
     def _fill(
         self, stack: _Stack, x: Tensor, directions: dict[str, Tensor], skip: Tensor, fused: bool
-    ) -> None:
-        """Write the directions of the stack's slices into x (batch, long side, short side). Updates their momentum."""
+    ) -> Tensor | None:
+        """Write the directions of the stack's slices into x (batch, long side, short side). Updates their momentum.
+
+        Returns the sum of the squares of each matrix, if the kernel computed it.
+        """
         gathered: dict[str, Tensor] = {}
+        held: list[Direction] = []
         for s, x_slice in zip(stack.slices, stack.slice_views(x), strict=True):
             name, parameter = s.info.name, s.info.parameter
             if is_sharded(parameter):
-                if name not in gathered:  # in the dtype of the iteration, which halves the traffic
+                if name not in gathered:  # in the dtype of the stack, which halves the traffic
                     direction = self._sharded_direction(s.info, directions, skip, fused)
                     gathered[name] = gather_full(direction.to(x.dtype), parameter)
                 x_slice.copy_(s.part_of(gathered[name]))
             elif self.streamer is not None:
                 x_slice.copy_(s.part_of(directions[name]))
             else:
-                gradient, momentum = s.part_of(gradient_of(s.info)), s.part_of(self.momentum_buffers[name])
-                look_ahead(gradient, momentum, x_slice, self.momentum, self.config.nesterov, skip, fused)
+                gradient = s.part_of(gradient_of(s.info).contiguous())
+                held.append(Direction(gradient, s.part_of(self.momentum_buffers[name]), x_slice))
+        return self._look_ahead(held, skip, stack.before if fused else None) if held else None
 
     def _sharded_direction(
         self, info: ParameterInfo, directions: dict[str, Tensor], skip: Tensor, fused: bool
@@ -267,9 +250,9 @@ class Muon:
         """
         if info.name not in directions:
             g, momentum = local(gradient_of(info)), local(self.momentum_buffers[info.name])
-            g = g.to(at_least_float32(g))
+            g = g.to(at_least_float32(g)).contiguous()
             g_ERC, momentum_ERC = _with_expert_dim(g), _with_expert_dim(momentum)
-            look_ahead(g_ERC, momentum_ERC, g_ERC, self.momentum, self.config.nesterov, skip, fused)
+            self._look_ahead([Direction(g_ERC, momentum_ERC, g_ERC)], skip, PointerTable() if fused else None)
             directions[info.name] = g
         return directions[info.name]
 
@@ -278,22 +261,26 @@ class Muon:
         weight = local(first.info.parameter)
         fused = weight.is_cuda and weight.dtype != torch.float64 if self._fused is None else self._fused
         shape = (len(stack.slices) * first.experts, *first.tall_shape)
-        x = torch.empty(shape, dtype=_iteration_dtype(weight), device=weight.device)
-        self._fill(stack, x, directions, skip, fused)
-        u = orthogonalize(x, self._coefficients)
+        x = torch.empty(shape, dtype=_stack_dtype(weight), device=weight.device)
+        squares = self._fill(stack, x, directions, skip, fused)
+        method = default_method(shape) if fused else "bmm"
+        u = orthogonalize(x, self._coefficients, method, squares)
         del x
         factors = _row_factors(
             u, stack.row_mean_squares, self.config.normalize_beta, at_least_float32(weight), skip
         )
+        updates = []
         for s, u_ERC, factors_ERC in zip(
             stack.slices, stack.slice_views(u), stack.slice_views(factors), strict=True
         ):
             (update, part), (factor, _) = _local_part(s, u_ERC), _local_part(s, factors_ERC)
             if part.numel():
-                decay = self.lr * self.weight_decay
-                cautious = self.config.cautious_weight_decay
-                seed = rounding_seed(f"{s.info.name}/{s.start}", self.rounding_step)
-                apply(part, update, factor, self.lr * s.scale, decay, cautious, skip, fused, seed)
+                seed = rounding_seed(f"{s.info.name}/{s.start}", 0)
+                updates.append(Update(part, update, factor, s.scale, seed))
+        if updates:
+            decay, cautious = self.lr * self.weight_decay, self.config.cautious_weight_decay
+            table = stack.after if fused else None
+            apply(updates, self.lr, decay, cautious, skip, self.rounding_step, table)
 
     def state(self) -> dict[str, Tensor]:
         """Return the state of the matrices that this process owns, by `kind/parameter name`."""
@@ -422,28 +409,5 @@ def _local_part(s: _Slice, x_slice: Tensor) -> tuple[Tensor, Tensor]:
     return x_slice[:, low - s.start : high - s.start], shard.unsqueeze(0)[:, low - first : high - first]
 
 
-def _iteration_dtype(weight: Tensor) -> torch.dtype:
+def _stack_dtype(weight: Tensor) -> torch.dtype:
     return torch.bfloat16 if weight.is_cuda and weight.dtype != torch.float64 else at_least_float32(weight)
-
-
-def coefficients(kind: Literal["polar_express", "quintic"], steps: int) -> Coefficients:
-    """Return the polynomial (a, b, c) of each of `steps` iterations."""
-    if kind == "quintic":
-        return (_QUINTIC,) * steps
-    safe = tuple((a / SAFETY, b / SAFETY**3, c / SAFETY**5) for a, b, c in _POLAR_EXPRESS)
-    return (safe + (_POLAR_EXPRESS_LIMIT,) * steps)[:steps]
-
-
-def orthogonalize(x: Tensor, polynomials: Coefficients) -> Tensor:
-    """Return matrices with the same singular vectors and all singular values near one. A zero matrix stays zero.
-
-    x: (batch, rows, columns) with rows >= columns, so that X^T X has the smaller size. The caller transposes wide
-    matrices. The result has the same shape and dtype.
-    """
-    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=at_least_float32(x))
-    x = x * (1 / (norm * SAFETY + 1e-12)).to(x.dtype)
-    for a, b, c in polynomials:
-        gram = x.mT @ x
-        step = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, x, step, beta=a)
-    return x

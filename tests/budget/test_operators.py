@@ -12,8 +12,8 @@ from deskside.budget.shape import block_matrix_params, num_params, root_params
 from deskside.budget.step_spec import StepSpec
 from deskside.config.model import ModelConfig
 from deskside.kernels.attention import AttentionContext
+from deskside.kernels.newton_schulz import coefficients, orthogonalize
 from deskside.model.transformer import Transformer
-from deskside.optim.muon import coefficients, orthogonalize
 from deskside.train.prepare.setup import recompute
 
 SMALL = {

@@ -19,7 +19,7 @@ from deskside.kernels.adamw_state import (
     EXP_AVG_SQ_MAX,
     AdamWHyperparameters,
 )
-from deskside.kernels.muon import apply
+from deskside.kernels.muon import PointerTable, Update, apply
 from deskside.kernels.stochastic_rounding import add_rounded_, round_to_bfloat16, rounding_seed
 from deskside.model.transformer import Transformer
 from deskside.optim import adamw
@@ -70,9 +70,10 @@ def test_updates_are_rounded_as_by_the_reference() -> None:
     torch.manual_seed(0)
     p_ERC, u, factors = (torch.randn(3, 200, 330, device=card.DEVICE) for _ in range(3))
     results = []
-    for fused in (True, False):
+    for table in (PointerTable(), None):
         p = p_ERC.bfloat16()
-        apply(p, u.bfloat16(), factors, 0.02, 1e-3, True, torch.zeros((), device=card.DEVICE), fused, SEED)
+        update = Update(p, u.bfloat16(), factors, 1.0, SEED)
+        apply([update], 0.02, 1e-3, True, torch.zeros((), device=card.DEVICE), 0, table)
         results.append(p)
     assert share_that_differs(*results) < 1e-3
 

@@ -56,7 +56,7 @@ def test_our_adamw_equals_torchs_fused_one() -> None:
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_muon_in_float32_equals_the_cpu(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(muon, "_iteration_dtype", lambda weight: torch.float32)
+    monkeypatch.setattr(muon, "_stack_dtype", lambda weight: torch.float32)
     check(moved(MuonConfig(), DEVICE, fused), moved(MuonConfig(), "cpu"), 1e-3)
 
 

@@ -13,6 +13,7 @@ from deskside.kernels import (
     adamw_triton,
     cross_entropy_triton,
     decode_triton,
+    muon,
     muon_triton,
     prefill_triton,
     stored_weights_triton,
@@ -28,10 +29,12 @@ from deskside.kernels.adamw_state import (
 from deskside.kernels.fused import launch, tiles
 from deskside.kernels.fused.reference import Cast, QkvLayout
 from deskside.kernels.moe import Routing, fp8_launch, grouped, moe_launch
+from deskside.kernels.newton_schulz_triton import symmetric_product
 from tests.kernels.compile_cases import CAPABILITIES, CompileCase, recorded
 
 WITH_FP8 = tuple(c for c in CAPABILITIES if c >= 89)  # where the conversion is an instruction
 N = 4096
+F16 = torch.float16
 DECODED = (  # query heads, key-value heads, channels, new tokens, window, dtype
     (12, 3, 64, 1, None, torch.bfloat16),
     (32, 8, 128, 1, None, torch.bfloat16),
@@ -283,16 +286,21 @@ def _optimizers() -> Iterator[CompileCase]:
     state |= {key: _float(2**13) for key in (EXP_AVG_MAX, EXP_AVG_SQ_MAX)}
     arguments = (p, p, state, skip, skip, rule, skip)
     yield recorded("AdamW, 4-bit states", CAPABILITIES, adamw_triton.launch, *arguments)
-    weights, update = _float(12, 768, 2048), _new(12, 768, 2048)
-    for momentum in (weights, update):
+    weights, direction, update = _float(12, 768, 2048), _new(12, 768, 2048), _new(12, 768, 2048, dtype=F16)
+    for momentum in (weights, direction):
         name = f"Muon looks ahead, {str(momentum.dtype).removeprefix('torch.')} momentum"
-        yield recorded(
-            name, CAPABILITIES, muon_triton.look_ahead, weights, momentum, weights, 0.95, True, skip
-        )
-    factors = _float(12, 1, 1).expand_as(weights)
-    yield recorded(
-        "Muon's update", CAPABILITIES, muon_triton.apply, weights, update, factors, 0.02, 0.0, True, skip
-    )
+        slices = [muon.Direction(weights, momentum, direction)]
+        arguments = (slices, 0.95, True, skip, skip, muon.PointerTable())
+        yield recorded(name, CAPABILITIES, muon_triton.look_ahead, *arguments)
+    for name, p in (("Muon's update", weights), ("Muon's update of bfloat16", direction)):
+        slices = [muon.Update(p, update, _float(12, 1, 1).expand_as(p))]
+        arguments = (slices, 0.02, 0.0, True, skip, 0, muon.PointerTable())
+        yield recorded(name, CAPABILITIES, muon_triton.apply, *arguments)
+    for dtype, n in ((F16, 768), (F16, 304), (torch.float32, 256)):
+        square = _new(4, n, n, dtype=dtype)
+        name = f"symmetric product of {n}, {str(dtype).removeprefix('torch.')}"
+        arguments = (square, square, square, 1.0, square, 0.5, 0.5)
+        yield recorded(name, CAPABILITIES, symmetric_product, *arguments)
 
 
 def _frozen() -> Iterator[CompileCase]:

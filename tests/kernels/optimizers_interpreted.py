@@ -1,15 +1,23 @@
 """The optimisers' kernels in Triton's interpreter beside the torch reference."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from deskside.kernels import adamw_triton, muon, muon_triton, random_triton
+from deskside.kernels import adamw_triton, muon, random_triton
 from deskside.kernels.adamw import adamw_update
 from deskside.kernels.adamw_state import BLOCK
 from deskside.kernels.stochastic_rounding import add_rounded_, rounding_seed
-from tests.kernels.optimizer_cases import FORMATS, FOUR_BITS, RULE, gradient, random, stack, zeros
+from tests.kernels.optimizer_cases import (
+    COLUMNS,
+    EXPERTS,
+    FORMATS,
+    FOUR_BITS,
+    ROWS,
+    RULE,
+    gradient,
+    random,
+    zeros,
+)
 
 
 def largest(a: Tensor, b: Tensor) -> float:
@@ -28,37 +36,44 @@ def muons() -> dict[str, float]:
     found = {}
     for momentum_dtype in (torch.float32, torch.bfloat16):
         for skip in (0.0, 1.0):
-            for turned in (True, False):
-                name = f"{momentum_dtype}, {'skipped' if skip else 'taken'}, {'turned' if turned else 'as it is'}"
-                expected = muon_step(muon.look_ahead, muon.apply, momentum_dtype, skip, turned, fused=False)
-                got = muon_step(muon_triton.look_ahead, muon_triton.apply, momentum_dtype, skip, turned)
-                found[name] = max(largest(a, b) for a, b in zip(got, expected, strict=True))
-                if skip:
-                    before = random(2).to(momentum_dtype), random(5, two=True)
-                    found[f"{name}: kept"] = max(
-                        float((a != b).sum()) for a, b in zip((got[0], got[2]), before, strict=True)
-                    )
+            name = f"{momentum_dtype}, {'skipped' if skip else 'taken'}"
+            expected = muon_step(momentum_dtype, skip, fused=False)
+            got = muon_step(momentum_dtype, skip, fused=True)
+            found[name] = max(largest(a, b) for a, b in zip(got, expected, strict=True))
+            if skip:
+                before = muon_step(momentum_dtype, skip, fused=None)
+                pairs = list(zip(got, before, strict=True))
+                found[f"{name}: kept"] = max(float((a != b).sum()) for a, b in pairs[:4])
     return found
 
 
-def muon_step(
-    look_ahead: Callable[..., None],
-    apply: Callable[..., None],
-    momentum_dtype: torch.dtype,
-    skip: float,
-    turned: bool,
-    **options: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Momentum, direction, and weights of which the lower half was updated: a slice of a fused weight."""
-    g, m, x, stop = random(1), random(2).to(momentum_dtype), stack(turned), torch.tensor(skip)
+def muon_step(momentum_dtype: torch.dtype, skip: float, fused: bool | None) -> tuple[Tensor, ...]:
+    """Momentum, weights, directions and their sums of squares. `fused` None: before the step.
+
+    Two slices in a stack: one as it is, the lower half of a fused weight, and a transposed one with fewer experts.
+    """
+    g = [random(1), random(4)[:1].mT.contiguous()]
+    m = [random(2).to(momentum_dtype), random(3)[:1].mT.contiguous().to(momentum_dtype)]
+    whole = [random(5, two=True), random(6)[:1].mT.contiguous()]
+    p = [whole[0][:, ROWS:], whole[1]]
+    x = torch.zeros(EXPERTS + 1, ROWS, COLUMNS)
+    places = [x[:EXPERTS], x[EXPERTS:].mT]
+    factors = random(7)[:, :1, :ROWS].mT
+    stop, clip = torch.tensor(skip), torch.tensor(0.5)
     if skip:
-        g.fill_(torch.nan)
-    whole = random(5, two=True)
-    p = whole[:, g.shape[1] :]
-    factors = random(6)[:, :1].expand_as(g)
-    look_ahead(g, m, x, 0.9, True, stop, **options)
-    apply(p, x, factors, 0.02, 0.003, True, stop, **options)
-    return m, x, whole
+        g[0].fill_(torch.nan)
+    if fused is not None:
+        tables = [muon.PointerTable() if fused else None for _ in range(2)]
+        directions = [muon.Direction(*tensors) for tensors in zip(g, m, places, strict=True)]
+        squares = muon.look_ahead(directions, 0.9, True, stop, clip, tables[0])
+        if squares is not None:  # rows of the experts that the second slice does not have are zero
+            sums = torch.stack([place[0].square().sum() for place in places])
+            assert torch.allclose(squares.view(2, EXPERTS)[:, 0], sums, rtol=1e-5)
+            assert squares[-1] == 0
+        expanded = [factors.expand_as(p[0]), factors[:1].mT.expand_as(p[1])]
+        updates = [muon.Update(*tensors) for tensors in zip(p, places, expanded, (1.0, 1.5), strict=True)]
+        muon.apply(updates, 0.02, 0.003, True, stop, 0, tables[1])
+    return *m, *whole, x
 
 
 def adamws() -> dict[str, dict[str, float]]:
@@ -116,8 +131,10 @@ def rounded() -> dict[str, float]:
     for cautious in (True, False):
         p, u, factors = (random(number).bfloat16() for number in (1, 2, 3))
         ours = p.clone()
-        arguments = (u, factors.float(), 0.02, 0.001, cautious, torch.tensor(0.0))
-        muon.apply(p, *arguments, fused=False, seed=seed)
-        muon_triton.apply(ours, *arguments, seed)
+        for weights, table in ((p, None), (ours, muon.PointerTable())):
+            update = muon.Update(
+                weights, u, factors[..., :1].float().expand_as(p), 1.0, rounding_seed("a", 0)
+            )
+            muon.apply([update], 0.02, 0.001, cautious, torch.tensor(0.0), 7, table)
         found[f"muon {cautious}"] = share(ours, p)
     return found

@@ -15,6 +15,7 @@ from deskside.kernels import (
     cross_entropy_triton,
     decode_triton,
     muon_triton,
+    newton_schulz_triton,
     prefill_triton,
     stored_weights_triton,
 )
@@ -44,6 +45,9 @@ HARDEST = {
     "embedding's gradient of 151936",
     "AdamW, uint8 states",
     "Muon's update",
+    "Muon looks ahead, float32 momentum",
+    "symmetric product of 304, float16",
+    "symmetric product of 768, float16",
     "1536 x 8960 from INT8 to bfloat16",
     "cast weight columns 5120",
     "gate backward to FP8, silu 5120",
@@ -119,6 +123,7 @@ def test_every_kernel_has_a_case() -> None:
     """Kernels that no other kernel calls are launched, and so must be compiled here."""
     modules = (triton_norm, triton_rope, triton_gated, triton_cast)
     launched = kernels_of(*modules) | kernels_of(cross_entropy_triton) | kernels_of(adamw_triton, muon_triton)
+    launched |= kernels_of(newton_schulz_triton)
     launched |= kernels_of(stored_weights_triton) | kernels_of(decode_triton)
     launched |= kernels_of(prefill_triton)
     launched |= kernels_of(triton_routing) | kernels_of(triton_rows) | kernels_of(triton_grouped)

@@ -1,0 +1,42 @@
+"""Newton-Schulz with symmetric products in Triton's interpreter: errors against float64."""
+
+import torch
+
+from deskside.kernels.newton_schulz import coefficients, orthogonalize
+from deskside.kernels.newton_schulz_triton import symmetric_product
+from tests.kernels.newton_schulz_cases import exact, matrices
+
+
+def products() -> dict[str, float]:
+    """The relative error of products of even and of ragged sizes, and how much of them is not a mirror image."""
+    found = {}
+    generator = torch.Generator().manual_seed(0)
+    for rows, n in ((300, 200), (128, 256), (40, 16)):
+        for dtype in (torch.float32, torch.float16):
+            x = torch.randn(2, rows, n, generator=generator).to(dtype)
+            gram, out = (torch.full((2, n, n), torch.nan, dtype=dtype) for _ in range(2))
+            symmetric_product(x, x, gram, 0.01)
+            expected = 0.01 * x.double().mT @ x.double()
+            name = f"{rows} x {n}, {dtype}"
+            found[name] = float((gram.double() - expected).norm() / expected.norm())
+            found[f"{name}: mirror"] = float((gram - gram.mT).double().norm() / expected.norm())
+            symmetric_product(gram, gram, out, 0.5, gram, -2.0, 3.0)
+            g = gram.double()
+            expected = 0.5 * g @ g - 2 * g + 3 * torch.eye(n, dtype=torch.float64)
+            found[f"{name}: step"] = float((out.double() - expected).norm() / expected.norm())
+    return found
+
+
+def deviations() -> dict[str, float]:
+    """The largest deviation of a singular value from that of the same iteration in float64, by matrix and method."""
+    polynomials = coefficients("polar_express", 5)
+    names, x = matrices(160, 136)
+    values = torch.linalg.svdvals(exact(x, polynomials))
+    found = {}
+    for method in ("symmetric", "gram"):
+        ours = torch.linalg.svdvals(orthogonalize(x.clone(), polynomials, method).double())
+        found |= {
+            f"{name}, {method}": float((a - b).abs().max())
+            for name, a, b in zip(names, ours, values, strict=True)
+        }
+    return found
