@@ -81,6 +81,8 @@ def check(
         caps: Formats that the GPU supports besides plain FP8. If None, `hardware_caps` of the device.
     """
     checked, device = recipe_named(recipe), torch.device(device)
+    if reason := unsupported_reason(checked, device):
+        return CheckResult(False, {}, reason)
     if backend != "deskside" and checked.quantized:
         return _check(checked, device, device.type == "cuda", backend)
     if caps is None:
@@ -145,8 +147,6 @@ def _check(
     backend: str = "deskside",
     caps: HardwareCaps | None = None,
 ) -> CheckResult:
-    if reason := unsupported_reason(recipe, device):
-        return CheckResult(False, {}, reason)
     model = _Gemm().to(device)
     options = PrecisionConfig(backend=backend)
     converted = convert(model, recipe, options, native=native, caps=caps)

@@ -170,7 +170,7 @@ def test_what_experts_are_computed_in_is_said(gpu: str, precision: str, notes: i
 
 @pytest.mark.parametrize("gpus", [2, 8])
 def test_the_batch_of_several_gpus_is_near_the_best(gpus: int) -> None:
-    """By the model of speed and loss, half or twice the batch is hardly better, and a small one is worse."""
+    """By the model of speed and loss, no other batch is more than 0.5 % better."""
 
     def expected(tokens: int | None) -> tuple[int, float]:
         overrides = None if tokens is None else {"batch": {"tokens": tokens}}
@@ -184,7 +184,7 @@ def test_the_batch_of_several_gpus_is_near_the_best(gpus: int) -> None:
     assert batch > alone.candidate.setting.stages[-1].tokens and batch % gpus == 0
     assert loss < alone.loss[1]
     for other in (batch // 4, batch // 2, 2 * batch):
-        assert loss < 1.002 * expected(other)[1]
+        assert loss < 1.005 * expected(other)[1]
     assert loss < 0.995 * expected(2**15 * gpus // 8)[1]
 
 
