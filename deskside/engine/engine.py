@@ -48,7 +48,7 @@ from deskside.model.transformer import Transformer
 from deskside.utils.errors import RunError, UsageError, describe_error
 
 PAGE_SIZE = 32  # tokens
-PREFILL_BESIDE = 2048  # maximum tokens of prompts in a step that also decodes: the other rows wait for it
+PREFILL_BESIDE = 2048  # maximum tokens of prompts in a step that more rows wait for than it completes
 # Tokens of each row in one CUDA graph of decoding, if a step takes at most MAX_STEP_SECONDS of the device's time.
 # Longer steps hide the host's work anyway, and clients would wait for the tokens.
 TOKENS_PER_REPLAY = 4
@@ -71,8 +71,8 @@ class Engine:
         tokenizer: Required for `Event.text` and for stop strings.
         draft: A draft model for speculative decoding.
         page_size: Tokens per page of the KV cache.
-        prefill_tokens: Maximum tokens of prompts in one step; None is `device.prefill_tokens`. A step that also decodes
-            takes at most PREFILL_BESIDE.
+        prefill_tokens: Maximum tokens of prompts in one step; None is `device.prefill_tokens`. A step takes at most
+            PREFILL_BESIDE if it completes fewer prompts than it has rows to decode.
         graphs: Whether to capture steps in CUDA graphs. None does so on CUDA if the step can be captured.
     """
 
@@ -208,8 +208,7 @@ class Engine:
         to_prefill = [row for row in self._rows.running if not row.prefill_done]
         to_decode = [row for row in self._rows.running if row.prefill_done and row.needs_step]
         if to_prefill:
-            budget = min(self.prefill_tokens, PREFILL_BESIDE) if to_decode else self.prefill_tokens
-            self._prefill(to_prefill, budget)
+            self._prefill(to_prefill, len(to_decode))
         if to_decode:
             self._decode(to_decode)
         self._rows.counts.steps += bool(to_prefill or to_decode)
@@ -292,9 +291,12 @@ class Engine:
             if row.request.sampling.repetition_penalty != 1:
                 self._slots.start_seen(row.slot, row.request.prompt)
 
-    def _prefill(self, unfinished: list[RowState], budget: int) -> None:
-        """Prefill the next parts of these rows' prompts, at most `budget` tokens."""
-        parts = choose_parts(unfinished, budget)
+    def _prefill(self, unfinished: list[RowState], num_decoding: int) -> None:
+        """Prefill the next parts of these rows' prompts. num_decoding: rows that wait for it to decode a step."""
+        parts = choose_parts(unfinished, self.prefill_tokens)
+        if sum(count == row.prompt_left for row, count in parts) < num_decoding:
+            # More rows wait for this pass than begin to decode after it.
+            parts = choose_parts(unfinished, min(self.prefill_tokens, PREFILL_BESIDE))
         rows = [row for row, _ in parts]
         for row, count in parts:
             row.prefilled += count

@@ -184,6 +184,25 @@ def test_a_long_prompt_does_not_stall_the_others() -> None:
         assert {event.request for event in events} == ({0} if step < 4 else {0, long})
 
 
+def test_a_pass_beside_decoding_is_small_unless_it_completes_as_many_prompts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("deskside.engine.engine.PREFILL_BESIDE", 4)
+    engine = Engine(model(), max_batch=4, max_tokens=400, page_size=4, prefill_tokens=16)
+    computed = counted(engine)
+    engine.submit(request([1, 2], 40))
+    engine.step()
+    engine.submit(request(list(range(40)), 3))
+    engine.step()
+    engine.step()
+    assert computed == [2, 4, 4]
+    engine.submit(request([9, 8, 7], 3))  # completed beside 13 tokens of the long one
+    assert {event.request for event in engine.step()} == {0, 2}
+    assert computed == [2, 4, 4, 16]
+    list(engine.events())
+    assert computed[4:] == [4, 4, 11]  # the last part, which one row waits for and one begins after
+
+
 def test_waiting_for_memory_and_never_fitting() -> None:
     engine = Engine(model(), max_batch=4, max_tokens=16, **SMALL)
     assert engine.free_tokens == 16
