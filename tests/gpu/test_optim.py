@@ -8,9 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from deskside.config.optim import AdamWConfig, MuonConfig
+from deskside.kernels.newton_schulz import METHODS, Method, coefficients, orthogonalize
 from deskside.optim import adamw, muon, offload
 from deskside.optim.build import Optimizer, build
 from tests.gpu.card import DEVICE, NEEDS_CARD
+from tests.kernels.newton_schulz_cases import exact, matrices
 from tests.optim.models import NO_SCALING, backward, make, weights
 
 pytestmark = NEEDS_CARD
@@ -66,6 +68,18 @@ def test_muon_in_bfloat16_is_near_the_cpu_fused_or_not() -> None:
     fused = moved(MuonConfig(), DEVICE, fused=None)
     check(fused, moved(MuonConfig(), DEVICE), 0.3)
     check(fused, moved(MuonConfig(), "cpu"), 0.3)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("shape", [(1024, 768), (600, 336)])  # whole tiles and ragged ones
+def test_orthogonal_as_in_float64_and_the_same_in_every_run(method: Method, shape: tuple[int, int]) -> None:
+    polynomials = coefficients("polar_express", 5)
+    names, x = matrices(*shape)
+    first, second = (orthogonalize(x.to(DEVICE, copy=True), polynomials, method) for _ in range(2))
+    assert torch.equal(first, second)
+    values = torch.linalg.svdvals(exact(x, polynomials))
+    for name, a, b in zip(names, torch.linalg.svdvals(first.double().cpu()), values, strict=True):
+        assert float((a - b).abs().max()) < (0.03 if method == "bmm" else 0.01), name
 
 
 def small(name: str, states: str, offload: bool = False) -> Config:
