@@ -66,11 +66,11 @@ def test_the_fastest_tile_with_the_same_bits_is_chosen(monkeypatch: pytest.Monke
     card.wrong = {FOURTH}
     assert chosen(card) == (THIRD, True)
     card.impossible = {THIRD}
-    monkeypatch.setattr(trial, "compile_ahead", _skipping)
+    monkeypatch.setattr(trial, "compile_ahead", Skipping)
     assert chosen(card) == (SECOND, True)
 
 
-class _skipping:
+class Skipping:
     """Like `compile_ahead`, where a launch that would fail is skipped."""
 
     def __init__(self, device: torch.device): ...
