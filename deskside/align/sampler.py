@@ -23,7 +23,7 @@ import torch
 
 from deskside.budget.shape import Shape, kv_bytes_per_token
 from deskside.engine.device import KV_CACHE_SHARE, PREFILL_TOKENS, allowed_bytes, prefill_bytes
-from deskside.engine.engine import PAGE_SIZE, PREFILL_BESIDE, Engine
+from deskside.engine.engine import PAGE_SIZE, PREFILL_BESIDE, TOKENS_PER_REPLAY, Engine
 from deskside.engine.graphs import WARM_UP, bucket, token_bucket
 from deskside.engine.requests import Request
 from deskside.engine.sampling import Sampling
@@ -171,7 +171,8 @@ class Sampler:
         rows, longest = self.engine.max_batch, self.row_tokens
         # Each row of a shared prompt computes up to a page of it again, so not all rows start in the same step. Then
         # all of them must decode together for more than WARM_UP steps, after which a CUDA graph is captured.
-        max_new_tokens = min(-(-rows * PAGE_SIZE // PREFILL_BESIDE) + WARM_UP + 3, longest - 1)
+        steps = -(-rows * PAGE_SIZE // PREFILL_BESIDE) + WARM_UP + 3
+        max_new_tokens = min(steps * TOKENS_PER_REPLAY, longest - 1)
         prompt = tuple(n % vocab_size for n in range(longest - 2))
         separate = [
             Request((first % vocab_size, *prompt[1:]), 2, ANY_TEMPERATURE, logprobs=True)

@@ -19,6 +19,7 @@ short, it generates several tokens for each row. A row may therefore be decoded 
 dropped. An engine is not thread-safe.
 """
 
+import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -128,7 +129,7 @@ class Engine:
             )
         self._use_graphs = graphs
         self._run_ahead = self.device.type == "cuda"  # queue a step before the previous one's tokens are read
-        self._step_seconds = 0.0  # device time of the last decoding step, per token
+        self._step_seconds = math.inf  # device time of the last decoding step, per token
         self._slots, self._graphs = self._new_state()
         self._pending: deque[PendingBatch] = deque()
         self._new_events: list[Event] = []
@@ -415,8 +416,6 @@ class Engine:
                         row, f"the answer cannot be written as text: {describe_error(error)}"
                     )
                 self._new_events.append(event)
-
-    # Helpers
 
     def _take_events(self) -> list[Event]:
         """Return the undelivered events and clear the list."""

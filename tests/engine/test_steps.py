@@ -151,6 +151,8 @@ def test_when_a_step_has_several_tokens() -> None:
     engine.step()
     assert tokens() == 1  # no graphs
     engine._graphs = object()  # type: ignore[assignment]
+    assert tokens() == 1  # nothing is known of the device's time
+    engine._step_seconds = MAX_STEP_SECONDS / 2
     assert tokens() == TOKENS_PER_REPLAY
     engine._step_seconds = 2 * MAX_STEP_SECONDS
     assert tokens() == 1
