@@ -274,10 +274,8 @@ class _Preparation:
         """The tokenizer that the first pass has written, the bytes of its tokens, and its entry in the index."""
         tokenizer = bpe.load(self.out)
         token_bytes = bpe.token_bytes(tokenizer)
-        checksum, (eos, eos_id) = (
-            fingerprint(self.out / "tokenizer.json")[1],
-            bpe.end_of_text(tokenizer, self.out),
-        )
+        eos, eos_id = bpe.end_of_text(tokenizer, self.out)
+        checksum = fingerprint(self.out / "tokenizer.json")[1]
         info = TokenizerInfo(checksum=checksum, vocab_size=len(token_bytes), eos=eos, eos_id=eos_id)
         return tokenizer, token_bytes, info
 
