@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from deskside.budget.scaling import batch_on_gpus
+from deskside.budget.scaling import batch_on_gpus, default_batch_tokens
 from deskside.config import merge
 from deskside.config.run import RunConfig
 from deskside.utils.errors import UsageError
@@ -12,8 +12,8 @@ from deskside.utils.errors import UsageError
 def build_on_gpus(layers: Sequence[Mapping[str, Any]], gpus: int) -> RunConfig:
     """Return `merge.build(layers)` for a run on `gpus` GPUs.
 
-    Unless a layer sets batch.tokens, it is the default of one GPU, grown by `scaling.batch_on_gpus`. Raises UsageError,
-    also if the GPUs cannot share the rows of a step evenly.
+    Unless a layer sets batch.tokens, it is the default of one GPU, grown by `scaling.default_batch_tokens`. Raises
+    UsageError, also if the GPUs cannot share the rows of a step evenly.
     """
     config = merge.build(layers)
     if gpus == 1 or gpus % config.parallel.context:  # `parallel.init_distributed` refuses the latter
@@ -29,7 +29,8 @@ def default_tokens(config: RunConfig, gpus: int) -> int:
     """Return the tokens per step on `gpus` GPUs for a configuration that has those of one GPU."""
     longest = max(stage.sequence_length for stage in config.stages())
     unit = longest if config.batch.micro_tokens == "auto" else config.batch.micro_tokens
-    return batch_on_gpus(config.batch.tokens, gpus // config.parallel.context, unit)
+    readers = gpus // config.parallel.context
+    return batch_on_gpus(default_batch_tokens(config.batch.tokens, readers), readers, unit)
 
 
 def rows_each(tokens: int, sequence_length: int, readers: int) -> int:

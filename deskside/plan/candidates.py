@@ -186,7 +186,7 @@ def setting_on_card(request: PlanRequest, config: RunConfig) -> Setting:
 def batch_tokens(total_tokens: float, sequence_length: int, readers: int) -> int:
     """Return the tokens per step for a run of `total_tokens`, as a power of two of rows per reader.
 
-    The best batch of one GPU, grown for several. readers: as in `PlanRequest.readers`.
+    readers: as in `PlanRequest.readers`.
     """
     best = best_batch_tokens(max(1.0, total_tokens))
     return batch_on_gpus(best, readers, sequence_length, total_tokens / MIN_STEPS)

@@ -234,7 +234,7 @@ def _batch_note(request: PlanRequest, chosen: Band) -> str | None:
         return None
     each = f", {tokens / request.gpus:,.0f} on each GPU" if request.gpus > 1 else ""
     needed = (
-        f"; at the best batch of one GPU, {more / (1 + more):.0%} fewer tokens would give the same loss, which the "
+        f"; at the best batch, {more / (1 + more):.0%} fewer tokens would give the same loss, which the "
         f"expected loss includes"
     )
     return f"batch: {tokens:,.0f} tokens per step{each}{needed if more >= MENTIONED_TOKENS else ''}"

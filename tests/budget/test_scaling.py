@@ -63,12 +63,12 @@ def test_tokens_grow_with_the_batch_beyond_the_best(tokens: int, doublings: int)
 
 
 @given(st.floats(1e3, 1e8), st.integers(1, 64), st.integers(1, 2**16), st.floats(1e3, 1e9))
-def test_batch_on_gpus(one: float, gpus: int, unit: int, most: float) -> None:
-    batch = batch_on_gpus(one, gpus, unit, most)
+def test_batch_on_gpus(tokens: float, gpus: int, unit: int, most: float) -> None:
+    batch = batch_on_gpus(tokens, gpus, unit, most)
     units = batch // (gpus * unit)
     assert units * gpus * unit == batch and units & (units - 1) == 0
     if units > 1:
-        wanted = min(max(one / math.sqrt(gpus), min(one, MIN_TOKENS_PER_GPU)), most / gpus) * gpus
+        wanted = min(max(tokens, gpus * min(tokens, MIN_TOKENS_PER_GPU)), most)
         assert 2**-0.501 < batch / wanted < 2**0.501
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from deskside.config import merge
+from deskside.config.gpu_batch import build_on_gpus
 from deskside.plan.calibrate import measured_fp8_speedup
 from deskside.plan.planner import make_plan
 from deskside.plan.published import Speedup
@@ -168,9 +169,9 @@ def test_what_experts_are_computed_in_is_said(gpu: str, precision: str, notes: i
     assert not said or "fp8-rowwise" in said[0]
 
 
-@pytest.mark.parametrize("gpus", [2, 8])
+@pytest.mark.parametrize("gpus", [2, 4, 8])
 def test_the_batch_of_several_gpus_is_near_the_best(gpus: int) -> None:
-    """By the model of speed and loss, no other batch is more than 0.5 % better."""
+    """By the model of speed and loss: half or twice the planner's batch is hardly better, and training's default."""
 
     def expected(tokens: int | None) -> tuple[int, float]:
         overrides = None if tokens is None else {"batch": {"tokens": tokens}}
@@ -181,11 +182,12 @@ def test_the_batch_of_several_gpus_is_near_the_best(gpus: int) -> None:
     alone = make_plan(ask(gpu="rtx4090", hours=1, preset="124m")).best
     assert alone is not None
     batch, loss = expected(None)
-    assert batch > alone.candidate.setting.stages[-1].tokens and batch % gpus == 0
-    assert loss < alone.loss[1]
-    for other in (batch // 4, batch // 2, 2 * batch):
-        assert loss < 1.005 * expected(other)[1]
-    assert loss < 0.995 * expected(2**15 * gpus // 8)[1]
+    assert batch >= alone.candidate.setting.stages[-1].tokens and batch % gpus == 0 and loss < alone.loss[1]
+    for other in (batch // 2, 2 * batch):
+        assert loss < 1.002 * expected(other)[1]
+    default = build_on_gpus([], gpus).batch.tokens
+    assert expected(default)[1] < 1.003 * min(loss, expected(batch // 2)[1], expected(2 * batch)[1])
+    assert expected(2**15)[1] > 1.005 * loss
 
 
 def test_the_plan_says_what_a_large_batch_costs() -> None:
