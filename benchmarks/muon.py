@@ -14,6 +14,9 @@ random. For each method of `kernels/newton_schulz.py`, and for the one that Muon
 The floor is the FLOPs of the cheapest method of each shape at the matmul rate of this GPU, and 30 bytes per weight at
 the bandwidth of a large copy: 14 before the iteration, 4 for the division by the norm, 2 for the mean squares of the
 rows, 10 after.
+
+Then `auto` runs with other steps of the symmetric product (depth, stages, warps) than those of the kernel, of which
+some need more shared memory than consumer cards have.
 """
 
 import argparse
@@ -31,7 +34,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from deskside.config import merge, presets
 from deskside.config.optim import MuonConfig
-from deskside.kernels import newton_schulz
+from deskside.kernels import newton_schulz, newton_schulz_triton
 from deskside.kernels.fused.choose_tiles import bandwidth
 from deskside.kernels.matmul_peak import measure_matmul_peak
 from deskside.kernels.newton_schulz import METHODS, SAFETY, Coefficients, coefficients, orthogonalize
@@ -43,6 +46,7 @@ from deskside.optim.muon import Muon
 DEVICE, RUNS = "cuda", 10
 SLEEP = 40_000_000  # clock cycles: longer than the host takes to launch a step
 BYTES = 30
+STEPS = ((64, 3, 4), (32, 4, 4), (32, 4, 8), (64, 4, 8), (128, 2, 8))
 Shape = tuple[int, int, int]
 
 
@@ -168,6 +172,12 @@ def main() -> None:
             )
             for name, ms in found["longest"].items():
                 print(f"      {ms:7.3f} ms  {name}")
+        for depth, stages, warps in STEPS:
+            step = {"DEPTH": depth, "STAGES": stages, "WARPS": warps}
+            with mock.patch.multiple(newton_schulz_triton, **step):
+                ms = measure(optimizer, None)["ms"]
+            results[model]["methods"][f"auto {depth} {stages} {warps}"] = {"ms": ms}
+            print(f"  auto, depth {depth}, {stages} stages, {warps} warps: {ms:.2f} ms")
         if options.json:
             options.json.write_text(json.dumps(results, indent=1), "utf-8")
         del optimizer

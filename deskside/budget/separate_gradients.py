@@ -16,7 +16,8 @@ from deskside.budget.states import BUFFERS, PIECE
 from deskside.budget.step_spec import StepSpec
 
 WAITING = 2  # gradients whose work on the side stream has not finished
-# Bytes per weight of Muon's stack: bfloat16 iterate and two results, float32 weight and update.
+# Bytes per weight of Muon's stack, at most: bfloat16 direction, two float16 iterates, and four matrices on the shorter
+# side, if it is almost as long as the other.
 STACK_BYTES = 14
 STACK_WEIGHTS = 2**26  # weights that Muon updates at a time, unless a single matrix is larger
 

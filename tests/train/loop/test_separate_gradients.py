@@ -112,7 +112,10 @@ def test_muon_differs_by_the_rounding_of_smaller_batches_of_products(place: str,
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_gradients_in_host_memory_are_clipped_by_the_norm_of_all(name: str) -> None:
-    optim = {"name": name, "states": "8bit", "grad_clip": 0.05}
+    optim: dict[str, Any] = {"name": name, "states": "8bit", "grad_clip": 0.05}
+    if name == "muon":
+        # Cautious decay is discontinuous: where the update is almost 0, its last bit decides whether a weight decays.
+        optim["cautious_weight_decay"] = False
     runs = [stepper({}, gradients=place, **optim) for place in ("device", "host")]
     norms = []
     for run in runs:
