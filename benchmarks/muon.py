@@ -3,7 +3,7 @@
     python -m benchmarks.muon [--models 124m,124m:8x1024,1.3b] [--json FILE]
 
 models: presets; `124m:8x1024` has 8 experts of intermediate size 1024 in place of the MLP. Weights and gradients are
-random. For each method of `kernels/newton_schulz.py`, and for the one that Muon chooses (auto):
+random. For each method of `kernels/newton_schulz.py`, and for that with the fewest FLOPs for each shape (auto):
 
     ms        device time of `Muon.step`, median; the host has launched it before it begins
     host ms   time that the host takes to launch it
@@ -92,7 +92,7 @@ def deviation(shape: tuple[int, int], method: str | None) -> float:
     u, _, v = torch.linalg.svd(x[1], full_matrices=False)
     x[1] = u @ torch.diag(torch.logspace(-6, 0, shape[1], device=DEVICE)) @ v
     x = x.bfloat16()
-    result = orthogonalize(x.clone(), polynomials, method or newton_schulz.default_method((2, *shape)))
+    result = orthogonalize(x.clone(), polynomials, method or newton_schulz.fewest_flops((2, *shape)))
     values = torch.linalg.svdvals(exact(x, polynomials))
     return float((torch.linalg.svdvals(result.double()) - values).abs().max())
 
@@ -102,7 +102,7 @@ def measure(optimizer: Muon, method: str | None) -> dict[str, Any]:
     skip = torch.zeros((), device=DEVICE)
     optimizer.clip_coefficient = torch.full((), 0.5, device=DEVICE)
     times, host = [], []
-    choice = newton_schulz.default_method if method is None else lambda shape: method
+    choice = newton_schulz.fewest_flops if method is None else lambda shape: method
     with torch.no_grad(), mock.patch.object(muon, "default_method", choice):
         for number in range(RUNS + 3):
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

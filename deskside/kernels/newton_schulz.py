@@ -14,7 +14,7 @@ One iteration is three products, X of (long, short), with G and S of (short, sho
 
     G = X^T X,    S = a I + b G + c G^2,    X <- X S
 
-There are several methods, which round differently:
+There are three methods, which round differently. Muon runs `bmm`; benchmarks.muon compares them:
 
 - `bmm`: torch's batched product. Torch copies the addend of a product first (its interface to cuBLAS has one tensor for
   addend and result), so there is none: S is c (G + b/2c I)^2 + (a - b^2/4c) I, with both multiples of I added to the
@@ -118,7 +118,14 @@ def _with_triton(x: Tensor, polynomials: Coefficients, method: Method) -> Tensor
 
 
 def default_method(shape: tuple[int, int, int]) -> Method:
-    """Return the method for matrices (batch, rows, columns) on a GPU: that with the fewest FLOPs.
+    """Return the method for matrices (batch, rows, columns) on a GPU."""
+    # `symmetric` and `gram` become the default for shapes for which benchmarks.muon, which runs every method, has
+    # measured on a GPU that they are exact and faster.
+    return "bmm"
+
+
+def fewest_flops(shape: tuple[int, int, int]) -> Method:
+    """Return the method with the fewest FLOPs for matrices (batch, rows, columns).
 
     Below MIN_SYMMETRIC columns, a matrix has one tile, of which there is no half.
     """

@@ -4,7 +4,14 @@ import pytest
 import torch
 from torch.optim import _muon
 
-from deskside.kernels.newton_schulz import SAFETY, chains, coefficients, default_method, orthogonalize
+from deskside.kernels.newton_schulz import (
+    SAFETY,
+    chains,
+    coefficients,
+    default_method,
+    fewest_flops,
+    orthogonalize,
+)
 from tests.kernels.interpreter import interpreted
 from tests.kernels.newton_schulz_cases import exact, matrices
 
@@ -106,6 +113,11 @@ def test_chains_keep_the_order(steps: int, groups: list[int]) -> None:
 
 
 def test_gram_is_for_tall_matrices() -> None:
-    assert default_method((3, 768, 768)) == "symmetric"
-    assert default_method((3, 2048, 768)) == "gram"
-    assert default_method((3, 768, 64)) == "bmm"
+    assert fewest_flops((3, 768, 768)) == "symmetric"
+    assert fewest_flops((3, 2048, 768)) == "gram"
+    assert fewest_flops((3, 768, 64)) == "bmm"
+
+
+@pytest.mark.parametrize("shape", [(3, 768, 768), (3, 2048, 768), (3, 768, 64), (24, 8192, 2048)])
+def test_products_that_no_gpu_has_run_are_not_the_default(shape: tuple[int, int, int]) -> None:
+    assert default_method(shape) == "bmm"
