@@ -8,9 +8,8 @@ library (`kernels/stored_weights.py`).
 
 All are dequantized to the dtype of the activations for each product. Only a step of generation with few rows, which
 takes as long as its weights take to read, multiplies codes of INT8 and FP8 directly. In training, the row scales of
-INT8 could be applied to the product instead,
-which avoids rounding the weight to 16 bits. But it rounds the product twice, is not closer to float64, and needs
-4 more bytes per output of a layer, in the forward and again in the backward.
+INT8 could be applied to the product instead, which avoids rounding the weight to 16 bits. But it rounds the product
+twice, is not closer to float64, and needs 4 more bytes per output of a layer, in the forward and again in the backward.
 
 A frozen 4-bit weight cannot train, because an update is far smaller than the step between two of 16 values and would
 be rounded away. Only adapters train, so only they have gradients and optimizer states. These formats are therefore of

@@ -18,9 +18,16 @@ from typing import Any
 import deskside
 from deskside.utils.errors import RunError, UsageError
 
-# Packages whose code runs in a training step. A measurement's key contains a digest of them instead of the commit, so
-# it stays valid when documentation or commands change, and becomes invalid when a step changes, committed or not.
+# Packages and files whose code runs in a training step, or checks it. A measurement's key contains a digest of them
+# instead of the commit, so it stays valid when documentation or commands change, and becomes invalid when a step or a
+# self-check changes, committed or not.
 STEP_PACKAGES = ("kernels", "ops", "model", "precision", "optim")
+STEP_FILES = (
+    "config/recipes.py",
+    "train/loop/step.py",
+    "train/prepare/check_step.py",
+    "train/prepare/setup.py",
+)
 
 
 @dataclass(frozen=True)
@@ -35,7 +42,7 @@ class Machine:
         driver: Version of the GPU driver; None for a CPU.
         power_limit_watts: Current power limit; None if the card does not report one.
         torch, cuda, triton: Versions. cuda: the one of torch, None for a CPU; triton: None if not installed.
-        code: deskside's version and a digest of the code that a step runs.
+        code: deskside's version and a digest of the code of a training step and of its checks.
         free_bytes: Free memory of the GPU at the time of the query; None for a CPU. Not part of the key, and ignored
             in comparisons, because it changes constantly.
     """
@@ -79,12 +86,11 @@ def this_machine() -> Machine:
 
 @cache
 def code_version() -> str:
-    """Return deskside's version and a digest of the code that a training step runs, as `VERSION+DIGEST`."""
+    """Return deskside's version and a digest of the code of a training step and of its checks, as `VERSION+DIGEST`."""
     digest = hashlib.sha256()
     root = Path(deskside.__file__).parent
     files = [path for package in STEP_PACKAGES for path in sorted((root / package).rglob("*.py"))]
-    train = root / "train"
-    for path in [*files, train / "loop" / "step.py", train / "prepare" / "setup.py"]:
+    for path in [*files, *(root / name for name in STEP_FILES)]:
         digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return f"{deskside.__version__}+{digest.hexdigest()[:12]}"
 

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from deskside.kernels.attention import BACKENDS, AttentionContext
 from deskside.kernels.attention.cached_choice import choose_cached
 from deskside.kernels.attention.choose import Use, choose, considered_backends, flops
 from deskside.kernels.attention.context import register
+from deskside.utils.errors import RunError
 from deskside.utils.trials import TrialCache
 from tests.kernels.test_attention import need
 
@@ -92,6 +94,24 @@ def test_what_is_still_left_out_is_not_forgotten(calls: Counter[str], tmp_path: 
         ("slower to compile", set()),
     ]
     assert choose_cached(need(), cache, tuple(START_SECONDS), SHORT)[1] == "cached"
+
+
+def test_a_candidate_that_ran_out_of_memory_is_tried_again(
+    calls: Counter[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other programs may have had the memory, which a kept choice must not remember for ever."""
+    fast = BACKENDS["compiled"]
+
+    def full(*given: object) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setitem(BACKENDS, "compiled", replace(fast, function=full))
+        choice, _ = choose_cached(need(), TrialCache(tmp_path), NAMES)
+        assert choice.name == "quick" and set(choice.not_tried) == {"compiled"} and not choice.rejected
+        with pytest.raises(RunError, match="out of memory"):
+            choose(need(), ["compiled"])
+    assert choose_cached(need(), TrialCache(tmp_path), NAMES)[0].name == "compiled"
 
 
 def test_what_no_kernel_can_compute_faster_is_not_hoped_for() -> None:

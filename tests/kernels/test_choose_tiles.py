@@ -1,7 +1,9 @@
 """The trial of tiles on a made-up device: what is tried, what is chosen, and what is kept."""
 
+import contextlib
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +98,21 @@ def test_what_cannot_pay_is_not_tried(
     card = Card(monkeypatch, MICROSECONDS | {FIRST: first})
     assert chosen(card, passes) == (FIRST, complete)
     assert set(card.launches) == {FIRST}
+
+
+def test_slow_compilation_takes_no_time_from_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the tiles that were compiled would not be tried, and the first would be kept for later runs."""
+    now = 0.0
+
+    @contextlib.contextmanager
+    def slow(device: torch.device) -> Iterator[None]:
+        nonlocal now
+        yield
+        now += 60.0
+
+    monkeypatch.setattr(trial, "compile_ahead", slow)
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    assert chosen(Card(monkeypatch, MICROSECONDS)) == (FOURTH, True)
 
 
 def test_a_choice_is_kept_and_a_longer_run_tries_more(

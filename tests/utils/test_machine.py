@@ -1,12 +1,15 @@
 """Which machine this is: against torch itself, and with an NVML of our own making."""
 
+import shutil
 import subprocess
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import deskside
 from deskside.utils import machine as identity
 from deskside.utils.errors import RunError, UsageError
 
@@ -164,3 +167,27 @@ def test_the_code_is_read_once_and_is_what_a_step_runs() -> None:
     assert identity.code_version() == identity.code_version()
     assert identity.code_version.cache_info().misses == 1
     assert identity.code_version().startswith("0.1.0+")
+
+
+@pytest.mark.parametrize(
+    ("file", "changes"),
+    [
+        ("kernels/muon.py", True),
+        ("config/recipes.py", True),  # what a self-check checks
+        ("precision/selfcheck.py", True),
+        ("train/prepare/check_step.py", True),
+        ("train/prepare/setup.py", True),
+        ("cli/doctor.py", False),
+    ],
+)
+def test_the_code_is_that_of_a_step_and_of_its_checks(
+    file: str, changes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = tmp_path / "deskside"
+    shutil.copytree(Path(deskside.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(deskside, "__file__", str(copy / "__init__.py"))
+    code_version = identity.code_version.__wrapped__
+    before = code_version()
+    with (copy / file).open("a", encoding="utf-8") as changed:
+        changed.write("# changed\n")
+    assert (code_version() != before) == changes

@@ -68,7 +68,7 @@ class BackendChoice:
         same kernels through autograd.
     errors: name -> the largest relative error of the output and the gradients, under autograd and through `pair`.
     rejected: name -> reason.
-    not_tried: name -> the reason why a candidate was left out of this trial, which a longer run may try.
+    not_tried: name -> the reason why a candidate has no result in this trial. A later run may try it.
     """
 
     name: str
@@ -137,12 +137,14 @@ def choose(
                 continue
             best = min(seconds.values(), default=float("inf"))
             seconds[backend.name] = _time(backend, prepared, inputs, best)
+        except torch.OutOfMemoryError:  # in a later run, there may be more memory
+            not_tried[backend.name] = "out of memory"
         except (RuntimeError, ValueError, TypeError) as error:
             # A kernel that this device or torch version cannot run raises one of these; the reason is recorded.
             first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
             rejected[backend.name] = f"failed: {first_line}"
     if not seconds:
-        reasons = "; ".join(f"{name} {reason}" for name, reason in rejected.items())
+        reasons = "; ".join(f"{name} {reason}" for name, reason in (rejected | not_tried).items())
         raise RunError(
             f"no attention backend works at this shape; change head_dim, the window or the dtype: {reasons}"
         )

@@ -20,13 +20,12 @@ from deskside.kernels.fused.tiles import CANDIDATES, Tile, temporarily, use_tile
 from deskside.utils.trials import TrialCache
 
 KIND = "tiles"
-ELEMENTS = (
-    2**25
-)  # of the MLP's hidden layer in the trial: 128 MiB with a gate in BF16, more than any card's L2 cache
+# Of the MLP's hidden layer in the trial: 128 MiB with a gate in BF16, more than any card's L2 cache.
+ELEMENTS = 2**25
 RUNS = 10
 WORTH = 1.1  # a kernel whose first tile takes at most this multiple of the memory traffic's time keeps it
 COMPILE_SECONDS = 2.0  # for the other tiles of all kernels, in threads
-TRIAL_SECONDS = 5.0  # no further kernel is tried after this time
+TRIAL_SECONDS = 5.0  # no further kernel is tried after this time, in which nothing is compiled
 TIE_MARGIN = 0.02  # relative difference in time that counts as a tie; the first tile is kept then
 
 
@@ -88,7 +87,6 @@ def choose(
     problems: Mapping[str, Problem], bytes_per_second: float, passes: float, device: torch.device
 ) -> tuple[dict[str, dict[str, Any]], bool]:
     """Return the choice for each kernel, and False if a longer run could find it worth trying more."""
-    began = time.perf_counter()
     with compile_ahead(device):
         for problem in problems.values():
             problem.run()
@@ -102,7 +100,7 @@ def choose(
                 for tile in CANDIDATES[kernel][1:]:
                     with temporarily(kernel, tile):
                         problems[kernel].run()
-    chosen = {}
+    began, chosen = time.perf_counter(), {}
     for kernel, problem in problems.items():
         times = {CANDIDATES[kernel][0]: first[kernel]}
         if worth and kernel in slow and time.perf_counter() - began < TRIAL_SECONDS:

@@ -210,16 +210,9 @@ def gated(x: Tensor, activation: str, has_gate: bool, cast: Cast | None = None) 
         tile = tile_of("gated")
         grid = (ceil_div(N, tile.rows), ceil_div(F, tile.columns))
         triton_gated.gated[grid](
-            x,
-            out,
-            N,
-            F,
-            ACTIVATION_IDS[activation],
-            has_gate,
-            tile.rows,
-            tile.columns,
+            x, out, N, F, ACTIVATION_IDS[activation], has_gate, tile.rows, tile.columns,
             num_warps=tile.num_warps,
-        )
+        )  # fmt: skip
         return out
     tile = tile_of("gated_fp8")
     grid = (ceil_div(F, tile.columns), ceil_div(N, tile.rows))

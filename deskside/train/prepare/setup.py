@@ -260,6 +260,19 @@ class Execution:
     precision: QuantizedModel
 
 
+def _check_fused_block(model: Transformer, device: torch.device, cache: TrialCache) -> None:
+    """Run `check_block`, unless such a block has passed it on this GPU. Raises UsageError if the check fails."""
+    problem = {
+        "block": model.config.model_dump(mode="json"),
+        "weights": sorted({str(weight.dtype) for weight in model.layers[0].parameters()}),
+        "activations": str(model.activation_dtype),
+        "card": torch.cuda.get_device_name(
+            device
+        ),  # the cache knows the GPU of rank 0, and every rank checks its own
+    }
+    kept_check(cache, problem, lambda: check_block(model))
+
+
 def prepare_execution(
     config: RunConfig,
     model: Transformer,
@@ -278,7 +291,7 @@ def prepare_execution(
     backend = _backend(config, recipe)
     mode = execution_mode(config, recipe, world.device)
     if mode == "fused" and world.device.type == "cuda":
-        kept_check(cache, {"block": config.model.model_dump(mode="json")}, lambda: check_block(model))
+        _check_fused_block(model, world.device, cache)
     cache_weights = config.precision.weight_cache and not world.sharded
     precision = convert(
         model,

@@ -10,6 +10,7 @@ from deskside.train.prepare import setup
 from deskside.train.prepare.kept_checks import kept_check
 from deskside.utils.trials import TrialCache
 from tests.train import tiny_run
+from tests.train.prepare.test_check_step import model
 
 
 @pytest.mark.parametrize(
@@ -52,3 +53,21 @@ def test_a_second_run_does_not_check_its_recipe_again(
     assert setup.choose_recipe(config, cpu, said.append, cache=TrialCache(tmp_path)) == first
     with pytest.raises(AssertionError):
         setup.choose_recipe(config, cpu, said.append)
+
+
+def test_the_fused_block_is_checked_on_every_card_and_for_every_dtype(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks share the cache, in which the machine is that of the first GPU."""
+    checked: list[str] = []
+
+    def check_block(made: object) -> CheckResult:
+        checked.append(torch.cuda.get_device_name())
+        return CheckResult(True, {"output": 2e-3}, "")
+
+    monkeypatch.setattr(setup, "check_block", check_block)
+    for made in (model(), model().bfloat16()):
+        for card in ("first", "second", "first"):
+            monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None, card=card: card)
+            setup._check_fused_block(made, torch.device("cuda"), TrialCache(tmp_path))
+    assert checked == ["first", "second"] * 2
