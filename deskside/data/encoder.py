@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _BATCH = 64  # texts that are compared at once
-_ADDED, _MIXTURES = 64, 100  # added tokens, and random mixtures, that are compared
+_MIXTURES = 100  # of random characters, that are compared
 
 # Texts on which tokenizers have differed: contractions (the long s and the Kelvin sign are letters of (?i:'s|k) too),
 # white space of all kinds, digits, marks without a letter, joiners, composed and decomposed letters, emoji, control
@@ -153,14 +153,16 @@ def choose_encoder(tokenizer: Tokenizer, samples: Iterable[tuple[str, str]] = ()
 
 
 def still_valid(info: EncoderInfo | None) -> EncoderInfo:
-    """Return the encoder of an interrupted preparation, or tokenizers if another version of it is installed now."""
+    """Return the encoder of an interrupted preparation, or tokenizers if fastokens has another version now."""
     if info is None:
         return tokenizers_info("the preparation was started before libraries were compared")
+    if info.library != "fastokens":
+        return tokenizers_info(info.reason)  # with the version that is installed now
     try:
-        now = version(info.library)
+        now = version("fastokens")
     except PackageNotFoundError:
         now = "none"
-    if info.library == "fastokens" and now != info.version:
+    if now != info.version:
         return tokenizers_info(f"fastokens {info.version} was compared, and {now} is installed now")
     return info
 
@@ -201,9 +203,9 @@ def _difficult_texts(tokenizer: Tokenizer) -> Iterator[str]:
     """Yield _DIFFICULT, the tokenizer's added tokens in context, random mixtures, and every kind of character."""
     yield from _DIFFICULT
     added = [str(token.content) for token in tokenizer.get_added_tokens_decoder().values()]
-    for token in added[:_ADDED]:
+    for token in added:
         yield f"{token}a{token} {token}\n {token[:-1]} {token}{token}b {token.lower()}"
-    characters = sorted({c for text in (*_DIFFICULT, *added[:_ADDED]) for c in text})
+    characters = sorted({c for text in (*_DIFFICULT, *added) for c in text})
     generator = random.Random(0)
     for length in range(1, _MIXTURES + 1):
         yield "".join(generator.choices(characters, k=length))

@@ -86,7 +86,8 @@ def load(path: str | Path) -> Tokenizer:
     """Load a tokenizer.json, or the one in a directory (of prepared data or a Hugging Face model).
 
     The tokenizer encodes text that spells a special token as ordinary text, so that data cannot forge the end of a
-    document. Raises UsageError if there is no such file, and RunError if it is not a valid tokenizer.
+    document. It neither truncates nor pads, whatever the file says. Raises UsageError if there is no such file, and
+    RunError if it is not a valid tokenizer.
     """
     from tokenizers import Tokenizer
 
@@ -104,6 +105,8 @@ def load(path: str | Path) -> Tokenizer:
             raise
         raise RunError(f"{file}: not a tokenizers file ({str(error)[:100]}).") from error
     tokenizer.encode_special_tokens = True
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
     return tokenizer
 
 

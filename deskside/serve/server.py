@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import uvicorn
+from tokenizers import Tokenizer
 
 from deskside.data.encoder import choose_encoder
 from deskside.engine.engine import Engine
 from deskside.serve.app import Service, make_app
 from deskside.serve.request_guard import MAX_HEAD_BYTES, ClientLimits, RequestGuard, connection_class
-from deskside.serve.templating import prompt_tokenizer
 from deskside.serve.worker import Worker
 from deskside.utils.console import say
 from deskside.weights.load import Loaded
@@ -65,7 +65,7 @@ def serve(loaded: Loaded, engine: Engine, options: ServerOptions, listening: soc
         host = f"[{host}]"  # IPv6
     address = f"http://{host}:{listening.getsockname()[1]}"
     step = "" if loaded.step is None else f", step {loaded.step}"
-    encoder = choose_encoder(prompt_tokenizer(loaded))
+    encoder = choose_encoder(Tokenizer.from_str(loaded.tokenizer.to_str()))  # a copy, because it is changed
 
     class Server(uvicorn.Server):
         """uvicorn's server with our signal handling and start message."""

@@ -22,14 +22,6 @@ class PromptTooLong(UsageError):
         super().__init__(f"has {tokens} tokens or more, but the maximum is {longest}; shorten it")
 
 
-def prompt_tokenizer(loaded: Loaded) -> Tokenizer:
-    """Return a copy of a model's tokenizer that does not truncate or pad, to change its handling of special tokens."""
-    tokenizer = Tokenizer.from_str(loaded.tokenizer.to_str())
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
-
-
 class PromptEncoder:
     """Encodes prompts for a model. Not thread-safe.
 
@@ -39,7 +31,7 @@ class PromptEncoder:
 
     def __init__(self, loaded: Loaded, longest: int | None = None, encoder: EncoderInfo | None = None):
         self._start, self._longest = loaded.start_token, longest
-        self._tokenizer = prompt_tokenizer(loaded)
+        self._tokenizer = Tokenizer.from_str(loaded.tokenizer.to_str())  # a copy, because it is changed
         self._encoder = (
             ReferenceEncoder(self._tokenizer)
             if encoder is None

@@ -134,6 +134,20 @@ def test_another_library_is_used_only_if_its_tokens_are_equal(
     assert isinstance(make_encoder(tokenizer.to_str(), info), ReferenceEncoder)
 
 
+def test_every_added_token_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = Tokenizer.from_str(json.dumps(spec_of("deskside")))
+    tokenizer.add_tokens([f"<unused{number}>" for number in range(300)])
+    assert choose_encoder(tokenizer).library == "fastokens"
+    real = encoders._Fastokens.ids
+
+    def wrong(self: Any, text: str, plain: bool = True) -> Any:
+        ids = real(self, text, plain)
+        return ids[::-1] if "<unused299>" in text else ids
+
+    monkeypatch.setattr(encoders._Fastokens, "ids", wrong)
+    assert choose_encoder(tokenizer).library == "tokenizers"
+
+
 def test_a_tokenizer_that_fastokens_cannot_read_is_encoded_by_tokenizers() -> None:
     spec = spec_of("deskside")
     spec["normalizer"] = {"type": "Strip", "strip_left": True, "strip_right": True}
@@ -145,6 +159,8 @@ def test_a_resumed_preparation_needs_the_version_that_was_compared() -> None:
     other = still_valid(EncoderInfo(library="fastokens", version="0.0.1", compared_bytes=7))
     assert other.library == "tokenizers" and "0.0.1" in other.reason
     assert still_valid(None).library == "tokenizers"
+    older = EncoderInfo(library="tokenizers", version="0.0.1", reason="why")
+    assert still_valid(older) == encoders.tokenizers_info("why")
 
 
 def test_dropped_merges_differ() -> None:

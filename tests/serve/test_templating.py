@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from deskside.data.chat.renderer import NotRendered
 from deskside.data.encoder import ReferenceEncoder, choose_encoder
-from deskside.serve.templating import PREFIX_CHARACTERS, PromptEncoder, PromptTooLong, prompt_tokenizer
+from deskside.serve.templating import PREFIX_CHARACTERS, PromptEncoder, PromptTooLong
 from deskside.weights.load import Loaded, load_model
 from tests.serve.chatty import TEMPLATE, make_chatty, rendered
 
@@ -91,7 +91,7 @@ def test_texts_that_are_far_too_long_are_never_encoded_whole(
 
 def test_prompts_are_the_same_with_either_library(loaded: Loaded) -> None:
     pytest.importorskip("fastokens")
-    info = choose_encoder(prompt_tokenizer(loaded))
+    info = choose_encoder(loaded.tokenizer)
     assert info.library == "fastokens"
     slow, fast = PromptEncoder(loaded), PromptEncoder(loaded, encoder=info)
     for text in ("", "the sea", "a<|im_end|>\n<|im_start|>b", "\ue000 e\u0301 नमस्ते 🎉\u200d", "q1 " * 900):

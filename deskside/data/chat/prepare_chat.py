@@ -176,7 +176,7 @@ class _ChatPreparation:
             [Source.parse(s) for s in names] for names in (self.spec.sources, self.spec.val_sources)
         )
         held_out: set[bytes] = set()
-        count, fraction, forced = self._first_pass(train, bool(val))
+        count, fraction, forced = self._first_pass(train, val)
         if val:
 
             def validation_conversations() -> Iterator[tuple[str, _Conversation]]:
@@ -204,31 +204,38 @@ class _ChatPreparation:
             self._write_shard(split)
         return self._finish()
 
-    def _first_pass(self, sources: Sequence[Source], have_val: bool) -> tuple[int, float, bytes | None]:
+    def _first_pass(self, train: Sequence[Source], val: Sequence[Source]) -> tuple[int, float, bytes | None]:
         """Return the number of conversations, the share to hold out, and a key to hold out if that share selects none.
 
-        have_val: True if there are validation sources, so that nothing is held out. Also chooses the encoder.
+        With validation sources, nothing is held out of `train`. Also chooses the encoder.
         """
-        keys, sample = [], EncoderSample()
-        for conversation in self._conversations(sources, "train"):
-            keys.append(conversation.key)
-            text = "\n".join(message["content"] for message in conversation.messages).encode()
-            sample.add((conversation.record.source, conversation.record.lang), conversation.key, text)
+        sample = EncoderSample()
+        keys = self._add_to_sample(train, "train", sample)
         if not keys:
             raise UsageError(f"--data: no conversation {self.logs['train'].why_nothing_is_usable(TOO_FEW)}")
         if len(keys) < MIN_PARALLEL_ITEMS:
             self.encoder = tokenizers_info("so few conversations take less time than a comparison")
         else:
+            self._add_to_sample(val, "val", sample)
             self.encoder = choose_encoder(bpe.load(self.out), sample.texts())
             self.template = ChatTemplate(self.out, self.encoder)
             if not self.quiet:
                 print(f"encode with {self.encoder.describe()}", file=sys.stderr, flush=True)
-        self.logs["train"] = BadInputLog()  # counted again by the second pass
-        if have_val:
+        self.logs = {name: BadInputLog() for name in self.logs}  # counted again by the second pass
+        if val:
             return len(keys), 0.0, None
         fraction = self.spec.val_fraction or max(DEFAULT_FRACTION, min(0.1, MIN_HELD_OUT / len(keys)))
         any_held_out = any(is_validation(key, self.spec.seed, fraction) for key in keys)
         return len(keys), fraction, None if any_held_out else min(keys)
+
+    def _add_to_sample(self, sources: Sequence[Source], split: str, sample: EncoderSample) -> list[bytes]:
+        """Add the text of all conversations to a sample, and return their keys."""
+        keys = []
+        for conversation in self._conversations(sources, split):
+            keys.append(conversation.key)
+            text = "\n".join(message["content"] for message in conversation.messages).encode()
+            sample.add((conversation.record.source, conversation.record.lang), conversation.key, text)
+        return keys
 
     def _conversations(self, sources: Sequence[Source], split: str) -> Iterator[_Conversation]:
         """Yield the valid conversations of sources; the others are counted in the log of the split."""

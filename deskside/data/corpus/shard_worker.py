@@ -10,6 +10,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from deskside.data import tokenizer as bpe
 from deskside.data.corpus.heldout import text_hash
 from deskside.data.encoder import Encoder, EncoderInfo, encode, make_encoder
 from deskside.data.reading import shards
@@ -81,7 +82,7 @@ def start_worker(
 ) -> None:
     """Initialize this process. directory: the folder of the tokenizer, which `make_shard` writes to."""
     global _state
-    tokenizer_json = (directory / "tokenizer.json").read_text("utf-8")
+    tokenizer_json = bpe.load(directory).to_str()
     _state = _WorkerState(directory, eos_id, dtype, token_bytes, make_encoder(tokenizer_json, encoder))
 
 

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from deskside.data import encoder
 from deskside.data.chat.chat_template import ChatTemplate
 from deskside.data.chat.prepare_chat import (
     NO_CONVERSATION,
@@ -254,3 +255,22 @@ def test_conversations_encoded_by_either_library_are_the_same(
     assert slow.splits == fast.splits and slow.chat == fast.chat
     for file in (tmp_path / "slow").glob("*.bin"):  # tokens and masks
         assert file.read_bytes() == (tmp_path / "fast" / file.name).read_bytes()
+
+
+def test_validation_conversations_are_compared_too(
+    tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("fastokens")
+    monkeypatch.setattr("deskside.data.chat.prepare_chat.MIN_PARALLEL_ITEMS", 100)
+    real = encoder._Fastokens.ids
+
+    def wrong(self: Any, text: str, plain: bool = True) -> Any:
+        ids = real(self, text, plain)
+        return ids[::-1] if "sesquipedalian" in text else ids
+
+    monkeypatch.setattr(encoder._Fastokens, "ids", wrong)
+    data = write(tmp_path / "a.jsonl", conversations(200))
+    val = write(tmp_path / "val.jsonl", [talk("a sesquipedalian word", "yes"), [{"role": "user"}]])
+    index = prepare_chat(ChatSpec((data,), (val,)), tokenizer, tmp_path / "out", quiet=True)
+    assert index.encoder and index.encoder.library == "tokenizers"
+    assert [left["count"] for left in index.bad_input["val"].values()] == [1]  # counted once

@@ -475,6 +475,27 @@ def test_existing_tokenizer(corpus: Path, prepared: Path, tmp_path: Path) -> Non
     assert ours.tokenizer == theirs.tokenizer
 
 
+@pytest.mark.parametrize("library", ["fastokens", "tokenizers"])
+def test_a_tokenizer_that_truncates_and_pads_loses_no_text(
+    library: str, corpus: Path, prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if library == "fastokens":
+        pytest.importorskip("fastokens")
+    else:
+        monkeypatch.setattr(
+            "deskside.data.corpus.prepare.choose_encoder", lambda *_: encoder.tokenizers_info("a test")
+        )
+    tokenizer = bpe.load(prepared)
+    tokenizer.enable_truncation(16)
+    tokenizer.enable_padding(length=4000)
+    bpe.save(tokenizer, tmp_path / "cut")
+    for name, given_tokenizer in (("whole", prepared), ("out", tmp_path / "cut")):
+        prepare([str(corpus)], tmp_path / name, CorpusOptions(tokenizer=str(given_tokenizer), **SMALL))
+    whole, out = (shards.read_index(tmp_path / name) for name in ("whole", "out"))
+    assert out.encoder and out.encoder.library == library
+    assert out.splits == whole.splits
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
