@@ -29,7 +29,7 @@ from deskside.run.directory import RunDirectory
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.launched import is_launched
 from deskside.utils.machine import this_machine
-from deskside.utils.signals import exit_code_of
+from deskside.utils.signals import exit_code
 
 LENGTH_KEYS = ("length", "hours", "steps", "tokens", "clock")  # of the schedule
 
@@ -122,7 +122,7 @@ def _train_as_rank(options: GoOptions) -> int:
     begun = options.resume is not None
     path = Path(str(options.resume)) if begun else Path(options.runs) / str(options.name)
     pipeline = Pipeline(PipelineState.of_launcher(path), options.yes, options.json)
-    return exit_code_of(pipeline.train_here(pipeline.pilot(), begun))
+    return exit_code(pipeline.train_here(pipeline.pilot(), begun))
 
 
 def _check_can_confirm(options: GoOptions) -> None:

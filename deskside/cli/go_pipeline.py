@@ -23,7 +23,7 @@ from deskside.run.directory import RunDirectory, with_resolved_paths
 from deskside.train.prepare.preflight import set_cublas_workspace
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.machine import this_machine
-from deskside.utils.signals import exit_code_of
+from deskside.utils.signals import exit_code
 
 BEFORE_TRAINING = PHASES[: PHASES.index("train")]
 LONG_WAIT = 0.02  # share of the time budget; if the user takes longer to answer, planning is repeated
@@ -153,7 +153,7 @@ class Pipeline:
             status = "finished" if (self.run.path / "summary.json").exists() else pilot.decision
         elif not already_decided:
             status = self.train_here(pilot, has_begun(self.run))
-            self.exit_code = exit_code_of(status)
+            self.exit_code = exit_code(status)
         if self.exit_code:
             return None
         if status == TARGET_OUT_OF_REACH and target is not None:

@@ -92,9 +92,8 @@ def run(argv: Sequence[str]) -> int:
         from deskside.weights.load import load_model
 
         initial = load_model(options.init)
-    if (
-        options.init is None or not launching
-    ):  # with --init, each process reads the model and checks its shape
+    # With --init, each launched process reads the model and checks its shape.
+    if options.init is None or not launching:
         config = _configure(options, given, layers, initial, processes)
         if options.dry_run:
             return _print_dry_run(config, options.json)

@@ -20,8 +20,7 @@ def build_on_gpus(layers: Sequence[Mapping[str, Any]], gpus: int) -> RunConfig:
         return config
     if ("batch", "tokens") not in merge.merge(layers)[1]:
         config = merge.build([{"batch": {"tokens": default_tokens(config, gpus)}}, *layers])
-    for stage in config.stages():
-        rows_each(config.stage_tokens(stage), stage.sequence_length, gpus // config.parallel.context)
+    check_rows_divide(config, gpus // config.parallel.context)
     return config
 
 
@@ -33,13 +32,19 @@ def default_tokens(config: RunConfig, gpus: int) -> int:
     return batch_on_gpus(default_batch_tokens(config.batch.tokens, readers), readers, unit)
 
 
+def check_rows_divide(config: RunConfig, readers: int) -> None:
+    """Raise UsageError unless each of `readers` processes can read as many rows of every step."""
+    for stage in config.stages():
+        rows_each(config.stage_tokens(stage), stage.sequence_length, readers)
+
+
 def rows_each(tokens: int, sequence_length: int, readers: int) -> int:
     """Return the rows of a step that each of `readers` processes reads. Raises UsageError unless all read as many."""
     rows = tokens // sequence_length
     if rows % readers:
         raise UsageError(
             f"batch.tokens: {tokens} is {rows} rows, which {readers} processes cannot share evenly; use a multiple of "
-            f"{readers * sequence_length}"
+            f"{readers * sequence_length}, or another number of processes"
         )
     return rows // readers
 

@@ -12,7 +12,7 @@ import torch
 
 import deskside
 from deskside.budget.scaling import scales
-from deskside.config.gpu_batch import describe_batch
+from deskside.config.gpu_batch import check_rows_divide, describe_batch
 from deskside.config.run import SCHEMA_VERSION, RunConfig
 from deskside.kernels.compile_ahead import count_compilations
 from deskside.kernels.matmul_peak import measure_matmul_peak
@@ -71,8 +71,8 @@ class RunOutcome:
 
     @property
     def exit_code(self) -> int:
-        """Exit code of a command that only does this run, which a signal stopped if it is not finished."""
-        return 0 if self.status == "finished" else signals.exit_code(self.status)
+        """Exit code of a command that only does this run."""
+        return signals.exit_code(self.status)
 
 
 def start(
@@ -98,6 +98,7 @@ def start(
     split = config.parallel
     world = parallel.init_distributed(compute.device, split.mode, compute.gpu_budget, split.context)
     try:
+        check_rows_divide(config, world.readers)
         run = None
         if world.is_rank_zero:
             run = where if isinstance(where, RunDirectory) else RunDirectory.create(*where)
@@ -147,6 +148,7 @@ def resume(path: Path, watch: Callback | None = None, objective: Objective | Non
     context = config.parallel.context
     world = parallel.init_distributed(config.compute.device, mode, config.compute.gpu_budget, context)
     try:
+        check_rows_divide(config, world.readers)
         with run.lock_for_training(world.is_rank_zero):
             begun = world.broadcast_result(run.has_begun)
             initial = None if begun else InitialWeights.recorded(run, config)
@@ -403,8 +405,9 @@ class _Run:
         if self.clock.kind != "wall":
             return 0.0
         samples, callback = self.objective.sampling_seconds(), self.callback.reserve(self.wall_limit())
-        # Twice the time of a checkpoint: for the last checkpoint, and for the export.
-        return self.final_evaluation()[0] + 2 * self.save_seconds + samples + callback
+        # The last checkpoint, the export, and a checkpoint that is still being written after the last step.
+        saves = 2 if self.config.checkpoint.background is False else 3
+        return self.final_evaluation()[0] + saves * self.save_seconds + samples + callback
 
     def wall_limit(self) -> float | None:
         """Return the run's length in wall-clock seconds, or None if it is given in another way."""

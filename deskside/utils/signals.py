@@ -27,14 +27,9 @@ def signal_number(error: KeyboardInterrupt) -> int:
     return error.number if isinstance(error, Interrupted) else signal.SIGINT
 
 
-def exit_code(name: str) -> int:
-    """Return the exit code of a command that was ended by the signal `name`, such as "SIGINT"."""
-    return 128 + signal.Signals[name]
-
-
-def exit_code_of(status: str) -> int:
-    """Return the exit code of a run with this status: that of a signal that stopped it, else 0."""
-    return exit_code(status) if status in signal.Signals.__members__ else 0
+def exit_code(status: str) -> int:
+    """Return the exit code of a command whose work ended with this status: that of a signal such as "SIGINT", else 0."""
+    return 128 + signal.Signals[status] if status in signal.Signals.__members__ else 0
 
 
 def die_with(parent: int) -> None:

@@ -13,7 +13,7 @@ while it is written loses the steps since the one before it.
 
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -97,7 +97,7 @@ class Checkpointer:
         self._thread.shutdown()
         # Only an error leaves the block without `finish`, and is the one to raise.
         if self._write is not None and (failure := self._write.written.exception()) is not None:
-            self.log.event(str(failure))
+            self.log.say(str(failure))
 
     def prepare(self) -> None:
         """Create the optimizer's state, and the host memory to write checkpoints in the background if configured.
@@ -178,6 +178,7 @@ class Checkpointer:
     def finish(self) -> None:
         """Wait until the last checkpoint is published. Every rank calls this. Raises RunError if it was not written."""
         if self._write is not None:
+            wait([self._write.written])  # if a signal ends this, `__exit__` must know of the write
             write, self._write = self._write, None
             written = write.written.result()
             self.timings["checkpoint_write_seconds"] = written

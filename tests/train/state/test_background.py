@@ -238,9 +238,13 @@ class Stopped(BaseException):
 
 @pytest.mark.parametrize("write_fails", [False, True])
 def test_a_run_that_fails_meanwhile_waits_for_the_checkpoint(
-    write_fails: bool, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    write_fails: bool,
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The error that is raised is the one of the run; that of the checkpoint is an event."""
+    """The error that is raised is the one of the run; that of the checkpoint is printed before."""
     failed, append_metrics = threading.Event(), RunDirectory.append_metrics
 
     def append(self: RunDirectory, row: dict[str, Any]) -> None:
@@ -263,7 +267,8 @@ def test_a_run_that_fails_meanwhile_waits_for_the_checkpoint(
     assert tiny_run.checkpoints(run) == ["step-000000000", *([] if write_fails else ["step-000000010"])]
     for checkpoint in files.find(run / "checkpoints"):
         files.verify(checkpoint)
-    assert ("the disk is full" in events(run)) == write_fails
+    for text in (events(run), capsys.readouterr().err):
+        assert ("the disk is full" in text) == write_fails
 
 
 def test_a_stop_waits_until_the_checkpoint_is_published(data: Path, tmp_path: Path) -> None:
@@ -283,7 +288,7 @@ def test_a_stop_waits_until_the_checkpoint_is_published(data: Path, tmp_path: Pa
         files.verify(checkpoint)
 
 
-def interrupted_twice(root: Path, config: RunConfig) -> None:
+def interrupted_twice(root: Path, config: RunConfig, write_fails: bool) -> None:
     """Interrupt the run while step 10 is written, and again while it waits for that to save its last step."""
 
     def interrupt(run: Path) -> None:
@@ -291,19 +296,22 @@ def interrupted_twice(root: Path, config: RunConfig) -> None:
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.5)
+        if write_fails:
+            raise RunError("the disk is full")
 
     intercept_save(10, interrupt)
     command_like(root, config)
 
 
-def test_a_second_interrupt_saves_no_further_step(data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("write_fails", [False, True])
+def test_a_second_interrupt_saves_no_further_step(write_fails: bool, data: Path, tmp_path: Path) -> None:
     config = tiny_run.config(data, batch=SLOWER, schedule={"length": "1000 steps"})
-    child = tiny_run.call(interrupted_twice, tmp_path, config, log=tmp_path / "log")
+    child = tiny_run.call(interrupted_twice, tmp_path, config, write_fails, log=tmp_path / "log")
     assert child.wait() == 128 + signal.SIGINT, child.text()
     lines = [line for line in child.text().splitlines() if not line.startswith(("warning: ", "step "))]
-    assert lines == ["interrupted"]
+    assert lines == [*(["the disk is full"] if write_fails else []), "interrupted"]
     checkpoints = files.find(tmp_path / "run" / "checkpoints")
-    assert [c.step for c in checkpoints] == [10, 0]
+    assert [c.step for c in checkpoints] == ([0] if write_fails else [10, 0])
     for checkpoint in checkpoints:
         files.verify(checkpoint)
 
