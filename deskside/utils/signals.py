@@ -28,7 +28,7 @@ def signal_number(error: KeyboardInterrupt) -> int:
 
 
 def exit_code(status: str) -> int:
-    """Return the exit code of a command whose work ended with this status: that of a signal such as "SIGINT", else 0."""
+    """Return the exit code of work that ended with this status: that of a signal such as "SIGINT", else 0."""
     return 128 + signal.Signals[status] if status in signal.Signals.__members__ else 0
 
 

@@ -18,7 +18,7 @@ from deskside.pipeline import phases
 from deskside.pipeline import pipeline_state as journals
 from deskside.pipeline.pipeline_state import PHASES, PipelineState
 from deskside.run.directory import RunDirectory
-from deskside.train import training_run
+from deskside.train import run_execution
 from deskside.utils import child_process
 from deskside.utils.errors import UsageError
 from tests.train import tiny_run
@@ -198,12 +198,12 @@ def test_hours_too_short_for_a_step(
 ) -> None:
     """The error names the option that the user gave, and the run directory is deleted."""
     virtual(monkeypatch)
-    original = training_run.first_plan
+    original = run_execution.first_plan
 
     def slow(length: Any, stages: Any, elapsed: float, reserve: float, dry: Any) -> Any:
         return original(length, stages, LIMIT, reserve, dry)
 
-    monkeypatch.setattr(training_run, "first_plan", slow)
+    monkeypatch.setattr(run_execution, "first_plan", slow)
     line = refused(argv(data), capsys)
     assert line.startswith(
         "--hours: 0.0166667 h is too short: setting up took 60 s, evaluation and saving need "

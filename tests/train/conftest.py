@@ -8,7 +8,7 @@ import torch
 
 from deskside.data.corpus.analyze import CorpusOptions
 from deskside.data.corpus.prepare import prepare
-from deskside.train import training_run
+from deskside.train import run_execution
 from deskside.train.state import finalize
 from tests.train.tiny_run import write_text
 
@@ -40,5 +40,5 @@ def short_ends() -> Iterator[None]:
     """Runs sample few tokens and do not measure the matmul peak: half of the time of a run of a few steps."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(finalize, "SAMPLE_TOKENS", 12)
-        patch.setattr(training_run, "measure_matmul_peak", lambda *_: 5e10)
+        patch.setattr(run_execution, "measure_matmul_peak", lambda *_: 5e10)
         yield

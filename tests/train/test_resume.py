@@ -10,6 +10,7 @@ import pytest
 
 from deskside.config.run import RunConfig
 from deskside.run.directory import RunDirectory
+from deskside.train.state import finalize
 from tests.train import tiny_run
 from tests.train.tiny_run import curve, kill_at_step, plan, rows, settings
 
@@ -217,7 +218,7 @@ def test_a_run_killed_while_finishing_finishes(data: Path, tmp_path: Path, monke
     """The last checkpoint is there; only evaluation, export and summary are done again."""
     config = tiny_run.config(data, schedule={"length": "8 steps"}, checkpoint={"keep": 1})
     with monkeypatch.context() as patch:
-        patch.setattr(tiny_run.training_run.finalize, "samples", lambda *a: 1 / 0)
+        patch.setattr(finalize, "samples", lambda *a: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             tiny_run.train(tmp_path, config)
     run = tmp_path / "run"
@@ -236,7 +237,7 @@ def test_relative_data_counts_from_where_the_run_was_begun(
     (begun / "data").symlink_to(data)
     monkeypatch.chdir(begun)
     with monkeypatch.context() as patch:
-        patch.setattr(tiny_run.training_run.finalize, "samples", lambda *a: 1 / 0)
+        patch.setattr(finalize, "samples", lambda *a: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             tiny_run.train(Path("runs"), tiny_run.config("data", schedule={"length": "2 steps"}))
     run = begun / "runs" / "run"

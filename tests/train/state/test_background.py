@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from deskside.config.run import RunConfig
 from deskside.run.directory import RunDirectory
+from deskside.train import run_execution
 from deskside.train.loop.clock import Clock
 from deskside.train.state import staging
 from deskside.train.state.staging import Staging
@@ -234,6 +235,26 @@ def test_an_error_ends_the_run_within_a_step(data: Path, tmp_path: Path) -> None
 
 class Stopped(BaseException):
     """Ends a run in this process, other than by a signal."""
+
+
+@pytest.mark.parametrize("background, saves", [("auto", 3), (False, 2)])
+def test_time_is_left_for_a_checkpoint_that_is_still_written_at_the_end(
+    background: Any, saves: int, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the last checkpoint and the export."""
+    reserved: list[float] = []
+
+    def stop(stepper: Any, stages: Any, length: Any, *given: Any, **options: Any) -> None:
+        execution = length.reserve.__self__
+        for execution.save_seconds in (1.0, 2.0):
+            reserved.append(length.reserve())
+        raise Stopped
+
+    monkeypatch.setattr(run_execution, "Trainer", stop)
+    config = tiny_run.config(data, schedule={"length": "1h"}, checkpoint={"background": background})
+    with pytest.raises(Stopped):
+        tiny_run.train(tmp_path, config)
+    assert reserved[1] - reserved[0] == pytest.approx(saves)
 
 
 @pytest.mark.parametrize("write_fails", [False, True])

@@ -1,0 +1,449 @@
+"""The phases of a run in one of its processes: set up, find the batch size, plan, train, evaluate, export."""
+
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import deskside
+from deskside.budget.scaling import scales
+from deskside.config.gpu_batch import describe_batch
+from deskside.config.run import RunConfig
+from deskside.kernels.compile_ahead import count_compilations
+from deskside.kernels.matmul_peak import measure_matmul_peak
+from deskside.optim.build import Optimizer, build
+from deskside.run.directory import RunDirectory
+from deskside.run.record import emulated
+from deskside.train import environment_record, parallel
+from deskside.train.loop.callbacks import Callback, OnFirstStep, RunLog, Terminal, check_trackers, trackers
+from deskside.train.loop.clock import Clock, StepPlan
+from deskside.train.loop.step import Stepper
+from deskside.train.loop.trainer import RunLength, StageWork, Trainer, TrainProgress
+from deskside.train.objective import Evaluation, Objective, Session, TrainContext
+from deskside.train.parallel import World
+from deskside.train.prepare import setup
+from deskside.train.prepare.attention_backends import choose_attention, recorded_attention, run_tokens
+from deskside.train.prepare.batch_size_finder import BatchSizeFinder
+from deskside.train.prepare.fused_tiles import choose_and_use_tiles
+from deskside.train.prepare.preflight import EVALUATE_SHARE, TimeBudget
+from deskside.train.prepare.startup import Startup
+from deskside.train.prepare.step_planning import (
+    check_host_memory,
+    describe_epochs,
+    first_facts,
+    first_plan,
+    mean_tokens,
+    mixture_epochs,
+    modelled_memory_gib,
+    native_formats,
+    recorded_plan,
+    validation_languages,
+)
+from deskside.train.state import finalize
+from deskside.train.state.checkpointer import Checkpointer
+from deskside.train.state.init_weights import InitialWeights, copy_tokenizer
+from deskside.utils import signals
+from deskside.utils.errors import RunError, UsageError
+from deskside.utils.trials import TrialCache
+
+
+@dataclass(frozen=True)
+class RunOutcome:
+    """Result of a run. `status` is "finished", or what stopped it: the name of a signal, or the callback's reason."""
+
+    run: RunDirectory
+    status: str
+    summary: dict[str, Any]
+    is_rank_zero: bool
+
+    @property
+    def exit_code(self) -> int:
+        """Exit code of a command that only does this run."""
+        return signals.exit_code(self.status)
+
+
+class RunExecution:
+    """One process's part in a run: its phases in order, and what they share."""
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        config: RunConfig,
+        world: World,
+        objective: Objective,
+        initial: InitialWeights | None,
+        resumed: bool,
+        callback: Callback,
+    ):
+        self.run, self.config, self.world, self.objective = run, config, world, objective
+        self.initial, self.resumed, self.callback = initial, resumed, callback
+        self.log = RunLog(run, world.is_rank_zero)
+        self.recorded: dict[str, Any] = {}  # plan.json of a resumed run
+        self.tiles: dict[str, Any] = {}
+        if resumed and (run.path / "plan.json").exists():
+            self.recorded = recorded_plan(run)
+        assert config.schedule.length is not None  # checked by `preflight.check_start`
+        self.length = config.schedule.length
+        self.clock = Clock(config.schedule.clock, deskside.STARTED, callback.earlier_seconds)
+        compilations = count_compilations() if world.device.type == "cuda" else None
+        self.startup = Startup(deskside.STARTED, compilations)
+        self.startup.done("imports")
+
+    def execute(self) -> RunOutcome:
+        """Run all phases. Every rank calls this."""
+        if self.world.size > 1:
+            self.log.say(describe_batch(self.config, self.world.size))
+        self.set_up()
+        finder = BatchSizeFinder(self.config, self.stepper, self.modelled_memory, self.log.say, self.budget)
+        self.micro_batches = finder.find(self.stages, self.recorded.get("fit"))
+        self.startup.done("compile and fit")
+        self.begin_objective()
+        self.startup.done("evaluation")
+        plan = self.plan_steps(self.stages)
+        self.facts |= {"tiles": self.tiles} if self.tiles else {}
+        self.stepper.optimizer = self.build_optimizer(self.facts["scaling_tokens"], mean_tokens(self.stages))
+        with Checkpointer(self.context, self.stepper.optimizer, self.clock, self.log) as checkpointer:
+            return self.run_plan(plan, checkpointer)
+
+    def run_plan(self, plan: StepPlan, checkpointer: Checkpointer) -> RunOutcome:
+        """Train from the newest checkpoint, if there is one, to the end of the plan, and finish the run."""
+        restored = self.restore(checkpointer) if self.resumed else None
+        restored_step = restored.step if restored else None  # `progress` is the same object, and counts on
+        if self.world.is_rank_zero:
+            environment = environment_record.describe(self.world.device, self.run.path)
+            peak = round(self.meter.peak_flops / 1e12, 2)
+            environment["matmul_peak_tflops"] = {"value": peak, "source": "measured"}
+            self.run.write_json("environment.json", environment)
+        checkpointer.prepare()
+        self.facts["foreground_checkpoints"] = checkpointer.foreground_reason
+        self.write_plan(plan)
+        progress = restored or self.save_first(checkpointer, plan)
+        self.startup.done("checkpoint")
+        length = RunLength(
+            plan,
+            self.clock,
+            limit_seconds=self.length.value if self.length.unit == "seconds" else None,
+            reserve=self.reserve,
+            decided_until=self.decided_until,
+            write_plan=self.write_plan,
+        )
+        if self.world.is_rank_zero:
+            first_step = OnFirstStep(lambda: self.record_startup(plan))
+            terminal = Terminal(progress.step, plan.total_steps(progress.step), self.length.unit == "seconds")
+            tracked = trackers(self.config.track, self.run, self.config.model_dump(mode="json"))
+            self.log.callbacks = [first_step, terminal, *tracked, self.callback]
+        trainer = Trainer(
+            self.stepper,
+            self.stages,
+            length,
+            progress,
+            checkpointer,
+            self.log,
+            evaluate=lambda: self.evaluate(self.config.evaluate.tokens).metrics,
+            complete_row=self.meter.complete,
+        )
+        status = self.train(trainer)
+        if status != "finished":
+            return self.stopped(status, trainer)
+        # A run that was stopped after its last step already has the checkpoint of this step.
+        if trainer.progress.step != restored_step:
+            checkpointer.save_now(trainer.progress, self.clock.seconds())
+        # The final model is evaluated with the configured window, not with the last stage's, and in high precision.
+        self.stepper.set_window(None)
+        self.context.precision.set_active(False)
+        return RunOutcome(self.run, status, self.finish(trainer), self.world.is_rank_zero)
+
+    # Set-up
+
+    def set_up(self) -> None:
+        """Check this machine, open the data, and build `self.context` and `self.stepper`."""
+        config, world, recorded, cache = self.config, self.world, self.recorded, TrialCache()
+        setup.use_deterministic_kernels(config)
+        torch.manual_seed(config.seed)
+        check_trackers(config.track)
+        # Refuse what this machine does not support before data is prepared, which may take hours.
+        recipe, self.precision_facts = world.broadcast_result(
+            lambda: setup.choose_recipe(config, world.device, self.log.say, recorded.get("precision"), cache)
+        )
+        setup.execution_mode(config, recipe, world.device)
+        self.startup.done("self-check")
+        data = setup.ensure_data(config, world, self.log.say)
+        self.stages = setup.open_stages(config, data, self.objective)
+        self.validation = self.objective.open(config, data, "val", config.batch.sequence_length)
+        self.check_data(data)
+        self.startup.done("data")
+        model = setup.build_model(
+            config, world, recipe, setup.WeightSource(self.initial, self.run.path, self.resumed, self.log.say)
+        )
+        self.startup.done("model")
+        peak_flops = measure_matmul_peak(world.device, model.activation_dtype)
+        self.attention_facts = recorded.get("attention") or world.broadcast_result(
+            lambda: choose_attention(config, model, world, peak_flops, cache)
+        )
+        attention = recorded_attention(self.attention_facts)
+        self.startup.done("attention trial")
+        execution = setup.prepare_execution(config, model, world, recipe, self.precision_facts, cache)
+        self.recipe, self.execution_mode = recipe, execution.mode
+        if execution.mode == "fused":
+            tokens = run_tokens(config, world, peak_flops)
+            self.tiles = choose_and_use_tiles(model, world, recipe, tokens, cache)
+        self.startup.done("sublayers")
+        if world.device.type == "cuda":
+            check_host_memory(config, recipe, execution.mode, world)
+        self.context = TrainContext(
+            config=config,
+            world=world,
+            model=model,
+            attention=attention,
+            precision=execution.precision,
+            objective=self.objective,
+            is_compiled=execution.mode in ("block", "model"),
+        )
+        self.meter = environment_record.Meter(world.device, world.size, peak_flops)
+        # This optimizer is used for the dry steps only, so its learning rates do not matter.
+        optimizer = self.build_optimizer(config.batch.tokens, config.batch.tokens)
+        self.stepper = Stepper(self.context, optimizer)
+        # A resumed run is never refused for lack of time; it ends late instead.
+        self.budget = TimeBudget(None if self.resumed else self.wall_limit(), self.clock.seconds)
+        self.decided_until = 0
+        self.save_seconds = float(recorded.get("save_seconds", 0.0))
+
+    def check_data(self, data: Path) -> None:
+        """Check that the data fits the initial weights and, on resume, is the same. Copy its tokenizer into the run."""
+        self.fingerprint = self.validation.fingerprint
+        if self.recorded.get("data", self.fingerprint) != self.fingerprint:
+            raise UsageError(
+                f"data.path: {data} is not the data that {self.run.path} was trained on; restore that data, or "
+                f"start another run from its weights with: deskside train --init {self.run.path} --data.path {data}"
+            )
+        if self.initial is not None:
+            self.initial.check_tokenizer(data)
+        if self.world.is_rank_zero and not self.run.tokenizer.exists():
+            copy_tokenizer(data, self.run)
+
+    def build_optimizer(self, total_tokens: int, step_tokens: float) -> Optimizer:
+        """Return an optimizer whose learning rates are scaled to the run's length and batch size."""
+        hidden = self.config.model.hidden_size
+        scaling = scales(hidden, round(step_tokens), total_tokens, self.config.optim.name)
+        return build(self.context.model, self.config.optim, scaling, replicas=self.world.replicas)
+
+    def begin_objective(self) -> None:
+        """Start the objective, add its time per step to the stages, and measure how long an evaluation takes."""
+        last = self.stages[-1]
+        self.session = Session(
+            self.run,
+            self.config,
+            self.world,
+            self.context.model,
+            self.context.attention,
+            self.context.precision,
+            self.validation,
+            last.micro_rows,
+            self.resumed,
+            self.log.say,
+            self.budget,
+            last.dry_seconds * last.sequence_length / last.tokens_per_step,
+        )
+        self.objective.begin(self.session)
+        for stage in self.stages:
+            stage.dry_seconds += self.world.broadcast([self.objective.extra_step_seconds()])[0]
+        self.rehearse_evaluation(last.micro_rows * self.config.batch.sequence_length * self.world.size)
+        self.before = self.evaluate_before()
+
+    # Plan
+
+    def plan_steps(self, stages: list[StageWork]) -> StepPlan:
+        """Return the plan of steps, and set `self.facts`, the other entries of plan.json. A resumed run reads both."""
+        if self.recorded.get("revisions"):
+            plan = StepPlan.from_json(self.recorded["revisions"])
+        else:
+            dry = [stage.dry_seconds for stage in stages]
+            elapsed, reserve, *dry = self.world.broadcast([self.clock.seconds(), self.reserve(), *dry])
+            plan = first_plan(self.length, stages, elapsed, reserve, dry)
+        micro_batches = [micro_batch.to_json() for micro_batch in self.micro_batches]
+        if self.recorded:
+            self.facts = {**self.recorded, "fit": micro_batches}
+            return plan
+        tokens = max(stage.micro_rows * stage.sequence_length for stage in stages)
+        # For CPUs, there is no model of a process's resident set.
+        memory = self.modelled_memory(tokens) if self.world.device.type == "cuda" else None
+        self.facts = first_facts(self.config, plan, stages, self.reserve(), memory) | {
+            "data": self.fingerprint,
+            "languages": validation_languages(self.validation),
+            "fit": micro_batches,
+            "attention": self.attention_facts,
+            "precision": self.precision_facts,
+            "compile": self.execution_mode,
+        }
+        self.facts |= {"before": self.before} if self.before else {}
+        if epochs := self.facts["mixture_epochs"]:
+            self.log.say(describe_epochs(epochs))
+        if self.config.adapter is not None:
+            self.facts["adapter"] = setup.adapter_facts(self.context.model, self.config.adapter)
+        return plan
+
+    def write_plan(self, plan: StepPlan) -> None:
+        if self.world.is_rank_zero:
+            self.run.write_json("plan.json", {**self.facts, "revisions": plan.to_json()})
+
+    def modelled_memory(self, micro_tokens: int) -> float:
+        """Return the predicted peak memory of a step in GiB."""
+        native, world = native_formats(self.precision_facts), self.world
+        return modelled_memory_gib(
+            self.config, micro_tokens, self.recipe, self.execution_mode, native, world.size, world.sharded
+        )
+
+    def reserve(self) -> float:
+        """Return the seconds to reserve after the last step: for evaluation, checkpoint, samples and report."""
+        if self.clock.kind != "wall":
+            return 0.0
+        samples, callback = self.objective.sampling_seconds(), self.callback.reserve(self.wall_limit())
+        # The last checkpoint, the export, and a checkpoint that is still being written after the last step.
+        saves = 2 if self.config.checkpoint.background is False else 3
+        return self.final_evaluation()[0] + saves * self.save_seconds + samples + callback
+
+    def wall_limit(self) -> float | None:
+        """Return the run's length in wall-clock seconds, or None if it is given in another way."""
+        return self.length.value if self.length.unit == "seconds" and self.clock.kind == "wall" else None
+
+    def record_startup(self, plan: StepPlan) -> None:
+        """Record the seconds until the first step in plan.json and the events file. Called on rank 0."""
+        self.startup.done("first step")
+        self.facts["startup"] = self.startup.to_json()
+        self.write_plan(plan)
+        self.log.event(self.startup.describe())
+
+    # Checkpoints
+
+    def restore(self, checkpointer: Checkpointer) -> TrainProgress:
+        """Restore the newest checkpoint, and remove the metrics of later steps."""
+        progress = checkpointer.load_newest()
+        if progress is None:
+            raise RunError(
+                f"{self.run.checkpoints}: the checkpoints were deleted while the run was resumed; restore them"
+            )
+        step = progress.step
+        dropped = self.run.cut_metrics(step) if self.world.is_rank_zero else 0
+        self.decided_until = step + dropped
+        self.world.barrier()
+        self.log.say(f"resumed at step {step}" + (f"; {dropped} later steps are repeated" if dropped else ""))
+        return progress
+
+    def save_first(self, checkpointer: Checkpointer, plan: StepPlan) -> TrainProgress:
+        """Write the checkpoint of step 0, to fail early if the disk is full, and to time a checkpoint."""
+        progress, began = TrainProgress(), time.perf_counter()
+        checkpointer.save_now(progress, self.clock.seconds())
+        self.facts["save_seconds"] = self.save_seconds = time.perf_counter() - began
+        self.write_plan(plan)
+        return progress
+
+    # Training
+
+    def train(self, trainer: Trainer) -> str:
+        """Run the training loop. Return the `RunOutcome.status`."""
+        environment_record.reset_peak_memory(self.world.device)
+        try:
+            with signals.StopSignal() as stop:
+                self.callback.begin(self.run, stop, self.validation)
+                return trainer.run(stop)
+        finally:
+            self.log.close()
+
+    def stopped(self, status: str, trainer: Trainer) -> RunOutcome:
+        """Tell the user how to resume, and return the outcome of a run that was stopped."""
+        if self.world.size > 1:
+            # torchrun sends SIGTERM to the other processes as soon as one exits, but they still have to clean up.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        command = self.callback.resume_command or f"{self.objective.command} --resume"
+        saved = f"{status}: saved at step {trainer.progress.step}"
+        self.log.say(f"{saved}; resume with: {command} {self.run.path}")
+        return RunOutcome(self.run, status, {}, self.world.is_rank_zero)
+
+    # Evaluation
+
+    def final_evaluation(self) -> tuple[float, int | None]:
+        """Return (seconds, maximum tokens) of the final evaluation; None tokens is the whole split.
+
+        The evaluation may take `EVALUATE_SHARE` of a run whose length is in wall-clock time.
+        """
+        whole_seconds, limit = self.evaluation_seconds, self.wall_limit()
+        if limit is None or whole_seconds <= EVALUATE_SHARE * limit:
+            return whole_seconds, None
+        seconds = EVALUATE_SHARE * limit
+        return seconds, max(1, int(self.validation.num_tokens * seconds / whole_seconds))
+
+    def evaluate_before(self) -> dict[str, Any] | None:
+        """Return the evaluation of the initial weights if the objective asks for it, or the recorded one on resume."""
+        if "before" in self.recorded or not self.objective.evaluate_first:
+            return self.recorded.get("before")
+        evaluation = self.evaluate(self.final_evaluation()[1])
+        self.log.say(f"before the first step: {evaluation.message}")
+        return evaluation.summary
+
+    def rehearse_evaluation(self, tokens: int) -> None:
+        """Predict the time of the final evaluation from `tokens` tokens.
+
+        They are evaluated twice, because the first pass compiles. On a CPU, where by default nothing compiles, a run
+        with a short time limit evaluates them once.
+        """
+        began = self.clock.seconds()
+        self.evaluate(tokens)
+        seconds = self.world.broadcast([self.clock.seconds() - began])[0]
+        if self.world.device.type != "cpu" or seconds <= self.budget.share(EVALUATE_SHARE / 5):
+            self.evaluate(tokens)
+
+    def evaluate(self, max_tokens: int | None) -> Evaluation:
+        """Evaluate in high precision on the validation split, and predict the time of a whole evaluation."""
+        began = time.perf_counter()
+        with self.context.precision.high_precision():
+            evaluation = self.objective.evaluate(self.session, max_tokens)
+        if self.world.sharded:
+            parallel.reshard(self.context.model)
+        scale = max(1.0, self.validation.num_tokens / max(1, evaluation.tokens))
+        # All ranks use rank 0's time, because it decides how many batches the final evaluation has.
+        self.evaluation_seconds = self.world.broadcast([(time.perf_counter() - began) * scale])[0]
+        return evaluation
+
+    def finish(self, trainer: Trainer) -> dict[str, Any]:
+        """Evaluate, sample, export, and write the summary. Every rank calls this."""
+        evaluation = self.evaluate(self.final_evaluation()[1])
+        self.log.event(
+            f"final evaluation: {evaluation.tokens:,} of {self.validation.num_tokens:,} validation tokens"
+        )
+        seconds, device = self.clock.seconds(), self.world.device
+        peak_memory_gib = environment_record.peak_memory_gib(device)
+        model = finalize.whole_model(self.context.model, self.world)
+        if not self.world.is_rank_zero:
+            return {}
+        flops, parameters_by_group = trainer.flops_per_second(), model.num_params()
+        summary = {
+            "schema_version": 1,
+            "status": "finished",
+            **({"objective": self.config.align.name} if self.config.align else {}),
+            **evaluation.summary,
+            **(evaluation.baselines() if evaluation.baselines is not None else {}),
+            "steps": trainer.progress.step,
+            "tokens": trainer.progress.tokens,
+            "mixture_epochs": mixture_epochs(self.stages, trainer.progress.rows),
+            "seconds": seconds,
+            "clock": self.clock.kind,
+            "tokens_per_second": trainer.tokens_per_second(),
+            # With the speed, because an emulated format is slower than a native one.
+            "precision": self.precision_facts["chosen"],
+            "emulated": emulated(self.precision_facts),
+            "mfu": self.meter.mfu(flops) if flops else None,
+            "peak_memory_gib": peak_memory_gib,
+            "peak_reserved_gib": environment_record.peak_reserved_gib(device),
+            "parameters": sum(parameters_by_group.values()),
+            "parameters_by_group": parameters_by_group,
+            **({"before": self.before} if self.before else {}),
+            "samples": self.objective.samples(self.session, model),
+        }
+        self.log.event(finalize.export(self.run, model))
+        summary |= self.callback.summary_entries(summary)
+        self.run.write_json("summary.json", summary)
+        self.log.event(f"finished: {evaluation.message}")
+        return summary
