@@ -190,9 +190,8 @@ def kernels(engine: Engine, work: Work, batch: int) -> list[dict[str, Any]]:
     steps = max(1, min(PROFILED_STEPS, work.new - 10))
     before, generated = engine.counts.generated_tokens, 0
     with torch.profiler.profile(activities=activities) as profile:
-        while (
-            generated < steps * batch and not engine.idle
-        ):  # a call of step() may generate several tokens for each row
+        # A call of step() may generate several tokens for each row.
+        while generated < steps * batch and not engine.idle:
             engine.step()
             generated = engine.counts.generated_tokens - before
         _wait(work.device)

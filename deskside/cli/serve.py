@@ -29,6 +29,8 @@ class ServeOptions(ModelOption):
 
     By default, only this machine can reach the server. A --host that others can reach needs a --token.
 
+    GET /metrics returns the counters of the engine for Prometheus.
+
     Connections are not encrypted. In a network that you do not trust, put a TLS proxy in front of the server.
 
     Examples:

@@ -73,11 +73,8 @@ class EncoderInfo(Part):
 
     def describe(self) -> str:
         """Return one line that says which library encodes, and why."""
-        why = (
-            self.reason
-            or f"its tokens equal those of tokenizers in {self.compared_bytes / 1e6:,.1f} MB of samples"
-        )
-        return f"{self.library} {self.version}: {why}"
+        equal = f"its tokens equal those of tokenizers in {self.compared_bytes / 1e6:,.1f} MB of text"
+        return f"{self.library} {self.version}: {self.reason or equal}"
 
 
 class Encoder(Protocol):

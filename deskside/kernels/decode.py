@@ -7,8 +7,9 @@ pytorch.org/blog/flash-decoding). The length of a span depends only on the longe
 row's result does not depend on the other rows of the batch. All query heads of one key-value head are one tile, so keys
 are read once for the group.
 
-On a CPU, and for prompts that continue a cached prefix, the pages are first gathered into one tensor, some rows at a
-time: 256 rows of 8,192 cached tokens would need 1 GiB in bfloat16 for every key-value head of 128 channels.
+On a CPU, and for more new tokens than the kernel takes (texts whose likelihood is measured), the pages are first
+gathered into one tensor, some rows at a time: 256 rows of 8,192 cached tokens would need 1 GiB in bfloat16 for every
+key-value head of 128 channels. prefill.py has the attention of prompts.
 
 pool: (pages, K, S, C), one layer's keys or values, S tokens per page. table_BN: int64, the pages of each row in order.
 """

@@ -13,7 +13,7 @@ def metrics_text(engine: Engine) -> str:
         (
             "cached_prompt_tokens_total",
             "counter",
-            "of these, found in the prefix cache",
+            "tokens of these prompts that were found in the prefix cache",
             counts.cached_tokens,
         ),
         ("generated_tokens_total", "counter", "tokens of answers", counts.generated_tokens),

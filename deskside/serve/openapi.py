@@ -184,6 +184,7 @@ def openapi_document(
         },
         "paths": {
             "/health": {"get": _get("Report whether the model can run", Health, ())},
+            "/metrics": {"get": _metrics()},
             "/v1/models": {"get": _get("List the served model", ModelList, GET_ERRORS)},
             "/v1/models/{name}": {
                 "get": {
@@ -214,6 +215,13 @@ def _get(summary: str, response: type[BaseModel], errors: tuple[str, ...]) -> di
     if response is Health:  # /health has a Health body in either case
         responses["503"] = {"description": "The device has failed.", **_content(Health)}
     return {"summary": summary, "responses": responses | {status: _error(status) for status in errors}}
+
+
+def _metrics() -> dict[str, Any]:
+    text = {"text/plain": {"schema": {"type": "string"}}}
+    responses = {"200": {"description": "Counters in Prometheus' text format", "content": text}}
+    errors = {status: _error(status) for status in GET_ERRORS}
+    return {"summary": "Report what the engine has done", "responses": responses | errors}
 
 
 def _post(summary: str, request: type[BaseModel], response: type[BaseModel]) -> dict[str, Any]:

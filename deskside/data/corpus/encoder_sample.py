@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from deskside.data.reading.shards import MAX_TAGS
+
 _PIECE_BYTES = 4096
-_PIECES = 256  # in all, 1 MB, which tokenizers encodes in a quarter of a second
+_PIECES = 256  # in all, 1 MB, which tokenizers encodes in a quarter of a second; more only for more pairs
+_OTHER = ("other sources", "")  # shared by all pairs beyond MAX_TAGS: a source may be the URL of one document
 
 Pair = tuple[str, str]  # source and language
 
@@ -15,7 +18,8 @@ Pair = tuple[str, str]  # source and language
 class EncoderSample:
     """A sample with the same number of pieces for every pair of source and language, if they have as many documents.
 
-    It holds pieces of the documents with the lowest hashes, so it comes from the whole corpus in any order.
+    It holds pieces of the documents with the lowest hashes, so it comes from the whole corpus in any order. All pairs
+    beyond the first MAX_TAGS count as one.
     """
 
     _kept: dict[Pair, list[tuple[bytes, bytes]]] = field(default_factory=dict)  # hashes and pieces
@@ -23,6 +27,8 @@ class EncoderSample:
 
     def add(self, pair: Pair, key: bytes, text: bytes) -> None:
         """Add a piece of a document in UTF-8. key: its `text_hash`."""
+        if pair not in self._kept and len(self._kept) >= MAX_TAGS:
+            pair = _OTHER
         kept = self._kept.get(pair)
         if kept is None:
             kept = self._kept[pair] = []

@@ -2,6 +2,7 @@ import random
 
 from deskside.data.corpus.encoder_sample import EncoderSample
 from deskside.data.corpus.heldout import text_hash
+from deskside.data.reading.shards import MAX_TAGS
 
 
 def test_every_source_and_language_is_sampled_from_the_whole_corpus_in_any_order() -> None:
@@ -29,3 +30,13 @@ def test_every_source_and_language_is_sampled_from_the_whole_corpus_in_any_order
     whole = b"\n".join(text for _, text in documents).decode()
     assert all(text in whole and len(text.encode()) <= 4096 for _, text in samples[0])
     assert sum(len(text) for _, text in samples[0]) > 150_000
+
+
+def test_a_source_for_every_document_does_not_keep_the_corpus() -> None:
+    sample = EncoderSample()
+    for number in range(5000):
+        text = b"%d " % number * 2000
+        sample.add((f"https://example.org/{number}", "en"), text_hash(text), text)
+    texts = list(sample.texts())
+    assert len(texts) == MAX_TAGS + 1
+    assert sum(len(text) for _, text in texts) < 5e6
