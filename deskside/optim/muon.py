@@ -39,7 +39,7 @@ from torch import Tensor
 from deskside.config.optim import MuonConfig
 from deskside.kernels.functional import at_least_float32
 from deskside.kernels.muon import Direction, PointerTable, Update, apply, look_ahead
-from deskside.kernels.newton_schulz import coefficients, default_method, orthogonalize
+from deskside.kernels.newton_schulz import coefficients, default_method, iteration_flops, orthogonalize
 from deskside.kernels.stochastic_rounding import rounding_seed
 from deskside.optim.groups import EVERYTHING, ParameterInfo
 from deskside.optim.offload import OffloadJob, Streamer, host_zeros, pieces
@@ -387,8 +387,7 @@ def _slices(info: ParameterInfo) -> list[_Slice]:
 
 def _iteration_flops(info: ParameterInfo) -> float:
     """Return the FLOPs of one Newton-Schulz iteration over all matrices in this parameter."""
-    sides = [(s.experts, *s.tall_shape) for s in _slices(info)]
-    return float(sum(experts * (4 * long * short**2 + 2 * short**3) for experts, long, short in sides))
+    return sum(s.experts * iteration_flops(*s.tall_shape, 1, "bmm") for s in _slices(info))
 
 
 def _with_expert_dim(whole: Tensor) -> Tensor:

@@ -65,6 +65,17 @@ def test_a_choice_is_measured_once(calls: Counter[str], tmp_path: Path) -> None:
     assert choose_cached(need(), cache, NAMES[:1])[1] == "measured"
 
 
+def test_a_choice_with_deterministic_kernels_is_another_one(calls: Counter[str], tmp_path: Path) -> None:
+    cache = TrialCache(tmp_path)
+    assert choose_cached(need(), cache, NAMES)[1] == "measured"
+    torch.use_deterministic_algorithms(True)
+    try:
+        found = [choose_cached(need(), cache, NAMES)[1] for _ in range(2)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert found == ["measured", "cached"]
+
+
 def test_a_candidate_that_cannot_pay_for_its_start_is_tried_by_a_longer_run(
     calls: Counter[str], tmp_path: Path
 ) -> None:

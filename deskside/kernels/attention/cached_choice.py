@@ -1,6 +1,6 @@
 """The choice of an attention backend, kept in the cache of trials for later runs on the same card.
 
-The key of a kept choice has the problem, the candidates and the versions of their packages, besides the machine
+The key of a kept choice has the problem, the candidates and the versions of their libraries, besides the machine
 (`utils/trials.py`). A candidate that was not worth trying in an earlier, shorter run, or that ran out of memory there,
 is tried by the next run that is long enough.
 """
@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from importlib import metadata
 from typing import Any, Literal
+
+import torch
 
 from deskside.kernels.attention.choose import BackendChoice, Use, choose, considered_backends
 from deskside.kernels.attention.context import Requirements, backend_named
@@ -52,6 +54,8 @@ def _spec(need: Requirements, names: Sequence[str]) -> dict[str, Any]:
         **asdict(need),
         "dtype": str(need.dtype).removeprefix("torch."),
         "device": need.device.type,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),  # some backends are slower then, or raise
+        "cudnn": torch.backends.cudnn.version() if need.device.type == "cuda" else None,
         "candidates": list(names),
         "packages": {name: _version(name) for name in sorted(filter(None, packages))},
     }

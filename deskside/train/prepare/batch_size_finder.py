@@ -138,6 +138,7 @@ class BatchSizeFinder:
         self.config, self.stepper, self.modelled_memory, self.log = config, stepper, modelled_memory, log
         self.budget = budget
         self.world = stepper.world
+        self._compiled: set[tuple[int, int | None]] = set()  # (sequence length, window) of steps
 
     def find(
         self, stages: Sequence[StageWork], recorded: Sequence[dict[str, Any]] | None = None
@@ -248,7 +249,10 @@ class BatchSizeFinder:
         return find_micro_batch(dry_with_reserve, rows, first, self.log, lambda: free_failed_attempt(device))
 
     def compile_kernels(self, micro_rows: int, dataset: RowDataset, rows: int) -> None:
-        """Compile the Triton kernels of a step at once, which the first dry step would compile one after the other."""
+        """Compile the Triton kernels of a step at once, which the first dry step would compile one after the other.
+
+        Once for each sequence length and window: micro-batches of other sizes need hardly any other kernels.
+        """
         precision, world = self.stepper.precision, self.world
         # Nothing may depend on what a skipped kernel would have written: indices of experts, weights that are updated
         # within the backward, or a process that waits for another one within a pass.
@@ -260,11 +264,17 @@ class BatchSizeFinder:
             or world.device.type != "cuda"
         ):
             return
+        shape, complete = (dataset.sequence_length, self.stepper.window), False
+        if shape in self._compiled:
+            return
         with contextlib.suppress(torch.OutOfMemoryError), compile_ahead(world.device):
             self.dry_step(micro_rows, dataset, rows)
             if self.uses_bf16_steps:
                 with precision.high_precision():
                     self.dry_step(micro_rows, dataset, rows)
+            complete = True
+        if world.all_reduce_min(int(complete)):
+            self._compiled.add(shape)
         precision.scales.reset()
         precision.forget_weights()
 

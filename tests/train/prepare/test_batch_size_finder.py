@@ -296,10 +296,10 @@ def test_kernels_are_compiled_before_the_first_dry_step(
     scales = SimpleNamespace(reset=lambda: events.append("scales reset"))
     precision = SimpleNamespace(scales=scales, forget_weights=lambda: events.append("weights forgotten"))
     stepper = SimpleNamespace(
-        world=World(torch.device(device)), precision=precision, precision_config=config.precision
+        world=World(torch.device(device)), precision=precision, precision_config=config.precision, window=None
     )
     finder = OnCard(config, cast(Stepper, stepper), lambda tokens: 0.0, lambda line: None)
-    finder.compile_kernels(4, cast(RowDataset, None), 8)
+    finder.compile_kernels(4, cast(RowDataset, SimpleNamespace(sequence_length=32)), 8)
     assert events == (["skipping launches", "step", "scales reset", "weights forgotten"] if compiled else [])
 
 
@@ -331,3 +331,34 @@ def test_what_steps_in_bf16_take_is_in_the_cache_when_others_look(keeps: int, be
     finder = OnCard(config, cast(Stepper, stepper), lambda tokens: 0.0, lambda line: None)
     finder.find([cast(StageWork, stage)], None)
     assert ran == [*before, True, True]
+
+
+def test_kernels_are_compiled_ahead_once_for_each_shape_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And again after an attempt that ran out of memory before it had launched all of them."""
+    config, ahead, dry = RunConfig(), [], []
+
+    @contextlib.contextmanager
+    def compile_ahead(device: torch.device) -> Iterator[None]:
+        ahead.append(device.type)
+        yield
+
+    monkeypatch.setattr("deskside.train.prepare.batch_size_finder.compile_ahead", compile_ahead)
+
+    class OnCard(BatchSizeFinder):
+        def dry_step(self, micro_rows: int, dataset: RowDataset, rows: int) -> float:
+            dry.append(micro_rows)
+            if micro_rows > 8:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return 1.0
+
+    precision = SimpleNamespace(scales=SimpleNamespace(reset=lambda: None), forget_weights=lambda: None)
+    stepper = SimpleNamespace(
+        world=World(torch.device("cuda")), precision=precision, precision_config=config.precision, window=None
+    )
+    finder = OnCard(config, cast(Stepper, stepper), lambda tokens: 0.0, lambda line: None)
+    short, long = (cast(RowDataset, SimpleNamespace(sequence_length=length)) for length in (32, 64))
+    for micro_rows, dataset in ((16, short), (8, short), (4, short), (4, long), (2, long)):
+        finder.compile_kernels(micro_rows, dataset, 16)
+    stepper.window = 8
+    finder.compile_kernels(1, long, 16)
+    assert dry == [16, 8, 4, 1] and ahead == ["cuda"] * 4

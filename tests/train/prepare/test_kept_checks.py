@@ -34,6 +34,12 @@ def test_only_what_passed_is_kept(result: CheckResult, checks: int, tmp_path: Pa
     assert len(calls) == checks
     kept_check(TrialCache(tmp_path), {"recipe": "bf16"}, check)
     assert len(calls) == checks + 1
+    torch.use_deterministic_algorithms(True)
+    try:
+        kept_check(TrialCache(tmp_path), {"recipe": "bf16"}, check)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(calls) == checks + 2
 
 
 def test_a_second_run_does_not_check_its_recipe_again(
