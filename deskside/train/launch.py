@@ -10,12 +10,14 @@ torchrun would give them, so training cannot tell them apart. torchrun's agent i
 - Signals: each process has its own session, so that Ctrl-C reaches only this process, which passes signals on. The
   processes save after the first one. After a second Ctrl-C they end without, but rank 0 first completes a checkpoint
   that it is writing. A third kills them.
-- Failure: the other processes are ended after `SETTLE_SECONDS`, which lets them end by themselves.
+- Failure: the other processes are ended after `SETTLE_SECONDS`, which lets them end by themselves. So are they after
+  `STOP_SECONDS` if a signal has ended one during start-up, because they may wait for it on the GPU.
 - If this process is killed, the kernel kills the others (`utils/launched.py`).
 """
 
 import contextlib
 import logging
+import math
 import os
 import signal
 import sys
@@ -35,6 +37,8 @@ from deskside.utils.quick_start import quick_imports
 
 POLL_SECONDS = 0.05
 SETTLE_SECONDS = 2.0  # after a failure, until the others are asked to end: they may fail for the same reason
+# After one signal, from the end of a first process to asking the others. They save together, then end together.
+STOP_SECONDS = 60.0
 GRACE_SECONDS = 5.0  # from being asked to end to being killed: a process that waits in NCCL cannot react
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STOPPED_CODES = frozenset(128 + number for number in FORWARDED)
@@ -179,10 +183,11 @@ class _Forwarder:
 def _wait(context: Any, forwarder: _Forwarder) -> list[int]:
     """Wait until all processes have ended, or end them. Return the ranks that were ended here.
 
-    A process that ends with the exit code of a signal was asked to stop: the others may still be saving.
+    A process that ends with the exit code of a signal was asked to stop, so it is no failure. After a second signal,
+    rank 0 may take any time to complete a checkpoint.
     """
     pids = context.pids()
-    end_at: float | None = None
+    end_at = math.inf
     while True:
         codes = {rank: _exit_code(pid) for rank, pid in pids.items()}
         running = [rank for rank, code in codes.items() if code is None]
@@ -190,12 +195,14 @@ def _wait(context: Any, forwarder: _Forwarder) -> list[int]:
             return []
         interrupts = forwarder.received.count(signal.SIGINT)
         failed = any(code not in (None, 0) and code not in STOPPED_CODES for code in codes.values())
-        if end_at is None and (failed or (interrupts > 1 and codes[0] is not None)):
-            end_at = time.monotonic() + SETTLE_SECONDS
+        if failed or (interrupts > 1 and codes[0] is not None):
+            end_at = min(end_at, time.monotonic() + SETTLE_SECONDS)
+        elif len(forwarder.received) == 1 and STOPPED_CODES.intersection(codes.values()):
+            end_at = min(end_at, time.monotonic() + STOP_SECONDS)
         if interrupts > 2:
             context.close(signal.SIGKILL)
             return running
-        if end_at is not None and time.monotonic() >= end_at:
+        if time.monotonic() >= end_at:
             context.close(signal.SIGTERM, timeout=GRACE_SECONDS)
             return running
         time.sleep(POLL_SECONDS)

@@ -132,7 +132,7 @@ def test_a_failure_ends_all_and_says_why_once(
 
 def in_a_process(log: Path) -> "subprocess.Popen[bytes]":
     """A launch of two programs, in a process that can be killed and has nothing else to do."""
-    launching = "from deskside.train.launch import launch; sys.exit(launch([], 2))"
+    launching = "from deskside.train import launch; launch.STOP_SECONDS = 1; sys.exit(launch.launch([], 2))"
     code = f"import sys; sys.executable = {sys.executable!r}; {launching}"
     with log.open("wb") as file:
         return subprocess.Popen([PYTHON, "-c", code], cwd=ROOT, stderr=file)
@@ -202,6 +202,21 @@ def test_a_second_ctrl_c_does_not_wait(ends_at: int, program: Callable[[str], Pa
     process.send_signal(signal.SIGINT)
     assert process.wait(launch.SETTLE_SECONDS + launch.GRACE_SECONDS + 10) == 130
     assert (tmp_path / "log").read_text() == ("interrupted\n" if ends_at == 4 else "")
+    check_all_ended(pids, 0.1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_who_waits_for_an_interrupted_process_is_ended(
+    number: signal.Signals, program: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """During start-up, a signal ends rank 1 at once, and rank 0 waits for it on the GPU."""
+    handler = f"(lambda *_: sys.exit(128 + {int(number)})) if rank else signal.SIG_IGN"
+    folder = program(f"signal.signal({int(number)}, {handler}); hang()")
+    process = in_a_process(tmp_path / "log")
+    pids = started(folder)
+    process.send_signal(number)
+    assert process.wait(launch.GRACE_SECONDS + 20) == 128 + number
+    assert (tmp_path / "log").read_text().startswith("interrupted")
     check_all_ended(pids, 0.1)
 
 
