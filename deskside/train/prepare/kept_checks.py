@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
+from deskside.model.transformer import Transformer
 from deskside.precision.selfcheck import CheckResult
+from deskside.train.prepare.check_step import check_block
 from deskside.utils.trials import TrialCache
 
 KIND = "self-check"
@@ -30,3 +32,15 @@ def kept_check(
     if result.ok and not result.reason:
         cache.keep(KIND, problem, asdict(result), time.perf_counter() - began)
     return result
+
+
+def check_block_once(model: Transformer, device: torch.device, cache: TrialCache) -> None:
+    """Run `check_block`, unless such a block has passed it on this GPU. Raises UsageError if the check fails."""
+    problem = {
+        "block": model.config.model_dump(mode="json"),
+        "weights": sorted({str(weight.dtype) for weight in model.layers[0].parameters()}),
+        "activations": str(model.activation_dtype),
+        # The cache knows the GPU of rank 0, and every rank checks its own.
+        "card": torch.cuda.get_device_name(device),
+    }
+    kept_check(cache, problem, lambda: check_block(model))

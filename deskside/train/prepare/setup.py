@@ -34,8 +34,7 @@ from deskside.train.activation_offload import ActivationOffload
 from deskside.train.objective import Objective
 from deskside.train.parallel import World
 from deskside.train.prepare.batch_size_finder import StageWork
-from deskside.train.prepare.check_step import check_block
-from deskside.train.prepare.kept_checks import kept_check
+from deskside.train.prepare.kept_checks import check_block_once, kept_check
 from deskside.train.state.init_weights import InitialWeights
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.trials import NO_CACHE, TrialCache
@@ -260,19 +259,6 @@ class Execution:
     precision: QuantizedModel
 
 
-def _check_fused_block(model: Transformer, device: torch.device, cache: TrialCache) -> None:
-    """Run `check_block`, unless such a block has passed it on this GPU. Raises UsageError if the check fails."""
-    problem = {
-        "block": model.config.model_dump(mode="json"),
-        "weights": sorted({str(weight.dtype) for weight in model.layers[0].parameters()}),
-        "activations": str(model.activation_dtype),
-        "card": torch.cuda.get_device_name(
-            device
-        ),  # the cache knows the GPU of rank 0, and every rank checks its own
-    }
-    kept_check(cache, problem, lambda: check_block(model))
-
-
 def prepare_execution(
     config: RunConfig,
     model: Transformer,
@@ -291,7 +277,7 @@ def prepare_execution(
     backend = _backend(config, recipe)
     mode = execution_mode(config, recipe, world.device)
     if mode == "fused" and world.device.type == "cuda":
-        _check_fused_block(model, world.device, cache)
+        check_block_once(model, world.device, cache)
     cache_weights = config.precision.weight_cache and not world.sharded
     precision = convert(
         model,
@@ -323,16 +309,7 @@ def prepare_execution(
                 "leave it out, or use --compute.compile fused"
             )
         ActivationOffload(world.device).attach(list(model.layers))
-    if mode in ("block", "model"):
-        # All blocks share one code object. It is compiled for every stage and window, with and without gradients.
-        # Beyond its recompile limit, torch would silently run it eagerly.
-        torch._dynamo.config.recompile_limit = 8 * (1 + len(config.stages()))
-        torch._dynamo.config.fail_on_recompile_limit_hit = True
-    if mode == "block":
-        for block in model.layers:
-            block.compile(dynamic=False)
-    elif mode == "model":
-        model.hidden_and_router = torch.compile(model.hidden_and_router, dynamic=False)  # type: ignore[method-assign]
+    _compile(model, mode, len(config.stages()))
     if world.size > 1 and config.optim.gradients != "device":
         raise UsageError(
             f"optim.gradients: {config.optim.gradients} is for one GPU, and this run has {world.size} processes; use "
@@ -341,6 +318,21 @@ def prepare_execution(
     if world.sharded:
         parallel.shard(model, model.layers, ("loss_and_router", "token_losses"), world)
     return Execution(mode, precision)
+
+
+def _compile(model: Transformer, mode: str, stages: int) -> None:
+    """Compile each block or the whole model with torch.compile, as the execution mode says."""
+    if mode not in ("block", "model"):
+        return
+    # All blocks share one code object. It is compiled for every stage and window, with and without gradients. Beyond
+    # its recompile limit, torch would silently run it eagerly.
+    torch._dynamo.config.recompile_limit = 8 * (1 + stages)
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    if mode == "model":
+        model.hidden_and_router = torch.compile(model.hidden_and_router, dynamic=False)  # type: ignore[method-assign]
+        return
+    for block in model.layers:
+        block.compile(dynamic=False)
 
 
 def _backend(config: RunConfig, recipe: str) -> str:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from deskside.precision.selfcheck import CheckResult
-from deskside.train.prepare import setup
+from deskside.train.prepare import kept_checks, setup
 from deskside.train.prepare.kept_checks import kept_check
 from deskside.utils.trials import TrialCache
 from tests.train import tiny_run
@@ -71,9 +71,9 @@ def test_the_fused_block_is_checked_on_every_card_and_for_every_dtype(
         checked.append(torch.cuda.get_device_name())
         return CheckResult(True, {"output": 2e-3}, "")
 
-    monkeypatch.setattr(setup, "check_block", check_block)
+    monkeypatch.setattr(kept_checks, "check_block", check_block)
     for made in (model(), model().bfloat16()):
         for card in ("first", "second", "first"):
             monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None, card=card: card)
-            setup._check_fused_block(made, torch.device("cuda"), TrialCache(tmp_path))
+            kept_checks.check_block_once(made, torch.device("cuda"), TrialCache(tmp_path))
     assert checked == ["first", "second"] * 2
