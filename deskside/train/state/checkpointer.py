@@ -31,6 +31,7 @@ from deskside.train.objective import TrainContext
 from deskside.train.parallel import local_processes
 from deskside.train.state.staging import Staging
 from deskside.utils.errors import RunError, UsageError
+from deskside.utils.host_memory import usable_bytes
 from deskside.weights import checkpoint as files
 from deskside.weights.checkpoint import OPTIMIZER, WEIGHTS, Checkpoint, Tensors, folder_name, load_weights
 
@@ -111,10 +112,11 @@ class Checkpointer:
             self.foreground_reason = "checkpoint.background is false"
             return
         groups, _ = self._tensors()  # on every rank, because replicas that share Muon send their momentum
+        usable = self.world.broadcast_result(usable_bytes)  # before the first of them allocates
         if self._writes:
             try:
                 processes = local_processes() if self.world.sharded else 1
-                self._staging = Staging(groups, self.world.device, processes)
+                self._staging = Staging(groups, self.world.device, usable, processes)
             except (UsageError, RunError) as error:
                 if background is True:
                     raise

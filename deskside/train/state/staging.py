@@ -16,7 +16,6 @@ from deskside.optim.offload import aligned, host_zeros
 from deskside.optim.sharded import is_sharded, local
 from deskside.utils.errors import UsageError
 from deskside.utils.format import gib
-from deskside.utils.host_memory import usable_bytes
 from deskside.weights.checkpoint import Tensors
 
 if TYPE_CHECKING:
@@ -28,15 +27,23 @@ OPTION = "checkpoint.background"
 class Staging:
     """Host memory for a copy of groups of tensors, of which sharded ones are copied in part: this rank's shards.
 
-    The memory is used again by every copy, and is page-locked if `device` is a GPU. processes: how many processes of
-    this machine allocate as much. Raises UsageError if the host lacks the memory, and RunError if it cannot be
-    page-locked.
+    The memory is used again by every copy, and is page-locked if `device` is a GPU. Raises UsageError if the host lacks
+    the memory, and RunError if it cannot be page-locked.
+
+    usable: bytes of host memory before any process allocates; None: unknown. processes: how many processes of this
+    machine allocate as much.
     """
 
-    def __init__(self, groups: Sequence[Mapping[str, Tensor]], device: torch.device, processes: int = 1):
+    def __init__(
+        self,
+        groups: Sequence[Mapping[str, Tensor]],
+        device: torch.device,
+        usable: int | None = None,
+        processes: int = 1,
+    ):
         self.device = device
         self.nbytes = sum(aligned(local(t).nbytes) for tensors in groups for t in tensors.values())
-        needed, usable = processes * self.nbytes, usable_bytes()
+        needed = processes * self.nbytes
         if usable is not None and needed > HOST_SHARE * usable:
             raise UsageError(
                 f"{OPTION}: the copy of the state that checkpoints are written from takes {gib(needed)} of host "

@@ -18,7 +18,7 @@ from deskside.config.run import RunConfig
 from deskside.run.directory import RunDirectory
 from deskside.train import run_execution
 from deskside.train.loop.clock import Clock
-from deskside.train.state import staging
+from deskside.train.state import checkpointer
 from deskside.train.state.staging import Staging
 from deskside.utils.errors import RunError, UsageError
 from deskside.weights import checkpoint as files
@@ -352,7 +352,7 @@ def test_training_waits_for_slow_writes_and_says_so_once(data: Path, tmp_path: P
 def test_without_the_memory_training_waits_and_says_why(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staging, "usable_bytes", lambda: 100_000)
+    monkeypatch.setattr(checkpointer, "usable_bytes", lambda: 100_000)
     finished = {}
     for background in ("auto", False):
         config = tiny_run.config(data, schedule=LENGTH, checkpoint={"background": background})
@@ -362,8 +362,24 @@ def test_without_the_memory_training_waits_and_says_why(
     assert events(finished["auto"]).count("training waits while checkpoints are written (") == 1
     with pytest.raises(UsageError, match=r"checkpoint\.background: .* --checkpoint\.background false"):
         tiny_run.train(tmp_path, tiny_run.config(data, checkpoint={"background": True}), "true")
-    monkeypatch.setattr(staging, "usable_bytes", lambda: None)  # unknown
+    monkeypatch.setattr(checkpointer, "usable_bytes", lambda: None)  # unknown
     run = tiny_run.train(tmp_path, tiny_run.config(data, schedule=LENGTH), "unknown").run.path
     assert plan(run)["foreground_checkpoints"] is None
     assert any("checkpoint_copy_seconds" in row for row in rows(run))
     assert curve(run) == curve(finished["auto"]) == curve(finished[False])
+
+
+def train_with_less_memory_for_the_second(root: Path, config: RunConfig) -> None:
+    """When rank 1 looks, rank 0 has allocated its part already."""
+    checkpointer.usable_bytes = lambda: None if os.environ["RANK"] == "0" else 100  # type: ignore[assignment]
+    tiny_run.train(root, config)
+
+
+def test_shards_do_not_count_the_memory_of_the_first_twice(data: Path, tmp_path: Path) -> None:
+    config = tiny_run.config(
+        data, optim={"name": "adamw"}, parallel={"mode": "shard"}, schedule={"length": "2 steps"}
+    )
+    log = tmp_path / "log"
+    child = tiny_run.call(train_with_less_memory_for_the_second, tmp_path, config, log=log, ranks=2)
+    assert child.wait() == 0, child.text()
+    assert plan(tmp_path / "run")["foreground_checkpoints"] is None
