@@ -29,19 +29,17 @@ def packed_attention(
     lengths_L: Tensor,
     cu_seqlens: Tensor,
     window: int | None = None,
-    scale: float | None = None,
 ) -> Tensor:
     """Attend from each new token to the tokens of its row up to itself, or the last `window` of them: (N, H, C).
 
     lengths_L: int64, older tokens of each row in the cache. cu_seqlens: int64 (L + 1,), rising from 0; the output of
     tokens from cu_seqlens[L] on is 0.
     """
-    scale = q_NHC.shape[-1] ** -0.5 if scale is None else scale
     if packed_kernel_supports(q_NHC.shape[1], k_PKSC):
         from deskside.kernels.prefill_triton import attend_packed
 
-        return attend_packed(q_NHC, k_PKSC, v_PKSC, table_LN, lengths_L, cu_seqlens, window, scale)
-    out_NHC = torch.zeros_like(q_NHC)
+        return attend_packed(q_NHC, k_PKSC, v_PKSC, table_LN, lengths_L, cu_seqlens, window)
+    out_NHC, scale = torch.zeros_like(q_NHC), q_NHC.shape[-1] ** -0.5
     starts, lengths = cu_seqlens.tolist(), lengths_L.tolist()
     for row, (begin, end, length) in enumerate(zip(starts, starts[1:], lengths, strict=False)):
         if begin == end:

@@ -139,7 +139,6 @@ def attend_packed(
     lengths_L: Tensor,
     cu_seqlens: Tensor,
     window: int | None,
-    scale: float,
 ) -> Tensor:
     """See `prefill.packed_attention`."""
     (N, H, C), (_, K, S, _), (L, width) = q_NHC.shape, k_PKSC.shape, table_LN.shape
@@ -150,7 +149,7 @@ def attend_packed(
     precision = "ieee" if q_NHC.dtype == torch.float32 else "tf32"
     _attend_packed[(N // queries + L + 1, K)](
         q_NHC.contiguous(), k_PKSC, v_PKSC, table_LN.contiguous(), lengths_L, cu_seqlens, out_NHC,
-        scale * LOG2E, window or 0, width, L, N,
+        C**-0.5 * LOG2E, window or 0, width, L, N,
         H, K, C, S, queries, launch.tile_rows, launch.tile, block_c, window is not None, precision,
         num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip

@@ -354,7 +354,7 @@ def _decoding() -> Iterator[CompileCase]:
             f"prefill attention {how}",
             CAPABILITIES,
             prefill_triton.attend_packed,
-            *(new, pages, pages, table[:L], lengths, ends, window, C**-0.5),
+            *(new, pages, pages, table[:L], lengths, ends, window),
         )
     row, strided = _new(16, dtype=torch.int64), _new(16, 2, dtype=torch.int64)[:, 1]
     for W in (64, 151936):

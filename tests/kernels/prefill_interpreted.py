@@ -37,9 +37,9 @@ def attention(found: dict[str, float]) -> None:
                 pool[page, :, offset:] = float("nan")
                 pool[table[row, last // size + 1 :]] = float("nan")
         q = torch.randn(N, H, C)
-        ours = prefill_triton.attend_packed(q, k, v, table, lengths, cu_seqlens, window, C**-0.5)
+        ours = prefill_triton.attend_packed(q, k, v, table, lengths, cu_seqlens, window)
         truth = prefill.packed_attention(
-            q.double(), k.double(), v.double(), table, lengths, cu_seqlens, window, C**-0.5
+            q.double(), k.double(), v.double(), table, lengths, cu_seqlens, window
         )
         found[f"attention {H} {K} {C} {size} {window}"] = error(ours.double(), truth)
         if padding:
