@@ -239,9 +239,11 @@ def tokenizer() -> Tokenizer:
     return train(["hello world, hello there"] * 3, vocab_size=270)
 
 
-def test_text_and_stop_strings() -> None:
+@pytest.mark.parametrize("several", [1, 4])
+def test_text_and_stop_strings(several: int) -> None:
     made = make(vocab_size=270, num_hidden_layers=2)
     engine = Engine(made, max_batch=2, max_tokens=128, tokenizer=tokenizer())
+    engine._run_ahead, engine._tokens_per_replay = several > 1, lambda rows: several  # type: ignore[method-assign]
     sampling = Sampling(1.0, top_k=100)
     prompt = tokenizer().encode("hello", add_special_tokens=False).ids
     asked = [request(prompt, 30, sampling, seed=seed) for seed in range(6)]

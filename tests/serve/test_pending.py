@@ -1,0 +1,112 @@
+"""Responses made of engine events, without an engine: several tokens of each choice arrive at once."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from deskside.data import tokenizer as bpe
+from deskside.engine.requests import Event, Request
+from deskside.serve.pending import PendingResponse
+from deskside.serve.responses import ResponseWriter
+from deskside.serve.worker import EngineMessage
+from deskside.utils.errors import RunError
+
+PROMPT = (1, 2, 3)
+
+
+class FakeWorker:
+    """Passes on the messages of a test."""
+
+    failed = None
+
+    def __init__(self) -> None:
+        self.receivers: list[Callable[[EngineMessage], None]] = []
+        self.cancelled: list[Any] = []
+
+    def submit(self, request: Request, on_message: Callable[[EngineMessage], None]) -> int:
+        self.receivers.append(on_message)
+        return len(self.receivers)
+
+    def cancel(self, handle: Any) -> None:
+        self.cancelled.append(handle)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return bpe.train(["abc abd "] * 9, 300)
+
+
+def events(logprobs: bool) -> list[Event]:
+    """Those of two steps with four tokens each, of two choices: the second ends by a stop string."""
+    logprob = -0.5 if logprobs else None
+
+    def token(sample: int, text: str, reason: Any = None) -> Event:
+        return Event(0, sample, 70, reason, text, logprob, logprob, cached_tokens=2 if reason else 0)
+
+    first = [token(0, "a"), token(0, ""), token(0, "bc"), token(0, "d"), token(1, "x"), token(1, "", "stop")]
+    return [*first, token(0, "e"), token(0, "f"), Event(0, 0, None, "eos", "!", cached_tokens=2)]
+
+
+def made(worker: FakeWorker, tokenizer: Tokenizer, logprobs: bool, streamed: bool) -> PendingResponse:
+    request = Request(PROMPT, 9, samples=2, logprobs=logprobs)
+    writer = ResponseWriter(False, "m", "f", tokenizer, logprobs)
+    return PendingResponse(worker, [request], writer, streamed, True, lambda pending: None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("logprobs", [False, True])
+def test_a_stream_has_the_text_of_the_whole_answer(logprobs: bool, tokenizer: Tokenizer) -> None:
+    async def streamed() -> list[dict[str, Any]]:
+        worker = FakeWorker()
+        pending = made(worker, tokenizer, logprobs, True)
+        for event in events(logprobs):
+            worker.receivers[0](event)
+        lines = b"".join([piece async for piece in pending.stream()]).decode().split("\n\n")
+        pending.cancel()
+        assert lines[-2:] == ["data: [DONE]", ""] and not worker.cancelled
+        return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+
+    async def whole() -> dict[str, Any]:
+        worker = FakeWorker()
+        pending = made(worker, tokenizer, logprobs, False)
+        answer = asyncio.create_task(pending.complete())
+        for event in events(logprobs):
+            assert not answer.done()
+            worker.receivers[0](event)
+            await asyncio.sleep(0)
+        return await answer
+
+    *chunks, counts = asyncio.run(streamed())
+    answer = asyncio.run(whole())
+    assert counts["choices"] == [] and counts["usage"] == answer["usage"]
+    assert answer["usage"]["completion_tokens"] == 8
+    assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
+    # Without log-probabilities, the tokens of one choice that arrive together are one chunk.
+    assert len(chunks) == (9 if logprobs else 3)
+    for expected in answer["choices"]:
+        parts = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == expected["index"]]
+        assert "".join(part["text"] for part in parts) == expected["text"]
+        assert [part["finish_reason"] for part in parts[:-1]] == [None] * (len(parts) - 1)
+        assert parts[-1]["finish_reason"] == expected["finish_reason"]
+        if logprobs:
+            given = [x for part in parts if part["logprobs"] for x in part["logprobs"]["token_logprobs"]]
+            assert given == expected["logprobs"]["token_logprobs"]
+
+
+def test_a_failure_is_the_last_event_and_cancels_the_rest(tokenizer: Tokenizer) -> None:
+    async def streamed() -> tuple[list[str], FakeWorker]:
+        worker = FakeWorker()
+        pending = made(worker, tokenizer, False, True)
+        worker.receivers[0](events(False)[0])
+        worker.receivers[0](RunError("no more memory"))
+        text = b"".join([piece async for piece in pending.stream()]).decode()
+        pending.cancel()
+        return text.split("\n\n"), worker
+
+    lines, worker = asyncio.run(streamed())
+    assert len(lines) == 3 and json.loads(lines[0].removeprefix("data: "))["choices"][0]["text"] == "a"
+    assert json.loads(lines[1].removeprefix("data: "))["error"]["message"] == "no more memory"
+    assert worker.cancelled == [1]
