@@ -64,8 +64,9 @@ def test_a_full_card_writes_the_same_with_a_smaller_cache(
 
     monkeypatch.setattr(generated, "Engine", Noted)
     found = generate_answers(made.model, made.tokenizer, prompts, task, eos_tokens=[])
-    free = 2 * PAGE_SIZE * made.model.kv_bytes_per_token(torch.float32) / device.KV_CACHE_SHARE
-    monkeypatch.setattr(device, "free_bytes", lambda device: int(free) + 10)
+    pages = 2 * PAGE_SIZE * made.model.kv_bytes_per_token(torch.float32)
+    prefill = 2 * device.prefill_bytes(made.model.config, 4, device.prefill_tokens(made.model))
+    monkeypatch.setattr(device, "free_bytes", lambda device: pages + prefill + 10)
     assert generate_answers(made.model, made.tokenizer, prompts, task, eos_tokens=[]) == found
     assert sizes == [12 * PAGE_SIZE, 2 * PAGE_SIZE]
 

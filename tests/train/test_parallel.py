@@ -132,9 +132,12 @@ def test_replicas_resume_exactly(changes: dict[str, Any], data: Path, tmp_path: 
     child = in_ranks(tmp_path, config, "killed")
     kill_at_step(run, 12, child.kill, child.alive)
     assert child.wait() == -signal.SIGKILL
+    # On a busy machine, the kill may come before the checkpoint of step 10 is published in the background.
+    newest = max(path.parent.name for path in run.glob("checkpoints/step-*/manifest.json"))
+    assert newest >= "step-000000005"
     again = tiny_run.call(tiny_run.resume, run, log=tmp_path / "log", ranks=2)
     assert again.wait() == 0, again.text()
-    assert "resumed at step 10" in tiny_run.events(run)
+    assert f"resumed at step {int(newest.removeprefix('step-'))}" in tiny_run.events(run)
     assert curve(run) == curve(tmp_path / "straight")
     weights = "model/model.safetensors"
     assert (run / weights).read_bytes() == (tmp_path / "straight" / weights).read_bytes()

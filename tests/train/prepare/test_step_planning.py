@@ -99,7 +99,7 @@ def test_too_little_host_memory_is_refused_with_its_items(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("sharded", [False, True])
 def test_host_memory_is_that_of_all_processes(sharded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of two replicas has its own states there; of a sharded model, each process has half of them."""
-    config = merge.build([*presets.layers("710m"), {"optim": {"offload": True}}])
+    config = merge.build([*presets.layers("710m"), {"optim": {"name": "adamw", "offload": True}}])
     length = config.batch.sequence_length
     of_one = sum(host_memory(config.model, step_spec(config, length, "bf16", "fused", ())).values())
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
