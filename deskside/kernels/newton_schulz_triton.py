@@ -1,4 +1,4 @@
-"""Products of which the result is known to be symmetric, in Triton: half the tiles, and each is written twice."""
+"""Matrix products with a symmetric result, in Triton: half of the tiles are computed, and each is written twice."""
 
 import triton
 import triton.language as tl
@@ -65,9 +65,9 @@ def symmetric_product(
     beta: float = 0.0,
     gamma: float = 0.0,
 ) -> None:
-    """Write alpha p^T r + beta addend + gamma I to `out`, which must be another tensor, if this matrix is symmetric.
+    """Write alpha p^T r + beta addend + gamma I, which must be symmetric, to `out`, which must be another tensor.
 
-    p, r: (batch, rows, n). addend, out: (batch, n, n); gamma counts with an addend only. All contiguous.
+    p, r: (batch, rows, n). addend, out: (batch, n, n). All are contiguous. gamma is not used without an addend.
     """
     batch, rows, n = p.shape
     depth = DEPTH if p.element_size() == 2 else DEPTH_FLOAT32

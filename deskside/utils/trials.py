@@ -4,8 +4,8 @@
      "seconds": 3.1, "when": "2026-11-23T20:14:03+00:00"}
 
 A result is valid for one machine (`machine.Machine.key`: card, driver, power limit, versions of torch and Triton, a
-digest of deskside's kernels) and one specification of the problem. There is one file per key. It is replaced as a
-whole, so several processes may write at the same time, and the last one wins.
+digest of the code of a step and of its checks) and one specification of the problem. There is one file per key. It is
+replaced as a whole, so several processes may write at the same time, and the last one wins.
 
 The cache only saves time: if a file is damaged or cannot be written, one line says so and the trial is repeated.
 """

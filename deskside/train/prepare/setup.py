@@ -19,6 +19,7 @@ from deskside.data.corpus.analyze import CorpusOptions
 from deskside.data.corpus.heldout import validation_warnings
 from deskside.data.corpus.prepare import prepare
 from deskside.data.reading.shards import read_index
+from deskside.kernels.functional import create_cuda_context_for_autograd
 from deskside.kernels.moe import grouped_backend
 from deskside.model.init import allocate, initialize
 from deskside.model.transformer import Transformer
@@ -276,6 +277,7 @@ def prepare_execution(
     native = bool(facts.get("native", True))
     backend = _backend(config, recipe)
     mode = execution_mode(config, recipe, world.device)
+    create_cuda_context_for_autograd(world.device)  # if all checks are kept ones, nothing else has done so
     if mode == "fused" and world.device.type == "cuda":
         check_block_once(model, world.device, cache)
     cache_weights = config.precision.weight_cache and not world.sharded

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from deskside.precision.selfcheck import CheckResult
+from deskside.train.parallel import World
 from deskside.train.prepare import kept_checks, setup
 from deskside.train.prepare.kept_checks import kept_check
 from deskside.utils.trials import TrialCache
@@ -59,6 +60,15 @@ def test_a_second_run_does_not_check_its_recipe_again(
     assert setup.choose_recipe(config, cpu, said.append, cache=TrialCache(tmp_path)) == first
     with pytest.raises(AssertionError):
         setup.choose_recipe(config, cpu, said.append)
+
+
+def test_autograds_thread_has_a_context_without_the_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Self-checks and trials create it, but kept ones do not run, and a kept choice is all that rank 1 ever gets."""
+    cpu, prepared = torch.device("cpu"), list[torch.device]()
+    monkeypatch.setattr(setup, "create_cuda_context_for_autograd", prepared.append)
+    config, world = tiny_run.config("nowhere", model={"vocab_size": 304}), World(cpu)
+    setup.prepare_execution(config, setup.build_model(config, world, "fp32"), world, "fp32")
+    assert prepared == [cpu]
 
 
 def test_the_fused_block_is_checked_on_every_card_and_for_every_dtype(
