@@ -121,13 +121,13 @@ def test_another_library_is_used_only_if_its_tokens_are_equal(
     tokenizers: dict[str, Tokenizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = tokenizers["deskside"]
-    real = encoders._Fastokens.ids
+    real = encoders._Fastokens.fast_ids
 
-    def wrong(self: Any, text: str, plain: bool = True) -> Any:
+    def wrong(self: Any, text: str, plain: bool) -> Any:
         ids = real(self, text, plain)
         return ids[::-1] if "sesquipedalian" in text else ids
 
-    monkeypatch.setattr(encoders._Fastokens, "ids", wrong)
+    monkeypatch.setattr(encoders._Fastokens, "fast_ids", wrong)
     assert choose_encoder(tokenizer, [("a text wiki", "usual")]).library == "fastokens"
     info = choose_encoder(tokenizer, [("a text wiki", "usual"), ("a text books en", "sesquipedalian words")])
     assert info.library == "tokenizers" and "a text books en" in info.reason
@@ -138,13 +138,13 @@ def test_every_added_token_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = Tokenizer.from_str(json.dumps(spec_of("deskside")))
     tokenizer.add_tokens([f"<unused{number}>" for number in range(300)])
     assert choose_encoder(tokenizer).library == "fastokens"
-    real = encoders._Fastokens.ids
+    real = encoders._Fastokens.fast_ids
 
-    def wrong(self: Any, text: str, plain: bool = True) -> Any:
+    def wrong(self: Any, text: str, plain: bool) -> Any:
         ids = real(self, text, plain)
         return ids[::-1] if "<unused299>" in text else ids
 
-    monkeypatch.setattr(encoders._Fastokens, "ids", wrong)
+    monkeypatch.setattr(encoders._Fastokens, "fast_ids", wrong)
     assert choose_encoder(tokenizer).library == "tokenizers"
 
 
@@ -161,6 +161,19 @@ def test_a_resumed_preparation_needs_the_version_that_was_compared() -> None:
     assert still_valid(None).library == "tokenizers"
     older = EncoderInfo(library="tokenizers", version="0.0.1", reason="why")
     assert still_valid(older) == encoders.tokenizers_info("why")
+
+
+def test_words_that_are_too_long_for_fastokens_are_encoded_by_tokenizers() -> None:
+    spec = spec_of("deskside")
+    spec["pre_tokenizer"]["pretokenizers"][0]["pattern"] = {"Regex": r"(?:\p{L}\p{M}*)+|[\s\S]"}
+    tokenizer = Tokenizer.from_str(json.dumps(spec))
+    info = choose_encoder(tokenizer, [("a text", text) for text in TEXTS])
+    fast = make_encoder(tokenizer.to_str(), info)
+    assert isinstance(fast, encoders._Fastokens)
+    text = "a river " + "a" * 20_000
+    with pytest.raises(ValueError):
+        fast.fast_ids(text, True)
+    assert fast.ids(text).tolist() == ReferenceEncoder(tokenizer).ids(text).tolist()
 
 
 def test_dropped_merges_differ() -> None:

@@ -262,13 +262,13 @@ def test_validation_conversations_are_compared_too(
 ) -> None:
     pytest.importorskip("fastokens")
     monkeypatch.setattr("deskside.data.chat.prepare_chat.MIN_PARALLEL_ITEMS", 100)
-    real = encoder._Fastokens.ids
+    real = encoder._Fastokens.fast_ids
 
-    def wrong(self: Any, text: str, plain: bool = True) -> Any:
+    def wrong(self: Any, text: str, plain: bool) -> Any:
         ids = real(self, text, plain)
         return ids[::-1] if "sesquipedalian" in text else ids
 
-    monkeypatch.setattr(encoder._Fastokens, "ids", wrong)
+    monkeypatch.setattr(encoder._Fastokens, "fast_ids", wrong)
     data = write(tmp_path / "a.jsonl", conversations(200))
     val = write(tmp_path / "val.jsonl", [talk("a sesquipedalian word", "yes"), [{"role": "user"}]])
     index = prepare_chat(ChatSpec((data,), (val,)), tokenizer, tmp_path / "out", quiet=True)
