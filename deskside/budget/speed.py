@@ -226,14 +226,16 @@ def exposed_seconds(shape: Shape, spec: StepSpec, rates: Rates, device: float) -
     backward = max(up, down)
     if not forward + backward:
         return 0.0
-    in_forward = device / forward_share(spec)
+    in_forward = device / forwards_per_pass(spec)
     bandwidth = rates.host_bandwidth
     return max(0.0, forward / bandwidth - in_forward) + max(0.0, backward / bandwidth - (device - in_forward))
 
 
-def forward_share(spec: StepSpec) -> int:
-    """Return the part of a pass that its forward takes, as one n-th: a backward takes twice as long as a forward, or
-    three times if it repeats the forward."""
+def forwards_per_pass(spec: StepSpec) -> int:
+    """Return the time of a pass, relative to its forward.
+
+    A backward takes twice as long as a forward, or three times if it repeats the forward.
+    """
     return 4 if spec.activation_checkpointing == "block" else 3
 
 
@@ -248,7 +250,7 @@ def exposed_communication(shape: Shape, spec: StepSpec, rates: Rates, seconds: M
     sent = exchange(sizes, trained_params(sizes))
     outside = ("optimizer", "communication", "offload", "host")
     one_pass = sum(value for item, value in seconds.items() if item not in outside) / spec.accumulation
-    forward = one_pass / forward_share(spec)
+    forward = one_pass / forwards_per_pass(spec)
     link = rates.link_bandwidth
     return max(0.0, sent.in_backward / link - (one_pass - forward)) + max(
         0.0, sent.in_forward / link - forward

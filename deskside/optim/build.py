@@ -163,7 +163,7 @@ class Optimizer:
         """
         tensors = self._adamw_state()
         if self.muon is not None:
-            tensors |= self.muon.state_on_first()
+            tensors |= self.muon.state_on_rank_zero()
         return tensors, {
             "optimizer": self._name(),
             "roles": {info.name: info.role for info in self.parameters},

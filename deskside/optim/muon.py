@@ -43,7 +43,7 @@ from deskside.kernels.newton_schulz import coefficients, default_method, iterati
 from deskside.kernels.stochastic_rounding import rounding_seed
 from deskside.optim.groups import EVERYTHING, ParameterInfo
 from deskside.optim.offload import OffloadJob, Streamer, host_zeros, pieces
-from deskside.optim.owners import ALONE, NewWeights, Replicas, assign_owners, receive_on_first
+from deskside.optim.owners import ALONE, NewWeights, Replicas, assign_owners, receive_on_rank_zero
 from deskside.optim.sharded import first_row, gather_full, gradient_of, is_sharded, local
 
 STACK_ELEMENTS = 2**26
@@ -287,7 +287,7 @@ class Muon:
         tensors = {f"momentum/{name}": momentum for name, momentum in self.momentum_buffers.items()}
         return tensors | {f"row_sizes/{name}": rows for name, rows in self.row_mean_squares().items()}
 
-    def state_on_first(self) -> dict[str, Tensor]:
+    def state_on_rank_zero(self) -> dict[str, Tensor]:
         """Return the state of all matrices on rank 0, that of other owners on the host. All replicas call this."""
         own = self.state()
         if not self.owners or not self._has_state:
@@ -296,7 +296,7 @@ class Muon:
         for info in self.parameters:
             for key, (shape, dtype, device) in self._layouts(info).items():
                 tensor = own[key] if self.owns(info.name) else torch.empty(shape, dtype=dtype, device=device)
-                received = receive_on_first(tensor, self.owners[info.name], self.replicas.rank)
+                received = receive_on_rank_zero(tensor, self.owners[info.name], self.replicas.rank)
                 whole |= {} if received is None else {key: received}
         return whole
 

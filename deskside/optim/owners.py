@@ -61,7 +61,7 @@ class NewWeights:
                 work.wait()
 
 
-def receive_on_first(tensor: Tensor, owner: int, rank: int) -> Tensor | None:
+def receive_on_rank_zero(tensor: Tensor, owner: int, rank: int) -> Tensor | None:
     """Send a tensor from its owner to rank 0. Returns it there, on the host if it is not its own; elsewhere, None.
 
     tensor: on the owner, the tensor; on other ranks, memory of its size, which is overwritten.

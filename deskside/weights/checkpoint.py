@@ -293,8 +293,10 @@ def clean(folder: Path) -> None:
 
 
 def _on_rank_zero(sharded: bool, group: "dist.ProcessGroup | None", work: Callable[[], None]) -> None:
-    """Run `work` on rank 0, the only caller if not `sharded`. Every calling rank raises its OSError, so that none waits
-    forever."""
+    """Run `work` on rank 0, the only caller if not `sharded`.
+
+    Every calling rank raises its OSError, so that none waits forever.
+    """
     if not sharded:
         work()
         return
