@@ -254,15 +254,11 @@ class BatchSizeFinder:
         Once for each sequence length and window: micro-batches of other sizes need hardly any other kernels.
         """
         precision, world = self.stepper.precision, self.world
-        # Nothing may depend on what a skipped kernel would have written: indices of experts, weights that are updated
-        # within the backward, or a process that waits for another one within a pass.
-        separate = self.config.optim.gradients != "device"
-        if (
-            self.config.model.num_experts
-            or separate
-            or world.waits_within_passes
-            or world.device.type != "cuda"
-        ):
+        # Not if a step depends on what a skipped kernel would have written, such as indices of experts or weights that
+        # the backward updates; nor if a process that runs out of memory here would leave others waiting within a pass.
+        if world.device.type != "cuda" or world.waits_within_passes:
+            return
+        if self.config.model.num_experts or self.config.optim.gradients != "device":
             return
         shape, complete = (dataset.sequence_length, self.stepper.window), False
         if shape in self._compiled:

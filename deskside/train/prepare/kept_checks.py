@@ -1,6 +1,6 @@
 """Self-checks whose success is kept in the cache of trials, so that later runs on the same card skip them.
 
-A check that fails, also one that only emulated products pass, is not kept: it is repeated in every run.
+A check that fails is not kept, and neither is one that only emulated products pass: every run repeats them.
 """
 
 import time
