@@ -4,6 +4,7 @@ A kernel is tried with other tiles only if that can pay: if the first tile takes
 and the run is long enough to win back what compiling the others takes. A tile must give the same bits as the first.
 """
 
+import contextlib
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -87,6 +88,8 @@ def choose(
     problems: Mapping[str, Problem], bytes_per_second: float, passes: float, device: torch.device
 ) -> tuple[dict[str, dict[str, Any]], bool]:
     """Return the choice for each kernel, and False if a longer run could find it worth trying more."""
+    from triton.errors import TritonError
+
     with compile_ahead(device):
         for problem in problems.values():
             problem.run()
@@ -98,7 +101,8 @@ def choose(
         with compile_ahead(device):
             for kernel in slow:
                 for tile in CANDIDATES[kernel][1:]:
-                    with temporarily(kernel, tile):
+                    # A tile that this GPU cannot run raises here if an earlier trial of this process compiled it.
+                    with temporarily(kernel, tile), contextlib.suppress(RuntimeError, TritonError):
                         problems[kernel].run()
     began, chosen = time.perf_counter(), {}
     for kernel, problem in problems.items():
