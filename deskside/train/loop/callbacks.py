@@ -86,10 +86,10 @@ class RunLog:
             self.run.event(text)
 
     def say(self, text: str) -> None:
-        """Write a line to the events file and to the terminal."""
+        """Write a line to the terminal and to the events file."""
         if self.active:
-            self.run.event(text)
             Terminal.say(text)
+            self.run.event(text)
 
     def step(self, row: dict[str, Any], total_steps: int) -> None:
         """Append a step's metrics to metrics.jsonl and pass them to the callbacks."""

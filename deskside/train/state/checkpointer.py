@@ -11,6 +11,7 @@ meanwhile, and unlike a process it ends with the run when this is killed. One ch
 while it is written loses the steps since the one before it.
 """
 
+import contextlib
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -98,7 +99,8 @@ class Checkpointer:
         self._thread.shutdown()
         # Only an error leaves the block without `finish`, and is the one to raise.
         if self._write is not None and (failure := self._write.written.exception()) is not None:
-            self.log.say(str(failure))
+            with contextlib.suppress(RunError):  # a full disk has no room for the event either
+                self.log.say(str(failure))
 
     def prepare(self) -> None:
         """Create the optimizer's state, and the host memory to write checkpoints in the background if configured.
