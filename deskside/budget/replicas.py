@@ -1,4 +1,4 @@
-"""What replicas send each other in a step, and the memory of the gradients that are being summed.
+"""Bytes that replicas send each other in a step, and the memory of the gradients that are being summed.
 
 Gradients are summed beside the last backward of a step (`train/loop/gradient_buckets.py`). Muon's matrices are updated
 by one GPU each, and their new weights travel beside the next forward (`optim/owners.py`). Only what takes longer than

@@ -151,7 +151,7 @@ class Engine:
 
     @property
     def counts(self) -> Counts:
-        """What the engine has done so far."""
+        """Return the counts of the engine's work so far."""
         return self._rows.counts
 
     @property

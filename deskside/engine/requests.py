@@ -79,7 +79,7 @@ class Event:
 
 @dataclass
 class Counts:
-    """What an engine has done since it was created.
+    """Counts of an engine's work since it was created.
 
     Attributes:
         prompt_tokens: Tokens of the prompts of all samples that were started.

@@ -181,7 +181,7 @@ class Muon:
         if not infos:
             return
         self.create_state()
-        self.new_weights.wait()  # those that nobody has read
+        self.new_weights.wait()  # weights that no layer has read yet
         if skip is None:
             skip = torch.zeros((), device=local(self.parameters[0].parameter).device)
         mine = [info for info in infos if self.owns(info.name)]

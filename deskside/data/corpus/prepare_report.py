@@ -1,4 +1,4 @@
-"""What `deskside data prepare` reports about the data set that it made."""
+"""The report of `deskside data prepare` about the data set that it made."""
 
 from __future__ import annotations
 

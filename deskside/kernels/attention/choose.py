@@ -44,7 +44,7 @@ FORWARD_AND_BACKWARD = 3.5  # times the forward FLOPs: two matmuls in the forwar
 
 @dataclass(frozen=True)
 class Use:
-    """How much a run uses the backend that is chosen, which bounds what a faster one can save.
+    """The use that a run will make of the chosen backend, which bounds what a faster one can save.
 
     passes: forward and backward passes of this problem. peak_flops: FLOP/s that no kernel exceeds on this device.
     """

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Tile:
-    """What one program computes, and its number of warps."""
+    """The part of a tensor that one program computes, and its number of warps."""
 
     rows: int
     columns: int

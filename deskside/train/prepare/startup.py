@@ -1,4 +1,4 @@
-"""How long a run takes until its first step, by part, and how many Triton kernels it compiles until then."""
+"""Seconds of the parts of a run's start until its first step, and the number of Triton kernels compiled in it."""
 
 import time
 from typing import Any
