@@ -119,7 +119,10 @@ def test_a_run_goes_on_with_another_number_of_processes(
     [
         {},
         {"parallel": {"gradient_dtype": "bfloat16"}},
-        {"optim": {"weights": "bfloat16", "offload": True}, "precision": {"name": "bf16"}},
+        pytest.param(
+            {"optim": {"weights": "bfloat16", "offload": True}, "precision": {"name": "bf16"}},
+            marks=pytest.mark.full,
+        ),
         {"model": EXPERTS, "batch": {"micro_tokens": 64}},
     ],
     ids=["float32", "gradients sent in bfloat16", "bfloat16 weights", "experts"],
