@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks import step
-from benchmarks.step_config import configuration
 from deskside.utils.errors import UsageError
 
 STATES = ("empty caches", "warm", "warm again")
@@ -56,16 +55,12 @@ def table(results: Sequence[dict[str, Any]]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Return 0 if every start was measured, 1 if one was not, 2 for wrong usage."""
     try:
-        options, config = step.arguments(sys.argv[1:] if argv is None else argv)
-        chosen = step.arms(options.precision)
-        specs = [step.specification(options, precision, config) for _, precision in chosen]
-        for spec in specs:
-            configuration(spec)
+        options, specs = step.parse(argv)
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     rows = []
-    for (arm, _), spec in zip(chosen, specs, strict=True):
+    for arm, spec in specs:
         results = step.starts(spec, len(STATES))
         rows.append({"arm": arm, "starts": results})
         print(f"{options.preset}, {arm}\n{table(results)}\n", flush=True)

@@ -162,19 +162,24 @@ def cold_start(spec: dict[str, Any]) -> dict[str, Any]:
     return marks
 
 
+def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[tuple[str, dict[str, Any]]]]:
+    """Return the options and each arm's name and `specification`. Raises UsageError, also for a wrong configuration."""
+    options, config = arguments(sys.argv[1:] if argv is None else argv)
+    specs = [(arm, specification(options, precision, config)) for arm, precision in arms(options.precision)]
+    for _, spec in specs:
+        configuration(spec)
+    return options, specs
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Return 0 if every arm was measured, 1 if one was not, 2 for wrong usage."""
     try:
-        options, config = arguments(sys.argv[1:] if argv is None else argv)
-        chosen = arms(options.precision)
-        specs = [specification(options, precision, config) for _, precision in chosen]
-        for spec in specs:
-            configuration(spec)
+        options, specs = parse(argv)
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     results = []
-    for (arm, _), spec in zip(chosen, specs, strict=True):
+    for arm, spec in specs:
         result = {"arm": arm, **run(spec)}
         if result["status"] == "ok" and options.cold_start:
             result["cold_starts"] = cold_start(spec)
