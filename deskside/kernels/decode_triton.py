@@ -26,6 +26,42 @@ MULTIPLIER_1, MULTIPLIER_2 = tl.constexpr(splitmix.MULTIPLIER_1), tl.constexpr(s
 
 
 @triton.jit
+def add_keys(  # type: ignore[no-untyped-def]
+    q, max_score, sum_exp, out, K, V, TABLE, start, end, position, window, scale, kv, c,
+    KV_HEADS: tl.constexpr, C: tl.constexpr, S: tl.constexpr, TILE: tl.constexpr,
+    MASKED: tl.constexpr, WINDOWED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add TILE keys from `start` on to the online softmax. MASKED: some query does not see all of them.
+
+    Sums are relative to the maximum so far, and are rescaled to each new one.
+    """
+    key = start + tl.arange(0, TILE)
+    mask = (c < C)[None, :]
+    if MASKED:
+        page = tl.load(TABLE + key // S, mask=key < end, other=0)
+        mask = mask & (key < end)[:, None]
+    else:
+        page = tl.load(TABLE + key // S)
+    offsets = ((page * KV_HEADS + kv) * S + key % S)[:, None] * C + c[None, :]
+    k = tl.load(K + offsets, mask=mask, other=0.0)
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    if MASKED:
+        visible = (key < end)[None, :] & (key[None, :] <= position[:, None])
+        if WINDOWED:
+            visible = visible & (key[None, :] > position[:, None] - window)
+        scores = tl.where(visible, scores, float("-inf"))
+    new_max = tl.maximum(max_score, tl.max(scores, axis=1))
+    # A query that has seen nothing yet would give -inf - (-inf).
+    base = tl.where(new_max == float("-inf"), 0.0, new_max)
+    weights = tl.exp2(scores - base[:, None])
+    rescale = tl.exp2(max_score - base)
+    v = tl.load(V + offsets, mask=mask, other=0.0)
+    sum_exp = sum_exp * rescale + tl.sum(weights, axis=1)
+    out = out * rescale[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
+    return new_max, sum_exp, out
+
+
+@triton.jit
 def _attend(  # type: ignore[no-untyped-def]
     Q, K, V, TABLE, POSITION, OUT, LSE, scale, window, width,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, C: tl.constexpr, T: tl.constexpr, S: tl.constexpr,
@@ -64,29 +100,12 @@ def _attend(  # type: ignore[no-untyped-def]
     max_score = tl.full((ROWS,), float("-inf"), tl.float32)
     sum_exp = tl.zeros((ROWS,), tl.float32)
     out = tl.zeros((ROWS, BLOCK_C), tl.float32)
-    tile_offset = tl.arange(0, TILE)
+    TABLE += row * width
     for start in range(begin, end, TILE):
-        key = start + tile_offset
-        in_span = key < end
-        page = tl.load(TABLE + row * width + key // S, mask=in_span, other=0)
-        offsets = ((page * KV_HEADS + kv) * S + key % S)[:, None] * C + c[None, :]
-        mask = in_span[:, None] & channel_mask[None, :]
-        k = tl.load(K + offsets, mask=mask, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-        visible = in_span[None, :] & (key[None, :] <= position[:, None])
-        if WINDOWED:
-            visible = visible & (key[None, :] > position[:, None] - window)
-        scores = tl.where(visible, scores, float("-inf"))
-        # Online softmax: the sums so far are relative to the old maximum and are rescaled to the new one.
-        new_max = tl.maximum(max_score, tl.max(scores, axis=1))
-        # A query that has seen nothing yet would give -inf - (-inf).
-        base = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weights = tl.exp2(scores - base[:, None])
-        rescale = tl.exp2(max_score - base)
-        v = tl.load(V + offsets, mask=mask, other=0.0)
-        sum_exp = sum_exp * rescale + tl.sum(weights, axis=1)
-        out = out * rescale[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
-        max_score = new_max
+        max_score, sum_exp, out = add_keys(
+            q, max_score, sum_exp, out, K, V, TABLE, start, end, position, window, scale, kv, c,
+            KV_HEADS, C, S, TILE, True, WINDOWED, PRECISION,
+        )  # fmt: skip
     out = out / tl.where(sum_exp > 0, sum_exp, 1.0)[:, None]
     out_row = ((row * SPANS + span) * T + t) * HEADS + head
     tl.store(OUT + out_row[:, None] * C + c[None, :], out, mask=row_mask[:, None] & channel_mask[None, :])

@@ -13,41 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-LOG2E = 1.4426950408889634
-
-
-@triton.jit
-def _add_keys(  # type: ignore[no-untyped-def]
-    q, max_score, sum_exp, out, K, V, TABLE, start, end, position, window, scale, kv, c,
-    KV_HEADS: tl.constexpr, C: tl.constexpr, S: tl.constexpr, TILE: tl.constexpr,
-    MASKED: tl.constexpr, WINDOWED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Add TILE keys from `start` on to the online softmax. MASKED: some query does not see all of them."""
-    key = start + tl.arange(0, TILE)
-    mask = (c < C)[None, :]
-    if MASKED:
-        page = tl.load(TABLE + key // S, mask=key < end, other=0)
-        mask = mask & (key < end)[:, None]
-    else:
-        page = tl.load(TABLE + key // S)
-    offsets = ((page * KV_HEADS + kv) * S + key % S)[:, None] * C + c[None, :]
-    k = tl.load(K + offsets, mask=mask, other=0.0)
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-    if MASKED:
-        visible = key[None, :] <= position[:, None]
-        if WINDOWED:
-            visible = visible & (key[None, :] > position[:, None] - window)
-        scores = tl.where(visible, scores, float("-inf"))
-    # The sums so far are relative to the old maximum and are rescaled to the new one.
-    new_max = tl.maximum(max_score, tl.max(scores, axis=1))
-    # A query that has seen nothing yet would give -inf - (-inf).
-    base = tl.where(new_max == float("-inf"), 0.0, new_max)
-    weights = tl.exp2(scores - base[:, None])
-    rescale = tl.exp2(max_score - base)
-    v = tl.load(V + offsets, mask=mask, other=0.0)
-    sum_exp = sum_exp * rescale + tl.sum(weights, axis=1)
-    out = out * rescale[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
-    return new_max, sum_exp, out
+from deskside.kernels.decode_triton import LOG2E, add_keys
 
 
 @triton.jit
@@ -100,12 +66,12 @@ def _attend_packed(  # type: ignore[no-untyped-def]
     else:
         partly = (oldest + 1) // TILE * TILE  # every query sees all keys before this one
         for start in range(0, partly, TILE):
-            max_score, sum_exp, out = _add_keys(
+            max_score, sum_exp, out = add_keys(
                 q, max_score, sum_exp, out, K, V, TABLE, start, end, position, window, scale, kv, c,
                 KV_HEADS, C, S, TILE, False, WINDOWED, PRECISION,
             )  # fmt: skip
     for start in range(partly, end, TILE):
-        max_score, sum_exp, out = _add_keys(
+        max_score, sum_exp, out = add_keys(
             q, max_score, sum_exp, out, K, V, TABLE, start, end, position, window, scale, kv, c,
             KV_HEADS, C, S, TILE, True, WINDOWED, PRECISION,
         )  # fmt: skip
