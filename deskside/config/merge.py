@@ -270,7 +270,7 @@ def refuse_other_model(trained: ModelConfig, overrides: Mapping[str, Any], sourc
         changed = ModelConfig.model_validate({**trained.model_dump(mode="json"), **given})
     except ValidationError:
         return  # `build` reports the error
-    changeable = {"router_aux_loss_coef", "router_z_loss_coef", "router_bias_update_rate"}
+    changeable = {"router_aux_loss_coef", "router_z_loss_coef", "router_bias_update_rate", "model_type"}
     if trained.position_embedding == "rope":
         changeable |= {"max_position_embeddings", "rope_scaling"}
     for key in options:

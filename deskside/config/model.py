@@ -55,9 +55,17 @@ class YarnConfig(Part):
         return scale(1.0)
 
 
+# Hugging Face's names of the families in weights/hf_families.py.
+ModelType = Literal["qwen3", "llama", "qwen3_moe", "qwen2_moe", "dots1", "gpt2"]
+
+
 class ModelConfig(Part):
     """Architecture of a decoder-only transformer. Raises pydantic.ValidationError for contradictory options."""
 
+    model_type: ModelType | None = Field(
+        None,
+        description="architecture of exports; default: the first of the choices that has the other options",
+    )
     vocab_size: Size = Field(32768, description="entries of the embedding table")
     hidden_size: Size = Field(768, description="width of the residual stream")
     num_hidden_layers: Size = Field(12, le=10_000, description="number of blocks")

@@ -30,7 +30,8 @@ from deskside.utils.errors import RunError, UsageError
 from deskside.weights import frozen_base
 from deskside.weights.checkpoint import Damaged, find
 from deskside.weights.hf import finish_export, hf_name, replaced_when_complete, write_safetensors
-from deskside.weights.hf_families import Family, family_of
+from deskside.weights.hf_families import family_of
+from deskside.weights.hf_family import Family
 from deskside.weights.load import Loaded, load_model
 from deskside.weights.merge_adapters import load_adapted_model, merge_into
 

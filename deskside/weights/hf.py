@@ -30,7 +30,8 @@ from deskside.utils.errors import RunError, UsageError
 from deskside.utils.files import fingerprint
 from deskside.utils.parsing import read_json_object
 from deskside.weights.hf_config import from_hf_config, to_hf_config
-from deskside.weights.hf_families import FAMILIES, Family, family_of
+from deskside.weights.hf_families import FAMILIES, family_of
+from deskside.weights.hf_family import Family
 
 TOKENIZER_EXTRAS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 EXPORT_MANIFEST = "deskside.json"  # the origin of an export, and the checksums of its files
@@ -165,7 +166,7 @@ def check_out_dir(out_dir: Path) -> set[str]:
 def load_hf(
     folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> tuple[ModelConfig, Transformer]:
-    """Load a Qwen3, Qwen3-MoE, Qwen2-MoE, dots.llm1, Llama or GPT-2 directory into a model.
+    """Load a directory of a supported family (hf_families.py) into a model.
 
     dtype: dtype of weights with two or more dimensions; the others are float32. Raises UsageError for an unsupported
     architecture, option or tensor, and RunError if config.json or the weights are damaged.

@@ -1,16 +1,93 @@
-"""Hugging Face architectures: the family of a ModelConfig, and the names of its tensors.
+"""The supported Hugging Face architectures as a table. A new family is one entry of `_FAMILIES`.
 
-Export and import use one table of names per family. Its keys are logical names (ops/logical.py), so that it applies to
-fused and separate projections. An export with an option that the family does not support is refused, because it would
-load but compute something else.
+An entry says how config.json and the names of the tensors correspond to ModelConfig and to our logical names
+(ops/logical.py), for import and export alike. Logical names with the same Hugging Face name are stacked in one tensor,
+in the order of the model (q, k, v; gate, up).
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from deskside.config.model import ModelConfig
 from deskside.utils.errors import UsageError
+from deskside.weights.hf_family import Constant, Family, Field, Windows, unsupported_options
+
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_new",
+    "gelu_pytorch_tanh": "gelu_new",
+    "relu2": "relu2",
+}
+
+
+def _read_activation(name: Any, source: Mapping[str, Any]) -> str:
+    if name not in _ACTIVATIONS:
+        raise UsageError(f"hidden_act '{name}' is not supported; use one of {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[name]
+
+
+def _same(*names: str) -> dict[str, Field]:
+    """Return required fields that have the same name as our option."""
+    return {name: Field(name) for name in names}
+
+
+# Fields
+
+_HEADS = {
+    **_same(
+        "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"
+    ),
+    "num_key_value_heads": Field("num_key_value_heads", lambda source: source["num_attention_heads"]),
+    "head_dim": Field("head_dim", None),
+}
+_DECODER_FIELDS = {
+    **_HEADS,
+    **_same("intermediate_size"),
+    "hidden_act": Field("hidden_act", "silu", read=_read_activation),
+    "norm_eps": Field("rms_norm_eps", 1e-6),
+    "attention_bias": Field("attention_bias", False),
+    "tie_word_embeddings": Field("tie_word_embeddings", False),
+    "initializer_range": Field("initializer_range", 0.02),
+}
+_EXPERT_FIELDS = {
+    "num_experts": Field("num_experts", older="num_local_experts"),
+    **_same("num_experts_per_tok", "moe_intermediate_size"),
+    "norm_topk_prob": Field("norm_topk_prob", False),
+    "router_aux_loss_coef": Field("router_aux_loss_coef", 0.001),
+}
+_NO_DROPOUT = {"attention_dropout": 0.0}
+_ALL_LAYERS_HAVE_EXPERTS = {"mlp_only_layers": Constant([], []), "decoder_sparse_step": Constant(1, 1)}
+
+
+def without(fields: Mapping[str, Field], *names: str) -> dict[str, Field]:
+    """Return the fields without some options, for a family that lacks them."""
+    return {name: value for name, value in fields.items() if name not in names}
+
+
+# Windows
+
+
+def _from_layer(first: int) -> Callable[[Mapping[str, Any], int], list[bool]]:
+    """Return the default of `layer_types` of families with `max_window_layers`, whose own default is `first`."""
+
+    def windows(source: Mapping[str, Any], layers: int) -> list[bool]:
+        start = source.get("max_window_layers", first)
+        return [layer >= start for layer in range(layers)]
+
+    return windows
+
+
+def _every_layer(source: Mapping[str, Any], layers: int) -> list[bool]:
+    return [True] * layers
+
+
+def _unknown_layers(source: Mapping[str, Any], layers: int) -> list[bool]:
+    raise UsageError("use_sliding_window: a Qwen2-MoE with windows needs layer_types")
+
+
+# Names of tensors
 
 _MLP_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _DECODER = {
@@ -55,121 +132,137 @@ _GPT2 = {
     "lm_head": "lm_head",
 }
 
-
-@dataclass(frozen=True)
-class Family:
-    """A Hugging Face architecture.
-
-    names: logical module name -> Hugging Face module name. fixed: options of ModelConfig for which the architecture has
-    only one value. transposed: the matrices of the blocks are (in, out), as in GPT-2's Conv1D. prefix: prefix of tensor
-    names that some checkpoints omit. buffers: suffixes of stored tensors that are not weights.
-    """
-
-    model_type: str
-    architecture: str
-    names: Mapping[str, str]
-    fixed: Mapping[str, Any]
-    transposed: bool = False
-    prefix: str = ""
-    buffers: tuple[str, ...] = ("rotary_emb.inv_freq",)
-
-
-_DECODER_OPTIONS = {
-    "position_embedding": "rope",
-    "gated_mlp": True,
-    "norm": "rmsnorm",
-    "norm_position": "pre",
-    "final_logit_softcapping": None,
-}
-
-FAMILIES = {
-    "qwen3": Family(
+# The first family that has all options of a ModelConfig is its default.
+_FAMILIES = (
+    Family(
         "qwen3",
         "Qwen3ForCausalLM",
         {**_DECODER, **_QK_NORM, **_MLP},
-        {**_DECODER_OPTIONS, "qk_norm": True, "mlp_bias": False},
+        {**_DECODER_FIELDS, "head_dim": Field("head_dim", 128)},
+        {"qk_norm": True},
+        written=_NO_DROPOUT,
+        windows=Windows(_from_layer(28), "use_sliding_window", first_layer=True),
     ),
-    "qwen3_moe": Family(
-        "qwen3_moe",
-        "Qwen3MoeForCausalLM",
-        {**_DECODER, **_QK_NORM, **_EXPERTS},
-        {**_DECODER_OPTIONS, "qk_norm": True, "mlp_bias": False},
-    ),
-    "qwen2_moe": Family(
-        "qwen2_moe",
-        "Qwen2MoeForCausalLM",
-        {**_DECODER, **_EXPERTS, **_QWEN_SHARED_EXPERT},
-        {**_DECODER_OPTIONS, "qk_norm": False, "mlp_bias": False, "attention_bias": False},
-    ),
-    "dots1": Family(
-        "dots1",
-        "Dots1ForCausalLM",
-        {**_DECODER, **_QK_NORM, **_EXPERTS, **_DOTS_SHARED_EXPERT},
-        {**_DECODER_OPTIONS, "qk_norm": True, "mlp_bias": False},
-    ),
-    "llama": Family(
+    Family(
         "llama",
         "LlamaForCausalLM",
         {**_DECODER, **_MLP},
-        {**_DECODER_OPTIONS, "qk_norm": False, "sliding_window": None},
+        {**_DECODER_FIELDS, "mlp_bias": Field("mlp_bias", False)},
+        {"qk_norm": False},
+        written=_NO_DROPOUT,
+        conditions=(
+            (
+                "hidden_size that is not a multiple of num_attention_heads",
+                lambda config: config.hidden_size % config.num_attention_heads == 0,
+            ),
+        ),
     ),
-    "gpt2": Family(
+    Family(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        {**_DECODER, **_QK_NORM, **_EXPERTS},
+        {**_DECODER_FIELDS, **_EXPERT_FIELDS},
+        {"qk_norm": True},
+        _ALL_LAYERS_HAVE_EXPERTS,
+        _NO_DROPOUT,
+        windows=Windows(_every_layer, "use_sliding_window", by_layer=False),
+    ),
+    Family(
+        "qwen2_moe",
+        "Qwen2MoeForCausalLM",
+        {**_DECODER, **_EXPERTS, **_QWEN_SHARED_EXPERT},
+        {
+            **without(_DECODER_FIELDS, "attention_bias"),
+            **_EXPERT_FIELDS,
+            **_same("shared_expert_intermediate_size"),
+        },
+        {"qk_norm": False},
+        {**_ALL_LAYERS_HAVE_EXPERTS, "qkv_bias": Constant(False, True)},
+        _NO_DROPOUT,
+        conditions=(
+            (
+                "shared_expert_intermediate_size = 0",
+                lambda config: config.shared_expert_intermediate_size > 0,
+            ),
+        ),
+        windows=Windows(_unknown_layers, "use_sliding_window", first_layer=True),
+    ),
+    Family(
+        "dots1",
+        "Dots1ForCausalLM",
+        {**_DECODER, **_QK_NORM, **_EXPERTS, **_DOTS_SHARED_EXPERT},
+        {
+            **_DECODER_FIELDS,
+            **without(_EXPERT_FIELDS, "router_aux_loss_coef"),
+            "num_experts": Field("n_routed_experts"),
+            "shared_expert_intermediate_size": Field(
+                "n_shared_experts",
+                0,
+                read=lambda experts, source: experts * source["moe_intermediate_size"],
+                write=lambda width, config: width // config.moe_intermediate_size,
+            ),
+        },
+        {"qk_norm": True, "scoring_func": "sigmoid"},
+        {
+            "n_group": Constant(1, 1),
+            "topk_group": Constant(1, 1),
+            "routed_scaling_factor": Constant(1.0, 1.0),
+            "first_k_dense_replace": Constant(0, 0),
+        },
+        _NO_DROPOUT,
+        windows=Windows(_from_layer(62), first_layer=True),
+    ),
+    Family(
         "gpt2",
         "GPT2LMHeadModel",
         _GPT2,
+        {
+            "vocab_size": Field("vocab_size"),
+            "hidden_size": Field("n_embd"),
+            "num_hidden_layers": Field("n_layer"),
+            "num_attention_heads": Field("n_head"),
+            "num_key_value_heads": Field("n_head"),
+            # llama.cpp's converter needs the old name n_ctx.
+            "max_position_embeddings": Field("n_positions", copy="n_ctx"),
+            "intermediate_size": Field("n_inner", lambda source: 4 * source["n_embd"]),
+            "hidden_act": Field("activation_function", "gelu_new", read=_read_activation),
+            "norm_eps": Field("layer_norm_epsilon", 1e-5),
+            "tie_word_embeddings": Field("tie_word_embeddings", True),
+            "initializer_range": Field("initializer_range", 0.02),
+        },
         {
             "position_embedding": "learned",
             "gated_mlp": False,
             "norm": "layernorm",
             "norm_bias": True,
-            "norm_position": "pre",
             "qk_norm": False,
             "attention_bias": True,
             "mlp_bias": True,
-            "final_logit_softcapping": None,
-            "sliding_window": None,
-            "num_experts": 0,
         },
+        {
+            "scale_attn_weights": Constant(True, True),
+            "scale_attn_by_inverse_layer_idx": Constant(False, False),
+            "add_cross_attention": Constant(False, False),
+        },
+        {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0},
         transposed=True,
         prefix="transformer.",
         buffers=(".attn.bias", ".attn.masked_bias"),
     ),
-}
+)
+FAMILIES = {family.model_type: family for family in _FAMILIES}
 
 
 def family_of(config: ModelConfig) -> Family:
-    """Return the architecture of a configuration. Raises UsageError naming options that the architecture lacks."""
-    if config.position_embedding == "learned":
-        family = FAMILIES["gpt2"]
-    elif config.num_experts:
-        softmax = "qwen2_moe" if config.shared_expert_intermediate_size else "qwen3_moe"
-        family = FAMILIES["dots1" if config.scoring_func == "sigmoid" else softmax]
-    else:
-        family = FAMILIES["qwen3" if config.qk_norm else "llama"]
-    unsupported = [
-        f"{name} = {_as_written(getattr(config, name))} (only {_as_written(value)})"
-        for name, value in family.fixed.items()
-        if getattr(config, name) != value
-    ]
-    if family.model_type == "gpt2":
-        if config.num_key_value_heads != config.num_attention_heads:
-            unsupported.append("num_key_value_heads other than num_attention_heads")
-        if config.num_attention_heads * config.head_dim != config.hidden_size:
-            unsupported.append("num_attention_heads * head_dim other than hidden_size")
-    if (
-        family.model_type == "qwen3_moe"
-        and config.window_pattern is not None
-        and "L" in config.window_pattern
-    ):
-        unsupported.append("window_pattern with L (a window applies to all layers)")
-    if unsupported:
-        raise UsageError(
-            f"no equivalent Hugging Face architecture: the nearest, {family.architecture}, does not support "
-            f"{'; '.join(unsupported)}"
-        )
+    """Return the family of `config.model_type`, or the first one that has the options of a configuration.
+
+    Raises UsageError naming the options that the family, or the nearest one, lacks.
+    """
+    families = (FAMILIES[config.model_type],) if config.model_type else _FAMILIES
+    lacking = [unsupported_options(config, family) for family in families]
+    fewest = min(lacking, key=len)
+    family = families[lacking.index(fewest)]
+    if fewest:
+        nearest = "" if config.model_type else "no equivalent Hugging Face architecture: the nearest, "
+        raise UsageError(f"{nearest}{family.architecture}, does not support {'; '.join(fewest)}")
     return family
-
-
-def _as_written(value: object) -> str:
-    """Return a value as it is written in a configuration file."""
-    return "none" if value is None else str(value).lower()

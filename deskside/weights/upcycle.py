@@ -25,6 +25,7 @@ from deskside.utils.errors import UsageError
 # Options that may differ: those of the experts, those of the dense MLP that experts do not have, and those that change
 # how weights are stored or trained, but not what the model computes.
 _MAY_DIFFER = {
+    "model_type",
     "num_experts",
     "num_experts_per_tok",
     "moe_intermediate_size",

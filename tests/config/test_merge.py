@@ -503,7 +503,8 @@ def test_options_that_contradict_given_weights_are_refused(key: str) -> None:
     other = {
         "attention_bias": True, "final_logit_softcapping": 9.0, "fused_gate_up": False, "fused_qkv": False,
         "gated_mlp": False, "head_dim": 32, "hidden_act": "gelu", "hidden_size": 512, "initializer_range": 0.5,
-        "intermediate_size": 512, "max_position_embeddings": 4096, "mlp_bias": True, "norm": "layernorm",
+        "intermediate_size": 512, "max_position_embeddings": 4096, "mlp_bias": True, "model_type": "llama",
+        "norm": "layernorm",
         "norm_bias": True, "norm_eps": 1e-3, "norm_position": "post", "num_attention_heads": 6, "num_experts": 4,
         "num_hidden_layers": 2, "num_key_value_heads": 1, "position_embedding": "learned", "qk_norm": False,
         "rope_scaling": {"factor": 8.0, "original_max_position_embeddings": 2048},
@@ -522,7 +523,7 @@ def test_options_that_contradict_given_weights_are_refused(key: str) -> None:
         return
     refuse_other_model(own, {"model": {key: getattr(own, key)}}, "runs/a")
     given = {"model": {**beside, key: other[key]}}
-    if key in ("max_position_embeddings", "rope_scaling"):
+    if key in ("max_position_embeddings", "model_type", "rope_scaling"):
         refuse_other_model(own, given, "runs/a")
         return
     with pytest.raises(UsageError, match=r"^model\.\w+: the weights of runs/a are"):
