@@ -16,7 +16,8 @@ between two tokens of nearly equal probability.
 
 On a GPU the host runs one step ahead: it queues a step before it has read the tokens of the previous one. If a step is
 short, it generates several tokens for each row. A row may therefore be decoded on after its end; that output is
-dropped. An engine is not thread-safe.
+dropped. While a row with a grammar runs, the host reads every token before it queues the next step, because the grammar
+decides on the host which tokens may follow. An engine is not thread-safe.
 """
 
 import math
@@ -30,6 +31,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from deskside.engine import device, steps
+from deskside.engine.grammar import MaskBuilder
 from deskside.engine.graphs import Graphs, bucket, token_bucket
 from deskside.engine.prompts import PackedPrompts, choose_parts, pack
 from deskside.engine.requests import (
@@ -42,9 +44,9 @@ from deskside.engine.requests import (
     check_prompt,
 )
 from deskside.engine.rows import Rows, new_rows
-from deskside.engine.sampling import SamplingTensors, ranking_width
+from deskside.engine.sampling import SamplingTensors
 from deskside.engine.speculate import speculate
-from deskside.engine.steps import CachedModel, Slots
+from deskside.engine.steps import CachedModel, Slots, StepOptions
 from deskside.model.transformer import Transformer
 from deskside.utils.errors import RunError, UsageError, describe_error
 
@@ -134,6 +136,7 @@ class Engine:
         self._pending: deque[PendingBatch] = deque()
         self._new_events: list[Event] = []
         self._next_number = 0
+        self._mask_builder = MaskBuilder(self.vocabulary)
         # The slots of the last decoding step, also as a tensor: consecutive steps often have the same ones.
         self._last_lanes: tuple[list[int], Tensor] = ([], self._slots.to_device([]))
 
@@ -204,6 +207,8 @@ class Engine:
         A failure of a single sample ends it with the reason "failed". After an exception from this method, call
         `abandon`, which returns the undelivered events, and then `restart`.
         """
+        if any(row.matcher is not None for row in self._rows.running):
+            self._collect_first(len(self._pending))
         num_earlier = len(self._pending)
         self._admit()
         to_prefill = [row for row in self._rows.running if not row.prefill_done]
@@ -214,8 +219,7 @@ class Engine:
             self._decode(to_decode)
         self._rows.counts.steps += bool(to_prefill or to_decode)
         ahead = self._run_ahead and (to_prefill or to_decode)
-        for _ in range(num_earlier if ahead else len(self._pending)):
-            self._collect(self._pending.popleft())
+        self._collect_first(num_earlier if ahead else len(self._pending))
         return self._take_events()
 
     def run(self, requests: Sequence[Request]) -> list[list[SampleOutput]]:
@@ -301,7 +305,7 @@ class Engine:
         rows = [row for row, _ in parts]
         for row, count in parts:
             row.prefilled += count
-        options = self._step_options(rows)
+        options = StepOptions.of(rows, self.vocabulary)
         lanes, tokens = len(rows), sum(count for _, count in parts)
         graphs = None
         if self._run_ahead:
@@ -313,6 +317,7 @@ class Engine:
             prompts = PackedPrompts.of(packed, lanes)
             return steps.prefill(self._models, self._slots, prompts, options).packed()
 
+        self._constrain([row for row in rows if row.prefill_done])
         prompts = self._slots.copy(pack(parts, lanes, tokens, self._slots.dummy))
         packed = step(prompts) if graphs is None else graphs.run(("prefill", tokens, options), prompts, step)
         for row in rows:
@@ -321,8 +326,9 @@ class Engine:
 
     def _decode(self, rows: list[RowState]) -> None:
         """Decode one step of these rows."""
-        options = self._step_options(rows)
+        options = StepOptions.of(rows, self.vocabulary)
         num_tokens = self._tokens_per_replay(rows)
+        self._constrain(rows)
         # An upper bound of the rows' lengths after this step. The host does not know the exact lengths: a step yields
         # up to 1 + num_drafts tokens.
         bound = max(
@@ -338,11 +344,11 @@ class Engine:
         if slots != self._last_lanes[0]:
             self._last_lanes = (slots, self._slots.to_device(slots))
         lanes_B = self._last_lanes[1]
-        if self.num_drafts:
+        if self.num_drafts and not options.constrained:
             target, draft = self._models
             decode = partial(speculate, target, draft, num_drafts=self.num_drafts)
         else:
-            decode = partial(steps.decode, self._models[0], num_tokens=num_tokens)
+            decode = partial(steps.decode, self._models, num_tokens=num_tokens)
         if self._graphs is not None:
             bound = self._max_row_length  # a graph is replayed for rows of any length
 
@@ -365,6 +371,8 @@ class Engine:
         """
         if self._graphs is None or self.num_drafts or self._step_seconds > MAX_STEP_SECONDS:
             return 1
+        if any(row.matcher is not None for row in rows):
+            return 1  # the grammar needs each token before the next
         busy = bool(self._rows.waiting) or any(not row.prefill_done for row in self._rows.running)
         enough = max(row.tokens_left for row in rows) >= TOKENS_PER_REPLAY
         return TOKENS_PER_REPLAY if enough and not busy else 1
@@ -396,6 +404,18 @@ class Engine:
         copied = self._record_event()
         self._pending.append(PendingBatch(rows, packed, logprobs, num_tokens, started, copied))
 
+    def _constrain(self, rows: Sequence[RowState]) -> None:
+        """Send the tokens to the device that the grammars of these rows allow next."""
+        slots = [row.slot for row in rows if row.matcher is not None]
+        matchers = [row.matcher for row in rows if row.matcher is not None]
+        if matchers:
+            self._slots.allow(slots, self._mask_builder.masks(matchers))
+
+    def _collect_first(self, batches: int) -> None:
+        """Read the output of the first queued steps."""
+        for _ in range(batches):
+            self._collect(self._pending.popleft())
+
     def _collect(self, batch: PendingBatch) -> None:
         """Wait for the output of a queued step and apply its tokens to the rows. Lanes beyond the rows are padding."""
         if batch.copied is not None:
@@ -421,14 +441,6 @@ class Engine:
         """Return the undelivered events and clear the list."""
         events, self._new_events = self._new_events, []
         return events
-
-    def _step_options(self, rows: list[RowState]) -> steps.StepOptions:
-        samplings = [row.request.sampling for row in rows]
-        return steps.StepOptions(
-            ranking_width(samplings, self.vocabulary),
-            any(sampling.repetition_penalty != 1 for sampling in samplings),
-            any(row.request.logprobs for row in rows),
-        )
 
     def _new_state(self) -> tuple[Slots, Graphs | None]:
         """Return a new state of the rows on the device, and the CUDA graphs for it."""

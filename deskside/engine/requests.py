@@ -3,15 +3,19 @@
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
+from deskside.engine.grammar import Grammar
 from deskside.engine.pages import Key
 from deskside.engine.sampling import GREEDY, Sampling, SamplingTensors
 from deskside.engine.text import TextStream
 from deskside.utils.errors import UsageError
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 Reason = Literal["eos", "stop", "length", "cancelled", "failed"]
 
@@ -27,6 +31,7 @@ class Request:
         stop_strings: Strings that end a sample. Its text ends before the string, but its tokens include those of the
             string. The engine needs a tokenizer for them.
         logprobs: Whether events carry log-probabilities.
+        grammar: What the answer must match; None for any answer. A complete one ends with the reason "eos".
     """
 
     prompt: tuple[int, ...]
@@ -39,6 +44,7 @@ class Request:
     stop_tokens: frozenset[int] = frozenset()
     stop_strings: tuple[str, ...] = ()
     logprobs: bool = False
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 0:
@@ -131,6 +137,7 @@ class RowState:
     keys: list[Key]  # of the prompt's full pages
     stream: TextStream | None
     settings: SamplingTensors  # one row, on the host
+    matcher: "LLMatcher | None" = None  # of the request's grammar
     slot: int = -1  # -1 while it waits
     pages: list[int] = field(default_factory=list)
     cached: int = 0  # tokens of the prompt that were found in the cache

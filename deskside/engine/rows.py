@@ -29,7 +29,8 @@ def new_rows(
         stream = None if tokenizer is None else TextStream(tokenizer, request.stop_strings)
         random_stream = stream_of(request.seed, request.first_sample + sample)
         settings = SamplingTensors.of([request.sampling], [random_stream], "cpu")
-        rows.append(RowState(number, sample, request, max_length, prompt, keys, stream, settings))
+        matcher = None if request.grammar is None else request.grammar.matcher()
+        rows.append(RowState(number, sample, request, max_length, prompt, keys, stream, settings, matcher))
     return rows
 
 
@@ -83,6 +84,8 @@ class Rows:
         request = row.request
         if token == NOT_FINITE:
             return self.fail(row, "the model's output is not finite (NaN or infinite) after this prompt")
+        if row.matcher is not None and (row.matcher.is_error() or not row.matcher.consume_token(token)):
+            return self.end(row, "failed", f"the grammar cannot be followed: {row.matcher.get_error()}")
         if token in request.eos_tokens:
             return self.end(row, "eos")
         if token in request.stop_tokens:
@@ -93,6 +96,8 @@ class Rows:
         reason: Reason | None = None
         if row.stream is not None and row.stream.stopped:
             reason = "stop"
+        elif row.matcher is not None and row.matcher.is_accepting() and row.matcher.is_stopped():
+            reason = "eos"  # only an end-of-text token may follow
         elif len(request.prompt) + len(row.tokens) == row.max_length:
             reason = "length"
         if reason is not None:
@@ -104,8 +109,8 @@ class Rows:
             row.number, row.sample, token, reason, text, logprob, sampled_logprob, cached_tokens=cached
         )
 
-    def end(self, row: RowState, reason: Reason) -> Event:
-        """End a row and release its slot and pages."""
+    def end(self, row: RowState, reason: Reason, error: str = "") -> Event:
+        """End a row and release its slot and pages. error: of the reason "failed"."""
         # The held text of a cancelled answer is dropped: nobody reads it.
         text = row.stream.finish() if row.stream is not None and reason != "cancelled" else ""
         row.ended = True
@@ -116,7 +121,7 @@ class Rows:
                 # Make the answer's pages available to later prompts. Its last token may not be in the cache.
                 self.register_pages(row, page_keys([*row.request.prompt, *row.tokens[:-1]], self._page_size))
             self._release(row)
-        return Event(row.number, row.sample, None, reason, text, cached_tokens=row.cached)
+        return Event(row.number, row.sample, None, reason, text, error=error, cached_tokens=row.cached)
 
     def fail(self, row: RowState, why: str) -> Event:
         """End a running row as "failed". Cached prefixes are dropped: they may include its pages."""

@@ -4,6 +4,7 @@ The settings are applied in this order. Each filter sees the renormalised distri
 
     repetition_penalty  divides the logits of tokens in the prompt or the answer if they are positive, else multiplies
                         them (Keskar et al. 2019, arXiv 1909.05858, as in transformers)
+    grammar             removes the tokens that may not come next (grammar.py)
     temperature         divides the logits; 0 is greedy and ignores the filters below
     top_k               keeps the k most probable tokens
     top_p               keeps the smallest set of most probable tokens with at least this total probability
@@ -223,7 +224,7 @@ def draw(
     settings: SamplingTensors,
     width: int,
     count_B: Tensor,
-    seen_BV: Tensor | None = None,
+    adjusted_BV: Tensor | None = None,
     logprobs: bool = True,
 ) -> DrawnTokens:
     """Sample the next token of each row.
@@ -231,16 +232,17 @@ def draw(
     Args:
         width: The `ranking_width` of these settings, or a larger one.
         count_B: int64, new tokens of the row so far.
-        seen_BV: bool, tokens to which the repetition penalty applies; None for none.
+        adjusted_BV: The logits after repetition penalty and grammar; None if no row has either.
     """
-    penalised_BV = logits_BV if seen_BV is None else penalise(logits_BV, seen_BV, settings.penalty_B)
+    if adjusted_BV is None:
+        adjusted_BV = logits_BV
     sampled_B = None
     if width == GREEDY_ONLY:
-        token_B = penalised_BV.argmax(-1)  # the first NaN, if there is one
-        decided_B = penalised_BV.gather(1, token_B[:, None])[:, 0]
+        token_B = adjusted_BV.argmax(-1)  # the first NaN, if there is one
+        decided_B = adjusted_BV.gather(1, token_B[:, None])[:, 0]
         sampled_B = torch.zeros_like(token_B, dtype=torch.float32) if logprobs else None
     else:
-        log_p_BW, token_BW = candidates(penalised_BV, settings, width)
+        log_p_BW, token_BW = candidates(adjusted_BV, settings, width)
         winner_B1 = gumbel_argmax(log_p_BW, settings.stream_B, count_B, counter_rng.DRAW, token_BW)[:, None]
         token_B = token_BW.gather(1, winner_B1)[:, 0]
         # One NaN or +inf logit makes the normalised log-probability of every token NaN.

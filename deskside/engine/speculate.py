@@ -9,6 +9,9 @@ one-hot.
 
 Both models have a KV cache with the same pages and lengths. The entries of rejected drafts lie beyond a row's length,
 where they are never read.
+
+A step with a row that has a grammar does not speculate: the tokens that the grammar allows after a draft are known only
+when the draft is.
 """
 
 import torch

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from deskside.engine.fused import FusedBlocks, experts_wait
+from deskside.engine.grammar import MASK_BITS, forbid
 from deskside.engine.prompts import PackedPrompts
-from deskside.engine.sampling import GREEDY, DrawnTokens, SamplingTensors, draw
+from deskside.engine.requests import RowState
+from deskside.engine.sampling import GREEDY, DrawnTokens, SamplingTensors, draw, penalise, ranking_width
 from deskside.kernels.decode import KERNEL_DTYPES, kernel_supports
 from deskside.kernels.prefill import packed_kernel_supports
 from deskside.model.block import DEFAULT_BLOCKS, CachedBlocks
@@ -83,6 +85,18 @@ class StepOptions:
     width: int  # see `sampling.ranking_width`
     penalised: bool  # some row has a repetition penalty
     logprobs: bool  # some row needs log-probabilities
+    constrained: bool = False  # some row has a grammar
+
+    @staticmethod
+    def of(rows: Sequence[RowState], vocabulary: int) -> "StepOptions":
+        """Return the options of a step of these rows."""
+        samplings = [row.request.sampling for row in rows]
+        return StepOptions(
+            ranking_width(samplings, vocabulary),
+            any(sampling.repetition_penalty != 1 for sampling in samplings),
+            any(row.request.logprobs for row in rows),
+            any(row.matcher is not None for row in rows),
+        )
 
 
 @dataclass(frozen=True)
@@ -152,6 +166,8 @@ class Slots:
         table_SN: int64, the pages of each row.
         settings: Sampling settings.
         seen_SV: bool, the tokens of prompt and answer; None until a request has a repetition penalty.
+        allowed_SW: int32, the tokens that a grammar allows next, see `grammar.MaskBuilder.masks`; None until a request
+            has a grammar.
     """
 
     def __init__(self, slots: int, pages_per_row: int, vocabulary: int, device: torch.device):
@@ -162,6 +178,7 @@ class Slots:
         self.table_SN = torch.zeros(slots + 1, pages_per_row, dtype=torch.int64, device=device)
         self.settings = SamplingTensors.of([GREEDY] * (slots + 1), [0] * (slots + 1), device)
         self.seen_SV: Tensor | None = None
+        self.allowed_SW: Tensor | None = None
 
     def to_device(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
         """Copy integers to the device as int64, without waiting for it."""
@@ -186,6 +203,8 @@ class Slots:
         self.table_SN[rows] = self.to_device([pages + [0] * (N - len(pages)) for pages in tables])
         self.state_S3[rows] = self.to_device([[0, length, 0] for length in lengths])
         self.settings.put(rows, settings)
+        if self.allowed_SW is not None:
+            self.allowed_SW[rows] = -1  # all tokens
 
     def start_seen(self, slot: int, prompt: tuple[int, ...]) -> None:
         """Initialize the seen tokens of a new row that has a repetition penalty."""
@@ -200,6 +219,13 @@ class Slots:
         # Not `= True`: torch would copy the constant from the host, which fails while a CUDA graph is captured.
         assert self.seen_SV is not None
         self.seen_SV[lanes, tokens] = torch.ones_like(tokens, dtype=torch.bool)
+
+    def allow(self, slots: list[int], masks: Tensor) -> None:
+        """Set the tokens that grammars allow next in these slots. masks: from `MaskBuilder.masks`."""
+        if self.allowed_SW is None:
+            shape = (self.dummy + 1, -(-self.vocabulary // MASK_BITS))
+            self.allowed_SW = torch.full(shape, -1, dtype=torch.int32, device=self.device)
+        self.allowed_SW[self.to_device(slots)] = self.copy(masks)
 
     def seen_rows(self, lanes_B: Tensor, options: StepOptions) -> Tensor | None:
         """Return the seen tokens of the lanes, (B, V); None if no row of the step has a repetition penalty."""
@@ -239,21 +265,27 @@ def prefill(
 
 
 def decode(
-    model: CachedModel, slots: Slots, lanes_B: Tensor, bound: int, options: StepOptions, num_tokens: int = 1
+    models: tuple[CachedModel, ...],
+    slots: Slots,
+    lanes_B: Tensor,
+    bound: int,
+    options: StepOptions,
+    num_tokens: int = 1,
 ) -> StepOutput:
     """Generate `num_tokens` tokens for each lane, one after the other, also after an end token.
 
-    bound: maximum length of a row, including the new tokens.
+    models: see `prefill`. bound: maximum length of a row, including the new tokens.
     """
-    drawn = [_decode_one(model, slots, lanes_B, bound, options) for _ in range(num_tokens)]
+    drawn = [_decode_one(models, slots, lanes_B, bound, options) for _ in range(num_tokens)]
     return drawn[0] if num_tokens == 1 else StepOutput.joined(drawn)
 
 
 def _decode_one(
-    model: CachedModel, slots: Slots, lanes_B: Tensor, bound: int, options: StepOptions
+    models: tuple[CachedModel, ...], slots: Slots, lanes_B: Tensor, bound: int, options: StepOptions
 ) -> StepOutput:
     token_B, length_B, count_B = slots.read(lanes_B)
-    logits_BTV = model.decode(token_B[:, None], slots.table_SN[lanes_B], length_B, bound)
+    table_BN = slots.table_SN[lanes_B]
+    logits_BTV, *_ = [model.decode(token_B[:, None], table_BN, length_B, bound) for model in models]
     drawn = _draw(slots, lanes_B, logits_BTV[:, 0], count_B, options)
     slots.write(lanes_B, drawn.safe_token_B, length_B + 1, count_B + 1)
     if options.penalised:
@@ -265,6 +297,9 @@ def _draw(
     slots: Slots, lanes_B: Tensor, logits_BV: Tensor, count_B: Tensor, options: StepOptions
 ) -> DrawnTokens:
     settings = slots.settings[lanes_B]
-    return draw(
-        logits_BV, settings, options.width, count_B, slots.seen_rows(lanes_B, options), options.logprobs
-    )
+    adjusted_BV, seen_BV = logits_BV, slots.seen_rows(lanes_B, options)
+    if seen_BV is not None:
+        adjusted_BV = penalise(adjusted_BV, seen_BV, settings.penalty_B)
+    if options.constrained and slots.allowed_SW is not None:
+        adjusted_BV = forbid(adjusted_BV, slots.allowed_SW[lanes_B])
+    return draw(logits_BV, settings, options.width, count_B, adjusted_BV, options.logprobs)

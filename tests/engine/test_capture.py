@@ -70,29 +70,33 @@ def models(*layers: int) -> list[CachedModel]:
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
-@pytest.mark.parametrize("penalised", [False, True])
+@pytest.mark.parametrize(("penalised", "constrained"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("kind", SAMPLINGS)
 @torch.no_grad()
-def test_a_step_stays_on_its_device(kind: str, penalised: bool, drafts: int) -> None:
+def test_a_step_stays_on_its_device(kind: str, penalised: bool, constrained: bool, drafts: int) -> None:
     vocabulary = SHAPE["vocab_size"]
     target, draft = models(3, 1)
     slots = Slots(LANES, PAGES, vocabulary, META)
     if penalised:
         slots.start_seen(0, (1, 2))
+    if constrained:
+        slots.allow([0], torch.zeros(1, -(-vocabulary // 32), dtype=torch.int32))
     lanes = slots.to_device(range(LANES))
-    step = partial(speculate, target, draft, num_drafts=drafts) if drafts else partial(steps.decode, target)
-    options = StepOptions(ranking_width([SAMPLINGS[kind]], vocabulary), penalised, logprobs=True)
+    step = (
+        partial(speculate, target, draft, num_drafts=drafts) if drafts else partial(steps.decode, (target,))
+    )
+    options = StepOptions(ranking_width([SAMPLINGS[kind]], vocabulary), penalised, True, constrained)
     with OnOneDevice(), NoConstantsByIndex():
         packed = step(slots, lanes, bound=48, options=options).packed()
     assert packed.shape == (LANES, 1 + 3 * (1 + drafts))
 
 
 @pytest.mark.parametrize("drafts", [False, True])
-@pytest.mark.parametrize("penalised", [False, True])
+@pytest.mark.parametrize(("penalised", "constrained"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("kind", SAMPLINGS)
 @torch.no_grad()
 def test_a_prefill_pass_stays_on_its_device(
-    kind: str, penalised: bool, drafts: bool, monkeypatch: pytest.MonkeyPatch
+    kind: str, penalised: bool, constrained: bool, drafts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel of attention, which the interpreter tests, is replaced by its output's shape."""
     monkeypatch.setattr(prefill, "packed_kernel_supports", lambda heads, pool: True)
@@ -101,7 +105,9 @@ def test_a_prefill_pass_stays_on_its_device(
     slots = Slots(LANES, PAGES, vocabulary, META)
     if penalised:
         slots.start_seen(0, (1, 2))
-    options = StepOptions(ranking_width([SAMPLINGS[kind]], vocabulary), penalised, logprobs=True)
+    if constrained:
+        slots.allow([0], torch.zeros(1, -(-vocabulary // 32), dtype=torch.int32))
+    options = StepOptions(ranking_width([SAMPLINGS[kind]], vocabulary), penalised, True, constrained)
     computing = tuple(models(3, 1) if drafts else models(3))
     prompts = PackedPrompts.of(torch.zeros(3 * LANES + 1 + tokens, dtype=torch.int64, device=META), LANES)
     with OnOneDevice(), NoConstantsByIndex():

@@ -9,7 +9,7 @@ from deskside.config.model import ModelConfig
 from deskside.engine.counter_rng import stream_of
 from deskside.engine.generate import generate, generate_events
 from deskside.engine.requests import Reason, SampleOutput
-from deskside.engine.sampling import ALL, GREEDY, Sampling, SamplingTensors, draw
+from deskside.engine.sampling import ALL, GREEDY, Sampling, SamplingTensors, draw, penalise
 from deskside.model.transformer import Transformer
 from deskside.utils.errors import UsageError
 
@@ -70,7 +70,8 @@ def plain(
         seen_BV = torch.zeros_like(logits_BV, dtype=torch.bool)
         seen_BV[0, tokens] = True
         count_B = torch.tensor([count], device=device)
-        tokens.append(int(draw(logits_BV, settings, ALL, count_B, seen_BV).token_B[0]))
+        adjusted_BV = penalise(logits_BV, seen_BV, settings.penalty_B)
+        tokens.append(int(draw(logits_BV, settings, ALL, count_B, adjusted_BV).token_B[0]))
     return tokens[len(prompt) :]
 
 

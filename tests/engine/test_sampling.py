@@ -175,7 +175,8 @@ def test_greedy_takes_the_penalty_as_transformers_does() -> None:
     seen_BV = torch.zeros(8, 50, dtype=torch.bool).scatter_(1, text_BT, True)
     rows = settings_of(Sampling(0.0, repetition_penalty=2.5), 8)
     for width in (GREEDY_ONLY, UNRANKED, ALL, 8):
-        drawn = draw(logits_BV, rows, width, torch.zeros(8, dtype=torch.int64), seen_BV)
+        penalised_BV = penalise(logits_BV, seen_BV, rows.penalty_B)
+        drawn = draw(logits_BV, rows, width, torch.zeros(8, dtype=torch.int64), penalised_BV)
         assert torch.equal(drawn.token_B, expected)
         assert torch.equal(drawn.sampled_logprob_B, torch.zeros(8))
 
@@ -219,9 +220,10 @@ def test_log_probabilities_of_what_was_drawn() -> None:
     sampling = Sampling(0.6, top_k=9, top_p=0.8, repetition_penalty=1.2)
     seen_BV = torch.rand(30, 80) < 0.2
     rows = settings_of(sampling, 30)
-    drawn = draw(logits_BV, rows, 64, torch.zeros(30, dtype=torch.int64), seen_BV)
+    penalised_BV = penalise(logits_BV, seen_BV, rows.penalty_B)
+    drawn = draw(logits_BV, rows, 64, torch.zeros(30, dtype=torch.int64), penalised_BV)
     raw_BV = (logits_BV.double() / 0.6).log_softmax(-1)
-    log_p_BW, token_BW = candidates(penalise(logits_BV, seen_BV, rows.penalty_B), rows, ALL)
+    log_p_BW, token_BW = candidates(penalised_BV, rows, ALL)
     filtered_BV = torch.full((30, 80), -torch.inf).scatter(1, token_BW, log_p_BW)
     at = drawn.token_B[:, None]
     torch.testing.assert_close(drawn.logprob_B.double(), raw_BV.gather(1, at)[:, 0], atol=1e-5, rtol=1e-5)
@@ -241,8 +243,9 @@ def test_logits_that_are_not_finite_draw_no_token(logits: list[float], sampling:
     both = torch.tensor([logits, [0.0, 50.0, 0.0]])
     widths = [ranking_width([sampling], 3), ALL] if sampling.temperature else [GREEDY_ONLY]
     for width in widths:
-        seen_BV = torch.ones(2, 3, dtype=torch.bool)
-        drawn = draw(both, settings_of(sampling, 2), width, torch.zeros(2, dtype=torch.int64), seen_BV)
+        rows = settings_of(sampling, 2)
+        penalised_BV = penalise(both, torch.ones(2, 3, dtype=torch.bool), rows.penalty_B)
+        drawn = draw(both, rows, width, torch.zeros(2, dtype=torch.int64), penalised_BV)
         assert drawn.token_B.tolist() == [0 if logits[0] == 3e38 else NOT_FINITE, 1]
         assert drawn.safe_token_B.tolist() == [0, 1]
 

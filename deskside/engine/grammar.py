@@ -1,0 +1,132 @@
+"""Answers that follow a grammar: in each step, all tokens that may not come next get the logit -inf.
+
+llguidance computes which (github.com/guidance-ai/llguidance). Of the well-kept libraries, it is the one whose wheels
+need no other package (xgrammar's require torch, triton and transformers) and fit all Python versions, and it refuses
+what it does not support in a JSON schema instead of ignoring it. It computes a mask on the CPU, without Python's lock.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from deskside.utils.errors import UsageError
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher
+    from llguidance._lib import JsonCompileOptions
+
+GrammarKind = Literal["json", "regex", "choice", "grammar", "lark"]
+MASK_BITS = 32  # tokens per element of a mask
+COMPILED = 64  # compiled grammars that are kept
+MAX_ERROR_CHARACTERS = 300
+# Options of JSON schemas. White space is bounded, because some models fill an answer with it. A schema's own x-guidance
+# cannot make the compiler ignore what it does not support.
+JSON_OPTIONS: "JsonCompileOptions" = {"lenient": False, "whitespace_pattern": r"[ \t\n\r]{1,40}"}
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """A compiled grammar, from `Grammars.compile`. Each answer gets its own matcher."""
+
+    initial: "LLMatcher"
+
+    def matcher(self) -> "LLMatcher":
+        """Return a matcher for one answer, with no token consumed."""
+        return self.initial.deep_copy()
+
+
+class Grammars:
+    """Compiles grammars for the answers of one model. Thread-safe. Raises UsageError without llguidance.
+
+    vocab_size: of the model; it may exceed the tokenizer's. eos_tokens: allowed where the grammar is complete.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_tokens: Sequence[int]):
+        try:
+            from llguidance import LLParserLimits, LLTokenizer
+        except ModuleNotFoundError:
+            raise UsageError(
+                "structured output needs the package llguidance; install it: pip install 'deskside[serve]'"
+            ) from None
+        self._tokenizer = LLTokenizer(tokenizer.to_str(), n_vocab=vocab_size, eos_token=list(eos_tokens))
+        self._limits = LLParserLimits(verbose_errors=False)
+        self._compile = lru_cache(COMPILED)(self._compiled)
+
+    def compile(self, kind: GrammarKind, text: str) -> Grammar:
+        """Compile a grammar. Raises UsageError for an invalid or unsupported one, with the reason.
+
+        Args:
+            kind: "json": a JSON schema. "regex": a regular expression in Rust's syntax that matches the whole answer.
+                "choice": a JSON list of strings. "grammar": EBNF as in llama.cpp, or Lark. "lark": Lark with
+                llguidance's extensions, such as `%json`.
+        """
+        return self._compile(kind, text)
+
+    def _compiled(self, kind: GrammarKind, text: str) -> Grammar:
+        from llguidance import LLMatcher, grammar_from
+
+        try:
+            if kind == "json":
+                source = LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS)
+            else:
+                source = grammar_from(kind, text)
+        except ValueError as error:
+            raise _refused(kind, str(error)) from None
+        matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
+        if matcher.is_error():
+            raise _refused(kind, matcher.get_error())
+        return Grammar(matcher)
+
+
+def _refused(kind: GrammarKind, reason: str) -> UsageError:
+    name = "JSON schema" if kind == "json" else kind
+    shown = " ".join(reason.split())[:MAX_ERROR_CHARACTERS]
+    return UsageError(f"the {name} is invalid or uses a feature that is not supported: {shown}")
+
+
+def lark_literal(text: str) -> str:
+    """Return a text as a string literal of a Lark grammar."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def lark_json(schema: dict[str, Any]) -> str:
+    """Return a JSON schema as a part of a Lark grammar."""
+    return "%json " + json.dumps({**schema, "x-guidance": JSON_OPTIONS})
+
+
+class MaskBuilder:
+    """Computes the masks of several rows in parallel."""
+
+    def __init__(self, vocab_size: int):
+        self._width = -(-vocab_size // MASK_BITS)
+        self._executor: LLExecutor | None = None
+
+    def masks(self, matchers: "Sequence[LLMatcher]") -> Tensor:
+        """Return the tokens that each matcher allows next: int32 (B, ceil(V / 32)) on the host.
+
+        Bit i of element j is token 32 j + i. A matcher that fails (`is_error`) allows only an end-of-text token.
+        """
+        from llguidance import LLExecutor
+        from llguidance.numpy import fill_next_token_bitmask_par
+
+        if self._executor is None:
+            self._executor = LLExecutor()
+        mask_BW = np.empty((len(matchers), self._width), dtype=np.int32)
+        jobs: list[Any] = [(matcher, row) for row, matcher in enumerate(matchers)]
+        fill_next_token_bitmask_par(self._executor, jobs, mask_BW)
+        return torch.from_numpy(mask_BW)
+
+
+def forbid(logits_BV: Tensor, allowed_BW: Tensor) -> Tensor:
+    """Return the logits with -inf for the tokens that a mask does not allow. allowed_BW: see `MaskBuilder.masks`."""
+    V = logits_BV.shape[1]
+    bit_32 = torch.arange(MASK_BITS, dtype=torch.int32, device=logits_BV.device)
+    allowed_BV = ((allowed_BW[:, :, None] >> bit_32) & 1).flatten(1)[:, :V].bool()
+    return torch.where(allowed_BV, logits_BV, -torch.inf)
