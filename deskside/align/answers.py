@@ -1,4 +1,4 @@
-"""Pack answers into rows and score them. A text is a question with its answer; only the answer is scored.
+"""Pack answers into rows and score them. A text is a question with its answer, of which usually the answer is scored.
 
 Rows have the format of pretraining (`data/reading/rows.py`): several texts in sequence, which cannot attend to each
 other. A packing unit stays in one row: the two texts of a preference pair, or the text of one sampled answer. Units
@@ -29,10 +29,14 @@ from deskside.utils.errors import UsageError
 
 @dataclass(frozen=True)
 class TokenizedText:
-    """Tokens of a question with its answer, int64. The answer begins at index `answer_start` and is not empty."""
+    """Tokens of a question with its answer, int64. The answer begins at index `answer_start` and is not empty.
+
+    scored: indices of the tokens that are scored, rising and at least 1; None for the whole answer.
+    """
 
     tokens: NDArray[np.int64]
     answer_start: int
+    scored: NDArray[np.int64] | None = None
 
     @property
     def num_inputs(self) -> int:
@@ -40,13 +44,18 @@ class TokenizedText:
         return len(self.tokens) - 1
 
     @property
+    def targets(self) -> NDArray[np.int64]:
+        """Return the indices of the scored tokens."""
+        return np.arange(self.answer_start, len(self.tokens)) if self.scored is None else self.scored
+
+    @property
     def num_targets(self) -> int:
-        return len(self.tokens) - self.answer_start
+        return len(self.targets)
 
 
 @dataclass(frozen=True)
 class AnswerBatch(Batch):
-    """A micro-batch of S answers of up to L tokens. Targets outside the answers are -100.
+    """A micro-batch of S answers of up to L scored tokens. Targets that are not scored are -100.
 
     num_valid and num_valid_step count what the loss is averaged over: pairs, answers or tokens.
     target_index_M: int64, positions of the answers' targets in the flattened rows, answer by answer; M in all.
@@ -59,7 +68,7 @@ class AnswerBatch(Batch):
 
 @dataclass(frozen=True)
 class Scores:
-    """Log-probability and entropy of every answer token, float32 (S, L), zero beyond the end of an answer.
+    """Log-probability and entropy of every scored token, float32 (S, L), zero beyond the end of an answer.
 
     router: the statistics of the routers of a mixture of experts, None for other models.
     """
@@ -137,13 +146,13 @@ def lay_out(
     for i, row in enumerate(rows):
         start = 0
         for text in row:
-            # The position before the answer predicts its first token.
-            first, end = start + text.answer_start - 1, start + text.num_inputs
+            end = start + text.num_inputs
             tokens[i, start:end] = text.tokens[:-1]
-            targets[i, first:end] = text.tokens[text.answer_start :]
+            predicting = start + text.targets - 1  # a token is predicted at the position before it
+            targets[i, predicting] = text.tokens[text.targets]
             positions[i, start:end] = np.arange(text.num_inputs)
             starts.append(i * sequence_length + start)
-            target_index.append(np.arange(first, end) + i * sequence_length)
+            target_index.append(i * sequence_length + predicting)
             start = end
         if start < sequence_length:
             positions[i, start:] = np.arange(sequence_length - start)

@@ -1,7 +1,7 @@
 """Group-relative policy optimization (Shao et al. 2024, arXiv 2402.03300).
 
 Several answers are sampled to each question. Training makes answers with a reward above the mean of their group more
-likely, and the others less likely. losses.py has the loss and its options.
+likely, and the others less likely. policy_loss.py has the loss and its options.
 
 Each answer, with its question, counts as one row of the configured batch, so a step has batch.tokens /
 batch.sequence_length answers, in whole groups. The `tokens` of a run count these rows at full length. In the forward
@@ -14,8 +14,8 @@ temperature. The importance ratio in the loss also corrects for the engine's dif
 
 Metrics of each step: mean and standard deviation of the rewards; answer length in tokens; the share of truncated
 answers; the share of answers with an advantage that is not zero (others give a gradient only from align.kl); entropy;
-the share of clipped tokens; `drift`, which is k3 (losses.py) per token between the weights that sampled and the trained
-weights; and with align.kl `kl`, which is k3 per token from the initial weights.
+the share of clipped tokens; `drift`, which is k3 (policy_loss.py) per token between the weights that sampled and the
+trained weights; and with align.kl `kl`, which is k3 per token from the initial weights.
 """
 
 import shutil
@@ -40,7 +40,7 @@ from deskside.align.answers import (
     worst_case_texts,
 )
 from deskside.align.grpo_data import Question, Questions
-from deskside.align.losses import advantages, policy_loss
+from deskside.align.policy_loss import advantages, policy_loss
 from deskside.align.prepared import describe_data
 from deskside.align.rewards import parse as parse_reward
 from deskside.align.rollouts import Rollout, RolloutLog

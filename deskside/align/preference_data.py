@@ -5,7 +5,6 @@ assistant's). Both answers are rendered after the same question. As in SFT, the 
 token included. In a row, a pair is two texts, each with the question, which cannot attend to each other.
 """
 
-from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
-from deskside.align.answers import TokenizedText, pack_units
-from deskside.align.prepared import FolderSpec, PreparedItem, PreparedSplit, prepare_folder
+from deskside.align.answers import TokenizedText
+from deskside.align.prepared import FolderSpec, PreparedItem, prepare_folder
+from deskside.align.text_rows import TextRows, Units
 from deskside.data.chat.chat_template import ChatTemplate
 from deskside.data.chat.renderer import NotRendered, checked_messages
-from deskside.data.reading.shuffle import endless_shuffle
-from deskside.utils.errors import UsageError
 
 
 def prepare_pairs(spec: FolderSpec, tokenizer: Path, out: Path) -> dict[str, Any]:
@@ -89,12 +87,11 @@ def _write(
     return f"{split}.safetensors", {"count": len(pairs), "tokens": len(tokens)}
 
 
-class PairRows(PreparedSplit):
+class PairRows(TextRows):
     """One split of prepared preference pairs, packed for one sequence length.
 
-    Text 2p is the chosen answer of pair p, text 2p + 1 the rejected one. `rows` has the pair indices of each row.
-    Pairs that do not fit into a row are left out; `left_out` counts them. Raises UsageError if no pair fits, RunError
-    if the data is damaged.
+    Text 2p is the chosen answer of pair p, text 2p + 1 the rejected one. Raises UsageError if no pair fits into a row,
+    RunError if the data is damaged.
     """
 
     def __init__(self, path: Path, split: str, sequence_length: int, vocab_size: int):
@@ -102,57 +99,27 @@ class PairRows(PreparedSplit):
         arrays = load_file(self.file)
         self._tokens, self._start, self._answer_start = arrays["tokens"], arrays["start"], arrays["answer"]
         text_lengths = np.diff(self._start) - 1  # the last token of a text is only a target
-        pair_lengths = text_lengths[0::2] + text_lengths[1::2]
-        fits = np.flatnonzero(pair_lengths <= sequence_length)
-        self.left_out = len(pair_lengths) - len(fits)
-        if not len(fits):
-            raise UsageError(
-                f"batch.sequence_length: no pair of the {split} split fits into {sequence_length} tokens; give at "
-                f"least {pair_lengths.min()}, the length of the shortest pair"
-            )
-        self.rows = [fits[row] for row in pack_units(pair_lengths[fits], sequence_length)]
-        self._pairs_of_row = np.array([len(row) for row in self.rows], np.int64)
-
-    def subsample(self, count: int) -> None:
-        """Keep `count` rows, evenly spaced."""
-        kept = np.arange(count) * len(self.rows) // count
-        self.rows = [self.rows[i] for i in kept.tolist()]
-        self._pairs_of_row = self._pairs_of_row[kept]
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.rows)
-
-    @property
-    def num_tokens(self) -> int:
-        return self.num_rows * self.sequence_length
+        self._pack(text_lengths[0::2] + text_lengths[1::2])
+        self.texts_per_row = 2 * max(len(row) for row in self.rows)
 
     @cached_property
     def scored_start(self) -> NDArray[np.int64]:
-        """Return the offsets of each text's scored tokens in the concatenation of all texts' scored tokens.
-
-        Shape (number of texts + 1,); the last entry is the total.
-        """
         return np.concatenate(([0], np.cumsum(np.diff(self._start) - self._answer_start)))
-
-    def max_boundaries(self, rows: int) -> int:
-        """Return an upper bound on the number of texts and padding segments in `rows` rows."""
-        return rows * (2 * int(self._pairs_of_row.max()) + 1)
 
     def text(self, index: int) -> TokenizedText:
         part = slice(int(self._start[index]), int(self._start[index + 1]))
         return TokenizedText(self._tokens[part].astype(np.int64), int(self._answer_start[index]))
 
-    def pairs_at(self, seed: int, positions: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-        """Return the pair indices of the rows at these positions of the endless shuffled order."""
-        indices = endless_shuffle(positions, self.num_rows, seed, self.sequence_length)
-        return [self.rows[row] for row in indices.tolist()]
+    def reference_texts(self, rows: Units) -> list[list[int]]:
+        return [text_indices([row]) for row in rows]
 
-    def texts_of(self, rows: Sequence[NDArray[np.int64]]) -> list[list[TokenizedText]]:
-        """Return the texts of each row: chosen, rejected, chosen, rejected, ..."""
-        return [[self.text(index) for index in text_indices([row])] for row in rows]
+    def chosen_tokens(self, rows: Units, with_question: bool) -> int:
+        """Return the number of tokens of the chosen answers, or of these with their questions, without the first."""
+        chosen = 2 * np.concatenate(rows)
+        lengths = self._start[chosen + 1] - self._start[chosen]
+        return int((lengths - (1 if with_question else self._answer_start[chosen])).sum())
 
 
-def text_indices(rows: Sequence[NDArray[np.int64]]) -> list[int]:
+def text_indices(rows: Units) -> list[int]:
     """Return the indices of the texts of rows of pairs: chosen, rejected, chosen, rejected, ..."""
     return [index for row in rows for pair in row.tolist() for index in (2 * pair, 2 * pair + 1)]

@@ -1,4 +1,6 @@
-"""Prepared data folders for DPO (preference pairs) and GRPO (questions). They are checked when they are opened.
+"""Prepared data folders for DPO (preference pairs), KTO (labelled answers) and GRPO (questions).
+
+They are checked when they are opened:
 
 index.json                                   counts and checksums
 train.*, val.*                               one file for each split
@@ -39,8 +41,8 @@ from deskside.utils.parsing import json_value
 
 FORMAT_VERSION = 1  # of the folder; written to index.json
 CONVERSION_VERSION = 2  # raised when the conversion of the same records gives other content
-Kind = Literal["preference", "questions"]
-NOUN = {"preference": "pair", "questions": "question"}
+Kind = Literal["preference", "labelled", "questions"]
+NOUN = {"preference": "pair", "labelled": "answer", "questions": "question"}
 
 
 @dataclass(frozen=True)
@@ -239,7 +241,7 @@ class PreparedSplit:
     """Base class of one split of a prepared folder, read in rows of `sequence_length` tokens."""
 
     def __init__(self, path: Path, split: str, sequence_length: int, kind: Kind, vocab_size: int):
-        self.directory, self.split, self.sequence_length = path, split, sequence_length
+        self.directory, self.split, self.sequence_length, self.kind = path, split, sequence_length, kind
         self.index = open_index(path, kind, vocab_size)
         self.file = path / self.index["splits"][split]["file"]
 

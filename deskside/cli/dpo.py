@@ -20,23 +20,26 @@ from deskside.config.align import DpoConfig
 
 @dataclass(kw_only=True)
 class DpoOptions(FinetuneOptions):
-    """Train a model to prefer the better of two answers (direct preference optimization, DPO).
+    """Train a model to prefer the better of two answers: DPO and its variants, ORPO, SimPO and CPO.
 
     Examples:
       deskside dpo runs/chat --data pairs.jsonl
       deskside dpo runs/chat --data pairs.jsonl.gz --align.beta 0.05 --name polite
       deskside dpo models/Qwen3-0.6B --data pairs.parquet --adapter.rank 16
+      deskside dpo runs/124m --data pairs.jsonl --align.loss simpo
       deskside dpo --resume runs/polite
 
     A pair is {"prompt": "..." or messages, "chosen": "...", "rejected": "..."}.
     """
 
 
-COMMAND = Command("dpo", DpoOptions, configuration=True, align=DpoConfig, common=("align.beta", *COMMON))
+COMMAND = Command(
+    "dpo", DpoOptions, configuration=True, align=DpoConfig, common=("align.loss", "align.beta", *COMMON)
+)
 
 
 class DpoRun(FinetuneRun):
-    """`deskside dpo`: direct preference optimization."""
+    """`deskside dpo`: direct preference optimization and its variants."""
 
     command = COMMAND
     example = "pairs.jsonl"

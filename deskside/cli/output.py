@@ -78,10 +78,10 @@ def _held_out(objective: str, summary: dict[str, Any]) -> str:
     """Return the results on the held-out data, before and after training, in one line."""
     before = summary["before"]
     if objective == "dpo":
+        kl = f", KL {summary['val_kl']:.4f} per token" if "val_kl" in summary else ""
         return (
             f"preference accuracy {before['val_accuracy']:.1%} -> {summary['val_accuracy']:.1%} "
-            f"({summary['val_pairs']:,} held-out pairs), margin {summary['val_margin']:.3f}, "
-            f"KL {summary['val_kl']:.4f} per token"
+            f"({summary['val_pairs']:,} held-out pairs), margin {summary['val_margin']:.3f}{kl}"
         )
     if objective == "grpo":
         return (

@@ -1,9 +1,10 @@
-"""Options of the fine-tuning objectives: `deskside sft`, `dpo` and `grpo`.
+"""Options of the fine-tuning objectives: `deskside sft`, `dpo`, `kto` and `grpo`.
 
 `RunConfig.align` is one of these classes, or None for pretraining; its `name` selects the objective of the training
 loop. Everything else (model, batch, schedule, precision ...) is configured as for pretraining.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
@@ -11,6 +12,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_
 from deskside.config.base import DataKind, Part
 
 DataSources = tuple[Annotated[str, Field(min_length=1)], ...]
+PairLoss = Literal["sigmoid", "robust", "hinge", "ipo", "sigmoid_norm", "orpo", "simpo", "cpo"]
 HeldOutFraction = Annotated[float, Field(gt=0, lt=0.5)] | None
 
 
@@ -63,27 +65,85 @@ class DpoConfig(_Objective):
         None,
         description="share of `data` that is held out; default: 0.05, up to 0.1 of few pairs, at most 500 pairs",
     )
-    loss: Literal["sigmoid", "ipo", "sigmoid_norm"] = Field(
+    loss: PairLoss = Field(
         "sigmoid",
-        description="sigmoid: DPO; ipo: IPO; sigmoid_norm: DPO with log-probabilities per token, as in IPO",
+        description="sigmoid: DPO; robust, hinge, ipo: its variants; sigmoid_norm: DPO with log-probabilities per "
+        "token, as in IPO; orpo, simpo, cpo: without a reference model",
     )
     beta: PositiveFloat = Field(
         0.1,
-        description="strength of the pull to the initial model; ipo and sigmoid_norm need larger values, about 1",
+        description="strength of the pull to the initial model, or without one of the margin; simpo: 2 unless given; "
+        "ipo and sigmoid_norm need larger values, about 1; orpo: weight of the odds ratio",
     )
     label_smoothing: float = Field(0.0, ge=0, lt=0.5, description="assumed share of pairs with a wrong label")
+    gamma: NonNegativeFloat = Field(0.0, description="margin that simpo demands; simpo: 1 unless given")
+    nll_weight: NonNegativeFloat = Field(
+        0.0,
+        description="weight of the negative log-likelihood of the chosen answers, per token (orpo: of the questions "
+        "too); cpo and orpo: 1 unless given",
+    )
+
+    @property
+    def reference_free(self) -> bool:
+        """Return True if the loss needs no reference model."""
+        return self.loss in ("orpo", "simpo", "cpo")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_defaults_of_loss(cls, data: object) -> object:
+        if isinstance(data, Mapping) and isinstance(loss := data.get("loss"), str):
+            return {**_DEFAULTS_OF_LOSS.get(loss, {}), **data}
+        return data
 
     @model_validator(mode="after")
-    def _check_label_smoothing(self) -> Self:
-        if self.loss == "ipo" and self.label_smoothing:
+    def _check_options_of_loss(self) -> Self:
+        if self.loss in ("ipo", "hinge", "orpo") and self.label_smoothing:
             raise ValueError(
-                "label_smoothing: has no effect with loss ipo; remove it, or use --align.loss sigmoid"
+                f"label_smoothing: has no effect with loss {self.loss}; remove it, or use --align.loss sigmoid"
+            )
+        if self.loss == "robust" and not self.label_smoothing:
+            raise ValueError(
+                "loss: robust needs the share of wrong labels; give --align.label_smoothing 0.1, for example"
+            )
+        if self.loss != "simpo" and self.gamma:
+            raise ValueError(
+                f"gamma: has no effect with loss {self.loss}; remove it, or use --align.loss simpo"
             )
         return self
 
 
+# Defaults that differ from those of the other losses, from the papers (align/preference_losses.py).
+_DEFAULTS_OF_LOSS: dict[str, dict[str, float]] = {
+    "simpo": {"beta": 2.0, "gamma": 1.0},
+    "cpo": {"nll_weight": 1.0},
+    "orpo": {"nll_weight": 1.0},
+}
+
+
+class KtoConfig(_Objective):
+    """Kahneman-Tversky optimization (KTO) on single answers, each labelled desirable or not."""
+
+    data_kind = "labelled"
+
+    name: Literal["kto"] = Field("kto", description="the training objective")
+    data: DataSources = Field((), description="labelled answers: .jsonl[.gz|.zst], .parquet, hf:owner/name")
+    val: DataSources = Field((), description="held-out labelled answers; default: a share of `data`")
+    val_fraction: HeldOutFraction = Field(
+        None,
+        description="share of `data` that is held out; default: 0.05, up to 0.1 of few answers, at most 500 answers",
+    )
+    loss: Literal["kto", "apo_zero_unpaired"] = Field(
+        "kto", description="kto, or apo_zero_unpaired: without the estimate of the KL divergence"
+    )
+    beta: PositiveFloat = Field(0.1, description="strength of the pull to the initial model")
+    desirable_weight: PositiveFloat = Field(1.0, description="weight of the desirable answers in the loss")
+    undesirable_weight: PositiveFloat = Field(
+        1.0, description="weight of the undesirable answers in the loss"
+    )
+
+
 class GrpoConfig(_Objective):
-    """Group-relative policy optimization (GRPO) on questions whose answers can be checked (see `align/losses.py`).
+    """Group-relative policy optimization (GRPO) on questions whose answers can be checked (see `align/policy_loss.py`).
 
     A row of the batch is a question with a sampled answer, so a step has batch.tokens / batch.sequence_length answers.
     """
@@ -130,4 +190,4 @@ class GrpoConfig(_Objective):
     )
 
 
-AlignConfig = Annotated[SftConfig | DpoConfig | GrpoConfig, Field(discriminator="name")]
+AlignConfig = Annotated[SftConfig | DpoConfig | KtoConfig | GrpoConfig, Field(discriminator="name")]

@@ -6,11 +6,12 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 # Kinds of prepared data. Bits per byte can be measured only for the first two, which are text.
-DataKind = Literal["text", "conversations", "preference", "questions"]
+DataKind = Literal["text", "conversations", "preference", "labelled", "questions"]
 DATA_NOUNS: dict[DataKind, str] = {
     "text": "text",
     "conversations": "conversations",
     "preference": "preference pairs",
+    "labelled": "labelled answers",
     "questions": "questions",
 }
 

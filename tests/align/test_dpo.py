@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from deskside.align.dpo import Dpo
 from deskside.align.preference_data import PairRows, prepare_pairs
 from deskside.align.prepared import FolderSpec
+from deskside.align.reference import Reference
 from deskside.cli import dpo as dpo_command
 from deskside.cli.eval import run as run_eval
 from deskside.config.align import DpoConfig
@@ -55,7 +56,8 @@ def test_pairs_stay_together_and_are_all_there(prepared: Path) -> None:
     assert sorted(int(p) for row in rows.rows for p in row) == list(
         range(rows.index["splits"]["train"]["count"])
     )
-    for texts in rows.texts_of(rows.rows):
+    for indices in rows.reference_texts(rows.rows):
+        texts = [rows.text(index) for index in indices]
         assert sum(text.num_inputs for text in texts) <= 200
         for chosen, rejected in zip(texts[0::2], texts[1::2], strict=True):
             assert chosen.answer_start == rejected.answer_start
@@ -90,11 +92,11 @@ def test_the_order_is_a_permutation_in_every_epoch(prepared: Path) -> None:
     rows = PairRows(prepared, "train", 200, 320)
     n = rows.num_rows
     for epoch in (0, 1):
-        found = rows.pairs_at(7, np.arange(epoch * n, (epoch + 1) * n))
+        found = rows.rows_at(7, np.arange(epoch * n, (epoch + 1) * n))
         assert sorted(int(p) for row in found for p in row) == sorted(
             int(p) for row in rows.rows for p in row
         )
-    one, other = (rows.pairs_at(seed, np.arange(n)) for seed in (7, 8))
+    one, other = (rows.rows_at(seed, np.arange(n)) for seed in (7, 8))
     assert [r.tolist() for r in one] != [r.tolist() for r in other]
 
 
@@ -109,9 +111,10 @@ def test_loss_in_rows_is_that_of_transformers_on_each_text_alone(
     rows = objective.open(config, prepared, "train", 200)
     generator = np.random.default_rng(0)
     reference = generator.normal(-3, 0.5, int(rows.scored_start[-1])).astype(np.float32)
-    objective.reference = {"train": reference}
+    objective.reference = Reference({"train": rows})
+    objective.reference.values = {"train": reference}
     pairs = rows.rows[:3]
-    batch = objective._batch_of(rows, pairs, 1, torch.device("cpu"))
+    batch = objective._batch_of(rows, pairs, (1, 1), torch.device("cpu"))
     model = load_model(str(base)).model
     context = AttentionContext(cu_seqlens=batch.cu_seqlens, max_seqlen=200)
     found = objective.loss(model, batch, context, config.compute)
@@ -175,6 +178,27 @@ def test_killed_and_resumed_is_the_same_run(
                 train(tmp_path, base, run, "--schedule.steps", "8")
         assert dpo_command.run(["--resume", str(tmp_path / run)]) == 0
         tiny.same(tmp_path / run, straight, KEYS)
+
+
+@pytest.mark.parametrize("loss", ["orpo", "simpo", "cpo"])
+def test_without_a_reference_nothing_is_computed_before_the_first_step(
+    loss: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run learns, and killed and resumed it is the same run."""
+    more = ("--schedule.steps", "12", "--align.loss", loss)
+    straight = train(tmp_path, base, "straight", *more)
+    with monkeypatch.context() as patch:
+        tiny.kill_at(patch, 6)
+        with pytest.raises(tiny.Killed):
+            train(tmp_path, base, "killed", *more)
+    assert dpo_command.run(["--resume", str(tmp_path / "killed")]) == 0
+    tiny.same(tmp_path / "killed", straight, (*(k for k in KEYS if k != "kl"), "nll"))
+    assert not (tmp_path / "straight-data" / "reference").exists()
+    assert not (straight / "reference.json").exists()
+    rows, summary = tiny.metrics(straight), json.loads((straight / "summary.json").read_text())
+    assert all("kl" not in row and ("nll" in row) == (loss != "simpo") for row in rows)
+    assert "val_kl" not in summary and ("val_nll" in summary) == (loss != "simpo")
+    assert summary["val_accuracy"] > 0.9 and summary["val_loss"] < summary["before"]["val_loss"]
 
 
 def test_the_reference_is_computed_once_for_the_same_weights(base: Path, tmp_path: Path) -> None:
@@ -276,6 +300,9 @@ def test_answers_may_be_messages(base: Path, tmp_path: Path) -> None:
             "label_smoothing: has no effect with loss ipo",
         ),
         (["BASE", "--data", "PAIRS", "--align.beta", "0"], "align.beta"),
+        (["BASE", "--data", "PAIRS", "--align.loss", "kto"], "align.loss"),
+        (["BASE", "--data", "PAIRS", "--align.loss", "robust"], "give --align.label_smoothing"),
+        (["BASE", "--data", "PAIRS", "--align.loss", "cpo", "--align.gamma", "1"], "use --align.loss simpo"),
         (["BASE", "--data", "PAIRS", "--compute.z_loss", "1e-4", "--schedule.steps", "1"], "z_loss"),
         (["BASE", "--data", "PAIRS", "--data.prefetch", "4"], "data.prefetch: has no effect here"),
         (["BASE", "--data", "PAIRS", "--data.weights", "{a = 1.0}"], "data.weights: has no effect here"),

@@ -11,7 +11,7 @@ import torch
 from deskside.align import answers, grpo, samples
 from deskside.align.grpo import Grpo, RolloutBatch, pass_sizes
 from deskside.align.grpo_data import Question, Questions, prepare_questions
-from deskside.align.losses import policy_loss
+from deskside.align.policy_loss import policy_loss
 from deskside.align.prepared import FolderSpec
 from deskside.align.rewards import final_number
 from deskside.align.rollouts import Rollout, RolloutLog

@@ -1,6 +1,6 @@
-"""TRL's own loss code (1.16, DPOTrainer and GRPOTrainer) on given logits, without its trainers.
+"""TRL's own loss code (1.16; the trainers of DPO, KTO, CPO, ORPO and GRPO) on given logits, without a trainer.
 
-The two methods are called with an object that has what they read, so that it is TRL's text that runs.
+The methods are called with an object that has what they read, so that it is TRL's text that runs.
 """
 
 import importlib.util
@@ -98,6 +98,107 @@ def dpo(
         "ref_rejected_logps": rejected,
     }
     found = trainer._compute_loss(me, Model(), batch, False)
+    return found, {k: v[-1] for k, v in me._metrics["train"].items() if isinstance(v[-1], float)}
+
+
+def reference_free(
+    logits_BTV: Tensor,
+    tokens_BT: Tensor,
+    mask_BT: Tensor,
+    completion_BT: Tensor,
+    *,
+    loss: str,
+    **options: float,
+) -> tuple[Tensor, dict[str, float]]:
+    """The loss of TRL's CPOTrainer or ORPOTrainer and its metrics; rows as in `dpo`. mask_BT: 0 for padding."""
+    trainers()
+    from trl.experimental.cpo import CPOTrainer
+    from trl.experimental.orpo import ORPOTrainer
+
+    trainer = ORPOTrainer if loss == "orpo" else CPOTrainer
+    me = SimpleNamespace(
+        accelerator=_accelerator(),
+        is_encoder_decoder=False,
+        pad_token_id=0,
+        padding_value=0,
+        aux_loss_enabled=False,
+        loss_type={"cpo": "sigmoid"}.get(loss, loss),
+        label_smoothing=0.0,
+        alpha=0.0,
+    )
+    vars(me).update(options)
+    for name in ("concatenated_inputs", "get_batch_logps"):
+        setattr(me, name, getattr(trainer, name))
+    for name in ("concatenated_forward", "odds_ratio_loss", "cpo_loss"):
+        if hasattr(trainer, name):
+            setattr(me, name, getattr(trainer, name).__get__(me))
+    labels = tokens_BT.masked_fill(completion_BT == 0, -100)
+    batch = {}
+    for name, whole in (("input_ids", tokens_BT), ("attention_mask", mask_BT), ("labels", labels)):
+        batch[f"chosen_{name}"], batch[f"rejected_{name}"] = whole.chunk(2)
+
+    def model(*_: Any, **__: Any) -> SimpleNamespace:
+        return SimpleNamespace(logits=logits_BTV)
+
+    found: tuple[Tensor, dict[str, float]] = trainer.get_batch_loss_metrics(me, model, batch)
+    return found
+
+
+def kto(
+    logits_BTV: Tensor,
+    reference_BTV: Tensor,
+    tokens_BT: Tensor,
+    completion_BT: Tensor,
+    label_B: Tensor,
+    kl_logps_B: Tensor,
+    kl_reference_B: Tensor,
+    *,
+    loss: str,
+    beta: float,
+    weights: tuple[float, float],
+) -> tuple[Tensor, dict[str, float]]:
+    """The loss of TRL's KTOTrainer and its metrics.
+
+    kl_logps_B, kl_reference_B: log-probabilities of the answers to other questions.
+    """
+    *_, selective_log_softmax = trainers()
+    from trl import KTOTrainer
+
+    counted = completion_BT[:, 1:]
+
+    def logprobs(logits: Tensor) -> Tensor:
+        found: Tensor = selective_log_softmax(logits[:, :-1], tokens_BT[:, 1:]) * counted
+        return found
+
+    def model(**_: Any) -> SimpleNamespace:
+        found = logprobs(logits_BTV)
+        zero = torch.zeros_like(found)
+        return SimpleNamespace(log_probs=found, entropy=zero, mean_logits=zero)
+
+    me = SimpleNamespace(
+        model=SimpleNamespace(training=True),
+        accelerator=_accelerator(),
+        aux_loss_enabled=False,
+        calculate_KL=loss == "kto",
+        _compute_kl_logps=lambda *_: kl_logps_B,
+        precompute_ref_logps=True,
+        loss_type=loss,
+        beta=beta,
+        desirable_weight=weights[0],
+        undesirable_weight=weights[1],
+        _metrics=_metrics(),
+        _total_train_tokens=0,
+        _tp_size=1,
+    )
+    batch = {
+        "input_ids": tokens_BT,
+        "attention_mask": torch.ones_like(tokens_BT),
+        "completion_mask": completion_BT,
+        "label": label_B,
+        "ref_logps": logprobs(reference_BTV).sum(1).detach(),
+        "ref_KL_logps": kl_reference_B,
+    }
+    found = KTOTrainer._compute_loss(me, model, batch, False)
     return found, {k: v[-1] for k, v in me._metrics["train"].items() if isinstance(v[-1], float)}
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from deskside.align.losses import STD_EPSILON, advantages, policy_loss
+from deskside.align.policy_loss import STD_EPSILON, advantages, policy_loss
 from deskside.config.align import GrpoConfig
 from tests.align import trl_oracle
 

@@ -1,18 +1,4 @@
-"""The losses of DPO (preference pairs) and of GRPO (sampled answers).
-
-Pairs (DPO and its variants), from the log-probabilities of whole answers:
-h = (log p(chosen) - log ref(chosen)) - (log p(rejected) - log ref(rejected)), each summed over an answer's tokens:
-
-    sigmoid       -log sigmoid(beta h)                      DPO, Rafailov et al. 2023, arXiv 2305.18290
-      smoothed      -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h), if a label is wrong with probability e
-                    (conservative DPO, Mitchell 2023)
-    ipo           (h' - 1/(2 beta))^2                       IPO, Azar et al. 2023, arXiv 2310.12036; h' is h with
-                                                            token means instead of sums
-    sigmoid_norm  -log sigmoid(beta h')                     so that long answers do not dominate
-
-IPO uses token means, as in TRL, so its beta has a different scale from DPO's.
-
-Sampled answers (GRPO and its variants), from the log-probabilities of their tokens:
+"""The loss of GRPO and its variants, from the log-probabilities of the tokens of sampled answers.
 
     GRPO     Shao et al. 2024, arXiv 2402.03300     DAPO     Yu et al. 2025, arXiv 2503.14476
     Dr.GRPO  Liu et al. 2025, arXiv 2503.20783      GSPO     Zheng et al. 2025, arXiv 2507.18071
@@ -35,41 +21,11 @@ k3 = exp(ref - p) - (ref - p) - 1 is a non-negative, unbiased estimate of KL(p |
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from deskside.config.align import DpoConfig, GrpoConfig
+from deskside.config.align import GrpoConfig
 
 STD_EPSILON = 1e-4  # added to a group's standard deviation, as in TRL
-
-
-@dataclass(frozen=True)
-class PairLosses:
-    """Losses and implicit rewards of P pairs, each float32 (P,). A reward is beta (log p - log ref) of an answer."""
-
-    loss_P: Tensor
-    chosen_reward_P: Tensor
-    rejected_reward_P: Tensor
-
-
-def pair_losses(logprobs_S: Tensor, reference_S: Tensor, tokens_S: Tensor, options: DpoConfig) -> PairLosses:
-    """Compute the loss and the implicit rewards of P pairs; answers 2p and 2p + 1 are chosen and rejected.
-
-    logprobs_S, reference_S: summed log-probabilities of the answers under model and reference. tokens_S: their lengths.
-    """
-    beta = options.beta
-    ratio_S = logprobs_S - reference_S
-    chosen_ratio_P, rejected_ratio_P = ratio_S[0::2], ratio_S[1::2]
-    rewards = beta * chosen_ratio_P.detach(), beta * rejected_ratio_P.detach()
-    if options.loss != "sigmoid":
-        chosen_ratio_P = chosen_ratio_P / tokens_S[0::2].clamp(min=1)
-        rejected_ratio_P = rejected_ratio_P / tokens_S[1::2].clamp(min=1)
-    h_P = chosen_ratio_P - rejected_ratio_P
-    if options.loss == "ipo":
-        return PairLosses((h_P - 1 / (2 * beta)).square(), *rewards)
-    loss_P, swapped_loss_P = -F.logsigmoid(beta * h_P), -F.logsigmoid(-beta * h_P)
-    smoothing = options.label_smoothing
-    return PairLosses((1 - smoothing) * loss_P + smoothing * swapped_loss_P, *rewards)
 
 
 def advantages(rewards_GS: Tensor, scale: bool) -> Tensor:
