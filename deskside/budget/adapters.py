@@ -18,7 +18,7 @@ again in the backward.
 
 from typing import NamedTuple
 
-from deskside.budget.shape import Shape, block_matrix_params
+from deskside.budget.shape import Shape, block_matrix_params, block_norms
 from deskside.budget.sizes import Sizes
 from deskside.budget.step_spec import AdapterSpec, StepSpec
 
@@ -112,7 +112,7 @@ def extra_activation_bytes(shape: Shape, spec: StepSpec) -> float:
     extra = 2.0 * spec.adapter.rank * sum(sizes[name].per_token for name in targets)
     if not spec.compiled:  # eager norms save their result in float32 for the gradient of their weights
         channels = (shape.num_attention_heads + shape.num_key_value_heads) * shape.head_dim
-        extra -= 8 * shape.hidden_size + (4 * channels if shape.qk_norm else 0)
+        extra -= 4 * block_norms(shape) * shape.hidden_size + (4 * channels if shape.qk_norm else 0)
     if not targets & {"q_proj", "k_proj", "v_proj"}:
         extra -= 2 * shape.hidden_size
     up = sizes["up_proj"]

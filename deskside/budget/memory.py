@@ -96,7 +96,7 @@ from deskside.budget.separate_gradients import (
     muon_bytes,
     update_in_backward,
 )
-from deskside.budget.shape import Shape
+from deskside.budget.shape import Shape, block_norms
 from deskside.budget.shared_rows import gathered_bytes
 from deskside.budget.sizes import Sizes
 from deskside.budget.states import gpu_state_bytes
@@ -458,7 +458,8 @@ class _LayerBytes:
         if shape.qk_norm or shape.position_embedding == "rope":
             attention += 2 * channels
         if shape.qk_norm and not s.spec.fused:  # fused sublayers recompute the statistics
-            attention += 4 * (s.heads + s.kv_heads) + (0 if compiled else 8 * channels)
+            normed_vectors = s.heads + s.kv_heads if shape.qk_norm_over == "head" else 2
+            attention += 4 * normed_vectors + (0 if compiled else 8 * channels)
         mlp = ((6 if compiled else 8) if shape.gated_mlp else 4) * s.mlp_width
         self.routing = 0.0  # saved even if the sublayer is recomputed
         if shape.num_experts:
@@ -474,7 +475,10 @@ class _LayerBytes:
         per_token = "per token and layer"
         # Experts quantize their inputs again in the backward, from 16 bits.
         mlp_saving = 0.0 if shape.num_experts else saving
-        stream = width * ((8 if compiled else 20) * s.hidden + 8) - s.hidden * (saving + mlp_saving)
+        # An eager RMSNorm saves its input and its result in float32, an eager LayerNorm its input.
+        norm_input = 2 if compiled else (8 if shape.norm == "rmsnorm" else 4)
+        norms = block_norms(shape) * (norm_input * s.hidden + 4)
+        stream = width * (norms + 4 * s.hidden) - s.hidden * (saving + mlp_saving)
         self.stream = named(f"residual stream and norms, {per_token}", stream)
         self.attention = named(f"attention, {per_token}", width * attention + output_codes)
         self.mlp = named(f"MLP, {per_token}", width * mlp - s.mlp_width * mlp_saving)

@@ -54,7 +54,7 @@ from deskside.budget.format_costs import (
 )
 from deskside.budget.host_memory import host_gradient_bytes
 from deskside.budget.replicas import exchange, update_shares
-from deskside.budget.shape import Shape, attention_span
+from deskside.budget.shape import Shape, attention_span, block_norms
 from deskside.budget.shared_rows import exchanged_bytes
 from deskside.budget.sizes import Sizes
 from deskside.budget.states import ADAMW_STATE_BYTES, MUON_STATE_BYTES, state_bytes
@@ -153,7 +153,9 @@ def step_operators(shape: Shape, spec: StepSpec, traced: bool = False) -> list[O
     activation_bytes = s.leaf("bytes of an activation", 4 if spec.precision == "fp32" else 2)
     units = traffic_units(spec)
     per_channel = s.tokens * s.layers * activation_bytes
-    norm = per_channel * s.hidden * units.norm
+    # A norm of a sublayer's output reads and writes one tensor, and in the backward two and one.
+    output_norms = 5 * (block_norms(shape) - 2)
+    norm = per_channel * s.hidden * (units.norm + output_norms)
     rope = per_channel * ((s.queries + s.keys) * units.rope + s.keys * units.rope_keys)
     activation = per_channel * s.mlp_width * (units.gated if shape.gated_mlp else units.plain)
     # FLOPs per weight and token: output, gradient of the input and, if it is trained, gradient of the weight.

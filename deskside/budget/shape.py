@@ -49,7 +49,11 @@ class Shape(Protocol):
     @property
     def norm_bias(self) -> bool: ...
     @property
+    def norm_position(self) -> str: ...
+    @property
     def qk_norm(self) -> bool: ...
+    @property
+    def qk_norm_over(self) -> str: ...
     @property
     def tie_word_embeddings(self) -> bool: ...
     @property
@@ -79,9 +83,14 @@ def parameter_groups(shape: Shape) -> dict[str, int]:
         "position": shape.max_position_embeddings * D if shape.position_embedding == "learned" else 0,
         "attention": layers * (attention_matrix_params(shape) + _attention_biases(shape)),
         "mlp": layers * (mlp_matrix_params(shape, shape.num_experts) + _mlp_biases(shape)),
-        "norm": (2 * layers + 1) * per_norm + (layers * 2 * shape.head_dim if shape.qk_norm else 0),
+        "norm": (layers * block_norms(shape) + 1) * per_norm + layers * _qk_norm_params(shape),
         "head": 0 if shape.tie_word_embeddings else shape.vocab_size * D,
     }
+
+
+def block_norms(shape: Shape) -> int:
+    """Return the number of norms over the residual stream or a sublayer's output in a block."""
+    return 4 if shape.norm_position == "sandwich" else 2
 
 
 def num_params(shape: Shape) -> int:
@@ -147,6 +156,14 @@ def attention_matrix_params(shape: Shape) -> int:
     """Return the number of weights in the q, k, v and output projections of one layer."""
     q, kv = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
     return shape.hidden_size * (2 * q + 2 * kv)
+
+
+def _qk_norm_params(shape: Shape) -> int:
+    if not shape.qk_norm:
+        return 0
+    if shape.qk_norm_over == "head":
+        return 2 * shape.head_dim
+    return (shape.num_attention_heads + shape.num_key_value_heads) * shape.head_dim
 
 
 def _attention_biases(shape: Shape) -> int:

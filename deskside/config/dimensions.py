@@ -145,6 +145,8 @@ def uncovered_reason(
     bias: bool = False,
     adapters: bool = False,
     head_dim: int = 1,
+    qk_norm_over_projection: bool = False,
+    parallel: bool = False,
 ) -> str | None:
     """Return why the fused kernels do not cover a sublayer, or None if they do.
 
@@ -154,10 +156,13 @@ def uncovered_reason(
         rmsnorm_first: The sublayer starts with an RMSNorm whose output only its projections read.
         num_projections: Separate weights that read the norm's output. Fused QKV and fused gate/up are one each.
         head_dim: Channels per head of an attention sublayer. The kernel of QK-norm and RoPE holds one head in a
-            block whose size must be a power of two.
+            block whose size must be a power of two, and normalises one head.
+        parallel: The sublayer reads the same residual as attention.
     """
     if not rmsnorm_first:
         return "it does not start with an RMSNorm before its projections"
+    if parallel:
+        return "it reads the same residual as attention"
     if num_projections != 1:
         return "its projections are not fused"
     if bias:
@@ -166,23 +171,27 @@ def uncovered_reason(
         return "its weights are frozen and have adapters"
     if head_dim & (head_dim - 1) != 0:
         return f"its head_dim {head_dim} is not a power of two"
+    if qk_norm_over_projection:
+        return "its QK-norm spans all heads"
     return None
 
 
 def model_uncovered_reason(model: ModelConfig, adapters: bool = False) -> str | None:
     """Return why the fused kernels do not cover every sublayer of a model for training, or None if they do."""
-    rmsnorm_first = model.norm == "rmsnorm" and model.norm_position == "pre"
+    rmsnorm_first = model.norm == "rmsnorm" and model.norm_position in ("pre", "sandwich")
     attention = uncovered_reason(
         rmsnorm_first=rmsnorm_first,
         num_projections=1 if model.fused_qkv else 3,
         bias=model.attention_bias,
         adapters=adapters,
         head_dim=model.head_dim,
+        qk_norm_over_projection=model.qk_norm_over == "projection",
     )
     mlp = uncovered_reason(
         rmsnorm_first=rmsnorm_first,
         num_projections=1 if model.fused_gate_up or not model.gated_mlp or model.num_experts else 2,
         bias=model.mlp_bias,
         adapters=adapters,
+        parallel=model.parallel_residual,
     )
     return attention or mlp

@@ -82,6 +82,11 @@ class ModelConfig(Part):
     )
     rope_theta: PositiveFloat = Field(10000.0, description="base of the rotary frequencies")
     rope_scaling: YarnConfig | None = None
+    rope_local_base_freq: PositiveFloat | None = Field(
+        None,
+        description="base of the rotary frequencies of window layers, which rope_scaling then does not change "
+        "(Gemma 3, OLMo 3); default: as in the other layers",
+    )
 
     hidden_act: Literal["silu", "gelu", "gelu_new", "relu2"] = Field(
         "silu", description="gelu_new is GPT-2's tanh form; relu2 is ReLU squared"
@@ -93,10 +98,27 @@ class ModelConfig(Part):
     norm: Literal["rmsnorm", "layernorm"] = Field("rmsnorm", description="normalization")
     norm_eps: PositiveFloat = Field(1e-6, description="added to the mean square or variance")
     norm_bias: bool = Field(False, description="bias of LayerNorm")
-    norm_position: Literal["pre", "post"] = Field(
-        "pre", description="before each sublayer, or after its residual addition"
+    norm_position: Literal["pre", "post", "output", "sandwich"] = Field(
+        "pre",
+        description="pre: before each sublayer; post: after its residual addition; output: of a sublayer's output, "
+        "before the addition (OLMo 2); sandwich: pre and output (Gemma 2)",
     )
-    qk_norm: bool = Field(True, description="RMSNorm over head_dim of queries and keys, before RoPE")
+    parallel_residual: bool = Field(
+        False, description="the MLP reads the same residual as attention, not attention's sum (GPT-NeoX)"
+    )
+    qk_norm: bool = Field(True, description="RMSNorm of queries and keys, before RoPE")
+    qk_norm_over: Literal["head", "projection"] = Field(
+        "head", description="channels of one RMSNorm of queries and keys: one head, or all heads (OLMo 2)"
+    )
+    attention_multiplier: PositiveFloat | None = Field(
+        None, description="factor of the attention scores; default: 1 / sqrt(head_dim)"
+    )
+    attn_logit_softcapping: PositiveFloat | None = Field(
+        None, description="attention scores become cap * tanh(scores / cap)"
+    )
+    embedding_multiplier: PositiveFloat = Field(
+        1.0, description="factor of the token embeddings; Gemma's is sqrt(hidden_size)"
+    )
 
     tie_word_embeddings: bool = Field(False, description="the output head shares the embedding's weight")
     sliding_window: Size | None = Field(
@@ -176,10 +198,18 @@ class ModelConfig(Part):
             raise ValueError(
                 f"head_dim: RoPE rotates pairs of channels, so head_dim must be even, not {self.head_dim}"
             )
-        if self.rope_scaling is not None and self.position_embedding == "learned":
+        for name in ("rope_scaling", "rope_local_base_freq"):
+            if getattr(self, name) is not None and self.position_embedding == "learned":
+                raise ValueError(
+                    f"{name}: learned positions have no frequencies; remove it, or use position_embedding rope"
+                )
+        if self.rope_local_base_freq is not None and self.window_pattern is None:
             raise ValueError(
-                "rope_scaling: learned positions have no frequencies; remove it, or use position_embedding rope"
+                "rope_local_base_freq: only window layers read it, and the model has none; remove it, or set "
+                "window_pattern and sliding_window"
             )
+        if self.qk_norm_over == "projection" and not self.qk_norm:
+            raise ValueError("qk_norm_over: has no effect without qk_norm; set qk_norm true, or remove it")
         if (self.sliding_window is None) != (self.window_pattern is None):
             given, missing = (
                 ("sliding_window", "window_pattern")
@@ -206,6 +236,8 @@ class ModelConfig(Part):
         """Raise ValueError for routers and shared experts that no Hugging Face architecture has."""
         if not self.num_experts:
             return
+        if self.parallel_residual:
+            raise ValueError("parallel_residual: no mixture of experts has it; use false, or num_experts 0")
         shared, width = self.shared_expert_intermediate_size, self.moe_intermediate_size
         if self.scoring_func == "sigmoid" and not self.qk_norm:
             raise ValueError(

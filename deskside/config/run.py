@@ -173,6 +173,10 @@ class RunConfig(Part):
             (self.align is not None, "is not supported in fine-tuning; leave it out"),
             (self.adapter is not None, "is not supported with adapters; leave it out"),
             (
+                self.model.attn_logit_softcapping is not None,
+                "is not supported with model.attn_logit_softcapping; leave it out",
+            ),
+            (
                 self.precision.quantized,
                 f"is not supported in {self.precision.name}; use --precision.name bf16",
             ),
@@ -338,7 +342,7 @@ class RunConfig(Part):
                 f"precision.backend: {self.precision.backend} does not compute experts; use deskside, or "
                 f"--precision.name bf16"
             )
-        if self.model.norm != "rmsnorm" or self.model.norm_position != "pre":
+        if self.model.norm != "rmsnorm" or self.model.norm_position not in ("pre", "sandwich"):
             raise ValueError(
                 f"precision.name: experts in {name} need an RMSNorm before them; use --model.norm rmsnorm "
                 f"--model.norm_position pre, or --precision.name bf16"

@@ -7,10 +7,13 @@ takes six: add + norm, router, routing, gathered product with activation, produc
 of the model's own modules up to rounding. An attention or MLP that the kernels do not cover runs in its own module.
 """
 
+from typing import Any
+
 from torch import Tensor
 
 from deskside.config.dimensions import uncovered_reason
 from deskside.kernels import fused, moe
+from deskside.kernels.attention import PLAIN
 from deskside.kernels.decode import qk_norm_rope_into_cache
 from deskside.kernels.fused import QkvLayout
 from deskside.model.block import MLP, Attention, Block, CachedBlocks, LayerCache, MoE
@@ -55,14 +58,13 @@ class FusedBlocks(CachedBlocks):
         q_norm, k_norm = attn.q_norm, attn.k_norm
         norms = None if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight)
         layout = QkvLayout(attn.heads, attn.kv_heads, attn.head_dim, 0.0 if q_norm is None else q_norm.eps)
-        slots, cos, sin = layer_cache.slots, self._model.rope_cos, self._model.rope_sin
-        tables = None if cos is None or sin is None else (cos, sin)
+        slots, tables = layer_cache.slots, self._model.rope_tables(attn)
         where = (slots.position_BT.flatten(), slots.page_BT.flatten(), slots.offset_BT.flatten())
         q_BTHC = qk_norm_rope_into_cache(
             qkv_NW, norms, tables, layout, layer_cache.keys_values, where
         ).unflatten(0, (B, T))
-        o_BTHC = layer_cache.attention(q_BTHC, attn.window)
-        return residual_ND.view_as(residual_BTD), attn.output(o_BTHC.flatten(2))
+        o_BTHC = layer_cache.attention(q_BTHC, attn.context(PLAIN))
+        return residual_ND.view_as(residual_BTD), attn.normed(attn.output(o_BTHC.flatten(2)))
 
     @staticmethod
     def _mlp(mlp: MLP, residual_BTD: Tensor, delta_BTD: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,7 +76,8 @@ class FusedBlocks(CachedBlocks):
             len(projection.slices) == 2,  # type: ignore[arg-type]
         )
         assert isinstance(hidden_NF, Tensor)
-        return residual_ND.view_as(residual_BTD), mlp.output.projection(hidden_NF).view_as(residual_BTD)
+        output_BTD = mlp.output.projection(hidden_NF).view_as(residual_BTD)
+        return residual_ND.view_as(residual_BTD), mlp.normed(output_BTD)
 
     @staticmethod
     def _experts(mlp: MoE, residual_BTD: Tensor, delta_BTD: Tensor) -> tuple[Tensor, Tensor]:
@@ -96,23 +99,25 @@ class FusedBlocks(CachedBlocks):
         out_SD = moe.grouped_matmul(hidden_SF, down, routing.ends_E, transpose=True)
         shared_ND = None if mixture.shared_expert is None else mixture.shared_expert(normed_ND)
         delta_ND = moe.combine(out_SD, routing.slots_Nk, shared_ND)
-        return residual_ND.view_as(residual_BTD), delta_ND.view_as(residual_BTD)
+        return residual_ND.view_as(residual_BTD), mlp.normed(delta_ND.view_as(residual_BTD))
 
 
 def covers_attention(attn: Attention) -> bool:
     """Return True if the fused kernels support this attention layer."""
-    return _covers(attn.input, attn.head_dim)
+    return _covers(
+        attn.input, head_dim=attn.head_dim, qk_norm_over_projection=attn.qk_norm_over == "projection"
+    )
 
 
 def covers_mlp(mlp: MLP) -> bool:
     """Return True if the fused kernels support this MLP."""
-    return _covers(mlp.input)
+    return _covers(mlp.input, parallel=mlp.parallel)
 
 
 def covers_experts(mlp: MoE) -> bool:
     """Return True if the fused kernels support this mixture: not if experts have adapters or are stored in codes."""
     plain = type(mlp.mixture.experts) is Experts
-    return plain and _covers(mlp.input, projections=1)  # experts and router share the norm's output
+    return plain and _covers(mlp.input, num_projections=1)  # experts and router share the norm's output
 
 
 def experts_wait(model: Transformer, tokens: int) -> bool:
@@ -126,11 +131,10 @@ def experts_wait(model: Transformer, tokens: int) -> bool:
     )
 
 
-def _covers(operator: AddNormLinear, head_dim: int = 1, projections: int | None = None) -> bool:
-    projections = len(operator.projections) if projections is None else projections
+def _covers(operator: AddNormLinear, **options: Any) -> bool:
+    options = {"num_projections": len(operator.projections), **options}
     norm_first = isinstance(operator.norm, RMSNorm) and operator.position == "pre"
-    reason = uncovered_reason(rmsnorm_first=norm_first, num_projections=projections, head_dim=head_dim)
-    return reason is None
+    return uncovered_reason(rmsnorm_first=norm_first, **options) is None
 
 
 def _add_norm(operator: AddNormLinear, residual_BTD: Tensor, delta_BTD: Tensor) -> tuple[Tensor, Tensor]:

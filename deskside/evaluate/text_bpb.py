@@ -155,17 +155,8 @@ def _attention(
     names: dict[bool, str] = {}
     cache = TrialCache()
     for window in windows:
-        need = Requirements(
-            batch=max(1, min(4, batch_tokens // length)),
-            tokens=length,
-            heads=config.num_attention_heads,
-            kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            dtype=loaded.model.activation_dtype,
-            device=device,
-            window=window,
-            documents=documents,
-        )
+        batch, dtype = max(1, min(4, batch_tokens // length)), loaded.model.activation_dtype
+        need = Requirements.of_model(config, batch, length, dtype, device, window=window, documents=documents)
         names[window is not None] = choose_cached(need, cache)[0].name
     full = names.get(False, names.get(True, "reference"))
     return AttentionContext(backend=full, window_backend=names.get(True))

@@ -20,12 +20,12 @@ BLOCK, FP8_BLOCK = 16384, 8192  # entries of a row per iteration; chosen on an H
 
 
 @triton.jit
-def _capped(x, softcap, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
+def capped(x, softcap, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return softcap * tanh(x / softcap). A single return, because Triton also compiles the code after a return."""
-    capped = x
+    y = x
     if CAPPED:
-        capped = softcap * (2 * tl.sigmoid(2 * x / softcap) - 1)
-    return capped
+        y = softcap * (2 * tl.sigmoid(2 * x / softcap) - 1)
+    return y
 
 
 @triton.jit
@@ -45,7 +45,7 @@ def loss_and_grad(  # type: ignore[no-untyped-def]
     target = tl.load(TARGETS + row)
     valid = target != IGNORED
     target_column = tl.where(valid, target, 0)
-    target_logit = _capped(tl.load(logits + target_column).to(tl.float32), softcap, CAPPED)
+    target_logit = capped(tl.load(logits + target_column).to(tl.float32), softcap, CAPPED)
     max_logit = -float("inf")
     sum_exp = 0.0
     start = 0
@@ -55,7 +55,7 @@ def loss_and_grad(  # type: ignore[no-untyped-def]
             raw = tl.load(logits + columns)
         else:
             raw = tl.load(logits + columns, mask=columns < V, other=-float("inf"))
-        x = _capped(raw.to(tl.float32), softcap, CAPPED)
+        x = capped(raw.to(tl.float32), softcap, CAPPED)
         if CAPPED and not EVEN:
             x = tl.where(columns < V, x, -float("inf"))
         new_max = tl.maximum(max_logit, tl.max(x, axis=0))
@@ -81,7 +81,7 @@ def loss_and_grad(  # type: ignore[no-untyped-def]
                 raw = tl.load(logits + columns, eviction_policy="evict_first")
             else:
                 raw = tl.load(logits + columns, mask=columns < V, other=0.0, eviction_policy="evict_first")
-            x = _capped(raw.to(tl.float32), softcap, CAPPED)
+            x = capped(raw.to(tl.float32), softcap, CAPPED)
             grad = tl.exp2(x * LOG2E + offset)
             if SIGNED:
                 grad *= sign

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
+from deskside.kernels.attention.context import PLAIN, AttentionContext
 from deskside.kernels.attention.reference import decode_attention
 from deskside.kernels.attention.sdpa import ALL_BUT_CUDNN
 from deskside.kernels.fused import QkvLayout
@@ -39,20 +40,20 @@ def paged_attention(
     table_BN: Tensor,
     positions_BT: Tensor,
     bound: int,
-    window: int | None = None,
-    scale: float | None = None,
+    options: AttentionContext = PLAIN,
 ) -> Tensor:
     """Attend from new tokens to the cache, which already contains them. Returns (B, T, H, C).
 
     positions_BT: int64, non-decreasing in each row. A query sees entries 0..position of its row, or the last `window`
-    of them. bound: greater than every position; entries from `bound` on need not be read.
+    of them. bound: greater than every position; entries from `bound` on need not be read. options: window, scale and
+    softcap.
     """
-    scale = q_BTHC.shape[-1] ** -0.5 if scale is None else scale
     if kernel_supports(q_BTHC.shape[1] * q_BTHC.shape[2] // k_PKSC.shape[1], k_PKSC):
         from deskside.kernels.decode_triton import attend
 
-        return attend(q_BTHC, k_PKSC, v_PKSC, table_BN, positions_BT, window, scale)
-    function = partial(decode_attention, attend=attend_with_sdpa) if q_BTHC.is_cuda else decode_attention
+        return attend(q_BTHC, k_PKSC, v_PKSC, table_BN, positions_BT, options)
+    with_sdpa = q_BTHC.is_cuda and options.softcap is None
+    function = partial(decode_attention, attend=attend_with_sdpa) if with_sdpa else decode_attention
     row_bytes = 2 * bound * k_PKSC.shape[1] * k_PKSC.shape[3] * k_PKSC.element_size()
     parts = []
     batch_rows = max(1, GATHERED_BYTES // row_bytes)
@@ -63,7 +64,7 @@ def paged_attention(
         unread_BL = torch.arange(bound, device=q_BTHC.device) > positions_BT[part].amax(1, keepdim=True)
         for gathered in (k_BLKC, v_BLKC):
             gathered.masked_fill_(unread_BL[..., None, None], 0)
-        parts.append(function(q_BTHC[part], k_BLKC, v_BLKC, positions_BT[part], window, scale))
+        parts.append(function(q_BTHC[part], k_BLKC, v_BLKC, positions_BT[part], options))
         del k_BLKC, v_BLKC  # before the next ones are allocated
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deskside.kernels.attention.context import AttentionContext
+from deskside.kernels.cross_entropy_triton import capped
 from deskside.kernels.fused.reference import QkvLayout
 from deskside.utils import splitmix
 
@@ -27,11 +29,13 @@ MULTIPLIER_1, MULTIPLIER_2 = tl.constexpr(splitmix.MULTIPLIER_1), tl.constexpr(s
 
 @triton.jit
 def add_keys(  # type: ignore[no-untyped-def]
-    q, max_score, sum_exp, out, K, V, TABLE, start, end, position, window, scale, kv, c,
+    q, max_score, sum_exp, out, K, V, TABLE, start, end, position, window, scale, softcap, kv, c,
     KV_HEADS: tl.constexpr, C: tl.constexpr, S: tl.constexpr, TILE: tl.constexpr,
-    MASKED: tl.constexpr, WINDOWED: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add TILE keys from `start` on to the online softmax. MASKED: some query does not see all of them.
+
+    scale, softcap: include log2(e), because exponentials are powers of 2.
 
     Sums are relative to the maximum so far, and are rescaled to each new one.
     """
@@ -44,7 +48,7 @@ def add_keys(  # type: ignore[no-untyped-def]
         page = tl.load(TABLE + key // S)
     offsets = ((page * KV_HEADS + kv) * S + key % S)[:, None] * C + c[None, :]
     k = tl.load(K + offsets, mask=mask, other=0.0)
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    scores = capped(tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale, softcap, CAPPED)
     if MASKED:
         visible = (key < end)[None, :] & (key[None, :] <= position[:, None])
         if WINDOWED:
@@ -63,14 +67,15 @@ def add_keys(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _attend(  # type: ignore[no-untyped-def]
-    Q, K, V, TABLE, POSITION, OUT, LSE, scale, window, width,
+    Q, K, V, TABLE, POSITION, OUT, LSE, scale, softcap, window, width,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, C: tl.constexpr, T: tl.constexpr, S: tl.constexpr,
     SPANS: tl.constexpr, SPAN: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
-    WINDOWED: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attend from the new tokens of a row to one span of its cache, for the query heads of one key-value head.
 
-    Q: (B, T, HEADS, C). K, V: (pages, KV_HEADS, S, C). TABLE: (B, width). POSITION: (B, T). scale: includes log2(e).
+    Q: (B, T, HEADS, C). K, V: (pages, KV_HEADS, S, C). TABLE: (B, width). POSITION: (B, T).
+    scale, softcap: as `add_keys`.
     OUT: (B, SPANS, T, HEADS, C) float32, normalised within a span. LSE: (B, SPANS, T, HEADS), log2 of the span's sum of
     exponentials, -inf for a query that sees nothing in the span.
     """
@@ -103,8 +108,8 @@ def _attend(  # type: ignore[no-untyped-def]
     TABLE += row * width
     for start in range(begin, end, TILE):
         max_score, sum_exp, out = add_keys(
-            q, max_score, sum_exp, out, K, V, TABLE, start, end, position, window, scale, kv, c,
-            KV_HEADS, C, S, TILE, True, WINDOWED, PRECISION,
+            q, max_score, sum_exp, out, K, V, TABLE, start, end, position, window, scale, softcap, kv, c,
+            KV_HEADS, C, S, TILE, True, WINDOWED, CAPPED, PRECISION,
         )  # fmt: skip
     out = out / tl.where(sum_exp > 0, sum_exp, 1.0)[:, None]
     out_row = ((row * SPANS + span) * T + t) * HEADS + head
@@ -150,11 +155,10 @@ def attend(
     v_PKSC: Tensor,
     table_BN: Tensor,
     positions_BT: Tensor,
-    window: int | None,
-    scale: float,
+    options: AttentionContext,
 ) -> Tensor:
     """See `decode.paged_attention`; for few queries. Returns (B, T, H, C)."""
-    positions_BT = positions_BT.contiguous()
+    positions_BT, window = positions_BT.contiguous(), options.window
     (B, T, H, C), (_, K, S, _), width = q_BTHC.shape, k_PKSC.shape, table_BN.shape[1]
     span = span_size(width * S)
     spans = triton.cdiv(width * S, span)
@@ -168,8 +172,8 @@ def attend(
     precision = "ieee" if q_BTHC.dtype == torch.float32 else "tf32"
     _attend[(B, K, spans)](
         q_BTHC.contiguous(), k_PKSC, v_PKSC, table_BN.contiguous(), positions_BT, part, lse,
-        scale * LOG2E, window or 0, width,
-        H, K, C, T, S, spans, span, tile, rows, block_c, window is not None, precision,
+        *scale_and_softcap(options, C), window or 0, width,
+        H, K, C, T, S, spans, span, tile, rows, block_c, window is not None, options.softcap is not None, precision,
         num_warps=4, num_stages=2,
     )  # fmt: skip
     out = torch.empty(B, T, H, C, dtype=q_BTHC.dtype, device=q_BTHC.device)
@@ -178,6 +182,12 @@ def attend(
         H, C, T, spans, span, triton.next_power_of_2(C), window is not None, num_warps=1,
     )  # fmt: skip
     return out
+
+
+def scale_and_softcap(options: AttentionContext, head_dim: int) -> tuple[float, float]:
+    """Return the last two as `add_keys` takes them; the softcap is 0.0 if there is none."""
+    scale = head_dim**-0.5 if options.scale is None else options.scale
+    return scale * LOG2E, (options.softcap or 0.0) * LOG2E
 
 
 def span_size(max_length: int) -> int:

@@ -13,17 +13,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deskside.kernels.decode_triton import LOG2E, add_keys
+from deskside.kernels.attention.context import AttentionContext
+from deskside.kernels.decode_triton import add_keys, scale_and_softcap
 
 
 @triton.jit
 def _attend_packed(  # type: ignore[no-untyped-def]
-    Q, K, V, TABLE, LENGTH, CU_SEQLENS, OUT, scale, window, width, rows, N,
+    Q, K, V, TABLE, LENGTH, CU_SEQLENS, OUT, scale, softcap, window, width, rows, N,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, C: tl.constexpr, S: tl.constexpr, QUERIES: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK_C: tl.constexpr, WINDOWED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    CAPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Q, OUT: (N, HEADS, C). K, V: (pages, KV_HEADS, S, C). TABLE: (rows, width). scale: includes log2(e)."""
+    """Q, OUT: (N, HEADS, C). K, V: (pages, KV_HEADS, S, C). TABLE: (rows, width). scale, softcap: as `add_keys`."""
     tile = tl.program_id(0)
     kv = tl.program_id(1)
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -67,13 +68,13 @@ def _attend_packed(  # type: ignore[no-untyped-def]
         partly = (oldest + 1) // TILE * TILE  # every query sees all keys before this one
         for start in range(0, partly, TILE):
             max_score, sum_exp, out = add_keys(
-                q, max_score, sum_exp, out, K, V, TABLE, start, end, position, window, scale, kv, c,
-                KV_HEADS, C, S, TILE, False, WINDOWED, PRECISION,
+                q, max_score, sum_exp, out, K, V, TABLE, start, end, position, window, scale, softcap, kv, c,
+                KV_HEADS, C, S, TILE, False, WINDOWED, CAPPED, PRECISION,
             )  # fmt: skip
     for start in range(partly, end, TILE):
         max_score, sum_exp, out = add_keys(
-            q, max_score, sum_exp, out, K, V, TABLE, start, end, position, window, scale, kv, c,
-            KV_HEADS, C, S, TILE, True, WINDOWED, PRECISION,
+            q, max_score, sum_exp, out, K, V, TABLE, start, end, position, window, scale, softcap, kv, c,
+            KV_HEADS, C, S, TILE, True, WINDOWED, CAPPED, PRECISION,
         )  # fmt: skip
     out = out / tl.where(sum_exp > 0, sum_exp, 1.0)[:, None]
     tl.store(OUT + offsets, out.to(OUT.dtype.element_ty), mask=mask_MC)
@@ -104,10 +105,11 @@ def attend_packed(
     table_LN: Tensor,
     lengths_L: Tensor,
     cu_seqlens: Tensor,
-    window: int | None,
+    options: AttentionContext,
 ) -> Tensor:
     """See `prefill.packed_attention`."""
     (N, H, C), (_, K, S, _), (L, width) = q_NHC.shape, k_PKSC.shape, table_LN.shape
+    window = options.window
     block_c = max(16, triton.next_power_of_2(C))
     launch = launch_of(block_c * q_NHC.element_size())
     queries = launch.tile_rows // (H // K)
@@ -115,8 +117,9 @@ def attend_packed(
     precision = "ieee" if q_NHC.dtype == torch.float32 else "tf32"
     _attend_packed[(N // queries + L + 1, K)](
         q_NHC.contiguous(), k_PKSC, v_PKSC, table_LN.contiguous(), lengths_L, cu_seqlens, out_NHC,
-        C**-0.5 * LOG2E, window or 0, width, L, N,
-        H, K, C, S, queries, launch.tile_rows, launch.tile, block_c, window is not None, precision,
+        *scale_and_softcap(options, C), window or 0, width, L, N,
+        H, K, C, S, queries, launch.tile_rows, launch.tile, block_c, window is not None,
+        options.softcap is not None, precision,
         num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip
     return out_NHC

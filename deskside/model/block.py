@@ -6,12 +6,13 @@ kernel. All blocks have the same signature and differ only in their attention wi
 graph per window instead of one per layer.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from deskside.config.model import ModelConfig
-from deskside.kernels.attention import AttentionContext
+from deskside.kernels.attention import PLAIN, AttentionContext
 from deskside.kernels.decode import paged_attention
 from deskside.kernels.functional import rotate
 from deskside.kernels.prefill import packed_attention
@@ -52,30 +53,45 @@ class LayerCache(NamedTuple):
         """The layer's pages of keys and of values, (pages, K, S, C) each."""
         return self.cache.k[self.layer], self.cache.v[self.layer]
 
-    def attention(self, q_BTHC: Tensor, window: int | None) -> Tensor:
-        """Attend from these tokens to the cached tokens of their rows up to and including themselves."""
+    def attention(self, q_BTHC: Tensor, options: AttentionContext) -> Tensor:
+        """Attend from these tokens to the cached tokens of their rows up to and including themselves.
+
+        options: window, scale and softcap of the layer.
+        """
         cache, position_BT = self.cache, self.slots.position_BT
         if cache.cu_seqlens is not None:
             return packed_attention(
-                q_BTHC[0], *self.keys_values, cache.table_BN, cache.lengths_B, cache.cu_seqlens, window
+                q_BTHC[0], *self.keys_values, cache.table_BN, cache.lengths_B, cache.cu_seqlens, options
             )[None]
-        return paged_attention(q_BTHC, *self.keys_values, cache.table_BN, position_BT, cache.bound, window)
+        return paged_attention(q_BTHC, *self.keys_values, cache.table_BN, position_BT, cache.bound, options)
 
 
 class Attention(AttentionSublayer):
-    """Grouped-query attention with its norm and projections. window: attention window of this layer; None is full."""
+    """Grouped-query attention with its norms and projections.
+
+    window: attention window of this layer; None is full. scale, softcap: see `AttentionContext`. local_rope: its rotary
+    angles are those of window layers (`rope_local_base_freq`).
+    """
 
     def __init__(self, config: ModelConfig, layer: int):
-        super().__init__()
+        super().__init__(output_norm(config))
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = config.head_dim
         self.window = config.layer_window(layer)
+        self.local_rope = self.window is not None and config.rope_local_base_freq is not None
+        self.scale, self.softcap = config.attention_multiplier, config.attn_logit_softcapping
+        self.qk_norm_over = config.qk_norm_over
         q_size, kv_size = self.heads * self.head_dim, self.kv_heads * self.head_dim
         outputs = [("q_proj", q_size), ("k_proj", kv_size), ("v_proj", kv_size)]
         projections = make_projections(config.hidden_size, outputs, config.attention_bias, config.fused_qkv)
-        self.input = AddNormLinear(hidden_norm(config), projections, config.norm_position)
-        self.q_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
+        self.input = input_operator(config, projections)
+        self.q_norm = self.k_norm = None
+        if config.qk_norm:
+            q_norm_size, k_norm_size = (
+                (q_size, kv_size) if config.qk_norm_over == "projection" else (self.head_dim, self.head_dim)
+            )
+            self.q_norm = RMSNorm(q_norm_size, config.norm_eps)
+            self.k_norm = RMSNorm(k_norm_size, config.norm_eps)
         self.output = Linear(q_size, [("o_proj", config.hidden_size)], config.attention_bias)
 
     def forward(
@@ -83,10 +99,15 @@ class Attention(AttentionSublayer):
     ) -> tuple[Tensor, Tensor]:
         """(residual, delta) -> (residual, delta). context: prepared for this window. rotation: None without RoPE."""
         if self.forward_override is not None:
-            residual_BTD, delta_BTD = self.forward_override(residual_BTD, delta_BTD, rotation, context)
-            return residual_BTD, delta_BTD
-        residual_BTD, q_BTHC, k_BTKC, v_BTKC = self._project(residual_BTD, delta_BTD, rotation)
-        return residual_BTD, self.output(attention(q_BTHC, k_BTKC, v_BTKC, context).flatten(2))
+            residual_BTD, output_BTD = self.forward_override(residual_BTD, delta_BTD, rotation, context)
+        else:
+            residual_BTD, q_BTHC, k_BTKC, v_BTKC = self._project(residual_BTD, delta_BTD, rotation)
+            output_BTD = self.output(attention(q_BTHC, k_BTKC, v_BTKC, context).flatten(2))
+        return residual_BTD, self.normed(output_BTD)
+
+    def context(self, base: AttentionContext) -> AttentionContext:
+        """Return `base` with the window, scale and softcap of this layer."""
+        return replace(base.for_window(self.window), scale=self.scale, softcap=self.softcap)
 
     def forward_cached(
         self, residual_BTD: Tensor, delta_BTD: Tensor, layer_cache: LayerCache
@@ -97,50 +118,56 @@ class Attention(AttentionSublayer):
         if layer_cache.context is not None:
             o_BTHC = attention(q_BTHC, k_BTKC, v_BTKC, layer_cache.context)
         else:
-            o_BTHC = layer_cache.attention(q_BTHC, self.window)
-        return residual_BTD, self.output(o_BTHC.flatten(2))
+            o_BTHC = layer_cache.attention(q_BTHC, self.context(PLAIN))
+        return residual_BTD, self.normed(self.output(o_BTHC.flatten(2)))
 
     def _project(
         self, residual_BTD: Tensor, delta_BTD: Tensor, rotation: Rotation | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         residual_BTD, (q, k, v) = self.input(residual_BTD, delta_BTD)
+        q_norm, k_norm, whole = self.q_norm, self.k_norm, self.qk_norm_over == "projection"
+        if q_norm is not None and k_norm is not None and whole:
+            q, k = q_norm(q), k_norm(k)
         q_BTHC = q.unflatten(-1, (self.heads, self.head_dim))
         k_BTKC = k.unflatten(-1, (self.kv_heads, self.head_dim))
         v_BTKC = v.unflatten(-1, (self.kv_heads, self.head_dim))
-        if self.q_norm is not None and self.k_norm is not None:
-            q_BTHC, k_BTKC = self.q_norm(q_BTHC), self.k_norm(k_BTKC)
+        if q_norm is not None and k_norm is not None and not whole:
+            q_BTHC, k_BTKC = q_norm(q_BTHC), k_norm(k_BTKC)
         if rotation is not None:
             q_BTHC, k_BTKC = rotate(q_BTHC, *rotation), rotate(k_BTKC, *rotation)
         return residual_BTD, q_BTHC, k_BTKC, v_BTKC
 
 
 class MLP(MLPSublayer):
-    """The dense MLP, with or without a gate, and its norm."""
+    """The dense MLP, with or without a gate, and its norms."""
 
     def __init__(self, config: ModelConfig):
-        super().__init__()
+        super().__init__(output_norm(config))
+        self.parallel = config.parallel_residual
         names = ("gate_proj", "up_proj") if config.gated_mlp else ("up_proj",)
         outputs = [(name, config.intermediate_size) for name in names]
         projections = make_projections(config.hidden_size, outputs, config.mlp_bias, config.fused_gate_up)
-        self.input = AddNormLinear(hidden_norm(config), projections, config.norm_position)
+        self.input = input_operator(config, projections)
         down = Linear(config.intermediate_size, [("down_proj", config.hidden_size)], config.mlp_bias)
         self.output = GatedLinear(config.hidden_act, down)
 
     def forward(self, residual_BTD: Tensor, delta_BTD: Tensor) -> tuple[Tensor, Tensor]:
         """(residual, delta) -> (residual, delta)."""
         if self.forward_override is not None:
-            residual_BTD, delta_BTD = self.forward_override(residual_BTD, delta_BTD)
-            return residual_BTD, delta_BTD
-        residual_BTD, inputs = self.input(residual_BTD, delta_BTD)
-        return residual_BTD, self.output(*inputs)
+            residual_BTD, output_BTD = self.forward_override(residual_BTD, delta_BTD)
+        else:
+            residual_BTD, inputs = self.input(residual_BTD, None if self.parallel else delta_BTD)
+            output_BTD = self.output(*inputs)
+        output_BTD = self.normed(output_BTD)
+        return residual_BTD, delta_BTD + output_BTD if self.parallel else output_BTD
 
 
 class MoE(MoESublayer):
-    """The mixture of experts and its norm. The third output is the router's statistics (R,)."""
+    """The mixture of experts and its norms. The third output is the router's statistics (R,)."""
 
     def __init__(self, config: ModelConfig):
-        super().__init__()
-        self.input = AddNormLinear(hidden_norm(config), nn.ModuleList(), config.norm_position)
+        super().__init__(output_norm(config))
+        self.input = input_operator(config, nn.ModuleList())
         router = Linear(config.hidden_size, [("router", config.num_experts)])
         experts = Experts(
             config.num_experts,
@@ -161,10 +188,11 @@ class MoE(MoESublayer):
     def forward(self, residual_BTD: Tensor, delta_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(residual, delta) -> (residual, delta, router statistics)."""
         if self.forward_override is not None:
-            residual_BTD, delta_BTD, statistics_R = self.forward_override(residual_BTD, delta_BTD)
-            return residual_BTD, delta_BTD, statistics_R
-        residual_BTD, normed_BTD = self.input.add_norm(residual_BTD, delta_BTD)
-        return residual_BTD, *self.mixture(normed_BTD)
+            residual_BTD, output_BTD, statistics_R = self.forward_override(residual_BTD, delta_BTD)
+        else:
+            residual_BTD, normed_BTD = self.input.add_norm(residual_BTD, delta_BTD)
+            output_BTD, statistics_R = self.mixture(normed_BTD)
+        return residual_BTD, self.normed(output_BTD), statistics_R
 
 
 def _shared_expert(config: ModelConfig) -> SharedExpert | None:
@@ -211,6 +239,17 @@ class CachedBlocks:
 
 
 DEFAULT_BLOCKS = CachedBlocks()
+
+
+def input_operator(config: ModelConfig, projections: nn.ModuleList) -> AddNormLinear:
+    """Return the first operator of a sublayer, whose norm is where the configuration has it."""
+    norm = None if config.norm_position == "output" else hidden_norm(config)
+    return AddNormLinear(norm, projections, "post" if config.norm_position == "post" else "pre")
+
+
+def output_norm(config: ModelConfig) -> Norm | None:
+    """Return the norm of a sublayer's output, or None if the model has none."""
+    return hidden_norm(config) if config.norm_position in ("output", "sandwich") else None
 
 
 def hidden_norm(config: ModelConfig) -> Norm:

@@ -14,7 +14,15 @@ from deskside.budget.shape import kv_bytes_per_token
 from deskside.config.model import ModelConfig
 from deskside.kernels.attention import AttentionContext, Requirements, prepare
 from deskside.kernels.cross_entropy import CHUNK_TOKENS, ReplacementRows, token_losses
-from deskside.model.block import DEFAULT_BLOCKS, Block, CachedBlocks, LayerCache, Rotation, hidden_norm
+from deskside.model.block import (
+    DEFAULT_BLOCKS,
+    Attention,
+    Block,
+    CachedBlocks,
+    LayerCache,
+    Rotation,
+    hidden_norm,
+)
 from deskside.model.cache import KVCache
 from deskside.ops.composite import AddNormLinear
 from deskside.ops.linear import Embedding, HeadLoss, Linear
@@ -42,27 +50,36 @@ class Transformer(nn.Module):
         if config.position_embedding == "learned":
             self.position = Embedding(config.max_position_embeddings, config.hidden_size, role="position")
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
-        self.final = AddNormLinear(hidden_norm(config), nn.ModuleList(), config.norm_position)
+        # The output of the last block is normalised, wherever the norms of the blocks are.
+        position: Literal["pre", "post"] = "post" if config.norm_position == "post" else "pre"
+        self.final = AddNormLinear(hidden_norm(config), nn.ModuleList(), position)
         self.head: Linear | None = None
         if not config.tie_word_embeddings:
             self.head = Linear(config.hidden_size, [("lm_head", config.vocab_size)], role="head")
         self.head_loss = HeadLoss()
         self.rope_cos: Tensor | None
         self.rope_sin: Tensor | None
-        self.register_buffer("rope_cos", None, persistent=False)
-        self.register_buffer("rope_sin", None, persistent=False)
+        self.local_rope_cos: Tensor | None
+        self.local_rope_sin: Tensor | None
+        for name in ("rope_cos", "rope_sin", "local_rope_cos", "local_rope_sin"):
+            self.register_buffer(name, None, persistent=False)
         self.reset_buffers()
 
     def reset_buffers(self) -> None:
         """Compute the rotary tables in float32 on the device of the weights."""
-        if self.config.position_embedding == "rope":
-            self.rope_cos, self.rope_sin = rope_table(
-                self.config.max_position_embeddings,
-                self.config.head_dim,
-                self.config.rope_theta,
-                self.embed.weight.device,
-                self.config.rope_scaling,
-            )
+        config, device = self.config, self.embed.weight.device
+        size = (config.max_position_embeddings, config.head_dim)
+        if config.position_embedding == "rope":
+            self.rope_cos, self.rope_sin = rope_table(*size, config.rope_theta, device, config.rope_scaling)
+        if config.rope_local_base_freq is not None:
+            self.local_rope_cos, self.local_rope_sin = rope_table(*size, config.rope_local_base_freq, device)
+
+    def rope_tables(self, attn: Attention) -> tuple[Tensor, Tensor] | None:
+        """Return cos and sin of all positions for this layer, (positions, C / 2) float32 each; None without RoPE."""
+        cos, sin = self.rope_cos, self.rope_sin
+        if attn.local_rope:
+            cos, sin = self.local_rope_cos, self.local_rope_sin
+        return None if cos is None or sin is None else (cos, sin)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Transformer":
         """Recompute the rotary tables after `to`, `to_empty`, `bfloat16`, ..., so that they stay float32."""
@@ -96,7 +113,7 @@ class Transformer(nn.Module):
         B, T = tokens_BT.shape
         self._check_length(T)
         x_BTD = self._embed(tokens_BT, positions_BT)
-        rotation = self._rotation(T, positions_BT)
+        rotations = self._rotations(T, positions_BT)
         contexts = self._contexts(context or AttentionContext(), B, T, x_BTD)
         # Splitting the embedding costs several passes over it, forward and backward.
         split_embedding = not self.layers[0].attn.delta_optional  # type: ignore[union-attr]
@@ -105,7 +122,7 @@ class Transformer(nn.Module):
         for layer in self.layers:
             assert isinstance(layer, Block)
             residual_BTD, delta_BTD, *router = layer(
-                residual_BTD, delta_BTD, rotation, contexts[layer.attn.window]
+                residual_BTD, delta_BTD, rotations[layer.attn.local_rope], contexts[layer.attn.window]
             )
             statistics.extend(router)
         assert delta_BTD is not None
@@ -201,10 +218,11 @@ class Transformer(nn.Module):
         x_BTD = self._embed(tokens_BT, slots.position_BT)
         contexts = self._contexts(_prefill_context(x_BTD), B, T, x_BTD) if cache.fresh else {}
         residual_BTD, delta_BTD = self._split_embedding(x_BTD)
-        rotation = self._rotation(T, slots.position_BT)
+        rotations = self._rotations(T, slots.position_BT)
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, Block)
-            layer_cache = LayerCache(cache, index, slots, rotation, contexts.get(layer.attn.window))
+            rotation, context = rotations[layer.attn.local_rope], contexts.get(layer.attn.window)
+            layer_cache = LayerCache(cache, index, slots, rotation, context)
             residual_BTD, delta_BTD = blocks.block(layer, residual_BTD, delta_BTD, layer_cache)
         hidden_BTD = blocks.final(self.final, residual_BTD, delta_BTD)
         last_B = cache.advance(T, counts_B)
@@ -249,8 +267,11 @@ class Transformer(nn.Module):
     # Parts of the forward
 
     def _embed(self, tokens_BT: Tensor, positions_BT: Tensor | None) -> Tensor:
-        """Return token embeddings plus learned position embeddings, if the model has them, (B, T, D)."""
+        """Return scaled token embeddings plus learned position embeddings, if the model has them, (B, T, D)."""
         x_BTD = self.embed(tokens_BT)
+        if (factor := self.config.embedding_multiplier) != 1.0:
+            # The factor is rounded to the dtype of the activations first, as in Gemma's own code.
+            x_BTD = x_BTD * torch.full((), factor, dtype=x_BTD.dtype, device=x_BTD.device)
         if self.position is not None:
             if positions_BT is None:
                 positions_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)[None]
@@ -266,40 +287,42 @@ class Transformer(nn.Module):
         """
         return x_BTD * 0.5, x_BTD * 0.5
 
-    def _rotation(self, tokens: int, positions_BT: Tensor | None) -> Rotation | None:
-        """Return cos and sin of the positions, (B or 1, T, 1, C / 2) each, or None without RoPE."""
-        if self.rope_cos is None or self.rope_sin is None:
-            return None
+    def _rotations(self, tokens: int, positions_BT: Tensor | None) -> dict[bool, Rotation | None]:
+        """Return cos and sin of the positions, (B or 1, T, 1, C / 2) each, or None without RoPE, by `local_rope`."""
         rows = slice(0, tokens) if positions_BT is None else positions_BT
-        cos, sin = self.rope_cos[rows], self.rope_sin[rows]
-        if positions_BT is None:
-            cos, sin = cos[None], sin[None]
-        return cos[:, :, None], sin[:, :, None]
+        rotations: dict[bool, Rotation | None] = {}
+        for layer in self.layers:
+            assert isinstance(layer, Block)
+            if layer.attn.local_rope in rotations:
+                continue
+            tables = self.rope_tables(layer.attn)
+            if tables is not None:
+                cos, sin = (table[rows][None] if positions_BT is None else table[rows] for table in tables)
+                tables = cos[:, :, None], sin[:, :, None]
+            rotations[layer.attn.local_rope] = tables
+        return rotations
 
     def _contexts(
         self, context: AttentionContext, batch: int, tokens: int, x: Tensor
     ) -> dict[int | None, AttentionContext]:
         """Return one prepared context for each distinct attention window of the layers."""
-        config = self.config
         contexts: dict[int | None, AttentionContext] = {}
         for layer in self.layers:
             assert isinstance(layer, Block)
             window = layer.attn.window
             if window not in contexts:
-                need = Requirements(
+                need = Requirements.of_model(
+                    self.config,
                     batch,
                     tokens,
-                    config.num_attention_heads,
-                    config.num_key_value_heads,
-                    config.head_dim,
                     x.dtype,
                     x.device,
-                    window,
-                    context.cu_seqlens is not None,
-                    context.causal,
-                    context.ranks is not None,
+                    window=window,
+                    documents=context.cu_seqlens is not None,
+                    causal=context.causal,
+                    shared_rows=context.ranks is not None,
                 )
-                contexts[window] = prepare(context.for_window(window), need)
+                contexts[window] = prepare(layer.attn.context(context), need)
         return contexts
 
     def _check_length(self, tokens: int) -> None:

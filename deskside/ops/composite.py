@@ -26,15 +26,18 @@ Activation = Literal["silu", "gelu", "gelu_new", "relu2"]
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32. (..., size) -> (..., size), dtype of x.
 
-    Zhang and Sennrich 2019 (arXiv 1910.07467).
+    Zhang and Sennrich 2019 (arXiv 1910.07467). `forward_override`, set from outside, is another implementation.
     """
 
     def __init__(self, size: int, eps: float):
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(size))
+        self.forward_override: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.forward_override is not None:
+            return self.forward_override(x)
         dtype = at_least_float32(x)
         return F.rms_norm(x.to(dtype), self.weight.shape, self.weight.to(dtype), self.eps).to(x.dtype)
 
@@ -80,7 +83,7 @@ def make_projections(
 
 
 class AddNormLinear(nn.Module):
-    """(residual, delta) -> (residual + delta, projections of its norm).
+    """(residual, delta) -> (residual + delta, projections of its norm, or of itself if `norm` is None).
 
     `position` "pre": only the projections read the norm, and the residual stream is not normalised. "post": the
     residual itself is normalised, residual = norm(residual + delta), and the projections read it. The first operator of
@@ -91,15 +94,18 @@ class AddNormLinear(nn.Module):
 
     transparent = True
 
-    def __init__(self, norm: Norm, projections: nn.ModuleList, position: Literal["pre", "post"]):
+    def __init__(self, norm: Norm | None, projections: nn.ModuleList, position: Literal["pre", "post"]):
         super().__init__()
         self.norm = norm
         self.projections = projections
         self.position = position
         self.forward_override: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
 
-    def forward(self, residual_BTD: Tensor, delta_BTD: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the new residual and one tensor (B, T, rows) per logical projection, in order."""
+    def forward(self, residual_BTD: Tensor, delta_BTD: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the new residual and one tensor (B, T, rows) per logical projection, in order.
+
+        delta_BTD: None if there is nothing to add to the residual.
+        """
         residual_BTD, normed_BTD = self.add_norm(residual_BTD, delta_BTD)
         outputs: list[Tensor] = []
         for projection in self.projections:
@@ -109,11 +115,14 @@ class AddNormLinear(nn.Module):
             outputs.extend(output.split(sizes, dim=-1) if len(sizes) > 1 else (output,))
         return residual_BTD, tuple(outputs)
 
-    def add_norm(self, residual_BTD: Tensor, delta_BTD: Tensor) -> tuple[Tensor, Tensor]:
+    def add_norm(self, residual_BTD: Tensor, delta_BTD: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the new residual and the input of the projections."""
         if self.forward_override is not None:
+            assert delta_BTD is not None
             return self.forward_override(residual_BTD, delta_BTD)
-        residual_BTD = residual_BTD + delta_BTD
+        residual_BTD = residual_BTD if delta_BTD is None else residual_BTD + delta_BTD
+        if self.norm is None:
+            return residual_BTD, residual_BTD
         normed_BTD = self.norm(residual_BTD)
         return (normed_BTD if self.position == "post" else residual_BTD), normed_BTD
 
@@ -134,35 +143,50 @@ class GatedLinear(nn.Module):
 
 
 class Sublayer(nn.Module):
-    """One half of a block. `forward_override`, set from outside, replaces its forward; None does not."""
+    """One half of a block: (residual, delta) -> (residual, delta), where the new delta is its output.
 
-    def __init__(self) -> None:
+    `forward_override`, set from outside, replaces its forward up to the norm of its output; None does not.
+    output_norm: norm of its output; None if there is none.
+    """
+
+    def __init__(self, output_norm: Norm | None = None) -> None:
         super().__init__()
+        self.output_norm = output_norm
         self.forward_override: Callable[..., Any] | None = None
+
+    def normed(self, output_BTD: Tensor) -> Tensor:
+        """Return the sublayer's output after its norm, if it has one."""
+        return output_BTD if self.output_norm is None else self.output_norm(output_BTD)
 
 
 class AttentionSublayer(Sublayer):
     """The attention half of a block: `input` computes q, k and v, and `output` is o_proj.
 
-    heads: number of query heads; kv_heads: number of key and of value heads. delta_optional: True if the override
-    takes None as the first block's delta, so that the embedding need not be split into residual and delta.
+    heads: number of query heads; kv_heads: number of key and of value heads. qk_norm_over: what `q_norm` and `k_norm`
+    normalise, one head or all heads together. delta_optional: True if the override takes None as the first block's
+    delta, so that the embedding need not be split into residual and delta.
     """
 
     heads: int
     kv_heads: int
     head_dim: int
+    qk_norm_over: Literal["head", "projection"]
     input: AddNormLinear
     q_norm: RMSNorm | None
     k_norm: RMSNorm | None
     output: Linear
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, output_norm: Norm | None = None) -> None:
+        super().__init__(output_norm)
         self.delta_optional = False
 
 
 class MLPSublayer(Sublayer):
-    """The MLP half of a block: `input` computes gate and up, or only up; `output` activates and projects down."""
+    """The MLP half of a block: `input` computes gate and up, or only up; `output` activates and projects down.
 
+    parallel: it reads the residual without the delta, as attention did, and adds its output to the delta.
+    """
+
+    parallel: bool
     input: AddNormLinear
     output: GatedLinear

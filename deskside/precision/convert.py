@@ -138,6 +138,9 @@ class QuantizedModel:
             sublayer.forward_override = override
             if isinstance(sublayer, AttentionSublayer):
                 sublayer.delta_optional = sublayer.forward_override is not None
+            if isinstance(norm := sublayer.output_norm, RMSNorm):
+                fused = sublayer.forward_override is not None
+                norm.forward_override = partial(fused_sublayers.output_norm, norm) if fused else None
         for linear, override in self._linears:
             linear.forward_override = override if self.active else None
         if self._head is not None:
@@ -315,7 +318,7 @@ def restore(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, Embedding):
             module.output_dtype = None
-        elif isinstance(module, Sublayer | Linear | AddNormLinear | HeadLoss):
+        elif isinstance(module, Sublayer | Linear | RMSNorm | AddNormLinear | HeadLoss):
             module.forward_override = None
             if isinstance(module, AttentionSublayer):
                 module.delta_optional = False
@@ -346,6 +349,9 @@ def why_not_fused(sublayer: AttentionSublayer | MLPSublayer | MoESublayer) -> st
             isinstance(m, Linear) and (bool(adapters_of(m)) or m.weight is None) for m in sublayer.modules()
         ),
         head_dim=sublayer.head_dim if isinstance(sublayer, AttentionSublayer) else 1,
+        qk_norm_over_projection=isinstance(sublayer, AttentionSublayer)
+        and sublayer.qk_norm_over == "projection",
+        parallel=isinstance(sublayer, MLPSublayer) and sublayer.parallel,
     )
 
 

@@ -365,12 +365,11 @@ class _Attention(torch.autograd.Function):
 class _AddNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, eps: float, residual_BTD: Tensor, delta_BTD: Tensor, weight: Tensor
+        ctx: Any, eps: float, residual_BTD: Tensor, delta_BTD: Tensor | None, weight: Tensor
     ) -> tuple[Tensor, Tensor]:
         ctx.shape = residual_BTD.shape
-        residual, normed, rstd = fused.add_norm(
-            flatten_tokens(residual_BTD), flatten_tokens(delta_BTD), weight, eps
-        )
+        delta = None if delta_BTD is None else flatten_tokens(delta_BTD)
+        residual, normed, rstd = fused.add_norm(flatten_tokens(residual_BTD), delta, weight, eps)
         assert isinstance(normed, Tensor)
         ctx.save_for_backward(residual, rstd, weight)
         ctx.set_materialize_grads(False)
@@ -387,7 +386,7 @@ class _AddNorm(torch.autograd.Function):
             flatten_tokens(grad_normed), residual, rstd, weight, grad_residual
         )
         grad = grad.view(ctx.shape)
-        return None, grad, grad, grad_weight.to(weight.dtype)
+        return None, grad, grad if ctx.needs_input_grad[2] else None, grad_weight.to(weight.dtype)
 
 
 class _Linear(torch.autograd.Function):
@@ -413,6 +412,13 @@ def add_norm(norm: RMSNorm, residual_BTD: Tensor, delta_BTD: Tensor) -> tuple[Te
     """Return residual + delta and its norm. For the final norm, which is not followed by projections."""
     residual_BTD, normed_BTD = _AddNorm.apply(norm.eps, residual_BTD, delta_BTD, norm.weight)
     return residual_BTD, normed_BTD
+
+
+def output_norm(norm: RMSNorm, x_BTD: Tensor) -> Tensor:
+    """Return the norm of a sublayer's output."""
+    normed_BTD = _AddNorm.apply(norm.eps, x_BTD, None, norm.weight)[1]
+    assert isinstance(normed_BTD, Tensor)
+    return normed_BTD
 
 
 def linear(plan: QuantizedLinear, x_NK: Tensor) -> Tensor:

@@ -33,6 +33,9 @@ VARIANTS: list[dict[str, Any]] = [
     {"qk_norm": False, "num_key_value_heads": 6},
     {"qk_norm": False, "gated_mlp": False, "hidden_act": "gelu", "intermediate_size": 384},
     {"qk_norm": False, "position_embedding": "learned"},
+    {"norm_position": "sandwich"},
+    {"norm_position": "output", "qk_norm_over": "projection"},
+    {"norm": "layernorm", "norm_bias": True, "parallel_residual": True, "qk_norm": False, "gated_mlp": False},
 ]
 
 

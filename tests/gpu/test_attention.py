@@ -27,10 +27,12 @@ BACKWARD_FROM = {"fa4": 9, "cudnn": 8, "flash": 8, "varlen": 8}  # major compute
 
 HEADS = {"12x3x64": (12, 3, 64), "6x2x128": (6, 2, 128), "4x4x64": (4, 4, 64)}
 MASKS = {
-    "full": (None, False),
-    "window": (100, False),
-    "documents": (None, True),
-    "window and documents": (100, True),
+    "full": (None, False, None),
+    "window": (100, False, None),
+    "documents": (None, True, None),
+    "window and documents": (100, True, None),
+    "capped": (None, False, 2.0),
+    "capped window and documents": (100, True, 2.0),
 }
 CASES = [  # each way and each shape, not all of both: FlexAttention is compiled for every one
     ("12x3x64", "eager"),
@@ -47,14 +49,22 @@ NAMES = sorted(
 def problem(shape: str, masks: str) -> tuple[Requirements, AttentionContext]:
     """The requirements, and a context with documents of all kinds: one token, a whole row, and empty padding."""
     heads, kv_heads, head_dim = HEADS[shape]
-    window, documents = MASKS[masks]
+    window, documents, softcap = MASKS[masks]
     device = torch.device(card.DEVICE)
     need = Requirements(
-        ROWS, TOKENS, heads, kv_heads, head_dim, torch.bfloat16, device, window=window, documents=documents
+        *(ROWS, TOKENS, heads, kv_heads, head_dim),
+        torch.bfloat16,
+        device,
+        window=window,
+        documents=documents,
+        softcap=softcap is not None,
     )
     ends = [0, 1, 130, TOKENS, 2 * TOKENS, 2 * TOKENS + 255, 3 * TOKENS, 3 * TOKENS, 3 * TOKENS]
     cu = torch.tensor(ends, dtype=torch.int32, device=device) if documents else None
-    return need, AttentionContext(window=window, cu_seqlens=cu, max_seqlen=TOKENS if documents else None)
+    context = AttentionContext(
+        softcap=softcap, window=window, cu_seqlens=cu, max_seqlen=TOKENS if documents else None
+    )
+    return need, context
 
 
 def projection(need: Requirements) -> Tensor:
@@ -113,9 +123,10 @@ def test_equals_float64(name: str, shape: str, masks: str, way: str) -> None:
 @pytest.mark.parametrize("masks", MASKS)
 def test_the_trial_finds_a_fast_one(masks: str) -> None:
     """At a size where the plain ones are far behind, so that a fast kernel that fails would show."""
-    window, documents = MASKS[masks]
+    window, documents, softcap = MASKS[masks]
     device = torch.device(card.DEVICE)
-    need = Requirements(4, 2048, 12, 3, 64, torch.bfloat16, device, window=window, documents=documents)
+    shape, capped = (4, 2048, 12, 3, 64), softcap is not None
+    need = Requirements(*shape, torch.bfloat16, device, window=window, documents=documents, softcap=capped)
     choice = choose(need)
     assert choice.name not in {"reference", "chunked", "efficient"}, choice
     assert not [reason for reason in choice.rejected.values() if reason.startswith("wrong")], choice.rejected

@@ -12,6 +12,7 @@ from deskside.engine.generate import generate
 from deskside.engine.requests import Request
 from deskside.engine.sampling import GREEDY, Sampling
 from deskside.kernels import decode
+from deskside.kernels.attention import AttentionContext
 from deskside.kernels.attention.reference import decode_attention
 from deskside.kernels.decode import gather_pages, paged_attention
 from deskside.kernels.prefill import packed_attention, packed_kernel_supports
@@ -89,10 +90,11 @@ def test_prompts_that_go_on_are_attended_some_rows_at_a_time(
     k, v = (torch.randn(rows * 7 + 1, K, 32, C) for _ in range(2))
     table = torch.randperm(rows * 7).view(rows, 7)
     q, positions = torch.randn(rows, new, 12, C), (length - new + torch.arange(new)).expand(rows, new)
-    expected = paged_attention(q, k, v, table, positions, length, window)
+    options = AttentionContext(window=window)
+    expected = paged_attention(q, k, v, table, positions, length, options)
     monkeypatch.setattr(decode, "GATHERED_BYTES", 2 * (2 * length * K * C * 2))
     card = [t.to(DEVICE, torch.bfloat16) for t in (q, k, v)]
-    got = paged_attention(*card, table.to(DEVICE), positions.to(DEVICE), length, window)  # type: ignore[call-arg]
+    got = paged_attention(*card, table.to(DEVICE), positions.to(DEVICE), length, options)  # type: ignore[call-arg]
     torch.testing.assert_close(got.float().cpu(), expected, atol=0.03, rtol=0.03)
 
 
@@ -187,9 +189,11 @@ def test_fused_blocks_equal_the_models(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("H", "K", "C"), [(12, 3, 64), (32, 8, 128), (16, 1, 128), (6, 6, 80)])
-@pytest.mark.parametrize(("T", "window"), [(1, None), (1, 300), (4, None), (4, 40)])
+@pytest.mark.parametrize(
+    ("T", "window", "softcap"), [(1, None, None), (1, 300, 0.7), (4, None, 0.7), (4, 40, None)]
+)
 def test_the_kernel_equals_float64(
-    H: int, K: int, C: int, T: int, window: int | None, dtype: torch.dtype
+    H: int, K: int, C: int, T: int, window: int | None, softcap: float | None, dtype: torch.dtype
 ) -> None:
     generator = torch.Generator(DEVICE).manual_seed(0)
 
@@ -201,9 +205,10 @@ def test_the_kernel_equals_float64(
     table = torch.randperm(B * width, generator=generator, device=DEVICE).view(B, width)
     k, v, q = normal(B * width, K, 32, C), normal(B * width, K, 32, C), normal(B, T, H, C)
     positions = last[:, None] - T + 1 + torch.arange(T, device=DEVICE)
-    got = paged_attention(q, k, v, table, positions, 2048, window)
+    options = AttentionContext(window=window, softcap=softcap)
+    got = paged_attention(q, k, v, table, positions, 2048, options)
     keys, values = (gather_pages(pool, table, 2048).double() for pool in (k, v))
-    truth = decode_attention(q.double(), keys, values, positions, window)
+    truth = decode_attention(q.double(), keys, values, positions, options)
     error = float((got.double() - truth).norm() / truth.norm())
     assert error < {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
 
@@ -227,10 +232,11 @@ def test_the_prefill_kernel_equals_float64(
     if dtype is torch.float32 and C == 256:
         assert not packed_kernel_supports(H, k)
         return
-    got = packed_attention(q, k, v, table, lengths, cu_seqlens, window)
+    options = AttentionContext(window=window, softcap=None if window is None else 0.7)
+    got = packed_attention(q, k, v, table, lengths, cu_seqlens, options)
     assert not got[1066:].any()
     doubles = (x.double().cpu() for x in (q, k, v))
-    truth = packed_attention(*doubles, table.cpu(), lengths.cpu(), cu_seqlens.cpu(), window)  # type: ignore[call-arg]
+    truth = packed_attention(*doubles, table.cpu(), lengths.cpu(), cu_seqlens.cpu(), options)  # type: ignore[call-arg]
     error = float((got.double().cpu() - truth).norm() / truth.norm())
     assert error < {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
 

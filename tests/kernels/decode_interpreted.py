@@ -11,6 +11,7 @@ from deskside.engine.counter_rng import PROPOSE, exponentials, stream_of
 from deskside.engine.engine import Draft, Engine
 from deskside.engine.requests import Request
 from deskside.kernels import decode, decode_triton
+from deskside.kernels.attention import PLAIN, AttentionContext
 from deskside.kernels.fused.reference import QkvLayout
 from deskside.kernels.moe import grouped, moe_launch
 from tests.engine.test_generate import VARIANTS, make, plain
@@ -22,12 +23,12 @@ def error(ours: Tensor, truth: Tensor) -> float:
 
 def attention(found: dict[str, float]) -> None:
     """Lengths on both sides of a page, a tile and a span; pages in any order; noise where nothing may be read."""
-    for H, K, C, T, size, window in (
-        (4, 2, 16, 1, 16, None),
-        (6, 2, 24, 3, 32, None),
-        (4, 1, 16, 1, 32, 40),
-        (2, 2, 8, 4, 64, 300),
-        (3, 1, 16, 2, 16, 5),
+    for H, K, C, T, size, options in (
+        (4, 2, 16, 1, 16, PLAIN),
+        (6, 2, 24, 3, 32, AttentionContext(softcap=1.5, scale=0.5)),
+        (4, 1, 16, 1, 32, AttentionContext(window=40)),
+        (2, 2, 8, 4, 64, AttentionContext(window=300, softcap=0.7)),
+        (3, 1, 16, 2, 16, AttentionContext(window=5)),
     ):
         last = torch.tensor([T - 1, size - 1, 64, 255, 256, 300, 575])
         B, width = len(last), -(-600 // size)
@@ -39,10 +40,10 @@ def attention(found: dict[str, float]) -> None:
             k[table[row, used + 1 :]] = float("nan")
             v[table[row, used + 1 :]] = float("nan")
         q = torch.randn(B, T, H, C)
-        ours = decode_triton.attend(q, k, v, table, positions, window, C**-0.5)
+        ours = decode_triton.attend(q, k, v, table, positions, options)
         clean_k, clean_v = k.nan_to_num(7.0), v.nan_to_num(7.0)
-        truth = decode.paged_attention(q, clean_k, clean_v, table, positions, 600, window)
-        found[f"attention {H} {K} {C} {T} {size} {window}"] = error(ours, truth)
+        truth = decode.paged_attention(q, clean_k, clean_v, table, positions, 600, options)
+        found[f"attention {H} {K} {C} {T} {size}"] = error(ours, truth)
 
 
 def long_rows(found: dict[str, float]) -> None:
@@ -53,8 +54,9 @@ def long_rows(found: dict[str, float]) -> None:
     table[:, :60] = torch.stack((torch.randperm(60), torch.randperm(60)))
     positions = torch.tensor([[520], [959]])
     for window in (None, 300):
-        ours = decode_triton.attend(q, k, v, table, positions, window, 0.25)
-        truth = decode.paged_attention(q, k, v, table, positions, 960, window, 0.25)
+        options = AttentionContext(window=window, scale=0.25)
+        ours = decode_triton.attend(q, k, v, table, positions, options)
+        truth = decode.paged_attention(q, k, v, table, positions, 960, options)
         found[f"long rows, window {window}"] = error(ours, truth)
 
 

@@ -26,6 +26,7 @@ from deskside.kernels.adamw_state import (
     AdamWHyperparameters,
     num_blocks,
 )
+from deskside.kernels.attention import AttentionContext
 from deskside.kernels.fused import launch, tiles
 from deskside.kernels.fused.reference import Cast, QkvLayout
 from deskside.kernels.moe import Routing, fp8_launch, grouped, moe_launch
@@ -333,9 +334,10 @@ def _frozen() -> Iterator[CompileCase]:
 def _decoding() -> Iterator[CompileCase]:
     for H, K, C, T, window, dtype in DECODED:
         how = f"{H} x {K} x {C}, {T} tokens, window {window}, {str(dtype).removeprefix('torch.')}"
+        options = AttentionContext(window=window, softcap=50.0 if T == 1 else None)
         q, pages = _new(16, T, H, C, dtype=dtype), _new(4096, K, 32, C, dtype=dtype)
         table, positions = _new(16, 64, dtype=torch.int64), _new(16, T, dtype=torch.int64)
-        attention = (q, pages, pages, table, positions, window, C**-0.5)
+        attention = (q, pages, pages, table, positions, options)
         for number, name in enumerate(("decode attention", "join of spans")):
             yield recorded(f"{name} {how}", CAPABILITIES, decode_triton.attend, *attention, number=number)
         norms = (_new(C, dtype=torch.float32),) * 2 if T == 1 else None
@@ -354,7 +356,7 @@ def _decoding() -> Iterator[CompileCase]:
             f"prefill attention {how}",
             CAPABILITIES,
             prefill_triton.attend_packed,
-            *(new, pages, pages, table[:L], lengths, ends, window),
+            *(new, pages, pages, table[:L], lengths, ends, options),
         )
     row, strided = _new(16, dtype=torch.int64), _new(16, 2, dtype=torch.int64)[:, 1]
     for W in (64, 151936):

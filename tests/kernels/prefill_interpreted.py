@@ -8,6 +8,7 @@ from deskside.engine import fused
 from deskside.engine.engine import Draft, Engine
 from deskside.engine.requests import Request
 from deskside.kernels import decode_triton, prefill, prefill_triton
+from deskside.kernels.attention import PLAIN, AttentionContext
 from tests.engine.test_generate import VARIANTS, make, plain
 from tests.kernels.decode_interpreted import error
 
@@ -17,13 +18,13 @@ ROWS = ((0, 70), (0, 0), (5, 1), (64, 64), (100, 40), (0, 1), (31, 33), (200, 2)
 
 def attention(found: dict[str, float]) -> None:
     """Pages in any order; noise where nothing may be read; padding behind the last row and rows without tokens."""
-    for H, K, C, size, window, padding in (
-        (4, 2, 16, 16, None, 0),
-        (6, 2, 24, 32, None, 13),
-        (4, 1, 16, 32, 40, 130),
-        (2, 2, 8, 64, 300, 1),
-        (3, 1, 16, 16, 5, 0),
-        (5, 1, 16, 16, None, 7),
+    for H, K, C, size, options, padding in (
+        (4, 2, 16, 16, PLAIN, 0),
+        (6, 2, 24, 32, AttentionContext(softcap=1.5, scale=0.5), 13),
+        (4, 1, 16, 32, AttentionContext(window=40), 130),
+        (2, 2, 8, 64, AttentionContext(window=300, softcap=0.7), 1),
+        (3, 1, 16, 16, AttentionContext(window=5), 0),
+        (5, 1, 16, 16, PLAIN, 7),
     ):
         lengths, counts = (torch.tensor(column) for column in zip(*ROWS, strict=True))
         cu_seqlens = torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0)))
@@ -37,11 +38,11 @@ def attention(found: dict[str, float]) -> None:
                 pool[page, :, offset:] = float("nan")
                 pool[table[row, last // size + 1 :]] = float("nan")
         q = torch.randn(N, H, C)
-        ours = prefill_triton.attend_packed(q, k, v, table, lengths, cu_seqlens, window)
+        ours = prefill_triton.attend_packed(q, k, v, table, lengths, cu_seqlens, options)
         truth = prefill.packed_attention(
-            q.double(), k.double(), v.double(), table, lengths, cu_seqlens, window
+            q.double(), k.double(), v.double(), table, lengths, cu_seqlens, options
         )
-        found[f"attention {H} {K} {C} {size} {window}"] = error(ours.double(), truth)
+        found[f"attention {H} {K} {C} {size}"] = error(ours.double(), truth)
         if padding:
             found[f"padding {padding}"] = float(ours[-padding:].abs().max())
 

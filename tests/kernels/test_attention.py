@@ -47,7 +47,10 @@ def brute_force(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext) -> T
             for h in range(H):
                 keys, values = k[b, low:high, h // group].double(), v[b, low:high, h // group].double()
                 scale = context.scale or 1 / math.sqrt(C)
-                out[b, t, h] = torch.softmax(keys @ q[b, t, h].double() * scale, 0) @ values
+                scores = keys @ q[b, t, h].double() * scale
+                if context.softcap is not None:
+                    scores = context.softcap * torch.tanh(scores / context.softcap)
+                out[b, t, h] = torch.softmax(scores, 0) @ values
     return out
 
 
@@ -74,6 +77,8 @@ CASES = {
     "documents": {"cu_seqlens": cut(11, [[4, 7], [11]])},
     "both": {"window": 4, "cu_seqlens": cut(11, [[1, 10], [5, 6]])},
     "scaled": {"scale": 0.3},
+    "capped": {"softcap": 0.9},
+    "capped, all": {"softcap": 0.9, "scale": 0.7, "window": 4, "cu_seqlens": cut(11, [[1, 10], [5, 6]])},
     "bidirectional": {"causal": False},
 }
 
@@ -105,22 +110,18 @@ def test_cpu_backends_equal_brute_force(
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_flex_block_masks_equal_brute_force() -> None:
+def test_flex_equals_brute_force(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eager FlexAttention follows the same mask; its block mask is built from window and documents."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    from deskside.kernels.attention.flex import block_mask
+    from deskside.kernels.attention import flex
 
+    monkeypatch.setattr(flex, "_compiled", lambda: flex_attention)
     q, k, v = tensors(2, 11, 4, 2, 16, dtype=torch.float32)
-    for case in ("plain", "window", "documents", "both"):
+    for case in ("plain", "window", "documents", "both", "scaled", "capped", "capped, all"):
         context = AttentionContext(**CASES[case])
-        mask = block_mask(context, 2, 11, q.device)
-        got = flex_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), block_mask=mask, enable_gqa=True
-        )
-        torch.testing.assert_close(
-            got.transpose(1, 2).double(), brute_force(q, k, v, context), atol=1e-5, rtol=1e-4
-        )
+        got = flex.flex(q, k, v, replace(context, prepared=flex.block_mask(context, 2, 11, q.device)))
+        torch.testing.assert_close(got.double(), brute_force(q, k, v, context), atol=1e-5, rtol=1e-4)
 
 
 def test_on_a_gpu_block_masks_come_from_the_compiled_function(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,17 +177,19 @@ def test_document_ids_and_positions(lengths: list[list[int]]) -> None:
         assert [x - ids[0] for x in ids] == labels
 
 
+@pytest.mark.parametrize("softcap", [None, 0.9])
 @pytest.mark.parametrize("window", [None, 3])
-def test_decode_equals_training_attention(window: int | None) -> None:
+def test_decode_equals_training_attention(window: int | None, softcap: float | None) -> None:
     """Rows of different lengths; what lies beyond a row's length in the cache is noise."""
     q, k, v = tensors(2, 9, 4, 2, 8)
     noise = torch.full_like(k[:, :4], 1e9)
     cache_k, cache_v = torch.cat((k, noise), 1), torch.cat((v, noise), 1)
-    truth = brute_force(q, k, v, AttentionContext(window=window))
+    options = AttentionContext(window=window, softcap=softcap)
+    truth = brute_force(q, k, v, options)
     positions = torch.tensor([[8], [4]])
-    got = decode_attention(torch.stack((q[0, 8:], q[1, 4:5])), cache_k, cache_v, positions, window)
+    got = decode_attention(torch.stack((q[0, 8:], q[1, 4:5])), cache_k, cache_v, positions, options)
     torch.testing.assert_close(got, torch.stack((truth[0, 8:], truth[1, 4:5])))
-    several = decode_attention(q, cache_k, cache_v, torch.arange(9).expand(2, 9), window)
+    several = decode_attention(q, cache_k, cache_v, torch.arange(9).expand(2, 9), options)
     torch.testing.assert_close(several, truth)
 
 
@@ -205,7 +208,9 @@ def test_prompts_on_a_gpu_leave_out_the_kernel_that_plans_for_every_shape(
     name = transformer._prefill_context(prompt).backend
     got = BACKENDS[name].function(q, k, v, AttentionContext())
     torch.testing.assert_close(got, brute_force(q, k, v, AttentionContext()))
-    decode_attention(q, k, v, torch.arange(11).expand(2, -1), None, 0.3, decode.attend_with_sdpa)
+    decode_attention(
+        q, k, v, torch.arange(11).expand(2, -1), AttentionContext(scale=0.3), decode.attend_with_sdpa
+    )
     assert allowed == [(False, True)] * 2 and torch.backends.cuda.cudnn_sdp_enabled()
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from deskside.kernels import decode
+from deskside.kernels.attention import AttentionContext
 from deskside.kernels.decode import gather_pages, paged_attention
 from tests.budget.test_adapters import Live
 from tests.kernels.interpreter import interpreted
@@ -35,7 +36,7 @@ def test_attention_equals_float64_arithmetic(window: int | None) -> None:
     table = torch.tensor([[2, 6, 1], [5, 0, 3]])
     positions = torch.tensor([[8, 9], [2, 3]])
     q = torch.randn(2, 2, 4, 8)
-    got = paged_attention(q, k, v, table, positions, 12, window)
+    got = paged_attention(q, k, v, table, positions, 12, AttentionContext(window=window))
     for b in range(2):
         for t in range(2):
             last = int(positions[b, t])
@@ -66,8 +67,9 @@ def test_the_form_for_a_card_equals_the_reference(
     pool_k, pool_v, table = cached(2, 12, 2)
     k, v = gather_pages(pool_k, table, 11), gather_pages(pool_v, table, 11)
     q, positions = torch.randn(2, 5, heads, 8), torch.tensor([[6, 7, 8, 9, 10], [1, 2, 3, 4, 5]])
-    expected = decode.decode_attention(q, k, v, positions, window, 0.3)
-    got = decode.decode_attention(q, k, v, positions, window, 0.3, decode.attend_with_sdpa)
+    options = AttentionContext(window=window, scale=0.3)
+    expected = decode.decode_attention(q, k, v, positions, options)
+    got = decode.decode_attention(q, k, v, positions, options, decode.attend_with_sdpa)
     torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
 
 

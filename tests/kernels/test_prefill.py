@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from deskside.kernels.attention import AttentionContext
 from deskside.kernels.prefill import packed_attention
 from tests.kernels.interpreter import interpreted
 
@@ -16,8 +17,9 @@ def test_the_kernel_equals_the_torch_form() -> None:
     assert max(found.values()) < 1e-6, found
 
 
+@pytest.mark.parametrize("softcap", [None, 0.8])
 @pytest.mark.parametrize("window", [None, 3])
-def test_packed_rows_equal_float64_arithmetic(window: int | None) -> None:
+def test_packed_rows_equal_float64_arithmetic(window: int | None, softcap: float | None) -> None:
     """Rows of three kinds: a whole prompt, a part behind older tokens, and none; two tokens of padding at the end."""
     torch.manual_seed(1)
     k, v = (torch.randn(9, 2, 4, 8) for _ in range(2))
@@ -25,7 +27,8 @@ def test_packed_rows_equal_float64_arithmetic(window: int | None) -> None:
     lengths, counts = [0, 5, 2], [6, 3, 0]
     cu_seqlens = torch.tensor([0, 6, 9, 9])
     q = torch.randn(11, 4, 8)
-    got = packed_attention(q, k, v, table, torch.tensor(lengths), cu_seqlens, window)
+    options = AttentionContext(window=window, softcap=softcap, scale=0.5)
+    got = packed_attention(q, k, v, table, torch.tensor(lengths), cu_seqlens, options)
     assert not got[9:].any()
     for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
         for t in range(count):
@@ -35,6 +38,9 @@ def test_packed_rows_equal_float64_arithmetic(window: int | None) -> None:
             for h in range(4):
                 keys = [k[table[row, e // 4], h // 2, e % 4].double() for e in seen]
                 values = [v[table[row, e // 4], h // 2, e % 4].double() for e in seen]
-                weights = [math.exp(float(q[token, h].double() @ key) / math.sqrt(8)) for key in keys]
+                scores = [float(q[token, h].double() @ key) * 0.5 for key in keys]
+                if softcap is not None:
+                    scores = [softcap * math.tanh(score / softcap) for score in scores]
+                weights = [math.exp(score) for score in scores]
                 truth = sum(w * x for w, x in zip(weights, values, strict=True)) / sum(weights)
                 torch.testing.assert_close(got[token, h].double(), truth, atol=1e-6, rtol=1e-5)

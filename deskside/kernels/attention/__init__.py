@@ -4,6 +4,7 @@ from deskside.kernels.attention import fa4, flex, gathered, reference, sdpa, var
 from deskside.kernels.attention.choose import BackendChoice, choose
 from deskside.kernels.attention.context import (
     BACKENDS,
+    PLAIN,
     AttentionBackend,
     AttentionContext,
     FwdBwd,
@@ -24,6 +25,7 @@ __all__ = [
     "AttentionBackend",
     "FwdBwd",
     "BACKENDS",
+    "PLAIN",
     "backend_named",
     "prepare",
     "choose",

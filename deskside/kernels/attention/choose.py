@@ -34,6 +34,7 @@ from deskside.utils.errors import RunError
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 CHECK_BATCH = 2  # rows that are compared; few, because the reference saves all scores for its backward
 CHECK_SCORES = 2**27  # attention scores that are compared, 512 MiB in float32; autograd saves a few copies
+CHECKED_SOFTCAP = 1.0  # the scores of random inputs are of size one, so that a missing cap would show
 TIMED_RUNS = {"cuda": 10, "cpu": 3}
 GIVE_UP_FACTOR = 3.0  # a candidate this much slower than the best so far is not timed further
 TIE_MARGIN = 0.02  # relative difference in time that counts as a tie: the noise between trials
@@ -80,7 +81,7 @@ class BackendChoice:
 
 def considered_backends(need: Requirements) -> list[str]:
     """Return the names of the backends that `choose` tries on this device, in the order in which it tries them."""
-    masked = need.window is not None or need.documents
+    masked = need.window is not None or need.documents or need.softcap
     names = [
         backend.name
         for backend in sorted(BACKENDS.values(), key=lambda backend: backend.start_seconds)
@@ -251,10 +252,12 @@ def _problem(need: Requirements, checked_tokens: int, seed: int) -> tuple[list[T
     # Views of one tensor, as from a fused projection, so that a backend that has to copy them is timed with the copies.
     sizes = [need.heads, need.kv_heads, need.kv_heads]
     tensors = [*normal(sum(sizes)).split(sizes, dim=2), normal(need.heads)]
+    softcap = CHECKED_SOFTCAP if need.softcap else None
     boundaries = None
     if need.documents:
         boundaries = _boundaries(need, max(1, checked_tokens // 3))
-    return tensors, AttentionContext(causal=need.causal, window=need.window, cu_seqlens=boundaries)
+    context = AttentionContext(causal=need.causal, softcap=softcap, window=need.window, cu_seqlens=boundaries)
+    return tensors, context
 
 
 def _boundaries(need: Requirements, second_document: int) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deskside.config.model import ModelConfig
 from deskside.kernels.attention.ranks import ContextRanks
 from deskside.utils.errors import UsageError
 
@@ -23,7 +24,8 @@ class AttentionContext:
     cu_seqlens: int32, document boundaries over the flattened B * T tokens, first 0 and last B * T, padded to a fixed
         length by repeating B * T; the start of every row is a boundary. None: each row is one document.
     max_seqlen: length of the longest document, or any upper bound (None: T). A constant of the compiled graph.
-    scale: factor of the scores; None is 1 / sqrt(head_dim).
+    scale: factor of the scores; None is 1 / sqrt(head_dim). softcap: scores, after the scale, become
+        softcap * tanh(score / softcap), as in Gemma 2; None: they stay as they are.
     backend, window_backend: names in `BACKENDS`; window_backend is for layers with a window (None: `backend`).
     ranks: the processes that share the rows, for the backend "gathered"; q, k and v are then this process's tokens, and
         cu_seqlens has the boundaries of the whole rows. None: this process holds whole rows.
@@ -32,6 +34,7 @@ class AttentionContext:
 
     causal: bool = True
     scale: float | None = None
+    softcap: float | None = None
     window: int | None = None
     cu_seqlens: Tensor | None = None
     max_seqlen: int | None = None
@@ -45,6 +48,8 @@ class AttentionContext:
         backend = self.backend if window is None else (self.window_backend or self.backend)
         return replace(self, window=window, backend=backend)
 
+
+PLAIN = AttentionContext()  # causal attention over whole rows
 
 AttentionFunction = Callable[[Tensor, Tensor, Tensor, AttentionContext], Tensor]
 Saved = tuple[Any, ...]  # what a forward saves for its backward
@@ -67,6 +72,7 @@ class Requirements:
     """An attention problem. `tokens` is T, `head_dim` is C; `documents`: rows may hold several documents.
 
     shared_rows: processes share the rows (`AttentionContext.ranks`), and `tokens` are those of one process.
+    softcap: the scores are capped.
     """
 
     batch: int
@@ -80,13 +86,24 @@ class Requirements:
     documents: bool = False
     causal: bool = True
     shared_rows: bool = False
+    softcap: bool = False
+
+    @staticmethod
+    def of_model(
+        model: ModelConfig, batch: int, tokens: int, dtype: torch.dtype, device: torch.device, **masks: Any
+    ) -> "Requirements":
+        """Return the problem of a layer of this model. masks: the fields from `window` to `shared_rows`."""
+        heads = (model.num_attention_heads, model.num_key_value_heads, model.head_dim)
+        softcap = model.attn_logit_softcapping is not None
+        return Requirements(batch, tokens, *heads, dtype, device, softcap=softcap, **masks)
 
     @staticmethod
     def from_tensors(q_BTHC: Tensor, k_BTKC: Tensor, context: AttentionContext) -> "Requirements":
         """Return the problem of these tensors and this context."""
         B, T, H, C = q_BTHC.shape
         masks = (context.window, context.cu_seqlens is not None, context.causal, context.ranks is not None)
-        return Requirements(B, T, H, k_BTKC.shape[2], C, q_BTHC.dtype, q_BTHC.device, *masks)
+        shape = (B, T, H, k_BTKC.shape[2], C)
+        return Requirements(*shape, q_BTHC.dtype, q_BTHC.device, *masks, context.softcap is not None)
 
 
 def no_preparation(context: AttentionContext, batch: int, tokens: int, device: torch.device) -> Any:
@@ -100,8 +117,9 @@ class AttentionBackend:
 
     grouped: supports fewer key-value heads than query heads. shared_rows: for rows that processes share, and only for
     them. supports_noncausal: supports attention that is not causal.
-    on_request: devices on which `choose` tries it only if it is among the candidates. for_masks: worth trying, and
-    compiling, only for windows or documents; `choose` skips it otherwise. prepare: computes
+    softcap: supports capped scores. on_request: devices on which `choose` tries it only if it is among the candidates.
+    for_masks: worth trying, and compiling, only for windows, documents or capped scores; `choose` skips it otherwise.
+    prepare: computes
     `AttentionContext.prepared`. start_seconds: what its first use takes on a machine without compiled kernels, if that
     is long; `choose` tries it last. pair: its explicit forward and backward (None: `manual_backward.py` runs `function`
     under autograd). package: the optional distribution that it needs, which is also the name of deskside's extra.
@@ -116,6 +134,7 @@ class AttentionBackend:
     grouped: bool = True
     supports_noncausal: bool = False
     shared_rows: bool = False
+    softcap: bool = False
     max_head_dim: int = 256
     on_request: frozenset[DeviceType] = field(default_factory=frozenset)
     for_masks: bool = False
@@ -140,6 +159,8 @@ class AttentionBackend:
             return "is causal only"
         if need.shared_rows != self.shared_rows:
             return "needs whole rows" if need.shared_rows else "is for rows that processes share"
+        if need.softcap and not self.softcap:
+            return "has no soft cap of the scores"
         if need.head_dim > self.max_head_dim:
             return f"supports head_dim up to {self.max_head_dim}, not {need.head_dim}"
         if self.package is not None and not _installed(self.package):

@@ -27,6 +27,7 @@ def flex(q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, context: AttentionConte
         q_BTHC.transpose(1, 2),
         k_BTKC.transpose(1, 2),
         v_BTKC.transpose(1, 2),
+        score_mod=None if context.softcap is None else soft_cap(context.softcap),
         block_mask=context.prepared,
         scale=context.scale,
         enable_gqa=q_BTHC.shape[2] != k_BTKC.shape[2],
@@ -38,6 +39,16 @@ def flex(q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, context: AttentionConte
 @lru_cache(maxsize=1)
 def _compiled() -> Callable[..., Any]:
     return torch.compile(flex_attention, dynamic=False)
+
+
+@lru_cache(maxsize=8)
+def soft_cap(cap: float) -> Callable[..., Tensor]:
+    """Return the function cap * tanh(score / cap); always the same one for a cap, so that it is compiled once."""
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return cap * torch.tanh(score / cap)
+
+    return score_mod
 
 
 def block_mask(context: AttentionContext, batch: int, tokens: int, device: torch.device) -> BlockMask:
@@ -97,6 +108,7 @@ register(
         window=True,
         documents=True,
         supports_noncausal=True,
+        softcap=True,
         for_masks=True,
         prepare=block_mask,
     )

@@ -10,7 +10,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from deskside.kernels.attention.context import AttentionBackend, AttentionContext, document_ids, register
+from deskside.kernels.attention.context import (
+    PLAIN,
+    AttentionBackend,
+    AttentionContext,
+    document_ids,
+    register,
+)
 from deskside.kernels.functional import at_least_float32
 
 QUERY_CHUNK = 256
@@ -37,6 +43,7 @@ def reference(q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, context: Attention
                 v_BTKC[:, first_key:end_key],
                 allowed_BTL,
                 scale,
+                context.softcap,
             )
         )
     return torch.cat(chunks, dim=1)
@@ -59,7 +66,12 @@ def allowed_keys(query_BT: Tensor, key_BL: Tensor, context: AttentionContext) ->
 
 
 def attend(
-    q_BTHC: Tensor, k_BLKC: Tensor, v_BLKC: Tensor, allowed_BTL: Tensor | None, scale: float
+    q_BTHC: Tensor,
+    k_BLKC: Tensor,
+    v_BLKC: Tensor,
+    allowed_BTL: Tensor | None,
+    scale: float,
+    softcap: float | None = None,
 ) -> Tensor:
     """Softmax attention of T queries over L keys, H / K query heads to each key head. Returns (B, T, H, C)."""
     B, T, H, C = q_BTHC.shape
@@ -69,6 +81,8 @@ def attend(
     k_BK1LC = k_BLKC.transpose(1, 2).unsqueeze(2).to(dtype)
     v_BK1LC = v_BLKC.transpose(1, 2).unsqueeze(2).to(dtype)
     scores = q_BKGTC @ k_BK1LC.transpose(-1, -2) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     if allowed_BTL is not None:
         scores = scores.masked_fill(~allowed_BTL[:, None, None], -math.inf)
     o_BKGTC = torch.softmax(scores, dim=-1) @ v_BK1LC
@@ -80,24 +94,24 @@ def decode_attention(
     cache_k_BLKC: Tensor,
     cache_v_BLKC: Tensor,
     positions_BT: Tensor,
-    window: int | None = None,
-    scale: float | None = None,
+    options: AttentionContext = PLAIN,
     attend: Callable[..., Tensor] = attend,
 ) -> Tensor:
     """Attend from new tokens to a key-value cache that already contains them. Returns (B, T, H, C).
 
     positions_BT: int64, the position of each query in its row. Cache entry l is position l, and a query sees entries
-    0..position, or the last `window` of them. attend: the function for a chunk of queries, like `attend` above.
+    0..position, or the last `window` of them. options: window, scale and softcap. attend: the function for a chunk of
+    queries, like `attend` above.
     """
     T, L = q_BTHC.shape[1], cache_k_BLKC.shape[1]
-    context = AttentionContext(window=window)
     key_1L = torch.arange(L, device=q_BTHC.device)[None]
-    scores_scale = q_BTHC.shape[-1] ** -0.5 if scale is None else scale
+    scale = q_BTHC.shape[-1] ** -0.5 if options.scale is None else options.scale
+    scoring = (scale,) if options.softcap is None else (scale, options.softcap)
     chunks = []
     for start in range(0, T, QUERY_CHUNK):
         part = slice(start, start + QUERY_CHUNK)
-        allowed_BTL = allowed_keys(positions_BT[:, part], key_1L, context)
-        chunks.append(attend(q_BTHC[:, part], cache_k_BLKC, cache_v_BLKC, allowed_BTL, scores_scale))
+        allowed_BTL = allowed_keys(positions_BT[:, part], key_1L, options)
+        chunks.append(attend(q_BTHC[:, part], cache_k_BLKC, cache_v_BLKC, allowed_BTL, *scoring))
     return chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim=1)
 
 
@@ -110,6 +124,7 @@ register(
         window=True,
         documents=True,
         supports_noncausal=True,
+        softcap=True,
         max_head_dim=4096,
     )
 )

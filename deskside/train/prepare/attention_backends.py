@@ -108,16 +108,9 @@ def _names(trials: Mapping[str, Any]) -> tuple[str, str | None]:
 def _requirements(
     config: RunConfig, model: Transformer, device: torch.device, rows: int, length: int, window: int | None
 ) -> Requirements:
-    return Requirements(
-        batch=rows,
-        tokens=length,
-        heads=config.model.num_attention_heads,
-        kv_heads=config.model.num_key_value_heads,
-        head_dim=config.model.head_dim,
-        dtype=model.activation_dtype,
-        device=device,
-        window=window,
-        documents=config.data.document_mask,
+    dtype, documents = model.activation_dtype, config.data.document_mask
+    return Requirements.of_model(
+        config.model, rows, length, dtype, device, window=window, documents=documents
     )
 
 

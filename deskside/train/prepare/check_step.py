@@ -108,7 +108,8 @@ def _random(model: Transformer, generator: torch.Generator) -> list[Tensor]:
 def _forward(block: Block, model: Transformer, inputs: list[Tensor]) -> list[Tensor]:
     rows, tokens, _ = inputs[0].shape
     context = model._contexts(AttentionContext(), rows, tokens, inputs[0])[block.attn.window]
-    return list(block(*inputs, model._rotation(tokens, None), context)[:2])
+    rotation = model._rotations(tokens, None)[block.attn.local_rope]
+    return list(block(*inputs, rotation, context)[:2])
 
 
 def _error(expected: Tensor, actual: Tensor) -> float:
