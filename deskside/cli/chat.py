@@ -55,7 +55,9 @@ def run(argv: Sequence[str]) -> int:
     if options.seed is not None and options.seed < 0:
         raise UsageError(f"--seed {options.seed}: must be 0 or more")
     device = select_device(options.device)
-    loaded = load_for_generation(options.model, device, select_dtype(device), options.quantize, say)
+    loaded = load_for_generation(
+        options.model, device, select_dtype(device), options.quantize, say, options.base
+    )
     return converse(
         loaded,
         ChatOptions(sampling, options.max_new_tokens, options.seed, options.system),

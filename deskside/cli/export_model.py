@@ -30,9 +30,10 @@ def export_model(options: ExportOptions) -> int:
     """Write the model, print where it is, and return the exit code. Raises UsageError and RunError."""
     out = Path(options.out)
     check_out_dir(out)
-    loaded = load_model(options.model, "cpu", torch.float32, say)
+    loaded = load_model(options.model, "cpu", torch.float32, say, options.base)
     adapter = mapping(mapping(loaded.run.get("config")).get("adapter"))
-    if adapter and options.to != "peft" and (options.dtype == "float32" or adapter.get("base") != "bf16"):
+    in_base_format = options.dtype == "bfloat16" and adapter.get("base") == "bf16"
+    if adapter and options.to != "peft" and not in_base_format:
         try:
             path = merge_into_original(loaded, say)
             say(f"the adapters are merged into the original weights, {path}")

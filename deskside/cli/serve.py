@@ -88,7 +88,9 @@ def run(argv: Sequence[str]) -> int:
     listening = _bind(options.host, options.port)
     with listening:
         device = select_device(options.device)
-        loaded = load_for_generation(options.model, device, select_dtype(device), options.quantize, say)
+        loaded = load_for_generation(
+            options.model, device, select_dtype(device), options.quantize, say, options.base
+        )
         engine = _engine(loaded, options)
         # Against DNS rebinding, where a web page makes its own host name resolve to 127.0.0.1. On other hosts, the
         # token protects the server.

@@ -45,7 +45,14 @@ class JsonOption:
 class ModelOption:
     """Argument of the commands that use a trained model."""
 
-    model: str = option("a run, or a Hugging Face model directory", metavar="RUN|HF_DIR", positional=True)
+    model: str = option(
+        "a run, a Hugging Face model directory, or a directory of PEFT adapters",
+        metavar="RUN|HF_DIR|PEFT_DIR",
+        positional=True,
+    )
+    base: str | None = option(
+        "base model of PEFT adapters; default: the one that they name", None, metavar="RUN|HF_DIR"
+    )
 
 
 Quantize = Literal["none", "int8", "fp8", "nf4"]

@@ -34,10 +34,9 @@ from deskside.weights.hf_families import family_of
 from deskside.weights.hf_family import Family
 from deskside.weights.load import Loaded, load_model
 from deskside.weights.merge_adapters import load_adapted_model, merge_into
+from deskside.weights.peft_config import CONFIG, PREFIX, WEIGHTS
 
-PREFIX = "base_model.model."
 EXPERT_PARAMETERS = {"gate_up_weight": "mlp.experts.gate_up_proj", "down_weight": "mlp.experts.down_proj"}
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def to_peft(

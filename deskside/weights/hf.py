@@ -66,10 +66,10 @@ def hf_tensors(
 ) -> dict[str, Tensor]:
     """Return values of all parameters (weights or gradients) under Hugging Face's names and in its layout."""
     result: dict[str, Tensor] = {}
-    for name, parts in _by_hf_name(model, family).items():
+    for name, parts in by_hf_name(model, family).items():
         values = [value_of(part) for part in parts]
         tensor = values[0] if len(values) == 1 else torch.cat(values)
-        result[name] = tensor.T if _is_transposed(family, parts[0]) else tensor
+        result[name] = tensor.T if is_transposed(family, parts[0]) else tensor
     return result
 
 
@@ -182,9 +182,9 @@ def load_hf(
     model = allocate(config, device, dtype)
     with ExitStack() as stack, torch.no_grad():
         stored = _StoredTensors(folder, family, stack)
-        for name, parts in _by_hf_name(model, family).items():
+        for name, parts in by_hf_name(model, family).items():
             tensor = stored.read(name)
-            if _is_transposed(family, parts[0]):
+            if is_transposed(family, parts[0]):
                 tensor = tensor.T
             rows = [part.view.shape[0] for part in parts]
             expected = (sum(rows), *parts[0].view.shape[1:])
@@ -244,7 +244,7 @@ class _StoredTensors:
         return sorted(name for name in unread if 0 not in self.file_of[name].get_slice(name).get_shape())
 
 
-def _by_hf_name(model: Transformer, family: Family) -> dict[str, list[LogicalTensor]]:
+def by_hf_name(model: Transformer, family: Family) -> dict[str, list[LogicalTensor]]:
     """Map Hugging Face's names to our tensors, in the order in which Hugging Face stacks them."""
     result: dict[str, list[LogicalTensor]] = {}
     for tensor in logical_tensors(model):
@@ -260,7 +260,8 @@ def hf_name(name: str, family: Family) -> str:
     return f"{hf_module}.{leaf}"
 
 
-def _is_transposed(family: Family, tensor: LogicalTensor) -> bool:
+def is_transposed(family: Family, tensor: LogicalTensor) -> bool:
+    """Return True if Hugging Face stores this tensor as (in, out)."""
     return family.transposed and tensor.kind == "matrix"
 
 

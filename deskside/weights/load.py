@@ -1,4 +1,4 @@
-"""Loading a model for inference from a run, from one of its checkpoints, or from a Hugging Face directory.
+"""Loading a model for inference from a run, one of its checkpoints, a Hugging Face directory, or adapters of PEFT.
 
 For a run, the newest checkpoint whose weights match their checksum is used; a warning names damaged ones. If
 there is none, the final model that the run exported is used.
@@ -6,7 +6,7 @@ there is none, the final model that the run exported is used.
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,6 +38,8 @@ from deskside.weights.checkpoint import (
 )
 from deskside.weights.hf import load_hf
 from deskside.weights.merge_adapters import load_adapted_model, merged, run_config
+from deskside.weights.peft_adapters import base_of, merge_peft, read_peft
+from deskside.weights.peft_config import is_peft
 
 Kind = Literal["run", "checkpoint", "hf"]
 
@@ -48,7 +50,8 @@ class Loaded:
 
     tokenizer_dir: contains tokenizer.json and possibly a chat template. start_token: the token that begins a text.
     eos_tokens: the tokens that end a text. run_dir, run (the content of run.json) and step: of the run or checkpoint;
-    None or empty for a Hugging Face directory. step is also None for a run's exported model.
+    None or empty for a Hugging Face directory. step is also None for a run's exported model. adapters: the directory of
+    PEFT adapters that are merged into the model.
     """
 
     model: Transformer
@@ -61,11 +64,12 @@ class Loaded:
     run_dir: Path | None
     run: dict[str, Any]
     step: int | None
+    adapters: Path | None = None
 
     @property
     def name(self) -> str:
         """The name of the run or of the directory."""
-        return str(self.run.get("name") or self.tokenizer_dir.resolve().name)
+        return str(self.run.get("name") or (self.adapters or self.tokenizer_dir).resolve().name)
 
 
 def _to_standard_error(line: str) -> None:
@@ -77,13 +81,15 @@ def load_model(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     warn: Callable[[str], None] = _to_standard_error,
+    base: str | Path | None = None,
 ) -> Loaded:
-    """Load a run, a checkpoint or a Hugging Face directory.
+    """Load a run, a checkpoint, a Hugging Face directory, or a directory of PEFT adapters merged into their base.
 
     Args:
         dtype: Dtype of weights with two or more dimensions, and so of the activations; norms stay in float32. With
             bfloat16, the results are the same as in BF16 training, which casts the same weights when it uses them.
         warn: Called with a sentence about each damaged checkpoint that is skipped.
+        base: The base model of PEFT adapters. If None, the one that their configuration names.
 
     Raises UsageError if there is no such model or it is not supported, and RunError if one of its files (or every
     checkpoint) is damaged.
@@ -97,7 +103,11 @@ def load_model(
         raise UsageError(f"{path}: no such directory; {hint}")
     if not path.is_dir():
         raise UsageError(f"{path}: is a file; give a run (runs/NAME) or a Hugging Face directory")
-    if (path / "run.json").is_file():
+    if base is not None and not is_peft(path):
+        raise UsageError(f"--base: is for PEFT adapters, and {path} has no adapter_config.json; leave it out")
+    if is_peft(path):
+        loaded = _from_peft(path, device, dtype, warn, base)
+    elif (path / "run.json").is_file():
         loaded = _from_run(path, device, dtype, warn)
     elif CHECKPOINT_NAME.fullmatch(path.resolve().name) and (path / MANIFEST).is_file():
         loaded = _from_checkpoint(path, device, dtype)
@@ -120,6 +130,7 @@ def load_for_generation(
     dtype: torch.dtype,
     quantize: Format | Literal["none"] = "none",
     warn: Callable[[str], None] = _to_standard_error,
+    base: str | Path | None = None,
 ) -> Loaded:
     """Load a model like `load_model`, with the weight matrices of its blocks in the format `quantize`.
 
@@ -127,8 +138,8 @@ def load_for_generation(
     Raises UsageError as `quantize_for_generation` does too.
     """
     if quantize == "none":
-        return load_model(path, device, dtype, warn)
-    loaded = load_model(path, "cpu", dtype, warn)
+        return load_model(path, device, dtype, warn, base)
+    loaded = load_model(path, "cpu", dtype, warn, base)
     quantize_for_generation(loaded.model, quantize, device)
     return loaded
 
@@ -173,6 +184,29 @@ def _from_checkpoint(path: Path, device: torch.device | str, dtype: torch.dtype)
             f"{damage}; use the run itself ({run_dir}), whose newest undamaged checkpoint is loaded"
         ) from None
     return _with_tokenizer(model, config, "checkpoint", run_dir, run_dir, run, checkpoint.step)
+
+
+def _from_peft(
+    folder: Path,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    warn: Callable[[str], None],
+    base: str | Path | None,
+) -> Loaded:
+    """Load adapters merged into their base. A tokenizer in their directory is used instead of the base's."""
+    adapters = read_peft(folder)
+    source = base or base_of(adapters)
+    if Path(source).resolve() == folder.resolve():
+        raise UsageError(f"{folder}: names itself as its base model; name another one with --base")
+    try:
+        loaded = load_model(source, device, dtype, warn)
+    except UsageError as error:
+        raise UsageError(f"{folder}: the base model cannot be loaded: {error}; name it with --base") from None
+    model = merge_peft(loaded.model, adapters)
+    tokenizer_dir = folder if (folder / "tokenizer.json").is_file() else loaded.tokenizer_dir
+    own = _with_tokenizer(model, model.config, "hf", tokenizer_dir, None, {}, None)
+    eos = own.eos_tokens | loaded.eos_tokens  # generation_config.json is in the base's directory
+    return replace(own, eos_tokens=eos, adapters=folder)
 
 
 def _with_tokenizer(

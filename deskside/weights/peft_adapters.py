@@ -1,0 +1,264 @@
+"""Directories of the PEFT library: their tensors, and models with them merged.
+
+A directory has one low-rank pair A, B for each adapted module of transformers, and with DoRA the magnitudes m of its
+rows. It may also have whole tensors that replace those of the base (modules_to_save, biases, tables of a larger
+vocabulary) and rows of single tokens.
+
+    LoRA:  W' = W + scale * B A                  Hu et al. 2021, arXiv 2106.09685
+    DoRA:  W' = m / |W + scale * B A| * (...)    |.|: norm of each row; Liu et al. 2024, arXiv 2402.09353
+
+A module of transformers may be several of our projections (GPT-2's c_attn), so the sums are made under its names.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from deskside.config.model import ModelConfig
+from deskside.model.init import allocate
+from deskside.model.transformer import Transformer
+from deskside.ops.logical import LogicalTensor, logical_tensors
+from deskside.utils.errors import RunError, UsageError
+from deskside.weights.hf import by_hf_name, hf_name, is_transposed
+from deskside.weights.hf_families import family_of
+from deskside.weights.peft_config import CONFIG, PREFIX, WEIGHTS, PeftConfig, read_peft_config
+
+_PART = re.compile(
+    r"(?P<module>.+?)(\.token_adapter)?\.(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector|"
+    r"trainable_tokens_delta)(\.default)?(\.weight)?"
+)
+_WRAPPER = re.compile(r"\.(base_layer|modules_to_save(\.default)?)(?=\.)")
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """The adapter of one module. a: (rank, in); b: (out, rank); magnitude: (out,), of DoRA. All are float32."""
+
+    a: Tensor
+    b: Tensor
+    scale: float
+    magnitude: Tensor | None = None
+
+    def merged(self, weight: Tensor) -> Tensor:
+        """Return the adapted weight (out, in) in float32 on the device of `weight`."""
+        device = weight.device
+        weight = weight.float() + self.scale * (self.b.to(device) @ self.a.to(device))
+        if self.magnitude is None:
+            return weight
+        return weight * (self.magnitude.to(device) / torch.linalg.vector_norm(weight, dim=1))[:, None]
+
+
+@dataclass(frozen=True)
+class PeftAdapters:
+    """The content of a directory. All names are those of transformers.
+
+    Attributes:
+        low_rank: By name of the module.
+        experts: A and B as they are stored, for each adapted parameter of stacked experts, by name of the module.
+        tensors: Whole tensors, by name.
+        rows: Ids and rows of single tokens, by name of the table's module.
+    """
+
+    folder: Path
+    config: PeftConfig
+    low_rank: dict[str, LowRank]
+    experts: dict[str, list[tuple[Tensor, Tensor]]]
+    tensors: dict[str, Tensor]
+    rows: dict[str, tuple[Tensor, Tensor]]
+
+
+def read_peft(folder: Path) -> PeftAdapters:
+    """Read a directory. Raises UsageError for what is not supported, and RunError for damaged or incomplete files."""
+    config = read_peft_config(folder)
+    file = folder / WEIGHTS
+    if not file.is_file():
+        raise UsageError(f"{folder}: has no {WEIGHTS}; save the adapters with safe_serialization=True")
+    try:
+        stored = load_file(file)
+    except (SafetensorError, OSError) as error:
+        raise RunError(f"{file}: cannot be read: {error}") from None
+    adapters = PeftAdapters(folder, config, {}, {}, {}, {})
+    parts: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in stored.items():
+        name = name.removeprefix(PREFIX)
+        if match := _PART.fullmatch(name):
+            parts.setdefault(match["module"], {})[match["part"]] = tensor.float()
+        elif ".original_module." not in name:  # the base's values, which PEFT stores beside resized tables
+            adapters.tensors[_WRAPPER.sub("", name)] = tensor
+    for module, found in parts.items():
+        rows = found.pop("trainable_tokens_delta", None)
+        if rows is not None:
+            adapters.rows[module] = _token_ids(config, module, rows, file), rows
+        plain = module.removesuffix(".base_layer")
+        if found and any(f".{plain}.".endswith(f".{owner}.") for owner in _stacked_owners(config)):
+            if found.keys() != {"lora_A", "lora_B"}:
+                raise UsageError(f"{file}: {module} has more than A and B, which experts cannot have here")
+            adapters.experts.setdefault(plain, []).append((found["lora_A"], found["lora_B"]))
+        elif found:
+            adapters.low_rank[plain] = _low_rank(config, plain, found, file)
+    for target in config.target_modules if isinstance(config.target_modules, tuple) else ():
+        if not any(f".{module}".endswith(f".{target}") for module in adapters.low_rank):
+            raise RunError(f"{file}: has no adapter of {target}, which {CONFIG} names")
+    return adapters
+
+
+def base_of(adapters: PeftAdapters) -> str:
+    """Return the base model that the configuration names; a path may be relative to the directory's parent.
+
+    Raises UsageError if it names none.
+    """
+    name = adapters.config.base_model_name_or_path
+    if not name:
+        raise UsageError(f"{adapters.folder}: {CONFIG} names no base model; name it with --base")
+    beside = adapters.folder.resolve().parent / name
+    return str(beside) if not Path(name).exists() and beside.exists() else name
+
+
+@torch.no_grad()
+def merge_peft(model: Transformer, adapters: PeftAdapters) -> Transformer:
+    """Return the model with the adapters merged: the given one, changed in place, or a new one if its tables change.
+
+    Sums are made in float32, and rounded once to the dtype of the weights. Raises UsageError if the model has no such
+    modules, and RunError if their shapes differ.
+    """
+    model = _with_tables(model, adapters)
+    family = family_of(model.config)
+    by_name = by_hf_name(model, family)
+    for name, tensor in adapters.tensors.items():
+        parts = _parts_of(by_name, name, adapters)
+        _write(parts, tensor.T if is_transposed(family, parts[0]) else tensor, name, adapters)
+    for module, low_rank in adapters.low_rank.items():
+        parts = _parts_of(by_name, f"{module}.weight", adapters)
+        weight = torch.cat([part.view for part in parts])
+        if (low_rank.b.shape[0], low_rank.a.shape[1]) != tuple(weight.shape):
+            raise _misfit(adapters, module)
+        _write(parts, low_rank.merged(weight), module, adapters)
+    for module, (ids, rows) in adapters.rows.items():
+        (table,) = _parts_of(by_name, f"{module}.weight", adapters)
+        if int(ids.max()) >= len(table.view) or rows.shape[1] != table.view.shape[1]:
+            raise _misfit(adapters, module)
+        table.view[ids] = rows.to(table.view)
+    for module, pairs in adapters.experts.items():
+        stacked = {
+            leaf: _parts_of(by_name, f"{module}.0.{projection}.weight", adapters)[0].parameter
+            for leaf, projection in (("gate_up_proj", "up_proj"), ("down_proj", "down_proj"))
+        }
+        for a, b in pairs:
+            _merge_experts(stacked, module, a, b, adapters)
+    return model
+
+
+def _merge_experts(
+    stacked: Mapping[str, nn.Parameter], module: str, a: Tensor, b: Tensor, adapters: PeftAdapters
+) -> None:
+    """Add one pair to the parameter that it fits. PEFT stores A as (E rank, in), and B as (out, rank E)."""
+    for leaf, parameter in stacked.items():
+        experts, rows, columns = parameter.shape
+        rank = adapters.config.rank(f"{module}.{leaf}")
+        if a.shape == (experts * rank, columns) and b.shape == (rows, rank * experts):
+            scale = adapters.config.scale(f"{module}.{leaf}")
+            b_of_each = b.view(rows, rank, experts).permute(2, 0, 1)
+            change = scale * (b_of_each @ a.view(experts, rank, columns))
+            parameter.copy_(parameter.float() + change.to(parameter.device))
+            return
+    raise _misfit(adapters, module)
+
+
+def _with_tables(model: Transformer, adapters: PeftAdapters) -> Transformer:
+    """Return a model whose embedding and head can take those of the adapters: untied, or of a larger vocabulary.
+
+    An adapter of only one of two tied tables unties them, as in PEFT.
+    """
+    family = family_of(model.config)
+    names = [hf_name(f"{table}.weight", family) for table in ("embed", "lm_head")]
+    embed, head = (adapters.tensors.get(name) for name in names)
+    embed_module, head_module = (name.removesuffix(".weight") for name in names)
+    tied = model.config.tie_word_embeddings
+    if tied:
+        saved = embed is not None and embed_module.rpartition(".")[2] in (
+            adapters.config.modules_to_save or ()
+        )
+        if embed is not None and head is not None and torch.equal(embed, head):
+            del adapters.tensors[names[1]]
+            head, saved = None, False
+        own_head = head is not None or head_module in adapters.low_rank or head_module in adapters.rows
+        own_embed = saved or embed_module in adapters.low_rank
+        tied = not own_head and (adapters.config.ensure_weight_tying or not own_embed)
+    vocabulary = next((len(table) for table in (embed, head) if table is not None), model.config.vocab_size)
+    if (tied, vocabulary) == (model.config.tie_word_embeddings, model.config.vocab_size):
+        return model
+    if vocabulary != model.config.vocab_size and (embed is None or (head is None and not tied)):
+        raise RunError(
+            f"{adapters.folder}: has a vocabulary of {vocabulary} in only one of embedding and head"
+        )
+    changes = {"vocab_size": vocabulary, "tie_word_embeddings": tied}
+    config = ModelConfig.model_validate({**model.config.model_dump(), **changes})
+    changed = allocate(config, model.embed.weight.device, model.embed.weight.dtype)
+    old = {tensor.name: tensor.view for tensor in logical_tensors(model)}
+    for tensor in logical_tensors(changed):
+        values = old[tensor.name] if tensor.name in old else old["embed.weight"]
+        rows = min(
+            len(values), len(tensor.view)
+        )  # of a changed vocabulary, `merge_peft` writes the whole table
+        tensor.view[:rows] = values[:rows]
+    return changed
+
+
+def _low_rank(config: PeftConfig, module: str, found: dict[str, Tensor], file: Path) -> LowRank:
+    if found.keys() == {"lora_embedding_A", "lora_embedding_B"} and not config.use_dora:
+        # For a product with one-hot rows: A is (rank, entries), and B is (hidden, rank).
+        a, b = found["lora_embedding_B"].T, found["lora_embedding_A"].T
+    elif found.keys() == {"lora_A", "lora_B"} | ({"lora_magnitude_vector"} if config.use_dora else set()):
+        a, b = found["lora_A"], found["lora_B"]
+    else:
+        raise UsageError(f"{file}: adapters of {module} that consist of {', '.join(found)} are not supported")
+    magnitude = found.get("lora_magnitude_vector")
+    ranks_fit = (a.ndim, b.ndim) == (2, 2) and a.shape[0] == b.shape[1] == config.rank(module)
+    if not ranks_fit or (magnitude is not None and magnitude.shape != b.shape[:1]):
+        raise RunError(
+            f"{file}: the tensors of {module} do not have the shapes of rank {config.rank(module)}"
+        )
+    return LowRank(a, b, config.scale(module), magnitude)
+
+
+def _stacked_owners(config: PeftConfig) -> set[str]:
+    """Return the modules whose parameters have adapters of their own: mlp.experts for mlp.experts.down_proj."""
+    return {parameter.rpartition(".")[0] for parameter in config.target_parameters or ()}
+
+
+def _token_ids(config: PeftConfig, module: str, rows: Tensor, file: Path) -> Tensor:
+    """Return the ids of the trained rows of a table. The configuration has one list, or one for each table."""
+    given = config.trainable_token_indices or ()
+    if isinstance(given, dict):
+        given = next((ids for name, ids in given.items() if f".{module}".endswith(f".{name}")), ())
+    if rows.ndim != 2 or len(given) != len(rows) or min(given, default=0) < 0:
+        raise RunError(f"{file}: {module} has {len(rows)} rows of tokens, and {CONFIG} names {len(given)}")
+    return torch.tensor(given, dtype=torch.int64)
+
+
+def _parts_of(
+    by_name: Mapping[str, list[LogicalTensor]], name: str, adapters: PeftAdapters
+) -> list[LogicalTensor]:
+    if name not in by_name:
+        raise UsageError(f"{adapters.folder}: adapts {name}, which this base model does not have")
+    return by_name[name]
+
+
+def _write(parts: list[LogicalTensor], values: Tensor, name: str, adapters: PeftAdapters) -> None:
+    rows = [len(part.view) for part in parts]
+    if tuple(values.shape) != (sum(rows), *parts[0].view.shape[1:]):
+        raise _misfit(adapters, name)
+    for part, piece in zip(parts, values.split(rows), strict=True):
+        part.view.copy_(piece)
+
+
+def _misfit(adapters: PeftAdapters, name: str) -> RunError:
+    return RunError(
+        f"{adapters.folder}: {name} has another shape in this base model; give its own with --base"
+    )
