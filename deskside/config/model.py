@@ -56,7 +56,7 @@ class YarnConfig(Part):
 
 
 # Hugging Face's names of the families in weights/hf_families.py.
-ModelType = Literal["qwen3", "llama", "qwen3_moe", "qwen2_moe", "dots1", "gpt2"]
+ModelType = Literal["qwen3", "llama", "qwen3_moe", "qwen2_moe", "dots1", "gemma2", "olmo2", "gpt2"]
 
 
 class ModelConfig(Part):

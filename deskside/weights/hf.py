@@ -44,10 +44,16 @@ def to_hf(model: Transformer, config: ModelConfig) -> tuple[dict[str, Any], dict
     the options that the Hugging Face architecture does not have.
     """
     family = family_of(config)
-    tensors = hf_tensors(model, family, lambda tensor: tensor.view)
+    tensors = hf_tensors(model, family, lambda tensor: _stored_value(tensor, family))
     if family.model_type == "dots1" and not config.shared_expert_intermediate_size:
         tensors |= _empty_shared_experts(config)
     return to_hf_config(config), tensors
+
+
+def _stored_value(tensor: LogicalTensor, family: Family) -> Tensor:
+    """Return a weight as the architecture stores it; see `Family.norm_offset`."""
+    has_offset = tensor.kind == "norm" and family.norm_offset != 0.0
+    return tensor.view - family.norm_offset if has_offset else tensor.view
 
 
 def _empty_shared_experts(config: ModelConfig) -> dict[str, Tensor]:
@@ -69,6 +75,8 @@ def hf_tensors(
     for name, parts in by_hf_name(model, family).items():
         values = [value_of(part) for part in parts]
         tensor = values[0] if len(values) == 1 else torch.cat(values)
+        if family.stacked_by_head and len(values) > 1:
+            tensor = _by_head(tensor, len(values), model.config.head_dim)
         result[name] = tensor.T if is_transposed(family, parts[0]) else tensor
     return result
 
@@ -190,8 +198,12 @@ def load_hf(
             expected = (sum(rows), *parts[0].view.shape[1:])
             if tuple(tensor.shape) != expected:
                 raise RunError(f"{folder}: {name} is {tuple(tensor.shape)}, its config.json needs {expected}")
+            if family.stacked_by_head and len(parts) > 1:
+                tensor = _by_head(tensor, config.num_attention_heads, config.head_dim)
             for part, values in zip(parts, tensor.split(rows), strict=True):
                 part.view.copy_(values)
+                if part.kind == "norm":
+                    part.view.add_(family.norm_offset)
         extra = stored.unread(tied=config.tie_word_embeddings)
     if extra:
         raise UsageError(
@@ -250,6 +262,11 @@ def by_hf_name(model: Transformer, family: Family) -> dict[str, list[LogicalTens
     for tensor in logical_tensors(model):
         result.setdefault(hf_name(tensor.name, family), []).append(tensor)
     return result
+
+
+def _by_head(tensor: Tensor, blocks: int, head_dim: int) -> Tensor:
+    """Transpose `blocks` blocks of rows, each of as many heads: q0 q1 k0 k1 v0 v1 <-> q0 k0 v0 q1 k1 v1."""
+    return tensor.unflatten(0, (blocks, -1, head_dim)).transpose(0, 1).flatten(0, 2)
 
 
 def hf_name(name: str, family: Family) -> str:

@@ -50,7 +50,8 @@ def nearest_family(source: Mapping[str, Any]) -> str:
 def _options(source: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Return the options of ModelConfig for a config.json."""
     for name, constant in family.constants.items():
-        if source.get(name, constant.missing) != constant.value:
+        value = source.get(name)
+        if (constant.missing if value is None else value) != constant.value:
             raise UsageError(f"{name}: only {constant.value} is supported in {family.architecture}")
     values = {
         **family.options,

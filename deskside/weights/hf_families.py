@@ -57,6 +57,33 @@ _EXPERT_FIELDS = {
     "norm_topk_prob": Field("norm_topk_prob", False),
     "router_aux_loss_coef": Field("router_aux_loss_coef", 0.001),
 }
+_GEMMA_FIELDS = {
+    **_DECODER_FIELDS,
+    "head_dim": Field("head_dim", 256),
+    "hidden_act": Field(
+        "hidden_activation",
+        "gelu_new",
+        read=_read_activation,
+        write=lambda name, config: "gelu_pytorch_tanh" if name == "gelu_new" else name,
+    ),
+    "tie_word_embeddings": Field("tie_word_embeddings", True),
+    "attention_multiplier": Field(
+        "query_pre_attn_scalar",
+        256**-0.5,
+        read=lambda scalar, source: scalar**-0.5,
+        write=lambda factor, config: config.head_dim if factor is None else round(factor**-2),
+    ),
+    # Embeddings are multiplied by the square root of their width.
+    "embedding_multiplier": Field(
+        "hidden_size",
+        read=lambda width, source: width**0.5,
+        write=lambda factor, config: round(factor**2),
+    ),
+}
+_OLMO_FIELDS = {
+    **{name: value for name, value in _DECODER_FIELDS.items() if name != "head_dim"},
+    "norm_eps": Field("rms_norm_eps", 1e-5),
+}
 _NO_DROPOUT = {"attention_dropout": 0.0}
 _ALL_LAYERS_HAVE_EXPERTS = {"mlp_only_layers": Constant([], []), "decoder_sparse_step": Constant(1, 1)}
 
@@ -66,7 +93,35 @@ def without(fields: Mapping[str, Field], *names: str) -> dict[str, Field]:
     return {name: value for name, value in fields.items() if name not in names}
 
 
+def _softcap(name: str, default: float | None) -> Field:
+    """Return the field of a soft cap. Null in config.json is no cap; `default` is that of a file without the field."""
+    return Field(name, lambda source: None if name in source else default)
+
+
+def _whole_scalar(config: ModelConfig) -> bool:
+    """Return True if transformers, whose query_pre_attn_scalar is an integer, has the factor of the scores."""
+    factor = config.attention_multiplier
+    return factor is None or round(factor**-2) ** -0.5 == factor
+
+
+_DIVISIBLE_HIDDEN_SIZE = (
+    "hidden_size that is not a multiple of num_attention_heads",
+    lambda config: config.hidden_size % config.num_attention_heads == 0,
+)
+_WHOLE_SCALAR = ("attention_multiplier that is not 1 / sqrt(n) for an integer n", _whole_scalar)
+
+
 # Windows
+
+
+def _all_but_every(period: int) -> Callable[[Mapping[str, Any], int], list[bool]]:
+    """Return the default of families in which every `period`-th layer has full attention."""
+
+    def windows(source: Mapping[str, Any], layers: int) -> list[bool]:
+        every = source.get("sliding_window_pattern") or period
+        return [(layer + 1) % every != 0 for layer in range(layers)]
+
+    return windows
 
 
 def _from_layer(first: int) -> Callable[[Mapping[str, Any], int], list[bool]]:
@@ -100,6 +155,22 @@ _DECODER = {
 }
 _QK_NORM = {f"layers.{{}}.attn.{x}_norm": f"model.layers.{{}}.self_attn.{x}_norm" for x in "qk"}
 _MLP = {f"layers.{{}}.mlp.{name}": f"model.layers.{{}}.mlp.{name}" for name in _MLP_PROJECTIONS}
+_OUTPUT_NORMS = {
+    "layers.{}.attn.output_norm": "model.layers.{}.post_attention_layernorm",
+    "layers.{}.mlp.output_norm": "model.layers.{}.post_feedforward_layernorm",
+}
+_GEMMA2 = {
+    **_DECODER,
+    **_MLP,
+    **_OUTPUT_NORMS,
+    "layers.{}.mlp.norm": "model.layers.{}.pre_feedforward_layernorm",
+}
+_OLMO2 = {
+    **{name: value for name, value in _DECODER.items() if not name.startswith("layers") or "proj" in name},
+    **_MLP,
+    **_QK_NORM,
+    **_OUTPUT_NORMS,
+}
 _EXPERTS = {
     "layers.{}.mlp.router": "model.layers.{}.mlp.gate",
     **{
@@ -150,12 +221,7 @@ _FAMILIES = (
         {**_DECODER_FIELDS, "mlp_bias": Field("mlp_bias", False)},
         {"qk_norm": False},
         written=_NO_DROPOUT,
-        conditions=(
-            (
-                "hidden_size that is not a multiple of num_attention_heads",
-                lambda config: config.hidden_size % config.num_attention_heads == 0,
-            ),
-        ),
+        conditions=(_DIVISIBLE_HIDDEN_SIZE,),
     ),
     Family(
         "qwen3_moe",
@@ -211,6 +277,30 @@ _FAMILIES = (
         },
         _NO_DROPOUT,
         windows=Windows(_from_layer(62), first_layer=True),
+    ),
+    Family(
+        "gemma2",
+        "Gemma2ForCausalLM",
+        _GEMMA2,
+        {
+            **_GEMMA_FIELDS,
+            "attn_logit_softcapping": _softcap("attn_logit_softcapping", 50.0),
+            "final_logit_softcapping": _softcap("final_logit_softcapping", 30.0),
+        },
+        {"qk_norm": False, "norm_position": "sandwich"},
+        {"use_bidirectional_attention": Constant(False, False)},
+        _NO_DROPOUT,
+        conditions=(_DIVISIBLE_HIDDEN_SIZE, _WHOLE_SCALAR),
+        windows=Windows(_all_but_every(2)),
+        norm_offset=1.0,
+    ),
+    Family(
+        "olmo2",
+        "Olmo2ForCausalLM",
+        _OLMO2,
+        _OLMO_FIELDS,
+        {"norm_position": "output", "qk_norm_over": "projection"},
+        written=_NO_DROPOUT,
     ),
     Family(
         "gpt2",

@@ -73,7 +73,9 @@ class Family:
     for which only one value is supported. written: fields that are written and never read. conditions: (text, holds):
     what else the architecture needs of a ModelConfig. windows: None if it has no sliding windows. rope_theta: the base
     if config.json has none. transposed: the matrices of the blocks are (in, out), as in GPT-2's Conv1D. prefix: prefix
-    of tensor names that some checkpoints omit. buffers: suffixes of stored tensors that are not weights.
+    of tensor names that some checkpoints omit. buffers: suffixes of stored tensors that are not weights. norm_offset:
+    what the architecture adds to the stored weight of a norm, as 1 in Gemma; our weight is the sum. stacked_by_head:
+    in a tensor with q, k and v, those of a head stand together (q0 k0 v0 q1 ...).
     """
 
     model_type: str
@@ -89,6 +91,8 @@ class Family:
     transposed: bool = False
     prefix: str = ""
     buffers: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    norm_offset: float = 0.0
+    stacked_by_head: bool = False
 
 
 # Options of ModelConfig that any family can have: they do not change what a model computes.

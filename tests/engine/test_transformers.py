@@ -39,6 +39,8 @@ def prompts(vocabulary: int) -> list[list[int]]:
         "dots1",
         "dots1, shared expert",
         "qwen2 moe",
+        "gemma2",
+        "olmo2",
     ],
 )
 @pytest.mark.parametrize("penalty", [1.0, 1.3])

@@ -42,6 +42,18 @@ GPT2 = {
 MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 YARN = {"factor": 8.0, "original_max_position_embeddings": 8}
 WINDOW = {"num_hidden_layers": 4, "sliding_window": 5, "window_pattern": "SL"}
+GEMMA2 = {
+    **WINDOW,
+    "qk_norm": False,
+    "norm_position": "sandwich",
+    "hidden_act": "gelu_new",
+    "attention_multiplier": 0.25,
+    "attn_logit_softcapping": 2.0,
+    "final_logit_softcapping": 3.0,
+    "embedding_multiplier": 32**0.5,
+    "tie_word_embeddings": True,
+}
+OLMO2 = {"norm_position": "output", "qk_norm_over": "projection"}
 SEPARATE = {"fused_qkv": False, "fused_gate_up": False}
 
 CASES: dict[str, dict[str, Any]] = {
@@ -99,6 +111,24 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "qwen2 moe window": {**MOE, **WINDOW, "qk_norm": False, "shared_expert_intermediate_size": 40},
     "dots1 window": {**MOE, **WINDOW, "scoring_func": "sigmoid"},
+    "gemma2": GEMMA2,
+    "gemma2 bias, untied, gelu, no caps": {
+        **GEMMA2,
+        "attention_bias": True,
+        "tie_word_embeddings": False,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "attention_multiplier": 3**-0.5,
+        "hidden_act": "gelu",
+        **SEPARATE,
+    },
+    "olmo2": OLMO2,
+    "olmo2 bias, tied, yarn": {
+        **OLMO2,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+        "rope_scaling": YARN,
+    },
     "qwen3 moe window": {**MOE, "sliding_window": 4, "window_pattern": "S"},
 }
 
