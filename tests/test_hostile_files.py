@@ -188,13 +188,14 @@ def commands(path: Path, folder: Path, is_run: bool) -> list[list[str]]:
         ["serve", run, "--port", "0"],
         ["sft", run, "--data", str(folder / "chat.jsonl"), "--runs", runs],
         ["dpo", run, "--data", str(folder / "pair.jsonl"), "--runs", runs],
+        ["kto", run, "--data", str(folder / "labelled.jsonl"), "--runs", runs],
         ["grpo", run, "--data", str(folder / "question.jsonl"), "--runs", runs],
         ["train", "--init", run, "--schedule.steps", "2", "--runs", runs],
         ["data", "prepare", str(folder / "text.txt"), "--tokenizer", run, "--out", str(folder / "prepared")],
         ["report", run],
     ]
     if is_run:
-        found += [[command, "--resume", run] for command in ("train", "sft", "dpo", "grpo", "go")]
+        found += [[command, "--resume", run] for command in ("train", "sft", "dpo", "kto", "grpo", "go")]
     return found
 
 
@@ -216,8 +217,8 @@ def test_no_command_executes_what_a_directory_holds(
         assert "unexpected" not in said and "Traceback" not in said, (argv, said)
         if argv[0] not in ("report", "data"):  # these two need no weights
             assert code in (1, 2), (argv, code, said)
-            # dpo and grpo refuse to resume a run of `train`; runs of their own kind are tested below
-            if kind == "sharded" and argv[:2] not in (["dpo", "--resume"], ["grpo", "--resume"]):
+            # dpo, kto and grpo refuse to resume a run of `train`; runs of their own kind are tested below
+            if kind == "sharded" and argv[:2] not in ([c, "--resume"] for c in ("dpo", "kto", "grpo")):
                 assert "--init DIR" in said, (argv, said)
 
 

@@ -1,4 +1,4 @@
-"""The objectives of post-training (SFT, DPO, GRPO), which the training loop optimizes, and their data."""
+"""The objectives of post-training (SFT, DPO, KTO, GRPO), which the training loop optimizes, and their data."""
 
 from __future__ import annotations
 
@@ -17,6 +17,10 @@ def objective_of(config: RunConfig) -> Objective | None:
         from deskside.align.dpo import Dpo
 
         return Dpo(config.align)
+    if config.align.name == "kto":
+        from deskside.align.kto import Kto
+
+        return Kto(config.align)
     if config.align.name == "grpo":
         from deskside.align.grpo import Grpo
 

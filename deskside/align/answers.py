@@ -7,7 +7,7 @@ are packed best-fit.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +25,8 @@ from deskside.model.transformer import Transformer
 from deskside.ops.moe import RouterStatistics
 from deskside.train.objective import Session
 from deskside.utils.errors import UsageError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ def evaluation_context(session: Session, batch: Batch) -> AttentionContext:
 
 
 def check_supported(config: RunConfig) -> None:
-    """Raise UsageError for options that DPO and GRPO do not support."""
+    """Raise UsageError for options that DPO, KTO and GRPO do not support."""
     if config.compute.z_loss:
         raise UsageError("compute.z_loss: this objective does not use it; remove it")
     if config.precision.head == "fp8":
@@ -129,6 +131,31 @@ def pack_units(lengths: NDArray[np.int64], sequence_length: int) -> list[NDArray
     """Return the indices of the units in each row. lengths: input tokens of each unit, at most sequence_length."""
     packing = pack(np.arange(len(lengths), dtype=np.int64), lengths, sequence_length)
     return np.split(packing.start, packing.row_start[1:-1]) if packing.num_rows else []
+
+
+def pass_sizes(rows: int, max_rows: int) -> list[int]:
+    """Return the number of rows of each forward pass: `max_rows`, or possibly less in the last pass.
+
+    The last pass has the smallest sufficient size among `max_rows` and a half, a quarter and an eighth of it,
+    rounded up. So a compiled step sees at most four shapes.
+    """
+    full_passes, rest = divmod(rows, max_rows)
+    sizes = [max_rows] * full_passes
+    if rest:
+        candidates = [-(-max_rows // n) for n in (8, 4, 2, 1)]
+        sizes.append(next(size for size in candidates if size >= rest))
+    return sizes
+
+
+def passes_of(rows: Sequence[list[T]], max_rows: int) -> list[list[list[T]]]:
+    """Return the rows of each forward pass, as many as `pass_sizes` has; the last pass is filled with empty rows."""
+    passes: list[list[list[T]]] = []
+    start = 0
+    for size in pass_sizes(len(rows), max_rows):
+        part = list(rows[start : start + size])
+        passes.append(part + [[] for _ in range(size - len(part))])
+        start += size
+    return passes
 
 
 def lay_out(

@@ -36,6 +36,7 @@ from deskside.align.answers import (
     check_supported,
     lay_out,
     pack_units,
+    passes_of,
     to_device,
     worst_case_texts,
 )
@@ -349,14 +350,7 @@ class Grpo(AlignObjective):
         lengths = np.array([len(r.question.tokens) + len(r.sampled.tokens) - 1 for r in rollouts], np.int64)
         packed = pack_units(lengths, questions.sequence_length)
         rows = [[rollouts[i] for i in row] for row in packed]
-        batches: list[Batch] = []
-        start = 0
-        for size in pass_sizes(len(rows), micro_rows):
-            part = rows[start : start + size]
-            part += [[] for _ in range(size - len(part))]
-            batches.append(self._batch(questions, part, step_count, device))
-            start += size
-        return batches
+        return [self._batch(questions, part, step_count, device) for part in passes_of(rows, micro_rows)]
 
     def _is_in_loss(self, rollout: Rollout) -> bool:
         return self.options.learn_truncated or rollout.sampled.ended
@@ -436,20 +430,6 @@ class Grpo(AlignObjective):
             raise RunError(
                 f"reward: {self.reward.file} changed since the run started; restore it from {recorded}"
             )
-
-
-def pass_sizes(rows: int, max_rows: int) -> list[int]:
-    """Return the number of rows of each forward pass: `max_rows`, or possibly less in the last pass.
-
-    The last pass has the smallest sufficient size among `max_rows` and a half, a quarter and an eighth of it,
-    rounded up. So a compiled step sees at most four shapes.
-    """
-    full_passes, rest = divmod(rows, max_rows)
-    sizes = [max_rows] * full_passes
-    if rest:
-        candidates = [-(-max_rows // n) for n in (8, 4, 2, 1)]
-        sizes.append(next(size for size in candidates if size >= rest))
-    return sizes
 
 
 def _text_of(rollout: Rollout) -> TokenizedText:

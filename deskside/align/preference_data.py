@@ -49,7 +49,7 @@ def tokenize_answer(
 
 def _pair(template: ChatTemplate, end_token: int | None, fields: dict[str, Any]) -> PreparedItem:
     question = question_messages(fields["prompt"])
-    chosen, rejected = _answer_text(question, fields["chosen"]), _answer_text(question, fields["rejected"])
+    chosen, rejected = answer_text(question, fields["chosen"]), answer_text(question, fields["rejected"])
     if chosen == rejected:
         raise NotRendered("both answers are the same")
     texts = (
@@ -59,7 +59,7 @@ def _pair(template: ChatTemplate, end_token: int | None, fields: dict[str, Any])
     return PreparedItem.of(texts, question, chosen)
 
 
-def _answer_text(question: list[dict[str, Any]], answer: Any) -> str:
+def answer_text(question: list[dict[str, Any]], answer: Any) -> str:
     """Return the text of an answer, which is given as text or as messages. Raises NotRendered."""
     if isinstance(answer, str):
         return answer

@@ -23,10 +23,8 @@ IPO uses token means, as in TRL, so its beta has a different scale from DPO's. W
 CPO and ORPO add the negative log-likelihood of the chosen answers (`dpo.py`); it keeps them likely where a reference
 would.
 
-Single answers (KTO, Ethayarajh et al. 2024, arXiv 2402.01306) are desirable or not, with z = KL(p || ref) of the step:
-
-    kto                 1 - sigmoid(beta (s - z)) if desirable, else 1 - sigmoid(beta (z - s))
-    apo_zero_unpaired   the same with z = 0                 APO, D'Oosterlinck et al. 2024, arXiv 2408.06266
+KTO (Ethayarajh et al. 2024, arXiv 2402.01306): with z = KL(p || ref), the loss of an answer is
+1 - sigmoid(beta (s - z)) if it is desirable, else 1 - sigmoid(beta (z - s)).
 """
 
 from dataclasses import dataclass
@@ -112,10 +110,10 @@ def labelled_losses(
     """Compute the KTO losses and the implicit rewards of S answers.
 
     logprobs_S, reference_S: summed log-probabilities of the answers under model and reference. desirable_S: bool, their
-    labels. kl: scalar without gradient, the estimate of KL(p || ref); ignored by the loss apo_zero_unpaired.
+    labels. kl: scalar without gradient, the estimate of KL(p || ref).
     """
     score_S = logprobs_S - reference_S
-    margin_S = score_S - kl if options.loss == "kto" else score_S
-    loss_S = torch.sigmoid(options.beta * torch.where(desirable_S, -margin_S, margin_S))
+    margin_S = torch.where(desirable_S, score_S - kl, kl - score_S)
+    loss_S = torch.sigmoid(-options.beta * margin_S)
     weight_S = torch.where(desirable_S, options.desirable_weight, options.undesirable_weight)
     return LabelledLosses(weight_S * loss_S, options.beta * score_S.detach())

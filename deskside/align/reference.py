@@ -93,6 +93,10 @@ class Reference:
         values, starts = self.values[rows.split], rows.scored_start
         return np.concatenate([values[starts[index] : starts[index + 1]] for index in texts])
 
+    def sums(self, rows: TextRows, texts: Sequence[int]) -> Tensor:
+        """Return the log-probabilities of these texts' answers as a whole, (S,). All are 0 before `prepare`."""
+        return torch.tensor([float(self.of_texts(rows, [index]).sum()) for index in texts])
+
     def _compute(self, session: Session, rows: TextRows) -> NDArray[np.float32]:
         """Compute the log-probabilities of the answers of a split; 0 for unused rows."""
         logprobs = torch.zeros(int(rows.scored_start[-1]), dtype=torch.float32)

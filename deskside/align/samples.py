@@ -25,7 +25,7 @@ BEFORE_FILE = "samples_before.json"
 
 
 class AlignObjective:
-    """Base class of SFT, DPO and GRPO: samples answers to held-out questions before and after the run."""
+    """Base class of SFT, DPO, KTO and GRPO: samples answers to held-out questions before and after the run."""
 
     reads_weights = False
     folder: Path  # the prepared data with its samples.json; set by `open`

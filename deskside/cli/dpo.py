@@ -57,18 +57,22 @@ class DpoRun(FinetuneRun):
         from deskside.align.prepared import open_index
 
         index = open_index(data, "preference", max(vocab_size, loaded.config.vocab_size))
-        tokens = index["splits"]["train"]["tokens"]
-        batch = default_batch(
-            loaded,
-            self.given,
-            tokens,
-            step_tokens=65536,
-            steps_per_epoch=40,
-            sequence_length=2048,
-            processes=self.processes,
-        )
-        # The model can answer already; a large learning rate would undo what it has learned.
-        return FinetuneDefaults(batch, lr_factor=0.1, warmup=0.05, final_lr_fraction=0.1)
+        return preference_defaults(self, loaded, index)
+
+
+def preference_defaults(run: FinetuneRun, loaded: Any, index: dict[str, Any]) -> FinetuneDefaults:
+    """Return the training defaults for learning preferences. index: of the prepared data."""
+    batch = default_batch(
+        loaded,
+        run.given,
+        index["splits"]["train"]["tokens"],
+        step_tokens=65536,
+        steps_per_epoch=40,
+        sequence_length=2048,
+        processes=run.processes,
+    )
+    # The model can answer already; a large learning rate would undo what it has learned.
+    return FinetuneDefaults(batch, lr_factor=0.1, warmup=0.05, final_lr_fraction=0.1)
 
 
 def run(argv: Sequence[str]) -> int:

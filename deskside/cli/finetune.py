@@ -1,4 +1,4 @@
-"""The common steps of `deskside sft`, `dpo` and `grpo`: load a model, prepare the data, train, write the report.
+"""The common steps of `deskside sft`, `dpo`, `kto` and `grpo`: load a model, prepare the data, train, write the report.
 
 Each command is a subclass of `FinetuneRun`, which defines how its data is prepared and its training defaults.
 """

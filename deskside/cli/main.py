@@ -38,6 +38,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
         "data": "prepare, verify and show datasets",
         "sft": "fine-tune a model on conversations",
         "dpo": "train a model on preference pairs",
+        "kto": "train a model on answers labelled good or bad",
         "grpo": "reinforcement learning with verifiable rewards",
         "eval": "bits per byte and evaluation tasks",
         "chat": "chat with a model in the terminal",
@@ -52,9 +53,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
 }
 
 USAGE = """usage: deskside COMMAND [options]    (COMMAND --help shows its options)
-
 {commands}
-
 example: deskside go --preset demo --hours 0.05    three minutes on a CPU
 exit codes: 0 done, 1 failed, 2 wrong usage, 130/143/129 stopped by a signal
 """

@@ -18,7 +18,7 @@ def print_json(value: Any, indent: int | None = None) -> None:
 def finish(outcome: Any, objective: str | None, as_json: bool) -> int:
     """Write the report of a finished run, print its result and return the exit code.
 
-    outcome: a `training_run.RunOutcome`; objective: sft, dpo or grpo, None after pretraining.
+    outcome: a `training_run.RunOutcome`; objective: sft, dpo, kto or grpo, None after pretraining.
     """
     if outcome.is_rank_zero and outcome.status == "finished":
         from deskside.report.write import write_report
@@ -82,6 +82,11 @@ def _held_out(objective: str, summary: dict[str, Any]) -> str:
         return (
             f"preference accuracy {before['val_accuracy']:.1%} -> {summary['val_accuracy']:.1%} "
             f"({summary['val_pairs']:,} held-out pairs), margin {summary['val_margin']:.3f}{kl}"
+        )
+    if objective == "kto":
+        return (
+            f"loss {before['val_loss']:.4f} -> {summary['val_loss']:.4f} ({summary['val_answers']:,} held-out "
+            f"answers), KL {summary['val_kl']:.3f}"
         )
     if objective == "grpo":
         return (

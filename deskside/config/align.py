@@ -132,9 +132,6 @@ class KtoConfig(_Objective):
         None,
         description="share of `data` that is held out; default: 0.05, up to 0.1 of few answers, at most 500 answers",
     )
-    loss: Literal["kto", "apo_zero_unpaired"] = Field(
-        "kto", description="kto, or apo_zero_unpaired: without the estimate of the KL divergence"
-    )
     beta: PositiveFloat = Field(0.1, description="strength of the pull to the initial model")
     desirable_weight: PositiveFloat = Field(1.0, description="weight of the desirable answers in the loss")
     undesirable_weight: PositiveFloat = Field(

@@ -17,7 +17,7 @@ from deskside.utils.parsing import Unreadable, toml_table
 DEPTH_HEAD_DIM = 128
 # Former names -> names. The former names claimed more parameters than the models have.
 RENAMED = {"355m": "340m", "774m": "710m", "1.5b": "1.3b"}
-FINE_TUNING = ("sft", "dpo", "grpo")  # commands that start from trained weights and take no preset
+FINE_TUNING = ("sft", "dpo", "kto", "grpo")  # commands that start from trained weights and take no preset
 
 
 def names() -> list[str]:

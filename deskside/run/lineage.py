@@ -20,6 +20,7 @@ OBJECTIVES = {
     None: "pretraining (next token)",
     "sft": "supervised fine-tuning on conversations",
     "dpo": "direct preference optimisation",
+    "kto": "Kahneman-Tversky optimisation (KTO) on labelled answers",
     "grpo": "reinforcement learning from verifiable rewards (GRPO)",
 }
 Warn = Callable[[str], None]

@@ -1,4 +1,4 @@
-"""The interface between the training loop and its objective: pretraining, SFT, DPO or GRPO.
+"""The interface between the training loop and its objective: pretraining, SFT, DPO, KTO or GRPO.
 
 The loop handles steps, time, checkpoints and metrics. An objective handles its data, its loss and its evaluation:
 

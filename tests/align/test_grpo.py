@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from deskside.align import answers, grpo, samples
-from deskside.align.grpo import Grpo, RolloutBatch, pass_sizes
+from deskside.align.answers import pass_sizes
+from deskside.align.grpo import Grpo, RolloutBatch
 from deskside.align.grpo_data import Question, Questions, prepare_questions
 from deskside.align.policy_loss import policy_loss
 from deskside.align.prepared import FolderSpec

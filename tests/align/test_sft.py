@@ -81,7 +81,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", ["sft", "dpo", "grpo"])
+@pytest.mark.parametrize("name", ["sft", "dpo", "kto", "grpo"])
 def test_another_shape_than_that_of_the_weights_is_refused(
     name: str, place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,6 +19,7 @@ from deskside.align.sampler import Sampler
 from deskside.cli import dpo as dpo_command
 from deskside.cli import finetune
 from deskside.cli import grpo as grpo_command
+from deskside.cli import kto as kto_command
 from deskside.data.corpus.progress_bar import ProgressBar, time_limit
 from deskside.train.loop.step import Stepper
 from deskside.utils.errors import UsageError
@@ -125,6 +126,23 @@ def test_no_time_for_a_step_is_refused_with_a_length_that_does(
         run = dpo(tmp_path, base, "longer", "--hours", recommended(caught.value))
         assert slow.now <= float(recommended(caught.value)) * 3600
     assert summary(run)["steps"] >= 5
+
+
+def test_kto_counts_the_pass_for_its_kl_against_its_hours(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [
+        {"prompt": pair["prompt"], "completion": pair[kind], "label": kind == "chosen"}
+        for pair in tiny.pairs(400)
+        for kind in ("chosen", "rejected")
+    ]
+    argv = tiny.command_line(base, tiny.jsonl(tmp_path / "labelled.jsonl", rows), tmp_path, "kto")
+    argv += ["--batch.sequence_length", "160", "--batch.tokens", "1280", "--schedule.length", "200s"]
+    slow = Slow(monkeypatch, step_row=0.5, pass_row=0.3)
+    assert kto_command.run(argv) == 0
+    assert 150 <= slow.now <= 200
+    first = json.loads((tmp_path / "kto" / "plan.json").read_text())["initial"]
+    assert first["step_seconds"] > 8 * (0.5 + 0.25)  # eight rows, and nearly as many for the KL divergence
 
 
 def grpo(folder: Path, model: Path, name: str, *more: str) -> Path:
