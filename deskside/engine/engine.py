@@ -23,6 +23,7 @@ decides on the host which tokens may follow. An engine is not thread-safe.
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -41,12 +42,15 @@ from deskside.engine.requests import (
     Request,
     RowState,
     SampleOutput,
-    check_prompt,
+    StepOptions,
+    check_request,
+    record_event,
 )
 from deskside.engine.rows import Rows, new_rows
 from deskside.engine.sampling import SamplingTensors
+from deskside.engine.scoring import HiddenRecorder, score_parts
 from deskside.engine.speculate import speculate
-from deskside.engine.steps import CachedModel, Slots, StepOptions
+from deskside.engine.steps import CachedModel, Slots
 from deskside.model.transformer import Transformer
 from deskside.utils.errors import RunError, UsageError, describe_error
 
@@ -190,8 +194,10 @@ class Engine:
         rows = new_rows(number, request, self.max_length, self.page_size, self._tokenizer)
         self._next_number += 1
         self._rows.waiting.extend(rows)
-        if not rows:
-            self._new_events += [Event(number, sample, None, "length") for sample in range(request.samples)]
+        if not min(request.max_new_tokens, self.max_length - len(request.prompt)):
+            self._new_events += [
+                Event(number, sample, None, "length") for sample in range(len(rows), request.samples)
+            ]
         return number
 
     def cancel(self, number: int) -> None:
@@ -293,11 +299,16 @@ class Engine:
             settings,
         )
         for row in admitted:
-            if row.request.sampling.repetition_penalty != 1:
-                self._slots.start_seen(row.slot, row.request.prompt)
+            self._slots.start_adjustments(row.slot, row.request)
 
     def _prefill(self, unfinished: list[RowState], num_decoding: int) -> None:
-        """Prefill the next parts of these rows' prompts. num_decoding: rows that wait for it to decode a step."""
+        """Prefill the next parts of these rows' prompts. num_decoding: rows that wait for it to decode a step.
+
+        Prompts that are scored have passes of their own; the oldest row decides which kind is next.
+        """
+        scored = unfinished[0].scores is not None
+        unfinished = [row for row in unfinished if (row.scores is not None) == scored]
+        recorder = HiddenRecorder(self._models[0].blocks) if scored else None
         parts = choose_parts(unfinished, self.prefill_tokens)
         if sum(count == row.prompt_left for row, count in parts) < num_decoding:
             # More rows wait for this pass than begin to decode after it.
@@ -311,18 +322,22 @@ class Engine:
         if self._run_ahead:
             # One number of lanes, so that graphs differ only in the number of tokens.
             lanes, tokens = bucket(self.max_batch), token_bucket(tokens)
-            graphs = self._graphs if all(m.can_capture_prefill(tokens) for m in self._models) else None
+            if not scored and all(m.can_capture_prefill(tokens) for m in self._models):
+                graphs = self._graphs
 
         def step(packed: Tensor) -> Tensor:
             prompts = PackedPrompts.of(packed, lanes)
-            return steps.prefill(self._models, self._slots, prompts, options).packed()
+            return steps.prefill(self._models, self._slots, prompts, options, recorder).packed()
 
         self._constrain([row for row in rows if row.prefill_done])
         prompts = self._slots.copy(pack(parts, lanes, tokens, self._slots.dummy))
         packed = step(prompts) if graphs is None else graphs.run(("prefill", tokens, options), prompts, step)
+        if recorder is not None:
+            score_parts(self._models[0].model, recorder.hidden_ND, parts)
         for row in rows:
             self._rows.register_pages(row, row.keys[: row.prefilled // self.page_size])
-        self._queue_output([row if row.prefill_done else None for row in rows], packed, options.logprobs)
+        complete = [row if row.prefill_done else None for row in rows]
+        self._pending.append(PendingBatch.queue(complete, packed, options))
 
     def _decode(self, rows: list[RowState]) -> None:
         """Decode one step of these rows."""
@@ -355,12 +370,12 @@ class Engine:
         def step(lanes_B: Tensor) -> Tensor:
             return decode(self._slots, lanes_B, bound=bound, options=options).packed()
 
-        started = self._record_event()
+        started = record_event(self.device)
         if self._graphs is not None:
             packed = self._graphs.run(("decode", len(slots), num_tokens, options), lanes_B, step)
         else:
             packed = step(lanes_B)
-        self._queue_output(rows, packed, options.logprobs, num_tokens, started)
+        self._pending.append(PendingBatch.queue(rows, packed, options, num_tokens, started))
 
     def _tokens_per_replay(self, rows: Sequence[RowState]) -> int:
         """Return how many tokens the next decoding step generates for each row.
@@ -376,33 +391,6 @@ class Engine:
         busy = bool(self._rows.waiting) or any(not row.prefill_done for row in self._rows.running)
         enough = max(row.tokens_left for row in rows) >= TOKENS_PER_REPLAY
         return TOKENS_PER_REPLAY if enough and not busy else 1
-
-    def _record_event(self) -> torch.cuda.Event | None:
-        """Return an event of the work that is queued now; None on a CPU."""
-        if self.device.type != "cuda":
-            return None
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def _queue_output(
-        self,
-        rows: Sequence[RowState | None],
-        packed: Tensor,
-        logprobs: bool,
-        num_tokens: int = 1,
-        started: torch.cuda.Event | None = None,
-    ) -> None:
-        """Start to copy a step's output to the host."""
-        for row in rows:
-            if row is not None:
-                row.tokens_in_flight += num_tokens
-        if packed.is_cuda:
-            host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
-            host.copy_(packed, non_blocking=True)
-            packed = host
-        copied = self._record_event()
-        self._pending.append(PendingBatch(rows, packed, logprobs, num_tokens, started, copied))
 
     def _constrain(self, rows: Sequence[RowState]) -> None:
         """Send the tokens to the device that the grammars of these rows allow next."""
@@ -426,15 +414,17 @@ class Engine:
             if row is None:
                 continue
             row.tokens_in_flight -= batch.num_tokens
-            for token, logprob, sampled_logprob in steps.unpack(lane, batch.logprobs):
+            for output in steps.unpack(lane, batch.options.logprobs, batch.options.top):
                 if row.ended:
                     break
                 try:
-                    event = self._rows.append(row, token, logprob, sampled_logprob)
+                    event = self._rows.append(row, output)
                 except Exception as error:  # noqa: BLE001 - an error of the tokenizer must fail only this row
                     event = self._rows.fail(
                         row, f"the answer cannot be written as text: {describe_error(error)}"
                     )
+                if row.scores is not None:
+                    event, row.scores = replace(event, prompt=row.scores), None
                 self._new_events.append(event)
 
     def _take_events(self) -> list[Event]:
@@ -448,14 +438,7 @@ class Engine:
         return slots, Graphs() if self._use_graphs else None
 
     def _check(self, request: Request) -> None:
-        check_prompt(request.prompt, self.vocabulary, self.max_length)
-        length = len(request.prompt)
-        max_length = min(self.max_length, length + request.max_new_tokens)
-        if -(-max_length // self.page_size) > self._rows.pages.count:
-            raise UsageError(
-                f"prompt: {length} tokens and {max_length - length} new ones do not fit the cache of "
-                f"{self._rows.pages.count * self.page_size} tokens; request fewer tokens, or give the engine more "
-                "max_tokens"
-            )
+        cache_tokens = self._rows.pages.count * self.page_size
+        check_request(request, self.vocabulary, self.max_length, cache_tokens, self.page_size)
         if request.stop_strings and self._tokenizer is None:
             raise UsageError("stop: stop strings need a tokenizer; create the engine with one")

@@ -3,14 +3,15 @@
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from deskside.engine.adjustments import check_adjustments
 from deskside.engine.grammar import Grammar
 from deskside.engine.pages import Key
-from deskside.engine.sampling import GREEDY, Sampling, SamplingTensors
+from deskside.engine.sampling import GREEDY, TOP_LOGPROBS, Sampling, SamplingTensors, ranking_width
 from deskside.engine.text import TextStream
 from deskside.utils.errors import UsageError
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 Reason = Literal["eos", "stop", "length", "cancelled", "failed"]
+TopTokens = tuple[tuple[int, float], ...]  # the most probable tokens with their log-probabilities, best first
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,13 @@ class Request:
         eos_tokens, stop_tokens: Tokens that end a sample and are not part of it.
         stop_strings: Strings that end a sample. Its text ends before the string, but its tokens include those of the
             string. The engine needs a tokenizer for them.
+        min_tokens: Tokens before which no end-of-text token, stop token or stop string ends a sample.
         logprobs: Whether events carry log-probabilities.
         grammar: What the answer must match; None for any answer. A complete one ends with the reason "eos".
+        top_logprobs: How many of the most probable tokens events carry too; needs `logprobs`.
+        prompt_logprobs: Whether the first event carries log-probabilities of the prompt (`PromptScores`), and with how
+            many of the most probable tokens; None if not.
+        embed: Whether the first event carries the sum of the prompt's hidden states.
     """
 
     prompt: tuple[int, ...]
@@ -45,6 +52,25 @@ class Request:
     stop_strings: tuple[str, ...] = ()
     logprobs: bool = False
     grammar: Grammar | None = None
+    min_tokens: int = 0
+    top_logprobs: int = 0
+    prompt_logprobs: int | None = None
+    embed: bool = False
+
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        """All tokens that end a sample."""
+        return tuple(sorted(self.eos_tokens | self.stop_tokens))
+
+    @property
+    def adjusts(self) -> bool:
+        """True if the logits of its samples have adjustments (adjustments.py)."""
+        return self.sampling.adjusts or self.min_tokens > 0
+
+    @property
+    def scores_prompt(self) -> bool:
+        """True if the first sample has `PromptScores`."""
+        return self.embed or self.prompt_logprobs is not None
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 0:
@@ -57,6 +83,31 @@ class Request:
             )
         if "" in self.stop_strings:
             raise UsageError("stop: an empty string would end every answer at once; leave it out")
+        if not 0 <= self.min_tokens <= self.max_new_tokens:
+            raise UsageError(
+                f"min_tokens: must be between 0 and the maximum of {self.max_new_tokens} tokens, not {self.min_tokens}"
+            )
+        for name, top in (
+            ("top_logprobs", self.top_logprobs),
+            ("prompt_logprobs", self.prompt_logprobs or 0),
+        ):
+            if not 0 <= top <= TOP_LOGPROBS:
+                raise UsageError(f"{name}: must be between 0 and {TOP_LOGPROBS}, not {top}")
+
+
+@dataclass
+class PromptScores:
+    """What a request asked about its prompt.
+
+    Attributes:
+        logprobs: Natural log-probability of each token but the first, under the model's distribution.
+        tops: The most probable tokens at the same positions.
+        hidden_sum: Sum of the final hidden states over the prompt, (D,) float64 on the host; None unless requested.
+    """
+
+    logprobs: list[float] = field(default_factory=list)
+    tops: list[TopTokens] = field(default_factory=list)
+    hidden_sum: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -70,6 +121,8 @@ class Event:
         text: New text in whole characters; empty without a tokenizer.
         logprob, sampled_logprob: See `sampling.DrawnTokens`; None unless the request asks for them.
         cached_tokens: At the end of a sample: tokens of the prompt that were found in the cache.
+        top: The most probable tokens in place of `token`.
+        prompt: In the first event of the first sample of a request that asks for it.
     """
 
     request: int
@@ -81,6 +134,8 @@ class Event:
     sampled_logprob: float | None = None
     error: str = ""
     cached_tokens: int = 0
+    top: TopTokens = ()
+    prompt: PromptScores | None = None
 
 
 @dataclass
@@ -104,13 +159,15 @@ class Counts:
 class SampleOutput:
     """The output of one sample. `tokens` excludes the prompt and an end-of-text or stop token.
 
-    `logprobs` and `sampled_logprobs` have one entry per token if the request asks for them, else none.
+    `logprobs`, `sampled_logprobs` and `tops` have one entry per token if the request asks for logprobs, else none.
     """
 
     prompt_tokens: int
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     sampled_logprobs: list[float] = field(default_factory=list)
+    tops: list[TopTokens] = field(default_factory=list)
+    prompt: PromptScores | None = None
     text: str = ""
     reason: Reason | None = None
 
@@ -121,6 +178,9 @@ class SampleOutput:
             if event.logprob is not None and event.sampled_logprob is not None:
                 self.logprobs.append(event.logprob)
                 self.sampled_logprobs.append(event.sampled_logprob)
+                self.tops.append(event.top)
+        if event.prompt is not None:
+            self.prompt = event.prompt
         self.text += event.text
         self.reason = event.reason
 
@@ -138,6 +198,7 @@ class RowState:
     stream: TextStream | None
     settings: SamplingTensors  # one row, on the host
     matcher: "LLMatcher | None" = None  # of the request's grammar
+    scores: PromptScores | None = None  # until its first event
     slot: int = -1  # -1 while it waits
     pages: list[int] = field(default_factory=list)
     cached: int = 0  # tokens of the prompt that were found in the cache
@@ -146,6 +207,11 @@ class RowState:
     tokens: list[int] = field(default_factory=list)  # new ones
     tokens_in_flight: int = 0  # of queued steps whose output the host has not read, at least
     ended: bool = False
+
+    @property
+    def max_tokens(self) -> int:
+        """Maximum tokens of the answer."""
+        return self.max_length - len(self.request.prompt)
 
     @property
     def prompt_left(self) -> int:
@@ -165,7 +231,41 @@ class RowState:
     @property
     def tokens_left(self) -> int:
         """Tokens of the answer that no queued step generates, at most."""
-        return self.max_length - len(self.request.prompt) - len(self.tokens) - self.tokens_in_flight
+        return self.max_tokens - len(self.tokens) - self.tokens_in_flight
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """Options of a step, which the host chooses. With the number of lanes or tokens, they identify a CUDA graph."""
+
+    width: int  # see `sampling.ranking_width`
+    adjusted: bool  # some row has adjustments (adjustments.py)
+    logprobs: bool  # some row needs log-probabilities
+    constrained: bool = False  # some row has a grammar
+    top: int = 0  # most probable tokens with log-probabilities at each position
+
+    @staticmethod
+    def of(rows: Sequence[RowState], vocabulary: int) -> "StepOptions":
+        """Return the options of a step of these rows."""
+        requests = [row.request for row in rows]
+        # One number of top tokens, because each has its own CUDA graph.
+        top = min(TOP_LOGPROBS, vocabulary) if any(request.top_logprobs for request in requests) else 0
+        return StepOptions(
+            ranking_width([request.sampling for request in requests], vocabulary),
+            any(request.adjusts for request in requests),
+            any(request.logprobs for request in requests),
+            any(row.matcher is not None for row in rows),
+            top,
+        )
+
+
+class TokenOutput(NamedTuple):
+    """A token of one lane; see `DrawnTokens`."""
+
+    token: int
+    logprob: float | None = None
+    sampled_logprob: float | None = None
+    top: TopTokens = ()
 
 
 @dataclass
@@ -174,10 +274,37 @@ class PendingBatch:
 
     rows: Sequence[RowState | None]  # by lane; None if the lane's output is to be ignored
     packed: Tensor  # `steps.StepOutput.packed`, on the host
-    logprobs: bool
+    options: StepOptions
     num_tokens: int  # that each row gets at least
     started: torch.cuda.Event | None  # recorded before the step, and None on a CPU
     copied: torch.cuda.Event | None  # the same after the copy to the host
+
+    @staticmethod
+    def queue(
+        rows: Sequence[RowState | None],
+        packed: Tensor,
+        options: StepOptions,
+        num_tokens: int = 1,
+        started: torch.cuda.Event | None = None,
+    ) -> "PendingBatch":
+        """Start to copy a step's output to the host."""
+        for row in rows:
+            if row is not None:
+                row.tokens_in_flight += num_tokens
+        host = packed
+        if packed.is_cuda:
+            host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+            host.copy_(packed, non_blocking=True)
+        return PendingBatch(rows, host, options, num_tokens, started, record_event(packed.device))
+
+
+def record_event(device: torch.device) -> torch.cuda.Event | None:
+    """Return an event of the work that is queued now; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def check_prompt(prompt: Sequence[int], vocabulary: int, limit: int, name: str = "prompt") -> None:
@@ -191,4 +318,22 @@ def check_prompt(prompt: Sequence[int], vocabulary: int, limit: int, name: str =
         raise UsageError(
             f"{name}: token {invalid} is outside of the model's vocabulary of {vocabulary}; "
             "use the tokenizer that the model was trained with"
+        )
+
+
+def check_request(
+    request: Request, vocabulary: int, max_length: int, cache_tokens: int, page_size: int
+) -> None:
+    """Raise UsageError for a request whose tokens are not in the vocabulary, or which never fits the cache.
+
+    max_length: of a prompt and its answer, in tokens.
+    """
+    check_prompt(request.prompt, vocabulary, max_length)
+    check_adjustments(request.sampling, request.end_tokens, request.min_tokens, vocabulary)
+    length = len(request.prompt)
+    max_length = min(max_length, length + request.max_new_tokens)
+    if -(-max_length // page_size) * page_size > cache_tokens:
+        raise UsageError(
+            f"prompt: {length} tokens and {max_length - length} new ones do not fit the cache of "
+            f"{cache_tokens} tokens; request fewer tokens, or give the engine more max_tokens"
         )

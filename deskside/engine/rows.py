@@ -7,7 +7,7 @@ from tokenizers import Tokenizer
 
 from deskside.engine.counter_rng import stream_of
 from deskside.engine.pages import Key, Pages, page_keys
-from deskside.engine.requests import Counts, Event, Reason, Request, RowState
+from deskside.engine.requests import Counts, Event, PromptScores, Reason, Request, RowState, TokenOutput
 from deskside.engine.sampling import NOT_FINITE, SamplingTensors
 from deskside.engine.text import TextStream
 
@@ -15,22 +15,29 @@ from deskside.engine.text import TextStream
 def new_rows(
     number: int, request: Request, max_length: int, page_size: int, tokenizer: Tokenizer | None
 ) -> list[RowState]:
-    """Return the rows of a request, one per sample; none if it has no room for a new token.
+    """Return the rows of a request, one per sample.
 
-    max_length: of any row, in tokens.
+    Without room for a new token, there are no rows, but the first one if the prompt is scored. max_length: of any row,
+    in tokens.
     """
     max_length = min(max_length, len(request.prompt) + request.max_new_tokens)
+    samples = request.samples
     if len(request.prompt) == max_length:
-        return []
+        samples = int(request.scores_prompt)
     prompt = array("q", request.prompt)
     keys = page_keys(prompt, page_size)
     rows = []
-    for sample in range(request.samples):
-        stream = None if tokenizer is None else TextStream(tokenizer, request.stop_strings)
+    for sample in range(samples):
+        stream = (
+            None if tokenizer is None else TextStream(tokenizer, request.stop_strings, request.min_tokens)
+        )
         random_stream = stream_of(request.seed, request.first_sample + sample)
         settings = SamplingTensors.of([request.sampling], [random_stream], "cpu")
         matcher = None if request.grammar is None else request.grammar.matcher()
-        rows.append(RowState(number, sample, request, max_length, prompt, keys, stream, settings, matcher))
+        scores = PromptScores() if request.scores_prompt and sample == 0 else None
+        rows.append(
+            RowState(number, sample, request, max_length, prompt, keys, stream, settings, matcher, scores)
+        )
     return rows
 
 
@@ -59,7 +66,7 @@ class Rows:
                 break
             length = len(row.request.prompt)
             # The last token of the prompt is always computed, because its logits are needed.
-            usable = row.keys[: (length - 1) // self._page_size]
+            usable = row.keys[: (length - 1) // self._page_size] if row.scores is None else []
             cached = self.pages.num_cached(usable)
             if cached < len(usable) and usable[cached] in computing:
                 continue  # waits for the row that computes this page
@@ -77,13 +84,14 @@ class Rows:
             admitted.append(row)
         return admitted
 
-    def append(
-        self, row: RowState, token: int, logprob: float | None, sampled_logprob: float | None
-    ) -> Event:
+    def append(self, row: RowState, output: TokenOutput) -> Event:
         """Append a row's next token and return its event."""
+        token = output.token
         request = row.request
         if token == NOT_FINITE:
             return self.fail(row, "the model's output is not finite (NaN or infinite) after this prompt")
+        if not row.max_tokens:  # only its prompt was wanted
+            return self.end(row, "length")
         if row.matcher is not None and (row.matcher.is_error() or not row.matcher.consume_token(token)):
             return self.end(row, "failed", f"the grammar cannot be followed: {row.matcher.get_error()}")
         if token in request.eos_tokens:
@@ -102,12 +110,9 @@ class Rows:
             reason = "length"
         if reason is not None:
             text += self.end(row, reason).text
-        if not request.logprobs:
-            logprob = sampled_logprob = None
-        cached = 0 if reason is None else row.cached
-        return Event(
-            row.number, row.sample, token, reason, text, logprob, sampled_logprob, cached_tokens=cached
-        )
+        logprobs = (output.logprob, output.sampled_logprob) if request.logprobs else (None, None)
+        cached, top = 0 if reason is None else row.cached, output.top[: request.top_logprobs]
+        return Event(row.number, row.sample, token, reason, text, *logprobs, cached_tokens=cached, top=top)
 
     def end(self, row: RowState, reason: Reason, error: str = "") -> Event:
         """End a row and release its slot and pages. error: of the reason "failed"."""

@@ -2,8 +2,7 @@
 
 The settings are applied in this order. Each filter sees the renormalised distribution that the previous ones left:
 
-    repetition_penalty  divides the logits of tokens in the prompt or the answer if they are positive, else multiplies
-                        them (Keskar et al. 2019, arXiv 1909.05858, as in transformers)
+    bias and penalties  see adjustments.py
     grammar             removes the tokens that may not come next (grammar.py)
     temperature         divides the logits; 0 is greedy and ignores the filters below
     top_k               keeps the k most probable tokens
@@ -40,20 +39,35 @@ NOT_FINITE = -1  # stands for the token if a logit is NaN or +inf
 # penalty of 1e-39, tokens of the prompt would always win, even control tokens.
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-30, 100.0
 MAX_TOP_K = 2**31 - 1
-MIN_PENALTY, MAX_PENALTY = 0.1, 10.0
+MIN_PENALTY, MAX_PENALTY = 0.1, 10.0  # of repetition
+MAX_SUBTRACTED = 2.0  # presence and frequency penalty, either sign; OpenAI's bound
+MAX_BIAS = 100.0  # either sign; OpenAI's bound, which excludes a token or makes it certain
+TOP_LOGPROBS = 20  # maximum number of most probable tokens with log-probabilities
 WIDTHS = (64, 256, 1024, 4096)  # ranking widths; few, because each has its own CUDA graph
 FIXED_POINT_ONE = 2.0**52  # probability 1 in fixed point
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters. None disables a filter. Raises UsageError for values out of range."""
+    """Sampling parameters. None disables a filter. Raises UsageError for values out of range.
+
+    logit_bias: pairs of a token and what is added to its logit; no token occurs twice.
+    """
 
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def adjusts(self) -> bool:
+        """True if a bias or penalty changes the logits (adjustments.py)."""
+        penalties = (self.repetition_penalty != 1, self.presence_penalty != 0, self.frequency_penalty != 0)
+        return any(penalties) or bool(self.logit_bias)
 
     def __post_init__(self) -> None:
         if self.temperature != 0 and not MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE:
@@ -75,6 +89,20 @@ class Sampling:
                 f"repetition_penalty: must be between {MIN_PENALTY:g} and {MAX_PENALTY:g}, not "
                 f"{self.repetition_penalty}; 1 disables it"
             )
+        subtracted = {
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+        }
+        for name, value in subtracted.items():
+            if not -MAX_SUBTRACTED <= value <= MAX_SUBTRACTED:
+                raise UsageError(
+                    f"{name}: must be between {-MAX_SUBTRACTED:g} and {MAX_SUBTRACTED:g}, not {value}; 0 disables it"
+                )
+        for token, bias in self.logit_bias:
+            if not -MAX_BIAS <= bias <= MAX_BIAS:
+                raise UsageError(
+                    f"logit_bias: must be between {-MAX_BIAS:g} and {MAX_BIAS:g}, not {bias} (token {token})"
+                )
 
 
 GREEDY = Sampling(temperature=0.0)
@@ -84,7 +112,8 @@ GREEDY = Sampling(temperature=0.0)
 class SamplingTensors:
     """The sampling settings of B rows. There are only two tensors, so that indexing rows takes few kernels."""
 
-    floats: Tensor  # (B, 4) float32: temperature, top_p, min_p, repetition_penalty
+    # (B, 6) float32: temperature, top_p, min_p, then repetition, presence and frequency penalty
+    floats: Tensor
     integers: Tensor  # (B, 2) int64: top_k, random stream
 
     @staticmethod
@@ -94,7 +123,14 @@ class SamplingTensors:
         """Return the settings of rows with these samplings and random streams. Does not synchronize with the GPU."""
         # A disabled filter gets a value that keeps every token.
         floats = [
-            [s.temperature, 2.0 if s.top_p is None else s.top_p, s.min_p or 0.0, s.repetition_penalty]
+            [
+                s.temperature,
+                2.0 if s.top_p is None else s.top_p,
+                s.min_p or 0.0,
+                s.repetition_penalty,
+                s.presence_penalty,
+                s.frequency_penalty,
+            ]
             for s in samplings
         ]
         integers = [
@@ -102,7 +138,7 @@ class SamplingTensors:
             for s, stream in zip(samplings, streams, strict=True)
         ]
         return SamplingTensors(
-            torch.tensor(floats, dtype=torch.float32).view(-1, 4).to(device, non_blocking=True),
+            torch.tensor(floats, dtype=torch.float32).view(-1, 6).to(device, non_blocking=True),
             torch.tensor(integers, dtype=torch.int64).view(-1, 2).to(device, non_blocking=True),
         )
 
@@ -127,8 +163,16 @@ class SamplingTensors:
         return self.floats[:, 2]
 
     @property
-    def penalty_B(self) -> Tensor:
+    def repetition_penalty_B(self) -> Tensor:
         return self.floats[:, 3]
+
+    @property
+    def presence_penalty_B(self) -> Tensor:
+        return self.floats[:, 4]
+
+    @property
+    def frequency_penalty_B(self) -> Tensor:
+        return self.floats[:, 5]
 
     @property
     def top_k_B(self) -> Tensor:
@@ -154,18 +198,21 @@ class SamplingTensors:
 
 @dataclass(frozen=True)
 class DrawnTokens:
-    """One sampled token per row, and its log-probabilities: natural logarithms, float32, None unless requested.
+    """One sampled token per row, and log-probabilities: natural logarithms, float32, None unless requested.
 
     Attributes:
         token_B: int64; NOT_FINITE where a logit of the row is NaN or +inf.
-        logprob_B: Under the model's distribution at the row's temperature (1 if greedy), before penalty and filters. A
-            policy gradient needs this one, because the filters are not part of the policy.
+        logprob_B: Under the model's distribution at the row's temperature (1 if greedy), before adjustments and
+            filters. A policy gradient needs this one, because the filters are not part of the policy.
         sampled_logprob_B: Under the distribution that the token was sampled from; 0 if greedy.
+        top_token_BK, top_logprob_BK: The most probable tokens under the distribution of logprob_B, best first.
     """
 
     token_B: Tensor
     logprob_B: Tensor | None
     sampled_logprob_B: Tensor | None
+    top_token_BK: Tensor | None = None
+    top_logprob_BK: Tensor | None = None
 
     @property
     def safe_token_B(self) -> Tensor:
@@ -226,13 +273,15 @@ def draw(
     count_B: Tensor,
     adjusted_BV: Tensor | None = None,
     logprobs: bool = True,
+    top: int = 0,
 ) -> DrawnTokens:
     """Sample the next token of each row.
 
     Args:
         width: The `ranking_width` of these settings, or a larger one.
         count_B: int64, new tokens of the row so far.
-        adjusted_BV: The logits after repetition penalty and grammar; None if no row has either.
+        adjusted_BV: The logits after adjustments and grammar; None if no row has either.
+        top: Number of most probable tokens to return.
     """
     if adjusted_BV is None:
         adjusted_BV = logits_BV
@@ -248,14 +297,18 @@ def draw(
         # One NaN or +inf logit makes the normalised log-probability of every token NaN.
         decided_B = log_p_BW.gather(1, winner_B1)[:, 0]
         sampled_B = decided_B if logprobs else None
-    logprob_B = raw_logprobs(logits_BV, settings, token_B) if logprobs else None
-    return DrawnTokens(torch.where(decided_B.isfinite(), token_B, NOT_FINITE), logprob_B, sampled_B)
+    logprob_B = raw_logprobs(logits_BV, settings, token_B[:, None])[:, 0] if logprobs else None
+    token_B = torch.where(decided_B.isfinite(), token_B, NOT_FINITE)
+    if not top:
+        return DrawnTokens(token_B, logprob_B, sampled_B)
+    top_BK = ranked(logits_BV, top)
+    return DrawnTokens(token_B, logprob_B, sampled_B, top_BK, raw_logprobs(logits_BV, settings, top_BK))
 
 
-def raw_logprobs(logits_BV: Tensor, settings: SamplingTensors, token_B: Tensor) -> Tensor:
-    """Return `DrawnTokens.logprob_B` of the given tokens."""
+def raw_logprobs(logits_BV: Tensor, settings: SamplingTensors, token_BK: Tensor) -> Tensor:
+    """Return `DrawnTokens.logprob_B` of the given tokens: (B, K)."""
     scaled_BV = _scaled(logits_BV, settings)
-    return scaled_BV.gather(1, token_B[:, None])[:, 0] - scaled_BV.logsumexp(-1)
+    return scaled_BV.gather(1, token_BK) - scaled_BV.logsumexp(-1, keepdim=True)
 
 
 def gumbel_argmax(
@@ -263,14 +316,6 @@ def gumbel_argmax(
 ) -> Tensor:
     """Sample from log_p_BW, which need not be normalised. Return indices of candidates: int64 (B,)."""
     return (log_p_BW - counter_rng.exponentials(stream_B, count_B, purpose, token_BW).log()).argmax(-1)
-
-
-def penalise(logits_BV: Tensor, seen_BV: Tensor, penalty_B: Tensor) -> Tensor:
-    """Return float32 logits with the repetition penalty applied to seen tokens."""
-    logits_BV = logits_BV.float()
-    penalty_B1 = penalty_B[:, None]
-    changed_BV = torch.where(logits_BV > 0, logits_BV / penalty_B1, logits_BV * penalty_B1)
-    return torch.where(seen_BV, changed_BV, logits_BV)
 
 
 def ranked(logits_BV: Tensor, width: int) -> Tensor:

@@ -4,8 +4,8 @@ The draft model samples d_1..d_n from its distributions q_1..q_n. One forward pa
 p_1..p_(n+1). d_i is accepted with probability min(1, p_i(d_i) / q_i(d_i)). At the first rejection, a token is sampled
 from max(0, p_i - q_i), renormalised; if all are accepted, one more is sampled from p_(n+1). Every token then has
 the target's exact distribution (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318). p and q
-are the distributions after penalty, temperature and filters, so this holds for all settings; greedy distributions are
-one-hot.
+are the distributions after adjustments, temperature and filters, so this holds for all settings; greedy distributions
+are one-hot.
 
 Both models have a KV cache with the same pages and lengths. The entries of rejected drafts lie beyond a row's length,
 where they are never read.
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from deskside.engine import counter_rng
+from deskside.engine.adjustments import Adjustments
 from deskside.engine.sampling import (
     GREEDY_ONLY,
     NOT_FINITE,
@@ -25,7 +26,7 @@ from deskside.engine.sampling import (
     SamplingTensors,
     candidates,
     gumbel_argmax,
-    penalise,
+    ranked,
     raw_logprobs,
 )
 from deskside.engine.steps import CachedModel, Slots, StepOptions, StepOutput
@@ -43,28 +44,32 @@ def speculate(
     """Generate 1 to `num_drafts` + 1 tokens for each lane. `bound`: maximum length of a row, including them."""
     newest_B, lengths_B, count_B = slots.read(lanes_B)
     table_BN, settings = slots.table_SN[lanes_B], slots.settings[lanes_B]
-    seen_BV, width = slots.seen_rows(lanes_B, options), options.width
+    first, width = slots.adjustments_of(lanes_B, options), options.width
     B, n = len(newest_B), num_drafts
 
-    inputs, seen, draft_probs = [newest_B], [seen_BV], []  # by position
+    inputs, adjustments, draft_probs = [newest_B], [first], []  # by position
     for step in range(n + 1):
         logits_BV = draft.decode(inputs[step][:, None], table_BN, lengths_B + step, bound)[:, 0]
         if step == n:
             break  # this pass only wrote the last draft into the draft model's cache
-        q_BV = probabilities(logits_BV, settings, width, seen[step])
+        q_BV = probabilities(
+            _adjusted(logits_BV, settings, adjustments[step], count_B + step), settings, width
+        )
         inputs.append(_sample(q_BV, settings, count_B + step, counter_rng.PROPOSE))
         draft_probs.append(q_BV)
-        seen.append(_add_seen(seen[step], inputs[-1]))
+        adjusted = adjustments[step]
+        adjustments.append(None if adjusted is None else adjusted.after(inputs[-1]))
 
     input_BT, T = torch.stack(inputs, dim=1), n + 1
     logits_BTV = target.decode(input_BT, table_BN, lengths_B, bound).float()
     settings_N, logits_NV = settings.repeated(T), logits_BTV.flatten(0, 1)
-    seen_NV = None if seen_BV is None else torch.stack([s for s in seen if s is not None], 1).flatten(0, 1)
-    p_BTV = probabilities(logits_NV, settings_N, width, seen_NV).unflatten(0, (B, T))
+    place_T = torch.arange(T, device=newest_B.device)
+    each = None if first is None else Adjustments.interleaved([a for a in adjustments if a is not None])
+    adjusted_NV = _adjusted(logits_NV, settings_N, each, (count_B[:, None] + place_T).flatten())
+    p_BTV = probabilities(adjusted_NV, settings_N, width).unflatten(0, (B, T))
     q_BnV, d_Bn1 = torch.stack(draft_probs, dim=1), input_BT[:, 1:, None]
-    place_n = torch.arange(n, device=newest_B.device)
     u_Bn = counter_rng.uniforms(
-        settings.stream_B.repeat_interleave(n), (count_B[:, None] + place_n).flatten(), counter_rng.ACCEPT
+        settings.stream_B.repeat_interleave(n), (count_B[:, None] + place_T[:n]).flatten(), counter_rng.ACCEPT
     ).view(B, n)
     p_Bn, q_Bn = p_BTV[:, :n].gather(2, d_Bn1)[..., 0], q_BnV.gather(2, d_Bn1)[..., 0]
     accepted_B = (u_Bn * q_Bn < p_Bn).long().cumprod(dim=1).sum(dim=1)
@@ -79,34 +84,37 @@ def speculate(
     # Where p is NaN no draft is accepted, so only the last token can come from a p that is not finite.
     output_last_B = torch.where(p_BV.sum(-1).isfinite(), last_B, NOT_FINITE)
 
-    place_T = torch.arange(T, device=newest_B.device)
     drafted_BT = input_BT.roll(-1, dims=1)
     token_BT = torch.where(place_T < accepted_B[:, None], drafted_BT, last_B[:, None])
     output_BT = torch.where(place_T < accepted_B[:, None], drafted_BT, output_last_B[:, None])
     slots.write(lanes_B, last_B, lengths_B + accepted_B + 1, count_B + accepted_B + 1)
-    if options.penalised:
-        slots.add_seen(lanes_B[:, None], token_BT)  # entries after the last token repeat it
+    if options.adjusted:
+        slots.count_tokens(lanes_B, token_BT, accepted_B + 1)
     if not options.logprobs:
         return StepOutput(output_BT, accepted_B + 1)
     sampled_BT = p_BTV.gather(2, token_BT[..., None])[..., 0].log()
-    logprob_BT = raw_logprobs(logits_NV, settings_N, token_BT.flatten()).view(B, T)
-    return StepOutput(output_BT, accepted_B + 1, logprob_BT, sampled_BT)
+    logprob_BT = raw_logprobs(logits_NV, settings_N, token_BT.flatten()[:, None]).view(B, T)
+    if not options.top:
+        return StepOutput(output_BT, accepted_B + 1, logprob_BT, sampled_BT)
+    top_NK = ranked(logits_NV, options.top)
+    top_logprob_NK = raw_logprobs(logits_NV, settings_N, top_NK)
+    tops = top_NK.unflatten(0, (B, T)), top_logprob_NK.unflatten(0, (B, T))
+    return StepOutput(output_BT, accepted_B + 1, logprob_BT, sampled_BT, *tops)
 
 
-def probabilities(logits_BV: Tensor, settings: SamplingTensors, width: int, seen_BV: Tensor | None) -> Tensor:
-    """Return the sampling distribution, (B, V) float32 in vocabulary order."""
+def probabilities(logits_BV: Tensor, settings: SamplingTensors, width: int) -> Tensor:
+    """Return the sampling distribution of adjusted logits, (B, V) float32 in vocabulary order."""
     logits_BV = logits_BV.float()
-    if seen_BV is not None:
-        logits_BV = penalise(logits_BV, seen_BV, settings.penalty_B)
     log_p_BW, token_BW = candidates(logits_BV, settings, UNRANKED if width == GREEDY_ONLY else width)
     return torch.zeros_like(logits_BV).scatter(1, token_BW, log_p_BW.exp())
+
+
+def _adjusted(
+    logits_BV: Tensor, settings: SamplingTensors, adjustments: Adjustments | None, length_B: Tensor
+) -> Tensor:
+    return logits_BV if adjustments is None else adjustments.apply(logits_BV, settings, length_B)
 
 
 def _sample(p_BV: Tensor, settings: SamplingTensors, count_B: Tensor, purpose: int) -> Tensor:
     token_BV = torch.arange(p_BV.shape[1], device=p_BV.device).expand_as(p_BV)
     return gumbel_argmax(p_BV.log(), settings.stream_B, count_B, purpose, token_BV)
-
-
-def _add_seen(seen_BV: Tensor | None, token_B: Tensor) -> Tensor | None:
-    """Return a copy with one more seen token in each row."""
-    return None if seen_BV is None else seen_BV.scatter(1, token_B[:, None], True)

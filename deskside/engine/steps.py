@@ -7,16 +7,17 @@ CUDA graph, unless the model itself synchronizes with the device.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
+from deskside.engine.adjustments import Adjustments
 from deskside.engine.fused import FusedBlocks, experts_wait
 from deskside.engine.grammar import MASK_BITS, forbid
 from deskside.engine.prompts import PackedPrompts
-from deskside.engine.requests import RowState
-from deskside.engine.sampling import GREEDY, DrawnTokens, SamplingTensors, draw, penalise, ranking_width
+from deskside.engine.requests import Request, StepOptions, TokenOutput
+from deskside.engine.sampling import GREEDY, DrawnTokens, SamplingTensors, draw
 from deskside.kernels.decode import KERNEL_DTYPES, kernel_supports
 from deskside.kernels.prefill import packed_kernel_supports
 from deskside.model.block import DEFAULT_BLOCKS, CachedBlocks
@@ -40,7 +41,7 @@ class CachedModel:
         self.cache = KVCache(k, v, none, none[:, 0], limit, managed=True)
         # On a CPU the fused blocks are plain torch, and no faster.
         fused = device.type == "cuda" and model.activation_dtype in KERNEL_DTYPES
-        self._blocks: CachedBlocks = FusedBlocks(model) if fused else DEFAULT_BLOCKS
+        self.blocks: CachedBlocks = FusedBlocks(model) if fused else DEFAULT_BLOCKS
         self._can_capture: dict[int, bool] = {}  # by number of tokens of a prefill pass
 
     @property
@@ -64,98 +65,89 @@ class CachedModel:
             self._can_capture[tokens] = supported and not experts_wait(self.model, tokens)
         return self._can_capture[tokens]
 
-    def prefill(self, tokens_1N: Tensor, table_LN: Tensor, lengths_L: Tensor, cu_seqlens: Tensor) -> Tensor:
+    def prefill(
+        self,
+        tokens_1N: Tensor,
+        table_LN: Tensor,
+        lengths_L: Tensor,
+        cu_seqlens: Tensor,
+        blocks: CachedBlocks | None = None,
+    ) -> Tensor:
         """Append packed prompts, or parts of them, to the cache. Return the logits of each row's last token: (L, V).
 
-        table_LN, lengths_L, cu_seqlens: see kernels/prefill.py.
+        table_LN, lengths_L, cu_seqlens: see kernels/prefill.py. blocks: in place of `self.blocks`.
         """
         view = self.cache.view_packed(table_LN, lengths_L, cu_seqlens)
-        return self.model.forward_cached(tokens_1N, view, logits_of="last", blocks=self._blocks)[:, 0]
+        return self.model.forward_cached(tokens_1N, view, logits_of="last", blocks=blocks or self.blocks)[
+            :, 0
+        ]
 
     def decode(self, tokens_BT: Tensor, table_BN: Tensor, lengths_B: Tensor, bound: int) -> Tensor:
         """Append T tokens to each row of the cache and return their logits: (B, T, V)."""
         view = self.cache.view_rows(table_BN, lengths_B, bound)
-        return self.model.forward_cached(tokens_BT, view, blocks=self._blocks)
-
-
-@dataclass(frozen=True)
-class StepOptions:
-    """Options of a step, which the host chooses. With the number of lanes or tokens, they identify a CUDA graph."""
-
-    width: int  # see `sampling.ranking_width`
-    penalised: bool  # some row has a repetition penalty
-    logprobs: bool  # some row needs log-probabilities
-    constrained: bool = False  # some row has a grammar
-
-    @staticmethod
-    def of(rows: Sequence[RowState], vocabulary: int) -> "StepOptions":
-        """Return the options of a step of these rows."""
-        samplings = [row.request.sampling for row in rows]
-        return StepOptions(
-            ranking_width(samplings, vocabulary),
-            any(sampling.repetition_penalty != 1 for sampling in samplings),
-            any(row.request.logprobs for row in rows),
-            any(row.matcher is not None for row in rows),
-        )
+        return self.model.forward_cached(tokens_BT, view, blocks=self.blocks)
 
 
 @dataclass(frozen=True)
 class StepOutput:
     """The sampled tokens of each lane: up to W, of which the first count_B are valid, with logprobs if requested.
 
-    count_B is None if all W are valid.
+    count_B is None if all W are valid. The other fields are those of `DrawnTokens`, with W positions.
     """
 
     token_BW: Tensor
     count_B: Tensor | None = None
     logprob_BW: Tensor | None = None
     sampled_logprob_BW: Tensor | None = None
+    top_token_BWK: Tensor | None = None
+    top_logprob_BWK: Tensor | None = None
 
     @staticmethod
     def of(drawn: DrawnTokens) -> "StepOutput":
         """Return the output of a step with one token per lane."""
-        if drawn.logprob_B is None or drawn.sampled_logprob_B is None:
-            return StepOutput(drawn.token_B[:, None])
+        logprobs = (drawn.logprob_B, drawn.sampled_logprob_B, drawn.top_token_BK, drawn.top_logprob_BK)
         return StepOutput(
-            drawn.token_B[:, None], None, drawn.logprob_B[:, None], drawn.sampled_logprob_B[:, None]
+            drawn.token_B[:, None], None, *(None if x is None else x[:, None] for x in logprobs)
         )
 
     @staticmethod
     def joined(outputs: Sequence["StepOutput"]) -> "StepOutput":
         """Return the outputs of consecutive steps of the same lanes, all of whose tokens are valid, as one."""
-        logprobs, sampled = (
-            torch.cat([part for part in parts if part is not None], dim=1) if parts[0] is not None else None
-            for parts in (
-                [output.logprob_BW for output in outputs],
-                [output.sampled_logprob_BW for output in outputs],
-            )
-        )
-        return StepOutput(torch.cat([output.token_BW for output in outputs], dim=1), None, logprobs, sampled)
+
+        def join(name: str) -> Tensor | None:
+            parts = [part for output in outputs if (part := getattr(output, name)) is not None]
+            return torch.cat(parts, dim=1) if parts else None
+
+        logprobs = (join(field.name) for field in fields(StepOutput)[2:])
+        return StepOutput(torch.cat([output.token_BW for output in outputs], dim=1), None, *logprobs)
 
     def packed(self) -> Tensor:
-        """Return counts, tokens and logprobs as one tensor (B, 1 + W or 1 + 3 W), to copy it to the host at once.
+        """Return all fields as one tensor (B, 1 + W, 1 + 3 W or 1 + 3 W + 2 W K), to copy it to the host at once.
 
         int64 without logprobs, else float64, which represents every token id exactly.
         """
         W = self.token_BW.shape[1]
         count_B1 = torch.full_like(self.token_BW[:, :1], W) if self.count_B is None else self.count_B[:, None]
-        parts = [count_B1, self.token_BW, self.logprob_BW, self.sampled_logprob_BW]
-        present = [part for part in parts if part is not None]
+        parts = [getattr(self, field.name) for field in fields(self) if field.name != "count_B"]
+        present = [count_B1, *(part.flatten(1) for part in parts if part is not None)]
         if len(present) > 2:
             present = [part.double() for part in present]
         return torch.cat(present, dim=1)
 
 
-TokenLogprobs = tuple[int, float | None, float | None]  # token, logprob, sampled_logprob
-
-
-def unpack(packed: list[float], logprobs: bool) -> list[TokenLogprobs]:
-    """Return the valid tokens of one lane of `StepOutput.packed`, with their logprobs."""
+def unpack(packed: list[float], logprobs: bool, top: int = 0) -> list[TokenOutput]:
+    """Return the valid tokens of one lane of `StepOutput.packed`. logprobs, top: of the step's options."""
     count, *values = packed
     if not logprobs:
-        return [(int(token), None, None) for token in values[: int(count)]]
-    W = len(values) // 3
-    return [(int(values[i]), values[W + i], values[2 * W + i]) for i in range(int(count))]
+        return [TokenOutput(int(token)) for token in values[: int(count)]]
+    W = len(values) // (3 + 2 * top)
+    outputs = []
+    for i in range(int(count)):
+        start, K = 3 * W + i * top, W * top
+        pairs = zip(values[start : start + top], values[start + K : start + K + top], strict=True)
+        tops = tuple((int(token), logprob) for token, logprob in pairs)
+        outputs.append(TokenOutput(int(values[i]), values[W + i], values[2 * W + i], tops))
+    return outputs
 
 
 class Slots:
@@ -165,7 +157,7 @@ class Slots:
         state_S3: int64: the newest token, which is not in the cache yet; tokens in the cache; new tokens so far.
         table_SN: int64, the pages of each row.
         settings: Sampling settings.
-        seen_SV: bool, the tokens of prompt and answer; None until a request has a repetition penalty.
+        adjustments: Of each slot; None until a request has some.
         allowed_SW: int32, the tokens that a grammar allows next, see `grammar.MaskBuilder.masks`; None until a request
             has a grammar.
     """
@@ -177,7 +169,8 @@ class Slots:
         self.state_S3 = torch.zeros(slots + 1, 3, dtype=torch.int64, device=device)
         self.table_SN = torch.zeros(slots + 1, pages_per_row, dtype=torch.int64, device=device)
         self.settings = SamplingTensors.of([GREEDY] * (slots + 1), [0] * (slots + 1), device)
-        self.seen_SV: Tensor | None = None
+        self.adjustments: Adjustments | None = None
+        self._adjusted: set[int] = set()  # slots that have some, on the host
         self.allowed_SW: Tensor | None = None
 
     def to_device(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
@@ -206,19 +199,25 @@ class Slots:
         if self.allowed_SW is not None:
             self.allowed_SW[rows] = -1  # all tokens
 
-    def start_seen(self, slot: int, prompt: tuple[int, ...]) -> None:
-        """Initialize the seen tokens of a new row that has a repetition penalty."""
-        if self.seen_SV is None:
-            shape = (self.dummy + 1, self.vocabulary)
-            self.seen_SV = torch.zeros(shape, dtype=torch.bool, device=self.device)
-        self.seen_SV[slot] = False
-        self.seen_SV[slot, self.to_device(prompt)] = True
+    def start_adjustments(self, slot: int, request: Request) -> None:
+        """Initialize the adjustments of a new row. Without any, drop those of the slot's last row."""
+        if not request.adjusts:
+            if slot in self._adjusted and self.adjustments is not None:
+                self.adjustments.clear(slot)
+                self._adjusted.remove(slot)
+            return
+        self._adjusted.add(slot)
+        if self.adjustments is None:
+            self.adjustments = Adjustments.empty(self.dummy + 1, self.vocabulary, self.device)
+        prompt = self.to_device(request.prompt)
+        ends = request.end_tokens if request.min_tokens else ()
+        self.adjustments.start(slot, prompt, request.sampling, ends, request.min_tokens)
 
-    def add_seen(self, lanes: Tensor, tokens: Tensor) -> None:
-        """Mark new tokens as seen. `lanes` and `tokens` broadcast."""
-        # Not `= True`: torch would copy the constant from the host, which fails while a CUDA graph is captured.
-        assert self.seen_SV is not None
-        self.seen_SV[lanes, tokens] = torch.ones_like(tokens, dtype=torch.bool)
+    def count_tokens(self, lanes_B: Tensor, token_BT: Tensor, valid_B: Tensor | None = None) -> None:
+        """Count new tokens of the lanes. valid_B: how many of the T are valid; None for all."""
+        assert self.adjustments is not None
+        for place, token_B in enumerate(token_BT.unbind(1)):
+            self.adjustments.count(lanes_B, token_B, None if valid_B is None else valid_B > place)
 
     def allow(self, slots: list[int], masks: Tensor) -> None:
         """Set the tokens that grammars allow next in these slots. masks: from `MaskBuilder.masks`."""
@@ -227,9 +226,9 @@ class Slots:
             self.allowed_SW = torch.full(shape, -1, dtype=torch.int32, device=self.device)
         self.allowed_SW[self.to_device(slots)] = self.copy(masks)
 
-    def seen_rows(self, lanes_B: Tensor, options: StepOptions) -> Tensor | None:
-        """Return the seen tokens of the lanes, (B, V); None if no row of the step has a repetition penalty."""
-        return self.seen_SV[lanes_B] if options.penalised and self.seen_SV is not None else None
+    def adjustments_of(self, lanes_B: Tensor, options: StepOptions) -> Adjustments | None:
+        """Return the adjustments of the lanes; None if no row of the step has any."""
+        return self.adjustments[lanes_B] if options.adjusted and self.adjustments is not None else None
 
     def read(self, lanes_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the newest tokens, the cached lengths and the numbers of new tokens of the lanes."""
@@ -243,24 +242,30 @@ class Slots:
 
 
 def prefill(
-    models: tuple[CachedModel, ...], slots: Slots, prompts: PackedPrompts, options: StepOptions
+    models: tuple[CachedModel, ...],
+    slots: Slots,
+    prompts: PackedPrompts,
+    options: StepOptions,
+    blocks: CachedBlocks | None = None,
 ) -> StepOutput:
     """Prefill parts of prompts. Rows whose prompt is complete get their first token; ignore the output of the others.
 
-    models: the model, and the draft model if there is one, whose logits are not used.
+    models: the model, and the draft model if there is one, whose logits are not used. blocks: how the model's blocks
+    are computed, if not as usual.
     """
     lanes_L = prompts.lanes_L
     _, length_L, num_new_L = slots.read(lanes_L)
     table_LN = slots.table_SN[lanes_L]
+    packed = (prompts.tokens_1N, table_LN, length_L, prompts.cu_seqlens)
     logits_LV, *_ = [
-        model.prefill(prompts.tokens_1N, table_LN, length_L, prompts.cu_seqlens) for model in models
+        model.prefill(*packed) if index or blocks is None else model.prefill(*packed, blocks)
+        for index, model in enumerate(models)
     ]
     drawn = _draw(slots, lanes_L, logits_LV, num_new_L, options)
     counts_L = prompts.cu_seqlens.diff()
     slots.write(lanes_L, drawn.safe_token_B, length_L + counts_L, num_new_L + prompts.complete_L)
-    if options.penalised:
-        assert slots.seen_SV is not None
-        slots.seen_SV[lanes_L, drawn.safe_token_B] |= prompts.complete_L.bool()
+    if options.adjusted:
+        slots.count_tokens(lanes_L, drawn.safe_token_B[:, None], prompts.complete_L)
     return StepOutput.of(drawn)
 
 
@@ -288,8 +293,8 @@ def _decode_one(
     logits_BTV, *_ = [model.decode(token_B[:, None], table_BN, length_B, bound) for model in models]
     drawn = _draw(slots, lanes_B, logits_BTV[:, 0], count_B, options)
     slots.write(lanes_B, drawn.safe_token_B, length_B + 1, count_B + 1)
-    if options.penalised:
-        slots.add_seen(lanes_B, drawn.safe_token_B)
+    if options.adjusted:
+        slots.count_tokens(lanes_B, drawn.safe_token_B[:, None])
     return StepOutput.of(drawn)
 
 
@@ -297,9 +302,8 @@ def _draw(
     slots: Slots, lanes_B: Tensor, logits_BV: Tensor, count_B: Tensor, options: StepOptions
 ) -> DrawnTokens:
     settings = slots.settings[lanes_B]
-    adjusted_BV, seen_BV = logits_BV, slots.seen_rows(lanes_B, options)
-    if seen_BV is not None:
-        adjusted_BV = penalise(adjusted_BV, seen_BV, settings.penalty_B)
+    adjustments = slots.adjustments_of(lanes_B, options)
+    adjusted_BV = logits_BV if adjustments is None else adjustments.apply(logits_BV, settings, count_B)
     if options.constrained and slots.allowed_SW is not None:
         adjusted_BV = forbid(adjusted_BV, slots.allowed_SW[lanes_B])
-    return draw(logits_BV, settings, options.width, count_B, adjusted_BV, options.logprobs)
+    return draw(logits_BV, settings, options.width, count_B, adjusted_BV, options.logprobs, options.top)

@@ -18,15 +18,17 @@ class TextStream:
     """Turns tokens into text as they arrive. The results of all `push` calls and of `finish` are the whole text.
 
     stops: strings that end the text and are not part of it. Once one is found, `stopped` is true and further tokens
-    yield no text. Raises UsageError for an empty stop string.
+    yield no text. min_tokens: tokens in whose text no stop string is looked for. Raises UsageError for an empty stop
+    string.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()):
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = (), min_tokens: int = 0):
         if "" in stops:
             raise UsageError("stop: an empty string would end every answer at once; leave it out")
         self.stopped = False
         self._tokenizer = tokenizer
         self._stops = tuple(stops)
+        self._tokens_before_stops = min_tokens
         # Tokens of the last piece, decoded again with new ones: some decoders treat the first token differently.
         self._last_tokens: list[int] = []
         self._held_tokens: list[int] = []
@@ -35,6 +37,7 @@ class TextStream:
     def push(self, token: int) -> str:
         """Return the text that this token completes; it may be empty."""
         self._held_tokens.append(token)
+        self._tokens_before_stops -= 1
         piece = self._piece()
         if not piece or piece.endswith(REPLACEMENT):
             return ""
@@ -52,6 +55,8 @@ class TextStream:
         """Return the held text and the piece, up to a stop string or to what may become one."""
         if self.stopped:
             return ""
+        if self._tokens_before_stops > 0:
+            return piece
         text = self._held_text + piece
         stops_at = [position for stop in self._stops if (position := text.find(stop)) >= 0]
         if stops_at:

@@ -22,10 +22,10 @@ from deskside.engine import steps
 from deskside.engine.engine import Engine
 from deskside.engine.graphs import TOKENS
 from deskside.engine.prompts import PackedPrompts
-from deskside.engine.requests import Request
+from deskside.engine.requests import Request, StepOptions
 from deskside.engine.sampling import GREEDY, Sampling, ranking_width
 from deskside.engine.speculate import speculate
-from deskside.engine.steps import CachedModel, Slots, StepOptions
+from deskside.engine.steps import CachedModel, Slots
 from deskside.kernels import prefill, prefill_triton
 from tests.engine.test_generate import SHAPE, VARIANTS, make
 
@@ -37,6 +37,7 @@ SAMPLINGS = {
     "sorted": Sampling(0.9, top_p=0.9),
 }
 LANES, PAGES = 4, 3
+TOP = 5  # most probable tokens of each position
 
 
 class OnOneDevice(TorchDispatchMode):
@@ -70,49 +71,49 @@ def models(*layers: int) -> list[CachedModel]:
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
-@pytest.mark.parametrize(("penalised", "constrained"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(("adjusted", "constrained"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("kind", SAMPLINGS)
 @torch.no_grad()
-def test_a_step_stays_on_its_device(kind: str, penalised: bool, constrained: bool, drafts: int) -> None:
+def test_a_step_stays_on_its_device(kind: str, adjusted: bool, constrained: bool, drafts: int) -> None:
     vocabulary = SHAPE["vocab_size"]
     target, draft = models(3, 1)
     slots = Slots(LANES, PAGES, vocabulary, META)
-    if penalised:
-        slots.start_seen(0, (1, 2))
+    if adjusted:
+        slots.start_adjustments(0, Request((1, 2), 4, SAMPLINGS[kind], min_tokens=2))
     if constrained:
         slots.allow([0], torch.zeros(1, -(-vocabulary // 32), dtype=torch.int32))
     lanes = slots.to_device(range(LANES))
     step = (
         partial(speculate, target, draft, num_drafts=drafts) if drafts else partial(steps.decode, (target,))
     )
-    options = StepOptions(ranking_width([SAMPLINGS[kind]], vocabulary), penalised, True, constrained)
+    options = StepOptions(ranking_width([SAMPLINGS[kind]], vocabulary), adjusted, True, constrained, TOP)
     with OnOneDevice(), NoConstantsByIndex():
         packed = step(slots, lanes, bound=48, options=options).packed()
-    assert packed.shape == (LANES, 1 + 3 * (1 + drafts))
+    assert packed.shape == (LANES, 1 + (3 + 2 * TOP) * (1 + drafts))
 
 
 @pytest.mark.parametrize("drafts", [False, True])
-@pytest.mark.parametrize(("penalised", "constrained"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(("adjusted", "constrained"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("kind", SAMPLINGS)
 @torch.no_grad()
 def test_a_prefill_pass_stays_on_its_device(
-    kind: str, penalised: bool, constrained: bool, drafts: bool, monkeypatch: pytest.MonkeyPatch
+    kind: str, adjusted: bool, constrained: bool, drafts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel of attention, which the interpreter tests, is replaced by its output's shape."""
     monkeypatch.setattr(prefill, "packed_kernel_supports", lambda heads, pool: True)
     monkeypatch.setattr(prefill_triton, "attend_packed", lambda q_NHC, *rest: torch.empty_like(q_NHC))
     vocabulary, tokens = SHAPE["vocab_size"], 32
     slots = Slots(LANES, PAGES, vocabulary, META)
-    if penalised:
-        slots.start_seen(0, (1, 2))
+    if adjusted:
+        slots.start_adjustments(0, Request((1, 2), 4, SAMPLINGS[kind], min_tokens=2))
     if constrained:
         slots.allow([0], torch.zeros(1, -(-vocabulary // 32), dtype=torch.int32))
-    options = StepOptions(ranking_width([SAMPLINGS[kind]], vocabulary), penalised, True, constrained)
+    options = StepOptions(ranking_width([SAMPLINGS[kind]], vocabulary), adjusted, True, constrained, TOP)
     computing = tuple(models(3, 1) if drafts else models(3))
     prompts = PackedPrompts.of(torch.zeros(3 * LANES + 1 + tokens, dtype=torch.int64, device=META), LANES)
     with OnOneDevice(), NoConstantsByIndex():
         packed = steps.prefill(computing, slots, prompts, options).packed()
-    assert packed.shape == (LANES, 4)
+    assert packed.shape == (LANES, 4 + 2 * TOP)
 
 
 class Operators(TorchDispatchMode):

@@ -52,7 +52,7 @@ def test_the_bytes_of_a_prefill_pass_are_its_peak(name: str, width: int) -> None
     sizes = {"moe_intermediate_size" if "moe" in name else "intermediate_size": width}
     model = make(**VARIANTS[name] | sizes, max_position_embeddings=1024).requires_grad_(False)
     computing, tokens = CachedModel(model, 20, 64, 1024), 1024
-    computing._blocks = FusedBlocks(model)
+    computing.blocks = FusedBlocks(model)
     table, zero = torch.arange(1, 17)[None], torch.zeros(1, dtype=torch.int64)
     packed, ends = torch.arange(tokens)[None] % 97, torch.tensor([0, tokens])
     given = [

@@ -25,6 +25,8 @@ SAMPLINGS = (
     Sampling(1.1, top_p=0.9, min_p=0.02),
     Sampling(0.7, min_p=0.05, repetition_penalty=1.3),
     Sampling(0.0, repetition_penalty=1.2),
+    Sampling(0.0, presence_penalty=0.4, frequency_penalty=0.7),
+    Sampling(0.9, frequency_penalty=-0.3, logit_bias=((5, 1.5), (90, -100.0), (3, 0.25))),
 )
 SMALL: dict[str, Any] = {"page_size": 4, "prefill_tokens": 8}  # so that a few tokens cross every boundary
 

@@ -1,15 +1,17 @@
 """Cached, batched generation against the plain loop that runs the whole sequence through the model each time."""
 
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from deskside.config.model import ModelConfig
 from deskside.engine.counter_rng import stream_of
 from deskside.engine.generate import generate, generate_events
 from deskside.engine.requests import Reason, SampleOutput
-from deskside.engine.sampling import ALL, GREEDY, Sampling, SamplingTensors, draw, penalise
+from deskside.engine.sampling import ALL, GREEDY, Sampling, SamplingTensors, draw
 from deskside.model.transformer import Transformer
 from deskside.utils.errors import UsageError
 
@@ -54,6 +56,19 @@ def make(**other: Any) -> Transformer:
     return model
 
 
+def adjusted(logits_1V: Tensor, sampling: Sampling, prompt: list[int], answer: list[int]) -> Tensor:
+    """Logits with bias and penalties, one token at a time."""
+    changed_V = logits_1V[0].float().clone()
+    for token, bias in sampling.logit_bias:
+        changed_V[token] += bias
+    for token in {*prompt, *answer}:
+        factor = sampling.repetition_penalty
+        changed_V[token] *= 1 / factor if changed_V[token] > 0 else factor
+    for token, times in Counter(answer).items():
+        changed_V[token] -= sampling.frequency_penalty * times + sampling.presence_penalty
+    return changed_V[None]
+
+
 @torch.no_grad()
 def plain(
     model: Transformer,
@@ -67,10 +82,8 @@ def plain(
     settings = SamplingTensors.of([sampling], [stream_of(seed, row)], device)
     for count in range(min(new, model.config.max_position_embeddings - len(prompt))):
         logits_BV = model(torch.tensor([tokens], device=device))[:, -1]
-        seen_BV = torch.zeros_like(logits_BV, dtype=torch.bool)
-        seen_BV[0, tokens] = True
+        adjusted_BV = adjusted(logits_BV, sampling, prompt, tokens[len(prompt) :])
         count_B = torch.tensor([count], device=device)
-        adjusted_BV = penalise(logits_BV, seen_BV, settings.penalty_B)
         tokens.append(int(draw(logits_BV, settings, ALL, count_B, adjusted_BV).token_B[0]))
     return tokens[len(prompt) :]
 

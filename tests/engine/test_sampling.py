@@ -17,6 +17,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from deskside.engine.adjustments import penalise
 from deskside.engine.counter_rng import stream_of
 from deskside.engine.sampling import (
     ALL,
@@ -28,7 +29,6 @@ from deskside.engine.sampling import (
     SamplingTensors,
     candidates,
     draw,
-    penalise,
     ranked,
     ranking_width,
 )
@@ -161,7 +161,7 @@ def test_filters_equal_transformers(sampling: Sampling, warpers: list[object]) -
     expected_BV = LogitsProcessorList(warpers)(text_BT, logits_BV.clone()).softmax(-1)  # type: ignore[arg-type]
     seen_BV = torch.zeros(16, 300, dtype=torch.bool).scatter_(1, text_BT, True)
     rows = settings_of(sampling, 16)
-    penalised_BV = penalise(logits_BV, seen_BV, rows.penalty_B)
+    penalised_BV = penalise(logits_BV, seen_BV, rows.repetition_penalty_B)
     for width in {ranking_width([sampling], 300), ALL}:
         log_p_BW, token_BW = candidates(penalised_BV, rows, width)
         ours_BV = torch.zeros(16, 300).scatter(1, token_BW, log_p_BW.exp())
@@ -175,8 +175,8 @@ def test_greedy_takes_the_penalty_as_transformers_does() -> None:
     seen_BV = torch.zeros(8, 50, dtype=torch.bool).scatter_(1, text_BT, True)
     rows = settings_of(Sampling(0.0, repetition_penalty=2.5), 8)
     for width in (GREEDY_ONLY, UNRANKED, ALL, 8):
-        penalised_BV = penalise(logits_BV, seen_BV, rows.penalty_B)
-        drawn = draw(logits_BV, rows, width, torch.zeros(8, dtype=torch.int64), penalised_BV)
+        adjusted_BV = penalise(logits_BV, seen_BV, rows.repetition_penalty_B)
+        drawn = draw(logits_BV, rows, width, torch.zeros(8, dtype=torch.int64), adjusted_BV)
         assert torch.equal(drawn.token_B, expected)
         assert torch.equal(drawn.sampled_logprob_B, torch.zeros(8))
 
@@ -220,10 +220,10 @@ def test_log_probabilities_of_what_was_drawn() -> None:
     sampling = Sampling(0.6, top_k=9, top_p=0.8, repetition_penalty=1.2)
     seen_BV = torch.rand(30, 80) < 0.2
     rows = settings_of(sampling, 30)
-    penalised_BV = penalise(logits_BV, seen_BV, rows.penalty_B)
-    drawn = draw(logits_BV, rows, 64, torch.zeros(30, dtype=torch.int64), penalised_BV)
+    adjusted_BV = penalise(logits_BV, seen_BV, rows.repetition_penalty_B)
+    drawn = draw(logits_BV, rows, 64, torch.zeros(30, dtype=torch.int64), adjusted_BV)
     raw_BV = (logits_BV.double() / 0.6).log_softmax(-1)
-    log_p_BW, token_BW = candidates(penalised_BV, rows, ALL)
+    log_p_BW, token_BW = candidates(adjusted_BV, rows, ALL)
     filtered_BV = torch.full((30, 80), -torch.inf).scatter(1, token_BW, log_p_BW)
     at = drawn.token_B[:, None]
     torch.testing.assert_close(drawn.logprob_B.double(), raw_BV.gather(1, at)[:, 0], atol=1e-5, rtol=1e-5)
@@ -244,8 +244,8 @@ def test_logits_that_are_not_finite_draw_no_token(logits: list[float], sampling:
     widths = [ranking_width([sampling], 3), ALL] if sampling.temperature else [GREEDY_ONLY]
     for width in widths:
         rows = settings_of(sampling, 2)
-        penalised_BV = penalise(both, torch.ones(2, 3, dtype=torch.bool), rows.penalty_B)
-        drawn = draw(both, rows, width, torch.zeros(2, dtype=torch.int64), penalised_BV)
+        adjusted_BV = penalise(both, torch.ones(2, 3, dtype=torch.bool), rows.repetition_penalty_B)
+        drawn = draw(both, rows, width, torch.zeros(2, dtype=torch.int64), adjusted_BV)
         assert drawn.token_B.tolist() == [0 if logits[0] == 3e38 else NOT_FINITE, 1]
         assert drawn.safe_token_B.tolist() == [0, 1]
 

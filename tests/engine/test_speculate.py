@@ -11,10 +11,10 @@ from scipy import stats
 
 from deskside.engine.engine import Draft, Engine
 from deskside.engine.requests import Request
-from deskside.engine.sampling import ALL, GREEDY, Sampling, SamplingTensors, candidates, penalise
+from deskside.engine.sampling import ALL, GREEDY, Sampling, SamplingTensors, candidates
 from deskside.model.transformer import Transformer
 from deskside.utils.errors import UsageError
-from tests.engine.test_generate import PROMPTS, VARIANTS, make, plain
+from tests.engine.test_generate import PROMPTS, VARIANTS, adjusted, make, plain
 
 V, NEW = 5, 3
 TINY: dict[str, Any] = {"vocab_size": V, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -38,9 +38,8 @@ def probability(model: Transformer, prompt: list[int], text: tuple[int, ...], sa
     settings, total, tokens = SamplingTensors.of([sampling], [0], "cpu"), 1.0, list(prompt)
     for token in text:
         logits_BV = model(torch.tensor([tokens]))[:, -1]
-        seen_BV = torch.zeros(1, V, dtype=torch.bool)
-        seen_BV[0, tokens] = True
-        log_p, order = candidates(penalise(logits_BV, seen_BV, settings.penalty_B), settings, ALL)
+        adjusted_BV = adjusted(logits_BV, sampling, prompt, tokens[len(prompt) :])
+        log_p, order = candidates(adjusted_BV, settings, ALL)
         total *= float(log_p[0, order[0] == token].exp())
         tokens.append(token)
     return total
@@ -50,7 +49,7 @@ def probability(model: Transformer, prompt: list[int], text: tuple[int, ...], sa
     ("sampling", "drafts"),
     [
         pytest.param(Sampling(1.0), 2, marks=pytest.mark.full),
-        (Sampling(0.8, top_k=3, repetition_penalty=1.5), 4),
+        (Sampling(0.8, top_k=3, repetition_penalty=1.5, frequency_penalty=0.6), 4),
         pytest.param(Sampling(1.3, top_p=0.8, min_p=0.05), 1, marks=pytest.mark.full),
     ],
 )
@@ -88,7 +87,10 @@ def pair(name: str) -> tuple[Transformer, Transformer]:
 @pytest.mark.parametrize(
     "name, sampling",
     [(name, GREEDY) for name in ("gqa", "window", "learned", "moe", "capped")]
-    + [("gqa", Sampling(0.0, repetition_penalty=1.3))],
+    + [
+        ("gqa", Sampling(0.0, repetition_penalty=1.3)),
+        ("gqa", Sampling(0.0, presence_penalty=0.5, frequency_penalty=0.4, logit_bias=((7, 1.0),))),
+    ],
 )
 def test_greedy_equals_plain_decoding(name: str, sampling: Sampling) -> None:
     """In a batch of unequal lengths, up to the last position, with fewer rows than prompts."""

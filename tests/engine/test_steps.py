@@ -61,7 +61,7 @@ def as_on_a_gpu(model: Transformer, **options: Any) -> Engine:
     engine = Engine(model, **options)
     engine._run_ahead = True
     for forward in engine._models:
-        forward._blocks = FusedBlocks(forward.model)
+        forward.blocks = FusedBlocks(forward.model)
     return engine
 
 

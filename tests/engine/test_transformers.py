@@ -54,7 +54,7 @@ def test_greedy_text_in_a_batch_of_unequal_lengths(
     theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     engine = Engine(model, max_batch=4, max_tokens=256, page_size=8, prefill_tokens=24)
     if blocks == "fused":
-        engine._models[0]._blocks = FusedBlocks(model)
+        engine._models[0].blocks = FusedBlocks(model)
     asked = [
         Request(tuple(p), NEW, Sampling(0.0, repetition_penalty=penalty))
         for p in prompts(model.config.vocab_size)

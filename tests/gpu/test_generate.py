@@ -33,6 +33,7 @@ SAMPLINGS = {
     "top-k": Sampling(0.9, top_k=20, top_p=0.95),
     "sorted": Sampling(0.9, top_p=0.9),
     "penalty": Sampling(0.9, repetition_penalty=1.3),
+    "penalties and bias": Sampling(0.0, presence_penalty=0.5, frequency_penalty=0.5, logit_bias=((7, 2.0),)),
 }
 
 

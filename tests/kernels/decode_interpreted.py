@@ -105,7 +105,7 @@ def engine(found: dict[str, float]) -> None:
         for draft in (None, Draft(model, 2)):
             made = Engine(model, max_batch=2, max_tokens=96, page_size=16, draft=draft)
             for forward in made._models:
-                forward._blocks = fused.FusedBlocks(model)
+                forward.blocks = fused.FusedBlocks(model)
             answers = made.run([Request(tuple(prompt), 5) for prompt in prompts])
             wrong = sum(
                 a != b
@@ -128,7 +128,7 @@ def experts(found: dict[str, float]) -> None:
     with mock.patch.object(fused, "moe", kernels):
         made = Engine(model, max_batch=3, max_tokens=192, page_size=16)
         for forward in made._models:
-            forward._blocks = fused.FusedBlocks(model)
+            forward.blocks = fused.FusedBlocks(model)
         answers = made.run([Request(tuple(prompt), 5) for prompt in prompts])
     found["engine, experts"] = float(
         sum(

@@ -59,7 +59,7 @@ def engine(found: dict[str, float]) -> None:
             made = Engine(model, max_batch=3, max_tokens=256, page_size=16, draft=draft, prefill_tokens=24)
             made._run_ahead = True
             for forward in made._models:
-                forward._blocks = fused.FusedBlocks(model)
+                forward.blocks = fused.FusedBlocks(model)
             answers = made.run([Request(tuple(prompt), 5) for prompt in prompts])
             found[f"engine, drafts {draft is not None}"] = float(
                 sum(
