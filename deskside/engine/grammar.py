@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 GrammarKind = Literal["json", "regex", "choice", "grammar", "lark"]
 MASK_BITS = 32  # tokens per element of a mask
+INNER = "@inner"  # a grammar that another one contains
 COMPILED = 64  # compiled grammars that are kept
 MAX_ERROR_CHARACTERS = 300
 # Options of JSON schemas. White space is bounded, because some models fill an answer with it. A schema's own x-guidance
@@ -56,20 +57,27 @@ class Grammars:
                 "structured output needs the package llguidance; install it: pip install 'deskside[serve]'"
             ) from None
         self._tokenizer = LLTokenizer(tokenizer.to_str(), n_vocab=vocab_size, eos_token=list(eos_tokens))
+        self._token_ids = tokenizer.get_vocab(with_added_tokens=True)
         self._limits = LLParserLimits(verbose_errors=False)
         self._compile = lru_cache(COMPILED)(self._compiled)
 
-    def compile(self, kind: GrammarKind, text: str) -> Grammar:
+    def special_token(self, text: str) -> int | None:
+        """Return the id of a text that is a special token, which the text of a grammar cannot contain, or None."""
+        number = self._token_ids.get(text)
+        return number if number is not None and self._tokenizer.is_special_token(number) else None
+
+    def compile(self, kind: GrammarKind, text: str, outer: str | None = None) -> Grammar:
         """Compile a grammar. Raises UsageError for an invalid or unsupported one, with the reason.
 
         Args:
             kind: "json": a JSON schema. "regex": a regular expression in Rust's syntax that matches the whole answer.
                 "choice": a JSON list of strings. "grammar": EBNF as in llama.cpp, or Lark. "lark": Lark with
                 llguidance's extensions, such as `%json`.
+            outer: A grammar in Lark that contains this one as `@inner`; None for this one alone.
         """
-        return self._compile(kind, text)
+        return self._compile(kind, text, outer)
 
-    def _compiled(self, kind: GrammarKind, text: str) -> Grammar:
+    def _compiled(self, kind: GrammarKind, text: str, outer: str | None) -> Grammar:
         from llguidance import LLMatcher, grammar_from
 
         try:
@@ -79,10 +87,18 @@ class Grammars:
                 source = grammar_from(kind, text)
         except ValueError as error:
             raise _refused(kind, str(error)) from None
+        if outer is not None:
+            source = _contained(source, outer)
         matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
         if matcher.is_error():
             raise _refused(kind, matcher.get_error())
         return Grammar(matcher)
+
+
+def _contained(source: str, outer: str) -> str:
+    """Return a grammar in Lark that contains another one, a source of llguidance: JSON or Lark."""
+    inner = json.loads(source)["grammars"][0] if source.startswith("{") else {"lark_grammar": source}
+    return json.dumps({"grammars": [{"lark_grammar": outer}, {**inner, "name": INNER[1:]}]})
 
 
 def _refused(kind: GrammarKind, reason: str) -> UsageError:

@@ -25,12 +25,14 @@ from starlette.routing import Route
 
 from deskside import __version__
 from deskside.data.encoder import EncoderInfo
+from deskside.engine.grammar import Grammar
 from deskside.engine.requests import Request as EngineRequest
 from deskside.engine.requests import check_prompt
+from deskside.serve.grammar_thread import GrammarThread
 from deskside.serve.metrics import CONTENT_TYPE, metrics_text
 from deskside.serve.openapi import openapi_document
 from deskside.serve.pending import PendingResponse, StreamingResponse, until_disconnect
-from deskside.serve.protocol import ApiError, ChatRequest, CompletionRequest, parse_request
+from deskside.serve.protocol import ApiError, ChatRequest, CompletionRequest, field_error, parse_request
 from deskside.serve.responses import ResponseWriter
 from deskside.serve.templating import PromptEncoder, PromptTooLong
 from deskside.serve.worker import Worker
@@ -176,6 +178,7 @@ class RequestHandler:
         # Tokenization of a long text must neither block the event loop nor delay short ones.
         self._short, self._long = _Tokenizer(service), _Tokenizer(service)
         self._long_thread = ThreadPoolExecutor(1, "long prompts")
+        self._grammars = GrammarThread(service.loaded)
         self.prompts = self._short.prompts
         step = service.loaded.step
         self._fingerprint = f"deskside-{__version__}" + ("" if step is None else f"-step-{step}")
@@ -211,7 +214,9 @@ class RequestHandler:
             else:
                 loop = asyncio.get_running_loop()
                 prompts = await loop.run_in_executor(self._long_thread, self._long.encode, body)
-            pending = self._start(body, prompts, num_choices)
+            source = body.text_grammar()
+            grammar = None if source is None else await self._grammars.compile(source)
+            pending = self._start(body, prompts, num_choices, grammar)
             if body.stream:
                 return StreamingResponse(pending, HEADERS)
             response = await until_disconnect(pending.complete(), request.receive)
@@ -245,7 +250,11 @@ class RequestHandler:
             pending.cancel()
 
     def _start(
-        self, body: ChatRequest | CompletionRequest, prompts: Sequence[Sequence[int]], num_choices: int
+        self,
+        body: ChatRequest | CompletionRequest,
+        prompts: Sequence[Sequence[int]],
+        num_choices: int,
+        grammar: Grammar | None,
     ) -> PendingResponse:
         """Submit the requests to the engine. Raises ApiError."""
         service = self.service
@@ -271,11 +280,12 @@ class RequestHandler:
                     eos_tokens=service.loaded.eos_tokens,
                     stop_strings=body.stop_strings,
                     logprobs=body.wants_logprobs,
+                    grammar=grammar,
                 )
                 for number, prompt in enumerate(prompts)
             ]
         except UsageError as error:
-            raise ApiError(400, str(error), param=str(error).partition(":")[0]) from None  # "field: reason"
+            raise field_error(error) from None
         chat = isinstance(body, ChatRequest)
         tokenizer = service.loaded.tokenizer
         writer = ResponseWriter(chat, service.name, self._fingerprint, tokenizer, body.wants_logprobs)

@@ -12,7 +12,7 @@ the OpenAPI document (openapi.py). The length of a prompt is bounded by the larg
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from deskside.data.chat.renderer import NotRendered, checked_messages
 from deskside.engine.sampling import (
@@ -22,6 +22,9 @@ from deskside.engine.sampling import (
     MIN_TEMPERATURE,
     Sampling,
 )
+from deskside.serve.strict_model import StrictModel
+from deskside.serve.structured import JsonSchema, JsonSchemaFormat, StructuredFields, StructuredOutputs
+from deskside.utils.errors import UsageError
 
 MAX_STOPS, MAX_STOP_CHARACTERS = 4, 256
 MAX_CHOICES = 4096
@@ -71,6 +74,11 @@ class ApiError(Exception):
         }
 
 
+def field_error(error: UsageError) -> ApiError:
+    """Return the error response for an error that begins with the name of a field and a colon."""
+    return ApiError(400, str(error), param=str(error).partition(":")[0])
+
+
 TokenCount = Annotated[int, Field(ge=0, le=MAX_INT32)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 ShortText = Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)]
@@ -78,31 +86,21 @@ EmptyList = Annotated[list[Any], Field(max_length=0)] | None
 Zero = Annotated[float, Field(ge=0, le=0)]
 
 
-class _StrictModel(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-
-
-class StreamOptions(_StrictModel):
+class StreamOptions(StrictModel):
     """Options of a stream."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
 
 
-class TextFormat(_StrictModel):
-    """The only supported response format."""
-
-    type: Literal["text"] = "text"
-
-
-class TextPart(_StrictModel):
+class TextPart(StrictModel):
     """A part of a message's content."""
 
     type: Literal["text"] = "text"
     text: str
 
 
-class RequestMessage(_StrictModel):
+class RequestMessage(StrictModel):
     """One message of a conversation.
 
     Fields that accept only null or an empty list occur in messages that clients send back unchanged.
@@ -121,7 +119,7 @@ class RequestMessage(_StrictModel):
     annotations: EmptyList = None
 
 
-class _CommonRequest(_StrictModel):
+class _CommonRequest(StructuredFields):
     """Fields of chat and text completion requests."""
 
     model: ShortText | None = None
@@ -179,6 +177,10 @@ class _CommonRequest(_StrictModel):
         """Check the fields that depend on each other. Raises ApiError."""
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options requires stream: true", param="stream_options")
+        try:
+            self.text_grammar()
+        except UsageError as error:
+            raise field_error(error) from None
 
 
 class ChatRequest(_CommonRequest):
@@ -188,7 +190,6 @@ class ChatRequest(_CommonRequest):
     max_completion_tokens: TokenCount | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
-    response_format: TextFormat | None = None
     store: bool | None = None  # ignored: nothing is stored
     tools: EmptyList = None
     tool_choice: Literal["none", "auto"] | None = None
@@ -308,9 +309,18 @@ def _fields() -> frozenset[str]:
     """Return the names of all fields of requests and messages."""
     models: list[Mapping[str, Any]] = [
         kind.model_fields
-        for kind in (ChatRequest, CompletionRequest, RequestMessage, TextPart, StreamOptions)
+        for kind in (
+            ChatRequest,
+            CompletionRequest,
+            RequestMessage,
+            TextPart,
+            StreamOptions,
+            JsonSchemaFormat,
+            JsonSchema,
+            StructuredOutputs,
+        )
     ]
-    return frozenset(name for fields in models for name in fields)
+    return frozenset(field.alias or name for fields in models for name, field in fields.items())
 
 
 FIELDS = _fields()
