@@ -45,6 +45,8 @@ class Shape(Protocol):
     @property
     def attention_bias(self) -> bool: ...
     @property
+    def qkv_bias(self) -> bool: ...
+    @property
     def norm(self) -> str: ...
     @property
     def norm_bias(self) -> bool: ...
@@ -168,7 +170,9 @@ def _qk_norm_params(shape: Shape) -> int:
 
 def _attention_biases(shape: Shape) -> int:
     q, kv = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-    return q + 2 * kv + shape.hidden_size if shape.attention_bias else 0
+    if shape.attention_bias:
+        return q + 2 * kv + shape.hidden_size
+    return q + 2 * kv if shape.qkv_bias else 0
 
 
 def mlp_matrix_params(shape: Shape, experts: int) -> int:

@@ -182,7 +182,7 @@ def model_uncovered_reason(model: ModelConfig, adapters: bool = False) -> str | 
     attention = uncovered_reason(
         rmsnorm_first=rmsnorm_first,
         num_projections=1 if model.fused_qkv else 3,
-        bias=model.attention_bias,
+        bias=model.attention_bias or model.qkv_bias,
         adapters=adapters,
         head_dim=model.head_dim,
         qk_norm_over_projection=model.qk_norm_over == "projection",

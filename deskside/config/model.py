@@ -4,59 +4,31 @@ The default is exactly Qwen3's architecture (pre-RMSNorm, RoPE, grouped-query at
 with `num_experts` it is exactly Qwen3-MoE's. The other options are for studies and for models of other families.
 """
 
-import math
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field, PositiveFloat, TypeAdapter, ValidationError, model_validator
 
 from deskside.config.base import Part
+from deskside.config.rope import RopeScaling, Size
 
-# The limit is larger than the sizes of any model; products of two sizes fit into int64.
-Size = Annotated[int, Field(gt=0, le=1 << 27)]
 _SIZE_ADAPTER = TypeAdapter(Size)
 
-
-class YarnConfig(Part):
-    """YaRN: rotary frequencies for rows longer than those of the training so far (Peng et al. 2023, arXiv 2309.00071).
-
-    The fields are those of Hugging Face's `rope_parameters` with rope_type "yarn"; see ops/rope.py.
-    """
-
-    factor: float = Field(ge=1, description="longest row / original_max_position_embeddings")
-    original_max_position_embeddings: Size = Field(description="longest row that the weights were trained on")
-    attention_factor: PositiveFloat | None = Field(
-        None, description="factor of queries and keys; default: from factor and the two mscale"
-    )
-    beta_fast: PositiveFloat = Field(32.0, description="turns in the original length that keep a frequency")
-    beta_slow: PositiveFloat = Field(1.0, description="turns in the original length that divide it by factor")
-    mscale: float | None = Field(None, ge=0, description="slope of the attention factor, numerator")
-    mscale_all_dim: float | None = Field(None, ge=0, description="slope of the attention factor, denominator")
-    truncate: bool = Field(True, description="round the range of interpolated pairs to whole pairs")
-
-    @model_validator(mode="after")
-    def _check_betas(self) -> "YarnConfig":
-        if self.beta_fast < self.beta_slow:
-            raise ValueError(
-                f"beta_fast: {self.beta_fast} is below beta_slow = {self.beta_slow}; exchange them"
-            )
-        return self
-
-    @property
-    def attention_scale(self) -> float:
-        """The factor of cosines and sines: attention_factor or, as in transformers, its default."""
-        if self.attention_factor is not None:
-            return self.attention_factor
-
-        def scale(slope: float) -> float:
-            return 0.1 * slope * math.log(self.factor) + 1.0
-
-        if self.mscale and self.mscale_all_dim:
-            return scale(self.mscale) / scale(self.mscale_all_dim)
-        return scale(1.0)
-
-
 # Hugging Face's names of the families in weights/hf_families.py.
-ModelType = Literal["qwen3", "llama", "qwen3_moe", "qwen2_moe", "dots1", "gemma2", "olmo2", "gpt2"]
+ModelType = Literal[
+    "qwen3",
+    "llama",
+    "qwen2",
+    "mistral",
+    "ministral",
+    "phi3",
+    "qwen3_moe",
+    "mixtral",
+    "qwen2_moe",
+    "dots1",
+    "gemma2",
+    "olmo2",
+    "gpt2",
+]
 
 
 class ModelConfig(Part):
@@ -81,7 +53,7 @@ class ModelConfig(Part):
         "rope", description="rotary, or a learned table added to the embeddings"
     )
     rope_theta: PositiveFloat = Field(10000.0, description="base of the rotary frequencies")
-    rope_scaling: YarnConfig | None = None
+    rope_scaling: RopeScaling | None = None
     rope_local_base_freq: PositiveFloat | None = Field(
         None,
         description="base of the rotary frequencies of window layers, which rope_scaling then does not change "
@@ -94,6 +66,7 @@ class ModelConfig(Part):
     gated_mlp: bool = Field(True, description="true: act(gate) * up (SwiGLU with silu); false: act(up)")
     mlp_bias: bool = Field(False, description="bias in the MLP projections")
     attention_bias: bool = Field(False, description="bias in the q, k, v and o projections")
+    qkv_bias: bool = Field(False, description="bias in the q, k and v projections, but not in o (Qwen2)")
 
     norm: Literal["rmsnorm", "layernorm"] = Field("rmsnorm", description="normalization")
     norm_eps: PositiveFloat = Field(1e-6, description="added to the mean square or variance")
@@ -194,6 +167,8 @@ class ModelConfig(Part):
                 f"num_key_value_heads: {heads} heads cannot be shared evenly by {kv} key-value heads; "
                 f"use one of {divisors}"
             )
+        if self.qkv_bias and self.attention_bias:
+            raise ValueError("qkv_bias: attention_bias is true, which includes these; remove one of them")
         if self.position_embedding == "rope" and self.head_dim % 2:
             raise ValueError(
                 f"head_dim: RoPE rotates pairs of channels, so head_dim must be even, not {self.head_dim}"

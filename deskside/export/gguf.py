@@ -21,7 +21,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from deskside.config.model import ModelConfig, YarnConfig
+from deskside.config.model import ModelConfig
+from deskside.config.rope import RopeScaling
 from deskside.export.gguf_tokenizer import GgufTokenizer
 from deskside.model.transformer import Transformer
 from deskside.utils.errors import RunError, UsageError
@@ -78,9 +79,10 @@ def check_gguf(config: ModelConfig) -> str:
         wrong.append("attention_bias = true (it reads no such biases)")
     if name == "qwen3moe" and not config.norm_topk_prob:
         wrong.append("norm_topk_prob = false (it makes the experts' weights sum to one)")
-    yarn = config.rope_scaling
-    if yarn is not None:
-        only_factor = YarnConfig(
+    if (yarn := config.rope_scaling) is not None and yarn.rope_type not in ("yarn", "linear"):
+        wrong.append(f"rope_type = {yarn.rope_type} (only yarn and linear are supported yet)")
+    elif yarn is not None and yarn.rope_type == "yarn":
+        only_factor = RopeScaling(
             factor=yarn.factor, original_max_position_embeddings=yarn.original_max_position_embeddings
         )
         if not yarn.truncate or yarn.attention_scale != only_factor.attention_scale:
@@ -239,12 +241,13 @@ def _describe(
         writer.add_value_length(config.head_dim)
         writer.add_rope_dimension_count(config.head_dim)
         writer.add_rope_freq_base(config.rope_theta)
-        if (yarn := config.rope_scaling) is not None:
-            writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-            writer.add_rope_scaling_factor(yarn.factor)
-            writer.add_rope_scaling_orig_ctx_len(yarn.original_max_position_embeddings)
-            writer.add_rope_scaling_yarn_beta_fast(yarn.beta_fast)
-            writer.add_rope_scaling_yarn_beta_slow(yarn.beta_slow)
+        if (scaling := config.rope_scaling) is not None:
+            writer.add_rope_scaling_type(gguf.RopeScalingType(scaling.rope_type))
+            writer.add_rope_scaling_factor(scaling.factor)
+        if scaling is not None and scaling.original_max_position_embeddings is not None:
+            writer.add_rope_scaling_orig_ctx_len(scaling.original_max_position_embeddings)
+            writer.add_rope_scaling_yarn_beta_fast(scaling.beta_fast)
+            writer.add_rope_scaling_yarn_beta_slow(scaling.beta_slow)
     if config.num_experts:
         writer.add_expert_count(config.num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)

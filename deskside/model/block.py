@@ -83,7 +83,8 @@ class Attention(AttentionSublayer):
         self.qk_norm_over = config.qk_norm_over
         q_size, kv_size = self.heads * self.head_dim, self.kv_heads * self.head_dim
         outputs = [("q_proj", q_size), ("k_proj", kv_size), ("v_proj", kv_size)]
-        projections = make_projections(config.hidden_size, outputs, config.attention_bias, config.fused_qkv)
+        bias = config.attention_bias or config.qkv_bias
+        projections = make_projections(config.hidden_size, outputs, bias, config.fused_qkv)
         self.input = input_operator(config, projections)
         self.q_norm = self.k_norm = None
         if config.qk_norm:

@@ -1,10 +1,17 @@
-"""Rotary position embedding: the table of cosines and sines, also for YaRN. `kernels.functional.rotate` applies it.
+"""Rotary position embedding: the table of cosines and sines. `kernels.functional.rotate` applies it.
 
-YaRN (Peng et al. 2023, arXiv 2309.00071) lets a model that knows rows of some original length read longer ones. A pair
-of channels that makes many turns within the original length keeps its frequency. A pair that does not complete one turn
-would meet angles that it has not seen, so its frequency is divided by `factor`. Pairs in between are
-interpolated. Longer rows spread attention over more tokens, so cosines and sines, and with them queries and keys, are
-multiplied by the attention factor, which sharpens attention.
+Channels c and c + C/2 are a pair that turns by theta^(-2c/C) per position. A model that knows rows of some original
+length L meets angles in longer rows that it has not seen: those of pairs that do not complete a turn within L. The
+scalings (RopeScaling) therefore slow these pairs down, and leave pairs with many turns as they are:
+
+- linear: every frequency is divided by `factor` (position interpolation, Chen et al. 2023, arXiv 2306.15595).
+- llama3 (Llama 3.1): pairs with fewer than `low_freq_factor` turns within L are divided by `factor`, those with more
+  than `high_freq_factor` turns are kept, and in between the two are mixed, linearly in the number of turns.
+- yarn (Peng et al. 2023, arXiv 2309.00071): the same idea, but mixed linearly in the number of the pair.
+- longrope (Ding et al. 2024, arXiv 2402.13753): one divisor per pair, which a search has found.
+
+Longer rows spread attention over more tokens. In yarn and longrope, cosines and sines, and with them queries and keys,
+are therefore multiplied by the attention factor, which sharpens attention.
 """
 
 import math
@@ -12,41 +19,63 @@ import math
 import torch
 from torch import Tensor
 
-from deskside.config.model import YarnConfig
+from deskside.config.rope import RopeScaling
 
 
 def rope_table(
-    positions: int, head_dim: int, theta: float, device: torch.device, yarn: YarnConfig | None = None
+    positions: int,
+    rotary_dim: int,
+    theta: float,
+    device: torch.device,
+    scaling: RopeScaling | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return cos and sin, (positions, head_dim / 2) float32 each. On the meta device they are empty tensors."""
+    """Return cos and sin, (positions, rotary_dim / 2) float32 each. On the meta device they are empty tensors."""
     if device.type == "meta":
         # Arithmetic on meta tensors imports torch._dynamo, which takes more than a second.
-        shapes = torch.empty(2, positions, head_dim // 2, dtype=torch.float32, device=device)
+        shapes = torch.empty(2, positions, rotary_dim // 2, dtype=torch.float32, device=device)
         return shapes[0], shapes[1]
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
-    frequencies = 1.0 / theta**exponents
-    if yarn is not None:
-        kept = _kept_share(head_dim, theta, yarn).to(device)
-        frequencies = 1.0 / (yarn.factor * theta**exponents) * (1 - kept) + frequencies * kept
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device) / rotary_dim
+    periods = theta**exponents  # in positions per radian
+    frequencies = (
+        1.0 / periods if scaling is None else _scaled_frequencies(periods, theta, scaling, positions)
+    )
     angles = torch.arange(positions, dtype=torch.float32, device=device)[:, None] * frequencies
-    if yarn is None:
+    if scaling is None:
         return angles.cos(), angles.sin()
-    return angles.cos() * yarn.attention_scale, angles.sin() * yarn.attention_scale
+    return angles.cos() * scaling.attention_scale, angles.sin() * scaling.attention_scale
 
 
-def _kept_share(head_dim: int, theta: float, yarn: YarnConfig) -> Tensor:
+def _scaled_frequencies(periods: Tensor, theta: float, scaling: RopeScaling, positions: int) -> Tensor:
+    """Return the scaled frequencies of a model with this number of positions. The rounding is that of transformers."""
+    frequencies = 1.0 / periods
+    if scaling.rope_type == "linear":
+        return frequencies / scaling.factor
+    length = scaling.original_max_position_embeddings
+    assert length is not None
+    if scaling.rope_type == "longrope":
+        divisors = scaling.long_factor if positions > length else scaling.short_factor
+        return 1.0 / (torch.tensor(divisors, dtype=torch.float32, device=periods.device) * periods)
+    if scaling.rope_type == "llama3":
+        turns = length / (2 * math.pi / frequencies)
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        kept = ((turns - low) / (high - low)).clamp(0, 1)
+        return (1 - kept) * frequencies / scaling.factor + kept * frequencies
+    kept = _yarn_kept(2 * len(periods), theta, scaling, length).to(periods.device)
+    return 1.0 / (scaling.factor * periods) * (1 - kept) + frequencies * kept
+
+
+def _yarn_kept(rotary_dim: int, theta: float, scaling: RopeScaling, length: int) -> Tensor:
     """Return for each pair of channels the weight of its own frequency: 1 keeps it, 0 divides it by the factor."""
 
     def pair_with(turns: float) -> float:
         """Return the (fractional) number of the pair that makes this many turns within the original length."""
-        length = yarn.original_max_position_embeddings
-        return head_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        return rotary_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    first, last = pair_with(yarn.beta_fast), pair_with(yarn.beta_slow)
-    if yarn.truncate:
+    first, last = pair_with(scaling.beta_fast), pair_with(scaling.beta_slow)
+    if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, head_dim - 1)
+    first, last = max(first, 0), min(last, rotary_dim - 1)
     if first == last:
         last += 0.001
-    pairs = torch.arange(head_dim // 2, dtype=torch.float32)
+    pairs = torch.arange(rotary_dim // 2, dtype=torch.float32)
     return 1 - ((pairs - first) / (last - first)).clamp(0, 1)

@@ -10,10 +10,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from deskside.config.base import first_problem
-from deskside.config.model import ModelConfig, YarnConfig
+from deskside.config.model import ModelConfig
 from deskside.utils.errors import RunError, UsageError
 from deskside.weights.hf_families import FAMILIES, family_of
 from deskside.weights.hf_family import Family
+from deskside.weights.hf_rope import from_hf_rope, to_hf_rope
 
 
 def from_hf_config(source: Mapping[str, Any]) -> ModelConfig:
@@ -63,44 +64,19 @@ def _options(source: Mapping[str, Any], family: Family) -> dict[str, Any]:
     ):  # a damaged file must not allocate a list of any length
         raise ValueError(f"num_hidden_layers: {layers!r}")
     if values.get("position_embedding") != "learned":
-        values |= _rope(source, family)
+        values |= from_hf_rope(source, family)
     windows = _windows(source, family, layers)
     if any(windows):
-        values["sliding_window"] = source["sliding_window"]
+        assert family.windows is not None
+        values["sliding_window"] = source.get("sliding_window", family.windows.size)
         values["window_pattern"] = _shortest_pattern("".join("S" if window else "L" for window in windows))
-    return values
-
-
-def _rope(source: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Return rope_theta and rope_scaling, as transformers reads them from `rope_parameters` or from older names."""
-    rope = source.get("rope_parameters") or source.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "yarn"):
-        raise UsageError(
-            f"rope_parameters: rope_type '{kind}' is not supported; only 'default' and 'yarn' are"
-        )
-    if rope.get("partial_rotary_factor", source.get("partial_rotary_factor")) not in (None, 1):
-        raise UsageError("partial_rotary_factor: only 1 is supported")
-    theta = rope.get("rope_theta", source.get("rope_theta", family.rope_theta))
-    values: dict[str, Any] = {"rope_theta": float(theta)}
-    if kind == "yarn":
-        positions = source["max_position_embeddings"]
-        original = source.get("original_max_position_embeddings") or rope.get(
-            "original_max_position_embeddings", positions
-        )
-        yarn = {name: rope[name] for name in YarnConfig.model_fields if rope.get(name) is not None}
-        factor = rope["factor"] if rope["factor"] is not None else positions / original
-        values["rope_scaling"] = yarn | {
-            "factor": factor,
-            "original_max_position_embeddings": original,
-        }
     return values
 
 
 def _windows(source: Mapping[str, Any], family: Family, layers: int) -> list[bool]:
     """Return for each layer whether it uses a sliding window."""
     windows = family.windows
-    if windows is None or not source.get("sliding_window"):
+    if windows is None or not source.get("sliding_window", windows.size):
         return [False] * layers
     if windows.switch is not None and not source.get(windows.switch):
         return [False] * layers
@@ -133,22 +109,10 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
         for name in filter(None, (hf_field.name, hf_field.copy)):
             result[name] = hf_field.write(getattr(config, option), config)
     if config.position_embedding == "rope":
-        result |= _hf_rope(config)
+        result |= to_hf_rope(config)
     if family.windows is not None:
         result |= _hf_windows(config, family)
     return result
-
-
-def _hf_rope(config: ModelConfig) -> dict[str, Any]:
-    scaling: dict[str, Any] = {}
-    if config.rope_scaling is not None:
-        scaling = {"rope_type": "yarn", **config.rope_scaling.model_dump(mode="json", exclude_none=True)}
-    return {
-        # The first two are for transformers before version 5.
-        "rope_theta": config.rope_theta,
-        **({"rope_scaling": scaling} if scaling else {}),
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta, **scaling},
-    }
 
 
 def _hf_windows(config: ModelConfig, family: Family) -> dict[str, Any]:

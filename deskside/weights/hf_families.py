@@ -138,8 +138,10 @@ def _every_layer(source: Mapping[str, Any], layers: int) -> list[bool]:
     return [True] * layers
 
 
-def _unknown_layers(source: Mapping[str, Any], layers: int) -> list[bool]:
-    raise UsageError("use_sliding_window: a Qwen2-MoE with windows needs layer_types")
+def _alternate_layers(source: Mapping[str, Any], layers: int) -> list[bool]:
+    """Return the default of Qwen2-MoE: every other layer up to `max_window_layers`."""
+    stop = source.get("max_window_layers", 28)
+    return [layer % 2 == 0 and layer < stop for layer in range(layers)]
 
 
 # Names of tensors
@@ -203,6 +205,20 @@ _GPT2 = {
     "lm_head": "lm_head",
 }
 
+_MIXTRAL_EXPERTS = {
+    "layers.{}.mlp.router": "model.layers.{}.block_sparse_moe.gate",
+    **{
+        f"layers.{{}}.mlp.experts.{{}}.{x}": f"model.layers.{{}}.block_sparse_moe.experts.{{}}.{w}"
+        for x, w in zip(_MLP_PROJECTIONS, ("w1", "w3", "w2"), strict=True)
+    },
+}
+_PHI3 = {
+    **_DECODER,
+    **{f"layers.{{}}.attn.{x}_proj": "model.layers.{}.self_attn.qkv_proj" for x in "qkv"},
+    **{f"layers.{{}}.mlp.{x}_proj": "model.layers.{}.mlp.gate_up_proj" for x in ("gate", "up")},
+    "layers.{}.mlp.down_proj": "model.layers.{}.mlp.down_proj",
+}
+
 # The first family that has all options of a ModelConfig is its default.
 _FAMILIES = (
     Family(
@@ -212,7 +228,7 @@ _FAMILIES = (
         {**_DECODER_FIELDS, "head_dim": Field("head_dim", 128)},
         {"qk_norm": True},
         written=_NO_DROPOUT,
-        windows=Windows(_from_layer(28), "use_sliding_window", first_layer=True),
+        windows=Windows(_from_layer(28), 4096, "use_sliding_window", first_layer=True),
     ),
     Family(
         "llama",
@@ -224,6 +240,44 @@ _FAMILIES = (
         conditions=(_DIVISIBLE_HIDDEN_SIZE,),
     ),
     Family(
+        "qwen2",
+        "Qwen2ForCausalLM",
+        {**_DECODER, **_MLP},
+        without(_DECODER_FIELDS, "attention_bias"),
+        {"qk_norm": False, "qkv_bias": True},
+        written=_NO_DROPOUT,
+        windows=Windows(_from_layer(28), 4096, "use_sliding_window", first_layer=True),
+    ),
+    Family(
+        "mistral",
+        "MistralForCausalLM",
+        {**_DECODER, **_MLP},
+        without(_DECODER_FIELDS, "attention_bias"),
+        {"qk_norm": False},
+        written=_NO_DROPOUT,
+        windows=Windows(_every_layer, 4096, by_layer=False),
+    ),
+    Family(
+        "ministral",
+        "MinistralForCausalLM",
+        {**_DECODER, **_MLP},
+        without(_DECODER_FIELDS, "attention_bias"),
+        {"qk_norm": False},
+        written=_NO_DROPOUT,
+        windows=Windows(_every_layer, 4096),
+    ),
+    Family(
+        "phi3",
+        "Phi3ForCausalLM",
+        _PHI3,
+        {**without(_DECODER_FIELDS, "attention_bias"), "norm_eps": Field("rms_norm_eps", 1e-5)},
+        {"qk_norm": False},
+        written={**_NO_DROPOUT, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "pad_token_id": None},
+        windows=Windows(_every_layer, by_layer=False),
+        # "su" and "yarn" are the names of the kind in early files.
+        rope_types=dict.fromkeys(("longrope", "su", "yarn"), "longrope"),
+    ),
+    Family(
         "qwen3_moe",
         "Qwen3MoeForCausalLM",
         {**_DECODER, **_QK_NORM, **_EXPERTS},
@@ -231,7 +285,24 @@ _FAMILIES = (
         {"qk_norm": True},
         _ALL_LAYERS_HAVE_EXPERTS,
         _NO_DROPOUT,
-        windows=Windows(_every_layer, "use_sliding_window", by_layer=False),
+        windows=Windows(_every_layer, 4096, "use_sliding_window", by_layer=False),
+    ),
+    Family(
+        "mixtral",
+        "MixtralForCausalLM",
+        {**_DECODER, **_MIXTRAL_EXPERTS},
+        {
+            **without(_DECODER_FIELDS, "attention_bias", "intermediate_size"),
+            "norm_eps": Field("rms_norm_eps", 1e-5),
+            "num_experts": Field("num_local_experts", 8),
+            "num_experts_per_tok": Field("num_experts_per_tok", 2),
+            "moe_intermediate_size": Field("intermediate_size"),
+            "router_aux_loss_coef": Field("router_aux_loss_coef", 0.001),
+        },
+        {"qk_norm": False, "norm_topk_prob": True},
+        written={**_NO_DROPOUT, "router_jitter_noise": 0.0},
+        windows=Windows(_every_layer, by_layer=False),
+        rope_theta=1e6,
     ),
     Family(
         "qwen2_moe",
@@ -241,9 +312,10 @@ _FAMILIES = (
             **without(_DECODER_FIELDS, "attention_bias"),
             **_EXPERT_FIELDS,
             **_same("shared_expert_intermediate_size"),
+            "qkv_bias": Field("qkv_bias", True),
         },
         {"qk_norm": False},
-        {**_ALL_LAYERS_HAVE_EXPERTS, "qkv_bias": Constant(False, True)},
+        _ALL_LAYERS_HAVE_EXPERTS,
         _NO_DROPOUT,
         conditions=(
             (
@@ -251,7 +323,7 @@ _FAMILIES = (
                 lambda config: config.shared_expert_intermediate_size > 0,
             ),
         ),
-        windows=Windows(_unknown_layers, "use_sliding_window", first_layer=True),
+        windows=Windows(_alternate_layers, 4096, "use_sliding_window", first_layer=True),
     ),
     Family(
         "dots1",
@@ -276,7 +348,7 @@ _FAMILIES = (
             "first_k_dense_replace": Constant(0, 0),
         },
         _NO_DROPOUT,
-        windows=Windows(_from_layer(62), first_layer=True),
+        windows=Windows(_from_layer(62), 4096, first_layer=True),
     ),
     Family(
         "gemma2",
@@ -291,7 +363,7 @@ _FAMILIES = (
         {"use_bidirectional_attention": Constant(False, False)},
         _NO_DROPOUT,
         conditions=(_DIVISIBLE_HIDDEN_SIZE, _WHOLE_SCALAR),
-        windows=Windows(_all_but_every(2)),
+        windows=Windows(_all_but_every(2), 4096),
         norm_offset=1.0,
     ),
     Family(

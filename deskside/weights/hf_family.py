@@ -53,15 +53,22 @@ class Constant:
 class Windows:
     """How config.json says which layers have a sliding window.
 
-    switch: field that must be true for any window. by_layer: `layer_types` may name the layers; otherwise all layers
-    have the window. default: (config.json, layers) -> one truth value per layer, for a file without `layer_types`.
-    first_layer: whether `max_window_layers`, the first layer with a window, is written.
+    default: (config.json, layers) -> one truth value per layer, for a file without `layer_types`. size: tokens of the
+    window for a file without `sliding_window`. switch: field that must be true for any window. by_layer: `layer_types`
+    may name the layers; otherwise all layers have the window. first_layer: whether `max_window_layers`, the first layer
+    with a window, is written.
     """
 
     default: Callable[[Mapping[str, Any], int], list[bool]]
+    size: int | None = None
     switch: str | None = None
     by_layer: bool = True
     first_layer: bool = False
+
+
+# The kinds that transformers has for every architecture. Its "dynamic" is left out, because it changes the frequencies
+# of keys that are in the cache already.
+_ROPE_TYPES = {name: name for name in ("linear", "llama3", "yarn", "longrope")}
 
 
 @dataclass(frozen=True)
@@ -72,10 +79,11 @@ class Family:
     options: options of ModelConfig for which the architecture has only one value. constants: fields of config.json
     for which only one value is supported. written: fields that are written and never read. conditions: (text, holds):
     what else the architecture needs of a ModelConfig. windows: None if it has no sliding windows. rope_theta: the base
-    if config.json has none. transposed: the matrices of the blocks are (in, out), as in GPT-2's Conv1D. prefix: prefix
-    of tensor names that some checkpoints omit. buffers: suffixes of stored tensors that are not weights. norm_offset:
-    what the architecture adds to the stored weight of a norm, as 1 in Gemma; our weight is the sum. stacked_by_head:
-    in a tensor with q, k and v, those of a head stand together (q0 k0 v0 q1 ...).
+    if config.json has none. rope_types: name in config.json -> ours (RopeScaling). transposed: the matrices of the
+    blocks are (in, out), as in GPT-2's Conv1D. prefix: prefix of tensor names that some checkpoints omit. buffers:
+    suffixes of stored tensors that are not weights. norm_offset: what the architecture adds to the stored weight of a
+    norm, as 1 in Gemma; our weight is the sum. stacked_by_head: in a tensor with q, k and v, those of a head stand
+    together (q0 k0 v0 q1 ...).
     """
 
     model_type: str
@@ -88,6 +96,7 @@ class Family:
     conditions: tuple[tuple[str, Callable[[ModelConfig], bool]], ...] = ()
     windows: Windows | None = None
     rope_theta: float = 10000.0
+    rope_types: Mapping[str, str] = field(default_factory=lambda: _ROPE_TYPES)
     transposed: bool = False
     prefix: str = ""
     buffers: tuple[str, ...] = ("rotary_emb.inv_freq",)

@@ -33,6 +33,17 @@ def parse(*argv: str) -> tuple[Own, dict[str, Any]]:
 # Other keys without which a key has no effect.
 MOE = {"model": {"num_experts": 16}}
 YARN = {"model": {"rope_scaling": {"factor": 8.0, "original_max_position_embeddings": 2048}}}
+LLAMA3 = {"model": {"rope_scaling": {**YARN["model"]["rope_scaling"], "rope_type": "llama3"}}}
+LONGROPE = {
+    "model": {
+        "rope_scaling": {
+            **YARN["model"]["rope_scaling"],
+            "rope_type": "longrope",
+            "short_factor": [1.0] * 32,
+            "long_factor": [2.0] * 32,
+        }
+    }
+}
 FP8 = {"precision": {"name": "fp8-tensorwise"}}
 NEEDS: dict[str, dict[str, Any]] = {
     "model.norm_bias": {"model": {"norm": "layernorm"}},
@@ -61,12 +72,17 @@ NEEDS: dict[str, dict[str, Any]] = {
     "precision.backend": FP8,
     **{".".join(path): {"optim": {"name": "adamw"}} for path, _ in config_fields() if path[0] == "adapter"},
     **{".".join(path): YARN for path, _ in config_fields() if path[:2] == ("model", "rope_scaling")},
+    **dict.fromkeys(("model.rope_scaling.low_freq_factor", "model.rope_scaling.high_freq_factor"), LLAMA3),
+    **dict.fromkeys(("model.rope_scaling.short_factor", "model.rope_scaling.long_factor"), LONGROPE),
 }
 # Valid values of keys for which `another` would return an invalid one.
 VALUES: dict[str, str] = {
     "compute.gpu_budget": "22.5",
     "model.num_attention_heads": "6",
+    "model.rope_scaling.rope_type": "llama3",
     "model.rope_scaling.factor": "4.0",
+    "model.rope_scaling.short_factor": str([1.5] * 32),
+    "model.rope_scaling.long_factor": str([1.5] * 32),
     "model.rope_scaling.original_max_position_embeddings": "1024",
     "model.num_key_value_heads": "4",
     "model.head_dim": "128",

@@ -506,10 +506,9 @@ def test_options_that_contradict_given_weights_are_refused(key: str) -> None:
         "rope_local_base_freq": 5.0, "final_logit_softcapping": 9.0, "fused_gate_up": False, "fused_qkv": False,
         "gated_mlp": False, "head_dim": 32, "hidden_act": "gelu", "hidden_size": 512, "initializer_range": 0.5,
         "intermediate_size": 512, "max_position_embeddings": 4096, "mlp_bias": True, "model_type": "llama",
-        "norm": "layernorm",
-        "norm_bias": True, "norm_eps": 1e-3, "norm_position": "post", "num_attention_heads": 6, "num_experts": 4,
-        "num_hidden_layers": 2, "num_key_value_heads": 1, "position_embedding": "learned", "qk_norm": False,
-        "rope_scaling": {"factor": 8.0, "original_max_position_embeddings": 2048},
+        "norm": "layernorm", "norm_bias": True, "norm_eps": 1e-3, "norm_position": "post", "num_attention_heads": 6,
+        "num_experts": 4, "num_hidden_layers": 2, "num_key_value_heads": 1, "position_embedding": "learned",
+        "qk_norm": False, "qkv_bias": True, "rope_scaling": {"factor": 8.0, "original_max_position_embeddings": 2048},
         "rope_theta": 5.0, "sliding_window": 32, "tie_word_embeddings": True, "vocab_size": 512,
         "window_pattern": "SL",
     }  # fmt: skip

@@ -160,12 +160,16 @@ def test_transformers_still_refuses_a_llama_of_six_heads_in_64(tmp_path: Path) -
         ({"final_logit_softcapping": 15.0}, r"final_logit_softcapping = 15\.0"),
         ({"norm": "layernorm"}, "norm = layernorm"),
         ({"mlp_bias": True}, "mlp_bias = true"),
-        ({"qk_norm": False, "sliding_window": 4, "window_pattern": "S"}, "qk_norm = false"),
+        (
+            {"model_type": "llama", "qk_norm": False, "sliding_window": 4, "window_pattern": "S"},
+            "sliding_window = 4",
+        ),
+        ({"model_type": "qwen3", "qk_norm": False}, "qk_norm = false"),
         ({"position_embedding": "learned"}, "position_embedding = learned"),
         ({**GPT2, "num_key_value_heads": 2}, "num_key_value_heads"),
         ({**GPT2, "head_dim": 16}, "head_dim"),
         ({**GPT2, "norm": "rmsnorm"}, "norm = rmsnorm"),
-        ({**MOE, "qk_norm": False}, "qk_norm = false"),
+        ({**MOE, "qk_norm": False, "norm_topk_prob": False}, "qk_norm = false"),
         ({**SIX_HEADS, "qk_norm": False, "model_type": "llama"}, "not a multiple of num_attention_heads"),
         ({**MOE, "sliding_window": 4, "window_pattern": "SL"}, "window_pattern"),
     ],
@@ -348,7 +352,7 @@ def broken(out: Path, what: str) -> None:
     elif what == "other architecture":
         settings["model_type"] = "mamba"
     elif what == "scaled rope":
-        settings["rope_parameters"] = {"rope_type": "llama3", "factor": 4.0, "rope_theta": 1e4}
+        settings["rope_parameters"] = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
     elif what == "impossible":
         settings["num_key_value_heads"] = 3
     elif what == "incomplete":
@@ -370,7 +374,7 @@ def broken(out: Path, what: str) -> None:
         ("extra tensor", UsageError, r"q_proj\.bias"),
         ("wrong shape", RunError, r"gate_proj\.weight is \(48, 32\)"),
         ("other architecture", UsageError, "'mamba' is not supported"),
-        ("scaled rope", UsageError, "rope_type 'llama3'"),
+        ("scaled rope", UsageError, "rope_type 'dynamic'"),
         ("impossible", RunError, "num_key_value_heads"),
         ("incomplete", RunError, "lacks 'hidden_size'"),
         ("truncated", RunError, "cannot be read"),
