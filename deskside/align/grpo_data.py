@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deskside.align.preference_data import question_messages
+from deskside.align.preference_data import question_of
 from deskside.align.prepared import FolderSpec, PreparedItem, PreparedSplit, prepare_folder
 from deskside.data.chat.chat_template import ChatTemplate
-from deskside.data.chat.renderer import NotRendered
+from deskside.data.chat.messages import NotRendered
 from deskside.data.reading.shuffle import endless_shuffle
 from deskside.utils.errors import UsageError
 from deskside.utils.parsing import json_value
@@ -42,16 +42,17 @@ def prepare_questions(spec: FolderSpec, system: str | None, tokenizer: Path, out
 def _question(
     system: str | None, template: ChatTemplate, end_token: int | None, fields: dict[str, Any]
 ) -> PreparedItem:
-    messages = question_messages(fields["prompt"])
-    if messages[-1]["role"] == "assistant":
+    question = question_of(fields)
+    if question.messages[-1]["role"] == "assistant":
         raise NotRendered("the prompt ends with an answer")
-    if system is not None and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": system}, *messages]
+    if system is not None and question.messages[0]["role"] != "system":
+        question = question.with_messages([{"role": "system", "content": system}, *question.messages])
     answer = fields["answer"]
     if not isinstance(answer, str):
         answer = json.dumps(answer, ensure_ascii=False)
-    value = {"prompt": messages[-1]["content"], "answer": answer, "tokens": template.prompt(messages)}
-    return PreparedItem.of(value, messages, answer)
+    prompt = question.messages[-1]["content"]
+    value = {"prompt": prompt, "answer": answer, "tokens": template.prompt(question)}
+    return PreparedItem.of(value, question, {"role": "assistant", "content": answer})
 
 
 def _write(folder: Path, split: str, questions: list[dict[str, Any]]) -> tuple[str, dict[str, Any]]:

@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 from deskside.align.answers import TokenizedText, pack_units
-from deskside.align.preference_data import answer_text, question_messages, tokenize_answer
+from deskside.align.preference_data import answer_of, question_of, tokenize_answer
 from deskside.align.prepared import FolderSpec, PreparedItem, prepare_folder
 from deskside.align.text_rows import TextRows, Units
 from deskside.data.chat.chat_template import ChatTemplate
-from deskside.data.chat.renderer import NotRendered
+from deskside.data.chat.messages import NotRendered
 from deskside.utils.errors import UsageError
 
 
@@ -35,8 +35,8 @@ def _answer(template: ChatTemplate, end_token: int | None, fields: dict[str, Any
     label = fields["label"]
     if not isinstance(label, bool) and label not in (0, 1):
         raise NotRendered("the label is neither true nor false")
-    question = question_messages(fields["prompt"])
-    answer = answer_text(question, fields["completion"])
+    question = question_of(fields)
+    answer = answer_of(question, fields["completion"])
     text = tokenize_answer(template, end_token, question, answer)
     return PreparedItem.of((text, bool(label)), question, answer)
 

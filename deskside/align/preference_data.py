@@ -5,6 +5,7 @@ assistant's). Both answers are rendered after the same question. As in SFT, the 
 token included. In a row, a pair is two texts, each with the question, which cannot attend to each other.
 """
 
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from deskside.align.answers import TokenizedText
 from deskside.align.prepared import FolderSpec, PreparedItem, prepare_folder
 from deskside.align.text_rows import TextRows, Units
 from deskside.data.chat.chat_template import ChatTemplate
-from deskside.data.chat.renderer import NotRendered, checked_messages
+from deskside.data.chat.formats import unified, with_extras
+from deskside.data.chat.messages import Conversation, Message, NotRendered, checked_messages
 
 
 def prepare_pairs(spec: FolderSpec, tokenizer: Path, out: Path) -> dict[str, Any]:
@@ -25,19 +27,22 @@ def prepare_pairs(spec: FolderSpec, tokenizer: Path, out: Path) -> dict[str, Any
     return prepare_folder(spec, tokenizer, out, ("prompt", "chosen", "rejected"), _pair, _write)
 
 
-def question_messages(prompt: Any) -> list[dict[str, Any]]:
-    """Return the messages of a prompt; a text is one user message. Raises NotRendered if they are not valid."""
-    return checked_messages([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+def question_of(fields: Mapping[str, Any]) -> Conversation:
+    """Return the conversation of a record's prompt; a text is one user message. Raises NotRendered."""
+    prompt = fields["prompt"]
+    return with_extras(
+        fields, [{"role": "user", "content": prompt}] if isinstance(prompt, str) else unified(prompt)
+    )
 
 
 def tokenize_answer(
-    template: ChatTemplate, end_token: int | None, question: list[dict[str, Any]], answer: str
+    template: ChatTemplate, end_token: int | None, question: Conversation, answer: Message
 ) -> TokenizedText:
     """Tokenize a question with its answer, up to and including the answer's end token.
 
     end_token: appended if it is not None, for templates that write no end token. Raises NotRendered.
     """
-    tokens = template.conversation([*question, {"role": "assistant", "content": answer}], turns="last")
+    tokens = template.conversation(question.with_messages([*question.messages, answer]), turns="last")
     scored = np.flatnonzero(tokens.mask)
     if not len(scored) or not scored[0]:
         raise NotRendered("the chat template shows no answer after the question")
@@ -48,8 +53,8 @@ def tokenize_answer(
 
 
 def _pair(template: ChatTemplate, end_token: int | None, fields: dict[str, Any]) -> PreparedItem:
-    question = question_messages(fields["prompt"])
-    chosen, rejected = answer_text(question, fields["chosen"]), answer_text(question, fields["rejected"])
+    question = question_of(fields)
+    chosen, rejected = answer_of(question, fields["chosen"]), answer_of(question, fields["rejected"])
     if chosen == rejected:
         raise NotRendered("both answers are the same")
     texts = (
@@ -59,18 +64,16 @@ def _pair(template: ChatTemplate, end_token: int | None, fields: dict[str, Any])
     return PreparedItem.of(texts, question, chosen)
 
 
-def answer_text(question: list[dict[str, Any]], answer: Any) -> str:
-    """Return the text of an answer, which is given as text or as messages. Raises NotRendered."""
+def answer_of(question: Conversation, answer: Any) -> Message:
+    """Return the message of an answer, which is given as text or as messages. Raises NotRendered."""
     if isinstance(answer, str):
-        return answer
-    messages = checked_messages(answer)
+        return {"role": "assistant", "content": answer}
+    messages = checked_messages(unified(answer))
     if messages[-1]["role"] != "assistant":
         raise NotRendered("an answer's last message is not the assistant's")
-    if len(messages) > 1 and messages[:-1] != question:
+    if len(messages) > 1 and messages[:-1] != question.messages:
         raise NotRendered("an answer's messages do not begin with those of the prompt")
-    if "name" in messages[-1]:
-        raise NotRendered("an answer's last message has a name, which would be lost; remove it")
-    return str(messages[-1]["content"])
+    return messages[-1]
 
 
 def _write(

@@ -9,6 +9,7 @@ tokenizer.json, chat_template.jinja, ...
 """
 
 import contextlib
+import dataclasses
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ import xxhash
 from deskside.config.base import DATA_NOUNS, DataKind
 from deskside.data import tokenizer as bpe
 from deskside.data.chat.chat_template import ChatTemplate
+from deskside.data.chat.formats import EXTRA_FIELDS
+from deskside.data.chat.messages import Conversation, Message, NotRendered, message_text
 from deskside.data.chat.prepare_chat import (
     MIN_HELD_OUT,
     SAMPLE_CHARACTERS,
@@ -29,7 +32,6 @@ from deskside.data.chat.prepare_chat import (
     new_folder,
     write_samples,
 )
-from deskside.data.chat.renderer import ROW_FIELDS, NotRendered, refuse_row_fields
 from deskside.data.corpus.heldout import is_validation
 from deskside.data.corpus.process_pool import map_in_order
 from deskside.data.corpus.progress_bar import ProgressBar
@@ -40,7 +42,7 @@ from deskside.utils.files import fingerprint
 from deskside.utils.parsing import json_value
 
 FORMAT_VERSION = 1  # of the folder; written to index.json
-CONVERSION_VERSION = 2  # raised when the conversion of the same records gives other content
+CONVERSION_VERSION = 3  # raised when the conversion of the same records gives other content
 Kind = Literal["preference", "labelled", "questions"]
 NOUN = {"preference": "pair", "labelled": "answer", "questions": "question"}
 
@@ -85,14 +87,15 @@ class PreparedItem:
 
     value: Any
     question: str
-    sample: list[dict[str, str]] | None
+    sample: dict[str, Any] | None
 
     @classmethod
-    def of(cls, value: Any, question: list[dict[str, Any]], answer: str) -> "PreparedItem":
-        """Return the item of a question, given as messages, with its answer."""
-        conversation = [*question, {"role": "assistant", "content": answer}]
-        short = sum(len(message["content"]) for message in conversation) <= SAMPLE_CHARACTERS
-        return cls(value, json.dumps(question, sort_keys=True), conversation if short else None)
+    def of(cls, value: Any, question: Conversation, answer: Message) -> "PreparedItem":
+        """Return the item of a question with its answer."""
+        conversation = question.with_messages([*question.messages, answer])
+        short = sum(len(message_text(message)) for message in conversation.messages) <= SAMPLE_CHARACTERS
+        sample = dataclasses.asdict(conversation) if short else None
+        return cls(value, json.dumps(dataclasses.asdict(question), sort_keys=True), sample)
 
 
 ConvertRecord = Callable[[ChatTemplate, int | None, dict[str, Any]], PreparedItem]
@@ -103,7 +106,6 @@ def _convert_or_reason(
 ) -> PreparedItem | str:
     """Return the converted record, or the reason why it cannot be converted."""
     try:
-        refuse_row_fields(fields)
         return convert(template, end_token, fields)
     except NotRendered as error:
         return str(error)
@@ -143,7 +145,7 @@ def prepare_folder(
 
             def items_of(names: Iterable[str]) -> Iterator[PreparedItem]:
                 sources = (Source.parse(name) for name in names)
-                records = (r for source in sources for r in iter_records(source, fields, log, ROW_FIELDS))
+                records = (r for source in sources for r in iter_records(source, fields, log, EXTRA_FIELDS))
                 results = map_in_order(
                     ((r, r.fields) for r in records), work, template, partial(ChatTemplate, new)
                 )

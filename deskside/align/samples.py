@@ -7,8 +7,8 @@ from typing import Any
 
 from deskside.config.run import RunConfig
 from deskside.data.chat.chat_template import ChatTemplate
+from deskside.data.chat.messages import Conversation, NotRendered, message_text
 from deskside.data.chat.prepare_chat import SAMPLES_FILE
-from deskside.data.chat.renderer import NotRendered
 from deskside.data.tokenizer import load as load_tokenizer
 from deskside.engine.generate import generate_events
 from deskside.engine.sampling import GREEDY
@@ -70,7 +70,7 @@ class AlignObjective:
 def sample_answers(
     model: Transformer,
     run: RunDirectory,
-    conversations: list[list[dict[str, str]]],
+    conversations: list[Conversation],
     seconds: float = math.inf,
 ) -> list[dict[str, Any]]:
     """Sample answers to conversations that end with a reference answer.
@@ -84,13 +84,13 @@ def sample_answers(
     positions = model.config.max_position_embeddings
     max_new_tokens = min(ANSWER_TOKENS, positions // 2)
     kept, prompts = [], []
-    for messages in conversations:
+    for conversation in conversations:
         try:
-            tokens = template.prompt(messages[:-1])
+            tokens = template.prompt(conversation.first(-1))
         except NotRendered:  # templates may refuse a conversation without its last message
             continue
         if len(tokens) <= positions - max_new_tokens:
-            kept.append(messages)
+            kept.append(conversation.messages)
             prompts.append(tokens)
     if not prompts:
         return []
@@ -111,20 +111,23 @@ def sample_answers(
             break
     return [
         {
-            "prompt": "\n".join(f"{m['role']}: {m['content']}" for m in messages[:-1]),
+            "prompt": "\n".join(f"{m['role']}: {message_text(m)}" for m in messages[:-1]),
             "text": tokenizer.decode(tokens, skip_special_tokens=True),
-            "reference": messages[-1]["content"],
+            "reference": message_text(messages[-1]),
         }
         for messages, tokens in zip(kept, generated, strict=True)
     ]
 
 
-def read_conversations(path: Path) -> list[Any]:
-    """Return the conversations of a samples.json. Raises RunError if the file is damaged."""
+def read_conversations(path: Path) -> list[Conversation]:
+    """Return the conversations of a samples.json; earlier versions wrote only their messages.
+
+    Raises RunError if the file is damaged.
+    """
     try:
         conversations = json_value(path.read_bytes())
     except (OSError, Unreadable) as error:
         raise RunError(f"{path}: cannot be read ({error}); prepare the data again") from None
     if not isinstance(conversations, list):
         raise RunError(f"{path}: does not contain a list of conversations; prepare the data again")
-    return conversations
+    return [Conversation(**c) if isinstance(c, dict) else Conversation(c) for c in conversations]

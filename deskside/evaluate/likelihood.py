@@ -22,6 +22,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from deskside.data.chat.messages import Conversation
 from deskside.data.chat.renderer import Renderer
 from deskside.engine.device import cache_tokens
 from deskside.model.block import CachedBlocks
@@ -136,7 +137,7 @@ class Encoder:
     def _render_user_message(self, text: str) -> str:
         """Render the prompt of a chat with one user message."""
         assert self._chat is not None
-        return self._chat.text([{"role": "user", "content": text}], add_generation_prompt=True)
+        return self._chat.text(Conversation([{"role": "user", "content": text}]), add_generation_prompt=True)
 
 
 @dataclass(frozen=True)

@@ -156,7 +156,7 @@ class _Tokenizer:
             )
         try:
             if isinstance(body, ChatRequest):
-                return [self.prompts.messages(body.chat_messages())]
+                return [self.prompts.conversation(body.conversation())]
             prompts = [self.prompts.text(p) if isinstance(p, str) else p for p in body.prompts()]
             for prompt in prompts:
                 if len(prompt) >= service.max_length:

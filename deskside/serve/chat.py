@@ -14,6 +14,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 
+from deskside.data.chat import messages
 from deskside.engine.engine import PAGE_SIZE, Engine
 from deskside.engine.requests import Reason, Request
 from deskside.engine.sampling import Sampling
@@ -169,7 +170,7 @@ class Conversation:
         kept = list(self._messages)
         first = 1 if kept[0]["role"] == "system" else 0
         self.truncated = False
-        while len(tokens := self._prompts.messages(kept)) > self._room:
+        while len(tokens := self._prompts.conversation(messages.Conversation(kept))) > self._room:
             if len(kept) - first <= 1:
                 raise UsageError(
                     f"the prompt has {len(tokens)} tokens, but only {self._room} fit beside an answer; "

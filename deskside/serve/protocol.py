@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, ValidationError
 
-from deskside.data.chat.renderer import NotRendered, checked_messages
+from deskside.data.chat.messages import Conversation, NotRendered, checked_conversation
 from deskside.engine.sampling import (
     MAX_PENALTY,
     MAX_TOP_K,
@@ -215,10 +215,10 @@ class ChatRequest(_CommonRequest):
                 total += sum(len(part.text) for part in message.content)
         return total
 
-    def chat_messages(self) -> list[dict[str, Any]]:
-        """Return the messages as input of a chat template. Raises ApiError for an invalid conversation."""
+    def conversation(self) -> Conversation:
+        """Return the input of a chat template. Raises ApiError for an invalid conversation."""
         try:
-            return checked_messages([message.model_dump() for message in self.messages])
+            return checked_conversation([message.model_dump() for message in self.messages])
         except NotRendered as error:
             raise ApiError(400, f"messages: {error}", param="messages") from None
 

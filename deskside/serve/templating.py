@@ -1,10 +1,10 @@
 """Encode text and chat messages as prompt tokens."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable
 
 from tokenizers import Tokenizer
 
+from deskside.data.chat.messages import Conversation
 from deskside.data.chat.renderer import Renderer, encode_plain, read_chat_template, special_tokens
 from deskside.data.encoder import EncoderInfo, ReferenceEncoder, make_encoder
 from deskside.data.tokenizer import max_bytes_per_token
@@ -61,13 +61,13 @@ class PromptEncoder:
         tokens = self._encode(text, text, lambda part: encode_plain(self._encoder, part, self._special))
         return self._checked([self._start, *tokens])
 
-    def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def conversation(self, conversation: Conversation) -> list[int]:
         """Return the prompt tokens of a conversation, up to the assistant's turn.
 
-        Raises PromptTooLong, and NotRendered if the template refuses the messages.
+        Raises PromptTooLong, and NotRendered if the template refuses the messages or leaves out a part of them.
         """
         assert self._renderer is not None  # the caller has checked `has_chat_template`
-        text = self._renderer.text(messages, add_generation_prompt=True)
+        text = self._renderer.text(conversation, add_generation_prompt=True)
         return self._checked(self._encode(text, self._renderer.unescape(text), self._renderer.ids))
 
     def _encode(self, text: str, plain: str, encode: Callable[[str], list[int]]) -> list[int]:

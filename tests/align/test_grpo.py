@@ -30,6 +30,7 @@ from deskside.config.align import GrpoConfig
 from deskside.config.run import RunConfig
 from deskside.config.sections import AdapterConfig
 from deskside.data.chat import chat_template
+from deskside.data.chat.messages import Conversation
 from deskside.engine import counter_rng
 from deskside.engine.device import KV_CACHE_SHARE, prefill_bytes
 from deskside.engine.engine import Engine
@@ -167,7 +168,8 @@ def test_samples_end_with_the_token_that_ended_them_and_have_the_model_s_probabi
     template = chat_template.ChatTemplate(taught)
     assert template.turn_end is not None
     prompts = [
-        tuple(template.prompt([{"role": "user", "content": q["prompt"]}])) for q in tiny.questions()[:12]
+        tuple(template.prompt(Conversation([{"role": "user", "content": q["prompt"]}])))
+        for q in tiny.questions()[:12]
     ]
     sampler = Sampler(model, False, 5, 64, frozenset({template.turn_end}))
     sampler.rehearse(300)

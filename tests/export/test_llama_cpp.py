@@ -17,6 +17,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from benchmarks.gguf_in_llama_cpp import InLlamaCpp, relative_errors
 from deskside.data import tokenizer as bpe
 from deskside.data.chat.chat_template import ChatTemplate
+from deskside.data.chat.messages import Conversation
 from deskside.export.gguf import TYPE_NAMES, GgufType, save_gguf
 from deskside.export.gguf_tokenizer import GgufTokenizer, gguf_tokenizer
 from deskside.model.transformer import Transformer
@@ -318,7 +319,7 @@ def test_a_chat_is_rendered_as_by_us(template: str | None, tmp_path: Path) -> No
     )
     space = ctypes.create_string_buffer(4096)
     size = llama_cpp.llama_chat_apply_template(stored.encode(), array, len(messages), True, space, len(space))
-    expected = ChatTemplate(folder).prompt(messages)
+    expected = ChatTemplate(folder).prompt(Conversation(messages))
     assert theirs.ids(jinja, special=True, start=True) == expected
     assert theirs.ids(space.raw[:size].decode(), special=True, start=True) == expected
 
@@ -331,7 +332,7 @@ def test_a_chat_ends_with_its_end(token: str, reason: str, tmp_path: Path) -> No
     folder = make_chat(tmp_path)
     messages = talk("What is two plus two?")
     model = random_model(vocab_size=512)
-    ids = ChatTemplate(folder).prompt(messages)
+    ids = ChatTemplate(folder).prompt(Conversation(messages))
     _answers(model, ids, bpe.load(folder).token_to_id(token))
     file = save_gguf(model, gguf_tokenizer(folder, 512, 0), tmp_path / "out").file
     answer = InLlamaCpp(file).model.create_chat_completion(messages, max_tokens=1, temperature=0.0)

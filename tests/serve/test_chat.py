@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from deskside.cli.chat import run as run_chat
-from deskside.data.chat.renderer import NotRendered
+from deskside.data.chat.messages import NotRendered
 from deskside.engine.generate import generate
 from deskside.engine.sampling import GREEDY, Sampling
 from deskside.engine.steps import CachedModel

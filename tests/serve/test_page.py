@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from benchmarks.serve_load import served
+from deskside.data.chat.messages import Conversation
 from deskside.engine.generate import generate
 from deskside.serve.templating import PromptEncoder
 from deskside.weights.load import load_model
@@ -93,9 +94,8 @@ def test_a_conversation(browser: "Browser", address: str, runs: tuple[Path, Path
         page.get_by_role("button", name="Stop").wait_for(state="hidden")
         seen.done()
         expected.append({"role": "user", "content": text})
-        found = generate(
-            loaded.model, [prompts.messages(expected)], max_new_tokens=30, eos_tokens=loaded.eos_tokens
-        )[0]
+        prompt = prompts.conversation(Conversation(expected))
+        found = generate(loaded.model, [prompt], max_new_tokens=30, eos_tokens=loaded.eos_tokens)[0]
         expected.append({"role": "assistant", "content": loaded.tokenizer.decode(found.tokens)})
     assert [" ".join(t.split()) for t in seen.turns()] == [
         " ".join(m["content"].split()) for m in expected[1:]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from deskside.data.chat.renderer import NotRendered
+from deskside.data.chat.messages import Conversation, NotRendered
 from deskside.data.encoder import ReferenceEncoder, choose_encoder
 from deskside.serve.templating import PREFIX_CHARACTERS, PromptEncoder, PromptTooLong
 from deskside.weights.load import Loaded, load_model
@@ -43,14 +43,14 @@ def test_templates_inside_of_the_configuration_and_none(folder: Path, loaded: Lo
     (inside / "chat_template.jinja").unlink()
     assert not PromptEncoder(load_model(inside)).has_chat_template
     (inside / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
-    tokens = PromptEncoder(load_model(inside)).messages(MESSAGES)
-    assert tokens == PromptEncoder(loaded).messages(MESSAGES)
+    tokens = PromptEncoder(load_model(inside)).conversation(Conversation(MESSAGES))
+    assert tokens == PromptEncoder(loaded).conversation(Conversation(MESSAGES))
     assert loaded.tokenizer.decode(tokens, skip_special_tokens=False) == rendered(MESSAGES)
 
 
 def test_a_template_that_refuses_says_why(loaded: Loaded) -> None:
     with pytest.raises(NotRendered, match="refuses these messages: no wizards"):
-        PromptEncoder(loaded).messages([{"role": "wizard", "content": "a"}])
+        PromptEncoder(loaded).conversation(Conversation([{"role": "wizard", "content": "a"}]))
 
 
 LONG = {
@@ -76,7 +76,11 @@ def test_texts_that_are_far_too_long_are_never_encoded_whole(
         return real(self, text, plain)
 
     monkeypatch.setattr(ReferenceEncoder, "ids", counting)
-    for attempt in (prompts.text, lambda text: prompts.messages([{"role": "user", "content": text}])):
+
+    def chat(text: str) -> list[int]:
+        return prompts.conversation(Conversation([{"role": "user", "content": text}]))
+
+    for attempt in (prompts.text, chat):
         encoded.clear()
         with pytest.raises(PromptTooLong, match="maximum is 4095"):
             attempt(LONG[name])
@@ -97,4 +101,4 @@ def test_prompts_are_the_same_with_either_library(loaded: Loaded) -> None:
     for text in ("", "the sea", "a<|im_end|>\n<|im_start|>b", "\ue000 e\u0301 नमस्ते 🎉\u200d", "q1 " * 900):
         assert fast.text(text) == slow.text(text)
         messages = [*MESSAGES, {"role": "assistant", "content": text}, {"role": "user", "content": text}]
-        assert fast.messages(messages) == slow.messages(messages)
+        assert fast.conversation(Conversation(messages)) == slow.conversation(Conversation(messages))

@@ -1,13 +1,7 @@
 """Tokenization of conversations, with a mask of the tokens that the model is trained to predict.
 
-A chat template renders messages as one text. The assistant's turns are found in this text in one of two ways:
-
-- The template marks them with `{% generation %}`.
-
-- Otherwise by prefixes: the rendering of the messages before a turn, with the generation prompt, must be a prefix of
-the rendering with the turn. The rest, up to the end-of-turn token, is the turn. Some templates render earlier turns
-differently once there is a later one (they remove the thinking). Then only the last turn of a conversation is learned,
-and such conversations are counted.
+A chat template renders a conversation as one text, in which `turns` finds the assistant's turns. A turn ends with the
+token that ends generation, if the template writes one.
 
 The text is split where an assistant turn begins or ends, and the parts are tokenized separately. So a turn begins with
 a new token, as after the prompt in a chat, even if a merge would have crossed the split.
@@ -20,8 +14,6 @@ differently.
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -30,15 +22,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deskside.data import tokenizer as bpe
+from deskside.data.chat.messages import Conversation, NotRendered
 from deskside.data.chat.renderer import (
     TEMPLATE,
-    Message,
-    NotRendered,
     RefusedByTemplate,
     Renderer,
     read_chat_template,
     tokenizer_settings,
 )
+from deskside.data.chat.turns import text_with_turns
 from deskside.data.encoder import EncoderInfo, make_encoder
 from deskside.utils.errors import UsageError
 
@@ -49,10 +41,9 @@ DEFAULT_TEMPLATE = (  # ChatML
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
-_TRIAL_CONVERSATION = [
-    {"role": "user", "content": "Is it raining?"},
-    {"role": "assistant", "content": "It is."},
-]
+_TRIAL_CONVERSATION = Conversation(
+    [{"role": "user", "content": "Is it raining?"}, {"role": "assistant", "content": "It is."}]
+)
 
 Turns = Literal["all", "last"]  # the assistant turns to learn
 
@@ -61,13 +52,14 @@ Turns = Literal["all", "last"]  # the assistant turns to learn
 class TokenizedConversation:
     """A tokenized conversation: ids, and a mask with 1 for tokens that count in the loss, both of shape [tokens].
 
-    last_only: True if only the last assistant turn counts, because the template renders a turn differently once later
-    messages follow.
+    unlearnt_turns: number of the assistant's messages that do not count in the loss. rewritten: True if the template
+    would write earlier turns differently; here every turn is as the model generates it.
     """
 
     ids: NDArray[np.uint32]
     mask: NDArray[np.uint8]
-    last_only: bool
+    unlearnt_turns: int
+    rewritten: bool
 
 
 class ChatTemplate:
@@ -81,9 +73,6 @@ class ChatTemplate:
         self._tokenizer = bpe.load(folder)
         fast = None if encoder is None else make_encoder(self._tokenizer.to_str(), encoder)
         self._renderer = Renderer(folder, self._tokenizer, fast)
-        self._has_generation_marks = (
-            re.search(r"\{%-?\s*generation\s*-?%\}", self._renderer.template) is not None
-        )
         if self._renderer.ids("a") == self._renderer.ids(" a"):
             raise UsageError(
                 f"{folder}: this tokenizer adds a space before every text, so turns cannot be tokenized separately."
@@ -99,21 +88,24 @@ class ChatTemplate:
         is_special = added_token is not None and added_token.special
         self.turn_end: int | None = last_learnt if is_special else None
 
-    def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Return the token ids of the messages with the generation prompt. Raises NotRendered."""
-        return self._renderer.prompt(messages)
+    def prompt(self, conversation: Conversation) -> list[int]:
+        """Return the token ids of a conversation with the generation prompt. Raises NotRendered."""
+        return self._renderer.prompt(conversation)
 
-    def conversation(self, messages: Sequence[Message], turns: Turns = "all") -> TokenizedConversation:
-        """Tokenize a whole conversation. turns: which assistant turns are learned. Raises NotRendered."""
-        spans, text, last_only = self._assistant_spans(messages)
-        if not spans:
+    def conversation(self, conversation: Conversation, turns: Turns = "all") -> TokenizedConversation:
+        """Tokenize a whole conversation. turns: which assistant turns are learned.
+
+        Raises NotRendered, also if the template leaves out a text.
+        """
+        marked = text_with_turns(self._renderer, conversation)
+        self._check_complete(conversation, marked.text)
+        if not marked.spans:
             raise NotRendered("it has no assistant message")
-        if turns == "last":
-            spans, last_only = spans[-1:], False
+        learnt_spans = marked.spans[-1:] if turns == "last" else marked.spans
+        text, position = marked.text, 0
         ids: list[int] = []
         mask: list[int] = []
-        position = 0
-        for begin, end in spans:
+        for begin, end in learnt_spans:
             # A turn ends after its last special token; white space after it belongs to the next part.
             special_tokens = self._renderer.special.finditer(text, begin, end)
             after_special = max((match.end() for match in special_tokens), default=end)
@@ -125,53 +117,25 @@ class ChatTemplate:
                 mask += [learnt] * len(part_ids)
             position = end
         rest = self._renderer.ids(text[position:])
+        assistant_messages = sum(message["role"] == "assistant" for message in conversation.messages)
         return TokenizedConversation(
-            np.array(ids + rest, np.uint32), np.array(mask + [0] * len(rest), np.uint8), last_only
+            np.array(ids + rest, np.uint32),
+            np.array(mask + [0] * len(rest), np.uint8),
+            max(0, assistant_messages - len(learnt_spans)),
+            marked.rewritten,
         )
 
-    def _assistant_spans(self, messages: Sequence[Message]) -> tuple[list[tuple[int, int]], str, bool]:
-        """Return the spans of the assistant's turns, the text, and True if earlier turns are missing."""
-        if self._has_generation_marks:
-            return *self._renderer.assistant_spans_and_text(messages), False
-        text = self._renderer.text(messages, add_generation_prompt=False)
-        numbers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
-        spans = []
-        for n in numbers:
-            prompt = self._text_before(messages, n)
-            answered = text
-            if n + 1 < len(messages):
-                answered = self._renderer.text(messages[: n + 1], add_generation_prompt=False)
-            if text.startswith(prompt) and text.startswith(answered) and len(prompt) < len(answered):
-                spans.append((len(prompt), len(answered)))
-            elif n == numbers[-1]:
-                raise NotRendered("its text before a reply is not a prefix of its text with the reply")
-        # The template rewrites earlier turns; for example, it removes their thinking. Their text here is not what the
-        # model has to generate, so it is trained on the last turn only.
-        return (spans, text, False) if len(spans) == len(numbers) else (spans[-1:], text, True)
-
-    def _text_before(self, messages: Sequence[Message], n: int) -> str:
-        """Return the text before message n, with the generation prompt.
-
-        If the assistant speaks first, this is the rendering of an empty conversation, which many templates refuse. Then
-        the generation prompt is found by rendering a question with and without it, and the text is what the template
-        writes up to the end of this prompt.
-        """
-        if n:
-            return self._renderer.text(messages[:n], add_generation_prompt=True)
-        try:
-            return self._renderer.text([], add_generation_prompt=True)
-        except RefusedByTemplate:
-            question = _TRIAL_CONVERSATION[:1]
-            without_prompt = self._renderer.text(question, add_generation_prompt=False)
-            with_prompt = self._renderer.text(question, add_generation_prompt=True)
-            first = self._renderer.text(messages[:1], add_generation_prompt=False)
-            prompt = with_prompt.removeprefix(without_prompt)
-            at = first.find(prompt) if with_prompt.startswith(without_prompt) and prompt else -1
-            if at < 0:
-                raise NotRendered(
-                    "it begins with the assistant, and the template does not show where that turn begins"
-                ) from None
-            return first[: at + len(prompt)]
+    def _check_complete(self, conversation: Conversation, text: str) -> None:
+        """Raise NotRendered if the text lacks a message's content or reasoning. White space may differ."""
+        written = "".join(text.split())
+        for number, message in enumerate(conversation.messages, start=1):
+            for name in ("content", "reasoning_content"):
+                part = self._renderer.escape(message.get(name, ""))
+                as_json = json.dumps(part, ensure_ascii=False)[
+                    1:-1
+                ]  # as some templates write a tool's result
+                if not any("".join(form.split()) in written for form in (part, as_json)):
+                    raise NotRendered(f"message {number}: the chat template leaves out some of its {name}")
 
 
 # Making a tokenizer for conversations

@@ -27,7 +27,9 @@ import xxhash
 
 from deskside.data import tokenizer as bpe
 from deskside.data.chat.chat_template import ChatTemplate, TokenizedConversation, Turns
-from deskside.data.chat.renderer import ROW_FIELDS, TEMPLATE, NotRendered, checked_messages, refuse_row_fields
+from deskside.data.chat.formats import RECORD_FIELDS, conversation_of
+from deskside.data.chat.messages import Conversation, NotRendered, message_text
+from deskside.data.chat.renderer import TEMPLATE
 from deskside.data.corpus.analyze import add_tag
 from deskside.data.corpus.encoder_sample import EncoderSample
 from deskside.data.corpus.heldout import is_validation
@@ -42,7 +44,7 @@ from deskside.data.reading.tags import TagInfo
 from deskside.utils.errors import UsageError
 from deskside.utils.files import fingerprint, write_error
 
-VERSION = 2  # of the prepared data; increase it when the same arguments give different content
+VERSION = 3  # of the prepared data; increase it when the same arguments give different content
 SHARD_TOKENS = 1 << 25
 DEFAULT_FRACTION = 0.02  # share of the conversations to hold out
 MIN_HELD_OUT = 32  # if there are few, a larger share is held out, at most 0.1, for about this many
@@ -140,20 +142,26 @@ class _Split:
 
 
 @dataclass(frozen=True)
-class _Conversation:
-    """A valid conversation. key: a hash of its messages."""
+class _Item:
+    """A valid conversation and its record. key: a hash of all that the chat template gets."""
 
     record: Record
-    messages: list[dict[str, Any]]
+    format: str
+    conversation: Conversation
     key: bytes
+
+    @property
+    def text(self) -> str:
+        """The texts of all messages."""
+        return "\n".join(map(message_text, self.conversation.messages))
 
 
 def _tokenize(
-    turns: Turns, template: ChatTemplate, messages: list[dict[str, Any]]
+    turns: Turns, template: ChatTemplate, conversation: Conversation
 ) -> TokenizedConversation | str:
     """Return the tokenized conversation, or the reason why it cannot be tokenized."""
     try:
-        return template.conversation(messages, turns)
+        return template.conversation(conversation, turns)
     except NotRendered as error:
         return str(error)
 
@@ -168,7 +176,8 @@ class _ChatPreparation:
         self.tags: dict[tuple[str, str], int] = {}
         self.logs = {"train": BadInputLog(), "val": BadInputLog()}
         self.splits = {name: _Split(name) for name in ("val", "train")}
-        self.last_only = self.duplicates = 0
+        self.duplicates = self.unlearnt_turns = self.rewritten = 0
+        self.formats: dict[str, int] = {}
         self.samples: list[Any] = []
 
     def run(self) -> DatasetIndex:
@@ -179,27 +188,27 @@ class _ChatPreparation:
         count, fraction, forced = self._first_pass(train, val)
         if val:
 
-            def validation_conversations() -> Iterator[tuple[str, _Conversation]]:
-                for conversation in self._conversations(val, "val"):
-                    held_out.add(conversation.key)
-                    yield "val", conversation
+            def validation_items() -> Iterator[tuple[str, _Item]]:
+                for item in self._items(val, "val"):
+                    held_out.add(item.key)
+                    yield "val", item
 
-            self._add_all(validation_conversations())
+            self._add_all(validation_items())
             if not held_out:
                 raise UsageError(f"--val: no conversation {self.logs['val'].why_nothing_is_usable(TOO_FEW)}")
         with ProgressBar("render", count, "conversations", quiet=self.quiet) as bar:
 
-            def divided_conversations() -> Iterator[tuple[str, _Conversation]]:
-                for conversation in self._conversations(train, "train"):
-                    key = conversation.key
+            def divided_items() -> Iterator[tuple[str, _Item]]:
+                for item in self._items(train, "train"):
+                    key = item.key
                     if key in held_out:
                         self.duplicates += 1
                         bar.advance(1)
                         continue
                     is_val = key == forced or is_validation(key, self.spec.seed, fraction)
-                    yield "val" if is_val else "train", conversation
+                    yield "val" if is_val else "train", item
 
-            self._add_all(divided_conversations(), bar)
+            self._add_all(divided_items(), bar)
         for split in self.splits.values():
             self._write_shard(split)
         return self._finish()
@@ -231,49 +240,43 @@ class _ChatPreparation:
     def _add_to_sample(self, sources: Sequence[Source], split: str, sample: EncoderSample) -> list[bytes]:
         """Add the text of all conversations to a sample, and return their keys."""
         keys = []
-        for conversation in self._conversations(sources, split):
-            keys.append(conversation.key)
-            text = "\n".join(message["content"] for message in conversation.messages).encode()
-            sample.add((conversation.record.source, conversation.record.lang), conversation.key, text)
+        for item in self._items(sources, split):
+            keys.append(item.key)
+            sample.add((item.record.source, item.record.lang), item.key, item.text.encode())
         return keys
 
-    def _conversations(self, sources: Sequence[Source], split: str) -> Iterator[_Conversation]:
+    def _items(self, sources: Sequence[Source], split: str) -> Iterator[_Item]:
         """Yield the valid conversations of sources; the others are counted in the log of the split."""
         log = self.logs[split]
         for source in sources:
-            for record in iter_records(source, ("messages",), log, ROW_FIELDS):
+            for record in iter_records(source, (), log, RECORD_FIELDS):
                 try:
-                    refuse_row_fields(record.fields)
-                    messages = checked_messages(record.fields["messages"])
+                    format_, conversation = conversation_of(record.fields)
                 except NotRendered as error:
                     log.add(NO_CONVERSATION, record.origin, str(error))
                     continue
-                key = xxhash.xxh3_128_digest(json.dumps(messages, sort_keys=True).encode())
-                yield _Conversation(record, messages, key)
+                content = json.dumps(dataclasses.asdict(conversation), sort_keys=True)
+                yield _Item(record, format_, conversation, xxhash.xxh3_128_digest(content.encode()))
 
-    def _add_all(
-        self, conversations: Iterable[tuple[str, _Conversation]], bar: ProgressBar | None = None
-    ) -> None:
+    def _add_all(self, split_items: Iterable[tuple[str, _Item]], bar: ProgressBar | None = None) -> None:
         """Tokenize conversations, and add them in order to the splits that they are given with."""
-        items = ((pair, pair[1].messages) for pair in conversations)
+        items = ((pair, pair[1].conversation) for pair in split_items)
         tokenize, make_template = (
             partial(_tokenize, self.spec.turns),
             partial(ChatTemplate, self.out, self.encoder),
         )
         with contextlib.closing(map_in_order(items, tokenize, self.template, make_template)) as results:
-            for (split, conversation), tokenized in results:
+            for (split, item), tokenized in results:
                 if bar is not None:
                     bar.advance(1)
-                self._add(split, conversation, tokenized)
+                self._add(split, item, tokenized)
 
     def _source_split(self, split: str) -> str:
         """Return "val" if a split comes from validation sources, else "train"."""
         return "val" if split == "val" and self.spec.val_sources else "train"
 
-    def _add(
-        self, split_name: str, conversation: _Conversation, tokenized: TokenizedConversation | str
-    ) -> None:
-        split, record, messages = self.splits[split_name], conversation.record, conversation.messages
+    def _add(self, split_name: str, item: _Item, tokenized: TokenizedConversation | str) -> None:
+        split, record, text = self.splits[split_name], item.record, item.text
         if isinstance(tokenized, str):
             self.logs[self._source_split(split_name)].add(REFUSED, record.origin, tokenized)
             return
@@ -283,13 +286,15 @@ class _ChatPreparation:
         split.documents.append(EncodedDocument(ids, add_tag(self.tags, record.source, record.lang), mask))
         split.tokens += len(ids)
         split.learnt += int(mask.sum())
-        split.text_bytes += max(1, sum(len(m["content"].encode()) for m in messages))
-        split.digest.update(conversation.key)
-        self.last_only += tokenized.last_only
-        is_short = sum(len(m["content"]) for m in messages) <= SAMPLE_CHARACTERS
-        is_answered = messages[-1]["role"] == "assistant"
+        split.text_bytes += max(1, len(text.encode()))
+        split.digest.update(item.key)
+        self.formats[item.format] = self.formats.get(item.format, 0) + 1
+        self.unlearnt_turns += tokenized.unlearnt_turns
+        self.rewritten += tokenized.rewritten
+        is_short = len(text) <= SAMPLE_CHARACTERS
+        is_answered = item.conversation.messages[-1]["role"] == "assistant"
         if split_name == "val" and is_short and is_answered and len(self.samples) < SAMPLES:
-            self.samples.append(messages)
+            self.samples.append(dataclasses.asdict(item.conversation))
         if split.tokens >= self.shard_tokens:
             self._write_shard(split)
 
@@ -342,7 +347,9 @@ class _ChatPreparation:
             chat=ChatInfo(
                 turn_end=self.template.turn_end,
                 learnt_tokens={name: split.learnt for name, split in self.splits.items()},
-                last_turn_only=self.last_only,
+                formats=self.formats,
+                unlearnt_turns=self.unlearnt_turns,
+                rewritten=self.rewritten,
             ),
             encoder=self.encoder,
         )
@@ -360,11 +367,15 @@ def describe_data(index: DatasetIndex, say: Callable[[str], None]) -> None:
         f"{train.documents:,} training conversations with {train.tokens:,} tokens in all, of which "
         f"{learnt['train']:,} count in the loss; {val.documents:,} held out"
     )
-    if index.chat.last_turn_only:
+    if index.chat.formats:
+        say("formats: " + ", ".join(f"{n:,} x {name}" for name, n in sorted(index.chat.formats.items())))
+    if index.chat.rewritten:
         say(
-            f"{index.chat.last_turn_only:,} conversations teach their last turn only, because the chat template writes "
-            "earlier turns differently once there is a later one"
+            f"{index.chat.rewritten:,} conversations have every turn as the model generates it, although the chat "
+            "template writes earlier turns differently once there is a later one"
         )
+    if index.chat.unlearnt_turns:
+        say(f"not learnt: {index.chat.unlearnt_turns:,} of the assistant's turns")
     for reasons in index.bad_input.values():
         for reason, left in reasons.items():
             say(f"left out: {left['count']:,} x {reason}, first {left['first'][0]}")

@@ -21,6 +21,7 @@ from deskside.data.corpus.sources import (
     Source,
     kind_of,
     tag_of,
+    without_nulls,
 )
 from deskside.utils.errors import UsageError
 
@@ -43,8 +44,9 @@ def iter_records(
 ) -> Iterator[Record]:
     """Yield the records of one source in a fixed order. Unreadable records and missing fields are added to `bad`.
 
-    optional: further fields that a record may have. Raises UsageError if the source is plain text or a hub data set
-    that cannot be read, and for bad input if `bad.on_bad` is "refuse".
+    optional: further fields that a record may have; without `fields`, it needs one of them. Raises
+    UsageError if the source is plain text or a hub data set that cannot be read, and for bad input if `bad.on_bad` is
+    "refuse".
     """
     return _RecordReader(bad, fields, optional).items(source)
 
@@ -71,10 +73,11 @@ class _RecordReader(Reader[Record]):
     def __init__(self, bad: BadInputLog, fields: Sequence[str], optional: Sequence[str]) -> None:
         super().__init__(bad)
         self.fields, self.optional = fields, optional
+        self.wanted = fields or optional
 
     def text(self, path: Path, source: Source) -> Iterator[Record]:
         raise UsageError(
-            f"{path}: is plain text; records with {self.fields[0]!r} must be in .jsonl or .parquet files."
+            f"{path}: is plain text; records with {self.wanted[0]!r} must be in .jsonl or .parquet files."
         )
 
     def parquet(self, path: Path, tag: str) -> Iterator[Record]:
@@ -90,23 +93,29 @@ class _RecordReader(Reader[Record]):
                     return
                 others = ("source", "lang", *self.optional)
                 columns = [*self.fields, *(c for c in others if c in names and c not in self.fields)]
+                if not any(name in columns for name in self.wanted):
+                    self.bad.add(
+                        NO_COLUMN, str(path), f"wanted {self.wanted[0]!r}, has {', '.join(names[:6])}"
+                    )
+                    return
                 for batch in table.iter_batches(batch_size=256, columns=columns):
                     for record in batch.to_pylist():
                         row += 1
-                        yield from self.record(record, tag, f"{path}:{row}", str(path))
+                        yield from self.record(without_nulls(record), tag, f"{path}:{row}", str(path))
         except (pa.ArrowInvalid, OSError, UnicodeDecodeError) as error:
             if isinstance(error, (FileNotFoundError, PermissionError)):
                 raise
             self.bad.add(DAMAGED_FILE, str(path), f"after row {row}: {str(error)[:80]}")
 
     def record(self, record: object, tag: str, origin: str, group: str) -> Iterator[Record]:
-        if not isinstance(record, Mapping) or any(name not in record for name in self.fields):
+        found = record if isinstance(record, Mapping) else {}
+        if any(name not in found for name in self.fields) or not any(name in found for name in self.wanted):
             if isinstance(record, Mapping):
                 keys = ", ".join(map(str, list(record)[:6]))
             else:
                 keys = type(record).__name__
-            self.bad.add(NO_FIELD, origin, f"wanted {', '.join(self.fields)}, has {keys}")
+            self.bad.add(NO_FIELD, origin, f"wanted {', '.join(self.wanted)}, has {keys}")
             return
-        fields = {name: record[name] for name in self.fields}
-        fields |= {name: record[name] for name in self.optional if name in record}
-        yield Record(fields, tag_of(record.get("source")) or tag, tag_of(record.get("lang")), origin)
+        fields = {name: found[name] for name in self.fields}
+        fields |= {name: found[name] for name in self.optional if name in found}
+        yield Record(fields, tag_of(found.get("source")) or tag, tag_of(found.get("lang")), origin)

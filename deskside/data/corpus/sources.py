@@ -21,7 +21,7 @@ from __future__ import annotations
 import glob as globbing
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
@@ -489,10 +489,25 @@ def _hub_rows(source: Source) -> Iterator[Any]:
     assert source.hub is not None
     name, config, split = source.hub
     try:
-        yield from datasets.load_dataset(name, config, split=split, streaming=True)
+        yield from map(without_nulls, datasets.load_dataset(name, config, split=split, streaming=True))
     except (OSError, ValueError) as error:  # the base classes of the errors of `datasets`
         reason = str(error).splitlines()[0][:160] if str(error) else type(error).__name__
         raise UsageError(
             f"{source.spec}: the hub's data set cannot be read ({reason}). Check the name, config and split and the "
             "network; without a network, download its files elsewhere and give their paths instead."
         ) from error
+
+
+def without_nulls(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record of a table without the nulls in its structs.
+
+    All structs of a column have the same fields, such as the arguments of the calls of all tools, and null for those
+    that an object did not have.
+    """
+
+    def clean(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {name: clean(part) for name, part in value.items() if part is not None}
+        return [clean(part) for part in value] if isinstance(value, list) else value
+
+    return {name: clean(value) for name, value in record.items()}

@@ -123,13 +123,18 @@ class TokenizerInfo(Part):
 class ChatInfo(Part):
     """Facts about a data set of conversations.
 
-    turn_end: id of the end-of-turn token, or None. learnt_tokens: number of tokens trained on, by split.
-    last_turn_only: number of conversations of which only the last turn is trained on.
+    turn_end: id of the end-of-turn token, or None. learnt_tokens: number of tokens trained on, by split. formats:
+    number of conversations by the format of their record. unlearnt_turns: number of the assistant's turns that are not
+    trained on. rewritten: number of conversations in which the chat template would write earlier turns differently.
+    last_turn_only: number of those of which earlier versions trained only on the last turn.
     """
 
     turn_end: NonNegativeInt | None
     learnt_tokens: dict[str, NonNegativeInt]
-    last_turn_only: NonNegativeInt
+    formats: dict[str, NonNegativeInt] = Field(default_factory=dict)
+    unlearnt_turns: NonNegativeInt = 0
+    rewritten: NonNegativeInt = 0
+    last_turn_only: NonNegativeInt = 0
 
 
 class DatasetIndex(Part):

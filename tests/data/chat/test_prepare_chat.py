@@ -13,6 +13,7 @@ import pytest
 
 from deskside.data import encoder
 from deskside.data.chat.chat_template import ChatTemplate
+from deskside.data.chat.messages import Conversation
 from deskside.data.chat.prepare_chat import (
     NO_CONVERSATION,
     REFUSED,
@@ -67,7 +68,7 @@ def expected(tokenizer: Path, found: list[list[dict[str, Any]]]) -> dict[tuple[i
     template = ChatTemplate(tokenizer)
     result = {}
     for messages in found:
-        tokens = template.conversation(messages)
+        tokens = template.conversation(Conversation(messages))
         ids = tokens.ids.astype(np.int64)
         targets = np.where(tokens.mask[1:] == 1, ids[1:], IGNORE)
         result[tuple(ids[:-1].tolist())] = tuple(targets.tolist())

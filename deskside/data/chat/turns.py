@@ -1,0 +1,126 @@
+"""The text of a conversation with the places of the assistant's turns, which the model learns.
+
+A template that is made for training marks the turns with `{% generation %}`. In others they are found by rendering
+beginnings of the conversation: what is written up to a turn, with the generation prompt, is its prompt, and what is
+written with the turn must begin with this prompt; the rest is the turn, as the model has to generate it.
+
+Usually every such rendering is a beginning of the whole text. But some templates write a turn differently once a later
+message follows: Qwen3's removes the reasoning of earlier answers. Then the text is put together from the turns as the
+model generates them, each as the last one of the conversation, and what the template writes between them. That is also
+the text of TRL's training templates, which keep every turn as it was generated.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from deskside.data.chat.messages import Conversation, Message, NotRendered
+from deskside.data.chat.renderer import Renderer
+
+MARKS = [chr(0xF8FF - number) for number in range(64)]  # of the Private Use Area
+_QUESTION = [{"role": "user", "content": "Is it raining?"}]
+
+
+@dataclass(frozen=True)
+class MarkedText:
+    """A rendered conversation. text: escaped. spans: (begin, end) of each assistant turn. rewritten: True if the
+    template would write an earlier turn differently in the whole conversation."""
+
+    text: str
+    spans: list[tuple[int, int]]
+    rewritten: bool = False
+
+
+def text_with_turns(renderer: Renderer, conversation: Conversation) -> MarkedText:
+    """Render a conversation and find the assistant's turns, in order. Raises NotRendered."""
+    if renderer.marks_turns:
+        spans, text = renderer.assistant_spans_and_text(conversation)
+        return MarkedText(text, spans)
+    text = renderer.text(conversation, add_generation_prompt=False)
+    numbers = [n for n, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+    spans = []
+    for n in numbers:
+        prompt = _text_before(renderer, conversation, n)
+        is_last = n + 1 == len(conversation.messages)
+        answered = text if is_last else renderer.text(conversation.first(n + 1), add_generation_prompt=False)
+        if not (text.startswith(prompt) and text.startswith(answered) and len(prompt) < len(answered)):
+            return _appended(renderer, conversation, numbers)
+        spans.append((len(prompt), len(answered)))
+    return MarkedText(text, spans)
+
+
+def _appended(renderer: Renderer, conversation: Conversation, numbers: list[int]) -> MarkedText:
+    """Return the text made of the turns as they are generated. numbers: of the assistant's messages.
+
+    What follows a turn is what the template writes after a mark at the end of the turn's last text.
+    """
+    messages = conversation.messages
+    written = json.dumps(messages, ensure_ascii=False)
+    mark = next((mark for mark in MARKS if mark not in written), None)
+    if mark is None:
+        raise NotRendered("it uses too many characters of the Private Use Area")
+
+    def after_mark(marked: Sequence[Message], add_generation_prompt: bool = False) -> str:
+        parts = renderer.text(conversation.with_messages(marked), add_generation_prompt).split(mark)
+        if len(parts) != 2:
+            raise NotRendered("the chat template writes the text of a turn more than once, or leaves it out")
+        return parts[1]
+
+    def with_mark(n: int) -> list[Message]:
+        return [*messages[:n], _marked(messages[n], mark)]
+
+    text = _text_before(renderer, conversation, numbers[0])
+    answered = renderer.text(conversation.first(numbers[0] + 1), add_generation_prompt=False)
+    spans = [(len(text), len(answered))]
+    text += _rest(answered, text)
+    for n, following in pairwise(numbers):
+        before = [*with_mark(n), *messages[n + 1 : following]]
+        prompt = after_mark(before, add_generation_prompt=True)
+        turn = _rest(after_mark([*before, messages[following]]), prompt)
+        text += _rest(prompt, after_mark(with_mark(n)))
+        spans.append((len(text), len(text) + len(turn)))
+        text += turn
+    ended = with_mark(numbers[-1])
+    text += _rest(after_mark([*ended, *messages[numbers[-1] + 1 :]]), after_mark(ended))
+    return MarkedText(text, spans, rewritten=True)
+
+
+def _marked(message: Message, mark: str) -> Message:
+    """Return a message with a mark at the end of the last text that a template writes of it: of its calls, or else of
+    its content. In a call this is the name, because templates write a call's arguments in many ways."""
+    if "tool_calls" not in message:
+        return {**message, "content": message["content"] + mark}
+    *calls, last = message["tool_calls"]
+    function = {**last["function"], "name": last["function"]["name"] + mark}
+    return {**message, "tool_calls": [*calls, {**last, "function": function}]}
+
+
+def _rest(text: str, beginning: str) -> str:
+    if not text.startswith(beginning):
+        raise NotRendered("its text before a reply is not a prefix of its text with the reply")
+    return text.removeprefix(beginning)
+
+
+def _text_before(renderer: Renderer, conversation: Conversation, n: int) -> str:
+    """Return the text before message n, with the generation prompt.
+
+    If the assistant speaks first, this is the rendering of an empty conversation, which many templates refuse or write
+    without the beginning of the text. So the generation prompt is found by rendering a question with and without it,
+    and the text is what the template writes up to the end of this prompt. Only if the template has no generation prompt
+    is the empty conversation rendered.
+    """
+    if n:
+        return renderer.text(conversation.first(n), add_generation_prompt=True)
+    question = conversation.with_messages(_QUESTION)
+    without_prompt = renderer.text(question, add_generation_prompt=False)
+    prompt = _rest(renderer.text(question, add_generation_prompt=True), without_prompt)
+    if not prompt:
+        return renderer.text(conversation.first(0), add_generation_prompt=True)
+    first = renderer.text(conversation.first(1), add_generation_prompt=False)
+    at = first.find(prompt)
+    if at < 0:
+        raise NotRendered(
+            "it begins with the assistant, and the template does not show where that turn begins"
+        )
+    return first[: at + len(prompt)]
