@@ -14,6 +14,9 @@ per token. Eager norms save nothing for the gradient of their weights. A and B a
 a fused weight, A is stacked and B put on a block diagonal (`precision/lora.py`). The first block saves a little less
 than modelled, because nothing before it is trained. Quantized weights are dequantized one at a time, in the forward and
 again in the backward.
+
+DoRA has a magnitude (with gradient and states) and a norm for each row, and saves the output that the magnitude scales.
+Tables that train whole are stored in 32 bits, with gradients and states.
 """
 
 from typing import NamedTuple
@@ -24,6 +27,8 @@ from deskside.budget.step_spec import AdapterSpec, StepSpec
 
 NF4_BLOCK, NF4_SCALE_BLOCK = 64, 256  # weights per 8-bit scale, and 8-bit scales per float32 scale
 NF4_TABLE_BYTES = 4 * 257  # per weight matrix
+# Projections that share a weight by default, and so the steps of an adapter.
+WEIGHTS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
 
 
 class ProjectionSize(NamedTuple):
@@ -57,10 +62,41 @@ def adapter_params(shape: Shape, adapter: AdapterSpec, active: bool = False) -> 
     return shape.num_hidden_layers * adapter.rank * elements
 
 
+def table_params(shape: Shape, adapter: AdapterSpec) -> int:
+    """Return the number of parameters of the tables that train whole."""
+    return len(adapter.tables) * shape.vocab_size * shape.hidden_size
+
+
+def trained_params(shape: Shape, adapter: AdapterSpec) -> int:
+    """Return the number of parameters that train: adapters, magnitudes and whole tables."""
+    rows = sum(projection_sizes(shape)[name].rows for name in adapter.targets) if adapter.dora else 0
+    magnitudes = shape.num_hidden_layers * rows
+    return adapter_params(shape, adapter) + magnitudes + table_params(shape, adapter)
+
+
+def head_trains(shape: Shape, adapter: AdapterSpec) -> bool:
+    """Return True if the head, or the embedding that it is tied to, trains whole."""
+    return ("embed_tokens" if shape.tie_word_embeddings else "lm_head") in adapter.tables
+
+
+def scaled_rows(shape: Shape, adapter: AdapterSpec) -> int:
+    """Return the rows of a block's weights whose outputs DoRA scales: all of a weight that has an adapter."""
+    sizes = projection_sizes(shape)
+    adapted = [names for names in WEIGHTS if set(names) & set(adapter.targets)] if adapter.dora else []
+    return sum(sizes[name].rows for names in adapted for name in names if name in sizes)
+
+
 def frozen_bytes(sizes: Sizes, adapter: AdapterSpec) -> float:
-    """Return the bytes of all frozen weights."""
+    """Return the bytes of all frozen weights, and of the norms of their rows for DoRA."""
     matrices = sizes.leaf(f"bytes of the blocks in {adapter.base}", block_bytes(sizes.shape, adapter))
-    return matrices + 2 * sizes.root_weights + 4 * sizes.leaf("weights of norms and biases", sizes.vectors)
+    tables = sizes.root_weights
+    if adapter.tables:
+        tables = tables - sizes.leaf("weights of tables that train", table_params(sizes.shape, adapter))
+    frozen = matrices + 2 * tables + 4 * sizes.leaf("weights of norms and biases", sizes.vectors)
+    if adapter.dora:
+        rows = sizes.shape.num_hidden_layers * scaled_rows(sizes.shape, adapter)
+        frozen = frozen + 4 * sizes.leaf("rows with a magnitude", rows)
+    return frozen
 
 
 def block_bytes(shape: Shape, adapter: AdapterSpec) -> float:
@@ -93,7 +129,7 @@ def stacked_adapter_bytes(shape: Shape, spec: StepSpec) -> float:
     assert spec.adapter is not None
     sizes, fp32 = projection_sizes(shape), spec.precision == "fp32"
     elements = 0
-    for fused in (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",)):
+    for fused in WEIGHTS:
         present = [sizes[name] for name in fused if name in sizes]
         ranks = spec.adapter.rank * sum(name in sizes and name in spec.adapter.targets for name in fused)
         if ranks and not (fp32 and len(present) == 1):
@@ -110,6 +146,7 @@ def extra_activation_bytes(shape: Shape, spec: StepSpec) -> float:
     targets = set(spec.adapter.targets)
     sizes = projection_sizes(shape)
     extra = 2.0 * spec.adapter.rank * sum(sizes[name].per_token for name in targets)
+    extra += 2.0 * scaled_rows(shape, spec.adapter)
     if not spec.compiled:  # eager norms save their result in float32 for the gradient of their weights
         channels = (shape.num_attention_heads + shape.num_key_value_heads) * shape.head_dim
         extra -= 4 * block_norms(shape) * shape.hidden_size + (4 * channels if shape.qk_norm else 0)

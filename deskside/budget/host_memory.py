@@ -8,7 +8,7 @@ A checkpoint that is written while training goes on takes a copy of weights and 
 (`checkpoint_bytes`), in one process, or with sharded weights in each process its share.
 """
 
-from deskside.budget.adapters import adapter_params
+from deskside.budget.adapters import trained_params
 from deskside.budget.replicas import update_shares
 from deskside.budget.shape import Shape
 from deskside.budget.sizes import Sizes
@@ -33,7 +33,7 @@ def checkpoint_bytes(shape: Shape, spec: StepSpec) -> int:
     """Return the bytes of a checkpoint's tensors in one process: trained weights and optimizer states."""
     s = Sizes(shape, spec)
     if spec.adapter is not None:
-        weights: float = 4 * adapter_params(shape, spec.adapter)
+        weights: float = 4 * trained_params(shape, spec.adapter)
     else:
         weights = spec.weight_bytes * (s.block_weights + s.root_weights) + 4 * s.vectors
     states = state_bytes(s)

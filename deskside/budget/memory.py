@@ -72,11 +72,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from deskside.budget.adapters import (
-    adapter_params,
     extra_activation_bytes,
     frozen_bytes,
+    head_trains,
     largest_dequantized_bytes,
     stacked_adapter_bytes,
+    trained_params,
 )
 from deskside.budget.format_costs import (
     SAVED_BF16,
@@ -271,7 +272,7 @@ def _adapter_training(s: Sizes, adapter: AdapterSpec) -> dict[str, Items]:
     spec = s.spec
     fp32 = spec.precision == "fp32"
     width, checkpointing = 2 if fp32 else 1, spec.activation_checkpointing
-    gradients = 4.0 * s.leaf("parameters of the adapters", adapter_params(s.shape, adapter))
+    gradients = 4.0 * s.leaf("parameters of the adapters", trained_params(s.shape, adapter))
     layer = _LayerBytes(s, width, SAVED_BF16)
     extra = s.leaf(
         "kept more for the adapters, per token and layer", width * extra_activation_bytes(s.shape, spec)
@@ -287,22 +288,28 @@ def _adapter_training(s: Sizes, adapter: AdapterSpec) -> dict[str, Items]:
     libraries = s.leaf("cuBLAS workspaces", LIBRARIES)
     dequantized = s.leaf("largest dequantized weight", dense) if dense else 0.0
     always: Items = {"weights": frozen_bytes(s, adapter) + gradients, "optimizer": gpu_state_bytes(s)}
+    # A frozen head in 16 bits is cast in FP32, and one that trains in BF16; the loss adds up its gradient in float32.
+    trained_head = head_trains(s.shape, adapter)
+    head: float = 4.0 * s.vocabulary * s.hidden if trained_head else 0.0
+    head_copy = (4.0 if fp32 else 2.0) * s.vocabulary * s.hidden if fp32 != trained_head else 0.0
     return {
         "loss": {
             **always,
             "gradients": earlier_gradients,
-            "copies": copies + (4 * s.vocabulary * s.hidden if fp32 else 0.0),
+            "copies": copies + head_copy,
             "activations": s.pass_tokens * kept + ends,
             "logits": s.chunk_tokens * s.vocabulary * logit_bytes(spec)
+            + head
             + hidden_bytes(spec) * s.pass_tokens * s.hidden,
             "workspace": libraries,
         },
         "backward": {
             **always,
-            "gradients": earlier_gradients,
+            "gradients": max(earlier_gradients, head),
             "copies": copies,
             "activations": s.pass_tokens * kept + ends,
-            "logits": 0.0,
+            # As in full training, that of a tied head stays separate until the embedding's is added.
+            "logits": head if s.shape.tie_word_embeddings and spec.accumulation > 1 else 0.0,
             "workspace": libraries
             + s.pass_tokens * (layer.backward(checkpointing) + (extra if checkpointing == "block" else 0.0))
             + dequantized,

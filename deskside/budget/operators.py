@@ -35,7 +35,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from deskside.budget.adapters import adapter_params, block_bytes, projection_sizes
+from deskside.budget import adapters
+from deskside.budget.adapters import adapter_params, block_bytes, head_trains, projection_sizes, scaled_rows
 from deskside.budget.format_costs import (
     CURRENT_SCALING,
     CURRENT_SCALING_BYTES,
@@ -104,6 +105,7 @@ BFLOAT16_ADAMW_SAVING, BFLOAT16_MUON_SAVING = 12, 11
 # Finding the 8-bit codes of two states takes as long as this many bytes of traffic per weight. Measured on an H200:
 # 23 ms for 1.29 billion float32 weights, 38 to 42 for 3.03 billion in bfloat16, clipping included.
 QUANTIZED_ADAMW_WORK = 28
+MAGNITUDE_PASSES = 7  # over the outputs that DoRA scales: two in the forward, five in the backward
 EXPERT_GRADIENT_BYTES = 18  # per float32 expert weight and pass (see the module docstring)
 NEWTON_SCHULZ_STEPS = 5
 # (FLOPs of the first product of one expert, rate relative to one dense product): means over the products of a layer on
@@ -311,10 +313,22 @@ def _adapters(s: Sizes, activation_bytes: float) -> list[Operator]:
         * s.leaf("channels into and out of the adapters", channels)
         * activation_bytes
     )
-    return [
+    operators = [
         Operator("adapters", "matmul", 6.0 * s.tokens * active, runs_as=_unquantized_format(s.spec)),
         Operator("adapters' inputs and outputs", "traffic", traffic),
     ]
+    if s.spec.adapter.dora:
+        # The norm multiplies A with the weight as if its rows were tokens, so its time is that of reading the weight.
+        rows = s.leaf("rows with a magnitude", scaled_rows(s.shape, s.spec.adapter))
+        scaling = MAGNITUDE_PASSES * s.tokens * s.layers * rows * activation_bytes
+        operators += [
+            Operator("magnitudes", "traffic", scaling),
+            Operator("norms of DoRA", "weights", 2.0 * s.block_weights * s.passes),
+        ]
+    if head_trains(s.shape, s.spec.adapter):
+        flops = 2.0 * s.tokens * s.hidden * s.vocabulary
+        operators.append(Operator("gradient of the head", "head", flops, runs_as=_unquantized_format(s.spec)))
+    return operators
 
 
 def _products(
@@ -475,7 +489,7 @@ def trained_params(s: Sizes) -> float:
     """Return the number of parameters that the optimizer updates."""
     if s.spec.adapter is None:
         return s.parameters
-    return s.leaf("parameters of the adapters", adapter_params(s.shape, s.spec.adapter))
+    return s.leaf("parameters of the adapters", adapters.trained_params(s.shape, s.spec.adapter))
 
 
 def _optimizer(s: Sizes) -> list[Operator]:

@@ -47,7 +47,8 @@ def exchange(s: Sizes, trained: float) -> Exchange:
     per_weight = (4.0 if spec.gradient_dtype == "bfloat16" else 8.0) * share
     per_matrix_weight = 4.0 if owned and spec.gradient_dtype == "float32" else per_weight
     matrices: float = s.block_weights if owned else 0.0
-    embedding: float = s.vocabulary * s.hidden if spec.adapter is None else 0.0
+    whole_embedding = spec.adapter is None or "embed_tokens" in spec.adapter.tables
+    embedding: float = s.vocabulary * s.hidden if whole_embedding else 0.0
     in_backward = per_weight * (trained - matrices - embedding) + per_matrix_weight * matrices
     exposed: float = per_weight * embedding
     in_forward: float = spec.weight_bytes * matrices
@@ -66,7 +67,7 @@ def bucket_bytes(s: Sizes, trained: float) -> float:
     largest: float = 2 * BUCKET_WEIGHTS  # a bucket is closed at the end of the sublayer that fills it
     if spec.gradient_dtype == "float32" and spec.weights == "float32":
         return 4 * s.leaf("weights of a gradient bucket", min(trained, largest))
-    if spec.adapter is None:
+    if spec.adapter is None or spec.adapter.tables:
         embedding = s.shape.vocab_size * s.shape.hidden_size
         largest = embedding + (IN_FLIGHT - 1) * max(largest, s.block_weights / s.layers)
     # A copy in float32, or what is sent and what is received in bfloat16.

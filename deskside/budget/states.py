@@ -12,7 +12,7 @@ constants of `optim/offload.py`; a test compares them.
 
 from dataclasses import dataclass
 
-from deskside.budget.adapters import adapter_params
+from deskside.budget.adapters import trained_params
 from deskside.budget.replicas import update_shares
 from deskside.budget.sizes import Sizes
 from deskside.budget.step_spec import StateFormat
@@ -58,7 +58,7 @@ def state_bytes(sizes: Sizes) -> StateBytes:
     spec = sizes.spec
     adamw = ADAMW_STATE_BYTES[spec.states] + (MASTER_BYTES if spec.master_weights else 0)
     if spec.adapter is not None:
-        trained = sizes.leaf("parameters of the adapters", adapter_params(sizes.shape, spec.adapter))
+        trained = sizes.leaf("parameters of the adapters", trained_params(sizes.shape, spec.adapter))
         return StateBytes(matrices=adamw * trained, tables=0.0, vectors=0.0, max_bytes_per_weight=adamw)
     per_matrix_weight = MUON_STATE_BYTES[spec.states] if spec.optimizer == "muon" else adamw
     return StateBytes(

@@ -15,11 +15,16 @@ GradientPlace = Literal["device", "host", "released"]
 
 @dataclass(frozen=True)
 class AdapterSpec:
-    """LoRA adapters: their rank, the adapted projections, and the format of the frozen base weights."""
+    """LoRA adapters: their rank, the adapted projections, and the format of the frozen base weights.
+
+    dora: rows have trained magnitudes too. tables: those of "embed_tokens" and "lm_head" that train whole.
+    """
 
     rank: int
     targets: tuple[str, ...]
     base: Literal["bf16", "int8", "nf4"]
+    dora: bool = False
+    tables: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

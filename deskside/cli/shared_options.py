@@ -47,7 +47,7 @@ class ModelOption:
 
     model: str = option(
         "a run, a Hugging Face model directory, or a directory of PEFT adapters",
-        metavar="RUN|HF_DIR|PEFT_DIR",
+        metavar="RUN|HF_DIR",
         positional=True,
     )
     base: str | None = option(

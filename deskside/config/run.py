@@ -5,7 +5,6 @@ as plain dicts before validation, so that it can record which layer set a key, a
 meaningless.
 """
 
-import json
 from typing import Annotated
 
 from pydantic import Field, model_validator
@@ -292,7 +291,19 @@ class RunConfig(Part):
         if adapter.dropout and self.model.num_experts and not set(targets) <= set(ATTENTION_PROJECTIONS):
             raise ValueError(
                 "adapter.dropout: PEFT has none for experts; use --adapter.dropout 0, or adapters of attention only: "
-                f"--adapter.targets '{json.dumps(ATTENTION_PROJECTIONS)}'"
+                f"--adapter.targets {','.join(ATTENTION_PROJECTIONS)}"
+            )
+        if adapter.dora and self.model.num_experts and not set(targets) <= set(ATTENTION_PROJECTIONS):
+            raise ValueError(
+                "adapter.dora: PEFT has none for experts; leave it out, or adapt attention only: --adapter.targets "
+                + ",".join(ATTENTION_PROJECTIONS)
+            )
+        if adapter.dora and adapter.dropout:
+            raise ValueError("adapter.dropout: is not supported with adapter.dora; use --adapter.dropout 0")
+        if "lm_head" in adapter.modules_to_save and self.model.tie_word_embeddings:
+            raise ValueError(
+                "adapter.modules_to_save: this model has no head of its own; use --adapter.modules_to_save "
+                "embed_tokens, which is its head too"
             )
         for name in targets:
             if name not in available:

@@ -229,6 +229,12 @@ class AdapterConfig(Part):
         description="projections that get an adapter, by their Hugging Face names; all: every projection of the "
         "blocks; each expert has its own",
     )
+    dora: bool = Field(
+        False, description="train a magnitude for each row of an adapted weight too (DoRA, arXiv 2402.09353)"
+    )
+    modules_to_save: tuple[Literal["embed_tokens", "lm_head"], ...] = Field(
+        (), description="tables that train whole beside the adapters, in float32; a tied head is embed_tokens"
+    )
     dropout: Share = Field(0.0, description="dropout probability of an adapter's input in training")
     base: Literal["bf16", "int8", "nf4"] = Field(
         "bf16", description="format of the frozen weights: bf16, int8 (half the memory) or nf4 (a quarter)"

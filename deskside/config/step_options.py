@@ -19,11 +19,17 @@ def step_options(config: RunConfig) -> dict[str, Any]:
     """Return the fields that do not depend on the precision, by name."""
     adapter = None
     if config.adapter is not None:
-        rank, targets, base = config.adapter.rank, config.adapter.targets, config.adapter.base
+        options, targets = config.adapter, config.adapter.targets
         adapted = [
             name for name in adaptable_projections(config.model) if targets == "all" or name in targets
         ]
-        adapter = AdapterSpec(rank, tuple(adapted), base)
+        adapter = AdapterSpec(
+            options.rank,
+            tuple(adapted),
+            options.base,
+            options.dora,
+            tuple(sorted(set(options.modules_to_save))),
+        )
     return {
         "context": config.parallel.context,
         "optimizer": config.optim.name,

@@ -146,7 +146,8 @@ def _facts(stage: RunStage) -> list[tuple[str, str]]:
         ("software", ", ".join(f"{name} {version}" for name, version in software if version) or UNKNOWN),
     ]
     if adapter:
-        shape = f"LoRA of rank {adapter.get('rank')}, alpha {adapter.get('alpha')}"
+        kind = "DoRA" if adapter.get("dora") else "LoRA"
+        shape = f"{kind} of rank {adapter.get('rank')}, alpha {adapter.get('alpha')}"
         rows.insert(3, ("adapters", f"{shape}, on {adapter.get('base')} weights"))
     return rows
 

@@ -23,7 +23,7 @@ from deskside.config.run import RunConfig
 from deskside.config.sections import AdapterConfig
 from deskside.model.transformer import Transformer
 from deskside.ops.moe import Experts
-from deskside.precision.lora import Adapter, adapters_of, trained_rows_of
+from deskside.precision.lora import Adapter, adapters_of, saved_tables, trained_rows_of
 from deskside.run.directory import resolve_path
 from deskside.train.state.init_weights import resize_vocabulary
 from deskside.utils.errors import RunError, UsageError
@@ -77,6 +77,8 @@ def to_peft(
                 hf_module = PREFIX + hf_name(f"{owner}.{s.name}.weight", family).removesuffix(".weight")
                 tensors[f"{hf_module}.lora_A.weight"] = lora.a[s.name].detach()
                 tensors[f"{hf_module}.lora_B.weight"] = lora.b[s.name].detach()
+                if lora.magnitudes is not None:
+                    tensors[f"{hf_module}.lora_magnitude_vector"] = lora.magnitudes.values[s.name].detach()
     content: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -85,6 +87,7 @@ def to_peft(
         "lora_alpha": adapter.alpha,
         "lora_dropout": adapter.dropout,
         "use_rslora": adapter.rank_stabilised,
+        "use_dora": adapter.dora,
         "target_modules": sorted(targets),
         "bias": "none",
         "fan_in_fan_out": False,
@@ -95,8 +98,13 @@ def to_peft(
     ids, rows = _trained_rows(model, family)
     if ids:
         # With a plain list, PEFT applies the embedding's rows to a tied head as well.
-        content["trainable_token_indices"] = ids if len(ids) > 1 else next(iter(ids.values()))
+        content["trainable_token_indices"] = ids if "lm_head" in ids else ids["embed_tokens"]
     tensors |= rows
+    saved = _saved_tables(model, adapter, family)
+    if saved:
+        content["modules_to_save"] = [name.split(".")[-2] for name in saved]
+        content["ensure_weight_tying"] = model.config.tie_word_embeddings
+        tensors |= {PREFIX + name: table for name, table in saved.items()}
     return content, {name: tensor.to("cpu", torch.float32).contiguous() for name, tensor in tensors.items()}
 
 
@@ -123,6 +131,18 @@ def _expert_options(ranks: Mapping[str, int], adapter: AdapterConfig) -> dict[st
             for name, rank in others.items()
         },
     }
+
+
+def _saved_tables(model: Transformer, adapter: AdapterConfig, family: Family) -> dict[str, Tensor]:
+    """Return the tables that train whole, by their names in transformers. PEFT stores a tied one twice."""
+    saved = {}
+    for module in saved_tables(model, adapter):
+        logical_names = ["embed"] if module is model.embed else ["lm_head"]
+        if model.head is None:
+            logical_names.append("lm_head")
+        for logical_name in logical_names:
+            saved[hf_name(f"{logical_name}.weight", family)] = module.weight.detach().clone()
+    return saved
 
 
 def _trained_rows(model: Transformer, family: Family) -> tuple[dict[str, list[int]], dict[str, Tensor]]:

@@ -85,7 +85,10 @@ class FrozenLinear(Linear):
             y = _FrozenProduct.apply(x, self)
         if self.bias is not None:
             y = y + self.bias.to(x.dtype)
-        return y if self.adapter is None else self.adapter(x, y)
+        return y if self.adapter is None else self.adapter.output(x, y, self._plain_product, self.bias)
+
+    def _plain_product(self, x: Tensor) -> Tensor:
+        return _opaque_product(x, self.stored, self.out_features, self.in_features, False)
 
     def dense(self, dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> Tensor:
         """Return the dequantized weight (rows, in), computed on `device` (None: the device of the codes)."""

@@ -16,10 +16,12 @@ The experts of a layer have an A and a B each, (E, rank, in) and (E, rows, rank)
 `TrainedRows` are trainable float32 copies of the rows of a few tokens in an embedding or head that is frozen in BF16.
 With them, a model learns new special tokens without training its whole vocabulary.
 
-LoRA: Hu et al. 2021, arXiv 2106.09685.
+Whole tables may be trained too (`modules_to_save` of PEFT); they are float32 then.
+
+LoRA: Hu et al. 2021, arXiv 2106.09685. DoRA: precision/dora.py.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +33,7 @@ from deskside.kernels.stored_weights import embedding
 from deskside.ops.grouped import grouped_linear
 from deskside.ops.linear import Embedding, Linear, Slice
 from deskside.ops.moe import Experts
+from deskside.precision.dora import Magnitudes
 from deskside.utils.errors import UsageError
 from deskside.utils.splitmix import derive_seed
 
@@ -62,6 +65,7 @@ class Adapter(nn.Module):
         self.scale, self.dropout = scale, dropout
         a = {s.name: torch.empty(*experts, rank, in_features, device=device) for s in slices}
         b = {s.name: torch.zeros(*experts, s.stop - s.start, rank, device=device) for s in slices}
+        self.magnitudes: Magnitudes | None = None
         self.a = nn.ParameterDict({name: nn.Parameter(values) for name, values in a.items()})
         self.b = nn.ParameterDict({name: nn.Parameter(values) for name, values in b.items()})
 
@@ -86,9 +90,24 @@ class Adapter(nn.Module):
         inner_NR = x.flatten(0, -2) @ a.T
         return torch.addmm(y.flatten(0, -2), inner_NR, b.T, alpha=self.scale).view(y.shape)
 
-    def delta(self, name: str) -> Tensor:
-        """Return scale B A in float32, which merging adds to the rows of one projection."""
-        return (self.b[name].detach().float() @ self.a[name].detach().float()).mul_(self.scale)
+    def output(
+        self, x: Tensor, y: Tensor, product: Callable[[Tensor], Tensor], bias: Tensor | None
+    ) -> Tensor:
+        """Return the output of an adapted layer. y: that of its frozen weight, with the bias. product: x -> x W^T."""
+        y = self(x, y)
+        if self.magnitudes is None:
+            return y
+        return self.magnitudes(y, self.magnitudes.gain(self.a, self.b, self.scale, product, x.dtype), bias)
+
+    @torch.no_grad()
+    def merge(self, weight: Tensor) -> None:
+        """Change a float32 weight of the adapted shape to the one with which the layer computes, in place."""
+        for s in self.adapted:
+            rows = weight[..., s.start : s.stop, :]
+            rows += (self.b[s.name].float() @ self.a[s.name].float()).mul_(self.scale).to(weight.device)
+            if self.magnitudes is not None:
+                norm = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
+                rows *= self.magnitudes.values[s.name].to(weight.device)[:, None] / norm
 
     def joined(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return all A stacked (ranks, in), and all B on a block diagonal (rows, ranks); for experts, of each."""
@@ -160,11 +179,13 @@ class AdaptedLinear(Linear):
     trained: TrainedRows | None
 
     def forward(self, x: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        y = F.linear(x, self.weight.to(x.dtype), bias)
+        bias, weight = None if self.bias is None else self.bias.to(x.dtype), self.weight.to(x.dtype)
+        y = F.linear(x, weight, bias)
         if self.trained is not None:
             return self.trained.logits(x, y)
-        return y if self.adapter is None else self.adapter(x, y)
+        return (
+            y if self.adapter is None else self.adapter.output(x, y, lambda a: F.linear(a, weight), self.bias)
+        )
 
     @property
     def replaced_rows(self) -> ReplacementRows | None:
@@ -253,6 +274,8 @@ def is_adapted(model: nn.Module) -> bool:
 def attach(model: nn.Module, config: AdapterConfig, seed: int, trained_tokens: Sequence[int] = ()) -> None:
     """Freeze `model` in place, unless it is frozen already, and add an adapter to every projection in `config.targets`.
 
+    The tables in `config.modules_to_save` train whole, in float32.
+
     Blocks must consist of `Linear`s with named projections, and `Experts`. The fused sublayers do not support adapters
     (`precision.convert.why_not_fused`), so such a model runs its ordinary forward.
 
@@ -262,10 +285,13 @@ def attach(model: nn.Module, config: AdapterConfig, seed: int, trained_tokens: S
     """
     from deskside.precision.frozen import FrozenLinear, freeze
 
+    whole = [(table, table.weight.detach().float()) for table in saved_tables(model, config)]
     if not any(isinstance(module, FrozenLinear) for module in model.modules()):
         freeze(model, config.base)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
+    for table, weight in whole:
+        table.weight = nn.Parameter(weight)
     count = 0
     targets = PROJECTIONS if config.targets == "all" else config.targets
 
@@ -294,6 +320,9 @@ def attach(model: nn.Module, config: AdapterConfig, seed: int, trained_tokens: S
             shape = (module.out_features, module.in_features)
             adapter = make_adapter(f"{path}.adapter", module, shape, module.slices)
             if adapter is not None:
+                if config.dora:
+                    weight = module.dense() if isinstance(module, FrozenLinear) else module.weight
+                    adapter.magnitudes = Magnitudes(adapter.adapted, weight)
                 add_adapter(module, adapter)
                 count += len(adapter.adapted)
     if not count:
@@ -302,6 +331,13 @@ def attach(model: nn.Module, config: AdapterConfig, seed: int, trained_tokens: S
             + ", ".join(PROJECTIONS)
         )
     _train_rows(model, trained_tokens)
+
+
+def saved_tables(model: nn.Module, config: AdapterConfig) -> list[Embedding | Linear]:
+    """Return the tables of a model that train whole beside its adapters."""
+    roles = {"embed_tokens": "embedding", "lm_head": "head"}
+    wanted = {roles[name] for name in config.modules_to_save}
+    return [m for m in model.modules() if isinstance(m, Embedding | Linear) and m.role in wanted]
 
 
 def num_trained_parameters(model: nn.Module) -> int:
@@ -316,6 +352,8 @@ def _train_rows(model: nn.Module, tokens: Sequence[int]) -> None:
     for module in model.modules():
         if not isinstance(module, Embedding | Linear) or module.role not in ("embedding", "head"):
             continue
+        if module.weight.requires_grad:
+            continue  # the whole table trains
         entries = module.weight.shape[0]
         if outside := [token for token in ids if not 0 <= token < entries]:
             raise UsageError(f"token {outside[-1]} is outside of the vocabulary of {entries} entries")

@@ -21,7 +21,7 @@ from deskside.config.sections import AdapterConfig
 from deskside.model.transformer import Transformer
 from deskside.optim.groups import clean_name
 from deskside.precision.frozen import freeze, frozen_layer, is_quantized_by_freeze
-from deskside.precision.lora import TrainedRows, attach
+from deskside.precision.lora import TrainedRows, attach, saved_tables
 from deskside.utils.errors import RunError
 from deskside.utils.files import fingerprint, replace_atomically, write_atomically
 from deskside.weights.checkpoint import check_match
@@ -55,13 +55,16 @@ def build(
     with torch.device("meta"):
         model = Transformer(config)
     check_match(dict(model.named_parameters()), weights)
+    whole = {id(table) for table in saved_tables(model, adapter)}
 
     def fill(prefix: str, module: nn.Module, dtype: torch.dtype) -> None:
         for path, part in module.named_modules():
             for leaf, parameter in list(part.named_parameters(recurse=False)):
                 if parameter.is_meta:
                     name = ".".join(filter(None, (prefix, path, leaf)))
-                    parameter_dtype = dtype if parameter.ndim >= 2 else torch.float32
+                    parameter_dtype = (
+                        dtype if parameter.ndim >= 2 and id(part) not in whole else torch.float32
+                    )
                     tensor = weights[name].detach().to(device, parameter_dtype, copy=True)
                     part.register_parameter(leaf, nn.Parameter(tensor))
 
@@ -101,7 +104,10 @@ def save(model: Transformer, run_dir: Path) -> None:
 def load(
     run_dir: Path, config: ModelConfig, adapter: AdapterConfig, seed: int, device: torch.device | str
 ) -> Transformer:
-    """Load the model that `save` wrote, with new adapters. Raises RunError if it is missing or damaged."""
+    """Load the model that `save` wrote, with new adapters. Raises RunError if it is missing or damaged.
+
+    Tables that train whole are not in the base, and are uninitialized.
+    """
     path = run_dir / BASE
     facts = _verify(run_dir)
     with torch.device("meta"):
@@ -115,6 +121,8 @@ def load(
                     keys = [key for key in tensors if key.startswith(prefix) and key != f"{prefix}bias"]
                     stored = {key.removeprefix(prefix): tensors.pop(key) for key in keys}
                     setattr(parent, name, frozen_layer(child, adapter.base, stored))
+    for table in saved_tables(model, adapter):
+        table.weight = nn.Parameter(torch.empty(table.weight.shape, device=device))
     for module_path, module in model.named_modules():
         for leaf, parameter in list(module.named_parameters(recurse=False)):
             if parameter.is_meta:

@@ -149,8 +149,7 @@ def _merged_weight(
             return weight
         weight = weight.to(device).to(torch.float32, copy=True)
     if adapter is not None:
-        for s in adapter.adapted:
-            weight[..., s.start : s.stop, :] += adapter.delta(s.name).to(device)
+        adapter.merge(weight)
     if trained is not None:
         weight[trained.ids.to(device)] = trained.rows.detach().to(device, torch.float32)
     return weight

@@ -54,7 +54,13 @@ def work_of(adapter: AdapterSpec, passes: int = 1, **options: Any) -> StepSpec:
 
 def adapted(shape: ModelConfig, adapter: AdapterSpec) -> Transformer:
     model = Transformer(shape)
-    options = AdapterConfig(rank=adapter.rank, base=adapter.base, targets=adapter.targets)  # type: ignore[arg-type]
+    options = AdapterConfig(
+        rank=adapter.rank,
+        base=adapter.base,
+        targets=adapter.targets,  # type: ignore[arg-type]
+        dora=adapter.dora,
+        modules_to_save=adapter.tables,  # type: ignore[arg-type]
+    )
     attach(model, options, 0)
     return model
 
@@ -208,6 +214,13 @@ def track(shape: ModelConfig, spec: StepSpec) -> Tracked:
         pytest.param(AdapterSpec(16, PROJECTIONS, "bf16"), {}, marks=pytest.mark.full),
         (AdapterSpec(16, PROJECTIONS, "bf16"), {"passes": 2}),
         (AdapterSpec(64, ("q_proj", "v_proj"), "bf16"), {}),
+        (AdapterSpec(16, PROJECTIONS, "bf16", dora=True), {}),
+        pytest.param(AdapterSpec(8, ("k_proj", "down_proj"), "int8", dora=True), {}, marks=pytest.mark.full),
+        (AdapterSpec(16, PROJECTIONS, "bf16", tables=("embed_tokens", "lm_head")), {}),
+        pytest.param(
+            AdapterSpec(4, PROJECTIONS, "bf16", tables=("embed_tokens", "lm_head")), {"passes": 2},
+            marks=pytest.mark.full,
+        ),
         pytest.param(AdapterSpec(4, MLP_ONLY, "bf16"), {}, marks=pytest.mark.full),
         pytest.param(AdapterSpec(16, PROJECTIONS, "int8"), {}, marks=pytest.mark.full),
         pytest.param(AdapterSpec(16, PROJECTIONS, "nf4"), {}, marks=pytest.mark.full),
@@ -215,7 +228,8 @@ def track(shape: ModelConfig, spec: StepSpec) -> Tracked:
             AdapterSpec(16, PROJECTIONS, "nf4"), {"activation_checkpointing": "block"}, marks=pytest.mark.full
         ),
     ],
-    ids=["all", "two passes", "q and v", "mlp", "int8", "nf4", "recomputed"],
+    ids=["all", "two passes", "q and v", "dora", "dora of some", "tables", "tables, two passes", "mlp", "int8", "nf4",
+         "recomputed"],
 )  # fmt: skip
 def test_every_item_and_the_peak(adapter: AdapterSpec, options: dict[str, Any]) -> None:
     shape, spec = ModelConfig(**SMALL), work_of(adapter, **options)

@@ -200,6 +200,7 @@ LISTS = {
     "precision.keep": (["q_proj", "v_proj"], ["o_proj"]),
     "optim.betas": ([0.9, 0.95],),
     "adapter.targets": (["q_proj", "v_proj"], ["q_proj"], "all"),
+    "adapter.modules_to_save": (["embed_tokens", "lm_head"], ["lm_head"]),
 }
 
 

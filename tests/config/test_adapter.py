@@ -51,6 +51,16 @@ ADAMW = {"optim": {"name": "adamw"}}
         ),
         ({"adapter": {"targets": ["wq"]}}, r"adapter.targets: \['wq'\] is neither all nor a list of q_proj"),
         ({"adapter": {"targets": []}}, r"adapter.targets: \[\] is neither all"),
+        (
+            {"adapter": {"dora": True}, "model": {"num_experts": 4, "num_experts_per_tok": 2}},
+            r"adapter.dora: .*experts.*--adapter.targets q_proj,k_proj,v_proj,o_proj",
+        ),
+        ({"adapter": {"dora": True, "dropout": 0.1}}, r"adapter.dropout: .*adapter.dora; use --adapter.dropout 0"),
+        (
+            {"adapter": {"modules_to_save": ["lm_head"]}, "model": {"tie_word_embeddings": True}},
+            r"adapter.modules_to_save: .*embed_tokens",
+        ),
+        ({"adapter": {"modules_to_save": ["norm"]}}, r"adapter.modules_to_save.*'embed_tokens' or 'lm_head'"),
         ({"adapter": {"rank": 0}}, r"adapter.rank: input should be greater than 0"),
         ({"adapter": {"base": "fp4"}}, r"adapter.base: input should be 'bf16', 'int8' or 'nf4'"),
         ({"adapter": {"ranks": 8}}, r"adapter.ranks: there is no such option; did you mean adapter.rank"),

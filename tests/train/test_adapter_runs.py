@@ -56,8 +56,9 @@ def stop_in(last: int, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param({"base": "bf16"}, marks=pytest.mark.full),
         {"base": "int8", "dropout": 0.2},
         {"base": "nf4", "targets": ["q_proj", "down_proj"]},
+        {"base": "int8", "dora": True, "modules_to_save": ["embed_tokens", "lm_head"]},
     ],
-    ids=["bf16", "int8 with dropout", "nf4"],
+    ids=["bf16", "int8 with dropout", "nf4", "dora and tables"],
 )
 def test_resumed_to_the_last_bit(
     adapter: dict[str, Any], pretrained: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
