@@ -16,20 +16,17 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from deskside.engine.json_schema import OPTIONS, checked_schema
 from deskside.utils.errors import UsageError
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
-    from llguidance._lib import JsonCompileOptions
 
 GrammarKind = Literal["json", "regex", "choice", "grammar", "lark"]
 MASK_BITS = 32  # tokens per element of a mask
 INNER = "@inner"  # a grammar that another one contains
 COMPILED = 64  # compiled grammars that are kept
 MAX_ERROR_CHARACTERS = 300
-# Options of JSON schemas. White space is bounded, because some models fill an answer with it. A schema's own x-guidance
-# cannot make the compiler ignore what it does not support.
-JSON_OPTIONS: "JsonCompileOptions" = {"lenient": False, "whitespace_pattern": r"[ \t\n\r]{1,40}"}
 
 
 @dataclass(frozen=True)
@@ -82,7 +79,7 @@ class Grammars:
 
         try:
             if kind == "json":
-                source = LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS)
+                source = LLMatcher.grammar_from_json_schema(checked_schema(text), overrides=OPTIONS)
             else:
                 source = grammar_from(kind, text)
         except ValueError as error:
@@ -90,6 +87,7 @@ class Grammars:
         if outer is not None:
             source = _contained(source, outer)
         matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
+        matcher.compute_bitmask()  # finds some errors only here, such as a rule that contains nothing but itself
         if matcher.is_error():
             raise _refused(kind, matcher.get_error())
         return Grammar(matcher)
@@ -110,11 +108,6 @@ def _refused(kind: GrammarKind, reason: str) -> UsageError:
 def lark_literal(text: str) -> str:
     """Return a text as a string literal of a Lark grammar."""
     return json.dumps(text, ensure_ascii=False)
-
-
-def lark_json(schema: dict[str, Any]) -> str:
-    """Return a JSON schema as a part of a Lark grammar."""
-    return "%json " + json.dumps({**schema, "x-guidance": JSON_OPTIONS})
 
 
 class MaskBuilder:

@@ -12,7 +12,8 @@ from tokenizers import Tokenizer
 
 from deskside.data.tokenizer import train
 from deskside.engine.engine import Draft, Engine
-from deskside.engine.grammar import GrammarKind, Grammars, MaskBuilder, forbid, lark_json, lark_literal
+from deskside.engine.grammar import GrammarKind, Grammars, MaskBuilder, forbid, lark_literal
+from deskside.engine.json_schema import lark_json
 from deskside.engine.requests import Request, SampleOutput
 from deskside.engine.sampling import GREEDY, Sampling
 from deskside.model.transformer import Transformer
@@ -170,6 +171,9 @@ def test_log_probabilities_are_those_of_model_and_mask() -> None:
         ("json", '{"type"'),
         ("json", "[1]"),
         ("json", '{"$ref": "http://example.org/schema.json"}'),
+        ("json", '{"$ref": "#"}'),
+        ("json", '{"items": {"type": "number", "exclusiveMinimum": 10, "maximum": 10.5}}'),
+        ("json", '{"type": "number", "minimum": -0.5, "exclusiveMaximum": 0}'),
         ("regex", "(a"),
         ("regex", "(?!a)b"),
         ("grammar", "nothing"),
