@@ -57,6 +57,8 @@ class Shape(Protocol):
     @property
     def qk_norm_over(self) -> str: ...
     @property
+    def attention_sinks(self) -> bool: ...
+    @property
     def tie_word_embeddings(self) -> bool: ...
     @property
     def num_experts(self) -> int: ...
@@ -170,9 +172,10 @@ def _qk_norm_params(shape: Shape) -> int:
 
 def _attention_biases(shape: Shape) -> int:
     q, kv = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
+    sinks = shape.num_attention_heads if shape.attention_sinks else 0
     if shape.attention_bias:
-        return q + 2 * kv + shape.hidden_size
-    return q + 2 * kv if shape.qkv_bias else 0
+        return sinks + q + 2 * kv + shape.hidden_size
+    return sinks + (q + 2 * kv if shape.qkv_bias else 0)
 
 
 def mlp_matrix_params(shape: Shape, experts: int) -> int:
@@ -196,9 +199,11 @@ def mlp_width_per_token(shape: Shape) -> int:
 
 
 def _mlp_biases(shape: Shape) -> int:
-    if shape.num_experts:  # of the router, to balance the experts
-        return shape.num_experts if shape.scoring_func == "sigmoid" else 0
+    if shape.scoring_func == "sigmoid" and shape.num_experts:  # of the router, to balance the experts
+        return shape.num_experts
     if not shape.mlp_bias:
         return 0
     inputs = 2 if shape.gated_mlp else 1
+    if shape.num_experts:
+        return shape.num_experts * (1 + inputs * shape.moe_intermediate_size + shape.hidden_size)
     return inputs * shape.intermediate_size + shape.hidden_size

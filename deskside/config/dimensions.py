@@ -147,6 +147,8 @@ def uncovered_reason(
     head_dim: int = 1,
     qk_norm_over_projection: bool = False,
     parallel: bool = False,
+    sinks: bool = False,
+    hidden_act: str = "silu",
 ) -> str | None:
     """Return why the fused kernels do not cover a sublayer, or None if they do.
 
@@ -157,7 +159,7 @@ def uncovered_reason(
         num_projections: Separate weights that read the norm's output. Fused QKV and fused gate/up are one each.
         head_dim: Channels per head of an attention sublayer. The kernel of QK-norm and RoPE holds one head in a
             block whose size must be a power of two, and normalises one head.
-        parallel: The sublayer reads the same residual as attention.
+        parallel: The sublayer reads the same residual as attention. sinks: Its attention has sinks.
     """
     if not rmsnorm_first:
         return "it does not start with an RMSNorm before its projections"
@@ -173,6 +175,10 @@ def uncovered_reason(
         return f"its head_dim {head_dim} is not a power of two"
     if qk_norm_over_projection:
         return "its QK-norm spans all heads"
+    if sinks:
+        return "its attention has sinks"
+    if hidden_act == "clamped_swiglu":
+        return "its activation is clamped_swiglu"
     return None
 
 
@@ -186,6 +192,7 @@ def model_uncovered_reason(model: ModelConfig, adapters: bool = False) -> str | 
         adapters=adapters,
         head_dim=model.head_dim,
         qk_norm_over_projection=model.qk_norm_over == "projection",
+        sinks=model.attention_sinks,
     )
     mlp = uncovered_reason(
         rmsnorm_first=rmsnorm_first,
@@ -193,5 +200,6 @@ def model_uncovered_reason(model: ModelConfig, adapters: bool = False) -> str | 
         bias=model.mlp_bias,
         adapters=adapters,
         parallel=model.parallel_residual,
+        hidden_act=model.hidden_act,
     )
     return attention or mlp

@@ -98,7 +98,6 @@ _RULES: tuple[tuple[str, str, Callable[[Any], bool], str], ...] = (
         "a softmax router has no bias, because Qwen3-MoE has none: set scoring_func sigmoid",
     ),
     ("model.intermediate_size", "model.num_experts", _has_experts, "experts have moe_intermediate_size"),
-    ("model.mlp_bias", "model.num_experts", _has_experts, "experts have no bias: remove it"),
     ("model.fused_gate_up", "model.num_experts", _has_experts, "experts are always fused: remove it"),
     (
         "optim.weight_decay_schedule optim.cautious_weight_decay",

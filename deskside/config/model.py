@@ -60,11 +60,15 @@ class ModelConfig(Part):
         "(Gemma 3, OLMo 3); default: as in the other layers",
     )
 
-    hidden_act: Literal["silu", "gelu", "gelu_new", "relu2"] = Field(
-        "silu", description="gelu_new is GPT-2's tanh form; relu2 is ReLU squared"
+    hidden_act: Literal["silu", "gelu", "gelu_new", "relu2", "clamped_swiglu"] = Field(
+        "silu",
+        description="gelu_new is GPT-2's tanh form; relu2 is ReLU squared; clamped_swiglu is gpt-oss's product of gate "
+        "and up",
     )
     gated_mlp: bool = Field(True, description="true: act(gate) * up (SwiGLU with silu); false: act(up)")
-    mlp_bias: bool = Field(False, description="bias in the MLP projections")
+    mlp_bias: bool = Field(
+        False, description="bias in the MLP projections; of a mixture, in the experts and the router"
+    )
     attention_bias: bool = Field(False, description="bias in the q, k, v and o projections")
     qkv_bias: bool = Field(False, description="bias in the q, k and v projections, but not in o (Qwen2)")
 
@@ -88,6 +92,9 @@ class ModelConfig(Part):
     )
     attn_logit_softcapping: PositiveFloat | None = Field(
         None, description="attention scores become cap * tanh(scores / cap)"
+    )
+    attention_sinks: bool = Field(
+        False, description="a learnt score per head takes part in the softmax (gpt-oss)"
     )
     embedding_multiplier: PositiveFloat = Field(
         1.0, description="factor of the token embeddings; Gemma's is sqrt(hidden_size)"
@@ -183,6 +190,8 @@ class ModelConfig(Part):
                 "rope_local_base_freq: only window layers read it, and the model has none; remove it, or set "
                 "window_pattern and sliding_window"
             )
+        if self.hidden_act == "clamped_swiglu" and not self.gated_mlp:
+            raise ValueError("hidden_act: clamped_swiglu multiplies gate and up; use gated_mlp true")
         if self.qk_norm_over == "projection" and not self.qk_norm:
             raise ValueError("qk_norm_over: has no effect without qk_norm; set qk_norm true, or remove it")
         if (self.sliding_window is None) != (self.window_pattern is None):
@@ -214,6 +223,10 @@ class ModelConfig(Part):
         if self.parallel_residual:
             raise ValueError("parallel_residual: no mixture of experts has it; use false, or num_experts 0")
         shared, width = self.shared_expert_intermediate_size, self.moe_intermediate_size
+        if self.mlp_bias and (shared or self.scoring_func == "sigmoid"):
+            raise ValueError(
+                "mlp_bias: only a softmax router without a shared expert has experts with biases (gpt-oss); use false"
+            )
         if self.scoring_func == "sigmoid" and not self.qk_norm:
             raise ValueError(
                 "scoring_func: dots.llm1, which has a sigmoid router, has QK-norm; use qk_norm true, or softmax"

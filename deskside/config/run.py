@@ -172,8 +172,8 @@ class RunConfig(Part):
             (self.align is not None, "is not supported in fine-tuning; leave it out"),
             (self.adapter is not None, "is not supported with adapters; leave it out"),
             (
-                self.model.attn_logit_softcapping is not None,
-                "is not supported with model.attn_logit_softcapping; leave it out",
+                self.model.attn_logit_softcapping is not None or self.model.attention_sinks,
+                "is not supported with model.attn_logit_softcapping or model.attention_sinks; leave it out",
             ),
             (
                 self.precision.quantized,

@@ -63,7 +63,7 @@ class FusedBlocks(CachedBlocks):
         q_BTHC = qk_norm_rope_into_cache(
             qkv_NW, norms, tables, layout, layer_cache.keys_values, where
         ).unflatten(0, (B, T))
-        o_BTHC = layer_cache.attention(q_BTHC, attn.context(PLAIN))
+        o_BTHC = layer_cache.attention(q_BTHC, attn.with_sinks(attn.context(PLAIN)))
         return residual_ND.view_as(residual_BTD), attn.normed(attn.output(o_BTHC.flatten(2)))
 
     @staticmethod
@@ -111,13 +111,16 @@ def covers_attention(attn: Attention) -> bool:
 
 def covers_mlp(mlp: MLP) -> bool:
     """Return True if the fused kernels support this MLP."""
-    return _covers(mlp.input, parallel=mlp.parallel)
+    return _covers(mlp.input, parallel=mlp.parallel, hidden_act=mlp.output.activation)
 
 
 def covers_experts(mlp: MoE) -> bool:
     """Return True if the fused kernels support this mixture: not if experts have adapters or are stored in codes."""
     plain = type(mlp.mixture.experts) is Experts
-    return plain and _covers(mlp.input, num_projections=1)  # experts and router share the norm's output
+    bias, activation = mlp.mixture.router.bias is not None, mlp.mixture.experts.activation
+    return plain and _covers(
+        mlp.input, num_projections=1, bias=bias, hidden_act=activation
+    )  # experts and router share the norm's output
 
 
 def experts_wait(model: Transformer, tokens: int) -> bool:

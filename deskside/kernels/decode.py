@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
 from deskside.kernels.attention.context import PLAIN, AttentionContext
-from deskside.kernels.attention.reference import decode_attention
+from deskside.kernels.attention.reference import decode_attention, is_plain
 from deskside.kernels.attention.sdpa import ALL_BUT_CUDNN
 from deskside.kernels.fused import QkvLayout
 from deskside.kernels.fused.reference import qk_norm_rope
@@ -45,14 +45,14 @@ def paged_attention(
     """Attend from new tokens to the cache, which already contains them. Returns (B, T, H, C).
 
     positions_BT: int64, non-decreasing in each row. A query sees entries 0..position of its row, or the last `window`
-    of them. bound: greater than every position; entries from `bound` on need not be read. options: window, scale and
-    softcap.
+    of them. bound: greater than every position; entries from `bound` on need not be read. options: window, scale,
+    softcap and sinks.
     """
     if kernel_supports(q_BTHC.shape[1] * q_BTHC.shape[2] // k_PKSC.shape[1], k_PKSC):
         from deskside.kernels.decode_triton import attend
 
         return attend(q_BTHC, k_PKSC, v_PKSC, table_BN, positions_BT, options)
-    with_sdpa = q_BTHC.is_cuda and options.softcap is None
+    with_sdpa = q_BTHC.is_cuda and is_plain(options)
     function = partial(decode_attention, attend=attend_with_sdpa) if with_sdpa else decode_attention
     row_bytes = 2 * bound * k_PKSC.shape[1] * k_PKSC.shape[3] * k_PKSC.element_size()
     parts = []

@@ -22,6 +22,7 @@ from deskside.utils import splitmix
 MIN_SPAN = 256  # tokens that one program reads, doubled until a row has at most MAX_SPANS spans
 MAX_SPANS = 64
 LOG2E = 1.4426950408889634
+LOG2_E = tl.constexpr(LOG2E)
 NOISE_BLOCK = 1024  # random numbers per program
 GOLDEN = tl.constexpr(splitmix.GOLDEN)
 MULTIPLIER_1, MULTIPLIER_2 = tl.constexpr(splitmix.MULTIPLIER_1), tl.constexpr(splitmix.MULTIPLIER_2)
@@ -119,11 +120,14 @@ def _attend(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _join(  # type: ignore[no-untyped-def]
-    PART, LSE, POSITION, OUT, window,
+    PART, LSE, SINKS, POSITION, OUT, window,
     HEADS: tl.constexpr, C: tl.constexpr, T: tl.constexpr, SPANS: tl.constexpr, SPAN: tl.constexpr,
-    BLOCK_C: tl.constexpr, WINDOWED: tl.constexpr,
+    BLOCK_C: tl.constexpr, WINDOWED: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Combine the spans of `_attend` for one query and head. OUT: (B, T, HEADS, C)."""
+    """Combine the spans of `_attend` for one query and head. OUT: (B, T, HEADS, C). SINKS: (HEADS,), float32.
+
+    A sink is one more span, whose value is zero.
+    """
     row = tl.program_id(0).to(tl.int64)
     th = tl.program_id(1)
     newest = tl.load(POSITION + row * T + T - 1)
@@ -133,6 +137,9 @@ def _join(  # type: ignore[no-untyped-def]
     c = tl.arange(0, BLOCK_C)
     max_lse = float("-inf")
     sum_exp = 0.0
+    if HAS_SINKS:
+        max_lse = tl.load(SINKS + th % HEADS) * LOG2_E
+        sum_exp = 1.0
     out = tl.zeros((BLOCK_C,), tl.float32)
     for span in range(first_span, newest // SPAN + 1):
         part_row = (row * SPANS + span) * T * HEADS + th
@@ -178,8 +185,8 @@ def attend(
     )  # fmt: skip
     out = torch.empty(B, T, H, C, dtype=q_BTHC.dtype, device=q_BTHC.device)
     _join[(B, T * H)](
-        part, lse, positions_BT, out, window or 0,
-        H, C, T, spans, span, triton.next_power_of_2(C), window is not None, num_warps=1,
+        part, lse, options.sinks_H, positions_BT, out, window or 0,
+        H, C, T, spans, span, triton.next_power_of_2(C), window is not None, options.sinks_H is not None, num_warps=1,
     )  # fmt: skip
     return out
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0  # of clamped_swiglu
 IGNORED = -100  # tokens with this target do not count in the loss
 
 P = ParamSpec("P")
@@ -57,8 +58,16 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Return gate * sigmoid(1.702 gate) * (up + 1), with gate at most 7 and up between -7 and 7, as in gpt-oss."""
+    gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+    return gate * torch.sigmoid(SWIGLU_ALPHA * gate) * (up + 1)
+
+
 def activate(activation: str, *inputs: Tensor) -> Tensor:
     """Return activation(gate) * up for two inputs, activation(up) for one."""
+    if activation == "clamped_swiglu":
+        return clamped_swiglu(*inputs)
     hidden = ACTIVATIONS[activation](inputs[0])
     return hidden * inputs[1] if len(inputs) == 2 else hidden
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deskside.kernels.attention.context import PLAIN, AttentionContext
-from deskside.kernels.attention.reference import attend, decode_attention
+from deskside.kernels.attention.reference import attend, decode_attention, is_plain
 from deskside.kernels.decode import attend_with_sdpa, gather_pages, kernel_supports
 
 MAX_GROUP = 64  # query heads per key-value head in one tile of the kernel
@@ -34,13 +34,14 @@ def packed_attention(
     """Attend from each new token to the tokens of its row up to itself, or the last `window` of them: (N, H, C).
 
     lengths_L: int64, older tokens of each row in the cache. cu_seqlens: int64 (L + 1,), rising from 0; the output of
-    tokens from cu_seqlens[L] on is 0. options: window, scale and softcap.
+    tokens from cu_seqlens[L] on is 0. options: window, scale, softcap and
+    sinks.
     """
     if packed_kernel_supports(q_NHC.shape[1], k_PKSC):
         from deskside.kernels.prefill_triton import attend_packed
 
         return attend_packed(q_NHC, k_PKSC, v_PKSC, table_LN, lengths_L, cu_seqlens, options)
-    out_NHC, window, capped = torch.zeros_like(q_NHC), options.window, options.softcap is not None
+    out_NHC, window = torch.zeros_like(q_NHC), options.window
     starts, lengths = cu_seqlens.tolist(), lengths_L.tolist()
     for row, (begin, end, length) in enumerate(zip(starts, starts[1:], lengths, strict=False)):
         if begin == end:
@@ -54,7 +55,7 @@ def packed_attention(
             gather_pages(pool, table_LN[row : row + 1, first_page:], newest - first)
             for pool in (k_PKSC, v_PKSC)
         )
-        if length == 0 and window is None and not capped and not q_NHC.is_cuda:
+        if length == 0 and window is None and is_plain(options) and not q_NHC.is_cuda:
             q_1HTC, k_1KLC, v_1KLC = (x.transpose(1, 2) for x in (q_1THC, k_1LKC, v_1LKC))
             o_1HTC = F.scaled_dot_product_attention(
                 q_1HTC, k_1KLC, v_1KLC, is_causal=True, scale=options.scale, enable_gqa=True
@@ -62,7 +63,7 @@ def packed_attention(
             out_NHC[begin:end] = o_1HTC[0].transpose(0, 1)
         else:
             positions_1T = torch.arange(length - first, newest - first, device=q_NHC.device)[None]
-            function = attend if capped else attend_with_sdpa
+            function = attend_with_sdpa if is_plain(options) else attend
             o_1THC = decode_attention(q_1THC, k_1LKC, v_1LKC, positions_1T, options, function)
             out_NHC[begin:end] = o_1THC[0]
     return out_NHC

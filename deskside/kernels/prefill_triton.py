@@ -14,15 +14,15 @@ import triton.language as tl
 from torch import Tensor
 
 from deskside.kernels.attention.context import AttentionContext
-from deskside.kernels.decode_triton import add_keys, scale_and_softcap
+from deskside.kernels.decode_triton import LOG2_E, add_keys, scale_and_softcap
 
 
 @triton.jit
 def _attend_packed(  # type: ignore[no-untyped-def]
-    Q, K, V, TABLE, LENGTH, CU_SEQLENS, OUT, scale, softcap, window, width, rows, N,
+    Q, K, V, TABLE, LENGTH, CU_SEQLENS, SINKS, OUT, scale, softcap, window, width, rows, N,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, C: tl.constexpr, S: tl.constexpr, QUERIES: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK_C: tl.constexpr, WINDOWED: tl.constexpr,
-    CAPPED: tl.constexpr, PRECISION: tl.constexpr,
+    CAPPED: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Q, OUT: (N, HEADS, C). K, V: (pages, KV_HEADS, S, C). TABLE: (rows, width). scale, softcap: as `add_keys`."""
     tile = tl.program_id(0)
@@ -58,6 +58,9 @@ def _attend_packed(  # type: ignore[no-untyped-def]
     q = tl.load(Q + offsets, mask=mask_MC, other=0.0)
     max_score = tl.full((TILE_ROWS,), float("-inf"), tl.float32)
     sum_exp = tl.zeros((TILE_ROWS,), tl.float32)
+    if HAS_SINKS:  # a sink is a key whose value is zero
+        max_score = tl.load(SINKS + head) * LOG2_E
+        sum_exp += 1.0
     oldest = length + first
     end = length + tl.minimum(first + QUERIES, count)  # of the keys that the newest query sees
     position = length + token
@@ -116,10 +119,10 @@ def attend_packed(
     out_NHC = torch.empty_like(q_NHC, memory_format=torch.contiguous_format)
     precision = "ieee" if q_NHC.dtype == torch.float32 else "tf32"
     _attend_packed[(N // queries + L + 1, K)](
-        q_NHC.contiguous(), k_PKSC, v_PKSC, table_LN.contiguous(), lengths_L, cu_seqlens, out_NHC,
+        q_NHC.contiguous(), k_PKSC, v_PKSC, table_LN.contiguous(), lengths_L, cu_seqlens, options.sinks_H, out_NHC,
         *scale_and_softcap(options, C), window or 0, width, L, N,
         H, K, C, S, queries, launch.tile_rows, launch.tile, block_c, window is not None,
-        options.softcap is not None, precision,
+        options.softcap is not None, options.sinks_H is not None, precision,
         num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip
     return out_NHC

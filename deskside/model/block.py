@@ -9,6 +9,7 @@ graph per window instead of one per layer.
 from dataclasses import replace
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from deskside.config.model import ModelConfig
@@ -56,7 +57,7 @@ class LayerCache(NamedTuple):
     def attention(self, q_BTHC: Tensor, options: AttentionContext) -> Tensor:
         """Attend from these tokens to the cached tokens of their rows up to and including themselves.
 
-        options: window, scale and softcap of the layer.
+        options: window, scale, softcap and sinks of the layer.
         """
         cache, position_BT = self.cache, self.slots.position_BT
         if cache.cu_seqlens is not None:
@@ -82,6 +83,7 @@ class Attention(AttentionSublayer):
         self.scale, self.softcap = config.attention_multiplier, config.attn_logit_softcapping
         self.qk_norm_over = config.qk_norm_over
         q_size, kv_size = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        self.sinks = nn.Parameter(torch.empty(self.heads)) if config.attention_sinks else None
         outputs = [("q_proj", q_size), ("k_proj", kv_size), ("v_proj", kv_size)]
         bias = config.attention_bias or config.qkv_bias
         projections = make_projections(config.hidden_size, outputs, bias, config.fused_qkv)
@@ -103,7 +105,7 @@ class Attention(AttentionSublayer):
             residual_BTD, output_BTD = self.forward_override(residual_BTD, delta_BTD, rotation, context)
         else:
             residual_BTD, q_BTHC, k_BTKC, v_BTKC = self._project(residual_BTD, delta_BTD, rotation)
-            output_BTD = self.output(attention(q_BTHC, k_BTKC, v_BTKC, context).flatten(2))
+            output_BTD = self.output(attention(q_BTHC, k_BTKC, v_BTKC, self.with_sinks(context)).flatten(2))
         return residual_BTD, self.normed(output_BTD)
 
     def context(self, base: AttentionContext) -> AttentionContext:
@@ -117,10 +119,14 @@ class Attention(AttentionSublayer):
         residual_BTD, q_BTHC, k_BTKC, v_BTKC = self._project(residual_BTD, delta_BTD, layer_cache.rotation)
         layer_cache.cache.write(layer_cache.layer, layer_cache.slots, k_BTKC, v_BTKC)
         if layer_cache.context is not None:
-            o_BTHC = attention(q_BTHC, k_BTKC, v_BTKC, layer_cache.context)
+            o_BTHC = attention(q_BTHC, k_BTKC, v_BTKC, self.with_sinks(layer_cache.context))
         else:
-            o_BTHC = layer_cache.attention(q_BTHC, self.context(PLAIN))
+            o_BTHC = layer_cache.attention(q_BTHC, self.with_sinks(self.context(PLAIN)))
         return residual_BTD, self.normed(self.output(o_BTHC.flatten(2)))
+
+    def with_sinks(self, context: AttentionContext) -> AttentionContext:
+        """Return `context` with the sinks of this layer."""
+        return context if self.sinks is None else replace(context, sinks_H=self.sinks)
 
     def _project(
         self, residual_BTD: Tensor, delta_BTD: Tensor, rotation: Rotation | None
@@ -169,13 +175,14 @@ class MoE(MoESublayer):
     def __init__(self, config: ModelConfig):
         super().__init__(output_norm(config))
         self.input = input_operator(config, nn.ModuleList())
-        router = Linear(config.hidden_size, [("router", config.num_experts)])
+        router = Linear(config.hidden_size, [("router", config.num_experts)], config.mlp_bias)
         experts = Experts(
             config.num_experts,
             config.hidden_size,
             config.moe_intermediate_size,
             config.hidden_act,
             config.gated_mlp,
+            config.mlp_bias,
         )
         self.mixture = MixtureOfExperts(
             router,

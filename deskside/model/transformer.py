@@ -35,15 +35,10 @@ PARAM_GROUPS = ("embedding", "position", "attention", "mlp", "norm", "head")
 
 
 class Transformer(nn.Module):
-    """A decoder-only transformer. Its parameters are uninitialized: call `initialize` (init.py) or load weights.
-
-    Raises UsageError for mlp_bias in a mixture of experts.
-    """
+    """A decoder-only transformer. Its parameters are uninitialized: call `initialize` (init.py) or load weights."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        if config.num_experts and config.mlp_bias:
-            raise UsageError("mlp_bias: the experts of a mixture have no bias; set mlp_bias to false")
         self.config = config
         self.embed = Embedding(config.vocab_size, config.hidden_size)
         self.position: Embedding | None = None

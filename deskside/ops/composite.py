@@ -20,7 +20,7 @@ from deskside.kernels.attention import AttentionContext, backend_named
 from deskside.kernels.functional import activate, at_least_float32
 from deskside.ops.linear import Linear
 
-Activation = Literal["silu", "gelu", "gelu_new", "relu2"]
+Activation = Literal["silu", "gelu", "gelu_new", "relu2", "clamped_swiglu"]
 
 
 class RMSNorm(nn.Module):
@@ -164,7 +164,8 @@ class AttentionSublayer(Sublayer):
 
     heads: number of query heads; kv_heads: number of key and of value heads. qk_norm_over: what `q_norm` and `k_norm`
     normalise, one head or all heads together. delta_optional: True if the override takes None as the first block's
-    delta, so that the embedding need not be split into residual and delta.
+    delta, so that the embedding need not be split into residual and delta. sinks: see `AttentionContext`; (heads,), or
+    None.
     """
 
     heads: int
@@ -174,6 +175,7 @@ class AttentionSublayer(Sublayer):
     input: AddNormLinear
     q_norm: RMSNorm | None
     k_norm: RMSNorm | None
+    sinks: nn.Parameter | None
     output: Linear
 
     def __init__(self, output_norm: Norm | None = None) -> None:

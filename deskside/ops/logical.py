@@ -13,7 +13,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from deskside.ops.composite import LayerNorm, RMSNorm
+from deskside.ops.composite import AttentionSublayer, LayerNorm, RMSNorm
 from deskside.ops.linear import Embedding, Linear
 from deskside.ops.moe import ROUTER_BIAS, Experts, MixtureOfExperts
 
@@ -81,6 +81,8 @@ def _module_tensors(model: nn.Module, path: str, module: nn.Module) -> Iterator[
         yield make_tensor("weight", f"{prefix}.weight", "norm", 0, module.weight.shape[0])
         if isinstance(module, LayerNorm) and module.bias is not None:
             yield make_tensor("bias", f"{prefix}.bias", "bias", 0, module.bias.shape[0])
+    elif isinstance(module, AttentionSublayer) and module.sinks is not None:
+        yield make_tensor("sinks", f"{prefix}.sinks", "bias", 0, module.heads)
     elif isinstance(module, MixtureOfExperts) and module.e_score_correction_bias is not None:
         experts = len(module.e_score_correction_bias)
         yield make_tensor(ROUTER_BIAS, f"{prefix}.router.{ROUTER_BIAS}", "bias", 0, experts)
@@ -90,9 +92,12 @@ def _module_tensors(model: nn.Module, path: str, module: nn.Module) -> Iterator[
         for attribute, slices in module.slices.items():
             for expert in range(getattr(module, attribute).shape[0]):
                 for s in slices:
-                    yield make_tensor(
-                        attribute, f"{prefix}.{expert}.{s.name}.weight", "matrix", s.start, s.stop, expert
-                    )
+                    name = f"{prefix}.{expert}.{s.name}"
+                    yield make_tensor(attribute, f"{name}.weight", "matrix", s.start, s.stop, expert)
+                    bias = attribute.replace("weight", "bias")
+                    if getattr(module, bias) is not None:
+                        first = expert * slices[-1].stop
+                        yield make_tensor(bias, f"{name}.bias", "bias", first + s.start, first + s.stop)
 
 
 def _logical_path(model: nn.Module, path: str) -> str:

@@ -22,10 +22,19 @@ from deskside.ops.shared_expert import SharedExpert
 
 
 class Experts(nn.Module):
-    """E MLPs of the same shape. gate_up_weight: (E, 2F, D), or (E, F, D) without a gate; down_weight: (E, D, F)."""
+    """E MLPs of the same shape. gate_up_weight: (E, 2F, D), or (E, F, D) without a gate; down_weight: (E, D, F).
+
+    gate_up_bias, down_bias: (E * 2F,) and (E * D,), those of all experts one after another, or None.
+    """
 
     def __init__(
-        self, experts: int, hidden_size: int, intermediate_size: int, activation: Activation, gated: bool
+        self,
+        experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        activation: Activation,
+        gated: bool,
+        bias: bool = False,
     ):
         super().__init__()
         self.activation = activation
@@ -40,17 +49,32 @@ class Experts(nn.Module):
         }
         self.gate_up_weight = nn.Parameter(torch.empty(self.shapes["gate_up_weight"]))
         self.down_weight = nn.Parameter(torch.empty(self.shapes["down_weight"]))
+        self.gate_up_bias: nn.Parameter | None = None
+        self.down_bias: nn.Parameter | None = None
+        if bias:
+            gate_up_rows, down_rows = (shape[1] for shape in self.shapes.values())
+            self.gate_up_bias = nn.Parameter(torch.empty(experts * gate_up_rows))
+            self.down_bias = nn.Parameter(torch.empty(experts * down_rows))
 
     def forward(self, x_ND: Tensor, counts_E: Tensor) -> Tensor:
         """(N, D) -> (N, D). The rows are sorted by expert; counts_E: number of rows per expert, int64."""
         ends_E = counts_E.cumsum(0).to(torch.int32)
-        inner = self.product("gate_up_weight", x_ND, ends_E)
+        inner = _add_bias(self.product("gate_up_weight", x_ND, ends_E), self.gate_up_bias, ends_E)
         hidden = activate(self.activation, *inner.chunk(len(self.slices["gate_up_weight"]), dim=-1))
-        return self.product("down_weight", hidden, ends_E)
+        return _add_bias(self.product("down_weight", hidden, ends_E), self.down_bias, ends_E)
 
     def product(self, name: str, x: Tensor, ends_E: Tensor) -> Tensor:
         """Return the product of the sorted rows with the weight of that name, as `grouped_linear` does."""
         return grouped_linear(x, getattr(self, name).to(x.dtype), ends_E)
+
+
+def _add_bias(y_NR: Tensor, bias: Tensor | None, ends_E: Tensor) -> Tensor:
+    """Add to each row the bias of its expert. The rows are sorted; ends_E: where those of each expert end."""
+    if bias is None:
+        return y_NR
+    expert_N = torch.searchsorted(ends_E, torch.arange(len(y_NR), device=y_NR.device), right=True)
+    # Rows after the last expert's, if any, are padding.
+    return y_NR + bias.view(len(ends_E), -1)[expert_N.clamp(max=len(ends_E) - 1)].to(y_NR.dtype)
 
 
 ROUTER_BIAS = "e_score_correction_bias"  # attribute of `MixtureOfExperts`; transformers' name

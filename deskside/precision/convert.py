@@ -338,6 +338,8 @@ def why_not_fused(sublayer: AttentionSublayer | MLPSublayer | MoESublayer) -> st
         return uncovered_reason(
             rmsnorm_first=_is_pre_rmsnorm(sublayer.input),
             num_projections=1,
+            bias=sublayer.mixture.router.bias is not None,
+            hidden_act=sublayer.mixture.experts.activation,
             adapters=isinstance(sublayer.mixture.experts, AdaptedExperts | FrozenExperts),
         )
     linears = [module for module in (*projections, _last_linear(sublayer)) if isinstance(module, Linear)]
@@ -352,6 +354,8 @@ def why_not_fused(sublayer: AttentionSublayer | MLPSublayer | MoESublayer) -> st
         qk_norm_over_projection=isinstance(sublayer, AttentionSublayer)
         and sublayer.qk_norm_over == "projection",
         parallel=isinstance(sublayer, MLPSublayer) and sublayer.parallel,
+        sinks=isinstance(sublayer, AttentionSublayer) and sublayer.sinks is not None,
+        hidden_act=sublayer.output.activation if isinstance(sublayer, MLPSublayer) else "silu",
     )
 
 

@@ -119,6 +119,7 @@ class FrozenExperts(Experts):
         """stored: saved buffers of such experts, used instead of the weights, which may then be on "meta"."""
         nn.Module.__init__(self)
         self.activation, self.slices, self.shapes = source.activation, source.slices, source.shapes
+        self.gate_up_bias, self.down_bias = source.gate_up_bias, source.down_bias
         self.format = format
         self.adapters = nn.ModuleDict(adapters_of(source))
         for weight in self.shapes:

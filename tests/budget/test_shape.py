@@ -103,6 +103,7 @@ def test_parameters_equal_transformers_gpt2() -> None:
         {}, MOE, SIGMOID, SHARED_EXPERT, {"norm_position": "post", "norm": "layernorm", "norm_bias": True},
         {"mlp_bias": True, "gated_mlp": False}, {"norm_position": "sandwich"},
         {"norm_position": "output", "qk_norm_over": "projection"},
+        {**MOE, "mlp_bias": True, "attention_sinks": True, "hidden_act": "clamped_swiglu"},
         {"position_embedding": "learned", "qk_norm": False}, {"tie_word_embeddings": True}, {"norm": "layernorm"},
         {"norm": "layernorm", "qk_norm": True, "attention_bias": True, "fused_qkv": False},
     ],

@@ -501,7 +501,7 @@ def test_options_that_contradict_given_weights_are_refused(key: str) -> None:
     """Covers every key of the model, so that a new key needs a decision here."""
     own = build([{"model": {"num_hidden_layers": 4, "sliding_window": 64, "window_pattern": "SSL"}}]).model
     other = {
-        "attention_bias": True, "attention_multiplier": 0.1, "attn_logit_softcapping": 9.0,
+        "attention_bias": True, "attention_multiplier": 0.1, "attention_sinks": True, "attn_logit_softcapping": 9.0,
         "embedding_multiplier": 2.0, "parallel_residual": True, "qk_norm_over": "projection",
         "rope_local_base_freq": 5.0, "final_logit_softcapping": 9.0, "fused_gate_up": False, "fused_qkv": False,
         "gated_mlp": False, "head_dim": 32, "hidden_act": "gelu", "hidden_size": 512, "initializer_range": 0.5,

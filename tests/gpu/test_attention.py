@@ -33,6 +33,7 @@ MASKS = {
     "window and documents": (100, True, None),
     "capped": (None, False, 2.0),
     "capped window and documents": (100, True, 2.0),
+    "sinks": (None, False, None),
 }
 CASES = [  # each way and each shape, not all of both: FlexAttention is compiled for every one
     ("12x3x64", "eager"),
@@ -58,11 +59,13 @@ def problem(shape: str, masks: str) -> tuple[Requirements, AttentionContext]:
         window=window,
         documents=documents,
         softcap=softcap is not None,
+        sinks=masks == "sinks",
     )
     ends = [0, 1, 130, TOKENS, 2 * TOKENS, 2 * TOKENS + 255, 3 * TOKENS, 3 * TOKENS, 3 * TOKENS]
     cu = torch.tensor(ends, dtype=torch.int32, device=device) if documents else None
+    sinks = torch.linspace(-1.0, 2.0, heads, device=device) if masks == "sinks" else None
     context = AttentionContext(
-        softcap=softcap, window=window, cu_seqlens=cu, max_seqlen=TOKENS if documents else None
+        softcap=softcap, sinks_H=sinks, window=window, cu_seqlens=cu, max_seqlen=TOKENS if documents else None
     )
     return need, context
 
@@ -126,7 +129,15 @@ def test_the_trial_finds_a_fast_one(masks: str) -> None:
     window, documents, softcap = MASKS[masks]
     device = torch.device(card.DEVICE)
     shape, capped = (4, 2048, 12, 3, 64), softcap is not None
-    need = Requirements(*shape, torch.bfloat16, device, window=window, documents=documents, softcap=capped)
+    need = Requirements(
+        *shape,
+        torch.bfloat16,
+        device,
+        window=window,
+        documents=documents,
+        softcap=capped,
+        sinks=masks == "sinks",
+    )
     choice = choose(need)
     assert choice.name not in {"reference", "chunked", "efficient"}, choice
     assert not [reason for reason in choice.rejected.values() if reason.startswith("wrong")], choice.rejected

@@ -1,5 +1,6 @@
 """Generation on the card: tokens of the plain loop in float32, none that is worse in bfloat16; kernels and graphs."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -207,6 +208,8 @@ def test_the_kernel_equals_float64(
     k, v, q = normal(B * width, K, 32, C), normal(B * width, K, 32, C), normal(B, T, H, C)
     positions = last[:, None] - T + 1 + torch.arange(T, device=DEVICE)
     options = AttentionContext(window=window, softcap=softcap)
+    if softcap is not None:
+        options = replace(options, sinks_H=torch.linspace(-1.0, 2.0, H, device=DEVICE))
     got = paged_attention(q, k, v, table, positions, 2048, options)
     keys, values = (gather_pages(pool, table, 2048).double() for pool in (k, v))
     truth = decode_attention(q.double(), keys, values, positions, options)

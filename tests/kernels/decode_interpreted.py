@@ -26,8 +26,8 @@ def attention(found: dict[str, float]) -> None:
     for H, K, C, T, size, options in (
         (4, 2, 16, 1, 16, PLAIN),
         (6, 2, 24, 3, 32, AttentionContext(softcap=1.5, scale=0.5)),
-        (4, 1, 16, 1, 32, AttentionContext(window=40)),
-        (2, 2, 8, 4, 64, AttentionContext(window=300, softcap=0.7)),
+        (4, 1, 16, 1, 32, AttentionContext(window=40, sinks_H=torch.randn(4))),
+        (2, 2, 8, 4, 64, AttentionContext(window=300, softcap=0.7, sinks_H=torch.tensor([2.0, -1.0]))),
         (3, 1, 16, 2, 16, AttentionContext(window=5)),
     ):
         last = torch.tensor([T - 1, size - 1, 64, 255, 256, 300, 575])

@@ -334,7 +334,8 @@ def _frozen() -> Iterator[CompileCase]:
 def _decoding() -> Iterator[CompileCase]:
     for H, K, C, T, window, dtype in DECODED:
         how = f"{H} x {K} x {C}, {T} tokens, window {window}, {str(dtype).removeprefix('torch.')}"
-        options = AttentionContext(window=window, softcap=50.0 if T == 1 else None)
+        sinks = _new(H, dtype=torch.float32) if T == 1 else None
+        options = AttentionContext(window=window, softcap=50.0 if T == 1 else None, sinks_H=sinks)
         q, pages = _new(16, T, H, C, dtype=dtype), _new(4096, K, 32, C, dtype=dtype)
         table, positions = _new(16, 64, dtype=torch.int64), _new(16, T, dtype=torch.int64)
         attention = (q, pages, pages, table, positions, options)

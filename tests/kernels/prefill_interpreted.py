@@ -21,8 +21,8 @@ def attention(found: dict[str, float]) -> None:
     for H, K, C, size, options, padding in (
         (4, 2, 16, 16, PLAIN, 0),
         (6, 2, 24, 32, AttentionContext(softcap=1.5, scale=0.5), 13),
-        (4, 1, 16, 32, AttentionContext(window=40), 130),
-        (2, 2, 8, 64, AttentionContext(window=300, softcap=0.7), 1),
+        (4, 1, 16, 32, AttentionContext(window=40, sinks_H=torch.randn(4)), 130),
+        (2, 2, 8, 64, AttentionContext(window=300, softcap=0.7, sinks_H=torch.tensor([2.0, -1.0])), 1),
         (3, 1, 16, 16, AttentionContext(window=5), 0),
         (5, 1, 16, 16, PLAIN, 7),
     ):

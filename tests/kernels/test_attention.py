@@ -50,6 +50,9 @@ def brute_force(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext) -> T
                 scores = keys @ q[b, t, h].double() * scale
                 if context.softcap is not None:
                     scores = context.softcap * torch.tanh(scores / context.softcap)
+                if context.sinks_H is not None:
+                    scores = torch.cat((scores, context.sinks_H[h : h + 1].double()))
+                    values = torch.cat((values, torch.zeros_like(values[:1])))
                 out[b, t, h] = torch.softmax(scores, 0) @ values
     return out
 
@@ -79,6 +82,13 @@ CASES = {
     "scaled": {"scale": 0.3},
     "capped": {"softcap": 0.9},
     "capped, all": {"softcap": 0.9, "scale": 0.7, "window": 4, "cu_seqlens": cut(11, [[1, 10], [5, 6]])},
+    "sinks": {"sinks_H": torch.tensor([-0.7, 0.2, 1.5, -0.1])},
+    "sinks, all": {
+        "sinks_H": torch.tensor([0.3, 1.2, -0.5, 0.9]),
+        "softcap": 0.9,
+        "window": 4,
+        "cu_seqlens": cut(11, [[1, 10], [5, 6]]),
+    },
     "bidirectional": {"causal": False},
 }
 
@@ -118,7 +128,17 @@ def test_flex_equals_brute_force(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(flex, "_compiled", lambda: flex_attention)
     q, k, v = tensors(2, 11, 4, 2, 16, dtype=torch.float32)
-    for case in ("plain", "window", "documents", "both", "scaled", "capped", "capped, all"):
+    for case in (
+        "plain",
+        "window",
+        "documents",
+        "both",
+        "scaled",
+        "capped",
+        "capped, all",
+        "sinks",
+        "sinks, all",
+    ):
         context = AttentionContext(**CASES[case])
         got = flex.flex(q, k, v, replace(context, prepared=flex.block_mask(context, 2, 11, q.device)))
         torch.testing.assert_close(got.double(), brute_force(q, k, v, context), atol=1e-5, rtol=1e-4)
@@ -184,7 +204,7 @@ def test_decode_equals_training_attention(window: int | None, softcap: float | N
     q, k, v = tensors(2, 9, 4, 2, 8)
     noise = torch.full_like(k[:, :4], 1e9)
     cache_k, cache_v = torch.cat((k, noise), 1), torch.cat((v, noise), 1)
-    options = AttentionContext(window=window, softcap=softcap)
+    options = AttentionContext(window=window, softcap=softcap, sinks_H=torch.tensor([0.3, 1.2, -0.5, 0.9]))
     truth = brute_force(q, k, v, options)
     positions = torch.tensor([[8], [4]])
     got = decode_attention(torch.stack((q[0, 8:], q[1, 4:5])), cache_k, cache_v, positions, options)

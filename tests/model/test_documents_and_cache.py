@@ -86,5 +86,3 @@ def test_too_long_is_said() -> None:
         model(tokens(1, 65))
     with pytest.raises(UsageError, match="8 tokens"):
         model.forward_cached(tokens(1, 9), model.new_cache(1, 8))
-    with pytest.raises(UsageError, match="mlp_bias"):
-        make(**MOE, mlp_bias=True)

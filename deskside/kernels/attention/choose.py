@@ -81,7 +81,7 @@ class BackendChoice:
 
 def considered_backends(need: Requirements) -> list[str]:
     """Return the names of the backends that `choose` tries on this device, in the order in which it tries them."""
-    masked = need.window is not None or need.documents or need.softcap
+    masked = need.window is not None or need.documents or need.softcap or need.sinks
     names = [
         backend.name
         for backend in sorted(BACKENDS.values(), key=lambda backend: backend.start_seconds)
@@ -256,7 +256,12 @@ def _problem(need: Requirements, checked_tokens: int, seed: int) -> tuple[list[T
     boundaries = None
     if need.documents:
         boundaries = _boundaries(need, max(1, checked_tokens // 3))
-    context = AttentionContext(causal=need.causal, softcap=softcap, window=need.window, cu_seqlens=boundaries)
+    sinks_H = None
+    if need.sinks:
+        sinks_H = torch.linspace(-2.0, 2.0, need.heads, device=need.device)
+    context = AttentionContext(
+        causal=need.causal, softcap=softcap, sinks_H=sinks_H, window=need.window, cu_seqlens=boundaries
+    )
     return tensors, context
 
 
@@ -273,6 +278,8 @@ def _reference(inputs: list[Tensor], context: AttentionContext, part: Requiremen
     backend = backend_named("reference")
     if part.documents:
         context = replace(context, cu_seqlens=_boundaries(part, max(1, part.tokens // 3)))
+    if context.sinks_H is not None:
+        context = replace(context, sinks_H=context.sinks_H[: part.heads])
     context = prepare(replace(context, backend="reference"), replace(part, dtype=wide_dtype))
     return _runners(backend, context)[0]([t.to(wide_dtype) for t in _checked_slices(inputs, part)])
 

@@ -26,6 +26,7 @@ class AttentionContext:
     max_seqlen: length of the longest document, or any upper bound (None: T). A constant of the compiled graph.
     scale: factor of the scores; None is 1 / sqrt(head_dim). softcap: scores, after the scale, become
         softcap * tanh(score / softcap), as in Gemma 2; None: they stay as they are.
+    sinks_H: a score per head, float32, that takes part in the softmax of every query and has no value, as in gpt-oss.
     backend, window_backend: names in `BACKENDS`; window_backend is for layers with a window (None: `backend`).
     ranks: the processes that share the rows, for the backend "gathered"; q, k and v are then this process's tokens, and
         cu_seqlens has the boundaries of the whole rows. None: this process holds whole rows.
@@ -35,6 +36,7 @@ class AttentionContext:
     causal: bool = True
     scale: float | None = None
     softcap: float | None = None
+    sinks_H: Tensor | None = None
     window: int | None = None
     cu_seqlens: Tensor | None = None
     max_seqlen: int | None = None
@@ -72,7 +74,7 @@ class Requirements:
     """An attention problem. `tokens` is T, `head_dim` is C; `documents`: rows may hold several documents.
 
     shared_rows: processes share the rows (`AttentionContext.ranks`), and `tokens` are those of one process.
-    softcap: the scores are capped.
+    softcap: the scores are capped. sinks: there are attention sinks.
     """
 
     batch: int
@@ -87,6 +89,7 @@ class Requirements:
     causal: bool = True
     shared_rows: bool = False
     softcap: bool = False
+    sinks: bool = False
 
     @staticmethod
     def of_model(
@@ -95,7 +98,8 @@ class Requirements:
         """Return the problem of a layer of this model. masks: the fields from `window` to `shared_rows`."""
         heads = (model.num_attention_heads, model.num_key_value_heads, model.head_dim)
         softcap = model.attn_logit_softcapping is not None
-        return Requirements(batch, tokens, *heads, dtype, device, softcap=softcap, **masks)
+        sinks = model.attention_sinks
+        return Requirements(batch, tokens, *heads, dtype, device, softcap=softcap, sinks=sinks, **masks)
 
     @staticmethod
     def from_tensors(q_BTHC: Tensor, k_BTKC: Tensor, context: AttentionContext) -> "Requirements":
@@ -103,7 +107,8 @@ class Requirements:
         B, T, H, C = q_BTHC.shape
         masks = (context.window, context.cu_seqlens is not None, context.causal, context.ranks is not None)
         shape = (B, T, H, k_BTKC.shape[2], C)
-        return Requirements(*shape, q_BTHC.dtype, q_BTHC.device, *masks, context.softcap is not None)
+        scores = (context.softcap is not None, context.sinks_H is not None)
+        return Requirements(*shape, q_BTHC.dtype, q_BTHC.device, *masks, *scores)
 
 
 def no_preparation(context: AttentionContext, batch: int, tokens: int, device: torch.device) -> Any:
@@ -116,13 +121,13 @@ class AttentionBackend:
     """An attention kernel and the features that it declares; `choose` checks that it computes them correctly.
 
     grouped: supports fewer key-value heads than query heads. shared_rows: for rows that processes share, and only for
-    them. supports_noncausal: supports attention that is not causal.
-    softcap: supports capped scores. on_request: devices on which `choose` tries it only if it is among the candidates.
-    for_masks: worth trying, and compiling, only for windows, documents or capped scores; `choose` skips it otherwise.
-    prepare: computes
-    `AttentionContext.prepared`. start_seconds: what its first use takes on a machine without compiled kernels, if that
-    is long; `choose` tries it last. pair: its explicit forward and backward (None: `manual_backward.py` runs `function`
-    under autograd). package: the optional distribution that it needs, which is also the name of deskside's extra.
+    them. supports_noncausal: supports attention that is not causal. softcap: supports capped scores. sinks: supports
+    attention sinks. on_request: devices on which `choose` tries it only if it is among the candidates. for_masks: worth
+    trying, and compiling, only for windows, documents, capped scores or sinks; `choose` skips it otherwise. prepare:
+    computes `AttentionContext.prepared`. start_seconds: what its first use takes on a machine without compiled kernels,
+    if that is long; `choose` tries it last. pair: its explicit forward and backward (None: `manual_backward.py` runs
+    `function` under autograd). package: the optional distribution that it needs, which is also the name of deskside's
+    extra.
     """
 
     name: str
@@ -135,6 +140,7 @@ class AttentionBackend:
     supports_noncausal: bool = False
     shared_rows: bool = False
     softcap: bool = False
+    sinks: bool = False
     max_head_dim: int = 256
     on_request: frozenset[DeviceType] = field(default_factory=frozenset)
     for_masks: bool = False
@@ -161,6 +167,8 @@ class AttentionBackend:
             return "needs whole rows" if need.shared_rows else "is for rows that processes share"
         if need.softcap and not self.softcap:
             return "has no soft cap of the scores"
+        if need.sinks and not self.sinks:
+            return "has no attention sinks"
         if need.head_dim > self.max_head_dim:
             return f"supports head_dim up to {self.max_head_dim}, not {need.head_dim}"
         if self.package is not None and not _installed(self.package):

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
 from deskside.kernels.attention.context import AttentionBackend, AttentionContext, document_ids, register
 from deskside.kernels.attention.sdpa import FLOAT
@@ -31,7 +31,13 @@ def flex(q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, context: AttentionConte
         block_mask=context.prepared,
         scale=context.scale,
         enable_gqa=q_BTHC.shape[2] != k_BTKC.shape[2],
+        return_aux=None if context.sinks_H is None else AuxRequest(lse=True),
     )
+    if context.sinks_H is not None:
+        # A sink adds exp(sink) to the sum of exponentials, exp(lse).
+        o_BHTC, aux = o_BHTC
+        share_BHT = torch.sigmoid(aux.lse - context.sinks_H[:, None])
+        o_BHTC = o_BHTC * share_BHT[..., None].to(o_BHTC.dtype)
     assert isinstance(o_BHTC, Tensor)
     return o_BHTC.transpose(1, 2)
 
@@ -109,6 +115,7 @@ register(
         documents=True,
         supports_noncausal=True,
         softcap=True,
+        sinks=True,
         for_masks=True,
         prepare=block_mask,
     )

@@ -44,9 +44,15 @@ def reference(q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, context: Attention
                 allowed_BTL,
                 scale,
                 context.softcap,
+                context.sinks_H,
             )
         )
     return torch.cat(chunks, dim=1)
+
+
+def is_plain(options: AttentionContext) -> bool:
+    """Return True if attention is a softmax of the scaled scores, with no soft cap and no sinks."""
+    return options.softcap is None and options.sinks_H is None
 
 
 def visible_keys(start: int, stop: int, tokens: int, context: AttentionContext) -> tuple[int, int]:
@@ -72,8 +78,12 @@ def attend(
     allowed_BTL: Tensor | None,
     scale: float,
     softcap: float | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Softmax attention of T queries over L keys, H / K query heads to each key head. Returns (B, T, H, C)."""
+    """Softmax attention of T queries over L keys, H / K query heads to each key head. Returns (B, T, H, C).
+
+    softcap, sinks_H: see `AttentionContext`.
+    """
     B, T, H, C = q_BTHC.shape
     K = k_BLKC.shape[2]
     dtype = at_least_float32(q_BTHC)
@@ -85,7 +95,12 @@ def attend(
         scores = softcap * torch.tanh(scores / softcap)
     if allowed_BTL is not None:
         scores = scores.masked_fill(~allowed_BTL[:, None, None], -math.inf)
-    o_BKGTC = torch.softmax(scores, dim=-1) @ v_BK1LC
+    if sinks_H is not None:
+        sinks = sinks_H.to(dtype).view(1, K, H // K, 1, 1).expand(B, -1, -1, T, -1)
+        weights = torch.softmax(torch.cat((scores, sinks), dim=-1), dim=-1)[..., :-1]
+    else:
+        weights = torch.softmax(scores, dim=-1)
+    o_BKGTC = weights @ v_BK1LC
     return o_BKGTC.permute(0, 3, 1, 2, 4).reshape(B, T, H, C).to(q_BTHC.dtype)
 
 
@@ -100,13 +115,13 @@ def decode_attention(
     """Attend from new tokens to a key-value cache that already contains them. Returns (B, T, H, C).
 
     positions_BT: int64, the position of each query in its row. Cache entry l is position l, and a query sees entries
-    0..position, or the last `window` of them. options: window, scale and softcap. attend: the function for a chunk of
-    queries, like `attend` above.
+    0..position, or the last `window` of them. options: window, scale, softcap and sinks. attend: the function for a
+    chunk of queries, like `attend` above.
     """
     T, L = q_BTHC.shape[1], cache_k_BLKC.shape[1]
     key_1L = torch.arange(L, device=q_BTHC.device)[None]
     scale = q_BTHC.shape[-1] ** -0.5 if options.scale is None else options.scale
-    scoring = (scale,) if options.softcap is None else (scale, options.softcap)
+    scoring = (scale,) if is_plain(options) else (scale, options.softcap, options.sinks_H)
     chunks = []
     for start in range(0, T, QUERY_CHUNK):
         part = slice(start, start + QUERY_CHUNK)
@@ -125,6 +140,7 @@ register(
         documents=True,
         supports_noncausal=True,
         softcap=True,
+        sinks=True,
         max_head_dim=4096,
     )
 )
