@@ -76,7 +76,6 @@ LIVE_AND_DEAD: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any]]] = {
         {"model": {"intermediate_size": 3072}},
         {"model": {"num_experts": 8}},
     ),
-    ("model.mlp_bias", "model.num_experts"): ({"model": {"mlp_bias": True}}, {"model": {"num_experts": 8}}),
     ("model.fused_gate_up", "model.num_experts"): (
         {"model": {"fused_gate_up": False}},
         {"model": {"num_experts": 8}},
