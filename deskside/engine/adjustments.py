@@ -14,7 +14,7 @@ and generate several tokens per replay, as any other. They exist once a request 
 adjustments does not touch them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -24,7 +24,8 @@ from deskside.engine.sampling import Sampling, SamplingTensors
 from deskside.utils.errors import UsageError
 
 MAX_BIASES = 1024  # entries of logit_bias
-MAX_END_TOKENS = 128  # end-of-text and stop tokens of a request with min_tokens
+MAX_STOP_TOKENS = 64
+MAX_END_TOKENS = 2 * MAX_STOP_TOKENS  # end-of-text and stop tokens of a request
 
 
 @dataclass(frozen=True)
@@ -135,17 +136,12 @@ def penalise(logits_BV: Tensor, seen_BV: Tensor, penalty_B: Tensor) -> Tensor:
     return torch.where(seen_BV, changed_BV, logits_BV)
 
 
-def check_adjustments(
-    sampling: Sampling, end_tokens: Sequence[int], min_tokens: int, vocabulary: int
-) -> None:
-    """Raise UsageError for adjustments that do not fit the tables, or that name a token outside of the vocabulary."""
-    if len(sampling.logit_bias) > MAX_BIASES:
-        raise UsageError(f"logit_bias: {len(sampling.logit_bias)} entries; give at most {MAX_BIASES}")
-    if min_tokens and len(end_tokens) > MAX_END_TOKENS:
-        raise UsageError(
-            f"min_tokens: there are {len(end_tokens)} end and stop tokens; give at most {MAX_END_TOKENS}"
-        )
-    for name, tokens in (("logit_bias", [t for t, _ in sampling.logit_bias]), ("stop_token_ids", end_tokens)):
+def check_adjustments(sampling: Sampling, stop_tokens: Collection[int], vocabulary: int) -> None:
+    """Raise UsageError for a bias or stop tokens that do not fit the tables or are outside of the vocabulary."""
+    fields = {"logit_bias": [token for token, _ in sampling.logit_bias], "stop_token_ids": stop_tokens}
+    for (name, tokens), most in zip(fields.items(), (MAX_BIASES, MAX_STOP_TOKENS), strict=True):
+        if len(tokens) > most:
+            raise UsageError(f"{name}: {len(tokens)} entries; give at most {most}")
         invalid = next((token for token in tokens if not 0 <= token < vocabulary), None)
         if invalid is not None:
             raise UsageError(

@@ -329,7 +329,7 @@ def check_request(
     max_length: of a prompt and its answer, in tokens.
     """
     check_prompt(request.prompt, vocabulary, max_length)
-    check_adjustments(request.sampling, request.end_tokens, request.min_tokens, vocabulary)
+    check_adjustments(request.sampling, request.stop_tokens, vocabulary)
     length = len(request.prompt)
     max_length = min(max_length, length + request.max_new_tokens)
     if -(-max_length // page_size) * page_size > cache_tokens:

@@ -210,7 +210,9 @@ class Slots:
         if self.adjustments is None:
             self.adjustments = Adjustments.empty(self.dummy + 1, self.vocabulary, self.device)
         prompt = self.to_device(request.prompt)
-        ends = request.end_tokens if request.min_tokens else ()
+        ends = (
+            [token for token in request.end_tokens if token < self.vocabulary] if request.min_tokens else []
+        )
         self.adjustments.start(slot, prompt, request.sampling, ends, request.min_tokens)
 
     def count_tokens(self, lanes_B: Tensor, token_BT: Tensor, valid_B: Tensor | None = None) -> None:

@@ -59,11 +59,14 @@ class Usage(_Response):
     prompt_tokens_details: PromptTokensDetails
 
 
-class TokenLogprob(_Response):
+class TopLogprob(_Response):
     token: str
     logprob: float
     bytes: list[int] | None
-    top_logprobs: list[Any]
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
 
 
 class ChatLogprobs(_Response):
@@ -73,8 +76,8 @@ class ChatLogprobs(_Response):
 
 class TextLogprobs(_Response):
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: None
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
     text_offset: list[int]
 
 
@@ -179,7 +182,7 @@ def openapi_document(
             "version": __version__,
             "description": (
                 "A subset of OpenAI's API, for one model. `stream_options` requires `stream`: true; `best_of` must "
-                "equal `n`; a prompt must have fewer tokens than the `max_model_len` of the model."
+                "be at least `n`; a prompt must have fewer tokens than the `max_model_len` of the model."
             ),
         },
         "paths": {

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import Any, TypeVar
 
 from starlette.responses import Response
@@ -11,8 +12,8 @@ from starlette.types import Receive, Scope, Send
 
 from deskside.engine.requests import Event, SampleOutput
 from deskside.engine.requests import Request as EngineRequest
-from deskside.serve.protocol import ApiError
-from deskside.serve.responses import DONE, ResponseWriter, sse
+from deskside.serve.protocol import ApiError, field_error
+from deskside.serve.responses import ResponseWriter
 from deskside.serve.worker import EngineMessage, RequestHandle, Worker
 from deskside.utils.errors import RunError, UsageError
 
@@ -24,8 +25,8 @@ class PendingResponse:
 
     A client that streams is woken for every step of the engine; the others once, when all is there.
 
-    streamed: whether `stream` will be used, not `complete`. usage: whether a stream ends with the token counts. on_end:
-    called by a streaming response at its end, in any case.
+    streamed: whether `stream` will be used, not `complete`. on_end: called by a streaming response at its end, in any
+    case.
     """
 
     def __init__(
@@ -34,12 +35,11 @@ class PendingResponse:
         requests: Sequence[EngineRequest],
         writer: ResponseWriter,
         streamed: bool,
-        usage: bool,
         on_end: Callable[["PendingResponse"], None],
     ):
         self.on_end = on_end
         self._worker, self._requests, self._writer = worker, requests, writer
-        self._streamed, self._usage = streamed, usage
+        self._streamed = streamed
         self._unfinished = sum(request.samples for request in requests)
         self._arrived: list[tuple[int, Event]] = []  # (index of the choice, event)
         self._error: UsageError | RunError | None = None
@@ -79,7 +79,9 @@ class PendingResponse:
         async for events in self._batches():
             for choice, event in events:
                 answers[choice].add(event)
-        return self._writer.complete(answers, self._prompt_lengths, self._cached)
+        of_choice = iter(answers)
+        by_prompt = [list(islice(of_choice, request.samples)) for request in self._requests]
+        return self._writer.complete(by_prompt, self._prompt_lengths, self._cached)
 
     async def stream(self) -> AsyncIterator[bytes]:
         """Yield server-sent events as the answer is generated. An error is the last event, as in OpenAI's API.
@@ -89,8 +91,8 @@ class PendingResponse:
         num_choices = sum(request.samples for request in self._requests)
         offsets = [0] * num_choices  # characters sent so far
         num_tokens = 0
-        if self._writer.chat:
-            yield b"".join(self._writer.first_chunk(choice) for choice in range(num_choices))
+        if start := self._writer.start(num_choices):
+            yield start
         try:
             async for events in self._batches():
                 num_tokens += sum(event.token is not None for _, event in events)
@@ -102,12 +104,9 @@ class PendingResponse:
                 if pieces:
                     yield b"".join(pieces)
         except ApiError as error:
-            yield sse(error.body)
+            yield self._writer.error(error.body)
             return
-        usage = b""
-        if self._usage:
-            usage = self._writer.usage_chunk(self._prompt_lengths, num_tokens, self._cached)
-        yield usage + DONE
+        yield self._writer.end(self._prompt_lengths, num_tokens, self._cached)
 
     async def _batches(self) -> AsyncIterator[list[tuple[int, Event]]]:
         """Yield the events that have arrived until all choices are finished. Raises ApiError."""
@@ -116,7 +115,7 @@ class PendingResponse:
                 events, self._arrived = self._arrived, []
                 yield events
             elif isinstance(self._error, UsageError):
-                raise ApiError(400, str(self._error))
+                raise field_error(self._error)
             elif self._error is not None:
                 raise ApiError(503 if self._worker.failed is not None else 500, str(self._error))
             elif not self._unfinished:

@@ -1,49 +1,42 @@
 """Requests of the OpenAI API and their error responses.
 
-The fields are those of OpenAI's reference (platform.openai.com/docs/api-reference). `top_k`, `min_p` and
-`repetition_penalty` are extensions with the names that vLLM and others use. A field that would change the completion
-but is not supported is rejected with an error, never ignored. Unknown fields are rejected too. Types are strict: the
+The fields are those of OpenAI's reference (platform.openai.com/docs/api-reference), and extensions with the names that
+vLLM and others use. A field that would change the completion but is not supported is rejected with an error, never
+ignored; field_lists.py lists the fields that need no effect. Unknown fields are rejected too. Types are strict: the
 string "1" is not accepted as a number.
 
 Nothing unbounded reaches the engine: the types bound numbers, short strings and most lists, so these bounds are part of
 the OpenAPI document (openapi.py). The length of a prompt is bounded by the largest body (request_guard.py).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, ValidationError
 
 from deskside.data.chat.messages import Conversation, NotRendered, checked_conversation
-from deskside.engine.sampling import (
-    MAX_PENALTY,
-    MAX_TOP_K,
-    MIN_PENALTY,
-    MIN_TEMPERATURE,
-    Sampling,
+from deskside.engine.sampling import TOP_LOGPROBS
+from deskside.serve.field_lists import (
+    REMEDIES,
+    ChatIneffectiveFields,
+    ChatRefusedFields,
+    EmptyList,
+    IneffectiveFields,
+    ShortText,
+    StreamOptions,
 )
+from deskside.serve.sampling_fields import MAX_CHOICES, SamplingFields, TokenCount, TokenId
 from deskside.serve.strict_model import StrictModel
 from deskside.serve.structured import JsonSchema, JsonSchemaFormat, StructuredFields, StructuredOutputs
 from deskside.utils.errors import UsageError
 
-MAX_STOPS, MAX_STOP_CHARACTERS = 4, 256
-MAX_CHOICES = 4096
-MAX_INT32 = 2**31 - 1
-MAX_SEED = 2**63 - 1
 MAX_MESSAGES, MAX_PARTS = 8192, 4096
 MAX_PROMPTS = 4096
-MAX_NAME_CHARACTERS = 256  # also of other short texts
-# Continuations of error messages, for fields that are accepted only with a value that has no effect.
-REMEDIES = {
-    "frequency_penalty": "is not available here; use repetition_penalty",
-    "presence_penalty": "is not available here; use repetition_penalty",
-    "logit_bias": "is not available here; leave it out",
+MAX_TEMPLATE_VARIABLES = 32
+# Continuations of error messages for refused values of tools.
+TOOL_REMEDIES = {
     "tools": "are not available here; leave them out",
     "tool_choice": "must be none or auto, because tools are not available here",
-    "top_logprobs": "must be 0: only the logprob of the sampled token is available",
-    "echo": "is not available here; leave it out",
-    "suffix": "is not available here; leave it out",
-    "best_of": "is not available here; use n",
 }
 
 
@@ -79,18 +72,7 @@ def field_error(error: UsageError) -> ApiError:
     return ApiError(400, str(error), param=str(error).partition(":")[0])
 
 
-TokenCount = Annotated[int, Field(ge=0, le=MAX_INT32)]
-StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
-ShortText = Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)]
-EmptyList = Annotated[list[Any], Field(max_length=0)] | None
-Zero = Annotated[float, Field(ge=0, le=0)]
-
-
-class StreamOptions(StrictModel):
-    """Options of a stream."""
-
-    include_usage: bool = False
-    include_obfuscation: bool = False
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class TextPart(StrictModel):
@@ -119,59 +101,17 @@ class RequestMessage(StrictModel):
     annotations: EmptyList = None
 
 
-class _CommonRequest(StructuredFields):
+class _CommonRequest(SamplingFields, StructuredFields, IneffectiveFields):
     """Fields of chat and text completion requests."""
 
     model: ShortText | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    seed: Annotated[int, Field(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = None
-    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=MAX_TOP_K)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(ge=MIN_PENALTY, le=MAX_PENALTY)] | None = None
-    max_tokens: TokenCount | None = None
-    user: ShortText | None = None  # identifies the client's user; ignored
-    metadata: (
-        Annotated[dict[ShortText, Annotated[str, Field(max_length=512)]], Field(max_length=16)] | None
-    ) = None  # ignored
-    # Accepted only with the value that has no effect:
-    frequency_penalty: Zero | None = None
-    presence_penalty: Zero | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
-
-    @property
-    def choices_per_prompt(self) -> int:
-        """Number of completions of each prompt."""
-        return self.n or 1
-
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        """Strings that end an answer."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
     def usage_in_stream(self) -> bool:
         """True if a stream ends with token counts."""
         return self.stream_options is not None and self.stream_options.include_usage
-
-    def sampling(self) -> Sampling:
-        """Return the sampling parameters. OpenAI's default is temperature 1 over all tokens."""
-        top_p = 1.0 if self.top_p is None else self.top_p
-        temperature = 1.0 if self.temperature is None else self.temperature
-        top_k = self.top_k if self.top_k and self.top_k > 0 else None  # 0 and -1 disable it
-        if top_p == 0:
-            top_k = 1  # only the most probable token
-        return Sampling(
-            temperature=temperature if temperature >= MIN_TEMPERATURE else 0.0,  # greedy
-            top_k=top_k,
-            top_p=top_p if 0 < top_p < 1 else None,
-            min_p=self.min_p or None,
-            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
-        )
 
     def check(self) -> None:
         """Check the fields that depend on each other. Raises ApiError."""
@@ -183,14 +123,17 @@ class _CommonRequest(StructuredFields):
             raise field_error(error) from None
 
 
-class ChatRequest(_CommonRequest):
-    """POST /v1/chat/completions."""
+class ChatRequest(_CommonRequest, ChatIneffectiveFields, ChatRefusedFields):
+    """POST /v1/chat/completions. `chat_template_kwargs` are variables of the chat template, as in vLLM."""
 
     messages: Annotated[list[RequestMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: TokenCount | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
-    store: bool | None = None  # ignored: nothing is stored
+    top_logprobs: Annotated[int, Field(ge=0, le=TOP_LOGPROBS)] | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    chat_template_kwargs: Annotated[dict[ShortText, Any], Field(max_length=MAX_TEMPLATE_VARIABLES)] | None = (
+        None
+    )
     tools: EmptyList = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
@@ -198,6 +141,16 @@ class ChatRequest(_CommonRequest):
     @property
     def wants_logprobs(self) -> bool:
         return bool(self.logprobs)
+
+    @property
+    def num_top_logprobs(self) -> int:
+        """Most probable tokens at each position of an answer."""
+        return self.top_logprobs or 0
+
+    def check(self) -> None:
+        super().check()
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(400, "top_logprobs requires logprobs: true", param="top_logprobs")
 
     @property
     def max_new_tokens(self) -> int | None:
@@ -215,15 +168,29 @@ class ChatRequest(_CommonRequest):
                 total += sum(len(part.text) for part in message.content)
         return total
 
-    def conversation(self) -> Conversation:
-        """Return the input of a chat template. Raises ApiError for an invalid conversation."""
+    def template_variables(self, known: Collection[str]) -> dict[str, Any]:
+        """Return the variables of the chat template, for a template that has the variables `known`.
+
+        `reasoning_effort` becomes the variable of this name, or else decides `enable_thinking`. A template with
+        neither has one way to answer, so it needs no effect.
+        """
+        variables: dict[str, Any] = {}
+        if self.reasoning_effort is not None:
+            if "reasoning_effort" in known:
+                variables["reasoning_effort"] = self.reasoning_effort
+            elif "enable_thinking" in known:
+                variables["enable_thinking"] = self.reasoning_effort != "none"
+        return variables | (self.chat_template_kwargs or {})
+
+    def conversation(self, known: Collection[str]) -> Conversation:
+        """Return the input of a chat template with the variables `known`. Raises ApiError for an invalid one."""
         try:
-            return checked_conversation([message.model_dump() for message in self.messages])
+            messages = [message.model_dump() for message in self.messages]
+            return checked_conversation(messages, chat_template_kwargs=self.template_variables(known))
         except NotRendered as error:
             raise ApiError(400, f"messages: {error}", param="messages") from None
 
 
-TokenId = Annotated[int, Field(ge=0, le=MAX_INT32)]
 TokenPrompt = Annotated[list[TokenId], Field(min_length=1)]
 
 
@@ -236,14 +203,23 @@ class CompletionRequest(_CommonRequest):
         | TokenPrompt
         | Annotated[list[TokenPrompt], Field(min_length=1, max_length=MAX_PROMPTS)]
     )
-    logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=TOP_LOGPROBS)] | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    echo: Literal[False] | None = None
+    echo: bool | None = None
     suffix: Annotated[str, Field(max_length=0)] | None = None
 
     @property
     def wants_logprobs(self) -> bool:
         return self.logprobs is not None
+
+    @property
+    def num_top_logprobs(self) -> int:
+        """Most probable tokens at each position of prompt and answer."""
+        return self.logprobs or 0
+
+    @property
+    def samples_per_prompt(self) -> int:
+        return self.best_of or self.choices_per_prompt
 
     @property
     def max_new_tokens(self) -> int | None:
@@ -252,8 +228,14 @@ class CompletionRequest(_CommonRequest):
 
     def check(self) -> None:
         super().check()
-        if self.best_of is not None and self.best_of != self.choices_per_prompt:
-            raise ApiError(400, f"best_of {REMEDIES['best_of']}", param="best_of")
+        if self.samples_per_prompt < self.choices_per_prompt:
+            raise ApiError(400, f"best_of: must be at least n, {self.choices_per_prompt}", param="best_of")
+        if self.stream and self.samples_per_prompt > self.choices_per_prompt:
+            raise ApiError(
+                400, "best_of: the best is known only at the end; leave out stream", param="best_of"
+            )
+        if self.stream and self.echo and self.logprobs is not None:
+            raise ApiError(400, "echo: with logprobs, it is not available in a stream", param="echo")
 
     @property
     def characters(self) -> int:
@@ -299,8 +281,9 @@ def _api_error(error: ValidationError) -> ApiError:
     where = ".".join(str(part) for part in path if isinstance(part, int) or part in known)[:80] or "the body"
     if is_extra:
         return ApiError(400, f"{where}: there is no such field; leave it out", param=shown)
-    if param in REMEDIES:
-        return ApiError(400, f"{param} {REMEDIES[param]}", param=shown)
+    remedies = REMEDIES | TOOL_REMEDIES
+    if param in remedies:
+        return ApiError(400, f"{param} {remedies[param]}", param=shown)
     reason = first["msg"].removeprefix("Input ")[:200]
     return ApiError(400, f"{where}: {reason[:1].lower()}{reason[1:]}", param=shown)
 

@@ -5,15 +5,17 @@ events"). The data are OpenAI's chunks in JSON; the last event is `data: [DONE]`
 """
 
 import json
+import math
 import time
 import uuid
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from deskside.engine.requests import Event, SampleOutput
-from deskside.engine.text import REPLACEMENT
+from deskside.engine.requests import Event, PromptScores, SampleOutput
+from deskside.serve.logprobs import ScoredToken, chat_logprobs, text_logprobs
 
 DONE = b"data: [DONE]\n\n"
 FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
@@ -37,88 +39,129 @@ def usage(prompt_lengths: Sequence[int], completion_tokens: int, cached: Sequenc
     }
 
 
+@dataclass(frozen=True)
+class Echo:
+    """A prompt that the response repeats before the answer.
+
+    starts_text: False if the first token is a start token that the server added, which is not part of the text.
+    """
+
+    text: str
+    tokens: Sequence[int]
+    starts_text: bool
+
+
+@dataclass(frozen=True)
+class ResponseOptions:
+    """What a response contains. choices: per prompt. echoes: one per prompt, or none."""
+
+    chat: bool
+    choices: int = 1
+    logprobs: bool = False
+    top_logprobs: int = 0
+    echoes: Sequence[Echo] = ()
+    usage_in_stream: bool = False
+
+
 class ResponseWriter:
     """Creates the JSON objects of one chat or text completion."""
 
-    def __init__(self, chat: bool, model: str, fingerprint: str, tokenizer: Tokenizer, logprobs: bool):
-        self.chat, self.logprobs = chat, logprobs
-        self._tokenizer = tokenizer
+    def __init__(self, options: ResponseOptions, model: str, fingerprint: str, tokenizer: Tokenizer):
+        self._options, self._tokenizer = options, tokenizer
+        self._chat = options.chat
         self._common = {
-            "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
+            "id": f"{'chatcmpl' if options.chat else 'cmpl'}-{uuid.uuid4().hex}",
             "created": int(time.time()),
             "model": model,
             "system_fingerprint": fingerprint,
         }
 
     def complete(
-        self, answers: Sequence[SampleOutput], prompt_lengths: Sequence[int], cached: Sequence[int]
+        self, answers: Sequence[Sequence[SampleOutput]], prompt_lengths: Sequence[int], cached: Sequence[int]
     ) -> dict[str, Any]:
-        """Return the response of a request without streaming; one answer per choice."""
+        """Return the response of a request without streaming. answers: of each prompt, all samples."""
         choices: list[dict[str, Any]] = []
-        for index, answer in enumerate(answers):
-            assert answer.reason is not None
-            logprobs = self._logprobs(answer.tokens, answer.logprobs, 0) if self.logprobs else None
-            message = {"role": "assistant", "content": answer.text, "refusal": None}
-            content = {"message": message} if self.chat else {"text": answer.text}
-            finish_reason = FINISH_REASONS[answer.reason]
-            choices.append({"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason})
+        for number, samples in enumerate(answers):
+            scores = samples[0].prompt
+            if len(samples) > self._options.choices:
+                samples = sorted(samples, key=_mean_logprob, reverse=True)[: self._options.choices]
+            echo = self._options.echoes[number] if self._options.echoes else None
+            choices += [
+                self._choice(len(choices) + i, answer, echo, scores) for i, answer in enumerate(samples)
+            ]
+        num_tokens = sum(len(answer.tokens) for samples in answers for answer in samples)
         return {
             **self._common,
-            "object": "chat.completion" if self.chat else "text_completion",
+            "object": "chat.completion" if self._chat else "text_completion",
             "choices": choices,
-            "usage": usage(prompt_lengths, sum(len(answer.tokens) for answer in answers), cached),
+            "usage": usage(prompt_lengths, num_tokens, cached),
         }
 
-    def first_chunk(self, index: int) -> bytes:
-        """Return the first chunk of a choice in a chat stream."""
-        return self._chunk(index, {"delta": {"role": "assistant", "content": ""}}, None, None)
+    def start(self, num_choices: int) -> bytes:
+        """Return the first chunks of a stream; empty if there are none."""
+        options = self._options
+        if self._chat:
+            first = {"delta": {"role": "assistant", "content": ""}}
+            return b"".join(self._chunk(index, first, None, None) for index in range(num_choices))
+        pieces = [echo.text for echo in options.echoes for _ in range(options.choices)]
+        return b"".join(self._chunk(index, {"text": text}, None, None) for index, text in enumerate(pieces))
 
     def chunk(self, index: int, event: Event, offset: int) -> bytes:
         """Return the chunk of an event. `offset`: characters of the choice in earlier chunks."""
-        content: dict[str, Any] = {"delta": {"content": event.text}} if self.chat else {"text": event.text}
-        if self.chat and not event.text and event.reason is not None:
+        content: dict[str, Any] = {"delta": {"content": event.text}} if self._chat else {"text": event.text}
+        if self._chat and not event.text and event.reason is not None:
             content = {"delta": {}}
         logprobs = None
-        if self.logprobs and event.token is not None and event.logprob is not None:
-            logprobs = self._logprobs([event.token], [event.logprob], offset)
+        if self._options.logprobs and event.token is not None and event.logprob is not None:
+            logprobs = self._logprobs([ScoredToken(event.token, event.logprob, event.top)], offset)
         finish_reason = None if event.reason is None else FINISH_REASONS[event.reason]
         return self._chunk(index, content, logprobs, finish_reason)
 
-    def usage_chunk(
-        self, prompt_lengths: Sequence[int], completion_tokens: int, cached: Sequence[int]
-    ) -> bytes:
-        """Return the last chunk of a stream: the token counts."""
-        return self._sse([], {"usage": usage(prompt_lengths, completion_tokens, cached)})
+    def end(self, prompt_lengths: Sequence[int], completion_tokens: int, cached: Sequence[int]) -> bytes:
+        """Return the end of a stream: the token counts if the client asked for them, and the mark of the end."""
+        if not self._options.usage_in_stream:
+            return DONE
+        return self._sse([], {"usage": usage(prompt_lengths, completion_tokens, cached)}) + DONE
+
+    def error(self, body: dict[str, Any]) -> bytes:
+        """Return the end of a stream after an error."""
+        return sse(body)
+
+    def _choice(
+        self, index: int, answer: SampleOutput, echo: Echo | None, scores: PromptScores | None
+    ) -> dict[str, Any]:
+        assert answer.reason is not None
+        logprobs = None
+        if self._options.logprobs:
+            places = zip(answer.tokens, answer.logprobs, answer.tops, strict=True)
+            prompt = [] if echo is None or scores is None else _scored_prompt(echo, scores)
+            logprobs = self._logprobs([*prompt, *(ScoredToken(*place) for place in places)], 0)
+        message = {"role": "assistant", "content": answer.text, "refusal": None}
+        text = answer.text if echo is None else echo.text + answer.text
+        content = {"message": message} if self._chat else {"text": text}
+        finish_reason = FINISH_REASONS[answer.reason]
+        return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
 
     def _chunk(self, index: int, content: dict[str, Any], logprobs: Any, finish_reason: str | None) -> bytes:
         choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
         return self._sse([choice], {})
 
     def _sse(self, choices: list[dict[str, Any]], extra: dict[str, Any]) -> bytes:
-        kind = "chat.completion.chunk" if self.chat else "text_completion"
+        kind = "chat.completion.chunk" if self._chat else "text_completion"
         return sse({**self._common, "object": kind, "choices": choices, **extra})
 
-    def _logprobs(self, tokens: Sequence[int], logprobs: Sequence[float], offset: int) -> dict[str, Any]:
-        """Return OpenAI's logprobs object. A token with only a part of a character has U+FFFD in its text."""
-        texts = [str(self._tokenizer.decode([token], skip_special_tokens=False)) for token in tokens]
-        if self.chat:
-            content = [
-                {
-                    "token": text,
-                    "logprob": logprob,
-                    "bytes": None if REPLACEMENT in text else list(text.encode()),
-                    "top_logprobs": [],
-                }
-                for text, logprob in zip(texts, logprobs, strict=True)
-            ]
-            return {"content": content, "refusal": None}
-        offsets = []
-        for text in texts:
-            offsets.append(offset)
-            offset += len(text)
-        return {
-            "tokens": texts,
-            "token_logprobs": list(logprobs),
-            "top_logprobs": None,
-            "text_offset": offsets,
-        }
+    def _logprobs(self, tokens: Sequence[ScoredToken], offset: int) -> dict[str, Any]:
+        if self._chat:
+            return chat_logprobs(self._tokenizer, tokens)
+        return text_logprobs(self._tokenizer, tokens, self._options.top_logprobs > 0, offset)
+
+
+def _scored_prompt(echo: Echo, scores: PromptScores) -> list[ScoredToken]:
+    first, *others = echo.tokens
+    places = zip(others, scores.logprobs, scores.tops, strict=True)
+    return [ScoredToken(first, None, (), echo.starts_text), *(ScoredToken(*place) for place in places)]
+
+
+def _mean_logprob(answer: SampleOutput) -> float:
+    """Return the log-probability per token, by which OpenAI's best_of chooses; an empty answer is the last."""
+    return sum(answer.logprobs) / len(answer.logprobs) if answer.logprobs else -math.inf

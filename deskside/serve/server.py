@@ -14,8 +14,9 @@ from tokenizers import Tokenizer
 
 from deskside.data.encoder import choose_encoder
 from deskside.engine.engine import Engine
-from deskside.serve.app import Service, make_app
+from deskside.serve.app import make_app
 from deskside.serve.request_guard import MAX_HEAD_BYTES, ClientLimits, RequestGuard, connection_class
+from deskside.serve.service import Service
 from deskside.serve.worker import Worker
 from deskside.utils.console import say
 from deskside.weights.load import Loaded

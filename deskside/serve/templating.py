@@ -53,6 +53,11 @@ class PromptEncoder:
         """The roles that the chat template accepts; empty without a chat template."""
         return frozenset() if self._renderer is None else self._renderer.roles
 
+    @property
+    def variables(self) -> frozenset[str]:
+        """Variables of the chat template that a request may set; empty without a chat template."""
+        return frozenset() if self._renderer is None else self._renderer.variables
+
     def text(self, text: str) -> list[int]:
         """Return the start token and the tokens of a text. Special tokens are encoded as text.
 

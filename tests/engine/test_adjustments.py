@@ -10,7 +10,7 @@ from transformers.generation.logits_process import (
     SequenceBiasLogitsProcessor,
 )
 
-from deskside.engine.adjustments import MAX_BIASES, MAX_END_TOKENS, Adjustments
+from deskside.engine.adjustments import MAX_BIASES, MAX_END_TOKENS, MAX_STOP_TOKENS, Adjustments
 from deskside.engine.engine import Draft, Engine
 from deskside.engine.requests import Request
 from deskside.engine.sampling import Sampling, SamplingTensors
@@ -111,6 +111,7 @@ def test_a_stop_string_does_not_end_an_answer_before_its_minimum() -> None:
         ("logit_bias", {"sampling": Sampling(logit_bias=((97, 1.0),))}),
         ("logit_bias", {"sampling": Sampling(logit_bias=tuple((0, 1.0) for _ in range(MAX_BIASES + 1)))}),
         ("stop_token_ids", {"stop_tokens": frozenset({97})}),
+        ("stop_token_ids", {"stop_tokens": frozenset(range(MAX_STOP_TOKENS + 1))}),
     ],
 )
 def test_what_does_not_fit_is_refused_on_submission(field: str, options: dict) -> None:

@@ -9,7 +9,9 @@ import httpx
 import pytest
 
 from deskside.engine.engine import Engine
-from deskside.serve.app import SHORT_CHARACTERS, Service, make_app
+from deskside.serve.app import make_app
+from deskside.serve.handler import SHORT_CHARACTERS
+from deskside.serve.service import Service
 from deskside.serve.templating import PromptEncoder
 from deskside.serve.worker import Worker
 from deskside.weights.load import Loaded, load_model

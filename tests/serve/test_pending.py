@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from deskside.data import tokenizer as bpe
 from deskside.engine.requests import Event, Request
 from deskside.serve.pending import PendingResponse
-from deskside.serve.responses import ResponseWriter
+from deskside.serve.responses import ResponseOptions, ResponseWriter
 from deskside.serve.worker import EngineMessage
 from deskside.utils.errors import RunError
 
@@ -53,8 +53,8 @@ def events(logprobs: bool) -> list[Event]:
 
 def made(worker: FakeWorker, tokenizer: Tokenizer, logprobs: bool, streamed: bool) -> PendingResponse:
     request = Request(PROMPT, 9, samples=2, logprobs=logprobs)
-    writer = ResponseWriter(False, "m", "f", tokenizer, logprobs)
-    return PendingResponse(worker, [request], writer, streamed, True, lambda pending: None)  # type: ignore[arg-type]
+    writer = ResponseWriter(ResponseOptions(False, 2, logprobs, usage_in_stream=True), "m", "f", tokenizer)
+    return PendingResponse(worker, [request], writer, streamed, lambda pending: None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("logprobs", [False, True])

@@ -260,12 +260,19 @@ REFUSED = [
     ({"max_tokens": 3001}, "max_tokens"),
     ({"stop": [""]}, "stop"),
     ({"stop": ["a"] * 5}, "stop"),
-    ({"frequency_penalty": 0.5}, "frequency_penalty"),
-    ({"logit_bias": {"5": 10}}, "logit_bias"),
-    ({"logprobs": 3}, "logprobs"),
-    ({"echo": True}, "echo"),
+    ({"frequency_penalty": 2.1}, "frequency_penalty"),
+    ({"logit_bias": {"5": 101}}, "logit_bias"),
+    ({"logit_bias": {"5000": 1}}, "logit_bias"),
+    ({"logit_bias": {"-1": 1}}, "logit_bias"),
+    ({"logit_bias": {"a": 1}}, "logit_bias"),
+    ({"logprobs": 21}, "logprobs"),
+    ({"echo": True, "logprobs": 0, "stream": True}, "echo"),
     ({"suffix": "x"}, "suffix"),
-    ({"best_of": 4}, "best_of"),
+    ({"n": 3, "best_of": 2}, "best_of"),
+    ({"best_of": 9}, "best_of"),
+    ({"best_of": 2, "stream": True}, "best_of"),
+    ({"stop_token_ids": [5000]}, "stop_token_ids"),
+    ({"min_tokens": 17}, "min_tokens"),
     ({"prompt": []}, "prompt"),
     ({"prompt": [5000]}, "prompt"),
     ({"prompt": "ships " * 5000}, "prompt"),
@@ -305,7 +312,8 @@ def test_chat_refusals(client: openai.OpenAI) -> None:
         assert told in refused(messages=messages)
     assert "tools are not available" in refused(tools=[{"type": "function", "function": {"name": "f"}}])
     assert "tool_choice" in refused(tool_choice="required")
-    assert "top_logprobs" in refused(logprobs=True, top_logprobs=3)
+    assert "top_logprobs" in refused(logprobs=True, top_logprobs=21)
+    assert "top_logprobs requires logprobs" in refused(top_logprobs=3)
     assert "max_completion_tokens: 2000000000 exceeds" in refused(max_completion_tokens=2_000_000_000)
     told = refused(messages=[{"role": "user", "content": "a", "seed": 1}])  # the name of a field elsewhere
     assert "messages.0.seed: there is no such field" in told

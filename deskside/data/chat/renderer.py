@@ -75,6 +75,11 @@ class Renderer:
         """The roles that the template knows."""
         return self._support.roles
 
+    @property
+    def variables(self) -> frozenset[str]:
+        """Names that chat_template_kwargs may set."""
+        return self._support.variables
+
     def text(self, conversation: Conversation, add_generation_prompt: bool) -> str:
         """Render a conversation as escaped text. `unescape` makes it readable, and `ids` tokenizes it.
 

@@ -1,0 +1,77 @@
+"""The explicit lists of fields of OpenAI's API that have no effect here, and of those that are refused.
+
+Fields that are in no list and in no request are refused as unknown. docs/serve.md has a table of all fields, which a
+test compares with these lists and with OpenAI's client.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from deskside.serve.strict_model import StrictModel
+
+MAX_NAME_CHARACTERS = 256  # also of other short texts
+ShortText = Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)]
+EmptyList = Annotated[list[Any], Field(max_length=0)] | None
+Metadata = Annotated[dict[ShortText, Annotated[str, Field(max_length=512)]], Field(max_length=16)]
+
+
+class StreamOptions(StrictModel):
+    """Options of a stream. `include_obfuscation` has no effect: padding hides lengths on networks only."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class IneffectiveFields(StrictModel):
+    """Fields that are accepted without effect. The description of each says why it needs none."""
+
+    user: ShortText | None = Field(None, description="names the client's user, of whom no records are kept")
+    safety_identifier: ShortText | None = Field(
+        None, description="names the client's user, of whom no records are kept"
+    )
+    metadata: Metadata | None = Field(None, description="labels of stored answers; nothing is stored")
+    store: bool | None = Field(None, description="nothing is stored")
+    service_tier: ShortText | None = Field(None, description="there is one tier")
+    prompt_cache_key: ShortText | None = Field(None, description="every prompt uses the prefix cache")
+    prompt_cache_retention: ShortText | None = Field(
+        None, description="prefixes are kept until their memory is needed"
+    )
+    prompt_cache_options: dict[ShortText, Any] | None = Field(
+        None, description="every prompt uses the prefix cache"
+    )
+
+
+class ChatIneffectiveFields(IneffectiveFields):
+    """More such fields, of chat completions."""
+
+    prediction: dict[ShortText, Any] | None = Field(
+        None, description="a guess of the answer, which may only make it faster"
+    )
+    modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = Field(
+        None, description="answers are text; audio is refused"
+    )
+    verbosity: Literal["medium"] | None = Field(None, description="medium is the default; others are refused")
+
+
+class ChatRefusedFields(StrictModel):
+    """Fields that are accepted only with a value that asks for nothing."""
+
+    audio: None = None
+    functions: EmptyList = None
+    function_call: Literal["none", "auto"] | None = None
+    moderation: None = None
+    web_search_options: None = None
+
+
+# Continuations of error messages for refused fields and values.
+REMEDIES = {
+    "audio": "is not available here: answers are text",
+    "functions": "are not available here; use tools",
+    "function_call": "is not available here; use tool_choice",
+    "moderation": "is not available here; leave it out",
+    "modalities": "must be text, the only kind of answer",
+    "suffix": "is not available here: the model cannot fill in a gap",
+    "verbosity": "must be medium; models have no such setting here, so ask for it in a message",
+    "web_search_options": "are not available here; give tools",
+}

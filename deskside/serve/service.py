@@ -1,0 +1,32 @@
+"""What the routes of the server share: the served model and its limits."""
+
+from dataclasses import dataclass
+
+from deskside.data.encoder import EncoderInfo
+from deskside.serve.worker import Worker
+from deskside.weights.load import Loaded
+
+HEADERS = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
+
+
+@dataclass(frozen=True)
+class Service:
+    """The served model and its limits.
+
+    Attributes:
+        loaded: The model.
+        worker: The thread of the engine.
+        name: Model name in the API.
+        max_choices: Maximum number of running and waiting choices.
+        max_tokens: Maximum tokens per answer.
+        max_length: Maximum tokens of a prompt and its answer together.
+        encoder: The library that encodes prompts; None is tokenizers.
+    """
+
+    loaded: Loaded
+    worker: Worker
+    name: str
+    max_choices: int
+    max_tokens: int
+    max_length: int
+    encoder: EncoderInfo | None = None

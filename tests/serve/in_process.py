@@ -1,0 +1,39 @@
+"""The server's application without a network, and clients of it."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import httpx
+import openai
+
+from deskside.engine.engine import Engine
+from deskside.serve.app import make_app
+from deskside.serve.service import Service
+from deskside.serve.worker import Worker
+from deskside.weights.load import Loaded
+
+T = TypeVar("T")
+
+
+def with_client(
+    loaded: Loaded, ask: Callable[[openai.AsyncOpenAI], Awaitable[T]], max_choices: int = 16, **engine: Any
+) -> T:
+    """Return ask(client) of a server with this model, whose name is "tiny". The official client has no retries."""
+
+    async def run() -> T:
+        made = Engine(loaded.model, tokenizer=loaded.tokenizer, **engine)
+        worker = Worker(made, asyncio.get_running_loop(), print)
+        worker.start()
+        try:
+            app = make_app(Service(loaded, worker, "tiny", max_choices, 3000, 4096))
+            transport = httpx.ASGITransport(app)
+            async with httpx.AsyncClient(transport=transport, timeout=60) as http:
+                base = "http://here/v1"
+                return await ask(
+                    openai.AsyncOpenAI(base_url=base, api_key="-", max_retries=0, http_client=http)
+                )
+        finally:
+            await asyncio.get_running_loop().run_in_executor(None, worker.stop)
+
+    return asyncio.run(run())
