@@ -16,9 +16,10 @@ NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")  # that a te
 # Variables of a template that chat_template_kwargs cannot set.
 RESERVED = frozenset({"messages", "tools", "add_generation_prompt", *NAMED_TOKENS})
 TRIAL_WORD = "trialtext"
+_CALL_ID = "call00001"  # nine letters and digits, the only ids that Mistral's templates accept
+_CALL = {"id": _CALL_ID, "type": "function", "function": {"name": "f", "arguments": {"x": "y"}}}
 _TRIAL_CALL = {
-    "id": "trial0001",  # nine letters and digits, the only ids that Mistral's templates accept
-    "type": "function",
+    **_CALL,
     "function": {"name": f"{TRIAL_WORD}name", "arguments": {f"{TRIAL_WORD}key": f"{TRIAL_WORD}value"}},
 }
 _TRIAL_TOOL = {
@@ -34,7 +35,7 @@ _TRIAL_WORDS = {  # that must be written for a field with the trial value
     "tools": [f"{TRIAL_WORD}{part}" for part in ("name", "description", "key")],
 }
 _USER, _ASSISTANT = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
-_CALLING = {"role": "assistant", "content": "", "tool_calls": [_TRIAL_CALL]}
+_CALLING = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
 
 
 class TemplateSupport:
@@ -75,10 +76,10 @@ class TemplateSupport:
         implied = {"role", "tool_call_id", *(["name"] if role == "tool" and after_calls else [])}
         for name in sorted(given - implied):
             if given != {"role", "content"} and not self._writes(role, frozenset(given), name):
-                what = name if given == {"role", "content", name} else f"{name} beside {_others(given, name)}"
+                others = ", ".join(sorted(given - {"role", "content", name}))
                 raise NotRendered(
-                    f"message {number}: the chat template does not write the {what} of a message of the role {role!r}; "
-                    "leave it out, or use another template"
+                    f"message {number}: the chat template does not write the {name} of a message of the role {role!r}"
+                    f"{others and f' beside {others}'}; leave it out, or use another template"
                 )
 
     @cached_property
@@ -114,11 +115,9 @@ class TemplateSupport:
         """Return True if the template writes field `name` of a message with these fields."""
         key = (role, fields, name)
         if key not in self._written:
-            values = {"role": role, "tool_call_id": _TRIAL_CALL["id"], "tool_calls": [_TRIAL_CALL]}
-            message: dict[str, Any] = {field: values.get(field, "text") for field in fields}
-            message.setdefault("content", "")
-            if name != "tool_calls":
-                message[name] = TRIAL_WORD
+            values = {"role": role, "tool_call_id": _CALL_ID, "tool_calls": [_CALL]}
+            message: dict[str, Any] = {"content": ""} | {field: values.get(field, "text") for field in fields}
+            message[name] = [_TRIAL_CALL] if name == "tool_calls" else TRIAL_WORD
             self._written[key] = self._shows(_trials(message), _TRIAL_WORDS.get(name, [TRIAL_WORD])) is True
         return self._written[key]
 
@@ -140,10 +139,6 @@ def _trials(message: Mapping[str, Any]) -> list[Conversation]:
     """Return short conversations with a message."""
     before: list[list[Message]] = [[], [_USER], [_USER, _ASSISTANT], [_USER, _CALLING]]
     return [Conversation([*messages, message]) for messages in before] + [Conversation([message, _USER])]
-
-
-def _others(fields: set[str], name: str) -> str:
-    return ", ".join(sorted(fields - {"role", name}))
 
 
 def _parsed(template: str) -> Any:

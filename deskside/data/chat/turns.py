@@ -7,7 +7,8 @@ written with the turn must begin with this prompt; the rest is the turn, as the 
 Usually every such rendering is a beginning of the whole text. But some templates write a turn differently once a later
 message follows: Qwen3's removes the reasoning of earlier answers. Then the text is put together from the turns as the
 model generates them, each as the last one of the conversation, and what the template writes between them. That is also
-the text of TRL's training templates, which keep every turn as it was generated.
+the text of TRL's training templates, which keep every turn as it was generated. If even the end of a turn depends on
+what follows, as in the template of gpt-oss, only the turns are learnt that the whole text has as they are generated.
 """
 
 import json
@@ -22,10 +23,20 @@ MARKS = [chr(0xF8FF - number) for number in range(64)]  # of the Private Use Are
 _QUESTION = [{"role": "user", "content": "Is it raining?"}]
 
 
+class NotContinued(NotRendered):
+    """Raised if what the template writes for a turn is no continuation of what it writes before it."""
+
+    def __init__(self) -> None:
+        super().__init__("its text before a reply is not a prefix of its text with the reply")
+
+
 @dataclass(frozen=True)
 class MarkedText:
-    """A rendered conversation. text: escaped. spans: (begin, end) of each assistant turn. rewritten: True if the
-    template would write an earlier turn differently in the whole conversation."""
+    """A rendered conversation.
+
+    text: escaped. spans: (begin, end) of the assistant's turns that can be learnt. rewritten: True if the template
+    would write an earlier turn differently in the whole conversation.
+    """
 
     text: str
     spans: list[tuple[int, int]]
@@ -44,10 +55,16 @@ def text_with_turns(renderer: Renderer, conversation: Conversation) -> MarkedTex
         prompt = _text_before(renderer, conversation, n)
         is_last = n + 1 == len(conversation.messages)
         answered = text if is_last else renderer.text(conversation.first(n + 1), add_generation_prompt=False)
-        if not (text.startswith(prompt) and text.startswith(answered) and len(prompt) < len(answered)):
-            return _appended(renderer, conversation, numbers)
-        spans.append((len(prompt), len(answered)))
-    return MarkedText(text, spans)
+        if text.startswith(prompt) and text.startswith(answered) and len(prompt) < len(answered):
+            spans.append((len(prompt), len(answered)))
+    if len(spans) == len(numbers):
+        return MarkedText(text, spans)
+    try:
+        return _appended(renderer, conversation, numbers)
+    except NotContinued:
+        if spans[-1:] != [(len(prompt), len(answered))]:  # of the last turn
+            raise
+        return MarkedText(text, spans)
 
 
 def _appended(renderer: Renderer, conversation: Conversation, numbers: list[int]) -> MarkedText:
@@ -98,7 +115,7 @@ def _marked(message: Message, mark: str) -> Message:
 
 def _rest(text: str, beginning: str) -> str:
     if not text.startswith(beginning):
-        raise NotRendered("its text before a reply is not a prefix of its text with the reply")
+        raise NotContinued
     return text.removeprefix(beginning)
 
 
