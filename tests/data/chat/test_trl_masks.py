@@ -94,11 +94,11 @@ EXPLAINED: dict[str, dict[str, str]] = {
 }
 # Of conversations: equal, refused by both, explained; the table in docs/alignment.md.
 COUNTS = {
-    "Qwen3": (0, 0, 0),
-    "Llama 3": (0, 0, 0),
-    "Gemma 2": (0, 0, 0),
-    "Gemma 3": (0, 0, 0),
-    "Mistral": (0, 0, 0),
+    "Qwen3": (52, 0, 13),
+    "Llama 3": (44, 0, 21),
+    "Gemma 2": (30, 26, 9),
+    "Gemma 3": (34, 21, 10),
+    "Mistral": (43, 13, 9),
 }
 
 
