@@ -146,6 +146,7 @@ def uncovered_reason(
     adapters: bool = False,
     head_dim: int = 1,
     qk_norm_over_projection: bool = False,
+    partial_rotary: bool = False,
     parallel: bool = False,
     sinks: bool = False,
     hidden_act: str = "silu",
@@ -158,7 +159,7 @@ def uncovered_reason(
         rmsnorm_first: The sublayer starts with an RMSNorm whose output only its projections read.
         num_projections: Separate weights that read the norm's output. Fused QKV and fused gate/up are one each.
         head_dim: Channels per head of an attention sublayer. The kernel of QK-norm and RoPE holds one head in a
-            block whose size must be a power of two, and normalises one head.
+            block whose size must be a power of two, and normalises and rotates one head.
         parallel: The sublayer reads the same residual as attention. sinks: Its attention has sinks.
     """
     if not rmsnorm_first:
@@ -179,6 +180,8 @@ def uncovered_reason(
         return "its attention has sinks"
     if hidden_act == "clamped_swiglu":
         return "its activation is clamped_swiglu"
+    if partial_rotary:
+        return "it rotates only some channels of a head"
     return None
 
 
@@ -193,6 +196,7 @@ def model_uncovered_reason(model: ModelConfig, adapters: bool = False) -> str | 
         head_dim=model.head_dim,
         qk_norm_over_projection=model.qk_norm_over == "projection",
         sinks=model.attention_sinks,
+        partial_rotary=model.partial_rotary_factor < 1,
     )
     mlp = uncovered_reason(
         rmsnorm_first=rmsnorm_first,

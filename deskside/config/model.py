@@ -20,6 +20,8 @@ ModelType = Literal[
     "qwen2",
     "mistral",
     "ministral",
+    "smollm3",
+    "granite",
     "phi3",
     "qwen3_moe",
     "mixtral",
@@ -54,6 +56,16 @@ class ModelConfig(Part):
     )
     rope_theta: PositiveFloat = Field(10000.0, description="base of the rotary frequencies")
     rope_scaling: RopeScaling | None = None
+    partial_rotary_factor: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="share of a head's channels that are rotated, the first ones (Phi-4-mini)",
+    )
+    rope_pattern: str | None = Field(
+        None,
+        description="R (rotary) or N (no position) for each layer, repeated, such as RRRN (SmolLM3); default: all R",
+    )
     rope_local_base_freq: PositiveFloat | None = Field(
         None,
         description="base of the rotary frequencies of window layers, which rope_scaling then does not change "
@@ -96,6 +108,10 @@ class ModelConfig(Part):
     attention_sinks: bool = Field(
         False, description="a learnt score per head takes part in the softmax (gpt-oss)"
     )
+    residual_multiplier: PositiveFloat = Field(
+        1.0, description="factor of the output of every sublayer (Granite)"
+    )
+    logits_scaling: PositiveFloat = Field(1.0, description="divisor of the logits (Granite)")
     embedding_multiplier: PositiveFloat = Field(
         1.0, description="factor of the token embeddings; Gemma's is sqrt(hidden_size)"
     )
@@ -176,15 +192,7 @@ class ModelConfig(Part):
             )
         if self.qkv_bias and self.attention_bias:
             raise ValueError("qkv_bias: attention_bias is true, which includes these; remove one of them")
-        if self.position_embedding == "rope" and self.head_dim % 2:
-            raise ValueError(
-                f"head_dim: RoPE rotates pairs of channels, so head_dim must be even, not {self.head_dim}"
-            )
-        for name in ("rope_scaling", "rope_local_base_freq"):
-            if getattr(self, name) is not None and self.position_embedding == "learned":
-                raise ValueError(
-                    f"{name}: learned positions have no frequencies; remove it, or use position_embedding rope"
-                )
+        self._check_rope()
         if self.rope_local_base_freq is not None and self.window_pattern is None:
             raise ValueError(
                 "rope_local_base_freq: only window layers read it, and the model has none; remove it, or set "
@@ -216,6 +224,34 @@ class ModelConfig(Part):
         self._check_router()
         return self
 
+    def _check_rope(self) -> None:
+        """Raise ValueError for rotary options that contradict others."""
+        for name in ("rope_scaling", "rope_pattern", "rope_local_base_freq", "partial_rotary_factor"):
+            given = getattr(self, name) != ModelConfig.model_fields[name].default
+            if given and self.position_embedding == "learned":
+                raise ValueError(
+                    f"{name}: learned positions have no frequencies; remove it, or use position_embedding rope"
+                )
+        if self.position_embedding == "learned":
+            return
+        if self.rope_pattern is not None and set(self.rope_pattern) not in ({"R", "N"}, {"N"}):
+            raise ValueError(
+                f"rope_pattern: '{self.rope_pattern}' must contain N (no position) and may contain R (rotary), and "
+                "nothing else, such as RRRN"
+            )
+        if self.rotary_dim == 0 or self.rotary_dim % 2:
+            key = "head_dim" if self.partial_rotary_factor == 1 else "partial_rotary_factor"
+            raise ValueError(
+                f"{key}: RoPE rotates pairs of channels, so their number must be even, not {self.rotary_dim}"
+            )
+        scaling = self.rope_scaling
+        for name in ("short_factor", "long_factor"):
+            factors = getattr(scaling, name, None)
+            if factors is not None and len(factors) != self.rotary_dim // 2:
+                raise ValueError(
+                    f"rope_scaling: {name} has {len(factors)} values for {self.rotary_dim // 2} pairs of channels"
+                )
+
     def _check_router(self) -> None:
         """Raise ValueError for routers and shared experts that no Hugging Face architecture has."""
         if not self.num_experts:
@@ -243,6 +279,18 @@ class ModelConfig(Part):
             )
         if self.num_experts == 1 and self.scoring_func == "sigmoid":
             raise ValueError("scoring_func: a sigmoid router chooses among at least two experts; use softmax")
+
+    @property
+    def rotary_dim(self) -> int:
+        """The number of channels of a head that RoPE rotates."""
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    def layer_rope(self, layer: int) -> Literal["main", "local"] | None:
+        """Return which rotary angles block `layer` has: "local" are those of rope_local_base_freq; None is none."""
+        pattern = self.rope_pattern
+        if self.position_embedding == "learned" or (pattern and pattern[layer % len(pattern)] == "N"):
+            return None
+        return "main" if self.rope_local_base_freq is None or self.layer_window(layer) is None else "local"
 
     def layer_window(self, layer: int) -> int | None:
         """Return the attention window of block `layer` in tokens, None for full attention."""

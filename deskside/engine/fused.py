@@ -105,7 +105,10 @@ class FusedBlocks(CachedBlocks):
 def covers_attention(attn: Attention) -> bool:
     """Return True if the fused kernels support this attention layer."""
     return _covers(
-        attn.input, head_dim=attn.head_dim, qk_norm_over_projection=attn.qk_norm_over == "projection"
+        attn.input,
+        head_dim=attn.head_dim,
+        qk_norm_over_projection=attn.qk_norm_over == "projection",
+        partial_rotary=attn.partial_rotary,
     )
 
 

@@ -70,16 +70,17 @@ class LayerCache(NamedTuple):
 class Attention(AttentionSublayer):
     """Grouped-query attention with its norms and projections.
 
-    window: attention window of this layer; None is full. scale, softcap: see `AttentionContext`. local_rope: its rotary
-    angles are those of window layers (`rope_local_base_freq`).
+    window: attention window of this layer; None is full. scale, softcap: see `AttentionContext`. rope: which rotary
+    angles it has (`ModelConfig.layer_rope`). partial_rotary: they rotate only some channels of a head.
     """
 
     def __init__(self, config: ModelConfig, layer: int):
-        super().__init__(output_norm(config))
+        super().__init__(output_norm(config), config.residual_multiplier)
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = config.head_dim
         self.window = config.layer_window(layer)
-        self.local_rope = self.window is not None and config.rope_local_base_freq is not None
+        self.rope = config.layer_rope(layer)
+        self.partial_rotary = config.rotary_dim < config.head_dim
         self.scale, self.softcap = config.attention_multiplier, config.attn_logit_softcapping
         self.qk_norm_over = config.qk_norm_over
         q_size, kv_size = self.heads * self.head_dim, self.kv_heads * self.head_dim
@@ -149,7 +150,7 @@ class MLP(MLPSublayer):
     """The dense MLP, with or without a gate, and its norms."""
 
     def __init__(self, config: ModelConfig):
-        super().__init__(output_norm(config))
+        super().__init__(output_norm(config), config.residual_multiplier)
         self.parallel = config.parallel_residual
         names = ("gate_proj", "up_proj") if config.gated_mlp else ("up_proj",)
         outputs = [(name, config.intermediate_size) for name in names]
@@ -173,7 +174,7 @@ class MoE(MoESublayer):
     """The mixture of experts and its norms. The third output is the router's statistics (R,)."""
 
     def __init__(self, config: ModelConfig):
-        super().__init__(output_norm(config))
+        super().__init__(output_norm(config), config.residual_multiplier)
         self.input = input_operator(config, nn.ModuleList())
         router = Linear(config.hidden_size, [("router", config.num_experts)], config.mlp_bias)
         experts = Experts(

@@ -63,18 +63,21 @@ class Transformer(nn.Module):
     def reset_buffers(self) -> None:
         """Compute the rotary tables in float32 on the device of the weights."""
         config, device = self.config, self.embed.weight.device
-        size = (config.max_position_embeddings, config.head_dim)
+        size = (config.max_position_embeddings, config.rotary_dim)
         if config.position_embedding == "rope":
             self.rope_cos, self.rope_sin = rope_table(*size, config.rope_theta, device, config.rope_scaling)
         if config.rope_local_base_freq is not None:
             self.local_rope_cos, self.local_rope_sin = rope_table(*size, config.rope_local_base_freq, device)
 
     def rope_tables(self, attn: Attention) -> tuple[Tensor, Tensor] | None:
-        """Return cos and sin of all positions for this layer, (positions, C / 2) float32 each; None without RoPE."""
+        """Return cos and sin of all positions for this layer, (positions, c) float32 each; None without RoPE.
+
+        c is half the number of rotated channels of a head.
+        """
         cos, sin = self.rope_cos, self.rope_sin
-        if attn.local_rope:
+        if attn.rope == "local":
             cos, sin = self.local_rope_cos, self.local_rope_sin
-        return None if cos is None or sin is None else (cos, sin)
+        return None if attn.rope is None or cos is None or sin is None else (cos, sin)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Transformer":
         """Recompute the rotary tables after `to`, `to_empty`, `bfloat16`, ..., so that they stay float32."""
@@ -93,13 +96,15 @@ class Transformer(nn.Module):
     def hidden(
         self, tokens_BT: Tensor, context: AttentionContext | None = None, positions_BT: Tensor | None = None
     ) -> Tensor:
-        """(B, T) -> hidden states after the final norm (B, T, D). See `hidden_and_router`."""
+        """(B, T) -> hidden states that the head reads (B, T, D). See `hidden_and_router`."""
         return self.hidden_and_router(tokens_BT, context, positions_BT)[0]
 
     def hidden_and_router(
         self, tokens_BT: Tensor, context: AttentionContext | None = None, positions_BT: Tensor | None = None
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return the hidden states after the final norm (B, T, D), and each MoE layer's router statistics (R,).
+        """Return the hidden states that the head reads (B, T, D), and each MoE layer's router statistics (R,).
+
+        They are those after the final norm, divided by `logits_scaling`.
 
         context: None is causal attention with the reference backend. positions_BT: int64; None is 0..T-1 in each row.
         With learned positions and packed documents, pass `document_positions(...)`.
@@ -117,11 +122,11 @@ class Transformer(nn.Module):
         for layer in self.layers:
             assert isinstance(layer, Block)
             residual_BTD, delta_BTD, *router = layer(
-                residual_BTD, delta_BTD, rotations[layer.attn.local_rope], contexts[layer.attn.window]
+                residual_BTD, delta_BTD, rotations[layer.attn.rope], contexts[layer.attn.window]
             )
             statistics.extend(router)
         assert delta_BTD is not None
-        return self.final.add_norm(residual_BTD, delta_BTD)[1], statistics
+        return self._scaled(self.final.add_norm(residual_BTD, delta_BTD)[1]), statistics
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:
         """Hidden states after the final norm -> logits, with the soft cap of the configuration."""
@@ -216,10 +221,10 @@ class Transformer(nn.Module):
         rotations = self._rotations(T, slots.position_BT)
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, Block)
-            rotation, context = rotations[layer.attn.local_rope], contexts.get(layer.attn.window)
+            rotation, context = rotations[layer.attn.rope], contexts.get(layer.attn.window)
             layer_cache = LayerCache(cache, index, slots, rotation, context)
             residual_BTD, delta_BTD = blocks.block(layer, residual_BTD, delta_BTD, layer_cache)
-        hidden_BTD = blocks.final(self.final, residual_BTD, delta_BTD)
+        hidden_BTD = self._scaled(blocks.final(self.final, residual_BTD, delta_BTD))
         last_B = cache.advance(T, counts_B)
         if logits_of == "last":
             rows = 0 if cache.cu_seqlens is not None else torch.arange(B, device=tokens_BT.device)
@@ -273,6 +278,11 @@ class Transformer(nn.Module):
             x_BTD = x_BTD + self.position(positions_BT)
         return x_BTD
 
+    def _scaled(self, hidden_BTD: Tensor) -> Tensor:
+        """Return the input of the head: logits divided by `logits_scaling` are those of hidden states divided by it."""
+        scaling = self.config.logits_scaling
+        return hidden_BTD if scaling == 1.0 else hidden_BTD / scaling
+
     @staticmethod
     def _split_embedding(x_BTD: Tensor) -> tuple[Tensor, Tensor]:
         """Return the first block's (residual, delta): half of the embedding each.
@@ -282,19 +292,19 @@ class Transformer(nn.Module):
         """
         return x_BTD * 0.5, x_BTD * 0.5
 
-    def _rotations(self, tokens: int, positions_BT: Tensor | None) -> dict[bool, Rotation | None]:
-        """Return cos and sin of the positions, (B or 1, T, 1, C / 2) each, or None without RoPE, by `local_rope`."""
+    def _rotations(self, tokens: int, positions_BT: Tensor | None) -> dict[str | None, Rotation | None]:
+        """Return cos and sin of the positions, (B or 1, T, 1, c) each, or None without RoPE, by `Attention.rope`."""
         rows = slice(0, tokens) if positions_BT is None else positions_BT
-        rotations: dict[bool, Rotation | None] = {}
+        rotations: dict[str | None, Rotation | None] = {}
         for layer in self.layers:
             assert isinstance(layer, Block)
-            if layer.attn.local_rope in rotations:
+            if layer.attn.rope in rotations:
                 continue
             tables = self.rope_tables(layer.attn)
             if tables is not None:
                 cos, sin = (table[rows][None] if positions_BT is None else table[rows] for table in tables)
                 tables = cos[:, :, None], sin[:, :, None]
-            rotations[layer.attn.local_rope] = tables
+            rotations[layer.attn.rope] = tables
         return rotations
 
     def _contexts(

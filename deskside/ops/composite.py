@@ -146,40 +146,43 @@ class Sublayer(nn.Module):
     """One half of a block: (residual, delta) -> (residual, delta), where the new delta is its output.
 
     `forward_override`, set from outside, replaces its forward up to the norm of its output; None does not.
-    output_norm: norm of its output; None if there is none.
+    output_norm: norm of its output; None if there is none. multiplier: factor of its output.
     """
 
-    def __init__(self, output_norm: Norm | None = None) -> None:
+    def __init__(self, output_norm: Norm | None = None, multiplier: float = 1.0) -> None:
         super().__init__()
         self.output_norm = output_norm
+        self.multiplier = multiplier
         self.forward_override: Callable[..., Any] | None = None
 
     def normed(self, output_BTD: Tensor) -> Tensor:
-        """Return the sublayer's output after its norm, if it has one."""
-        return output_BTD if self.output_norm is None else self.output_norm(output_BTD)
+        """Return the sublayer's output after its norm, if it has one, times its factor."""
+        output_BTD = output_BTD if self.output_norm is None else self.output_norm(output_BTD)
+        return output_BTD if self.multiplier == 1.0 else output_BTD * self.multiplier
 
 
 class AttentionSublayer(Sublayer):
     """The attention half of a block: `input` computes q, k and v, and `output` is o_proj.
 
     heads: number of query heads; kv_heads: number of key and of value heads. qk_norm_over: what `q_norm` and `k_norm`
-    normalise, one head or all heads together. delta_optional: True if the override takes None as the first block's
-    delta, so that the embedding need not be split into residual and delta. sinks: see `AttentionContext`; (heads,), or
-    None.
+    normalise, one head or all heads together. partial_rotary: RoPE rotates only some channels of a head.
+    delta_optional: True if the override takes None as the first block's delta, so that the embedding need not be split
+    into residual and delta. sinks: see `AttentionContext`; (heads,), or None.
     """
 
     heads: int
     kv_heads: int
     head_dim: int
     qk_norm_over: Literal["head", "projection"]
+    partial_rotary: bool
     input: AddNormLinear
     q_norm: RMSNorm | None
     k_norm: RMSNorm | None
     sinks: nn.Parameter | None
     output: Linear
 
-    def __init__(self, output_norm: Norm | None = None) -> None:
-        super().__init__(output_norm)
+    def __init__(self, output_norm: Norm | None = None, multiplier: float = 1.0) -> None:
+        super().__init__(output_norm, multiplier)
         self.delta_optional = False
 
 

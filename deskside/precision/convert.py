@@ -353,6 +353,7 @@ def why_not_fused(sublayer: AttentionSublayer | MLPSublayer | MoESublayer) -> st
         head_dim=sublayer.head_dim if isinstance(sublayer, AttentionSublayer) else 1,
         qk_norm_over_projection=isinstance(sublayer, AttentionSublayer)
         and sublayer.qk_norm_over == "projection",
+        partial_rotary=isinstance(sublayer, AttentionSublayer) and sublayer.partial_rotary,
         parallel=isinstance(sublayer, MLPSublayer) and sublayer.parallel,
         sinks=isinstance(sublayer, AttentionSublayer) and sublayer.sinks is not None,
         hidden_act=sublayer.output.activation if isinstance(sublayer, MLPSublayer) else "silu",

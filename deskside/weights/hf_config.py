@@ -13,7 +13,7 @@ from deskside.config.base import first_problem
 from deskside.config.model import ModelConfig
 from deskside.utils.errors import RunError, UsageError
 from deskside.weights.hf_families import FAMILIES, family_of
-from deskside.weights.hf_family import Family
+from deskside.weights.hf_family import Family, shortest_pattern
 from deskside.weights.hf_rope import from_hf_rope, to_hf_rope
 
 
@@ -58,6 +58,9 @@ def _options(source: Mapping[str, Any], family: Family) -> dict[str, Any]:
         **family.options,
         **{option: hf_field.value(source) for option, hf_field in family.fields.items()},
     }
+    head_dim = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
+    if values.get("attention_multiplier") == head_dim**-0.5:
+        values["attention_multiplier"] = None  # the default
     layers = values["num_hidden_layers"]
     if (
         not isinstance(layers, int) or layers > 10_000
@@ -69,7 +72,7 @@ def _options(source: Mapping[str, Any], family: Family) -> dict[str, Any]:
     if any(windows):
         assert family.windows is not None
         values["sliding_window"] = source.get("sliding_window", family.windows.size)
-        values["window_pattern"] = _shortest_pattern("".join("S" if window else "L" for window in windows))
+        values["window_pattern"] = shortest_pattern("".join("S" if window else "L" for window in windows))
     return values
 
 
@@ -84,15 +87,6 @@ def _windows(source: Mapping[str, Any], family: Family, layers: int) -> list[boo
     if types is None:
         return windows.default(source, layers)
     return [kind == "sliding_attention" for kind in types]
-
-
-def _shortest_pattern(pattern: str) -> str:
-    """Return the shortest string that gives the pattern when repeated and cut to its length: SLSLS -> SL."""
-    for length in range(1, len(pattern)):
-        unit = pattern[:length]
-        if (unit * len(pattern))[: len(pattern)] == pattern:
-            return unit
-    return pattern
 
 
 def to_hf_config(config: ModelConfig) -> dict[str, Any]:

@@ -79,7 +79,8 @@ class Family:
     options: options of ModelConfig for which the architecture has only one value. constants: fields of config.json
     for which only one value is supported. written: fields that are written and never read. conditions: (text, holds):
     what else the architecture needs of a ModelConfig. windows: None if it has no sliding windows. rope_theta: the base
-    if config.json has none. rope_types: name in config.json -> ours (RopeScaling). transposed: the matrices of the
+    if config.json has none. partial_rotary: it may rotate a share of the channels.
+    rope_types: name in config.json -> ours (RopeScaling). transposed: the matrices of the
     blocks are (in, out), as in GPT-2's Conv1D. prefix: prefix of tensor names that some checkpoints omit. buffers:
     suffixes of stored tensors that are not weights. norm_offset: what the architecture adds to the stored weight of a
     norm, as 1 in Gemma; our weight is the sum. stacked_by_head: in a tensor with q, k and v, those of a head stand
@@ -96,6 +97,7 @@ class Family:
     conditions: tuple[tuple[str, Callable[[ModelConfig], bool]], ...] = ()
     windows: Windows | None = None
     rope_theta: float = 10000.0
+    partial_rotary: bool = False
     rope_types: Mapping[str, str] = field(default_factory=lambda: _ROPE_TYPES)
     transposed: bool = False
     prefix: str = ""
@@ -133,6 +135,8 @@ def unsupported_options(config: ModelConfig, family: Family) -> list[str]:
     free = _FREE_OPTIONS | without_effect | family.fields.keys() | _ROPE_OPTIONS | {"head_dim"}
     if family.windows is not None:
         free |= _WINDOW_OPTIONS
+    if family.partial_rotary:
+        free |= {"partial_rotary_factor"}
     lacking = []
     for name, option in ModelConfig.model_fields.items():
         value, only = getattr(config, name), family.options.get(name, option.default)
@@ -164,3 +168,12 @@ def _contradictions(config: ModelConfig, family: Family) -> list[str]:
 def _as_written(value: object) -> str:
     """Return a value as it is written in a configuration file."""
     return "none" if value is None else str(value).lower()
+
+
+def shortest_pattern(pattern: str) -> str:
+    """Return the shortest string that gives the pattern when repeated and cut to its length: SLSLS -> SL."""
+    for length in range(1, len(pattern)):
+        unit = pattern[:length]
+        if (unit * len(pattern))[: len(pattern)] == pattern:
+            return unit
+    return pattern

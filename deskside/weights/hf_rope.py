@@ -18,10 +18,12 @@ def from_hf_rope(source: Mapping[str, Any], family: Family) -> dict[str, Any]:
             f"rope_parameters: rope_type '{written}' is not supported in {family.architecture}; only default, "
             f"{', '.join(family.rope_types)} are"
         )
-    if rope.get("partial_rotary_factor", source.get("partial_rotary_factor")) not in (None, 1):
-        raise UsageError("partial_rotary_factor: only 1 is supported")
+    share = rope.get("partial_rotary_factor", source.get("partial_rotary_factor"))
+    share = 1.0 if share is None else float(share)
+    if share != 1 and not family.partial_rotary:
+        raise UsageError(f"partial_rotary_factor: only 1 is supported in {family.architecture}")
     theta = rope.get("rope_theta", source.get("rope_theta", family.rope_theta))
-    values: dict[str, Any] = {"rope_theta": float(theta)}
+    values: dict[str, Any] = {"rope_theta": float(theta), "partial_rotary_factor": share}
     if written == "default":
         return values
     kind, longest = family.rope_types[written], source["max_position_embeddings"]
@@ -42,8 +44,11 @@ def to_hf_rope(config: ModelConfig) -> dict[str, Any]:
     scaling = config.rope_scaling
     result: dict[str, Any] = {}
     parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
+    if config.partial_rotary_factor != 1:
+        parameters["partial_rotary_factor"] = config.partial_rotary_factor
+        result["partial_rotary_factor"] = config.partial_rotary_factor
     if scaling is not None:
-        # transformers before version 5 reads rope_scaling and the base beside it.
+        # transformers before version 5 reads rope_scaling, with the base and the share of channels beside it.
         parameters |= scaling.in_hf_form()
         result["rope_scaling"] = scaling.in_hf_form()
     if scaling is not None and scaling.rope_type == "longrope":

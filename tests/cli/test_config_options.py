@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
@@ -72,6 +73,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     "precision.backend": FP8,
     **{".".join(path): {"optim": {"name": "adamw"}} for path, _ in config_fields() if path[0] == "adapter"},
     **{".".join(path): YARN for path, _ in config_fields() if path[:2] == ("model", "rope_scaling")},
+    "model.rope_local_base_freq": {"model": {"window_pattern": "SL", "sliding_window": 512}},
     **dict.fromkeys(("model.rope_scaling.low_freq_factor", "model.rope_scaling.high_freq_factor"), LLAMA3),
     **dict.fromkeys(("model.rope_scaling.short_factor", "model.rope_scaling.long_factor"), LONGROPE),
 }
@@ -87,6 +89,7 @@ VALUES: dict[str, str] = {
     "model.num_key_value_heads": "4",
     "model.head_dim": "128",
     "model.window_pattern": "SL",
+    "model.rope_pattern": "RN",
     "model.num_experts": "16",
     "batch.sequence_length": "1024",
     "batch.tokens": "40960",
@@ -196,6 +199,8 @@ def test_length_aliases(alias: str, text: str) -> None:
 
 
 LISTS = {
+    "model.rope_scaling.short_factor": ([1.5] * 32,),
+    "model.rope_scaling.long_factor": ([1.5] * 32,),
     "data.sources": (["a.txt", "b c.txt"], ["a.txt"]),
     "precision.keep": (["q_proj", "v_proj"], ["o_proj"]),
     "optim.betas": ([0.9, 0.95],),
@@ -209,13 +214,14 @@ def test_lists_are_written_with_commas_or_in_brackets() -> None:
     list_keys = {".".join(path) for path, field in config_fields() if takes_list(field.annotation)}
     assert list_keys == set(LISTS)
     for key, values in LISTS.items():
-        part, leaf = key.split(".")
+        part = key.split(".")[0]
         for value in values:
             words = value if isinstance(value, str) else ",".join(map(str, value))
             for text in (words, words.replace(",", ", "), json.dumps(value) if words != value else value):
                 fp8 = {"precision": {"name": "fp8"}} if part == "precision" else {}
-                config = build([{"optim": {"name": "adamw"}, **fp8}, parse(f"--{key}", text)[1]])
-                found = getattr(getattr(config, part), leaf)
+                needs = LONGROPE if part == "model" else {}
+                config = build([{"optim": {"name": "adamw"}, **fp8, **needs}, parse(f"--{key}", text)[1]])
+                found = reduce(getattr, key.split("."), config)
                 assert (found if isinstance(found, str) else list(found)) == value
 
 

@@ -508,6 +508,7 @@ def test_options_that_contradict_given_weights_are_refused(key: str) -> None:
         "norm": "layernorm", "norm_bias": True, "norm_eps": 1e-3, "norm_position": "post", "num_attention_heads": 6,
         "num_experts": 4, "num_hidden_layers": 2, "num_key_value_heads": 1, "position_embedding": "learned",
         "qk_norm": False, "qkv_bias": True, "rope_scaling": {"factor": 8.0, "original_max_position_embeddings": 2048},
+        "logits_scaling": 8.0, "partial_rotary_factor": 0.5, "residual_multiplier": 0.2, "rope_pattern": "RN",
         "rope_theta": 5.0, "sliding_window": 32, "tie_word_embeddings": True, "vocab_size": 512,
         "window_pattern": "SL",
     }  # fmt: skip

@@ -1,5 +1,6 @@
 """The model against transformers: logits and every gradient in float32, through our export and our import."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,28 @@ GEMMA2 = {
     "tie_word_embeddings": True,
 }
 OLMO2 = {"norm_position": "output", "qk_norm_over": "projection"}
+LONGROPE_FACTORS = {
+    "short_factor": [1.0, 1.1, 1.3, 1.5, 2.0, 3.0],
+    "long_factor": [1.0, 2.0, 3.0, 5.0, 7.0, 9.0],
+}
+PHI4_MINI = {
+    "qk_norm": False,
+    "hidden_size": 64,
+    "head_dim": 16,
+    "partial_rotary_factor": 0.75,
+    "rope_scaling": {
+        "rope_type": "longrope",
+        "factor": 8.0,
+        "original_max_position_embeddings": 64,
+        **LONGROPE_FACTORS,
+    },
+}
+GRANITE = {
+    "attention_multiplier": 0.2,
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 8.0,
+}
 SEPARATE = {"fused_qkv": False, "fused_gate_up": False}
 
 CASES: dict[str, dict[str, Any]] = {
@@ -104,6 +127,18 @@ CASES: dict[str, dict[str, Any]] = {
         "window_pattern": "S",
         "fused_qkv": False,
     },
+    "phi3, longrope, some channels rotated": PHI4_MINI,
+    "smollm3": {"qk_norm": False, "rope_pattern": "RN", "tie_word_embeddings": True},
+    "smollm3 window, mlp bias": {
+        "qk_norm": False,
+        "rope_pattern": "RRN",
+        "num_hidden_layers": 3,
+        "sliding_window": 5,
+        "window_pattern": "LLS",
+        "mlp_bias": True,
+    },
+    "granite": {"qk_norm": False, **GRANITE},
+    "granite, only the logits": {"qk_norm": False, "logits_scaling": 7.0, "tie_word_embeddings": True},
     "mixtral": {**MOE, "qk_norm": False, "intermediate_size": 2048},
     "mixtral window": {
         **MOE,
@@ -250,6 +285,21 @@ def _same_model(loaded: ModelConfig, config: ModelConfig) -> bool:
     return windows[0] == windows[1] and loaded.model_dump(exclude=ignored) == config.model_dump(
         exclude=ignored
     )
+
+
+def test_longrope_of_longer_rows_has_the_long_factors(tmp_path: Path) -> None:
+    """Published configurations have longer rows than the original length, and so do their exports."""
+    scaling = {**PHI4_MINI["rope_scaling"], "original_max_position_embeddings": 8}
+    model = random_model(**{**PHI4_MINI, "rope_scaling": scaling})
+    save_hf(model, model.config, None, tmp_path / "hf")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    inputs, _ = batch()
+    torch.testing.assert_close(model(inputs), theirs(inputs).logits, atol=1e-4, rtol=1e-4)
+    loaded, short = load_hf(tmp_path / "hf")
+    assert loaded.max_position_embeddings == 8
+    torch.testing.assert_close(short(inputs[:, :8]), theirs(inputs[:, :8]).logits, atol=1e-4, rtol=1e-4)
+    save_hf(short, loaded, None, tmp_path / "again")
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["max_position_embeddings"] == 64
 
 
 def test_load_balancing_loss_is_that_of_transformers_layer_by_layer(tmp_path: Path) -> None:

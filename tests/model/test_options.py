@@ -110,7 +110,7 @@ def test_fused_fields_decide_how_weights_are_stored() -> None:
 def test_post_norm_is_the_formula() -> None:
     """x = norm(x + sublayer(x)), the embedding normalised first, and no norm between x and the projections."""
     model = make(norm_position="post", qk_norm=False)
-    rotation = model._rotations(17, None)[False]
+    rotation = model._rotations(17, None)["main"]
     norms = [m.norm for layer in model.layers for m in (layer.attn.input, layer.mlp.input)] + [
         model.final.norm
     ]

@@ -108,7 +108,7 @@ def _random(model: Transformer, generator: torch.Generator) -> list[Tensor]:
 def _forward(block: Block, model: Transformer, inputs: list[Tensor]) -> list[Tensor]:
     rows, tokens, _ = inputs[0].shape
     context = model._contexts(AttentionContext(), rows, tokens, inputs[0])[block.attn.window]
-    rotation = model._rotations(tokens, None)[block.attn.local_rope]
+    rotation = model._rotations(tokens, None)[block.attn.rope]
     return list(block(*inputs, rotation, context)[:2])
 
 
