@@ -19,31 +19,24 @@ trained weights; and with align.kl `kl`, which is k3 per token from the initial 
 """
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from deskside.align import answers
-from deskside.align.answers import (
-    AnswerBatch,
-    TokenizedText,
-    check_supported,
-    lay_out,
-    pack_units,
-    passes_of,
-    to_device,
-    worst_case_texts,
-)
+from deskside.align.answers import check_supported, passes_of, worst_case_texts
 from deskside.align.grpo_data import Question, Questions
 from deskside.align.policy_loss import advantages, policy_loss
 from deskside.align.prepared import describe_data
+from deskside.align.reward_server import RewardCase
 from deskside.align.rewards import parse as parse_reward
+from deskside.align.rollout_batch import RolloutBatch, loss_count, pack_rollouts, rollout_batch
+from deskside.align.rollout_loader import RolloutLoader
 from deskside.align.rollouts import Rollout, RolloutLog
 from deskside.align.sampler import (
     KV_CACHE_SHARE,
@@ -65,7 +58,7 @@ from deskside.kernels.attention import AttentionContext
 from deskside.model.transformer import Transformer
 from deskside.train.objective import Batches, Evaluation, Loss, RowDataset, Session
 from deskside.train.prepare.preflight import EVALUATE_SHARE, REPORT_SHARE, SAMPLE_SHARE
-from deskside.utils.errors import RunError, UsageError
+from deskside.utils.errors import OutsideError, RunError, UsageError
 
 REFERENCE = "reference.safetensors"  # file in the run directory with the initial weights, for align.kl
 REWARD_FILE = "reward.py"  # copy of the user's reward function in the run directory
@@ -73,23 +66,6 @@ METRICS: tuple[str, ...] = (
     "answers", "answer_tokens", "reward", "reward_square", "cut_off", "informative", "entropy", "clipped", "drift",
     "kl",
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class RolloutBatch(AnswerBatch):
-    """A micro-batch of S sampled answers.
-
-    sampled_SL: log-probabilities of the weights that sampled the answers. reference_SL: those of the initial weights,
-    None without align.kl. in_loss_S: bool, True if the answer counts in the loss. cut_off_S: bool, True if the answer
-    was truncated.
-    """
-
-    sampled_SL: Tensor
-    reference_SL: Tensor | None
-    advantage_S: Tensor
-    reward_S: Tensor
-    in_loss_S: Tensor
-    cut_off_S: Tensor
 
 
 class Grpo(AlignObjective):
@@ -100,7 +76,7 @@ class Grpo(AlignObjective):
 
     def __init__(self, options: GrpoConfig) -> None:
         self.options = options
-        self.reward = parse_reward(options.reward)
+        self.reward = parse_reward(options)
         self.datasets: dict[str, Questions] = {}
         self.reference: Transformer | None = None
         self.rollout_seconds = 0.0
@@ -212,7 +188,7 @@ class Grpo(AlignObjective):
         return int((weights + cache) / KV_CACHE_SHARE)
 
     def loader(self, dataset: RowDataset, options: LoaderOptions) -> Batches:
-        return _RolloutLoader(self, cast(Questions, dataset), options)
+        return RolloutLoader(self, cast(Questions, dataset), options)
 
     def dry_batch(
         self,
@@ -229,7 +205,12 @@ class Grpo(AlignObjective):
             sampled = SampledAnswer(tuple(text.tokens[1:].tolist()), (-1.0,) * text.num_targets, True)
             rollouts.append([Rollout(0, question, sampled, "", 0.0, 1.0)])
         count = rows * (dataset.sequence_length if self.options.average == "token" else 1)
-        return self._batch(cast(Questions, dataset), rollouts, count * passes_everywhere, device, dry=True)
+        batch = rollout_batch(
+            cast(Questions, dataset), rollouts, self.options, count * passes_everywhere, device
+        )
+        if self.options.kl:
+            batch = replace(batch, reference_SL=torch.zeros_like(batch.sampled_SL))
+        return batch
 
     def loss(
         self, model: Transformer, batch: Batch, context: AttentionContext, compute: ComputeConfig
@@ -329,8 +310,21 @@ class Grpo(AlignObjective):
         return rollouts
 
     def _rewards(self, questions: Sequence[Question], samples: Sequence[SampledAnswer]) -> list[float]:
-        cases = [(q.prompt, self._text(s), q.answer) for q, s in zip(questions, samples, strict=True)]
-        return self.reward.compute_all(cases)
+        """Compute the rewards of this rank's answers. All ranks call this together, and fail together."""
+        cases = [
+            RewardCase(q.prompt, self._text(s), q.answer, q.columns)
+            for q, s in zip(questions, samples, strict=True)
+        ]
+        rewards, failure = [], None
+        try:
+            rewards = self.reward.compute_all(cases)
+        except OutsideError as error:
+            failure = error
+        world = self.session.world
+        failed = torch.tensor([float(failure is not None)], dtype=torch.float64, device=world.device)
+        if world.all_reduce_max(failed).item():
+            raise failure or OutsideError("the reward server gave another process no rewards")
+        return rewards
 
     def _text(self, sampled: SampledAnswer) -> str:
         tokens = sampled.tokens[:-1] if sampled.ended else sampled.tokens
@@ -342,60 +336,26 @@ class Grpo(AlignObjective):
         self, questions: Questions, rollouts: Sequence[Rollout], micro_rows: int, device: torch.device
     ) -> list[Batch]:
         """Pack this rank's answers of a step into micro-batches. All ranks call this together."""
-        count = float(len(rollouts))
-        if self.options.average == "token":
-            count = float(sum(len(r.sampled.tokens) for r in rollouts if self._is_in_loss(r)))
+        count = float(loss_count(rollouts, self.options))
         total = torch.tensor([count], dtype=torch.float64, device=device)
         step_count = max(1, int(self.session.world.all_reduce_sum(total).item()))
-        lengths = np.array([len(r.question.tokens) + len(r.sampled.tokens) - 1 for r in rollouts], np.int64)
-        packed = pack_units(lengths, questions.sequence_length)
-        rows = [[rollouts[i] for i in row] for row in packed]
-        return [self._batch(questions, part, step_count, device) for part in passes_of(rows, micro_rows)]
-
-    def _is_in_loss(self, rollout: Rollout) -> bool:
-        return self.options.learn_truncated or rollout.sampled.ended
-
-    def _batch(
-        self,
-        questions: Questions,
-        rows: list[list[Rollout]],
-        step_count: int,
-        device: torch.device,
-        dry: bool = False,
-    ) -> RolloutBatch:
-        texts = [[_text_of(rollout) for rollout in row] for row in rows]
-        fields = lay_out(
-            texts, questions.sequence_length, questions.max_boundaries(len(rows)) + 1, questions.pad_token
-        )
-        flat = [rollout for row in rows for rollout in row]
-        sampled_SL = torch.zeros(fields["mask_SL"].shape)
-        sampled_SL[fields["mask_SL"]] = torch.tensor(
-            [logprob for r in flat for logprob in r.sampled.logprobs]
-        )
-        rollout_fields = {
-            "sampled_SL": sampled_SL,
-            "reference_SL": torch.zeros_like(sampled_SL) if dry and self.options.kl else None,
-            "advantage_S": torch.tensor([r.advantage for r in flat]),
-            "reward_S": torch.tensor([r.reward for r in flat]),
-            "in_loss_S": torch.tensor([self._is_in_loss(r) for r in flat], dtype=torch.bool),
-            "cut_off_S": torch.tensor([not r.sampled.ended for r in flat], dtype=torch.bool),
-        }
-        count = sum(len(r.sampled.tokens) for r in flat) if self.options.average == "token" else len(flat)
-        tensors = to_device({**fields, **rollout_fields}, device)
-        batch = RolloutBatch(**tensors, num_valid=count, num_valid_step=step_count)
-        return self._with_reference(batch) if self.reference is not None and not dry else batch
+        return [
+            self._with_reference(rollout_batch(questions, part, self.options, step_count, device))
+            for part in passes_of(pack_rollouts(rollouts, questions.sequence_length), micro_rows)
+        ]
 
     # Reference
 
     @torch.no_grad()
     def _with_reference(self, batch: RolloutBatch) -> RolloutBatch:
-        """Return the batch with the log-probabilities of the initial weights."""
-        assert self.reference is not None
+        """Return the batch with the log-probabilities of the initial weights, if align.kl needs them."""
+        if self.reference is None:
+            return batch
         context = answers.evaluation_context(self.session, batch)
         scores = answers.score(
             self.reference, batch, context, self.session.config.compute, self.options.temperature
         )
-        return RolloutBatch(**{**vars(batch), "reference_SL": scores.logprobs_SL})
+        return replace(batch, reference_SL=scores.logprobs_SL)
 
     def _load_reference(self, session: Session) -> None:
         """Keep a copy of the initial weights for align.kl, in memory and in the run directory for a resumed run."""
@@ -430,72 +390,3 @@ class Grpo(AlignObjective):
             raise RunError(
                 f"reward: {self.reward.file} changed since the run started; restore it from {recorded}"
             )
-
-
-def _text_of(rollout: Rollout) -> TokenizedText:
-    question = rollout.question.tokens
-    return TokenizedText(np.array([*question, *rollout.sampled.tokens], np.int64), len(question))
-
-
-class _RolloutLoader:
-    """Iterator over optimizer steps on sampled answers. A round of sampling lasts for `steps_per_rollout` steps."""
-
-    def __init__(self, objective: Grpo, questions: Questions, options: LoaderOptions):
-        self.objective, self.questions, self.options = objective, questions, options
-        self.position = options.start_row  # of the next step's first answer
-        self.answers_per_round = objective.options.steps_per_rollout * options.rows_per_step
-        self.rollouts: list[Rollout] = []
-        # A round that a step has used stays in the log; later ones are sampled again.
-        objective.log.cut(-(-self.position // self.answers_per_round) * self.answers_per_round)
-
-    def __iter__(self) -> Iterator[list[Batch]]:
-        return self
-
-    def __next__(self) -> list[Batch]:
-        options, objective = self.options, self.objective
-        round_start = self.position - self.position % self.answers_per_round
-        if not self.rollouts or self.rollouts[0].position < round_start:
-            self.rollouts = self._rollouts_at(round_start)
-        step_positions = set(self._rank_positions(self.position, self.position + options.rows_per_step))
-        rollouts = [r for r in self.rollouts if r.position in step_positions]
-        self.position += options.rows_per_step
-        return objective.batches(self.questions, rollouts, options.micro_batch_rows, options.device)
-
-    def _rank_positions(self, first: int, last: int) -> list[int]:
-        """Return the positions from `first` up to `last` that belong to this rank: one slice of each step."""
-        share = self.options.rows_per_step // self.options.world_size
-        steps = range(first + self.options.rank * share, last, self.options.rows_per_step)
-        return [p for step in steps for p in range(step, step + share)]
-
-    def _rollouts_at(self, start: int) -> list[Rollout]:
-        """Return this rank's answers of the round that starts at a position.
-
-        They are sampled now, or read from the log if the run was resumed in the middle of the round.
-        """
-        positions = self._rank_positions(start, start + self.answers_per_round)
-        group = self.questions.group
-        question_positions = np.array(positions[::group], np.int64) // group
-        questions = [
-            q for q in self.questions.at(self.options.seed, question_positions) for _ in range(group)
-        ]
-        if self.position == start:
-            return self.objective.roll_out(questions, positions, self.options.seed)
-        logged = {
-            row["position"]: row for row in self.objective.log.read(start, start + self.answers_per_round)
-        }
-        if set(logged) != set(positions):
-            raise RunError(
-                f"{self.objective.log.lines}: the sampled answers of the next step are missing; restore the file, or "
-                "start a new run"
-            )
-        rollouts = []
-        for position, question in zip(positions, questions, strict=True):
-            row = logged[position]
-            sampled = SampledAnswer(tuple(row["token_ids"]), tuple(row["logprobs"]), row["ended"])
-            rollouts.append(
-                Rollout(position, question, sampled, row["text"], row["reward"], row["advantage"])
-            )
-        return rollouts
-
-    def close(self) -> None:
-        pass

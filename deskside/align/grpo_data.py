@@ -1,11 +1,12 @@
 """Questions with checkable answers: conversion of records to prompts, and their endless shuffled order.
 
 A record has `prompt` (text or messages) and `answer`, against which a reward checks the model's answer. It is the
-correct answer, or tests for the reward `code`.
+correct answer, or tests for the reward `code`; with a reward server, it may be missing.
 """
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,34 +25,55 @@ from deskside.utils.parsing import json_value
 
 @dataclass(frozen=True)
 class Question:
-    """A question. prompt: the text of the last message. tokens: the conversation up to where the answer begins."""
+    """A question. prompt: the text of the last message. tokens: the conversation up to where the answer begins.
+
+    columns: further fields of the record, for the reward.
+    """
 
     prompt: str
     answer: str
     tokens: tuple[int, ...]
+    columns: Mapping[str, Any] = field(default_factory=dict)
 
 
-def prepare_questions(spec: FolderSpec, system: str | None, tokenizer: Path, out: Path) -> dict[str, Any]:
-    """Write the folder `out` and return its index; see `prepare_folder`.
+@dataclass(frozen=True)
+class QuestionForm:
+    """How records become questions.
 
-    system: the system message of questions that have none, or None.
+    system: the system message of questions that have none, or None. columns: further fields that every record must
+    have. needs_answer: False if a record may lack the field `answer`, which is empty then.
     """
-    return prepare_folder(spec, tokenizer, out, ("prompt", "answer"), partial(_question, system), _write)
+
+    system: str | None = None
+    columns: tuple[str, ...] = ()
+    needs_answer: bool = True
+
+    def key(self) -> tuple[tuple[str, Any], ...]:
+        """Return the options of a `FolderSpec`."""
+        return tuple(vars(self).items())
+
+
+def prepare_questions(spec: FolderSpec, form: QuestionForm, tokenizer: Path, out: Path) -> dict[str, Any]:
+    """Write the folder `out` and return its index; see `prepare_folder`."""
+    required = ("prompt", *(["answer"] if form.needs_answer else []), *form.columns)
+    optional = () if form.needs_answer else ("answer",)
+    return prepare_folder(spec, tokenizer, out, required, partial(_question, form), _write, optional)
 
 
 def _question(
-    system: str | None, template: ChatTemplate, end_token: int | None, fields: dict[str, Any]
+    form: QuestionForm, template: ChatTemplate, end_token: int | None, fields: dict[str, Any]
 ) -> PreparedItem:
     question = question_of(fields)
     if question.messages[-1]["role"] == "assistant":
         raise NotRendered("the prompt ends with an answer")
-    if system is not None and question.messages[0]["role"] != "system":
-        question = question.with_messages([{"role": "system", "content": system}, *question.messages])
-    answer = fields["answer"]
+    if form.system is not None and question.messages[0]["role"] != "system":
+        question = question.with_messages([{"role": "system", "content": form.system}, *question.messages])
+    answer = fields.get("answer", "")
     if not isinstance(answer, str):
         answer = json.dumps(answer, ensure_ascii=False)
     prompt = question.messages[-1]["content"]
-    value = {"prompt": prompt, "answer": answer, "tokens": template.prompt(question)}
+    columns = {name: fields[name] for name in form.columns}
+    value = {"prompt": prompt, "answer": answer, "tokens": template.prompt(question), "columns": columns}
     return PreparedItem.of(value, question, {"role": "assistant", "content": answer})
 
 
@@ -74,7 +96,9 @@ class Questions(PreparedSplit):
         super().__init__(path, split, sequence_length, "questions", vocab_size)
         self.group, self.answer_tokens = group, answer_tokens
         records = [json_value(line) for line in self.file.read_text("utf-8").split("\n")[:-1]]
-        all_questions = [Question(r["prompt"], r["answer"], tuple(r["tokens"])) for r in records]
+        all_questions = [
+            Question(r["prompt"], r["answer"], tuple(r["tokens"]), r["columns"]) for r in records
+        ]
         self.questions = [q for q in all_questions if len(q.tokens) + answer_tokens <= sequence_length]
         self.left_out = len(all_questions) - len(self.questions)
         if not self.questions:

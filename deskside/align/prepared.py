@@ -118,6 +118,7 @@ def prepare_folder(
     fields: tuple[str, ...],
     convert: ConvertRecord,
     write: Callable[[Path, str, list[Any]], tuple[str, dict[str, Any]]],
+    optional: tuple[str, ...] = (),
 ) -> dict[str, Any]:
     """Write the folder `out`, which must not exist, and return its index.
 
@@ -127,6 +128,7 @@ def prepare_folder(
         convert: Converts a record, given the template and the token to append to an answer if the template writes no
             end token, else None. Raises NotRendered for unusable records.
         write: Writes the values of a split to a file; returns the file's name, and entries for the index.
+        optional: Fields that a record may have, beside those of every conversation.
 
     Raises UsageError for wrong sources or a split without usable records, RunError if the folder cannot be written.
     After an error, no new folder is left.
@@ -145,7 +147,8 @@ def prepare_folder(
 
             def items_of(names: Iterable[str]) -> Iterator[PreparedItem]:
                 sources = (Source.parse(name) for name in names)
-                records = (r for source in sources for r in iter_records(source, fields, log, EXTRA_FIELDS))
+                others = (*EXTRA_FIELDS, *optional)
+                records = (r for source in sources for r in iter_records(source, fields, log, others))
                 results = map_in_order(
                     ((r, r.fields) for r in records), work, template, partial(ChatTemplate, new)
                 )

@@ -8,25 +8,29 @@
     code     1 if the completion's code passes the tests in `answer`, run in the sandbox
 
 These are the built-in ones. `0.9*number+0.1*format` is a weighted sum of several. `my.py:reward` is a function from a
-file, which is copied into the run.
+file, which is copied into the run. It also gets the record's fields that align.columns names, by name. `http://...` is
+a server (reward_server.py).
 """
 
-import importlib.util
 import inspect
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
+from typing import Any, Protocol
 
+from deskside.align.reward_server import DEFAULT_TIMEOUT, NO_COLUMNS, RewardCase, RewardServer
+from deskside.align.user_functions import functions_from_file
+from deskside.config.align import GrpoConfig
 from deskside.evaluate import sandbox
 from deskside.evaluate.scoring import code_blocks
 from deskside.utils.child_process import cpu_cores
 from deskside.utils.errors import RunError, UsageError
 
-Reward = Callable[[str, str, str], float]
+Reward = Callable[..., float]
 
 _NUMBER = re.compile(r"-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:\s*/\s*\d+)?")
 _MARKS = (
@@ -91,6 +95,17 @@ def code(prompt: str, completion: str, answer: str) -> float:
 BUILT_IN: dict[str, Reward] = {"number": number, "exact": exact, "format": has_marked_answer, "code": code}
 
 
+class RewardSource(Protocol):
+    """Computes rewards. file: of the user's function, if there is one."""
+
+    @property
+    def file(self) -> Path | None: ...
+    def check(self) -> None:
+        """Raise UsageError if the rewards cannot be computed now."""
+
+    def compute_all(self, cases: Sequence[RewardCase]) -> list[float]: ...
+
+
 @dataclass(frozen=True)
 class ParsedReward:
     """A parsed reward specification: weighted functions, and the file of the user's function, if any."""
@@ -99,12 +114,17 @@ class ParsedReward:
     parts: tuple[tuple[float, Reward], ...]
     file: Path | None = None
 
-    def __call__(self, prompt: str, completion: str, answer: str) -> float:
+    def check(self) -> None:
+        """Do nothing: `parse` has checked the functions."""
+
+    def __call__(
+        self, prompt: str, completion: str, answer: str, columns: Mapping[str, Any] = NO_COLUMNS
+    ) -> float:
         """Compute the weighted sum. Raises RunError if a function fails or its value is not finite."""
         total = 0.0
         for weight, part in self.parts:
             try:
-                value = float(part(prompt, completion, answer))
+                value = float(part(prompt, completion, answer, **columns))
             except (UsageError, RunError):
                 raise
             except Exception as error:
@@ -118,20 +138,27 @@ class ParsedReward:
             total += weight * value
         return total
 
-    def compute_all(self, cases: Sequence[tuple[str, str, str]]) -> list[float]:
-        """Return the rewards of (prompt, completion, answer) tuples, in order. `code` runs on all CPU cores at once."""
+    def compute_all(self, cases: Sequence[RewardCase]) -> list[float]:
+        """Return the rewards in order. `code` runs on all CPU cores at once."""
         if not any(part is code for _, part in self.parts):
             return [self(*case) for case in cases]
         with ThreadPoolExecutor(cpu_cores()) as pool:
             return list(pool.map(lambda case: self(*case), cases))
 
 
-def parse(spec: str) -> ParsedReward:
-    """Parse a reward specification, as in the module docstring. Raises UsageError if it is not valid."""
+def parse(options: GrpoConfig) -> RewardSource:
+    """Return the reward of the options, as in the module docstring. Raises UsageError if it is not valid."""
+    spec, columns = options.reward, options.columns
+    if options.reward_is_server:
+        return RewardServer(spec, options.reward_timeout or DEFAULT_TIMEOUT)
     if ".py:" in spec:
         path, _, name = spec.rpartition(":")
         file = Path(path).expanduser().resolve()
-        return ParsedReward(spec, ((1.0, _from_file(file, name)),), file)
+        return ParsedReward(spec, ((1.0, _from_file(file, name, columns)),), file)
+    if columns:
+        raise UsageError(
+            f"align.columns: the reward {spec} does not use them; remove them, or give my.py:function"
+        )
     parts = []
     for term in spec.split("+"):
         weight, star, name = term.strip().rpartition("*")
@@ -151,21 +178,11 @@ def parse(spec: str) -> ParsedReward:
     return ParsedReward(spec, tuple(parts))
 
 
-def _from_file(file: Path, name: str) -> Reward:
-    if not file.is_file():
-        raise UsageError(f"reward: {file} does not exist; give an existing file as my.py:function")
-    spec = importlib.util.spec_from_file_location(f"deskside_reward_{file.stem}", file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+def _from_file(file: Path, name: str, columns: Sequence[str]) -> Reward:
+    function = functions_from_file("reward", file, [name])[0]
     try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise UsageError(f"reward: {file} cannot be loaded: {type(error).__name__}: {error}") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise UsageError(f"reward: {file} has no function {name!r}")
-    try:
-        inspect.signature(function).bind("", "", "")
+        inspect.signature(function).bind("", "", "", **dict.fromkeys(columns))
     except TypeError:
-        raise UsageError(f"reward: {name} in {file} must take (prompt, completion, answer)") from None
+        parameters = ", ".join(("prompt", "completion", "answer", *columns))
+        raise UsageError(f"reward: {name} in {file} must take ({parameters})") from None
     return function

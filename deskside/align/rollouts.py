@@ -6,7 +6,7 @@ next step needs if they were sampled before the checkpoint.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,17 @@ class Rollout:
         if with_tokens:
             row["token_ids"] = list(self.sampled.tokens)
             row["logprobs"] = list(self.sampled.logprobs)
+            row["own"] = None if self.sampled.own is None else list(self.sampled.own)
         return row
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any], question: Question) -> "Rollout":
+        """Return the answer that `to_json` wrote with its tokens."""
+        own = row.get("own")
+        sampled = SampledAnswer(
+            tuple(row["token_ids"]), tuple(row["logprobs"]), row["ended"], None if own is None else tuple(own)
+        )
+        return cls(row["position"], question, sampled, row["text"], row["reward"], row["advantage"])
 
 
 class RolloutLog:

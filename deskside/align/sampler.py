@@ -45,12 +45,24 @@ ANY_TEMPERATURE = Sampling(1.0)  # for rehearsals: memory does not depend on the
 class SampledAnswer:
     """One answer.
 
-    tokens: with the end token. logprobs: at the sampling temperature, or 1 if greedy. ended: False if truncated.
+    tokens: with the end token, and with the results of tools in between. logprobs: at the sampling temperature, or 1 if
+    greedy; 0 for tokens of results. ended: False if truncated. own: True for the tokens that the model sampled, False
+    for those of results; None if there are no results.
     """
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     ended: bool
+    own: tuple[bool, ...] | None = None
+
+    @property
+    def is_own(self) -> tuple[bool, ...]:
+        """Return `own` with a value for each token."""
+        return (True,) * len(self.tokens) if self.own is None else self.own
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(self.is_own)
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ class GrpoOptions(FinetuneOptions):
       deskside grpo runs/chat --data sums.jsonl --hours 1 --questions 32
       deskside grpo runs/chat --data sums.jsonl --align.reward 0.9*number+0.1*format
       deskside grpo runs/chat --data tasks.jsonl --align.reward my_reward.py:score
+      deskside grpo runs/chat --data tasks.jsonl --align.reward http://localhost:9000/score
       deskside grpo --resume runs/chat-grpo
 
     A question is {"prompt": "..." or messages, "answer": "..."}.
@@ -59,18 +60,18 @@ class GrpoRun(FinetuneRun):
     def check(self) -> None:
         from deskside.align import rewards
 
-        rewards.parse(self.align.reward)
+        rewards.parse(self.align).check()
 
     def data(self, tokenizer: Path) -> PreparedData:
-        from deskside.align.grpo_data import prepare_questions
+        from deskside.align.grpo_data import QuestionForm, prepare_questions
         from deskside.align.prepared import FolderSpec, key_of
 
         align = self.align
-        options = (("system", align.system),)
+        form = QuestionForm(align.system, align.columns, needs_answer=not align.reward_is_server)
         spec = FolderSpec(
-            "questions", align.data, align.val, align.val_fraction, max_held_out=200, options=options
+            "questions", align.data, align.val, align.val_fraction, max_held_out=200, options=form.key()
         )
-        prepare = partial(prepare_questions, spec, align.system, tokenizer)
+        prepare = partial(prepare_questions, spec, form, tokenizer)
         return PreparedData(align.data[0], "questions", "questions", spec.key(tokenizer), key_of, prepare)
 
     def defaults(self, loaded: Any, data: Path, vocab_size: int) -> FinetuneDefaults:

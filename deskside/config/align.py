@@ -158,7 +158,14 @@ class GrpoConfig(_Objective):
     reward: str = Field(
         "number",
         min_length=1,
-        description="number, format, code, a sum such as 0.9*number+0.1*format, or file.py:function",
+        description="number, format, code, a sum such as 0.9*number+0.1*format, file.py:function, or the URL of a "
+        "server, http://...",
+    )
+    columns: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        (), description="further fields of the records that the reward function or server gets"
+    )
+    reward_timeout: PositiveFloat | None = Field(
+        None, description="seconds that a request to the reward server may take; default: 60"
     )
     group: int = Field(8, ge=2, description="answers sampled for each question")
     answer_tokens: PositiveInt = Field(256, description="maximum tokens of an answer")
@@ -185,6 +192,19 @@ class GrpoConfig(_Objective):
         True,
         description="false: leave answers that reach answer_tokens out of the loss (DAPO's overlong filtering)",
     )
+
+    @property
+    def reward_is_server(self) -> bool:
+        """Return True if the reward comes from a server."""
+        return self.reward.startswith(("http://", "https://"))
+
+    @model_validator(mode="after")
+    def _check_reward(self) -> Self:
+        if self.reward_timeout is not None and not self.reward_is_server:
+            raise ValueError("reward_timeout: has no effect without a reward server; remove it")
+        if taken := {"prompt", "completion", "answer"}.intersection(self.columns):
+            raise ValueError(f"columns: the reward gets {sorted(taken)[0]} anyway; remove it")
+        return self
 
 
 AlignConfig = Annotated[SftConfig | DpoConfig | KtoConfig | GrpoConfig, Field(discriminator="name")]

@@ -13,6 +13,10 @@ class RunError(Exception):
     exit_code = 1
 
 
+class OutsideError(RunError):
+    """A failure outside of the run, such as a server that does not answer. Training saves a checkpoint first."""
+
+
 class ProcessError(RunError):
     """A failure in one of several processes. The command exits with the exit code of that process."""
 

@@ -11,7 +11,7 @@ import torch
 from deskside.align import answers, grpo, samples
 from deskside.align.answers import pass_sizes
 from deskside.align.grpo import Grpo, RolloutBatch
-from deskside.align.grpo_data import Question, Questions, prepare_questions
+from deskside.align.grpo_data import Question, QuestionForm, Questions, prepare_questions
 from deskside.align.policy_loss import policy_loss
 from deskside.align.prepared import FolderSpec
 from deskside.align.rewards import final_number
@@ -389,7 +389,9 @@ def test_passes_hold_all_rows_in_few_shapes(most: int) -> None:
 def test_packing_and_micro_batches_do_not_change_the_loss(average: Any, taught: Path, tmp_path: Path) -> None:
     chat_template.make_chat_tokenizer(taught, tmp_path / "tokenizer", None)
     file = tiny.jsonl(tmp_path / "q.jsonl", tiny.questions()[:60])
-    prepare_questions(FolderSpec("questions", (str(file),)), None, tmp_path / "tokenizer", tmp_path / "data")
+    prepare_questions(
+        FolderSpec("questions", (str(file),)), QuestionForm(), tmp_path / "tokenizer", tmp_path / "data"
+    )
     model = load_model(str(taught)).model
     config = RunConfig.model_validate({"align": {"name": "grpo"}, "data": {"document_mask": True}})
     objective = Grpo(GrpoConfig(average=average, answer_tokens=9, kl=0.0))
@@ -499,7 +501,7 @@ def test_questions_hold_a_system_message_and_copies_stand_on_one_side(base: Path
     )
     file = tiny.jsonl(tmp_path / "q.jsonl", rows)
     spec = FolderSpec("questions", (str(file),), val_fraction=0.3)
-    index = prepare_questions(spec, "Be brief.", tmp_path / "tokenizer", tmp_path / "data")
+    index = prepare_questions(spec, QuestionForm("Be brief."), tmp_path / "tokenizer", tmp_path / "data")
     assert index["splits"]["train"]["count"] + index["splits"]["val"]["count"] == 120
     assert sum(left["count"] for left in index["left_out"].values()) == 1
     train_, val = (Questions(tmp_path / "data", s, 128, 4, 16, 320) for s in ("train", "val"))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from deskside.align.grpo_data import prepare_questions
+from deskside.align.grpo_data import QuestionForm, prepare_questions
 from deskside.align.preference_data import prepare_pairs
 from deskside.align.prepared import FolderSpec, open_index
 from deskside.data.chat.prepare_chat import ChatSpec, prepare_chat
@@ -35,7 +35,7 @@ def test_the_same_from_one_process_and_from_several(
             if kind == "preference":
                 index = prepare_pairs(spec, tokenizer, out)
             else:
-                index = prepare_questions(spec, "Be brief.", tokenizer, out)
+                index = prepare_questions(spec, QuestionForm("Be brief."), tokenizer, out)
         (left,) = index["left_out"].values()
         assert left["count"] == 1 and "a.jsonl:31" in left["first"][0]
         found.append({path.name: path.read_bytes() for path in out.iterdir()})

@@ -8,8 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deskside.align import rewards
-from deskside.align.rewards import final_number, parse
+from deskside.align.reward_server import RewardCase
+from deskside.align.rewards import ParsedReward, final_number
+from deskside.config.align import GrpoConfig
 from deskside.utils.errors import RunError, UsageError
+
+
+def parse(spec: str, *columns: str) -> ParsedReward:
+    reward = rewards.parse(GrpoConfig(reward=spec, columns=columns))
+    assert isinstance(reward, ParsedReward)
+    return reward
 
 
 @pytest.mark.parametrize(
@@ -68,7 +76,7 @@ def test_a_function_from_a_file(tmp_path: Path) -> None:
     file.write_text("def length(prompt, completion, answer):\n    return len(completion) / 10\n")
     reward = parse(f"{file}:length")
     assert reward.file == file
-    assert reward.compute_all([("", "12345", ""), ("", "", "")]) == [0.5, 0.0]
+    assert reward.compute_all([RewardCase("", "12345", ""), RewardCase("", "", "")]) == [0.5, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -120,3 +128,15 @@ def test_a_function_that_fails_is_named(body: str, error: str, tmp_path: Path) -
 def test_number_needs_a_number_to_compare_with() -> None:
     with pytest.raises(UsageError, match="has no number"):
         rewards.number("q", "7", "seven")
+
+
+def test_a_function_gets_the_columns_that_it_asks_for(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def score(prompt, completion, answer, weight):\n    return weight * len(completion)\n")
+    reward = parse(f"{file}:score", "weight")
+    assert reward.compute_all([RewardCase("", "abc", "", {"weight": 2})]) == [6]
+    for columns in ((), ("weight", "level")):
+        with pytest.raises(UsageError, match="must take"):
+            parse(f"{file}:score", *columns)
+    with pytest.raises(UsageError, match="does not use them"):
+        parse("number", "weight")

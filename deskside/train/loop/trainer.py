@@ -31,6 +31,7 @@ from deskside.train.loop.routers import LAYER_METRICS_EVERY
 from deskside.train.loop.step import DeviceEvent, StepMetrics, Stepper
 from deskside.train.objective import Batches
 from deskside.train.prepare.batch_size_finder import StageWork
+from deskside.utils.errors import OutsideError
 from deskside.utils.signals import StopSignal
 
 RECENT_STEPS = 20  # number of step times in the throughput estimate
@@ -121,6 +122,7 @@ class Trainer:
         self._pending: PendingStep | None = None
         self._last_end: DeviceEvent | None = None  # of the last step that was read, or of a pause
         self._stage = -1
+        self._saved_step = progress.step  # of the last checkpoint
         self._loader: Batches | None = None
 
     def run(self, stop: StopSignal) -> str:
@@ -135,6 +137,9 @@ class Trainer:
                 except TooManySkips as trouble:
                     self.roll_back(str(trouble))
             return "finished"
+        except OutsideError:
+            self._save_before_end()
+            raise
         finally:
             self.clock.stop()
             self._close_loader()
@@ -179,16 +184,30 @@ class Trainer:
         self.stepper.wait_for_weights()
         pause_started = time.perf_counter()
         self.clock.stop()
-        if evaluate and not done:
-            row |= self.evaluate()
-        self._log(row)
+        try:
+            if evaluate and not done:
+                row |= self.evaluate()
+        finally:
+            self._log(row)
         if must_stop and not done:
             self.checkpointer.save_now(self.progress, self.clock.seconds())
         elif save and not done:
             self.checkpointer.save(self.progress, self.clock.seconds())
+            self._saved_step = step
         self.paused_seconds += time.perf_counter() - pause_started
         self._resume()
         return must_stop and not done
+
+    def _save_before_end(self) -> None:
+        """Log the last step and save a checkpoint of it, if there is none."""
+        self.clock.stop()
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            self._log(self._read(pending))
+        self.stepper.wait_for_weights()
+        if self.progress.step != self._saved_step:
+            self.checkpointer.save_now(self.progress, self.clock.seconds())
+            self.log.say(f"saved at step {self.progress.step}")
 
     def roll_back(self, why: str) -> None:
         """Return to the last checkpoint, but continue with new data, so that the same rows do not fail again."""
@@ -202,6 +221,7 @@ class Trainer:
                 f"lower the learning rate (--optim.lr) or check the data near step {self.progress.step}"
             )
         self.progress = self.checkpointer.roll_back()
+        self._saved_step = self.progress.step
         self.progress.rollbacks, self.progress.rows = rollbacks, rows
         self.log.event(f"{why}: went back to step {self.progress.step} and skipped the data in between")
         self._close_loader()

@@ -1,0 +1,184 @@
+"""Rewards from a server: what is sent, what is accepted, and what a run does when the server is gone."""
+
+import contextlib
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deskside.align import reward_server
+from deskside.align.reward_server import RewardCase, RewardServer
+from deskside.align.rewards import final_number
+from deskside.cli.main import main
+from deskside.config.align import GrpoConfig
+from deskside.utils.errors import OutsideError, UsageError
+from tests.align import tiny
+
+Answer = Callable[[dict[str, Any]], tuple[int, bytes]]
+KEYS = ("step", "loss", "grad_norm", "reward", "answer_tokens", "entropy")
+CASES = [RewardCase("3 + 4?", "7", "7", {"level": 1}), RewardCase("ü?", "no", "9", {"level": 2})]
+
+
+class Server:
+    """A server on this machine that answers with `answer` and keeps the requests."""
+
+    def __init__(self, answer: Answer):
+        self.answer, self.requests = answer, list[dict[str, Any]]()
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                outer.requests.append(body)
+                status, text = outer.answer(body)
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(text)))
+                self.end_headers()
+                with contextlib.suppress(ConnectionError):  # who asked waits no longer
+                    self.wfile.write(text)
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}/score"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def stop(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+
+def right(body: dict[str, Any]) -> tuple[int, bytes]:
+    """1 for the right number."""
+    pairs = zip(body["completions"], body["columns"]["answer"], strict=True)
+    return 200, json.dumps([float(final_number(text) == int(answer)) for text, answer in pairs]).encode()
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    found = Server(right)
+    yield found
+    found.stop()
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reward_server, "PAUSES", (0.01, 0.01, 0.01))
+
+
+def test_a_request_has_the_texts_and_the_columns(server: Server) -> None:
+    assert RewardServer(server.url, 5).compute_all(CASES) == [1, 0]
+    assert RewardServer(server.url, 5).compute_all([]) == []
+    assert server.requests == [
+        {
+            "prompts": ["3 + 4?", "ü?"],
+            "completions": ["7", "no"],
+            "columns": {"answer": ["7", "9"], "level": [1, 2]},
+        }
+    ]
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_a_busy_server_is_asked_again(status: int, server: Server) -> None:
+    server.answer = lambda body: (status, b"later") if len(server.requests) < 3 else right(body)
+    assert RewardServer(server.url, 5).compute_all(CASES) == [1, 0]
+    assert len(server.requests) == 3
+    server.answer = lambda body: (status, b"later\nperhaps")
+    with pytest.raises(OutsideError, match=f"status {status}: later perhaps"):
+        RewardServer(server.url, 5).compute_all(CASES)
+    assert len(server.requests) == 3 + 4
+
+
+def test_a_slow_server_is_given_up(server: Server) -> None:
+    wake = threading.Event()
+    server.answer = lambda body: (200, b"[1, 1]" if wake.wait(20) else b"")
+    with pytest.raises(OutsideError, match="no answer in 4 attempts"):
+        RewardServer(server.url, 0.1).compute_all(CASES)
+    wake.set()
+
+
+@pytest.mark.parametrize(
+    ("status", "answer", "error"),
+    [
+        (404, b"no such page", "status 404: no such page"),
+        (200, b"[1", "not JSON"),
+        (200, b'{"rewards": [1, 2]}', "list of 2 numbers"),
+        (200, b"[1]", "but is 1 values"),
+        (200, b"[1, null]", "finite number"),
+        (200, b"[1, true]", "finite number"),
+        (200, b"[1, NaN]", "JSON|finite number"),
+        (200, b"[1, 1e999]", "JSON|finite number"),
+    ],
+)
+def test_a_wrong_answer_ends_it_at_once(status: int, answer: bytes, error: str, server: Server) -> None:
+    server.answer = lambda body: (status, answer)
+    with pytest.raises(OutsideError, match=error):
+        RewardServer(server.url, 5).compute_all(CASES)
+    assert len(server.requests) == 1
+
+
+def arguments(folder: Path, model: Path, name: str, url: str, *more: str) -> list[str]:
+    rows = [{**row, "level": n % 3} for n, row in enumerate(tiny.questions())]
+    data = tiny.jsonl(folder / "questions.jsonl", rows)
+    argv = ["grpo", *tiny.command_line(model, data, folder, name), "--align.reward", url]
+    argv += ["--batch.sequence_length", "64", "--align.answer_tokens", "4", "--optim.lr", "2e-3"]
+    return [*argv, "--questions", "4", "--align.group", "4", "--schedule.steps", "7", *more]
+
+
+def test_a_run_ends_without_loss_when_the_server_is_gone(
+    taught: Path, tmp_path: Path, server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also between two checkpoints, and in the middle of a round of sampling."""
+    more = (
+        "--align.columns",
+        '["level"]',
+        "--align.steps_per_rollout",
+        "2",
+        "--checkpoint.every",
+        "100 steps",
+    )
+    assert main(arguments(tmp_path, taught, "straight", server.url, *more)) == 0
+    assert all(set(body["columns"]) == {"answer", "level"} for body in server.requests)
+    assert {level for body in server.requests for level in body["columns"]["level"]} == {0, 1, 2}
+
+    seen = len(server.requests)
+    server.answer = lambda body: right(body) if len(server.requests) < seen + 5 else (503, b"gone")
+    assert main(arguments(tmp_path, taught, "gone", server.url, *more)) == 1
+    error = capsys.readouterr().err
+    assert "status 503: gone" in error and "saved at step" in error
+    run = tmp_path / "gone"
+    saved = max(int(path.name.removeprefix("step-")) for path in (run / "checkpoints").glob("step-*"))
+    assert saved == len(tiny.metrics(run)) >= 2
+    server.answer = right
+    assert main(["grpo", "--resume", str(run)]) == 0
+    tiny.same(run, tmp_path / "straight", KEYS)
+
+
+def test_records_need_no_answer_for_a_server(taught: Path, tmp_path: Path, server: Server) -> None:
+    server.answer = lambda body: (200, json.dumps([len(text) / 9 for text in body["completions"]]).encode())
+    argv = arguments(tmp_path, taught, "judged", server.url, "--schedule.steps", "1")
+    tiny.jsonl(tmp_path / "questions.jsonl", [{"prompt": row["prompt"]} for row in tiny.questions()])
+    assert main(argv) == 0
+    assert all(set(body["columns"]["answer"]) == {""} for body in server.requests)
+    assert [row["reward"] > 0 for row in tiny.metrics(tmp_path / "judged")] == [True]
+
+
+def test_wrong_usage_is_one_line(
+    taught: Path, tmp_path: Path, server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.stop()
+    assert main(arguments(tmp_path, taught, "off", server.url)) == 2
+    assert "start it first" in capsys.readouterr().err
+    assert main(arguments(tmp_path, taught, "off", "http://")) == 2
+    assert not (tmp_path / "off").exists()
+    with pytest.raises(ValueError, match="no effect without a reward server"):
+        GrpoConfig(reward_timeout=3)
+    with pytest.raises(ValueError, match="gets answer anyway"):
+        GrpoConfig(columns=("answer",))
+    with pytest.raises(UsageError, match="has no host"):
+        RewardServer("http:///x", 1).check()
