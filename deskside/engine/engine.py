@@ -47,11 +47,11 @@ from deskside.engine.requests import (
     record_event,
 )
 from deskside.engine.rows import Rows, new_rows
-from deskside.engine.sampling import SamplingTensors
 from deskside.engine.scoring import HiddenRecorder, score_parts
 from deskside.engine.speculate import speculate
 from deskside.engine.steps import CachedModel, Slots
 from deskside.model.transformer import Transformer
+from deskside.precision.row_adapters import RowChoice
 from deskside.utils.errors import RunError, UsageError, describe_error
 
 PAGE_SIZE = 32  # tokens
@@ -77,6 +77,7 @@ class Engine:
         max_tokens: Maximum size of the KV cache, in tokens of prompts and answers of all rows.
         tokenizer: Required for `Event.text` and for stop strings.
         draft: A draft model for speculative decoding.
+        adapters: Of the model, if it has several; each request chooses one or none.
         page_size: Tokens per page of the KV cache.
         prefill_tokens: Maximum tokens of prompts in one step; None is `device.prefill_tokens`. A step takes at most
             PREFILL_BESIDE if it completes fewer prompts than it has rows to decode.
@@ -91,6 +92,7 @@ class Engine:
         max_tokens: int = 32768,
         tokenizer: Tokenizer | None = None,
         draft: Draft | None = None,
+        adapters: RowChoice | None = None,
         page_size: int = PAGE_SIZE,
         prefill_tokens: int | None = None,
         graphs: bool | None = None,
@@ -126,8 +128,11 @@ class Engine:
         self._pages_per_row = min(pages_per_context, num_pages)
         self._max_row_length = min(self.max_length, self._pages_per_row * page_size)  # in tokens
         self._rows = Rows(max_batch, num_pages, page_size)
-        models = [model] if draft is None else [model, draft.model]
-        self._models = tuple(CachedModel(m, num_pages, page_size, self._max_row_length) for m in models)
+        self._num_adapters = 0 if adapters is None else adapters.count
+        sizes_of_cache = (num_pages, page_size, self._max_row_length)
+        self._models: tuple[CachedModel, ...] = (CachedModel(model, *sizes_of_cache, adapters),)
+        if draft is not None:
+            self._models += (CachedModel(draft.model, *sizes_of_cache),)
         if graphs is None:
             lanes, drafts = bucket(max_batch), self.num_drafts
             graphs = self.device.type == "cuda" and all(
@@ -291,13 +296,7 @@ class Engine:
         admitted = self._rows.admit()
         if not admitted:
             return
-        settings = SamplingTensors.concatenate([row.settings for row in admitted], self.device)
-        self._slots.fill(
-            [row.slot for row in admitted],
-            [row.pages for row in admitted],
-            [row.prefilled for row in admitted],
-            settings,
-        )
+        self._slots.fill(admitted)
         for row in admitted:
             self._slots.start_adjustments(row.slot, row.request)
 
@@ -440,5 +439,7 @@ class Engine:
     def _check(self, request: Request) -> None:
         cache_tokens = self._rows.pages.count * self.page_size
         check_request(request, self.vocabulary, self.max_length, cache_tokens, self.page_size)
+        if not 0 <= request.adapter <= self._num_adapters:
+            raise UsageError(f"adapter: must be between 0 and {self._num_adapters}, not {request.adapter}")
         if request.stop_strings and self._tokenizer is None:
             raise UsageError("stop: stop strings need a tokenizer; create the engine with one")

@@ -17,11 +17,14 @@ from collections.abc import Sequence
 Key = bytes
 
 
-def page_keys(tokens: Sequence[int], size: int) -> list[Key]:
-    """Return the keys of the pages that these tokens fill, in order. size: tokens per page."""
+def page_keys(tokens: Sequence[int], size: int, adapter: int = 0) -> list[Key]:
+    """Return the keys of the pages that these tokens fill, in order. size: tokens per page.
+
+    adapter: with which the model computes them; the same tokens have other keys and values with another adapter.
+    """
     keys: list[Key] = []
     contents = memoryview(array("q", tokens)).cast("B")
-    digest = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=16, salt=adapter.to_bytes(8, "little"))
     for start in range(0, len(tokens) - size + 1, size):
         digest.update(contents[8 * start : 8 * (start + size)])
         keys.append(digest.digest())

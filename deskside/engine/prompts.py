@@ -46,6 +46,13 @@ class PackedPrompts:
     cu_seqlens: Tensor
     tokens_1N: Tensor
 
+    @property
+    def lanes_N(self) -> Tensor:
+        """The slot of each token; of padding, that of the last row."""
+        place_N = torch.arange(self.tokens_1N.shape[1], device=self.cu_seqlens.device)
+        row_N = torch.searchsorted(self.cu_seqlens[1:].contiguous(), place_N, right=True)
+        return self.lanes_L[row_N.clamp(max=len(self.lanes_L) - 1)]
+
     @staticmethod
     def of(packed: Tensor, lanes: int) -> "PackedPrompts":
         """Return the views of a tensor that `pack` returned, (3 L + 1 + N,)."""

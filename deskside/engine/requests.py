@@ -39,6 +39,7 @@ class Request:
         prompt_logprobs: Whether the first event carries log-probabilities of the prompt (`PromptScores`), and with how
             many of the most probable tokens; None if not.
         embed: Whether the first event carries the sum of the prompt's hidden states.
+        adapter: Number of the engine's adapter that the samples use; 0 for the model itself.
     """
 
     prompt: tuple[int, ...]
@@ -56,6 +57,7 @@ class Request:
     top_logprobs: int = 0
     prompt_logprobs: int | None = None
     embed: bool = False
+    adapter: int = 0
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
@@ -243,6 +245,7 @@ class StepOptions:
     logprobs: bool  # some row needs log-probabilities
     constrained: bool = False  # some row has a grammar
     top: int = 0  # most probable tokens with log-probabilities at each position
+    adapted: bool = False  # some row has an adapter
 
     @staticmethod
     def of(rows: Sequence[RowState], vocabulary: int) -> "StepOptions":
@@ -256,6 +259,7 @@ class StepOptions:
             any(request.logprobs for request in requests),
             any(row.matcher is not None for row in rows),
             top,
+            any(request.adapter for request in requests),
         )
 
 

@@ -25,7 +25,7 @@ def new_rows(
     if len(request.prompt) == max_length:
         samples = int(request.scores_prompt)
     prompt = array("q", request.prompt)
-    keys = page_keys(prompt, page_size)
+    keys = page_keys(prompt, page_size, request.adapter)
     rows = []
     for sample in range(samples):
         stream = (
@@ -124,7 +124,8 @@ class Rows:
         else:
             if row.prefill_done and row.tokens:
                 # Make the answer's pages available to later prompts. Its last token may not be in the cache.
-                self.register_pages(row, page_keys([*row.request.prompt, *row.tokens[:-1]], self._page_size))
+                tokens = [*row.request.prompt, *row.tokens[:-1]]
+                self.register_pages(row, page_keys(tokens, self._page_size, row.request.adapter))
             self._release(row)
         return Event(row.number, row.sample, None, reason, text, error=error, cached_tokens=row.cached)
 

@@ -61,6 +61,8 @@ def speculate(
         adjustments.append(None if adjusted is None else adjusted.after(inputs[-1]))
 
     input_BT, T = torch.stack(inputs, dim=1), n + 1
+    adapter_B = slots.adapters_of(lanes_B, options)
+    target.choose(None if adapter_B is None else adapter_B.repeat_interleave(T))
     logits_BTV = target.decode(input_BT, table_BN, lengths_B, bound).float()
     settings_N, logits_NV = settings.repeated(T), logits_BTV.flatten(0, 1)
     place_T = torch.arange(T, device=newest_B.device)

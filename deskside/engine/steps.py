@@ -16,13 +16,14 @@ from deskside.engine.adjustments import Adjustments
 from deskside.engine.fused import FusedBlocks, experts_wait
 from deskside.engine.grammar import MASK_BITS, forbid
 from deskside.engine.prompts import PackedPrompts
-from deskside.engine.requests import Request, StepOptions, TokenOutput
+from deskside.engine.requests import Request, RowState, StepOptions, TokenOutput
 from deskside.engine.sampling import GREEDY, DrawnTokens, SamplingTensors, draw
 from deskside.kernels.decode import KERNEL_DTYPES, kernel_supports
 from deskside.kernels.prefill import packed_kernel_supports
 from deskside.model.block import DEFAULT_BLOCKS, CachedBlocks
 from deskside.model.cache import KVCache, allocate_pool
 from deskside.model.transformer import Transformer
+from deskside.precision.row_adapters import RowChoice
 
 STAGED_BYTES = 2**16  # copies from pageable memory up to this size do not wait for the device
 
@@ -30,11 +31,14 @@ STAGED_BYTES = 2**16  # copies from pageable memory up to this size do not wait 
 class CachedModel:
     """A model and its paged KV cache.
 
-    pages: number of pages, besides page 0, where padding is written. limit: maximum tokens of a row.
+    pages: number of pages, besides page 0, where padding is written. limit: maximum tokens of a row. adapters: of the
+    model, which rows choose.
     """
 
-    def __init__(self, model: Transformer, pages: int, page_size: int, limit: int):
-        self.model = model
+    def __init__(
+        self, model: Transformer, pages: int, page_size: int, limit: int, adapters: RowChoice | None = None
+    ):
+        self.model, self._adapters = model, adapters
         device = model.embed.weight.device
         k, v = allocate_pool(model.config, pages + 1, page_size, model.activation_dtype, device)
         none = torch.zeros(0, 1, dtype=torch.int64, device=device)
@@ -64,6 +68,11 @@ class CachedModel:
             supported = packed_kernel_supports(heads, self.cache.k[0])
             self._can_capture[tokens] = supported and not experts_wait(self.model, tokens)
         return self._can_capture[tokens]
+
+    def choose(self, adapter_N: Tensor | None) -> None:
+        """Choose the adapter of each token of the next pass; None if none has one."""
+        if self._adapters is not None:
+            self._adapters.set(adapter_N)
 
     def prefill(
         self,
@@ -157,6 +166,7 @@ class Slots:
         state_S3: int64: the newest token, which is not in the cache yet; tokens in the cache; new tokens so far.
         table_SN: int64, the pages of each row.
         settings: Sampling settings.
+        adapter_S: int64, numbers of the rows' adapters.
         adjustments: Of each slot; None until a request has some.
         allowed_SW: int32, the tokens that a grammar allows next, see `grammar.MaskBuilder.masks`; None until a request
             has a grammar.
@@ -169,6 +179,7 @@ class Slots:
         self.state_S3 = torch.zeros(slots + 1, 3, dtype=torch.int64, device=device)
         self.table_SN = torch.zeros(slots + 1, pages_per_row, dtype=torch.int64, device=device)
         self.settings = SamplingTensors.of([GREEDY] * (slots + 1), [0] * (slots + 1), device)
+        self.adapter_S = torch.zeros(slots + 1, dtype=torch.int64, device=device)
         self.adjustments: Adjustments | None = None
         self._adjusted: set[int] = set()  # slots that have some, on the host
         self.allowed_SW: Tensor | None = None
@@ -187,17 +198,16 @@ class Slots:
             host = host.pin_memory()
         return host.to(self.device, non_blocking=True)
 
-    def fill(
-        self, slots: list[int], tables: list[list[int]], lengths: list[int], settings: SamplingTensors
-    ) -> None:
-        """Initialize the slots of new rows. lengths: tokens that their pages already hold."""
+    def fill(self, rows: Sequence[RowState]) -> None:
+        """Initialize the slots of new rows, whose pages already hold their `prefilled` tokens."""
         N = self.table_SN.shape[1]
-        rows = self.to_device(slots)
-        self.table_SN[rows] = self.to_device([pages + [0] * (N - len(pages)) for pages in tables])
-        self.state_S3[rows] = self.to_device([[0, length, 0] for length in lengths])
-        self.settings.put(rows, settings)
+        slots = self.to_device([row.slot for row in rows])
+        self.table_SN[slots] = self.to_device([row.pages + [0] * (N - len(row.pages)) for row in rows])
+        self.state_S3[slots] = self.to_device([[0, row.prefilled, 0] for row in rows])
+        self.adapter_S[slots] = self.to_device([row.request.adapter for row in rows])
+        self.settings.put(slots, SamplingTensors.concatenate([row.settings for row in rows], self.device))
         if self.allowed_SW is not None:
-            self.allowed_SW[rows] = -1  # all tokens
+            self.allowed_SW[slots] = -1  # all tokens
 
     def start_adjustments(self, slot: int, request: Request) -> None:
         """Initialize the adjustments of a new row. Without any, drop those of the slot's last row."""
@@ -232,6 +242,10 @@ class Slots:
         """Return the adjustments of the lanes; None if no row of the step has any."""
         return self.adjustments[lanes_B] if options.adjusted and self.adjustments is not None else None
 
+    def adapters_of(self, lanes_B: Tensor, options: StepOptions) -> Tensor | None:
+        """Return the adapters of the lanes; None if no row of the step has one."""
+        return self.adapter_S[lanes_B] if options.adapted else None
+
     def read(self, lanes_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the newest tokens, the cached lengths and the numbers of new tokens of the lanes."""
         token_B, length_B, count_B = self.state_S3[lanes_B].unbind(1)
@@ -258,6 +272,7 @@ def prefill(
     lanes_L = prompts.lanes_L
     _, length_L, num_new_L = slots.read(lanes_L)
     table_LN = slots.table_SN[lanes_L]
+    models[0].choose(slots.adapters_of(prompts.lanes_N, options))
     packed = (prompts.tokens_1N, table_LN, length_L, prompts.cu_seqlens)
     logits_LV, *_ = [
         model.prefill(*packed) if index or blocks is None else model.prefill(*packed, blocks)
@@ -292,6 +307,7 @@ def _decode_one(
 ) -> StepOutput:
     token_B, length_B, count_B = slots.read(lanes_B)
     table_BN = slots.table_SN[lanes_B]
+    models[0].choose(slots.adapters_of(lanes_B, options))
     logits_BTV, *_ = [model.decode(token_B[:, None], table_BN, length_B, bound) for model in models]
     drawn = _draw(slots, lanes_B, logits_BTV[:, 0], count_B, options)
     slots.write(lanes_B, drawn.safe_token_B, length_B + 1, count_B + 1)

@@ -35,6 +35,7 @@ from deskside.ops.linear import Linear
 from deskside.ops.moe import ROUTING_PROJECTIONS, Experts
 from deskside.precision.formats import LARGEST
 from deskside.precision.lora import Adapter, adapters_of
+from deskside.precision.row_adapters import RowAdapters
 from deskside.utils.errors import UsageError
 
 Format = Literal["nf4", "int8", "fp8"]
@@ -57,7 +58,7 @@ class FrozenLinear(Linear):
     x: (..., in) in any float dtype, in which the product is computed. `requires_grad_(True)` raises UsageError.
     """
 
-    adapter: Adapter | None
+    adapter: Adapter | RowAdapters | None
     codes: Tensor  # nf4: two to a byte; int8, fp8: (rows, in)
     row_scale: Tensor  # int8, fp8: (rows,) float32
     magnitude: Tensor  # nf4: uint8, one for each block

@@ -34,6 +34,7 @@ from deskside.ops.grouped import grouped_linear
 from deskside.ops.linear import Embedding, Linear, Slice
 from deskside.ops.moe import Experts
 from deskside.precision.dora import Magnitudes
+from deskside.precision.row_adapters import RowAdapters
 from deskside.utils.errors import UsageError
 from deskside.utils.splitmix import derive_seed
 
@@ -175,7 +176,7 @@ class AdaptedLinear(Linear):
     """A `Linear` with an adapter or, for a head, with trained rows. Made by `add_adapter` and `add_trained_rows`."""
 
     # These have no default values, because class attributes would hide the submodules of the same names.
-    adapter: Adapter | None
+    adapter: Adapter | RowAdapters | None
     trained: TrainedRows | None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -226,7 +227,7 @@ class AdaptedEmbedding(Embedding):
         return self.trained.into(self.weight)
 
 
-def add_adapter(linear: Linear, adapter: Adapter) -> None:
+def add_adapter(linear: Linear, adapter: Adapter | RowAdapters) -> None:
     """Add an adapter to a layer in place. A `FrozenLinear` keeps its class, because it applies adapters itself."""
     linear.adapter = adapter
     if type(linear) is Linear:

@@ -8,7 +8,7 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -191,25 +191,36 @@ def load_hf(
     with ExitStack() as stack, torch.no_grad():
         stored = _StoredTensors(folder, family, stack)
         for name, parts in by_hf_name(model, family).items():
-            tensor = stored.read(name)
-            if is_transposed(family, parts[0]):
-                tensor = tensor.T
-            rows = [part.view.shape[0] for part in parts]
-            expected = (sum(rows), *parts[0].view.shape[1:])
-            if tuple(tensor.shape) != expected:
-                raise RunError(f"{folder}: {name} is {tuple(tensor.shape)}, its config.json needs {expected}")
-            if family.stacked_by_head and len(parts) > 1:
-                tensor = _by_head(tensor, config.num_attention_heads, config.head_dim)
-            for part, values in zip(parts, tensor.split(rows), strict=True):
-                part.view.copy_(values)
-                if part.kind == "norm":
-                    part.view.add_(family.norm_offset)
+            read_parts(parts, stored.read(name), config, family, f"{folder}: {name}")
         extra = stored.unread(tied=config.tie_word_embeddings)
     if extra:
         raise UsageError(
             f"{folder}: has {len(extra)} tensors that this architecture does not have, such as {extra[0]}"
         )
     return config, model
+
+
+def read_parts(
+    parts: Sequence[LogicalTensor], tensor: Tensor, config: ModelConfig, family: Family, name: str
+) -> None:
+    """Set the tensors that Hugging Face stacks in `tensor`. Raises RunError if its shape is another; name: for that."""
+    if is_transposed(family, parts[0]):
+        tensor = tensor.T
+    rows = [part.view.shape[0] for part in parts]
+    expected = (sum(rows), *parts[0].view.shape[1:])
+    if tuple(tensor.shape) != expected:
+        raise RunError(f"{name} is {tuple(tensor.shape)}, its config.json needs {expected}")
+    for part, values in zip(parts, our_rows(tensor, parts, config, family).split(rows), strict=True):
+        part.view.copy_(values)
+        if part.kind == "norm":
+            part.view.add_(family.norm_offset)
+
+
+def our_rows(tensor: Tensor, parts: Sequence[LogicalTensor], config: ModelConfig, family: Family) -> Tensor:
+    """Return the rows of a tensor in which Hugging Face stacks `parts`, one part after the other."""
+    if family.stacked_by_head and len(parts) > 1:
+        return _by_head(tensor, config.num_attention_heads, config.head_dim)
+    return tensor
 
 
 class _StoredTensors:

@@ -11,8 +11,8 @@ A module of transformers may be several of our projections (GPT-2's c_attn), so 
 """
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -25,7 +25,7 @@ from deskside.model.init import allocate
 from deskside.model.transformer import Transformer
 from deskside.ops.logical import LogicalTensor, logical_tensors
 from deskside.utils.errors import RunError, UsageError
-from deskside.weights.hf import by_hf_name, hf_name, is_transposed
+from deskside.weights.hf import by_hf_name, hf_name, our_rows, read_parts
 from deskside.weights.hf_families import family_of
 from deskside.weights.peft_config import CONFIG, PREFIX, WEIGHTS, PeftConfig, read_peft_config
 
@@ -47,11 +47,21 @@ class LowRank:
 
     def merged(self, weight: Tensor) -> Tensor:
         """Return the adapted weight (out, in) in float32 on the device of `weight`."""
+        return self._sum(weight) if self.magnitude is None else self._sum(weight) * self.gain(weight)[:, None]
+
+    def gain(self, weight: Tensor) -> Tensor:
+        """Return the factor of each row with DoRA, (out,) float32."""
+        assert self.magnitude is not None
+        return self.magnitude.to(weight.device) / torch.linalg.vector_norm(self._sum(weight), dim=1)
+
+    def rows(self, start: int, stop: int) -> "LowRank":
+        """Return the adapter of these rows of the weight."""
+        magnitude = None if self.magnitude is None else self.magnitude[start:stop]
+        return replace(self, b=self.b[start:stop], magnitude=magnitude)
+
+    def _sum(self, weight: Tensor) -> Tensor:
         device = weight.device
-        weight = weight.float() + self.scale * (self.b.to(device) @ self.a.to(device))
-        if self.magnitude is None:
-            return weight
-        return weight * (self.magnitude.to(device) / torch.linalg.vector_norm(weight, dim=1))[:, None]
+        return weight.float() + self.scale * (self.b.to(device) @ self.a.to(device))
 
 
 @dataclass(frozen=True)
@@ -132,13 +142,13 @@ def merge_peft(model: Transformer, adapters: PeftAdapters) -> Transformer:
     by_name = by_hf_name(model, family)
     for name, tensor in adapters.tensors.items():
         parts = _parts_of(by_name, name, adapters)
-        _write(parts, tensor.T if is_transposed(family, parts[0]) else tensor, name, adapters)
-    for module, low_rank in adapters.low_rank.items():
+        read_parts(parts, tensor, model.config, family, f"{adapters.folder}: of the base model, {name}")
+    for module in adapters.low_rank:
         parts = _parts_of(by_name, f"{module}.weight", adapters)
-        weight = torch.cat([part.view for part in parts])
-        if (low_rank.b.shape[0], low_rank.a.shape[1]) != tuple(weight.shape):
-            raise _misfit(adapters, module)
-        _write(parts, low_rank.merged(weight), module, adapters)
+        low_rank = in_our_rows(adapters, module, parts, model.config)
+        weight = low_rank.merged(torch.cat([part.view for part in parts]))
+        for part, values in zip(parts, weight.split([len(part.view) for part in parts]), strict=True):
+            part.view.copy_(values)
     for module, (ids, rows) in adapters.rows.items():
         (table,) = _parts_of(by_name, f"{module}.weight", adapters)
         if int(ids.max()) >= len(table.view) or rows.shape[1] != table.view.shape[1]:
@@ -152,6 +162,20 @@ def merge_peft(model: Transformer, adapters: PeftAdapters) -> Transformer:
         for a, b in pairs:
             _merge_experts(stacked, module, a, b, adapters)
     return model
+
+
+def in_our_rows(
+    adapters: PeftAdapters, module: str, parts: Sequence[LogicalTensor], config: ModelConfig
+) -> LowRank:
+    """Return a module's adapter with the rows of B in the order of its parts. Raises RunError if it does not fit."""
+    low_rank, family = adapters.low_rank[module], family_of(config)
+    shape = (sum(len(part.view) for part in parts), parts[0].view.shape[-1])
+    if (low_rank.b.shape[0], low_rank.a.shape[1]) != shape:
+        raise _misfit(adapters, module)
+    magnitude = low_rank.magnitude
+    if magnitude is not None:
+        magnitude = our_rows(magnitude, parts, config, family)
+    return replace(low_rank, b=our_rows(low_rank.b, parts, config, family), magnitude=magnitude)
 
 
 def _merge_experts(
@@ -248,14 +272,6 @@ def _parts_of(
     if name not in by_name:
         raise UsageError(f"{adapters.folder}: adapts {name}, which this base model does not have")
     return by_name[name]
-
-
-def _write(parts: list[LogicalTensor], values: Tensor, name: str, adapters: PeftAdapters) -> None:
-    rows = [len(part.view) for part in parts]
-    if tuple(values.shape) != (sum(rows), *parts[0].view.shape[1:]):
-        raise _misfit(adapters, name)
-    for part, piece in zip(parts, values.split(rows), strict=True):
-        part.view.copy_(piece)
 
 
 def _misfit(adapters: PeftAdapters, name: str) -> RunError:

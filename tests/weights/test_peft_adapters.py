@@ -81,6 +81,15 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {},
         {"target_modules": ATTENTION, "trainable_token_indices": {"embed_tokens": [60, 3], "lm_head": [5]}},
     ),
+    "qwen2, with bias": ("Qwen2", {}, {"target_modules": ATTENTION, "use_dora": True, "bias": "lora_only"}),
+    "gemma2, norms to save": (
+        "Gemma2",
+        {"query_pre_attn_scalar": 16, "sliding_window": 8},
+        {"target_modules": "all-linear", "modules_to_save": ["norm", "pre_feedforward_layernorm"]},
+    ),
+    "phi3, stacked": (
+        "Phi3", {"pad_token_id": None}, {"target_modules": ["qkv_proj", "gate_up_proj"], "use_dora": True}
+    ),
     "gpt2": ("GPT2", {}, {"target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True}),
     "gpt2, dora": ("GPT2", {}, {"target_modules": ["c_attn"], "fan_in_fan_out": True, "use_dora": True}),
 }  # fmt: skip
