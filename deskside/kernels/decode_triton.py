@@ -257,7 +257,8 @@ def qk_norm_rope_into_cache(
     N, C = len(qkv_NW), layout.head_dim
     q = torch.empty(N, layout.heads, C, dtype=qkv_NW.dtype, device=qkv_NW.device)
     _into_cache[(N, layout.heads + 2 * layout.kv_heads)](
-        qkv_NW, q, *pools_PKSC, *(norms or (None, None)), *(angles or (None, None)), *slots_N, layout.eps,
+        qkv_NW, q, *pools_PKSC, *(norms or (None, None)), *(angles or (None, None)),
+        *(x_N.contiguous() for x_N in slots_N), layout.eps,
         layout.heads, layout.kv_heads, C, pools_PKSC[0].shape[2], triton.next_power_of_2(C // 2),
         norms is not None, angles is not None, num_warps=1,
     )  # fmt: skip

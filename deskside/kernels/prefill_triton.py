@@ -119,7 +119,8 @@ def attend_packed(
     out_NHC = torch.empty_like(q_NHC, memory_format=torch.contiguous_format)
     precision = "ieee" if q_NHC.dtype == torch.float32 else "tf32"
     _attend_packed[(N // queries + L + 1, K)](
-        q_NHC.contiguous(), k_PKSC, v_PKSC, table_LN.contiguous(), lengths_L, cu_seqlens, options.sinks_H, out_NHC,
+        q_NHC.contiguous(), k_PKSC, v_PKSC, table_LN.contiguous(), lengths_L.contiguous(), cu_seqlens.contiguous(),
+        options.sinks_H, out_NHC,
         *scale_and_softcap(options, C), window or 0, width, L, N,
         H, K, C, S, queries, launch.tile_rows, launch.tile, block_c, window is not None,
         options.softcap is not None, options.sinks_H is not None, precision,
