@@ -3,7 +3,7 @@
     python -m benchmarks.muon [--models 124m,124m:8x1024,1.3b] [--json FILE]
 
 models: presets; `124m:8x1024` has 8 experts of intermediate size 1024 in place of the MLP. Weights and gradients are
-random. For each method of `kernels/newton_schulz.py`, and for that with the fewest FLOPs for each shape (auto):
+random. With torch's products and with symmetric ones, which only matrices of enough columns get:
 
     ms        device time of `Muon.step`, median; the host has launched it before it begins
     host ms   time that the host takes to launch it
@@ -11,18 +11,19 @@ random. For each method of `kernels/newton_schulz.py`, and for that with the few
     deviation the largest difference of a singular value from the same iteration in float64, for random matrices of
               every shape up to 1024 columns, and for some of which the singular values fall from 1 to 1e-6
 
-The floor is the FLOPs of the cheapest method of each shape at the matmul rate of this GPU, and 30 bytes per weight at
+The floor is the FLOPs of symmetric products at the matmul rate of this GPU, and 30 bytes per weight at
 the bandwidth of a large copy: 14 before the iteration, 4 for the division by the norm, 2 for the mean squares of the
 rows, 10 after.
 
-Then `auto` runs with other steps of the symmetric product (depth, stages, warps) than those of the kernel, of which
-some need more shared memory than consumer cards have.
+Then symmetric products run with other steps (depth, stages, warps) than those of the kernel, of which some need more
+shared memory than consumer cards have.
 """
 
 import argparse
 import dataclasses
 import json
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -34,10 +35,17 @@ from torch.profiler import ProfilerActivity, profile
 
 from deskside.config import merge, presets
 from deskside.config.optim import MuonConfig
-from deskside.kernels import newton_schulz, newton_schulz_triton
+from deskside.kernels import newton_schulz_triton
 from deskside.kernels.fused.choose_tiles import bandwidth
 from deskside.kernels.matmul_peak import measure_matmul_peak
-from deskside.kernels.newton_schulz import METHODS, SAFETY, Coefficients, coefficients, orthogonalize
+from deskside.kernels.newton_schulz import (
+    MIN_SYMMETRIC,
+    SAFETY,
+    Coefficients,
+    coefficients,
+    iteration_flops,
+    orthogonalize,
+)
 from deskside.model.transformer import Transformer
 from deskside.optim import muon
 from deskside.optim.groups import ParameterInfo, classify_parameters
@@ -84,7 +92,7 @@ def exact(x: Tensor, polynomials: Coefficients) -> Tensor:
     return x
 
 
-def deviation(shape: tuple[int, int], method: str | None) -> float:
+def deviation(shape: tuple[int, int], symmetric: bool) -> float:
     """Return the largest difference of a singular value from that in float64."""
     polynomials = coefficients("polar_express", 5)
     torch.manual_seed(0)
@@ -92,18 +100,18 @@ def deviation(shape: tuple[int, int], method: str | None) -> float:
     u, _, v = torch.linalg.svd(x[1], full_matrices=False)
     x[1] = u @ torch.diag(torch.logspace(-6, 0, shape[1], device=DEVICE)) @ v
     x = x.bfloat16()
-    result = orthogonalize(x.clone(), polynomials, method or newton_schulz.fewest_flops((2, *shape)))
+    result = orthogonalize(x.clone(), polynomials, symmetric and shape[1] >= MIN_SYMMETRIC)
     values = torch.linalg.svdvals(exact(x, polynomials))
     return float((torch.linalg.svdvals(result.double()) - values).abs().max())
 
 
-def measure(optimizer: Muon, method: str | None) -> dict[str, Any]:
+def measure(optimizer: Muon, symmetric: bool) -> dict[str, Any]:
     """Return the times and the number of kernels of a step."""
     skip = torch.zeros((), device=DEVICE)
     optimizer.clip_coefficient = torch.full((), 0.5, device=DEVICE)
     times, host = [], []
-    choice = newton_schulz.fewest_flops if method is None else lambda shape: method
-    with torch.no_grad(), mock.patch.object(muon, "default_method", choice):
+    columns = MIN_SYMMETRIC if symmetric else sys.maxsize
+    with torch.no_grad(), mock.patch.object(muon, "MIN_SYMMETRIC", columns):
         for number in range(RUNS + 3):
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             torch.cuda._sleep(SLEEP)
@@ -134,10 +142,7 @@ def measure(optimizer: Muon, method: str | None) -> dict[str, Any]:
 
 def floor_ms(shapes: list[Shape], flops_per_s: float, bytes_per_s: float) -> float:
     """Return the floor in milliseconds."""
-    flops = sum(
-        batch * min(newton_schulz.iteration_flops(rows, columns, 5, method) for method in METHODS)
-        for batch, rows, columns in shapes
-    )
+    flops = sum(5 * batch * iteration_flops(rows, columns, True) for batch, rows, columns in shapes)
     weights = sum(batch * rows * columns for batch, rows, columns in shapes)
     return 1e3 * (flops / flops_per_s + BYTES * weights / bytes_per_s)
 
@@ -160,14 +165,14 @@ def main() -> None:
         floor = floor_ms(shapes, *rates)
         print(f"\n{model}: stacks {shapes}; floor {floor:.2f} ms")
         results[model] = {"shapes": shapes, "floor_ms": floor, "methods": {}}
-        for method in (*METHODS, None):
-            found = measure(optimizer, method)
+        for method in ("torch", "symmetric"):
+            found = measure(optimizer, method == "symmetric")
             sides = {(rows, columns) for _, rows, columns in shapes if columns <= 1024}
-            found["deviation"] = max((deviation(side, method) for side in sides), default=None)
-            results[model]["methods"][method or "auto"] = found
+            found["deviation"] = max((deviation(side, method == "symmetric") for side in sides), default=None)
+            results[model]["methods"][method] = found
             away = "-" if found["deviation"] is None else f"{found['deviation']:.4f}"
             print(
-                f"  {method or 'auto':10} {found['ms']:8.2f} ms  host {found['host_ms']:6.2f} ms  "
+                f"  {method:10} {found['ms']:8.2f} ms  host {found['host_ms']:6.2f} ms  "
                 f"{found['kernels']:4} kernels  deviation {away}"
             )
             for name, ms in found["longest"].items():
@@ -175,9 +180,9 @@ def main() -> None:
         for depth, stages, warps in STEPS:
             step = {"DEPTH": depth, "STAGES": stages, "WARPS": warps}
             with mock.patch.multiple(newton_schulz_triton, **step):
-                ms = measure(optimizer, None)["ms"]
-            results[model]["methods"][f"auto {depth} {stages} {warps}"] = {"ms": ms}
-            print(f"  auto, depth {depth}, {stages} stages, {warps} warps: {ms:.2f} ms")
+                ms = measure(optimizer, True)["ms"]
+            results[model]["methods"][f"symmetric {depth} {stages} {warps}"] = {"ms": ms}
+            print(f"  symmetric, depth {depth}, {stages} stages, {warps} warps: {ms:.2f} ms")
         if options.json:
             options.json.write_text(json.dumps(results, indent=1), "utf-8")
         del optimizer

@@ -14,23 +14,17 @@ One iteration is three products, X of (long, short), with G and S of (short, sho
 
     G = X^T X,    S = a I + b G + c G^2,    X <- X S
 
-There are three methods, which round differently. Muon runs `bmm`; benchmarks.muon compares them:
-
-- `bmm`: torch's batched product. Torch copies the addend of a product first (its interface to cuBLAS has one tensor for
-  addend and result), so there is none: S is c (G + b/2c I)^2 + (a - b^2/4c) I, with both multiples of I added to the
-  diagonal in place. 4 long short^2 + 2 short^3 FLOPs.
-- `symmetric`: G and S come from a Triton kernel that computes the tiles of one triangle only, writes each to its mirror
-  image too, and adds before it rounds. 3 long short^2 + short^3 FLOPs.
-- `gram`: the same, but two iterations share one G. All these matrices commute, so that Q = S1 S2 is symmetric, and so
-  is the G of the second iteration, G S1 S1. 3 long short^2 + 5 short^3 FLOPs for two iterations. This is the idea of
-  "Gram Newton-Schulz" (the package gram-newton-schulz). The first iteration stays alone: it multiplies the smallest
-  singular values by 8, so rounding errors of their squares count most in its G. In longer chains, rounding makes
-  eigenvalues of G negative, and these diverge.
+On a GPU, G and S come from a Triton kernel that computes the tiles of one triangle only, writes each to its mirror
+image too, and adds before it rounds (`symmetric`): 3 long short^2 + short^3 FLOPs. Elsewhere, and for matrices of few
+columns, they are torch's batched products: 4 long short^2 + 2 short^3 FLOPs. Torch copies the addend of a product first
+(its interface to cuBLAS has one tensor for addend and result), so there is none: S is
+c (G + b/2c I)^2 + (a - b^2/4c) I, with both multiples of I added to the diagonal in place.
 
 On CUDA the matrices are in float16. Divided by their norm, they need no wider range, and the three more bits of
 precision count: for random, low-rank and badly conditioned matrices, the largest deviation of a singular value from the
-same iteration in float64 was 0.024 with `bmm` and 0.007 with the others, and 0.18 with `bmm` in bfloat16
-(tests/kernels/test_newton_schulz.py).
+same iteration in float64 was 0.024 with torch's products and 0.007 with the others, and 0.18 in bfloat16
+(tests/kernels/test_newton_schulz.py). "Gram Newton-Schulz", in which two iterations share one G, has fewer FLOPs for
+tall matrices. It was no faster on an H200, and wrong by 0.025 for a matrix of rank 16.
 """
 
 from typing import Literal
@@ -40,8 +34,6 @@ from torch import Tensor
 
 from deskside.kernels.functional import at_least_float32
 
-Method = Literal["bmm", "symmetric", "gram"]
-METHODS: tuple[Method, ...] = ("bmm", "symmetric", "gram")
 Coefficients = tuple[tuple[float, float, float], ...]
 
 _POLAR_EXPRESS: Coefficients = (
@@ -56,7 +48,7 @@ _POLAR_EXPRESS: Coefficients = (
 _POLAR_EXPRESS_LIMIT = (1.875, -1.25, 0.375)
 _QUINTIC = (3.4445, -4.775, 2.0315)
 
-MIN_SYMMETRIC = 256
+MIN_SYMMETRIC = 256  # columns; a smaller matrix has one tile, of which there is no half
 SAFETY = 1.01
 """Margin of 1 %, because rounding may move a singular value out of the interval, where the polynomials diverge."""
 
@@ -70,20 +62,21 @@ def coefficients(kind: Literal["polar_express", "quintic"], steps: int) -> Coeff
 
 
 def orthogonalize(
-    x: Tensor, polynomials: Coefficients, method: Method = "bmm", squares: Tensor | None = None
+    x: Tensor, polynomials: Coefficients, symmetric: bool = False, squares: Tensor | None = None
 ) -> Tensor:
     """Return matrices with the same singular vectors and all singular values near one. A zero matrix stays zero.
 
     x: (batch, rows, columns), contiguous, with rows >= columns, so that X^T X has the smaller size. The caller
     transposes wide matrices. x in bfloat16 is iterated in float16; in any other dtype, x is overwritten.
-    squares: (batch,), the sum of the squares of each matrix, computed if None.
+    symmetric: compute only half of each symmetric product, which needs Triton. squares: (batch,), the sum of the
+    squares of each matrix, computed if None.
     """
     if squares is None:
         squares = torch.linalg.vector_norm(x, dim=(-2, -1), dtype=at_least_float32(x)).square()
     scale = (1 / (squares.sqrt() * SAFETY + 1e-12))[:, None, None]
     dtype = torch.float16 if x.dtype == torch.bfloat16 else x.dtype
     x = torch.mul(x, scale, out=x if x.dtype == dtype else torch.empty_like(x, dtype=dtype))
-    return _with_torch(x, polynomials) if method == "bmm" else _with_triton(x, polynomials, method)
+    return _with_triton(x, polynomials) if symmetric else _with_torch(x, polynomials)
 
 
 def _with_torch(x: Tensor, polynomials: Coefficients) -> Tensor:
@@ -97,58 +90,21 @@ def _with_torch(x: Tensor, polynomials: Coefficients) -> Tensor:
     return x
 
 
-def _with_triton(x: Tensor, polynomials: Coefficients, method: Method) -> Tensor:
-    """Iterate with symmetric products, and with one G for each of `chains`."""
+def _with_triton(x: Tensor, polynomials: Coefficients) -> Tensor:
     from deskside.kernels.newton_schulz_triton import symmetric_product
 
     free, gram, step = torch.empty_like(x), _square(x), _square(x)
-    spare, other = (_square(x), _square(x)) if method == "gram" else (gram, gram)
-    for (a, b, c), *second in chains(polynomials, method):
+    for a, b, c in polynomials:
         symmetric_product(x, x, gram)
         symmetric_product(gram, gram, step, c, gram, b, a)
-        product = step
-        for a, b, c in second:
-            symmetric_product(gram, step, spare)
-            symmetric_product(spare, step, other)  # the next G
-            symmetric_product(other, other, spare, c, other, b, a)
-            product = gram
-            symmetric_product(step, spare, product)
-        x, free = torch.bmm(x, product, out=free), x
+        x, free = torch.bmm(x, step, out=free), x
     return x
 
 
-def default_method(shape: tuple[int, int, int]) -> Method:
-    """Return the method for matrices (batch, rows, columns) on a GPU."""
-    # `symmetric` and `gram` become the default for shapes for which benchmarks.muon, which runs every method, has
-    # measured on a GPU that they are exact and faster.
-    return "bmm"
-
-
-def fewest_flops(shape: tuple[int, int, int]) -> Method:
-    """Return the method with the fewest FLOPs for matrices (batch, rows, columns).
-
-    Below MIN_SYMMETRIC columns, a matrix has one tile, of which there is no half.
-    """
-    _, rows, columns = shape
-    if columns < MIN_SYMMETRIC:
-        return "bmm"
-    return min(("symmetric", "gram"), key=lambda method: iteration_flops(rows, columns, 5, method))
-
-
-def chains(polynomials: Coefficients, method: Method) -> list[Coefficients]:
-    """Return the iterations in groups that share one G: one each, or with `gram` one, and then two each."""
-    if method != "gram":
-        return [(polynomial,) for polynomial in polynomials]
-    return [polynomials[:1], *(polynomials[i : i + 2] for i in range(1, len(polynomials), 2))]
-
-
-def iteration_flops(rows: int, columns: int, steps: int, method: Method) -> float:
-    """Return the FLOPs of `steps` iterations of one matrix."""
+def iteration_flops(rows: int, columns: int, symmetric: bool = False) -> float:
+    """Return the FLOPs of one iteration of one matrix."""
     long, square = float(rows * columns**2), float(columns**3)
-    if method == "bmm":
-        return steps * (4 * long + 2 * square)
-    groups = chains(((0.0, 0.0, 0.0),) * steps, method)
-    return sum(3 * long + (4 * len(group) - 3) * square for group in groups)
+    return 3 * long + square if symmetric else 4 * long + 2 * square
 
 
 def _square(x: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 # Side of a tile, depth of one step of the product, stages, warps. Operands in flight: 3 x 2 x 128 x 64 values of
 # float16 are 96 KiB, of the 99 that a block may have on a consumer card.
-SIDE, DEPTH, STAGES, WARPS = 128, 64, 3, 8
+SIDE, DEPTH, STAGES, WARPS = 128, 64, 3, 4
 DEPTH_FLOAT32 = 32
 
 

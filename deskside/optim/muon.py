@@ -39,7 +39,7 @@ from torch import Tensor
 from deskside.config.optim import MuonConfig
 from deskside.kernels.functional import at_least_float32
 from deskside.kernels.muon import Direction, PointerTable, Update, apply, look_ahead
-from deskside.kernels.newton_schulz import coefficients, default_method, iteration_flops, orthogonalize
+from deskside.kernels.newton_schulz import MIN_SYMMETRIC, coefficients, iteration_flops, orthogonalize
 from deskside.kernels.stochastic_rounding import rounding_seed
 from deskside.optim.groups import EVERYTHING, ParameterInfo
 from deskside.optim.offload import OffloadJob, Streamer, host_zeros, pieces
@@ -263,8 +263,7 @@ class Muon:
         shape = (len(stack.slices) * first.experts, *first.tall_shape)
         x = torch.empty(shape, dtype=_stack_dtype(weight), device=weight.device)
         squares = self._fill(stack, x, directions, skip, fused)
-        method = default_method(shape) if fused else "bmm"
-        u = orthogonalize(x, self._coefficients, method, squares)
+        u = orthogonalize(x, self._coefficients, fused and shape[2] >= MIN_SYMMETRIC, squares)
         del x
         factors = _row_factors(
             u, stack.row_mean_squares, self.config.normalize_beta, at_least_float32(weight), skip
@@ -387,7 +386,7 @@ def _slices(info: ParameterInfo) -> list[_Slice]:
 
 def _iteration_flops(info: ParameterInfo) -> float:
     """Return the FLOPs of one Newton-Schulz iteration over all matrices in this parameter."""
-    return sum(s.experts * iteration_flops(*s.tall_shape, 1, "bmm") for s in _slices(info))
+    return sum(s.experts * iteration_flops(*s.tall_shape) for s in _slices(info))
 
 
 def _with_expert_dim(whole: Tensor) -> Tensor:

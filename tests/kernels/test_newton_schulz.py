@@ -4,14 +4,7 @@ import pytest
 import torch
 from torch.optim import _muon
 
-from deskside.kernels.newton_schulz import (
-    SAFETY,
-    chains,
-    coefficients,
-    default_method,
-    fewest_flops,
-    orthogonalize,
-)
+from deskside.kernels.newton_schulz import SAFETY, coefficients, orthogonalize
 from tests.kernels.interpreter import interpreted
 from tests.kernels.newton_schulz_cases import exact, matrices
 
@@ -99,25 +92,6 @@ def test_symmetric_products_in_the_interpreter() -> None:
         assert error < (1e-6 if "float32" in name else 1e-3), name
 
 
-def test_methods_with_symmetric_products_in_the_interpreter() -> None:
+def test_iterations_with_symmetric_products_in_the_interpreter() -> None:
     pytest.importorskip("triton")
     check_deviations(interpreted("newton_schulz_interpreted", "deviations"), 0.01)
-
-
-@pytest.mark.parametrize(("steps", "groups"), [(1, [1]), (2, [1, 1]), (5, [1, 2, 2]), (6, [1, 2, 2, 1])])
-def test_chains_keep_the_order(steps: int, groups: list[int]) -> None:
-    polynomials = coefficients("polar_express", steps)
-    chained = chains(polynomials, "gram")
-    assert [len(chain) for chain in chained] == groups
-    assert tuple(polynomial for chain in chained for polynomial in chain) == polynomials
-
-
-def test_gram_is_for_tall_matrices() -> None:
-    assert fewest_flops((3, 768, 768)) == "symmetric"
-    assert fewest_flops((3, 2048, 768)) == "gram"
-    assert fewest_flops((3, 768, 64)) == "bmm"
-
-
-@pytest.mark.parametrize("shape", [(3, 768, 768), (3, 2048, 768), (3, 768, 64), (24, 8192, 2048)])
-def test_products_that_no_gpu_has_run_are_not_the_default(shape: tuple[int, int, int]) -> None:
-    assert default_method(shape) == "bmm"
