@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deskside.cli.options import Command, option
@@ -17,7 +18,9 @@ from deskside.utils.quick_start import quick_imports
 
 if TYPE_CHECKING:
     from deskside.engine.engine import Engine
+    from deskside.precision.row_adapters import RowChoice
     from deskside.weights.load import Loaded
+    from deskside.weights.peft_adapters import PeftAdapters
 
 TOKEN_VARIABLE = "DESKSIDE_TOKEN"
 CACHE_TOKENS = 65536  # maximum of the default of --cache-tokens
@@ -35,6 +38,7 @@ class ServeOptions(ModelOption):
 
     Examples:
       deskside serve runs/go
+      deskside serve models/Qwen3-0.6B --adapter polite=adapters/polite short=adapters/short
       DESKSIDE_TOKEN=... deskside serve runs/go --host 0.0.0.0
     """
 
@@ -44,6 +48,9 @@ class ServeOptions(ModelOption):
         f"bearer token that clients must send; safer in {TOKEN_VARIABLE}, because other users can see command lines",
         None,
         may_be_empty=True,
+    )
+    adapter: tuple[str, ...] = option(
+        "PEFT adapters of the model, served beside it under names of their own", (), metavar="NAME=DIR"
     )
     name: str | None = option("model name in the API; default: the name of the run or directory", None)
     max_batch: int = option("maximum batch size", 16)
@@ -76,6 +83,7 @@ def run(argv: Sequence[str]) -> int:
         from deskside.serve.request_guard import ClientLimits
         from deskside.serve.server import ServerOptions, serve
         from deskside.weights.load import load_for_generation
+        from deskside.weights.served_adapters import attach_by_row
 
     token = _token(options)
     local = is_loopback(options.host)
@@ -84,6 +92,7 @@ def run(argv: Sequence[str]) -> int:
             f"--host {options.host}: anyone who can reach this address could use the model; set {TOKEN_VARIABLE}, "
             "which clients send as their API key"
         )
+    adapters = _adapters(options)
     limits = ClientLimits(body_bytes=options.body_bytes, connections=options.connections)
     listening = _bind(options.host, options.port)
     with listening:
@@ -91,22 +100,42 @@ def run(argv: Sequence[str]) -> int:
         loaded = load_for_generation(
             options.model, device, select_dtype(device), options.quantize, say, options.base
         )
-        engine = _engine(loaded, options)
+        name = options.name or loaded.name
+        if name in adapters:
+            raise UsageError(f"--adapter {name}: is the name of the model; give one of them another name")
+        choice = attach_by_row(loaded.model, list(adapters.values())) if adapters else None
+        engine = _engine(loaded, options, choice)
         # Against DNS rebinding, where a web page makes its own host name resolve to 127.0.0.1. On other hosts, the
         # token protects the server.
         hosts = frozenset({"localhost", "127.0.0.1", "::1", options.host.lower()}) if local else None
         serving = ServerOptions(
             options.host,
-            options.name or loaded.name,
+            name,
             options.max_batch,
             options.concurrency,
             options.max_tokens,
             hosts,
             token,
             limits,
+            tuple(adapters),
         )
         serve(loaded, engine, serving, listening)
     return 0
+
+
+def _adapters(options: ServeOptions) -> "dict[str, PeftAdapters]":
+    """Return the adapters of --adapter by name. Raises UsageError and RunError."""
+    from deskside.weights.peft_adapters import read_peft
+
+    adapters: dict[str, PeftAdapters] = {}
+    for given in options.adapter:
+        name, _, folder = given.partition("=")
+        if not (name and folder):
+            raise UsageError(f"--adapter {given}: write NAME=DIR, such as polite=adapters/polite")
+        if name in adapters:
+            raise UsageError(f"--adapter {given}: there are two adapters with this name; rename one of them")
+        adapters[name] = read_peft(Path(folder))
+    return adapters
 
 
 def _token(options: ServeOptions) -> str | None:
@@ -136,7 +165,7 @@ def _bind(host: str, port: int) -> socket.socket:
     return bound
 
 
-def _engine(loaded: "Loaded", options: ServeOptions) -> "Engine":
+def _engine(loaded: "Loaded", options: ServeOptions, adapters: "RowChoice | None" = None) -> "Engine":
     """Return the inference engine with its KV cache. Raises RunError if the cache does not fit into memory."""
     import torch
 
@@ -152,7 +181,11 @@ def _engine(loaded: "Loaded", options: ServeOptions) -> "Engine":
             say(f"KV cache: {tokens:,} tokens fit into GPU memory with the model, instead of {desired:,}")
     try:
         return Engine(
-            loaded.model, max_batch=options.max_batch, max_tokens=tokens, tokenizer=loaded.tokenizer
+            loaded.model,
+            max_batch=options.max_batch,
+            max_tokens=tokens,
+            tokenizer=loaded.tokenizer,
+            adapters=adapters,
         )
     except torch.OutOfMemoryError:
         raise RunError(

@@ -43,11 +43,12 @@ def make_app(service: Service) -> Starlette:
         return JSONResponse(api, headers=HEADERS)
 
     async def models(request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [handler.card]}, headers=HEADERS)
+        return JSONResponse({"object": "list", "data": list(handler.cards.values())}, headers=HEADERS)
 
     async def model(request: Request) -> Response:
-        handler.check_model(request.path_params["name"])
-        return JSONResponse(handler.card, headers=HEADERS)
+        name = request.path_params["name"]
+        handler.check_model(name)
+        return JSONResponse(handler.cards[name], headers=HEADERS)
 
     async def chat(request: Request) -> Response:
         return await handler.answer(parse_request(ChatRequest, await request.body()), request)

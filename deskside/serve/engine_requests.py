@@ -47,6 +47,7 @@ def engine_requests(
                 # The best of several samples is chosen by their log-probabilities.
                 logprobs=body.wants_logprobs or samples > body.choices_per_prompt,
                 grammar=grammar,
+                adapter=service.adapter_number(body.model),
                 min_tokens=body.min_tokens,
                 top_logprobs=body.num_top_logprobs,
                 prompt_logprobs=body.num_top_logprobs if scored and body.wants_logprobs else None,

@@ -76,21 +76,25 @@ class RequestHandler:
         self.prompts = self._short.prompts
         step = service.loaded.step
         self._fingerprint = f"deskside-{__version__}" + ("" if step is None else f"-step-{step}")
-        self.card = {
-            "id": service.name,
-            "object": "model",
-            "created": int(time.time()),
-            "owned_by": "deskside",
-            "max_model_len": service.max_length,
-            "chat_template": self.prompts.has_chat_template,
+        self.cards = {
+            name: {
+                "id": name,
+                "object": "model",
+                "created": int(time.time()),
+                "owned_by": "deskside",
+                "parent": None if name == service.name else service.name,
+                "max_model_len": service.max_length,
+                "chat_template": self.prompts.has_chat_template,
+            }
+            for name in service.names
         }
 
     def check_model(self, name: str | None) -> None:
-        """Raise ApiError if a request names a model that is not the served one."""
-        if name is not None and name != self.service.name:
+        """Raise ApiError if a request names a model that is not served."""
+        if name is not None and name not in self.cards:
             raise ApiError(
                 404,
-                f"model: {name[:80]} is not served; the served model is {self.service.name}",
+                f"model: {name[:80]} is not served; served is {', '.join(self.cards)}",
                 param="model",
                 code="model_not_found",
             )
@@ -162,7 +166,9 @@ class RequestHandler:
             echoes=echoes(body, prompts, service.loaded.tokenizer),
             usage_in_stream=body.usage_in_stream,
         )
-        writer = ResponseWriter(options, service.name, self._fingerprint, service.loaded.tokenizer)
+        writer = ResponseWriter(
+            options, body.model or service.name, self._fingerprint, service.loaded.tokenizer
+        )
         return PendingResponse(
             service.worker, requests, writer, body.stream, lambda pending: self._end(pending, num_samples)
         )

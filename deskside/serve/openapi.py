@@ -124,6 +124,7 @@ class Model(_Response):
     object: Literal["model"]
     created: int
     owned_by: str
+    parent: str | None
     max_model_len: int
     chat_template: bool
 
@@ -181,14 +182,14 @@ def openapi_document(
             "title": "deskside serve",
             "version": __version__,
             "description": (
-                "A subset of OpenAI's API, for one model. `stream_options` requires `stream`: true; `best_of` must "
-                "be at least `n`; a prompt must have fewer tokens than the `max_model_len` of the model."
+                "A subset of OpenAI's API, for one model and its adapters. `stream_options` requires `stream`: true; "
+                "`best_of` must be at least `n`; a prompt must have fewer tokens than the `max_model_len` of the model."
             ),
         },
         "paths": {
             "/health": {"get": _get("Report whether the model can run", Health, ())},
             "/metrics": {"get": _metrics()},
-            "/v1/models": {"get": _get("List the served model", ModelList, GET_ERRORS)},
+            "/v1/models": {"get": _get("List the served model and its adapters", ModelList, GET_ERRORS)},
             "/v1/models/{name}": {
                 "get": {
                     **_get("Describe a model", Model, GET_ERRORS),

@@ -43,6 +43,7 @@ class ServerOptions:
         max_tokens: Maximum tokens per answer.
         hosts: Allowed names in the Host header; None for any.
         token: The bearer token; None for none.
+        adapters: Names in the API of the engine's adapters.
     """
 
     host: str
@@ -53,6 +54,7 @@ class ServerOptions:
     hosts: frozenset[str] | None
     token: str | None
     limits: ClientLimits
+    adapters: tuple[str, ...] = ()
 
 
 def serve(loaded: Loaded, engine: Engine, options: ServerOptions, listening: socket.socket) -> None:
@@ -82,6 +84,8 @@ def serve(loaded: Loaded, engine: Engine, options: ServerOptions, listening: soc
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
             print(f"serving {name}{step}: {address}  (Ctrl-C stops it)", flush=True)
+            if options.adapters:
+                say(f"adapters, chosen by the model of a request: {', '.join(options.adapters)}")
             say(
                 f"API: {address}/v1, batch size {options.max_batch}, KV cache of {engine.nbytes / 2**30:.2f} GiB"
             )
@@ -89,7 +93,8 @@ def serve(loaded: Loaded, engine: Engine, options: ServerOptions, listening: soc
 
     async def run() -> None:
         worker = Worker(engine, asyncio.get_running_loop(), lambda line: say(f"deskside: {line}"))
-        service = Service(loaded, worker, name, options.concurrency, options.max_tokens, max_length, encoder)
+        limits = (options.concurrency, options.max_tokens, max_length)
+        service = Service(loaded, worker, name, *limits, encoder, options.adapters)
         app = make_app(service)
         config = uvicorn.Config(
             RequestGuard(app, options.hosts, options.token, options.limits),

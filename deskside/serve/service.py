@@ -21,6 +21,7 @@ class Service:
         max_tokens: Maximum tokens per answer.
         max_length: Maximum tokens of a prompt and its answer together.
         encoder: The library that encodes prompts; None is tokenizers.
+        adapters: Names in the API of the engine's adapters, in the order of their numbers from 1.
     """
 
     loaded: Loaded
@@ -30,3 +31,13 @@ class Service:
     max_tokens: int
     max_length: int
     encoder: EncoderInfo | None = None
+    adapters: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the model and of its adapters."""
+        return (self.name, *self.adapters)
+
+    def adapter_number(self, name: str | None) -> int:
+        """Return the engine's number of a served name; 0 is the model itself, also without a name."""
+        return 0 if name is None else self.names.index(name)

@@ -17,7 +17,11 @@ T = TypeVar("T")
 
 
 def with_client(
-    loaded: Loaded, ask: Callable[[openai.AsyncOpenAI], Awaitable[T]], max_choices: int = 16, **engine: Any
+    loaded: Loaded,
+    ask: Callable[[openai.AsyncOpenAI], Awaitable[T]],
+    max_choices: int = 16,
+    adapter_names: tuple[str, ...] = (),
+    **engine: Any,
 ) -> T:
     """Return ask(client) of a server with this model, whose name is "tiny". The official client has no retries."""
 
@@ -26,7 +30,7 @@ def with_client(
         worker = Worker(made, asyncio.get_running_loop(), print)
         worker.start()
         try:
-            app = make_app(Service(loaded, worker, "tiny", max_choices, 3000, 4096))
+            app = make_app(Service(loaded, worker, "tiny", max_choices, 3000, 4096, adapters=adapter_names))
             transport = httpx.ASGITransport(app)
             async with httpx.AsyncClient(transport=transport, timeout=60) as http:
                 base = "http://here/v1"
