@@ -29,7 +29,7 @@ from deskside.train.state.init_weights import resize_vocabulary
 from deskside.utils.errors import RunError, UsageError
 from deskside.weights import frozen_base
 from deskside.weights.checkpoint import Damaged, find
-from deskside.weights.hf import finish_export, hf_name, replaced_when_complete, write_safetensors
+from deskside.weights.hf import finish_export, hf_name, is_stacked, replaced_when_complete, write_safetensors
 from deskside.weights.hf_families import family_of
 from deskside.weights.hf_family import Family
 from deskside.weights.load import Loaded, load_model
@@ -44,14 +44,14 @@ def to_peft(
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the content of adapter_config.json and the tensors. init: the base model's name or path.
 
-    Raises UsageError for options that Hugging Face's architectures lack, for GPT-2, which has one module for q, k and
-    v, so that they cannot have separate adapters, and for dots.llm1's shared expert, whose adapters PEFT 0.21 drops.
+    Raises UsageError for options that Hugging Face's architectures lack, and for modules whose adapters PEFT cannot
+    have: several of ours in one (q, k and v in GPT-2 and Phi-3, gate and up in Phi-3), dots.llm1's shared expert, whose
+    adapters PEFT 0.21 drops, and Mixtral's experts, which have other names in memory than in the file.
     """
     family = family_of(model.config)
+    unsupported = f"--to peft: {family.architecture} has %s; use --to hf, which merges"
     if family.transposed:
-        raise UsageError(
-            f"--to peft: {family.architecture} has q, k and v in one module; use --to hf, which merges"
-        )
+        raise UsageError(unsupported % "q, k and v in one module")
     tensors: dict[str, Tensor] = {}
     targets: set[str] = set()
     expert_ranks: dict[str, int] = {}  # by the name of the parameter
@@ -60,8 +60,10 @@ def to_peft(
         adapters = adapters_of(module)
         if isinstance(module, Experts):
             last = ".0.down_proj.weight"
-            name = hf_name(f"{sublayer}.experts{last}", family).removesuffix(last)
-            tensors |= _expert_tensors(f"{PREFIX}{name}", adapters)
+            name = hf_name(f"{sublayer}.experts{last}", family)
+            if adapters and not name.endswith(last):
+                raise UsageError(unsupported % "other names of experts in memory than in its files")
+            tensors |= _expert_tensors(f"{PREFIX}{name.removesuffix(last)}", adapters)
             for weight, lora in adapters.items():
                 expert_ranks[EXPERT_PARAMETERS[weight]] = lora.rank * len(lora.adapted)
         elif "weight" in adapters:
@@ -73,8 +75,10 @@ def to_peft(
                     "experts, and drops them; use --to hf, which merges"
                 )
             for s in lora.adapted:
-                targets.add(s.name)
+                if is_stacked(f"{owner}.{s.name}", family):
+                    raise UsageError(unsupported % f"{s.name} in one module with others")
                 hf_module = PREFIX + hf_name(f"{owner}.{s.name}.weight", family).removesuffix(".weight")
+                targets.add(hf_module.rpartition(".")[2])
                 tensors[f"{hf_module}.lora_A.weight"] = lora.a[s.name].detach()
                 tensors[f"{hf_module}.lora_B.weight"] = lora.b[s.name].detach()
                 if lora.magnitudes is not None:

@@ -34,6 +34,7 @@ from deskside.weights.hf_families import FAMILIES, family_of
 from deskside.weights.hf_family import Family
 
 TOKENIZER_EXTRAS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a layer or an expert, in the name of a tensor
 EXPORT_MANIFEST = "deskside.json"  # the origin of an export, and the checksums of its files
 
 
@@ -283,9 +284,13 @@ def _by_head(tensor: Tensor, blocks: int, head_dim: int) -> Tensor:
 def hf_name(name: str, family: Family) -> str:
     """Return the Hugging Face name of a logical tensor: layers.0.attn.q_proj.weight -> model.layers.0.self_attn..."""
     module, _, leaf = name.rpartition(".")
-    number = re.compile(r"(?<=\.)\d+(?=\.)")
-    hf_module = family.names[number.sub("{}", module)].format(*number.findall(module))
+    hf_module = family.names[_NUMBER.sub("{}", module)].format(*_NUMBER.findall(module))
     return f"{hf_module}.{leaf}"
+
+
+def is_stacked(module: str, family: Family) -> bool:
+    """Return True if Hugging Face has one module for this logical one and others, as for q, k and v in GPT-2."""
+    return list(family.names.values()).count(family.names[_NUMBER.sub("{}", module)]) > 1
 
 
 def is_transposed(family: Family, tensor: LogicalTensor) -> bool:
