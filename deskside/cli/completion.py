@@ -27,7 +27,7 @@ class CompletionOptions:
 
 
 COMMAND = Command("completion", CompletionOptions)
-PATH_METAVARS = ("DIR", "FILE", "RUN", "STUDY", "SOURCE", "PRESET")  # completed with file names
+PATH_METAVARS = ("DIR", "FILE", "RUN", "STUDY", "SOURCE", "PRESET", "MODEL")  # completed with file names
 
 
 def all_commands() -> Iterator[tuple[Command[Any], str]]:

@@ -16,6 +16,7 @@ from deskside.cli.output import print_json
 from deskside.cli.shared_options import JsonOption
 from deskside.data.corpus.heldout import validation_warnings
 from deskside.data.reading import shards
+from deskside.utils import hub
 from deskside.utils.errors import UsageError
 from deskside.utils.signals import signal_number
 
@@ -57,7 +58,9 @@ class PrepareOptions(JsonOption):
         None,
     )
     tokenizer: str | None = option(
-        "use this tokenizer.json, or that of this directory, instead of training one", None, metavar="FILE"
+        "use this tokenizer.json, or that of this directory or hub model, instead of training one",
+        None,
+        metavar="FILE",
     )
     field: str = option("JSON field or parquet column of the text", "text")
     lang_field: str = option("JSON field or parquet column of a document's language", "lang")
@@ -119,6 +122,7 @@ def _prepare(options: PrepareOptions) -> int:
     from deskside.data.corpus import analyze
     from deskside.data.corpus.prepare import prepare
 
+    tokenizer = None if options.tokenizer is None else hub.find(options.tokenizer, "tokenizer").folder
     try:
         corpus_options = analyze.CorpusOptions(
             field=options.field,
@@ -126,7 +130,7 @@ def _prepare(options: PrepareOptions) -> int:
             lang=options.lang or "",
             vocab_size=options.vocab_size,
             tokenizer_temperature=options.tokenizer_temperature,
-            tokenizer=options.tokenizer,
+            tokenizer=tokenizer,
             val_sources=options.val,
             val_fraction=options.val_fraction,
             on_bad=options.on_bad,

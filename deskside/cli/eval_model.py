@@ -45,7 +45,7 @@ def eval_model(options: EvalOptions) -> int:
     parallel_text = _parallel_text(options)
     device = select_device(options.device)
     tasks = [] if selection is None else _prepare_tasks(options, selection)
-    loaded = load_model(options.model, device, select_dtype(device), say, options.base)
+    loaded = load_model(options.source, device, select_dtype(device), say, options.base)
     check_lengths(lengths, loaded.config.max_position_embeddings)
     config = run_config(loaded)
     batch_tokens = options.batch_tokens or BATCH_TOKENS[device.type]

@@ -18,16 +18,22 @@ class ExportOptions(ModelOption, JsonOption):
 
     Examples:
       deskside export runs/demo --to hf --out my-model
-      deskside export runs/demo --to gguf --dtype q8_0 --out my-gguf
+      deskside export runs/demo --to gguf --dtype q4_k_m --out my-gguf
+      deskside export runs/chat --to hf --dtype bfloat16 --out my-model --push me/my-model
     """
 
     out: str = option("output directory: a new or empty one, or that of an earlier export", metavar="DIR")
     to: Literal["hf", "gguf", "peft"] = option(
         "hf: Hugging Face safetensors; gguf: one file for llama.cpp; peft: only the adapters of a run", "hf"
     )
-    dtype: Literal["float32", "bfloat16", "float16", "q8_0"] = option(
-        "number format of the weights; q8_0 (8 bits) is for gguf only, peft is always float32", "float32"
+    dtype: Literal["float32", "bfloat16", "float16", "q8_0", "q6_k", "q5_k_m", "q4_k_m"] = option(
+        "number format of the weights; those of 8 to 4 bits are for gguf only, peft is always float32",
+        "float32",
     )
+    push: str | None = option(
+        "also upload it to the Hugging Face hub, as owner/name; private if it is new", None, metavar="NAME"
+    )
+    public: bool = option("with --push: make a new repository public", False)
 
 
 COMMAND = Command("export", ExportOptions)
@@ -36,14 +42,16 @@ COMMAND = Command("export", ExportOptions)
 def run(argv: Sequence[str]) -> int:
     """Run `deskside export` and return the exit code. Raises UsageError and RunError."""
     options = COMMAND.parse(argv)
-    if options.dtype == "q8_0" and options.to != "gguf":
+    if options.dtype.startswith("q") and options.to != "gguf":
         raise UsageError(
-            f"--dtype q8_0: exists only in GGUF; with --to {options.to}, use float32, bfloat16 or float16"
+            f"--dtype {options.dtype}: exists only in GGUF; with --to {options.to}, use float32, bfloat16 or float16"
         )
     if options.dtype != "float32" and options.to == "peft":
         raise UsageError(
             f"--dtype {options.dtype}: adapters are always written in float32; leave --dtype out"
         )
+    if options.public and options.push is None:
+        raise UsageError("--public: is for --push owner/name; add it, or leave --public out")
     from deskside.cli.export_model import export_model
 
     return export_model(options)

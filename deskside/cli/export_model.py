@@ -14,8 +14,11 @@ from deskside.data.corpus.progress_bar import ProgressBar
 from deskside.data.tokenizer import GGUF_PRE_TOKENIZER
 from deskside.export.card import model_card
 from deskside.export.gguf import TYPE_NAMES, check_gguf, gguf_name, save_gguf
+from deskside.export.gguf_quantize import BLOCK, QUANTIZED, check_quantizer
 from deskside.export.gguf_tokenizer import gguf_tokenizer
+from deskside.export.ollama import MODELFILE, modelfile
 from deskside.export.peft import OriginalUnavailable, merge_into_original, save_peft
+from deskside.export.push import check_push, push
 from deskside.run.record import mapping
 from deskside.utils.console import say
 from deskside.utils.errors import RunError, UsageError
@@ -30,7 +33,11 @@ def export_model(options: ExportOptions) -> int:
     """Write the model, print where it is, and return the exit code. Raises UsageError and RunError."""
     out = Path(options.out)
     check_out_dir(out)
-    loaded = load_model(options.model, "cpu", torch.float32, say, options.base)
+    if options.dtype in QUANTIZED:
+        check_quantizer()
+    if options.push is not None:
+        check_push(options.push)
+    loaded = load_model(options.source, "cpu", torch.float32, say, options.base)
     adapter = mapping(mapping(loaded.run.get("config")).get("adapter"))
     in_base_format = options.dtype == "bfloat16" and adapter.get("base") == "bf16"
     if adapter and options.to != "peft" and not in_base_format:
@@ -45,7 +52,7 @@ def export_model(options: ExportOptions) -> int:
             )
     provenance = {
         "deskside": __version__,
-        "from": options.model,
+        "from": loaded.source,
         "step": loaded.step,
         "dtype": options.dtype,
         "to": options.to,
@@ -63,6 +70,9 @@ def export_model(options: ExportOptions) -> int:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT) or "requested" in str(error)
         reason = "the disk is full; free some space there" if full else error.strerror or error
         raise RunError(f"{name}: cannot be written: {reason}") from None
+    if options.push is not None:
+        details["pushed"] = push(out, options.push, options.public)
+        say(f"pushed to {details['pushed']}")
     if options.json:
         common = {"out": str(out), "to": options.to, "dtype": options.dtype, "step": loaded.step}
         print_json({**common, **details})
@@ -72,7 +82,7 @@ def export_model(options: ExportOptions) -> int:
 
 
 def _hf(options: ExportOptions, loaded: Loaded, out: Path, provenance: dict[str, Any]) -> dict[str, Any]:
-    card = model_card(loaded, "hf", options.dtype, say)
+    card = model_card(loaded, "hf", options.dtype, say, where=options.push)
     save_hf(loaded.model, loaded.config, loaded.tokenizer_dir, out, DTYPES[options.dtype], provenance, card)
     say(f"load it with: AutoModelForCausalLM.from_pretrained({str(out)!r})")
     return {}
@@ -94,21 +104,31 @@ def _gguf(options: ExportOptions, loaded: Loaded, out: Path, provenance: dict[st
             "Its tokenizer converts text to NFC but llama.cpp does not: give it text that is in NFC."
         )
     needs = " ".join(notes) or None
-    card = model_card(loaded, "gguf", TYPE_NAMES[options.dtype], say, name, needs)
+    card = model_card(loaded, "gguf", TYPE_NAMES[options.dtype], say, name, needs, options.push)
+    stops = [tokenizer.tokens[number] for number in tokenizer.ends]
+    content, has_template = modelfile(name, loaded.tokenizer_dir, stops)
+    texts = {"README.md": card, MODELFILE: content}
     millions = 2 * sum(loaded.model.num_params().values()) / 1e6  # every weight is written and read back
     with ProgressBar("write and read back", millions, "million weights") as bar:
 
         def tick(weights: int) -> None:
             bar.advance(weights / 1e6)
 
-        saved = save_gguf(loaded.model, tokenizer, out, options.dtype, loaded.name, provenance, card, tick)
+        saved = save_gguf(loaded.model, tokenizer, out, options.dtype, loaded.name, provenance, texts, tick)
     if saved.fallback:
+        kind, size = ("float16", 32) if options.dtype == "q8_0" else ("larger types", BLOCK)
         say(
-            f"{len(saved.fallback)} tensors are in float16, such as {saved.fallback[0]}: q8_0 has blocks of 32 "
-            "values, and their row lengths are not multiples of 32"
+            f"{len(saved.fallback)} tensors are in {kind}, such as {saved.fallback[0]}: {options.dtype} has blocks of "
+            f"{size} values, and their row lengths are not multiples of {size}"
         )
     say(f"load it with: llama-server -m {saved.file}" + (f" ({needs})" if needs else ""))
-    return {"file": str(saved.file), "in_float16": list(saved.fallback)}
+    say(f"or: ollama create {loaded.name.lower()} -f {out / MODELFILE}")
+    if not has_template:
+        say(
+            f"{MODELFILE}: has no TEMPLATE, because the chat template is more than fixed texts around messages; Ollama "
+            "chooses one of its own that resembles it, so compare its prompts, or write one"
+        )
+    return {"file": str(saved.file), "fallback": list(saved.fallback)}
 
 
 def _peft(options: ExportOptions, loaded: Loaded, out: Path, provenance: dict[str, Any]) -> dict[str, Any]:
@@ -117,7 +137,7 @@ def _peft(options: ExportOptions, loaded: Loaded, out: Path, provenance: dict[st
             f"{options.model}: is not a run, and --to peft writes the adapters of a run; use --to hf"
         )
     run = load_adapted_run(loaded.run_dir, say)
-    card = model_card(loaded, "peft", "float32", say)
+    card = model_card(loaded, "peft", "float32", say, where=options.push)
     save_peft(run.model, run.adapter, run.init, out, {**provenance, "step": run.step}, card)
     say(
         f"load it with: PeftModel.from_pretrained(base, {str(out)!r}), where base is {run.init or 'its base model'}"

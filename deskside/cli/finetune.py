@@ -18,7 +18,15 @@ from pydantic import ValidationError
 import deskside
 from deskside.cli.options import Command, option
 from deskside.cli.output import finish
-from deskside.cli.shared_options import RunOptions, launch, must_launch, process_count, set_length
+from deskside.cli.shared_options import (
+    MODEL_HELP,
+    REVISION_HELP,
+    RunOptions,
+    launch,
+    must_launch,
+    process_count,
+    set_length,
+)
 from deskside.cli.train import resume
 from deskside.config import merge
 from deskside.config.base import first_problem
@@ -31,6 +39,7 @@ from deskside.run.directory import RunDirectory
 from deskside.train.prepare.preflight import set_cublas_workspace, too_short
 from deskside.utils.console import say
 from deskside.utils.errors import UsageError
+from deskside.utils.hub import short_name, with_revision
 from deskside.utils.quick_start import quick_imports
 
 PREPARE_SHARE = 0.5  # maximum share of a run's time limit for starting and preparing the data
@@ -46,11 +55,12 @@ class FinetuneOptions(RunOptions):
     """Options of every fine-tuning command."""
 
     source: str | None = option(
-        "model to start from: a run, or a Hugging Face directory",
+        f"model to start from: {MODEL_HELP}",
         None,
-        metavar="RUN|HF_DIR",
+        metavar="MODEL",
         positional=True,
     )
+    revision: str | None = option(REVISION_HELP, None, metavar="REV")
     # The field is not named `data` because the configuration has a part `data`.
     sources: tuple[str, ...] = option(
         "training data: .jsonl[.gz|.zst], .parquet, a directory, hf:owner/name",
@@ -157,7 +167,7 @@ class FinetuneRun:
             RunDirectory.check_name(Path(options.runs), options.name)
         if must_launch(self.processes):
             return launch(self.name, self.argv, self.processes)
-        source = str(options.source)
+        source = with_revision(str(options.source), options.revision)
         with quick_imports():
             from deskside.weights.load import load_model
 
@@ -176,7 +186,7 @@ class FinetuneRun:
         """Raise UsageError if the model or the data is missing."""
         source, usage = self.options.source, f"deskside {self.name} runs/NAME --data {self.example}"
         if source is None:
-            raise UsageError(f"RUN|HF_DIR is missing: name the model to start from: {usage}")
+            raise UsageError(f"MODEL is missing: name the model to start from: {usage}")
         if str(source).endswith(".toml"):
             raise UsageError(
                 f"{source}: deskside {self.name} starts from a model, not from a .toml file; write the file's keys as "
@@ -212,7 +222,7 @@ class FinetuneRun:
 
     def _train(self, config: RunConfig, loaded: Any, fresh_tokens: Sequence[int]) -> Any:
         """Train and return a `training_run.RunOutcome`. fresh_tokens: ids of tokens without a trained embedding."""
-        options, source = self.options, str(self.options.source)
+        options, source = self.options, loaded.source
         set_cublas_workspace(config)
         from deskside.align import objective_of
         from deskside.train import training_run
@@ -221,7 +231,7 @@ class FinetuneRun:
 
         return training_run.start(
             config,
-            (Path(options.runs), options.name, f"{Path(source).resolve().name}-{self.name}"),
+            (Path(options.runs), options.name, f"{short_name(source)}-{self.name}"),
             shlex.join(["deskside", self.name, *self.argv]),
             InitialWeights.of_chat(loaded, source, config, fresh_tokens),
             objective=objective_of(config),
@@ -231,7 +241,18 @@ class FinetuneRun:
     def _resume(self) -> int:
         """Continue the run of --resume, and return the exit code. Raises UsageError and RunError."""
         options = self.options
-        other = ("source", "sources", "val", "name", "hours", "steps", "tokens", "epochs", "questions")
+        other = (
+            "source",
+            "revision",
+            "sources",
+            "val",
+            "name",
+            "hours",
+            "steps",
+            "tokens",
+            "epochs",
+            "questions",
+        )
         if self.given or any(getattr(options, name, None) for name in other):
             raise UsageError(
                 "--resume uses the run's own configuration; give no other options with it, but --gpus"

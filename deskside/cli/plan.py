@@ -6,12 +6,15 @@ from typing import Annotated, Any
 
 from deskside.cli.options import Command, option
 from deskside.cli.output import print_json
-from deskside.cli.shared_options import JsonOption
+from deskside.cli.shared_options import MODEL_HELP, JsonOption
 from deskside.config.duration import HOURS
+from deskside.config.model import ModelConfig
 from deskside.plan import claim_check as claims
 from deskside.plan.planner import make_plan
 from deskside.plan.request import PlanQuestion, PlanRequest, make_request
+from deskside.utils import hub
 from deskside.utils.errors import UsageError
+from deskside.utils.parsing import read_json_object
 
 
 @dataclass(kw_only=True)
@@ -26,6 +29,7 @@ class PlanOptions(PlanQuestion, JsonOption):
       deskside plan --gpu rtx4090 --hours 24
       deskside plan --here --hours 8 --price-kwh 0.30
       deskside plan --gpu rtx5090 --preset 710m --sequence 4096
+      deskside plan --gpu rtx4090 --init Qwen/Qwen3-0.6B --tokens 1B
       deskside plan --gpu rtx4090 --params 3B --gpus 4 --optim.name adamw
       deskside plan --gpu rtx4090 --hours 24 --explain memory.activations
       deskside plan --gpu rtx5090 --depth 24 --claim-step-seconds 1
@@ -41,6 +45,7 @@ class PlanOptions(PlanQuestion, JsonOption):
     loss: float | None = option("budget: bits per byte to reach", None, metavar="L")
     preset: str | None = option("model: a preset or a .toml file", None, metavar="P")
     depth: int | None = option("model: from the depth series", None, metavar="D")
+    init: str | None = option(f"model: the shape of {MODEL_HELP}", None, metavar="MODEL")
     params: str | None = option("model: nearest size of the depth series, such as 3B", None, metavar="N")
     gpus: int = option("number of GPUs of this kind in one machine", 1, metavar="N")
     precision: str | None = option("recipe such as fp8; default: bf16, on a CPU fp32", None, metavar="P")
@@ -135,10 +140,26 @@ def _list_cards(as_json: bool) -> int:
 def _request(options: PlanOptions, overrides: dict[str, Any], claimed: claims.Claims) -> PlanRequest | None:
     """Return the plan request, or None if only claims about the GPU itself must be checked."""
     budget = (options.hours, options.tokens, options.flops, options.loss)
-    model = (options.preset, options.depth, options.params)
+    model = (options.preset, options.depth, options.params, options.init)
     if claimed and claimed.of_card_alone and all(value is None for value in (*budget, *model)):
         return None
-    return make_request(options, overrides)
+    shape = None
+    if options.init is not None:
+        options.init, shape = _shape(options.init)
+    return make_request(options, overrides, shape=shape)
+
+
+def _shape(spec: str) -> tuple[str, ModelConfig]:
+    """Return the source and the configuration of a run, a Hugging Face directory or a hub model. Reads no weights."""
+    from deskside.run.directory import RunDirectory
+    from deskside.weights.hf_config import from_hf_config
+
+    found = hub.find(spec, "config")
+    if not found.folder.is_dir():
+        raise UsageError(f"--init {spec}: no such directory; give {MODEL_HELP}")
+    if (found.folder / "run.json").is_file():
+        return found.source, RunDirectory.open(found.folder).config().model
+    return found.source, from_hf_config(read_json_object(found.folder / "config.json"))
 
 
 def _check_card_claims(options: PlanOptions, claimed: claims.Claims) -> int:

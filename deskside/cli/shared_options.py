@@ -16,6 +16,7 @@ from deskside.config import merge
 from deskside.config.duration import parse_hours
 from deskside.config.merge import LENGTH_ALIASES
 from deskside.utils.errors import UsageError
+from deskside.utils.hub import with_revision
 
 
 def _validate_minutes(value: Any) -> Any:
@@ -31,6 +32,10 @@ def _validate_minutes(value: Any) -> Any:
         raise ValueError("input should be a number of minutes, or a time such as 90m or 1h30m") from None
 
 
+MODEL_HELP = (
+    "a run, a Hugging Face directory, PEFT adapters, or a name on the hub: owner/name or owner/name@revision"
+)
+REVISION_HELP = "branch, tag or commit of a model of the hub"
 MINUTES = BeforeValidator(_validate_minutes)  # for options in minutes that also accept a time with units
 
 
@@ -45,14 +50,16 @@ class JsonOption:
 class ModelOption:
     """Argument of the commands that use a trained model."""
 
-    model: str = option(
-        "a run, a Hugging Face model directory, or a directory of PEFT adapters",
-        metavar="RUN|HF_DIR",
-        positional=True,
-    )
+    model: str = option(MODEL_HELP, metavar="MODEL", positional=True)
+    revision: str | None = option(REVISION_HELP, None, metavar="REV")
     base: str | None = option(
-        "base model of PEFT adapters; default: the one that they name", None, metavar="RUN|HF_DIR"
+        "base model of PEFT adapters; default: the one that they name", None, metavar="MODEL"
     )
+
+    @property
+    def source(self) -> str:
+        """The model with its revision. Raises UsageError."""
+        return with_revision(self.model, self.revision)
 
 
 Quantize = Literal["none", "int8", "fp8", "nf4"]

@@ -11,6 +11,8 @@ from typing import Any
 from deskside.cli.options import Command, option
 from deskside.cli.output import finish, print_json
 from deskside.cli.shared_options import (
+    MODEL_HELP,
+    REVISION_HELP,
     RunOptions,
     launch,
     must_launch,
@@ -26,6 +28,7 @@ from deskside.config.run import RunConfig
 from deskside.run.directory import RunDirectory
 from deskside.train.prepare.preflight import check_start, set_cublas_workspace
 from deskside.utils.errors import UsageError
+from deskside.utils.hub import short_name, with_revision
 from deskside.utils.quick_start import create_cuda_context, quick_imports
 
 WARMUP_ENDS = "warm-up ends"  # label of a row of optim.lr_schedule.describe
@@ -51,7 +54,8 @@ class TrainOptions(RunOptions):
     depth: int | None = option(
         "instead of a preset: number of layers of a model of the depth series", None, metavar="N"
     )
-    init: str | None = option("start from the weights of this model", None, metavar="RUN|HF_DIR")
+    init: str | None = option(f"start from the weights of this model: {MODEL_HELP}", None, metavar="MODEL")
+    revision: str | None = option(REVISION_HELP, None, metavar="REV")
     upcycle: bool = option("--init is dense: start a mixture whose experts are copies of its MLP", False)
     dry_run: bool = option("print the configuration and schedule, and do not train", False)
 
@@ -76,7 +80,7 @@ def run(argv: Sequence[str]) -> int:
     """Run `deskside train` and return the exit code. Raises UsageError and RunError."""
     options, given = COMMAND.parse_config(argv)
     if options.resume is not None:
-        other = ("preset", "name", "hours", "steps", "tokens", "depth", "init")
+        other = ("preset", "name", "hours", "steps", "tokens", "depth", "init", "revision")
         if given or options.upcycle or any(getattr(options, name) is not None for name in other):
             raise UsageError(
                 "--resume uses the run's own configuration; give no other options with it, but --gpus"
@@ -91,7 +95,7 @@ def run(argv: Sequence[str]) -> int:
     if options.init is not None and not launching:
         from deskside.weights.load import load_model
 
-        initial = load_model(options.init)
+        initial = load_model(with_revision(options.init, options.revision))
     # With --init, each launched process reads the model and checks its shape.
     if options.init is None or not launching:
         config = _configure(options, given, layers, initial, processes)
@@ -114,9 +118,9 @@ def run(argv: Sequence[str]) -> int:
     read_weights = InitialWeights.of_dense if options.upcycle else InitialWeights.of
     outcome = training_run.start(
         config,
-        (Path(options.runs), options.name, _default_name(options)),
+        (Path(options.runs), options.name, _default_name(options, initial)),
         shlex.join(["deskside", "train", *argv]),
-        read_weights(initial, str(options.init)) if initial is not None else None,
+        read_weights(initial, initial.source) if initial is not None else None,
         watch=ReserveReportTime(),
     )
     return finish(outcome, None, options.json)
@@ -183,7 +187,7 @@ def _upcycled_layers(
     that of the dense MLP.
     """
     if initial is None:
-        raise UsageError("--upcycle: upcycle which dense model? add --init RUN|HF_DIR")
+        raise UsageError("--upcycle: upcycle which dense model? add --init MODEL")
     dense = initial.config
     shape = [] if layers else merge.resolved_layers("model", dense.model_dump(mode="json"))
     merged, _ = merge.merge([*shape, *layers, given])
@@ -203,11 +207,11 @@ def _check_upcycled(options: TrainOptions, dense: ModelConfig, config: RunConfig
         )
 
 
-def _default_name(options: TrainOptions) -> str:
-    """Return the name of the run directory if --name is not given."""
+def _default_name(options: TrainOptions, initial: Any) -> str:
+    """Return the name of the run directory if --name is not given. initial: the loaded model of --init."""
     if options.preset is not None:
         return name_of_preset(options.preset)
-    return f"d{options.depth}" if options.depth is not None else Path(str(options.init)).name
+    return f"d{options.depth}" if options.depth is not None else short_name(initial.source)
 
 
 # The dry run

@@ -43,7 +43,7 @@ def for_pretraining(name: str) -> list[dict[str, Any]]:
             command = objective if objective in FINE_TUNING else "|".join(FINE_TUNING)
             raise UsageError(
                 f"{name}: its table [align] is for fine-tuning, which takes options and no file: use deskside "
-                f"{command} RUN|HF_DIR --data SOURCE; to pretrain, remove the table"
+                f"{command} MODEL --data SOURCE; to pretrain, remove the table"
             )
     return preset_layers
 

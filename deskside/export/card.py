@@ -3,6 +3,7 @@
 Facts about training come from the run directories (run/lineage.py). Missing ones are "not recorded".
 """
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from deskside import __version__
 from deskside.data.chat.renderer import read_chat_template
-from deskside.run.lineage import RunStage, Warn, stages
+from deskside.run.lineage import FROM_SCRATCH, RunStage, Warn, stages
 from deskside.run.record import mapping, number
+from deskside.utils import hub
 from deskside.utils.errors import UsageError
 from deskside.utils.format import count, duration
 from deskside.weights.hf_families import family_of
@@ -25,13 +27,23 @@ MAX_UNTAGGED = 0.1
 
 
 def model_card(
-    loaded: Loaded, form: str, dtype: str, warn: Warn, file: str | None = None, needs: str | None = None
+    loaded: Loaded,
+    form: str,
+    dtype: str,
+    warn: Warn,
+    file: str | None = None,
+    needs: str | None = None,
+    where: str | None = None,
 ) -> str:
     """Return the text of the card.
 
     form: "hf", "gguf" or "peft". file: name of a single-file model. needs: a sentence about what the export requires.
+    where: name of the hub repository that it is written for.
     """
     history = stages(loaded.run_dir, warn) if loaded.run_dir is not None else []
+    # From a model whose own data is not recorded.
+    continued = bool(history) and history[0].started_from not in (None, FROM_SCRATCH)
+    base = history[0].hub_base if history else hub.owner_and_name(loaded.source)
     tags = [(source.lang, source.tokens) for stage in history for source in stage.sources]
     last = number(history[-1].summary.get("steps")) if history else None
     environment = Environment(
@@ -52,9 +64,12 @@ def model_card(
         parameters=sum(loaded.model.num_params().values()),
         has_chat_template=read_chat_template(loaded.tokenizer_dir) is not None,
         history=history,
+        where=where or "DIR",
+        base=base,
+        continued=continued,
         languages=sorted({lang for lang, _ in tags if lang}),
-        untagged=sum(tokens for lang, tokens in tags if not lang) / max(1, sum(tokens for _, tokens in tags)),
-        MAX_UNTAGGED=MAX_UNTAGGED,
+        codes=[] if continued else _language_codes(tags),
+        untagged=_untagged(tags),
         shape=_shape(loaded, dtype),
         source_rows=_source_rows,
         weights=_weights,
@@ -64,6 +79,22 @@ def model_card(
         measured_step=int(last) if last is not None and loaded.step not in (None, int(last)) else None,
         table=_table,
     )
+
+
+def _untagged(tags: Sequence[tuple[str, int]]) -> float:
+    """Return the share of tokens without a language tag."""
+    return sum(tokens for lang, tokens in tags if not lang) / max(1, sum(tokens for _, tokens in tags))
+
+
+def _language_codes(tags: Sequence[tuple[str, int]]) -> list[str]:
+    """Return the ISO 639 codes for the hub's `language`: hi of hi, hin of FLORES's hin_Deva, none of others.
+
+    Empty if the tagged part of the data is not representative.
+    """
+    if _untagged(tags) > MAX_UNTAGGED:
+        return []
+    codes = {re.split("[-_]", lang)[0].lower() for lang, _ in tags}
+    return sorted(code for code in codes if re.fullmatch("[a-z]{2,3}", code))
 
 
 def _shape(loaded: Loaded, dtype: str) -> list[tuple[str, str]]:

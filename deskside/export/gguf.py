@@ -23,6 +23,7 @@ from torch import Tensor
 
 from deskside.config.model import ModelConfig
 from deskside.config.rope import RopeScaling
+from deskside.export.gguf_quantize import QUANTIZED, check_quantizer, quantize
 from deskside.export.gguf_tokenizer import GgufTokenizer
 from deskside.model.transformer import Transformer
 from deskside.utils.errors import RunError, UsageError
@@ -32,8 +33,16 @@ from deskside.weights.hf_families import family_of
 if TYPE_CHECKING:
     import gguf
 
-GgufType = Literal["float32", "float16", "bfloat16", "q8_0"]
-TYPE_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0"}
+GgufType = Literal["float32", "float16", "bfloat16", "q8_0", "q4_k_m", "q5_k_m", "q6_k"]
+TYPE_NAMES = {
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "q8_0": "Q8_0",
+    "q4_k_m": "Q4_K_M",
+    "q5_k_m": "Q5_K_M",
+    "q6_k": "Q6_K",
+}
 ARCHITECTURES = {"qwen3": "qwen3", "qwen3_moe": "qwen3moe", "llama": "llama", "gpt2": "gpt2"}
 # Small tensors, which llama.cpp keeps in full precision for every file type.
 _FULL_PRECISION = ("ffn_gate_inp.weight", "position_embd.weight")
@@ -44,7 +53,7 @@ _ROTATED = re.compile(r".*\.(q|k)_proj\.(weight|bias)")
 
 @dataclass(frozen=True)
 class SavedGguf:
-    """The exported file. fallback: names of tensors in float16, because their rows are not whole blocks of q8_0."""
+    """The exported file. fallback: names of tensors in a type with smaller blocks, because of their row lengths."""
 
     file: Path
     fallback: tuple[str, ...]
@@ -126,28 +135,34 @@ def save_gguf(
     dtype: GgufType = "float32",
     name: str = "model",
     about: Mapping[str, Any] | None = None,
-    card: str | None = None,
+    texts: Mapping[str, str] | None = None,
     tick: Callable[[int], None] = lambda weights: None,
 ) -> SavedGguf:
-    """Write OUT/NAME-TYPE.gguf, the model card and deskside.json; they may replace an earlier export.
+    """Write OUT/NAME-TYPE.gguf, text files and deskside.json; they may replace an earlier export.
 
-    Raises UsageError as `check_gguf` and `check_out_dir` do, and RunError if weights do not fit the type, the disk is
-    too small, or the file reads back differently.
+    The types of `QUANTIZED` are made from a temporary file in float32. Raises UsageError as `check_gguf`,
+    `check_quantizer` and `check_out_dir` do, and RunError if weights do not fit the type, the disk is too small, or the
+    file reads back differently.
 
     Args:
         about: Extra content of deskside.json.
-        card: Content of README.md.
+        texts: Content of other files by name, such as README.md.
         tick: Called for each tensor with its number of weights, once when it is written and once when it is read back.
     """
     gguf = _package()
     tensors = gguf_tensors(model)
-    types = {tensor.name: _type_of(tensor, dtype) for tensor in tensors}
+    quantized = next((each for each in QUANTIZED if each == dtype), None)
+    if quantized is not None:
+        check_quantizer()
+    written: GgufType = dtype if quantized is None else "float32"
+    types = {tensor.name: _type_of(tensor, written) for tensor in tensors}
     sizes = {t.name: math.prod(gguf.quant_shape_to_byte_shape(t.shape, types[t.name])) for t in tensors}
     file = gguf_name(name, dtype)
     with replaced_when_complete(out_dir, sum(sizes.values())) as folder:
-        writer = gguf.GGUFWriter(folder / file, check_gguf(model.config))
+        path = folder / gguf_name(name, written)
+        writer = gguf.GGUFWriter(path, check_gguf(model.config))
         try:
-            _describe(writer, model.config, tokenizer, name, dtype)
+            _describe(writer, model.config, tokenizer, name, written)
             for t in tensors:
                 # The dtype is given as float32, because the writer would interpret the shape of raw bytes as bytes.
                 writer.add_tensor_info(
@@ -162,9 +177,14 @@ def save_gguf(
                 tick(math.prod(t.shape))
         finally:
             writer.close()
-        _compare(folder / file, tensors, types, tick)
-        finish_export(folder, about, card)
-    fallback = tuple(t.name for t in tensors if dtype == "q8_0" and types[t.name].name == "F16")
+        _compare(path, tensors, types, tick)
+        fallback = tuple(t.name for t in tensors if written == "q8_0" and types[t.name].name == "F16")
+        if quantized is not None:
+            fallback = quantize(path, folder / file, quantized)
+            path.unlink()
+        for text_name, text in (texts or {}).items():
+            (folder / text_name).write_text(text, "utf-8")
+        finish_export(folder, about, None)
     return SavedGguf(out_dir / file, fallback)
 
 

@@ -26,6 +26,7 @@ from deskside.ops.moe import Experts
 from deskside.precision.lora import Adapter, adapters_of, saved_tables, trained_rows_of
 from deskside.run.directory import resolve_path
 from deskside.train.state.init_weights import resize_vocabulary
+from deskside.utils import hub
 from deskside.utils.errors import RunError, UsageError
 from deskside.weights import frozen_base
 from deskside.weights.checkpoint import Damaged, find
@@ -83,10 +84,12 @@ def to_peft(
                 tensors[f"{hf_module}.lora_B.weight"] = lora.b[s.name].detach()
                 if lora.magnitudes is not None:
                     tensors[f"{hf_module}.lora_magnitude_vector"] = lora.magnitudes.values[s.name].detach()
+    base = hub.hub_model(init) if init is not None and init.startswith(hub.PREFIX) else None
     content: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": init,
+        "base_model_name_or_path": base.name if base else init,
+        "revision": base.revision if base else None,
         "r": adapter.rank,
         "lora_alpha": adapter.alpha,
         "lora_dropout": adapter.dropout,

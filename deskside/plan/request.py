@@ -18,7 +18,7 @@ from deskside.budget.shape import num_params
 from deskside.config import merge, presets
 from deskside.config.model import ModelConfig
 from deskside.config.run import RunConfig
-from deskside.config.sections import PrecisionName
+from deskside.config.sections import BatchConfig, PrecisionName
 from deskside.facts import gpus
 from deskside.facts.gpus import Gpu
 from deskside.plan.calibrate import Calibration, calibrate, measured_fp8_speedup
@@ -64,6 +64,7 @@ class PlanQuestion:
     preset: str | None = None
     depth: int | None = None
     params: str | float | None = None
+    init: str | None = None
     gpus: int = 1
     precision: str | None = None
     sequence: int | None = None
@@ -128,10 +129,14 @@ class CandidateModel:
 
 @dataclass(frozen=True)
 class GivenModel(CandidateModel):
-    """The model that the user asks about. label: its name for messages; explicit: the dotted keys set by a layer."""
+    """The model that the user asks about. label: its name for messages; explicit: the dotted keys set by a layer.
+
+    is_trained: `preset` is a run, directory or hub model, which `deskside train` takes as --init.
+    """
 
     label: str
     explicit: frozenset[str]
+    is_trained: bool = False
 
 
 @dataclass(frozen=True)
@@ -185,17 +190,21 @@ class PlanRequest:
 
 
 def make_request(
-    question: PlanQuestion, overrides: Mapping[str, Any] | None = None, pretrain_seconds: float | None = None
+    question: PlanQuestion,
+    overrides: Mapping[str, Any] | None = None,
+    pretrain_seconds: float | None = None,
+    shape: ModelConfig | None = None,
 ) -> PlanRequest:
     """Return the checked request for a question. Raises UsageError.
 
     Args:
         overrides: Configuration set by the user, such as {"model": {...}, "batch": {...}}.
         pretrain_seconds: Wall-clock seconds of the pretraining run, if the caller knows them better than `TIME_SHARES`.
+        shape: Configuration of the model that `question.init` names.
     """
     q, overrides = question, dict(overrides or {})
     budget = _budget(q)
-    models = [f"--{name}" for name in ("preset", "depth", "params") if getattr(q, name) is not None]
+    models = [f"--{name}" for name in ("preset", "depth", "params", "init") if getattr(q, name) is not None]
     if len(models) > 1:
         raise UsageError(f"{' and '.join(models)} each set the model; give only one of them")
     if not 1 <= q.gpus <= MAX_GPUS:
@@ -224,12 +233,12 @@ def make_request(
     card, rows, notes = _card(q)
     if q.sequence is not None and overrides.get("schedule", {}).get("stages"):
         raise UsageError(STAGES_SET_LENGTH)
-    given = _given(q, overrides)
+    given = _given(q, overrides, shape)
     parts = {part: overrides.get(part, {}) for part in ("compute", "optim", "parallel")}
     config = merge.build([parts]) if given is None else given.config
     card = _with_budget(card, config.compute.gpu_budget)
     if given is None and "adapter" in overrides:
-        raise UsageError("--adapter: needs a model; give --preset, --depth or --params")
+        raise UsageError("--adapter: needs a model; give --preset, --init, --depth or --params")
     if budget.kind is None and given is None:
         raise UsageError(
             "no budget and no model; give --hours, --tokens, --flops or --loss, or a model with --preset"
@@ -406,11 +415,17 @@ def _measured_elsewhere(store: probe_store.Store, gpu: Gpu) -> tuple[list[probe_
     return used, [*notes, *store.notes()]
 
 
-def _given(q: PlanQuestion, overrides: Mapping[str, Any]) -> GivenModel | None:
-    """Return the model set by --preset, --depth or --params; None in an open search."""
+def _given(q: PlanQuestion, overrides: Mapping[str, Any], shape: ModelConfig | None) -> GivenModel | None:
+    """Return the model set by --preset, --init, --depth or --params; None in an open search."""
     if q.preset is not None:
         preset = label = q.preset
         layers = presets.layers(preset)
+    elif q.init is not None:
+        assert shape is not None
+        preset = label = q.init
+        layers = merge.resolved_layers("model", shape.model_dump(mode="json"))
+        if shape.max_position_embeddings < BatchConfig().sequence_length:
+            layers.append({"batch": {"sequence_length": shape.max_position_embeddings}})
     elif q.depth is not None or q.params is not None:
         depth = q.depth if q.depth is not None else _nearest_depth(count("--params", q.params), str(q.params))
         if depth > MAX_DEPTH:
@@ -431,7 +446,7 @@ def _given(q: PlanQuestion, overrides: Mapping[str, Any]) -> GivenModel | None:
             raise UsageError(STAGES_SET_LENGTH)
         layers = [*layers, sequence_length_layer(q.sequence, config, explicit)]
         config = merge.build(layers)
-    return GivenModel(preset, tuple(layers), config, label, explicit)
+    return GivenModel(preset, tuple(layers), config, label, explicit, is_trained=q.init is not None)
 
 
 def sequence_length_layer(

@@ -139,11 +139,17 @@ def executable(request: PlanRequest, candidate: Candidate) -> tuple[dict[str, An
         explicit: dict[str, Any] = {}
         for layer in (request.overrides, planned):
             explicit = merge.merge([explicit, layer])[0]
-        if positions != merge.build(presets.layers(candidate.shape.preset)).model.max_position_embeddings:
+        is_trained = request.given is not None and request.given.is_trained
+        if is_trained:
+            own_positions = candidate.shape.layers[0]["model"]["max_position_embeddings"]
+        else:
+            preset = merge.build(presets.layers(candidate.shape.preset))
+            own_positions = preset.model.max_position_embeddings
+        if positions != own_positions:
             explicit.setdefault("model", {})["max_position_embeddings"] = positions
         explicit_options = _command_options(explicit)
-        arguments = ["train", candidate.shape.preset]
-        if built.adapter is not None:  # adapters need weights to start from
+        arguments = ["train", *(["--init"] if is_trained else []), candidate.shape.preset]
+        if built.adapter is not None and not is_trained:  # adapters need weights to start from
             arguments += ["--init", "MODEL"]
         if "--data.path" not in explicit_options:
             arguments += ["--data.path", "DIR"]

@@ -25,7 +25,7 @@ from pydantic import ValidationError
 from deskside.config.align import GrpoConfig
 from deskside.config.base import first_problem
 from deskside.config.run import SCHEMA_VERSION, RunConfig
-from deskside.utils import strict_json
+from deskside.utils import hub, strict_json
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.files import append_line, sync, write_atomically, write_error
 from deskside.utils.parsing import Unreadable, json_value
@@ -203,9 +203,10 @@ def resolve_path(path: str, directory: object) -> str:
     """Resolve a path of a configuration, which is relative to the directory where the run was started.
 
     directory: the directory from run.json; anything but a string means that it is unknown. If the path exists only
-    in the current directory, because the files were moved, it is returned unchanged.
+    in the current directory, because the files were moved, it is returned unchanged. So is the name of a hub model.
     """
-    if not isinstance(directory, str) or Path(path).is_absolute() or Path(directory) == Path.cwd():
+    is_name = path.startswith(hub.PREFIX) or Path(path).is_absolute()
+    if not isinstance(directory, str) or is_name or Path(directory) == Path.cwd():
         return path
     resolved = Path(directory) / path
     was_moved = not resolved.exists() and Path(path).exists()

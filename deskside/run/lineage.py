@@ -5,7 +5,7 @@ still exist. Facts that a directory does not record are None; they are not infer
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 from deskside.data.reading.shards import DatasetIndex, read_index
 from deskside.run.directory import resolve_path
 from deskside.run.record import MISSING, mapping, number, read_metrics, read_object
+from deskside.utils import hub
 from deskside.utils.errors import RunError, UsageError
 
 MAX_STAGES = 16
@@ -23,6 +24,7 @@ OBJECTIVES = {
     "kto": "Kahneman-Tversky optimisation (KTO) on labelled answers",
     "grpo": "reinforcement learning from verifiable rewards (GRPO)",
 }
+FROM_SCRATCH = "random weights"
 Warn = Callable[[str], None]
 
 
@@ -51,7 +53,7 @@ class RunStage:
     """One run in a model's history. summary, environment and plan are its JSON files, {} if missing or damaged.
 
     specs: the source specs that were given; for a file, its name. started_from: the name of a run or model, "random
-    weights", or None if unknown.
+    weights" (`FROM_SCRATCH`), or None if unknown. hub_base: the hub model, as owner/name, that it was started from.
     """
 
     name: str
@@ -65,6 +67,7 @@ class RunStage:
     specs: list[str] = field(default_factory=list)
     energy: EnergyUse | None = None
     started_from: str | None = None
+    hub_base: str | None = None
 
 
 def stages(run_dir: Path, warn: Warn) -> list[RunStage]:
@@ -79,12 +82,15 @@ def stages(run_dir: Path, warn: Warn) -> list[RunStage]:
         seen.add(path.resolve())
         run = _object(path / "run.json", warn)
         init, earlier = run.get("init"), None
-        started_from = "random weights" if "init" in run and init is None else None
+        started_from = FROM_SCRATCH if "init" in run and init is None else None
         if isinstance(init, str):
             initial = Path(resolve_path(init, run.get("directory")))
             earlier = _run_directory(initial)
-            started_from = (earlier or initial).resolve().name
+            is_name = init.startswith(hub.PREFIX)
+            started_from = init.removeprefix(hub.PREFIX) if is_name else (earlier or initial).resolve().name
         history.append(_stage(path, run, started_from, warn))
+        if isinstance(init, str):
+            history[-1] = replace(history[-1], hub_base=hub.owner_and_name(init))
         path = earlier
     return history[::-1]
 

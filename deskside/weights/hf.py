@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from deskside import __version__
 from deskside.config.model import ModelConfig
 from deskside.data.tokenizer import end_of_text
 from deskside.data.tokenizer import load as load_tokenizer
@@ -126,7 +127,7 @@ def save_hf(
 def write_safetensors(tensors: dict[str, Tensor], file: Path, out_dir: Path) -> None:
     """Write a file of an export to `out_dir`. Raises RunError or OSError if it cannot be written."""
     try:
-        save_file(tensors, file, metadata={"format": "pt"})
+        save_file(tensors, file, metadata={"format": "pt", "producer": f"deskside {__version__}"})
     except SafetensorError as error:  # for example, if the disk is full
         raise RunError(f"--out {out_dir}: cannot be written: {error}") from None
 

@@ -1,4 +1,4 @@
-"""Loading a model for inference from a run, one of its checkpoints, a Hugging Face directory, or adapters of PEFT.
+"""Loading a model for inference: a run, a checkpoint, a Hugging Face directory, a hub name, or adapters of PEFT.
 
 For a run, the newest checkpoint whose weights match their checksum is used; a warning names damaged ones. If
 there is none, the final model that the run exported is used.
@@ -23,6 +23,7 @@ from deskside.data.tokenizer import load as load_tokenizer
 from deskside.model.init import allocate
 from deskside.model.transformer import Transformer
 from deskside.precision.frozen import Format, quantize_for_generation
+from deskside.utils import hub
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.parsing import read_json_object
 from deskside.weights.checkpoint import (
@@ -51,7 +52,7 @@ class Loaded:
     tokenizer_dir: contains tokenizer.json and possibly a chat template. start_token: the token that begins a text.
     eos_tokens: the tokens that end a text. run_dir, run (the content of run.json) and step: of the run or checkpoint;
     None or empty for a Hugging Face directory. step is also None for a run's exported model. adapters: the directory of
-    PEFT adapters that are merged into the model.
+    PEFT adapters that are merged into the model. source: what was loaded, a path or hf:owner/name@commit.
     """
 
     model: Transformer
@@ -65,11 +66,12 @@ class Loaded:
     run: dict[str, Any]
     step: int | None
     adapters: Path | None = None
+    source: str = ""
 
     @property
     def name(self) -> str:
         """The name of the run or of the directory."""
-        return str(self.run.get("name") or (self.adapters or self.tokenizer_dir).resolve().name)
+        return str(self.run.get("name") or hub.short_name(self.source))
 
 
 def _to_standard_error(line: str) -> None:
@@ -83,7 +85,7 @@ def load_model(
     warn: Callable[[str], None] = _to_standard_error,
     base: str | Path | None = None,
 ) -> Loaded:
-    """Load a run, a checkpoint, a Hugging Face directory, or a directory of PEFT adapters merged into their base.
+    """Load a run, a checkpoint, a Hugging Face directory, a hub model (see `hub.find`), or PEFT adapters, merged.
 
     Args:
         dtype: Dtype of weights with two or more dimensions, and so of the activations; norms stay in float32. With
@@ -94,10 +96,11 @@ def load_model(
     Raises UsageError if there is no such model or it is not supported, and RunError if one of its files (or every
     checkpoint) is damaged.
     """
-    path = Path(path)
+    found = hub.find(path, warn=warn)
+    path = found.folder
     if not path.exists():
         run_dir = Path("runs") / path
-        hint = "give a run (runs/NAME) or a Hugging Face directory"
+        hint = "give a run (runs/NAME), a Hugging Face directory, or a name on its hub (owner/name)"
         if run_dir.is_dir():
             hint = f"did you mean {run_dir}?"
         raise UsageError(f"{path}: no such directory; {hint}")
@@ -121,7 +124,7 @@ def load_model(
         )
     _cast(loaded.model, dtype)
     loaded.model.eval()
-    return loaded
+    return replace(loaded, source=found.source)
 
 
 def load_for_generation(

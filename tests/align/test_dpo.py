@@ -292,7 +292,7 @@ def test_answers_may_be_messages(base: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "error"),
     [
-        ([], "RUN\\|HF_DIR is missing"),
+        ([], "MODEL is missing"),
         (["BASE"], "--data is required"),
         (["BASE", "--data", "nowhere.jsonl"], "nowhere.jsonl"),
         (

@@ -398,7 +398,7 @@ def test_published_checkpoints(family: str, adapted: bool, place: Path, tmp_path
 @pytest.mark.parametrize(
     "argv, reason",
     [
-        ([], "RUN|HF_DIR is missing"),
+        ([], "MODEL is missing"),
         (["runs/base"], "--data is required"),
         (["my.toml", "--data", "chats.jsonl"], "my.toml: deskside sft starts from a model"),
         (["runs/none", "--data", "chats.jsonl"], "runs/none: no such directory"),

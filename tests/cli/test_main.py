@@ -73,7 +73,7 @@ WRONG = [
     (["train", "124m", "--optim.lr"], "--optim.lr: its value is missing"),
     (["train", "124m", "--depth", "x"], "--depth: input should be a valid integer"),
     (["train", "124m", "--modl.hidden_size", "3"], "did you mean --model.hidden-size?"),
-    (["eval"], "RUN|HF_DIR is missing"),
+    (["eval"], "MODEL is missing"),
     (["chat", "x", "--temperature", "hot"], "--temperature: input should be a valid number"),
     (["export", "x", "--out", "y", "--to", "pdf"], "--to: input should be 'hf'"),
     (["report"], "RUN|STUDY is missing"),

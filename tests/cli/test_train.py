@@ -114,7 +114,7 @@ def test_a_file_for_fine_tuning_is_not_pretrained(
     shown = capsys.readouterr()
     assert shown.out == "" and shown.err.count("\n") == 1
     assert "mine.toml: its table [align] is for fine-tuning" in shown.err
-    assert f"use deskside {which} RUN|HF_DIR --data SOURCE" in shown.err
+    assert f"use deskside {which} MODEL --data SOURCE" in shown.err
     assert sorted(path.name for path in here.iterdir()) == ["mine.toml", "study.toml"]
 
 

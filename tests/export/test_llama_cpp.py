@@ -21,6 +21,7 @@ from deskside.data.chat.messages import Conversation
 from deskside.export.gguf import TYPE_NAMES, GgufType, save_gguf
 from deskside.export.gguf_tokenizer import GgufTokenizer, gguf_tokenizer
 from deskside.model.transformer import Transformer
+from deskside.utils.errors import RunError
 from tests.data.chat_tokenizer import MARKED, talk
 from tests.data.chat_tokenizer import make as make_chat
 from tests.export.test_gguf import BLOCKS, CASES, VOCAB
@@ -366,3 +367,58 @@ def _answers(model: Transformer, ids: list[int], token: int) -> None:
     weight = next(model.head.parameters())
     weight.zero_()
     weight[token] = hidden_TD[-1]
+
+
+# Rows of whole blocks of 256, in three families.
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64}
+
+
+@pytest.mark.parametrize(("dtype", "most"), [("q6_k", 0.1), ("q5_k_m", 0.2), ("q4_k_m", 0.35)])
+@pytest.mark.parametrize("case", ["qwen3", "llama", "gpt2"])
+def test_k_quants_are_near(
+    case: str, dtype: GgufType, most: float, tokenizer: GgufTokenizer, tmp_path: Path
+) -> None:
+    """Every matrix is in a k-type, llama.cpp loads the file, and its logits are near those of the model."""
+    model = random_model(**{**CASES[case], **WIDE}, vocab_size=VOCAB).eval()
+    saved = save_gguf(model, tokenizer, tmp_path / "out", dtype, texts={"note": "kept"})
+    assert saved.fallback == () and saved.file.name == f"model-{dtype.upper()}.gguf"
+    assert sorted(p.name for p in saved.file.parent.iterdir()) == ["deskside.json", saved.file.name, "note"]
+    stored = {t.name: t.tensor_type.name for t in gguf.GGUFReader(saved.file).tensors}
+    assert stored["blk.0.ffn_up.weight"] == dtype.upper()[:4]
+    with torch.no_grad():
+        error = relative_errors(
+            model(torch.tensor([prompt()]))[0], InLlamaCpp(saved.file).logits(prompt())
+        ).max()
+    assert most / 20 < error < most
+
+
+def test_rows_that_are_no_whole_k_blocks(tokenizer: GgufTokenizer, tmp_path: Path) -> None:
+    model = random_model(**BLOCKS, vocab_size=VOCAB).eval()
+    saved = save_gguf(model, tokenizer, tmp_path / "out", "q4_k_m")
+    assert "blk.0.ffn_up.weight" in saved.fallback
+    with torch.no_grad():
+        ours = model(torch.tensor([prompt()]))[0]
+    assert relative_errors(ours, InLlamaCpp(saved.file).logits(prompt())).mean() < 0.25
+
+
+def test_a_damaged_k_quant_is_found(
+    tokenizer: GgufTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that changes a scale, and one that is full when llama.cpp writes."""
+    model = random_model(**{**CASES["qwen3"], **WIDE}, vocab_size=VOCAB)
+    write = llama_cpp.llama_model_quantize
+
+    def flip(source: bytes, target: bytes, options: Any) -> int:
+        code = write(source, target, options)
+        reader = gguf.GGUFReader(target.decode(), "r+")
+        reader.tensors[-1].data.reshape(-1)[:2] = 0x7B  # a scale of 61,000
+        return int(code)
+
+    monkeypatch.setattr(llama_cpp, "llama_model_quantize", flip)
+    with pytest.raises(RunError, match="reads back differently"):
+        save_gguf(model, tokenizer, tmp_path / "out", "q4_k_m")
+    full = lambda source, _, options: write(source, b"/dev/full", options)  # noqa: E731
+    monkeypatch.setattr(llama_cpp, "llama_model_quantize", full)
+    with pytest.raises(RunError, match="could not write"):
+        save_gguf(model, tokenizer, tmp_path / "out", "q4_k_m")
+    assert not list(tmp_path.iterdir())

@@ -212,7 +212,7 @@ def build_model(
         if source is not None and source.resumed:
             model = frozen_base.load(source.run_dir, config.model, config.adapter, config.seed, world.device)
         elif initial is None:
-            raise UsageError("adapter: adapters need trained weights; give them with --init RUN|HF_DIR")
+            raise UsageError("adapter: adapters need trained weights; give them with --init MODEL")
         else:
             model = frozen_base.build(
                 config.model, config.adapter, config.seed, initial.weights, world.device, initial.fresh
