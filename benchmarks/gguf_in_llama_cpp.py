@@ -3,11 +3,11 @@
     python -m benchmarks.gguf_in_llama_cpp RUN|HF_DIR TEXT_FILE [--tokens 250] [--prompts 4]
 
 The benchmark exports the model in each type, runs llama.cpp on prompts from TEXT_FILE and compares the logits of every
-position with those of deskside in float32. It reports the relative error (of the logit vector of a position; mean and
+position with those of deskside in float32. It reports the bits per weight of the file's tensors, the perplexity of the
+prompts and their continuation by llama.cpp, the relative error (of the logit vector of a position; mean and
 maximum), the divergence KL(deskside | llama.cpp) in nats, how often the most likely token is the same, and how many of
 the first tokens of a greedy continuation of 60 agree. Keys and values are float32 in llama.cpp too; its default of
-float16 has a separate line. llama-cpp-python is not a dependency of deskside; `pip install llama-cpp-python` builds it
-with cmake.
+float16 has a separate line. `pip install 'deskside[llama-cpp]'` builds llama.cpp with cmake.
 """
 
 import argparse
@@ -90,22 +90,32 @@ def continued(loaded: Loaded, ids: list[int], count: int) -> list[int]:
 @torch.no_grad()
 def row(loaded: Loaded, prompts: list[list[int]], answers: list[list[int]], theirs: InLlamaCpp) -> str:
     """Return the table row of one file. answers: deskside's continuations of the prompts."""
-    errors, divergences, same_argmax, same_tokens = [], [], 0, 0
+    errors, divergences, same_argmax, same_tokens, losses = [], [], 0, 0, []
     for ids, answer in zip(prompts, answers, strict=True):
         ours_TV = loaded.model(torch.tensor([ids]))[0].float()
         theirs_TV = theirs.logits(ids)
         errors.append(relative_errors(ours_TV, theirs_TV))
         log_p, log_q = ours_TV.double().log_softmax(-1), torch.from_numpy(theirs_TV).double().log_softmax(-1)
+        losses.append(-log_q[:-1].gather(1, torch.tensor(ids[1:])[:, None]))
         divergences.append((log_p.exp() * (log_p - log_q)).sum(-1))
         same_argmax += int((ours_TV.argmax(-1) == torch.from_numpy(theirs_TV).argmax(-1)).sum())
         generated = theirs.greedy(ids, NEW_TOKENS)
         pairs = enumerate(zip(answer, generated, strict=True))
         same_tokens += next((n for n, (a, b) in pairs if a != b), NEW_TOKENS)
     error, positions = torch.cat(errors), sum(map(len, prompts))
+    perplexity = torch.cat(losses).mean().exp()
     return (
-        f"{error.mean():.1e} | {error.max():.1e} | {torch.cat(divergences).mean():.1e} | "
+        f"{perplexity:.3f} | {error.mean():.1e} | {error.max():.1e} | {torch.cat(divergences).mean():.1e} | "
         f"{same_argmax} of {positions} | {same_tokens} of {NEW_TOKENS * len(prompts)}"
     )
+
+
+def bits(file: Path) -> float:
+    """Return the bits per weight of a file's tensors."""
+    import gguf
+
+    tensors = gguf.GGUFReader(file).tensors
+    return 8 * sum(int(t.n_bytes) for t in tensors) / sum(int(t.n_elements) for t in tensors)
 
 
 def main() -> None:
@@ -134,15 +144,25 @@ def main() -> None:
         )
     answers = [continued(loaded, prompt, NEW_TOKENS) for prompt in prompts]
     print(f"llama-cpp-python {llama_cpp.__version__}, {len(prompts)} prompts of {options.tokens} tokens\n")
-    print("| file | error, mean | error, largest | KL | same most likely token | same continuation |")
-    print("|---|---|---|---|---|---|")
+    print(
+        "| file | bits | perplexity | error, mean | error, largest | KL | same most likely token | same continuation |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
+    texts = {"deskside": loaded.tokenizer.decode(answers[0])}
     with tempfile.TemporaryDirectory() as folder:
         for dtype in get_args(GgufType):
             saved = save_gguf(loaded.model, tokenizer, Path(folder) / dtype, dtype)
-            print(f"| {dtype} | {row(loaded, prompts, answers, InLlamaCpp(saved.file, context=context))} |")
+            theirs = InLlamaCpp(saved.file, context=context)
+            print(
+                f"| {dtype} | {bits(saved.file):.2f} | {row(loaded, prompts, answers, theirs)} |", flush=True
+            )
+            texts[dtype] = loaded.tokenizer.decode(theirs.greedy(prompts[0], NEW_TOKENS))
             if dtype == "float32":
                 float16_cache = InLlamaCpp(saved.file, context=context, cache=1)
-                print(f"| float32, cache float16 | {row(loaded, prompts, answers, float16_cache)} |")
+                print(f"| float32, cache float16 | 32.00 | {row(loaded, prompts, answers, float16_cache)} |")
+    print(f"\nThe first prompt ends with: {loaded.tokenizer.decode(prompts[0][-30:])!r}")
+    for name, text in texts.items():
+        print(f"{name}: {text!r}")
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ class EvalOptions(ModelOption, JsonOption):
       deskside eval runs/124m --tasks core --tasks-dir DIR --limit 500
       deskside eval runs/long --passkey 2048,4096,16384
       deskside eval runs/indic --parallel flores200_dev.jsonl.gz --languages en,hi,ta
+      deskside eval runs/b --compare runs/a --tasks core --tasks-dir DIR
       deskside eval my-model --tasks gsm8k,humaneval --tasks-dir hf: --chat
     """
 
@@ -55,6 +56,12 @@ class EvalOptions(ModelOption, JsonOption):
         metavar="FILE",
     )
     languages: str | None = option("fields of the languages, for --parallel", None, metavar="NAME,...")
+    compare: str | None = option(
+        "another model, or a file that --items wrote for it: the differences on the same items of --tasks, with paired "
+        "intervals",
+        None,
+        metavar="MODEL|FILE",
+    )
     items: str | None = option("write the result of each item to a new JSON Lines file", None, metavar="FILE")
     device: Device = option("auto uses cuda if it is available", "auto")
     sequence_length: int | None = option(

@@ -4,9 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from tokenizers import Tokenizer
 
 from deskside.cli.eval import EvalOptions
+from deskside.cli.eval_compare import Records, compare, is_items_file, print_differences, read_items_file
+from deskside.cli.eval_compare import as_json as compare_json
 from deskside.cli.output import print_json
 from deskside.config.run import RunConfig
 from deskside.data.chat.renderer import Renderer, read_chat_template
@@ -26,8 +29,9 @@ from deskside.evaluate.run_task import (
     count_answers,
     evaluate,
 )
-from deskside.evaluate.tasks import TaskSelection, select
+from deskside.evaluate.tasks import TaskSelection, Translation, select
 from deskside.evaluate.text_bpb import TextBpb, has_own_data, measure, run_config
+from deskside.evaluate.translation import check_sacrebleu
 from deskside.run.directory import RunDirectory
 from deskside.utils import strict_json
 from deskside.utils.console import say
@@ -45,15 +49,14 @@ def eval_model(options: EvalOptions) -> int:
     parallel_text = _parallel_text(options)
     device = select_device(options.device)
     tasks = [] if selection is None else _prepare_tasks(options, selection)
+    others = _other_records(
+        options, tasks, device
+    )  # before the model is loaded, since both may not fit into memory
     loaded = load_model(options.source, device, select_dtype(device), say, options.base)
     check_lengths(lengths, loaded.config.max_position_embeddings)
     config = run_config(loaded)
     batch_tokens = options.batch_tokens or BATCH_TOKENS[device.type]
-    renderer = _chat_renderer(loaded) if options.chat else None
-    encoder = Encoder(loaded.tokenizer, loaded.start_token, always_start=options.start, chat=renderer)
-    subject = EvaluatedModel(
-        loaded.model, loaded.tokenizer, encoder, loaded.eos_tokens, batch_tokens, options.chat
-    )
+    subject = _subject(options, loaded, batch_tokens)
     measured = None
     if not (options.tasks or lengths or parallel_text) or _has_text(options, config):
         measured = measure(
@@ -74,6 +77,7 @@ def eval_model(options: EvalOptions) -> int:
         _record_passkey(loaded.run_dir, cells, loaded.step)
     parallel = None if parallel_text is None else measure_parallel(loaded, parallel_text, batch_tokens)
     results, failed = _evaluate_tasks(options, tasks, subject)
+    differences = None if others is None else compare(results, others, str(options.compare))
     # Without the tasks that failed, the mean over CORE's tasks would be another metric.
     core_failed = any(task.chosen.core and task.chosen.name in failed for task in tasks)
     core_result = None if core_failed else core(results)
@@ -93,6 +97,8 @@ def eval_model(options: EvalOptions) -> int:
                 "chat": options.chat,
                 "start": options.start,
             }
+        if differences is not None:
+            output["compare"] = compare_json(differences, str(options.compare))
         print_json(output)
         return 1 if failed else 0
     if measured is not None:
@@ -103,6 +109,8 @@ def eval_model(options: EvalOptions) -> int:
         _print_parallel(parallel)
     if results:
         _print_tasks(results, core_result)
+    if differences:
+        print_differences(differences, options.model, str(options.compare))
     return 1 if failed else 0
 
 
@@ -123,7 +131,7 @@ def _selected_tasks(options: EvalOptions) -> TaskSelection | None:
         if value is not None and value < minimum:
             raise UsageError(f"{name} {value}: must be at least {minimum}")
     if options.tasks is None:
-        for name in ("tasks_dir", "limit", "shots", "chat", "start", "items"):
+        for name in ("tasks_dir", "limit", "shots", "chat", "start", "items", "compare"):
             if getattr(options, name) not in (None, False):
                 raise UsageError(
                     f"--{name.replace('_', '-')}: has no effect without --tasks; add --tasks core"
@@ -136,6 +144,8 @@ def _selected_tasks(options: EvalOptions) -> TaskSelection | None:
         )
     selection = select(task_names, options.tasks_dir, options.shots)
     check_chat(selection.chosen, options.chat)
+    if translations := [each.name for each in selection.chosen if isinstance(each.task, Translation)]:
+        check_sacrebleu(translations)
     return selection
 
 
@@ -270,6 +280,35 @@ def _append(path: Path, records: Sequence[dict[str, Any]]) -> None:
         raise RunError(f"--items {path}: cannot be written: {error.strerror or error}") from None
 
 
+def _subject(options: EvalOptions, loaded: Loaded, batch_tokens: int) -> EvaluatedModel:
+    renderer = _chat_renderer(loaded) if options.chat else None
+    encoder = Encoder(loaded.tokenizer, loaded.start_token, always_start=options.start, chat=renderer)
+    return EvaluatedModel(
+        loaded.model, loaded.tokenizer, encoder, loaded.eos_tokens, batch_tokens, options.chat
+    )
+
+
+def _other_records(
+    options: EvalOptions, tasks: Sequence[PreparedTask], device: torch.device
+) -> dict[str, Records] | None:
+    """Return the results of --compare by task: from its file, or by evaluating its model. None without --compare."""
+    other = options.compare
+    if other is None:
+        return None
+    if is_items_file(other):
+        return read_items_file(Path(other))
+    loaded = load_model(other, device, select_dtype(device), say)
+    subject = _subject(options, loaded, options.batch_tokens or BATCH_TOKENS[device.type])
+    records: dict[str, Records] = {}
+    for prepared in tasks:
+        name = prepared.chosen.name
+        with ProgressBar(
+            f"{name} of {loaded.name}", count_answers(prepared, options.limit), "answers"
+        ) as bar:
+            records[name] = evaluate(subject, prepared, limit=options.limit, tick=bar.advance).records
+    return records
+
+
 def _chat_renderer(loaded: Loaded) -> Renderer:
     """Return the renderer of the model's chat template. Raises UsageError if the model has none."""
     if read_chat_template(loaded.tokenizer_dir) is None:
@@ -331,8 +370,19 @@ def _print_passkey(cells: Sequence[PasskeyCell]) -> None:
 def _print_tasks(results: Sequence[TaskResult], core_result: Core | None) -> None:
     """Print one line of at most 80 columns for each task."""
     width = max(len(result.chosen.name) for result in results)
-    print(f"{'task':<{width}}  right   95 % interval   items shots centred")
-    for result in results:
+    translated = [result for result in results if result.correct is None]
+    if translated:
+        print(f"{'task':<{width}}  chrF2   95 % interval   items shots chrF2++  BLEU")
+    for result in translated:
+        line = result.as_dict()
+        print(
+            f"{result.chosen.name:<{width}} {line['chrf']:>6.1f} {line['low']:>6.1f} to {line['high']:>6.1f} "
+            f"{result.n:>7,} {result.chosen.shots:>5} {line['chrf++']:>7.1f} {line['bleu']:>5.1f}"
+        )
+    judged = [result for result in results if result.correct is not None]
+    if judged:
+        print(f"{'task':<{width}}  right   95 % interval   items shots centred")
+    for result in judged:
         line = result.as_dict()
         print(
             f"{result.chosen.name:<{width}} {line['accuracy']:>6.1%} {line['low']:>6.1%} to {line['high']:>6.1%}"
@@ -343,4 +393,4 @@ def _print_tasks(results: Sequence[TaskResult], core_result: Core | None) -> Non
             f"CORE-like: {core_result.value:.4f} ({core_result.low:.4f} to {core_result.high:.4f}, 95 %), the mean of "
             f"{len(core_result.tasks)} of the {CORE_TASKS} tasks"
         )
-    print("measured; centred: 0 is guessing, 1 is all correct")
+    print("measured" + ("; centred: 0 is guessing, 1 is all correct" if judged else ""))

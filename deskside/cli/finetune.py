@@ -26,6 +26,7 @@ from deskside.cli.shared_options import (
     must_launch,
     process_count,
     set_length,
+    set_trackers,
 )
 from deskside.cli.train import resume
 from deskside.config import merge
@@ -160,6 +161,7 @@ class FinetuneRun:
         self._require_arguments()
         self.processes = process_count(options.gpus, [given])
         set_length(given, options, self.length)
+        set_trackers(given, options.track)
         self.align = objective_config(self.name, options, given)
         self.check()
         is_rank_zero = int(os.environ.get("RANK", "0")) == 0
@@ -250,6 +252,7 @@ class FinetuneRun:
             "hours",
             "steps",
             "tokens",
+            "track",
             "epochs",
             "questions",
         )

@@ -81,6 +81,11 @@ class RunOptions(JsonOption):
     steps: str | None = option("length in optimizer steps", None, metavar="N")
     tokens: str | None = option("length in tokens, such as 10M", None, metavar="N")
     resume: str | None = option("continue a stopped run where it stopped", None, metavar="RUN")
+    track: str | None = option(
+        "log to trackers too: wandb, trackio or tensorboard; --track.wandb names a project",
+        None,
+        metavar="NAME,...",
+    )
     runs: str = option("directory of all runs", "runs", metavar="DIR")
     gpus: str | None = option(GPUS_HELP, None, metavar="N|auto")
 
@@ -112,6 +117,17 @@ def launch(command: str, argv: Sequence[str], processes: int) -> int:
 
     debug = ["--debug"] if sys.argv[1:2] == ["--debug"] else []
     return launch([*debug, *command.split(), *argv], processes)
+
+
+TRACKERS = ("wandb", "trackio", "tensorboard")
+
+
+def set_trackers(given: dict[str, Any], track: str | None) -> None:
+    """Switch the trackers of --track on in `given`. Raises UsageError for an unknown one."""
+    for name in [] if track is None else [part.strip() for part in track.split(",")]:
+        if name not in TRACKERS:
+            raise UsageError(f"--track {track}: {name!r} is not one of {', '.join(TRACKERS)}")
+        given["track"] = {name: "true", **given.get("track", {})}
 
 
 def set_length(given: dict[str, Any], options: RunOptions, default: str | None = None) -> None:

@@ -19,6 +19,7 @@ from deskside.cli.shared_options import (
     name_of_preset,
     process_count,
     set_length,
+    set_trackers,
 )
 from deskside.config import merge, presets
 from deskside.config.duration import Duration
@@ -80,7 +81,7 @@ def run(argv: Sequence[str]) -> int:
     """Run `deskside train` and return the exit code. Raises UsageError and RunError."""
     options, given = COMMAND.parse_config(argv)
     if options.resume is not None:
-        other = ("preset", "name", "hours", "steps", "tokens", "depth", "init", "revision")
+        other = ("preset", "name", "hours", "steps", "tokens", "track", "depth", "init", "revision")
         if given or options.upcycle or any(getattr(options, name) is not None for name in other):
             raise UsageError(
                 "--resume uses the run's own configuration; give no other options with it, but --gpus"
@@ -88,6 +89,7 @@ def run(argv: Sequence[str]) -> int:
         if options.dry_run:
             return _print_dry_run(RunDirectory.open(Path(options.resume)).config(), options.json)
         return resume("train", argv, options)
+    set_trackers(given, options.track)
     layers = _layers(options)
     processes = process_count(options.gpus, [*layers, given])
     launching = must_launch(processes) and not options.dry_run

@@ -1,7 +1,7 @@
 """The smaller parts of a run's configuration: data, batch, compute, precision, adapters, checkpoints, guards ..."""
 
 from dataclasses import replace
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     AfterValidator,
@@ -316,5 +316,14 @@ class TrackConfig(Part):
     """Experiment trackers in addition to metrics.jsonl. Each needs its own package."""
 
     tensorboard: bool = Field(False, description="write TensorBoard events into the run directory")
-    wandb: str | None = Field(None, description="log to this Weights & Biases project")
-    trackio: str | None = Field(None, description="log to this trackio project")
+    wandb: str | None = Field(None, description="log to this Weights & Biases project; true: deskside")
+    trackio: str | None = Field(None, description="log to this trackio project; true: deskside")
+
+    @field_validator("wandb", "trackio", mode="before")
+    @classmethod
+    def _project(cls, value: Any) -> Any:
+        """Return the project's name for true, and None for false, also as text of an option."""
+        switch = value.lower() if isinstance(value, str) else value
+        if switch in (True, "true"):
+            return "deskside"
+        return None if switch in (False, "false", "") else value

@@ -52,23 +52,24 @@ def _boolq(record: Fields) -> dict[str, Any]:
     return {"query": query, "choices": ["no", "yes"], "gold": int(record["label"])}
 
 
-def _copa(record: Fields, because: str = "because", therefore: str = "therefore") -> dict[str, Any]:
-    conjunction = {"cause": because, "effect": therefore}[record["question"]]
-    choices = [text[:1].lower() + text[1:] for text in (str(record["choice1"]), str(record["choice2"]))]
-    return {
-        "query": f"{str(record['premise']).strip()[:-1]} {conjunction}",
-        "choices": choices,
-        "gold": int(record["label"]),
-    }
+def _copa(record: Fields) -> dict[str, Any]:
+    converted = _xcopa(record)
+    conjunction = {"cause": "because", "effect": "therefore"}[record["question"]]
+    return {**converted, "query": f"{converted['premise']} {conjunction}"}
 
 
-def _xcopa_ta(record: Fields) -> dict[str, Any]:
-    """XCOPA in Tamil (Ponti et al. 2020, arXiv 2005.00333).
+def _xcopa(record: Fields) -> dict[str, Any]:
+    """XCOPA (Ponti et al. 2020, arXiv 2005.00333); tasks.toml has the conjunction of each language.
 
     lm-eval removes the last character of the premise in every language, because it is a period in English. In Tamil it
     is mostly a vowel sign. This is repeated here, so that results are comparable.
     """
-    return _copa(record, because="காரணமாக", therefore="எனவே")
+    return {
+        "premise": str(record["premise"]).strip()[:-1],
+        "question": record["question"],
+        "choices": [text[:1].lower() + text[1:] for text in (str(record["choice1"]), str(record["choice2"]))],
+        "gold": int(record["label"]),
+    }
 
 
 def _openbookqa(record: Fields) -> dict[str, Any]:
@@ -101,7 +102,7 @@ READERS: dict[str, Reader] = {
     "piqa": (("goal", "sol1", "sol2", "label"), _piqa),
     "boolq": (("passage", "question", "label"), _boolq),
     "copa": (("premise", "question", "choice1", "choice2", "label"), _copa),
-    "xcopa_ta": (("premise", "question", "choice1", "choice2", "label"), _xcopa_ta),
+    "xcopa": (("premise", "question", "choice1", "choice2", "label"), _xcopa),
     "openbookqa": (("question_stem", "choices", "answerKey"), _openbookqa),
     "winogrande": (("sentence", "option1", "option2", "answer"), _winogrande),
     "lambada": (("text",), _lambada),

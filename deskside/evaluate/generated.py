@@ -72,7 +72,7 @@ def judge_answers(
 ) -> list[SandboxResult]:
     """Return the verdict on each text; `reason` is the parsed answer or, for code, why it failed.
 
-    Raises RunError if code cannot be sandboxed.
+    task: not a translation, which is scored instead. Raises RunError if code cannot be sandboxed.
     """
     if isinstance(task, CodeTask):
         return check_many(

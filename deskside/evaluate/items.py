@@ -27,6 +27,7 @@ from deskside.evaluate.tasks import (
     SelectedTask,
     Task,
 )
+from deskside.utils import strict_json
 from deskside.utils.errors import UsageError
 
 NOT_AN_ITEM = "not a valid record of this task"
@@ -71,9 +72,8 @@ def read_items(chosen: SelectedTask, bad: BadInputLog, *, chat: bool = False) ->
     items = list(_items(chosen, bad, chat))
     if not items:
         first = next((f" ({places[0]}: {reason})" for reason, places in bad.examples.items()), "")
-        raise UsageError(
-            f"{chosen.source}: holds no item of the task {chosen.name}{first}; download the file again"
-        )
+        remedy = "download the file again, or correct the fields that the task names in tasks.toml"
+        raise UsageError(f"{chosen.source}: holds no item of the task {chosen.name}{first}; {remedy}")
     return items
 
 
@@ -125,19 +125,32 @@ class Examples:
 
 def _items(chosen: SelectedTask, bad: BadInputLog, chat: bool) -> Iterator[Item]:
     task = chosen.task
-    fields, convert = _fields(task), None
+    fields, optional, convert = _fields(task), _optional_fields(task), None
     reader = task.reader
     if chosen.source.startswith(HUB):
         assert task.hub is not None  # `select` has checked it
         reader = task.hub.reader
     if reader is not None:
-        fields, convert = READERS[reader]
-    for record in iter_records(Source.parse(chosen.source), fields, bad):
+        (fields, convert), optional = READERS[reader], ()
+    for record in iter_records(Source.parse(chosen.source), fields, bad, optional):
         try:
             item_fields = record.fields if convert is None else convert(record.fields)
-            yield _item(task, item_fields, record.origin, chat)
+            yield _item(task, _with_derived(task, item_fields), record.origin, chat)
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             bad.add(NOT_AN_ITEM, record.origin, (str(error) or type(error).__name__)[:80])
+
+
+def _with_derived(task: Task, record: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a record with those that the task derives. Raises ValueError for a value without one."""
+    result = dict(record)
+    for name, derived in task.derived.items():
+        value = result.get(derived.of)
+        key = value if isinstance(value, str) else strict_json.dumps(value)
+        template = derived.map.get(key, derived.default)
+        if template is None:
+            raise ValueError(f"{derived.of} is {key[:40]!r}, which derived.{name} does not map")
+        result[name] = _text(template, result)
+    return result
 
 
 def _item(task: Task, record: dict[str, Any], origin: str, chat: bool) -> Item:
@@ -167,7 +180,9 @@ def _item(task: Task, record: dict[str, Any], origin: str, chat: bool) -> Item:
     if isinstance(task, Number):
         references: tuple[str, ...] = (_text(task.reference, record),)
     else:
-        references = _strings(record, task.references)
+        value = record[task.references]
+        one = {task.references: [value]} if isinstance(value, str) else record
+        references = _strings(one, task.references)
     return Item(origin, (prompt,), references, 0, example, group)
 
 
@@ -197,14 +212,25 @@ def _gold(value: object, count: int) -> int:
 def _fields(task: Task) -> tuple[str, ...]:
     """Return the fields that a record of this task must have."""
     names: list[str] = []
+    names += [derived.of for derived in task.derived.values() if derived.default is None]
     for key in type(task).model_fields:
         value = getattr(task, key)
         if key in FIELD_KEYS or (key == "choices" and isinstance(value, str)):
             names += [] if value is None else [value]
         elif key in TEMPLATE_KEYS:
             for template in [value] if isinstance(value, str) else value:
-                used = (name for _, name, _, _ in Formatter().parse(template) if name)
-                names += [
-                    name.split("[")[0].split(".")[0] for name in used
-                ]  # "choices[0]" uses the field choices
-    return tuple(dict.fromkeys(names))
+                names += _used(template)
+    return tuple(name for name in dict.fromkeys(names) if name not in task.derived)
+
+
+def _optional_fields(task: Task) -> tuple[str, ...]:
+    """Return the fields that the task's derived fields may use; a template that is used has all of its own."""
+    names = [derived.of for derived in task.derived.values()]
+    names += [name for derived in task.derived.values() for each in derived.templates for name in _used(each)]
+    return tuple(name for name in dict.fromkeys(names) if name not in task.derived)
+
+
+def _used(template: str) -> list[str]:
+    """Return the fields that a template uses: choices for "{choices[0]}"."""
+    used = (name for _, name, _, _ in Formatter().parse(template) if name)
+    return [name.split("[")[0].split(".")[0] for name in used]

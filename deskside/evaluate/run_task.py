@@ -13,7 +13,8 @@ from deskside.evaluate.generated import generate_answers, judge_answers
 from deskside.evaluate.items import Examples, Item, read_items, select_indices
 from deskside.evaluate.likelihood import Encoder, Likelihood, likelihoods
 from deskside.evaluate.scoring import centred, mean_centred, wilson
-from deskside.evaluate.tasks import Choice, CompletionTask, Generated, Schema, SelectedTask
+from deskside.evaluate.tasks import Choice, CompletionTask, Generated, Schema, SelectedTask, Translation
+from deskside.evaluate.translation import corpus_scores, sentence_chrf
 from deskside.model.transformer import Transformer
 from deskside.utils.errors import UsageError
 
@@ -40,14 +41,14 @@ class TaskResult:
     """The result of a task.
 
     Attributes:
-        correct: Number of correct items, of `n`.
+        correct: Number of correct items, of `n`; None for translations, which are scored otherwise.
         metrics: Further metrics of this kind of task.
         damaged: Skipped records, as in `BadInputLog.as_dict`.
         records: The results of each item, for --items.
     """
 
     chosen: SelectedTask
-    correct: int
+    correct: int | None
     n: int
     seconds: float
     metrics: dict[str, Any]
@@ -56,20 +57,27 @@ class TaskResult:
 
     @property
     def accuracy(self) -> float:
-        """Share of correct items."""
+        """Share of correct items. Raises TypeError for a translation."""
+        if self.correct is None:
+            raise TypeError(f"{self.chosen.name} has no accuracy")
         return self.correct / self.n
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the result for JSON. low and high: 95 % confidence interval of the accuracy."""
+        """Return the result for JSON. low and high: 95 % confidence interval of the accuracy, or of chrF2."""
         task = self.chosen.task
-        low, high = wilson(self.correct, self.n)
+        scores: dict[str, Any] = {}
+        if self.correct is not None:
+            low, high = wilson(self.correct, self.n)
+            scores = {
+                "accuracy": self.accuracy,
+                "low": low,
+                "high": high,
+                "centred": centred(self.accuracy, task.chance),
+                "chance": task.chance,
+            }
         return {
-            "accuracy": self.accuracy,
-            "low": low,
-            "high": high,
+            **scores,
             "n": self.n,
-            "centred": centred(self.accuracy, task.chance),
-            "chance": task.chance,
             "kind": task.kind,
             "shots": self.chosen.shots,
             **self.metrics,
@@ -134,9 +142,13 @@ def evaluate(
     metrics: dict[str, Any] = {}
     if isinstance(chosen.task, Generated):
         records = _evaluate_generated(evaluated, chosen.task, selected, examples, tick)
+        if isinstance(chosen.task, Translation):
+            texts, references = [record["text"] for record in records], [item.answers for item in selected]
+            metrics = corpus_scores(texts, references, chosen.task.tokenize)
     else:
         records, metrics = _evaluate_likelihood(evaluated, chosen.task, selected, examples, tick)
-    correct = sum(record["right"] for record in records)
+    is_judged = not isinstance(chosen.task, Translation)
+    correct = sum(record["right"] for record in records) if is_judged else None
     records = [
         {"task": chosen.name, "index": index, "origin": item.origin, **record}
         for record, index, item in zip(records, indices, selected, strict=True)
@@ -214,7 +226,7 @@ def _evaluate_generated(
     examples: Sequence[str],
     tick: Callable[[int], object] | None,
 ) -> list[dict[str, Any]]:
-    """Return a record for each item, judged by its generated answer."""
+    """Return a record for each item with its generated answer, and the verdict on it or its chrF2."""
     prompts = evaluated.encoder.prompts(
         [item_examples + item.contexts[0] for item, item_examples in zip(items, examples, strict=True)]
     )
@@ -227,6 +239,12 @@ def _evaluate_generated(
         chat=evaluated.chat,
         tick=tick,
     )
+    if isinstance(task, Translation):
+        texts = [text.strip() for text in texts]
+        return [
+            {"text": text, "chrf": sentence_chrf(text, item.answers)}
+            for text, item in zip(texts, items, strict=True)
+        ]
     verdicts = judge_answers(task, items, texts, evaluated.chat)
     return [
         {"text": text, "right": verdict.passed, "judged": verdict.reason}

@@ -43,6 +43,40 @@ class Hub(Part):
         return _known_reader(reader)
 
 
+class DerivedField(Part):
+    """A field for templates, which depends on the value of another field: mapped words, or whole conditional texts.
+
+    Attributes:
+        of: The field that decides.
+        map: Templates by its value; numbers are written as in JSON, and true, false and null too.
+        default: Template for other values, and for records that lack the field; None makes such records invalid.
+    """
+
+    of: str
+    map: dict[str, str] = Field(default_factory=dict)
+    default: str | None = None
+
+    @property
+    def templates(self) -> tuple[str, ...]:
+        return (*self.map.values(), *(() if self.default is None else (self.default,)))
+
+    @model_validator(mode="after")
+    def _templates_can_be_read(self) -> Self:
+        if not self.templates:
+            raise ValueError("has neither map nor default; add map")
+        for template in self.templates:
+            check_template(template)
+        return self
+
+
+def check_template(template: str) -> None:
+    """Raise ValueError if a template is not a Python format string."""
+    try:
+        list(Formatter().parse(template))
+    except ValueError as error:
+        raise ValueError(f"{template!r} is not a valid template ({error})") from None
+
+
 def _known_reader(name: str) -> str:
     """Return the name of a reader. Raises ValueError for an unknown one."""
     if name not in READERS:
@@ -56,6 +90,7 @@ class _TaskBase(Part):
     Attributes:
         files: Patterns of file names, in order of preference.
         reader: The reader in datasets.py that converts the records of these files; None if they need no conversion.
+        derived: Further fields by name, in order; each may use those before it.
         between: Separator after each few-shot example.
         shots: Number of few-shot examples.
         shots_same: A field in which examples must equal the question.
@@ -67,6 +102,7 @@ class _TaskBase(Part):
     files: Annotated[tuple[str, ...], Field(min_length=1)]
     reader: str | None = None
     hub: Hub | None = None
+    derived: dict[str, DerivedField] = Field(default_factory=dict)
     prompt: str
     between: str = "\n\n"
     shots: Annotated[int, Field(ge=0)] = 0
@@ -86,9 +122,9 @@ class _TaskBase(Part):
             value = getattr(self, name)
             for template in [value] if isinstance(value, str) else value:
                 try:
-                    list(Formatter().parse(template))
+                    check_template(template)
                 except ValueError as error:
-                    raise ValueError(f"{name}: {template!r} is not a valid template ({error})") from None
+                    raise ValueError(f"{name}: {error}") from None
         return self
 
 
@@ -143,10 +179,26 @@ class Number(Generated):
 
 
 class Match(Generated):
-    """Correct if the generated text equals one of `references`, ignoring case, articles and punctuation."""
+    """Correct if the generated text equals one of `references`, ignoring case, articles and punctuation.
+
+    references: The field with a text or a list of texts.
+    """
 
     kind: Literal["match"]
     references: str
+
+
+class Translation(Generated):
+    """Generated text that is scored against `references` by BLEU and chrF (see `translation.py`).
+
+    Attributes:
+        references: The field with a text or a list of texts.
+        tokenize: BLEU's tokenizer: "13a" for most languages, "zh" or "char" for those without spaces.
+    """
+
+    kind: Literal["translation"]
+    references: str
+    tokenize: Literal["13a", "intl", "zh", "char", "none"] = "13a"
 
 
 class CodeTask(Generated):
@@ -164,7 +216,9 @@ class CodeTask(Generated):
     chat_prompt: str
 
 
-Task = Annotated[Choice | Schema | CompletionTask | Number | Match | CodeTask, Field(discriminator="kind")]
+Task = Annotated[
+    Choice | Schema | CompletionTask | Number | Match | Translation | CodeTask, Field(discriminator="kind")
+]
 _TASKS: TypeAdapter[dict[str, Task]] = TypeAdapter(dict[str, Task])
 GROUPS = ("core", "all")
 

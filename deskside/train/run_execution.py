@@ -133,7 +133,9 @@ class RunExecution:
         if self.world.is_rank_zero:
             first_step = OnFirstStep(lambda: self.record_startup(plan))
             terminal = Terminal(progress.step, plan.total_steps(progress.step), self.length.unit == "seconds")
-            tracked = trackers(self.config.track, self.run, self.config.model_dump(mode="json"))
+            tracked = trackers(
+                self.config.track, self.run, self.config.model_dump(mode="json"), progress.step
+            )
             self.log.callbacks = [first_step, terminal, *tracked, self.callback]
         trainer = Trainer(
             self.stepper,

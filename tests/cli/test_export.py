@@ -47,9 +47,9 @@ def test_a_run_becomes_one_gguf_file(
         "dtype": "float32",
         "step": 20,
         "file": str(out / "small-F32.gguf"),
-        "in_float16": [],
+        "fallback": [],
     }
-    assert names(out) == ["README.md", "deskside.json", "small-F32.gguf"]
+    assert names(out) == ["Modelfile", "README.md", "deskside.json", "small-F32.gguf"]
     assert "llama.cpp that knows the split pattern `qwen35`" in (out / "README.md").read_text("utf-8")
     stored = {t.name: t for t in gguf.GGUFReader(out / "small-F32.gguf").tensors}
     embedding = torch.from_numpy(stored["token_embd.weight"].data.copy())
@@ -80,7 +80,7 @@ def test_q8_0_reports_tensors_in_float16(
     assert f"llama-server -m {out / 'small-Q8_0.gguf'}" in output.err
     # A new export replaces files that only the program itself has written.
     assert run_export([str(made.path), "--to", "gguf", "--out", str(out)]) == 0
-    assert names(out) == ["README.md", "deskside.json", "small-F32.gguf"]
+    assert names(out) == ["Modelfile", "README.md", "deskside.json", "small-F32.gguf"]
 
 
 def test_an_edited_model_card_is_not_overwritten(made: MadeRun, tmp_path: Path) -> None:

@@ -72,23 +72,6 @@ def test_copa() -> None:
         assert [f" {choice}" for choice in mine["choices"]][1] == theirs.doc_to_target(row)
 
 
-def test_xcopa() -> None:
-    """The prompt, the choices and the correct one of lm-eval's task, for a record of the file and one of the hub."""
-    theirs = of_lm_eval("xcopa/utils.py")
-    for question in ("cause", "effect"):
-        row = {
-            "premise": "அந்த மனிதன் குழாயைத் திறந்தான்",
-            "question": question,
-            "choice1": "கழிப்பறையில் தண்ணீர் நிரம்பியது",
-            "choice2": "Water flowed",
-            "label": 1,
-        }
-        mine = converted("xcopa_ta", row)
-        assert mine["query"] == theirs.doc_to_text_ta(row)
-        assert mine["choices"] == theirs.doc_to_choice(row)
-        assert mine["gold"] == row["label"]
-
-
 def test_the_others() -> None:
     arc = {
         "question": "Why?",

@@ -7,6 +7,7 @@ and passes the metrics to callbacks, on rank 0 only.
 
 import importlib
 import importlib.util
+import secrets
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from deskside.train.prepare.preflight import REPORT_SECONDS, REPORT_SHARE
 from deskside.utils.errors import UsageError
 from deskside.utils.signals import StopSignal
 
+TRACKER_FILE = "tracker.json"
 LINE_SECONDS = 10.0  # between progress lines, if there is no terminal for a progress bar
 
 
@@ -172,10 +174,12 @@ class Terminal(Callback):
 class TensorBoard(Callback):
     """Writes TensorBoard events to the run directory."""
 
-    def __init__(self, run: RunDirectory):
+    def __init__(self, run: RunDirectory, first_step: int):
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer: Any = SummaryWriter(str(run.path / "tensorboard"))
+        # A resumed run repeats steps; those after `first_step` that an earlier process wrote are not shown any more.
+        purge = first_step + 1 if first_step else None
+        self._writer: Any = SummaryWriter(str(run.path / "tensorboard"), purge_step=purge)
 
     def on_step(self, row: dict[str, Any], total_steps: int) -> None:
         for name, value in _numbers(row).items():
@@ -186,11 +190,17 @@ class TensorBoard(Callback):
 
 
 class Tracker(Callback):
-    """Logs to Weights & Biases or trackio, which share one interface."""
+    """Logs to Weights & Biases or trackio, which share one interface.
+
+    A resumed run continues its record there, which has the id in `TRACKER_FILE`. trackio knows a run by its name, so
+    that the id is part of it.
+    """
 
     def __init__(self, package: str, project: str, run: RunDirectory, config: dict[str, Any]):
         self._package: Any = importlib.import_module(package)
-        self._package.init(project=project, name=run.path.name, config=config)
+        name, run_id = run.path.name, _tracker_id(run)
+        names = {"name": name, "id": run_id} if package == "wandb" else {"name": f"{name}-{run_id}"}
+        self._package.init(project=project, config=config, resume="allow", **names)
 
     def on_step(self, row: dict[str, Any], total_steps: int) -> None:
         self._package.log(_numbers(row), step=row["step"])
@@ -213,17 +223,26 @@ def check_trackers(config: TrackConfig) -> None:
             )
 
 
+def _tracker_id(run: RunDirectory) -> str:
+    """Return the id of the run at trackers, which is made when it is first asked for."""
+    if (run.path / TRACKER_FILE).is_file():
+        return str(run.read_json(TRACKER_FILE).get("id"))
+    run_id = secrets.token_hex(4)
+    run.write_json(TRACKER_FILE, {"id": run_id})
+    return run_id
+
+
 def trackers(
-    config: TrackConfig, run: RunDirectory, run_config: dict[str, Any]
+    config: TrackConfig, run: RunDirectory, run_config: dict[str, Any], first_step: int = 0
 ) -> list[TensorBoard | Tracker]:
     """Return the enabled trackers. Weights & Biases and trackio also record `run_config`.
 
-    Raises UsageError if a package is missing.
+    first_step: the last step that is not repeated. Raises UsageError if a package is missing.
     """
     check_trackers(config)
     enabled: list[TensorBoard | Tracker] = []
     if config.tensorboard:
-        enabled.append(TensorBoard(run))
+        enabled.append(TensorBoard(run, first_step))
     for package, project in (("wandb", config.wandb), ("trackio", config.trackio)):
         if project is not None:
             enabled.append(Tracker(package, project, run, run_config))

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from deskside.cli.shared_options import set_trackers
 from deskside.config.sections import TrackConfig
 from deskside.run.directory import RunDirectory
 from deskside.train.loop.callbacks import RunLog, Terminal, check_trackers, trackers
@@ -90,20 +91,43 @@ def test_a_tracker_gets_the_numbers_of_each_step(
         finish=lambda: said.append("finish"),
     )
     run = RunDirectory(tmp_path / "mine")
+    run.path.mkdir()
     (tracker,) = trackers(TrackConfig(**{name: "project"}), run, {"seed": 1})  # type: ignore[arg-type]
     tracker.on_step(row(3, skipped=False, experts={"load": [[1.0]]}), 10)
     tracker.close()
-    assert said[0] == {"project": "project", "name": "mine", "config": {"seed": 1}}
+    first = said[0]
+    identity = first["id"] if name == "wandb" else first["name"].removeprefix("mine-")
+    names = {"name": "mine", "id": identity} if name == "wandb" else {"name": f"mine-{identity}"}
+    assert len(identity) == 8
+    assert first == {"project": "project", "config": {"seed": 1}, "resume": "allow", **names}
+    trackers(TrackConfig(**{name: "project"}), RunDirectory(run.path), {"seed": 1}, 3)  # type: ignore[arg-type]
+    assert said.pop() == first  # a resumed run
     assert said[1] == ({"loss": 2.5, "tokens_per_second": 1234.0, "skipped": 0.0}, 3)
     assert said[2:] == ["finish"]
+
+
+@pytest.mark.parametrize(
+    ("value", "project"), [("true", "deskside"), (True, "deskside"), ("false", None), ("mine", "mine")]
+)
+def test_a_tracker_can_be_switched_on_without_a_project(value: Any, project: str | None) -> None:
+    assert TrackConfig(wandb=value).wandb == TrackConfig(trackio=value).trackio == project
+
+
+def test_track_names_trackers() -> None:
+    given: dict[str, Any] = {"track": {"wandb": "mine"}}
+    set_trackers(given, "wandb, tensorboard")
+    assert given == {"track": {"wandb": "mine", "tensorboard": "true"}}
+    assert TrackConfig(**given["track"]).tensorboard
+    with pytest.raises(UsageError, match="mlflow"):
+        set_trackers(given, "mlflow")
 
 
 def test_tensorboard_gets_the_numbers_of_each_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[Any] = []
 
     class SummaryWriter:
-        def __init__(self, folder: str):
-            said.append(folder)
+        def __init__(self, folder: str, purge_step: int | None):
+            said.append((folder, purge_step))
 
         def add_scalar(self, name: str, value: float, step: int) -> None:
             said.append((name, value, step))
@@ -113,11 +137,11 @@ def test_tensorboard_gets_the_numbers_of_each_step(tmp_path: Path, monkeypatch: 
 
     fake(monkeypatch, "tensorboard")
     fake(monkeypatch, "torch.utils.tensorboard", SummaryWriter=SummaryWriter)
-    (tracker,) = trackers(TrackConfig(tensorboard=True), RunDirectory(tmp_path), {})
+    (tracker,) = trackers(TrackConfig(tensorboard=True), RunDirectory(tmp_path), {}, 2)
     tracker.on_step(row(3, skipped=False, experts={"load": [[1.0]]}), 10)
     tracker.close()
     assert said == [
-        str(tmp_path / "tensorboard"),
+        (str(tmp_path / "tensorboard"), 3),
         ("loss", 2.5, 3),
         ("tokens_per_second", 1234.0, 3),
         ("skipped", 0.0, 3),

@@ -1,0 +1,93 @@
+"""`deskside eval MODEL --compare OTHER`: the difference of two models on the same items of each task."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from deskside.evaluate.paired import PairedDifference, score_difference, verdict_difference
+from deskside.evaluate.run_task import TaskResult
+from deskside.study.stats.statistics import FALSE_DISCOVERY_RATE, significant
+from deskside.utils.errors import UsageError
+from deskside.utils.parsing import Unreadable, json_value
+
+Records = Sequence[Mapping[str, Any]]
+
+
+def is_items_file(other: str) -> bool:
+    """Return True if --compare names a file of --items instead of a model."""
+    return Path(other).is_file()
+
+
+def read_items_file(path: Path) -> dict[str, Records]:
+    """Return the records of a file that --items wrote, by task. Raises UsageError if it is not one."""
+    by_task: dict[str, list[dict[str, Any]]] = {}
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        try:
+            record = json_value(line)
+            by_task.setdefault(record["task"], []).append({**record, "index": int(record["index"])})
+        except (Unreadable, KeyError, TypeError, ValueError):
+            raise UsageError(
+                f"--compare {path}: line {number} is not the result of an item; give a model, or a file of --items"
+            ) from None
+    return dict(by_task)
+
+
+def compare(
+    results: Sequence[TaskResult], others: Mapping[str, Records], other: str
+) -> dict[str, PairedDifference]:
+    """Return the difference of each task. others: the other model's records. Raises UsageError for other items."""
+    return {r.chosen.name: _difference(r.chosen.name, r.records, others, other) for r in results}
+
+
+def _difference(task: str, records: Records, others: Mapping[str, Records], other: str) -> PairedDifference:
+    theirs = {record["index"]: record for record in others.get(task, ())}
+    if theirs.keys() != {record["index"] for record in records}:
+        raise UsageError(
+            f"--compare {other}: has {len(theirs)} items of {task}, which are not the {len(records)} evaluated here; "
+            "evaluate both with the same --tasks, --tasks-dir and --limit"
+        )
+    if any(record["origin"] != theirs[record["index"]].get("origin") for record in records):
+        raise UsageError(
+            f"--compare {other}: its items of {task} are of other data; evaluate both with the same"
+        )
+    pairs = [(record, theirs[record["index"]]) for record in records]
+    if all("chrf" in record for pair in pairs for record in pair):
+        return score_difference([a["chrf"] for a, _ in pairs], [b["chrf"] for _, b in pairs])
+    if not all(isinstance(record.get("right"), bool) for pair in pairs for record in pair):
+        raise UsageError(f"--compare {other}: its results of {task} are of another kind; evaluate it again")
+    return verdict_difference([a["right"] for a, _ in pairs], [b["right"] for _, b in pairs])
+
+
+def shown_significant(differences: Mapping[str, PairedDifference]) -> dict[str, bool]:
+    """Return for each task whether its difference is significant, corrected for the number of tasks."""
+    tested = {name: each.p for name, each in differences.items() if each.p is not None}
+    verdicts = dict(zip(tested, significant(list(tested.values())), strict=True))
+    return {name: verdicts.get(name, False) for name in differences}
+
+
+def as_json(differences: Mapping[str, PairedDifference], model: str) -> dict[str, Any]:
+    """Return the comparison for --json. difference: the evaluated model minus `model`."""
+    verdicts = shown_significant(differences)
+    tasks = {name: {**each.as_dict(), "significant": verdicts[name]} for name, each in differences.items()}
+    return {"model": model, "tasks": tasks, "false_discovery_rate": FALSE_DISCOVERY_RATE}
+
+
+def print_differences(differences: Mapping[str, PairedDifference], first: str, second: str) -> None:
+    """Print one line for each task."""
+    width = max(len("task"), *map(len, differences))
+    verdicts = shown_significant(differences)
+    print(f"\nfirst: {first}\nsecond: {second}")
+    print(f"{'task':<{width}}   first  second  difference   95 % interval    items  significant")
+    for name, each in differences.items():
+        scale = 1 if max(each.first, each.second) > 1 else 100  # chrF2 goes to 100 itself
+        interval = "unknown"
+        if each.low is not None and each.high is not None:
+            interval = f"{scale * each.low:+.1f} to {scale * each.high:+.1f}"
+        print(
+            f"{name:<{width}} {scale * each.first:>7.1f} {scale * each.second:>7.1f} {scale * each.difference:>+11.1f}"
+            f"   {interval:>14} {each.n:>8,}  {'yes' if verdicts[name] else 'no'}"
+        )
+    print(
+        "of 100, measured on the same items; significant: corrected for several tasks, a false discovery rate of "
+        f"{FALSE_DISCOVERY_RATE:.0%}"
+    )

@@ -1,0 +1,57 @@
+"""BLEU and chrF of generated translations, through sacrebleu, so that they are comparable with published ones.
+
+BLEU: Papineni et al. 2002 (aclanthology.org/P02-1040), as Post 2018 (arXiv 1804.08771) defines it. chrF2: Popović 2015
+(aclanthology.org/W15-3049); chrF2++: Popović 2017 (aclanthology.org/W17-4770), with words and pairs of words too.
+"""
+
+import json
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Any
+
+from deskside.utils.errors import UsageError
+
+RESAMPLES = 1000  # of the sentences, for the interval (Koehn 2004, aclanthology.org/W04-3250)
+
+
+def check_sacrebleu(names: Sequence[str]) -> None:
+    """Raise UsageError if sacrebleu is missing. names: of the tasks that need it."""
+    try:
+        import sacrebleu  # noqa: F401
+    except ModuleNotFoundError:
+        raise UsageError(
+            f"--tasks {','.join(names)}: needs sacrebleu; install it: pip install 'deskside[bleu]'"
+        ) from None
+
+
+def corpus_scores(
+    texts: Sequence[str], references: Sequence[tuple[str, ...]], tokenize: str
+) -> dict[str, Any]:
+    """Return BLEU, chrF2 and chrF2++ of all texts together, from 0 to 100.
+
+    low and high: 95 % interval of chrF2 over resampled sentences. signatures: sacrebleu's descriptions of the metrics.
+    """
+    from sacrebleu.metrics import BLEU, CHRF
+
+    streams = list(
+        zip_longest(*references)
+    )  # of the first references, of the second ones (None if missing), ...
+    bleu, chrf, words = BLEU(tokenize=tokenize, force=True), CHRF(), CHRF(word_order=2)
+    resampled = chrf.corpus_score(texts, streams, n_bootstrap=RESAMPLES)
+    score = json.loads(resampled.format(width=4, is_json=True, signature=str(chrf.get_signature())))
+    middle, half = float(score["confidence_mean"]), float(score["confidence_var"])
+    return {
+        "chrf": float(score["score"]),
+        "low": middle - half,
+        "high": middle + half,
+        "chrf++": words.corpus_score(texts, streams).score,
+        "bleu": bleu.corpus_score(texts, streams).score,
+        "signatures": [str(metric.get_signature()) for metric in (chrf, words, bleu)],
+    }
+
+
+def sentence_chrf(text: str, references: tuple[str, ...]) -> float:
+    """Return chrF2 of one translation, from 0 to 100."""
+    from sacrebleu.metrics import CHRF
+
+    return float(CHRF().sentence_score(text, list(references)).score)
