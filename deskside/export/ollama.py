@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from deskside.data.chat.renderer import Message, NotRendered, Renderer, read_chat_template
+from deskside.data.chat.messages import Conversation, Message, NotRendered
+from deskside.data.chat.renderer import Renderer, read_chat_template
 from deskside.data.tokenizer import load as load_tokenizer
 
 MODELFILE = "Modelfile"
@@ -116,7 +117,7 @@ def _talk(*contents: str) -> list[Message]:
 
 
 def _text(renderer: Renderer, messages: Sequence[Message]) -> str:
-    return renderer.unescape(renderer.text(messages, add_generation_prompt=True))
+    return renderer.unescape(renderer.text(Conversation(messages), add_generation_prompt=True))
 
 
 def _common_end(a: str, b: str) -> str:
