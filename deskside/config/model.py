@@ -29,6 +29,10 @@ ModelType = Literal[
     "dots1",
     "gemma2",
     "olmo2",
+    "gemma3_text",
+    "olmo3",
+    "gpt_neox",
+    "gpt_oss",
     "gpt2",
 ]
 

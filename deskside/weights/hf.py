@@ -33,6 +33,8 @@ from deskside.utils.parsing import read_json_object
 from deskside.weights.hf_config import from_hf_config, to_hf_config
 from deskside.weights.hf_families import FAMILIES, family_of
 from deskside.weights.hf_family import Family
+from deskside.weights.hf_layout import from_hf_layout, hf_shape, to_hf_layout
+from deskside.weights.mxfp4 import dequantize_mxfp4
 
 TOKENIZER_EXTRAS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a layer or an expert, in the name of a tensor
@@ -75,11 +77,7 @@ def hf_tensors(
     """Return values of all parameters (weights or gradients) under Hugging Face's names and in its layout."""
     result: dict[str, Tensor] = {}
     for name, parts in by_hf_name(model, family).items():
-        values = [value_of(part) for part in parts]
-        tensor = values[0] if len(values) == 1 else torch.cat(values)
-        if family.stacked_by_head and len(values) > 1:
-            tensor = _by_head(tensor, len(values), model.config.head_dim)
-        result[name] = tensor.T if is_transposed(family, parts[0]) else tensor
+        result[name] = to_hf_layout([value_of(part) for part in parts], parts, family, model.config)
     return result
 
 
@@ -206,23 +204,13 @@ def read_parts(
     parts: Sequence[LogicalTensor], tensor: Tensor, config: ModelConfig, family: Family, name: str
 ) -> None:
     """Set the tensors that Hugging Face stacks in `tensor`. Raises RunError if its shape is another; name: for that."""
-    if is_transposed(family, parts[0]):
-        tensor = tensor.T
-    rows = [part.view.shape[0] for part in parts]
-    expected = (sum(rows), *parts[0].view.shape[1:])
-    if tuple(tensor.shape) != expected:
+    if tuple(tensor.shape) != (expected := hf_shape(parts, family, config)):
         raise RunError(f"{name} is {tuple(tensor.shape)}, its config.json needs {expected}")
-    for part, values in zip(parts, our_rows(tensor, parts, config, family).split(rows), strict=True):
+    tensor = from_hf_layout(tensor, parts, family, config)
+    for part, values in zip(parts, tensor.split([len(part.view) for part in parts]), strict=True):
         part.view.copy_(values)
         if part.kind == "norm":
             part.view.add_(family.norm_offset)
-
-
-def our_rows(tensor: Tensor, parts: Sequence[LogicalTensor], config: ModelConfig, family: Family) -> Tensor:
-    """Return the rows of a tensor in which Hugging Face stacks `parts`, one part after the other."""
-    if family.stacked_by_head and len(parts) > 1:
-        return _by_head(tensor, config.num_attention_heads, config.head_dim)
-    return tensor
 
 
 class _StoredTensors:
@@ -255,16 +243,23 @@ class _StoredTensors:
         for candidate in (name, name.removeprefix(self.family.prefix)):
             if candidate in self.file_of:
                 self.names_read.add(candidate)
-                tensor: Tensor = self.file_of[candidate].get_tensor(candidate)
-                return tensor
+                return self._get(candidate)
+        if f"{name}_blocks" in self.file_of and f"{name}_scales" in self.file_of:
+            self.names_read |= {f"{name}_blocks", f"{name}_scales"}
+            # Stored as (E, out, in) in blocks along the last dimension.
+            return dequantize_mxfp4(self._get(f"{name}_blocks"), self._get(f"{name}_scales")).mT
         raise RunError(f"{self.folder} has no tensor {name}, which its config.json needs; is it complete?")
+
+    def _get(self, name: str) -> Tensor:
+        tensor: Tensor = self.file_of[name].get_tensor(name)
+        return tensor
 
     def unread(self, tied: bool) -> list[str]:
         """Return the names of unknown tensors that were not read, except empty ones.
 
         A tied model may store its head as a copy.
         """
-        known = (*self.family.buffers, *(["lm_head.weight"] if tied else []))
+        known = (*self.family.buffers, *([hf_name("lm_head.weight", self.family)] if tied else []))
         unread = (name for name in self.file_of.keys() - self.names_read if not name.endswith(known))
         return sorted(name for name in unread if 0 not in self.file_of[name].get_slice(name).get_shape())
 
@@ -277,26 +272,19 @@ def by_hf_name(model: Transformer, family: Family) -> dict[str, list[LogicalTens
     return result
 
 
-def _by_head(tensor: Tensor, blocks: int, head_dim: int) -> Tensor:
-    """Transpose `blocks` blocks of rows, each of as many heads: q0 q1 k0 k1 v0 v1 <-> q0 k0 v0 q1 k1 v1."""
-    return tensor.unflatten(0, (blocks, -1, head_dim)).transpose(0, 1).flatten(0, 2)
-
-
 def hf_name(name: str, family: Family) -> str:
     """Return the Hugging Face name of a logical tensor: layers.0.attn.q_proj.weight -> model.layers.0.self_attn..."""
     module, _, leaf = name.rpartition(".")
-    hf_module = family.names[_NUMBER.sub("{}", module)].format(*_NUMBER.findall(module))
+    numbers = _NUMBER.findall(name)
+    if (whole := family.names.get(_NUMBER.sub("{}", name))) is not None:  # a name without the leaf "weight"
+        return whole.format(*numbers)
+    hf_module = family.names[_NUMBER.sub("{}", module)].format(*numbers)
     return f"{hf_module}.{leaf}"
 
 
 def is_stacked(module: str, family: Family) -> bool:
     """Return True if Hugging Face has one module for this logical one and others, as for q, k and v in GPT-2."""
     return list(family.names.values()).count(family.names[_NUMBER.sub("{}", module)]) > 1
-
-
-def is_transposed(family: Family, tensor: LogicalTensor) -> bool:
-    """Return True if Hugging Face stores this tensor as (in, out)."""
-    return family.transposed and tensor.kind == "matrix"
 
 
 def _write_tokenizer(source: Path, folder: Path, config: ModelConfig) -> dict[str, Any]:

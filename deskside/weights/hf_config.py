@@ -73,6 +73,8 @@ def _options(source: Mapping[str, Any], family: Family) -> dict[str, Any]:
         assert family.windows is not None
         values["sliding_window"] = source.get("sliding_window", family.windows.size)
         values["window_pattern"] = shortest_pattern("".join("S" if window else "L" for window in windows))
+    else:
+        values.pop("rope_local_base_freq", None)
     return values
 
 
@@ -103,7 +105,7 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
         for name in filter(None, (hf_field.name, hf_field.copy)):
             result[name] = hf_field.write(getattr(config, option), config)
     if config.position_embedding == "rope":
-        result |= to_hf_rope(config)
+        result |= to_hf_rope(config, family)
     if family.windows is not None:
         result |= _hf_windows(config, family)
     return result

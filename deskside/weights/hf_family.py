@@ -76,15 +76,17 @@ class Family:
     """A Hugging Face architecture.
 
     names: logical module name -> Hugging Face module name. fields: option of ModelConfig -> field of config.json.
-    options: options of ModelConfig for which the architecture has only one value. constants: fields of config.json
-    for which only one value is supported. written: fields that are written and never read. conditions: (text, holds):
-    what else the architecture needs of a ModelConfig. windows: None if it has no sliding windows. rope_theta: the base
-    if config.json has none. partial_rotary: it may rotate a share of the channels.
-    rope_types: name in config.json -> ours (RopeScaling). transposed: the matrices of the
-    blocks are (in, out), as in GPT-2's Conv1D. prefix: prefix of tensor names that some checkpoints omit. buffers:
-    suffixes of stored tensors that are not weights. norm_offset: what the architecture adds to the stored weight of a
-    norm, as 1 in Gemma; our weight is the sum. stacked_by_head: in a tensor with q, k and v, those of a head stand
-    together (q0 k0 v0 q1 ...).
+    options: options of ModelConfig for which the architecture has only one value. constants: fields of config.json for
+    which only one value is supported. written: fields that are written and never read. conditions: (text, holds): what
+    else the architecture needs of a ModelConfig. windows: None if it has no sliding windows. rope_theta: the base if
+    config.json has none. rope_names: its names of rope_theta and partial_rotary_factor before transformers 5.
+    local_rope: window layers have a base of their own; the field with it before transformers 5, and its default.
+    partial_rotary: the share of rotated channels if config.json has none; None if all are always rotated. rope_types:
+    name in config.json -> ours (RopeScaling). transposed: the matrices of the blocks are (in, out), as in GPT-2's
+    Conv1D. prefix: prefix of tensor names that some checkpoints omit. buffers: suffixes of stored tensors that are not
+    weights. norm_offset: what the architecture adds to the stored weight of a norm, as 1 in Gemma; our weight is the
+    sum. stacked_by_head: in a tensor with q, k and v, those of a head stand together (q0 k0 v0 q1 ...).
+    stacked_experts: one tensor has a projection of all experts, (E, in, out), in which gate and up alternate.
     """
 
     model_type: str
@@ -97,13 +99,16 @@ class Family:
     conditions: tuple[tuple[str, Callable[[ModelConfig], bool]], ...] = ()
     windows: Windows | None = None
     rope_theta: float = 10000.0
-    partial_rotary: bool = False
+    rope_names: Mapping[str, str] = field(default_factory=dict)
+    local_rope: tuple[str, float] | None = None
+    partial_rotary: float | None = None
     rope_types: Mapping[str, str] = field(default_factory=lambda: _ROPE_TYPES)
     transposed: bool = False
     prefix: str = ""
     buffers: tuple[str, ...] = ("rotary_emb.inv_freq",)
     norm_offset: float = 0.0
     stacked_by_head: bool = False
+    stacked_experts: bool = False
 
 
 # Options of ModelConfig that any family can have: they do not change what a model computes.
@@ -135,8 +140,10 @@ def unsupported_options(config: ModelConfig, family: Family) -> list[str]:
     free = _FREE_OPTIONS | without_effect | family.fields.keys() | _ROPE_OPTIONS | {"head_dim"}
     if family.windows is not None:
         free |= _WINDOW_OPTIONS
-    if family.partial_rotary:
+    if family.partial_rotary is not None:
         free |= {"partial_rotary_factor"}
+    if family.local_rope is not None:
+        free |= {"rope_local_base_freq"}
     lacking = []
     for name, option in ModelConfig.model_fields.items():
         value, only = getattr(config, name), family.options.get(name, option.default)

@@ -13,6 +13,7 @@ _ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_new": "gelu_new",
     "gelu_pytorch_tanh": "gelu_new",
+    "gelu_fast": "gelu_new",
     "relu2": "relu2",
 }
 
@@ -79,6 +80,23 @@ GEMMA = {
 OLMO = {
     **{name: value for name, value in DECODER.items() if name != "head_dim"},
     "norm_eps": Field("rms_norm_eps", 1e-5),
+}
+NEOX = {
+    **{name: value for name, value in DECODER.items() if name != "head_dim"},
+    "num_key_value_heads": Field("num_attention_heads"),
+    "hidden_act": Field("hidden_act", "gelu", read=read_activation),
+    "norm_eps": Field("layer_norm_eps", 1e-5),
+    "attention_bias": Field("attention_bias", True),
+    "parallel_residual": Field("use_parallel_residual", True),
+}
+GPT_OSS = {
+    **{name: value for name, value in DECODER.items() if name not in ("hidden_act", "intermediate_size")},
+    "norm_eps": Field("rms_norm_eps", 1e-5),
+    "attention_bias": Field("attention_bias", True),
+    "num_experts": Field("num_local_experts", older="num_experts"),
+    "num_experts_per_tok": Field("num_experts_per_tok", older="experts_per_token"),
+    "moe_intermediate_size": Field("intermediate_size"),
+    "router_aux_loss_coef": Field("router_aux_loss_coef", 0.001),
 }
 
 

@@ -71,3 +71,26 @@ PHI3 = {
     **{f"layers.{{}}.mlp.{x}_proj": "model.layers.{}.mlp.gate_up_proj" for x in ("gate", "up")},
     "layers.{}.mlp.down_proj": "model.layers.{}.mlp.down_proj",
 }
+GEMMA3 = {**GEMMA2, **QK_NORM}
+NEOX = {
+    "embed": "gpt_neox.embed_in",
+    "layers.{}.attn.norm": "gpt_neox.layers.{}.input_layernorm",
+    **{f"layers.{{}}.attn.{x}_proj": "gpt_neox.layers.{}.attention.query_key_value" for x in "qkv"},
+    "layers.{}.attn.o_proj": "gpt_neox.layers.{}.attention.dense",
+    "layers.{}.mlp.norm": "gpt_neox.layers.{}.post_attention_layernorm",
+    "layers.{}.mlp.up_proj": "gpt_neox.layers.{}.mlp.dense_h_to_4h",
+    "layers.{}.mlp.down_proj": "gpt_neox.layers.{}.mlp.dense_4h_to_h",
+    "norm": "gpt_neox.final_layer_norm",
+    "lm_head": "embed_out",
+}
+_GPT_OSS_EXPERTS = "model.layers.{}.mlp.experts."
+GPT_OSS = {
+    **DECODER,
+    "layers.{}.attn.sinks": "model.layers.{}.self_attn.sinks",
+    "layers.{}.mlp.router": "model.layers.{}.mlp.router",
+    **{
+        f"layers.{{}}.mlp.experts.{{}}.{x}_proj.{leaf}": f"{_GPT_OSS_EXPERTS}{stacked}_proj{suffix}"
+        for x, stacked in (("gate", "gate_up"), ("up", "gate_up"), ("down", "down"))
+        for leaf, suffix in (("weight", ""), ("bias", "_bias"))
+    },
+}

@@ -11,19 +11,41 @@ from deskside.weights.hf_family import Family
 
 def from_hf_rope(source: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Return the rotary options of ModelConfig, as transformers reads them."""
-    rope = source.get("rope_parameters") or source.get("rope_scaling") or {}
+    parameters = source.get("rope_parameters") or source.get("rope_scaling") or {}
+    if family.local_rope is None:
+        return _from_parameters(parameters, source, family)
+    # transformers 5 has parameters for each kind of layer.
+    name, default = family.local_rope
+    local = parameters.get("sliding_attention") or {"rope_theta": source.get(name, default)}
+    full_values = _from_parameters(parameters.get("full_attention") or parameters, source, family)
+    local_values = _from_parameters({"rope_theta": default, **local}, source, family)
+    if local_values == full_values:
+        return full_values
+    if "rope_scaling" in local_values:
+        raise UsageError(
+            "rope_parameters: scaling of sliding_attention other than of full_attention is not supported"
+        )
+    return full_values | {"rope_local_base_freq": local_values["rope_theta"]}
+
+
+def _from_parameters(rope: Mapping[str, Any], source: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Return the options for `rope_parameters` of one kind of layer. source: config.json, for the older names."""
     written = rope.get("rope_type", rope.get("type", "default"))
     if written != "default" and written not in family.rope_types:
         raise UsageError(
             f"rope_parameters: rope_type '{written}' is not supported in {family.architecture}; only default, "
             f"{', '.join(family.rope_types)} are"
         )
-    share = rope.get("partial_rotary_factor", source.get("partial_rotary_factor"))
-    share = 1.0 if share is None else float(share)
-    if share != 1 and not family.partial_rotary:
+
+    def value(name: str, default: float) -> float:
+        found = rope.get(name, source.get(family.rope_names.get(name, name)))
+        return default if found is None else float(found)
+
+    share = value("partial_rotary_factor", family.partial_rotary or 1.0)
+    if share != 1 and family.partial_rotary is None:
         raise UsageError(f"partial_rotary_factor: only 1 is supported in {family.architecture}")
-    theta = rope.get("rope_theta", source.get("rope_theta", family.rope_theta))
-    values: dict[str, Any] = {"rope_theta": float(theta), "partial_rotary_factor": share}
+    theta = value("rope_theta", family.rope_theta)
+    values: dict[str, Any] = {"rope_theta": theta, "partial_rotary_factor": share}
     if written == "default":
         return values
     kind, longest = family.rope_types[written], source["max_position_embeddings"]
@@ -39,14 +61,14 @@ def from_hf_rope(source: Mapping[str, Any], family: Family) -> dict[str, Any]:
     return values
 
 
-def to_hf_rope(config: ModelConfig) -> dict[str, Any]:
+def to_hf_rope(config: ModelConfig, family: Family) -> dict[str, Any]:
     """Return the rotary fields of config.json for a configuration."""
     scaling = config.rope_scaling
     result: dict[str, Any] = {}
     parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
-    if config.partial_rotary_factor != 1:
-        parameters["partial_rotary_factor"] = config.partial_rotary_factor
-        result["partial_rotary_factor"] = config.partial_rotary_factor
+    if family.partial_rotary is not None:
+        share_name = family.rope_names.get("partial_rotary_factor", "partial_rotary_factor")
+        parameters["partial_rotary_factor"] = result[share_name] = config.partial_rotary_factor
     if scaling is not None:
         # transformers before version 5 reads rope_scaling, with the base and the share of channels beside it.
         parameters |= scaling.in_hf_form()
@@ -57,4 +79,12 @@ def to_hf_rope(config: ModelConfig) -> dict[str, Any]:
         result["original_max_position_embeddings"] = original
         if config.max_position_embeddings == original:  # `from_hf_rope` has shortened it
             result["max_position_embeddings"] = round(original * scaling.factor)
-    return {"rope_theta": config.rope_theta, **result, "rope_parameters": parameters}
+    result[family.rope_names.get("rope_theta", "rope_theta")] = config.rope_theta
+    if family.local_rope is None:
+        return result | {"rope_parameters": parameters}
+    local = parameters
+    if config.rope_local_base_freq is not None:
+        local = {"rope_type": "default", "rope_theta": config.rope_local_base_freq}
+        if (name := family.local_rope[0]) != "rope_theta":
+            result[name] = config.rope_local_base_freq
+    return result | {"rope_parameters": {"full_attention": parameters, "sliding_attention": local}}

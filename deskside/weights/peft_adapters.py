@@ -25,8 +25,9 @@ from deskside.model.init import allocate
 from deskside.model.transformer import Transformer
 from deskside.ops.logical import LogicalTensor, logical_tensors
 from deskside.utils.errors import RunError, UsageError
-from deskside.weights.hf import by_hf_name, hf_name, our_rows, read_parts
+from deskside.weights.hf import by_hf_name, hf_name, read_parts
 from deskside.weights.hf_families import family_of
+from deskside.weights.hf_layout import our_rows
 from deskside.weights.peft_config import CONFIG, PREFIX, WEIGHTS, PeftConfig, read_peft_config
 
 _PART = re.compile(
@@ -174,8 +175,8 @@ def in_our_rows(
         raise _misfit(adapters, module)
     magnitude = low_rank.magnitude
     if magnitude is not None:
-        magnitude = our_rows(magnitude, parts, config, family)
-    return replace(low_rank, b=our_rows(low_rank.b, parts, config, family), magnitude=magnitude)
+        magnitude = our_rows(magnitude, parts, family, config)
+    return replace(low_rank, b=our_rows(low_rank.b, parts, family, config), magnitude=magnitude)
 
 
 def _merge_experts(

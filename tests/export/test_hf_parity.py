@@ -55,6 +55,34 @@ GEMMA2 = {
     "embedding_multiplier": 32**0.5,
     "tie_word_embeddings": True,
 }
+GEMMA3 = {
+    **{name: value for name, value in GEMMA2.items() if "softcapping" not in name},
+    "qk_norm": True,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 1e4,
+}
+NEOX = {
+    "num_key_value_heads": 4,
+    "hidden_act": "gelu",
+    "gated_mlp": False,
+    "mlp_bias": True,
+    "attention_bias": True,
+    "norm": "layernorm",
+    "norm_bias": True,
+    "norm_eps": 1e-5,
+    "qk_norm": False,
+    "parallel_residual": True,
+    "partial_rotary_factor": 0.25,
+}
+GPT_OSS = {
+    **MOE,
+    **WINDOW,
+    "attention_bias": True,
+    "attention_sinks": True,
+    "mlp_bias": True,
+    "hidden_act": "clamped_swiglu",
+    "qk_norm": False,
+}
 OLMO2 = {"norm_position": "output", "qk_norm_over": "projection"}
 LONGROPE_FACTORS = {
     "short_factor": [1.0, 1.1, 1.3, 1.5, 2.0, 3.0],
@@ -193,6 +221,32 @@ CASES: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "tie_word_embeddings": True,
         "rope_scaling": YARN,
+    },
+    "gemma3": GEMMA3,
+    "gemma3 linear, caps": {
+        **GEMMA3,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        "rope_local_base_freq": 300.0,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+    },
+    "olmo3": {**OLMO2, **WINDOW},
+    "olmo3 yarn": {**OLMO2, **WINDOW, "rope_scaling": YARN, "rope_local_base_freq": 10000.0},
+    "neox": NEOX,
+    "neox sequential, tied, no attention bias": {
+        **NEOX,
+        "parallel_residual": False,
+        "partial_rotary_factor": 0.5,
+        "attention_bias": False,
+        "tie_word_embeddings": True,
+        "hidden_act": "gelu_new",
+        **SEPARATE,
+    },
+    "gpt-oss": GPT_OSS,
+    "gpt-oss no bias, yarn": {
+        **GPT_OSS,
+        "attention_bias": False,
+        "rope_scaling": {**YARN, "truncate": False},
     },
     "qwen3 moe window": {**MOE, "sliding_window": 4, "window_pattern": "S"},
 }
