@@ -192,13 +192,13 @@ _FAMILIES = (
         "gemma3_text",
         "Gemma3ForCausalLM",
         names.GEMMA3,
-        {
-            **fields.GEMMA,
-            "attn_logit_softcapping": Field("attn_logit_softcapping", None),
-            "final_logit_softcapping": Field("final_logit_softcapping", None),
-        },
+        {**fields.GEMMA, "final_logit_softcapping": Field("final_logit_softcapping", None)},
         {"norm_position": "sandwich"},
-        {"use_bidirectional_attention": Constant(False, False)},
+        # transformers does not cap the scores, whatever attn_logit_softcapping is.
+        {
+            "use_bidirectional_attention": Constant(False, False),
+            "attn_logit_softcapping": Constant(None, None),
+        },
         fields.NO_DROPOUT,
         conditions=(fields.DIVISIBLE_HIDDEN_SIZE, fields.WHOLE_SCALAR),
         windows=Windows(fields.all_but_every(6), 4096),

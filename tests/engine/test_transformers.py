@@ -41,6 +41,10 @@ def prompts(vocabulary: int) -> list[list[int]]:
         "qwen2 moe",
         "gemma2",
         "olmo2",
+        "gemma3",
+        "olmo3",
+        "neox",
+        "gpt-oss",
     ],
 )
 @pytest.mark.parametrize("penalty", [1.0, 1.3])

@@ -76,6 +76,7 @@ NEOX = {
 }
 GPT_OSS = {
     **MOE,
+    "intermediate_size": 2048,
     **WINDOW,
     "attention_bias": True,
     "attention_sinks": True,
@@ -223,11 +224,10 @@ CASES: dict[str, dict[str, Any]] = {
         "rope_scaling": YARN,
     },
     "gemma3": GEMMA3,
-    "gemma3 linear, caps": {
+    "gemma3 linear, cap": {
         **GEMMA3,
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
         "rope_local_base_freq": 300.0,
-        "attn_logit_softcapping": 2.0,
         "final_logit_softcapping": 3.0,
     },
     "olmo3": {**OLMO2, **WINDOW},
