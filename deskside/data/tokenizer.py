@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deskside.utils.errors import RunError, UsageError
-from deskside.utils.parsing import json_value
+from deskside.utils.parsing import json_value, read_json_object
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -117,15 +117,8 @@ def end_of_text(tokenizer: Tokenizer, directory: str | Path | None = None) -> tu
     token, and RunError if tokenizer_config.json is damaged.
     """
     names = list(_END_NAMES)
-    config = Path(directory) / "tokenizer_config.json" if directory is not None else None
-    if config is not None and config.is_file():
-        try:
-            settings = json_value(config.read_bytes())
-        except ValueError as error:
-            raise RunError(f"{config}: cannot be read as JSON ({error}).") from None
-        if not isinstance(settings, dict):
-            raise RunError(f"{config}: does not hold a JSON object.")
-        eos_token = settings.get("eos_token")
+    if directory is not None:
+        eos_token = read_config(Path(directory)).get("eos_token")
         if isinstance(eos_token, dict):
             eos_token = eos_token.get("content")
         if isinstance(eos_token, str):
@@ -145,6 +138,12 @@ def save(tokenizer: Tokenizer, directory: Path) -> None:
     # Not tokenizer.save: it reports a full disk as a bare Exception.
     (directory / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     write_config(directory, default_config(end_of_text(tokenizer)[0]))
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """Return the content of tokenizer_config.json, or {} without one. Raises RunError if it is not a JSON object."""
+    file = directory / "tokenizer_config.json"
+    return read_json_object(file, big_integers=True) if file.is_file() else {}
 
 
 def default_config(eos: str) -> dict[str, Any]:

@@ -28,7 +28,8 @@ def json_value(text: str | bytes | bytearray, big_integers: bool = False, finite
     """Return the value of a JSON text; bytes must be UTF-8.
 
     Args:
-        big_integers: Accept integers of more than `MAX_DIGITS`, which may occur in the records of a data set.
+        big_integers: Accept integers of more than `MAX_DIGITS`, which occur in the records of data sets, and as
+            `model_max_length` in the tokenizer_config.json of transformers.
         finite: Reject NaN, infinities, and numbers with a fraction or exponent that are too large for a float.
 
     Raises Unreadable.
@@ -54,13 +55,13 @@ def toml_table(text: str | bytes) -> dict[str, Any]:
     return table
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file.
+def read_json_object(path: Path, big_integers: bool = False) -> dict[str, Any]:
+    """Read a JSON object from a file. big_integers: see `json_value`.
 
     Raises UsageError if the file does not exist, and RunError if it cannot be read or is damaged.
     """
     try:
-        content = json_value(path.read_bytes())
+        content = json_value(path.read_bytes(), big_integers)
     except FileNotFoundError:
         raise UsageError(f"{path} does not exist") from None
     except OSError as error:

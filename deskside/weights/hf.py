@@ -20,7 +20,7 @@ from torch import Tensor
 
 from deskside import __version__
 from deskside.config.model import ModelConfig
-from deskside.data.tokenizer import end_of_text
+from deskside.data.tokenizer import end_of_text, read_config
 from deskside.data.tokenizer import load as load_tokenizer
 from deskside.model.init import allocate
 from deskside.model.transformer import Transformer
@@ -315,7 +315,7 @@ def _write_tokenizer(source: Path, folder: Path, config: ModelConfig) -> dict[st
             "clean_up_tokenization_spaces": False,
         }
         _write_json(folder / "tokenizer_config.json", settings)
-    begin = read_json_object(folder / "tokenizer_config.json").get("bos_token")
+    begin = read_config(folder).get("bos_token")
     begin = begin.get("content") if isinstance(begin, dict) else begin
     generation_config, eos = file.parent / "generation_config.json", end
     if generation_config.is_file():

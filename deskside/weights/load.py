@@ -18,7 +18,7 @@ from torch import Tensor
 from deskside.config.base import first_problem
 from deskside.config.model import ModelConfig
 from deskside.config.run import SCHEMA_VERSION
-from deskside.data.tokenizer import CHAT_TOKENS, end_of_text
+from deskside.data.tokenizer import CHAT_TOKENS, end_of_text, read_config
 from deskside.data.tokenizer import load as load_tokenizer
 from deskside.model.init import allocate
 from deskside.model.transformer import Transformer
@@ -311,8 +311,7 @@ def read_eos_ids(folder: Path) -> list[int]:
 
 def special_token_id(tokenizer: Tokenizer, folder: Path, key: str) -> int | None:
     """Return the id of a special token of tokenizer_config.json, such as "bos_token", or None if it has none."""
-    path = folder / "tokenizer_config.json"
-    named = read_json_object(path).get(key) if path.is_file() else None
+    named = read_config(folder).get(key)
     named = named.get("content") if isinstance(named, dict) else named
     token = tokenizer.token_to_id(named) if isinstance(named, str) else None
     return int(token) if token is not None else None

@@ -6,13 +6,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import regex
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from deskside.data import tokenizer as bpe
+from deskside.data.chat.renderer import read_chat_template
 from deskside.data.encoder import ReferenceEncoder, encode
 from deskside.utils.errors import RunError, UsageError
+from deskside.weights.load import special_token_id
 
 TEXTS = [
     "The quick brown fox, it's 2024! नमस्ते दुनिया।\n\n\tdef f(x):\r\n    return x + 1234567\n" * 3,
@@ -150,6 +153,19 @@ def test_copying_an_existing_tokenizer(directory: Path, tmp_path: Path) -> None:
     (other / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|fin|>"}}))
     bpe.copy(other, tmp_path / "out")
     assert bpe.end_of_text(bpe.load(tmp_path / "out"), tmp_path / "out") == ("<|fin|>", 0)
+
+
+def test_a_tokenizer_saved_by_transformers_without_a_length(directory: Path, tmp_path: Path) -> None:
+    """transformers writes its "no limit", an integer of 31 digits, into tokenizer_config.json."""
+    saved = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(directory / "tokenizer.json"), eos_token="<|endoftext|>"
+    )
+    saved.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "tokenizer_config.json").read_text())["model_max_length"] > 2**64
+    assert bpe.read_config(tmp_path)["eos_token"] == "<|endoftext|>"
+    assert bpe.end_of_text(bpe.load(tmp_path), tmp_path) == ("<|endoftext|>", 0)
+    assert special_token_id(bpe.load(tmp_path), tmp_path, "eos_token") == 0
+    assert read_chat_template(tmp_path) is None
 
 
 def test_wrong_tokenizers(tmp_path: Path) -> None:

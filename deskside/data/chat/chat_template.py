@@ -28,7 +28,6 @@ from deskside.data.chat.renderer import (
     RefusedByTemplate,
     Renderer,
     read_chat_template,
-    tokenizer_settings,
 )
 from deskside.data.chat.turns import text_with_turns
 from deskside.data.encoder import EncoderInfo, make_encoder
@@ -182,7 +181,7 @@ def make_chat_tokenizer(source: Path, out: Path, template: str | None) -> ChatTo
     tokenizer.encode_special_tokens = False
     (out / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     (out / TEMPLATE).write_text(DEFAULT_TEMPLATE if text is None else text, encoding="utf-8")
-    settings = tokenizer_settings(source)
+    settings = bpe.read_config(source)
     settings.pop("chat_template", None)
     settings.pop("added_tokens_decoder", None)  # tokenizer.json has them, including the new ones
     bpe.write_config(out, {**bpe.default_config(eos), **settings})

@@ -25,8 +25,8 @@ from deskside.data.chat.escaping import Escaping
 from deskside.data.chat.messages import Conversation, NotRendered
 from deskside.data.chat.template_support import NAMED_TOKENS, TRIAL_WORD, TemplateSupport
 from deskside.data.encoder import Encoder, ReferenceEncoder
+from deskside.data.tokenizer import read_config
 from deskside.utils.errors import RunError, UsageError, describe_error
-from deskside.utils.parsing import read_json_object
 
 TEMPLATE = "chat_template.jinja"
 
@@ -59,7 +59,7 @@ class Renderer:
         self._special_names = {number: name for name, number in special.items()}
         self._escaping = Escaping(list(special))
         self.special = self._escaping.pattern
-        settings = tokenizer_settings(folder)
+        settings = read_config(folder)
         self._named_tokens: dict[str, str] = {}
         for name in NAMED_TOKENS:
             token = settings.get(name)
@@ -214,14 +214,8 @@ def read_chat_template(folder: Path) -> str | None:
             return file.read_text("utf-8")
         except UnicodeDecodeError:
             raise RunError(f"{file}: is not UTF-8; save it as UTF-8") from None
-    template = tokenizer_settings(folder).get("chat_template")
+    template = read_config(folder).get("chat_template")
     if isinstance(template, list):  # several templates with names
         by_name = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
         template = by_name.get("default") or next(iter(by_name.values()), None)
     return template if isinstance(template, str) else None
-
-
-def tokenizer_settings(folder: Path) -> dict[str, Any]:
-    """Return the content of tokenizer_config.json, or {} without one. Raises RunError if it is not a JSON object."""
-    file = folder / "tokenizer_config.json"
-    return read_json_object(file) if file.is_file() else {}
