@@ -48,6 +48,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
         "report": "write the report of a run or a study",
         "dashboard": "browse studies and runs live in a browser",
         "presets": "list the model presets with their parameter counts",
+        "models": "Hugging Face families, their checkpoints, memory to fine-tune",
         "completion": "shell completion for bash, zsh and fish",
     }.items()
 }
