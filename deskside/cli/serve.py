@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from deskside.weights.load import Loaded
     from deskside.weights.peft_adapters import PeftAdapters
 
-TOKEN_VARIABLE = "DESKSIDE_TOKEN"
+KEY_VARIABLE = "DESKSIDE_API_KEY"
 CACHE_TOKENS = 65536  # maximum of the default of --cache-tokens
 
 
@@ -30,22 +30,24 @@ CACHE_TOKENS = 65536  # maximum of the default of --cache-tokens
 class ServeOptions(ModelOption):
     """Serve a model with the OpenAI API under /v1 and a chat page.
 
-    By default, only this machine can reach the server. A --host that others can reach needs a --token.
+    By default, only this machine can reach the server. A --host that others can reach needs an --api-key.
 
-    GET /metrics returns the counters of the engine for Prometheus.
+    docs/serve.md lists the endpoints and fields of the API. After SIGTERM or Ctrl-C, running answers finish and new
+    ones get HTTP 503; a second one stops at once.
 
     Connections are not encrypted. In a network that you do not trust, put a TLS proxy in front of the server.
 
     Examples:
       deskside serve runs/go
       deskside serve models/Qwen3-0.6B --adapter polite=adapters/polite short=adapters/short
-      DESKSIDE_TOKEN=... deskside serve runs/go --host 0.0.0.0
+      DESKSIDE_API_KEY=... deskside serve runs/go --host 0.0.0.0
     """
 
     host: str = option("address to listen on", "127.0.0.1")
     port: int = option("port; 0 picks a free one", 8000)
-    token: str | None = option(
-        f"bearer token that clients must send; safer in {TOKEN_VARIABLE}, because other users can see command lines",
+    api_key: str | None = option(
+        f"key that clients must send, or several with commas; safer in {KEY_VARIABLE}, because other users can see "
+        "command lines",
         None,
         may_be_empty=True,
     )
@@ -62,6 +64,7 @@ class ServeOptions(ModelOption):
     )
     body_bytes: int = option("maximum size of a request body", 1 << 20)
     connections: int = option("maximum open connections", 256)
+    drain_seconds: float = option("time that running answers get to finish when the server is stopped", 60.0)
     device: Device = option("auto uses cuda if it is available", "auto")
     quantize: Quantize = option(QUANTIZE_HELP, "none")
 
@@ -76,8 +79,12 @@ def run(argv: Sequence[str]) -> int:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise UsageError(f"--{name.replace('_', '-')} {value}: must be at least 1")
-    if importlib.util.find_spec("starlette") is None or importlib.util.find_spec("uvicorn") is None:
-        raise UsageError("serve needs starlette and uvicorn: pip install 'deskside[serve]'")
+    if not 0 <= options.drain_seconds < math.inf:
+        raise UsageError(f"--drain-seconds {options.drain_seconds:g}: give 0 or more seconds")
+    if any(importlib.util.find_spec(name) is None for name in ("starlette", "uvicorn", "prometheus_client")):
+        raise UsageError(
+            "serve needs starlette, uvicorn and prometheus-client: pip install 'deskside[serve]'"
+        )
     with quick_imports():
         from deskside.engine.device import select_device, select_dtype
         from deskside.serve.request_guard import ClientLimits
@@ -85,12 +92,12 @@ def run(argv: Sequence[str]) -> int:
         from deskside.weights.load import load_for_generation
         from deskside.weights.served_adapters import attach_by_row
 
-    token = _token(options)
+    keys = _api_keys(options)
     local = is_loopback(options.host)
-    if not local and token is None:
+    if not local and not keys:
         raise UsageError(
-            f"--host {options.host}: anyone who can reach this address could use the model; set {TOKEN_VARIABLE}, "
-            "which clients send as their API key"
+            f"--host {options.host}: anyone who can reach this address could use the model; set {KEY_VARIABLE} to "
+            "a key for your clients"
         )
     adapters = _adapters(options)
     limits = ClientLimits(body_bytes=options.body_bytes, connections=options.connections)
@@ -106,7 +113,7 @@ def run(argv: Sequence[str]) -> int:
         choice = attach_by_row(loaded.model, list(adapters.values())) if adapters else None
         engine = _engine(loaded, options, choice)
         # Against DNS rebinding, where a web page makes its own host name resolve to 127.0.0.1. On other hosts, the
-        # token protects the server.
+        # key protects the server.
         hosts = frozenset({"localhost", "127.0.0.1", "::1", options.host.lower()}) if local else None
         serving = ServerOptions(
             options.host,
@@ -115,8 +122,9 @@ def run(argv: Sequence[str]) -> int:
             options.concurrency,
             options.max_tokens,
             hosts,
-            token,
+            keys,
             limits,
+            options.drain_seconds,
             tuple(adapters),
         )
         serve(loaded, engine, serving, listening)
@@ -138,14 +146,17 @@ def _adapters(options: ServeOptions) -> "dict[str, PeftAdapters]":
     return adapters
 
 
-def _token(options: ServeOptions) -> str | None:
-    """Return the token of --token or the environment, None if there is none. Raises UsageError."""
-    token, source = options.token, "--token"
-    if token is None:
-        token, source = os.environ.get(TOKEN_VARIABLE), TOKEN_VARIABLE
-    if token is not None and (not token or not token.isascii() or not token.isprintable() or " " in token):
-        raise UsageError(f"{source}: must be one word of printable ASCII characters")
-    return token
+def _api_keys(options: ServeOptions) -> tuple[str, ...]:
+    """Return the keys of --api-key or the environment; none if neither is given. Raises UsageError."""
+    given, source = options.api_key, "--api-key"
+    if given is None:
+        given, source = os.environ.get(KEY_VARIABLE), KEY_VARIABLE
+    if given is None:
+        return ()
+    keys = tuple(key.strip() for key in given.split(","))
+    if not all(key and key.isascii() and key.isprintable() and " " not in key for key in keys):
+        raise UsageError(f"{source}: every key must be one word of printable ASCII characters")
+    return keys
 
 
 def _bind(host: str, port: int) -> socket.socket:

@@ -112,6 +112,15 @@ class PromptScores:
     hidden_sum: Tensor | None = None
 
 
+class TokenOutput(NamedTuple):
+    """A token of one lane; see `DrawnTokens`."""
+
+    token: int
+    logprob: float | None = None
+    sampled_logprob: float | None = None
+    top: TopTokens = ()
+
+
 @dataclass(frozen=True)
 class Event:
     """A new token of a sample, its end, or both.
@@ -125,6 +134,7 @@ class Event:
         cached_tokens: At the end of a sample: tokens of the prompt that were found in the cache.
         top: The most probable tokens in place of `token`.
         prompt: In the first event of the first sample of a request that asks for it.
+        end_token: The end-of-text or stop token that ended the sample, if the request asks for log-probabilities.
     """
 
     request: int
@@ -138,6 +148,7 @@ class Event:
     cached_tokens: int = 0
     top: TopTokens = ()
     prompt: PromptScores | None = None
+    end_token: TokenOutput | None = None
 
 
 @dataclass
@@ -159,7 +170,7 @@ class Counts:
 
 @dataclass
 class SampleOutput:
-    """The output of one sample. `tokens` excludes the prompt and an end-of-text or stop token.
+    """The output of one sample. `tokens` excludes the prompt and the end-of-text or stop token, `end_token`.
 
     `logprobs`, `sampled_logprobs` and `tops` have one entry per token if the request asks for logprobs, else none.
     """
@@ -170,6 +181,7 @@ class SampleOutput:
     sampled_logprobs: list[float] = field(default_factory=list)
     tops: list[TopTokens] = field(default_factory=list)
     prompt: PromptScores | None = None
+    end_token: TokenOutput | None = None
     text: str = ""
     reason: Reason | None = None
 
@@ -183,6 +195,7 @@ class SampleOutput:
                 self.tops.append(event.top)
         if event.prompt is not None:
             self.prompt = event.prompt
+        self.end_token = event.end_token
         self.text += event.text
         self.reason = event.reason
 
@@ -261,15 +274,6 @@ class StepOptions:
             top,
             any(request.adapter for request in requests),
         )
-
-
-class TokenOutput(NamedTuple):
-    """A token of one lane; see `DrawnTokens`."""
-
-    token: int
-    logprob: float | None = None
-    sampled_logprob: float | None = None
-    top: TopTokens = ()
 
 
 @dataclass

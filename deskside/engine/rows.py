@@ -2,6 +2,7 @@
 
 from array import array
 from collections import deque
+from dataclasses import replace
 
 from tokenizers import Tokenizer
 
@@ -94,10 +95,10 @@ class Rows:
             return self.end(row, "length")
         if row.matcher is not None and (row.matcher.is_error() or not row.matcher.consume_token(token)):
             return self.end(row, "failed", f"the grammar cannot be followed: {row.matcher.get_error()}")
-        if token in request.eos_tokens:
-            return self.end(row, "eos")
-        if token in request.stop_tokens:
-            return self.end(row, "stop")
+        output = output._replace(top=output.top[: request.top_logprobs])
+        if token in request.eos_tokens or token in request.stop_tokens:
+            event = self.end(row, "eos" if token in request.eos_tokens else "stop")
+            return replace(event, end_token=output) if request.logprobs else event
         row.tokens.append(token)
         self.counts.generated_tokens += 1
         text = row.stream.push(token) if row.stream is not None else ""
@@ -111,8 +112,10 @@ class Rows:
         if reason is not None:
             text += self.end(row, reason).text
         logprobs = (output.logprob, output.sampled_logprob) if request.logprobs else (None, None)
-        cached, top = 0 if reason is None else row.cached, output.top[: request.top_logprobs]
-        return Event(row.number, row.sample, token, reason, text, *logprobs, cached_tokens=cached, top=top)
+        cached = 0 if reason is None else row.cached
+        return Event(
+            row.number, row.sample, token, reason, text, *logprobs, cached_tokens=cached, top=output.top
+        )
 
     def end(self, row: RowState, reason: Reason, error: str = "") -> Event:
         """End a row and release its slot and pages. error: of the reason "failed"."""

@@ -1,5 +1,5 @@
-"""HTTP routes: models, chat completions and completions of the OpenAI API, /health, /metrics, /openapi.json, and the
-chat page.
+"""HTTP routes: the OpenAI API under /v1, vLLM's /tokenize, /detokenize and /version, /health, /metrics, /openapi.json,
+and the chat page.
 """
 
 import base64
@@ -10,19 +10,21 @@ from importlib.resources import files
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
+from deskside import __version__
 from deskside.serve.handler import RequestHandler
-from deskside.serve.metrics import CONTENT_TYPE, metrics_text
+from deskside.serve.metrics import CONTENT_TYPE
 from deskside.serve.openapi import openapi_document
 from deskside.serve.protocol import ApiError, ChatRequest, CompletionRequest, parse_request
 from deskside.serve.service import HEADERS, Service
+from deskside.serve.token_routes import TokenRoutes
 
 
 def make_app(service: Service) -> Starlette:
     """Return the ASGI application."""
-    handler = RequestHandler(service)
+    handler, tokens = RequestHandler(service), TokenRoutes(service)
     page_html, page_headers = _read_page()
     vocab_size = service.loaded.config.vocab_size
     api = openapi_document(service.max_choices, service.max_tokens, vocab_size, handler.prompts.roles)
@@ -31,13 +33,16 @@ def make_app(service: Service) -> Starlette:
         return HTMLResponse(page_html, headers={**HEADERS, **page_headers})
 
     async def health(request: Request) -> Response:
-        failed = service.worker.failed is not None
-        return JSONResponse({"status": "failed" if failed else "ok"}, 503 if failed else 200, HEADERS)
+        status = "draining" if service.admission.draining else "ok"
+        if service.worker.failed is not None:
+            status = "failed"
+        return JSONResponse({"status": status}, 200 if status == "ok" else 503, HEADERS)
+
+    async def version(request: Request) -> Response:
+        return JSONResponse({"version": __version__}, headers=HEADERS)
 
     async def metrics(request: Request) -> Response:
-        return PlainTextResponse(
-            metrics_text(service.worker.engine), headers={**HEADERS, "content-type": CONTENT_TYPE}
-        )
+        return Response(service.metrics.text(), headers={**HEADERS, "content-type": CONTENT_TYPE})
 
     async def openapi(request: Request) -> Response:
         return JSONResponse(api, headers=HEADERS)
@@ -47,7 +52,7 @@ def make_app(service: Service) -> Starlette:
 
     async def model(request: Request) -> Response:
         name = request.path_params["name"]
-        handler.check_model(name)
+        service.check_model(name)
         return JSONResponse(handler.cards[name], headers=HEADERS)
 
     async def chat(request: Request) -> Response:
@@ -60,11 +65,14 @@ def make_app(service: Service) -> Starlette:
     routes = [
         Route("/v1/chat/completions", chat, methods=["POST"]),
         Route("/v1/completions", complete, methods=["POST"]),
+        Route("/tokenize", tokens.tokenize, methods=["POST"]),
+        Route("/detokenize", tokens.detokenize, methods=["POST"]),
         Route("/v1/models", models),
         Route("/v1/models/{name:path}", model),
         Route("/", page),
         Route("/health", health),
         Route("/metrics", metrics),
+        Route("/version", version),
         Route("/openapi.json", openapi),
     ]
     handlers = {ApiError: _api_error, HTTPException: _http_error, Exception: _internal_error}

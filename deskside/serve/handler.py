@@ -1,9 +1,4 @@
-"""Handling of requests for completions, from their admission to the response.
-
-The server admits up to `max_choices` choices at a time. A choice counts from the admission of its request until the
-response is complete (if streamed, sent) or the client disconnects. Requests beyond the limit get 429 with Retry-After,
-and a request that exceeds it alone gets 400.
-"""
+"""Handling of requests for completions, from their admission to the response."""
 
 import asyncio
 import time
@@ -18,6 +13,7 @@ from deskside.engine.grammar import Grammar
 from deskside.engine.requests import check_prompt
 from deskside.serve.engine_requests import echoes, engine_requests
 from deskside.serve.grammar_thread import GrammarThread
+from deskside.serve.metrics import TokenTimer
 from deskside.serve.pending import PendingResponse, StreamingResponse, until_disconnect
 from deskside.serve.protocol import FIELDS, ApiError, ChatRequest, CompletionRequest
 from deskside.serve.responses import ResponseOptions, ResponseWriter
@@ -25,7 +21,6 @@ from deskside.serve.service import HEADERS, Service
 from deskside.serve.templating import PromptEncoder, PromptTooLong
 from deskside.utils.errors import UsageError
 
-RETRY_SECONDS = 1
 # Texts up to this length (a few milliseconds of tokenization) are encoded in the event loop: the tokenizer holds the
 # GIL most of the time, so a thread would only add the time of two switches.
 SHORT_CHARACTERS = 1 << 13
@@ -68,7 +63,6 @@ class RequestHandler:
 
     def __init__(self, service: Service):
         self.service = service
-        self._num_choices = 0  # admitted and not finished
         # Tokenization of a long text must neither block the event loop nor delay short ones.
         self._short, self._long = _Tokenizer(service), _Tokenizer(service)
         self._long_thread = ThreadPoolExecutor(1, "long prompts")
@@ -89,23 +83,13 @@ class RequestHandler:
             for name in service.names
         }
 
-    def check_model(self, name: str | None) -> None:
-        """Raise ApiError if a request names a model that is not served."""
-        if name is not None and name not in self.cards:
-            raise ApiError(
-                404,
-                f"model: {name[:80]} is not served; served is {', '.join(self.cards)}",
-                param="model",
-                code="model_not_found",
-            )
-
     async def answer(self, body: ChatRequest | CompletionRequest, request: Request) -> Response:
         """Return the response to a request, which may be a stream. Raises ApiError."""
-        self.check_model(body.model)
+        self.service.check_model(body.model)
         num_prompts = len(body.prompts()) if isinstance(body, CompletionRequest) else 1
         num_samples = num_prompts * body.samples_per_prompt
         several = "n" if body.samples_per_prompt == body.choices_per_prompt else "best_of"
-        self._admit(num_samples, several if num_prompts == 1 else "prompt")
+        self.service.admission.admit(num_samples, several if num_prompts == 1 else "prompt")
         pending: PendingResponse | None = None
         try:
             if body.characters <= SHORT_CHARACTERS:
@@ -127,24 +111,9 @@ class RequestHandler:
             return Response(status_code=499)  # nginx's code for a client that disconnected
         return JSONResponse(response, headers=HEADERS)
 
-    def _admit(self, num_choices: int, field: str) -> None:
-        max_choices = self.service.max_choices
-        if num_choices > max_choices:
-            raise ApiError(
-                400, f"{field}: {num_choices} choices exceed the maximum of {max_choices}", param=field
-            )
-        if self._num_choices + num_choices > max_choices:
-            raise ApiError(
-                429,
-                f"the server is at capacity ({max_choices} choices); try again in a moment",
-                code="rate_limit_exceeded",
-                retry_after=RETRY_SECONDS,
-            )
-        self._num_choices += num_choices
-
     def _end(self, pending: PendingResponse | None, num_choices: int) -> None:
         """Release the choices of a request, and cancel its unfinished ones."""
-        self._num_choices -= num_choices
+        self.service.admission.release(num_choices)
         if pending is not None:
             pending.cancel()
 
@@ -170,5 +139,10 @@ class RequestHandler:
             options, body.model or service.name, self._fingerprint, service.loaded.tokenizer
         )
         return PendingResponse(
-            service.worker, requests, writer, body.stream, lambda pending: self._end(pending, num_samples)
+            service.worker,
+            requests,
+            writer,
+            body.stream,
+            lambda pending: self._end(pending, num_samples),
+            TokenTimer(service.metrics),
         )

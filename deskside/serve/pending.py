@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from deskside.engine.requests import Event, SampleOutput
 from deskside.engine.requests import Request as EngineRequest
+from deskside.serve.metrics import TokenTimer
 from deskside.serve.protocol import ApiError, field_error
 from deskside.serve.responses import ResponseWriter
 from deskside.serve.worker import EngineMessage, RequestHandle, Worker
@@ -36,10 +37,11 @@ class PendingResponse:
         writer: ResponseWriter,
         streamed: bool,
         on_end: Callable[["PendingResponse"], None],
+        timer: TokenTimer | None = None,
     ):
         self.on_end = on_end
         self._worker, self._requests, self._writer = worker, requests, writer
-        self._streamed = streamed
+        self._streamed, self._timer = streamed, timer
         self._unfinished = sum(request.samples for request in requests)
         self._arrived: list[tuple[int, Event]] = []  # (index of the choice, event)
         self._error: UsageError | RunError | None = None
@@ -57,8 +59,12 @@ class PendingResponse:
     def _receive(self, number: int, message: EngineMessage) -> None:
         if isinstance(message, Event):
             self._arrived.append((number * self._requests[0].samples + message.sample, message))
+            if self._timer is not None and message.token is not None:
+                self._timer.token()
             if message.reason is not None:
                 self._unfinished -= 1
+                if self._timer is not None and not self._unfinished:
+                    self._timer.end()
                 if message.sample == 0:
                     self._cached[number] = message.cached_tokens
             needed = self._streamed or not self._unfinished

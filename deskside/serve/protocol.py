@@ -114,7 +114,6 @@ class _CommonRequest(SamplingFields, StructuredFields, IneffectiveFields):
         return self.stream_options is not None and self.stream_options.include_usage
 
     def check(self) -> None:
-        """Check the fields that depend on each other. Raises ApiError."""
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options requires stream: true", param="stream_options")
         try:
@@ -252,7 +251,7 @@ class CompletionRequest(_CommonRequest):
         return prompt
 
 
-RequestModel = TypeVar("RequestModel", bound=_CommonRequest)
+RequestModel = TypeVar("RequestModel", bound=StrictModel)
 
 
 def parse_request(kind: type[RequestModel], body: bytes) -> RequestModel:

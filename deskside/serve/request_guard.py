@@ -7,7 +7,7 @@ Threats on a workstation, and the defense against each:
   preflight. A page can also resolve its own name to 127.0.0.1 (DNS rebinding), so the Host header must be known there.
   Starlette's TrustedHostMiddleware is not used: it splits `[::1]:8000` at the first colon, and answers in plain text
   where OpenAI's clients expect JSON.
-- Anyone on the network. Every address but loopback requires a token, which is compared in constant time.
+- Anyone on the network. Every address but loopback requires an API key, which is compared in constant time.
 - A client that sends too much or too slowly, or does not read. Heads and bodies have a maximum size and time,
   connections a maximum number, and a client that stops reading is disconnected.
 """
@@ -16,7 +16,7 @@ import asyncio
 import hashlib
 import hmac
 import json
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 MAX_HEAD_BYTES = 16 * 1024  # of a request's head: request line and headers
-PUBLIC_PATHS = ("/", "/health")  # need no token: they only show that the server is running
+PUBLIC_PATHS = ("/", "/health")  # need no key: they only show that the server is running
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,13 @@ class RequestGuard:
     Args:
         app: The application.
         hosts: Allowed names in the Host header; None for any.
-        token: The bearer token; None for none.
+        api_keys: Clients must send one of these; none if anyone may use the server.
         limits: Maximum size and time of a body.
     """
 
-    def __init__(self, app: App, hosts: frozenset[str] | None, token: str | None, limits: ClientLimits):
+    def __init__(self, app: App, hosts: frozenset[str] | None, api_keys: Sequence[str], limits: ClientLimits):
         self._app, self._hosts, self._limits = app, hosts, limits
-        self._token = None if token is None else _digest(token.encode())
+        self._keys = [_digest(key.encode()) for key in api_keys]
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -92,10 +92,13 @@ class RequestGuard:
         origin = headers.get(b"origin")
         if origin is not None and origin.decode("latin-1").partition("://")[2].lower() != host.lower():
             raise ApiError(403, "requests from other web pages are refused", code="cross_origin")
-        if self._token is not None and scope["path"] not in PUBLIC_PATHS:
-            scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
-            if scheme.lower() != b"bearer" or not hmac.compare_digest(_digest(token.strip()), self._token):
-                raise ApiError(401, "a token is needed: Authorization: Bearer TOKEN", code="invalid_api_key")
+        if self._keys and scope["path"] not in PUBLIC_PATHS:
+            scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+            given = _digest(key.strip())
+            # The sum compares every key, whichever is right.
+            matches = sum(hmac.compare_digest(given, key) for key in self._keys)
+            if scheme.lower() != b"bearer" or not matches:
+                raise ApiError(401, "an API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
         if scope["method"] == "POST":
             content_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
             if content_type != b"application/json":
@@ -147,9 +150,9 @@ async def send_error(send: Send, error: ApiError) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-def _digest(token: bytes) -> bytes:
-    """Return a hash, so that comparing tokens takes the same time for every length."""
-    return hashlib.sha256(token).digest()
+def _digest(key: bytes) -> bytes:
+    """Return a hash, so that comparing keys takes the same time for every length."""
+    return hashlib.sha256(key).digest()
 
 
 def _host_name(host: str) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from deskside.engine.requests import Event, PromptScores, SampleOutput
+from deskside.engine.requests import Event, PromptScores, SampleOutput, TokenOutput
 from deskside.serve.logprobs import ScoredToken, chat_logprobs, text_logprobs
 
 DONE = b"data: [DONE]\n\n"
@@ -114,6 +114,8 @@ class ResponseWriter:
         logprobs = None
         if self._options.logprobs and event.token is not None and event.logprob is not None:
             logprobs = self._logprobs([ScoredToken(event.token, event.logprob, event.top)], offset)
+        elif self._options.logprobs and (end := self._end_token(event.end_token)):
+            logprobs = self._logprobs(end, offset)
         finish_reason = None if event.reason is None else FINISH_REASONS[event.reason]
         return self._chunk(index, content, logprobs, finish_reason)
 
@@ -135,12 +137,22 @@ class ResponseWriter:
         if self._options.logprobs:
             places = zip(answer.tokens, answer.logprobs, answer.tops, strict=True)
             prompt = [] if echo is None or scores is None else _scored_prompt(echo, scores)
-            logprobs = self._logprobs([*prompt, *(ScoredToken(*place) for place in places)], 0)
+            answered = [ScoredToken(*place) for place in places]
+            logprobs = self._logprobs([*prompt, *answered, *self._end_token(answer.end_token)], 0)
         message = {"role": "assistant", "content": answer.text, "refusal": None}
         text = answer.text if echo is None else echo.text + answer.text
         content = {"message": message} if self._chat else {"text": text}
         finish_reason = FINISH_REASONS[answer.reason]
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
+
+    def _end_token(self, end: TokenOutput | None) -> list[ScoredToken]:
+        """Return the token that ended an answer, as a text completion's logprobs have it and a chat's do not.
+
+        Clients such as lm-eval count on one generated token after the prompt.
+        """
+        if end is None or self._chat:
+            return []
+        return [ScoredToken(end.token, end.logprob, end.top, in_text=False)]
 
     def _chunk(self, index: int, content: dict[str, Any], logprobs: Any, finish_reason: str | None) -> bytes:
         choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}

@@ -3,17 +3,22 @@
 import asyncio
 import contextlib
 import logging
+import math
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import FrameType
 
 import uvicorn
+from starlette.routing import Route
 from tokenizers import Tokenizer
 
 from deskside.data.encoder import choose_encoder
 from deskside.engine.engine import Engine
+from deskside.serve.admission import Admission
 from deskside.serve.app import make_app
 from deskside.serve.request_guard import MAX_HEAD_BYTES, ClientLimits, RequestGuard, connection_class
 from deskside.serve.service import Service
@@ -21,7 +26,7 @@ from deskside.serve.worker import Worker
 from deskside.utils.console import say
 from deskside.weights.load import Loaded
 
-GRACE_SECONDS = 10  # for running answers to finish when the server stops
+GRACE_SECONDS = 10  # for connections to close after the last answer
 # Longer than clients keep idle connections open (httpx, which OpenAI's client uses: 5 s). Otherwise the server may
 # close a connection just when the client sends a request on it.
 IDLE_SECONDS = 30
@@ -42,7 +47,8 @@ class ServerOptions:
         concurrency: Maximum number of running and waiting choices.
         max_tokens: Maximum tokens per answer.
         hosts: Allowed names in the Host header; None for any.
-        token: The bearer token; None for none.
+        api_keys: Clients must send one of these; none if anyone may use the server.
+        drain_seconds: Time that running answers get to finish when the server is stopped.
         adapters: Names in the API of the engine's adapters.
     """
 
@@ -52,9 +58,54 @@ class ServerOptions:
     concurrency: int
     max_tokens: int
     hosts: frozenset[str] | None
-    token: str | None
+    api_keys: tuple[str, ...]
     limits: ClientLimits
+    drain_seconds: float
     adapters: tuple[str, ...] = ()
+
+
+class DrainingServer(uvicorn.Server):
+    """uvicorn's server, which lets admitted requests finish after SIGINT or SIGTERM.
+
+    It listens on, so that new requests get 503 and not a refused connection, until none runs or after `drain_seconds`.
+    A second signal stops it at once.
+    """
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        admission: Admission,
+        drain_seconds: float,
+        on_start: Callable[[], None],
+    ):
+        super().__init__(config)
+        self._admission, self._drain_seconds, self._on_start = admission, drain_seconds, on_start
+        self._deadline = math.inf
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        # Not loop.add_signal_handler: closing the loop would remove the handlers, and a second SIGTERM would then
+        # kill the process.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self.handle_exit)
+        yield
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._admission.draining:
+            self.should_exit = self.force_exit = True
+        self._admission.draining = True
+        self._deadline = min(self._deadline, time.monotonic() + self._drain_seconds)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_start()
+
+    async def on_tick(self, counter: int) -> bool:
+        """Return True if the server must stop now. uvicorn asks ten times per second."""
+        if time.monotonic() >= self._deadline:
+            self.should_exit = self.force_exit = True
+        drained = self._admission.draining and not self._admission.running
+        return await super().on_tick(counter) or drained
 
 
 def serve(loaded: Loaded, engine: Engine, options: ServerOptions, listening: socket.socket) -> None:
@@ -70,34 +121,22 @@ def serve(loaded: Loaded, engine: Engine, options: ServerOptions, listening: soc
     step = "" if loaded.step is None else f", step {loaded.step}"
     encoder = choose_encoder(Tokenizer.from_str(loaded.tokenizer.to_str()))  # a copy, because it is changed
 
-    class Server(uvicorn.Server):
-        """uvicorn's server with our signal handling and start message."""
-
-        @contextlib.contextmanager
-        def capture_signals(self) -> Iterator[None]:
-            # Not loop.add_signal_handler: closing the loop would remove the handlers, and a second SIGTERM would then
-            # kill the process.
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, self.handle_exit)
-            yield
-
-        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            await super().startup(sockets)
-            print(f"serving {name}{step}: {address}  (Ctrl-C stops it)", flush=True)
-            if options.adapters:
-                say(f"adapters, chosen by the model of a request: {', '.join(options.adapters)}")
-            say(
-                f"API: {address}/v1, batch size {options.max_batch}, KV cache of {engine.nbytes / 2**30:.2f} GiB"
-            )
-            say(f"prompts are encoded with {encoder.describe()}")
+    def started() -> None:
+        print(f"serving {name}{step}: {address}  (Ctrl-C stops it)", flush=True)
+        if options.adapters:
+            say(f"adapters, chosen by the model of a request: {', '.join(options.adapters)}")
+        say(f"API: {address}/v1, batch size {options.max_batch}, KV cache of {engine.nbytes / 2**30:.2f} GiB")
+        say(f"prompts are encoded with {encoder.describe()}")
 
     async def run() -> None:
         worker = Worker(engine, asyncio.get_running_loop(), lambda line: say(f"deskside: {line}"))
         limits = (options.concurrency, options.max_tokens, max_length)
         service = Service(loaded, worker, name, *limits, encoder, options.adapters)
         app = make_app(service)
+        guard = RequestGuard(app, options.hosts, options.api_keys, options.limits)
+        paths = frozenset(route.path for route in app.routes if isinstance(route, Route))
         config = uvicorn.Config(
-            RequestGuard(app, options.hosts, options.token, options.limits),
+            service.metrics.measured(guard, paths),
             http=connection_class(options.limits),
             ws="none",
             loop="asyncio",
@@ -110,7 +149,7 @@ def serve(loaded: Loaded, engine: Engine, options: ServerOptions, listening: soc
             timeout_keep_alive=IDLE_SECONDS,
             h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         )
-        server = Server(config)
+        server = DrainingServer(config, service.admission, options.drain_seconds, started)
         worker.start()
         try:
             await server.serve([listening])

@@ -66,13 +66,13 @@ class PromptEncoder:
         tokens = self._encode(text, text, lambda part: encode_plain(self._encoder, part, self._special))
         return self._checked([self._start, *tokens])
 
-    def conversation(self, conversation: Conversation) -> list[int]:
-        """Return the prompt tokens of a conversation, up to the assistant's turn.
+    def conversation(self, conversation: Conversation, add_generation_prompt: bool = True) -> list[int]:
+        """Return the prompt tokens of a conversation, with the beginning of the assistant's turn unless told not to.
 
         Raises PromptTooLong, and NotRendered if the template refuses the messages or leaves out a part of them.
         """
         assert self._renderer is not None  # the caller has checked `has_chat_template`
-        text = self._renderer.text(conversation, add_generation_prompt=True)
+        text = self._renderer.text(conversation, add_generation_prompt)
         return self._checked(self._encode(text, self._renderer.unescape(text), self._renderer.ids))
 
     def _encode(self, text: str, plain: str, encode: Callable[[str], list[int]]) -> list[int]:

@@ -172,13 +172,13 @@ def test_keyboard_alone(browser: "Browser", address: str) -> None:
 def test_a_token_is_asked_for_and_a_plain_model_continues(
     browser: "Browser", runs: tuple[Path, Path]
 ) -> None:
-    with served([str(runs[0]), "--device", "cpu"], {"OMP_NUM_THREADS": "1", "DESKSIDE_TOKEN": TOKEN}) as (
+    with served([str(runs[0]), "--device", "cpu"], {"OMP_NUM_THREADS": "1", "DESKSIDE_API_KEY": TOKEN}) as (
         base,
         _,
     ):
         seen = Seen(browser, base, DESKTOP)
-        sync_api.expect(seen.page.get_by_role("alert")).to_contain_text("requires a token")
-        seen.page.get_by_label("Token", exact=True).fill(TOKEN)
+        sync_api.expect(seen.page.get_by_role("alert")).to_contain_text("requires an API key")
+        seen.page.get_by_label("API key", exact=True).fill(TOKEN)
         seen.page.keyboard.press("Tab")
         sync_api.expect(seen.page.locator("#hint")).to_contain_text("continues your text")
         seen.settings(temperature="0", max_tokens="20")

@@ -82,6 +82,18 @@ def test_the_end_of_an_answer(loaded: Loaded) -> None:
     )
 
 
+def test_the_logprobs_of_a_text_have_the_token_that_ended_it(loaded: Loaded) -> None:
+    free = plain(loaded.model, PROMPT, 24)
+    stop = next(token for token in free[3:] if token not in free[:3])
+    at = free.index(stop)
+    (stopped,) = complete(loaded, {"stop_token_ids": [stop], "logprobs": 2})
+    given = stopped.choices[0].logprobs
+    assert given.tokens == [loaded.tokenizer.decode([token]) for token in free[: at + 1]]
+    assert given.text_offset[-1] == sum(map(len, given.tokens[:at]))
+    assert given.token_logprobs[at] == max(given.top_logprobs[at].values())  # it is greedy
+    assert stopped.usage.completion_tokens == at
+
+
 @pytest.mark.parametrize("as_text", [False, True])
 def test_echo_has_the_models_log_probabilities(loaded: Loaded, as_text: bool) -> None:
     text = "the wide sea"

@@ -31,11 +31,11 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
 
 @contextlib.contextmanager
 def guarded(
-    token: str | None = None, hosts: frozenset[str] | None = None
+    api_keys: tuple[str, ...] = (), hosts: frozenset[str] | None = None
 ) -> Iterator[tuple[int, uvicorn.Server]]:
     hosts = frozenset({"localhost", "127.0.0.1", "::1"}) if hosts is None else hosts
     config = uvicorn.Config(
-        RequestGuard(echo, hosts, token, LIMITS),
+        RequestGuard(echo, hosts, api_keys, LIMITS),
         http=connection_class(LIMITS),
         ws="none",
         loop="asyncio",
@@ -220,8 +220,8 @@ def test_our_names_pass(port: int, host: str) -> None:
     assert post(port, b"{}", Host=host)[0] == 200
 
 
-def test_tokens() -> None:
-    with guarded(token="right") as (port, _):
+def test_api_keys() -> None:
+    with guarded(("first", "right")) as (port, _):
         for given in (
             "",
             "right",
@@ -235,6 +235,7 @@ def test_tokens() -> None:
             status, told = post(port, b"{}", "/v1/completions", Authorization=given)
             assert status == 401 and told["error"]["type"] == "authentication_error", given
         assert post(port, b"{}", "/v1/completions", Authorization="bearer right")[0] == 200
+        assert post(port, b"{}", "/v1/completions", Authorization="Bearer first")[0] == 200
         # Paths are compared as the app sees them: a spelling of another path does not go around it.
         for path in (
             "//v1/completions",

@@ -24,7 +24,7 @@ from deskside.engine.generate import generate
 from deskside.engine.sampling import Sampling
 from deskside.utils.errors import UsageError
 from deskside.weights.load import Loaded, load_model
-from tests.serve.chatty import make_chatty, rendered
+from tests.serve.chatty import make_chatty, make_endless, rendered
 
 THREADS = {"OMP_NUM_THREADS": "1"}
 
@@ -123,7 +123,7 @@ def test_cached_tokens_are_reported(client: openai.OpenAI, address: str) -> None
     def counted(name: str) -> int:
         text = httpx.get(f"{address}/metrics").text
         return int(
-            next(line.split()[1] for line in text.splitlines() if line.startswith(f"deskside_{name} "))
+            next(float(line.split()[1]) for line in text.splitlines() if line.startswith(f"deskside_{name} "))
         )
 
     prompt = list(range(40, 40 + 2 * PAGE_SIZE + 5))
@@ -371,19 +371,43 @@ def test_many_at_once_get_their_own(client: openai.OpenAI, loaded: Loaded) -> No
     assert [f.choices[0].text for f in found] == expected
 
 
-def test_sigterm_lets_an_answer_end_and_exits_with_0(chatty: Path) -> None:
-    with served([str(chatty), "--device", "cpu"], THREADS) as (base, pid):
-        body = {"prompt": "the sea", "max_tokens": 150, "stream": True, "temperature": 0}
+def test_sigterm_drains_and_exits_with_0(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The running answer finishes, new requests get 503, and the process ends with 0, as `served` checks."""
+    endless = make_endless(tmp_path_factory.mktemp("drain"))
+    with served([str(endless), "--device", "cpu", "--name", "tiny"], THREADS) as (base, pid):
+        body = {"prompt": "the sea", "max_tokens": 400, "stream": True, "temperature": 0}
         with httpx.stream("POST", f"{base}/v1/completions", json=body, timeout=60) as response:
             lines = response.iter_lines()
             next(lines)
             os.kill(pid, signal.SIGTERM)
+            while (health := httpx.get(f"{base}/health")).status_code == 200:
+                pass
+            assert (health.status_code, health.json()) == (503, {"status": "draining"})
+            refused = httpx.post(f"{base}/v1/completions", json={"prompt": "a"})
+            assert refused.status_code == 503 and "retry-after" in refused.headers
             rest = list(lines)
-            os.kill(pid, signal.SIGTERM)  # asked again, whatever the server is doing by now
-        assert "data: [DONE]" in rest
-        with pytest.raises(httpx.ConnectError):
-            httpx.get(f"{base}/health")
-    # `served` has seen that it ended with 0.
+        assert "data: [DONE]" in rest and len(rest) > 100
+        waited = time.monotonic()
+        with pytest.raises(httpx.TransportError):
+            while time.monotonic() - waited < 10:
+                httpx.get(f"{base}/health")
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_an_answer_is_cut_off_by_a_second_signal_or_after_drain_seconds(
+    twice: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    endless = make_endless(tmp_path_factory.mktemp("cut"))
+    seconds = "60" if twice else "0.3"
+    with served([str(endless), "--device", "cpu", "--drain-seconds", seconds], THREADS) as (base, pid):
+        body = {"prompt": "the sea", "max_tokens": 4000, "stream": True, "temperature": 0}
+        with (
+            pytest.raises(httpx.RemoteProtocolError),
+            httpx.stream("POST", f"{base}/v1/completions", json=body, timeout=60) as response,
+        ):
+            for number, _ in enumerate(response.iter_lines()):
+                if number == 0 or (twice and number == 100):
+                    os.kill(pid, signal.SIGTERM)
 
 
 @pytest.mark.full
@@ -401,14 +425,14 @@ def test_a_model_without_template_completes_and_says_why_it_does_not_chat(
     from tests.serve.made_run import make
 
     made = make(tmp_path_factory.mktemp("plain"))
-    token = {**THREADS, "DESKSIDE_TOKEN": "a-secret"}
+    token = {**THREADS, "DESKSIDE_API_KEY": "another, a-secret"}
     with served([str(made.path), "--device", "cpu"], token) as (base, _):
         client = openai.OpenAI(base_url=f"{base}/v1", api_key="a-secret", max_retries=0)
         assert client.completions.create(model="small", prompt="a", max_tokens=2).choices[0].text is not None
         with pytest.raises(openai.BadRequestError, match="no chat template"):
             client.chat.completions.create(model="small", messages=HELLO)
         for wrong in ("a-secre", "a-secret-", "A-secret"):
-            with pytest.raises(openai.AuthenticationError, match="a token is needed"):
+            with pytest.raises(openai.AuthenticationError, match="an API key is needed"):
                 client.with_options(api_key=wrong).models.list()
         assert httpx.get(f"{base}/v1/models").status_code == 401
         assert httpx.get(f"{base}/health").json() == {"status": "ok"}
@@ -418,19 +442,21 @@ def test_a_model_without_template_completes_and_says_why_it_does_not_chat(
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--host", "0.0.0.0"], "set DESKSIDE_TOKEN"),
-        (["--host", "no.such.host.invalid"], "set DESKSIDE_TOKEN"),
-        (["--token", ""], "--token: must be one word"),
-        (["--token", "zwölf"], "--token: must be one word"),
+        (["--host", "0.0.0.0"], "set DESKSIDE_API_KEY"),
+        (["--host", "no.such.host.invalid"], "set DESKSIDE_API_KEY"),
+        (["--api-key", ""], "--api-key: every key must be one word"),
+        (["--api-key", "zwölf"], "--api-key: every key must be one word"),
+        (["--api-key", "a,,b"], "--api-key: every key must be one word"),
+        (["--drain-seconds", "-1"], "--drain-seconds -1: give 0"),
         (["--port", "70000"], "give 0 to 65535"),
         (["--max-batch", "0"], "--max-batch 0: must be at least 1"),
-        (["--host", "203.0.113.7", "--token", "x"], "cannot listen"),
+        (["--host", "203.0.113.7", "--api-key", "x"], "cannot listen"),
     ],
 )
 def test_wrong_options(
     chatty: Path, arguments: list[str], told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("DESKSIDE_TOKEN", raising=False)
+    monkeypatch.delenv("DESKSIDE_API_KEY", raising=False)
     with pytest.raises(UsageError, match=re.escape(told)):
         run_serve([str(chatty), *arguments])
 
