@@ -9,7 +9,7 @@ import shlex
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -62,6 +62,11 @@ class FinetuneOptions(RunOptions):
         positional=True,
     )
     revision: str | None = option(REVISION_HELP, None, metavar="REV")
+    resume_from: str | None = option(
+        "continue to train the adapters of this PEFT directory; its base is the model to start from",
+        None,
+        metavar="PEFT_DIR",
+    )
     # The field is not named `data` because the configuration has a part `data`.
     sources: tuple[str, ...] = option(
         "training data: .jsonl[.gz|.zst], .parquet, a directory, hf:owner/name",
@@ -169,12 +174,8 @@ class FinetuneRun:
             RunDirectory.check_name(Path(options.runs), options.name)
         if must_launch(self.processes):
             return launch(self.name, self.argv, self.processes)
-        source = with_revision(str(options.source), options.revision)
-        with quick_imports():
-            from deskside.weights.load import load_model
-
-        loaded = load_model(source)
-        merge.refuse_other_model(loaded.config, given, source)
+        loaded = self._load()
+        merge.refuse_other_model(loaded.config, given, loaded.source)
         with tempfile.TemporaryDirectory() as folder:
             chat = _chat_tokenizer(loaded, self.align.template, Path(folder))
             with _time_limit(wall_limit(given)):
@@ -184,10 +185,33 @@ class FinetuneRun:
             say(f"data: prepared in {data}; later runs reuse it")
         return finish(self._train(config, loaded, chat.reinitialized), self.name, options.json)
 
+    def _load(self) -> Any:
+        """Return the model to start from. With --resume-from, `self.adapters` are set, and their options are given."""
+        options = self.options
+        with quick_imports():
+            from deskside.weights.load import load_base, load_model
+            from deskside.weights.peft_training import adapter_options
+
+        if options.source is None and options.revision is not None:
+            raise UsageError(f"--revision {options.revision}: name the model that has this revision too")
+        source = None if options.source is None else with_revision(options.source, options.revision)
+        self.adapters: Any = None
+        if options.resume_from is None:
+            return load_model(str(source))
+        loaded, self.adapters = load_base(options.resume_from, source)
+        wanted = adapter_options(self.adapters, loaded.config)
+        given = self.given.get("adapter", {})
+        for key in sorted(given.keys() & wanted.keys() - {"dropout"}):
+            raise UsageError(
+                f"--adapter.{key}: the adapters of {options.resume_from} have their own; leave it out"
+            )
+        self.given["adapter"] = {**wanted, **given}
+        return loaded
+
     def _require_arguments(self) -> None:
         """Raise UsageError if the model or the data is missing."""
         source, usage = self.options.source, f"deskside {self.name} runs/NAME --data {self.example}"
-        if source is None:
+        if source is None and self.options.resume_from is None:
             raise UsageError(f"MODEL is missing: name the model to start from: {usage}")
         if str(source).endswith(".toml"):
             raise UsageError(
@@ -235,7 +259,7 @@ class FinetuneRun:
             config,
             (Path(options.runs), options.name, f"{short_name(source)}-{self.name}"),
             shlex.join(["deskside", self.name, *self.argv]),
-            InitialWeights.of_chat(loaded, source, config, fresh_tokens),
+            replace(InitialWeights.of_chat(loaded, source, config, fresh_tokens), adapters=self.adapters),
             objective=objective_of(config),
             watch=ReserveReportTime(),
         )
@@ -246,6 +270,7 @@ class FinetuneRun:
         other = (
             "source",
             "revision",
+            "resume_from",
             "sources",
             "val",
             "name",

@@ -6,7 +6,6 @@ import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deskside.cli.options import Command, option
@@ -133,6 +132,7 @@ def run(argv: Sequence[str]) -> int:
 
 def _adapters(options: ServeOptions) -> "dict[str, PeftAdapters]":
     """Return the adapters of --adapter by name. Raises UsageError and RunError."""
+    from deskside.utils import hub
     from deskside.weights.peft_adapters import read_peft
 
     adapters: dict[str, PeftAdapters] = {}
@@ -142,7 +142,7 @@ def _adapters(options: ServeOptions) -> "dict[str, PeftAdapters]":
             raise UsageError(f"--adapter {given}: write NAME=DIR, such as polite=adapters/polite")
         if name in adapters:
             raise UsageError(f"--adapter {given}: there are two adapters with this name; rename one of them")
-        adapters[name] = read_peft(Path(folder))
+        adapters[name] = read_peft(hub.find(folder).folder)
     return adapters
 
 

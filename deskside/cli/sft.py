@@ -27,6 +27,7 @@ class SftOptions(FinetuneOptions):
       deskside sft runs/124m --data chats.jsonl.gz --epochs 2 --name chat
       deskside sft models/Qwen3-0.6B --data hf:HuggingFaceH4/no_robots --hours 1
       deskside sft --resume runs/chat
+      deskside sft --resume-from adapters/polite --data chats.jsonl
 
     A conversation is {"messages": [{"role": "user", "content": "..."},
       {"role": "assistant", "content": "..."}]}.

@@ -55,6 +55,7 @@ def start(
                     "deskside": deskside.__version__,
                     "init": initial.source if initial else None,
                     "fresh": list(initial.fresh) if initial else [],
+                    "adapters": str(initial.adapters.folder) if initial and initial.adapters else None,
                     "config": config.model_dump(mode="json"),
                 },
             )

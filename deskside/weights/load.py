@@ -39,7 +39,7 @@ from deskside.weights.checkpoint import (
 )
 from deskside.weights.hf import load_hf
 from deskside.weights.merge_adapters import load_adapted_model, merged, run_config
-from deskside.weights.peft_adapters import base_of, merge_peft, read_peft
+from deskside.weights.peft_adapters import NAME_IT, PeftAdapters, base_of, merge_peft, read_peft
 from deskside.weights.peft_config import is_peft
 
 Kind = Literal["run", "checkpoint", "hf"]
@@ -52,7 +52,7 @@ class Loaded:
     tokenizer_dir: contains tokenizer.json and possibly a chat template. start_token: the token that begins a text.
     eos_tokens: the tokens that end a text. run_dir, run (the content of run.json) and step: of the run or checkpoint;
     None or empty for a Hugging Face directory. step is also None for a run's exported model. adapters: the directory of
-    PEFT adapters that are merged into the model. source: what was loaded, a path or hf:owner/name@commit.
+    PEFT adapters of the model. source: what was loaded, a path or hf:owner/name@commit.
     """
 
     model: Transformer
@@ -189,6 +189,15 @@ def _from_checkpoint(path: Path, device: torch.device | str, dtype: torch.dtype)
     return _with_tokenizer(model, config, "checkpoint", run_dir, run_dir, run, checkpoint.step)
 
 
+def load_base(
+    path: str | Path, base: str | Path | None, warn: Callable[[str], None] = _to_standard_error
+) -> tuple[Loaded, PeftAdapters]:
+    """Load the base model of PEFT adapters on the CPU, with their tokenizer, not merged. Raises as `load_model`."""
+    folder = hub.find(path, warn=warn).folder
+    loaded, adapters = _read_with_base(folder, "cpu", torch.float32, warn, base)
+    return _with_tokenizer_of(folder, loaded, loaded.model), adapters
+
+
 def _from_peft(
     folder: Path,
     device: torch.device | str,
@@ -196,20 +205,34 @@ def _from_peft(
     warn: Callable[[str], None],
     base: str | Path | None,
 ) -> Loaded:
-    """Load adapters merged into their base. A tokenizer in their directory is used instead of the base's."""
+    """Load adapters merged into their base."""
+    loaded, adapters = _read_with_base(folder, device, dtype, warn, base)
+    return _with_tokenizer_of(folder, loaded, merge_peft(loaded.model, adapters))
+
+
+def _read_with_base(
+    folder: Path,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    warn: Callable[[str], None],
+    base: str | Path | None,
+) -> tuple[Loaded, PeftAdapters]:
     adapters = read_peft(folder)
     source = base or base_of(adapters)
     if Path(source).resolve() == folder.resolve():
-        raise UsageError(f"{folder}: names itself as its base model; name another one with --base")
+        raise UsageError(f"{folder}: names itself as its base model; {NAME_IT}")
     try:
-        loaded = load_model(source, device, dtype, warn)
+        return load_model(source, device, dtype, warn), adapters
     except UsageError as error:
-        raise UsageError(f"{folder}: the base model cannot be loaded: {error}; name it with --base") from None
-    model = merge_peft(loaded.model, adapters)
-    tokenizer_dir = folder if (folder / "tokenizer.json").is_file() else loaded.tokenizer_dir
+        raise UsageError(f"{folder}: the base model cannot be loaded: {error}; {NAME_IT}") from None
+
+
+def _with_tokenizer_of(folder: Path, base: Loaded, model: Transformer) -> Loaded:
+    """Return `model` with the tokenizer beside its adapters in `folder`, or with that of the base if there is none."""
+    tokenizer_dir = folder if (folder / "tokenizer.json").is_file() else base.tokenizer_dir
     own = _with_tokenizer(model, model.config, "hf", tokenizer_dir, None, {}, None)
-    eos = own.eos_tokens | loaded.eos_tokens  # generation_config.json is in the base's directory
-    return replace(own, eos_tokens=eos, adapters=folder)
+    eos = own.eos_tokens | base.eos_tokens  # generation_config.json is in the base's directory
+    return replace(own, eos_tokens=eos, adapters=folder, source=base.source)
 
 
 def _with_tokenizer(

@@ -30,6 +30,7 @@ from deskside.weights.hf_families import family_of
 from deskside.weights.hf_layout import our_rows
 from deskside.weights.peft_config import CONFIG, PREFIX, WEIGHTS, PeftConfig, read_peft_config
 
+NAME_IT = "name the base with --base, or beside --resume-from as the model"
 _PART = re.compile(
     r"(?P<module>.+?)(\.token_adapter)?\.(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector|"
     r"trainable_tokens_delta)(\.default)?(\.weight)?"
@@ -126,7 +127,7 @@ def base_of(adapters: PeftAdapters) -> str:
     """
     name = adapters.config.base_model_name_or_path
     if not name:
-        raise UsageError(f"{adapters.folder}: {CONFIG} names no base model; name it with --base")
+        raise UsageError(f"{adapters.folder}: {CONFIG} names no base model; {NAME_IT}")
     beside = adapters.folder.resolve().parent / name
     return str(beside) if not Path(name).exists() and beside.exists() else name
 

@@ -104,6 +104,8 @@ def base_model(architecture: str, options: dict[str, Any], folder: Path) -> None
         for parameter in model.parameters():
             if parameter.ndim < 2:
                 parameter += 0.1 * torch.randn_like(parameter)
+            else:
+                parameter.copy_(parameter.bfloat16())  # values that a frozen base in BF16 has too
     model.save_pretrained(folder)
     (folder / "tokenizer.json").write_text(json.dumps(TOKENIZER))
 

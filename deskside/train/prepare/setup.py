@@ -40,6 +40,7 @@ from deskside.train.state.init_weights import InitialWeights
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.trials import NO_CACHE, TrialCache
 from deskside.weights import frozen_base
+from deskside.weights.peft_training import load_adapters
 
 Say = Callable[[str], None]
 
@@ -217,6 +218,8 @@ def build_model(
             model = frozen_base.build(
                 config.model, config.adapter, config.seed, initial.weights, world.device, initial.fresh
             )
+            if initial.adapters is not None:
+                load_adapters(model, initial.adapters)
             if source is not None and world.is_rank_zero:
                 frozen_base.save(model, source.run_dir)
         if source is not None:

@@ -1,7 +1,7 @@
 """Initial weights of a run: load them, check that the data has the same tokenizer, and add vocabulary entries."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,7 +16,8 @@ from deskside.run.directory import RunDirectory, resolve_path
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.files import write_atomically
 from deskside.weights.checkpoint import load_weights
-from deskside.weights.load import Loaded, load_model
+from deskside.weights.load import Loaded, load_base, load_model
+from deskside.weights.peft_adapters import PeftAdapters
 from deskside.weights.upcycle import upcycle
 
 
@@ -26,7 +27,8 @@ class InitialWeights:
 
     source: the run or model directory that they come from. vocabulary: token -> id. fresh: ids of the tokens whose
     embeddings are reinitialized, see `resize_vocabulary`. dense: the run trains a mixture of experts that starts as
-    this dense model, and `weights` are by logical name (see weights/upcycle.py).
+    this dense model, and `weights` are by logical name (see weights/upcycle.py). adapters: with which training of
+    adapters begins; None for new ones.
     """
 
     source: str
@@ -34,6 +36,7 @@ class InitialWeights:
     vocabulary: dict[str, int]
     fresh: tuple[int, ...] = ()
     dense: bool = False
+    adapters: PeftAdapters | None = None
 
     @classmethod
     def of(cls, loaded: Loaded, source: str) -> "InitialWeights":
@@ -62,8 +65,12 @@ class InitialWeights:
         source = facts.get("init")
         if source is None:
             return None
+        adapters, path = None, resolve_path(str(source), facts.get("directory"))
         try:
-            loaded = load_model(resolve_path(str(source), facts.get("directory")))
+            if folder := facts.get("adapters"):
+                loaded, adapters = load_base(Path(resolve_path(str(folder), facts.get("directory"))), path)
+            else:
+                loaded = load_model(path)
         except (UsageError, RunError) as error:
             raise RunError(
                 f"{run.path}: was stopped before its first checkpoint, and its initial weights cannot be read "
@@ -78,7 +85,7 @@ class InitialWeights:
                 f"{run.path}: was stopped before its first checkpoint by an older deskside, which did not record which "
                 f"tokens are new; delete {run.path} and start again with: {facts.get('command')}"
             )
-        return cls.of_chat(loaded, str(source), config, fresh)
+        return replace(cls.of_chat(loaded, str(source), config, fresh), adapters=adapters)
 
     @classmethod
     def of_chat(
