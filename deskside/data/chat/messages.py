@@ -45,7 +45,7 @@ class Conversation:
     """
 
     messages: Sequence[Message]
-    tools: Sequence[Mapping[str, Any]] = ()
+    tools: Sequence[Mapping[str, Any]] = field(default_factory=list)
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def with_messages(self, messages: Sequence[Message]) -> Conversation:

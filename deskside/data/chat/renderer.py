@@ -71,6 +71,11 @@ class Renderer:
         )
 
     @property
+    def end_of_text(self) -> str:
+        """The token that the template gets as `eos_token`, or ""."""
+        return self._named_tokens.get("eos_token", "")
+
+    @property
     def roles(self) -> frozenset[str]:
         """The roles that the template knows."""
         return self._support.roles

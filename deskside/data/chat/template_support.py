@@ -47,7 +47,7 @@ class TemplateSupport:
 
     def __init__(self, template: str, render: Callable[[Conversation], str]):
         self._template, self._render = template, render
-        self._written: dict[tuple[str, frozenset[str], str], bool] = {}  # by role, fields and the tried field
+        self._written: dict[tuple[str, frozenset[str], str, bool], bool] = {}  # by the arguments of `_writes`
 
     def check(self, conversation: Conversation) -> None:
         """Raise NotRendered for a part of a conversation that the template would leave out."""
@@ -74,11 +74,13 @@ class TemplateSupport:
         # The place of a result shows which call it answers, and so its id and name (`checked_messages`).
         given = {name for name, value in message.items() if value}
         implied = {"role", "tool_call_id", *(["name"] if role == "tool" and after_calls else [])}
+        several = len(message.get("tool_calls", ())) > 1  # some templates write only the first call
         for name in sorted(given - implied):
-            if given != {"role", "content"} and not self._writes(role, frozenset(given), name):
+            if given != {"role", "content"} and not self._writes(role, frozenset(given), name, several):
+                what = "several tool_calls" if several and name == "tool_calls" else name
                 others = ", ".join(sorted(given - {"role", "content", name}))
                 raise NotRendered(
-                    f"message {number}: the chat template does not write the {name} of a message of the role {role!r}"
+                    f"message {number}: the chat template does not write the {what} of a message of the role {role!r}"
                     f"{others and f' beside {others}'}; leave it out, or use another template"
                 )
 
@@ -111,13 +113,15 @@ class TemplateSupport:
         tree = _parsed(self._template)
         return frozenset() if tree is None else frozenset(meta.find_undeclared_variables(tree)) - RESERVED
 
-    def _writes(self, role: str, fields: frozenset[str], name: str) -> bool:
-        """Return True if the template writes field `name` of a message with these fields."""
-        key = (role, fields, name)
+    def _writes(self, role: str, fields: frozenset[str], name: str, several: bool) -> bool:
+        """Return True if the template writes field `name` of a message with these fields, and perhaps several calls."""
+        key = (role, fields, name, several)
         if key not in self._written:
             values = {"role": role, "tool_call_id": _CALL_ID, "tool_calls": [_CALL]}
             message: dict[str, Any] = {"content": ""} | {field: values.get(field, "text") for field in fields}
-            message[name] = [_TRIAL_CALL] if name == "tool_calls" else TRIAL_WORD
+            message[name] = (
+                TRIAL_WORD if name != "tool_calls" else [*([_CALL] if several else []), _TRIAL_CALL]
+            )
             self._written[key] = self._shows(_trials(message), _TRIAL_WORDS.get(name, [TRIAL_WORD])) is True
         return self._written[key]
 

@@ -73,13 +73,19 @@ def _appended(renderer: Renderer, conversation: Conversation, numbers: list[int]
     What follows a turn is what the template writes after a mark at the end of the turn's last text.
     """
     messages = conversation.messages
-    written = json.dumps(messages, ensure_ascii=False)
-    mark = next((mark for mark in MARKS if mark not in written), None)
+    given = json.dumps(messages, ensure_ascii=False)
+    mark = next((mark for mark in MARKS if mark not in given), None)
     if mark is None:
         raise NotRendered("it uses too many characters of the Private Use Area")
 
+    final = _final(renderer, conversation)
+
+    def written(beginning: Sequence[Message], add_generation_prompt: bool = False) -> str:
+        text = renderer.text(conversation.with_messages(beginning), add_generation_prompt)
+        return text if add_generation_prompt else text.removesuffix(final)
+
     def after_mark(marked: Sequence[Message], add_generation_prompt: bool = False) -> str:
-        parts = renderer.text(conversation.with_messages(marked), add_generation_prompt).split(mark)
+        parts = written(marked, add_generation_prompt).split(mark)
         if len(parts) != 2:
             raise NotRendered("the chat template writes the text of a turn more than once, or leaves it out")
         return parts[1]
@@ -88,9 +94,9 @@ def _appended(renderer: Renderer, conversation: Conversation, numbers: list[int]
         return [*messages[:n], _marked(messages[n], mark)]
 
     text = _text_before(renderer, conversation, numbers[0])
-    answered = renderer.text(conversation.first(numbers[0] + 1), add_generation_prompt=False)
-    spans = [(len(text), len(answered))]
-    text += _rest(answered, text)
+    turn = _rest(written(messages[: numbers[0] + 1]), text)
+    spans = [(len(text), len(text) + len(turn))]
+    text += turn
     for n, following in pairwise(numbers):
         before = [*with_mark(n), *messages[n + 1 : following]]
         prompt = after_mark(before, add_generation_prompt=True)
@@ -99,7 +105,9 @@ def _appended(renderer: Renderer, conversation: Conversation, numbers: list[int]
         spans.append((len(text), len(text) + len(turn)))
         text += turn
     ended = with_mark(numbers[-1])
-    text += _rest(after_mark([*ended, *messages[numbers[-1] + 1 :]]), after_mark(ended))
+    text += _rest(after_mark([*ended, *messages[numbers[-1] + 1 :]]), after_mark(ended)) + final
+    if numbers[-1] + 1 == len(messages):
+        spans[-1] = (spans[-1][0], len(text))
     return MarkedText(text, spans, rewritten=True)
 
 
@@ -119,6 +127,14 @@ def _rest(text: str, beginning: str) -> str:
     return text.removeprefix(beginning)
 
 
+def _final(renderer: Renderer, conversation: Conversation) -> str:
+    """Return the end of text that the template writes wherever no generation prompt follows, as Phi-3's does, or ""."""
+    question, end = conversation.with_messages(_QUESTION), renderer.end_of_text
+    text = renderer.text(question, add_generation_prompt=False)
+    is_final = text.endswith(end) and not renderer.text(question, add_generation_prompt=True).startswith(text)
+    return end if is_final else ""
+
+
 def _text_before(renderer: Renderer, conversation: Conversation, n: int) -> str:
     """Return the text before message n, with the generation prompt.
 
@@ -130,7 +146,7 @@ def _text_before(renderer: Renderer, conversation: Conversation, n: int) -> str:
     if n:
         return renderer.text(conversation.first(n), add_generation_prompt=True)
     question = conversation.with_messages(_QUESTION)
-    without_prompt = renderer.text(question, add_generation_prompt=False)
+    without_prompt = renderer.text(question, False).removesuffix(_final(renderer, conversation))
     prompt = _rest(renderer.text(question, add_generation_prompt=True), without_prompt)
     if not prompt:
         return renderer.text(conversation.first(0), add_generation_prompt=True)
