@@ -29,7 +29,8 @@ class DpoOptions(FinetuneOptions):
       deskside dpo runs/124m --data pairs.jsonl --align.loss simpo
       deskside dpo --resume runs/polite
 
-    A pair is {"prompt": "..." or messages, "chosen": "...", "rejected": "..."}.
+    A pair is {"prompt": "..." or messages, "chosen": "...", "rejected": "..."},
+    and perhaps "tools" and "system".
     """
 
 

@@ -33,7 +33,8 @@ class GrpoOptions(FinetuneOptions):
       deskside grpo runs/chat --data tasks.jsonl --align.reward http://localhost:9000/score
       deskside grpo --resume runs/chat-grpo
 
-    A question is {"prompt": "..." or messages, "answer": "..."}.
+    A question is {"prompt": "..." or messages, "answer": "..."}, and perhaps
+    "tools" and "system".
     A reward is a function of prompt, completion and answer.
     """
 

@@ -30,7 +30,10 @@ class SftOptions(FinetuneOptions):
       deskside sft --resume-from adapters/polite --data chats.jsonl
 
     A conversation is {"messages": [{"role": "user", "content": "..."},
-      {"role": "assistant", "content": "..."}]}.
+      {"role": "assistant", "content": "..."}]}, with "tools", "tool_calls" and
+    "reasoning_content" if the model's chat template writes them. Records of
+    ShareGPT ("conversations") and Alpaca ("instruction", "output") are
+    recognised.
     """
 
 

@@ -1,19 +1,22 @@
 """Pairs and questions that several processes prepare."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
-from deskside.align.grpo_data import QuestionForm, prepare_questions
-from deskside.align.preference_data import prepare_pairs
+from deskside.align.grpo_data import QuestionForm, Questions, prepare_questions
+from deskside.align.preference_data import PairRows, prepare_pairs
 from deskside.align.prepared import FolderSpec, open_index
 from deskside.data.chat.prepare_chat import ChatSpec, prepare_chat
 from deskside.data.corpus import process_pool
 from deskside.utils.errors import UsageError
 from tests.align import tiny
 from tests.data import chat_tokenizer
+from tests.data.chat.tricky import ASK, PUNE, WEATHER, assistant, call, calling, result
 
 
 @pytest.mark.parametrize("kind", ["preference", pytest.param("questions", marks=pytest.mark.full)])
@@ -76,3 +79,37 @@ def test_the_kind_of_another_folder_is_named(tmp_path: Path) -> None:
         UsageError, match="holds conversations, not preference pairs; give preference pairs with"
     ):
         open_index(tmp_path / "out", "preference", 512)
+
+
+def test_questions_and_answers_with_tools_are_as_in_a_chat(tmp_path: Path) -> None:
+    """The tokens of a question are the prompt that transformers gives; earlier reasoning is left out as in a chat."""
+    utils = pytest.importorskip("trl.chat_template_utils")
+    tokenizer = chat_tokenizer.make(tmp_path / "tokenizer", utils.qwen3_chat_template)
+    theirs = AutoTokenizer.from_pretrained(tokenizer)
+    prompt = [ASK, assistant("No.", reasoning_content="dry"), ASK, calling(PUNE), result("sun")]
+    chosen, rejected = calling(call(["Pune"]), reasoning_content="again"), assistant("I do not know.")
+    record = {
+        "prompt": prompt,
+        "tools": [WEATHER],
+        "answer": "sun",
+        "chosen": [chosen],
+        "rejected": [rejected],
+    }
+    rows = [{**record, "prompt": [{"role": "system", "content": str(n)}, *prompt]} for n in range(20)]
+    data = str(tiny.jsonl(tmp_path / "a.jsonl", rows))
+    prepare_pairs(FolderSpec("preference", (data,), val_fraction=0.1), tokenizer, tmp_path / "pairs")
+    prepare_questions(FolderSpec("questions", (data,)), QuestionForm(), tokenizer, tmp_path / "questions")
+    render = partial(theirs.apply_chat_template, tools=[WEATHER], return_dict=False)
+    prompts = {tuple(render(row["prompt"], add_generation_prompt=True)) for row in rows}
+    questions = [
+        question
+        for split in ("train", "val")
+        for question in Questions(tmp_path / "questions", split, 4096, 1, 8, 1000).questions
+    ]
+    assert {question.tokens for question in questions} == prompts and len(questions) == 20
+    pairs = PairRows(tmp_path / "pairs", "train", 4096, 1000)
+    line_break = theirs.encode("\n")
+    expected = {tuple(render([*row["prompt"], answer])) for row in rows for answer in (chosen, rejected)}
+    found = [pairs.text(index) for index in range(2 * sum(len(row) for row in pairs.rows))]
+    assert {(*text.tokens.tolist(), *line_break) for text in found} <= expected and len(found) >= 20
+    assert {tuple(text.tokens[: text.answer_start].tolist()) for text in found} <= prompts

@@ -29,7 +29,7 @@ from deskside.data.chat.renderer import (
     Renderer,
     read_chat_template,
 )
-from deskside.data.chat.turns import text_with_turns
+from deskside.data.chat.turns import MarkedText, text_with_turns
 from deskside.data.encoder import EncoderInfo, make_encoder
 from deskside.utils.errors import UsageError
 
@@ -96,15 +96,12 @@ class ChatTemplate:
 
         Raises NotRendered, also if the template leaves out a text.
         """
-        marked = text_with_turns(self._renderer, conversation)
-        self._check_complete(conversation, marked.text)
-        if not marked.spans:
-            raise NotRendered("it has no assistant message")
-        learnt_spans = marked.spans[-1:] if turns == "last" else marked.spans
+        marked = text_with_turns(self._renderer, conversation, last=turns == "last")
+        self._check_complete(conversation, marked)
         text, position = marked.text, 0
         ids: list[int] = []
         mask: list[int] = []
-        for begin, end in learnt_spans:
+        for begin, end in marked.spans:
             # A turn ends after its last special token; white space after it belongs to the next part.
             special_tokens = self._renderer.special.finditer(text, begin, end)
             after_special = max((match.end() for match in special_tokens), default=end)
@@ -116,24 +113,27 @@ class ChatTemplate:
                 mask += [learnt] * len(part_ids)
             position = end
         rest = self._renderer.ids(text[position:])
-        assistant_messages = sum(message["role"] == "assistant" for message in conversation.messages)
         return TokenizedConversation(
             np.array(ids + rest, np.uint32),
             np.array(mask + [0] * len(rest), np.uint8),
-            max(0, assistant_messages - len(learnt_spans)),
+            len(marked.unlearnt),
             marked.rewritten,
         )
 
-    def _check_complete(self, conversation: Conversation, text: str) -> None:
-        """Raise NotRendered if the text lacks a message's content or reasoning. White space may differ."""
-        written = "".join(text.split())
+    def _check_complete(self, conversation: Conversation, marked: MarkedText) -> None:
+        """Raise NotRendered if the text lacks a message's content or reasoning. White space may differ.
+
+        Of turns that are not learnt, a template may leave out the reasoning, as it does in a chat.
+        """
+        written = "".join(marked.text.split())
         for number, message in enumerate(conversation.messages, start=1):
+            if number - 1 in marked.unlearnt:
+                continue
             for name in ("content", "reasoning_content"):
                 part = self._renderer.escape(message.get(name, ""))
-                as_json = json.dumps(part, ensure_ascii=False)[
-                    1:-1
-                ]  # as some templates write a tool's result
-                if not any("".join(form.split()) in written for form in (part, as_json)):
+                # Some templates write the result of a tool as JSON.
+                forms = (part, json.dumps(part, ensure_ascii=False)[1:-1])
+                if not any("".join(form.split()) in written for form in forms):
                     raise NotRendered(f"message {number}: the chat template leaves out some of its {name}")
 
 

@@ -77,11 +77,12 @@ class TemplateSupport:
         several = len(message.get("tool_calls", ())) > 1  # some templates write only the first call
         for name in sorted(given - implied):
             if given != {"role", "content"} and not self._writes(role, frozenset(given), name, several):
-                what = "several tool_calls" if several and name == "tool_calls" else name
-                others = ", ".join(sorted(given - {"role", "content", name}))
+                others = sorted(given - {"role", "content", name})
+                beside = f" beside {', '.join(others)}" if others else ""
+                beside += ", if there are several" if several and name == "tool_calls" else ""
                 raise NotRendered(
-                    f"message {number}: the chat template does not write the {what} of a message of the role {role!r}"
-                    f"{others and f' beside {others}'}; leave it out, or use another template"
+                    f"message {number}: the chat template does not write the {name} of a message of the role {role!r}"
+                    f"{beside}; leave it out, or use another template"
                 )
 
     @cached_property

@@ -34,37 +34,46 @@ class NotContinued(NotRendered):
 class MarkedText:
     """A rendered conversation.
 
-    text: escaped. spans: (begin, end) of the assistant's turns that can be learnt. rewritten: True if the template
-    would write an earlier turn differently in the whole conversation.
+    text: escaped. spans: (begin, end) of the assistant's turns that can be learnt. unlearnt: numbers of the assistant's
+    other messages. rewritten: True if the template would write an earlier turn differently in the whole conversation.
     """
 
     text: str
     spans: list[tuple[int, int]]
+    unlearnt: Sequence[int] = ()
     rewritten: bool = False
 
 
-def text_with_turns(renderer: Renderer, conversation: Conversation) -> MarkedText:
-    """Render a conversation and find the assistant's turns, in order. Raises NotRendered."""
+def text_with_turns(renderer: Renderer, conversation: Conversation, last: bool) -> MarkedText:
+    """Render a conversation and find the assistant's turns, in order. last: only the last one. Raises NotRendered."""
+    numbers = [n for n, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+    if not numbers:
+        raise NotRendered("it has no assistant message")
     if renderer.marks_turns:
         spans, text = renderer.assistant_spans_and_text(conversation)
-        return MarkedText(text, spans)
+        if not spans:
+            raise NotRendered("the chat template marks none of its turns")
+        spans = spans[-1:] if last else spans
+        return MarkedText(text, spans, numbers[: max(0, len(numbers) - len(spans))])
     text = renderer.text(conversation, add_generation_prompt=False)
-    numbers = [n for n, message in enumerate(conversation.messages) if message["role"] == "assistant"]
-    spans = []
-    for n in numbers:
+    found = {}
+    for n in numbers[-1:] if last else numbers:
         prompt = _text_before(renderer, conversation, n)
         is_last = n + 1 == len(conversation.messages)
         answered = text if is_last else renderer.text(conversation.first(n + 1), add_generation_prompt=False)
         if text.startswith(prompt) and text.startswith(answered) and len(prompt) < len(answered):
-            spans.append((len(prompt), len(answered)))
-    if len(spans) == len(numbers):
-        return MarkedText(text, spans)
+            found[n] = (len(prompt), len(answered))
+    unlearnt = [n for n in numbers if n not in found]
+    as_it_is = MarkedText(text, list(found.values()), unlearnt)
+    if not unlearnt or (last and found):
+        return as_it_is
     try:
-        return _appended(renderer, conversation, numbers)
+        appended = _appended(renderer, conversation, numbers)
     except NotContinued:
-        if spans[-1:] != [(len(prompt), len(answered))]:  # of the last turn
+        if numbers[-1] not in found:
             raise
-        return MarkedText(text, spans)
+        return as_it_is
+    return MarkedText(appended.text, appended.spans[-1:], numbers[:-1], True) if last else appended
 
 
 def _appended(renderer: Renderer, conversation: Conversation, numbers: list[int]) -> MarkedText:
