@@ -35,6 +35,7 @@ class Request:
         min_tokens: Tokens before which no end-of-text token, stop token or stop string ends a sample.
         logprobs: Whether events carry log-probabilities.
         grammar: What the answer must match; None for any answer. A complete one ends with the reason "eos".
+        skip_special_tokens: Whether special tokens of the answer have no text.
         top_logprobs: How many of the most probable tokens events carry too; needs `logprobs`.
         prompt_logprobs: Whether the first event carries log-probabilities of the prompt (`PromptScores`), and with how
             many of the most probable tokens; None if not.
@@ -53,6 +54,7 @@ class Request:
     stop_strings: tuple[str, ...] = ()
     logprobs: bool = False
     grammar: Grammar | None = None
+    skip_special_tokens: bool = True
     min_tokens: int = 0
     top_logprobs: int = 0
     prompt_logprobs: int | None = None

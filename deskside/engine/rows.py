@@ -29,9 +29,10 @@ def new_rows(
     keys = page_keys(prompt, page_size, request.adapter)
     rows = []
     for sample in range(samples):
-        stream = (
-            None if tokenizer is None else TextStream(tokenizer, request.stop_strings, request.min_tokens)
-        )
+        stream = None
+        if tokenizer is not None:
+            stops, skips = request.stop_strings, request.skip_special_tokens
+            stream = TextStream(tokenizer, stops, request.min_tokens, skips)
         random_stream = stream_of(request.seed, request.first_sample + sample)
         settings = SamplingTensors.of([request.sampling], [random_stream], "cpu")
         matcher = None if request.grammar is None else request.grammar.matcher()

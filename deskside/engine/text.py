@@ -18,16 +18,23 @@ class TextStream:
     """Turns tokens into text as they arrive. The results of all `push` calls and of `finish` are the whole text.
 
     stops: strings that end the text and are not part of it. Once one is found, `stopped` is true and further tokens
-    yield no text. min_tokens: tokens in whose text no stop string is looked for. Raises UsageError for an empty stop
-    string.
+    yield no text. min_tokens: tokens in whose text no stop string is looked for. skip_special_tokens: whether special
+    tokens have no text. Raises UsageError for an empty stop string.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = (), min_tokens: int = 0):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stops: Sequence[str] = (),
+        min_tokens: int = 0,
+        skip_special_tokens: bool = True,
+    ):
         if "" in stops:
             raise UsageError("stop: an empty string would end every answer at once; leave it out")
         self.stopped = False
         self._tokenizer = tokenizer
         self._stops = tuple(stops)
+        self._skip_special_tokens = skip_special_tokens
         self._tokens_before_stops = min_tokens
         # Tokens of the last piece, decoded again with new ones: some decoders treat the first token differently.
         self._last_tokens: list[int] = []
@@ -72,7 +79,7 @@ class TextStream:
         return self._decode([*self._last_tokens, *self._held_tokens])[len(last) :]
 
     def _decode(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=True)
+        return self._tokenizer.decode(tokens, skip_special_tokens=self._skip_special_tokens)
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -1,6 +1,7 @@
 """Encode text and chat messages as prompt tokens."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cached_property
 
 from tokenizers import Tokenizer
 
@@ -8,11 +9,14 @@ from deskside.data.chat.messages import Conversation
 from deskside.data.chat.renderer import Renderer, encode_plain, read_chat_template, special_tokens
 from deskside.data.encoder import EncoderInfo, ReferenceEncoder, make_encoder
 from deskside.data.tokenizer import max_bytes_per_token
+from deskside.serve.answer_parser import Thinking
+from deskside.serve.tool_formats import END_THINK, THINK, ToolFormat, find_tool_format
 from deskside.utils.errors import UsageError
 from deskside.weights.load import Loaded
 
 # Of a long text, first this many characters per allowed token are encoded, to see whether it is far too long.
 PREFIX_CHARACTERS = 16
+PROMPT_END = 16  # tokens at the end of a prompt, in which it may begin or end the reasoning
 
 
 class PromptTooLong(UsageError):
@@ -57,6 +61,29 @@ class PromptEncoder:
     def variables(self) -> frozenset[str]:
         """Variables of the chat template that a request may set; empty without a chat template."""
         return frozenset() if self._renderer is None else self._renderer.variables
+
+    @cached_property
+    def tool_format(self) -> ToolFormat | None:
+        """How the model writes tool calls; None if the chat template does not show it."""
+        renderer = self._renderer
+        if renderer is None:
+            return None
+        return find_tool_format(
+            lambda conversation, prompt: renderer.unescape(renderer.text(conversation, prompt))
+        )
+
+    def is_special(self, text: str) -> bool:
+        """Return True if a text is the name of a special token."""
+        return text in self._special.values()
+
+    def thinking(self, prompt: Sequence[int]) -> Thinking:
+        """Return whether the answer to a prompt has reasoning, which the template shows by writing <think>."""
+        if self._renderer is None or THINK not in self._renderer.template:
+            return "no"
+        end = self._tokenizer.decode(prompt[-PROMPT_END:], skip_special_tokens=False).rstrip()
+        if end.endswith(END_THINK):
+            return "no"
+        return "must" if end.endswith(THINK) else "may"
 
     def text(self, text: str) -> list[int]:
         """Return the start token and the tokens of a text. Special tokens are encoded as text.

@@ -52,6 +52,8 @@ def test_special_tokens_are_silent() -> None:
     ids = [tokenizer().token_to_id(name) for name in SPECIAL_TOKENS]
     a = tokenizer().token_to_id("a")
     assert [stream.push(token) for token in [a, *ids, a]] == ["a", "", "", "", "a"]
+    shown = TextStream(tokenizer(), skip_special_tokens=False)
+    assert [shown.push(token) for token in [a, *ids, a]] == ["a", *SPECIAL_TOKENS, "a"]
 
 
 @given(st.text("abc\U0001f600", max_size=30), st.lists(st.text("abc", min_size=1, max_size=4), max_size=3))

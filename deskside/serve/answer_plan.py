@@ -1,0 +1,94 @@
+"""What the answers to a request may be: whether they have reasoning, which calls, and the grammar that they follow."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from deskside.engine.grammar import Grammar, Grammars
+from deskside.serve.answer_grammar import NO_PARAMETERS, Calls, answer_grammar
+from deskside.serve.answer_parser import AnswerParser, Thinking
+from deskside.serve.protocol import ApiError, ChatRequest, CompletionRequest
+from deskside.serve.structured import GrammarSource
+from deskside.serve.templating import PromptEncoder
+from deskside.serve.tool_formats import END_THINK, THINK
+from deskside.utils.errors import UsageError
+
+
+@dataclass(frozen=True)
+class AnswerPlan:
+    """The form of the answers to one prompt.
+
+    Attributes:
+        calls: The functions that they may call; None without any.
+        text: The grammar of their text; None for any text.
+        constrained: Whether calls follow a grammar although the text has none.
+        skip_special_tokens: False if the parts of an answer are separated by special tokens.
+    """
+
+    thinking: Thinking = "no"
+    calls: Calls | None = None
+    text: GrammarSource | None = None
+    constrained: bool = False
+    skip_special_tokens: bool = True
+
+    def parser(self) -> AnswerParser | None:
+        """Return a parser for one answer; None if all of it is text."""
+        if self.thinking == "no" and self.calls is None:
+            return None
+        calls = self.calls
+        names = [] if calls is None else [str(function["name"]) for function in calls.functions]
+        return AnswerParser(self.thinking, None if calls is None else calls.tool_format, names)
+
+    def grammar(self, grammars: Grammars) -> Grammar | None:
+        """Compile the grammar of the answers, if they have one. Raises ApiError."""
+        if self.text is None and not self.constrained:
+            return None
+        if self.calls is not None:
+            for function in self.calls.functions:  # one by one, so that an error can name the function
+                schema = json.dumps(function.get("parameters") or NO_PARAMETERS)
+                what = f"tools: the parameters of {function['name']}"
+                _compiled(grammars, GrammarSource("tools", "json", schema), what)
+        text = self.text
+        alone = None if text is None else _compiled(grammars, text, text.field)
+        if self.thinking == "no" and self.calls is None:
+            return alone
+        outer = answer_grammar(self.thinking, self.calls, text is not None, grammars.special_token)
+        if text is None:
+            return grammars.compile("lark", outer)
+        return grammars.compile(text.kind, text.text, outer)
+
+
+def plan_answers(
+    body: ChatRequest | CompletionRequest, encoder: PromptEncoder, prompt: Sequence[int]
+) -> AnswerPlan:
+    """Return the form of the answers to a prompt. Raises ApiError for tools that the model cannot call."""
+    text = body.text_grammar()
+    if not isinstance(body, ChatRequest):
+        return AnswerPlan(text=text)
+    thinking = encoder.thinking(prompt)
+    markers = [] if thinking == "no" else [THINK, END_THINK]
+    calls = None
+    if functions := [function.model_dump(exclude_none=True) for function in body.callable_functions]:
+        form = encoder.tool_format
+        if form is None:
+            raise ApiError(
+                400,
+                "tools: this model's chat template writes calls in a form that the server cannot read; leave tools out",
+                param="tools",
+            )
+        calls = Calls(form, functions, body.requires_call, body.parallel_tool_calls is not False)
+        markers += [form.begin, form.end, form.named]
+    return AnswerPlan(
+        thinking,
+        calls,
+        text,
+        constrained=body.constrains_calls,
+        skip_special_tokens=not any(encoder.is_special(marker) for marker in markers),
+    )
+
+
+def _compiled(grammars: Grammars, source: GrammarSource, what: str) -> Grammar:
+    try:
+        return grammars.compile(source.kind, source.text)
+    except UsageError as error:
+        raise ApiError(400, f"{what}: {error}", param=source.field) from None
