@@ -39,6 +39,11 @@ class AnswerPart:
     reasoning: str = ""
     calls: dict[int, ToolCall] = field(default_factory=dict)
 
+    def add(self, rest: "AnswerPart") -> None:
+        """Add the last part of an answer, in which no call begins or goes on."""
+        self.text += rest.text
+        self.reasoning += rest.reasoning
+
 
 class AnswerParser:
     """Divides one answer. tool_format, functions: how calls are written, and the names of the functions on offer."""
@@ -78,8 +83,9 @@ class AnswerParser:
 
     def parse(self, text: str) -> AnswerPart:
         """Return the parts of a whole answer."""
-        part, rest = self.push(text), self.finish()
-        return AnswerPart(part.text + rest.text, part.reasoning + rest.reasoning, part.calls)
+        part = self.push(text)
+        part.add(self.finish())
+        return part
 
     # States. Each assigns some of the buffer, which is not empty, and returns False if it needs more text to go on.
 

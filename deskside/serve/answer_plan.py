@@ -39,19 +39,23 @@ class AnswerPlan:
         names = [] if calls is None else [str(function["name"]) for function in calls.functions]
         return AnswerParser(self.thinking, None if calls is None else calls.tool_format, names)
 
-    def grammar(self, grammars: Grammars) -> Grammar | None:
-        """Compile the grammar of the answers, if they have one. Raises ApiError."""
-        if self.text is None and not self.constrained:
-            return None
+    @property
+    def has_grammar(self) -> bool:
+        """True if the answers follow a grammar."""
+        return self.text is not None or self.constrained
+
+    def grammar(self, grammars: Grammars) -> Grammar:
+        """Compile the grammar of the answers, which must have one. Raises ApiError."""
         if self.calls is not None:
             for function in self.calls.functions:  # one by one, so that an error can name the function
                 schema = json.dumps(function.get("parameters") or NO_PARAMETERS)
                 what = f"tools: the parameters of {function['name']}"
                 _compiled(grammars, GrammarSource("tools", "json", schema), what)
         text = self.text
-        alone = None if text is None else _compiled(grammars, text, text.field)
-        if self.thinking == "no" and self.calls is None:
-            return alone
+        if text is not None:
+            alone = _compiled(grammars, text, text.field)
+            if self.thinking == "no" and self.calls is None:
+                return alone
         outer = answer_grammar(self.thinking, self.calls, text is not None, grammars.special_token)
         if text is None:
             return grammars.compile("lark", outer)

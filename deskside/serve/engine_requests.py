@@ -19,6 +19,7 @@ def engine_requests(
     prompts: Sequence[Sequence[int]],
     service: Service,
     grammar: Grammar | None,
+    skip_special_tokens: bool,
 ) -> list[Request]:
     """Return one engine request per prompt. Raises ApiError for values that are out of range."""
     max_tokens = service.max_tokens if body.max_new_tokens is None else body.max_new_tokens
@@ -48,6 +49,7 @@ def engine_requests(
                 logprobs=body.wants_logprobs or samples > body.choices_per_prompt,
                 grammar=grammar,
                 adapter=service.adapter_number(body.model),
+                skip_special_tokens=skip_special_tokens,
                 min_tokens=body.min_tokens,
                 top_logprobs=body.num_top_logprobs,
                 prompt_logprobs=body.num_top_logprobs if scored and body.wants_logprobs else None,

@@ -4,8 +4,8 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
 from deskside.engine.grammar import Grammar, Grammars
+from deskside.serve.answer_plan import AnswerPlan
 from deskside.serve.protocol import ApiError
-from deskside.serve.structured import GrammarSource
 from deskside.utils.errors import UsageError
 from deskside.weights.load import Loaded
 
@@ -18,17 +18,19 @@ class GrammarThread:
         self._grammars: Grammars | None = None
         self._thread = ThreadPoolExecutor(1, "grammars")
 
-    async def compile(self, source: GrammarSource) -> Grammar:
-        """Compile a grammar. Raises ApiError if it is invalid or not supported."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._compile, source)
+    async def compile(self, plan: AnswerPlan) -> Grammar | None:
+        """Return the grammar of answers, if they have one. Raises ApiError if it is invalid or not supported."""
+        if not plan.has_grammar:
+            return None
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._compile, plan)
 
-    def _compile(self, source: GrammarSource) -> Grammar:
+    def _compile(self, plan: AnswerPlan) -> Grammar:
         loaded = self._loaded
-        try:
-            if self._grammars is None:
+        if self._grammars is None:
+            try:
                 self._grammars = Grammars(
                     loaded.tokenizer, loaded.config.vocab_size, sorted(loaded.eos_tokens)
                 )
-            return self._grammars.compile(source.kind, source.text)
-        except UsageError as error:
-            raise ApiError(400, f"{source.field}: {error}", param=source.field) from None
+            except UsageError as error:
+                raise ApiError(400, str(error)) from None
+        return plan.grammar(self._grammars)

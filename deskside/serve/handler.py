@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse, Response
 from deskside import __version__
 from deskside.engine.grammar import Grammar
 from deskside.engine.requests import check_prompt
+from deskside.serve.answer_plan import AnswerPlan, plan_answers
 from deskside.serve.engine_requests import echoes, engine_requests
 from deskside.serve.grammar_thread import GrammarThread
 from deskside.serve.metrics import TokenTimer
@@ -97,9 +98,9 @@ class RequestHandler:
             else:
                 loop = asyncio.get_running_loop()
                 prompts = await loop.run_in_executor(self._long_thread, self._long.encode, body)
-            source = body.text_grammar()
-            grammar = None if source is None else await self._grammars.compile(source)
-            pending = self._start(body, prompts, num_samples, grammar)
+            plan = plan_answers(body, self.prompts, prompts[0])
+            grammar = await self._grammars.compile(plan)
+            pending = self._start(body, prompts, num_samples, plan, grammar)
             if body.stream:
                 return StreamingResponse(pending, HEADERS)
             response = await until_disconnect(pending.complete(), request.receive)
@@ -122,11 +123,12 @@ class RequestHandler:
         body: ChatRequest | CompletionRequest,
         prompts: Sequence[Sequence[int]],
         num_samples: int,
+        plan: AnswerPlan,
         grammar: Grammar | None,
     ) -> PendingResponse:
         """Submit the requests to the engine. Raises ApiError."""
         service = self.service
-        requests = engine_requests(body, prompts, service, grammar)
+        requests = engine_requests(body, prompts, service, grammar, plan.skip_special_tokens)
         options = ResponseOptions(
             chat=isinstance(body, ChatRequest),
             choices=body.choices_per_prompt,
@@ -134,6 +136,7 @@ class RequestHandler:
             top_logprobs=body.num_top_logprobs,
             echoes=echoes(body, prompts, service.loaded.tokenizer),
             usage_in_stream=body.usage_in_stream,
+            new_parser=plan.parser,
         )
         writer = ResponseWriter(
             options, body.model or service.name, self._fingerprint, service.loaded.tokenizer

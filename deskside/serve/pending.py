@@ -107,8 +107,8 @@ class PendingResponse:
                     if event.text or event.reason is not None or event.logprob is not None:
                         pieces.append(self._writer.chunk(choice, event, offsets[choice]))
                     offsets[choice] += len(event.text)
-                if pieces:
-                    yield b"".join(pieces)
+                if piece := b"".join(pieces):
+                    yield piece
         except ApiError as error:
             yield self._writer.error(error.body)
             return

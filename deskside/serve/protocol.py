@@ -9,6 +9,7 @@ Nothing unbounded reaches the engine: the types bound numbers, short strings and
 the OpenAPI document (openapi.py). The length of a prompt is bounded by the largest body (request_guard.py).
 """
 
+import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -28,16 +29,20 @@ from deskside.serve.field_lists import (
 from deskside.serve.sampling_fields import MAX_CHOICES, SamplingFields, TokenCount, TokenId
 from deskside.serve.strict_model import StrictModel
 from deskside.serve.structured import JsonSchema, JsonSchemaFormat, StructuredFields, StructuredOutputs
+from deskside.serve.tool_fields import (
+    MAX_CALLS,
+    CalledFunction,
+    FunctionDefinition,
+    MessageToolCall,
+    NamedToolChoice,
+    Tool,
+    ToolFields,
+)
 from deskside.utils.errors import UsageError
 
 MAX_MESSAGES, MAX_PARTS = 8192, 4096
 MAX_PROMPTS = 4096
 MAX_TEMPLATE_VARIABLES = 32
-# Continuations of error messages for refused values of tools.
-TOOL_REMEDIES = {
-    "tools": "are not available here; leave them out",
-    "tool_choice": "must be none or auto, because tools are not available here",
-}
 
 
 class ApiError(Exception):
@@ -86,19 +91,27 @@ class RequestMessage(StrictModel):
     """One message of a conversation.
 
     Fields that accept only null or an empty list occur in messages that clients send back unchanged.
-    A name is rejected if the model's chat template does not write it.
+    What the model's chat template would not write, such as a name, is rejected. Content may be null beside calls.
     """
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS)]
+    content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS)] | None = None
     name: ShortText | None = None
     refusal: None = None
     audio: None = None
     function_call: None = None
-    tool_call_id: None = None
-    reasoning_content: None = None
-    tool_calls: EmptyList = None
+    tool_call_id: ShortText | None = None
+    reasoning_content: str | None = None
+    tool_calls: Annotated[list[MessageToolCall], Field(max_length=MAX_CALLS)] | None = None
     annotations: EmptyList = None
+
+    @property
+    def characters(self) -> int:
+        """Number of characters of its texts."""
+        content = self.content or ""
+        texts = [content] if isinstance(content, str) else [part.text for part in content]
+        texts += [call.function.arguments for call in self.tool_calls or []]
+        return sum(map(len, [*texts, self.reasoning_content or ""]))
 
 
 class _CommonRequest(SamplingFields, StructuredFields, IneffectiveFields):
@@ -122,7 +135,7 @@ class _CommonRequest(SamplingFields, StructuredFields, IneffectiveFields):
             raise field_error(error) from None
 
 
-class ChatRequest(_CommonRequest, ChatIneffectiveFields, ChatRefusedFields):
+class ChatRequest(_CommonRequest, ToolFields, ChatIneffectiveFields, ChatRefusedFields):
     """POST /v1/chat/completions. `chat_template_kwargs` are variables of the chat template, as in vLLM."""
 
     messages: Annotated[list[RequestMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
@@ -133,9 +146,6 @@ class ChatRequest(_CommonRequest, ChatIneffectiveFields, ChatRefusedFields):
     chat_template_kwargs: Annotated[dict[ShortText, Any], Field(max_length=MAX_TEMPLATE_VARIABLES)] | None = (
         None
     )
-    tools: EmptyList = None
-    tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: bool | None = None
 
     @property
     def wants_logprobs(self) -> bool:
@@ -150,6 +160,10 @@ class ChatRequest(_CommonRequest, ChatIneffectiveFields, ChatRefusedFields):
         super().check()
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs requires logprobs: true", param="top_logprobs")
+        try:
+            self.check_tools()
+        except UsageError as error:
+            raise field_error(error) from None
 
     @property
     def max_new_tokens(self) -> int | None:
@@ -158,14 +172,9 @@ class ChatRequest(_CommonRequest, ChatIneffectiveFields, ChatRefusedFields):
 
     @property
     def characters(self) -> int:
-        """Approximate number of characters to tokenize: the text, and 16 per message for the chat template."""
-        total = 16 * len(self.messages)
-        for message in self.messages:
-            if isinstance(message.content, str):
-                total += len(message.content)
-            else:
-                total += sum(len(part.text) for part in message.content)
-        return total
+        """Approximate number of characters to tokenize: the texts, and 16 per message for the chat template."""
+        tools = json.dumps(self.template_tools) if self.offered_functions else ""
+        return len(tools) + sum(16 + message.characters for message in self.messages)
 
     def template_variables(self, known: Collection[str]) -> dict[str, Any]:
         """Return the variables of the chat template, for a template that has the variables `known`.
@@ -184,8 +193,11 @@ class ChatRequest(_CommonRequest, ChatIneffectiveFields, ChatRefusedFields):
     def conversation(self, known: Collection[str]) -> Conversation:
         """Return the input of a chat template with the variables `known`. Raises ApiError for an invalid one."""
         try:
-            messages = [message.model_dump() for message in self.messages]
-            return checked_conversation(messages, chat_template_kwargs=self.template_variables(known))
+            messages = [
+                message.model_dump(exclude={"tool_calls": {"__all__": {"index"}}})
+                for message in self.messages
+            ]
+            return checked_conversation(messages, self.template_tools, self.template_variables(known))
         except NotRendered as error:
             raise ApiError(400, f"messages: {error}", param="messages") from None
 
@@ -280,9 +292,8 @@ def _api_error(error: ValidationError) -> ApiError:
     where = ".".join(str(part) for part in path if isinstance(part, int) or part in known)[:80] or "the body"
     if is_extra:
         return ApiError(400, f"{where}: there is no such field; leave it out", param=shown)
-    remedies = REMEDIES | TOOL_REMEDIES
-    if param in remedies:
-        return ApiError(400, f"{param} {remedies[param]}", param=shown)
+    if param in REMEDIES:
+        return ApiError(400, f"{param} {REMEDIES[param]}", param=shown)
     reason = first["msg"].removeprefix("Input ")[:200]
     return ApiError(400, f"{where}: {reason[:1].lower()}{reason[1:]}", param=shown)
 
@@ -297,6 +308,11 @@ def _fields() -> frozenset[str]:
             RequestMessage,
             TextPart,
             StreamOptions,
+            Tool,
+            FunctionDefinition,
+            NamedToolChoice,
+            MessageToolCall,
+            CalledFunction,
             JsonSchemaFormat,
             JsonSchema,
             StructuredOutputs,

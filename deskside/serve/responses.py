@@ -8,13 +8,14 @@ import json
 import math
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from deskside.engine.requests import Event, PromptScores, SampleOutput, TokenOutput
+from deskside.engine.requests import Event, PromptScores, Reason, SampleOutput, TokenOutput
+from deskside.serve.answer_parser import AnswerParser, AnswerPart, ToolCall
 from deskside.serve.logprobs import ScoredToken, chat_logprobs, text_logprobs
 
 DONE = b"data: [DONE]\n\n"
@@ -53,7 +54,11 @@ class Echo:
 
 @dataclass(frozen=True)
 class ResponseOptions:
-    """What a response contains. choices: per prompt. echoes: one per prompt, or none."""
+    """What a response contains.
+
+    choices: per prompt. echoes: one per prompt, or none. new_parser: returns a parser for an answer, or None if all of
+    it is text.
+    """
 
     chat: bool
     choices: int = 1
@@ -61,6 +66,7 @@ class ResponseOptions:
     top_logprobs: int = 0
     echoes: Sequence[Echo] = ()
     usage_in_stream: bool = False
+    new_parser: Callable[[], AnswerParser | None] = lambda: None
 
 
 class ResponseWriter:
@@ -69,6 +75,7 @@ class ResponseWriter:
     def __init__(self, options: ResponseOptions, model: str, fingerprint: str, tokenizer: Tokenizer):
         self._options, self._tokenizer = options, tokenizer
         self._chat = options.chat
+        self._parsers: dict[int, AnswerParser | None] = {}  # of a stream, by choice
         self._common = {
             "id": f"{'chatcmpl' if options.chat else 'cmpl'}-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -108,15 +115,21 @@ class ResponseWriter:
 
     def chunk(self, index: int, event: Event, offset: int) -> bytes:
         """Return the chunk of an event. `offset`: characters of the choice in earlier chunks."""
-        content: dict[str, Any] = {"delta": {"content": event.text}} if self._chat else {"text": event.text}
-        if self._chat and not event.text and event.reason is not None:
-            content = {"delta": {}}
+        if index not in self._parsers:
+            self._parsers[index] = self._options.new_parser()
+        parser = self._parsers[index]
+        part = AnswerPart(event.text) if parser is None else parser.push(event.text)
+        if parser is not None and event.reason is not None:
+            part.add(parser.finish())
+        content = {"delta": _delta(part)} if self._chat else {"text": event.text}
         logprobs = None
         if self._options.logprobs and event.token is not None and event.logprob is not None:
             logprobs = self._logprobs([ScoredToken(event.token, event.logprob, event.top)], offset)
         elif self._options.logprobs and (end := self._end_token(event.end_token)):
             logprobs = self._logprobs(end, offset)
-        finish_reason = None if event.reason is None else FINISH_REASONS[event.reason]
+        if parser is not None and not content["delta"] and logprobs is None and event.reason is None:
+            return b""  # the text is held back
+        finish_reason = None if event.reason is None else _finish_reason(event.reason, parser)
         return self._chunk(index, content, logprobs, finish_reason)
 
     def end(self, prompt_lengths: Sequence[int], completion_tokens: int, cached: Sequence[int]) -> bytes:
@@ -139,10 +152,11 @@ class ResponseWriter:
             prompt = [] if echo is None or scores is None else _scored_prompt(echo, scores)
             answered = [ScoredToken(*place) for place in places]
             logprobs = self._logprobs([*prompt, *answered, *self._end_token(answer.end_token)], 0)
-        message = {"role": "assistant", "content": answer.text, "refusal": None}
+        parser = self._options.new_parser()
+        part = AnswerPart(answer.text) if parser is None else parser.parse(answer.text)
         text = answer.text if echo is None else echo.text + answer.text
-        content = {"message": message} if self._chat else {"text": text}
-        finish_reason = FINISH_REASONS[answer.reason]
+        content = {"message": _message(part)} if self._chat else {"text": text}
+        finish_reason = _finish_reason(answer.reason, parser)
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
 
     def _end_token(self, end: TokenOutput | None) -> list[ScoredToken]:
@@ -166,6 +180,49 @@ class ResponseWriter:
         if self._chat:
             return chat_logprobs(self._tokenizer, tokens)
         return text_logprobs(self._tokenizer, tokens, self._options.top_logprobs > 0, offset)
+
+
+def _message(part: AnswerPart) -> dict[str, Any]:
+    """Return the message of a whole answer."""
+    without_text = not part.text and (part.calls or part.reasoning)
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": None if without_text else part.text,
+        "refusal": None,
+    }
+    if part.reasoning:
+        message["reasoning_content"] = part.reasoning
+    if part.calls:
+        message["tool_calls"] = [_call(call) for call in part.calls.values()]
+    return message
+
+
+def _delta(part: AnswerPart) -> dict[str, Any]:
+    """Return what a part of an answer adds to the message of a stream."""
+    delta: dict[str, Any] = {}
+    if part.text:
+        delta["content"] = part.text
+    if part.reasoning:
+        delta["reasoning_content"] = part.reasoning
+    if part.calls:
+        delta["tool_calls"] = [{"index": place, **_call(call)} for place, call in part.calls.items()]
+    return delta
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    """Return a call; of a part of a call that is not its first, only the arguments."""
+    if not call.id:
+        return {"function": {"arguments": call.arguments}}
+    return {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }
+
+
+def _finish_reason(reason: Reason, parser: AnswerParser | None) -> str:
+    called = parser is not None and parser.num_calls > 0
+    return "tool_calls" if called and reason != "length" else FINISH_REASONS[reason]
 
 
 def _scored_prompt(echo: Echo, scores: PromptScores) -> list[ScoredToken]:

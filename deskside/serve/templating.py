@@ -5,7 +5,7 @@ from functools import cached_property
 
 from tokenizers import Tokenizer
 
-from deskside.data.chat.messages import Conversation
+from deskside.data.chat.messages import Conversation, NotRendered
 from deskside.data.chat.renderer import Renderer, encode_plain, read_chat_template, special_tokens
 from deskside.data.encoder import EncoderInfo, ReferenceEncoder, make_encoder
 from deskside.data.tokenizer import max_bytes_per_token
@@ -72,6 +72,20 @@ class PromptEncoder:
             lambda conversation, prompt: renderer.unescape(renderer.text(conversation, prompt))
         )
 
+    @cached_property
+    def _forgets_reasoning(self) -> bool:
+        """True if the template marks reasoning but, as its model expects, does not write that of earlier answers."""
+        renderer = self._renderer
+        if renderer is None or END_THINK not in renderer.template:
+            return False
+        question = {"role": "user", "content": "a"}
+        answer = {"role": "assistant", "content": "b", "reasoning_content": "c"}
+        try:
+            renderer.text(Conversation([question, answer]), add_generation_prompt=False)
+        except NotRendered:
+            return True
+        return False
+
     def is_special(self, text: str) -> bool:
         """Return True if a text is the name of a special token."""
         return text in self._special.values()
@@ -99,6 +113,12 @@ class PromptEncoder:
         Raises PromptTooLong, and NotRendered if the template refuses the messages or leaves out a part of them.
         """
         assert self._renderer is not None  # the caller has checked `has_chat_template`
+        if self._forgets_reasoning:
+            messages = [
+                {name: value for name, value in message.items() if name != "reasoning_content"}
+                for message in conversation.messages
+            ]
+            conversation = conversation.with_messages(messages)
         text = self._renderer.text(conversation, add_generation_prompt)
         return self._checked(self._encode(text, self._renderer.unescape(text), self._renderer.ids))
 
