@@ -15,6 +15,7 @@ from deskside.serve.sampling_fields import TokenId
 from deskside.serve.service import HEADERS, Service
 from deskside.serve.strict_model import StrictModel
 from deskside.serve.templating import PromptEncoder
+from deskside.serve.tool_fields import MAX_TOOLS, Tool
 from deskside.utils.errors import UsageError
 
 
@@ -27,7 +28,7 @@ class TokenizeRequest(StrictModel):
     model: ShortText | None = None
     prompt: str | None = None
     messages: Annotated[list[RequestMessage], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
-    tools: list[Any] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     chat_template_kwargs: dict[ShortText, Any] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
