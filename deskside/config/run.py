@@ -358,6 +358,11 @@ class RunConfig(Part):
                 f"precision.name: experts in {name} need an RMSNorm before them; use --model.norm rmsnorm "
                 f"--model.norm_position pre, or --precision.name bf16"
             )
+        if self.model.mlp_bias or self.model.hidden_act == "clamped_swiglu":
+            raise ValueError(
+                f"precision.name: experts in {name} have no biases and no clamped_swiglu, as gpt-oss has; use "
+                f"--precision.name bf16"
+            )
 
     def _check_dimensions(self, unit: int) -> None:
         """Raise ValueError if a size does not fit the recipe. unit: as in `check_dimensions`."""

@@ -246,8 +246,10 @@ class _StoredTensors:
                 return self._get(candidate)
         if f"{name}_blocks" in self.file_of and f"{name}_scales" in self.file_of:
             self.names_read |= {f"{name}_blocks", f"{name}_scales"}
-            # Stored as (E, out, in) in blocks along the last dimension.
-            return dequantize_mxfp4(self._get(f"{name}_blocks"), self._get(f"{name}_scales")).mT
+            try:  # (E, out, in) in blocks along the last dimension
+                return dequantize_mxfp4(self._get(f"{name}_blocks"), self._get(f"{name}_scales")).mT
+            except ValueError as error:
+                raise RunError(f"{self.folder}: {name}: {error}; is the file damaged?") from None
         raise RunError(f"{self.folder} has no tensor {name}, which its config.json needs; is it complete?")
 
     def _get(self, name: str) -> Tensor:

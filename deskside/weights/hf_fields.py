@@ -95,8 +95,8 @@ GPT_OSS = {
     "attention_bias": Field("attention_bias", True),
     "num_experts": Field("num_local_experts", older="num_experts"),
     "num_experts_per_tok": Field("num_experts_per_tok", older="experts_per_token"),
+    # router_aux_loss_coef (0.9) is not read: transformers adds this loss only with output_router_logits.
     "moe_intermediate_size": Field("intermediate_size"),
-    "router_aux_loss_coef": Field("router_aux_loss_coef", 0.001),
 }
 
 

@@ -35,6 +35,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "tied embeddings": {"tie_word_embeddings": True},
     "as many keys as queries": {"num_key_value_heads": 4},
     "softcap": {"final_logit_softcapping": 5.0},
+    "Gemma 2 and 3": {
+        "norm_position": "sandwich",
+        "attn_logit_softcapping": 2.0,
+        "attention_multiplier": 0.2,
+        "embedding_multiplier": 3.0,
+        "rope_local_base_freq": 100.0,
+        "hidden_act": "gelu_new",
+        "sliding_window": 9,
+        "window_pattern": "SL",
+    },
 }
 
 
