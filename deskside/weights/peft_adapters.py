@@ -157,6 +157,11 @@ def merge_peft(model: Transformer, adapters: PeftAdapters) -> Transformer:
             raise _misfit(adapters, module)
         table.view[ids] = rows.to(table.view)
     for module, pairs in adapters.experts.items():
+        if f"{module}.0.up_proj.weight" not in by_name:
+            raise UsageError(
+                f"{adapters.folder}: adapters of {family.architecture}'s experts ({module}) are not supported; merge "
+                "them with PEFT's merge_and_unload, and give the merged model"
+            )
         stacked = {
             leaf: _parts_of(by_name, f"{module}.0.{projection}.weight", adapters)[0].parameter
             for leaf, projection in (("gate_up_proj", "up_proj"), ("down_proj", "down_proj"))

@@ -90,6 +90,18 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "phi3, stacked": (
         "Phi3", {"pad_token_id": None}, {"target_modules": ["qkv_proj", "gate_up_proj"], "use_dora": True}
     ),
+    "gpt-neox, stacked by head": (
+        "GPTNeoX", {"num_key_value_heads": None}, {"target_modules": "all-linear", "use_dora": True, "bias": "all"}
+    ),
+    "gpt-neox, tables": (
+        "GPTNeoX",
+        {"num_key_value_heads": None},
+        {"target_modules": ["query_key_value"], "modules_to_save": ["embed_in", "embed_out"]},
+    ),
+    "olmo2": ("Olmo2", {}, {"target_modules": "all-linear", "modules_to_save": ["post_feedforward_layernorm"]}),
+    "mixtral, attention": (
+        "Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}, {"target_modules": ["q_proj", "o_proj"]}
+    ),
     "gpt2": ("GPT2", {}, {"target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True}),
     "gpt2, dora": ("GPT2", {}, {"target_modules": ["c_attn"], "fan_in_fan_out": True, "use_dora": True}),
 }  # fmt: skip
@@ -244,6 +256,13 @@ def test_a_tokenizer_beside_the_adapters_is_used(plain: Path) -> None:
     (plain.parent / "base/generation_config.json").write_text(json.dumps({"eos_token_id": [0, 7]}))
     loaded = load_model(plain)
     assert loaded.tokenizer_dir == plain and loaded.eos_tokens == {0, 7}
+
+
+def test_stacked_experts_with_other_names_are_refused(tmp_path: Path) -> None:
+    shape = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    adapted(tmp_path, "Mixtral", shape, {"target_parameters": ["mlp.experts.down_proj"], "lora_dropout": 0.0})
+    with pytest.raises(UsageError, match=r"MixtralForCausalLM.*experts.*merge_and_unload"):
+        load_model(tmp_path / "adapter")
 
 
 @pytest.mark.parametrize(
