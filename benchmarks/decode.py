@@ -2,7 +2,7 @@
 
     python -m benchmarks.decode [--preset 124m] [--batch 1,2,4,8,16,32,64] [--prompt 512] [--new 256]
         [--peers dynamic,static,static-eager] [--peer-batch 1,16] [--temperature 0] [--top-k 50]
-        [--device auto] [--dtype bfloat16] [--runs 3] [--kernels] [--json FILE]
+        [--device auto] [--dtype bfloat16] [--runs 3] [--kernels] [--adapters 1,8 --rank 16] [--json FILE]
 
 The model has random weights: speed does not depend on them, and no answer ends early. It is exported like by `deskside
 export`, and transformers loads the export. Each arm runs at least once as warm-up (compilation, CUDA graphs), then
@@ -16,8 +16,9 @@ export`, and transformers loads the export. Each arm runs at least once as warm-
     x        deskside's tok/s divided by the best of transformers at this batch size
 
 transformers: `dynamic` is the default of generate; `static` is a static cache, with which it compiles the forward pass
-on a GPU; `static-eager` is a static cache without compilation. A failed arm is a line with the reason. --kernels adds
-the kernels of one deskside step. The JSON file is written after every arm.
+on a GPU; `static-eager` is a static cache without compilation. --adapters adds arms with these numbers of LoRA adapters
+on every projection, which the rows use in turn. A failed arm is a line with the reason. --kernels adds the kernels of one
+deskside step. The JSON file is written after every arm.
 """
 
 import argparse
@@ -42,7 +43,10 @@ from deskside.engine.requests import Request
 from deskside.engine.sampling import Sampling
 from deskside.model.init import initialize
 from deskside.model.transformer import Transformer
+from deskside.ops.linear import Linear
 from deskside.precision.frozen import FrozenLinear, quantize_for_generation, stored_bytes
+from deskside.precision.lora import add_adapter
+from deskside.precision.row_adapters import RowAdapters, RowChoice
 from deskside.utils.errors import UsageError
 from deskside.weights.hf import save_hf
 
@@ -85,14 +89,42 @@ class Work:
         return rows
 
 
-def deskside_arm(engine: Engine, work: Work) -> Callable[[Prompts], tuple[float, float]]:
-    """Return a function that generates with deskside and returns the seconds to the first tokens and in total."""
+def random_adapters(model: Transformer, ranks: Sequence[int], dora: bool = False) -> RowChoice:
+    """Add random adapters of these ranks to every matrix of a model, in place of earlier ones."""
+    choice = RowChoice(len(ranks))
+    layout = tuple(number for number, rank in enumerate(ranks, start=1) for _ in range(rank))
+    device, dtype = model.embed.weight.device, model.activation_dtype
+    torch.manual_seed(3)
+    for linear in [m for m in model.modules() if isinstance(m, Linear) and m.role == "matrix"]:
+        a_RI = (0.2 * torch.randn(len(layout), linear.in_features)).to(device, dtype)
+        b_OR = (0.2 * torch.randn(linear.out_features, len(layout))).to(device, dtype)
+        gain_CO = None
+        if dora:
+            gain_CO = (1 + 0.2 * torch.randn(len(ranks) + 1, linear.out_features)).to(device, dtype)
+            gain_CO[0] = 1
+        add_adapter(linear, RowAdapters(a_RI, b_OR, layout, gain_CO, choice))
+    return choice
+
+
+def deskside_arm(engine: Engine, work: Work, adapters: int = 0) -> Callable[[Prompts], tuple[float, float]]:
+    """Return a function that generates with deskside and returns the seconds to the first tokens and in total.
+
+    adapters: number of adapters that the rows use in turn.
+    """
 
     def once(prompts: Prompts) -> tuple[float, float]:
         _wait(work.device)
         begin = time.perf_counter()
         waiting = {
-            engine.submit(Request(tuple(prompt), work.new, work.sampling, first_sample=row))
+            engine.submit(
+                Request(
+                    tuple(prompt),
+                    work.new,
+                    work.sampling,
+                    first_sample=row,
+                    adapter=row % adapters + 1 if adapters else 0,
+                )
+            )
             for row, prompt in enumerate(prompts)
         }
         first, tokens = 0.0, 0
@@ -257,6 +289,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             for kind in options.peers:
                 name = f"transformers {kind}"
                 attempt(name, batch, lambda kind=kind: peer_arm(theirs, kind, work))  # type: ignore[misc]
+    for number in options.adapters:
+        choice = random_adapters(model, [options.rank] * number)
+        for batch in options.batch:
+            engine = Engine(model, max_batch=batch, max_tokens=batch * (longest + 32), adapters=choice)
+            attempt(f"{number} adapters", batch, lambda e=engine, n=number: deskside_arm(e, work, n))  # type: ignore[misc]
+            del engine
     _print(report)
     return 1 if report["failed"] else 0
 
@@ -367,6 +405,8 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--kernels", action="store_true")
+    parser.add_argument("--adapters", type=_numbers, default=[])
+    parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(argv)
     if options.quantize != "none" and options.peers:

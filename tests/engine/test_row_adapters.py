@@ -1,6 +1,5 @@
 """Rows with different adapters in one batch: each as the engine of the merged model answers."""
 
-from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.decode import random_adapters
 from deskside.engine import steps
 from deskside.engine.engine import Draft, Engine
 from deskside.engine.prompts import PackedPrompts
@@ -16,11 +16,7 @@ from deskside.engine.sampling import Sampling
 from deskside.engine.speculate import speculate
 from deskside.engine.steps import CachedModel, Slots
 from deskside.kernels import prefill, prefill_triton
-from deskside.model.transformer import Transformer
-from deskside.ops.linear import Linear
 from deskside.precision.frozen import quantize_for_generation
-from deskside.precision.lora import add_adapter
-from deskside.precision.row_adapters import RowAdapters, RowChoice
 from deskside.utils.errors import RunError, UsageError
 from deskside.weights.load import load_model
 from deskside.weights.peft_adapters import read_peft
@@ -46,21 +42,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         adapted(root, LLAMA, BIAS, options)
         (root / "adapter").rename(root / name)
     return [root / name for name in ("base", *ADAPTERS)]
-
-
-def with_random_adapters(model: Transformer, ranks: Sequence[int]) -> RowChoice:
-    """Add adapters of these ranks, with gains, to every matrix of a model."""
-    choice = RowChoice(len(ranks))
-    layout = tuple(number for number, rank in enumerate(ranks, start=1) for _ in range(rank))
-    device, dtype = model.embed.weight.device, model.activation_dtype
-    torch.manual_seed(3)
-    for linear in [m for m in model.modules() if isinstance(m, Linear) and m.role == "matrix"]:
-        a_RI = (0.2 * torch.randn(len(layout), linear.in_features)).to(device, dtype)
-        b_OR = (0.2 * torch.randn(linear.out_features, len(layout))).to(device, dtype)
-        gain_CO = (1 + 0.2 * torch.randn(len(ranks) + 1, linear.out_features)).to(device, dtype)
-        gain_CO[0] = 1
-        add_adapter(linear, RowAdapters(a_RI, b_OR, layout, gain_CO, choice))
-    return choice
 
 
 def requests(number: int = 0, sampled: bool = True) -> list[Request]:
@@ -127,7 +108,7 @@ def test_steps_stay_on_their_device(drafts: int, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(prefill, "packed_kernel_supports", lambda heads, pool: True)
     monkeypatch.setattr(prefill_triton, "attend_packed", lambda q_NHC, *rest: torch.empty_like(q_NHC))
     model = make(**BIAS).to(META)
-    target = CachedModel(model, LANES * PAGES, 16, 48, with_random_adapters(model, (2, 3)))
+    target = CachedModel(model, LANES * PAGES, 16, 48, random_adapters(model, (2, 3), dora=True))
     (draft,), slots = models(1), Slots(LANES, PAGES, SHAPE["vocab_size"], META)
     lanes, options = slots.to_device(range(LANES)), StepOptions(1, False, False, adapted=True)
     prompts = PackedPrompts.of(torch.zeros(3 * LANES + 1 + 32, dtype=torch.int64, device=META), LANES)

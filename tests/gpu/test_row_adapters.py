@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from benchmarks.decode import random_adapters
 from deskside.engine.engine import Engine
 from deskside.engine.requests import Request
 from tests.engine.test_generate import make
-from tests.engine.test_row_adapters import with_random_adapters
 from tests.gpu.card import DEVICE, NEEDS_CARD
 
 pytestmark = NEEDS_CARD
@@ -16,7 +16,7 @@ pytestmark = NEEDS_CARD
 def test_graphs_choose_adapters_by_row(dtype: torch.dtype) -> None:
     shape = {"head_dim": 64, "hidden_size": 128, "max_position_embeddings": 256, "attention_bias": True}
     model = make(**shape).to(DEVICE, dtype)
-    choice = with_random_adapters(model, (4, 8))
+    choice = random_adapters(model, (4, 8), dora=True)
     given = [Request((number + 1,) * 20, 40, logprobs=True, adapter=number % 3) for number in range(9)]
     alone = Engine(model, adapters=choice, max_tokens=8192, max_batch=1, graphs=False)
     wanted = [alone.run([request])[0][0] for request in given]
