@@ -1,6 +1,6 @@
 """Memory and speed of adapters over frozen weights, compared with full fine-tuning of the same model, on this GPU.
 
-    python -m benchmarks.adapters --out adapters.json                 # 1.5B: full, bf16, int8, nf4
+    python -m benchmarks.adapters --out adapters.json                 # 1.5B: full, bf16, int8, nf4, DoRA on bf16
     python -m benchmarks.adapters --shape qwen3-0.6b --rows 8
     python -m benchmarks.adapters --shape indicmoe-3b                 # adapters on attention and on every expert
 
@@ -51,7 +51,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 DEVICE = "cuda"
-ARMS = ("full", "bf16", "int8", "nf4")
+ARMS = ("full", "bf16", "int8", "nf4", "dora")
 
 
 class RandomWeights(Mapping[str, Tensor]):
@@ -75,6 +75,7 @@ class RandomWeights(Mapping[str, Tensor]):
 def measure(arm: str, options: argparse.Namespace) -> dict[str, Any]:
     """Measure one arm in this process. The first two steps are warm-up."""
     config = ModelConfig(**SHAPES[options.shape], max_position_embeddings=options.length)
+    base = "bf16" if arm == "dora" else arm
     torch.manual_seed(0)
     if arm == "full":
         with torch.device("meta"):
@@ -85,7 +86,7 @@ def measure(arm: str, options: argparse.Namespace) -> dict[str, Any]:
             for name, parameter in model.named_parameters():
                 parameter.copy_(weights[name])
     else:
-        adapter = AdapterConfig.model_validate({"rank": options.rank, "base": arm})
+        adapter = AdapterConfig.model_validate({"rank": options.rank, "base": base, "dora": arm == "dora"})
         model = frozen_base.build(config, adapter, 0, RandomWeights(config), DEVICE)
     fused = arm == "full" and not options.as_written
     precision = convert(model, "bf16", fused=fused)
@@ -119,7 +120,7 @@ def measure(arm: str, options: argparse.Namespace) -> dict[str, Any]:
         optimizer="adamw",
         copies="step" if fused else "pass",
         activation_checkpointing=options.recompute,
-        adapter=None if arm == "full" else AdapterSpec(options.rank, PROJECTIONS, arm),  # type: ignore[arg-type]
+        adapter=None if arm == "full" else AdapterSpec(options.rank, PROJECTIONS, base, dora=arm == "dora"),  # type: ignore[arg-type]
     )
     return {
         "arm": arm,

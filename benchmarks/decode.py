@@ -17,8 +17,8 @@ export`, and transformers loads the export. Each arm runs at least once as warm-
 
 transformers: `dynamic` is the default of generate; `static` is a static cache, with which it compiles the forward pass
 on a GPU; `static-eager` is a static cache without compilation. --adapters adds arms with these numbers of LoRA adapters
-on every projection, which the rows use in turn. A failed arm is a line with the reason. --kernels adds the kernels of one
-deskside step. The JSON file is written after every arm.
+on every projection, which the rows use in turn. A failed arm is a line with the reason. --kernels adds the kernels of
+one deskside step. The JSON file is written after every arm.
 """
 
 import argparse
