@@ -1,6 +1,7 @@
 """Every family of Hugging Face models against transformers, with random weights: the table of docs/models.md.
 
-    python -m benchmarks.families --out docs/data/2026-11-23-families/parity.json
+    python -m benchmarks.families docs/data/2026-11-23-families/parity.json
+    python -m benchmarks.families docs/data/2026-11-23-families/parity.json --table
 
 A model has the options of the family's first published checkpoint and tiny sizes. It is exported, loaded by
 transformers, and compared in float32 on a CPU: logits, gradients, three steps of AdamW, greedy text through our engine,
@@ -202,18 +203,53 @@ def _adapter_difference(config: ModelConfig, folder: Path, inputs: Tensor) -> tu
     return _largest(ours - theirs(inputs).logits), "PEFT"
 
 
+def table(results: list[Parity]) -> str:
+    """Return the results as the table of docs/models.md."""
+    work = "load, train, LoRA, generate, export"
+    lines = [f"| family | published checkpoints | {work} | logits | gradients | losses | refused |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    for result in results:
+        family = FAMILIES[result.model_type]
+        names = (
+            ", ".join(c.name.split("/")[1] for c in published_checkpoints() if c.family is family) or "none"
+        )
+        lora = "all" if trains_adapters(family) else "all, but no LoRA beside a shared expert"
+        cells = (f"{value:.0e}" for value in (result.logits, result.gradients, result.losses))
+        refused = "; ".join(refusals(family, result)) or "nothing more"
+        lines.append(f"| {family.model_type} | {names} | {lora} | {' | '.join(cells)} | {refused} |")
+    return "\n".join(lines)
+
+
+def trains_adapters(family: Family) -> bool:
+    """Return True if `--adapter` trains all models of this family: not those with a shared expert."""
+    return "shared_expert_intermediate_size" not in family.fields
+
+
+def refusals(family: Family, result: Parity) -> list[str]:
+    """Return what this family's entry refuses, as texts."""
+    texts = [
+        f"`{name}` other than {json.dumps(constant.value)}" for name, constant in family.constants.items()
+    ]
+    texts += [text for text, _ in family.conditions]
+    return texts + ["adapters in PEFT's format (they are merged)"] * (result.adapters_in == "merged")
+
+
 def main() -> None:
-    """Measure all families and write the results."""
+    """Measure all families and write the results, or print them as a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="the JSON file to write")
+    parser.add_argument("file", type=Path, help="the JSON file of the results")
+    parser.add_argument("--table", action="store_true", help="print the table of the file's results")
     arguments = parser.parse_args()
+    if arguments.table:
+        print(table([Parity(**row) for row in json.loads(arguments.file.read_text("utf-8"))]))
+        return
     results = []
     for family in FAMILIES.values():
         with tempfile.TemporaryDirectory() as folder:
             results.append(asdict(measure(family, Path(folder))))
         print(results[-1])
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    arguments.file.parent.mkdir(parents=True, exist_ok=True)
+    arguments.file.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

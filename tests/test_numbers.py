@@ -20,6 +20,7 @@ CHECKED = (
     "indicmoe",
     "languages",
     "long-context",
+    "models",
     "performance",
     "planner-accuracy",
     "precision",

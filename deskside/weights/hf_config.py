@@ -3,8 +3,8 @@
 What a family does not support is refused by name.
 """
 
-import difflib
 from collections.abc import Mapping
+from itertools import takewhile
 from typing import Any
 
 from pydantic import ValidationError
@@ -42,10 +42,22 @@ def from_hf_config(source: Mapping[str, Any]) -> ModelConfig:
 
 
 def nearest_family(source: Mapping[str, Any]) -> str:
-    """Return the model_type of the family most like that of an unsupported config.json: by name, else by experts."""
-    similar = difflib.get_close_matches(str(source.get("model_type")), FAMILIES, n=1, cutoff=0.5)
+    """Return the model_type of the family most like that of an unsupported config.json.
+
+    It is the one whose name begins most alike, with experts if the model has some; for an unlike name, Llama's or
+    Qwen3-MoE's.
+    """
     experts = any("experts" in name and value for name, value in source.items())
-    return similar[0] if similar else "qwen3_moe" if experts else "llama"
+
+    def likeness(family: Family) -> tuple[int, bool]:
+        letters = zip(str(source.get("model_type")), family.model_type, strict=False)
+        common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], letters))
+        return common if common >= 3 else 0, ("num_experts" in family.fields) == experts
+
+    nearest = max(FAMILIES.values(), key=likeness)
+    if likeness(nearest)[0]:
+        return nearest.model_type
+    return "qwen3_moe" if experts else "llama"
 
 
 def _options(source: Mapping[str, Any], family: Family) -> dict[str, Any]:

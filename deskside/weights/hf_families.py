@@ -303,6 +303,7 @@ def family_of(config: ModelConfig) -> Family:
     fewest = min(lacking, key=len)
     family = families[lacking.index(fewest)]
     if fewest:
-        nearest = "" if config.model_type else "no equivalent Hugging Face architecture: the nearest, "
-        raise UsageError(f"{nearest}{family.architecture}, does not support {'; '.join(fewest)}")
+        named = f"no equivalent Hugging Face architecture: the nearest, {family.architecture},"
+        named = family.architecture if config.model_type else named
+        raise UsageError(f"{named} does not support {'; '.join(fewest)}")
     return family

@@ -1,10 +1,14 @@
 """Every entry of the table of families: what it exports, transformers computes equally; see benchmarks/families.py."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks.families import measure
+from benchmarks.families import Parity, measure, table
+from deskside.utils.errors import UsageError
+from deskside.weights.hf_config import from_hf_config, nearest_family
 from deskside.weights.hf_families import FAMILIES
 
 
@@ -14,3 +18,28 @@ def test_a_family_is_that_of_transformers(model_type: str, tmp_path: Path) -> No
     assert parity.logits < 1e-4 and parity.back < 1e-4 and parity.adapters < 1e-4
     assert parity.gradients < 1e-4 and parity.losses < 1e-5
     assert parity.greedy == 1
+
+
+def test_the_table_of_the_document_is_that_of_its_data() -> None:
+    root = Path(__file__).parents[2]
+    rows = json.loads((root / "docs/data/2026-11-23-families/parity.json").read_text("utf-8"))
+    results = [Parity(**row) for row in rows]
+    assert [result.model_type for result in results] == list(FAMILIES)
+    assert table(results) in (root / "docs/models.md").read_text("utf-8")
+
+
+@pytest.mark.parametrize(
+    ("config", "nearest"),
+    [
+        ({"model_type": "qwen3_next", "num_experts": 512}, {"qwen3_moe"}),
+        ({"model_type": "gemma3n"}, {"gemma3_text"}),
+        ({"model_type": "olmo"}, {"olmo2", "olmo3"}),
+        ({"model_type": "deepseek_v3", "n_routed_experts": 256}, {"qwen3_moe"}),
+        ({"model_type": "internlm"}, {"llama"}),
+        ({}, {"llama"}),
+    ],
+)
+def test_another_architecture_is_refused_with_the_nearest(config: dict[str, Any], nearest: set[str]) -> None:
+    assert nearest_family(config) in nearest
+    with pytest.raises(UsageError, match=nearest_family(config)):
+        from_hf_config(config)
