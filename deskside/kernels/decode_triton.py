@@ -13,9 +13,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deskside.kernels.attention.context import AttentionContext
 from deskside.kernels.cross_entropy_triton import capped
+from deskside.kernels.dependent_launch import launch_options
 from deskside.kernels.fused.reference import QkvLayout
 from deskside.utils import splitmix
 
@@ -71,7 +73,7 @@ def _attend(  # type: ignore[no-untyped-def]
     Q, K, V, TABLE, POSITION, OUT, LSE, scale, softcap, window, width,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, C: tl.constexpr, T: tl.constexpr, S: tl.constexpr,
     SPANS: tl.constexpr, SPAN: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
-    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Attend from the new tokens of a row to one span of its cache, for the query heads of one key-value head.
 
@@ -88,6 +90,9 @@ def _attend(  # type: ignore[no-untyped-def]
     t = m // GROUP
     head = kv * GROUP + m % GROUP
     row_mask = m < GROUP * T
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     newest = tl.load(POSITION + row * T + T - 1)
     oldest = tl.load(POSITION + row * T)
     begin = span * SPAN
@@ -122,7 +127,7 @@ def _attend(  # type: ignore[no-untyped-def]
 def _join(  # type: ignore[no-untyped-def]
     PART, LSE, SINKS, POSITION, OUT, window,
     HEADS: tl.constexpr, C: tl.constexpr, T: tl.constexpr, SPANS: tl.constexpr, SPAN: tl.constexpr,
-    BLOCK_C: tl.constexpr, WINDOWED: tl.constexpr, HAS_SINKS: tl.constexpr,
+    BLOCK_C: tl.constexpr, WINDOWED: tl.constexpr, HAS_SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Combine the spans of `_attend` for one query and head. OUT: (B, T, HEADS, C). SINKS: (HEADS,), float32.
 
@@ -130,6 +135,9 @@ def _join(  # type: ignore[no-untyped-def]
     """
     row = tl.program_id(0).to(tl.int64)
     th = tl.program_id(1)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     newest = tl.load(POSITION + row * T + T - 1)
     first_span = 0
     if WINDOWED:
@@ -181,12 +189,13 @@ def attend(
         q_BTHC.contiguous(), k_PKSC, v_PKSC, table_BN.contiguous(), positions_BT, part, lse,
         *scale_and_softcap(options, C), window or 0, width,
         H, K, C, T, S, spans, span, tile, rows, block_c, window is not None, options.softcap is not None, precision,
-        num_warps=4, num_stages=2,
+        num_warps=4, num_stages=2, **launch_options(q_BTHC.device),
     )  # fmt: skip
     out = torch.empty(B, T, H, C, dtype=q_BTHC.dtype, device=q_BTHC.device)
     _join[(B, T * H)](
         part, lse, options.sinks_H, positions_BT, out, window or 0,
-        H, C, T, spans, span, triton.next_power_of_2(C), window is not None, options.sinks_H is not None, num_warps=1,
+        H, C, T, spans, span, triton.next_power_of_2(C), window is not None, options.sinks_H is not None,
+        num_warps=1, **launch_options(out.device),
     )  # fmt: skip
     return out
 
@@ -209,7 +218,7 @@ def span_size(max_length: int) -> int:
 def _into_cache(  # type: ignore[no-untyped-def]
     QKV, Q, K, V, Q_WEIGHT, K_WEIGHT, COS, SIN, POSITION, PAGE, OFFSET, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, C: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr,
-    NORM: tl.constexpr, ROPE: tl.constexpr,
+    NORM: tl.constexpr, ROPE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Process one token and head. QKV: (N, (HEADS + 2 KV_HEADS) C). RoPE pairs the channels of a head's two halves."""
     HALF: tl.constexpr = C // 2
@@ -217,6 +226,9 @@ def _into_cache(  # type: ignore[no-untyped-def]
     head = tl.program_id(1)
     half = tl.arange(0, BLOCK)
     mask = half < HALF
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     source = QKV + (token * (HEADS + 2 * KV_HEADS) + head) * C + half
     a = tl.load(source, mask=mask, other=0.0).to(tl.float32)
     b = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
@@ -260,7 +272,7 @@ def qk_norm_rope_into_cache(
         qkv_NW, q, *pools_PKSC, *(norms or (None, None)), *(angles or (None, None)),
         *(x_N.contiguous() for x_N in slots_N), layout.eps,
         layout.heads, layout.kv_heads, C, pools_PKSC[0].shape[2], triton.next_power_of_2(C // 2),
-        norms is not None, angles is not None, num_warps=1,
+        norms is not None, angles is not None, num_warps=1, **launch_options(q.device),
     )  # fmt: skip
     return q
 

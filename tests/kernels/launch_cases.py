@@ -15,6 +15,7 @@ from deskside.kernels import (
     decode_triton,
     muon,
     muon_triton,
+    narrow_triton,
     prefill_triton,
     stored_weights_triton,
 )
@@ -370,7 +371,34 @@ def _decoding() -> Iterator[CompileCase]:
         )
 
 
+def _narrow() -> Iterator[CompileCase]:
+    """Decoding steps of 124m and of a shape like Qwen3-8B. PDL is an instruction from 9.0 on."""
+    for pdl, capabilities in ((False, CAPABILITIES), (True, tuple(c for c in CAPABILITIES if c >= 90))):
+        how = ", early start" if pdl else ""
+        options = {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
+        with mock.patch.object(narrow_triton, "launch_options", lambda device, options=options: options):
+            for tokens, D, F in ((1, 768, 2048), (64, 4096, 12288)):
+                x, weight = _new(tokens, D), _float(D)
+                yield recorded(
+                    f"narrow product {tokens} x {D}{how}", capabilities, narrow_triton.launch, x, _new(F, D)
+                )
+                yield recorded(
+                    f"narrow add, norm, gate {tokens} x {D}{how}",
+                    capabilities,
+                    narrow_triton.launch,
+                    *(x, _new(2 * F, D), _new(2 * F), (x, weight, 1e-6), ("silu", True)),
+                )
+    x = _float(64, 4096)
+    yield recorded(
+        "narrow add, norm, gate in float32",
+        CAPABILITIES,
+        narrow_triton.launch,
+        *(x, _float(24576, 4096), None, (x, _float(4096), 1e-6), ("silu", True)),
+    )
+
+
 COMPILE_CASES = (
+    *_narrow(),
     *_norms(),
     *_rope(),
     *_gated(),

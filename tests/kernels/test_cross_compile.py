@@ -15,6 +15,7 @@ from deskside.kernels import (
     cross_entropy_triton,
     decode_triton,
     muon_triton,
+    narrow_triton,
     newton_schulz_triton,
     prefill_triton,
     stored_weights_triton,
@@ -54,6 +55,9 @@ HARDEST = {
     "route at once 8 of 128",
     "exponentials of 64",
     "exponentials of 151936",
+    "narrow add, norm, gate 64 x 4096",
+    "narrow add, norm, gate 64 x 4096, early start",
+    "narrow add, norm, gate in float32",
     *(
         f"{name} for {target}"
         for name in ("x W^T of 16", "g W", "g^T x to float32", "gathered and gated 4 bfloat16")
@@ -125,7 +129,7 @@ def test_every_kernel_has_a_case() -> None:
     launched = kernels_of(*modules) | kernels_of(cross_entropy_triton) | kernels_of(adamw_triton, muon_triton)
     launched |= kernels_of(newton_schulz_triton)
     launched |= kernels_of(stored_weights_triton) | kernels_of(decode_triton)
-    launched |= kernels_of(prefill_triton)
+    launched |= kernels_of(prefill_triton) | kernels_of(narrow_triton)
     launched |= kernels_of(triton_routing) | kernels_of(triton_rows) | kernels_of(triton_grouped)
     launched |= kernels_of(triton_fp8)
     assert len(launched) > 12

@@ -1,0 +1,28 @@
+"""Programmatic dependent launch: a kernel starts while the kernel before it still runs.
+
+The kernels of a decoding step take a few microseconds each, and between two of them a GPU otherwise idles for about one
+more. A kernel launched with `launch_pdl` starts as soon as all blocks of its predecessor have called
+`gdc_launch_dependents`. It may then load what no kernel writes, such as weights. `gdc_wait` waits until the predecessor
+has finished and its results can be read. A kernel must call it before it reads or writes anything else, whatever its
+predecessor: because each kernel waits, all earlier ones have finished too.
+
+It needs compute capability 9.0 (CUDA C++ programming guide, "programmatic dependent launch and synchronization").
+No GPU has run it yet; `benchmarks.decode --early-start` measures it.
+"""
+
+from typing import Any
+
+import torch
+
+ENABLED = False
+
+
+def launch_options(device: torch.device) -> dict[str, Any]:
+    """Return keyword arguments of a launch: the constant PDL of the kernel, and if it is True Triton's `launch_pdl`."""
+    from deskside.kernels.fused.triton_common import INTERPRETED
+
+    if not ENABLED or device.type != "cuda" or INTERPRETED.value:
+        return {"PDL": False}
+    if torch.cuda.get_device_capability(device) < (9, 0):
+        return {"PDL": False}
+    return {"PDL": True, "launch_pdl": True}
