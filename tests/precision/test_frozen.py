@@ -166,11 +166,12 @@ def test_a_model_is_frozen_whole_and_computes_nearly_the_same(format: str) -> No
     assert stored_bytes(freeze(model, format)) == again  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("format", FORMATS)
-def test_experts_are_frozen_as_one_weight_and_compute_with_it(format: str) -> None:
+def test_experts_are_frozen_as_one_weight_and_compute_with_it(format: str, bias: bool) -> None:
     """The codes are bitsandbytes' own or those of a `FrozenLinear`, output and gradient those of the dense weights."""
     torch.manual_seed(0)
-    source, counts = Experts(3, 64, 96, "silu", gated=True), torch.tensor([4, 0, 5])
+    source, counts = Experts(3, 64, 96, "silu", gated=True, bias=bias), torch.tensor([4, 0, 5])
     for weight in source.parameters():
         nn.init.normal_(weight, std=0.05)
     model = nn.Sequential(nn.Sequential(source))
@@ -179,8 +180,12 @@ def test_experts_are_frozen_as_one_weight_and_compute_with_it(format: str) -> No
     assert isinstance(layer, FrozenExperts) and not any(p.requires_grad for p in layer.parameters())
     weights, rows = 3 * 3 * 64 * 96, 3 * (2 * 96 + 64)
     expected_bytes = weights + 4 * rows if format == "int8" else weights * (1 / 2 + 1 / 64) + 2 * 4 * 257
+    expected_bytes += 4 * rows if bias else 0
     assert stored_bytes(layer) == pytest.approx(expected_bytes, abs=32)  # and NF4's scales of 256 magnitudes
-    dense = Experts(3, 64, 96, "silu", gated=True)
+    dense = Experts(3, 64, 96, "silu", gated=True, bias=bias)
+    dense.load_state_dict(
+        {name: tensor for name, tensor in layer.state_dict().items() if "bias" in name}, strict=False
+    )
     for name in source.shapes:
         weight = getattr(source, name).detach().flatten(0, 1)
         if format == "nf4":

@@ -173,6 +173,8 @@ def test_a_run_goes_on_without_shared_rows_and_with_them(data: Path, tmp_path: P
         ({"precision": {"name": "fp8"}}, "use --precision.name bf16"),
         ({"parallel": {"mode": "shard"}}, "use --parallel.mode replicate"),
         ({"compute": {"compile": "block"}}, "use --compute.compile auto"),
+        ({"model": {"attn_logit_softcapping": 50.0}}, "not supported with model.attn_logit_softcapping"),
+        ({"model": {"attention_sinks": True}}, "not supported with .* model.attention_sinks"),
         ({"adapter": {"rank": 4}, "optim": ADAMW}, "not supported with adapters"),
     ],
 )
