@@ -125,15 +125,19 @@ class ChatTemplate:
 
         Of turns that are not learnt, a template may leave out the reasoning, as it does in a chat.
         """
-        written = "".join(marked.text.split())
+
+        def is_written(part: str) -> bool:
+            # Some templates write the result of a tool as JSON.
+            forms = (part, json.dumps(part, ensure_ascii=False)[1:-1])
+            written = "".join(marked.text.split())
+            return any("".join(form.split()) in written for form in forms)
+
         for number, message in enumerate(conversation.messages, start=1):
             if number - 1 in marked.unlearnt:
                 continue
             for name in ("content", "reasoning_content"):
                 part = self._renderer.escape(message.get(name, ""))
-                # Some templates write the result of a tool as JSON.
-                forms = (part, json.dumps(part, ensure_ascii=False)[1:-1])
-                if not any("".join(form.split()) in written for form in forms):
+                if part not in marked.text and not is_written(part):
                     raise NotRendered(f"message {number}: the chat template leaves out some of its {name}")
 
 

@@ -71,12 +71,14 @@ class TemplateSupport:
                 f"message {number}: the chat template does not know the role {str(role)[:40]!r}; it knows "
                 f"{', '.join(sorted(self.roles))}"
             )
-        # The place of a result shows which call it answers, and so its id and name (`checked_messages`).
         given = {name for name, value in message.items() if value}
+        if given <= {"role", "content"}:
+            return
+        # The place of a result shows which call it answers, and so its id and name (`checked_messages`).
         implied = {"role", "tool_call_id", *(["name"] if role == "tool" and after_calls else [])}
         several = len(message.get("tool_calls", ())) > 1  # some templates write only the first call
         for name in sorted(given - implied):
-            if given != {"role", "content"} and not self._writes(role, frozenset(given), name, several):
+            if not self._writes(role, frozenset(given), name, several):
                 others = sorted(given - {"role", "content", name})
                 beside = f" beside {', '.join(others)}" if others else ""
                 beside += ", if there are several" if several and name == "tool_calls" else ""

@@ -56,24 +56,34 @@ def text_with_turns(renderer: Renderer, conversation: Conversation, last: bool) 
         spans = spans[-1:] if last else spans
         return MarkedText(text, spans, numbers[: max(0, len(numbers) - len(spans))])
     text = renderer.text(conversation, add_generation_prompt=False)
-    found = {}
-    for n in numbers[-1:] if last else numbers:
-        prompt = _text_before(renderer, conversation, n)
-        is_last = n + 1 == len(conversation.messages)
-        answered = text if is_last else renderer.text(conversation.first(n + 1), add_generation_prompt=False)
-        if text.startswith(prompt) and text.startswith(answered) and len(prompt) < len(answered):
-            found[n] = (len(prompt), len(answered))
-    unlearnt = [n for n in numbers if n not in found]
-    as_it_is = MarkedText(text, list(found.values()), unlearnt)
-    if not unlearnt or (last and found):
-        return as_it_is
+    wanted = numbers[-1:] if last else numbers
+    spans = []
+    for n in wanted:
+        span = _span(renderer, conversation, text, n)
+        if span is None:
+            break
+        spans.append(span)
+    else:
+        return MarkedText(text, spans, numbers[: -len(wanted)])
     try:
         appended = _appended(renderer, conversation, numbers)
     except NotContinued:
+        found = {n: span for n in wanted if (span := _span(renderer, conversation, text, n))}
         if numbers[-1] not in found:
             raise
-        return as_it_is
+        return MarkedText(text, list(found.values()), [n for n in numbers if n not in found])
     return MarkedText(appended.text, appended.spans[-1:], numbers[:-1], True) if last else appended
+
+
+def _span(renderer: Renderer, conversation: Conversation, text: str, n: int) -> tuple[int, int] | None:
+    """Return the place of message n in the text of the conversation, or None if it is not there as it is generated."""
+    prompt = _text_before(renderer, conversation, n)
+    if not text.startswith(prompt):
+        return None
+    is_last = n + 1 == len(conversation.messages)
+    answered = text if is_last else renderer.text(conversation.first(n + 1), add_generation_prompt=False)
+    is_there = text.startswith(answered) and len(prompt) < len(answered)
+    return (len(prompt), len(answered)) if is_there else None
 
 
 def _appended(renderer: Renderer, conversation: Conversation, numbers: list[int]) -> MarkedText:
