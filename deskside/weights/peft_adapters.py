@@ -49,21 +49,22 @@ class LowRank:
 
     def merged(self, weight: Tensor) -> Tensor:
         """Return the adapted weight (out, in) in float32 on the device of `weight`."""
-        return self._sum(weight) if self.magnitude is None else self._sum(weight) * self.gain(weight)[:, None]
+        device = weight.device
+        weight = weight.float() + self.scale * (self.b.to(device) @ self.a.to(device))
+        if self.magnitude is None:
+            return weight
+        return weight * (self.magnitude.to(device) / torch.linalg.vector_norm(weight, dim=1))[:, None]
 
     def gain(self, weight: Tensor) -> Tensor:
-        """Return the factor of each row with DoRA, (out,) float32."""
+        """Return the factor of each row of W + scale B A with DoRA, (out,) float32."""
         assert self.magnitude is not None
-        return self.magnitude.to(weight.device) / torch.linalg.vector_norm(self._sum(weight), dim=1)
+        sum_OI = replace(self, magnitude=None).merged(weight)
+        return self.magnitude.to(weight.device) / torch.linalg.vector_norm(sum_OI, dim=1)
 
     def rows(self, start: int, stop: int) -> "LowRank":
         """Return the adapter of these rows of the weight."""
         magnitude = None if self.magnitude is None else self.magnitude[start:stop]
         return replace(self, b=self.b[start:stop], magnitude=magnitude)
-
-    def _sum(self, weight: Tensor) -> Tensor:
-        device = weight.device
-        return weight.float() + self.scale * (self.b.to(device) @ self.a.to(device))
 
 
 @dataclass(frozen=True)
@@ -114,9 +115,8 @@ def read_peft(folder: Path) -> PeftAdapters:
             adapters.experts.setdefault(plain, []).append((found["lora_A"], found["lora_B"]))
         elif found:
             adapters.low_rank[plain] = _low_rank(config, plain, found, file)
-    for target in config.target_modules if isinstance(config.target_modules, tuple) else ():
-        if not any(f".{module}".endswith(f".{target}") for module in adapters.low_rank):
-            raise RunError(f"{file}: has no adapter of {target}, which {CONFIG} names")
+    if not (adapters.low_rank or adapters.experts or adapters.tensors or adapters.rows):
+        raise RunError(f"{file}: holds no adapters")
     return adapters
 
 
@@ -236,7 +236,7 @@ def _with_tables(model: Transformer, adapters: PeftAdapters) -> Transformer:
         values = old[tensor.name] if tensor.name in old else old["embed.weight"]
         rows = min(
             len(values), len(tensor.view)
-        )  # of a changed vocabulary, `merge_peft` writes the whole table
+        )  # `merge_peft` writes whole tables if the vocabulary changes
         tensor.view[:rows] = values[:rows]
     return changed
 
@@ -268,7 +268,7 @@ def _token_ids(config: PeftConfig, module: str, rows: Tensor, file: Path) -> Ten
     given = config.trainable_token_indices or ()
     if isinstance(given, dict):
         given = next((ids for name, ids in given.items() if f".{module}".endswith(f".{name}")), ())
-    if rows.ndim != 2 or len(given) != len(rows) or min(given, default=0) < 0:
+    if rows.ndim != 2 or not len(given) == len(rows) > 0 or min(given, default=0) < 0:
         raise RunError(f"{file}: {module} has {len(rows)} rows of tokens, and {CONFIG} names {len(given)}")
     return torch.tensor(given, dtype=torch.int64)
 

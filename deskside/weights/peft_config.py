@@ -21,7 +21,8 @@ PREFIX = "base_model.model."  # of PEFT's tensor names, before transformers' nam
 WITHOUT_EFFECT = frozenset({
     "auto_mapping", "peft_type", "peft_version", "base_model_class", "parent_library", "revision", "inference_mode",
     "runtime_config", "megatron_core", "megatron_config", "qalora_group_size", "layers_to_transform", "layers_pattern",
-    "exclude_modules", "eva_config", "corda_config", "lora_ga_config", "loftq_config", "velora_config",
+    "exclude_modules", "target_modules", "eva_config", "corda_config", "lora_ga_config", "loftq_config",
+    "velora_config",
 })  # fmt: skip
 # Initial values that leave the base as it is. The others also subtract the initial product from the base weights.
 PLAIN_INITIALIZATIONS = ("gaussian", "eva", "orthogonal", "true", "false")
@@ -41,7 +42,6 @@ class PeftConfig(BaseModel):
     use_dora: bool = False
     rank_pattern: dict[str, PositiveInt] = {}
     alpha_pattern: dict[str, float] = {}
-    target_modules: str | tuple[str, ...] | None = None
     target_parameters: tuple[str, ...] | None = None
     modules_to_save: tuple[str, ...] | None = None
     bias: Literal["none", "all", "lora_only"] = "none"

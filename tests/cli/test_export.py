@@ -144,6 +144,8 @@ def test_adapters_are_merged_into_the_original_weights(
     assert run_export([str(run), "--to", "peft", "--out", str(tmp_path / "peft")]) == 0
     assert run_export([str(run), "--out", str(tmp_path / "hf")]) == 0
     assert f"original weights, {original}" in capsys.readouterr().err
+    assert run_export([str(run), "--dtype", "float16", "--out", str(tmp_path / "half")]) == 0
+    assert f"original weights, {original}" in capsys.readouterr().err
     theirs = AutoModelForCausalLM.from_pretrained(original, dtype=torch.float32)
     expected = peft.PeftModel.from_pretrained(theirs, tmp_path / "peft").merge_and_unload().state_dict()
     for name, tensor in load_file(tmp_path / "hf" / "model.safetensors").items():

@@ -76,6 +76,10 @@ def test_rates_and_decay() -> None:
     optimizer = build(adapted("bf16", (3,)), AdamWConfig(lr=1e-4, weight_decay=0.3), seven)
     found = {group.name: (group.peak_lr, group.weight_decay) for group in optimizer.adamw.groups}
     assert found == {"adapters": (1e-4, 0.3), "rows": (1e-4, 0.0)}
+    more = {"dora": True, "modules_to_save": ("embed_tokens", "lm_head")}
+    optimizer = build(adapted("bf16", options=more), AdamWConfig(lr=1e-4, weight_decay=0.3), seven)
+    found = {group.name: (group.peak_lr, group.weight_decay) for group in optimizer.adamw.groups}
+    assert found == {"weights": (1e-4, 0.3), "vectors": (1e-4, 0.0), "adapters": (1e-4, 0.3)}
     with pytest.raises(UsageError, match=r"muon is for whole matrices"):
         build(adapted(), MuonConfig(), NO_SCALING)
 
@@ -115,17 +119,21 @@ def test_float32_beside_frozen_weights_is_float32(base: Any) -> None:
     torch.testing.assert_close(model(TOKENS), whole(TOKENS), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("shape", [{}, MOE], ids=["dense", "experts"])
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [({}, {}), (MOE, {}), pytest.param({}, {"dora": True}, marks=pytest.mark.full)],
+    ids=["dense", "experts", "dora"],
+)
 @pytest.mark.parametrize(
     "base", ["nf4", *(pytest.param(base, marks=pytest.mark.full) for base in ("bf16", "int8"))]
 )
 def test_compiled_blocks_compute_the_same_and_keep_no_dense_weights(
-    base: Any, shape: dict[str, int], fresh_compiler: None
+    base: Any, shape: dict[str, int], options: dict[str, Any], fresh_compiler: None
 ) -> None:
     """The partitioner of torch.compile would keep what forward and backward both make: the weights, dense."""
     results = []
     for compiled in (False, True):
-        model = adapted(base, **shape)
+        model = adapted(base, options=options, **shape)
         torch.manual_seed(1)
         for parameter in model.parameters():
             if parameter.requires_grad:
