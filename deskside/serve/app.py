@@ -14,10 +14,13 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from deskside import __version__
+from deskside.serve.embeddings import EmbeddingRequest
 from deskside.serve.handler import RequestHandler
 from deskside.serve.metrics import CONTENT_TYPE
 from deskside.serve.openapi import openapi_document
 from deskside.serve.protocol import ApiError, ChatRequest, CompletionRequest, parse_request
+from deskside.serve.responses_request import ResponsesRequest, renamed
+from deskside.serve.responses_writer import writer_of
 from deskside.serve.service import HEADERS, Service
 from deskside.serve.token_routes import TokenRoutes
 
@@ -61,10 +64,22 @@ def make_app(service: Service) -> Starlette:
     async def complete(request: Request) -> Response:
         return await handler.answer(parse_request(CompletionRequest, await request.body()), request)
 
+    async def respond(request: Request) -> Response:
+        body = parse_request(ResponsesRequest, await request.body())
+        try:
+            return await handler.answer(body.chat(), request, writer_of(body))
+        except ApiError as error:
+            raise renamed(error) from None
+
+    async def embed(request: Request) -> Response:
+        return await handler.embed(parse_request(EmbeddingRequest, await request.body()), request)
+
     # The routes that clients call most come first.
     routes = [
         Route("/v1/chat/completions", chat, methods=["POST"]),
         Route("/v1/completions", complete, methods=["POST"]),
+        Route("/v1/responses", respond, methods=["POST"]),
+        Route("/v1/embeddings", embed, methods=["POST"]),
         Route("/tokenize", tokens.tokenize, methods=["POST"]),
         Route("/detokenize", tokens.detokenize, methods=["POST"]),
         Route("/v1/models", models),

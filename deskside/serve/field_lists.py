@@ -66,12 +66,20 @@ class ChatRefusedFields(StrictModel):
 
 # Continuations of error messages for refused fields and values.
 REMEDIES = {
+    "access_programs": "are not available here; leave them out",
     "audio": "is not available here: answers are text",
+    "background": "is not available here; stream the response",
+    "context_management": "is not available here; shorten the input",
+    "conversation": "is not available here: nothing is stored; send all messages as input",
     "functions": "are not available here; use tools",
     "function_call": "is not available here; use tool_choice",
+    "image": "is not available here: answers are text",
+    "max_tool_calls": "is not available here: the client runs the tools",
     "moderation": "is not available here; leave it out",
     "modalities": "must be text, the only kind of answer",
+    "previous_response_id": "is not available here: nothing is stored; send earlier messages as input",
     "suffix": "is not available here: the model cannot fill in a gap",
+    "truncation": "must be disabled; shorten the input",
     "verbosity": "must be medium; models have no such setting here, so ask for it in a message",
     "web_search_options": "are not available here; give tools",
 }

@@ -2,16 +2,17 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from tokenizers import Tokenizer
 
 from deskside import __version__
-from deskside.engine.grammar import Grammar
 from deskside.engine.requests import check_prompt
-from deskside.serve.answer_plan import AnswerPlan, plan_answers
+from deskside.serve.answer_plan import plan_answers
+from deskside.serve.embeddings import EmbeddingRequest, EmbeddingWriter, embedding_requests
 from deskside.serve.engine_requests import echoes, engine_requests
 from deskside.serve.grammar_thread import GrammarThread
 from deskside.serve.metrics import TokenTimer
@@ -26,6 +27,9 @@ from deskside.utils.errors import UsageError
 # GIL most of the time, so a thread would only add the time of two switches.
 SHORT_CHARACTERS = 1 << 13
 
+OnEnd = Callable[[PendingResponse], None]
+NewWriter = Callable[[ResponseOptions, str, str, Tokenizer], ResponseWriter]
+
 
 class _Tokenizer:
     """Tokenizes requests; not thread-safe."""
@@ -35,9 +39,11 @@ class _Tokenizer:
         # A prompt must leave room for at least one token of the answer.
         self.prompts = PromptEncoder(service.loaded, service.max_length - 1, service.encoder)
 
-    def encode(self, body: ChatRequest | CompletionRequest) -> list[list[int]]:
+    def encode(self, body: ChatRequest | CompletionRequest | EmbeddingRequest) -> list[list[int]]:
         """Tokenize every prompt of a request. Raises ApiError."""
         name = "messages" if isinstance(body, ChatRequest) else "prompt"
+        if isinstance(body, EmbeddingRequest):
+            name = "input"
         service = self._service
         if isinstance(body, ChatRequest) and not self.prompts.has_chat_template:
             raise ApiError(
@@ -84,68 +90,83 @@ class RequestHandler:
             for name in service.names
         }
 
-    async def answer(self, body: ChatRequest | CompletionRequest, request: Request) -> Response:
+    async def answer(
+        self, body: ChatRequest | CompletionRequest, request: Request, new_writer: NewWriter = ResponseWriter
+    ) -> Response:
         """Return the response to a request, which may be a stream. Raises ApiError."""
         self.service.check_model(body.model)
         num_prompts = len(body.prompts()) if isinstance(body, CompletionRequest) else 1
-        num_samples = num_prompts * body.samples_per_prompt
         several = "n" if body.samples_per_prompt == body.choices_per_prompt else "best_of"
-        self.service.admission.admit(num_samples, several if num_prompts == 1 else "prompt")
-        pending: PendingResponse | None = None
-        try:
-            if body.characters <= SHORT_CHARACTERS:
-                prompts = self._short.encode(body)
-            else:
-                loop = asyncio.get_running_loop()
-                prompts = await loop.run_in_executor(self._long_thread, self._long.encode, body)
+        field = several if num_prompts == 1 else "prompt"
+        num_samples = num_prompts * body.samples_per_prompt
+
+        async def start(on_end: OnEnd) -> PendingResponse:
+            prompts = await self._encode(body)
             plan = plan_answers(body, self.prompts, prompts[0])
             grammar = await self._grammars.compile(plan)
-            pending = self._start(body, prompts, num_samples, plan, grammar)
-            if body.stream:
+            service = self.service
+            requests = engine_requests(body, prompts, service, grammar, plan.skip_special_tokens)
+            options = ResponseOptions(
+                chat=isinstance(body, ChatRequest),
+                choices=body.choices_per_prompt,
+                logprobs=body.wants_logprobs,
+                top_logprobs=body.num_top_logprobs,
+                echoes=echoes(body, prompts, service.loaded.tokenizer),
+                usage_in_stream=body.usage_in_stream,
+                new_parser=plan.parser,
+            )
+            name = body.model or service.name
+            writer = new_writer(options, name, self._fingerprint, service.loaded.tokenizer)
+            timer = TokenTimer(service.metrics)
+            return PendingResponse(service.worker, requests, writer, body.stream, on_end, timer)
+
+        return await self._respond(request, num_samples, field, start, body.stream)
+
+    async def embed(self, body: EmbeddingRequest, request: Request) -> Response:
+        """Return the embeddings that a request asks for. Raises ApiError."""
+        self.service.check_model(body.model)
+
+        async def start(on_end: OnEnd) -> PendingResponse:
+            prompts = await self._encode(body)
+            requests = embedding_requests(body, prompts, self.service)
+            writer = EmbeddingWriter(body, body.model or self.service.name)
+            return PendingResponse(self.service.worker, requests, writer, False, on_end)
+
+        return await self._respond(request, len(body.prompts()), "input", start)
+
+    async def _encode(self, body: ChatRequest | CompletionRequest | EmbeddingRequest) -> list[list[int]]:
+        if body.characters <= SHORT_CHARACTERS:
+            return self._short.encode(body)
+        return await asyncio.get_running_loop().run_in_executor(self._long_thread, self._long.encode, body)
+
+    async def _respond(
+        self,
+        request: Request,
+        num_choices: int,
+        field: str,
+        start: Callable[[OnEnd], Awaitable[PendingResponse]],
+        stream: bool = False,
+    ) -> Response:
+        """Admit choices, and respond with what `start` returns. field: of the request, decides their number."""
+        admission = self.service.admission
+        admission.admit(num_choices, field)
+
+        def end(pending: PendingResponse | None) -> None:
+            """Release the choices, and cancel unfinished ones."""
+            admission.release(num_choices)
+            if pending is not None:
+                pending.cancel()
+
+        pending: PendingResponse | None = None
+        try:
+            pending = await start(end)
+            if stream:
                 return StreamingResponse(pending, HEADERS)
             response = await until_disconnect(pending.complete(), request.receive)
         except BaseException:
-            self._end(pending, num_samples)
+            end(pending)
             raise
-        self._end(pending, num_samples)
+        end(pending)
         if response is None:
             return Response(status_code=499)  # nginx's code for a client that disconnected
         return JSONResponse(response, headers=HEADERS)
-
-    def _end(self, pending: PendingResponse | None, num_choices: int) -> None:
-        """Release the choices of a request, and cancel its unfinished ones."""
-        self.service.admission.release(num_choices)
-        if pending is not None:
-            pending.cancel()
-
-    def _start(
-        self,
-        body: ChatRequest | CompletionRequest,
-        prompts: Sequence[Sequence[int]],
-        num_samples: int,
-        plan: AnswerPlan,
-        grammar: Grammar | None,
-    ) -> PendingResponse:
-        """Submit the requests to the engine. Raises ApiError."""
-        service = self.service
-        requests = engine_requests(body, prompts, service, grammar, plan.skip_special_tokens)
-        options = ResponseOptions(
-            chat=isinstance(body, ChatRequest),
-            choices=body.choices_per_prompt,
-            logprobs=body.wants_logprobs,
-            top_logprobs=body.num_top_logprobs,
-            echoes=echoes(body, prompts, service.loaded.tokenizer),
-            usage_in_stream=body.usage_in_stream,
-            new_parser=plan.parser,
-        )
-        writer = ResponseWriter(
-            options, body.model or service.name, self._fingerprint, service.loaded.tokenizer
-        )
-        return PendingResponse(
-            service.worker,
-            requests,
-            writer,
-            body.stream,
-            lambda pending: self._end(pending, num_samples),
-            TokenTimer(service.metrics),
-        )

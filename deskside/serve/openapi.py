@@ -12,7 +12,10 @@ from pydantic import BaseModel, ConfigDict
 from pydantic.json_schema import models_json_schema
 
 from deskside import __version__
+from deskside.serve.embeddings import EmbeddingRequest
 from deskside.serve.protocol import ChatRequest, CompletionRequest, RequestMessage
+from deskside.serve.responses_request import ResponsesRequest
+from deskside.serve.token_routes import DetokenizeRequest, TokenizeRequest
 
 SCHEMAS = "#/components/schemas/"
 ERROR_DESCRIPTIONS = {
@@ -148,10 +151,65 @@ class ModelList(_Response):
 
 
 class Health(_Response):
-    status: Literal["ok", "failed"]
+    status: Literal["ok", "draining", "failed"]
 
 
-RESPONSES: tuple[type[BaseModel], ...] = (ChatCompletion, Completion, Model, ModelList, Health, Error)
+class Version(_Response):
+    version: str
+
+
+class Tokens(_Response):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class TokensText(_Response):
+    prompt: str
+
+
+class Embedding(_Response):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(_Response):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(_Response):
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
+
+class ResponseObject(BaseModel):
+    """OpenAI's response object; the fields that repeat the request are not listed here."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["completed", "incomplete"]
+    model: str
+    output: list[dict[str, Any]]
+    usage: dict[str, Any]
+
+
+# Path, summary, request and response of what is posted.
+POSTS: tuple[tuple[str, str, type[BaseModel], type[BaseModel]], ...] = (
+    ("/v1/chat/completions", "Create a chat completion", ChatRequest, ChatCompletion),
+    ("/v1/completions", "Create a text completion", CompletionRequest, Completion),
+    ("/v1/responses", "Create a response", ResponsesRequest, ResponseObject),
+    ("/v1/embeddings", "Create embeddings", EmbeddingRequest, EmbeddingList),
+    ("/tokenize", "Return the tokens of a prompt", TokenizeRequest, Tokens),
+    ("/detokenize", "Return the text of tokens", DetokenizeRequest, TokensText),
+)
+STREAMED = (ChatRequest, CompletionRequest, ResponsesRequest)
+OTHER_RESPONSES = (Model, ModelList, Health, Version, Error)
 
 
 def openapi_document(
@@ -166,29 +224,31 @@ def openapi_document(
     """
     _, definitions = models_json_schema(
         [
-            (ChatRequest, "validation"),
-            (CompletionRequest, "validation"),
-            *((r, "validation") for r in RESPONSES),
+            *((model, "validation") for _, _, *models in POSTS for model in models),
+            *((model, "validation") for model in OTHER_RESPONSES),
         ],
         ref_template=SCHEMAS + "{model}",
     )
     schemas: dict[str, Any] = definitions["$defs"]
-    for name in (ChatRequest.__name__, CompletionRequest.__name__):
-        properties = schemas[name]["properties"]
+    for request in STREAMED:
+        properties = schemas[request.__name__]["properties"]
         for field, maximum in (
             ("max_tokens", max_tokens),
             ("max_completion_tokens", max_tokens),
+            ("max_output_tokens", max_tokens),
             ("n", max_choices),
         ):
             _limit_integers(properties.get(field), maximum)
     if roles:
         schemas[RequestMessage.__name__]["properties"]["role"]["enum"] = sorted(roles)
-    prompt = schemas[CompletionRequest.__name__]["properties"]["prompt"]
-    _limit_integers(prompt, vocab_size - 1)  # token IDs
-    for kind in prompt["anyOf"]:
-        # An array of integers is one tokenized prompt. Every other array is a list of prompts.
-        if kind["type"] == "array" and kind["items"].get("type") != "integer":
-            kind["maxItems"] = max_choices
+    _limit_integers(schemas[DetokenizeRequest.__name__]["properties"]["tokens"], vocab_size - 1)
+    for prompted, field in ((CompletionRequest, "prompt"), (EmbeddingRequest, "input")):
+        prompt = schemas[prompted.__name__]["properties"][field]
+        _limit_integers(prompt, vocab_size - 1)  # token IDs
+        for kind in prompt["anyOf"]:
+            # An array of integers is one tokenized prompt. Every other array is a list of prompts.
+            if kind["type"] == "array" and kind["items"].get("type") != "integer":
+                kind["maxItems"] = max_choices
     return {
         "openapi": "3.1.0",
         "info": {
@@ -216,8 +276,8 @@ def openapi_document(
                     ],
                 }
             },
-            "/v1/chat/completions": {"post": _post("Create a chat completion", ChatRequest, ChatCompletion)},
-            "/v1/completions": {"post": _post("Create a text completion", CompletionRequest, Completion)},
+            "/version": {"get": _get("Report the server's version", Version, GET_ERRORS)},
+            **{path: {"post": _post(text, asked, given)} for path, text, asked, given in POSTS},
         },
         "components": {
             "schemas": schemas,
@@ -230,7 +290,10 @@ def openapi_document(
 def _get(summary: str, response: type[BaseModel], errors: tuple[str, ...]) -> dict[str, Any]:
     responses = {"200": {"description": summary, **_content(response)}}
     if response is Health:  # /health has a Health body in either case
-        responses["503"] = {"description": "The device has failed.", **_content(Health)}
+        responses["503"] = {
+            "description": "The device has failed, or the server is stopping.",
+            **_content(Health),
+        }
     return {"summary": summary, "responses": responses | {status: _error(status) for status in errors}}
 
 
@@ -243,17 +306,17 @@ def _metrics() -> dict[str, Any]:
 
 def _post(summary: str, request: type[BaseModel], response: type[BaseModel]) -> dict[str, Any]:
     content = _content(response)["content"]
+    description = "The response."
     # The schema of one server-sent event. `data` is a chunk as OpenAI defines it, and at the end [DONE] or an error.
     event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
-    stream = {"text/event-stream": {"schema": event}}
+    if request in STREAMED:
+        content |= {"text/event-stream": {"schema": event}}
+        description = "The response: JSON, or server-sent events if `stream` is true."
     return {
         "summary": summary,
         "requestBody": {"required": True, **_content(request)},
         "responses": {
-            "200": {
-                "description": "The completion: JSON, or server-sent events if `stream` is true.",
-                "content": {**content, **stream},
-            },
+            "200": {"description": description, "content": content},
             **{status: _error(status) for status in ERROR_DESCRIPTIONS},
         },
     }

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mappin
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -21,6 +21,15 @@ from deskside.utils.errors import RunError, UsageError
 T = TypeVar("T")
 
 
+class Writer(Protocol):
+    """Creates a response without a stream; a `ResponseWriter` also creates streams."""
+
+    def complete(
+        self, answers: Sequence[Sequence[SampleOutput]], prompt_lengths: Sequence[int], cached: Sequence[int]
+    ) -> dict[str, Any]:
+        """Return the JSON object. answers: of each prompt, all samples."""
+
+
 class PendingResponse:
     """The engine requests of one HTTP request, and the response that is made of their events.
 
@@ -34,7 +43,7 @@ class PendingResponse:
         self,
         worker: Worker,
         requests: Sequence[EngineRequest],
-        writer: ResponseWriter,
+        writer: Writer,
         streamed: bool,
         on_end: Callable[["PendingResponse"], None],
         timer: TokenTimer | None = None,
@@ -94,10 +103,12 @@ class PendingResponse:
 
         The events of one step are one piece, because sending takes as long as making them.
         """
+        writer = self._writer
+        assert isinstance(writer, ResponseWriter)
         num_choices = sum(request.samples for request in self._requests)
         offsets = [0] * num_choices  # characters sent so far
         num_tokens = 0
-        if start := self._writer.start(num_choices):
+        if start := writer.start(num_choices):
             yield start
         try:
             async for events in self._batches():
@@ -105,14 +116,14 @@ class PendingResponse:
                 pieces = []
                 for choice, event in _joined(events):
                     if event.text or event.reason is not None or event.logprob is not None:
-                        pieces.append(self._writer.chunk(choice, event, offsets[choice]))
+                        pieces.append(writer.chunk(choice, event, offsets[choice]))
                     offsets[choice] += len(event.text)
                 if piece := b"".join(pieces):
                     yield piece
         except ApiError as error:
-            yield self._writer.error(error.body)
+            yield writer.error(error.body)
             return
-        yield self._writer.end(self._prompt_lengths, num_tokens, self._cached)
+        yield writer.end(self._prompt_lengths, num_tokens, self._cached)
 
     async def _batches(self) -> AsyncIterator[list[tuple[int, Event]]]:
         """Yield the events that have arrived until all choices are finished. Raises ApiError."""

@@ -10,7 +10,7 @@ the OpenAPI document (openapi.py). The length of a prompt is bounded by the larg
 """
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, ValidationError
@@ -205,15 +205,27 @@ class ChatRequest(_CommonRequest, ToolFields, ChatIneffectiveFields, ChatRefused
 TokenPrompt = Annotated[list[TokenId], Field(min_length=1)]
 
 
+Prompts = (
+    str
+    | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+    | TokenPrompt
+    | Annotated[list[TokenPrompt], Field(min_length=1, max_length=MAX_PROMPTS)]
+)
+
+
+def prompt_list(prompts: Prompts) -> Sequence[str | list[int]]:
+    """Return prompts as a list, even if there is only one."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts[0], int):
+        return [[int(token) for token in prompts]]
+    return prompts
+
+
 class CompletionRequest(_CommonRequest):
     """POST /v1/completions. `prompt` is text, token ids, or a list of prompts of one kind."""
 
-    prompt: (
-        str
-        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
-        | TokenPrompt
-        | Annotated[list[TokenPrompt], Field(min_length=1, max_length=MAX_PROMPTS)]
-    )
+    prompt: Prompts
     logprobs: Annotated[int, Field(ge=0, le=TOP_LOGPROBS)] | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     echo: bool | None = None
@@ -255,12 +267,7 @@ class CompletionRequest(_CommonRequest):
 
     def prompts(self) -> Sequence[str | list[int]]:
         """Return the prompts as a list, even if there is only one."""
-        prompt = self.prompt
-        if isinstance(prompt, str):
-            return [prompt]
-        if isinstance(prompt[0], int):
-            return [[int(token) for token in prompt]]
-        return prompt
+        return prompt_list(self.prompt)
 
 
 RequestModel = TypeVar("RequestModel", bound=StrictModel)
@@ -271,8 +278,17 @@ def parse_request(kind: type[RequestModel], body: bytes) -> RequestModel:
 
     pydantic's parser rejects invalid UTF-8 and deeply nested JSON.
     """
+    return _checked(kind.model_validate_json, body)
+
+
+def convert_request(kind: type[RequestModel], body: dict[str, Any]) -> RequestModel:
+    """Check a request that is made from another one. Raises ApiError."""
+    return _checked(kind.model_validate, body)
+
+
+def _checked(validate: Callable[[Any], RequestModel], body: Any) -> RequestModel:
     try:
-        request = kind.model_validate_json(body)
+        request = validate(body)
     except ValidationError as error:
         raise _api_error(error) from None
     request.check()

@@ -45,7 +45,7 @@ def test_no_request_makes_the_server_fail(model: Path) -> None:
     )
     assert (beside.lost, beside.different, beside.wrongly_taken) == (0, 0, 0), beside.problems
     assert beside.good > 0
-    assert [list(methods) for methods in paths.values()].count(["post"]) == 2 and len(paths) == 6
+    assert [list(methods) for methods in paths.values()].count(["post"]) == 6 and len(paths) == 11
 
 
 @pytest.mark.full
