@@ -27,11 +27,12 @@ from deskside.model.transformer import Transformer
 from deskside.ops.logical import LogicalTensor, logical_tensors
 from deskside.ops.moe import ROUTER_BIAS
 from deskside.utils import files as folders
+from deskside.utils.console import say
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.files import fingerprint
 from deskside.utils.parsing import read_json_object
-from deskside.weights.hf_config import from_hf_config, to_hf_config
-from deskside.weights.hf_families import FAMILIES, family_of
+from deskside.weights.hf_config import from_hf_config, text_part, to_hf_config
+from deskside.weights.hf_families import family_of
 from deskside.weights.hf_family import Family
 from deskside.weights.hf_layout import from_hf_layout, hf_shape, to_hf_layout
 from deskside.weights.mxfp4 import dequantize_mxfp4
@@ -177,19 +178,23 @@ def load_hf(
     """Load a directory of a supported family (hf_families.py) into a model.
 
     dtype: dtype of weights with two or more dimensions; the others are float32. Raises UsageError for an unsupported
-    architecture, option or tensor, and RunError if config.json or the weights are damaged.
+    architecture, option or tensor, and RunError if config.json or the weights are damaged. Of a model with images, only
+    the text model is loaded, which is said.
     """
     source = read_json_object(folder / "config.json")
     try:
         config = from_hf_config(source)
+        family, text_source = text_part(source)
     except UsageError as error:
         raise UsageError(f"{folder}: {error}") from None
     except RunError as error:
         raise RunError(f"{folder}: {error}") from None
-    family = FAMILIES[source["model_type"]]
     model = allocate(config, device, dtype)
     with ExitStack() as stack, torch.no_grad():
         stored = _StoredTensors(folder, family, stack)
+        if text_source is not source:
+            left_out = stored.keep_part("language_model.")
+            say(f"{folder}: only its text model is loaded; {left_out} tensors of other parts are left out")
         for name, parts in by_hf_name(model, family).items():
             read_parts(parts, stored.read(name), config, family, f"{folder}: {name}")
         extra = stored.unread(tied=config.tie_word_embeddings)
@@ -219,6 +224,7 @@ class _StoredTensors:
     def __init__(self, folder: Path, family: Family, stack: ExitStack):
         self.folder, self.family = folder, family
         self.names_read: set[str] = set()
+        self.stored_prefix = ""
         index = folder / "model.safetensors.index.json"
         single = folder / "model.safetensors"
         if index.exists():
@@ -238,6 +244,14 @@ class _StoredTensors:
                 raise RunError(f"{folder / name} cannot be read: {error}") from error
             self.file_of |= dict.fromkeys(file.keys(), file)
 
+    def keep_part(self, prefix: str) -> int:
+        """Leave out the tensors without a prefix, which the others lose. Return how many they are."""
+        names = [name for name in self.file_of if name.startswith(prefix)]
+        left_out = len(self.file_of) - len(names)
+        self.file_of = {name.removeprefix(prefix): self.file_of[name] for name in names}
+        self.stored_prefix = prefix
+        return left_out
+
     def read(self, name: str) -> Tensor:
         """Read a tensor by its full name, or by the name without the family's prefix."""
         for candidate in (name, name.removeprefix(self.family.prefix)):
@@ -253,7 +267,7 @@ class _StoredTensors:
         raise RunError(f"{self.folder} has no tensor {name}, which its config.json needs; is it complete?")
 
     def _get(self, name: str) -> Tensor:
-        tensor: Tensor = self.file_of[name].get_tensor(name)
+        tensor: Tensor = self.file_of[name].get_tensor(self.stored_prefix + name)
         return tensor
 
     def unread(self, tied: bool) -> list[str]:
@@ -263,7 +277,11 @@ class _StoredTensors:
         """
         known = (*self.family.buffers, *([hf_name("lm_head.weight", self.family)] if tied else []))
         unread = (name for name in self.file_of.keys() - self.names_read if not name.endswith(known))
-        return sorted(name for name in unread if 0 not in self.file_of[name].get_slice(name).get_shape())
+        return sorted(
+            name
+            for name in unread
+            if 0 not in self.file_of[name].get_slice(self.stored_prefix + name).get_shape()
+        )
 
 
 def by_hf_name(model: Transformer, family: Family) -> dict[str, list[LogicalTensor]]:

@@ -22,15 +22,10 @@ def from_hf_config(source: Mapping[str, Any]) -> ModelConfig:
 
     Raises UsageError for an unsupported architecture or option, and RunError for missing or invalid values.
     """
-    model_type = source.get("model_type")
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise UsageError(
-            f"model_type '{model_type}' is not supported; the nearest that is: {nearest_family(source)} (of "
-            f"{', '.join(FAMILIES)})"
-        )
-    family = FAMILIES[model_type]
+    family, text_source = text_part(source)
+    model_type = family.model_type
     try:
-        config = ModelConfig(**_options(source, family))
+        config = ModelConfig(**_options(text_source, family))
     except KeyError as error:
         raise RunError(f"config.json of a {model_type} model lacks {error}; is it complete?") from error
     except ValidationError as error:
@@ -39,6 +34,23 @@ def from_hf_config(source: Mapping[str, Any]) -> ModelConfig:
         raise RunError(f"config.json has an invalid value ({error}); is it damaged?") from error
     # Without model_type, an export has the first family of the table that fits.
     return config if family_of(config) is family else config.model_copy(update={"model_type": model_type})
+
+
+def text_part(source: Mapping[str, Any]) -> tuple[Family, Mapping[str, Any]]:
+    """Return the family of a config.json, and the part of it about the text model: all, if there is nothing else.
+
+    Raises UsageError for an unsupported architecture.
+    """
+    model_type, text_source = source.get("model_type"), source.get("text_config")
+    for family in FAMILIES.values():
+        if family.model_type == model_type:
+            return family, source
+        if family.multimodal == model_type and isinstance(text_source, Mapping):
+            return family, text_source
+    raise UsageError(
+        f"model_type '{model_type}' is not supported; the nearest that is: {nearest_family(source)} (of "
+        f"{', '.join(FAMILIES)})"
+    )
 
 
 def nearest_family(source: Mapping[str, Any]) -> str:

@@ -192,7 +192,15 @@ _FAMILIES = (
         "gemma3_text",
         "Gemma3ForCausalLM",
         names.GEMMA3,
-        {**fields.GEMMA, "final_logit_softcapping": Field("final_logit_softcapping", None)},
+        {
+            **fields.GEMMA,
+            # The text_config of models with images leaves out transformers' own defaults.
+            "vocab_size": Field("vocab_size", 262208),
+            "num_attention_heads": Field("num_attention_heads", 8),
+            "num_key_value_heads": Field("num_key_value_heads", 4),
+            "max_position_embeddings": Field("max_position_embeddings", 131072),
+            "final_logit_softcapping": Field("final_logit_softcapping", None),
+        },
         {"norm_position": "sandwich"},
         # transformers does not cap the scores, whatever attn_logit_softcapping is.
         {
@@ -205,6 +213,7 @@ _FAMILIES = (
         rope_theta=1e6,
         local_rope=("rope_local_base_freq", 1e4),
         norm_offset=1.0,
+        multimodal="gemma3",
     ),
     Family(
         "olmo3",

@@ -87,6 +87,7 @@ class Family:
     weights. norm_offset: what the architecture adds to the stored weight of a norm, as 1 in Gemma; our weight is the
     sum. stacked_by_head: in a tensor with q, k and v, those of a head stand together (q0 k0 v0 q1 ...).
     stacked_experts: one tensor has a projection of all experts, (E, in, out), in which gate and up alternate.
+    multimodal: model_type of models with images whose text part, under text_config, has this architecture.
     """
 
     model_type: str
@@ -109,6 +110,7 @@ class Family:
     norm_offset: float = 0.0
     stacked_by_head: bool = False
     stacked_experts: bool = False
+    multimodal: str | None = None
 
 
 # Options of ModelConfig that any family can have: they do not change what a model computes.

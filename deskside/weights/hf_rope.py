@@ -48,9 +48,10 @@ def _from_parameters(rope: Mapping[str, Any], source: Mapping[str, Any], family:
     values: dict[str, Any] = {"rope_theta": theta, "partial_rotary_factor": share}
     if written == "default":
         return values
-    kind, longest = family.rope_types[written], source["max_position_embeddings"]
+    kind = family.rope_types[written]
     scaling = {name: rope[name] for name in RopeScaling.model_fields if rope.get(name) is not None}
     if kind != "linear":
+        longest = source["max_position_embeddings"]
         inside = rope.get("original_max_position_embeddings", longest)
         original = source.get("original_max_position_embeddings") or inside
         scaling["original_max_position_embeddings"] = original

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
 
-from deskside.weights.hf import load_hf
+from deskside.weights.hf import load_hf, save_hf
 
 SIZES = {
     "vocab_size": 61,
@@ -124,3 +124,43 @@ def test_masks_that_pythia_s_files_have_are_not_weights(tmp_path: Path) -> None:
     save_file(tensors, file)
     tokens = torch.arange(9)[None]
     torch.testing.assert_close(load_hf(file.parent)[1](tokens), theirs(tokens).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_the_text_model_of_gemma_3_with_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its text_config leaves out what transformers has as defaults; an export is a text model."""
+    text = {
+        "hidden_size": 32,
+        "num_hidden_layers": 3,
+        "intermediate_size": 48,
+        "head_dim": 8,
+        "sliding_window": 5,
+    }
+    vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = Gemma3Config(
+        text_config={**text, "vocab_size": 61, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+        vision_config={**vision, "image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=4,
+    )
+    theirs = Gemma3ForConditionalGeneration._from_config(config, attn_implementation="eager").eval()
+    theirs.save_pretrained(tmp_path / "hf")
+    file = tmp_path / "hf" / "config.json"
+    content = json.loads(file.read_text())
+    rope = {
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        "vocab_size": 61,
+        "model_type": "gemma3_text",
+    }
+    file.write_text(json.dumps({**content, "text_config": {**text, **rope}}))
+    tokens = torch.arange(17)[None]
+    found, ours = load_hf(tmp_path / "hf")
+    assert (found.num_attention_heads, found.num_key_value_heads, found.max_position_embeddings) == (
+        8,
+        4,
+        131072,
+    )
+    assert "only its text model" in capsys.readouterr().err
+    torch.testing.assert_close(ours(tokens), theirs(tokens).logits, atol=1e-4, rtol=1e-4)
+    save_hf(ours, found, None, tmp_path / "text")
+    text_model = AutoModelForCausalLM.from_pretrained(tmp_path / "text")
+    assert type(text_model).__name__ == "Gemma3ForCausalLM"
+    torch.testing.assert_close(text_model(tokens).logits, ours(tokens), atol=1e-4, rtol=1e-4)
