@@ -104,6 +104,7 @@ class RequestMessage(StrictModel):
     reasoning_content: str | None = None
     tool_calls: Annotated[list[MessageToolCall], Field(max_length=MAX_CALLS)] | None = None
     annotations: EmptyList = None
+    provider_specific_fields: dict[str, Any] | None = None  # LiteLLM's copy of other fields; ignored
 
     @property
     def characters(self) -> int:
@@ -193,10 +194,8 @@ class ChatRequest(_CommonRequest, ToolFields, ChatIneffectiveFields, ChatRefused
     def conversation(self, known: Collection[str]) -> Conversation:
         """Return the input of a chat template with the variables `known`. Raises ApiError for an invalid one."""
         try:
-            messages = [
-                message.model_dump(exclude={"tool_calls": {"__all__": {"index"}}})
-                for message in self.messages
-            ]
+            ignored: Any = {"provider_specific_fields": True, "tool_calls": {"__all__": {"index"}}}
+            messages = [message.model_dump(exclude=ignored) for message in self.messages]
             return checked_conversation(messages, self.template_tools, self.template_variables(known))
         except NotRendered as error:
             raise ApiError(400, f"messages: {error}", param="messages") from None
