@@ -14,6 +14,8 @@ from deskside.engine.generate import generate
 from deskside.serve.templating import PromptEncoder
 from deskside.weights.load import load_model
 from tests.serve.chatty import make_chatty, make_endless
+from tests.serve.scripted import make_scripted
+from tests.serve.templates import template
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -188,6 +190,17 @@ def test_a_token_is_asked_for_and_a_plain_model_continues(
         sync_api.expect(seen.page.locator(".turn")).to_have_count(3)
         sync_api.expect(seen.page.get_by_text("Ended at")).to_have_count(2)
         assert seen.turns()[0] == "the sea" and seen.page.get_by_role("alert").is_hidden()
+
+
+def test_reasoning_is_beside_the_answer(browser: "Browser", tmp_path: Path) -> None:
+    make_scripted(tmp_path, template("qwen3"), ["<think>", "why?", "</think>", "Hi."])
+    with served([str(tmp_path / "runs" / "small"), "--device", "cpu"], {"OMP_NUM_THREADS": "1"}) as (base, _):
+        seen = Seen(browser, base, DESKTOP)
+        seen.say("hello")
+        seen.page.get_by_text("Reasoning").click()
+        sync_api.expect(seen.page.locator("details p.note")).to_have_text("why?")
+        sync_api.expect(seen.page.locator(".turn > p").last).to_have_text("Hi.")
+        assert not seen.complaints
 
 
 CONTRAST = """() => {
