@@ -1,9 +1,10 @@
 """Export to GGUF: one file with weights, shape and tokenizer for llama.cpp and programs built on it.
 
 Names, layouts and keys are those that llama.cpp's loader expects (ggml-org/llama.cpp: src/models/, and gguf-py for
-the names). There are three differences from a Hugging Face directory: the rows of Llama's q and k are paired for
-interleaved rotation, GPT-2's matrices are (out, in), and the experts of a layer are one tensor. Options that
-llama.cpp would compute differently are refused, because such a file would load but give other results.
+the names). There are four differences from a Hugging Face directory: the rows of Llama's q and k are paired for
+interleaved rotation, GPT-2's matrices are (out, in), the experts of a layer are one tensor, and so are the divisors of
+Llama 3's rotary frequencies. Options that llama.cpp would compute differently are refused, because such a file would
+load but give other results.
 
 Tensors are written one by one, and all are read back and compared with their sources before the file gets its name.
 """
@@ -26,6 +27,7 @@ from deskside.config.rope import RopeScaling
 from deskside.export.gguf_quantize import QUANTIZED, check_quantizer, quantize
 from deskside.export.gguf_tokenizer import GgufTokenizer
 from deskside.model.transformer import Transformer
+from deskside.ops.rope import frequency_divisors
 from deskside.utils.errors import RunError, UsageError
 from deskside.weights.hf import finish_export, hf_tensors, replaced_when_complete
 from deskside.weights.hf_families import family_of
@@ -43,7 +45,15 @@ TYPE_NAMES = {
     "q5_k_m": "Q5_K_M",
     "q6_k": "Q6_K",
 }
-ARCHITECTURES = {"qwen3": "qwen3", "qwen3_moe": "qwen3moe", "llama": "llama", "gpt2": "gpt2"}
+# Our families -> llama.cpp's architectures.
+ARCHITECTURES = {
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3moe",
+    "qwen2": "qwen2",
+    "llama": "llama",
+    "mistral": "llama",
+    "gpt2": "gpt2",
+}
 # Small tensors, which llama.cpp keeps in full precision for every file type.
 _FULL_PRECISION = ("ffn_gate_inp.weight", "position_embd.weight")
 COMPARED_AT_ONCE = 1 << 22  # weights at a time, because the bounds are in float64
@@ -88,8 +98,9 @@ def check_gguf(config: ModelConfig) -> str:
         wrong.append("attention_bias = true (it reads no such biases)")
     if name == "qwen3moe" and not config.norm_topk_prob:
         wrong.append("norm_topk_prob = false (it makes the experts' weights sum to one)")
-    if (yarn := config.rope_scaling) is not None and yarn.rope_type not in ("yarn", "linear"):
-        wrong.append(f"rope_type = {yarn.rope_type} (only yarn and linear are supported yet)")
+    kinds = ("yarn", "linear", "llama3") if name == "llama" else ("yarn", "linear")
+    if (yarn := config.rope_scaling) is not None and yarn.rope_type not in kinds:
+        wrong.append(f"rope_type = {yarn.rope_type} (only {' and '.join(kinds)})")
     elif yarn is not None and yarn.rope_type == "yarn":
         only_factor = RopeScaling(
             factor=yarn.factor, original_max_position_embeddings=yarn.original_max_position_embeddings
@@ -113,6 +124,11 @@ def gguf_tensors(model: Transformer) -> list[GgufTensor]:
         key = (f"{expert[1]}.{expert[2]}", True) if expert else (hf_name, False)
         groups.setdefault(key, []).append(tensor)
     result = []
+    if (scaling := config.rope_scaling) is not None and scaling.rope_type == "llama3":
+        positions = config.max_position_embeddings
+        divisors = frequency_divisors(config.rotary_dim, config.rope_theta, scaling, positions)
+        rope_name = f"{gguf.TENSOR_NAMES[gguf.MODEL_TENSOR.ROPE_FREQS]}.weight"
+        result.append(GgufTensor(rope_name, tuple(divisors.shape), divisors.numpy))
     for (hf_name, stacked), parts in groups.items():
         tensor_name = names.get_name(hf_name, try_suffixes=(".weight", ".bias"))
         if tensor_name is None:
@@ -261,10 +277,12 @@ def _describe(
         writer.add_value_length(config.head_dim)
         writer.add_rope_dimension_count(config.head_dim)
         writer.add_rope_freq_base(config.rope_theta)
-        if (scaling := config.rope_scaling) is not None:
+        # llama3 is a tensor of divisors instead.
+        if (scaling := config.rope_scaling) is not None and scaling.rope_type != "llama3":
             writer.add_rope_scaling_type(gguf.RopeScalingType(scaling.rope_type))
             writer.add_rope_scaling_factor(scaling.factor)
-        if scaling is not None and scaling.original_max_position_embeddings is not None:
+        if scaling is not None and scaling.rope_type == "yarn":
+            assert scaling.original_max_position_embeddings is not None
             writer.add_rope_scaling_orig_ctx_len(scaling.original_max_position_embeddings)
             writer.add_rope_scaling_yarn_beta_fast(scaling.beta_fast)
             writer.add_rope_scaling_yarn_beta_slow(scaling.beta_slow)

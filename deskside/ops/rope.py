@@ -34,8 +34,7 @@ def rope_table(
         # Arithmetic on meta tensors imports torch._dynamo, which takes more than a second.
         shapes = torch.empty(2, positions, rotary_dim // 2, dtype=torch.float32, device=device)
         return shapes[0], shapes[1]
-    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device) / rotary_dim
-    periods = theta**exponents  # in positions per radian
+    periods = _periods(rotary_dim, theta, device)
     frequencies = (
         1.0 / periods if scaling is None else _scaled_frequencies(periods, theta, scaling, positions)
     )
@@ -43,6 +42,18 @@ def rope_table(
     if scaling is None:
         return angles.cos(), angles.sin()
     return angles.cos() * scaling.attention_scale, angles.sin() * scaling.attention_scale
+
+
+def frequency_divisors(rotary_dim: int, theta: float, scaling: RopeScaling, positions: int) -> Tensor:
+    """Return what a scaling divides each frequency by, (rotary_dim / 2,), in a model with this number of positions."""
+    periods = _periods(rotary_dim, theta, torch.device("cpu"))
+    return 1.0 / periods / _scaled_frequencies(periods, theta, scaling, positions)
+
+
+def _periods(rotary_dim: int, theta: float, device: torch.device) -> Tensor:
+    """Return the positions per radian of each pair of channels."""
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device) / rotary_dim
+    return theta**exponents
 
 
 def _scaled_frequencies(periods: Tensor, theta: float, scaling: RopeScaling, positions: int) -> Tensor:

@@ -48,6 +48,13 @@ CASES: dict[str, dict[str, Any]] = {
         "mlp_bias": True,
         "tie_word_embeddings": True,
     },
+    "llama, llama3 rope, tied": {
+        "qk_norm": False,
+        "tie_word_embeddings": True,
+        "rope_scaling": {**YARN, "rope_type": "llama3"},
+    },
+    "llama, linear rope": {"qk_norm": False, "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+    "qwen2": {"qk_norm": False, "qkv_bias": True},
     "gpt2": {**GPT2, "tie_word_embeddings": True},
     "gpt2 untied": GPT2,
 }
@@ -232,6 +239,30 @@ def test_no_error_passes_its_bound(values: np.ndarray, kind: str) -> None:
     assert (error <= rounding_bound(values, kind)).all()
 
 
+def test_llama3_rope_is_a_tensor_of_divisors(tokenizer: GgufTokenizer, tmp_path: Path) -> None:
+    """llama.cpp divides its own frequencies by them, and has no key for this kind."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    scaling = {**YARN, "rope_type": "llama3", "original_max_position_embeddings": 64}
+    model = random_model(qk_norm=False, rope_scaling=scaling, vocab_size=VOCAB)
+    saved = save_gguf(model, tokenizer, tmp_path / "out", "bfloat16")
+    (found,) = (t.data for t in gguf.GGUFReader(saved.file).tensors if t.name == "rope_freqs.weight")
+    config = transformers.AutoConfig.for_model(**to_hf(model, model.config)[0])
+    scaled = ROPE_INIT_FUNCTIONS["llama3"](config)[0]
+    plain = 1e4 ** -(torch.arange(0, 8, 2) / 8)
+    torch.testing.assert_close(torch.from_numpy(np.array(found)), plain / scaled)
+    assert len(set(found.tolist())) > 2
+    assert not any("rope.scaling" in name for name in fields(saved.file))
+
+
+def test_mistral_without_a_window_is_llama(tokenizer: GgufTokenizer, tmp_path: Path) -> None:
+    files = []
+    for model_type in ("llama", "mistral"):
+        model = random_model(qk_norm=False, model_type=model_type, vocab_size=VOCAB)
+        files.append(save_gguf(model, tokenizer, tmp_path / model_type).file.read_bytes())
+    assert files[0] == files[1]
+
+
 def test_bounds_are_tight() -> None:
     """Errors near the bounds occur, so a damaged byte would not hide below them."""
     values = np.random.default_rng(0).standard_normal((64, 4096)).astype(np.float32)
@@ -248,6 +279,7 @@ def test_bounds_are_tight() -> None:
         ({**GPT2, "hidden_act": "gelu"}, "gpt2 cannot do hidden_act = gelu"),
         ({"attention_bias": True}, "attention_bias = true"),
         ({"sliding_window": 4, "window_pattern": "SL"}, "sliding_window = 4"),
+        ({"rope_scaling": {**YARN, "rope_type": "llama3"}}, "rope_type = llama3"),
         ({**MOE, "norm_topk_prob": False}, "norm_topk_prob = false"),
         ({"rope_scaling": {**YARN, "attention_factor": 2.0}}, "another attention factor"),
         ({"norm_position": "post"}, "does not support norm_position"),
