@@ -29,7 +29,7 @@ from deskside.cli.shared_options import (
     set_trackers,
 )
 from deskside.cli.train import resume
-from deskside.config import merge
+from deskside.config import merge, presets
 from deskside.config.base import first_problem
 from deskside.config.dimensions import padded_vocabulary
 from deskside.config.duration import Duration
@@ -73,6 +73,11 @@ class FinetuneOptions(RunOptions):
         (),
         name="data",
         metavar="SOURCE",
+    )
+    config: str | None = option(
+        "TOML file with configuration, such as one of deskside import-config; options come before it",
+        None,
+        metavar="FILE",
     )
     val: tuple[str, ...] = option("held-out data; default: a share of --data", (), metavar="SOURCE")
     epochs: str | None = option(
@@ -163,6 +168,8 @@ class FinetuneRun:
         options, given = self.options, self.given
         if options.resume is not None:
             return self._resume()
+        if options.config is not None:
+            self._read_config(options.config)
         self._require_arguments()
         self.processes = process_count(options.gpus, [given])
         set_length(given, options, self.length)
@@ -207,6 +214,23 @@ class FinetuneRun:
             )
         self.given["adapter"] = {**wanted, **given}
         return loaded
+
+    def _read_config(self, file: str) -> None:
+        """Add the keys of a TOML file below those that were given. Raises UsageError if it is for another command."""
+        layer = merge.merge(presets.layers(file))[0]
+        align = layer.get("align", {})
+        if align.pop("name", self.name) != self.name:
+            raise UsageError(f"--config {file}: its table [align] is for another command than {self.name}")
+        options = self.options
+        for own, key in (("sources", "data"), ("val", "val")):
+            from_file = tuple(align.pop(key, ()))
+            setattr(options, own, getattr(options, own) or from_file)
+        lengths = ("hours", "steps", "tokens", "epochs")
+        if any(getattr(options, name, None) is not None for name in lengths):
+            layer.get("schedule", {}).pop("length", None)
+        given, _ = merge.merge([layer, self.given])
+        self.given.clear()
+        self.given.update(given)
 
     def _require_arguments(self) -> None:
         """Raise UsageError if the model or the data is missing."""

@@ -28,7 +28,7 @@ from deskside.utils.errors import RunError, UsageError
 
 # command -> (module, function, description)
 COMMANDS: dict[str, tuple[str, str, str]] = {
-    name: (f"deskside.cli.{name}", "run", about)
+    name: (f"deskside.cli.{name.replace('-', '_')}", "run", about)
     for name, about in {
         "doctor": "check this machine: what works, how fast, and what to fix",
         "probe": "measure training speed and memory here, for the planner",
@@ -40,6 +40,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
         "dpo": "train a model on preference pairs",
         "kto": "train a model on answers labelled good or bad",
         "grpo": "reinforcement learning with verifiable rewards",
+        "import-config": "translate a configuration of axolotl or unsloth",
         "eval": "bits per byte and evaluation tasks",
         "chat": "chat with a model in the terminal",
         "serve": "serve a model with the OpenAI API and a chat page",

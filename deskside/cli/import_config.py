@@ -1,0 +1,80 @@
+"""`deskside import-config`: a configuration of axolotl or unsloth as a TOML file for `deskside sft` and its like."""
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deskside.cli.options import Command, option
+from deskside.cli.output import print_json
+from deskside.cli.shared_options import JsonOption
+from deskside.config.from_axolotl import from_axolotl
+from deskside.config.from_unsloth import from_unsloth
+from deskside.config.imported import Imported
+from deskside.utils.console import say
+from deskside.utils.errors import UsageError
+from deskside.utils.files import write_atomically
+
+
+@dataclass(kw_only=True)
+class ImportOptions(JsonOption):
+    """Translate a configuration of axolotl or unsloth (YAML) to a TOML file.
+
+    Prints the command that uses it, and a report: what became of each key, and which have no counterpart here.
+
+    Example: deskside import-config qlora.yml --out qlora.toml
+    """
+
+    file: str = option("axolotl's or unsloth's file", metavar="FILE", positional=True)
+    out: str | None = option("TOML file to write; default: print it", None, metavar="FILE")
+
+
+COMMAND = Command("import-config", ImportOptions)
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run `deskside import-config` and return the exit code. Raises UsageError and RunError."""
+    options = COMMAND.parse(argv)
+    imported = read(Path(options.file))
+    out = options.out or f"{Path(options.file).stem}.toml"
+    if options.out is not None:
+        if Path(out).exists():
+            raise UsageError(f"--out {out}: exists already; name a new file")
+        write_atomically(Path(out), imported.toml())
+    command = shlex.join(["deskside", imported.command, imported.model or "MODEL", "--config", out])
+    if options.json:
+        report = {name: dict(getattr(imported, name)) for name in ("used", "same", "missing")}
+        print_json({"command": command, "config": imported.layer, **report})
+        return 0
+    for title, rows in (
+        ("translated", imported.used),
+        ("changes nothing here", imported.same),
+        ("NO COUNTERPART", imported.missing),
+    ):
+        for key, text in rows:
+            say(f"{title}: {key}: {text}")
+    print(f"# {command}")
+    if options.out is None:
+        print(imported.toml(), end="")
+    return 0
+
+
+def read(path: Path) -> Imported:
+    """Translate a file. Raises UsageError if it is neither axolotl's nor unsloth's, or the result is invalid."""
+    import yaml
+
+    try:
+        source: Any = yaml.safe_load(path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: cannot be read ({error}); give axolotl's or unsloth's YAML file") from None
+    except (yaml.YAMLError, RecursionError) as error:
+        reason = " ".join(str(error).split())[:120]
+        raise UsageError(f"{path}: is not valid YAML ({reason}); correct it") from None
+    if isinstance(source, dict) and "base_model" in source:
+        return from_axolotl({str(key): value for key, value in source.items()})
+    if isinstance(source, dict) and isinstance(source.get("training"), dict):
+        return from_unsloth({str(key): value for key, value in source.items()})
+    raise UsageError(
+        f"{path}: is neither axolotl's (base_model, datasets, ...) nor unsloth's (model, data, training, lora)"
+    )
