@@ -18,7 +18,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from deskside import __version__
 from deskside.config.model import ModelConfig
 from deskside.data.tokenizer import end_of_text, read_config
 from deskside.data.tokenizer import load as load_tokenizer
@@ -126,7 +125,8 @@ def save_hf(
 def write_safetensors(tensors: dict[str, Tensor], file: Path, out_dir: Path) -> None:
     """Write a file of an export to `out_dir`. Raises RunError or OSError if it cannot be written."""
     try:
-        save_file(tensors, file, metadata={"format": "pt", "producer": f"deskside {__version__}"})
+        # One entry: safetensors writes several in a random order, and equal models should give equal files.
+        save_file(tensors, file, metadata={"format": "pt"})
     except SafetensorError as error:  # for example, if the disk is full
         raise RunError(f"--out {out_dir}: cannot be written: {error}") from None
 
