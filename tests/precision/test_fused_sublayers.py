@@ -35,6 +35,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "tied embeddings": {"tie_word_embeddings": True},
     "as many keys as queries": {"num_key_value_heads": 4},
     "softcap": {"final_logit_softcapping": 5.0},
+    "layers without positions": {"rope_pattern": "RN"},
+    "Granite": {
+        "qk_norm": False,
+        "attention_multiplier": 0.2,
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 8.0,
+    },
     "Gemma 2 and 3": {
         "norm_position": "sandwich",
         "attn_logit_softcapping": 2.0,
@@ -207,6 +215,8 @@ def test_rounding_differs_from_step_to_step_and_repeats(name: str) -> None:
         ({"norm_position": "post"}, "RMSNorm before"),
         ({"fused_qkv": False}, "not fused"),
         ({"attention_bias": True}, "bias"),
+        ({"qkv_bias": True}, "bias"),
+        ({"partial_rotary_factor": 0.5}, "some channels"),
         ({"head_dim": 48}, "power of two"),
     ],
 )

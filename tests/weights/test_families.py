@@ -2,11 +2,12 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from benchmarks.families import Parity, measure, table
+from deskside.config.model import ModelType
 from deskside.utils.errors import UsageError
 from deskside.weights.hf_config import from_hf_config, nearest_family
 from deskside.weights.hf_families import FAMILIES
@@ -43,3 +44,7 @@ def test_another_architecture_is_refused_with_the_nearest(config: dict[str, Any]
     assert nearest_family(config) in nearest
     with pytest.raises(UsageError, match=nearest_family(config)):
         from_hf_config(config)
+
+
+def test_the_choices_of_model_type_are_the_families() -> None:
+    assert set(get_args(ModelType)) == FAMILIES.keys()
