@@ -25,7 +25,7 @@ class EmbeddingRequest(IneffectiveFields):
 
     model: ShortText | None = None
     input: Prompts
-    encoding_format: Literal["float", "base64"] = "float"
+    encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1, le=MAX_DIMENSIONS)] | None = None
 
     @property

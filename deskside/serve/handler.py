@@ -118,9 +118,9 @@ class RequestHandler:
             name = body.model or service.name
             writer = new_writer(options, name, self._fingerprint, service.loaded.tokenizer)
             timer = TokenTimer(service.metrics)
-            return PendingResponse(service.worker, requests, writer, body.stream, on_end, timer)
+            return PendingResponse(service.worker, requests, writer, bool(body.stream), on_end, timer)
 
-        return await self._respond(request, num_samples, field, start, body.stream)
+        return await self._respond(request, num_samples, field, start, bool(body.stream))
 
     async def embed(self, body: EmbeddingRequest, request: Request) -> Response:
         """Return the embeddings that a request asks for. Raises ApiError."""

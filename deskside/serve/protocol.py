@@ -119,7 +119,7 @@ class _CommonRequest(SamplingFields, StructuredFields, IneffectiveFields):
     """Fields of chat and text completion requests."""
 
     model: ShortText | None = None
-    stream: bool = False
+    stream: bool | None = None
     stream_options: StreamOptions | None = None
 
     @property

@@ -132,7 +132,7 @@ class ResponsesRequest(IneffectiveFields, ResponsesRefusedFields):
     max_output_tokens: TokenCount | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
-    stream: bool = False
+    stream: bool | None = None
     stream_options: dict[Literal["include_obfuscation"], bool] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     text: TextOptions | None = None
