@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import re
 import shutil
 import sys
 import tempfile
@@ -52,6 +53,7 @@ SAMPLES, SAMPLE_CHARACTERS = 4, 600  # number of sample conversations, and their
 SAMPLES_FILE = "samples.json"
 TOO_FEW = "there are too few"
 NO_CONVERSATION, REFUSED = "no conversation", "the chat template cannot render it"
+MAX_REASONS = 30  # distinct reasons that are counted on their own
 
 
 @dataclass(frozen=True)
@@ -166,6 +168,17 @@ def _tokenize(
         return str(error)
 
 
+def _leave_out(log: BadInputLog, kind: str, record: Record, why: str) -> None:
+    """Count a record that is left out, by its reason without the number of the message."""
+    number = re.search(r"\bmessage \d+", why)
+    general = why.removeprefix(f"{number[0]}: ").replace(number[0], "a message") if number else why
+    reason = f"{kind}: {general}"
+    if reason in log.counts or len(log.counts) < MAX_REASONS:
+        log.add(reason, record.origin, number[0] if number else "")
+    else:
+        log.add(kind, record.origin, why)
+
+
 class _ChatPreparation:
     def __init__(self, spec: ChatSpec, out: Path, quiet: bool, shard_tokens: int, key: str):
         self.spec, self.out, self.quiet, self.shard_tokens, self.key = spec, out, quiet, shard_tokens, key
@@ -253,7 +266,7 @@ class _ChatPreparation:
                 try:
                     format_, conversation = conversation_of(record.fields)
                 except NotRendered as error:
-                    log.add(NO_CONVERSATION, record.origin, str(error))
+                    _leave_out(log, NO_CONVERSATION, record, str(error))
                     continue
                 content = json.dumps(dataclasses.asdict(conversation), sort_keys=True)
                 yield _Item(record, format_, conversation, xxhash.xxh3_128_digest(content.encode()))
@@ -278,7 +291,7 @@ class _ChatPreparation:
     def _add(self, split_name: str, item: _Item, tokenized: TokenizedConversation | str) -> None:
         split, record, text = self.splits[split_name], item.record, item.text
         if isinstance(tokenized, str):
-            self.logs[self._source_split(split_name)].add(REFUSED, record.origin, tokenized)
+            _leave_out(self.logs[self._source_split(split_name)], REFUSED, record, tokenized)
             return
         ids, mask = tokenized.ids, tokenized.mask
         if self.template.turn_end is None:  # otherwise the model would not learn to stop

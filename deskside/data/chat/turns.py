@@ -96,7 +96,6 @@ def _appended(renderer: Renderer, conversation: Conversation, numbers: list[int]
     mark = next((mark for mark in MARKS if mark not in given), None)
     if mark is None:
         raise NotRendered("it uses too many characters of the Private Use Area")
-
     final = _final(renderer, conversation)
 
     def written(beginning: Sequence[Message], add_generation_prompt: bool = False) -> str:
@@ -131,8 +130,10 @@ def _appended(renderer: Renderer, conversation: Conversation, numbers: list[int]
 
 
 def _marked(message: Message, mark: str) -> Message:
-    """Return a message with a mark at the end of the last text that a template writes of it: of its calls, or else of
-    its content. In a call this is the name, because templates write a call's arguments in many ways."""
+    """Return a message with a mark at the end of the last text that a template writes of it.
+
+    This is its content, or else the name of its last call, whose arguments templates write in many ways.
+    """
     if "tool_calls" not in message:
         return {**message, "content": message["content"] + mark}
     *calls, last = message["tool_calls"]

@@ -14,6 +14,7 @@ from deskside.align.samples import read_conversations
 from deskside.data import tokenizer as bpe
 from deskside.data.chat.formats import conversation_of
 from deskside.data.chat.prepare_chat import (
+    MAX_REASONS,
     NO_CONVERSATION,
     REFUSED,
     SAMPLES_FILE,
@@ -41,6 +42,7 @@ MIXED: list[dict[str, Any]] = [
 BAD = [
     {"messages": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}, SUNNY]},
     {"messages": [{**ASK, "name": "Ada"}, SUNNY]},
+    {"messages": [ASK, SUNNY, {**ASK, "name": "Ada"}, SUNNY]},
 ]
 
 
@@ -77,8 +79,12 @@ def test_formats_and_what_is_not_learnt_are_counted(tmp_path: Path, tokenizer: P
     assert index.duplicates_of_validation == len(
         MIXED
     )  # other fields of a record are no part of the conversation
-    counts = {reason: left["count"] for reason, left in index.bad_input["train"].items()}
-    assert counts == {NO_CONVERSATION: 1, REFUSED: 1}
+    left = list(index.bad_input["train"].items())
+    assert [(reason.split(":")[0], found["count"]) for reason, found in left] == [
+        (NO_CONVERSATION, 1),
+        (REFUSED, 2),
+    ]
+    assert left[1][1]["first"][0].endswith("(message 1)") and left[1][1]["first"][1].endswith("(message 3)")
     thought = "<think>\n\n</think>\n\n"
     weather, clock = (
         f'{thought}<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call><|im_end|>'
@@ -146,3 +152,12 @@ def test_an_index_of_an_earlier_version_is_read(tmp_path: Path, tokenizer: Path)
     describe_data(found, lambda line: None)
     (tmp_path / "samples.json").write_text(json.dumps([talk("a", "b")]))
     assert read_conversations(tmp_path / "samples.json")[0].messages == talk("a", "b")
+
+
+def test_many_reasons_are_counted_together(tmp_path: Path, tokenizer: Path) -> None:
+    bad = [{"messages": [{"role": f"role{n}", "content": "a"}, SUNNY]} for n in range(MAX_REASONS + 5)]
+    good = [{"messages": talk(str(n), "a")} for n in range(20)]
+    spec = ChatSpec((write(tmp_path / "a.jsonl", bad + good),))
+    index = prepare_chat(spec, tokenizer, tmp_path / "data", quiet=True)
+    left = index.bad_input["train"]
+    assert left.pop(REFUSED)["count"] == 5 and len(left) == MAX_REASONS
