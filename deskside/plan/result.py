@@ -4,6 +4,7 @@ Every section has the source of its numbers: `measured` on this card, `published
 basis of the model in one line.
 """
 
+import json
 import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -186,13 +187,17 @@ def _command_options(config: Mapping[str, Any]) -> list[str]:
 
 def _option_text(value: Any) -> str:
     """Return a value as `deskside train` parses it: lists and tables in TOML syntax."""
+    return value if isinstance(value, str) else _toml(value)
+
+
+def _toml(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}={_option_text(v)}" for key, v in value.items()) + "}"
+        return "{" + ",".join(f"{json.dumps(key)}={_toml(v)}" for key, v in value.items()) + "}"
     if isinstance(value, list | tuple):
-        return "[" + ",".join(_option_text(v) for v in value) + "]"
-    return str(value)
+        return "[" + ",".join(map(_toml, value)) + "]"
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else str(value)
 
 
 def memory_json(request: PlanRequest, estimate: StepEstimate) -> dict[str, Any]:

@@ -227,6 +227,13 @@ def test_the_command_for_adapters_starts_from_given_weights(capsys: pytest.Captu
     options, given = train.COMMAND.parse_config(words[2:])
     assert words[:2] == ["deskside", "train"] and (options.preset, options.init) == ("124m", "MODEL")
     assert given["adapter"]["rank"] == "16" and given["data"]["path"] == "DIR"
+    lists = " --adapter.targets q_proj,v_proj --adapter.modules_to_save embed_tokens --adapter.dora true"
+    _, out, _ = plan(capsys, f"{line}{lists} --json")
+    band = json.loads(out)["bands"][0]
+    given = train.COMMAND.parse_config(shlex.split(band["command"])[2:])[1]
+    wanted = {"rank": 16, "targets": ["q_proj", "v_proj"], "modules_to_save": ["embed_tokens"], "dora": True}
+    assert band["config"]["adapter"] == wanted
+    assert merge.build([given]).adapter == merge.build([band["config"]]).adapter
     _, out, _ = plan(capsys, line)
     assert "(MODEL: a run or a Hugging Face directory" in out and "(DIR: " in out
     _, out, _ = plan(capsys, line.replace("--adapter.rank 16", ""))
