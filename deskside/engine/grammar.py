@@ -41,9 +41,10 @@ class Grammar:
 
 
 class Grammars:
-    """Compiles grammars for the answers of one model. Thread-safe. Raises UsageError without llguidance.
+    """Compiles grammars for the answers of one model. Thread-safe.
 
-    vocab_size: of the model; it may exceed the tokenizer's. eos_tokens: allowed where the grammar is complete.
+    vocab_size: of the model; it may exceed the tokenizer's. eos_tokens: allowed where the grammar is complete. Raises
+    UsageError without llguidance, and for a tokenizer without a token for each byte, which it does not support.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_tokens: Sequence[int]):
@@ -53,7 +54,13 @@ class Grammars:
             raise UsageError(
                 "structured output needs the package llguidance; install it: pip install 'deskside[serve]'"
             ) from None
-        self._tokenizer = LLTokenizer(tokenizer.to_str(), n_vocab=vocab_size, eos_token=list(eos_tokens))
+        eos = list(eos_tokens) or None
+        try:
+            self._tokenizer = LLTokenizer(tokenizer.to_str(), n_vocab=vocab_size, eos_token=eos)
+        except ValueError as error:
+            raise UsageError(
+                f"structured output is not available with this tokenizer: {str(error)[:MAX_ERROR_CHARACTERS]}"
+            ) from None
         self._token_ids = tokenizer.get_vocab(with_added_tokens=True)
         self._limits = LLParserLimits(verbose_errors=False)
         self._compile = lru_cache(COMPILED)(self._compiled)

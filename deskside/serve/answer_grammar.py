@@ -67,7 +67,7 @@ class _Rules:
         )
         if form.listed:
             more = '("," SPACE? call)*' if several else ""
-            rest = f'SPACE? "[" call {more} "]"'
+            rest = f'SPACE? "[" call {more} "]" {end and "SPACE?"} {end}'
         else:
             # Without a beginning, more calls could not be told from text.
             more = f"(SPACE? {begin} SPACE? call SPACE? {end})*" if several and begin else ""

@@ -74,11 +74,10 @@ class AnswerParser:
         rest = self._opening + self._buffer
         if self._state == self._reasoning:
             return AnswerPart(reasoning=rest)
-        if self._state == self._after_arguments:
-            return AnswerPart()
-        after_call = self._state == self._calls and self._format is not None and not self._opening
-        if after_call and self._format is not None and self._format.end.startswith(rest.strip(_SEPARATORS)):
-            return AnswerPart()
+        end = "" if self._format is None else self._format.end
+        after_call = self._state == self._calls and not self._opening
+        if self._state == self._after_arguments or (after_call and end.startswith(rest.strip(_SEPARATORS))):
+            return AnswerPart()  # the rest of a call
         return AnswerPart(text=rest)
 
     def parse(self, text: str) -> AnswerPart:

@@ -46,20 +46,20 @@ class AnswerPlan:
 
     def grammar(self, grammars: Grammars) -> Grammar:
         """Compile the grammar of the answers, which must have one. Raises ApiError."""
-        if self.calls is not None:
-            for function in self.calls.functions:  # one by one, so that an error can name the function
-                schema = json.dumps(function.get("parameters") or NO_PARAMETERS)
-                what = f"tools: the parameters of {function['name']}"
-                _compiled(grammars, GrammarSource("tools", "json", schema), what)
+        functions = [] if self.calls is None else self.calls.functions
+        for function in functions:  # one by one, so that an error can name the function
+            schema = json.dumps(function.get("parameters") or NO_PARAMETERS)
+            _compiled(
+                grammars, GrammarSource("tools", "json", schema), f"the parameters of {function['name']}: "
+            )
         text = self.text
-        if text is not None:
-            alone = _compiled(grammars, text, text.field)
-            if self.thinking == "no" and self.calls is None:
-                return alone
+        alone = None if text is None else _compiled(grammars, text)
+        if alone is not None and self.thinking == "no" and self.calls is None:
+            return alone
         outer = answer_grammar(self.thinking, self.calls, text is not None, grammars.special_token)
         if text is None:
-            return grammars.compile("lark", outer)
-        return grammars.compile(text.kind, text.text, outer)
+            return _compiled(grammars, GrammarSource("tools", "lark", outer))
+        return _compiled(grammars, text, outer=outer)
 
 
 def plan_answers(
@@ -86,13 +86,14 @@ def plan_answers(
         thinking,
         calls,
         text,
-        constrained=body.constrains_calls,
+        constrained=calls is not None and body.constrains_calls,
         skip_special_tokens=not any(encoder.is_special(marker) for marker in markers),
     )
 
 
-def _compiled(grammars: Grammars, source: GrammarSource, what: str) -> Grammar:
+def _compiled(grammars: Grammars, source: GrammarSource, what: str = "", outer: str | None = None) -> Grammar:
+    """Compile a grammar. what: names its part of the field in an error. Raises ApiError."""
     try:
-        return grammars.compile(source.kind, source.text)
+        return grammars.compile(source.kind, source.text, outer)
     except UsageError as error:
-        raise ApiError(400, f"{what}: {error}", param=source.field) from None
+        raise ApiError(400, f"{source.field}: {what}{error}", param=source.field) from None

@@ -69,6 +69,6 @@ def find_tool_format(render: Callable[[Conversation, bool], str]) -> ToolFormat 
     begin, end = match["begin"], match["end"]
     if match["named"]:
         return None if end else ToolFormat(begin, named=match["named"])
-    if begin.endswith("[") and end == "]":
-        return ToolFormat(begin[:-1].strip(), key=match["key"], listed=True)
+    if begin.endswith("[") and end.startswith("]"):
+        return ToolFormat(begin[:-1].strip(), end[1:], match["key"], listed=True)
     return ToolFormat(begin, end, match["key"])

@@ -9,6 +9,7 @@ import pytest
 import regex
 import torch
 from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from deskside.data.tokenizer import train
 from deskside.engine.engine import Draft, Engine
@@ -185,6 +186,13 @@ def test_what_is_not_supported_is_one_line(kind: GrammarKind, text: str) -> None
     with pytest.raises(UsageError) as caught:
         grammars().compile(kind, text)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 450
+
+
+def test_other_tokenizers_are_refused() -> None:
+    words = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    with pytest.raises(UsageError, match="tokenizer"):
+        Grammars(words, 2, [0])
+    Grammars(tokenizer(), vocabulary(), [])  # the tokenizer's own end
 
 
 def test_a_grammar_that_fails_ends_only_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,9 +22,12 @@ MISTRAL_NAMED = (
     "[TOOL_CALLS]{{ c.function.name }}[ARGS]{{ c.function.arguments | tojson }}{% endfor %}{{ eos_token }}"
     + _MISTRAL_END
 )
+LISTED = MISTRAL.replace("[TOOL_CALLS] [", "<|tool_call|>[").replace(
+    "{% endfor %}]", "{% endfor %}]<|/tool_call|>"
+)
 
 
 def template(name: str) -> str:
     """Return a template by its name."""
-    own = {"mistral": MISTRAL, "mistral_named": MISTRAL_NAMED}
+    own = {"mistral": MISTRAL, "mistral_named": MISTRAL_NAMED, "listed": LISTED}
     return own.get(name) or (TRL / f"{name}.jinja").read_text("utf-8")

@@ -9,7 +9,7 @@ from deskside.data.tokenizer import train
 from deskside.engine.grammar import Grammars
 from deskside.serve.answer_grammar import Calls, answer_grammar
 from deskside.serve.answer_parser import Thinking
-from tests.serve.test_answer_parser import BARE, LISTED, NAMED, TAGGED, call, tagged
+from tests.serve.test_answer_parser import BARE, ENDED, LISTED, NAMED, TAGGED, call, tagged
 
 MARKERS = ("<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]")
 FUNCTIONS = [
@@ -80,6 +80,13 @@ CASES: list[tuple[Thinking, Calls | None, bool, list[str], list[str]]] = [
         ["[TOOL_CALLS][]", f"[TOOL_CALLS][{call(WRONG)}]"],
     ),
     ("no", Calls(LISTED, FUNCTIONS, False, False), False, ["Hi"], [f"[TOOL_CALLS][{call(ADD)},{call(GET)}]"]),
+    (
+        "no",
+        Calls(ENDED, FUNCTIONS, True, True),
+        False,
+        [f"<call>[{call(ADD)}, {call(GET)}]</call>"],
+        [f"<call>[{call(ADD)}]", f"<call>{call(ADD)}</call>"],
+    ),
     (
         "no",
         Calls(NAMED, FUNCTIONS, True, True),

@@ -14,6 +14,7 @@ from deskside.serve.tool_formats import ToolFormat
 TAGGED = ToolFormat("<tool_call>", "</tool_call>")
 BARE = ToolFormat("", key="parameters")
 LISTED = ToolFormat("[TOOL_CALLS]", listed=True)
+ENDED = ToolFormat("<call>", "</call>", listed=True)
 NAMED = ToolFormat("[TOOL_CALLS]", named="[ARGS]")
 FUNCTIONS = ("add", "get_x")
 ADD, GET = ("add", '{"a": 1, "b": [2, {}]}'), ("get_x", "{}")
@@ -80,6 +81,7 @@ CASES: list[tuple[Thinking, ToolFormat | None, str, Parts]] = [
     ("no", BARE, "  ", ("  ", "", [])),
     ("no", LISTED, f"[TOOL_CALLS] [{call(ADD)}, {call(GET)}]", ("", "", [ADD, GET])),
     ("no", LISTED, f'a[TOOL_CALLS][{call(ADD)[:-1]}, "id": "123456789"}}]', ("a", "", [ADD])),
+    ("no", ENDED, f"a<call>[{call(ADD)}, {call(GET)}]</call>b", ("ab", "", [ADD, GET])),
     ("no", LISTED, "[TOOL_CALLS] [{}]", ("[TOOL_CALLS] [{}]", "", [])),
     (
         "no",

@@ -19,6 +19,7 @@ FORMATS = {
     "llama3_2": ToolFormat("", key="parameters"),
     "mistral": ToolFormat("[TOOL_CALLS]", listed=True),
     "mistral_named": ToolFormat("[TOOL_CALLS]", named="[ARGS]"),
+    "listed": ToolFormat("<|tool_call|>", "<|/tool_call|>", listed=True),
     "gemma3": None,  # writes no calls
     "llama3": None,
     "qwen3_5_think": None,  # calls in XML

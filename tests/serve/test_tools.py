@@ -157,6 +157,15 @@ def test_an_answer_may_call_or_follow_its_format(loaded: Callable[[str], Loaded]
     with_client(loaded("qwen2_5"), run)
 
 
+def test_without_tools_nothing_is_constrained(loaded: Callable[[str], Loaded]) -> None:
+    async def run(client: openai.AsyncOpenAI) -> list[Any]:
+        options: list[dict[str, Any]] = [{}, {"parallel_tool_calls": False}, {"tool_choice": "auto"}]
+        return [(await ask(client, max_tokens=30, **fields)).message.content for fields in options]
+
+    plain, *others = with_client(loaded("qwen2_5"), run)
+    assert others == [plain, plain]
+
+
 STOP = '{"name": "stop", "arguments": {}}'
 SAID: list[tuple[str, list[str], list[str], tuple[str | None, str | None, list[str]]]] = [
     # template, pieces that the model says, special tokens; content, reasoning, functions that are called
