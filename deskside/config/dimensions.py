@@ -138,6 +138,16 @@ def _nearest(size: int, fits: Callable[[int], bool]) -> int:
         distance += 1
 
 
+# Features of a sublayer that the fused kernels do not compute.
+WITHOUT_KERNELS = {
+    "qk_norm_over_projection": "its QK-norm spans all heads",
+    "partial_rotary": "it rotates only some channels of a head",
+    "sinks": "its attention has sinks",
+    "parallel": "it reads the same residual as attention",
+    "clamped_swiglu": "its activation is clamped_swiglu",
+}
+
+
 def uncovered_reason(
     *,
     rmsnorm_first: bool,
@@ -145,11 +155,7 @@ def uncovered_reason(
     bias: bool = False,
     adapters: bool = False,
     head_dim: int = 1,
-    qk_norm_over_projection: bool = False,
-    partial_rotary: bool = False,
-    parallel: bool = False,
-    sinks: bool = False,
-    hidden_act: str = "silu",
+    **features: bool,
 ) -> str | None:
     """Return why the fused kernels do not cover a sublayer, or None if they do.
 
@@ -160,12 +166,10 @@ def uncovered_reason(
         num_projections: Separate weights that read the norm's output. Fused QKV and fused gate/up are one each.
         head_dim: Channels per head of an attention sublayer. The kernel of QK-norm and RoPE holds one head in a
             block whose size must be a power of two, and normalises and rotates one head.
-        parallel: The sublayer reads the same residual as attention. sinks: Its attention has sinks.
+        features: Whether the sublayer has each feature of WITHOUT_KERNELS; false for those not given.
     """
     if not rmsnorm_first:
         return "it does not start with an RMSNorm before its projections"
-    if parallel:
-        return "it reads the same residual as attention"
     if num_projections != 1:
         return "its projections are not fused"
     if bias:
@@ -174,15 +178,7 @@ def uncovered_reason(
         return "its weights are frozen and have adapters"
     if head_dim & (head_dim - 1) != 0:
         return f"its head_dim {head_dim} is not a power of two"
-    if qk_norm_over_projection:
-        return "its QK-norm spans all heads"
-    if sinks:
-        return "its attention has sinks"
-    if hidden_act == "clamped_swiglu":
-        return "its activation is clamped_swiglu"
-    if partial_rotary:
-        return "it rotates only some channels of a head"
-    return None
+    return next((WITHOUT_KERNELS[name] for name, present in features.items() if present), None)
 
 
 def model_uncovered_reason(model: ModelConfig, adapters: bool = False) -> str | None:
@@ -204,6 +200,6 @@ def model_uncovered_reason(model: ModelConfig, adapters: bool = False) -> str | 
         bias=model.mlp_bias,
         adapters=adapters,
         parallel=model.parallel_residual,
-        hidden_act=model.hidden_act,
+        clamped_swiglu=model.hidden_act == "clamped_swiglu",
     )
     return attention or mlp

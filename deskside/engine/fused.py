@@ -109,16 +109,15 @@ def covers_attention(attn: Attention) -> bool:
 
 def covers_mlp(mlp: MLP) -> bool:
     """Return True if the fused kernels support this MLP."""
-    return _covers(mlp.input, parallel=mlp.parallel, hidden_act=mlp.output.activation)
+    return _covers(mlp.input, parallel=mlp.parallel, clamped_swiglu=mlp.output.activation == "clamped_swiglu")
 
 
 def covers_experts(mlp: MoE) -> bool:
     """Return True if the fused kernels support this mixture: not if experts have adapters or are stored in codes."""
     plain = type(mlp.mixture.experts) is Experts
-    bias, activation = mlp.mixture.router.bias is not None, mlp.mixture.experts.activation
-    return plain and _covers(
-        mlp.input, num_projections=1, bias=bias, hidden_act=activation
-    )  # experts and router share the norm's output
+    bias = mlp.mixture.router.bias is not None
+    clamped = mlp.mixture.experts.activation == "clamped_swiglu"
+    return plain and _covers(mlp.input, num_projections=1, bias=bias, clamped_swiglu=clamped)
 
 
 def experts_wait(model: Transformer, tokens: int) -> bool:

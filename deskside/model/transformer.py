@@ -216,7 +216,7 @@ class Transformer(nn.Module):
             self._check_length(cache.bound + T)
         slots = cache.reserve(T, counts_B)
         x_BTD = self._embed(tokens_BT, slots.position_BT)
-        contexts = self._contexts(_prefill_context(x_BTD), B, T, x_BTD) if cache.fresh else {}
+        contexts = self._contexts(_prefill_context(x_BTD, self.config), B, T, x_BTD) if cache.fresh else {}
         residual_BTD, delta_BTD = self._split_embedding(x_BTD)
         rotations = self._rotations(T, slots.position_BT)
         for index, layer in enumerate(self.layers):
@@ -338,8 +338,10 @@ class Transformer(nn.Module):
             )
 
 
-def _prefill_context(x: Tensor) -> AttentionContext:
+def _prefill_context(x: Tensor, config: ModelConfig) -> AttentionContext:
     """Return the context of a prefill from position 0. Causal attention hides the padding on the right."""
+    if config.attn_logit_softcapping is not None or config.attention_sinks:
+        return AttentionContext()  # FlexAttention would be compiled for every length
     flash = x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
     full = "unplanned" if x.is_cuda else "sdpa"
     return AttentionContext(backend=full, window_backend="flash" if flash else "chunked")

@@ -339,10 +339,21 @@ def why_not_fused(sublayer: AttentionSublayer | MLPSublayer | MoESublayer) -> st
             rmsnorm_first=_is_pre_rmsnorm(sublayer.input),
             num_projections=1,
             bias=sublayer.mixture.router.bias is not None,
-            hidden_act=sublayer.mixture.experts.activation,
+            clamped_swiglu=sublayer.mixture.experts.activation == "clamped_swiglu",
             adapters=isinstance(sublayer.mixture.experts, AdaptedExperts | FrozenExperts),
         )
     linears = [module for module in (*projections, _last_linear(sublayer)) if isinstance(module, Linear)]
+    head_dim = 1
+    if isinstance(sublayer, AttentionSublayer):
+        head_dim = sublayer.head_dim
+        features = {
+            "qk_norm_over_projection": sublayer.qk_norm_over == "projection",
+            "partial_rotary": sublayer.partial_rotary,
+            "sinks": sublayer.sinks is not None,
+        }
+    else:
+        clamped = sublayer.output.activation == "clamped_swiglu"
+        features = {"parallel": sublayer.parallel, "clamped_swiglu": clamped}
     return uncovered_reason(
         rmsnorm_first=_is_pre_rmsnorm(sublayer.input),
         num_projections=len(projections),
@@ -350,13 +361,8 @@ def why_not_fused(sublayer: AttentionSublayer | MLPSublayer | MoESublayer) -> st
         adapters=any(
             isinstance(m, Linear) and (bool(adapters_of(m)) or m.weight is None) for m in sublayer.modules()
         ),
-        head_dim=sublayer.head_dim if isinstance(sublayer, AttentionSublayer) else 1,
-        qk_norm_over_projection=isinstance(sublayer, AttentionSublayer)
-        and sublayer.qk_norm_over == "projection",
-        partial_rotary=isinstance(sublayer, AttentionSublayer) and sublayer.partial_rotary,
-        parallel=isinstance(sublayer, MLPSublayer) and sublayer.parallel,
-        sinks=isinstance(sublayer, AttentionSublayer) and sublayer.sinks is not None,
-        hidden_act=sublayer.output.activation if isinstance(sublayer, MLPSublayer) else "silu",
+        head_dim=head_dim,
+        **features,
     )
 
 

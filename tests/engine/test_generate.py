@@ -39,6 +39,30 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "scoring_func": "sigmoid",
         "shared_expert_intermediate_size": 64,
     },
+    "sandwich": {
+        "norm_position": "sandwich",
+        "attn_logit_softcapping": 1.5,
+        "attention_multiplier": 0.5,
+        "embedding_multiplier": 2.0,
+        "sliding_window": 5,
+        "window_pattern": "SSL",
+        "rope_local_base_freq": 100.0,
+    },
+    "parallel": {
+        "parallel_residual": True,
+        "norm": "layernorm",
+        "partial_rotary_factor": 0.5,
+        "qk_norm": False,
+    },
+    "sinks": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "attention_sinks": True,
+        "mlp_bias": True,
+        "hidden_act": "clamped_swiglu",
+        "qk_norm": False,
+    },
     "capped": {"final_logit_softcapping": 3.0, "tie_word_embeddings": True, "norm_position": "post"},
 }
 PROMPTS = [[5, 17, 3], [1], [88, 4, 4, 61, 30, 2, 9, 11, 12, 13], [7] * 30]

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from deskside.config.model import ModelConfig
 from deskside.kernels import decode
 from deskside.kernels.attention import (
     BACKENDS,
@@ -225,7 +226,7 @@ def test_prompts_on_a_gpu_leave_out_the_kernel_that_plans_for_every_shape(
     monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
     q, k, v = tensors(2, 11, 4, 2, 8)
     prompt: Any = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16)
-    name = transformer._prefill_context(prompt).backend
+    name = transformer._prefill_context(prompt, ModelConfig()).backend
     got = BACKENDS[name].function(q, k, v, AttentionContext())
     torch.testing.assert_close(got, brute_force(q, k, v, AttentionContext()))
     decode_attention(
