@@ -15,7 +15,8 @@ temperature. The importance ratio in the loss also corrects for the engine's dif
 Metrics of each step: mean and standard deviation of the rewards; answer length in tokens; the share of truncated
 answers; the share of answers with an advantage that is not zero (others give a gradient only from align.kl); entropy;
 the share of clipped tokens; `drift`, which is k3 (policy_loss.py) per token between the weights that sampled and the
-trained weights; and with align.kl `kl`, which is k3 per token from the initial weights.
+trained weights; with align.kl `kl`, which is k3 per token from the initial weights; and with align.tools the number of
+calls per answer, and the share of them that failed.
 """
 
 import shutil
@@ -48,6 +49,8 @@ from deskside.align.sampler import (
     sampling_copy,
 )
 from deskside.align.samples import AlignObjective
+from deskside.align.tool_turns import DEFAULT_TURNS, ToolTurns
+from deskside.align.tools import Tools
 from deskside.budget.shape import num_params
 from deskside.config.align import GrpoConfig
 from deskside.config.run import RunConfig
@@ -61,10 +64,9 @@ from deskside.train.prepare.preflight import EVALUATE_SHARE, REPORT_SHARE, SAMPL
 from deskside.utils.errors import OutsideError, RunError, UsageError
 
 REFERENCE = "reference.safetensors"  # file in the run directory with the initial weights, for align.kl
-REWARD_FILE = "reward.py"  # copy of the user's reward function in the run directory
 METRICS: tuple[str, ...] = (
     "answers", "answer_tokens", "reward", "reward_square", "cut_off", "informative", "entropy", "clipped", "drift",
-    "kl",
+    "kl", "tool_calls", "tool_failures",
 )  # fmt: skip
 
 
@@ -77,6 +79,8 @@ class Grpo(AlignObjective):
     def __init__(self, options: GrpoConfig) -> None:
         self.options = options
         self.reward = parse_reward(options)
+        self.tools = None if options.tools is None else Tools.parse(options.tools)
+        self.tool_turns: ToolTurns | None = None
         self.datasets: dict[str, Questions] = {}
         self.reference: Transformer | None = None
         self.rollout_seconds = 0.0
@@ -105,7 +109,8 @@ class Grpo(AlignObjective):
                     f"{questions.sequence_length} tokens with an answer of {self.options.answer_tokens}; they are left "
                     "out"
                 )
-        self._copy_reward_file(session)
+        self._keep_user_file(session, "reward", self.reward.file)
+        self._keep_user_file(session, "tools", None if self.tools is None else self.tools.file)
         steps, config = self.options.steps_per_rollout, session.config
         self.answers_per_step = config.batch.tokens // config.batch.sequence_length
         questions_per_step, processes = self.answers_per_step // self.options.group, session.world.size
@@ -117,6 +122,9 @@ class Grpo(AlignObjective):
         ends = session.run.read_json("generation_config.json")["eos_token_id"]
         self.ends = frozenset(ends if isinstance(ends, list) else [ends])
         self.tokenizer = load_tokenizer(session.run.tokenizer)
+        if self.tools is not None:
+            folder, turns = session.run.path, self.options.tool_turns or DEFAULT_TURNS
+            self.tool_turns = ToolTurns(self.tools, folder, self.ends, turns)
         self.log = RolloutLog(session.run.path, session.world.rank, steps > 1)
         with session.precision.high_precision(), memory_for_sampling():
             headroom = MemoryHeadroom.measure(session.world.device)
@@ -237,6 +245,8 @@ class Grpo(AlignObjective):
             "clipped": terms.clipped_SL.sum().float(),
             "drift": (log_ratio_SL.exp() - log_ratio_SL - 1).sum(),
             "kl": terms.kl_SL.sum(),
+            "tool_calls": batch.tool_calls_S.sum(),
+            "tool_failures": batch.tool_failures_S.sum(),
         }
         return Loss(terms.loss, scores.router, metric_sums)
 
@@ -253,7 +263,12 @@ class Grpo(AlignObjective):
             "clipped": sums["clipped"] / tokens,
             "drift": sums["drift"] / tokens,
         }
-        return metrics | ({"kl": sums["kl"] / tokens} if self.options.kl else {})
+        if self.options.kl:
+            metrics["kl"] = sums["kl"] / tokens
+        if self.options.tools is not None:
+            metrics["tool_calls"] = sums["tool_calls"] / num_answers
+            metrics["tool_failures"] = sums["tool_failures"] / max(1.0, sums["tool_calls"])
+        return metrics
 
     def evaluate(self, session: Session, max_tokens: int | None) -> Evaluation:
         """Return the mean reward of greedy answers to held-out questions."""
@@ -264,11 +279,9 @@ class Grpo(AlignObjective):
         chosen = np.unique(np.arange(count) * len(questions.questions) // count)[world.rank :: world.size]
         mine = [questions.questions[i] for i in chosen.tolist()]
         self.sampler.update_weights()
-        sampled = self.sampler.sample(
-            [q.tokens for q in mine], [0] * len(mine), 0, 0.0, self.options.answer_tokens
-        )
+        sampled = self._sample(mine, [0] * len(mine), 0, 0.0)
         totals = torch.tensor(
-            [sum(self._rewards(mine, sampled)), sum(len(s.tokens) for s in sampled), len(mine)],
+            [sum(self._rewards(mine, sampled)), sum(s.num_sampled for s in sampled), len(mine)],
             dtype=torch.float64,
             device=world.device,
         )
@@ -290,18 +303,19 @@ class Grpo(AlignObjective):
         questions: one per answer, so the `group` answers to a question repeat it. positions: see `rollouts.py`.
         """
         self.sampler.update_weights()
-        samples = self.sampler.sample(
-            [q.tokens for q in questions],
-            positions,
-            seed,
-            self.options.temperature,
-            self.options.answer_tokens,
-        )
+        samples = self._sample(questions, positions, seed, self.options.temperature)
         rewards = self._rewards(questions, samples)
         rewards_GS = torch.tensor(rewards, dtype=torch.float64).view(-1, self.options.group)
         advantages_N = advantages(rewards_GS, self.options.scale_rewards).flatten().tolist()
         rollouts = [
-            Rollout(position, question, sampled, self._text(sampled), reward, advantage)
+            Rollout(
+                position,
+                question,
+                sampled,
+                self._text(sampled.tokens[: len(sampled.tokens) - sampled.ended]),
+                reward,
+                advantage,
+            )
             for position, question, sampled, reward, advantage in zip(
                 positions, questions, samples, rewards, advantages_N, strict=True
             )
@@ -312,7 +326,7 @@ class Grpo(AlignObjective):
     def _rewards(self, questions: Sequence[Question], samples: Sequence[SampledAnswer]) -> list[float]:
         """Compute the rewards of this rank's answers. All ranks call this together, and fail together."""
         cases = [
-            RewardCase(q.prompt, self._text(s), q.answer, q.columns)
+            RewardCase(q.prompt, self._text(s.last_turn), q.answer, q.columns)
             for q, s in zip(questions, samples, strict=True)
         ]
         rewards, failure = [], None
@@ -326,8 +340,15 @@ class Grpo(AlignObjective):
             raise failure or OutsideError("the reward server gave another process no rewards")
         return rewards
 
-    def _text(self, sampled: SampledAnswer) -> str:
-        tokens = sampled.tokens[:-1] if sampled.ended else sampled.tokens
+    def _sample(
+        self, questions: Sequence[Question], streams: Sequence[int], seed: int, temperature: float
+    ) -> list[SampledAnswer]:
+        prompts, limit = [q.tokens for q in questions], self.options.answer_tokens
+        if self.tool_turns is None:
+            return self.sampler.sample(prompts, streams, seed, temperature, limit)
+        return self.tool_turns.sample(self.sampler, prompts, streams, seed, temperature, limit)
+
+    def _text(self, tokens: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     # Batches
@@ -378,15 +399,13 @@ class Grpo(AlignObjective):
             except OSError as error:
                 raise RunError(f"{path}: cannot be written: {error.strerror}") from None
 
-    def _copy_reward_file(self, session: Session) -> None:
-        """Copy the user's reward function into the run, and check that a resumed run uses the same one."""
-        if self.reward.file is None:
+    def _keep_user_file(self, session: Session, what: str, file: Path | None) -> None:
+        """Copy a file with the user's functions into the run, and check that a resumed run uses the same one."""
+        if file is None:
             return
-        recorded = session.run.path / REWARD_FILE
+        recorded = session.run.path / f"{what}.py"
         if not session.resumed:
             if session.world.is_rank_zero:
-                shutil.copyfile(self.reward.file, recorded)
-        elif not recorded.is_file() or recorded.read_bytes() != self.reward.file.read_bytes():
-            raise RunError(
-                f"reward: {self.reward.file} changed since the run started; restore it from {recorded}"
-            )
+                shutil.copyfile(file, recorded)
+        elif not recorded.is_file() or recorded.read_bytes() != file.read_bytes():
+            raise RunError(f"{what}: {file} changed since the run started; restore it from {recorded}")

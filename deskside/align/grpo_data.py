@@ -6,7 +6,7 @@ correct answer, or tests for the reward `code`; with a reward server, it may be 
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,12 +41,14 @@ class QuestionForm:
     """How records become questions.
 
     system: the system message of questions that have none, or None. columns: further fields that every record must
-    have. needs_answer: False if a record may lack the field `answer`, which is empty then.
+    have. needs_answer: False if a record may lack the field `answer`, which is empty then. tools: JSON text of the
+    functions that the model may call, a list, or "".
     """
 
     system: str | None = None
     columns: tuple[str, ...] = ()
     needs_answer: bool = True
+    tools: str = ""
 
     def key(self) -> tuple[tuple[str, Any], ...]:
         """Return the options of a `FolderSpec`."""
@@ -68,6 +70,10 @@ def _question(
         raise NotRendered("the prompt ends with an answer")
     if form.system is not None and question.messages[0]["role"] != "system":
         question = question.with_messages([{"role": "system", "content": form.system}, *question.messages])
+    if form.tools:
+        if question.tools:
+            raise NotRendered("the record has tools of its own beside those of --align.tools")
+        question = replace(question, tools=json_value(form.tools))
     answer = fields.get("answer", "")
     if not isinstance(answer, str):
         answer = json.dumps(answer, ensure_ascii=False)

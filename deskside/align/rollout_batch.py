@@ -21,7 +21,7 @@ class RolloutBatch(AnswerBatch):
     Its scored tokens are those that the model sampled; results of tools between them are not. sampled_SL:
     log-probabilities of the weights that sampled the answers. reference_SL: those of the initial weights,
     None without align.kl. in_loss_S: bool, True if the answer counts in the loss. cut_off_S: bool, True if the answer
-    was truncated.
+    was truncated. tool_calls_S, tool_failures_S: numbers of tool calls and of failed ones.
     """
 
     sampled_SL: Tensor
@@ -30,6 +30,8 @@ class RolloutBatch(AnswerBatch):
     reward_S: Tensor
     in_loss_S: Tensor
     cut_off_S: Tensor
+    tool_calls_S: Tensor
+    tool_failures_S: Tensor
 
 
 def loss_count(rollouts: Sequence[Rollout], options: GrpoConfig) -> int:
@@ -73,6 +75,8 @@ def rollout_batch(
         "reward_S": torch.tensor([r.reward for r in flat]),
         "in_loss_S": torch.tensor([_is_in_loss(r, options) for r in flat], dtype=torch.bool),
         "cut_off_S": torch.tensor([not r.sampled.ended for r in flat], dtype=torch.bool),
+        "tool_calls_S": torch.tensor([float(r.sampled.tool_calls) for r in flat]),
+        "tool_failures_S": torch.tensor([float(r.sampled.tool_failures) for r in flat]),
     }
     count = sum(r.sampled.num_sampled for r in flat) if options.average == "token" else len(flat)
     return RolloutBatch(

@@ -42,6 +42,8 @@ class Rollout:
             "advantage": self.advantage,
             "tokens": len(self.sampled.tokens),
             "ended": self.sampled.ended,
+            "tool_calls": self.sampled.tool_calls,
+            "tool_failures": self.sampled.tool_failures,
         }
         if with_tokens:
             row["token_ids"] = list(self.sampled.tokens)
@@ -54,7 +56,12 @@ class Rollout:
         """Return the answer that `to_json` wrote with its tokens."""
         own = row.get("own")
         sampled = SampledAnswer(
-            tuple(row["token_ids"]), tuple(row["logprobs"]), row["ended"], None if own is None else tuple(own)
+            tuple(row["token_ids"]),
+            tuple(row["logprobs"]),
+            row["ended"],
+            None if own is None else tuple(own),
+            row["tool_calls"],
+            row["tool_failures"],
         )
         return cls(row["position"], question, sampled, row["text"], row["reward"], row["advantage"])
 

@@ -47,13 +47,15 @@ class SampledAnswer:
 
     tokens: with the end token, and with the results of tools in between. logprobs: at the sampling temperature, or 1 if
     greedy; 0 for tokens of results. ended: False if truncated. own: True for the tokens that the model sampled, False
-    for those of results; None if there are no results.
+    for those of results; None if there are no results. tool_calls, tool_failures: numbers of calls and of failed ones.
     """
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     ended: bool
     own: tuple[bool, ...] | None = None
+    tool_calls: int = 0
+    tool_failures: int = 0
 
     @property
     def is_own(self) -> tuple[bool, ...]:
@@ -63,6 +65,18 @@ class SampledAnswer:
     @property
     def num_sampled(self) -> int:
         return sum(self.is_own)
+
+    @property
+    def without_end(self) -> tuple[int, ...]:
+        """Return the tokens without the end token."""
+        return self.tokens[:-1] if self.ended else self.tokens
+
+    @property
+    def last_turn(self) -> tuple[int, ...]:
+        """Return the tokens after the last result, without the end token."""
+        own = self.is_own
+        start = len(own) - next((n for n, is_own in enumerate(reversed(own)) if not is_own), len(own))
+        return self.without_end[start:]
 
 
 @dataclass(frozen=True)
@@ -227,17 +241,18 @@ class Sampler:
         streams: Sequence[int],
         seed: int,
         temperature: float,
-        tokens: int,
+        tokens: int | Sequence[int],
     ) -> list[SampledAnswer]:
         """Sample an answer of at most `tokens` tokens to each prompt. Temperature 0 is greedy.
 
-        streams: a random stream per answer. At a given temperature, an answer depends only on the weights, its
-        prompt, the seed and its stream.
+        tokens: for all answers, or for each. streams: a random stream per answer. At a given temperature, an answer
+        depends only on the weights, its prompt, the seed and its stream.
         """
         sampling = Sampling(temperature=temperature)
         index_of: dict[int, int] = {}  # request number -> index of its prompt
-        for index, (prompt, stream) in enumerate(zip(prompts, streams, strict=True)):
-            request = Request(prompt, tokens, sampling, seed, first_sample=stream, logprobs=True)
+        limits = [tokens] * len(prompts) if isinstance(tokens, int) else tokens
+        for index, (prompt, stream, limit) in enumerate(zip(prompts, streams, limits, strict=True)):
+            request = Request(prompt, limit, sampling, seed, first_sample=stream, logprobs=True)
             index_of[self.engine.submit(request)] = index
         generated: list[list[int]] = [[] for _ in prompts]
         logprobs: list[list[float]] = [[] for _ in prompts]

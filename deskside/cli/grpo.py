@@ -1,5 +1,6 @@
 """`deskside grpo`: reinforcement learning with verifiable rewards."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +32,7 @@ class GrpoOptions(FinetuneOptions):
       deskside grpo runs/chat --data sums.jsonl --align.reward 0.9*number+0.1*format
       deskside grpo runs/chat --data tasks.jsonl --align.reward my_reward.py:score
       deskside grpo runs/chat --data tasks.jsonl --align.reward http://localhost:9000/score
+      deskside grpo runs/chat --data tasks.jsonl --align.tools my_tools.py:search
       deskside grpo --resume runs/chat-grpo
 
     A question is {"prompt": "..." or messages, "answer": "..."}, and perhaps
@@ -60,15 +62,20 @@ class GrpoRun(FinetuneRun):
 
     def check(self) -> None:
         from deskside.align import rewards
+        from deskside.align.tools import Tools
 
+        if self.align.tools is not None:
+            Tools.parse(self.align.tools)
         rewards.parse(self.align).check()
 
     def data(self, tokenizer: Path) -> PreparedData:
         from deskside.align.grpo_data import QuestionForm, prepare_questions
         from deskside.align.prepared import FolderSpec, key_of
+        from deskside.align.tools import Tools
 
         align = self.align
-        form = QuestionForm(align.system, align.columns, needs_answer=not align.reward_is_server)
+        tools = "" if align.tools is None else json.dumps(Tools.parse(align.tools).schemas)
+        form = QuestionForm(align.system, align.columns, not align.reward_is_server, tools)
         spec = FolderSpec(
             "questions", align.data, align.val, align.val_fraction, max_held_out=200, options=form.key()
         )

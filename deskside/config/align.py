@@ -167,8 +167,16 @@ class GrpoConfig(_Objective):
     reward_timeout: PositiveFloat | None = Field(
         None, description="seconds that a request to the reward server may take; default: 60"
     )
+    tools: str | None = Field(
+        None, min_length=1, description="functions that the model may call: my_tools.py:search,add"
+    )
+    tool_turns: PositiveInt | None = Field(
+        None, description="turns of an answer that may call tools; default: 4"
+    )
     group: int = Field(8, ge=2, description="answers sampled for each question")
-    answer_tokens: PositiveInt = Field(256, description="maximum tokens of an answer")
+    answer_tokens: PositiveInt = Field(
+        256, description="maximum tokens of an answer, with the results of tools"
+    )
     temperature: float = Field(
         1.0, gt=0, le=5, description="temperature of sampling, and of the policy in the loss"
     )
@@ -199,9 +207,11 @@ class GrpoConfig(_Objective):
         return self.reward.startswith(("http://", "https://"))
 
     @model_validator(mode="after")
-    def _check_reward(self) -> Self:
+    def _check_reward_and_tools(self) -> Self:
         if self.reward_timeout is not None and not self.reward_is_server:
             raise ValueError("reward_timeout: has no effect without a reward server; remove it")
+        if self.tool_turns is not None and self.tools is None:
+            raise ValueError("tool_turns: has no effect without tools; remove it, or give --align.tools")
         if taken := {"prompt", "completion", "answer"}.intersection(self.columns):
             raise ValueError(f"columns: the reward gets {sorted(taken)[0]} anyway; remove it")
         return self

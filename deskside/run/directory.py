@@ -214,7 +214,7 @@ def resolve_path(path: str, directory: object) -> str:
 
 
 def with_resolved_paths(config: RunConfig, run: Mapping[str, Any]) -> RunConfig:
-    """Return the configuration with `data.path` and the file of `align.reward` resolved.
+    """Return the configuration with `data.path` and the files of `align.reward` and `align.tools` resolved.
 
     run: the content of run.json, with the directory where the run was started.
     """
@@ -222,8 +222,11 @@ def with_resolved_paths(config: RunConfig, run: Mapping[str, Any]) -> RunConfig:
     if config.data.path is not None:
         data = config.data.model_copy(update={"path": resolve_path(config.data.path, directory)})
         config = config.model_copy(update={"data": data})
-    if isinstance(config.align, GrpoConfig) and ".py:" in config.align.reward:
-        file, _, function = config.align.reward.rpartition(":")
-        align = config.align.model_copy(update={"reward": f"{resolve_path(file, directory)}:{function}"})
-        config = config.model_copy(update={"align": align})
+    if isinstance(config.align, GrpoConfig):
+        for name in ("reward", "tools"):
+            value = getattr(config.align, name)
+            if value is not None and ".py:" in value:
+                file, _, functions = value.rpartition(":")
+                align = config.align.model_copy(update={name: f"{resolve_path(file, directory)}:{functions}"})
+                config = config.model_copy(update={"align": align})
     return config

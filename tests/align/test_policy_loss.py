@@ -1,6 +1,8 @@
 """The GRPO objective against TRL's GRPOTrainer on the same logits."""
 
 import itertools
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from deskside.align.grpo_data import Question
+from deskside.align.logprobs import pad_sequences
 from deskside.align.policy_loss import STD_EPSILON, advantages, policy_loss
+from deskside.align.rollout_batch import loss_count, rollout_batch
+from deskside.align.rollouts import Rollout
+from deskside.align.sampler import SampledAnswer
 from deskside.config.align import GrpoConfig
 from tests.align import trl_oracle
 
@@ -58,6 +65,61 @@ def test_as_trl_computes_it(average: str, ratio: str, kl: float, clip: tuple[flo
         share = (found.clipped_SL.sum() / mask.sum()).item()
         assert share > 0
         assert share == pytest.approx(metrics["clip_ratio/region_mean"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("average", "ratio"), [*itertools.product(AVERAGES, ["token"]), ("sequence", "sequence")]
+)
+def test_results_of_tools_are_masked_as_trl_does(average: Any, ratio: Any) -> None:
+    """In our batches, the tokens of results are not scored at all."""
+    logits, tokens, mask, advantage, sampled, reference = made(0.3)
+    tool_mask = torch.rand(S, L, generator=torch.Generator().manual_seed(9)) < 0.6
+    tool_mask[:, 0] = True
+    wanted, metrics = trl_oracle.grpo(
+        logits, tokens, mask, advantage, sampled, reference,
+        loss=AVERAGES[average], ratio=ratio, low=0.2, high=0.28, kl=0.04, longest=L, tool_mask_SL=tool_mask,
+    )  # fmt: skip
+    (wanted_grad,) = torch.autograd.grad(wanted, logits)
+
+    options = GrpoConfig(average=average, ratio=ratio, kl=0.04, answer_tokens=L)
+    question = Question("", "", (1, 2, 3))
+    rollouts = [
+        Rollout(
+            s,
+            question,
+            SampledAnswer(
+                tuple(tokens[s, :n].tolist()),
+                tuple(sampled[s, :n].tolist()),
+                True,
+                tuple(tool_mask[s, :n].tolist()),
+            ),
+            "",
+            0.0,
+            float(advantage[s]),
+        )
+        for s, n in enumerate(mask.sum(1).tolist())
+    ]
+    rows: Any = SimpleNamespace(
+        sequence_length=S * (L + 3), max_boundaries=lambda n: n * (S + 1), pad_token=0
+    )
+    batch = rollout_batch(rows, [rollouts], options, loss_count(rollouts, options), torch.device("cpu"))
+    own = tool_mask & mask
+    logprobs = logits.log_softmax(-1).gather(2, tokens[..., None])[..., 0]
+    targets = batch.targets_BT.flatten()[batch.target_index_M]
+    assert torch.equal(targets, tokens[own]) and int((batch.targets_BT >= 0).sum()) == int(own.sum())
+    found = policy_loss(
+        pad_sequences(logprobs[own], batch.mask_SL),
+        batch.sampled_SL,
+        batch.advantage_S,
+        batch.mask_SL,
+        options,
+        pad_sequences(reference[own], batch.mask_SL),
+    )
+    loss = found.loss / batch.num_valid_step
+    (grad,) = torch.autograd.grad(loss, logits)
+    torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(grad, wanted_grad, rtol=1e-5, atol=1e-7)
+    assert (found.kl_SL.sum() / own.sum()).item() == pytest.approx(metrics["kl"], rel=1e-4)
 
 
 def test_clipped_tokens_have_no_gradient() -> None:

@@ -215,8 +215,12 @@ def grpo(
     high: float,
     kl: float,
     longest: int,
+    tool_mask_SL: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """The loss and TRL's metrics of sampled answers; logits are already those of the answers' own positions."""
+    """The loss and TRL's metrics of sampled answers; logits are already those of the answers' own positions.
+
+    tool_mask_SL: 0 for the tokens of tools' results.
+    """
     _, trainer, selective_log_softmax = trainers()
     logprobs = selective_log_softmax(logits_SLV, tokens_SL)
     me = SimpleNamespace(
@@ -247,7 +251,9 @@ def grpo(
         "advantages": advantage_S,
         "old_per_token_logps": sampled_SL,
         "ref_per_token_logps": reference_SL,
-        "num_items_in_batch": mask_SL.sum(),
+        "num_items_in_batch": (mask_SL if tool_mask_SL is None else mask_SL * tool_mask_SL).sum(),
     }
+    if tool_mask_SL is not None:
+        batch["tool_mask"] = tool_mask_SL.long()
     found = trainer._compute_loss(me, SimpleNamespace(training=True), batch)
     return found, {k: v[-1] for k, v in me._metrics["train"].items() if isinstance(v[-1], float)}

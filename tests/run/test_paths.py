@@ -29,11 +29,12 @@ def test_paths_are_resolved_from_the_start_directory(trees: tuple[Path, Path]) -
 
 def test_paths_of_reward_file_and_data_are_resolved(trees: tuple[Path, Path]) -> None:
     start, _ = trees
-    align = {"name": "grpo", "reward": "my.py:score"}
+    align = {"name": "grpo", "reward": "my.py:score", "tools": "there/tools.py:search,add"}
     config = RunConfig.model_validate({"data": {"path": "there", "document_mask": True}, "align": align})
     resolved = with_resolved_paths(config, {"directory": str(start)})
     assert resolved.data.path == str(start / "there") and resolved.data.document_mask
     assert resolved.align is not None and getattr(resolved.align, "reward", "") == f"{start / 'my.py'}:score"
+    assert getattr(resolved.align, "tools", "") == f"{start / 'there/tools.py'}:search,add"
     assert with_resolved_paths(config, {}) == config
     without_paths = config.model_copy(update={"align": None, "data": RunConfig().data})
     assert with_resolved_paths(without_paths, {"directory": str(start)}) == without_paths
