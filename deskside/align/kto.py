@@ -21,7 +21,7 @@ from torch import Tensor
 from deskside.align import answers
 from deskside.align.answers import AnswerBatch, check_supported, passes_of, to_device, worst_case_texts
 from deskside.align.labelled_data import LabelledRows
-from deskside.align.preference_losses import LabelledLosses, kl_estimate, labelled_losses
+from deskside.align.preference_losses import kl_estimate, labelled_losses
 from deskside.align.prepared import describe_data
 from deskside.align.reference import Reference, score_texts, seconds_per_row
 from deskside.align.samples import AlignObjective
@@ -118,8 +118,10 @@ class Kto(AlignObjective):
     ) -> Loss:
         batch = cast(LabelledBatch, batch)
         scores = answers.score(model, batch, context, compute)
-        losses = self._losses(scores.logprobs_SL, batch)
         desirable_S = batch.desirable_S
+        losses = labelled_losses(
+            scores.logprobs_SL.sum(1), batch.reference_S, desirable_S, batch.kl, self.options
+        )
         metric_sums = {
             "chosen_reward": (losses.reward_S * desirable_S).sum(),
             "rejected_reward": (losses.reward_S * ~desirable_S).sum(),
@@ -170,11 +172,6 @@ class Kto(AlignObjective):
         return found
 
     # Batches
-
-    def _losses(self, logprobs_SL: Tensor, batch: LabelledBatch) -> LabelledLosses:
-        return labelled_losses(
-            logprobs_SL.sum(1), batch.reference_S, batch.desirable_S, batch.kl, self.options
-        )
 
     def step_batches(
         self, rows: TextRows, mine: Units, step: Units, micro_rows: int, device: torch.device

@@ -96,6 +96,16 @@ def test_dpo_with_enough_time_uses_all(base: Path, tmp_path: Path, monkeypatch: 
     assert 85 <= slow.now <= 100
 
 
+def test_without_a_reference_all_time_is_for_steps_and_evaluations(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = Slow(monkeypatch, step_row=0.5, pass_row=2.0)
+    run = dpo(tmp_path, base, "free", "--schedule.length", "200s", "--align.loss", "simpo")
+    assert not (run / "reference.json").exists()
+    assert summary(run)["steps"] >= 10
+    assert 150 <= slow.now <= 200
+
+
 def test_a_restricted_run_is_resumed_the_same(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
