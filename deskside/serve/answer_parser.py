@@ -165,9 +165,10 @@ class AnswerParser:
         arguments = fields.get("arguments", fields.get("parameters", {}))
         if isinstance(arguments, dict):
             arguments = json.dumps(arguments, ensure_ascii=False)
-        if fields.get("name") not in self._functions or not isinstance(arguments, str):
+        name = fields.get("name")
+        if not isinstance(name, str) or name not in self._functions or not isinstance(arguments, str):
             return self._no_call(end)
-        self._start(fields["name"], end, self._calls)
+        self._start(name, end, self._calls)
         self._part.calls[self.num_calls - 1].arguments = arguments
         self._state = self._calls
         return True

@@ -70,6 +70,7 @@ CASES: list[tuple[Thinking, ToolFormat | None, str, Parts]] = [
     ("no", TAGGED, tagged(("other", "{}")), (tagged(("other", "{}")), "", [])),
     ("no", TAGGED, "<tool_call>no", ("<tool_call>no", "", [])),
     ("no", TAGGED, "<tool_call>{]}</tool_call>", ("<tool_call>{]}</tool_call>", "", [])),
+    ("no", TAGGED, '<tool_call>{"name": {"add": []}}', ('<tool_call>{"name": {"add": []}}', "", [])),
     # cut off by the maximum length
     ("no", TAGGED, tagged(ADD)[:-3], ("", "", [ADD])),
     ("no", TAGGED, tagged(ADD)[:30], (tagged(ADD)[:30], "", [])),
