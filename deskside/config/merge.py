@@ -22,6 +22,7 @@ from deskside.config.base import Part
 from deskside.config.duration import parse_hours
 from deskside.config.model import ModelConfig
 from deskside.config.optim import MuonConfig
+from deskside.config.rope import RopeScaling
 from deskside.config.run import RunConfig
 from deskside.config.schedule import WsdConfig
 from deskside.utils.errors import UsageError
@@ -254,7 +255,8 @@ def refuse_other_model(trained: ModelConfig, overrides: Mapping[str, Any], sourc
     """Raise UsageError for model options that contradict given weights.
 
     Many of them would cause no other error: the weights load with any rope_theta, but were trained with only one.
-    rope_scaling may change, because it is made for weights that were trained without it.
+    rope_scaling may be added, because it is made for weights that were trained without it. model_type only names the
+    architecture of exports.
 
     Args:
         trained: The configuration that the weights were trained with.
@@ -265,13 +267,19 @@ def refuse_other_model(trained: ModelConfig, overrides: Mapping[str, Any], sourc
     if not isinstance(options, Mapping) or not options:
         return
     try:
-        given = {key: value for key, value in options.items() if key != "rope_scaling"}
-        changed = ModelConfig.model_validate({**trained.model_dump(mode="json"), **given})
+        own = trained.model_dump(mode="json")
+        given = dict(options)
+        scaling = given.pop("rope_scaling", None)
+        if trained.rope_scaling is not None and isinstance(scaling, Mapping):
+            given["rope_scaling"] = {**own["rope_scaling"], **scaling}
+        changed = ModelConfig.model_validate({**own, **given})
     except ValidationError:
         return  # `build` reports the error
     changeable = {"router_aux_loss_coef", "router_z_loss_coef", "router_bias_update_rate", "model_type"}
     if trained.position_embedding == "rope":
-        changeable |= {"max_position_embeddings", "rope_scaling"}
+        changeable |= {"max_position_embeddings"} | (
+            {"rope_scaling"} if trained.rope_scaling is None else set()
+        )
     for key in options:
         if key not in changeable and getattr(changed, key) != getattr(trained, key):
             raise UsageError(
@@ -282,6 +290,9 @@ def refuse_other_model(trained: ModelConfig, overrides: Mapping[str, Any], sourc
 
 def _option_text(value: Any) -> str:
     """Return a value as it is written on the command line."""
+    if isinstance(value, RopeScaling):
+        fields = value.in_hf_form().items()
+        return ", ".join(f"{name} {field}" for name, field in fields if not isinstance(field, list))
     return str(value).lower() if isinstance(value, bool) or value is None else str(value)
 
 

@@ -537,6 +537,14 @@ def test_options_that_contradict_given_weights_are_refused(key: str) -> None:
         refuse_other_model(own, given, "runs/a")
 
 
+def test_the_scaling_that_weights_were_trained_with_cannot_change() -> None:
+    llama3 = {"rope_type": "llama3", "factor": 32.0, "original_max_position_embeddings": 8192}
+    own = build([{"model": {"rope_scaling": llama3}}]).model
+    refuse_other_model(own, {"model": {"rope_scaling": {"factor": "32"}}}, "hf/llama")
+    with pytest.raises(UsageError, match=r"^model\.rope_scaling: the weights of hf/llama are"):
+        refuse_other_model(own, {"model": {"rope_scaling": {"factor": "8"}}}, "hf/llama")
+
+
 def test_the_weights_of_the_routers_losses_may_change() -> None:
     own = build([{"model": {"num_experts": 4, "num_experts_per_tok": 2}}]).model
     refuse_other_model(own, {"model": {"router_aux_loss_coef": 0.5, "router_z_loss_coef": 0.1}}, "runs/a")
