@@ -272,7 +272,7 @@ def prefill(
     lanes_L = prompts.lanes_L
     _, length_L, num_new_L = slots.read(lanes_L)
     table_LN = slots.table_SN[lanes_L]
-    models[0].choose(slots.adapters_of(prompts.lanes_N, options))
+    models[0].choose(slots.adapters_of(prompts.lanes_N, options) if options.adapted else None)
     packed = (prompts.tokens_1N, table_LN, length_L, prompts.cu_seqlens)
     logits_LV, *_ = [
         model.prefill(*packed) if index or blocks is None else model.prefill(*packed, blocks)
