@@ -6,7 +6,6 @@ from typing import Any
 
 from deskside.evaluate.paired import PairedDifference, score_difference, verdict_difference
 from deskside.evaluate.run_task import TaskResult
-from deskside.study.stats.statistics import FALSE_DISCOVERY_RATE, significant
 from deskside.utils.errors import UsageError
 from deskside.utils.parsing import Unreadable, json_value
 
@@ -60,6 +59,8 @@ def _difference(task: str, records: Records, others: Mapping[str, Records], othe
 
 def shown_significant(differences: Mapping[str, PairedDifference]) -> dict[str, bool]:
     """Return for each task whether its difference is significant, corrected for the number of tasks."""
+    from deskside.study.stats.statistics import significant  # imports scipy, which takes time
+
     tested = {name: each.p for name, each in differences.items() if each.p is not None}
     verdicts = dict(zip(tested, significant(list(tested.values())), strict=True))
     return {name: verdicts.get(name, False) for name in differences}
@@ -67,6 +68,8 @@ def shown_significant(differences: Mapping[str, PairedDifference]) -> dict[str, 
 
 def as_json(differences: Mapping[str, PairedDifference], model: str) -> dict[str, Any]:
     """Return the comparison for --json. difference: the evaluated model minus `model`."""
+    from deskside.study.stats.statistics import FALSE_DISCOVERY_RATE
+
     verdicts = shown_significant(differences)
     tasks = {name: {**each.as_dict(), "significant": verdicts[name]} for name, each in differences.items()}
     return {"model": model, "tasks": tasks, "false_discovery_rate": FALSE_DISCOVERY_RATE}
@@ -74,6 +77,8 @@ def as_json(differences: Mapping[str, PairedDifference], model: str) -> dict[str
 
 def print_differences(differences: Mapping[str, PairedDifference], first: str, second: str) -> None:
     """Print one line for each task."""
+    from deskside.study.stats.statistics import FALSE_DISCOVERY_RATE
+
     width = max(len("task"), *map(len, differences))
     verdicts = shown_significant(differences)
     print(f"\nfirst: {first}\nsecond: {second}")

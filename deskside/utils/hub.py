@@ -18,7 +18,7 @@ from deskside.utils.parsing import read_json_object
 Need = Literal["model", "tokenizer", "config"]
 
 PREFIX = "hf:"
-CONTACT_SECONDS = 4.0  # how long the hub may take for its first answer, name resolution included
+CONTACT_SECONDS = 3.0  # how long the hub may take for its first answer, name resolution included
 _NAME = re.compile(
     r"(?:hf:)?(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./+-]+))?", re.A
 )

@@ -374,7 +374,7 @@ WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "h
 
 
 @pytest.mark.parametrize(("dtype", "most"), [("q6_k", 0.1), ("q5_k_m", 0.2), ("q4_k_m", 0.35)])
-@pytest.mark.parametrize("case", ["qwen3", "llama", "gpt2"])
+@pytest.mark.parametrize("case", ["qwen3", "qwen2", "llama", "gpt2"])
 def test_k_quants_are_near(
     case: str, dtype: GgufType, most: float, tokenizer: GgufTokenizer, tmp_path: Path
 ) -> None:

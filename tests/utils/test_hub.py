@@ -112,7 +112,7 @@ def test_a_hub_that_does_not_answer(server: FakeHub, monkeypatch: pytest.MonkeyP
         start = time.monotonic()
         with pytest.raises(UsageError):
             hub.find("nobody/nothing")
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 4  # and starting the command takes another second
 
 
 def test_revisions(server: FakeHub, published: Path, tmp_path: Path) -> None:
