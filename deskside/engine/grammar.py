@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 GrammarKind = Literal["json", "regex", "choice", "grammar", "lark"]
 MASK_BITS = 32  # tokens per element of a mask
 INNER = "@inner"  # a grammar that another one contains
-COMPILED = 64  # compiled grammars that are kept
+COMPILED = 16  # compiled grammars that are kept; one may take many megabytes
 MAX_ERROR_CHARACTERS = 300
 
 

@@ -97,7 +97,8 @@ class _Rules:
 
     def _up_to(self, name: str, marker: str) -> str:
         """Return the rule of any text that ends with a marker. name: of a rule for the marker's characters."""
-        self._rules[f"{name}[lazy]"] = f"/{ANYTHING}{re.escape(marker).replace('/', chr(92) + '/')}/"
+        characters = re.escape(marker).replace("/", r"\/")
+        self._rules[f"{name}[lazy]"] = f"/{ANYTHING}{characters}/"
         if self._token_id(marker) is None:
             return name
         return f"({name} | TEXT {self._marker(marker)})"
