@@ -3,6 +3,7 @@
 import json
 import re
 import resource
+import sys
 from pathlib import Path
 
 import pytest
@@ -213,3 +214,21 @@ def test_export_in_float16(made: MadeRun, tmp_path: Path) -> None:
     run_export([str(made.path), "--out", str(tmp_path / "hf"), "--dtype", "float16"])
     stored = load_file(tmp_path / "hf" / "model.safetensors")
     assert {tensor.dtype for tensor in stored.values()} == {torch.float16}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--to", "gguf", "--dtype", "q4_k_m"], r"deskside\[llama-cpp\]"),
+        (["--to", "hf", "--dtype", "q6_k"], "exists only in GGUF"),
+        (["--public"], "--push"),
+        (["--push", "no-owner"], "owner/name"),
+    ],
+)
+def test_refused_before_the_model_is_loaded(
+    options: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)
+    with pytest.raises(UsageError, match=message) as error:
+        run_export([str(tmp_path / "none"), "--out", str(tmp_path / "out"), *options])
+    assert "\n" not in str(error.value)
