@@ -96,7 +96,8 @@ class Rows:
             return self.end(row, "length")
         if row.matcher is not None and (row.matcher.is_error() or not row.matcher.consume_token(token)):
             return self.end(row, "failed", f"the grammar cannot be followed: {row.matcher.get_error()}")
-        output = output._replace(top=output.top[: request.top_logprobs])
+        if output.top:  # a step computes as many for all of its rows
+            output = output._replace(top=output.top[: request.top_logprobs])
         if token in request.eos_tokens or token in request.stop_tokens:
             event = self.end(row, "eos" if token in request.eos_tokens else "stop")
             return replace(event, end_token=output) if request.logprobs else event

@@ -17,7 +17,10 @@ Metadata = Annotated[dict[ShortText, Annotated[str, Field(max_length=512)]], Fie
 
 
 class StreamOptions(StrictModel):
-    """Options of a stream. `include_obfuscation` has no effect: padding hides lengths on networks only."""
+    """Options of a stream.
+
+    `include_obfuscation` has no effect: it would pad the chunks, so that their encrypted lengths say less.
+    """
 
     include_usage: bool = False
     include_obfuscation: bool = False
