@@ -78,6 +78,13 @@ def _options(source: Mapping[str, Any], family: Family) -> dict[str, Any]:
         value = source.get(name)
         if (constant.missing if value is None else value) != constant.value:
             raise UsageError(f"{name}: only {constant.value} is supported in {family.architecture}")
+    quantization = source.get("quantization_config")
+    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
+    if quantization and method != family.quantization:
+        raise UsageError(
+            f"quantization_config: weights of {method} are not supported in {family.architecture}; use the checkpoint "
+            "that they were made from (--adapter.base nf4 quantizes it while it is loaded)"
+        )
     values = {
         **family.options,
         **{option: hf_field.value(source) for option, hf_field in family.fields.items()},
@@ -112,6 +119,10 @@ def _windows(source: Mapping[str, Any], family: Family, layers: int) -> list[boo
     types = source.get("layer_types") if windows.by_layer else None
     if types is None:
         return windows.default(source, layers)
+    if len(types) != layers:
+        raise ValueError(f"layer_types: {len(types)} layers of {layers}")
+    if others := set(types) - {"sliding_attention", "full_attention"}:
+        raise UsageError(f"layer_types: {min(others)} is not supported in {family.architecture}")
     return [kind == "sliding_attention" for kind in types]
 
 

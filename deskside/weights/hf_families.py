@@ -260,6 +260,7 @@ _FAMILIES = (
         windows=Windows(fields.all_but_every(2), 128),
         rope_theta=1.5e5,
         stacked_experts=True,
+        quantization="mxfp4",
     ),
     Family(
         "gpt2",

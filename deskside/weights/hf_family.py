@@ -88,6 +88,7 @@ class Family:
     sum. stacked_by_head: in a tensor with q, k and v, those of a head stand together (q0 k0 v0 q1 ...).
     stacked_experts: one tensor has a projection of all experts, (E, in, out), in which gate and up alternate.
     multimodal: model_type of models with images whose text part, under text_config, has this architecture.
+    quantization: quant_method of checkpoints whose weights are converted as they are loaded; others are refused.
     """
 
     model_type: str
@@ -109,6 +110,7 @@ class Family:
     buffers: tuple[str, ...] = ("rotary_emb.inv_freq",)
     norm_offset: float = 0.0
     stacked_by_head: bool = False
+    quantization: str | None = None
     stacked_experts: bool = False
     multimodal: str | None = None
 

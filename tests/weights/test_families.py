@@ -8,9 +8,10 @@ import pytest
 
 from benchmarks.families import Parity, measure, table
 from deskside.config.model import ModelType
-from deskside.utils.errors import UsageError
+from deskside.utils.errors import RunError, UsageError
 from deskside.weights.hf_config import from_hf_config, nearest_family
 from deskside.weights.hf_families import FAMILIES
+from deskside.weights.published import published_checkpoints
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -44,6 +45,22 @@ def test_another_architecture_is_refused_with_the_nearest(config: dict[str, Any]
     assert nearest_family(config) in nearest
     with pytest.raises(UsageError, match=nearest_family(config)):
         from_hf_config(config)
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, UsageError),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, UsageError),  # only gpt-oss has these
+        ({"layer_types": ["sliding_attention", "chunked_attention"] * 14}, UsageError),
+        ({"layer_types": ["sliding_attention"]}, RunError),
+    ],
+)
+def test_what_a_config_cannot_have(given: dict[str, Any], error: type[Exception]) -> None:
+    source = {**published_checkpoints()[0].hf_config, "use_sliding_window": True, "sliding_window": 512}
+    assert from_hf_config(source).model_type is None
+    with pytest.raises(error, match=next(iter(given))):
+        from_hf_config({**source, **given})
 
 
 def test_the_choices_of_model_type_are_the_families() -> None:
