@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from deskside.evaluate.items import select_indices
 from deskside.evaluate.paired import PairedDifference, score_difference, verdict_difference
-from deskside.evaluate.run_task import TaskResult
+from deskside.evaluate.run_task import PreparedTask, TaskResult
 from deskside.utils.errors import UsageError
 from deskside.utils.parsing import Unreadable, json_value
 
@@ -31,24 +32,31 @@ def read_items_file(path: Path) -> dict[str, Records]:
     return dict(by_task)
 
 
+def check_items(
+    tasks: Sequence[PreparedTask], limit: int | None, others: Mapping[str, Records], other: str
+) -> None:
+    """Raise UsageError unless the other model's results are of the items that will be evaluated."""
+    for prepared in tasks:
+        name, items = prepared.chosen.name, prepared.items
+        indices = select_indices(items, limit, prepared.chosen.task.spread)
+        expected = {(index, items[index].origin) for index in indices}
+        found = {(record["index"], record.get("origin")) for record in others.get(name, ())}
+        if found != expected:
+            raise UsageError(
+                f"--compare {other}: has {len(found)} items of {name}, which are not the {len(expected)} of this "
+                "evaluation; evaluate both with the same --tasks, --tasks-dir and --limit"
+            )
+
+
 def compare(
     results: Sequence[TaskResult], others: Mapping[str, Records], other: str
 ) -> dict[str, PairedDifference]:
-    """Return the difference of each task. others: the other model's records. Raises UsageError for other items."""
+    """Return the difference of each task. others: the other model's records. Raises UsageError for other metrics."""
     return {r.chosen.name: _difference(r.chosen.name, r.records, others, other) for r in results}
 
 
 def _difference(task: str, records: Records, others: Mapping[str, Records], other: str) -> PairedDifference:
-    theirs = {record["index"]: record for record in others.get(task, ())}
-    if theirs.keys() != {record["index"] for record in records}:
-        raise UsageError(
-            f"--compare {other}: has {len(theirs)} items of {task}, which are not the {len(records)} evaluated here; "
-            "evaluate both with the same --tasks, --tasks-dir and --limit"
-        )
-    if any(record["origin"] != theirs[record["index"]].get("origin") for record in records):
-        raise UsageError(
-            f"--compare {other}: its items of {task} are of other data; evaluate both with the same"
-        )
+    theirs = {record["index"]: record for record in others[task]}
     pairs = [(record, theirs[record["index"]]) for record in records]
     if all("chrf" in record for pair in pairs for record in pair):
         return score_difference([a["chrf"] for a, _ in pairs], [b["chrf"] for _, b in pairs])

@@ -8,7 +8,14 @@ import torch
 from tokenizers import Tokenizer
 
 from deskside.cli.eval import EvalOptions
-from deskside.cli.eval_compare import Records, compare, is_items_file, print_differences, read_items_file
+from deskside.cli.eval_compare import (
+    Records,
+    check_items,
+    compare,
+    is_items_file,
+    print_differences,
+    read_items_file,
+)
 from deskside.cli.eval_compare import as_json as compare_json
 from deskside.cli.output import print_json
 from deskside.config.run import RunConfig
@@ -296,7 +303,9 @@ def _other_records(
     if other is None:
         return None
     if is_items_file(other):
-        return read_items_file(Path(other))
+        from_file = read_items_file(Path(other))
+        check_items(tasks, options.limit, from_file, other)
+        return from_file
     loaded = load_model(other, device, select_dtype(device), say)
     subject = _subject(options, loaded, options.batch_tokens or BATCH_TOKENS[device.type])
     records: dict[str, Records] = {}
