@@ -91,11 +91,9 @@ class Attention(AttentionSublayer):
         self.input = input_operator(config, projections)
         self.q_norm = self.k_norm = None
         if config.qk_norm:
-            q_norm_size, k_norm_size = (
-                (q_size, kv_size) if config.qk_norm_over == "projection" else (self.head_dim, self.head_dim)
-            )
-            self.q_norm = RMSNorm(q_norm_size, config.norm_eps)
-            self.k_norm = RMSNorm(k_norm_size, config.norm_eps)
+            whole = config.qk_norm_over == "projection"
+            self.q_norm = RMSNorm(q_size if whole else self.head_dim, config.norm_eps)
+            self.k_norm = RMSNorm(kv_size if whole else self.head_dim, config.norm_eps)
         self.output = Linear(q_size, [("o_proj", config.hidden_size)], config.attention_bias)
 
     def forward(
