@@ -24,6 +24,7 @@ CHECKED = (
     "performance",
     "planner-accuracy",
     "precision",
+    "serve",
     "statistics",
 )
 DOCUMENTS = ("README.md", *(f"docs/{name}.md" for name in CHECKED))
