@@ -92,7 +92,7 @@ class Rows:
         request = row.request
         if token == NOT_FINITE:
             return self.fail(row, "the model's output is not finite (NaN or infinite) after this prompt")
-        if not row.max_tokens:  # only its prompt was wanted
+        if row.scores is not None and not row.max_tokens:  # only its prompt was wanted
             return self.end(row, "length")
         if row.matcher is not None and (row.matcher.is_error() or not row.matcher.consume_token(token)):
             return self.end(row, "failed", f"the grammar cannot be followed: {row.matcher.get_error()}")

@@ -137,8 +137,10 @@ class StepOutput:
         """
         W = self.token_BW.shape[1]
         count_B1 = torch.full_like(self.token_BW[:, :1], W) if self.count_B is None else self.count_B[:, None]
-        parts = [getattr(self, field.name) for field in fields(self) if field.name != "count_B"]
-        present = [count_B1, *(part.flatten(1) for part in parts if part is not None)]
+        tops = (self.top_token_BWK, self.top_logprob_BWK)
+        parts = [self.token_BW, self.logprob_BW, self.sampled_logprob_BW]
+        parts += [None if top is None else top.flatten(1) for top in tops]
+        present = [count_B1, *(part for part in parts if part is not None)]
         if len(present) > 2:
             present = [part.double() for part in present]
         return torch.cat(present, dim=1)
