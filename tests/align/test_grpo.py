@@ -462,6 +462,7 @@ def test_answers_that_were_cut_off_can_be_left_out_of_the_loss(taught: Path) -> 
         batch = RolloutBatch(
             **fields, num_valid=4, num_valid_step=4, sampled_SL=torch.full((2, 2), -1.0), reference_SL=None,
             advantage_S=torch.ones(2), reward_S=torch.zeros(2), in_loss_S=learnt, cut_off_S=torch.tensor([False, True]),
+            tool_calls_S=torch.zeros(2), tool_failures_S=torch.zeros(2),
         )  # fmt: skip
         context = AttentionContext(cu_seqlens=batch.cu_seqlens, max_seqlen=8)
         found.append(float(objective.loss(model, batch, context, config.compute).sum))
