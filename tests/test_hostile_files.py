@@ -325,8 +325,13 @@ def test_prepared_data_executes_nothing(good: Path, mark: Path, tmp_path: Path, 
 # What reads files
 
 
-FORBIDDEN = {"pickle", "cPickle", "_pickle", "dill", "joblib", "shelve", "cloudpickle", "marshal", "yaml"}
+FORBIDDEN = {"pickle", "cPickle", "_pickle", "dill", "joblib", "shelve", "cloudpickle", "marshal"}
 CALLS = {"torch.load", "torch.save", "torch.jit.load", "torch.hub.load", "pd.read_pickle", "numpy.load"}
+
+
+def aliased_yaml(alias: ast.alias) -> bool:
+    """Whether an import hides yaml's calls from the check below."""
+    return alias.name.split(".")[0] == "yaml" and (alias.name, alias.asname) != ("yaml", None)
 
 
 def offences(source: str) -> list[str]:
@@ -336,15 +341,22 @@ def offences(source: str) -> list[str]:
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name.split(".")[0] for alias in node.names]
+            found += [
+                f"{node.lineno}: yaml under another name" for alias in node.names if aliased_yaml(alias)
+            ]
         elif isinstance(node, ast.ImportFrom):
             names = [str(node.module).split(".")[0]]
             names += [f"{node.module}.{alias.name}" for alias in node.names]
+            if names[0] == "yaml":
+                found.append(f"{node.lineno}: from yaml import; write yaml.safe_load")
         found += [f"{node.lineno}: import {name}" for name in names if name in FORBIDDEN | CALLS]  # type: ignore[attr-defined]
         if isinstance(node, ast.Call):
             called = ast.unparse(node.func)
             given = {word.arg: ast.unparse(word.value) for word in node.keywords}
             if called in CALLS or called.endswith((".read_pickle", ".to_pickle")):
                 found.append(f"{node.lineno}: {called}")
+            if called.startswith("yaml.") and called != "yaml.safe_load":
+                found.append(f"{node.lineno}: {called}, where yaml.safe_load makes plain values only")
             if called == "np.load" and given.get("allow_pickle") != "False":
                 found.append(f"{node.lineno}: {called} without allow_pickle=False")
             if called == "dcp.load" and "storage_reader" not in given:
@@ -373,9 +385,16 @@ def test_no_module_reads_a_format_that_executes() -> None:
         "np.load(p, allow_pickle=True)",
         "dcp.load(s, checkpoint_id=p)",
         "dcp.save(s, checkpoint_id=p)",
-        "import yaml",
+        "import yaml as y",
+        "from yaml import load",
+        "yaml.load(text, yaml.Loader)",
+        "yaml.unsafe_load(text)",
         "AutoModel.from_pretrained(p, trust_remote_code=True)",
     ],
 )
 def test_an_offence_is_found(source: str) -> None:
     assert offences(source)
+
+
+def test_the_safe_loader_of_yaml_is_no_offence() -> None:
+    assert not offences("import yaml\nyaml.safe_load(text)")
