@@ -18,11 +18,11 @@ from tokenizers import Tokenizer
 
 from deskside.align.sampler import SampledAnswer, Sampler
 from deskside.align.tools import ToolCall, ToolResult, Tools
+from deskside.data.chat.answer_parser import AnswerParser
 from deskside.data.chat.messages import Conversation
 from deskside.data.chat.renderer import Renderer
+from deskside.data.chat.tool_formats import THINK, find_tool_format
 from deskside.data.tokenizer import load as load_tokenizer
-from deskside.serve.answer_parser import AnswerParser
-from deskside.serve.tool_formats import THINK, find_tool_format
 from deskside.utils.errors import UsageError
 from deskside.utils.parsing import Unreadable, json_value
 

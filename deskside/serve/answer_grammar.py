@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from deskside.data.chat.answer_parser import Thinking
+from deskside.data.chat.tool_formats import END_THINK, THINK, ToolFormat
 from deskside.engine.grammar import INNER, lark_literal
 from deskside.engine.json_schema import lark_json
-from deskside.serve.answer_parser import Thinking
-from deskside.serve.tool_formats import END_THINK, THINK, ToolFormat
 
 ANYTHING = r"(.|\n)*"
 NO_PARAMETERS = {"properties": {}, "additionalProperties": False}

@@ -4,13 +4,13 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from deskside.data.chat.answer_parser import AnswerParser, Thinking
+from deskside.data.chat.tool_formats import END_THINK, THINK
 from deskside.engine.grammar import Grammar, Grammars
 from deskside.serve.answer_grammar import NO_PARAMETERS, Calls, answer_grammar
-from deskside.serve.answer_parser import AnswerParser, Thinking
 from deskside.serve.protocol import ApiError, ChatRequest, CompletionRequest
 from deskside.serve.structured import GrammarSource
 from deskside.serve.templating import PromptEncoder
-from deskside.serve.tool_formats import END_THINK, THINK
 from deskside.utils.errors import UsageError
 
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from deskside.data.chat.answer_parser import AnswerParser, AnswerPart, ToolCall
 from deskside.engine.requests import Event, PromptScores, Reason, SampleOutput, TokenOutput
-from deskside.serve.answer_parser import AnswerParser, AnswerPart, ToolCall
 from deskside.serve.logprobs import ScoredToken, chat_logprobs, text_logprobs
 
 DONE = b"data: [DONE]\n\n"

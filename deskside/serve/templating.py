@@ -5,12 +5,12 @@ from functools import cached_property
 
 from tokenizers import Tokenizer
 
+from deskside.data.chat.answer_parser import Thinking
 from deskside.data.chat.messages import Conversation, NotRendered
 from deskside.data.chat.renderer import Renderer, encode_plain, read_chat_template, special_tokens
+from deskside.data.chat.tool_formats import END_THINK, THINK, ToolFormat, find_tool_format
 from deskside.data.encoder import EncoderInfo, ReferenceEncoder, make_encoder
 from deskside.data.tokenizer import max_bytes_per_token
-from deskside.serve.answer_parser import Thinking
-from deskside.serve.tool_formats import END_THINK, THINK, ToolFormat, find_tool_format
 from deskside.utils.errors import UsageError
 from deskside.weights.load import Loaded
 

@@ -5,11 +5,11 @@ from functools import cache
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
+from deskside.data.chat.answer_parser import Thinking
 from deskside.data.tokenizer import train
 from deskside.engine.grammar import Grammars
 from deskside.serve.answer_grammar import Calls, answer_grammar
-from deskside.serve.answer_parser import Thinking
-from tests.serve.test_answer_parser import BARE, ENDED, LISTED, NAMED, TAGGED, call, tagged
+from tests.data.chat.test_answer_parser import BARE, ENDED, LISTED, NAMED, TAGGED, call, tagged
 
 MARKERS = ("<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]")
 FUNCTIONS = [

@@ -14,8 +14,8 @@ from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, Field
 
 from benchmarks.serve_load import served
+from tests.data.chat.templates import template
 from tests.serve.made_run import make
-from tests.serve.templates import template
 from tests.serve.test_tools import TOOLS
 
 

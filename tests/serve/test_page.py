@@ -13,9 +13,9 @@ from deskside.data.chat.messages import Conversation
 from deskside.engine.generate import generate
 from deskside.serve.templating import PromptEncoder
 from deskside.weights.load import load_model
+from tests.data.chat.templates import template
 from tests.serve.chatty import make_chatty, make_endless
 from tests.serve.scripted import make_scripted
-from tests.serve.templates import template
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser

@@ -14,10 +14,10 @@ from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from deskside.weights.load import Loaded, load_model
+from tests.data.chat.templates import template
 from tests.serve.in_process import with_client
 from tests.serve.made_run import make
 from tests.serve.scripted import make_scripted
-from tests.serve.templates import template
 
 WEATHER = {
     "type": "object",

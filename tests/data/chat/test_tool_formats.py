@@ -6,9 +6,9 @@ import pytest
 
 from deskside.data import tokenizer as bpe
 from deskside.data.chat.renderer import Renderer
-from deskside.serve.tool_formats import ToolFormat, find_tool_format
+from deskside.data.chat.tool_formats import ToolFormat, find_tool_format
+from tests.data.chat.templates import template
 from tests.data.chat_tokenizer import make
-from tests.serve.templates import template
 
 TAGGED = ToolFormat("<tool_call>", "</tool_call>")
 FORMATS = {

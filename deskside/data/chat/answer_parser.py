@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Literal
 
-from deskside.serve.tool_formats import END_THINK, THINK, ToolFormat, new_call_id
+from deskside.data.chat.tool_formats import END_THINK, THINK, ToolFormat, new_call_id
 
 # Whether an answer has reasoning: never; if it begins with <think>; or always, because the prompt ends with <think>.
 Thinking = Literal["no", "may", "must"]

@@ -7,9 +7,9 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 from trl.chat_template_utils import llama3_template, qwen3_template
 
+from deskside.data.chat.answer_parser import AnswerParser, Thinking
+from deskside.data.chat.tool_formats import ToolFormat
 from deskside.data.tokenizer import train
-from deskside.serve.answer_parser import AnswerParser, Thinking
-from deskside.serve.tool_formats import ToolFormat
 
 TAGGED = ToolFormat("<tool_call>", "</tool_call>")
 BARE = ToolFormat("", key="parameters")
