@@ -30,6 +30,8 @@ class ImportOptions(JsonOption):
     out: str | None = option("TOML file to write; default: print it", None, metavar="FILE")
 
 
+MAX_VALUES = 10_000  # of a file; references of YAML make small files large, or endless
+
 COMMAND = Command("import-config", ImportOptions)
 
 
@@ -71,6 +73,10 @@ def read(path: Path) -> Imported:
     except (yaml.YAMLError, RecursionError) as error:
         reason = " ".join(str(error).split())[:120]
         raise UsageError(f"{path}: is not valid YAML ({reason}); correct it") from None
+    if _is_large(source):
+        raise UsageError(
+            f"{path}: has more than {MAX_VALUES:,} values, its references followed; is it a configuration?"
+        )
     if isinstance(source, dict) and "base_model" in source:
         return from_axolotl({str(key): value for key, value in source.items()})
     if isinstance(source, dict) and isinstance(source.get("training"), dict):
@@ -78,3 +84,14 @@ def read(path: Path) -> Imported:
     raise UsageError(
         f"{path}: is neither axolotl's (base_model, datasets, ...) nor unsloth's (model, data, training, lora)"
     )
+
+
+def _is_large(source: Any) -> bool:
+    """Return True if there are more than `MAX_VALUES` values in nested lists and tables."""
+    waiting, count = [source], 0
+    while waiting and count <= MAX_VALUES:
+        value = waiting.pop()
+        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        waiting += inner
+        count += 1
+    return count > MAX_VALUES

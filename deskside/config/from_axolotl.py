@@ -18,7 +18,6 @@ SAME = {
     "tokenizer_type": "tokenizer.json is read",
     "trust_remote_code": "no code of a model is run",
     "strict": "every tensor must fit",
-    "bf16": "BF16 is the default on a GPU",
     "tf32": "the kernels choose",
     "flash_attention": "the fastest attention that passes a check is used",
     "sdp_attention": "the fastest attention that passes a check is used",
@@ -35,8 +34,6 @@ SAME = {
     "gradient_checkpointing_kwargs": "blocks are recomputed without autograd's re-entry",
     "ddp_timeout": "not needed",
     "local_rank": "set by --gpus",
-    "load_best_model_at_end": "the last checkpoint is the model",
-    "train_on_eos": "the end of a turn is learnt",
 }
 NUMBERS = {
     "learning_rate": "optim.lr",
@@ -48,6 +45,8 @@ NUMBERS = {
     "seed": "seed",
     "save_total_limit": "checkpoint.keep",
 }
+# Formats of records that are recognised by their fields.
+RECOGNISED = ("", "chat_template", "alpaca", "sharegpt", "chatml")
 LOSSES = {"dpo": "sigmoid", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo"}
 
 
@@ -56,7 +55,9 @@ def from_axolotl(source: Mapping[str, Any]) -> Imported:
     imported = Imported(dict(source))
     model, revision = imported.take("base_model"), imported.take("revision_of_model")
     imported.model = None if model is None else f"{model}@{revision}" if revision else str(model)
-    imported.take("base_model_config"), imported.take("tokenizer_config")
+    for key in ("base_model_config", "tokenizer_config"):
+        if (other := imported.take(key)) not in (None, model):
+            imported.lack(key, other, "configuration and tokenizer are the base model's")
     _objective(imported)
     _data(imported)
     _adapter(imported)
@@ -73,7 +74,10 @@ def from_axolotl(source: Mapping[str, Any]) -> Imported:
         imported.set("cosine_min_lr_ratio", "schedule.final_lr_fraction", least)
     betas = imported.number("adam_beta1"), imported.number("adam_beta2")
     if betas != (None, None):
-        imported.set("adam_beta1, adam_beta2", "optim.betas", [betas[0] or 0.9, betas[1] or 0.999])
+        values = [
+            default if beta is None else beta for beta, default in zip(betas, (0.9, 0.999), strict=True)
+        ]
+        imported.set("adam_beta1, adam_beta2", "optim.betas", values)
     imported.copy_numbers(NUMBERS)
     _intervals(imported)
     _rest(imported)
@@ -100,7 +104,9 @@ def _objective(imported: Imported) -> None:
 
 def _data(imported: Imported) -> None:
     for key, ours in (("datasets", "align.data"), ("test_datasets", "align.val")):
-        sources = [_source(imported, key, each) for each in imported.take(key) or []]
+        given = imported.take(key) or []
+        datasets = given if isinstance(given, list) else [given]
+        sources = [source for each in datasets for source in _sources(imported, key, each)]
         if sources:
             imported.set(key, ours, sources)
     held_out = imported.number("val_set_size")
@@ -121,18 +127,19 @@ def _data(imported: Imported) -> None:
         )
 
 
-def _source(imported: Imported, key: str, dataset: Any) -> str:
-    """Return one dataset as a source of ours."""
+def _sources(imported: Imported, key: str, dataset: Any) -> list[str]:
+    """Return the sources of ours for one dataset: its files, or its name on the hub."""
     if not isinstance(dataset, Mapping):
-        return str(dataset)
+        return [str(dataset)]
     rest = dict(dataset)
     path, config, split = str(rest.pop("path", "")), rest.pop("name", None), rest.pop("split", None)
-    files = rest.pop("data_files", None)
-    kind = str(rest.pop("type", "") or "")
+    files, kind = rest.pop("data_files", None), rest.pop("type", None) or ""
     if kind in ("completion", "pretrain"):
         imported.lack(
             f"{key}.type", kind, "for plain text, use deskside data prepare and deskside train --init"
         )
+    elif str(kind).split(".")[0] not in RECOGNISED:
+        imported.lack(f"{key}.type", kind, "formats are recognised by their fields; look at the data")
     for known in ("ds_type", "conversation", "field_messages", "message_property_mappings", "roles_to_train"):
         if known in rest and rest[known] not in (None, ["assistant"], "messages", "conversations"):
             imported.lack(
@@ -141,12 +148,16 @@ def _source(imported: Imported, key: str, dataset: Any) -> str:
         rest.pop(known, None)
     for name, value in rest.items():
         imported.lack(f"{key}.{name}", value, "has no counterpart here")
-    if files:
-        return str(files[0] if isinstance(files, list) else files)
     is_file = path.startswith((".", "/", "~")) or path.endswith((".jsonl", ".json", ".parquet"))
-    if is_file or path.count("/") != 1:
-        return path
-    return "hf:" + ":".join([path, *([config or ""] if config or split else []), *([split] if split else [])])
+    if not (files or is_file or path.count("/") != 1):
+        parts = [path, *([config or ""] if config or split else []), *([split] if split else [])]
+        return ["hf:" + ":".join(map(str, parts))]
+    for name, value in (("name", config), ("split", split)):
+        if value not in (None, "train"):
+            imported.lack(f"{key}.{name}", value, "is for data of the hub; files are read whole")
+    if not files:
+        return [path]
+    return [str(file) for file in (files if isinstance(files, list) else [files])]
 
 
 def _adapter(imported: Imported) -> None:
@@ -194,6 +205,17 @@ def _rest(imported: Imported) -> None:
         imported.set("use_tensorboard", "track.tensorboard", True)
     if imported.take("gradient_checkpointing"):
         set_checkpointing(imported, "gradient_checkpointing")
+    if (bf16 := imported.take("bf16")) in (False, "false"):
+        imported.lack("bf16", bf16, "BF16 is the default on a GPU; --precision.name fp32 is without it")
+    elif bf16 is not None:
+        imported.same.append(("bf16", "BF16 is the default on a GPU"))
+    if imported.take("load_best_model_at_end"):
+        imported.lack("load_best_model_at_end", True, "the last checkpoint is the model")
+    ends = imported.take("train_on_eos")
+    if ends not in (None, "turn"):
+        imported.lack("train_on_eos", ends, "the end of each answer is learnt")
+    elif ends:
+        imported.same.append(("train_on_eos", "the end of each answer is learnt"))
     if imported.take("fp16"):
         imported.lack("fp16", True, "BF16 is used; it needs no loss scale")
     if folder := imported.take("output_dir"):

@@ -1,6 +1,7 @@
 """A configuration of another trainer, translated key by key, with an account of every key."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,10 +49,13 @@ class Imported:
         if value is None or isinstance(value, bool):
             return None
         try:
-            return float(value)
+            number = float(value)
         except (TypeError, ValueError):
+            number = math.nan
+        if not math.isfinite(number):
             self.lack(key, value, "is not a number; set our key by hand")
             return None
+        return number
 
     def copy_numbers(self, names: Mapping[str, str]) -> None:
         """Translate numbers that mean the same: their key -> our key."""
@@ -75,7 +79,9 @@ class Imported:
     def finish(self) -> None:
         """Note the keys that are left, and validate the result. Raises UsageError if it is invalid."""
         for key, value in self.given.items():
-            if value not in (None, False, "", [], {}):
+            if value is False or value in (None, "", [], {}):
+                self.same.append((key, "is off or empty"))
+            else:
                 self.lack(key, value, "has no counterpart here")
         self.layer.setdefault("data", {})["document_mask"] = True  # as in every fine-tuning
         length = self.layer.get("batch", {}).get("sequence_length")
@@ -167,7 +173,10 @@ def set_schedule(imported: Imported, name: Any, steps: str, epochs: str, warmup:
         imported.set(warmup[1], "schedule.warmup", warmup_ratio or 0.0)
     if shape == "linear":
         imported.set("lr_scheduler", "schedule.name", "wsd")
-        imported.set("lr_scheduler", "schedule.decay", 0.95 if warmup_steps else 1.0 - (warmup_ratio or 0.0))
+        share = warmup_ratio or 0.0
+        if warmup_steps:  # of an unknown number of steps, 5 % is a guess
+            share = min(1.0, warmup_steps / max_steps) if max_steps and max_steps > 0 else 0.05
+        imported.set("lr_scheduler", "schedule.decay", 1.0 - share)
         imported.set("lr_scheduler", "schedule.final_lr_fraction", 0.0)
     elif shape == "cosine":
         imported.set("lr_scheduler", "schedule.name", "cosine")

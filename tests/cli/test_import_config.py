@@ -82,6 +82,8 @@ lora:
 logging: {enable_wandb: true, wandb_project: mine, enable_tensorboard: false}
 """
 
+BOMB = "\n".join(f"x{n + 1}: &x{n + 1} [{', '.join([f'*x{n}'] * 10)}]" for n in range(30))
+
 
 def imported(folder: Path, text: str) -> Any:
     (folder / "other.yml").write_text(text, "utf-8")
@@ -148,6 +150,48 @@ def test_no_key_is_lost(text: str, tmp_path: Path, capsys: pytest.CaptureFixture
     assert [key for key in keys - named if key not in told] == []
 
 
+def lacking(found: Any) -> set[str]:
+    return {key.split(":")[0] for key, _ in found.missing}
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("datasets: [{path: a/c, type: {field_instruction: q, format: '{instruction}'}}]", "datasets.type"),
+        ("datasets: [{path: a/c, type: gpteacher}]", "datasets.type"),
+        ("datasets: [{path: ./a.jsonl, split: 'train[:10]'}]", "datasets.split"),
+        ("datasets: [{path: json, data_files: [a.jsonl], name: part}]", "datasets.name"),
+        ("tokenizer_config: c/d", "tokenizer_config"),
+        ("load_best_model_at_end: true", "load_best_model_at_end"),
+        ("bf16: false", "bf16"),
+        ("train_on_eos: last", "train_on_eos"),
+        ("max_steps: .inf", "max_steps"),
+        ("micro_batch_size: .nan", "micro_batch_size"),
+        ("neftune_noise_alpha: 0", "neftune_noise_alpha"),
+    ],
+)
+def test_without_counterpart(text: str, key: str, tmp_path: Path) -> None:
+    found = imported(tmp_path, f"base_model: a/b\nadapter: lora\n{text}")
+    assert key in lacking(found)
+
+
+def test_all_files_of_a_dataset(tmp_path: Path) -> None:
+    text = "base_model: a/b\ndatasets: [{path: json, data_files: [a.jsonl, b.jsonl]}]"
+    assert imported(tmp_path, text).layer["align"]["data"] == ["a.jsonl", "b.jsonl"]
+    assert imported(tmp_path, "base_model: a/b\ndatasets: c/d").layer["align"]["data"] == ["c/d"]
+
+
+def test_what_is_off_is_in_the_report(tmp_path: Path) -> None:
+    found = imported(tmp_path, "base_model: a/b\nsome_feature: false\nadam_beta1: 0.0")
+    assert "some_feature" in {key for key, _ in found.same}
+    assert found.layer["optim"]["betas"] == [0.0, 0.999]
+
+
+def test_linear_decay_begins_after_the_warm_up(tmp_path: Path) -> None:
+    found = imported(tmp_path, "base_model: a/b\nlr_scheduler: linear\nmax_steps: 60\nwarmup_steps: 15")
+    assert found.layer["schedule"]["decay"] == 0.75
+
+
 @pytest.mark.parametrize(
     ("rl", "command", "loss"), [("dpo", "dpo", "sigmoid"), ("simpo", "dpo", "simpo"), ("kto", "kto", None)]
 )
@@ -168,6 +212,8 @@ def test_preferences(rl: str, command: str, loss: str | None, tmp_path: Path) ->
         ("learning_rate: 1", "neither"),
         ("[1, 2]", "neither"),
         ("base_model: a/b\nadapter: lora\nlora_r: -1", "adapter.rank"),
+        ("base_model: a/b\nlora_target_modules: &a [*a]", "values"),
+        (f"base_model: a/b\nx0: &x0 [1]\n{BOMB}", "values"),
     ],
 )
 def test_refused(text: str, message: str, tmp_path: Path) -> None:
