@@ -39,7 +39,7 @@ from deskside.weights.checkpoint import (
 )
 from deskside.weights.hf import load_hf
 from deskside.weights.merge_adapters import load_adapted_model, merged, run_config
-from deskside.weights.peft_adapters import NAME_IT, PeftAdapters, base_of, merge_peft, read_peft
+from deskside.weights.peft_adapters import NAME_IT, PeftAdapters, base_of, merge_peft, read_peft, refuse_cycle
 from deskside.weights.peft_config import is_peft
 
 Kind = Literal["run", "checkpoint", "hf"]
@@ -218,9 +218,8 @@ def _read_with_base(
     base: str | Path | None,
 ) -> tuple[Loaded, PeftAdapters]:
     adapters = read_peft(folder)
-    source = base or base_of(adapters)
-    if Path(source).resolve() == folder.resolve():
-        raise UsageError(f"{folder}: names itself as its base model; {NAME_IT}")
+    source = str(base or base_of(folder, adapters.config))
+    refuse_cycle(folder, source)
     try:
         return load_model(source, device, dtype, warn), adapters
     except UsageError as error:

@@ -25,10 +25,11 @@ from deskside.model.init import allocate
 from deskside.model.transformer import Transformer
 from deskside.ops.logical import LogicalTensor, logical_tensors
 from deskside.utils.errors import RunError, UsageError
+from deskside.utils.hub import hub_model
 from deskside.weights.hf import by_hf_name, hf_name, read_parts
 from deskside.weights.hf_families import family_of
 from deskside.weights.hf_layout import our_rows
-from deskside.weights.peft_config import CONFIG, PREFIX, WEIGHTS, PeftConfig, read_peft_config
+from deskside.weights.peft_config import CONFIG, PREFIX, WEIGHTS, PeftConfig, is_peft, read_peft_config
 
 NAME_IT = "name the base with --base, or beside --resume-from as the model"
 _PART = re.compile(
@@ -120,16 +121,29 @@ def read_peft(folder: Path) -> PeftAdapters:
     return adapters
 
 
-def base_of(adapters: PeftAdapters) -> str:
-    """Return the base model that the configuration names; a path may be relative to the directory's parent.
+def base_of(folder: Path, config: PeftConfig) -> str:
+    """Return the base model that the configuration in `folder` names, with its revision if it is on the hub.
 
-    Raises UsageError if it names none.
+    A path may be relative to the directory's parent. Raises UsageError if it names none.
     """
-    name = adapters.config.base_model_name_or_path
+    name = config.base_model_name_or_path
     if not name:
-        raise UsageError(f"{adapters.folder}: {CONFIG} names no base model; {NAME_IT}")
-    beside = adapters.folder.resolve().parent / name
-    return str(beside) if not Path(name).exists() and beside.exists() else name
+        raise UsageError(f"{folder}: {CONFIG} names no base model; {NAME_IT}")
+    beside = folder.resolve().parent / name
+    if not Path(name).exists() and beside.exists():
+        return str(beside)
+    is_pinned = config.revision is None or "@" in name or hub_model(name) is None
+    return name if is_pinned else f"{name}@{config.revision}"
+
+
+def refuse_cycle(folder: Path, base: str) -> None:
+    """Raise UsageError if adapters have themselves as their base, directly or through other adapters."""
+    seen, current = {folder.resolve()}, Path(base)
+    while is_peft(current):
+        if current.resolve() in seen:
+            raise UsageError(f"{folder}: names itself as its base model; {NAME_IT}")
+        seen.add(current.resolve())
+        current = Path(base_of(current, read_peft_config(current)))
 
 
 @torch.no_grad()

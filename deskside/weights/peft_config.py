@@ -19,7 +19,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of PEFT's tensor names, before transformers' names
 # Keys without effect on the output of trained adapters. The names of the tensors show which modules have one.
 WITHOUT_EFFECT = frozenset({
-    "auto_mapping", "peft_type", "peft_version", "base_model_class", "parent_library", "revision", "inference_mode",
+    "auto_mapping", "peft_type", "peft_version", "base_model_class", "parent_library", "inference_mode",
     "runtime_config", "megatron_core", "megatron_config", "qalora_group_size", "layers_to_transform", "layers_pattern",
     "exclude_modules", "target_modules", "eva_config", "corda_config", "lora_ga_config", "loftq_config",
     "velora_config",
@@ -34,6 +34,7 @@ class PeftConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
     base_model_name_or_path: str | None = None
+    revision: str | None = None  # of the base
     task_type: Literal["CAUSAL_LM"] | None = None
     r: PositiveInt = 8
     lora_alpha: float = 8.0

@@ -1,6 +1,7 @@
 """Directories that the PEFT library wrote, merged by us: logits as PEFT computes them, unmerged."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from deskside.utils.errors import RunError, UsageError
 from deskside.weights.hf import save_hf
 from deskside.weights.load import load_model
 from deskside.weights.merge_adapters import merged
+from deskside.weights.peft_adapters import base_of
+from deskside.weights.peft_config import read_peft_config
 from tests.export.adapted import MOE, trained, without_adapters
 
 peft = pytest.importorskip("peft")
@@ -247,9 +250,22 @@ def test_the_base_can_be_named(plain: Path) -> None:
         load_model(base, base=base)
     with pytest.raises(UsageError, match=r"names itself"):
         load_model(plain, base=plain)
+    other = plain.parent / "other"
+    shutil.copytree(plain, other)
+    change(other, base_model_name_or_path=str(plain))
+    with pytest.raises(UsageError, match=r"names itself"):
+        load_model(plain, base=other)
     change(plain, base_model_name_or_path=None)
     with pytest.raises(UsageError, match=r"names no base model.*--base"):
         load_model(plain)
+
+
+def test_the_revision_of_the_base_is_kept(plain: Path) -> None:
+    change(plain, base_model_name_or_path="owner/model", revision="v2")
+    config = read_peft_config(plain)
+    assert base_of(plain, config) == "owner/model@v2"
+    change(plain, base_model_name_or_path="base")  # a path has none
+    assert base_of(plain, read_peft_config(plain)) == str(plain.resolve().parent / "base")
 
 
 def test_a_tokenizer_beside_the_adapters_is_used(plain: Path) -> None:
