@@ -34,13 +34,17 @@ class Repository:
 
 
 class FakeHub:
-    """Repositories by owner/name. requested: every (method, path). broken: the status of every answer, if not None."""
+    """Repositories by owner/name. requested: every (method, path).
+
+    broken: the status of every answer, if not None. page: the content of every answer, with status 200, if not None.
+    """
 
     def __init__(self) -> None:
         self.repositories: dict[str, Repository] = {}
         self.requested: list[tuple[str, str]] = []
         self.uploads: dict[str, bytes] = {}
         self.broken: int | None = None
+        self.page: bytes | None = None
         self.url = ""
 
     def publish(self, name: str, folder: Path, branch: str = "main") -> str:
@@ -94,6 +98,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         if self.hub.broken is not None:
             self._fail(self.hub.broken, "broken")
+            return None
+        if self.hub.page is not None:
+            self._send(200, self.hub.page)
             return None
         return path.strip("/").split("/")
 

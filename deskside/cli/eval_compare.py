@@ -7,6 +7,7 @@ from typing import Any
 from deskside.evaluate.items import select_indices
 from deskside.evaluate.paired import PairedDifference, score_difference, verdict_difference
 from deskside.evaluate.run_task import PreparedTask, TaskResult
+from deskside.evaluate.tasks import Translation
 from deskside.utils.errors import UsageError
 from deskside.utils.parsing import Unreadable, json_value
 
@@ -35,7 +36,7 @@ def read_items_file(path: Path) -> dict[str, Records]:
 def check_items(
     tasks: Sequence[PreparedTask], limit: int | None, others: Mapping[str, Records], other: str
 ) -> None:
-    """Raise UsageError unless the other model's results are of the items that will be evaluated."""
+    """Raise UsageError unless the other model's results are of the items that will be evaluated, and of their kind."""
     for prepared in tasks:
         name, items = prepared.chosen.name, prepared.items
         indices = select_indices(items, limit, prepared.chosen.task.spread)
@@ -46,22 +47,23 @@ def check_items(
                 f"--compare {other}: has {len(found)} items of {name}, which are not the {len(expected)} of this "
                 "evaluation; evaluate both with the same --tasks, --tasks-dir and --limit"
             )
+        key, kind = ("chrf", float) if isinstance(prepared.chosen.task, Translation) else ("right", bool)
+        if not all(isinstance(record.get(key), kind) for record in others[name]):
+            raise UsageError(
+                f"--compare {other}: its results of {name} are of another kind; evaluate it again"
+            )
 
 
-def compare(
-    results: Sequence[TaskResult], others: Mapping[str, Records], other: str
-) -> dict[str, PairedDifference]:
-    """Return the difference of each task. others: the other model's records. Raises UsageError for other metrics."""
-    return {r.chosen.name: _difference(r.chosen.name, r.records, others, other) for r in results}
+def compare(results: Sequence[TaskResult], others: Mapping[str, Records]) -> dict[str, PairedDifference]:
+    """Return the difference of each task. others: the other model's records, of the same items."""
+    return {result.chosen.name: _difference(result, others[result.chosen.name]) for result in results}
 
 
-def _difference(task: str, records: Records, others: Mapping[str, Records], other: str) -> PairedDifference:
-    theirs = {record["index"]: record for record in others[task]}
-    pairs = [(record, theirs[record["index"]]) for record in records]
-    if all("chrf" in record for pair in pairs for record in pair):
+def _difference(result: TaskResult, others: Records) -> PairedDifference:
+    theirs = {record["index"]: record for record in others}
+    pairs = [(record, theirs[record["index"]]) for record in result.records]
+    if isinstance(result.chosen.task, Translation):
         return score_difference([a["chrf"] for a, _ in pairs], [b["chrf"] for _, b in pairs])
-    if not all(isinstance(record.get("right"), bool) for pair in pairs for record in pair):
-        raise UsageError(f"--compare {other}: its results of {task} are of another kind; evaluate it again")
     return verdict_difference([a["right"] for a, _ in pairs], [b["right"] for _, b in pairs])
 
 
@@ -83,7 +85,9 @@ def as_json(differences: Mapping[str, PairedDifference], model: str) -> dict[str
     return {"model": model, "tasks": tasks, "false_discovery_rate": FALSE_DISCOVERY_RATE}
 
 
-def print_differences(differences: Mapping[str, PairedDifference], first: str, second: str) -> None:
+def print_differences(
+    results: Sequence[TaskResult], differences: Mapping[str, PairedDifference], first: str, second: str
+) -> None:
     """Print one line for each task."""
     from deskside.study.stats.statistics import FALSE_DISCOVERY_RATE
 
@@ -91,8 +95,9 @@ def print_differences(differences: Mapping[str, PairedDifference], first: str, s
     verdicts = shown_significant(differences)
     print(f"\nfirst: {first}\nsecond: {second}")
     print(f"{'task':<{width}}   first  second  difference   95 % interval    items  significant")
-    for name, each in differences.items():
-        scale = 1 if max(each.first, each.second) > 1 else 100  # chrF2 goes to 100 itself
+    for result in results:
+        name, each = result.chosen.name, differences[result.chosen.name]
+        scale = 1 if isinstance(result.chosen.task, Translation) else 100  # chrF2 goes to 100 itself
         interval = "unknown"
         if each.low is not None and each.high is not None:
             interval = f"{scale * each.low:+.1f} to {scale * each.high:+.1f}"

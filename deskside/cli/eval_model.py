@@ -84,7 +84,7 @@ def eval_model(options: EvalOptions) -> int:
         _record_passkey(loaded.run_dir, cells, loaded.step)
     parallel = None if parallel_text is None else measure_parallel(loaded, parallel_text, batch_tokens)
     results, failed = _evaluate_tasks(options, tasks, subject)
-    differences = None if others is None else compare(results, others, str(options.compare))
+    differences = None if others is None else compare(results, others)
     # Without the tasks that failed, the mean over CORE's tasks would be another metric.
     core_failed = any(task.chosen.core and task.chosen.name in failed for task in tasks)
     core_result = None if core_failed else core(results)
@@ -117,7 +117,7 @@ def eval_model(options: EvalOptions) -> int:
     if results:
         _print_tasks(results, core_result)
     if differences:
-        print_differences(differences, options.model, str(options.compare))
+        print_differences(results, differences, options.model, str(options.compare))
     return 1 if failed else 0
 
 

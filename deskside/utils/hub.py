@@ -174,9 +174,11 @@ def _reason(model: HubModel, error: Exception) -> str:
         ) from None
     if isinstance(error, errors.RevisionNotFoundError):
         raise UsageError(f"{model.name}: has no revision {model.revision}; see {url}/tree/main") from None
-    if isinstance(error, ValueError) and not isinstance(error, errors.HfHubHTTPError):
+    if isinstance(error, errors.HFValidationError):
         raise UsageError(f"{model}: is not a name of the hub: {str(error).splitlines()[0]}") from None
     status = getattr(getattr(error, "response", None), "status_code", None)
+    if status is None and isinstance(error, ValueError):  # such as the page of a network that wants a login
+        return f"{constants.ENDPOINT} does not answer as a hub does ({str(error).splitlines()[0]})"
     return f"{constants.ENDPOINT} " + ("cannot be reached" if status is None else f"answers {status}")
 
 

@@ -108,6 +108,33 @@ def test_two_models(evaluated: Eval, other: Path, tmp_path: Path) -> None:
     assert compared["to_sea"]["p"] == pytest.approx(ttest_rel(a, b).pvalue)
 
 
+def test_chrf_is_printed_as_it_is(
+    made: Made, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also below 1, where it looks like a share of right answers."""
+    items = tmp_path / "items.jsonl"
+    arguments = [
+        str(made.folder),
+        "--tasks",
+        "to_sea",
+        "--tasks-dir",
+        str(data),
+        "--limit",
+        "4",
+        "--shots",
+        "1",
+    ]
+    assert run_eval([*arguments, "--items", str(items)]) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("deskside.evaluate.run_task.sentence_chrf", lambda text, answers: 0.5)
+        rows = [{**row, "chrf": 0.25} for row in records(items, "to_sea")]
+        items.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+        capsys.readouterr()
+        assert run_eval([*arguments, "--compare", str(items)]) == 0
+    line = next(x for x in reversed(capsys.readouterr().out.splitlines()) if x.startswith("to_sea"))
+    assert [float(number) for number in line.split()[1:4]] == pytest.approx([0.5, 0.2, 0.2], abs=0.11)
+
+
 def data_of(items: Path) -> Path:
     """The folder of the data, from the origin of an item."""
     return Path(json.loads(items.read_text("utf-8").splitlines()[0])["origin"].rsplit(":", 1)[0]).parent
@@ -119,9 +146,12 @@ def test_refused(made: Made, data: Path, tmp_path: Path) -> None:
     assert run_eval([*arguments, "--items", str(items)]) == 0
     damaged = tmp_path / "damaged.jsonl"
     damaged.write_text("{}\n")
+    foreign = tmp_path / "foreign.jsonl"
+    foreign.write_text(items.read_text("utf-8").replace('"right":', '"wrong":'), "utf-8")
     for wrong, message in (
         ([*arguments, "--limit", "5", "--compare", str(items)], "--limit"),
         ([*arguments, "--compare", str(damaged)], "line 1"),
+        (["runs/none", *arguments[1:], "--compare", str(foreign)], "another kind"),
         ([*arguments, "--compare", "runs/none"], "no such directory"),
         ([str(made.folder), "--compare", str(items)], "without --tasks"),
     ):

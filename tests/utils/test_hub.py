@@ -150,6 +150,18 @@ def test_what_the_hub_refuses(server: FakeHub, published: Path, monkeypatch: pyt
     assert hub.find("me/secret").folder.is_dir() and hub.find("me/gated").folder.is_dir()
 
 
+def test_a_page_instead_of_the_hub(server: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As from a network that wants a login, or for an address that is none: the copy in the cache is used."""
+    folder = hub.find(NAME, "config").folder
+    server.page = b"<html>sign in</html>"
+    warnings: list[str] = []
+    assert hub.find(NAME, "config", warnings.append).folder == folder and len(warnings) == 1
+    with pytest.raises(UsageError, match="does not answer as a hub"):
+        hub.find("me/other")
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://[bad")
+    assert hub.find(NAME, "config", warnings.append).folder == folder
+
+
 def test_a_model_without_safetensors(server: FakeHub) -> None:
     files = server.repositories[NAME].commits[server.repositories[NAME].refs["main"]]
     server.publish("old/bin", Path(os.devnull))
