@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from deskside.cli.main import main
 from deskside.export.push import check_push, push
 from deskside.utils import hub
 from deskside.utils.errors import RunError, UsageError
@@ -181,32 +182,37 @@ def command(server_url: str, cache: Path, *arguments: str) -> subprocess.Complet
     )
 
 
-def test_commands_take_names(server: FakeHub, tmp_path: Path) -> None:
-    """From fine-tuning to export, from the environment's settings; the name of the base travels with the run."""
+def test_commands_take_names(server: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From fine-tuning to export; the name of the base travels with the run."""
     turns = [
         [{"role": "user", "content": f"one {n}"}, {"role": "assistant", "content": "two"}] for n in range(40)
     ]
     chats = "".join(json.dumps({"messages": each}) + "\n" for each in turns)
     (tmp_path / "chats.jsonl").write_text(chats, "utf-8")
-    home, sha = tmp_path / "home", server.repositories[NAME].refs["main"]
-    sft = command(
-        server.url,
-        home,
-        *("sft", NAME, "--data", "chats.jsonl", "--steps", "1", "--adapter.rank", "2", "--name", "mine"),
-        *("--batch.sequence_length", "32", "--batch.tokens", "64", "--compute.device", "cpu"),
-    )
-    assert sft.returncode == 0, sft.stderr
+    sha = server.repositories[NAME].refs["main"]
+    sft = ["sft", NAME, "--data", "chats.jsonl", "--steps", "1", "--adapter.rank", "2", "--name", "mine"]
+    small = ["--batch.sequence_length", "32", "--batch.tokens", "64", "--compute.device", "cpu"]
+    assert main([*sft, *small]) == 0
     recorded = json.loads((tmp_path / "runs" / "mine" / "run.json").read_text("utf-8"))
     assert recorded["init"] == f"hf:{NAME}@{sha}"
-    out = command(server.url, home, "export", "runs/mine", "--to", "peft", "--out", "adapters")
-    assert out.returncode == 0, out.stderr
+    assert main(["export", "runs/mine", "--to", "peft", "--out", "adapters"]) == 0
     adapter = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text("utf-8"))
     assert (adapter["base_model_name_or_path"], adapter["revision"]) == (NAME, sha)
     assert f"base_model: {NAME}" in (tmp_path / "adapters" / "README.md").read_text("utf-8")
+    server.repositories[NAME].commit(server.repositories[NAME].commits[sha] | {"config.json": b"{}"})
+    assert torch.isfinite(load_model("adapters").model(torch.arange(20)[None])).all()  # of the old commit
+    capsys.readouterr()
+    assert main(["plan", "--gpu", "rtx4090", "--init", f"{NAME}@{sha}", "--tokens", "1M", "--json"]) == 0
+    assert f"train --init hf:{NAME}@{sha}" in capsys.readouterr().out
+
+
+def test_settings_of_the_environment(server: FakeHub, tmp_path: Path) -> None:
     refused = command("http://127.0.0.1:9", tmp_path / "empty", "eval", NAME, "--text", "chats.jsonl")
     assert refused.returncode == 2 and len(refused.stderr.splitlines()) == 1
-    plan = command(server.url, home, "plan", "--gpu", "rtx4090", "--init", NAME, "--tokens", "1M", "--json")
-    assert plan.returncode == 0 and f"train --init hf:{NAME}@{sha}" in plan.stdout
+    plan = command(
+        server.url, tmp_path / "home", "plan", "--gpu", "rtx4090", "--init", NAME, "--tokens", "1M"
+    )
+    assert plan.returncode == 0, plan.stderr
 
 
 def test_push(server: FakeHub, published: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
