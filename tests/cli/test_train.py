@@ -96,7 +96,7 @@ def test_refused_before_anything_is_made(
     [
         (["train", "mine.toml"], "name = 'dpo'", "dpo"),
         (["train", "mine.toml", "--dry-run"], "name = 'sft'\nepochs = 1", "sft"),
-        (["train", "mine.toml"], "beta = 0.1", "sft|dpo|grpo"),
+        (["train", "mine.toml"], "beta = 0.1", "sft|dpo|kto|grpo"),
         (["go", "--preset", "mine.toml", "--hours", "1", "--yes"], "name = 'sft'", "sft"),
         (["probe", "--preset", "mine.toml"], "name = 'sft'", "sft"),
         (["study", "study.toml"], "name = 'sft'", "sft"),

@@ -59,13 +59,14 @@ class Escaping:
 
     def escape_all(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Return a copy of a message in which every string but the names of its fields is escaped, at any depth."""
-        return {str(name): self._escape_value(value) for name, value in message.items()}
+        return {str(name): self.escape_value(value) for name, value in message.items()}
 
-    def _escape_value(self, value: Any) -> Any:
+    def escape_value(self, value: Any) -> Any:
+        """Return a copy of a JSON value in which every string is escaped, at any depth, also names of fields."""
         if isinstance(value, str):
             return self.escape(value)
         if isinstance(value, Mapping):
-            return {self._escape_value(name): self._escape_value(part) for name, part in value.items()}
+            return {self.escape_value(name): self.escape_value(part) for name, part in value.items()}
         if isinstance(value, (list, tuple)):
-            return [self._escape_value(part) for part in value]
+            return [self.escape_value(part) for part in value]
         return value

@@ -12,7 +12,7 @@ the first of these. In all of them a record may have `system`, `tools` (or `func
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from deskside.data.chat.messages import Conversation, NotRendered, checked_conversation
+from deskside.data.chat.messages import Conversation, NotRendered, checked_conversation, checked_messages
 from deskside.utils.parsing import Unreadable, json_value
 
 Format = Literal["OpenAI", "ShareGPT", "Alpaca"]
@@ -44,7 +44,7 @@ def conversation_of(fields: Mapping[str, Any]) -> tuple[Format, Conversation]:
 
 
 def with_extras(fields: Mapping[str, Any], messages: Any) -> Conversation:
-    """Return the conversation of messages and of what a record has beside them. Raises NotRendered."""
+    """Return the conversation of messages and of a record's EXTRA_FIELDS. Raises NotRendered."""
     tools, functions = fields.get("tools"), fields.get("functions")
     if tools and functions:
         raise NotRendered("the record has both tools and functions; leave one out")
@@ -52,12 +52,13 @@ def with_extras(fields: Mapping[str, Any], messages: Any) -> Conversation:
     system = fields.get("system")
     if not system:
         return conversation
+    added = checked_messages([{"role": "system", "content": system}])
     first = conversation.messages[0]
-    if not isinstance(system, str) or (first["role"] == "system" and first["content"] != system):
-        raise NotRendered("the record has a system that is not text, or differs from its system message")
-    if first["role"] == "system":
-        return conversation
-    return conversation.with_messages([{"role": "system", "content": system}, *conversation.messages])
+    if first["role"] != "system":
+        return conversation.with_messages([*added, *conversation.messages])
+    if first["content"] != added[0]["content"]:
+        raise NotRendered("the record's system differs from its system message; leave one out")
+    return conversation
 
 
 def unified(messages: Any) -> Any:
@@ -79,6 +80,8 @@ def _sharegpt_message(number: int, message: Any) -> dict[str, Any]:
         raise NotRendered(
             f"message {number} is from {str(sender)[:40]!r}, which is none of {', '.join(SHAREGPT_ROLES)}"
         )
+    if others := [name for name in ("role", "content", "tool_calls") if fields.get(name)]:
+        raise NotRendered(f"message {number} has both 'from' and {others[0]!r}; leave one out")
     role = SHAREGPT_ROLES[sender]
     if sender != "function_call":
         return {**fields, "role": role, "content": value}

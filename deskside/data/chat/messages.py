@@ -99,7 +99,9 @@ def _checked_message(number: int, message: object) -> dict[str, Any]:
     fields = {str(name): field for name, field in message.items() if not _is_empty(field)}
     fields["role"] = "tool" if message["role"] == "function" else message["role"]
     if call := fields.pop("function_call", None):
-        fields["tool_calls"] = [*fields.get("tool_calls", []), call]
+        if "tool_calls" in fields:
+            raise NotRendered(f"{where} has both tool_calls and function_call; leave one out")
+        fields["tool_calls"] = [call]
     reasoning = [fields.pop(name) for name in REASONING if name in fields]
     if reasoning:
         fields["reasoning_content"] = reasoning[0]
@@ -142,7 +144,7 @@ def _part_text(where: str, part: object) -> str:
         only_text = fields.keys() <= {"type", "text"} and fields.get("type", "text") == "text"
         if only_text and isinstance(text, str):
             return text
-    raise NotRendered(f"{where} has no text: a part of its content is something else")
+    raise NotRendered(f"{where} has content that is not text, such as an image; only text is supported")
 
 
 def _checked_call(where: str, call: object) -> dict[str, Any]:
@@ -178,13 +180,15 @@ def checked_tools(value: object) -> list[dict[str, Any]]:
     _check_json("tools", value)
     tools = []
     for number, tool in enumerate(value, start=1):
-        if isinstance(tool, Mapping) and "function" not in tool:
-            tool = {"type": "function", "function": dict(tool)}
-        function = tool.get("function") if isinstance(tool, Mapping) else None
+        fields = dict(tool) if isinstance(tool, Mapping) else {}
+        kind = fields.pop("type", None) or "function"
+        if "function" not in fields:
+            fields = {"function": fields}
+        function = fields["function"]
         named = isinstance(function, Mapping) and isinstance(function.get("name"), str)
-        if not named or tool.get("type", "function") != "function":
+        if not named or kind != "function":
             raise NotRendered(f"tool {number} is not a function with a name")
-        tools.append(dict(tool))
+        tools.append({"type": "function", **fields})
     return tools
 
 
@@ -239,7 +243,7 @@ def _parsed(what: str, text: str) -> Any:
 def _check_json(where: str, value: object) -> None:
     """Raise NotRendered for a value that is not JSON, such as one that contains half of a surrogate pair."""
     try:
-        json.dumps(value, ensure_ascii=False).encode("utf-8")
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode("utf-8")
     except UnicodeEncodeError:
         raise NotRendered(f"{where} holds half of a surrogate pair") from None
     except (TypeError, ValueError) as error:

@@ -384,8 +384,8 @@ def describe_data(index: DatasetIndex, say: Callable[[str], None]) -> None:
         say("formats: " + ", ".join(f"{n:,} x {name}" for name, n in sorted(index.chat.formats.items())))
     if index.chat.rewritten:
         say(
-            f"{index.chat.rewritten:,} conversations have every turn as the model generates it, although the chat "
-            "template writes earlier turns differently once there is a later one"
+            f"{index.chat.rewritten:,} conversations keep every turn as the model generates it; the chat template "
+            "would rewrite earlier turns, for example without their reasoning"
         )
     if index.chat.unlearnt_turns:
         say(f"not learnt: {index.chat.unlearnt_turns:,} of the assistant's turns")

@@ -141,7 +141,7 @@ class Renderer:
         return self._run(
             Conversation(
                 [escape_all(message) for message in conversation.messages],
-                [escape_all(tool) for tool in conversation.tools],
+                [self._escaping.escape_value(tool) for tool in conversation.tools],
                 escape_all(conversation.chat_template_kwargs),
             ),
             **options,

@@ -44,7 +44,7 @@ def iter_records(
 ) -> Iterator[Record]:
     """Yield the records of one source in a fixed order. Unreadable records and missing fields are added to `bad`.
 
-    optional: further fields that a record may have; without `fields`, it needs one of them. Raises
+    optional: further fields that a record may have. If `fields` is empty, it needs at least one of these. Raises
     UsageError if the source is plain text or a hub data set that cannot be read, and for bad input if `bad.on_bad` is
     "refuse".
     """
@@ -114,7 +114,8 @@ class _RecordReader(Reader[Record]):
                 keys = ", ".join(map(str, list(record)[:6]))
             else:
                 keys = type(record).__name__
-            self.bad.add(NO_FIELD, origin, f"wanted {', '.join(self.wanted)}, has {keys}")
+            wanted = ", ".join(self.fields) or f"one of {', '.join(self.optional)}"
+            self.bad.add(NO_FIELD, origin, f"wanted {wanted}, has {keys}")
             return
         fields = {name: found[name] for name in self.fields}
         fields |= {name: found[name] for name in self.optional if name in found}

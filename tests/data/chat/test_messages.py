@@ -1,6 +1,7 @@
 """Validation of messages and tools, and the one form that they are brought to."""
 
 import json
+import math
 from typing import Any
 
 import pytest
@@ -36,9 +37,12 @@ def result(content: str, **fields: str) -> dict[str, Any]:
         ([{"role": "assistant", "function_call": {"name": "f", "arguments": "[1]"}}], "not a JSON object"),
         ([{"role": "assistant", "content": "a", "reasoning": "b", "thinking": "c"}], "two different"),
         ([{"role": "assistant", "content": "a", "weight": 0}], "has weight"),
+        ([{**CALLS, "function_call": ADD["function"]}], "both tool_calls and function_call"),
+        ([{**CALLS, "function_call": ADD["function"], "tool_calls": 5}], "both tool_calls and function_call"),
+        ([{"role": "assistant", "function_call": {"name": "f", "arguments": {"a": math.nan}}}], "not JSON"),
         (
             [{"role": "user", "content": [{"type": "image_url", "text": "a", "image_url": "b"}]}],
-            "has no text",
+            "content that is not text",
         ),
         ([{"role": "user", "content": "a", "name": 5}], "name that is not text"),
         ([USER, CALLS, result("3", tool_call_id="9")], "message 3 .tool. answers no call"),
@@ -107,7 +111,16 @@ def test_results_are_in_the_order_of_their_calls() -> None:
     assert checked_messages(written_as_text) == written_as_text
 
 
-@pytest.mark.parametrize("tools", [[TOOL], [TOOL["function"]], json.dumps([TOOL["function"]])])
+@pytest.mark.parametrize(
+    "tools",
+    [
+        [TOOL],
+        [TOOL["function"]],
+        json.dumps([TOOL["function"]]),
+        [{"type": "function", **TOOL["function"]}],  # type: ignore[dict-item]
+        [{"function": TOOL["function"], "type": None}],
+    ],
+)
 def test_tools_are_brought_to_one_form(tools: Any) -> None:
     assert checked_tools(tools) == [TOOL]
     assert checked_conversation([USER], tools).tools == [TOOL]
@@ -126,6 +139,7 @@ def test_no_tools() -> None:
         ["f"],
         [{"function": {"name": 1}}],
         [{"type": "web_search"}],
+        [{"type": "custom", "name": "f"}],
         [{**TOOL, "type": "x"}],
     ],
 )

@@ -112,7 +112,8 @@ def test_special_tokens_in_tools_calls_and_variables_are_plain_text(tmp_path: Pa
     renderer = Renderer(folder, bpe.load(folder))
 
     def specials(text: str) -> list[int]:
-        tool = {"type": "function", "function": {"name": f"f{text}", "parameters": {f"p{text}": text}}}
+        function = {"name": f"f{text}", "parameters": {f"p{text}": text}}
+        tool = {"type": "function", "function": function, f"extra{text}": text}
         call = {"name": f"f{text}", "arguments": {f"a{text}": [text]}}
         reply = {"role": "assistant", "content": None, "reasoning": text, "tool_calls": [call]}
         messages = [ASK, reply, {"role": "tool", "content": text}]
