@@ -67,7 +67,7 @@ def _pair(template: ChatTemplate, end_token: int | None, fields: dict[str, Any])
 def answer_of(question: Conversation, answer: Any) -> Message:
     """Return the message of an answer, which is given as text or as messages. Raises NotRendered."""
     if isinstance(answer, str):
-        return {"role": "assistant", "content": answer}
+        answer = [{"role": "assistant", "content": answer}]
     messages = checked_messages(unified(answer))
     if messages[-1]["role"] != "assistant":
         raise NotRendered("an answer's last message is not the assistant's")

@@ -65,6 +65,15 @@ def test_unusable_held_out_pairs_are_not_replaced_by_a_share_of_the_others(tmp_p
         prepare_pairs(FolderSpec("preference", (data,), (bad,)), tokenizer, tmp_path / "out")
 
 
+def test_a_pair_with_half_of_a_surrogate_pair_is_left_out(tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer.make(tmp_path / "tokenizer")
+    rows = [*tiny.pairs(20), {**tiny.pairs(1)[0], "chosen": "\ud800"}]
+    data = str(tiny.jsonl(tmp_path / "a.jsonl", rows))
+    index = prepare_pairs(FolderSpec("preference", (data,), val_fraction=0.2), tokenizer, tmp_path / "out")
+    (left,) = index["left_out"].values()
+    assert left["count"] == 1 and "a.jsonl:21" in left["first"][0]
+
+
 def test_the_kind_of_another_folder_is_named(tmp_path: Path) -> None:
     tokenizer = chat_tokenizer.make(tmp_path / "tokenizer")
     chats = [

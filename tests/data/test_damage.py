@@ -22,14 +22,18 @@ DELETED = object()
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yield the path of every entry in a JSON value; in a list only of the first entry."""
+    """Yield the path of every entry in a JSON value; of entries with the same fields, only those of the first."""
     if path:
         yield path
     inside = (
         value.items() if isinstance(value, dict) else enumerate(value[:1]) if isinstance(value, list) else ()
     )
+    visited: list[list[str]] = []
     for key, item in inside:
-        yield from places(item, (*path, key))
+        fields = list(item) if isinstance(item, dict) else []
+        if not fields or fields not in visited:
+            visited.append(fields)
+            yield from places(item, (*path, key))
 
 
 def changed(whole: Any, path: tuple[Any, ...], value: object) -> Any:

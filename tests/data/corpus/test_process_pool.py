@@ -17,6 +17,7 @@ from deskside.data.corpus import process_pool
 from deskside.utils.errors import RunError
 from tests.data import chat_tokenizer
 from tests.data.chat.test_prepare_chat import conversations, write
+from tests.data.corpus.pool_functions import failing, megabytes, squared, tool
 from tests.train.tiny_run import descendants
 
 
@@ -26,16 +27,6 @@ def two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_pool, "cpu_cores", lambda: 2)
     monkeypatch.setattr(process_pool, "MIN_PARALLEL_ITEMS", 8)
     monkeypatch.setattr(process_pool, "ITEMS_PER_TASK", 4)
-
-
-def tool(name: str) -> tuple[str, int]:
-    return name, os.getpid()
-
-
-def squared(tool: tuple[str, int], item: int) -> tuple[int, str, int]:
-    if item < 0:
-        os._exit(1)
-    return item * item, *tool
 
 
 @pytest.mark.usefixtures("two_processes")
@@ -76,10 +67,6 @@ def test_dead_worker_raises_run_error() -> None:
     assert not active_children()
 
 
-def megabytes(tool: tuple[str, int], item: int) -> bytes:
-    return bytes(item)
-
-
 @pytest.mark.usefixtures("two_processes")
 def test_workers_killed_while_they_send_do_not_block_this_process() -> None:
     """A result of 64 MB is larger than a pipe's buffer, so a worker is sending when the generator is closed."""
@@ -87,16 +74,6 @@ def test_workers_killed_while_they_send_do_not_block_this_process() -> None:
     with closing(process_pool.map_in_order(items, megabytes, ("", 0), partial(tool, ""))) as results:
         next(results)
     assert not active_children()
-
-
-def failing(kind: str) -> None:
-    if kind == "unpicklable":
-        raise Unpicklable(lambda: None)
-    raise RunError(kind)
-
-
-class Unpicklable(Exception):
-    pass
 
 
 def test_exception_in_a_worker_is_raised_in_the_parent() -> None:
