@@ -295,6 +295,7 @@ class FinetuneRun:
             "source",
             "revision",
             "resume_from",
+            "config",
             "sources",
             "val",
             "name",

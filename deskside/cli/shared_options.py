@@ -122,12 +122,18 @@ def launch(command: str, argv: Sequence[str], processes: int) -> int:
 TRACKERS = ("wandb", "trackio", "tensorboard")
 
 
-def set_trackers(given: dict[str, Any], track: str | None) -> None:
-    """Switch the trackers of --track on in `given`. Raises UsageError for an unknown one."""
+def set_trackers(given: dict[str, Any], track: str | None, layers: Sequence[Mapping[str, Any]] = ()) -> None:
+    """Switch the trackers of --track on in `given`, unless `layers`, of the preset, name their project already.
+
+    Raises UsageError for an unknown one.
+    """
+    below = merge.merge(layers)[0].get("track")
+    named = below if isinstance(below, dict) else {}
     for name in [] if track is None else [part.strip() for part in track.split(",")]:
         if name not in TRACKERS:
             raise UsageError(f"--track {track}: {name!r} is not one of {', '.join(TRACKERS)}")
-        given["track"] = {name: "true", **given.get("track", {})}
+        if not named.get(name):
+            given["track"] = {name: "true", **given.get("track", {})}
 
 
 def set_length(given: dict[str, Any], options: RunOptions, default: str | None = None) -> None:

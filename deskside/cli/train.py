@@ -89,8 +89,8 @@ def run(argv: Sequence[str]) -> int:
         if options.dry_run:
             return _print_dry_run(RunDirectory.open(Path(options.resume)).config(), options.json)
         return resume("train", argv, options)
-    set_trackers(given, options.track)
     layers = _layers(options)
+    set_trackers(given, options.track, layers)
     processes = process_count(options.gpus, [*layers, given])
     launching = must_launch(processes) and not options.dry_run
     initial = None

@@ -212,11 +212,14 @@ def track(shape: ModelConfig, spec: StepSpec) -> Tracked:
     ("adapter", "options"),
     [
         pytest.param(AdapterSpec(16, PROJECTIONS, "bf16"), {}, marks=pytest.mark.full),
-        (AdapterSpec(16, PROJECTIONS, "bf16"), {"passes": 2}),
+        pytest.param(AdapterSpec(16, PROJECTIONS, "bf16"), {"passes": 2}, marks=pytest.mark.full),
         (AdapterSpec(64, ("q_proj", "v_proj"), "bf16"), {}),
-        (AdapterSpec(16, PROJECTIONS, "bf16", dora=True), {}),
+        (AdapterSpec(16, PROJECTIONS, "bf16", dora=True, tables=("embed_tokens", "lm_head")), {}),
+        pytest.param(AdapterSpec(16, PROJECTIONS, "bf16", dora=True), {}, marks=pytest.mark.full),
         pytest.param(AdapterSpec(8, ("k_proj", "down_proj"), "int8", dora=True), {}, marks=pytest.mark.full),
-        (AdapterSpec(16, PROJECTIONS, "bf16", tables=("embed_tokens", "lm_head")), {}),
+        pytest.param(
+            AdapterSpec(16, PROJECTIONS, "bf16", tables=("embed_tokens", "lm_head")), {}, marks=pytest.mark.full
+        ),
         pytest.param(
             AdapterSpec(4, PROJECTIONS, "bf16", tables=("embed_tokens", "lm_head")), {"passes": 2},
             marks=pytest.mark.full,
@@ -228,8 +231,8 @@ def track(shape: ModelConfig, spec: StepSpec) -> Tracked:
             AdapterSpec(16, PROJECTIONS, "nf4"), {"activation_checkpointing": "block"}, marks=pytest.mark.full
         ),
     ],
-    ids=["all", "two passes", "q and v", "dora", "dora of some", "tables", "tables, two passes", "mlp", "int8", "nf4",
-         "recomputed"],
+    ids=["all", "two passes", "q and v", "dora and tables", "dora", "dora of some", "tables", "tables, two passes",
+         "mlp", "int8", "nf4", "recomputed"],
 )  # fmt: skip
 def test_every_item_and_the_peak(adapter: AdapterSpec, options: dict[str, Any]) -> None:
     shape, spec = ModelConfig(**SMALL), work_of(adapter, **options)

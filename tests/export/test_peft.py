@@ -1,9 +1,8 @@
 """Adapters against PEFT on the same weights: output, gradients and merge; and NF4 against bitsandbytes' own layers."""
 
+import importlib
 import importlib.util
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +68,7 @@ def test_peft_imports_in_this_environment() -> None:
     """transformer-engine without its compiled library made it fail; `make install` keeps its sources apart."""
     if importlib.util.find_spec("peft") is None:
         pytest.skip("needs peft")
-    done = subprocess.run(
-        [sys.executable, "-c", "from peft import PeftModel"], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert importlib.import_module("peft").PeftModel is not None
 
 
 def stored_name(name: str) -> str:

@@ -178,8 +178,7 @@ class TensorBoard(Callback):
         from torch.utils.tensorboard import SummaryWriter
 
         # A resumed run repeats steps; those after `first_step` that an earlier process wrote are not shown any more.
-        purge = first_step + 1 if first_step else None
-        self._writer: Any = SummaryWriter(str(run.path / "tensorboard"), purge_step=purge)
+        self._writer: Any = SummaryWriter(str(run.path / "tensorboard"), purge_step=first_step + 1)
 
     def on_step(self, row: dict[str, Any], total_steps: int) -> None:
         for name, value in _numbers(row).items():

@@ -118,11 +118,19 @@ def test_track_names_trackers() -> None:
     set_trackers(given, "wandb, tensorboard")
     assert given == {"track": {"wandb": "mine", "tensorboard": "true"}}
     assert TrackConfig(**given["track"]).tensorboard
+    for project, expected in (("preset's", {}), (False, {"track": {"wandb": "true"}})):
+        given = {}
+        set_trackers(given, "wandb", [{"track": {"wandb": project}}])
+        assert given == expected
     with pytest.raises(UsageError, match="mlflow"):
         set_trackers(given, "mlflow")
 
 
-def test_tensorboard_gets_the_numbers_of_each_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("first_step", [0, 2])
+def test_tensorboard_gets_the_numbers_of_each_step(
+    first_step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After those of an earlier process, which may have ended before its first checkpoint, are removed."""
     said: list[Any] = []
 
     class SummaryWriter:
@@ -137,11 +145,11 @@ def test_tensorboard_gets_the_numbers_of_each_step(tmp_path: Path, monkeypatch: 
 
     fake(monkeypatch, "tensorboard")
     fake(monkeypatch, "torch.utils.tensorboard", SummaryWriter=SummaryWriter)
-    (tracker,) = trackers(TrackConfig(tensorboard=True), RunDirectory(tmp_path), {}, 2)
+    (tracker,) = trackers(TrackConfig(tensorboard=True), RunDirectory(tmp_path), {}, first_step)
     tracker.on_step(row(3, skipped=False, experts={"load": [[1.0]]}), 10)
     tracker.close()
     assert said == [
-        (str(tmp_path / "tensorboard"), 3),
+        (str(tmp_path / "tensorboard"), first_step + 1),
         ("loss", 2.5, 3),
         ("tokens_per_second", 1234.0, 3),
         ("skipped", 0.0, 3),
