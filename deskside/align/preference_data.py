@@ -18,7 +18,7 @@ from deskside.align.answers import TokenizedText
 from deskside.align.prepared import FolderSpec, PreparedItem, prepare_folder
 from deskside.align.text_rows import TextRows, Units
 from deskside.data.chat.chat_template import ChatTemplate
-from deskside.data.chat.formats import unified, with_extras
+from deskside.data.chat.formats import as_openai_messages, with_extras
 from deskside.data.chat.messages import Conversation, Message, NotRendered, checked_messages
 
 
@@ -31,7 +31,8 @@ def question_of(fields: Mapping[str, Any]) -> Conversation:
     """Return the conversation of a record's prompt; a text is one user message. Raises NotRendered."""
     prompt = fields["prompt"]
     return with_extras(
-        fields, [{"role": "user", "content": prompt}] if isinstance(prompt, str) else unified(prompt)
+        fields,
+        [{"role": "user", "content": prompt}] if isinstance(prompt, str) else as_openai_messages(prompt),
     )
 
 
@@ -68,7 +69,7 @@ def answer_of(question: Conversation, answer: Any) -> Message:
     """Return the message of an answer, which is given as text or as messages. Raises NotRendered."""
     if isinstance(answer, str):
         answer = [{"role": "assistant", "content": answer}]
-    messages = checked_messages(unified(answer))
+    messages = checked_messages(as_openai_messages(answer))
     if messages[-1]["role"] != "assistant":
         raise NotRendered("an answer's last message is not the assistant's")
     if len(messages) > 1 and messages[:-1] != question.messages:

@@ -3,7 +3,7 @@
 A chat model has a chat template beside its tokenizer, and each line that the user types becomes a message. A model
 without one continues text: each line is appended to the text so far, and an empty line continues it as it is.
 
-`Conversation` is independent of the terminal; `converse` reads and prints its messages. The engine is kept between
+`ChatSession` is independent of the terminal; `converse` reads and prints its messages. The engine is kept between
 messages unless it needs a larger KV cache, so usually only the new part of a prompt is computed.
 """
 
@@ -44,7 +44,7 @@ class ChatOptions:
     system: str | None
 
 
-class Conversation:
+class ChatSession:
     """The messages so far, or the text of a model without a chat template, and the generation of the next answer."""
 
     def __init__(self, loaded: Loaded, options: ChatOptions):
@@ -186,7 +186,7 @@ def converse(loaded: Loaded, options: ChatOptions, prompt: str | None) -> int:
 
     Raises UsageError for a message that cannot be answered, unless the user can type another one.
     """
-    conversation = Conversation(loaded, options)
+    conversation = ChatSession(loaded, options)
     if prompt is not None:
         interrupted = _answer(conversation, prompt)
         return 130 if interrupted else 0
@@ -235,7 +235,7 @@ def _next_line() -> str:
     return line.rstrip("\n")
 
 
-def _answer(conversation: Conversation, user_text: str) -> bool:
+def _answer(conversation: ChatSession, user_text: str) -> bool:
     """Print the answer while it is generated. Return True if Ctrl-C interrupted it.
 
     Raises UsageError if the message is too long, or the chat template or tokenizer refuses it.
@@ -262,7 +262,7 @@ def _answer(conversation: Conversation, user_text: str) -> bool:
     return stopped
 
 
-def _command(conversation: Conversation, line: str) -> bool:
+def _command(conversation: ChatSession, line: str) -> bool:
     """Run a command that starts with a slash. Return False to quit."""
     name, _, argument = line.partition(" ")
     argument = argument.strip()

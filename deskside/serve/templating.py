@@ -64,7 +64,7 @@ class PromptEncoder:
 
     @cached_property
     def tool_format(self) -> ToolFormat | None:
-        """How the model writes tool calls; None if the chat template does not show it."""
+        """The form in which the model writes tool calls; None if the chat template does not show it."""
         renderer = self._renderer
         if renderer is None:
             return None

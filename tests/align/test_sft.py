@@ -24,7 +24,7 @@ from deskside.data.reading.rows import IGNORE
 from deskside.engine.sampling import GREEDY
 from deskside.evaluate.bpb import evaluate_dataset
 from deskside.kernels.attention import AttentionContext
-from deskside.serve.chat import ChatOptions, Conversation
+from deskside.serve.chat import ChatOptions, ChatSession
 from deskside.train import training_run
 from deskside.train.prepare.batch_size_finder import BatchSizeFinder
 from deskside.utils.errors import UsageError
@@ -128,7 +128,7 @@ def test_it_learns_to_answer_in_the_template(finished: Path) -> None:
     assert len(summary["samples"]) == 4
     assert all(s["text"] == s["reference"] != s["before"] for s in summary["samples"])
     loaded = load_model(finished)
-    conversation = Conversation(loaded, ChatOptions(GREEDY, 40, 0, None))
+    conversation = ChatSession(loaded, ChatOptions(GREEDY, 40, 0, None))
     assert "".join(conversation.reply("What colour is the snow?")) == "The snow is white."
     assert conversation.reason == "eos"
     assert "".join(conversation.reply("Tell me: the coal, which colour?")) == "The coal is black."

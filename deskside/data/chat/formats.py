@@ -4,9 +4,10 @@
     ShareGPT    conversations: [{"from": "human", "value": "..."}, ...]
     Alpaca      instruction, output, and perhaps input and history: [["question", "answer"], ...]
 
-A list may also be in the other's field, because its messages show the format. A record with several formats is read as
-the first of these. In all of them a record may have `system`, `tools` (or `functions`, OpenAI's older name) and
-`chat_template_kwargs`. Other fields of a record, such as ids, are not part of the conversation.
+The first message of a list shows its format, so `messages` may also hold ShareGPT's, and `conversations` OpenAI's. A
+record with several formats is read as the first of these. In all of them a record may have `system`, `tools` (or
+`functions`, OpenAI's older name) and `chat_template_kwargs`. Other fields of a record, such as ids, are not part of the
+conversation.
 """
 
 from collections.abc import Mapping
@@ -35,7 +36,7 @@ def conversation_of(fields: Mapping[str, Any]) -> tuple[Format, Conversation]:
     format_: Format
     value = fields.get("messages") or fields.get("conversations")
     if value:
-        format_, messages = ("ShareGPT" if _is_sharegpt(value) else "OpenAI"), unified(value)
+        format_, messages = ("ShareGPT" if _is_sharegpt(value) else "OpenAI"), as_openai_messages(value)
     elif fields.get("instruction") and isinstance(fields.get("output"), str):
         format_, messages = "Alpaca", _alpaca_messages(fields)
     else:
@@ -61,7 +62,7 @@ def with_extras(fields: Mapping[str, Any], messages: Any) -> Conversation:
     return conversation
 
 
-def unified(messages: Any) -> Any:
+def as_openai_messages(messages: Any) -> Any:
     """Return messages of ShareGPT's format in OpenAI's; other values are returned as they are. Raises NotRendered."""
     if not _is_sharegpt(messages):
         return messages

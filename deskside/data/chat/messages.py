@@ -38,7 +38,7 @@ class NotRendered(UsageError):
 
 @dataclass(frozen=True)
 class Conversation:
-    """What a chat template renders.
+    """A conversation in the form that a chat template renders.
 
     messages: of `checked_messages`. tools: functions that the model may call, {"type": "function", "function": {...}}.
     chat_template_kwargs: further variables of the template, such as {"enable_thinking": False}.
@@ -53,12 +53,12 @@ class Conversation:
         return dataclasses.replace(self, messages=messages)
 
     def first(self, count: int) -> Conversation:
-        """Return the conversation with its first `count` messages; without its last one for -1."""
+        """Return the conversation with only messages[:count]."""
         return self.with_messages(self.messages[:count])
 
 
 def message_text(message: Message) -> str:
-    """Return all that a message says, for people: its reasoning, its content, and its calls as JSON."""
+    """Return the text of a message for readers: its reasoning, its content, and its calls as JSON."""
     calls = [call["function"] for call in message.get("tool_calls", [])]
     parts = [
         message.get("reasoning_content"),
@@ -71,7 +71,7 @@ def message_text(message: Message) -> str:
 def checked_conversation(
     messages: object, tools: object = None, chat_template_kwargs: object = None
 ) -> Conversation:
-    """Validate a conversation as it is in a record or request. None means that there is none. Raises NotRendered."""
+    """Validate the parts of a conversation in a record or request, and return it. Raises NotRendered."""
     kwargs = chat_template_kwargs or {}
     if not isinstance(kwargs, Mapping):
         raise NotRendered("chat_template_kwargs is not an object")

@@ -9,8 +9,8 @@ distinguish them, every string of a conversation is escaped before rendering (es
 the template's own special tokens have been found. As a second defense, `encode_plain` refuses text if the tokenizer
 encodes any of it as a special token.
 
-What the template would leave out, such as tool calls or reasoning that it does not know, is refused
-(template_support.py); no field is silently left out.
+A conversation with parts that the template would leave out, such as tool calls or reasoning, is refused
+(template_support.py).
 """
 
 import re
@@ -40,8 +40,10 @@ class RefusedByTemplate(NotRendered):
 
 
 class Renderer:
-    """The chat template and tokenizer of a folder. special: a pattern that matches the tokenizer's special tokens.
-    marks_turns: True if the template marks the assistant's turns with `{% generation %}`.
+    """Renders conversations with the chat template of a folder, and tokenizes them.
+
+    special: a pattern that matches the tokenizer's special tokens. marks_turns: True if the template marks the
+    assistant's turns with `{% generation %}`.
 
     tokenizer: not to be used elsewhere, because its treatment of special tokens is changed. encoder: encodes instead of
     it, if given. Raises UsageError for a folder without a template. Not thread-safe.

@@ -1,7 +1,7 @@
-"""What a chat template supports: the roles, fields and variables that it writes.
+"""Tests which roles, fields and variables a chat template supports.
 
-A template leaves out what it does not know. So whether it writes something is tried: short conversations with a word
-that nothing else contains are rendered, and the word must be in the text.
+A template silently leaves out what it does not know. To find out whether it writes a field, short conversations are
+rendered in which this field holds a word that occurs nowhere else. The word must be in the text.
 """
 
 import re
@@ -39,7 +39,7 @@ _CALLING = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
 
 
 class TemplateSupport:
-    """What a template supports.
+    """Finds out what a template supports.
 
     template: its source. render: renders a conversation without generation prompt; raises `NotRendered` if the template
     refuses it.

@@ -1,4 +1,4 @@
-"""The text of a conversation with the places of the assistant's turns, which the model learns.
+"""Rendering of a conversation with the places of the assistant's turns, which the model learns.
 
 A template that is made for training marks the turns with `{% generation %}`. In others they are found by rendering
 beginnings of the conversation: what is written up to a turn, with the generation prompt, is its prompt, and what is
@@ -8,7 +8,8 @@ Usually every such rendering is a beginning of the whole text. But some template
 message follows: Qwen3's removes the reasoning of earlier answers. Then the text is put together from the turns as the
 model generates them, each as the last one of the conversation, and what the template writes between them. That is also
 the text of TRL's training templates, which keep every turn as it was generated. If even the end of a turn depends on
-what follows, as in the template of gpt-oss, only the turns are learnt that the whole text has as they are generated.
+what follows, as in the template of gpt-oss, only those turns are learnt that are in the whole text exactly as the model
+generates them.
 """
 
 import json
@@ -24,7 +25,7 @@ _QUESTION = [{"role": "user", "content": "Is it raining?"}]
 
 
 class NotContinued(NotRendered):
-    """Raised if what the template writes for a turn is no continuation of what it writes before it."""
+    """Raised if the text up to a turn is not a beginning of the text with the turn."""
 
     def __init__(self) -> None:
         super().__init__("its text before a reply is not a prefix of its text with the reply")
@@ -76,7 +77,9 @@ def text_with_turns(renderer: Renderer, conversation: Conversation, last: bool) 
 
 
 def _span(renderer: Renderer, conversation: Conversation, text: str, n: int) -> tuple[int, int] | None:
-    """Return the place of message n in the text of the conversation, or None if it is not there as it is generated."""
+    """Return (begin, end) of message n in the text of the conversation; None if the template wrote it differently there
+    than as the last message, which is how the model generates it.
+    """
     prompt = _text_before(renderer, conversation, n)
     if not text.startswith(prompt):
         return None
@@ -87,9 +90,10 @@ def _span(renderer: Renderer, conversation: Conversation, text: str, n: int) -> 
 
 
 def _appended(renderer: Renderer, conversation: Conversation, numbers: list[int]) -> MarkedText:
-    """Return the text made of the turns as they are generated. numbers: of the assistant's messages.
+    """Return a text in which every turn is as the model generates it. numbers: of the assistant's messages.
 
-    What follows a turn is what the template writes after a mark at the end of the turn's last text.
+    To find what follows a turn, a mark is put at the end of the turn's last text: it is what the template writes after
+    this mark.
     """
     messages = conversation.messages
     given = json.dumps(messages, ensure_ascii=False)

@@ -123,10 +123,9 @@ class TokenizerInfo(Part):
 class ChatInfo(Part):
     """Facts about a data set of conversations.
 
-    turn_end: id of the end-of-turn token, or None. learnt_tokens: number of tokens trained on, by split. formats:
-    number of conversations by the format of their record. unlearnt_turns: number of the assistant's turns that are not
-    trained on. rewritten: number of conversations in which the chat template would write earlier turns differently.
-    last_turn_only: number of those of which earlier versions trained only on the last turn.
+    turn_end: id of the end-of-turn token, or None. learnt_tokens: tokens trained on, by split. formats: conversations
+    by format of their record. unlearnt_turns: the assistant's turns that are not trained on. rewritten: conversations
+    in which the chat template would rewrite earlier turns. last_turn_only: only in indexes of earlier versions.
     """
 
     turn_end: NonNegativeInt | None

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from deskside.data.chat.formats import conversation_of, unified
+from deskside.data.chat.formats import as_openai_messages, conversation_of
 from deskside.data.chat.messages import Conversation, NotRendered
 from tests.data.chat.tricky import WEATHER
 from tests.data.chat_tokenizer import talk
@@ -106,4 +106,4 @@ def test_other_records_are_refused(record: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("messages", [TALK, [], "hello", None, [1]])
 def test_other_values_are_left_as_they_are(messages: Any) -> None:
-    assert unified(messages) is messages
+    assert as_openai_messages(messages) is messages
