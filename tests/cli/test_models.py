@@ -48,11 +48,12 @@ def test_what_fine_tuning_needs(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    for options in ([], ["--gpu", "rtx4090"]):
-        assert main(["models", *options]) == 0
+    for name, argv in (("", ["models"]), ("phi", ["models", "phi", "--gpu", "rtx4090"])):
+        assert main(argv) == 0
         lines = capsys.readouterr().out.splitlines()
         assert max(map(len, lines)) <= 80
-        assert sum(line.startswith("  ") and "/" in line for line in lines) == len(published_checkpoints())
+        shown = [c for c in published_checkpoints() if name in c.family.model_type]
+        assert sum(line.startswith("  ") and "/" in line for line in lines) == len(shown)
 
 
 def test_an_unknown_card_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

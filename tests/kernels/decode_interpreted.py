@@ -16,6 +16,16 @@ from deskside.kernels.fused.reference import QkvLayout
 from deskside.kernels.moe import grouped, moe_launch
 from tests.engine.test_generate import VARIANTS, make, plain
 
+# The interpreter takes milliseconds for each program, that is, for each head of each token.
+SMALL_MODEL = {
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "sliding_window": 5,
+    "window_pattern": "SL",
+}
+NEW_TOKENS = 3
+
 
 def error(ours: Tensor, truth: Tensor) -> float:
     return float((ours - truth).norm() / truth.norm())
@@ -96,7 +106,7 @@ def noise(found: dict[str, float]) -> None:
 def engine(found: dict[str, float]) -> None:
     """An engine with grouped heads and a window that decodes with the kernels, with and without drafts: how many tokens
     are unlike the uncached loop's."""
-    model = make(**VARIANTS["window"] | {"num_hidden_layers": 2})
+    model = make(**SMALL_MODEL)
     prompts = [[5, 17, 3], [88, 4, 4, 61, 30, 2, 9, 11, 12, 13, 14, 15]]
     with (
         mock.patch.object(decode, "kernel_supports", lambda rows, pool: True),
@@ -107,18 +117,18 @@ def engine(found: dict[str, float]) -> None:
             made = Engine(model, max_batch=2, max_tokens=96, page_size=16, draft=draft)
             for forward in made._models:
                 forward.blocks = fused.FusedBlocks(model)
-            answers = made.run([Request(tuple(prompt), 5) for prompt in prompts])
+            answers = made.run([Request(tuple(prompt), NEW_TOKENS) for prompt in prompts])
             wrong = sum(
                 a != b
                 for prompt, (answer,) in zip(prompts, answers, strict=True)
-                for a, b in zip(answer.tokens, plain(model, prompt, 5), strict=True)
+                for a, b in zip(answer.tokens, plain(model, prompt, NEW_TOKENS), strict=True)
             )
             found[f"engine, drafts {draft is not None}"] = float(wrong)
 
 
 def experts(found: dict[str, float]) -> None:
     """An engine whose decoding steps compute experts with the kernels; prompts of more and of fewer rows."""
-    model = make(**VARIANTS["moe"] | {"num_hidden_layers": 2})
+    model = make(**VARIANTS["moe"] | {"num_hidden_layers": 1})
     kernels = SimpleNamespace(
         route=moe_launch.route,
         gathered_gated=grouped.gathered_gated,
@@ -130,10 +140,10 @@ def experts(found: dict[str, float]) -> None:
         made = Engine(model, max_batch=3, max_tokens=192, page_size=16)
         for forward in made._models:
             forward.blocks = fused.FusedBlocks(model)
-        answers = made.run([Request(tuple(prompt), 5) for prompt in prompts])
+        answers = made.run([Request(tuple(prompt), NEW_TOKENS) for prompt in prompts])
     found["engine, experts"] = float(
         sum(
-            answer.tokens != plain(model, prompt, 5)
+            answer.tokens != plain(model, prompt, NEW_TOKENS)
             for prompt, (answer,) in zip(prompts, answers, strict=True)
         )
     )

@@ -9,8 +9,8 @@ from deskside.engine.engine import Draft, Engine
 from deskside.engine.requests import Request
 from deskside.kernels import decode_triton, prefill, prefill_triton
 from deskside.kernels.attention import PLAIN, AttentionContext
-from tests.engine.test_generate import VARIANTS, make, plain
-from tests.kernels.decode_interpreted import error
+from tests.engine.test_generate import make, plain
+from tests.kernels.decode_interpreted import NEW_TOKENS, SMALL_MODEL, error
 
 # Older tokens and new ones of each row: none of either, ends of pages and tiles on both sides of a boundary.
 ROWS = ((0, 70), (0, 0), (5, 1), (64, 64), (100, 40), (0, 1), (31, 33), (200, 2))
@@ -49,8 +49,8 @@ def attention(found: dict[str, float]) -> None:
 
 def engine(found: dict[str, float]) -> None:
     """How many tokens are unlike the uncached loop's, with and without drafts, as on a GPU with padded passes."""
-    model = make(**VARIANTS["window"] | {"num_hidden_layers": 2})
-    prompts = [[5, 17, 3], [88, 4, 4, 61, 30, 2, 9, 11, 12, 13, 14, 15], list(range(40)), list(range(44))]
+    model = make(**SMALL_MODEL)
+    prompts = [[5, 17, 3], [88, 4, 4, 61, 30, 2, 9, 11, 12, 13, 14, 15], list(range(26)), list(range(17))]
     with (
         mock.patch.object(prefill, "packed_kernel_supports", lambda heads, pool: True),
         mock.patch.object(fused, "qk_norm_rope_into_cache", decode_triton.qk_norm_rope_into_cache),
@@ -60,10 +60,10 @@ def engine(found: dict[str, float]) -> None:
             made._run_ahead = True
             for forward in made._models:
                 forward.blocks = fused.FusedBlocks(model)
-            answers = made.run([Request(tuple(prompt), 5) for prompt in prompts])
+            answers = made.run([Request(tuple(prompt), NEW_TOKENS) for prompt in prompts])
             found[f"engine, drafts {draft is not None}"] = float(
                 sum(
-                    answer.tokens != plain(model, prompt, 5)
+                    answer.tokens != plain(model, prompt, NEW_TOKENS)
                     for prompt, (answer,) in zip(prompts, answers, strict=True)
                 )
             )

@@ -169,19 +169,15 @@ def test_a_compiled_block_mask_is_the_same_and_serves_other_documents() -> None:
 
     torch.compiler.reset()
     counters.clear()
-    for batch, cu in [
-        (2, cut(300, [[40, 260], [300]])),
-        (2, cut(300, [[299, 1], [120, 180]], pad=1)),
-        (3, cut(300, [[300]] * 3)),
-    ]:
-        ids = document_ids(cu, batch, 300)
+    for cu in (cut(300, [[40, 260], [300]]), cut(300, [[299, 1], [120, 180]], pad=1)):
+        ids = document_ids(cu, 2, 300)
         mask, exact = (
-            make(flex.document_mask_mod(ids, True, 64), batch, None, 300, 300, device="cpu")
+            make(flex.document_mask_mod(ids, True, 64), 2, None, 300, 300, device="cpu")
             for make in (flex.compiled_create_block_mask(), flex.create_block_mask)
         )
         assert torch.equal(mask.to_dense(), exact.to_dense())
         assert torch.equal(mask.full_kv_num_blocks, exact.full_kv_num_blocks)
-        assert counters["stats"]["unique_graphs"] == (1 if batch == 2 else 2)
+        assert counters["stats"]["unique_graphs"] == 1
 
 
 @settings(max_examples=30, deadline=None)
