@@ -202,6 +202,10 @@ class ModelConfig(Part):
                 "rope_local_base_freq: only window layers read it, and the model has none; remove it, or set "
                 "window_pattern and sliding_window"
             )
+        if self.parallel_residual and self.norm_position == "post":
+            raise ValueError(
+                "parallel_residual: with norm_position post, attention changes the residual that the MLP reads; use pre"
+            )
         if self.hidden_act == "clamped_swiglu" and not self.gated_mlp:
             raise ValueError("hidden_act: clamped_swiglu multiplies gate and up; use gated_mlp true")
         if self.qk_norm_over == "projection" and not self.qk_norm:

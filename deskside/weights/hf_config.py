@@ -24,6 +24,8 @@ def from_hf_config(source: Mapping[str, Any]) -> ModelConfig:
     """
     family, text_source = text_part(source)
     model_type = family.model_type
+    for part in (source, text_source):
+        _check_quantization(part, family)
     try:
         config = ModelConfig(**_options(text_source, family))
     except KeyError as error:
@@ -32,8 +34,10 @@ def from_hf_config(source: Mapping[str, Any]) -> ModelConfig:
         raise RunError(f"config.json describes an impossible model: {first_problem(error)}") from error
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise RunError(f"config.json has an invalid value ({error}); is it damaged?") from error
+    typed = config.model_copy(update={"model_type": model_type})
+    family_of(typed)  # raises UsageError if the values fit only another family
     # Without model_type, an export has the first family of the table that fits.
-    return config if family_of(config) is family else config.model_copy(update={"model_type": model_type})
+    return config if family_of(config) is family else typed
 
 
 def text_part(source: Mapping[str, Any]) -> tuple[Family, Mapping[str, Any]]:
@@ -72,12 +76,8 @@ def nearest_family(source: Mapping[str, Any]) -> str:
     return "qwen3_moe" if experts else "llama"
 
 
-def _options(source: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Return the options of ModelConfig for a config.json."""
-    for name, constant in family.constants.items():
-        value = source.get(name)
-        if (constant.missing if value is None else value) != constant.value:
-            raise UsageError(f"{name}: only {constant.value} is supported in {family.architecture}")
+def _check_quantization(source: Mapping[str, Any], family: Family) -> None:
+    """Raise UsageError if the weights are quantized in a format that is not converted."""
     quantization = source.get("quantization_config")
     method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
     if quantization and method != family.quantization:
@@ -85,6 +85,14 @@ def _options(source: Mapping[str, Any], family: Family) -> dict[str, Any]:
             f"quantization_config: weights of {method} are not supported in {family.architecture}; use the checkpoint "
             "that they were made from (--adapter.base nf4 quantizes it while it is loaded)"
         )
+
+
+def _options(source: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Return the options of ModelConfig for a config.json."""
+    for name, constant in family.constants.items():
+        value = source.get(name)
+        if (constant.missing if value is None else value) != constant.value:
+            raise UsageError(f"{name}: only {constant.value} is supported in {family.architecture}")
     values = {
         **family.options,
         **{option: hf_field.value(source) for option, hf_field in family.fields.items()},
@@ -93,9 +101,8 @@ def _options(source: Mapping[str, Any], family: Family) -> dict[str, Any]:
     if values.get("attention_multiplier") == head_dim**-0.5:
         values["attention_multiplier"] = None  # the default
     layers = values["num_hidden_layers"]
-    if (
-        not isinstance(layers, int) or layers > 10_000
-    ):  # a damaged file must not allocate a list of any length
+    # A damaged file must not allocate a list of any length.
+    if not isinstance(layers, int) or layers > 10_000:
         raise ValueError(f"num_hidden_layers: {layers!r}")
     if values.get("position_embedding") != "learned":
         values |= from_hf_rope(source, family)

@@ -153,6 +153,9 @@ def unsupported_options(config: ModelConfig, family: Family) -> list[str]:
         value, only = getattr(config, name), family.options.get(name, option.default)
         if name not in free and value != only:
             lacking.append(f"{name} = {_as_written(value)} (only {_as_written(only)})")
+    if config.rope_scaling is not None and config.rope_scaling.rope_type not in family.rope_types.values():
+        kinds = ", ".join(sorted(set(family.rope_types.values())))
+        lacking.append(f"rope_type = {config.rope_scaling.rope_type} (only {kinds})")
     lacking += _contradictions(config, family)
     if "num_experts" in family.fields and config.num_experts == 0:
         lacking.append("num_experts = 0")

@@ -1,5 +1,6 @@
 """Fields of config.json, by the options of ModelConfig that they correspond to, and defaults of its sliding windows."""
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -74,7 +75,7 @@ GEMMA = {
     "embedding_multiplier": Field(
         "hidden_size",
         read=lambda width, source: width**0.5,
-        write=lambda factor, config: round(factor**2),
+        write=lambda factor, config: config.hidden_size,
     ),
 }
 OLMO = {
@@ -102,6 +103,8 @@ GPT_OSS = {
 
 def _rope_pattern(layers: Any, source: Mapping[str, Any]) -> str | None:
     """Return our pattern for `no_rope_layers`, which has 1 for a layer with RoPE and 0 for one without."""
+    if len(layers) != source["num_hidden_layers"]:
+        raise ValueError(f"no_rope_layers: {len(layers)} layers of {source['num_hidden_layers']}")
     return shortest_pattern("".join("R" if layer else "N" for layer in layers)) if 0 in layers else None
 
 
@@ -158,6 +161,10 @@ DIVISIBLE_HIDDEN_SIZE = (
     lambda config: config.hidden_size % config.num_attention_heads == 0,
 )
 WHOLE_SCALAR = ("attention_multiplier that is not 1 / sqrt(n) for an integer n", _whole_scalar)
+SCALED_EMBEDDINGS = (
+    "embedding_multiplier that is not sqrt(hidden_size)",
+    lambda config: math.isclose(config.embedding_multiplier, config.hidden_size**0.5, rel_tol=1e-6),
+)
 
 
 # Windows

@@ -353,6 +353,7 @@ ERRORS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
      ("precision.name", "biases", "bf16")),
     ({"model": {"hidden_act": "clamped_swiglu", "gated_mlp": False}}, ("model.hidden_act", "gated_mlp true")),
     ({"model": {"num_experts": 8, "parallel_residual": True}}, ("model.parallel_residual", "num_experts 0")),
+    ({"model": {"norm_position": "post", "parallel_residual": True}}, ("model.parallel_residual", "use pre")),
     ({"model": {"qk_norm": False, "qk_norm_over": "projection"}}, ("model.qk_norm_over", "qk_norm true")),
     ({"model": {"rope_local_base_freq": 100.0}}, ("model.rope_local_base_freq", "window_pattern")),
     ({"precision": {"name": "fp8"}, "model": {"num_experts": 8, "moe_intermediate_size": 200}},

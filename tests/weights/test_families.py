@@ -7,9 +7,9 @@ from typing import Any, get_args
 import pytest
 
 from benchmarks.families import Parity, measure, table
-from deskside.config.model import ModelType
+from deskside.config.model import ModelConfig, ModelType
 from deskside.utils.errors import RunError, UsageError
-from deskside.weights.hf_config import from_hf_config, nearest_family
+from deskside.weights.hf_config import from_hf_config, nearest_family, to_hf_config
 from deskside.weights.hf_families import FAMILIES
 from deskside.weights.published import published_checkpoints
 
@@ -61,6 +61,47 @@ def test_what_a_config_cannot_have(given: dict[str, Any], error: type[Exception]
     assert from_hf_config(source).model_type is None
     with pytest.raises(error, match=next(iter(given))):
         from_hf_config({**source, **given})
+
+
+def test_quantized_weights_of_a_model_with_images_are_refused() -> None:
+    text = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128}
+    source = {"model_type": "gemma3", "text_config": text}
+    assert from_hf_config(source).hidden_size == 64
+    with pytest.raises(UsageError, match="quantization_config"):
+        from_hf_config({**source, "quantization_config": {"quant_method": "bitsandbytes"}})
+
+
+def published_config(model_type: str, **changes: Any) -> dict[str, Any]:
+    """Return the config.json of the first published checkpoint of a family, with changes."""
+    (first, *_) = (c for c in published_checkpoints() if c.family.model_type == model_type)
+    return {**first.hf_config, **changes}
+
+
+def test_values_that_fit_only_another_family_are_refused() -> None:
+    with pytest.raises(UsageError, match="MixtralForCausalLM"):
+        from_hf_config(published_config("mixtral", num_local_experts=0))
+
+
+def test_no_rope_layers_must_name_every_layer() -> None:
+    with pytest.raises(RunError, match="no_rope_layers"):
+        from_hf_config(published_config("smollm3", no_rope_layers=[1, 1, 1, 0]))
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("gemma2", {"embedding_multiplier": 48.02}),  # sqrt(hidden_size) is 48: rounded, it would be lost
+        ("phi3", {"rope_scaling": YARN}),
+    ],
+)
+def test_what_an_export_would_lose_is_refused(model_type: str, changes: dict[str, Any]) -> None:
+    options = from_hf_config(published_config(model_type)).model_dump() | {"model_type": model_type}
+    to_hf_config(ModelConfig(**options))
+    with pytest.raises(UsageError, match=next(iter(changes)).removesuffix("_scaling")):
+        to_hf_config(ModelConfig(**options | changes))
 
 
 def test_the_choices_of_model_type_are_the_families() -> None:
