@@ -25,6 +25,7 @@ from deskside.utils.errors import RunError, UsageError
 from deskside.weights.hf import check_out_dir, save_hf
 from deskside.weights.load import Loaded, load_model
 from deskside.weights.merge_adapters import load_adapted_run
+from deskside.weights.peft_config import is_peft
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -139,7 +140,8 @@ def _peft(options: ExportOptions, loaded: Loaded, out: Path, provenance: dict[st
     run = load_adapted_run(loaded.run_dir, say)
     card = model_card(loaded, "peft", "float32", say, where=options.push)
     save_peft(run.model, run.adapter, run.init, out, {**provenance, "step": run.step}, card)
-    say(
-        f"load it with: PeftModel.from_pretrained(base, {str(out)!r}), where base is {run.init or 'its base model'}"
-    )
+    base = run.init or "its base model"
+    if run.init is not None and is_peft(Path(run.init)):
+        base = f"BASE of: deskside export {run.init} --out BASE, since PEFT does not merge the adapters of a base"
+    say(f"load it with: PeftModel.from_pretrained(base, {str(out)!r}), where base is {base}")
     return {}

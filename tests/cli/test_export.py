@@ -112,6 +112,12 @@ def test_export_of_a_run_with_adapters(tmp_path: Path, capsys: pytest.CaptureFix
     content = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
     assert content["r"] == 4 and content["base_model_name_or_path"] == "some/model"
     assert "LoRA of rank 4" in (tmp_path / "peft" / "README.md").read_text("utf-8")
+    recorded = json.loads((run / "run.json").read_text("utf-8"))
+    for init, merges in (("some/model", False), (str(tmp_path / "peft"), True)):
+        (run / "run.json").write_text(json.dumps({**recorded, "init": init}), "utf-8")
+        assert run_export([str(run), "--to", "peft", "--out", str(tmp_path / f"peft-{merges}")]) == 0
+        assert (f"deskside export {init} --out BASE" in capsys.readouterr().err) == merges
+    (run / "run.json").write_text(json.dumps(recorded), "utf-8")
     capsys.readouterr()
     assert run_export([str(run), "--out", str(tmp_path / "hf")]) == 0
     assert re.search(r"kept in (bf16|int8|nf4), .*--to peft", capsys.readouterr().err)
