@@ -75,7 +75,7 @@ class FinetuneOptions(RunOptions):
         metavar="SOURCE",
     )
     config: str | None = option(
-        "TOML file with configuration, such as one of deskside import-config; options come before it",
+        "TOML file of options, such as that of deskside import-config; options on the command line take precedence",
         None,
         metavar="FILE",
     )
@@ -216,14 +216,21 @@ class FinetuneRun:
         return loaded
 
     def _read_config(self, file: str) -> None:
-        """Add the keys of a TOML file below those that were given. Raises UsageError if it is for another command."""
+        """Merge the keys of a TOML file under those given on the command line.
+
+        Raises UsageError if it is for another command, or not valid.
+        """
         layer = merge.merge(presets.layers(file))[0]
+        for part in ("align", "schedule"):
+            if not isinstance(layer.get(part, {}), dict):
+                raise UsageError(f"--config {file}: {part} must be a table; write its keys below [{part}]")
         align = layer.get("align", {})
         if align.pop("name", self.name) != self.name:
             raise UsageError(f"--config {file}: its table [align] is for another command than {self.name}")
         options = self.options
         for own, key in (("sources", "data"), ("val", "val")):
-            from_file = tuple(align.pop(key, ()))
+            from_file = align.pop(key, ())
+            from_file = (from_file,) if isinstance(from_file, str) else tuple(from_file)
             setattr(options, own, getattr(options, own) or from_file)
         lengths = ("hours", "steps", "tokens", "epochs")
         if any(getattr(options, name, None) is not None for name in lengths):

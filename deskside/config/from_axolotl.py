@@ -119,7 +119,7 @@ def _data(imported: Imported) -> None:
             "val_set_size", 0, "a share of the data is always held out; --align.val_fraction sets it"
         )
     if imported.take("train_on_inputs"):
-        imported.lack("train_on_inputs", True, "only answers are learnt")
+        imported.lack("train_on_inputs", True, "only answers are trained on")
     template = imported.take("chat_template")
     if template not in (None, "tokenizer_default"):
         imported.lack(
@@ -213,9 +213,9 @@ def _rest(imported: Imported) -> None:
         imported.lack("load_best_model_at_end", True, "the last checkpoint is the model")
     ends = imported.take("train_on_eos")
     if ends not in (None, "turn"):
-        imported.lack("train_on_eos", ends, "the end of each answer is learnt")
+        imported.lack("train_on_eos", ends, "the end of each answer is trained on")
     elif ends:
-        imported.same.append(("train_on_eos", "the end of each answer is learnt"))
+        imported.same.append(("train_on_eos", "the end of each answer is trained on"))
     if imported.take("fp16"):
         imported.lack("fp16", True, "BF16 is used; it needs no loss scale")
     if folder := imported.take("output_dir"):

@@ -46,7 +46,7 @@ def from_unsloth(source: Mapping[str, Any]) -> Imported:
     if data := [*([f"hf:{hub}"] if hub else []), *files]:
         imported.set("data", "align.data", data)
     if imported.take("training.train_on_completions") is False:
-        imported.lack("training.train_on_completions", False, "only answers are learnt")
+        imported.lack("training.train_on_completions", False, "only answers are trained on")
     _adapter(imported)
     set_optimizer(imported, "training.optim", str(imported.take("training.optim") or "adamw_8bit"))
     set_batch(

@@ -99,13 +99,13 @@ def check_gguf(config: ModelConfig) -> str:
     if name == "qwen3moe" and not config.norm_topk_prob:
         wrong.append("norm_topk_prob = false (it makes the experts' weights sum to one)")
     kinds = ("yarn", "linear", "llama3") if name == "llama" else ("yarn", "linear")
-    if (yarn := config.rope_scaling) is not None and yarn.rope_type not in kinds:
-        wrong.append(f"rope_type = {yarn.rope_type} (only {' and '.join(kinds)})")
-    elif yarn is not None and yarn.rope_type == "yarn":
+    if (scaling := config.rope_scaling) is not None and scaling.rope_type not in kinds:
+        wrong.append(f"rope_type = {scaling.rope_type} (only {' and '.join(kinds)})")
+    elif scaling is not None and scaling.rope_type == "yarn":
         only_factor = RopeScaling(
-            factor=yarn.factor, original_max_position_embeddings=yarn.original_max_position_embeddings
+            factor=scaling.factor, original_max_position_embeddings=scaling.original_max_position_embeddings
         )
-        if not yarn.truncate or yarn.attention_scale != only_factor.attention_scale:
+        if not scaling.truncate or scaling.attention_scale != only_factor.attention_scale:
             wrong.append("rope_scaling with truncate false or another attention factor (it computes its own)")
     if wrong:
         raise UsageError(f"--to gguf: llama.cpp's {name} cannot do {'; '.join(wrong)}; use --to hf")

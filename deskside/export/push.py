@@ -56,7 +56,7 @@ def push(folder: Path, name: str, public: bool) -> str:
 
 
 def _why(error: Any) -> str:
-    """Return in a few words why the hub did not do it."""
+    """Return the reason of a failed request in a few words."""
     from huggingface_hub import constants
 
     status = getattr(getattr(error, "response", None), "status_code", None)

@@ -36,7 +36,7 @@ class Magnitudes(nn.Module):
         self.register_buffer("square", norm.square(), persistent=False)
 
     def forward(self, y: Tensor, gain: Tensor, bias: Tensor | None) -> Tensor:
-        """Scale the rows of a product y (..., rows) that contains the bias already, but not the bias."""
+        """Return y with its rows scaled, but not its bias. y: (..., rows), the product with the bias added."""
         if bias is None:
             return y * gain.to(y.dtype)
         return torch.addcmul(((1 - gain) * bias).to(y.dtype), y, gain.to(y.dtype))

@@ -1,4 +1,4 @@
-"""Which of our projections the adapters of a PEFT directory belong to."""
+"""The place of each adapter of a PEFT directory in our model: a projection, and its rows in a fused weight."""
 
 from typing import NamedTuple
 

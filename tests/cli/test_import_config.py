@@ -247,6 +247,10 @@ def test_sft_trains_with_the_file(
     assert config["adapter"]["rank"] == 3 and config["adapter"]["alpha"] == 32 and config["adapter"]["dora"]
     assert config["optim"]["lr"] == 2e-4 and config["align"]["data"] == ["./mine.jsonl"]
     assert config["schedule"]["length"] == "2 steps" and config["schedule"]["name"] == "cosine"
+    for content, message in (("[align]\ndata = 'absent.jsonl'", "absent.jsonl"), ("align = 3", "table")):
+        (tmp_path / "edited.toml").write_text(content)
+        with pytest.raises(UsageError, match=message):
+            run_sft([str(model), "--config", "edited.toml", "--compute.device", "cpu"])
     with pytest.raises(UsageError, match="another command"):
         from deskside.cli.dpo import run as run_dpo
 
