@@ -1,4 +1,4 @@
-"""How a model writes tool calls. Its chat template shows it:
+"""The forms in which models write tool calls. The one of a model is found by rendering a call with its chat template.
 
 <tool_call>{"name": ..., "arguments": {...}}</tool_call>    Qwen 2.5 and 3, Hermes
 [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]        Mistral
