@@ -26,6 +26,13 @@ def only_json(text: str) -> float:
     raise AssertionError(f"{text} is not JSON")
 
 
+def problems(schema: Schema, text: str) -> list[str]:
+    """Return what jsonschema finds wrong with the JSON of an answer. Raises ValueError for text that is not JSON."""
+    value = json.loads(text, parse_constant=only_json)
+    validator = Draft202012Validator(schema, format_checker=Draft202012Validator.FORMAT_CHECKER)
+    return [error.message for error in validator.iter_errors(value)]
+
+
 def check(schemas: list[Schema]) -> None:
     model = make(vocab_size=vocabulary(), **SMALL)
     engine = Engine(model, max_batch=32, max_tokens=32 * CONTEXT, tokenizer=tokenizer())
@@ -35,9 +42,7 @@ def check(schemas: list[Schema]) -> None:
     ]
     for schema, (answer,) in zip(schemas, engine.run(requests), strict=True):
         assert answer.reason == "eos", (schema, answer.text[:200])
-        value = json.loads(answer.text, parse_constant=only_json)
-        validator = Draft202012Validator(schema, format_checker=Draft202012Validator.FORMAT_CHECKER)
-        assert not list(validator.iter_errors(value)), (schema, answer.text)
+        assert not problems(schema, answer.text), (schema, answer.text)
 
 
 def test_schemas() -> None:

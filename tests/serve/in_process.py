@@ -21,16 +21,21 @@ def with_client(
     ask: Callable[[openai.AsyncOpenAI], Awaitable[T]],
     max_choices: int = 16,
     adapter_names: tuple[str, ...] = (),
+    limits: tuple[int, int] = (3000, 4096),
     **engine: Any,
 ) -> T:
-    """Return ask(client) of a server with this model, whose name is "tiny". The official client has no retries."""
+    """Return ask(client) of a server with this model, whose name is "tiny". The official client has no retries.
+
+    limits: the most tokens of an answer, and of a prompt with its answer.
+    """
 
     async def run() -> T:
         made = Engine(loaded.model, tokenizer=loaded.tokenizer, **engine)
         worker = Worker(made, asyncio.get_running_loop(), print)
         worker.start()
         try:
-            app = make_app(Service(loaded, worker, "tiny", max_choices, 3000, 4096, adapters=adapter_names))
+            service = Service(loaded, worker, "tiny", max_choices, *limits, adapters=adapter_names)
+            app = make_app(service)
             transport = httpx.ASGITransport(app)
             async with httpx.AsyncClient(transport=transport, timeout=60) as http:
                 base = "http://here/v1"
