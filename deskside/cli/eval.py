@@ -20,7 +20,7 @@ class EvalOptions(ModelOption, JsonOption):
       deskside eval runs/demo --json
       deskside eval runs/demo --text book.txt
       deskside eval runs/124m --tasks core --tasks-dir DIR --limit 500
-      deskside eval runs/long --passkey 2048,4096,16384
+      deskside eval runs/long --long-context 2048,4096,16384
       deskside eval runs/indic --parallel flores200_dev.jsonl.gz --languages en,hi,ta
       deskside eval runs/b --compare runs/a --tasks core --tasks-dir DIR
       deskside eval my-model --tasks gsm8k,humaneval --tasks-dir hf: --chat
@@ -44,12 +44,18 @@ class EvalOptions(ModelOption, JsonOption):
     start: bool = option(
         "start every text with the start token, as in training (lm-eval: add_bos_token=True)", False
     )
-    passkey: str | None = option(
-        "find a number hidden in texts of these lengths, in tokens; the report of a run shows the last result",
+    long_context: str | None = option(
+        "find numbers, follow variables and count words in made texts of these lengths, in tokens; the report of a run "
+        "shows the last result",
         None,
         metavar="N,...",
     )
-    trials: int | None = option("numbers hidden at each length and depth, for --passkey; default: 5", None)
+    long_tasks: str | None = option(
+        "passkey, multikey, variable_tracking and frequent_words, for --long-context; default: all",
+        None,
+        metavar="NAME,...",
+    )
+    trials: int | None = option("texts of each length and depth, for --long-context; default: 5", None)
     parallel: str | None = option(
         "measure bits per sentence on records that have the same sentence in several languages, such as FLORES",
         None,

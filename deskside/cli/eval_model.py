@@ -17,14 +17,21 @@ from deskside.cli.eval_compare import (
     read_items_file,
 )
 from deskside.cli.eval_compare import as_json as compare_json
+from deskside.cli.eval_long_context import (
+    evaluate_long_context,
+    long_context_json,
+    long_context_lengths,
+    long_context_tasks,
+    print_long_context,
+)
 from deskside.cli.output import print_json
 from deskside.config.run import RunConfig
 from deskside.data.chat.renderer import Renderer, read_chat_template
 from deskside.data.corpus.progress_bar import ProgressBar
 from deskside.engine.device import select_device, select_dtype
 from deskside.evaluate.likelihood import Encoder
+from deskside.evaluate.long_context import check_lengths
 from deskside.evaluate.parallel_text import ParallelResult, ParallelText, measure_parallel
-from deskside.evaluate.passkey import DEPTHS, GUESSING_NATS, PasskeyCell, check_lengths, passkey
 from deskside.evaluate.run_task import (
     CORE_TASKS,
     Core,
@@ -39,20 +46,18 @@ from deskside.evaluate.run_task import (
 from deskside.evaluate.tasks import TaskSelection, Translation, select
 from deskside.evaluate.text_bpb import TextBpb, has_own_data, measure, run_config
 from deskside.evaluate.translation import check_sacrebleu
-from deskside.run.directory import RunDirectory
 from deskside.utils import strict_json
 from deskside.utils.console import say
 from deskside.utils.errors import RunError, UsageError
 from deskside.weights.load import Loaded, load_model
 
 BATCH_TOKENS = {"cpu": 8192, "cuda": 65536}  # default tokens per forward pass
-PASSKEY_TRIALS, PASSKEY_SEED = 5, 0
 
 
 def eval_model(options: EvalOptions) -> int:
     """Evaluate the model, print the results, and return the exit code. Raises UsageError and RunError."""
     selection = _selected_tasks(options)
-    lengths = _passkey_lengths(options)
+    lengths, long_tasks = long_context_lengths(options), long_context_tasks(options)
     parallel_text = _parallel_text(options)
     device = select_device(options.device)
     tasks = [] if selection is None else _prepare_tasks(options, selection)
@@ -79,9 +84,7 @@ def eval_model(options: EvalOptions) -> int:
         raise UsageError(
             "--sequence-length: is for bits per byte, which are not measured here; add --text FILE or --data DIR"
         )
-    cells = _evaluate_passkey(options, lengths, loaded, batch_tokens)
-    if cells and loaded.run_dir is not None:
-        _record_passkey(loaded.run_dir, cells, loaded.step)
+    cells = evaluate_long_context(options, long_tasks, lengths, loaded, subject)
     parallel = None if parallel_text is None else measure_parallel(loaded, parallel_text, batch_tokens)
     results, failed = _evaluate_tasks(options, tasks, subject)
     differences = None if others is None else compare(results, others)
@@ -93,7 +96,7 @@ def eval_model(options: EvalOptions) -> int:
         if measured is not None:
             output |= _measured_json(measured)
         if lengths:
-            output["passkey"] = _passkey_json(cells)
+            output["long_context"] = long_context_json(cells)
         if parallel is not None:
             output["parallel"] = parallel.as_dict()
         if selection is not None:
@@ -111,7 +114,7 @@ def eval_model(options: EvalOptions) -> int:
     if measured is not None:
         _print_measured(measured)
     if cells:
-        _print_passkey(cells)
+        print_long_context(cells)
     if parallel is not None:
         _print_parallel(parallel)
     if results:
@@ -156,18 +159,6 @@ def _selected_tasks(options: EvalOptions) -> TaskSelection | None:
     return selection
 
 
-def _passkey_lengths(options: EvalOptions) -> list[int]:
-    """Return the lengths of --passkey, in tokens. Raises UsageError for invalid ones, and for unused options."""
-    if options.passkey is None:
-        if options.trials is not None:
-            raise UsageError("--trials: has no effect without --passkey; add --passkey 2048,16384")
-        return []
-    parts = [part.strip() for part in options.passkey.split(",")]
-    if not all(part.isdecimal() for part in parts):
-        raise UsageError(f"--passkey {options.passkey!r}: give lengths in tokens, such as 2048,16384")
-    return [int(part) for part in parts]
-
-
 def _parallel_text(options: EvalOptions) -> ParallelText | None:
     """Read the text of --parallel. Raises UsageError for an unreadable one, and for --languages without --parallel."""
     if options.parallel is None:
@@ -176,25 +167,6 @@ def _parallel_text(options: EvalOptions) -> ParallelText | None:
         return None
     languages = [name.strip() for name in (options.languages or "").split(",") if name.strip()]
     return ParallelText.read(options.parallel, languages)
-
-
-def _evaluate_passkey(
-    options: EvalOptions, lengths: Sequence[int], loaded: Loaded, batch_tokens: int
-) -> list[PasskeyCell]:
-    if not lengths:
-        return []
-    trials = options.trials or PASSKEY_TRIALS
-    encoder = Encoder(loaded.tokenizer, loaded.start_token, always_start=True)
-    with ProgressBar("passkey", len(lengths) * len(DEPTHS) * trials, "prompts") as bar:
-        return passkey(
-            loaded.model,
-            encoder,
-            lengths,
-            trials=trials,
-            seed=PASSKEY_SEED,
-            batch_tokens=batch_tokens,
-            tick=bar.advance,
-        )
 
 
 def _measured_json(measured: TextBpb) -> dict[str, Any]:
@@ -220,18 +192,6 @@ def _tasks_json(results: Sequence[TaskResult], core_result: Core | None) -> dict
         "core_interval": [core_result.low, core_result.high] if core_result else None,
         "core_tasks": list(core_result.tasks) if core_result else [],
     }
-
-
-def _passkey_json(cells: Sequence[PasskeyCell]) -> dict[str, Any]:
-    return {"seed": PASSKEY_SEED, "cells": [cell.as_dict() for cell in cells]}
-
-
-def _record_passkey(run_dir: Path, cells: Sequence[PasskeyCell], step: int | None) -> None:
-    """Write passkey.json into the run's directory, for its report. If that fails, print the reason."""
-    try:
-        RunDirectory(run_dir).write_json("passkey.json", {**_passkey_json(cells), "step": step})
-    except RunError as error:
-        say(f"the run's report will not show this passkey evaluation: {error}")
 
 
 # Tasks
@@ -358,22 +318,6 @@ def _print_parallel(parallel: ParallelResult) -> None:
             f" {one['bpb']:>14.3f}"
         )
     print(f"measured on {found['sentences']:,} sentences of {found['source']}")
-
-
-def _print_passkey(cells: Sequence[PasskeyCell]) -> None:
-    """Print a row for each length, with the share of right answers at each depth."""
-    print("passkey" + "".join(f"{f'depth {depth:.0%}':>13}" for depth in DEPTHS) + f"{'nats':>7}")
-    for start in range(0, len(cells), len(DEPTHS)):
-        row = cells[start : start + len(DEPTHS)]
-        nats = sum(cell.nats for cell in row) / len(row)
-        print(
-            f"{row[0].length:>7}"
-            + "".join(f"{cell.correct / cell.n:>13.0%}" for cell in row)
-            + f"{nats:>7.2f}"
-        )
-    print(
-        f"right of {cells[0].n} numbers, measured; nats: mean -ln p of a number, {GUESSING_NATS:.2f} is guessing"
-    )
 
 
 def _print_tasks(results: Sequence[TaskResult], core_result: Core | None) -> None:

@@ -50,8 +50,18 @@ def generate_answers(
         )
         for prompt in prompts
     ]
+    return generate_texts(model, tokenizer, requests, tick)
+
+
+def generate_texts(
+    model: Transformer,
+    tokenizer: Tokenizer,
+    requests: Sequence[Request],
+    tick: Callable[[int], object] | None = None,
+) -> list[str]:
+    """Return the text of the answer to each request, of one sample each. tick: called with 1 after each answer."""
     # KV-cache tokens of each request, in whole pages. The cache should fit the largest batch.
-    sizes = sorted(-(-(len(r.prompt) + max_new_tokens) // PAGE_SIZE) * PAGE_SIZE for r in requests)
+    sizes = sorted(-(-(len(r.prompt) + r.max_new_tokens) // PAGE_SIZE) * PAGE_SIZE for r in requests)
     max_tokens = int(MAX_CACHE_BYTES / model.kv_bytes_per_token(model.activation_dtype))
     engine = Engine(
         model,

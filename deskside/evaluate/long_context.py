@@ -1,52 +1,178 @@
-"""Passkey retrieval: does a model find a number that is hidden in a long text? (Mohtashami and Jaggi, arXiv 2305.16300)
+"""Long-context tasks: made texts of a given length with a question whose answers are known. Nothing is downloaded.
 
-A prompt of L tokens announces a hidden number, repeats sentences that do not matter, states the number at depth d among
-them (0: before the first, 1: after the last), and ends by asking for it. The answer is right if greedy decoding writes
-all digits. A model that sees the whole prompt but does not look up numbers is wrong at all lengths; one whose attention
-or rotary frequencies do not reach far is wrong at long lengths and small depths.
+`passkey` is that of Mohtashami and Jaggi (arXiv 2305.16300); the others are of the kinds of RULER (Hsieh et al., arXiv
+2404.06654), one of each: retrieval with several keys, multi-hop tracing and aggregation. A model that does not look
+things up in the text is wrong at all lengths; one whose attention or rotary frequencies do not reach far is wrong at
+long lengths and small depths.
+
+An answer is scored by recall, as in RULER: the share of the expected words that it contains, in any order.
 """
 
 import math
+import string
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from deskside.evaluate.likelihood import Encoder, likelihoods
+from deskside.engine.requests import Request
+from deskside.evaluate.generated import generate_texts
+from deskside.evaluate.likelihood import Encoder, Likelihood, Pair, likelihoods
+from deskside.evaluate.run_task import EvaluatedModel
 from deskside.evaluate.scoring import wilson
-from deskside.model.transformer import Transformer
 from deskside.utils.errors import UsageError
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 DIGITS = 5
-GUESSING_NATS = DIGITS * math.log(10)  # -ln p of a number whose digits are all equally likely
+KEYS = 4  # of `multikey`
+CHAINS, HOPS = 2, 4  # of `variable_tracking`; a chain has one variable more than hops
+ZIPF_EXPONENT, MOST_FREQUENT = 2.0, 3  # of `frequent_words`
+CODED_WORDS = 500  # as many as have a place in a text of 400,000 words
 
-_OPENING = (
-    "A secret number is somewhere in the following text. Keep it in mind, because you will be asked for it.\n"
-)
 _FILLER = "The road goes past the old mill. Two boats lie on the shore. The wind is light. We walk on. "
-_HIDDEN = "The secret number is {0}. Do not forget it: {0} is the secret number. "
-_QUESTION = "\nWhat is the secret number? The secret number is"
 
 
 @dataclass(frozen=True)
-class PasskeyCell:
-    """The result for one length (tokens) and depth. correct: right answers of n. nats: mean -ln p of the number."""
+class LongText:
+    """A text of any length and its question.
 
+    Attributes:
+        text: Returns the text with a number of units, which are sentences without importance, or words.
+        shortest: The smallest number of units.
+        answers: The expected words. The reference answer is a space and these, separated by commas.
+    """
+
+    text: Callable[[int], str]
+    shortest: int
+    question: str
+    answers: tuple[str, ...]
+
+    @property
+    def reference(self) -> str:
+        return " " + ", ".join(self.answers)
+
+
+@dataclass(frozen=True)
+class LongTask:
+    """make: returns a random text, with what is asked for at a depth (0: at the beginning of the text, 1: at the end).
+
+    at_depths: whether there is such a depth; else what is asked for is spread over the text, and the depth is ignored.
+    """
+
+    make: Callable[[np.random.Generator, float], LongText]
+    at_depths: bool
+
+    @property
+    def depths(self) -> tuple[float | None, ...]:
+        return DEPTHS if self.at_depths else (None,)
+
+    def prompts(self, trials: int) -> int:
+        """Return the number of prompts of a length and depth, which is larger where there is one depth."""
+        return trials if self.at_depths else trials * len(DEPTHS)
+
+
+def _passkey(rng: np.random.Generator, depth: float) -> LongText:
+    (number,) = _numbers(rng, 1)
+    hidden = f"The secret number is {number}. Do not forget it: {number} is the secret number. "
+    opening = "A secret number is somewhere in the following text. Keep it in mind, because you will be asked for it.\n"
+    question = "\nWhat is the secret number? The secret number is"
+    return LongText(_with_filler(opening, [(depth, hidden)]), 0, question, (number,))
+
+
+def _multikey(rng: np.random.Generator, depth: float) -> LongText:
+    """Several numbers with names of which one is asked for; the others are at random depths."""
+    names, numbers = _words(rng, KEYS), _numbers(rng, KEYS)
+    depths = [depth, *rng.random(KEYS - 1).tolist()]
+    hidden = [
+        (place, f"The number of {name} is {number}. ")
+        for place, name, number in zip(depths, names, numbers, strict=True)
+    ]
+    opening = "Numbers that belong to names are in the following text. Keep them in mind, because you will be asked.\n"
+    question = f"\nWhat is the number of {names[0]}? The number of {names[0]} is"
+    return LongText(_with_filler(opening, hidden), 0, question, (numbers[0],))
+
+
+def _variable_tracking(rng: np.random.Generator, _: float) -> LongText:
+    """Chains of assignments, each in order at random depths; the variables of one chain are asked for."""
+    names = [name.upper() for name in _words(rng, CHAINS * (HOPS + 1))]
+    values = _numbers(rng, CHAINS)
+    hidden = []
+    for chain, value in enumerate(values):
+        variables = names[chain::CHAINS]
+        sources = [value, *variables[:-1]]
+        depths = sorted(rng.random(len(variables)).tolist())
+        hidden += [
+            (depth, f"VAR {name} = {source}. ")
+            for depth, name, source in zip(depths, variables, sources, strict=True)
+        ]
+    opening = (
+        "Assignments of variables are in the following text. Keep track of the value of each variable.\n"
+    )
+    question = (
+        f"\nWhich variables have the value {values[0]}, directly or through other variables? "
+        f"These {HOPS + 1} variables have the value {values[0]}:"
+    )
+    return LongText(_with_filler(opening, hidden), 0, question, tuple(names[::CHAINS]))
+
+
+def _frequent_words(rng: np.random.Generator, _: float) -> LongText:
+    """Random words whose frequencies follow Zipf's law; the most frequent ones are asked for."""
+    words = np.array(_words(rng, CODED_WORDS))
+    seed = int(rng.integers(2**32))
+    weights = np.arange(1, CODED_WORDS + 1) ** -ZIPF_EXPONENT
+    opening = "Some words in the following list are more frequent than others. Count each word.\n"
+
+    def text(count: int) -> str:
+        listed = words.repeat(np.rint(count * weights / weights.sum()).astype(int))
+        np.random.default_rng(seed).shuffle(listed)
+        return opening + " ".join(listed)
+
+    question = f"\nWhich words are the most frequent ones? The {MOST_FREQUENT} most frequent words are:"
+    # From 50 words on, each of the first words is more frequent than the next one.
+    return LongText(text, 50, question, tuple(words[:MOST_FREQUENT].tolist()))
+
+
+TASKS = {
+    "passkey": LongTask(_passkey, at_depths=True),
+    "multikey": LongTask(_multikey, at_depths=True),
+    "variable_tracking": LongTask(_variable_tracking, at_depths=False),
+    "frequent_words": LongTask(_frequent_words, at_depths=False),
+}
+
+
+@dataclass(frozen=True)
+class LongContextCell:
+    """The result of a task for one length (tokens) and depth.
+
+    Attributes:
+        depth: None for a task without depths.
+        recall: Sum of the shares of expected words that `n` answers contain.
+        nats: Mean -ln p of the reference answer.
+    """
+
+    task: str
     length: int
-    depth: float
-    correct: int
+    depth: float | None
+    recall: float
     n: int
     nats: float
 
+    @property
+    def accuracy(self) -> float:
+        return self.recall / self.n
+
     def as_dict(self) -> dict[str, Any]:
-        """Return the result for JSON. low and high: 95 % confidence interval of the accuracy."""
-        low, high = wilson(self.correct, self.n)
+        """Return the result for JSON. low and high: 95 % confidence interval of the accuracy.
+
+        It is Wilson's for answers that are right or wrong. Shares between vary less, so for them it is too wide.
+        """
+        low, high = wilson(self.recall, self.n)
         return {
+            "task": self.task,
             "length": self.length,
             "depth": self.depth,
-            "accuracy": self.correct / self.n,
+            "accuracy": self.accuracy,
             "low": low,
             "high": high,
             "n": self.n,
@@ -54,69 +180,159 @@ class PasskeyCell:
         }
 
 
-def passkey(
-    model: Transformer,
-    encoder: Encoder,
+def long_context(
+    subject: EvaluatedModel,
+    names: Sequence[str],
     lengths: Sequence[int],
     *,
     trials: int,
     seed: int,
-    batch_tokens: int,
     tick: Callable[[int], object] | None = None,
-) -> list[PasskeyCell]:
-    """Return a result for each length and each of `DEPTHS`.
+) -> list[LongContextCell]:
+    """Return a result for each task, each length and each of its depths.
 
     Args:
-        lengths: Tokens of the prompt with its answer; a prompt is at most one filler shorter.
-        trials: How many numbers are hidden at each length and depth. They depend only on (seed, length, depth, trial).
-        batch_tokens: As in `likelihoods`.
-        tick: Called with the number of newly finished prompts.
+        names: Keys of `TASKS`.
+        lengths: Tokens of the prompt with its answer; a prompt is at most about one unit of filler shorter.
+        trials: As in `LongTask.prompts`. A text depends only on (seed, task, length, depth, trial).
+        tick: Called with the number of newly finished steps, of `count_steps`.
 
     Raises UsageError for a length that the model or the text does not allow.
     """
-    check_lengths(lengths, model.config.max_position_embeddings)
-    cells = [(length, depth) for length in lengths for depth in DEPTHS]
-    texts = []
-    for length, depth in cells:
-        rng = np.random.default_rng([seed, length, round(100 * depth)])
-        for number in rng.integers(10 ** (DIGITS - 1), 10**DIGITS, size=trials).tolist():
-            texts.append((_prompt(encoder, length, depth, number), f" {number}"))
-    results = likelihoods(model, encoder.pairs(texts), batch_tokens=batch_tokens, tick=tick)
+    check_lengths(lengths, subject.model.config.max_position_embeddings)
+    cells = [(name, length, depth) for name in names for length in lengths for depth in TASKS[name].depths]
+    prompts = [
+        _prompt(subject.encoder, cell, [seed, trial])
+        for cell in cells
+        for trial in range(TASKS[cell[0]].prompts(trials))
+    ]
+    pairs = [prompt.pair for prompt in prompts]
+    results = likelihoods(subject.model, pairs, batch_tokens=subject.batch_tokens, tick=tick)
+    recalls = _recalls(subject, prompts, results, tick)
     found = []
-    for place, (length, depth) in enumerate(cells):
-        of_cell = results[place * trials : (place + 1) * trials]
-        nats = -math.fsum(result.logprob for result in of_cell) / trials
-        found.append(PasskeyCell(length, depth, sum(result.greedy for result in of_cell), trials, nats))
+    start = 0
+    for name, length, depth in cells:
+        end = start + TASKS[name].prompts(trials)
+        nats = -math.fsum(result.logprob for result in results[start:end]) / (end - start)
+        found.append(LongContextCell(name, length, depth, math.fsum(recalls[start:end]), end - start, nats))
+        start = end
     return found
+
+
+def count_steps(names: Sequence[str], lengths: Sequence[int], trials: int) -> int:
+    """Return the number of steps that `long_context` reports: likelihoods, and answers that are generated."""
+    tasks = [TASKS[name] for name in names]
+    return len(lengths) * sum(
+        len(task.depths) * task.prompts(trials) * (1 if task.at_depths else 2) for task in tasks
+    )
 
 
 def check_lengths(lengths: Sequence[int], limit: int) -> None:
     """Raise UsageError for a length above `limit`, the most tokens that a model takes."""
     for length in lengths:
         if length > limit:
-            raise UsageError(f"--passkey {length}: this model takes up to {limit} tokens")
+            raise UsageError(f"--long-context {length}: this model takes up to {limit} tokens")
 
 
-def _prompt(encoder: Encoder, length: int, depth: float, number: int) -> str:
-    """Return the longest prompt that has at most `length` tokens with its answer, filled with whole fillers."""
+def recall(answer: str, expected: Sequence[str]) -> float:
+    """Return the share of the expected words that an answer contains, ignoring case."""
+    return sum(word.lower() in answer.lower() for word in expected) / len(expected)
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    """A prompt with its reference answer, and the most tokens that are generated for it."""
+
+    pair: Pair
+    room: int
+    answers: tuple[str, ...]
+
+
+def _recalls(
+    subject: EvaluatedModel,
+    prompts: Sequence[_Prompt],
+    results: Sequence[Likelihood],
+    tick: Callable[[int], object] | None,
+) -> list[float]:
+    """Return the recall of the greedy answer to each prompt.
+
+    A single expected word is written if each of its tokens is the most probable one, which its likelihood tells. Several
+    words may come in any order, so these answers are generated.
+    """
+    several = [prompt for prompt in prompts if len(prompt.answers) > 1]
+    requests = [
+        Request(prompt.pair.context, prompt.room, eos_tokens=frozenset(subject.eos_tokens))
+        for prompt in several
+    ]
+    texts = iter(generate_texts(subject.model, subject.tokenizer, requests, tick) if requests else [])
+    return [
+        recall(next(texts), prompt.answers) if len(prompt.answers) > 1 else float(result.greedy)
+        for prompt, result in zip(prompts, results, strict=True)
+    ]
+
+
+def _prompt(encoder: Encoder, cell: tuple[str, int, float | None], seeds: list[int]) -> _Prompt:
+    """Return the longest prompt that has at most the cell's length in tokens with the room for its answer."""
+    name, length, depth = cell
+    place = depth or 0.0
+    rng = np.random.default_rng([*seeds, list(TASKS).index(name), length, round(100 * place)])
+    made = TASKS[name].make(rng, place)
+
+    def prompt(units: int) -> _Prompt:
+        (pair,) = encoder.pairs([(made.text(units) + made.question, made.reference)])
+        answer = len(pair.continuation)
+        # Another separator or a short sentence before the words has room, but not a list of all words of the text.
+        return _Prompt(pair, answer if len(made.answers) == 1 else answer + answer // 4, made.answers)
+
+    def free(units: int) -> int:
+        fitted = prompt(units)
+        return length - len(fitted.pair.context) - fitted.room
+
+    units = made.shortest
+    unused = free(units)
+    if unused < 0:
+        raise UsageError(
+            f"--long-context {length}: the shortest text of {name} has {length - unused} tokens; give a longer length"
+        )
+    per_unit = (unused - free(units + 10)) / 10
+    # The tokens are almost proportional to the units, so a few of Newton's steps find the largest number that fits.
+    for _ in range(4):
+        step = math.floor(unused / per_unit)
+        units = max(made.shortest, units + step)
+        unused = free(units)
+        if step == 0:
+            break
+    while unused < 0:
+        units -= 1
+        unused = free(units)
+    return prompt(units)
+
+
+def _with_filler(opening: str, hidden: Sequence[tuple[float, str]]) -> Callable[[int], str]:
+    """Return a function that returns a text with a number of fillers, with the hidden sentences at their depths."""
+    ordered = sorted(hidden, key=lambda one: one[0])
 
     def text(fillers: int) -> str:
-        before = round(depth * fillers)
-        hidden = _HIDDEN.format(number)
-        return _OPENING + _FILLER * before + hidden + _FILLER * (fillers - before) + _QUESTION
+        parts = [opening]
+        before = 0
+        for depth, sentence in ordered:
+            place = round(depth * fillers)
+            parts += [_FILLER * (place - before), sentence]
+            before = place
+        return "".join([*parts, _FILLER * (fillers - before)])
 
-    def tokens(fillers: int) -> int:
-        (pair,) = encoder.pairs([(text(fillers), f" {number}")])
-        return len(pair.context) + len(pair.continuation)
+    return text
 
-    shortest = tokens(0)
-    if shortest > length:
-        raise UsageError(
-            f"--passkey {length}: the text without filler has {shortest} tokens; give a longer length"
-        )
-    # The first fillers may share tokens with the text around them, later ones all have the same number of tokens.
-    per_filler = (tokens(20) - tokens(10)) / 10
-    fillers = int((length - shortest) / per_filler) + 3
-    while tokens(fillers) > length:
-        fillers -= 1
-    return text(fillers)
+
+def _numbers(rng: np.random.Generator, count: int) -> list[str]:
+    """Return different numbers of `DIGITS` digits."""
+    return [str(10 ** (DIGITS - 1) + n) for n in rng.choice(9 * 10 ** (DIGITS - 1), count, replace=False)]
+
+
+def _words(rng: np.random.Generator, count: int) -> list[str]:
+    """Return different words of six random letters."""
+    letters = string.ascii_lowercase
+    return [
+        "".join(letters[number // 26**place % 26] for place in range(6))
+        for number in rng.choice(26**6, count, replace=False).tolist()
+    ]

@@ -53,7 +53,7 @@ def _decimal(text: str) -> Decimal:
 # Accuracy
 
 
-def wilson(correct: int, n: int) -> tuple[float, float]:
+def wilson(correct: float, n: int) -> tuple[float, float]:
     """Return the 95 % confidence interval of an accuracy (Wilson 1927, J. of the American Statistical Association 22).
 
     It lies within [0, 1], and is not empty if all items are correct or none is.

@@ -51,7 +51,12 @@ def compose(
     `images` are drawn already; `missing` has a sentence for each missing plot; `languages` and `experts` are the
     sections about the languages of the data and the experts of the model, which are left out if they are empty.
     """
-    curves = (*images, *((Bullets(missing),) if missing else ()), *_by_position(record), *_passkey(record))
+    curves = (
+        *images,
+        *((Bullets(missing),) if missing else ()),
+        *_by_position(record),
+        *_long_context(record),
+    )
     return ReportDocument(
         title=f"Training run {record.name}",
         verdict=verdict(record),
@@ -197,26 +202,25 @@ def _by_position(record: RunRecord) -> list[Block]:
     ]
 
 
-def _passkey(record: RunRecord) -> list[Block]:
-    """Return a table of the right answers by length and depth, if the run was evaluated with --passkey."""
-    cells = objects(record.passkey.get("cells"))
+def _long_context(record: RunRecord) -> list[Block]:
+    """Return a table by task, length and depth, if the run was evaluated with --long-context."""
+    cells = objects(record.long_context.get("cells"))
     if not cells:
         return []
-    lengths, depths = (
-        sorted({number(cell.get(key)) or 0.0 for cell in cells}) for key in ("length", "depth")
-    )
-    accuracy = {
-        (number(cell.get("length")), number(cell.get("depth"))): number(cell.get("accuracy"))
-        for cell in cells
-    }
-    rows = []
-    for length in lengths:
-        values = [accuracy.get((length, depth)) for depth in depths]
-        rows.append((count(length), *(UNKNOWN if value is None else f"{value:.0%}" for value in values)))
+    depths = sorted({depth for cell in cells if (depth := number(cell.get("depth"))) is not None})
+    by_row: dict[tuple[str, float | None], dict[float | None, str]] = {}
+    for cell in cells:
+        accuracy = number(cell.get("accuracy"))
+        row = by_row.setdefault((text(cell.get("task")), number(cell.get("length"))), {})
+        row[number(cell.get("depth"))] = UNKNOWN if accuracy is None else f"{accuracy:.0%}"
+    rows = [
+        (task, count(length), *(row.get(depth, "") for depth in (None, *depths)))
+        for (task, length), row in by_row.items()
+    ]
     return [
-        f"Passkey retrieval: right answers of {count(number(cells[0].get('n')))} numbers at each length and depth, at "
-        f"step {count(number(record.passkey.get('step')))} (measured).",
-        Table(("tokens", *(f"depth {depth:.0%}" for depth in depths)), rows),
+        "Long-context tasks: share of the expected words in the answers, at each depth or for the whole text, at step "
+        f"{count(number(record.long_context.get('step')))} (measured).",
+        Table(("task", "tokens", "whole text", *(f"depth {depth:.0%}" for depth in depths)), rows),
     ]
 
 

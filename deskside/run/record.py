@@ -66,7 +66,7 @@ class RunRecord:
     metrics: list[dict[str, Any]] = field(default_factory=list)  # metrics.jsonl, in order of step
     events: list[str] = field(default_factory=list)  # events.log
     problems: list[str] = field(default_factory=list)  # messages about missing and damaged files
-    passkey: dict[str, Any] = field(default_factory=dict)  # passkey.json of `deskside eval --passkey`
+    long_context: dict[str, Any] = field(default_factory=dict)  # long_context.json of `eval --long-context`
 
     @property
     def name(self) -> str:
@@ -174,11 +174,11 @@ def read_run(path: Path) -> RunRecord:
         events = []
         problem = MISSING if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
         problems.append(f"events.log {problem}: skips, rollbacks and resumes are unknown.")
-    passkey, problem = read_object(path / "passkey.json")
+    long_context, problem = read_object(path / "long_context.json")
     if problem and problem != MISSING:
-        problems.append(f"passkey.json {problem}: the passkey evaluation is unknown.")
+        problems.append(f"long_context.json {problem}: the long-context evaluation is unknown.")
     record = _record(path, contents, log.rows, [line for line in events if line.strip()], problems)
-    return replace(record, passkey=passkey)
+    return replace(record, long_context=long_context)
 
 
 def read_brief(path: Path) -> RunRecord:

@@ -116,33 +116,42 @@ def test_a_run_gets_bits_per_byte_and_tasks(
     assert found["core"] is None and found["limit"] == 5 and found["start"] is True
 
 
-def test_passkey(run: MadeRun, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [str(run.path), "--passkey", "400, 600", "--trials", "2", "--device", "cpu"]
+def test_long_context(run: MadeRun, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [str(run.path), "--long-context", "600, 700", "--trials", "2", "--device", "cpu"]
     assert run_eval([*arguments, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    cells = found["passkey"]["cells"]
-    assert [(cell["length"], cell["depth"]) for cell in cells] == [
-        (length, depth) for length in (400, 600) for depth in (0, 0.25, 0.5, 0.75, 1)
+    cells = found["long_context"]["cells"]
+    depths = (0, 0.25, 0.5, 0.75, 1)
+    expected = [
+        (task, length, depth)
+        for task in ("passkey", "multikey", "variable_tracking", "frequent_words")
+        for length in (600, 700)
+        for depth in (depths if "key" in task else (None,))
     ]
-    assert all(
-        c["n"] == 2 and 0 <= c["low"] <= c["accuracy"] <= c["high"] <= 1 and c["nats"] > 0 for c in cells
-    )
+    assert [(cell["task"], cell["length"], cell["depth"]) for cell in cells] == expected
+    for cell in cells:
+        assert cell["n"] == (10 if cell["depth"] is None else 2) and cell["nats"] > 0
+        assert 0 <= cell["low"] <= cell["accuracy"] <= cell["high"] <= 1
     assert found["bpb"] is not None and found["bpb_by_position"][0]["tokens"] == found["tokens"]
-    assert json.loads((run.path / "passkey.json").read_text()) == {**found["passkey"], "step": 20}
-    assert run_eval(arguments) == 0
-    lines = capsys.readouterr().out.splitlines()[-4:]
-    assert all(len(line) <= 80 for line in lines) and "depth 100%" in lines[0]
+    written = json.loads((run.path / "long_context.json").read_text())
+    assert written == {**found["long_context"], "step": 20}
+    assert run_eval([*arguments, "--long-tasks", "frequent_words,passkey"]) == 0
+    head, *rows, _ = lines = capsys.readouterr().out.splitlines()[-6:]
+    assert max(map(len, lines[:-1])) <= 80 and "depth 0%" in head
+    assert [row.split()[:2] for row in rows] == [
+        [task, length] for task in ("frequent_words", "passkey") for length in ("600", "700")
+    ]
 
 
-def test_passkey_that_is_too_long(run: MadeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_context_beyond_the_model(run: MadeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is refused before bits per byte, which take long, are measured."""
 
     def measure(*_: object, **__: object) -> None:
         raise AssertionError("bits per byte were measured")
 
     monkeypatch.setattr("deskside.cli.eval_model.measure", measure)
-    with pytest.raises(UsageError, match="--passkey 100000: this model takes up to"):
-        run_eval([str(run.path), "--passkey", "400,100000", "--device", "cpu"])
+    with pytest.raises(UsageError, match="--long-context 100000: this model takes up to"):
+        run_eval([str(run.path), "--long-context", "400,100000", "--device", "cpu"])
 
 
 def test_a_sequence_length_without_effect(made: Made, tmp_path: Path) -> None:
@@ -182,13 +191,16 @@ def test_parallel(run: MadeRun, tmp_path: Path, capsys: pytest.CaptureFixture[st
             run_eval(arguments)
 
 
-def test_passkey_of_a_run_that_cannot_be_written(run: MadeRun, capsys: pytest.CaptureFixture[str]) -> None:
-    (run.path / "passkey.json").unlink(missing_ok=True)
-    (run.path / "passkey.json").mkdir()
-    assert run_eval([str(run.path), "--passkey", "400", "--trials", "1", "--device", "cpu", "--json"]) == 0
+def test_long_context_of_a_run_that_cannot_be_written(
+    run: MadeRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run.path / "long_context.json").unlink(missing_ok=True)
+    (run.path / "long_context.json").mkdir()
+    arguments = ["--long-context", "400", "--long-tasks", "passkey", "--trials", "1", "--device", "cpu"]
+    assert run_eval([str(run.path), *arguments, "--json"]) == 0
     shown = capsys.readouterr()
-    assert json.loads(shown.out)["passkey"]["cells"] and "will not show this passkey evaluation" in shown.err
-    (run.path / "passkey.json").rmdir()
+    assert json.loads(shown.out)["long_context"]["cells"] and "will not show" in shown.err
+    (run.path / "long_context.json").rmdir()
 
 
 def test_the_table_fits_a_terminal(made: Made, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -220,9 +232,14 @@ def test_chat_and_start_change_the_prompt(made: Made, data: Path, capsys: pytest
         (["--tasks", "arc_easy", "--limit", "0"], "--limit 0: must be at least 1"),
         (["--tasks", "arc_easy", "--shots", "-1"], "--shots -1: must be at least 0"),
         (["--tasks", "winograd", "--chat", "--tasks-dir", "DATA"], "--chat: winograd compares beginnings"),
-        (["--trials", "3"], "--trials: has no effect without --passkey"),
-        (["--passkey", "2048", "--trials", "0"], "--trials 0: must be at least 1"),
-        (["--passkey", "2K"], "give lengths in tokens"),
+        (["--trials", "3"], "--trials: has no effect without --long-context"),
+        (["--long-tasks", "passkey"], "--long-tasks: has no effect without --long-context"),
+        (
+            ["--long-context", "2048", "--long-tasks", "needle"],
+            "one of passkey, multikey, variable_tracking,",
+        ),
+        (["--long-context", "2048", "--trials", "0"], "--trials 0: must be at least 1"),
+        (["--long-context", "2K"], "give lengths in tokens"),
         (["--languages", "en,hi"], "--languages: has no effect without --parallel"),
         (["--parallel", "DATA", "--languages", "en"], "--languages en: give at least two"),
         (["--parallel", "DATA", "--languages", "en,en"], "give at least two different"),

@@ -188,19 +188,25 @@ def test_whole_run(tmp_path: Path) -> None:
     assert "| seed | 7 | 1 |" in markdown
 
 
-def test_passkey_of_the_last_evaluation(tmp_path: Path) -> None:
+def test_long_context_tasks_of_the_last_evaluation(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "demo")
     cells = [
-        {"length": length, "depth": depth, "accuracy": depth, "n": 5}
-        for length in (512, 2048)
-        for depth in (0, 0.5)
+        {"task": task, "length": length, "depth": depth, "accuracy": accuracy}
+        for task, length, depth, accuracy in (
+            ("passkey", 512, 0.0, 0.25),
+            ("passkey", 512, 0.5, 1.0),
+            ("passkey", 2048, 0.0, "?"),
+            ("frequent_words", 512, None, 1 / 3),
+        )
     ]
-    (folder / "passkey.json").write_text(json.dumps({"seed": 0, "step": 400, "cells": cells[:3]}))
+    (folder / "long_context.json").write_text(json.dumps({"seed": 0, "step": 400, "cells": cells}))
     _, markdown = report(folder)
-    assert "| tokens | depth 0% | depth 50% |" in markdown
-    assert "| 512 | 0% | 50% |" in markdown and "| 2,048 | 0% | not known |" in markdown
-    (folder / "passkey.json").write_text("{")
-    assert "passkey.json" in report(folder)[1]
+    assert "| task | tokens | whole text | depth 0% | depth 50% |" in markdown
+    rows = [[part.strip() for part in line.split("|")[1:-1]] for line in markdown.splitlines()]
+    assert ["passkey", "512", "", "25%", "100%"] in rows and ["passkey", "2,048", "", "not known", ""] in rows
+    assert ["frequent_words", "512", "33%", "", ""] in rows
+    (folder / "long_context.json").write_text("{")
+    assert "long_context.json" in report(folder)[1]
 
 
 def test_predicted_against_measured(tmp_path: Path) -> None:
