@@ -256,8 +256,8 @@ def _recalls(
 ) -> list[float]:
     """Return the recall of the greedy answer to each prompt.
 
-    A single expected word is written if each of its tokens is the most probable one, which its likelihood tells. Several
-    words may come in any order, so these answers are generated.
+    A single expected word is written if each of its tokens is the most probable one, which its likelihood tells.
+    Several words may come in any order, so these answers are generated.
     """
     several = [prompt for prompt in prompts if len(prompt.answers) > 1]
     requests = [

@@ -190,7 +190,7 @@ def test_steps_are_counted(subject: EvaluatedModel) -> None:
 
 def test_16384_tokens(subject: EvaluatedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "DEPTHS", (0.5,))
-    (cell,) = long_context(subject, ["variable_tracking"], [16384], trials=1, seed=0)
+    (cell,) = long_context(subject, ["multikey"], [16384], trials=1, seed=0)
     assert (cell.length, cell.n) == (16384, 1) and 0 < cell.nats < 1000
 
 
