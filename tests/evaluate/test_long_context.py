@@ -75,12 +75,12 @@ def test_texts(name: str, depth: float | None, length: int, subject: EvaluatedMo
 
 
 def test_chains_need_tracking(subject: EvaluatedModel) -> None:
-    """The variables of one chain are asked for; a list of all variables has no room."""
+    """The variables of one chain are asked for; a list of eight of the ten has no room."""
     prompt = module._prompt(subject.encoder, ("variable_tracking", LENGTH, None), [0, 0])
     text = subject.tokenizer.decode(list(prompt.pair.context))
     variables = re.findall(r"VAR (\w+) =", text)
     assert len(variables) == 10 and len(prompt.answers) == 5
-    assert len(subject.encoder.prompts([" " + ", ".join(variables)])[0]) > prompt.room
+    assert len(subject.encoder.prompts([" " + ", ".join(variables[:8])])[0]) > prompt.room
 
 
 Solver = Callable[[str], list[str]]
