@@ -28,7 +28,7 @@ DIGITS = 5
 KEYS = 4  # of `multikey`
 CHAINS, HOPS = 2, 4  # of `variable_tracking`; a chain has one variable more than hops
 ZIPF_EXPONENT, MOST_FREQUENT = 2.0, 3  # of `frequent_words`
-CODED_WORDS = 500  # as many as have a place in a text of 400,000 words
+CODED_WORDS = 500  # the last has a place in texts of more than 200,000 words only
 
 _FILLER = "The road goes past the old mill. Two boats lie on the shore. The wind is light. We walk on. "
 
@@ -55,9 +55,11 @@ class LongText:
 
 @dataclass(frozen=True)
 class LongTask:
-    """make: returns a random text, with what is asked for at a depth (0: at the beginning of the text, 1: at the end).
+    """A kind of text and question.
 
-    at_depths: whether there is such a depth; else what is asked for is spread over the text, and the depth is ignored.
+    Attributes:
+        make: Returns a random text, with what is asked for at a depth (0: at the beginning, 1: at the end).
+        at_depths: Whether there is such a depth; else what is asked for is all over the text, and the depth is ignored.
     """
 
     make: Callable[[np.random.Generator, float], LongText]

@@ -194,6 +194,12 @@ def test_16384_tokens(subject: EvaluatedModel, monkeypatch: pytest.MonkeyPatch) 
     assert (cell.length, cell.n) == (16384, 1) and 0 < cell.nats < 1000
 
 
+def test_all_positions_of_a_model(tmp_path: Path) -> None:
+    subject = subject_of(make(tmp_path, max_position_embeddings=600))
+    cells = long_context(subject, list(TASKS), [600], trials=1, seed=0)
+    assert len(cells) == 12 and all(0 < cell.nats < 1000 for cell in cells)
+
+
 @pytest.mark.parametrize("name", list(TASKS))
 @pytest.mark.parametrize(("length", "message"), [(16385, "up to 16384 tokens"), (40, "the shortest text of")])
 def test_lengths_that_do_not_fit(name: str, length: int, message: str, subject: EvaluatedModel) -> None:
