@@ -481,6 +481,8 @@ def test_invalid_values_are_refused_for_every_key(path: tuple[str, ...], value: 
         return
     if key == "data.sources" or (key == "data.weights" and value == {"?": 1}):
         return  # a list of any texts, a table of any names
+    if path[0] == "track" and value is True:
+        return  # true is a project's name, too: deskside
     with pytest.raises(UsageError) as caught:
         build([layer_with(path, value)])
     assert re.match(rf"{re.escape(key)}(\.\d+)?: |{path[0]}: input tag ", str(caught.value)), caught.value
