@@ -97,8 +97,10 @@ def launch(
     add_norm: tuple[Tensor, Tensor, float] | None = None,
     function: tuple[str, bool] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return x, or the sum with delta, and the output. add_norm: delta, weight and eps of the norm. function: the
-    activation."""
+    """Return x, or its sum with delta, and the output: (N, K), (N, F).
+
+    add_norm: delta, weight and eps of the norm. function: the activation, and whether it is gated.
+    """
     x_NK = x_NK.contiguous()
     N, K = x_NK.shape
     delta, norm_weight, eps = (None, None, 0.0) if add_norm is None else add_norm

@@ -34,8 +34,7 @@ def packed_attention(
     """Attend from each new token to the tokens of its row up to itself, or the last `window` of them: (N, H, C).
 
     lengths_L: int64, older tokens of each row in the cache. cu_seqlens: int64 (L + 1,), rising from 0; the output of
-    tokens from cu_seqlens[L] on is 0. options: window, scale, softcap and
-    sinks.
+    tokens from cu_seqlens[L] on is 0. options: window, scale, softcap and sinks.
     """
     if packed_kernel_supports(q_NHC.shape[1], k_PKSC):
         from deskside.kernels.prefill_triton import attend_packed

@@ -75,20 +75,27 @@ _ROPE_TYPES = {name: name for name in ("linear", "llama3", "yarn", "longrope")}
 class Family:
     """A Hugging Face architecture.
 
-    names: logical module name -> Hugging Face module name. fields: option of ModelConfig -> field of config.json.
-    options: options of ModelConfig for which the architecture has only one value. constants: fields of config.json for
-    which only one value is supported. written: fields that are written and never read. conditions: (text, holds): what
-    else the architecture needs of a ModelConfig. windows: None if it has no sliding windows. rope_theta: the base if
-    config.json has none. rope_names: its names of rope_theta and partial_rotary_factor before transformers 5.
-    local_rope: window layers have a base of their own; the field with it before transformers 5, and its default.
-    partial_rotary: the share of rotated channels if config.json has none; None if all are always rotated. rope_types:
-    name in config.json -> ours (RopeScaling). transposed: the matrices of the blocks are (in, out), as in GPT-2's
-    Conv1D. prefix: prefix of tensor names that some checkpoints omit. buffers: suffixes of stored tensors that are not
-    weights. norm_offset: what the architecture adds to the stored weight of a norm, as 1 in Gemma; our weight is the
-    sum. stacked_by_head: in a tensor with q, k and v, those of a head stand together (q0 k0 v0 q1 ...).
-    stacked_experts: one tensor has a projection of all experts, (E, in, out), in which gate and up alternate.
-    multimodal: model_type of models with images whose text part, under text_config, has this architecture.
-    quantization: quant_method of checkpoints whose weights are converted as they are loaded; others are refused.
+    Args:
+        names: Logical module name -> Hugging Face module name.
+        fields: Option of ModelConfig -> field of config.json.
+        options: Options of ModelConfig for which the architecture has only one value.
+        constants: Fields of config.json for which only one value is supported.
+        written: Fields that are written and never read.
+        conditions: (text, holds): what an export needs of a ModelConfig besides.
+        windows: None if it has no sliding windows.
+        rope_theta: The base if config.json has none.
+        rope_names: Its names of rope_theta and partial_rotary_factor before transformers 5.
+        local_rope: Window layers have a base of their own: the field with it before transformers 5, and its default.
+        partial_rotary: The share of rotated channels if config.json has none; None if all are always rotated.
+        rope_types: Name in config.json -> ours (RopeScaling).
+        transposed: The matrices of the blocks are (in, out), as in GPT-2's Conv1D.
+        prefix: Prefix of tensor names that some checkpoints omit.
+        buffers: Suffixes of stored tensors that are not weights.
+        norm_offset: Added to the stored weight of a norm to get ours: 1 in Gemma.
+        stacked_by_head: A tensor with q, k and v has those of a head together (q0 k0 v0 q1 ...).
+        quantization: quant_method of checkpoints whose weights are converted as they are loaded; others are refused.
+        stacked_experts: One tensor has a projection of all experts, (E, in, out), in which gate and up alternate.
+        multimodal: model_type of models with images whose text part, under text_config, has this architecture.
     """
 
     model_type: str

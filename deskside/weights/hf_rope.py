@@ -86,6 +86,6 @@ def to_hf_rope(config: ModelConfig, family: Family) -> dict[str, Any]:
     local = parameters
     if config.rope_local_base_freq is not None:
         local = {"rope_type": "default", "rope_theta": config.rope_local_base_freq}
-        if (name := family.local_rope[0]) != "rope_theta":
-            result[name] = config.rope_local_base_freq
+    if (name := family.local_rope[0]) != "rope_theta":
+        result[name] = local["rope_theta"]
     return result | {"rope_parameters": {"full_attention": parameters, "sliding_attention": local}}

@@ -87,13 +87,20 @@ def test_no_rope_layers_must_name_every_layer() -> None:
         from_hf_config(published_config("smollm3", no_rope_layers=[1, 1, 1, 0]))
 
 
+def test_window_layers_with_the_base_of_the_others_are_exported_so() -> None:
+    """transformers 4 takes 10,000 for the base of window layers if config.json has none."""
+    config = from_hf_config(published_config("gemma3_text"))
+    options = config.model_dump() | {"model_type": "gemma3_text", "rope_local_base_freq": None}
+    assert to_hf_config(ModelConfig(**options))["rope_local_base_freq"] == config.rope_theta == 1e6
+
+
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
 
 
 @pytest.mark.parametrize(
     ("model_type", "changes"),
     [
-        ("gemma2", {"embedding_multiplier": 48.02}),  # sqrt(hidden_size) is 48: rounded, it would be lost
+        ("gemma2", {"embedding_multiplier": 48.003}),  # 48 is sqrt(hidden_size), and 48.003^2 rounds to 48^2
         ("phi3", {"rope_scaling": YARN}),
     ],
 )
