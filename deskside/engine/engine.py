@@ -236,7 +236,7 @@ class Engine:
     def run(self, requests: Sequence[Request]) -> list[list[SampleOutput]]:
         """Return the outputs of each request, one per sample. The engine must be idle.
 
-        Raises what `submit` raises, before anything is computed, and RunError when a sample fails.
+        Raises what `submit` raises, before anything is computed, and what `events` raises.
         """
         if not self.idle:
             raise UsageError("engine: run() would lose the events of other requests; use submit() and step()")
@@ -252,11 +252,14 @@ class Engine:
         return [outputs[number] for number in numbers]
 
     def events(self) -> Iterator[Event]:
-        """Step until the engine is idle, and yield all events. Raises RunError when a sample fails."""
+        """Step until the engine is idle, and yield all events.
+
+        Raises RunError when a sample fails, and UsageError if its request cannot be fulfilled.
+        """
         while not self.idle:
             for event in self.step():
                 if event.reason == "failed":
-                    raise RunError(event.error)
+                    raise UsageError(event.error) if event.unfulfillable else RunError(event.error)
                 yield event
 
     def abandon(self, why: str, waiting: bool = False) -> list[Event]:

@@ -87,6 +87,9 @@ class Grammars:
         try:
             if kind == "json":
                 source = LLMatcher.grammar_from_json_schema(checked_schema(text), overrides=OPTIONS)
+            elif kind == "choice":
+                # One terminal: alternatives of a rule are items of the parser, which has a maximum of 2,000.
+                source = "start: CHOICE\nCHOICE: " + " | ".join(map(lark_literal, json.loads(text)))
             else:
                 source = grammar_from(kind, text)
         except ValueError as error:
@@ -108,8 +111,18 @@ def _contained(source: str, outer: str) -> str:
 
 def _refused(kind: GrammarKind, reason: str) -> UsageError:
     name = "JSON schema" if kind == "json" else kind
-    shown = " ".join(reason.split())[:MAX_ERROR_CHARACTERS]
-    return UsageError(f"the {name} is invalid or uses a feature that is not supported: {shown}")
+    return UsageError(f"the {name} is invalid or uses a feature that is not supported: {shown_error(reason)}")
+
+
+def shown_error(reason: str) -> str:
+    """Return an error of llguidance as one line of limited length."""
+    return " ".join(reason.replace("<non-verbose/>", "").split())[:MAX_ERROR_CHARACTERS]
+
+
+def allowed_tokens(matcher: "LLMatcher") -> set[int]:
+    """Return the tokens that a matcher allows next."""
+    mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+    return set(np.unpackbits(mask, bitorder="little").nonzero()[0].tolist())
 
 
 def lark_literal(text: str) -> str:

@@ -1,6 +1,7 @@
 """JSON schemas as grammars: options of llguidance's compiler, and what it would not follow, which is refused."""
 
 import json
+import sys
 from typing import TYPE_CHECKING, Any
 
 from deskside.utils.errors import UsageError
@@ -17,14 +18,14 @@ def checked_schema(text: str) -> Any:
     """Return a JSON schema. Raises UsageError if it is not JSON, or has a part that would not be followed."""
     try:
         schema = json.loads(text)
-    except ValueError as error:
-        raise UsageError(f"the JSON schema is not JSON: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"the JSON schema is not JSON, or nested too deeply: {error}") from None
     check_schema(schema)
     return schema
 
 
 def check_schema(schema: Any) -> None:
-    """Raise UsageError for bounds of a number that llguidance 1.9.1 gets wrong.
+    """Raise UsageError for bounds of a number that are no finite float64, or that llguidance 1.9.1 gets wrong.
 
     Between a whole number that is excluded and another bound less than 1 away, it allows the excluded number.
     """
@@ -40,6 +41,9 @@ def check_schema(schema: Any) -> None:
 def _check_bounds(part: dict[str, Any]) -> None:
     names = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
     bounds = {name: part[name] for name in names if isinstance(part.get(name), int | float)}
+    for name, bound in bounds.items():
+        if not abs(bound) <= sys.float_info.max:
+            raise UsageError(f"the JSON schema has a {name} that does not fit a float64; leave it out")
     for name, bound in bounds.items():
         others = [other for other in bounds.values() if 0 < abs(other - bound) < 1]
         if name.startswith("exclusive") and bound == int(bound) and others and part.get("type") != "integer":

@@ -137,6 +137,7 @@ class Event:
         top: The most probable tokens in place of `token`.
         prompt: In the first event of the first sample of a request that asks for it.
         end_token: The end-of-text or stop token that ended the sample, if the request asks for log-probabilities.
+        unfulfillable: True if the sample "failed" because of what its request asks for, not of the engine or model.
     """
 
     request: int
@@ -151,6 +152,7 @@ class Event:
     top: TopTokens = ()
     prompt: PromptScores | None = None
     end_token: TokenOutput | None = None
+    unfulfillable: bool = False
 
 
 @dataclass

@@ -7,6 +7,7 @@ from dataclasses import replace
 from tokenizers import Tokenizer
 
 from deskside.engine.counter_rng import stream_of
+from deskside.engine.grammar import allowed_tokens, shown_error
 from deskside.engine.pages import Key, Pages, page_keys
 from deskside.engine.requests import Counts, Event, PromptScores, Reason, Request, RowState, TokenOutput
 from deskside.engine.sampling import NOT_FINITE, SamplingTensors
@@ -90,12 +91,20 @@ class Rows:
         """Append a row's next token and return its event."""
         token = output.token
         request = row.request
+        matcher = row.matcher
+        if matcher is not None and token != NOT_FINITE:
+            matcher.consume_token(token)
+        if matcher is not None and matcher.is_error():
+            reason = shown_error(matcher.get_error())
+            return self._refuse(
+                row, f"grammar: the answer cannot follow it to the end: {reason}; simplify it"
+            )
         if token == NOT_FINITE:
+            if _must_end_too_early(row):
+                return self._refuse(row, "min_tokens: the grammar ends the answer before; give fewer")
             return self.fail(row, "the model's output is not finite (NaN or infinite) after this prompt")
         if row.scores is not None and not row.max_tokens:  # only its prompt was wanted
             return self.end(row, "length")
-        if row.matcher is not None and (row.matcher.is_error() or not row.matcher.consume_token(token)):
-            return self.end(row, "failed", f"the grammar cannot be followed: {row.matcher.get_error()}")
         if output.top:  # a step computes as many for all of its rows
             output = output._replace(top=output.top[: request.top_logprobs])
         if token in request.eos_tokens or token in request.stop_tokens:
@@ -107,7 +116,7 @@ class Rows:
         reason: Reason | None = None
         if row.stream is not None and row.stream.stopped:
             reason = "stop"
-        elif row.matcher is not None and row.matcher.is_accepting() and row.matcher.is_stopped():
+        elif matcher is not None and matcher.is_accepting() and matcher.is_stopped():
             reason = "eos"  # only an end-of-text token may follow
         elif len(request.prompt) + len(row.tokens) == row.max_length:
             reason = "length"
@@ -119,8 +128,8 @@ class Rows:
             row.number, row.sample, token, reason, text, *logprobs, cached_tokens=cached, top=output.top
         )
 
-    def end(self, row: RowState, reason: Reason, error: str = "") -> Event:
-        """End a row and release its slot and pages. error: of the reason "failed"."""
+    def end(self, row: RowState, reason: Reason) -> Event:
+        """End a row and release its slot and pages."""
         # The held text of a cancelled answer is dropped: nobody reads it.
         text = row.stream.finish() if row.stream is not None and reason != "cancelled" else ""
         row.ended = True
@@ -132,7 +141,11 @@ class Rows:
                 tokens = [*row.request.prompt, *row.tokens[:-1]]
                 self.register_pages(row, page_keys(tokens, self._page_size, row.request.adapter))
             self._release(row)
-        return Event(row.number, row.sample, None, reason, text, error=error, cached_tokens=row.cached)
+        return Event(row.number, row.sample, None, reason, text, cached_tokens=row.cached)
+
+    def _refuse(self, row: RowState, why: str) -> Event:
+        """End a row as "failed" because its request cannot be fulfilled. Cached prefixes are as good as before."""
+        return replace(self.end(row, "failed"), text="", error=why, unfulfillable=True)
 
     def fail(self, row: RowState, why: str) -> Event:
         """End a running row as "failed". Cached prefixes are dropped: they may include its pages."""
@@ -164,3 +177,10 @@ class Rows:
         self.pages.release(row.pages)
         self._free_slots.append(row.slot)
         self.running.remove(row)
+
+
+def _must_end_too_early(row: RowState) -> bool:
+    """Return True if a row with too few tokens may only go on with tokens that end it, so that none is left."""
+    if row.matcher is None or len(row.tokens) >= row.request.min_tokens:
+        return False
+    return allowed_tokens(row.matcher) <= set(row.request.end_tokens)

@@ -29,8 +29,8 @@ STOPPING = "the server is stopping"
 class RequestHandle:
     """A submitted request. `on_message` is called on the event loop with each event, and with an error if there is one.
 
-    An error is the last message: UsageError if the engine rejects the request, RunError if the request fails or the
-    server stops.
+    An error is the last message: UsageError if the engine rejects the request or cannot fulfil it, RunError if the
+    request fails or the server stops.
     """
 
     request: Request
@@ -161,7 +161,8 @@ class Worker:
                 continue  # cancelled
             if event.reason == "failed":  # fails the whole request: its response needs all samples
                 self._cancel(handle)
-                messages.append((handle, RunError(event.error)))
+                error = UsageError(event.error) if event.unfulfillable else RunError(event.error)
+                messages.append((handle, error))
                 continue
             messages.append((handle, event))
             if event.reason is not None:

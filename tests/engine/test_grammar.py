@@ -1,6 +1,7 @@
 """Grammars: which tokens they allow, beside the regex package's partial matches, and answers that follow them."""
 
 import json
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -18,7 +19,7 @@ from deskside.engine.json_schema import lark_json
 from deskside.engine.requests import Request, SampleOutput
 from deskside.engine.sampling import GREEDY, Sampling
 from deskside.model.transformer import Transformer
-from deskside.utils.errors import RunError, UsageError
+from deskside.utils.errors import UsageError
 from tests.engine.test_generate import make
 from tests.engine.test_steps import as_on_a_gpu
 
@@ -175,6 +176,9 @@ def test_log_probabilities_are_those_of_model_and_mask() -> None:
         ("json", '{"$ref": "#"}'),
         ("json", '{"items": {"type": "number", "exclusiveMinimum": 10, "maximum": 10.5}}'),
         ("json", '{"type": "number", "minimum": -0.5, "exclusiveMaximum": 0}'),
+        ("json", '{"type": "number", "exclusiveMinimum": 1e999}'),
+        ("json", '{"type": "number", "minimum": 0.5, "maximum": 1' + "0" * 400 + "}"),
+        ("json", "[" * 100_000),
         ("regex", "(a"),
         ("regex", "(?!a)b"),
         ("grammar", "nothing"),
@@ -195,7 +199,7 @@ def test_other_tokenizers_are_refused() -> None:
     Grammars(tokenizer(), vocabulary(), [])  # the tokenizer's own end
 
 
-def test_a_grammar_that_fails_ends_only_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grammar_that_fails_ends_only_its_answer() -> None:
     engine = Engine(model(), tokenizer=tokenizer())
     number = engine.submit(asked("regex", "[a-z]{30}"))
     other = engine.submit(Request((1, 2), 20))
@@ -204,9 +208,35 @@ def test_a_grammar_that_fails_ends_only_its_answer(monkeypatch: pytest.MonkeyPat
     events = []
     while not engine.idle:
         events += engine.step()
-    ends = {event.request: event.reason for event in events if event.reason}
-    assert ends == {number: "failed", other: "length"}
-    with pytest.raises(RunError, match="grammar"):
-        for event in events:
-            if event.reason == "failed":
-                raise RunError(event.error)
+    ends = {event.request: (event.reason, event.unfulfillable) for event in events if event.reason}
+    assert ends == {number: ("failed", True), other: ("length", False)}
+
+
+def test_thousands_of_choices() -> None:
+    choices = [f"ship {number}" for number in range(4096)]
+    (answer,) = answers(Engine(model(), tokenizer=tokenizer()), asked("choice", json.dumps(choices)))
+    assert answer.reason == "eos" and answer.text in choices
+
+
+def test_a_choice_may_begin_with_another_one() -> None:
+    request = asked("choice", '["the", "the sea"]', seed=1)
+    found = {
+        answers(Engine(model(), tokenizer=tokenizer()), replace(request, seed=seed))[0].text
+        for seed in range(40)
+    }
+    assert found == {"the", "the sea"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "other"),
+    [
+        ("regex", "(?:a?){500}a{500}", {}),  # more states than llguidance's limit
+        ("regex", "[a-z]{20}", {"stop_tokens": frozenset(range(300)), "min_tokens": 9}),
+    ],
+)
+def test_a_request_that_no_answer_fulfils_is_refused(
+    kind: GrammarKind, text: str, other: dict[str, Any]
+) -> None:
+    engine = Engine(model(), tokenizer=tokenizer())
+    with pytest.raises(UsageError):
+        engine.run([asked(kind, text, **other)])
