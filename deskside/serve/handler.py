@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from tokenizers import Tokenizer
 
 from deskside import __version__
@@ -169,4 +169,4 @@ class RequestHandler:
         end(pending)
         if response is None:
             return Response(status_code=499)  # nginx's code for a client that disconnected
-        return JSONResponse(response, headers=HEADERS)
+        return Response(response, headers=HEADERS, media_type="application/json")

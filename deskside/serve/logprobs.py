@@ -3,7 +3,8 @@
 A token that is only a part of a character has U+FFFD in its text.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
@@ -31,9 +32,10 @@ def chat_logprobs(tokenizer: Tokenizer, tokens: Iterable[ScoredToken]) -> dict[s
 
 def chat_tokens(tokenizer: Tokenizer, tokens: Iterable[ScoredToken]) -> list[dict[str, Any]]:
     """Return the tokens of an answer with their alternatives."""
+    text_of = _text_of_tokens(tokenizer)
 
     def entry(token: int, logprob: float | None) -> dict[str, Any]:
-        text = token_text(tokenizer, token)
+        text = text_of(token)
         return {
             "token": text,
             "logprob": logprob,
@@ -50,12 +52,13 @@ def text_logprobs(
     tokenizer: Tokenizer, tokens: Sequence[ScoredToken], has_top: bool, offset: int
 ) -> dict[str, Any]:
     """Return the `logprobs` of a text completion. offset: of the first token in the text, in characters."""
-    texts = [token_text(tokenizer, scored.token) for scored in tokens]
+    text_of = _text_of_tokens(tokenizer)
+    texts = [text_of(scored.token) for scored in tokens]
     offsets = []
     for text, scored in zip(texts, tokens, strict=True):
         offsets.append(offset)
         offset += len(text) if scored.in_text else 0
-    tops = [_top_by_text(tokenizer, text, scored) for text, scored in zip(texts, tokens, strict=True)]
+    tops = [_top_by_text(text_of, text, scored) for text, scored in zip(texts, tokens, strict=True)]
     return {
         "tokens": texts,
         "token_logprobs": [scored.logprob for scored in tokens],
@@ -64,17 +67,17 @@ def text_logprobs(
     }
 
 
-def token_text(tokenizer: Tokenizer, token: int) -> str:
-    """Return the text of one token, also of a special one."""
-    return str(tokenizer.decode([token], skip_special_tokens=False))
+def _text_of_tokens(tokenizer: Tokenizer) -> Callable[[int], str]:
+    """Return a function that returns the text of one token, also of a special one. It decodes each token once."""
+    return cache(lambda token: str(tokenizer.decode([token], skip_special_tokens=False)))
 
 
-def _top_by_text(tokenizer: Tokenizer, text: str, scored: ScoredToken) -> dict[str, float] | None:
+def _top_by_text(text_of: Callable[[int], str], text: str, scored: ScoredToken) -> dict[str, float] | None:
     """Return the log-probabilities by text, also of the token itself. Of tokens with one text, the best counts."""
     if scored.logprob is None:
         return None
     found: dict[str, float] = {}
     for token, logprob in scored.top:
-        found.setdefault(token_text(tokenizer, token), logprob)
+        found.setdefault(text_of(token), logprob)
     found.setdefault(text, scored.logprob)
     return found

@@ -1,6 +1,7 @@
 """Responses that wait for the engine: its events, collected or streamed to one client."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,6 +18,10 @@ from deskside.serve.protocol import ApiError, field_error
 from deskside.serve.responses import ResponseWriter
 from deskside.serve.worker import EngineMessage, RequestHandle, Worker
 from deskside.utils.errors import RunError, UsageError
+
+# Responses with up to this many log-probabilities (a few milliseconds of work) are written in the event loop, longer
+# ones in a thread: others would wait for seconds while millions are written.
+SHORT_LOGPROBS = 1 << 13
 
 T = TypeVar("T")
 
@@ -88,15 +93,24 @@ class PendingResponse:
             for handle in self._handles:
                 self._worker.cancel(handle)
 
-    async def complete(self) -> dict[str, Any]:
-        """Return the complete response. Raises ApiError if the engine fails or refuses a request."""
+    async def complete(self) -> bytes:
+        """Return the complete response in JSON. Raises ApiError if the engine fails or refuses a request."""
         answers = [SampleOutput(len(r.prompt)) for r in self._requests for _ in range(r.samples)]
         async for events in self._batches():
             for choice, event in events:
                 answers[choice].add(event)
         of_choice = iter(answers)
         by_prompt = [list(islice(of_choice, request.samples)) for request in self._requests]
-        return self._writer.complete(by_prompt, self._prompt_lengths, self._cached)
+
+        def write() -> bytes:
+            return _json(self._writer.complete(by_prompt, self._prompt_lengths, self._cached))
+
+        scored = sum(
+            len(answer.logprobs) + (0 if answer.prompt is None else len(answer.prompt.logprobs))
+            for answer in answers
+        )
+        top = max(max(request.top_logprobs, request.prompt_logprobs or 0) for request in self._requests)
+        return write() if scored * (1 + top) <= SHORT_LOGPROBS else await asyncio.to_thread(write)
 
     async def stream(self) -> AsyncIterator[bytes]:
         """Yield server-sent events as the answer is generated. An error is the last event, as in OpenAI's API.
@@ -140,6 +154,20 @@ class PendingResponse:
             else:
                 self._waiter = asyncio.get_running_loop().create_future()
                 await self._waiter
+
+
+def _json(response: Mapping[str, Any]) -> bytes:
+    """Return a response in JSON. Its choices are encoded one by one, because json keeps Python's lock until its end."""
+
+    def encoded(value: Any) -> str:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+    fields = (
+        f"{encoded(name)}:"
+        + (f"[{','.join(map(encoded, value))}]" if isinstance(value, list) else encoded(value))
+        for name, value in response.items()
+    )
+    return f"{{{','.join(fields)}}}".encode()
 
 
 def _joined(events: Sequence[tuple[int, Event]]) -> Iterator[tuple[int, Event]]:

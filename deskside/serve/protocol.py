@@ -174,8 +174,8 @@ class ChatRequest(_CommonRequest, ToolFields, ChatIneffectiveFields, ChatRefused
     @property
     def characters(self) -> int:
         """Approximate number of characters to tokenize: the texts, and 16 per message for the chat template."""
-        tools = json.dumps(self.template_tools) if self.offered_functions else ""
-        return len(tools) + sum(16 + message.characters for message in self.messages)
+        others = [*self.template_tools, self.chat_template_kwargs or ""]
+        return len(json.dumps(others)) + sum(16 + message.characters for message in self.messages)
 
     def template_variables(self, known: Collection[str]) -> dict[str, Any]:
         """Return the variables of the chat template, for a template that has the variables `known`.

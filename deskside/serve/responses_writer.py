@@ -48,6 +48,9 @@ class ResponsesWriter(ResponseWriter):
         self._output: list[dict[str, Any]] = []  # finished items of a stream
         self._item: dict[str, Any] | None = None  # the item that the stream is in
         self._reason: str | None = None  # why the answer ended
+        self._scored: list[
+            dict[str, Any]
+        ] = []  # log-probabilities of tokens before the next text of a message
 
     # A response in one piece
 
@@ -115,8 +118,12 @@ class ResponsesWriter(ResponseWriter):
         events = b""
         if reasoning := delta.get("reasoning_content"):
             events += self._add("reasoning", reasoning)
-        if delta.get("content") or logprobs:
-            scored = [] if logprobs is None else logprobs["content"]
+        self._scored += [] if logprobs is None else logprobs["content"]
+        if "tool_calls" in delta:
+            self._scored = []  # of the call
+        in_message = self._item is not None and self._item["type"] == "message"
+        if delta.get("content") or (self._scored and in_message):
+            scored, self._scored = self._scored, []
             events += self._add("message", delta.get("content") or "", logprobs=scored)
         for call in delta.get("tool_calls", ()):
             if "id" in call:

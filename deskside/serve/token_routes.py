@@ -10,7 +10,14 @@ from starlette.responses import JSONResponse, Response
 
 from deskside.engine.requests import check_prompt
 from deskside.serve.field_lists import ShortText
-from deskside.serve.protocol import MAX_MESSAGES, ApiError, ChatRequest, RequestMessage, parse_request
+from deskside.serve.protocol import (
+    MAX_MESSAGES,
+    ApiError,
+    ChatRequest,
+    RequestMessage,
+    convert_request,
+    parse_request,
+)
 from deskside.serve.sampling_fields import TokenId
 from deskside.serve.service import HEADERS, Service
 from deskside.serve.strict_model import StrictModel
@@ -37,6 +44,10 @@ class TokenizeRequest(StrictModel):
     def check(self) -> None:
         if (self.prompt is None) == (self.messages is None):
             raise ApiError(400, "prompt: give either prompt or messages", param="prompt")
+        if self.prompt is not None:
+            for name in ("tools", "chat_template_kwargs"):
+                if getattr(self, name):
+                    raise ApiError(400, f"{name}: a prompt has no chat template; give messages", param=name)
 
 
 class DetokenizeRequest(StrictModel):
@@ -86,12 +97,13 @@ class TokenRoutes:
             return self._prompts.text(body.prompt)[0 if body.add_special_tokens else 1 :]
         if not self._prompts.has_chat_template:
             raise ApiError(400, "this model has no chat template; give a prompt", param="messages")
-        chat = ChatRequest.model_validate(
+        chat = convert_request(
+            ChatRequest,
             {
                 "messages": body.messages,
                 "tools": body.tools,
                 "chat_template_kwargs": body.chat_template_kwargs,
-            }
+            },
         )
         conversation = chat.conversation(self._prompts.variables)
         return self._prompts.conversation(conversation, body.add_generation_prompt)

@@ -16,6 +16,7 @@ from deskside.weights.load import Loaded, load_model
 from tests.serve.chatty import make_chatty, rendered
 from tests.serve.in_process import with_client
 
+TOOL = {"type": "function", "function": {"name": "add"}}
 HELLO = [{"role": "user", "content": "hello, 東京"}]
 
 
@@ -68,6 +69,14 @@ def test_tokenize_gives_the_tokens_that_a_prompt_has(loaded: Loaded) -> None:
         ("/tokenize", {"prompt": 5}, "prompt"),
         ("/tokenize", {"messages": [{"role": "wizard", "content": "a"}]}, "messages"),
         ("/tokenize", {"prompt": "a", "unheard_of": 1}, "unheard_of"),
+        ("/tokenize", {"prompt": "a", "tools": [TOOL]}, "tools"),
+        ("/tokenize", {"prompt": "a", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
+        ("/tokenize", {"messages": HELLO, "tools": [TOOL, TOOL]}, "tools"),
+        (
+            "/tokenize",
+            {"messages": HELLO, "chat_template_kwargs": {str(n): n for n in range(99)}},
+            "chat_template_kwargs",
+        ),
         ("/detokenize", {}, "tokens"),
         ("/detokenize", {"tokens": [5000]}, "tokens"),
         ("/detokenize", {"tokens": [-1]}, "tokens"),

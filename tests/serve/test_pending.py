@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -77,7 +78,7 @@ def test_a_stream_has_the_text_of_the_whole_answer(logprobs: bool, tokenizer: To
             assert not answer.done()
             worker.receivers[0](event)
             await asyncio.sleep(0)
-        return await answer
+        return json.loads(await answer)  # type: ignore[no-any-return]
 
     *chunks, counts = asyncio.run(streamed())
     answer = asyncio.run(whole())
@@ -94,6 +95,29 @@ def test_a_stream_has_the_text_of_the_whole_answer(logprobs: bool, tokenizer: To
         if logprobs:
             given = [x for part in parts if part["logprobs"] for x in part["logprobs"]["token_logprobs"]]
             assert given == expected["logprobs"]["token_logprobs"]
+
+
+@pytest.mark.parametrize("logprobs", [False, True])
+def test_long_logprobs_do_not_hold_up_the_event_loop(
+    logprobs: bool, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+
+    def complete(*_: Any) -> dict[str, Any]:
+        threads.append(threading.current_thread())
+        return {"id": "東京", "choices": [{"a": 1}, {}], "data": [], "usage": {"b": 2}}
+
+    async def whole() -> bytes:
+        worker = FakeWorker()
+        pending = made(worker, tokenizer, logprobs, False)
+        for event in events(logprobs):
+            worker.receivers[0](event)
+        return await pending.complete()
+
+    monkeypatch.setattr(ResponseWriter, "complete", complete)
+    monkeypatch.setattr("deskside.serve.pending.SHORT_LOGPROBS", 2)
+    assert json.loads(asyncio.run(whole())) == complete()
+    assert (threads[0] is threading.main_thread()) == (not logprobs)
 
 
 def test_a_failure_is_the_last_event_and_cancels_the_rest(tokenizer: Tokenizer) -> None:

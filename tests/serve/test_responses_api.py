@@ -169,6 +169,7 @@ def test_calls_are_items(folder: Path, tmp_path: Path) -> None:
         "max_output_tokens": 300,
         "parallel_tool_calls": False,
         "temperature": 0,
+        "include": ["message.output_text.logprobs"],  # a call has none
     }
 
     async def ask(client: openai.AsyncOpenAI) -> tuple[Any, list[Any], Any]:

@@ -130,6 +130,8 @@ def test_any_json_object(client: openai.OpenAI) -> None:
         ({"structured_outputs": {"choice": []}}, "structured_outputs", "choice"),
         ({"structured_outputs": {"lark": "a"}}, "structured_outputs", "lark"),
         ({"guided_grammar": "nothing"}, "guided_grammar", "nothing"),
+        ({"guided_json": "[" * 100_000}, "guided_json", "nested"),
+        ({"guided_regex": "(?:a?){500}a{500}"}, "grammar", "too many"),
         ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "guided_regex"),
         (
             {"guided_regex": "a", "response_format": {"type": "json_object"}},

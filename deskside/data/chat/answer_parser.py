@@ -177,7 +177,7 @@ class AnswerParser:
         """Before the arguments of a call whose name is not in JSON."""
         head = re.match(rf"([\w.-]+)(?:\[CALL_ID\]\w+)?{re.escape(separator)}\s*(?=\{{)", self._buffer)
         if head is None:
-            possible = re.fullmatch(r"[\w.-]+(\[[A-Z_]*\]?\w*)*\s*", self._buffer[:MAX_HEAD]) is not None
+            possible = re.fullmatch(r"[\w.-]+(\[[A-Z_]*(\]\w*)?)*\s*", self._buffer[:MAX_HEAD]) is not None
             return self._no_call(0) if not possible or len(self._buffer) > MAX_HEAD else False
         if head[1] not in self._functions:
             return self._no_call(head.end())

@@ -49,6 +49,8 @@ STRINGS = ("add", '{"s": "}\\"]</tool_call>{", "n": -1.5e3}')
 CASES: list[tuple[Thinking, ToolFormat | None, str, Parts]] = [
     ("no", None, "  Hello <think>\n", ("  Hello <think>\n", "", [])),
     ("no", TAGGED, "", ("", "", [])),
+    # A regular expression that tries every way to divide this would not end.
+    ("no", NAMED, f"[TOOL_CALLS]x{'[AAAA' * 40}!", (f"[TOOL_CALLS]x{'[AAAA' * 40}!", "", [])),
     ("no", TAGGED, " a <tool b ", (" a <tool b ", "", [])),
     ("no", TAGGED, tagged(ADD), ("", "", [ADD])),
     ("no", TAGGED, "Sure.\n" + tagged(ADD, GET, STRINGS), ("Sure.", "", [ADD, GET, STRINGS])),
