@@ -27,6 +27,7 @@ MASK_BITS = 32  # tokens per element of a mask
 INNER = "@inner"  # a grammar that another one contains
 COMPILED = 16  # compiled grammars that are kept; one may take many megabytes
 MAX_ERROR_CHARACTERS = 300
+MAX_CHARACTERS = 1 << 18  # of a grammar, and of the JSON schema of one function
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,8 @@ class Grammars:
     def _compiled(self, kind: GrammarKind, text: str, outer: str | None) -> Grammar:
         from llguidance import LLMatcher, grammar_from
 
+        if len(text) > MAX_CHARACTERS and kind != "lark":
+            raise _refused(kind, f"it has {len(text)} characters; the maximum is {MAX_CHARACTERS}")
         try:
             if kind == "json":
                 source = LLMatcher.grammar_from_json_schema(checked_schema(text), overrides=OPTIONS)
@@ -110,12 +113,14 @@ def _contained(source: str, outer: str) -> str:
 
 
 def _refused(kind: GrammarKind, reason: str) -> UsageError:
-    name = "JSON schema" if kind == "json" else kind
+    name = {"json": "JSON schema", "choice": "list of choices", "lark": "grammar"}.get(kind, kind)
     return UsageError(f"the {name} is invalid or uses a feature that is not supported: {shown_error(reason)}")
 
 
 def shown_error(reason: str) -> str:
     """Return an error of llguidance as one line of limited length."""
+    if reason.startswith("panic:"):  # an assertion about its size, with a backtrace
+        return "llguidance fails on it; make it smaller"
     return " ".join(reason.replace("<non-verbose/>", "").split())[:MAX_ERROR_CHARACTERS]
 
 

@@ -46,20 +46,26 @@ class AnswerPlan:
 
     def grammar(self, grammars: Grammars) -> Grammar:
         """Compile the grammar of the answers, which must have one. Raises ApiError."""
-        functions = [] if self.calls is None else self.calls.functions
-        for function in functions:  # one by one, so that an error can name the function
+        text = self.text
+        if text is not None and self.thinking == "no" and self.calls is None:
+            return _compiled(grammars, text)
+        try:
+            outer = answer_grammar(self.thinking, self.calls, text is not None, grammars.special_token)
+            return grammars.compile("lark", outer) if text is None else grammars.compile(*text[1:], outer)
+        except UsageError as error:
+            self._check_parts(grammars)
+            field = "tools" if text is None else text.field
+            raise ApiError(400, f"{field}: {error}", param=field) from None
+
+    def _check_parts(self, grammars: Grammars) -> None:
+        """Raise ApiError for the first function or text format whose own grammar cannot be compiled."""
+        for function in [] if self.calls is None else self.calls.functions:
             schema = json.dumps(function.get("parameters") or NO_PARAMETERS)
             _compiled(
                 grammars, GrammarSource("tools", "json", schema), f"the parameters of {function['name']}: "
             )
-        text = self.text
-        alone = None if text is None else _compiled(grammars, text)
-        if alone is not None and self.thinking == "no" and self.calls is None:
-            return alone
-        outer = answer_grammar(self.thinking, self.calls, text is not None, grammars.special_token)
-        if text is None:
-            return _compiled(grammars, GrammarSource("tools", "lark", outer))
-        return _compiled(grammars, text, outer=outer)
+        if self.text is not None:
+            _compiled(grammars, self.text)
 
 
 def plan_answers(
@@ -91,9 +97,9 @@ def plan_answers(
     )
 
 
-def _compiled(grammars: Grammars, source: GrammarSource, what: str = "", outer: str | None = None) -> Grammar:
+def _compiled(grammars: Grammars, source: GrammarSource, what: str = "") -> Grammar:
     """Compile a grammar. what: names its part of the field in an error. Raises ApiError."""
     try:
-        return grammars.compile(source.kind, source.text, outer)
+        return grammars.compile(source.kind, source.text)
     except UsageError as error:
         raise ApiError(400, f"{source.field}: {what}{error}", param=source.field) from None

@@ -9,15 +9,14 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from deskside.engine.grammar import GrammarKind
+from deskside.engine.grammar import MAX_CHARACTERS, GrammarKind
 from deskside.serve.strict_model import StrictModel
 from deskside.utils.errors import UsageError
 
-MAX_GRAMMAR_CHARACTERS = 1 << 18
 MAX_CHOICE_CHARACTERS = 4096
 ANY_OBJECT = '{"type": "object"}'
 
-GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARACTERS)]
+GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_CHARACTERS)]
 Choices = Annotated[
     list[Annotated[str, Field(min_length=1, max_length=MAX_CHOICE_CHARACTERS)]],
     Field(min_length=1, max_length=4096),

@@ -14,7 +14,7 @@ from tokenizers.models import WordLevel
 
 from deskside.data.tokenizer import train
 from deskside.engine.engine import Draft, Engine
-from deskside.engine.grammar import GrammarKind, Grammars, MaskBuilder, forbid, lark_literal
+from deskside.engine.grammar import MAX_CHARACTERS, GrammarKind, Grammars, MaskBuilder, forbid, lark_literal
 from deskside.engine.json_schema import lark_json
 from deskside.engine.requests import Request, SampleOutput
 from deskside.engine.sampling import GREEDY, Sampling
@@ -184,6 +184,7 @@ def test_log_probabilities_are_those_of_model_and_mask() -> None:
         ("grammar", "nothing"),
         ("grammar", "root ::= other"),
         ("lark", "start: other"),
+        ("json", f'{{"enum": ["{"a" * MAX_CHARACTERS}"]}}'),
     ],
 )
 def test_what_is_not_supported_is_one_line(kind: GrammarKind, text: str) -> None:

@@ -27,6 +27,19 @@ SCHEMA = {
 }
 
 
+CHAIN_OF_RULES = "start: r0\n" + "\n".join(f'r{n}: "a" r{n + 1}' for n in range(9000)) + '\nr9000: "b"'
+CHAIN_OF_REFS = {
+    "$ref": "#/$defs/0",
+    "$defs": {
+        **{
+            str(n): {"properties": {"a": {"$ref": f"#/$defs/{n + 1}"}}, "required": ["a"]}
+            for n in range(3000)
+        },
+        "3000": {"type": "string"},
+    },
+}
+
+
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
     path: Path = make_chatty(tmp_path_factory.mktemp("structured"))[1]
@@ -131,6 +144,12 @@ def test_any_json_object(client: openai.OpenAI) -> None:
         ({"structured_outputs": {"lark": "a"}}, "structured_outputs", "lark"),
         ({"guided_grammar": "nothing"}, "guided_grammar", "nothing"),
         ({"guided_json": "[" * 100_000}, "guided_json", "nested"),
+        (
+            {"guided_grammar": CHAIN_OF_RULES, "max_tokens": 99999},
+            "max_tokens",
+            "exceeds",
+        ),  # does not overflow the stack
+        ({"guided_json": CHAIN_OF_REFS, "max_tokens": 99999}, "max_tokens", "exceeds"),
         ({"guided_regex": "(?:a?){500}a{500}"}, "grammar", "too many"),
         ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "guided_regex"),
         (

@@ -272,6 +272,21 @@ def test_tools_calls_and_results_reach_the_template(loaded: Callable[[str], Load
             "tools",
             "of f",
         ),
+        (
+            "qwen3",
+            {
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"$ref": "#"}}}],
+                "tool_choice": "required",
+            },
+            "tools",
+            "of f",
+        ),
+        (
+            "qwen3",
+            {"extra_body": {"guided_regex": "(a"}},
+            "guided_regex",
+            "unclosed",
+        ),
         ("llama3", {"tools": TOOLS}, "messages", "does not write tools"),
         ("qwen3_5_think", {"tools": TOOLS}, "tools", "cannot read"),
     ],
