@@ -95,9 +95,9 @@ class Rows:
         if matcher is not None and token != NOT_FINITE:
             matcher.consume_token(token)
         if matcher is not None and matcher.is_error():
-            reason = shown_error(matcher.get_error())
+            error = shown_error(matcher.get_error())
             return self._refuse(
-                row, f"grammar: the answer cannot follow it to the end: {reason}; simplify it"
+                row, f"grammar: the answer cannot follow it to the end: {error}; simplify it"
             )
         if token == NOT_FINITE:
             if _must_end_too_early(row):
