@@ -96,9 +96,7 @@ class Rows:
             matcher.consume_token(token)
         if matcher is not None and matcher.is_error():
             error = shown_error(matcher.get_error())
-            return self._refuse(
-                row, f"grammar: the answer cannot follow it to the end: {error}; simplify it"
-            )
+            return self._refuse(row, f"grammar: the answer cannot follow it to the end: {error}; simplify it")
         if token == NOT_FINITE:
             if _must_end_too_early(row):
                 return self._refuse(row, "min_tokens: the grammar ends the answer before; give fewer")
