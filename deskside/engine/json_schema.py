@@ -43,7 +43,9 @@ def _check_bounds(part: dict[str, Any]) -> None:
     bounds = {name: part[name] for name in names if isinstance(part.get(name), int | float)}
     for name, bound in bounds.items():
         if not abs(bound) <= sys.float_info.max:
-            raise UsageError(f"the JSON schema has a {name} that does not fit a float64; leave it out")
+            raise UsageError(
+                f"the JSON schema has a bound ({name}) that does not fit a float64; leave it out"
+            )
     for name, bound in bounds.items():
         others = [other for other in bounds.values() if 0 < abs(other - bound) < 1]
         if name.startswith("exclusive") and bound == int(bound) and others and part.get("type") != "integer":

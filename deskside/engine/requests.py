@@ -101,7 +101,7 @@ class Request:
 
 @dataclass
 class PromptScores:
-    """What a request asked about its prompt.
+    """Log-probabilities and hidden states of a prompt, for a request that asks for them.
 
     Attributes:
         logprobs: Natural log-probability of each token but the first, under the model's distribution.

@@ -1,4 +1,4 @@
-"""What a request may ask about its prompt: the log-probability of each token, and the mean of the hidden states.
+"""Scores of prompts for requests that ask for them: log-probabilities of the tokens, and the sum of hidden states.
 
 Both need the hidden state of every token of the prompt, where generation needs only the last one. So these prompts are
 prefilled in passes of their own, without cached prefixes and CUDA graphs, and the host reads the results at once.

@@ -1,4 +1,4 @@
-"""What the answers to a request may be: whether they have reasoning, which calls, and the grammar that they follow."""
+"""The form of the answers to a request: whether they have reasoning, which calls, and the grammar that they follow."""
 
 import json
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What the routes of the server share: the served model and its limits."""
+"""The served model and its limits, which all routes of the server share."""
 
 from dataclasses import dataclass
 

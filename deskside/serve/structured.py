@@ -64,7 +64,7 @@ ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Fie
 
 
 class StructuredOutputs(StrictModel):
-    """What the answer must be: one of these. json: a schema, or its text. grammar: EBNF as in llama.cpp, or Lark."""
+    """The form of the answer, by one of these. json: a schema, or its text. grammar: EBNF as in llama.cpp, or Lark."""
 
     json_: Annotated[Schema | GrammarText | None, Field(alias="json")] = None
     regex: GrammarText | None = None
