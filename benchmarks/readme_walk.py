@@ -33,6 +33,7 @@ SMALLER: dict[str, tuple[tuple[tuple[str, str], ...], str]] = {
     "deskside train --resume": ((), "of a finished run it says so and exits 2"),
     "deskside sft": ((("--name chat", "--name chat --hours 0.02 --batch.sequence_length 256"),), "an epoch takes long"),
     "deskside dpo": ((("--name polite", "--name polite --hours 0.03"),), "an epoch takes long"),
+    "deskside kto": ((("--name rated", "--name rated --hours 0.03"),), "an epoch takes long"),
     "deskside grpo": ((("--hours 1", "--hours 0.05 --questions 2 --align.answer_tokens 32"),), "an hour"),
     "deskside eval": ((("--tasks-dir DIR", "--tasks-dir tasks --limit 10 --shots 0"),), "whole tasks"),
     "deskside study matrix16-quick": ((), ""),
@@ -115,6 +116,11 @@ def make_inputs(folder: Path) -> None:
     turn = lambda role, content: {"role": role, "content": content}  # noqa: E731
     write("chats.jsonl.gz", [{"messages": [turn("user", q), turn("assistant", a)]} for q, a, _ in asked])
     write("pairs.jsonl.gz", [{"prompt": q, "chosen": a, "rejected": w} for q, a, w in asked])
+    rated = [(q, text, good) for q, a, w in asked for text, good in ((a, True), (w, False))]
+    write("rated.jsonl.gz", [{"prompt": q, "completion": text, "label": good} for q, text, good in rated])
+    (folder / "qlora.yml").write_text(
+        "base_model: Qwen/Qwen3-0.6B\nadapter: qlora\nlora_r: 16\nmicro_batch_size: 2\n"
+    )
     write("sums.jsonl.gz", [{"prompt": q, "answer": a} for q, a, _ in asked])
     tasks = [{"prompt": q, "solution": f"It is {a}.", "answer": a} for q, a, _ in asked[:50]]
     (folder / "tasks").mkdir()
