@@ -118,7 +118,7 @@ def load(
             for name, child in list(parent.named_children()):
                 if is_quantized_by_freeze(child):
                     prefix = f"{parent_path}.{name}."
-                    keys = [key for key in tensors if key.startswith(prefix) and key != f"{prefix}bias"]
+                    keys = [key for key in tensors if key.startswith(prefix) and not key.endswith("bias")]
                     stored = {key.removeprefix(prefix): tensors.pop(key) for key in keys}
                     setattr(parent, name, frozen_layer(child, adapter.base, stored))
     for table in saved_tables(model, adapter):

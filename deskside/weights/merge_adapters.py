@@ -18,7 +18,6 @@ from deskside.config.run import RunConfig
 from deskside.config.sections import AdapterConfig
 from deskside.model.init import allocate
 from deskside.model.transformer import Transformer
-from deskside.ops.moe import Experts
 from deskside.precision.frozen import FrozenExperts, FrozenLinear
 from deskside.precision.lora import adapters_of, trained_rows_of
 from deskside.run.directory import resolve_path
@@ -59,7 +58,7 @@ def merge_into(
             source_parameter = source._parameters.get(leaf)
             frozen = source_parameter is None or not source_parameter.requires_grad
             original_weight = original[f"{path}.{leaf}"] if original is not None and frozen else None
-            if leaf != "weight" and not isinstance(target, Experts):
+            if not leaf.endswith("weight"):
                 parameter.copy_(getattr(source, leaf) if original_weight is None else original_weight)
                 continue
             # The merged weight has no local name, so that it is freed before the next one is computed.

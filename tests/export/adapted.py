@@ -13,7 +13,8 @@ from deskside.model.transformer import Transformer
 from deskside.ops.moe import Experts
 from deskside.weights import frozen_base
 
-MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+MOE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+BIASED_MOE = {**MOE, "mlp_bias": True, "hidden_act": "clamped_swiglu"}
 TINY: dict[str, Any] = {
     "vocab_size": 61,
     "hidden_size": 64,

@@ -17,7 +17,7 @@ from deskside.utils.errors import RunError, UsageError
 from deskside.weights import frozen_base
 from deskside.weights.hf import save_hf, to_hf
 from deskside.weights.merge_adapters import merged
-from tests.export.adapted import MOE, trained, without_adapters
+from tests.export.adapted import BIASED_MOE, MOE, trained, without_adapters
 
 transformers = pytest.importorskip("transformers")
 
@@ -132,7 +132,7 @@ def test_the_merged_model_is_peft_s_and_computes_the_same(case: Case, peft: Any,
         torch.testing.assert_close(tensor, expected[name], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("shape", [{}, MOE], ids=["dense", "experts"])
+@pytest.mark.parametrize("shape", [{}, MOE, BIASED_MOE], ids=["dense", "experts", "experts with biases"])
 @pytest.mark.parametrize("format", ["nf4", "int8"])
 def test_codes_with_adapters_compute_what_the_merged_model_does(format: str, shape: dict[str, Any]) -> None:
     pytest.importorskip("bitsandbytes")

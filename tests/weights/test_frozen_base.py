@@ -20,7 +20,7 @@ from deskside.weights.checkpoint import WEIGHTS, files_of, folder_name
 from deskside.weights.load import load_model
 from deskside.weights.merge_adapters import load_adapted_model, load_adapted_run, merge_into, merged
 from tests.budget.test_adapters import Live
-from tests.export.adapted import TINY, trained
+from tests.export.adapted import BIASED_MOE, TINY, trained
 
 TOKENS = torch.tensor([[3, 5, 17, 60, 3, 9, 11, 2, 44, 5]])
 FORMATS = ["bf16", "int8", "nf4"]
@@ -89,6 +89,15 @@ def test_reopened_it_is_the_same_to_the_last_bit(
     assert not any("adapter" in name or "trained" in name for name in stored)
     frozen = [module for module in again.modules() if isinstance(module, FrozenLinear)]
     assert len(frozen) == (0 if format == "bf16" else 8)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_biases_of_experts_come_back(format: str, tmp_path: Path) -> None:
+    model, options = trained({"base": format}, (), **BIASED_MOE)
+    frozen_base.save(model, tmp_path)
+    again = frozen_base.load(tmp_path, model.config, options, 5, "cpu")
+    saved = {name: p for name, p in model.named_parameters() if name.endswith("bias")}
+    assert saved and all(torch.equal(again.get_parameter(name), p) for name, p in saved.items())
 
 
 @pytest.mark.parametrize("format", FORMATS)
