@@ -6,6 +6,7 @@ A record has `prompt` (text or messages), `completion` (text, or messages, of wh
 KTO estimates the KL divergence from answers to other questions. So each question has a second text: the question with
 the answer of another record. In the order of a hash of the questions, it is the answer that is as many records before
 as the most frequent question has. That never is an answer to the same question, although a question may have many.
+If more than half of the answers are to one question, those to the others are used several times for it.
 """
 
 from functools import cached_property
@@ -58,21 +59,26 @@ def _write(folder: Path, split: str, answers: list[tuple[TokenizedText, bool]]) 
 
 
 def answers_to_others(questions: list[bytes], split: str) -> NDArray[np.int64]:
-    """Return for each record the index of a record with another question; each index occurs once.
+    """Return for each record the index of a record with another question.
 
-    Raises UsageError if more than half of the records of the split have the same question.
+    Each index occurs once, unless more than half of the records have the same question. Raises UsageError if all have.
     """
     hashes = np.array([xxhash.xxh3_64_intdigest(question) for question in questions], np.uint64)
     order = np.argsort(hashes, kind="stable")
-    most = int(np.unique(hashes, return_counts=True)[1].max())
-    if 2 * most > len(questions):
-        larger = ", or a larger --align.val_fraction" if split == "val" else ""
+    values, counts = np.unique(hashes, return_counts=True)
+    most = int(counts.max())
+    if most == len(questions):
         raise UsageError(
-            f"--data: {most} of the {len(questions)} answers of the {split} split are to the same question; KTO needs "
-            f"as many to other questions, so give more of them{larger}"
+            f"{'--data' if split == 'train' else '--align.val'}: all {len(questions)} answers of the {split} split are "
+            "to one question; KTO needs answers to at least two questions in each split, so give more"
         )
     other = np.empty(len(questions), np.int64)
-    other[order] = np.roll(order, most)
+    if 2 * most <= len(questions):
+        other[order] = np.roll(order, most)
+    else:
+        frequent = hashes == values[counts.argmax()]
+        other[frequent] = np.resize(np.flatnonzero(~frequent), most)
+        other[~frequent] = np.flatnonzero(frequent)[: len(questions) - most]
     return other
 
 

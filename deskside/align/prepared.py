@@ -44,6 +44,11 @@ from deskside.utils.parsing import json_value
 FORMAT_VERSION = 1  # of the folder; written to index.json
 CONVERSION_VERSION = 3  # raised when the conversion of the same records gives other content
 Kind = Literal["preference", "labelled", "questions"]
+MIN_VAL_QUESTIONS = {
+    "preference": 1,
+    "labelled": 2,
+    "questions": 1,
+}  # KTO compares answers to different questions
 NOUN = {"preference": "pair", "labelled": "answer", "questions": "question"}
 
 
@@ -172,9 +177,13 @@ def prepare_folder(
                 val.append(item)
             else:
                 train.append(item)
-        if train and not val and not spec.val_sources:  # there are so few that the fraction selected none
+        held_out = {item.question for item in val}
+        # There may be so few that the fraction selected none.
+        while train and not spec.val_sources and len(held_out) < MIN_VAL_QUESTIONS[spec.kind]:
             last = train[-1].question
-            train, val = [i for i in train if i.question != last], [i for i in train if i.question == last]
+            held_out.add(last)
+            val += [item for item in train if item.question == last]
+            train = [item for item in train if item.question != last]
         splits = {}
         for name, split_items in (("train", train), ("val", val)):
             if not split_items:

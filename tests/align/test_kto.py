@@ -23,6 +23,7 @@ from deskside.kernels.attention import AttentionContext
 from deskside.utils.errors import RunError, UsageError
 from deskside.weights.load import load_model
 from tests.align import tiny
+from tests.data import chat_tokenizer
 
 KEYS = ("step", "loss", "grad_norm", "chosen_reward", "rejected_reward", "margin", "kl")
 
@@ -61,8 +62,23 @@ def test_every_answer_follows_one_other_question() -> None:
     assert sorted(other) == list(range(9))
     assert all(questions[i] != questions[j] for i, j in enumerate(other))
     assert len(answers_to_others([b"a", b"b"], "train")) == 2
-    with pytest.raises(UsageError, match="3 of the 5 answers of the val split"):
-        answers_to_others([b"a", b"a", b"b", b"a", b"c"], "val")
+
+
+def test_most_answers_may_be_to_one_question_but_not_all() -> None:
+    questions = [b"a", b"a", b"b", b"a", b"c", b"a", b"a"]
+    other = answers_to_others(questions, "train")
+    assert all(questions[i] != questions[j] for i, j in enumerate(other))
+    assert set(other[[0, 1, 3, 5, 6]].tolist()) == {2, 4}  # both are used
+    with pytest.raises(UsageError, match="all 3 answers of the val split"):
+        answers_to_others([b"a"] * 3, "val")
+
+
+def test_a_small_data_set_holds_out_two_questions(tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer.make(tmp_path / "tokenizer")
+    rows = [{"prompt": f"q{n}", "completion": "yes", "label": True} for n in range(6)]
+    spec = FolderSpec("labelled", (str(tiny.jsonl(tmp_path / "a.jsonl", rows)),), val_fraction=1e-9)
+    splits = prepare_labelled(spec, tokenizer, tmp_path / "out")["splits"]
+    assert (splits["train"]["count"], splits["val"]["count"]) == (4, 2)
 
 
 @pytest.mark.parametrize("length", [200, 60])
@@ -154,6 +170,7 @@ def test_the_step_does_not_depend_on_the_micro_batch(base: Path, tmp_path: Path)
         assert [one[key] for key in KEYS] == pytest.approx([other[key] for key in KEYS], rel=2e-3, abs=2e-4)
 
 
+@pytest.mark.full
 def test_killed_and_resumed_is_the_same_run(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
