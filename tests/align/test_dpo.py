@@ -180,7 +180,9 @@ def test_killed_and_resumed_is_the_same_run(
         tiny.same(tmp_path / run, straight, KEYS)
 
 
-@pytest.mark.parametrize("loss", ["orpo", "simpo", "cpo"])
+@pytest.mark.parametrize(
+    "loss", ["orpo", *(pytest.param(loss, marks=pytest.mark.full) for loss in ("simpo", "cpo"))]
+)
 def test_without_a_reference_nothing_is_computed_before_the_first_step(
     loss: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -309,6 +311,7 @@ def test_answers_may_be_messages(base: Path, tmp_path: Path) -> None:
         (["BASE", "--data", "PAIRS", "--data.val_fraction", "0.1"], "use --align.val_fraction"),
         (["BASE", "--data", "PAIRS", "--data.path", "PREPARED"], "holds other pairs"),
         (["--resume", "runs/x", "--data", "PAIRS"], "give no other options"),
+        (["--resume", "runs/x", "--config", "dpo.toml"], "give no other options"),
     ],
 )
 def test_wrong_usage_is_one_line(
