@@ -51,7 +51,9 @@ class RewardServer:
         self.url, self.timeout = url, timeout
 
     def check(self) -> None:
-        """Raise UsageError if nothing listens at the server's address."""
+        """Raise UsageError if nothing listens at the server's address, or the URL cannot be sent."""
+        if not self.url.isascii():
+            raise UsageError(f"align.reward {self.url}: percent-encode the characters that are not ASCII")
         parts = urlsplit(self.url)
         try:
             if not parts.hostname:

@@ -182,3 +182,8 @@ def test_wrong_usage_is_one_line(
         GrpoConfig(columns=("answer",))
     with pytest.raises(UsageError, match="has no host"):
         RewardServer("http:///x", 1).check()
+
+
+def test_a_url_that_cannot_be_sent_is_refused_before_the_run(server: Server) -> None:
+    with pytest.raises(UsageError, match="percent-encode"):
+        RewardServer(f"{server.url}/\N{GREEK SMALL LETTER ALPHA}", 1).check()
