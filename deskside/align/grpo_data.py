@@ -38,7 +38,7 @@ class Question:
 
 @dataclass(frozen=True)
 class QuestionForm:
-    """How records become questions.
+    """The options of the conversion of records to questions.
 
     system: the system message of questions that have none, or None. columns: further fields that every record must
     have. needs_answer: False if a record may lack the field `answer`, which is empty then. tools: JSON text of the

@@ -14,7 +14,7 @@ from deskside.utils.errors import RunError
 
 
 class RollsOut(Protocol):
-    """What the loader needs of its objective."""
+    """The part of `Grpo` that the loader uses."""
 
     options: GrpoConfig
     log: RolloutLog

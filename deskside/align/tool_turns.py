@@ -166,7 +166,7 @@ def _is_object(text: str) -> bool:
 
 
 def _joined(first: SampledAnswer, second: SampledAnswer) -> SampledAnswer:
-    """Return an answer that goes on with the tokens of a second one, and ends as this does."""
+    """Return the first answer with the tokens of the second appended; it has ended if the second has."""
     return replace(
         first,
         tokens=first.tokens + second.tokens,

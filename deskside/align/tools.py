@@ -27,7 +27,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class ToolResult:
-    """What the model gets for a call: the tool's text, or its value as JSON. failed: it raised an exception."""
+    """The result of a call: the text that the tool returned, or its value as JSON. failed: it raised an exception."""
 
     text: str
     failed: bool = False

@@ -22,7 +22,8 @@ class KtoOptions(FinetuneOptions):
       deskside kto models/Qwen3-0.6B --data thumbs.parquet --adapter.rank 16
       deskside kto --resume runs/chat-kto
 
-    A record is {"prompt": "..." or messages, "completion": "...", "label": true or false}.
+    A record is {"prompt": "..." or messages, "completion": "...", "label": true or false},
+    and perhaps "tools" and "system".
     """
 
 

@@ -158,8 +158,8 @@ class GrpoConfig(_Objective):
     reward: str = Field(
         "number",
         min_length=1,
-        description="number, format, code, a sum such as 0.9*number+0.1*format, file.py:function, or the URL of a "
-        "server, http://...",
+        description="number, exact, format, code, a sum such as 0.9*number+0.1*format, file.py:function, or the URL of "
+        "a server, http://...",
     )
     columns: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         (), description="further fields of the records that the reward function or server gets"
