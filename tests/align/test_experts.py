@@ -93,7 +93,9 @@ def documents_mask(batch: Batch) -> Tensor:
     return torch.where(seen, 0.0, torch.finfo(torch.float32).min)[:, None]
 
 
-@pytest.mark.parametrize("command", ["sft", "grpo", pytest.param("dpo", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "command", ["sft", *(pytest.param(name, marks=pytest.mark.full) for name in ("grpo", "dpo"))]
+)
 def test_the_balancing_loss_has_the_weight_of_the_configuration(
     command: str, published: Path, tmp_path: Path
 ) -> None:
@@ -121,7 +123,9 @@ def test_the_balancing_loss_has_the_weight_of_the_configuration(
         torch.testing.assert_close(one - zero, expected, rtol=2e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("adapted", [False, True], ids=["full", "adapters"])
+@pytest.mark.parametrize(
+    "adapted", [False, pytest.param(True, marks=pytest.mark.full)], ids=["full", "adapters"]
+)
 def test_sampling_sees_every_update_of_the_experts(
     adapted: bool, published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

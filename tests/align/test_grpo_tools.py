@@ -148,6 +148,7 @@ def test_a_run_with_tools_is_rewarded_for_its_last_turn(caller: Path, tmp_path: 
     assert (run / "tools.py").read_text() == TOOL
 
 
+@pytest.mark.full
 def test_killed_and_resumed_is_the_same_run(
     caller: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

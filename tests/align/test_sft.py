@@ -228,9 +228,10 @@ def test_a_killed_run_goes_on_exactly(place: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "adapter",
-    [pytest.param((), marks=pytest.mark.full), ("--adapter.rank", "4")],
+    [(), ("--adapter.rank", "4")],
     ids=["weights", "adapters"],
 )
+@pytest.mark.full
 def test_killed_before_the_first_checkpoint_it_starts_over(
     adapter: tuple[str, ...], place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
