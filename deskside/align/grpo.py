@@ -324,7 +324,7 @@ class Grpo(AlignObjective):
         return rollouts
 
     def _rewards(self, questions: Sequence[Question], samples: Sequence[SampledAnswer]) -> list[float]:
-        """Compute the rewards of this rank's answers. All ranks call this together, and fail together."""
+        """Compute the rewards of this rank's answers. All ranks call this together; without a server, all fail."""
         cases = [
             RewardCase(q.prompt, self._text(s.last_turn), q.answer, q.columns)
             for q, s in zip(questions, samples, strict=True)

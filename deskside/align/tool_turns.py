@@ -17,8 +17,8 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from deskside.align.sampler import SampledAnswer, Sampler
-from deskside.align.tools import ToolCall, ToolResult, Tools
-from deskside.data.chat.answer_parser import AnswerParser
+from deskside.align.tools import ToolResult, Tools
+from deskside.data.chat.answer_parser import AnswerParser, ToolCall
 from deskside.data.chat.messages import Conversation
 from deskside.data.chat.renderer import Renderer
 from deskside.data.chat.tool_formats import THINK, find_tool_format
@@ -125,7 +125,7 @@ class ToolTurns:
         text = self.tokenizer.decode(list(turn[:-1]), skip_special_tokens=False)
         parser = AnswerParser("must" if self.thinks else "may", self.format, list(self.tools.functions))
         calls = parser.parse(text).calls
-        found = [ToolCall(calls[n].name, calls[n].arguments) for n in sorted(calls)]
+        found = [calls[n] for n in sorted(calls)]
         return found if all(_is_object(call.arguments) for call in found) else []
 
     def result_tokens(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[int]:

@@ -13,16 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from deskside.align.user_functions import functions_from_file
+from deskside.data.chat.answer_parser import ToolCall
 from deskside.utils.child_process import cpu_cores
 from deskside.utils.errors import UsageError, describe_error
-
-
-@dataclass(frozen=True)
-class ToolCall:
-    """A call of a tool. arguments: JSON text of an object, as the model wrote it."""
-
-    name: str
-    arguments: str
 
 
 @dataclass(frozen=True)
