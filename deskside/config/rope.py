@@ -29,7 +29,7 @@ _REQUIRED = ("original_max_position_embeddings", "short_factor", "long_factor")
 
 
 class RopeScaling(Part):
-    """How rotary frequencies are scaled. The fields are those of Hugging Face's `rope_parameters`; see ops/rope.py.
+    """The scaling of rotary frequencies, with the fields of Hugging Face's `rope_parameters`; see ops/rope.py.
 
     linear: all are divided by `factor` (position interpolation, Chen et al. 2023, arXiv 2306.15595). yarn: Peng et al.
     2023, arXiv 2309.00071. llama3: that of Llama 3.1. longrope: Ding et al. 2024, arXiv 2402.13753; a model whose

@@ -178,7 +178,7 @@ class Rows:
 
 
 def _must_end_too_early(row: RowState) -> bool:
-    """Return True if a row with too few tokens may only go on with tokens that end it, so that none is left."""
+    """Return True if a row that has too few tokens may go on only with tokens that end it."""
     if row.matcher is None or len(row.tokens) >= row.request.min_tokens:
         return False
     return allowed_tokens(row.matcher) <= set(row.request.end_tokens)

@@ -15,7 +15,7 @@ from deskside.kernels.fused.triton_gated import activation
 NO_ACTIVATION = -1
 
 
-class Tile(NamedTuple):
+class LinearTile(NamedTuple):
     """The outputs of a program, the channels that it multiplies at once, and its warps."""
 
     outputs: int
@@ -24,7 +24,7 @@ class Tile(NamedTuple):
 
 
 # By number of tokens, rounded up. Weights and input of a step are in registers: 16 outputs x 1024 channels are 32 KB.
-TILES = {16: Tile(16, 1024, 4), 32: Tile(16, 512, 4), 64: Tile(16, 256, 4)}
+TILES = {16: LinearTile(16, 1024, 4), 32: LinearTile(16, 512, 4), 64: LinearTile(16, 256, 4)}
 
 
 @triton.jit

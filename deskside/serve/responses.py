@@ -54,7 +54,7 @@ class Echo:
 
 @dataclass(frozen=True)
 class ResponseOptions:
-    """What a response contains.
+    """The parts of a response.
 
     choices: per prompt. echoes: one per prompt, or none. new_parser: returns a parser for an answer, or None if all of
     it is text.

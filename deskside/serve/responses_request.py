@@ -93,7 +93,7 @@ InputItem = FunctionCallItem | FunctionOutputItem | ReasoningItem | InputMessage
 
 
 class ReasoningOptions(StrictModel):
-    """How much to reason. A summary is not available."""
+    """The effort of reasoning. A summary is not available."""
 
     effort: ReasoningEffort | None = None
     summary: None = None

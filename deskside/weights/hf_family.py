@@ -1,4 +1,4 @@
-"""What describes a Hugging Face architecture (`Family`), and which options of a ModelConfig an architecture lacks.
+"""The description of a Hugging Face architecture (`Family`), and the options of a ModelConfig that one lacks.
 
 Every option of ModelConfig that a Family does not mention must have its default value. An export with another value is
 refused, because it would load but compute something else.
@@ -51,7 +51,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class Windows:
-    """How config.json says which layers have a sliding window.
+    """The fields of config.json that say which layers have a sliding window.
 
     default: (config.json, layers) -> one truth value per layer, for a file without `layer_types`. size: tokens of the
     window for a file without `sliding_window`. switch: field that must be true for any window. by_layer: `layer_types`

@@ -1,4 +1,4 @@
-"""How Hugging Face stores tensors that we hold as rows of logical tensors: stacked, interleaved or transposed."""
+"""The layouts of Hugging Face for tensors that are rows of logical tensors here: stacked, interleaved, transposed."""
 
 from collections.abc import Sequence
 
