@@ -1,4 +1,4 @@
-"""The layouts of Hugging Face for tensors that are rows of logical tensors here: stacked, interleaved, transposed."""
+"""The layouts of Hugging Face for what are rows of logical tensors here: stacked, interleaved, transposed."""
 
 from collections.abc import Sequence
 
