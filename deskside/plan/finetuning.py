@@ -1,4 +1,4 @@
-"""The memory that fine-tuning of a given model needs on a card: the verdict of `deskside plan` for a short conversation run."""
+"""The memory that fine-tuning of a model needs on a card: the verdict of `deskside plan` for a short run."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
