@@ -16,6 +16,7 @@ from deskside.align.user_functions import functions_from_file
 from deskside.data.chat.answer_parser import ToolCall
 from deskside.utils.child_process import cpu_cores
 from deskside.utils.errors import UsageError, describe_error
+from deskside.utils.parsing import json_value
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Tools:
 
     def _run(self, call: ToolCall) -> ToolResult:
         try:
-            result = self.functions[call.name](**json.loads(call.arguments))
+            result = self.functions[call.name](**json_value(call.arguments, big_integers=True))
             text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
         except Exception as error:  # noqa: BLE001 - the model has to see the error of its call
             return ToolResult(json.dumps({"error": describe_error(error)}), failed=True)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from deskside.engine.json_schema import OPTIONS, checked_schema
 from deskside.utils.errors import UsageError
+from deskside.utils.parsing import Unreadable, json_value
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
@@ -92,7 +93,7 @@ class Grammars:
                 source = LLMatcher.grammar_from_json_schema(checked_schema(text), overrides=OPTIONS)
             elif kind == "choice":
                 # One terminal: alternatives of a rule are items of the parser, which has a maximum of 2,000.
-                source = "start: CHOICE\nCHOICE: " + " | ".join(map(lark_literal, json.loads(text)))
+                source = "start: CHOICE\nCHOICE: " + " | ".join(map(lark_literal, json_value(text)))
             else:
                 source = grammar_from(kind, text)
         except ValueError as error:
@@ -108,7 +109,13 @@ class Grammars:
 
 def _contained(source: str, outer: str) -> str:
     """Return a grammar in Lark that contains another one, a source of llguidance: JSON or Lark."""
-    inner = json.loads(source)["grammars"][0] if source.startswith("{") else {"lark_grammar": source}
+    if source.startswith("{"):
+        try:
+            inner = json_value(source, big_integers=True)["grammars"][0]
+        except Unreadable as error:
+            raise _refused("json", str(error)) from None
+    else:
+        inner = {"lark_grammar": source}
     return json.dumps({"grammars": [{"lark_grammar": outer}, {**inner, "name": INNER[1:]}]})
 
 

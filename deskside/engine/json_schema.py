@@ -5,6 +5,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from deskside.utils.errors import UsageError
+from deskside.utils.parsing import Unreadable, json_value
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -17,9 +18,9 @@ OPTIONS: "JsonCompileOptions" = {"lenient": False, "whitespace_pattern": r"[ \t\
 def checked_schema(text: str) -> Any:
     """Return a JSON schema. Raises UsageError if it is not JSON, or has a part that would not be followed."""
     try:
-        schema = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"the JSON schema is not JSON, or nested too deeply: {error}") from None
+        schema = json_value(text, big_integers=True)
+    except Unreadable as error:
+        raise UsageError(f"the JSON schema cannot be read: {error}") from None
     check_schema(schema)
     return schema
 

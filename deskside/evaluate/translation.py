@@ -4,12 +4,12 @@ BLEU: Papineni et al. 2002 (aclanthology.org/P02-1040), as Post 2018 (arXiv 1804
 (aclanthology.org/W15-3049); chrF2++: Popović 2017 (aclanthology.org/W17-4770), with words and pairs of words too.
 """
 
-import json
 from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
 
 from deskside.utils.errors import UsageError
+from deskside.utils.parsing import json_value
 
 RESAMPLES = 1000  # of the sentences, for the interval (Koehn 2004, aclanthology.org/W04-3250)
 
@@ -38,7 +38,7 @@ def corpus_scores(
     )  # of the first references, of the second ones (None if missing), ...
     bleu, chrf, words = BLEU(tokenize=tokenize, force=True), CHRF(), CHRF(word_order=2)
     resampled = chrf.corpus_score(texts, streams, n_bootstrap=RESAMPLES)
-    score = json.loads(resampled.format(width=4, is_json=True, signature=str(chrf.get_signature())))
+    score = json_value(resampled.format(width=4, is_json=True, signature=str(chrf.get_signature())))
     middle, half = float(score["confidence_mean"]), float(score["confidence_var"])
     return {
         "chrf": float(score["score"]),

@@ -10,6 +10,7 @@ from benchmarks import first_step
 SMALL = "--preset demo --tokens 512 --device cpu --precision fp32 --model.num_hidden_layers 2"
 
 
+@pytest.mark.full
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     file = tmp_path / "first.json"

@@ -11,6 +11,7 @@ from deskside.data.corpus.prepare import prepare
 from tests.train.tiny_run import ONE_THREAD, SHAPE, write_text
 
 
+@pytest.mark.full
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in ONE_THREAD.items():
         monkeypatch.setenv(name, value)

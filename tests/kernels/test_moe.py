@@ -166,7 +166,9 @@ def test_kernels_equal_their_reference(found: dict[str, float]) -> None:
     assert max(found.values()) < 1e-6, max(found, key=found.__getitem__)
 
 
-@pytest.mark.parametrize(("function", "count"), [("fp8", 33), ("fp8_of_gates", 42)])
+@pytest.mark.parametrize(
+    ("function", "count"), [pytest.param("fp8", 33, marks=pytest.mark.full), ("fp8_of_gates", 42)]
+)
 def test_casts_to_fp8_equal_their_reference(function: str, count: int) -> None:
     """Scales are equal; the interpreter's conversion to FP8 truncates, so a value may be one step off (1 in 8)."""
     pytest.importorskip("triton")

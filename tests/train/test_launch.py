@@ -188,7 +188,7 @@ hang()
 """
 
 
-@pytest.mark.parametrize("ends_at", [2, 4])
+@pytest.mark.parametrize("ends_at", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_a_second_ctrl_c_does_not_wait(ends_at: int, program: Callable[[str], Path], tmp_path: Path) -> None:
     """The first is for saving. After the second, rank 0 may end and rank 1 hangs, or both hang until the third."""
     folder = program(INTERRUPTED.format(ends_at=ends_at))
@@ -205,7 +205,7 @@ def test_a_second_ctrl_c_does_not_wait(ends_at: int, program: Callable[[str], Pa
     check_all_ended(pids, 0.1)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
 def test_who_waits_for_an_interrupted_process_is_ended(
     number: signal.Signals, program: Callable[[str], Path], tmp_path: Path
 ) -> None:

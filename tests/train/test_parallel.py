@@ -123,7 +123,7 @@ def test_a_run_goes_on_with_another_number_of_processes(
             {"optim": {"weights": "bfloat16", "offload": True}, "precision": {"name": "bf16"}},
             marks=pytest.mark.full,
         ),
-        {"model": EXPERTS, "batch": {"micro_tokens": 64}},
+        pytest.param({"model": EXPERTS, "batch": {"micro_tokens": 64}}, marks=pytest.mark.full),
     ],
     ids=["float32", "gradients sent in bfloat16", "bfloat16 weights", "experts"],
 )

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from deskside.data.chat.tool_formats import END_THINK, THINK, ToolFormat, new_call_id
+from deskside.utils.parsing import Unreadable, json_value
 
 # Whether an answer has reasoning: never; if it begins with <think>; or always, because the prompt ends with <think>.
 Thinking = Literal["no", "may", "must"]
@@ -278,6 +279,6 @@ def _kept(text: str, marker: str) -> int:
 
 def _json_or_none(text: str) -> object:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return json_value(text, big_integers=True)
+    except Unreadable:
         return None

@@ -106,7 +106,7 @@ ON_HOST = {"offload": True, "weights": "bfloat16"}
             },
             1,
         ),
-        ({"optim": {"name": "adamw"}, "parallel": {"mode": "shard"}}, 2),
+        pytest.param({"optim": {"name": "adamw"}, "parallel": {"mode": "shard"}}, 2, marks=pytest.mark.full),
         pytest.param({"optim": {"name": "muon"}}, 2, marks=pytest.mark.full),
         pytest.param({"optim": {"name": "muon"}, "parallel": {"mode": "shard"}}, 2, marks=pytest.mark.full),
         pytest.param(
