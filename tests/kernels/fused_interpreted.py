@@ -223,6 +223,7 @@ def dequantized() -> dict[str, float | None]:
 
 def products_of_codes() -> dict[str, float]:
     """Relative errors, to float64, of products with few rows: whole tiles and not, both kinds of codes."""
+    torch.manual_seed(0)
     found = {}
     for rows, columns in ((16, 256), (37, 300), (1, 5)):
         codes, scale = codes_and_scales(rows, columns)
