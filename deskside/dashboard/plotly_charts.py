@@ -15,17 +15,16 @@ import plotly.graph_objects as go
 from deskside.dashboard.runs import Prediction
 from deskside.report import study_text
 from deskside.report.chart_data import (
-    CURVE_TITLES,
     Axis,
     ChartRow,
     Interval,
     RowChart,
     bar_chart,
-    curve,
     forest_chart,
     scatter_chart,
     to_interval,
 )
+from deskside.report.curve_data import CURVE_TITLES, curve
 from deskside.study.results import Arm, Estimate, Front, Results
 from deskside.study.stats.metrics import metric_named
 

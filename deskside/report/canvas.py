@@ -9,7 +9,6 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -84,11 +83,3 @@ def wrapped(text: str, columns: int, max_lines: int) -> str:
     while len(lines := textwrap.wrap(shortened(whole, max_length), columns)) > max_lines:
         max_length -= 1
     return "\n".join(lines).replace("$", r"\$")
-
-
-def running_median(values: list[float]) -> list[float] | None:
-    """Return the running median over a fortieth of the run (at least 5 points), or None for fewer than 20 points."""
-    if len(values) < 20:
-        return None
-    half = max(2, len(values) // 80)
-    return [float(np.median(values[max(0, i - half) : i + half + 1])) for i in range(len(values))]

@@ -9,9 +9,8 @@ between the arms, so an interval that extends beyond the axis is clipped, and an
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from deskside.report import study_text
 from deskside.report.study_text import by_baseline, measured_arms
@@ -392,18 +391,3 @@ def front_axes(front: Front) -> tuple[str, str]:
     y_key = QUALITY if QUALITY in front.metrics else front.metrics[-1]
     others = [key for key in front.metrics if key != y_key]
     return SPEED if SPEED in others else others[0], y_key
-
-
-Curve = list[tuple[float, float]]
-CURVE_TITLES = {
-    "loss": "training loss, nats per token",
-    "val_bpb": "validation loss, bits per byte",
-    "tokens": "training tokens",
-    "seconds": "training time",
-}
-
-
-def curve(rows: Sequence[Mapping[str, Any]], x_key: str, y_key: str) -> Curve:
-    """Return the (x, y) points of a trial's curve, sorted, without rows that lack one of the two keys."""
-    points = [(number(row.get(x_key)), number(row.get(y_key))) for row in rows]
-    return sorted((x, y) for x, y in points if x is not None and y is not None)

@@ -14,14 +14,14 @@ from deskside.report.canvas import (
     Plot,
     new_figure,
     one_line,
-    running_median,
     style_axes,
     wrapped,
 )
-from deskside.report.chart_data import CURVE_TITLES, Curve, curve, most_different
+from deskside.report.chart_data import most_different
 from deskside.report.charts import left_out_note
+from deskside.report.curve_data import CURVE_TITLES, Curve, finished_curves, loss_key, seed_band, y_range
 from deskside.report.study_text import by_baseline, seed_range, short_labels
-from deskside.study.results import Arm, Group, Results
+from deskside.study.results import Group, Results
 from deskside.study.stats.metrics import QUALITY
 
 MAX_PANELS, MAX_CURVES = 4, 6
@@ -33,7 +33,6 @@ STYLES: tuple[tuple[Any, str, str], ...] = (  # dashes, marker, shade
     ((0, (1, 1.5)), "v", "#6a2f86"),
     ((0, (4, 1.5, 1, 1.5, 1, 1.5)), "P", MIDDLE),
 )
-EARLY_FRACTION = 0.35  # the y axis ends at the highest loss that an arm has at this fraction of the x axis
 
 
 def draw_curves(results: Results, group: Group, x_key: str) -> Plot | str:
@@ -43,12 +42,8 @@ def draw_curves(results: Results, group: Group, x_key: str) -> Plot | str:
     """
     versus = "time" if x_key == "seconds" else x_key
     arms = [arm for arm in results.arms_in(group) if arm.finished()]
-    y_key = "val_bpb"
-    curves_of = {arm.id: _finished_curves(arm, y_key, x_key) for arm in arms}
-    curve_lengths = [len(points) for trial_curves in curves_of.values() for points in trial_curves]
-    if not curve_lengths or min(curve_lengths) < 3:
-        y_key = "loss"
-        curves_of = {arm.id: _finished_curves(arm, y_key, x_key) for arm in arms}
+    y_key = loss_key(arms, x_key)
+    curves_of = {arm.id: finished_curves(arm, y_key, x_key) for arm in arms}
     plotted = [arm for arm in arms if curves_of[arm.id]]
     if not plotted:
         return f"No curves of loss against {versus}: no finished trial has a curve."
@@ -88,19 +83,6 @@ def draw_curves(results: Results, group: Group, x_key: str) -> Plot | str:
     return Plot(f"loss_{versus}", title, caption, figure)
 
 
-def _finished_curves(arm: Arm, y_key: str, x_key: str) -> list[Curve]:
-    """Return the curves of the finished trials. The training loss is noisy, so its running median is returned."""
-    curves = []
-    for trial in arm.finished():
-        points = curve(trial.curve, x_key, y_key)
-        smooth = running_median([y for _, y in points]) if y_key == "loss" else None
-        if smooth:
-            points = [(x, y) for (x, _), y in zip(points, smooth, strict=True)]
-        if points:
-            curves.append(points)
-    return curves
-
-
 def _format_x(panels: Sequence[Axes], x_key: str) -> str:
     """Format the ticks: tokens like 50M, time in a unit that suits all panels. Return the axis title."""
     if x_key == "tokens":
@@ -128,24 +110,22 @@ def _tick_step(length: float) -> float:
 
 def _draw_panel(axes: Axes, arms: Sequence[tuple[str, list[Curve]]]) -> bool:
     """Draw the arms of one baseline, given as (name, curves). Return True if the view cuts off the first steps."""
-    ends, bands, x_max = [], [], 0.0
+    ends, bands = [], []
     for (name, curves), (dashes, marker, shade) in zip(arms, STYLES, strict=False):
-        x, mean, low, high = _band(curves)
+        band = seed_band(curves)
+        x, mean = band.x, band.mean
         axes.plot(x, mean, color=shade, linestyle=dashes, linewidth=1.5, marker=marker, markersize=4.5,
                   markevery=max(1, len(x) // 6), markerfacecolor="white", label=name)  # fmt: skip
-        if np.any(high > low):
-            axes.fill_between(x, low, high, color=shade, alpha=0.15, linewidth=0)
+        if np.any(band.high > band.low):
+            axes.fill_between(x, band.low, band.high, color=shade, alpha=0.15, linewidth=0)
         ends.append((float(x[-1]), float(mean[-1]), name, shade))
-        bands.append((x, mean, low, high))
-        x_max = max(x_max, float(x[-1]))
-    axes.set_xlim(0, x_max * 1.02 or 1.0)
-    bottom = min(float(low.min()) for _, _, low, _ in bands)
-    top = max(float(np.interp(EARLY_FRACTION * x_max, x, mean)) for x, mean, _, _ in bands)
-    clipped = max(float(high.max()) for *_, high in bands) > top > bottom
-    if clipped:
-        axes.set_ylim(bottom - 0.06 * (top - bottom), top + 0.04 * (top - bottom))
+        bands.append(band)
+    axes.set_xlim(0, max(x for x, *_ in ends) * 1.02 or 1.0)
+    view = y_range(bands)
+    if view is not None:
+        axes.set_ylim(*view)
     _label_ends(axes, ends)
-    return clipped
+    return view is not None
 
 
 def _label_ends(axes: Axes, ends: list[tuple[float, float, str, str]]) -> None:
@@ -169,12 +149,3 @@ def _label_ends(axes: Axes, ends: list[tuple[float, float, str, str]]) -> None:
         axes.annotate(wrapped(name, 20, 2), (x, y), xytext=(1.04, height), textcoords=axes.get_yaxis_transform(),
                       fontsize=7.5, va="center", color=shade, annotation_clip=False, linespacing=0.9,
                       arrowprops=leader)  # fmt: skip
-
-
-def _band(curves: list[Curve]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return (x, mean, lowest, highest) over the seeds, for the range of x that all curves cover."""
-    start = max(points[0][0] for points in curves)
-    stop = min(points[-1][0] for points in curves)
-    grid = np.array(sorted({x for points in curves for x, _ in points if start <= x <= stop}) or [stop])
-    values = np.array([np.interp(grid, *np.array(points).T) for points in curves])
-    return grid, values.mean(axis=0), values.min(axis=0), values.max(axis=0)

@@ -7,7 +7,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
-from deskside.report.canvas import DARK, new_figure, one_line, running_median, save
+from deskside.report.canvas import DARK, new_figure, one_line, save
+from deskside.report.curve_data import running_median
 from deskside.report.document import Block, Image, Table
 from deskside.report.run_figures import LIGHT_GREY
 from deskside.run.expert_load import (

@@ -7,7 +7,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter
 
-from deskside.report.canvas import DARK, new_figure, running_median, save
+from deskside.report.canvas import DARK, new_figure, save
+from deskside.report.curve_data import running_median
 from deskside.report.document import Image
 from deskside.run.record import RunRecord, number, series
 

@@ -19,6 +19,7 @@ from deskside.study.stats.metrics import Metric
 from deskside.utils.format import percent, percent_digits, percent_range
 
 NOT_MEASURED = "not measured"
+NOT_ENOUGH = "not enough among all comparisons"  # the verdict's reason if an interval excludes zero
 
 
 def trials_text(arm: Arm) -> str:
@@ -53,7 +54,8 @@ def estimate_text(metric: Metric, estimate: Estimate | None, with_interval: bool
 def relative_text(mean: float, low: float | None, high: float | None, verdict: str) -> str:
     """Return `+0.52 % (+0.11 to +0.93 %)`, `no difference shown (-0.10 to +0.30 %)` or `+0.52 %, exactly`.
 
-    `mean`, `low` and `high` are fractions: 0.05 is 5 %.
+    `mean`, `low` and `high` are fractions: 0.05 is 5 %. If no difference is shown although the interval excludes zero,
+    the text says why: among that many comparisons, some intervals exclude zero by chance (docs/statistics.md).
     """
     # The mean determines the number of decimals, not the ends of the interval, which may be far from it.
     decimals = percent_digits(mean)
@@ -65,7 +67,8 @@ def relative_text(mean: float, low: float | None, high: float | None, verdict: s
     decimals = min(decimals, 2) if verdict == NO_DIFFERENCE or abs(low) + abs(high) > 0.002 else decimals
     interval = percent_range(low, high, decimals, signed=True)
     if verdict == NO_DIFFERENCE:
-        return f"{NO_DIFFERENCE} ({interval})"
+        reason = f"; {NOT_ENOUGH}" if low > 0 or high < 0 else ""
+        return f"{NO_DIFFERENCE} ({interval}{reason})"
     return f"{text} ({interval})" + (f"; {TOO_FEW}" if verdict == TOO_FEW else "")
 
 

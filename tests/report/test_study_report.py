@@ -316,6 +316,10 @@ def test_differences_are_rounded_and_not_changed(middle: float, reach: float, ve
         ((0.0052, 0.0011, 0.0093, "higher"), "+0.52 % (+0.11 to +0.93 %)"),
         ((-0.2, -0.201, -0.198, "lower"), "-20.0 % (-20.1 to -19.8 %)"),
         ((0.001, -0.002, 0.004, "no difference shown"), "no difference shown (-0.20 to +0.40 %)"),
+        (
+            (-0.05, -0.101, -0.0043, "no difference shown"),
+            f"no difference shown (-10.10 to -0.43 %; {study_text.NOT_ENOUGH})",
+        ),
         ((-0.1, -0.1, -0.1, "exact"), "-10.0 %, exactly"),
         ((0.0, 0.0, 0.0, "exact"), "the same, exactly"),
         ((0.03, None, None, "too few seeds"), "+3.00 %; too few seeds"),
