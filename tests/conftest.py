@@ -23,10 +23,11 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault(
         "OMP_NUM_THREADS", "1"
     )  # for this process, its workers, and the runs that tests start
-    # Tests neither read nor write the user's cache of trials, but use the compiled kernels of FlashAttention-4.
+    # Tests neither read nor write the user's trials and added facts, but use FlashAttention-4's compiled kernels.
     if not hasattr(config, "workerinput"):
         os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(cache_folder() / "flash-attn-4"))
         os.environ["DESKSIDE_CACHE"] = tempfile.mkdtemp(prefix="deskside-cache-")
+        os.environ["DESKSIDE_DATA"] = os.path.join(os.environ["DESKSIDE_CACHE"], "data")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

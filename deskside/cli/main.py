@@ -50,6 +50,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
         "dashboard": "browse studies and runs live in a browser",
         "presets": "list the model presets with their parameter counts",
         "models": "Hugging Face families, their checkpoints, memory to fine-tune",
+        "facts": "measurements that owners of other cards shared",
         "completion": "shell completion for bash, zsh and fish",
     }.items()
 }
@@ -57,7 +58,6 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
 USAGE = """usage: deskside COMMAND [options]    (COMMAND --help shows its options)
 {commands}
 example: deskside go --preset demo --hours 0.05    three minutes on a CPU
-exit codes: 0 done, 1 failed, 2 wrong usage, 130/143/129 stopped by a signal
 """
 
 

@@ -1,5 +1,6 @@
 """`deskside probe`: measure training speed and memory on this machine, and store them for the planner."""
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from rich.console import Console
 
 from deskside.budget.shape import num_params
 from deskside.budget.step_spec import Checkpointing, OptimizerName
+from deskside.cli import probe_share
 from deskside.cli.options import Command, option
 from deskside.cli.output import print_json
 from deskside.cli.shared_options import MINUTES, JsonOption
@@ -40,7 +42,12 @@ class ProbeOptions(JsonOption):
 
     Stored points are not measured again, so an interrupted probe continues where it stopped.
 
-    Example: deskside probe --depth 12,16,20 --sequence 512,1024,2048 --minutes 20
+    --share writes all results of this card, driver and software, and the verdicts of deskside doctor --quick, to one
+    file for other owners of such a card. It is shown first, and names no person, host, path or serial number.
+
+    Examples:
+      deskside probe --depth 12,16,20 --sequence 512,1024,2048 --minutes 20
+      deskside probe --share my-card.json
     """
 
     preset: str | None = option("models: presets or .toml files, separated by commas", None, metavar="P,...")
@@ -64,6 +71,8 @@ class ProbeOptions(JsonOption):
     )
     probes: str = option("directory of the stored results", "probes", metavar="DIR")
     again: bool = option("measure stored points again", False)
+    share: str | None = option("write an anonymous report of this card for others", None, metavar="FILE")
+    yes: bool = option("with --share: do not ask before writing", False)
 
 
 COMMAND = Command("probe", ProbeOptions)
@@ -86,6 +95,14 @@ def probe(options: ProbeOptions, point_target: str = MEASURE_POINT, card_target:
     minutes = options.minutes
     if minutes is None and options.preset is None and options.depth is None:
         minutes = CALIBRATION_MINUTES
+    if options.yes and options.share is None:
+        raise UsageError("--yes: has no effect without --share; leave it out")
+    verdicts: dict[str, str] = {}
+    if options.share is not None:
+        probe_share.check_share(Path(options.share), options.yes, machine)
+        verdicts = probe_share.doctor_verdicts(
+            math.inf if minutes is None else 60 * minutes - CLOSING_SECONDS
+        )
     for line in store.notes(machine):
         say(line)
     with progress_listener(len(points)) as watch, signals.raise_on_termination():
@@ -105,6 +122,8 @@ def probe(options: ProbeOptions, point_target: str = MEASURE_POINT, card_target:
         say(f"interrupted: {count} points measured and stored; run the same command again to continue")
         return 128 + result.interrupted
     _check_measured(result, options)
+    if options.share is not None:
+        probe_share.share(Path(options.share), machine, store, verdicts, options.yes)
     return 0
 
 

@@ -5,9 +5,11 @@ The device's rates come from the first of these sources that is available:
 1. Points that `deskside probe` measured on this card. Ridge regression fits three factors to them, which multiply the
    modelled times of matrix products, of memory traffic and of fixed delays. The prior is a factor of 1; the more
    points, the less it weighs.
-2. The data sheet, corrected by published measurements of the architecture (`plan/published.py`).
+2. Reports by other owners of such a card (`measurements/reported.py`). Each report is fitted alone, as in 1., and has
+   one vote: the rates are the medians over the reports.
+3. The data sheet, corrected by published measurements of the architecture (`plan/published.py`).
 
-A card that has neither must be measured first (UsageError).
+A card that has none of them must be measured first (UsageError).
 
 The host's times are those of the reference machine (`budget/host.py`) unless the probe timed this machine. Then all of
 them are multiplied by one factor: the minimum over the points of measured launch time / modelled host time.
@@ -26,6 +28,7 @@ from deskside.budget.step_spec import StepSpec
 from deskside.config.model import ModelConfig
 from deskside.config.recipes import ALIASES
 from deskside.facts.gpus import Gpu
+from deskside.measurements.reported import Reported
 from deskside.plan.published import (
     REFERENCE_ARCHITECTURE,
     Speedup,
@@ -34,8 +37,9 @@ from deskside.plan.published import (
     uncalibrated_rates,
 )
 from deskside.utils.errors import UsageError
+from deskside.utils.format import plural
 
-Source = Literal["measured", "published"]
+Source = Literal["measured", "reported", "published"]
 
 COPY_SHARE = 0.867  # bandwidth of a large copy / data sheet: 4.16 of 4.8 TB/s on an H200
 CONTEXT_BYTES = 900 * 2**20  # CUDA context and library handles; 770 MiB on an H200 with torch 2.11
@@ -49,7 +53,10 @@ FEW_ROWS = 5
 # For an architecture without published runs. If each architecture is predicted from the others alone, nine in ten rows
 # are within 22 %, and the worst is 36.5 % off (benchmarks/planner_published.py).
 UNKNOWN_SPREAD = 0.40
-MEMORY_SPREAD = {"measured": 0.05, "published": 0.10}
+# At least this for a card that others measured. Their drivers, coolers and power limits differ: large products on cards
+# of one name are within 6 % of their middle in gpus.csv (column measured_source), except one RTX 5090 that is 23 % off.
+REPORTED_SPREAD = 0.15
+MEMORY_SPREAD = {"measured": 0.05, "reported": 0.10, "published": 0.10}
 MIN_FACTOR = 0.1  # lower bound of a fitted factor
 
 
@@ -62,6 +69,7 @@ class Calibration:
         basis: Source of the rates, in one line.
         overhead_bytes: Device memory of a process outside torch's allocator.
         host_measured: True if the host's times were measured on this machine.
+        reports: Digests of the reports that the rates come from.
     """
 
     rates: Rates
@@ -71,13 +79,16 @@ class Calibration:
     basis: str
     overhead_bytes: int
     host_measured: bool = False
+    reports: tuple[str, ...] = ()
 
 
-def calibrate(gpu: Gpu | None, points: Sequence[Mapping[str, Any]]) -> Calibration:
+def calibrate(
+    gpu: Gpu | None, points: Sequence[Mapping[str, Any]], reports: Sequence[Reported] = ()
+) -> Calibration:
     """Return the best available calibration of a card.
 
     gpu: its data sheet, if known. points: its rows in the probe store, of the kinds "card" (benchmark of the GPU) and
-    "point" (training run).
+    "point" (training run). reports: what other owners reported of such cards.
     Raises UsageError for a card that has neither a data sheet nor a usable measurement.
     """
     usable = [
@@ -92,7 +103,7 @@ def calibrate(gpu: Gpu | None, points: Sequence[Mapping[str, Any]]) -> Calibrati
         raise UsageError(
             "this device is not in the table of GPUs and was not measured; measure it with: deskside probe"
         )
-    return _published(gpu)
+    return _reported(gpu, reports) or _published(gpu)
 
 
 def measured_fp8_speedup(rows: Sequence[Mapping[str, Any]]) -> Speedup | None:
@@ -160,6 +171,53 @@ def _published(gpu: Gpu) -> Calibration:
         source="published",
         basis=f"matmul rate {rate}, bandwidth from the data sheet, {basis}; not measured on this card",
         overhead_bytes=CONTEXT_BYTES,
+    )
+
+
+def _reported(gpu: Gpu, reports: Sequence[Reported]) -> Calibration | None:
+    """Return the calibration from the reports of other owners; None if none of them has a usable point.
+
+    Product rate, traffic rate and delay are the medians over the reports, so with three or more a single wrong report
+    changes little. The half-width of the speed's range is at least REPORTED_SPREAD, at least the median of the reports'
+    own, and twice the median distance of their product rates from the middle. The host's times stay the reference's,
+    because the owners' hosts are not this one.
+    """
+    usable: dict[str, Calibration] = {}
+    points = 0
+    for entry in reports:
+        rows = [row for point in entry.report.points if _is_informative(row := point.probe_row())]
+        if rows:
+            usable[entry.digest] = _measured(gpu, rows, None)
+            points += len(rows)
+    if not usable:
+        return None
+    fits = list(usable.values())
+    products = [fit.rates.matmul_flops / fit.rates.compute for fit in fits]
+    middle = statistics.median(products)
+    matmul = statistics.median(fit.rates.matmul_flops for fit in fits)
+    rates = replace(
+        fits[0].rates,
+        matmul_flops=matmul,
+        compute=matmul / middle,
+        memory=statistics.median(fit.rates.memory for fit in fits),
+        delay=statistics.median(fit.rates.delay for fit in fits),
+        host=HostTimes(),
+    )
+    between = 2 * statistics.median(abs(rate / middle - 1) for rate in products)
+    fitted = statistics.median(fit.speed_spread for fit in fits)
+    used = [entry.report for entry in reports if entry.digest in usable]
+    peaks = sorted(fit.rates.matmul_flops / 1e12 for fit in fits)
+    span = f"{peaks[0]:.0f} TFLOP/s" if len(fits) == 1 else f"{peaks[0]:.0f} to {peaks[-1]:.0f} TFLOP/s"
+    return Calibration(
+        rates=rates,
+        speed_spread=min(1.0, max(REPORTED_SPREAD, fitted, between)),
+        memory_spread=MEMORY_SPREAD["reported"],
+        source="reported",
+        basis=f"{plural(points, 'point')} in {plural(len(fits), 'report')} by other owners of such a card (products at "
+        f"{span}, torch {', '.join(sorted({report.torch for report in used}))}, newest "
+        f"{max(report.date for report in used)}); not measured on this card",
+        overhead_bytes=int(statistics.median(fit.overhead_bytes for fit in fits)),
+        reports=tuple(usable),
     )
 
 

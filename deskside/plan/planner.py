@@ -38,7 +38,7 @@ from deskside.plan.request import TIME_SHARES, PlanRequest
 from deskside.plan.result import Plan, PlannedBand, executable
 from deskside.plan.verdict import Answer, judge
 from deskside.utils.errors import UsageError
-from deskside.utils.format import count, number
+from deskside.utils.format import count, number, plural
 
 NO_CLAIMS = Claims()
 OFFERED: Literal["fp8"] = "fp8"  # the precision that is offered as an alternative to BF16
@@ -200,7 +200,7 @@ def _speed_notes(request: PlanRequest, shown: StepEstimate) -> list[str]:
             f"their kernels takes the host; the device waits for {shown.step['host'] / shown.step_seconds:.0%} of a "
             f"step (host {source}, +-{shown.speed_spread:.0%}); more tokens per pass are faster"
         )
-    if gpu is not None and calibration.source != "measured" and (reason := uncalibrated_reason(gpu)):
+    if gpu is not None and calibration.source == "published" and (reason := uncalibrated_reason(gpu)):
         notes.append(f"{reason}: speed within +-{calibration.speed_spread:.0%}")
     return notes
 
@@ -215,6 +215,11 @@ def _notes(request: PlanRequest, chosen: Band | None) -> list[str]:
             link = f"{name}, modelled from the data sheet"
         rate = number(request.calibration.rates.link_bandwidth / 1e9)
         notes.append(f"communication: {rate} GB/s of {link}; no run on several GPUs was measured")
+    if reports := request.calibration.reports:
+        notes.append(
+            f"this card was not probed here: its speed comes from {plural(len(reports), 'report')} by other owners, "
+            f"which deskside facts list --gpu shows; measure yours with: deskside probe"
+        )
     if chosen is not None and request.pretrains and (batch := _batch_note(request, chosen)):
         notes.append(batch)
     if chosen is not None and request.unique_tokens is None and request.pretrains:

@@ -21,6 +21,7 @@ from deskside.config.run import RunConfig
 from deskside.config.sections import BatchConfig, PrecisionName
 from deskside.facts import gpus
 from deskside.facts.gpus import Gpu
+from deskside.measurements.reported import reported_for
 from deskside.plan.calibrate import Calibration, calibrate, measured_fp8_speedup
 from deskside.plan.published import Speedup
 from deskside.utils import format
@@ -245,7 +246,7 @@ def make_request(
         )
     request = PlanRequest(
         card=card,
-        calibration=calibrate(card.gpu, rows),
+        calibration=calibrate(card.gpu, rows, () if card.gpu is None else reported_for(card.gpu.name)),
         budget=budget,
         given=given,
         gpus=q.gpus,

@@ -1,7 +1,7 @@
 """The plan as a data structure and as JSON. The text output and `deskside go` read it too.
 
-Every section has the source of its numbers: `measured` on this card, `published` by others, or `modelled`, with the
-basis of the model in one line.
+Every section has the source of its numbers: `measured` on this card, `reported` by other owners of such a card,
+`published` by others, or `modelled`, with the basis of the model in one line.
 """
 
 import json
@@ -309,5 +309,6 @@ def _request(request: PlanRequest) -> dict[str, Any]:
             "basis": calibration.basis,
             "speed_spread": calibration.speed_spread,
             "memory_spread": calibration.memory_spread,
+            "reports": list(calibration.reports),
         },
     }

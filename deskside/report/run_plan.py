@@ -16,7 +16,7 @@ from deskside.run.record import (
 )
 from deskside.utils.format import UNKNOWN, count, elapsed, value_text
 
-PROVENANCE = ("measured", "modelled", "published")
+PROVENANCE = ("measured", "reported", "modelled", "published")
 PROVENANCE_KEYS = ("provenance", "origin", "source")
 # (key of `predicted` in summary.json, name, number format, unit)
 PREDICTED_QUANTITIES = (

@@ -23,6 +23,13 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deskside"
 
 
+def data_folder() -> Path:
+    """Return the folder for what a user has added: $DESKSIDE_DATA, or deskside in the user's data folder."""
+    if chosen := os.environ.get("DESKSIDE_DATA"):
+        return Path(chosen)
+    return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local/share") / "deskside"
+
+
 @contextlib.contextmanager
 def replace_atomically(path: Path, temporary: Path | None = None) -> Iterator[Path]:
     """Yield a temporary path to write to. On exit it is synced and renamed to `path`; on an error it is deleted.

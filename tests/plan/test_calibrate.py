@@ -26,9 +26,19 @@ from deskside.budget.host import host_seconds
 from deskside.budget.memory import training_memory
 from deskside.budget.speed import Rates, step_seconds, tokens_per_second
 from deskside.facts.gpus import find
-from deskside.plan.calibrate import COPY_SHARE, MIN_SPREAD, UNKNOWN_SPREAD, Calibration, calibrate
+from deskside.measurements.card_report import parse_report
+from deskside.measurements.reported import Reported
+from deskside.plan.calibrate import (
+    COPY_SHARE,
+    MIN_SPREAD,
+    REPORTED_SPREAD,
+    UNKNOWN_SPREAD,
+    Calibration,
+    calibrate,
+)
 from deskside.plan.published import uncalibrated_rates
 from deskside.utils.errors import UsageError
+from tests.measurements.made_report import faster, made
 
 Row = dict[str, Any]
 POINTS = Path(__file__).parents[2] / "docs/data/2026-11-20-planner/h200_points.jsonl"
@@ -316,3 +326,63 @@ def test_no_torch() -> None:
         "sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# Reports by other owners
+
+
+def reports(*factors: float) -> list[Reported]:
+    """Return reports of H200s that are `factors` times as fast as the one in docs/data."""
+    found = [parse_report(faster(made(), factor)) for factor in factors]
+    return [Reported("H200 SXM", report.digest, "2026-11-20", "user", report) for report in found]
+
+
+def modelled(calibration: Calibration) -> float:
+    """Return the tokens per second of one model."""
+    return tokens_per_second(shape_of(TESTED[0]), step_spec_of(TESTED[0]), calibration.rates)
+
+
+def test_own_points_rank_above_reports_and_reports_above_the_data_sheet() -> None:
+    gpu, shared = find("h200"), reports(0.7)
+    own = [point(spec, planted("h200", 1.0, 1.0, 1.0)) for spec in PROBED]
+    sources = [calibrate(gpu, *given).source for given in (([],), ([], shared), (own,), (own, shared))]
+    assert sources == ["published", "reported", "measured", "measured"]
+    assert calibrate(gpu, own, shared) == calibrate(gpu, own)
+    assert modelled(calibrate(gpu, [], shared)) == pytest.approx(
+        0.7 * modelled(calibrate(gpu, [], reports(1.0))), rel=0.02
+    )
+
+
+def test_one_report_is_fitted_as_a_probe_is() -> None:
+    """The same rows in the probe store give the same rates, but for the host, and a narrower range."""
+    (shared,) = reports(1.0)
+    own = calibrate(find("h200"), [point.probe_row() for point in shared.report.points])
+    found = calibrate(find("h200"), [], [shared])
+    assert found.reports == (shared.digest,)
+    assert modelled(found) == pytest.approx(modelled(own), rel=1e-9)
+    assert found.speed_spread == max(REPORTED_SPREAD, own.speed_spread)
+
+
+def test_reports_have_one_vote_each() -> None:
+    """The median of three is the middle one, however far the third is off, and their distance widens the range."""
+    middle = calibrate(find("h200"), [], reports(0.9))
+    for wrong in (0.3, 0.5, 1.2):
+        factors = sorted((0.9, 0.91 if wrong < 0.9 else 0.89, wrong))
+        found = calibrate(find("h200"), [], reports(*factors))
+        assert modelled(found) == pytest.approx(modelled(middle), rel=0.01)
+        assert len(found.reports) == 3
+    near, far = (calibrate(find("h200"), [], reports(*f)) for f in ((1.0, 0.98), (1.0, 0.5)))
+    assert near.speed_spread == pytest.approx(
+        max(REPORTED_SPREAD, calibrate(find("h200"), [], reports(1.0)).speed_spread)
+    )
+    assert far.speed_spread == pytest.approx(
+        2 * 0.25 / 0.75, rel=0.1
+    )  # of the products; other rates differ less
+
+
+def test_reports_without_a_usable_point_change_nothing() -> None:
+    """Points below 16 bits do not tell the rate of the model's products, which are BF16's."""
+    (shared,) = reports(1.0)
+    points = tuple(p.model_copy(update={"precision": "fp8-rowwise"}) for p in shared.report.points)
+    low = replace(shared, report=shared.report.model_copy(update={"points": points}))
+    assert calibrate(find("h200"), [], [low]) == calibrate(find("h200"), [])

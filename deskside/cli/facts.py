@@ -1,0 +1,136 @@
+"""`deskside facts list`, `add` and `schema`: measurements that owners of cards shared, which the planner reads."""
+
+import datetime
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deskside.budget.shape import num_params
+from deskside.cli.options import Command, choose_subcommand, option
+from deskside.cli.output import print_json
+from deskside.cli.shared_options import JsonOption
+from deskside.utils.format import count, plural
+
+
+@dataclass(kw_only=True)
+class ListOptions(JsonOption):
+    """List the cards that have reports, or the reports of one card.
+
+    Example: deskside facts list --gpu rtx4090
+    """
+
+    gpu: str | None = option("a GPU such as rtx4090; default: all", None, metavar="NAME")
+
+
+@dataclass(kw_only=True)
+class AddOptions(JsonOption):
+    """Check a report that deskside probe --share wrote, and let deskside plan use it for cards of its kind.
+
+    In a checkout, the report goes to deskside/facts/reported.jsonl, to be committed. Otherwise it goes
+    to reported.jsonl in $DESKSIDE_DATA, or in ~/.local/share/deskside.
+
+    Example: deskside facts add my-card.json
+    """
+
+    file: str = option("file written by deskside probe --share", metavar="FILE", positional=True)
+
+
+@dataclass(kw_only=True)
+class SchemaOptions:
+    """Print the JSON Schema of a report.
+
+    Example: deskside facts schema > docs/card-report.schema.json
+    """
+
+
+COMMANDS: dict[str, Command[Any]] = {
+    "list": Command("facts list", ListOptions),
+    "add": Command("facts add", AddOptions),
+    "schema": Command("facts schema", SchemaOptions),
+}
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run `deskside facts` and return the exit code. Raises UsageError and RunError."""
+    summaries = {name: (command.options.__doc__ or "").splitlines()[0] for name, command in COMMANDS.items()}
+    name = choose_subcommand(
+        summaries, argv, "deskside facts", "Measurements that owners of other cards shared."
+    )
+    functions: dict[str, Callable[[Any], int]] = {"list": _list, "add": _add, "schema": _schema}
+    return functions[name](COMMANDS[name].parse(argv[1:]))
+
+
+def _list(options: ListOptions) -> int:
+    from deskside.facts.gpus import find
+    from deskside.measurements.reported import reported_cards, reported_for
+
+    cards = reported_cards() if options.gpu is None else (find(options.gpu).name,)
+    reports = {card: reported_for(card) for card in cards}
+    if options.json:
+        print_json(
+            {card: [_as_json(entry) for entry in entries] for card, entries in reports.items()}, indent=1
+        )
+        return 0
+    if not any(reports.values()):
+        about = "any card" if options.gpu is None else cards[0]
+        print(f"no reports of {about} yet; share yours with: deskside probe --share my-card.json")
+        return 0
+    for card, entries in reports.items():
+        print(f"{card}: {plural(len(entries), 'report')}")
+        if options.gpu is not None:
+            _print_reports(entries)
+    return 0
+
+
+def _print_reports(entries: Sequence[Any]) -> None:
+    """Print each report of a card, then the speeds of all of them together."""
+    from deskside.measurements.reported import reported_speeds
+
+    for entry in entries:
+        report, bench = entry.report, entry.report.benchmark
+        rates = "" if bench is None else (
+            f", {bench.matmul_flops / 1e12:.0f} TFLOP/s, {bench.copy_bytes_per_second / 1e9:,.0f} GB/s"
+        )  # fmt: skip
+        limit = "" if report.power_limit_watts is None else f", {report.power_limit_watts:.0f} W"
+        print(f"  {report.date}  {entry.digest}{rates}{limit}")
+        print(f"    driver {report.driver}, torch {report.torch}, deskside {report.deskside}")
+    print(
+        f"{'params':>8} {'seq':>6} {'micro':>7} {'':22} {'tokens/s':>9} {'lowest':>9} {'highest':>9}  reports"
+    )
+    for speed in reported_speeds(entries):
+        point, (low, median, high) = speed.point, speed.tokens_per_second
+        words = f"{point.precision} {point.optimizer} {point.activation_checkpointing.replace('none', '')}"
+        print(
+            f"{count(num_params(point.config)):>8} {point.sequence_length:>6} {point.micro_tokens:>7} {words:22} "
+            f"{median:>9,.0f} {low:>9,.0f} {high:>9,.0f}  {speed.reports}"
+        )
+
+
+def _add(options: AddOptions) -> int:
+    from deskside.measurements.reported import add_report, reported_for
+
+    entry, path = add_report(Path(options.file), datetime.datetime.now(datetime.UTC).date())
+    if options.json:
+        print_json({**_as_json(entry), "gpu": entry.gpu, "table": str(path)})
+        return 0
+    reports = plural(len(reported_for(entry.gpu)), "report")
+    print(f"added {plural(len(entry.report.points), 'point')} of {entry.gpu} ({entry.digest}) to {path}")
+    print(f"{entry.gpu} has {reports} now; deskside plan --gpu uses them where this card was not probed")
+    return 0
+
+
+def _schema(options: SchemaOptions) -> int:
+    from deskside.measurements.card_report import json_schema
+
+    print_json(json_schema(), indent=1)
+    return 0
+
+
+def _as_json(entry: Any) -> dict[str, Any]:
+    return {
+        "digest": entry.digest,
+        "added": entry.added,
+        "part": entry.part,
+        "report": entry.report.to_json(),
+    }
