@@ -22,13 +22,13 @@ from pathlib import Path
 from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from deskside.dashboard.page import TABS
+from deskside.dashboard.page import PAGES
 from tests.dashboard import made_up
 
 DESKTOP, PHONE = {"width": 1280, "height": 1000}, {"width": 390, "height": 844}
 PALETTE_COLORS = 256  # text and plots stay sharp, and the file is a third of the size
 MAX_BYTES = 150_000  # of a screenshot
-PHONE_TAB = "Efficiency"
+PHONE_PAGE = "efficiency"
 
 
 @contextlib.contextmanager
@@ -97,13 +97,15 @@ def timed(runs: int) -> dict[str, float]:
         times: dict[str, float] = {}
         with serving(root) as address:
             times["server answers"] = time.perf_counter() - command
-            for label, tab in (("first page", "Overview"), ("second page", "Overview"), ("table", "Results")):
+            for label, path in (
+                ("first page", ""),
+                ("second page", ""),
+                ("page of a run", "run?run=runs/run-0007"),
+            ):
                 page = browser.new_page(viewport=DESKTOP)
                 begun = time.perf_counter()
-                page.goto(f"{address}/?tab={tab}")
-                page.wait_for_selector(
-                    f"text={'What each technique does' if tab == 'Overview' else 'Arms as CSV'}"
-                )
+                page.goto(f"{address}/{path}")
+                page.wait_for_selector("text=loss, nats per token" if path else "text=Rows as CSV")
                 settle(page)
                 times[label] = time.perf_counter() - begun
                 times.setdefault("from the command to the first page", time.perf_counter() - command)
@@ -131,9 +133,9 @@ def screenshots(folder: Path, of: Path | None, group: str | None) -> None:
 
 
 def _all_tabs(browser: Browser, address: str, folder: Path, group: str | None) -> None:
-    for tab in TABS:
-        picture(browser, f"{address}/?tab={tab}", DESKTOP, folder / f"dashboard-{tab.lower()}.png", group)
-    picture(browser, f"{address}/?tab={PHONE_TAB}", PHONE, folder / "dashboard-phone.png", group)
+    for spec in PAGES:
+        picture(browser, f"{address}/{spec.name}", DESKTOP, folder / f"dashboard-{spec.name}.png", group)
+    picture(browser, f"{address}/{PHONE_PAGE}", PHONE, folder / "dashboard-phone.png", group)
 
 
 def picture(browser: Browser, address: str, size: dict[str, int], path: Path, group: str | None) -> None:

@@ -64,6 +64,8 @@ def run(argv: Sequence[str]) -> int:
 
 def settings(host: str, port: int) -> dict[str, str]:
     """Return Streamlit's options, without telemetry, prompts and deploy button."""
+    from deskside.dashboard import theme  # imports streamlit
+
     return {
         "server.address": host,
         "server.port": str(port),
@@ -75,7 +77,7 @@ def settings(host: str, port: int) -> dict[str, str]:
         "client.showErrorDetails": "none",
         "logger.hideWelcomeMessage": "true",
         "logger.level": "error",
-        "theme.primaryColor": "#0072B2",
+        **theme.options(),
     }
 
 
@@ -105,7 +107,7 @@ def _preload(root: Path, host: str, port: int) -> None:
         except OSError:
             time.sleep(WAIT_SECONDS)
     from deskside.dashboard import file_cache
-    from deskside.dashboard.tabs import tab_overview  # noqa: F401
+    from deskside.dashboard.views import runs  # noqa: F401
 
     file_cache.preload(root)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import streamlit as st
 
-from deskside.dashboard import file_cache, plotly_charts, tables
+from deskside.dashboard import file_cache, plotly_charts, tables, theme
 from deskside.dashboard.sidebar import Context, StudySelection, all_groups_key, group_key, literal
 from deskside.report import study_text
 from deskside.run.expert_load import layer_with_differences, load_by_language, newest_load, relative
@@ -17,11 +17,15 @@ deskside study matrix16-quick              # sixteen arms: GQA and FP4 at four s
 deskside train 124m --data.path DIR        # one run"""
 
 
+REFRESH_SECONDS = 2  # between two looks at the files of runs that are training
+
+
 def chart(figure: plotly_charts.go.Figure, key: str, alt: str) -> None:
     """Draw a chart. Screen readers read `alt`. The mode bar saves the chart as a PNG file named `key`."""
     image = {"format": "png", "scale": 2, "filename": key}
+    drawn = theme.chart_colors(figure.to_plotly_json()) if theme.is_dark() else figure
     st.plotly_chart(
-        figure, key=f"chart-{key}", config={**plotly_charts.MODE_BAR, "toImageButtonOptions": image}, alt=alt
+        drawn, key=f"chart-{key}", config={**plotly_charts.MODE_BAR, "toImageButtonOptions": image}, alt=alt
     )
 
 

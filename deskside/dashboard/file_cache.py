@@ -11,8 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from deskside.dashboard import studies
-from deskside.dashboard.scan import FoundRun, ScanResult, Stamp, scan, stamp
+from deskside.dashboard import run_table, studies
+from deskside.dashboard.run_table import TableRow
+from deskside.dashboard.scan import FoundRun, ScanResult, Stamp, name_below, scan, stamp
 from deskside.dashboard.studies import Study
 from deskside.run import record
 from deskside.run.record import MetricsLog, RunRecord
@@ -61,10 +62,7 @@ _scan_results: dict[str, tuple[float, ScanResult]] = {}  # directory -> (time, c
 
 def preload(root: Path) -> None:
     """Fill the cache with what the first page needs, before a browser requests it."""
-    result = scan_result(str(root))
-    for path in result.studies:
-        study(path)
-    runs(result.standalone_runs, live_runs(result.standalone_runs), root)
+    rows(scan_result(str(root)), root)
 
 
 def scan_result(root: str) -> ScanResult:
@@ -118,6 +116,31 @@ def brief(path: Path) -> RunRecord:
     return _small_values.get(
         "brief", str(path), stamp(path, *RUN_JSON_FILES), lambda: record.read_brief(path)
     )
+
+
+def row(path: Path, live: bool, root: Path, kind: str) -> TableRow:
+    """Return a run's row in the table of runs."""
+
+    def read() -> TableRow:
+        log = record.sample_metrics(path, run_table.SPARKLINE_POINTS)
+        return run_table.run_row(brief(path), log, live, name_below(path, root), kind)
+
+    key = (stamp(path, "metrics.jsonl", *RUN_JSON_FILES), live)
+    return _small_values.get("row", str(path), key, read)
+
+
+def rows(result: ScanResult, root: Path) -> list[TableRow]:
+    """Return the rows of all studies, runs and trials of studies that can be read, the newest first."""
+    live = live_runs(result.runs)
+    found = [
+        row(run.path, run.path in live, root, run_table.TRIAL if run.study else run_table.RUN)
+        for run in result.runs
+    ]
+    found += [
+        run_table.study_row(results, name_below(path, root))
+        for path, results in readable_studies(result).items()
+    ]
+    return sorted(found, key=lambda row: row.created, reverse=True)
 
 
 def plan(path: Path) -> dict[str, Any]:

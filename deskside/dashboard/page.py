@@ -1,33 +1,83 @@
-"""The page of `deskside dashboard`. Streamlit runs this file again after every click. Its only argument is DIR."""
+"""The pages of `deskside dashboard`. Streamlit runs this file again after every click. Its only argument is DIR."""
 
 import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
 import streamlit as st
 
-from deskside.dashboard import file_cache, sidebar
+from deskside.dashboard import file_cache, sidebar, theme
 from deskside.dashboard.sidebar import Context
+from deskside.utils.format import plural
 
-# Each tab is tabs/tab_<name>.py, imported when it is first opened: pandas, plotly and the planner take seconds.
-TABS = ("Overview", "Memory", "Performance", "Efficiency", "Results", "Insights", "Live", "Planner")
-STYLE = """<style>
-[data-testid="stMainBlockContainer"] {padding: 2.5rem 1.5rem 3rem 1.5rem}
-@media (max-width: 640px) {[data-testid="stMainBlockContainer"] {padding: 3rem 0.75rem 2rem 0.75rem}}
-</style>"""
+
+@dataclass(frozen=True)
+class PageSpec:
+    """A page of the dashboard.
+
+    Attributes:
+        name: Its module in views/, which is imported when the page is first opened (pandas, plotly and the planner take
+            seconds). It is also the path of the page's address, except for the first page, whose path is empty. The
+            folder is not called pages/, because Streamlit would make a page of each file in it.
+        section: Heading above the page in the navigation.
+        of_study: True if the page shows the study that is selected in the sidebar.
+    """
+
+    name: str
+    title: str
+    section: str = ""
+    of_study: bool = False
+
+
+PAGES = (
+    PageSpec("runs", "Runs and studies"),
+    PageSpec("run", "Run"),
+    PageSpec("overview", "Summary", "Study", of_study=True),
+    PageSpec("results", "Results", "Study", of_study=True),
+    PageSpec("performance", "Speed and quality", "Study", of_study=True),
+    PageSpec("memory", "Memory", "Study", of_study=True),
+    PageSpec("efficiency", "Trade-offs", "Study", of_study=True),
+    PageSpec("insights", "Insights", "Study", of_study=True),
+    PageSpec("planner", "Planner", "Tools", of_study=True),
+)
+FIRST_PAGE = PAGES[0]
 
 
 def main(root: Path) -> None:
-    """Draw the page. Only the open tab is computed; its name is in the query string of the address."""
-    # Sets no page icon: the browser would fetch Streamlit's icons from the network.
-    st.set_page_config(page_title="deskside", layout="wide")
-    st.html(STYLE)
+    """Draw the page of the browser's address."""
     scan = file_cache.scan_result(str(root))
-    context = Context(root, scan, sidebar.show(root, scan))
-    for name, tab in zip(TABS, st.tabs(TABS, key="tab", on_change="rerun", bind="query-params"), strict=True):
-        if tab.open:
-            with tab:
-                import_module(f"deskside.dashboard.tabs.tab_{name.lower()}").show(context)
+    sections: dict[str, list[st.Page]] = {}
+    pages: dict[str, st.Page] = {}
+    for spec in PAGES:
+        pages[spec.name] = st.Page(
+            _drawing(spec, root, pages),
+            title=spec.title,
+            url_path="" if spec is FIRST_PAGE else spec.name,
+            default=spec is FIRST_PAGE,
+        )
+        sections.setdefault(spec.section, []).append(pages[spec.name])
+    # The pages have no icons: the browser would fetch that of its tab from the network.
+    page = st.navigation(sections)
+    st.set_page_config(page_title=f"{page.title} · deskside", layout="wide")
+    theme.apply([spec.name for spec in PAGES if spec is not FIRST_PAGE])
+    with st.sidebar:
+        name = root.name or str(root)
+        counts = f"{plural(len(scan.runs), 'run')}, {plural(len(scan.studies), 'study')}"
+        st.caption(f"`{name}`: {counts}", help=str(root))
+    page.run()
+
+
+def _drawing(spec: PageSpec, root: Path, pages: Mapping[str, st.Page]) -> Callable[[], None]:
+    """Return the function that draws a page."""
+
+    def draw() -> None:
+        scan = file_cache.scan_result(str(root))
+        selection = sidebar.show(root, scan) if spec.of_study else None
+        import_module(f"deskside.dashboard.views.{spec.name}").show(Context(root, scan, selection, pages))
+
+    return draw
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY, GREY = (
     "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#7f7f7f",
 )  # fmt: skip
 COLORS = (BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY, GREY)
-EDGE_COLOR = "#333333"
+EDGE_COLOR, TEXT_COLOR = "#333333", "#57606a"
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "cross", "star", "pentagon")
 MAX_TEXT_COLUMNS = 16  # cells of a heat map have their number if there are at most so many columns
@@ -52,13 +52,15 @@ def apply_layout(figure: go.Figure, height: int, **options: Any) -> go.Figure:
         height=height,
         margin={"l": 8, "r": 8, "t": 44, "b": 8},
         legend={"orientation": "h", "y": 1.0, "yanchor": "bottom", "x": 0, "xanchor": "left"},
-        font={"size": 13},
-        modebar={"orientation": "h", "bgcolor": "rgba(0,0,0,0)"},
+        font={"size": 13, "color": TEXT_COLOR},
+        modebar={"orientation": "h", "bgcolor": "rgba(0,0,0,0)", "color": TEXT_COLOR, "activecolor": BLUE},
         dragmode=False,
+        uirevision="kept",  # a chart that is drawn again keeps the part that the user zoomed to
         **options,
     )
     for update in (figure.update_xaxes, figure.update_yaxes):
         update(automargin=True, showline=True, gridcolor="rgba(127,127,127,0.3)", zeroline=False)
+        update(linecolor=TEXT_COLOR, tickfont={"color": TEXT_COLOR}, title_font={"color": TEXT_COLOR})
     return figure
 
 

@@ -96,6 +96,11 @@ def _list_directory(path: Path) -> tuple[set[str], list[Path]]:
     return names, folders
 
 
+def name_below(path: Path, root: Path) -> str:
+    """Return the path of a run or study below the root: its name on the pages and in their addresses."""
+    return str(path.relative_to(root)) if path != root and path.is_relative_to(root) else path.resolve().name
+
+
 def stamp(folder: Path, *names: str) -> Stamp:
     """Return a cache key that changes when one of these files is changed, created or deleted."""
     return tuple(_stamp(folder / name) for name in names)

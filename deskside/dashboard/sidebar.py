@@ -1,13 +1,16 @@
 """The sidebar, in which the user selects a study and filters its arms."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import streamlit as st
 
 from deskside.dashboard import file_cache
-from deskside.dashboard.scan import ScanResult
+from deskside.dashboard.scan import ScanResult, name_below
+from deskside.dashboard.search import contains
 from deskside.run.record import machine_name
 from deskside.study.results import INTERRUPTED, Arm, Results, status_text
 from deskside.utils.format import plural, printable
@@ -60,21 +63,25 @@ class StudySelection:
 
 @dataclass(frozen=True)
 class Context:
-    """The input of every tab. `selection` is None if there is no readable study and no run outside of studies."""
+    """The input of every page.
+
+    Attributes:
+        selection: The study of a page of studies; None if there is no readable study and no run outside of studies.
+        pages: Streamlit's page of each name in `page.PAGES`, for links.
+    """
 
     root: Path
     scan: ScanResult
     selection: StudySelection | None
+    pages: Mapping[str, Any] = field(default_factory=dict)
 
 
 def show(root: Path, scan: ScanResult) -> StudySelection | None:
     """Draw the sidebar and return the selected study, or None if there is nothing to select."""
     with st.sidebar:
-        st.title("deskside")
-        st.caption(f"studies and runs below `{root.name or root}`", help=str(root))
         studies = file_cache.readable_studies(scan)
         names = {
-            _study_name(path, root): path
+            name_below(path, root): path
             for path in sorted(studies, key=lambda path: studies[path].updated, reverse=True)
         }
         runs_choice = f"runs outside of studies ({len(scan.standalone_runs):,})"
@@ -83,7 +90,7 @@ def show(root: Path, scan: ScanResult) -> StudySelection | None:
             st.caption("No readable study and no run outside of studies was found.")
             st.button("Look again")
             return None
-        name = st.selectbox("study", choices, key="study")
+        name = st.selectbox("study", choices, key="study", bind="query-params", persist_state="session")
         folder = names.get(name)
         if folder is not None:
             unfiltered = studies[folder]
@@ -128,10 +135,6 @@ def _persist_group(unfiltered: Results, study: str) -> None:
     st.session_state[all_groups_key(study)] = st.session_state.get(all_groups_key(study), True)
 
 
-def _study_name(path: Path, root: Path) -> str:
-    return str(path.relative_to(root)) if path != root and path.is_relative_to(root) else path.resolve().name
-
-
 def _filters(unfiltered: Results, study: str) -> Filters:
     """Draw the filters of a study and return their values. Each study has its own filter state."""
 
@@ -146,11 +149,14 @@ def _filters(unfiltered: Results, study: str) -> Filters:
             options,
             placeholder="all",
             key=f"{study}: {name}",
+            persist_state="session",
             format_func=lambda option: option_texts.get(option, option),
         )
         return frozenset(chosen) or None
 
-    search = st.text_input("arm contains", key=f"{study}: search", placeholder="part of its name")
+    search = st.text_input(
+        "arm contains", key=f"{study}: search", placeholder="part of its name", persist_state="session"
+    )
     levels: dict[str, frozenset[str]] = {}
     factors: dict[str, tuple[str, list[str]]] = {}
     for group in unfiltered.groups:
@@ -231,12 +237,7 @@ def _matches(arm: Arm, filters: Filters) -> bool:
     # Filters on factors that the arm's group does not vary are ignored.
     if any(name in arm.levels and arm.levels[name] not in levels for name, levels in filters.levels.items()):
         return False
-    return any(_normalized(filters.search) in _normalized(name) for name in (arm.label, arm.id))
-
-
-def _normalized(name: str) -> str:
-    """Return the words of a name in lower case. "medium gqa on" then finds "medium, GQA on" and "medium-gqa_on"."""
-    return " ".join(re.findall(r"\w+", name.casefold().replace("_", " ")))
+    return contains(arm.label, filters.search)  # not the id, which nobody sees
 
 
 def literal(text: str) -> str:

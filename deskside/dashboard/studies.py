@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from deskside.dashboard.scan import name_below
 from deskside.run.record import RunRecord, machine_name, mapping, number, read_run, text
 from deskside.study import results as study_results
 from deskside.study.results import INTERRUPTED, Arm, Estimate, Factor, Group, Results, Trial
@@ -81,8 +82,7 @@ def runs_as_results(records: Iterable[RunRecord], live: frozenset[Path], root: P
 
 def _arm(record: RunRecord, live: frozenset[Path], root: Path) -> Arm:
     path, metrics = record.path, summary_metrics(record)
-    below_root = path.is_relative_to(root) and path != root
-    name = str(path.relative_to(root)) if below_root else path.name
+    name = name_below(path, root)
     status = "running" if path in live else "finished" if record.finished else INTERRUPTED
     reasons = [*record.problems, *(["not finished"] if status == INTERRUPTED else [])]
     card, seed = machine_name(record.environment), number(record.config.get("seed"))

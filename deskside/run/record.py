@@ -19,6 +19,8 @@ from deskside.utils.parsing import Unreadable, json_value
 
 MAX_NUMBER = 1e200  # a larger value must be damage, and would overflow the arithmetic of a plot
 TAIL_BYTES = 2**16  # about 200 rows of metrics.jsonl
+SAMPLE_BYTES = 2**10  # read for one row of a sample of metrics.jsonl; a row has about 300
+SAMPLE_TAIL_BYTES = 2**13
 LANGUAGE_METRIC = "val_bpb/"  # before a language's name: the metric of its validation bits per byte
 MISSING = "is missing"
 FILES = {  # each file with what follows if it is missing
@@ -254,6 +256,36 @@ def read_metrics(path: Path, tail: int | None = None) -> MetricsLog:
             damaged += 1
     rows = [by_step[step] for step in sorted(by_step)]
     return MetricsLog(rows, damaged, partial, status.st_mtime)
+
+
+def sample_metrics(path: Path, samples: int) -> MetricsLog:
+    """Read about `samples` evenly spaced rows of metrics.jsonl and its last ones, for lists of many runs. Never raises.
+
+    Of a file of any length, only `samples` blocks of `SAMPLE_BYTES` are read. A line longer than a block is left out.
+    """
+    try:
+        with (path / "metrics.jsonl").open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size <= samples * SAMPLE_BYTES:
+                return read_metrics(path)
+            lines = []
+            for index in range(samples):
+                file.seek(index * (size - SAMPLE_BYTES) // samples)
+                block = file.read(SAMPLE_BYTES).split(b"\n")
+                lines += block[:1] if index == 0 else block[1:2] if len(block) > 2 else []
+    except OSError as error:
+        return MetricsLog([], error=f"cannot be read ({error.strerror})")
+    newest = read_metrics(path, SAMPLE_TAIL_BYTES)
+    rows = {number(row.get("step")): row for row in (*map(_row, lines), *newest.rows[-1:])}
+    return replace(newest, rows=[rows[step] for step in sorted(step for step in rows if step is not None)])
+
+
+def _row(line: bytes) -> dict[str, Any]:
+    """Return the object in a line of metrics.jsonl, {} if it is damaged."""
+    try:
+        return mapping(json_value(line))
+    except Unreadable:
+        return {}
 
 
 def series(rows: list[dict[str, Any]], y_key: str, x_key: str) -> tuple[list[float], list[float]]:

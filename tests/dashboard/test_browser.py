@@ -1,13 +1,7 @@
 """The dashboard as a person meets it: the real command, a real headless Chromium. One of each for all."""
 
-import json
-import os
 import re
-import shutil
-import subprocess
-import sys
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,135 +9,29 @@ import pandas as pd
 import pytest
 
 from deskside.dashboard import tables
-from deskside.dashboard.page import TABS
+from deskside.dashboard.page import PAGES
 from deskside.study import results as study_results
-from tests.dashboard import made_up
+from tests.dashboard.browsing import DESKTOP, PHONE, fits, opened, settled
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on the PATH")
-
-DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
-FIRST_WORDS = {
-    "Overview": "What each technique does",
-    "Memory": "Peak memory",
-    "Performance": "Speed and quality",
-    "Efficiency": "Trade-offs",
-    "Results": "Arms as CSV",
-    "Insights": "What the data says",
-    "Live": "1 run training now",
-    "Planner": "Command",
-}
+    from playwright.sync_api import Browser
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("work")
-    made_up.study(folder / "studies/made")
-    made_up.two_groups(folder / "studies/two")
-    made_up.broken(folder)
-    with made_up.running(folder / "runs/now"):
-        yield folder
-
-
-@pytest.fixture(scope="module")
-def address(root: Path) -> Iterator[str]:
-    """Where `deskside dashboard` says that it is."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        [sys.executable, "-m", "deskside", "dashboard", str(root)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment,
-    ) as server:
-        assert server.stdout is not None
-        line = server.stdout.readline()
-        found = re.search(r"http://\S+", line)
-        assert found, line
-        yield found.group()
-        server.terminate()
-        said = server.communicate(timeout=30)[0]
-    assert "Traceback" not in said, said
-
-
-@pytest.fixture(scope="module")
-def browser(address: str) -> Iterator["Browser"]:
-    with sync_api.sync_playwright() as playwright:
-        launched = playwright.chromium.launch(
-            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"]
-        )
-        yield launched
-        launched.close()
-
-
-def opened(browser: "Browser", address: str, tab: str, size: dict[str, int] = DESKTOP) -> "Page":
-    """A tab by its address, drawn; no exception and no failed script on it."""
-    page = browser.new_page(viewport=size, accept_downloads=True)
-    page.wrong = []  # type: ignore[attr-defined]
-    page.on("pageerror", lambda error: page.wrong.append(str(error)))  # type: ignore[attr-defined]
-    for attempt in range(40):  # the server listens a moment after it has said where
-        try:
-            page.goto(f"{address}/?tab={tab}")
-            break
-        except sync_api.Error:
-            if attempt == 39:
-                raise
-            page.wait_for_timeout(250)
-    page.get_by_text(FIRST_WORDS[tab]).first.wait_for(timeout=60_000)
-    settled(page)
-    return page
-
-
-def settled(page: "Page") -> None:
-    page.wait_for_selector('[data-testid="stApp"][data-test-script-state="notRunning"]', timeout=60_000)
-    page.wait_for_function("!document.querySelector('[data-testid=stSkeleton]')", timeout=60_000)
-    assert page.locator('[data-testid="stException"]').count() == 0
-    assert page.wrong == []  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("tab", TABS)
-def test_every_tab_is_drawn_and_fits_a_phone(browser: "Browser", address: str, tab: str) -> None:
-    page = opened(browser, address, tab)
-    selected = page.get_by_role("tab", selected=True)
-    assert selected.inner_text() == tab
-    charts = page.locator('[data-testid="stPlotlyChart"]')
-    page.wait_for_function(
-        "[...document.querySelectorAll('[data-testid=stPlotlyChart]')].every(e => e.querySelector('.main-svg'))"
-    )
-    assert charts.count() >= {"Results": 0, "Insights": 0, "Efficiency": 2, "Overview": 4}.get(tab, 2)
+@pytest.mark.parametrize("name", [spec.name for spec in PAGES])
+def test_every_page_is_drawn_and_fits_a_phone(browser: "Browser", address: str, name: str) -> None:
+    page = opened(browser, address, name)
+    title = next(spec.title for spec in PAGES if spec.name == name)
+    assert page.title() == f"{title} · deskside"
     page.set_viewport_size(PHONE)
     page.wait_for_timeout(400)
     settled(page)
-    wide = page.evaluate(
-        "[document.scrollingElement, document.querySelector('[data-testid=stMain]')]"
-        ".map(e => e.scrollWidth - e.clientWidth)"
-    )
-    assert max(wide) <= 0, f"{tab} scrolls sideways by {wide} pixels"
+    assert fits(page), f"{name} scrolls sideways"
     page.close()
 
 
-def test_the_experts_of_a_run(browser: "Browser", address: str) -> None:
-    """In a study's place the runs outside of studies: one with experts, of which the page shows three charts."""
-    page = opened(browser, address, "Performance")
-    page.get_by_role("combobox", name="study").click()
-    page.get_by_role("option", name="runs outside of studies").click()
-    page.get_by_text("Load of each expert at step 40").wait_for()
-    settled(page)
-    assert page.locator(".heatmaplayer").count() > 0
-    page.close()
-    page = opened(browser, address, "Live")
-    page.get_by_text("Load of each expert at step 40").wait_for()
-    assert page.locator(".heatmaplayer").count() > 0
-    page.close()
-
-
-def test_a_click_opens_a_tab_and_a_filter_narrows_it(browser: "Browser", address: str) -> None:
-    page = opened(browser, address, "Overview")
-    page.get_by_role("tab", name="Results").click()
+def test_a_click_opens_a_page_and_a_filter_narrows_it(browser: "Browser", address: str) -> None:
+    page = opened(browser, address, "overview")
+    page.get_by_role("link", name="Results").click()
     page.get_by_text("Arms as CSV").wait_for()
     page.get_by_text("8 of 8 arms shown").wait_for()
     page.get_by_role("combobox", name="size").click()
@@ -159,7 +47,7 @@ def test_a_click_opens_a_tab_and_a_filter_narrows_it(browser: "Browser", address
 
 
 def test_one_group_of_several_is_drawn_under_its_own_labels(browser: "Browser", address: str) -> None:
-    page = opened(browser, address, "Efficiency")
+    page = opened(browser, address, "efficiency")
     assert page.get_by_role("combobox", name="group, one of").count() == 0  # the other study has one group
     page.get_by_role("combobox", name="study").click()
     page.get_by_role("option", name="studies/two").click()
@@ -172,7 +60,7 @@ def test_one_group_of_several_is_drawn_under_its_own_labels(browser: "Browser", 
     page.get_by_role("combobox", name="group, one of 2").click()
     page.get_by_role("option", name="A second").click()
     page.get_by_text("10 steps per trial").wait_for()
-    page.get_by_role("tab", name="Memory").click()
+    page.get_by_role("link", name="Memory").click()
     page.get_by_text("Peak memory").first.wait_for()
     settled(page)
     assert page.get_by_text("10 steps per trial").count() == 1  # the choice is that of the study
@@ -183,21 +71,20 @@ def test_one_group_of_several_is_drawn_under_its_own_labels(browser: "Browser", 
     page.wait_for_timeout(400)
     picker = page.get_by_role("combobox", name="group, one of 2")
     assert picker.is_visible()  # without opening the sidebar
-    page.get_by_role("tab", name="Insights").click()
-    page.get_by_role("heading", name="A second").wait_for()
-    settled(page)
     page.close()
 
 
-def test_the_exported_trials_are_those_of_results_json(browser: "Browser", address: str, root: Path) -> None:
-    page = opened(browser, address, "Results")
+def test_the_exported_trials_are_those_of_results_json(
+    browser: "Browser", address: str, served_root: Path
+) -> None:
+    page = opened(browser, address, "results")
     with page.expect_download() as download:
         page.get_by_role("button", name="Trials as CSV").click()
     assert download.value.suggested_filename == "made-trials.csv"
     found = pd.read_csv(download.value.path(), keep_default_na=False, na_values=[""]).set_index(
         ["arm", "seed"]
     )
-    whole = study_results.read(root / "studies/made")
+    whole = study_results.read(served_root / "studies/made")
     assert len(found) == sum(len(arm.trials) for arm in whole.arms)
     for arm in whole.arms:
         for trial in arm.trials:
@@ -209,18 +96,8 @@ def test_the_exported_trials_are_those_of_results_json(browser: "Browser", addre
     page.close()
 
 
-def test_a_running_run_is_drawn_anew_by_itself(browser: "Browser", address: str, root: Path) -> None:
-    page = opened(browser, address, "Live")
-    page.get_by_text("step 40 of 200; 80.0 s left").wait_for()
-    with (root / "runs/now/metrics.jsonl").open("a") as file:
-        file.write(json.dumps(made_up.row(41)) + "\n")
-    page.get_by_text("step 41 of 200; 79.5 s left").wait_for(timeout=30_000)
-    assert page.wrong == []  # type: ignore[attr-defined]
-    page.close()
-
-
 def test_a_chart_is_saved_as_png(browser: "Browser", address: str) -> None:
-    page = opened(browser, address, "Memory")
+    page = opened(browser, address, "memory")
     chart = page.locator('[data-testid="stPlotlyChart"]').first
     chart.hover()
     with page.expect_download() as download:
@@ -234,8 +111,10 @@ def test_nothing_leaves_this_machine_and_nothing_can_be_deployed(browser: "Brows
     asked: list[str] = []
     context.on("request", lambda request: asked.append(request.url))
     page = context.new_page()
-    page.goto(f"{address}/?tab=Overview")
-    page.get_by_text(FIRST_WORDS["Overview"]).wait_for()
+    page.goto(address)
+    page.get_by_text("Rows as CSV").wait_for()
+    page.goto(f"{address}/overview")
+    page.get_by_text("What each technique does").wait_for()
     page.wait_for_timeout(500)
     outside = [
         url for url in asked if not url.startswith((address, address.replace("http", "ws"), "data:", "blob:"))

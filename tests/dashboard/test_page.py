@@ -1,4 +1,4 @@
-"""Every tab, drawn without a browser, of directories in every state."""
+"""Every page, drawn without a browser, of directories in every state."""
 
 import sys
 from collections.abc import Callable
@@ -7,27 +7,37 @@ from pathlib import Path
 
 import pytest
 from streamlit.testing.v1 import AppTest
+from streamlit.util import calc_hash
 
 import deskside.dashboard
-from deskside.dashboard.page import TABS
+from deskside.dashboard.page import FIRST_PAGE, PAGES
 from deskside.dashboard.sidebar import literal
 from tests.dashboard import made_up
 
 APP = Path(deskside.dashboard.__file__).with_name("page.py")
 Draw = Callable[..., AppTest]
+NAMES = [spec.name for spec in PAGES]
+STUDY_PAGES = [spec.name for spec in PAGES if spec.of_study]
 
 
 @pytest.fixture
 def draw(monkeypatch: pytest.MonkeyPatch) -> Draw:
-    """Draws a tab of a directory, and checks that nothing was raised."""
+    """Draws a page of a directory, and checks that nothing was raised."""
 
-    def drawn(root: Path, tab: str) -> AppTest:
+    def drawn(root: Path, name: str, **query: str | list[str]) -> AppTest:
         monkeypatch.setattr(sys, "argv", [str(APP), str(root)])
         page = AppTest.from_file(str(APP), default_timeout=60)
-        page.session_state["tab"] = tab
-        return checked(page.run())
+        for key, value in query.items():
+            page.query_params[key] = value
+        return checked(moved(page, name).run())
 
     return drawn
+
+
+def moved(page: AppTest, name: str) -> AppTest:
+    """The page of another address, for the next run. AppTest can only switch to pages that are files."""
+    page._page_hash = calc_hash("" if name == FIRST_PAGE.name else name)
+    return page
 
 
 def checked(page: AppTest) -> AppTest:
@@ -50,53 +60,53 @@ def text(page: AppTest) -> str:
     return "\n".join(str(element.value) for kind in kinds for element in kind)
 
 
-@pytest.mark.parametrize("tab", TABS)
-def test_an_empty_directory_says_what_to_run(tmp_path: Path, draw: Draw, tab: str) -> None:
-    said = text(draw(tmp_path, tab))
+@pytest.mark.parametrize("name", NAMES)
+def test_an_empty_directory_says_what_to_run(tmp_path: Path, draw: Draw, name: str) -> None:
+    said = text(draw(tmp_path, name))
     assert "deskside plan" in said or "deskside go" in said
-    if tab != "Planner":
+    if name != "planner":
         assert "deskside study matrix16-quick" in said
 
 
-@pytest.mark.parametrize("tab", TABS)
-def test_a_study_beside_broken_ones(tmp_path: Path, draw: Draw, tab: str) -> None:
+@pytest.mark.parametrize("name", STUDY_PAGES)
+def test_a_study_beside_broken_ones(tmp_path: Path, draw: Draw, name: str) -> None:
     made_up.study(tmp_path / "studies/made")
     made_up.broken(tmp_path)
-    page = draw(tmp_path, tab)
+    page = draw(tmp_path, name)
     assert page.selectbox(key="study").value == "studies/made"
-    if tab in ("Overview", "Results"):
+    if name in ("overview", "results"):
         frames = [frame.value for frame in page.dataframe]
         told = next(frame for frame in frames if list(frame.columns) == ["directory", "why"])
         assert {"studies/broken", "studies/odd", "studies/begun", "runs/garbage"} == set(told["directory"])
 
 
-@pytest.mark.parametrize("tab", TABS)
-def test_only_broken_ones(tmp_path: Path, draw: Draw, tab: str) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_only_broken_ones(tmp_path: Path, draw: Draw, name: str) -> None:
     made_up.broken(tmp_path)
-    draw(tmp_path, tab)
+    draw(tmp_path, name)
 
 
-@pytest.mark.parametrize("tab", TABS)
-def test_runs_without_a_study(tmp_path: Path, draw: Draw, tab: str) -> None:
+@pytest.mark.parametrize("name", STUDY_PAGES)
+def test_runs_without_a_study(tmp_path: Path, draw: Draw, name: str) -> None:
     made_up.run(tmp_path / "runs/a")
     made_up.run(tmp_path / "runs/b", seed=2)
-    page = draw(tmp_path, tab)
+    page = draw(tmp_path, name)
     assert page.selectbox(key="study").value == "runs outside of studies (2)"
 
 
-@pytest.mark.parametrize("tab", TABS)
-def test_a_study_in_which_nothing_has_finished(tmp_path: Path, draw: Draw, tab: str) -> None:
+@pytest.mark.parametrize("name", STUDY_PAGES)
+def test_a_study_in_which_nothing_has_finished(tmp_path: Path, draw: Draw, name: str) -> None:
     from deskside.study.results import Trial
     from tests.study import made
 
     arms = [replace(arm, trials=[Trial(1, "pending")], estimates={}) for arm in made.results().arms]
     made_up.study(tmp_path / "s", arms=arms, complete=False, interactions=[], fronts=[], claims=[])
-    draw(tmp_path, tab)
+    draw(tmp_path, name)
 
 
 def test_a_filter_changes_the_table(tmp_path: Path, draw: Draw) -> None:
     made_up.study(tmp_path / "s")
-    page = draw(tmp_path, "Results")
+    page = draw(tmp_path, "results")
     assert len(page.dataframe[0].value) == 8
     checked(page.multiselect(key="s: factor size").set_value(["small"]).run())
     assert set(page.dataframe[0].value["size"]) == {"small"} and len(page.dataframe[0].value) == 4
@@ -106,52 +116,52 @@ def test_a_filter_changes_the_table(tmp_path: Path, draw: Draw) -> None:
     assert "Clear one of them" in text(page)
 
 
-@pytest.mark.parametrize("tab", TABS)
-def test_several_groups_whose_factors_have_the_same_words(tmp_path: Path, draw: Draw, tab: str) -> None:
+@pytest.mark.parametrize("name", STUDY_PAGES)
+def test_several_groups_whose_factors_have_the_same_words(tmp_path: Path, draw: Draw, name: str) -> None:
     from deskside.study.results import Factor
 
     names = [f"f{number}" for number in range(8)]
     factors = [Factor(name, "status", ["off", "on"]) for name in names]  # the word of another filter
     levels = [dict.fromkeys(names, "on" if number else "off") for number in range(8)]
     made_up.two_groups(tmp_path / "s", factors, levels)
-    page = draw(tmp_path, tab)
+    page = draw(tmp_path, name)
     checked(page.multiselect(key="s: factor f0").set_value(["off"]).run())
     assert any("9 of 16 arms shown, in 2 groups" in caption.value for caption in page.caption)
-    if tab in ("Memory", "Performance", "Efficiency"):
+    if name in ("memory", "performance", "efficiency"):
         checked(page.selectbox(key="s: group").set_value("second").run())
         assert any("1 of 8 arms shown" in caption.value for caption in page.caption)
 
 
 def test_a_group_is_picked_and_stays_picked_in_other_tabs(tmp_path: Path, draw: Draw) -> None:
     made_up.two_groups(tmp_path / "s")
-    page = draw(tmp_path, "Efficiency")
+    page = draw(tmp_path, "efficiency")
     assert page.selectbox(key="s: group").value == "main"
     assert page.selectbox(key="s: group").options == ["A matrix", "A second"]
     checked(page.selectbox(key="s: group").set_value("second").run())
-    page.session_state["tab"] = "Overview"  # draws no picker
+    moved(page, "overview")  # draws no picker
     checked(page.run())
-    page.session_state["tab"] = "Memory"
+    moved(page, "memory")
     checked(page.run())
     assert page.selectbox(key="s: group").value == "second"
 
 
 def test_the_first_group_that_has_numbers_is_shown_first(tmp_path: Path, draw: Draw) -> None:
     made_up.two_groups(tmp_path / "s", finished=("second",))
-    assert draw(tmp_path, "Memory").selectbox(key="s: group").value == "second"
+    assert draw(tmp_path, "memory").selectbox(key="s: group").value == "second"
 
 
 def test_a_filter_that_leaves_nothing_of_a_group_leaves_the_choice(tmp_path: Path, draw: Draw) -> None:
-    made_up.two_groups(tmp_path / "s")
-    page = draw(tmp_path, "Memory")
-    checked(page.text_input(key="s: search").set_value("second-").run())
+    made_up.two_groups(tmp_path / "s", finished=("second",))
+    page = draw(tmp_path, "memory")
+    checked(page.multiselect(key="s: status").set_value(["pending"]).run())
     assert "arms of this group" in text(page)
-    checked(page.selectbox(key="s: group").set_value("second").run())
-    assert "Peak memory" in text(page)
+    checked(page.selectbox(key="s: group").set_value("main").run())
+    assert "arms of this group" not in text(page)
 
 
 def test_results_hold_all_groups_until_one_is_asked_for(tmp_path: Path, draw: Draw) -> None:
     made_up.two_groups(tmp_path / "s")
-    page = draw(tmp_path, "Results")
+    page = draw(tmp_path, "results")
     frame = page.dataframe[0].value
     assert (
         frame.columns[0] == "group" and len(frame) == 16 and set(frame["group"]) == {"A matrix", "A second"}
@@ -160,15 +170,15 @@ def test_results_hold_all_groups_until_one_is_asked_for(tmp_path: Path, draw: Dr
     assert len(page.dataframe[0].value) == 8 and "group" not in page.dataframe[0].value.columns
     checked(page.selectbox(key="s: group").set_value("second").run())
     assert len(page.dataframe[0].value) == 8
-    page.session_state["tab"] = "Overview"
+    moved(page, "overview")
     checked(page.run())
-    page.session_state["tab"] = "Results"
+    moved(page, "results")
     assert checked(page.run()).toggle(key="s: all groups").value is False
 
 
 def test_insights_head_their_groups_and_say_no_title_twice(tmp_path: Path, draw: Draw) -> None:
     made_up.two_groups(tmp_path / "s")
-    said = text(draw(tmp_path, "Insights"))
+    said = text(draw(tmp_path, "insights"))
     assert said.count("A second") == 1 and said.count("#### A matrix") == 1
 
 
@@ -177,7 +187,7 @@ def test_the_list_beside_the_bubbles_keeps_their_numbers(tmp_path: Path, draw: D
     first, second, *others = made_up.study(tmp_path / "whole").arms
     without = {key: value for key, value in second.estimates.items() if key != "peak_memory_gib"}
     made_up.study(tmp_path / "s", name="s", arms=[first, replace(second, estimates=without), *others])
-    page = draw(tmp_path, "Efficiency")
+    page = draw(tmp_path, "efficiency")
     page = checked(page.selectbox(key="study").set_value("s").run())
     said = text(page)
     assert f"1\\. {literal(first.label)}" in said
@@ -188,7 +198,7 @@ def test_the_list_beside_the_bubbles_keeps_their_numbers(tmp_path: Path, draw: D
 def test_runs_with_one_label_have_curves_of_their_own(tmp_path: Path, draw: Draw) -> None:
     made_up.run(tmp_path / "a")
     made_up.run(tmp_path / "runs/a")
-    page = draw(tmp_path, "Performance")
+    page = draw(tmp_path, "performance")
     box = next(box for box in page.multiselect if box.label.startswith("arms"))
     assert box.options == ["a", "runs/a"]
 
@@ -199,20 +209,20 @@ def test_it_is_said_what_the_baseline_is(tmp_path: Path, draw: Draw) -> None:
     first, *rest = made.results().arms
     made_up.study(tmp_path / "s", arms=[replace(first, label="baseline"), *rest])
     assert "baseline: size small, grouped-query attention off, NVFP4 products off" in text(
-        draw(tmp_path, "Memory")
+        draw(tmp_path, "memory")
     )
 
 
 def test_a_study_of_one_group_asks_for_none(tmp_path: Path, draw: Draw) -> None:
     made_up.study(tmp_path / "s")
-    for tab in ("Memory", "Results"):
-        page = draw(tmp_path, tab)
+    for name in ("memory", "results"):
+        page = draw(tmp_path, name)
         assert [box.label for box in page.selectbox] == ["study"] and not page.toggle
 
 
 def test_fewer_seeds_change_the_numbers(tmp_path: Path, draw: Draw) -> None:
     whole = made_up.study(tmp_path / "s")
-    page = draw(tmp_path, "Results")
+    page = draw(tmp_path, "results")
     column = "validation loss, bits per byte"
     before = page.dataframe[0].value[column].tolist()
     checked(page.multiselect(key="s: seed").set_value(["1"]).run())
@@ -229,10 +239,10 @@ def test_a_trial_that_shows_no_life_is_not_said_to_run(tmp_path: Path, draw: Dra
     begun = [*first.trials[:2], Trial(3, "running", run="runs/begun")]
     made_up.study(tmp_path / "s", arms=[replace(first, trials=begun), *rest], complete=False)
     with made_up.running(tmp_path / "s/runs/begun"):
-        said = text(draw(tmp_path, "Overview"))
+        said = text(draw(tmp_path, "overview"))
         assert "1 still running" in said and "interrupted" not in said
     made_up.old(tmp_path / "s/runs/begun")
-    page = draw(tmp_path, "Overview")
+    page = draw(tmp_path, "overview")
     assert "1 interrupted" in text(page) and "still running" not in text(page)
     assert next(metric.value for metric in page.metric if metric.label == "running now") == "0"
 
@@ -241,7 +251,7 @@ def test_what_was_written_meanwhile_is_seen(tmp_path: Path, draw: Draw) -> None:
     import shutil
 
     made_up.study(tmp_path / "s", question="Before?")
-    page = draw(tmp_path, "Overview")
+    page = draw(tmp_path, "overview")
     assert "Before?" in text(page)
     shutil.rmtree(tmp_path / "s")
     made_up.study(tmp_path / "s", question="And after it?")
@@ -250,8 +260,7 @@ def test_what_was_written_meanwhile_is_seen(tmp_path: Path, draw: Draw) -> None:
 
 def test_a_running_run_shows_its_step_its_numbers_and_the_time_left(tmp_path: Path, draw: Draw) -> None:
     with made_up.running(tmp_path / "runs/now", steps=40):
-        page = draw(tmp_path, "Live")
-        assert "1 run training now" in text(page)
+        page = draw(tmp_path, "run", run="runs/now")
         shown = {metric.label: metric.value for metric in page.metric}
         assert shown["loss, nats per token"] == "3.1951" and shown["power, W"] == "310"
     assert page.main.children  # it was drawn
@@ -264,7 +273,7 @@ def test_what_a_live_run_did_not_measure_is_said(tmp_path: Path, draw: Draw) -> 
     made_up.run(tmp_path / "r", steps=3, of=9, finished=False)
     rows = [{**made_up.row(step), "watts": None, "celsius": None} for step in (1, 2, 3)]
     (tmp_path / "r/metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    shown = {metric.label: metric.value for metric in draw(tmp_path, "Live").metric}
+    shown = {metric.label: metric.value for metric in draw(tmp_path, "run", run="r").metric}
     assert shown["power, W"] == "not measured" and shown["validation, bits per byte"] == "not measured"
 
 
@@ -279,7 +288,9 @@ def test_languages_of_a_live_run(tmp_path: Path, draw: Draw) -> None:
     for row in (rows[9], rows[19]):
         row |= {"val_bpb": 1.0, "val_bpb/hi": 10.0 / row["step"], "val_bpb/ta": 20.0 / row["step"]}
     (tmp_path / "r/metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (table,) = [frame.value for frame in draw(tmp_path, "Live").dataframe if "language" in frame.value]
+    (table,) = [
+        frame.value for frame in draw(tmp_path, "run", run="r").dataframe if "language" in frame.value
+    ]
     assert table.to_dict("list") == {"language": ["hi", "ta"], "bits per byte": [0.5, 1.0]}
 
 
@@ -287,7 +298,7 @@ def test_the_planner_answers_as_the_command_does(tmp_path: Path, draw: Draw) -> 
     from deskside.plan.planner import make_plan
     from tests.plan.made import ask
 
-    page = draw(tmp_path, "Planner")
+    page = draw(tmp_path, "planner")
     page.selectbox(key="plan-card").set_value("RTX 5090")
     page.number_input(key="plan-amount").set_value(8.0)
     checked(next(button for button in page.button if button.label == "Plan").click().run())
@@ -297,7 +308,7 @@ def test_the_planner_answers_as_the_command_does(tmp_path: Path, draw: Draw) -> 
 
 
 def test_what_the_planner_refuses_is_one_line(tmp_path: Path, draw: Draw) -> None:
-    page = draw(tmp_path, "Planner")
+    page = draw(tmp_path, "planner")
     page.selectbox(key="plan-kind").set_value("bits per byte to reach")
     page.number_input(key="plan-amount").set_value(1e6)
     checked(next(button for button in page.button if button.label == "Plan").click().run())
@@ -308,7 +319,7 @@ def test_insights_are_those_of_the_study(tmp_path: Path, draw: Draw) -> None:
     from deskside.study.narrative.findings import insights
 
     whole = made_up.study(tmp_path / "s")
-    page = draw(tmp_path, "Insights")
+    page = draw(tmp_path, "insights")
     for goal in ("speed", "memory", "energy"):
         checked(page.selectbox(key="insights-goal").set_value(goal).run())
         for sentence in insights(whole, goal):

@@ -1,4 +1,4 @@
-"""Insights tab: findings for the selected card and goal, in sentences with their intervals."""
+"""Insights page: findings for the selected card and goal, in sentences with their intervals."""
 
 import streamlit as st
 
@@ -12,7 +12,7 @@ from deskside.utils.format import plural
 
 
 def show(context: Context) -> None:
-    """Draw the tab."""
+    """Draw the page."""
     if context.selection is None:
         empty_state(context)
         return

@@ -1,4 +1,4 @@
-"""Efficiency tab: speed against memory and quality, and the Pareto fronts."""
+"""Trade-offs page: speed against memory and quality, and the Pareto fronts."""
 
 import streamlit as st
 
@@ -18,7 +18,7 @@ AXIS_KEYS = {
 
 
 def show(context: Context) -> None:
-    """Draw the tab."""
+    """Draw the page."""
     selection = pick_group(context)
     if selection is None:
         return

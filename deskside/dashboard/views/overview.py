@@ -1,4 +1,4 @@
-"""Overview tab: the study at a glance, and drawings of what each technique does."""
+"""Overview page: the study at a glance, and drawings of what each technique does."""
 
 from collections import Counter
 
@@ -14,7 +14,7 @@ QUERY_HEADS, HEAD_DIM, BATCH_ROWS = 16, 64, 16
 
 
 def show(context: Context) -> None:
-    """Draw the tab."""
+    """Draw the page."""
     if context.selection is None:
         empty_state(context)
     else:

@@ -1,21 +1,18 @@
-"""Live tab: the runs that are training now, drawn again every few seconds."""
+"""Page of a run, or of several runs: drawn again every few seconds."""
 
 from dataclasses import replace
 
 import streamlit as st
 
 from deskside.dashboard import file_cache, plotly_charts
-from deskside.dashboard.components import COMMANDS, chart, expert_charts
+from deskside.dashboard.components import REFRESH_SECONDS, chart, empty_state, expert_charts
 from deskside.dashboard.runs import RunProgress, progress
-from deskside.dashboard.scan import ScanResult
+from deskside.dashboard.scan import name_below
 from deskside.dashboard.sidebar import Context, literal
 from deskside.report import study_text
 from deskside.run.record import MetricsLog, RunRecord, machine_name, series
-from deskside.study.results import NOT_ENDED
-from deskside.utils.format import elapsed, plural
+from deskside.utils.format import elapsed
 
-REFRESH_SECONDS = 5
-MAX_RUNS = 8  # further runs are only counted
 SILENT_SECONDS = 60.0  # a longer time since the last logged step is reported
 # Validation metrics of the objectives: (label, key, format).
 QUALITY_METRICS = (
@@ -26,42 +23,20 @@ QUALITY_METRICS = (
 
 
 def show(context: Context) -> None:
-    """Draw the tab."""
-    root = str(context.root)
+    """Draw the page."""
+    runs = {name_below(run.path, context.root): run.path for run in context.scan.runs}
+    if not runs:
+        empty_state(context)
+        return
+    st.title("Runs")
+    chosen = st.multiselect("runs", list(runs), key="run", bind="query-params")
 
     @st.fragment(run_every=REFRESH_SECONDS)
     def refresh() -> None:
-        _draw_live_runs(root)
+        for name in chosen:
+            _draw_run(file_cache.brief(runs[name]), file_cache.newest_metrics(runs[name]), name)
 
     refresh()
-
-
-def _draw_live_runs(root: str) -> None:
-    scan = file_cache.scan_result(root)
-    live = sorted(file_cache.live_runs(scan.runs))
-    _draw_studies(scan)
-    st.header(f"{plural(len(live), 'run')} training now")
-    if not live:
-        st.info("No run is training below this directory. This page refreshes by itself.")
-        st.code(COMMANDS, language="bash")
-    for path in live[:MAX_RUNS]:
-        _draw_run(file_cache.brief(path), file_cache.newest_metrics(path), str(path).removeprefix(f"{root}/"))
-    if len(live) > MAX_RUNS:
-        st.caption(f"and {len(live) - MAX_RUNS} more")
-    st.caption(
-        f"Refreshed every {REFRESH_SECONDS} s. Measured; the time left is modelled from the pace of the last steps."
-    )
-
-
-def _draw_studies(scan: ScanResult) -> None:
-    for results in file_cache.readable_studies(scan).values():
-        trials = [trial for arm in results.arms for trial in arm.trials]
-        not_ended = sum(trial.status in NOT_ENDED for trial in trials)
-        if trials and not results.complete:
-            st.progress(
-                1 - not_ended / len(trials),
-                text=f"study {literal(results.name)}: {len(trials) - not_ended} of {len(trials)} trials have ended",
-            )
 
 
 def _draw_run(record: RunRecord, log: MetricsLog, title: str) -> None:

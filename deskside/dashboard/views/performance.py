@@ -1,4 +1,4 @@
-"""Performance tab: speed and quality of every arm, and the loss curves."""
+"""Performance page: speed and quality of every arm, and the loss curves."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ METRIC_KEYS = (
 
 
 def show(context: Context) -> None:
-    """Draw the tab."""
+    """Draw the page."""
     selection = pick_group(context)
     if selection is None:
         return

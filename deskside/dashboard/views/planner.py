@@ -1,4 +1,4 @@
-"""Planner tab: `deskside plan` with controls, and its predictions against the measurements."""
+"""Planner page: `deskside plan` with controls, and its predictions against the measurements."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +25,7 @@ MAX_DRAWN = 30
 
 
 def show(context: Context) -> None:
-    """Draw the tab."""
+    """Draw the page."""
     st.header("What can be trained")
     with st.form("planner"):
         question = _draw_controls(str(context.root / "probes"))

@@ -1,4 +1,4 @@
-"""Memory tab: the peak of every arm, and the difference from its baseline."""
+"""Memory page: the peak of every arm, and the difference from its baseline."""
 
 import streamlit as st
 
@@ -12,7 +12,7 @@ MEMORY_METRICS = {"peak, allocated": "peak_memory_gib", "held by the allocator":
 
 
 def show(context: Context) -> None:
-    """Draw the tab."""
+    """Draw the page."""
     selection = pick_group(context)
     if selection is None:
         return

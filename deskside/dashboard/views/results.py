@@ -1,4 +1,4 @@
-"""Results tab: tables that can be sorted, filtered and downloaded as CSV."""
+"""Results page: tables that can be sorted, filtered and downloaded as CSV."""
 
 import streamlit as st
 
@@ -14,7 +14,7 @@ MAX_STYLED_CELLS = 200_000  # a larger table is shown without number formats
 
 
 def show(context: Context) -> None:
-    """Draw the tab."""
+    """Draw the page."""
     selection = pick_group(context, allow_all=True)
     if selection is not None:
         _draw_tables(selection)

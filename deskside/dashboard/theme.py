@@ -1,0 +1,97 @@
+"""Colours of the light and the dark theme, and the switch between them."""
+
+from collections.abc import Sequence
+from importlib.resources import files
+from typing import Any
+
+import streamlit as st
+
+# Backgrounds and texts keep a contrast of at least 4.5:1 (WCAG 2.2), also for captions.
+LIGHT = {
+    "primaryColor": "#0069A6",
+    "backgroundColor": "#ffffff",
+    "secondaryBackgroundColor": "#f3f5f8",
+    "textColor": "#1f2328",
+    "linkColor": "#0069A6",
+    "borderColor": "#d0d7de",
+    "grayTextColor": "#57606a",
+}
+DARK = {
+    "primaryColor": "#2F81C4",
+    "backgroundColor": "#0d1117",
+    "secondaryBackgroundColor": "#1a212b",
+    "textColor": "#e6edf3",
+    "linkColor": "#6CB6F0",
+    "borderColor": "#3d444d",
+    "grayTextColor": "#9aa4af",
+}
+# Charts are built in the first color of each pair, and drawn in the second one on a dark background.
+DARK_CHART_COLORS = {
+    "#0072B2": "#4AA8E8",
+    "#E69F00": "#F0B429",
+    "#009E73": "#2DC296",
+    "#D55E00": "#F5834B",
+    "#CC79A7": "#E39AC2",
+    "#56B4E9": "#8FD0F7",
+    "#7f7f7f": "#9aa4af",
+    "#333333": "#c9d1d9",
+    "#57606a": "#9aa4af",
+    "black": "#e6edf3",
+}
+STYLE = """<style>
+[data-testid="stMainBlockContainer"] {padding: 3.5rem 2rem 3rem 2rem; max-width: 1500px}
+[data-testid="stMain"] h1 {font-size: 1.75rem; padding: 0 0 0.25rem 0}
+[data-testid="stMain"] h2 {font-size: 1.35rem; padding: 0.75rem 0 0.25rem 0}
+[data-testid="stMain"] h3 {font-size: 1.1rem; padding: 0.5rem 0 0.25rem 0}
+[data-testid="stSidebarHeader"]::before {content: "deskside"; font-size: 1.2rem; font-weight: 700}
+.st-key-theme-switch {position: fixed; top: 0.7rem; right: 1rem; z-index: 1000000; width: auto}
+@media (max-width: 640px) {
+  [data-testid="stMainBlockContainer"] {padding: 3.75rem 1rem 2rem 1rem}
+}
+</style>"""
+
+
+def options() -> dict[str, str]:
+    """Return Streamlit's theme options. The browser follows the system's theme until the switch is used."""
+    themes = {"light": LIGHT, "dark": DARK}
+    return {f"theme.{name}.{key}": color for name, colors in themes.items() for key, color in colors.items()}
+
+
+def apply(paths: Sequence[str]) -> None:
+    """Draw the style sheet and the switch (system, light, dark). paths: the address paths of the pages but the first.
+
+    Streamlit has a theme menu of its own, but it hides behind three dots, and a choice in it holds only for the address
+    path at which the browser came in. The switch stores the choice for all paths.
+    """
+    st.html(STYLE)
+    with st.container(key="theme-switch", width="content"):
+        _switch()(key="theme", data={"paths": ["", *paths]})
+
+
+def is_dark() -> bool:
+    """Return True if the browser shows the dark theme."""
+    return st.context.theme.type == "dark"
+
+
+def chart_colors(figure: Any) -> Any:
+    """Return a plotly figure or a part of it, in JSON form, with the colors of the dark theme."""
+    if isinstance(figure, dict):
+        return {key: chart_colors(value) for key, value in figure.items()}
+    if isinstance(figure, list | tuple):
+        return [chart_colors(value) for value in figure]
+    return DARK_CHART_COLORS.get(figure, figure) if isinstance(figure, str) else figure
+
+
+def read_asset(name: str) -> str:
+    """Return the text of a file in assets/."""
+    return files("deskside.dashboard").joinpath("assets", name).read_text("utf-8")
+
+
+@st.cache_resource(show_spinner=False)
+def _switch() -> Any:
+    return st.components.v2.component(
+        "deskside_theme",
+        html='<div class="switch"></div>',
+        css=read_asset("theme_switch.css"),
+        js=read_asset("theme_switch.js"),
+    )

@@ -1,0 +1,119 @@
+"""First page: the table of runs and studies, with filters. It is drawn again every few seconds."""
+
+from typing import Any
+
+import streamlit as st
+
+from deskside.dashboard import file_cache, run_table, theme
+from deskside.dashboard.components import REFRESH_SECONDS, empty_state, problem_rows
+from deskside.dashboard.run_table import RUN, STUDY, TRIAL, RowFilter, TableRow
+from deskside.dashboard.sidebar import Context
+from deskside.utils.format import dollars, elapsed, plural
+
+KINDS = {"runs and studies": {RUN, STUDY}, "runs": {RUN}, "studies": {STUDY}, "trials of studies": {TRIAL}}
+CENT = 0.01
+SORTED_NUMBERS = ("bpb", "tokens_per_second", "mfu", "seconds", "dollars")
+
+
+def show(context: Context) -> None:
+    """Draw the page."""
+    st.title("Runs and studies")
+    if not context.scan.runs and not context.scan.studies:
+        empty_state(context)
+        return
+
+    @st.fragment(run_every=REFRESH_SECONDS)
+    def refresh() -> None:
+        _draw(context)
+
+    refresh()
+
+
+def _draw(context: Context) -> None:
+    scan = file_cache.scan_result(str(context.root))
+    rows = file_cache.rows(scan, context.root)
+    shown = _filtered(rows)
+    counts = [f"{len(shown):,} of {plural(len(rows), 'row')}"]
+    if running := sum(row.status == "running" and row.kind != STUDY for row in rows):
+        counts.append(f"{plural(running, 'run')} training now")
+    if not shown:
+        st.info("No row passes the filters. Clear one of them.")
+        return
+    table_data = {
+        "counts": " · ".join(counts),
+        "columns": run_table.columns(),
+        "rows": [_row_data(row) for row in shown],
+    }
+    opened = _table()(key="run-table", data=table_data, on_open_change=lambda: None).open
+    if opened:
+        page, key = ("run", "run") if opened["page"] == "run" else ("results", "study")
+        st.switch_page(context.pages[page], query_params=[(key, name) for name in opened["names"]])
+    first, second = st.columns((1, 3), vertical_alignment="center")
+    first.download_button(
+        "Rows as CSV", lambda: run_table.to_csv(shown), "runs.csv", "text/csv", on_click="ignore"
+    )
+    second.caption(f"Measured. Cost: {run_table.cost_note()}.")
+    if problems := problem_rows(context):
+        with st.expander(f"{plural(len(problems), 'directory')} could not be read completely"):
+            st.dataframe(problems, hide_index=True, width="stretch")
+
+
+def _filtered(rows: list[TableRow]) -> list[TableRow]:
+    """Draw the filters, which are also in the page's address, and return the rows that pass."""
+    kinds_here = {row.kind for row in rows}
+    first, second, third = st.columns((2, 2, 2))
+    search = first.text_input(
+        "name or details contain", key="contains", bind="query-params", placeholder="for example: bf16"
+    )
+    kind = second.selectbox(
+        "show", [name for name, kinds in KINDS.items() if kinds & kinds_here], key="show", bind="query-params"
+    )
+    chosen = third.multiselect(
+        "status", run_table.statuses(rows), key="status", placeholder="all", bind="query-params"
+    )
+    row_filter = RowFilter(frozenset(KINDS[kind]), frozenset(chosen), search)
+    return [row for row in rows if row_filter.passes(row)]
+
+
+def _row_data(row: TableRow) -> dict[str, Any]:
+    """Return a row for the table: values to sort by and texts to show, by column."""
+    share = f" {row.progress:.0%}" if row.progress is not None else ""
+    cost = "" if row.dollars is None else dollars(row.dollars) if row.dollars >= CENT else "< $0.01"
+    return {
+        "name": row.name,
+        "title": row.title,
+        "details": row.details,
+        "page": "study" if row.kind == STUDY else "run",
+        "status": row.status,
+        "losses": row.losses,
+        "values": {
+            **{
+                key: getattr(row, key)
+                for key in ("name", "status", "bpb", "tokens_per_second", "mfu", "seconds", "dollars")
+            },
+            "created": row.created or None,
+        },
+        "texts": {
+            "status": f"{row.status}{share}",
+            "bpb": "" if row.bpb is None else f"{row.bpb:.4f}",
+            "tokens_per_second": "" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}",
+            "mfu": "" if row.mfu is None else f"{row.mfu:.1%}",
+            "seconds": "" if row.seconds is None else elapsed(row.seconds),
+            "dollars": cost,
+            "created": row.created[:16].replace("T", " "),
+        },
+    }
+
+
+@st.cache_resource(show_spinner=False)
+def _table() -> Any:
+    """Return the component that draws the table.
+
+    It is our own because `st.dataframe` draws on a canvas: its cells cannot be links, and a phone shows two columns.
+    """
+    return st.components.v2.component(
+        "deskside_runs",
+        html='<div class="runs"></div>',
+        css=theme.read_asset("run_table.css"),
+        js=theme.read_asset("run_table.js"),
+    )

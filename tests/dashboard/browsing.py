@@ -1,0 +1,92 @@
+"""A real headless Chromium in front of the real `deskside dashboard`, for the browser tests."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deskside.dashboard.page import FIRST_PAGE
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
+# Streamlit looks for its base address below the path of a page that is opened directly, before it looks at the root.
+OWN_404 = re.compile(r"/\w+/_stcore/(health|host-config)$")
+DRAWN = (
+    "!document.querySelector('[data-testid=stSkeleton]') && "
+    "[...document.querySelectorAll('[data-testid=stPlotlyChart]')].every(e => e.querySelector('.main-svg'))"
+)
+
+
+@contextmanager
+def serving(root: Path) -> Iterator[str]:
+    """Run `deskside dashboard` for a directory and yield its address. It must not print a traceback."""
+    command = [sys.executable, "-m", "deskside", "dashboard", str(root)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    ) as server:
+        assert server.stdout is not None
+        line = server.stdout.readline()
+        found = re.search(r"http://\S+", line)
+        assert found, line
+        yield found.group()
+        server.terminate()
+        said = server.communicate(timeout=30)[0]
+    assert "Traceback" not in said, said
+
+
+def opened(
+    browser: "Browser",
+    address: str,
+    name: str,
+    query: str = "",
+    size: dict[str, int] = DESKTOP,
+    scheme: str = "light",
+) -> "Page":
+    """A page by its address, drawn. `page.wrong` collects failed scripts and messages on the console."""
+    page = browser.new_page(viewport=size, color_scheme=scheme, accept_downloads=True)  # type: ignore[arg-type]
+    page.wrong = []  # type: ignore[attr-defined]
+    page.on("pageerror", lambda error: page.wrong.append(str(error)))  # type: ignore[attr-defined]
+    page.on("console", lambda message: _note(page, message))
+    url = f"{address}/{'' if name == FIRST_PAGE.name else name}{query}"
+    for attempt in range(40):  # the server listens a moment after it has said where
+        try:
+            page.goto(url)
+            break
+        except Exception:
+            if attempt == 39:
+                raise
+            page.wait_for_timeout(250)
+    settled(page)
+    return page
+
+
+def _note(page: "Page", message: object) -> None:
+    if message.type == "error" and not OWN_404.search(message.location.get("url", "")):  # type: ignore[attr-defined]
+        page.wrong.append(f"{message.text} {message.location}")  # type: ignore[attr-defined]
+
+
+def settled(page: "Page") -> None:
+    """Wait until everything is drawn; no exception and nothing wrong on the page."""
+    page.locator('[data-testid="stMain"] :is(h1, h2)').first.wait_for(timeout=60_000)
+    page.wait_for_selector('[data-testid="stApp"][data-test-script-state="notRunning"]', timeout=60_000)
+    page.wait_for_function(DRAWN, timeout=60_000)
+    assert page.locator('[data-testid="stException"]').count() == 0
+    assert page.wrong == []  # type: ignore[attr-defined]
+
+
+def fits(page: "Page") -> bool:
+    """Whether nothing scrolls sideways."""
+    wide = page.evaluate(
+        "[document.scrollingElement, document.querySelector('[data-testid=stMain]')]"
+        ".map(e => e.scrollWidth - e.clientWidth)"
+    )
+    return max(wide) <= 0

@@ -1,0 +1,47 @@
+"""One server and one browser for all browser tests of a process."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.dashboard import made_up
+from tests.dashboard.browsing import CHROMIUM, serving
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+
+@pytest.fixture(scope="session")
+def served_root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Studies, runs, one of them training, and broken directories."""
+    folder = tmp_path_factory.mktemp("work")
+    made_up.study(folder / "studies/made")
+    made_up.two_groups(folder / "studies/two")
+    made_up.broken(folder)
+    made_up.run(folder / "runs/first")
+    made_up.run(folder / "runs/second", seed=2)
+    with made_up.running(folder / "runs/now"):
+        yield folder
+
+
+@pytest.fixture(scope="session")
+def address(served_root: Path) -> Iterator[str]:
+    """Where `deskside dashboard` says that it is."""
+    with serving(served_root) as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator["Browser"]:
+    """A headless Chromium; without one, the tests that need it are skipped."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    if CHROMIUM is None:
+        pytest.skip("there is no chromium on the PATH")
+    with sync_api.sync_playwright() as playwright:
+        launched = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"]
+        )
+        yield launched
+        launched.close()
