@@ -9,6 +9,9 @@ that launches the kernel is called with tensors without data, and its arguments 
 launched. Tiles, warps and types are then those of a real launch.
 """
 
+import re
+import subprocess
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -60,6 +63,17 @@ class Compiled:
     ptx: str
     shared: int
     machine_code: bytes
+
+    def stack_bytes(self) -> int:
+        """Return the bytes of memory that a thread uses because its registers do not suffice."""
+        from triton import knobs
+
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(self.machine_code)
+            file.flush()
+            command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+            usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return max(int(stack) for stack in re.findall(r"STACK:(\d+)", usage))
 
 
 def signature(kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any]) -> dict[str, str]:
