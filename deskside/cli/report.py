@@ -16,7 +16,7 @@ from deskside.utils.errors import UsageError
 
 @dataclass(kw_only=True)
 class ReportOptions(JsonOption):
-    """Write the report of a run or a study: report.md, report.html (one file) and plots/*.png.
+    """Write the report of a run or a study: report.md, report.html (one file) and plots/*.svg.
 
     Examples:
       deskside report runs/demo
@@ -55,7 +55,7 @@ def run(argv: Sequence[str]) -> int:
         print(sentence, file=sys.stderr)
     load = None if is_study(folder) else newest_load(read_metrics(folder).rows)
     if options.json:
-        plots = sorted(str(path) for path in (folder / "plots").glob("*.png"))
+        plots = sorted(str(path) for path in (folder / "plots").glob("*.svg"))
         output: dict[str, Any] = {
             "report": str(page),
             "markdown": str(page.with_suffix(".md")),

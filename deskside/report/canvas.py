@@ -1,25 +1,26 @@
-"""Matplotlib figures that stay readable on a phone and in black and white.
+"""Matplotlib figures that stay readable on a phone and in black and white. `svg.py` writes them.
+
+A figure is as wide as a phone, and its points are the pixels of the page. On a wide page, figures stand side by side
+instead of growing.
 
 Arms are distinguished by position, number, line style and marker, never by color alone. Matplotlib is used through its
 object interface with the Agg canvas, so it needs no global state and no display.
 """
 
 import textwrap
-import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from PIL import Image
 
+from deskside.report.colors import GRID
 from deskside.utils.format import printable
 
-WIDTH, DPI = 5.2, 170  # inches, dots per inch: text stays readable on a phone
-DARK, MIDDLE, PALE = "#111111", "#6b6b6b", "#bdbdbd"
+WIDTH, DPI = 5.2, 72  # inches, dots per inch: a dot is a CSS pixel
+
 HATCH = "////"
-PALETTE_SIZE = 48  # colors
 
 
 @dataclass(frozen=True)
@@ -38,29 +39,22 @@ def new_figure(title: str, height: float) -> tuple[Figure, Axes]:
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     # The title starts at the left edge of the figure, because long row labels shift the axes to the right.
-    figure.suptitle(one_line(title, 62), x=0.01, ha="left", fontsize=11, fontweight="bold")
+    figure.suptitle(wrapped(title, 46, 2), x=0.01, ha="left", fontsize=12.5, fontweight="bold")
     style_axes(axes)
     return figure, axes
 
 
 def style_axes(axes: Axes) -> None:
     """Apply the common grid and frame."""
-    axes.grid(True, color="#dddddd", linewidth=0.7)
+    axes.grid(True, color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(labelsize=8)
+    axes.tick_params(labelsize=10)
 
 
-def save(figure: Figure, path: Path) -> None:
-    """Write a PNG with a small palette, which is smaller than true color. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with warnings.catch_warnings():
-        # The font draws characters that it lacks as boxes; the table in the report has the full name.
-        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
-        canvas = FigureCanvasAgg(figure)
-        canvas.draw()
-    image = Image.frombuffer("RGBA", canvas.get_width_height(), bytes(canvas.buffer_rgba()))
-    image.convert("RGB").quantize(PALETTE_SIZE).save(path, format="PNG", optimize=True)
+def row_inches(labels: Sequence[str]) -> float:
+    """Return the height of a row of a chart with these wrapped labels."""
+    return 0.36 if any("\n" in label for label in labels) else 0.26
 
 
 def one_line(text: str, max_length: int) -> str:

@@ -221,7 +221,7 @@ def forest_chart(
 ) -> RowChart | None:
     """Return a forest plot of relative differences from the baseline in percent, or None if no arm was compared.
 
-    Rows are grouped by baseline, and the best quality is first.
+    Rows are grouped by baseline, and the best quality is first. The arms may be those of several groups.
     """
     metric = metric_named(key)
     compared = [arm for arm in arms if arm.id != arm.baseline]
@@ -246,12 +246,19 @@ def forest_chart(
         max((abs(comparison.relative) for comparison in comparisons.values()), default=0.0)
     )
     baseline_groups = by_baseline(shown)
-    rows = []
+    group_headings = {group.name: group.heading for group in results.groups}
+    several_groups = len({arm.group for arm in arms}) > 1
+    rows: list[ChartRow] = []
     for baseline, members in baseline_groups:
         baseline_arm = results.arm(baseline)
         heading = (
             f"against {baseline_arm.label if baseline_arm else baseline}" if len(baseline_groups) > 1 else ""
         )
+        group = members[0].group
+        if several_groups and not any(row.arm.group == group for row in rows):
+            alone = len({arm.baseline for arm in shown if arm.group == group}) == 1
+            name = group_headings.get(group, group)
+            heading = name if alone else f"{name}: {baseline_arm.label if baseline_arm else baseline}"
         for arm in sorted(members, key=_by_quality):
             emulated, comparison = arm.emulated and key in SPEED_AND_POWER, comparisons.get(arm.id)
             if comparison is None:

@@ -9,13 +9,15 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, NullFormatter, StrMethodFormatter
 
-from deskside.report.canvas import DARK, HATCH, MIDDLE, PALE, Plot, new_figure, one_line, wrapped
+from deskside.report.canvas import HATCH, Plot, new_figure, one_line, row_inches, wrapped
 from deskside.report.chart_data import (
     CLIPPED,
     Axis,
+    ChartRow,
     Interval,
     RowChart,
     ScatterChart,
@@ -25,6 +27,7 @@ from deskside.report.chart_data import (
     most_different,
     scatter_chart,
 )
+from deskside.report.colors import BETTER, GREY, INK, PALE, PAPER, WORSE
 from deskside.report.study_text import reason_missing, seed_range, seeds_text, short_labels
 from deskside.run.record import number
 from deskside.study.results import Arm, Factor, Front, Group, Results
@@ -35,9 +38,10 @@ MAX_ROWS = 40
 MAX_POINTS = 24  # arms in a plot where each is marked by a number
 MIN_AREA, MAX_AREA = 40.0, 700.0  # of bubbles, in square points
 HEAT_LEGEND = (
-    "Light is better, dark is worse. In brackets: no difference shown, or too few seeds to say. "
-    "All values are measured."
+    "Blue: better; orange: worse; a stronger color: a larger difference. In brackets: no difference shown, or too few "
+    "seeds to say. All values are measured."
 )
+STRONGEST = 0.6  # opacity of the cell with the largest difference; its text stays readable
 Cell = tuple[float | None, str]  # (how much worse than the baseline, None if unknown; text)
 
 
@@ -67,33 +71,28 @@ def draw_bars(results: Results, group: Group, key: str) -> Plot | str:
     if data is None:
         return f"No bar chart of {metric_named(key).label}: it was not measured in any arm."
     metric, rows = data.metric, data.rows
-    figure, axes = new_figure(metric.label.capitalize(), 0.95 + 0.27 * max(len(rows), 2))
-    label_style: dict[str, Any] = {
-        "fontsize": 8,
-        "va": "center",
-        "xytext": (4, 0),
-        "textcoords": "offset points",
-    }
+    names = row_names(results, [row.arm for row in rows], [row.emulated for row in rows])
+    figure, axes = new_figure(metric.label.capitalize(), 0.95 + row_inches(names) * max(len(rows), 2))
     for y, row in enumerate(rows):
+        # All values stand in one column, where no interval ends.
+        axes.text(1.02, y, row.text, transform=axes.get_yaxis_transform(), fontsize=10, va="center",
+                  color=GREY if row.interval is None else INK)  # fmt: skip
         if row.interval is None:
-            axes.annotate(row.text, (0, y), color=MIDDLE, **label_style)
             continue
         interval = row.interval
         error: dict[str, Any] = {}
         if interval.low < interval.mean or interval.high > interval.mean:
             lengths = [[interval.mean - interval.low], [interval.high - interval.mean]]
-            error = {"xerr": lengths, "capsize": 3, "ecolor": DARK}
-        face = "white" if row.emulated else MIDDLE if row.is_baseline else PALE
-        axes.barh(y, interval.mean, height=0.68, color=face, edgecolor=DARK, linewidth=0.8,
+            error = {"xerr": lengths, "capsize": 3, "ecolor": INK}
+        face = PAPER if row.emulated else GREY if row.is_baseline else PALE
+        axes.barh(y, interval.mean, height=0.68, color=face, edgecolor=INK, linewidth=0.8,
                   hatch=HATCH if row.emulated else None, **error)  # fmt: skip
-        axes.annotate(row.text, (interval.high, y), **label_style)
         _draw_arrows(axes, interval, y)
-    names = row_names(results, [row.arm for row in rows], [row.emulated for row in rows])
-    axes.set_yticks(range(len(rows)), names, fontsize=8)
+    axes.set_yticks(range(len(rows)), names, fontsize=10)
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlim(*data.axis.range)
     axes.grid(False, axis="y")
-    axes.set_xlabel(f"{metric.label} ({metric.unit})", fontsize=9)
+    axes.set_xlabel(f"{metric.label} ({metric.unit})", fontsize=10.5)
     if key == SPEED:
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     hatched = " Hatched: the number format is emulated" if any(row.emulated for row in rows) else ""
@@ -108,65 +107,76 @@ def draw_bars(results: Results, group: Group, key: str) -> Plot | str:
     return Plot(f"bars_{key}", f"Bars: {metric.label}", caption, figure)
 
 
-def draw_forest(results: Results, group: Group, key: str) -> Plot | str:
-    """Draw relative differences from the baselines with their intervals, or return why there is nothing to draw."""
-    data = forest_chart(results, results.arms_in(group), key, MAX_ROWS)
+def draw_forest(results: Results, arms: Sequence[Arm], key: str) -> Plot | str:
+    """Draw relative differences from the baselines with their intervals, or return why there is nothing to draw.
+
+    The arms may be those of several groups, which then stand one below the other.
+    """
+    data = forest_chart(results, arms, key, MAX_ROWS)
     metric = metric_named(key)
     if data is None:
         return f"No forest plot of {metric.label}: no arm could be compared with its baseline."
-    heading_count = len({row.heading for row in data.rows} - {""})
-    figure, axes = new_figure(
-        f"{metric.label.capitalize()} against the baseline",
-        1.05 + 0.25 * max(len(data.rows) + heading_count, 2),
-    )
+    short_names = short_labels(results, [row.arm for row in data.rows])
+    names = [
+        wrapped(short_names[row.arm.id] + (" (emulated)" if row.emulated else ""), columns=26, max_lines=2)
+        for row in data.rows
+    ]
+    num_rows = len(data.rows) + len({row.heading for row in data.rows} - {""})
+    title = f"{metric.label.capitalize()} against the baseline"
+    figure, axes = new_figure(title, 1.05 + row_inches(names) * max(num_rows, 2))
     if data.linear_threshold is not None:
         axes.set_xscale("symlog", linthresh=data.linear_threshold, linscale=1.0)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:+g}" if abs(x) > 1e-9 else "0"))
     axes.set_xlim(*data.axis.range)
-    short_names = short_labels(results, [row.arm for row in data.rows])
-    ys, labels, y, heading = [], [], 0, ""
+    ys, y, heading = [], 0, ""
     for row in data.rows:
         if row.heading != heading:
             heading = row.heading
-            axes.text(0.0, y, one_line(heading, 60), transform=axes.get_yaxis_transform(), fontsize=8,
-                      fontweight="bold", va="center", backgroundcolor="white")  # fmt: skip
+            # It begins at the left edge of the figure, above the names of the arms.
+            axes.annotate(one_line(heading, 52), (0.02, y), xycoords=(figure.transFigure, axes.transData),
+                          fontsize=10, fontweight="bold", va="center", annotation_clip=False,
+                          bbox={"facecolor": PAPER, "edgecolor": "none", "pad": 1})  # fmt: skip
             y += 1
-        color = MIDDLE if row.interval is None else DARK
+        color = GREY if row.interval is None else INK
         axes.text(
-            1.02, y, row.text, transform=axes.get_yaxis_transform(), fontsize=8, va="center", color=color
+            1.02, y, row.text, transform=axes.get_yaxis_transform(), fontsize=10, va="center", color=color
         )
         if row.interval is not None:
-            _draw_difference(axes, row.interval, y, row.kind)
+            _draw_difference(axes, row.interval, y, row.kind, _difference_color(row, metric.better))
         ys.append(y)
-        label = short_names[row.arm.id] + (" (emulated)" if row.emulated else "")
-        labels.append(wrapped(label, columns=28, max_lines=2))
         y += 1
-    axes.axvline(0, color=DARK, linewidth=1.0)
-    axes.set_yticks(ys, labels, fontsize=8)
+    axes.axvline(0, color=INK, linewidth=1.0)
+    axes.set_yticks(ys, names, fontsize=10)
     axes.set_ylim(y - 0.4, -0.6)
     left, right = {"lower": ("better", "worse"), "higher": ("worse", "better")}.get(
         metric.better or "", ("less", "more")
     )
-    axes.set_xlabel(f"\u2190 {left}      {data.axis.title}      {right} \u2192", fontsize=8)
+    axes.set_xlabel(f"\u2190 {left}\u2003{data.axis.title}\u2003{right} \u2192", fontsize=10)
     compared = [c.n for row in data.rows if row.interval and (c := row.arm.comparison(key))]
     caption = (
-        f"Relative difference in {metric.label}, paired by seed ({seed_range(compared)}). Line: interval; filled mark: "
-        "a difference is shown; hollow: no difference shown; cross: one seed, no interval; square: exact. "
-        f"{CLIPPED} All values are measured."
+        f"Relative difference, paired by seed ({seed_range(compared)}), with its interval. Blue: shown to be better; "
+        "orange: shown to be worse; hollow: no difference shown; cross: one seed, no interval; square: exact."
+        f"{_clipped_note(data)} All values are measured."
     )
     caption += left_out_note(data.total, data.hidden)
     return Plot(f"forest_{key}", f"Forest plot: {metric.label}", caption, figure)
 
 
-def _draw_difference(axes: Axes, interval: Interval, y: int, kind: str) -> None:
+def _difference_color(row: ChartRow, better: str | None) -> str:
+    if row.interval is None or row.kind not in ("shown", "exact") or better is None or row.interval.mean == 0:
+        return GREY
+    return BETTER if (row.interval.mean > 0) == (better == "higher") else WORSE
+
+
+def _draw_difference(axes: Axes, interval: Interval, y: int, kind: str, color: str) -> None:
     if kind in ("shown", "not shown"):
-        axes.plot([interval.low, interval.high], [y, y], color=DARK, linewidth=1.6, label="interval")
+        axes.plot([interval.low, interval.high], [y, y], color=color, linewidth=1.6, label="interval")
         for end, clipped in ((interval.low, interval.clipped_low), (interval.high, interval.clipped_high)):
             if not clipped:
-                axes.plot([end], [y], marker="|", markersize=6, color=DARK)
+                axes.plot([end], [y], marker="|", markersize=6, color=color)
         _draw_arrows(axes, interval, y)
-    axes.plot([interval.mean], [y], marker={"one seed": "x", "exact": "s"}.get(kind, "o"), markersize=6, color=DARK,
-              label="difference", markerfacecolor="white" if kind == "not shown" else DARK, markeredgewidth=1.4,
+    axes.plot([interval.mean], [y], marker={"one seed": "x", "exact": "s"}.get(kind, "o"), markersize=6, color=color,
+              label="difference", markerfacecolor=PAPER if kind == "not shown" else color, markeredgewidth=1.4,
               linestyle="", zorder=4)  # fmt: skip
 
 
@@ -179,7 +189,7 @@ def _draw_arrows(axes: Axes, interval: Interval, position: float, vertical: bool
     ):
         if clipped:
             x, y = (position, end) if vertical else (end, position)
-            axes.plot([x], [y], marker=marker, markersize=5, color=DARK, clip_on=False, zorder=4)
+            axes.plot([x], [y], marker=marker, markersize=5, color=INK, clip_on=False, zorder=4)
 
 
 def draw_bubbles(results: Results, group: Group) -> Plot | str:
@@ -192,8 +202,8 @@ def draw_bubbles(results: Results, group: Group) -> Plot | str:
     figure, axes = _numbered_figure("Memory, speed and size", data)
     for point in data.points:
         area = max(MIN_AREA, MAX_AREA * min(1.0, 10 / len(data.points)) * point.size)
-        axes.scatter([point.x.mean], [point.y.mean], s=area, facecolor="white" if point.arm.emulated else PALE,
-                     edgecolor=DARK, alpha=0.85, hatch=HATCH if point.arm.emulated else None, linewidth=0.8,
+        axes.scatter([point.x.mean], [point.y.mean], s=area, facecolor=PAPER if point.arm.emulated else PALE,
+                     edgecolor=INK, alpha=0.85, hatch=HATCH if point.arm.emulated else None, linewidth=0.8,
                      zorder=2)  # fmt: skip
     _finish_scatter(axes, data)
     shown = [point.arm for point in data.points]
@@ -220,17 +230,17 @@ def draw_front(results: Results, group: Group, front: Front) -> Plot | str:
         return f"No Pareto front of {names}: no arm has these numbers."
     figure, axes = _numbered_figure(f"Pareto front: {names}", data)
     for point in data.points:
-        marker, size, face = "o", 6, "white"
+        marker, size, face = "o", 6, PAPER
         if point.on_front:
-            marker, size, face = "s", 7, DARK
+            marker, size, face = "s", 7, INK
         elif point.unclear:
             marker, size, face = "D", 6, PALE
-        axes.plot([point.x.mean], [point.y.mean], marker=marker, markersize=size, color=DARK, markerfacecolor=face,
+        axes.plot([point.x.mean], [point.y.mean], marker=marker, markersize=size, color=INK, markerfacecolor=face,
                   linestyle="")  # fmt: skip
     if data.staircase:
         step_position: Any = "pre" if data.x.better == "higher" else "post"
         x, y = zip(*data.staircase, strict=True)
-        axes.step(x, y, where=step_position, color=DARK, linewidth=1.2, linestyle="--", zorder=1)
+        axes.step(x, y, where=step_position, color=INK, linewidth=1.2, linestyle="--", zorder=1)
     _finish_scatter(axes, data)
     other_metrics = " and ".join(
         metric_named(key).label for key in front.metrics if key not in (x_key, y_key)
@@ -255,16 +265,16 @@ def _clipped_note(data: RowChart | ScatterChart) -> str:
 def _numbered_figure(title: str, data: ScatterChart) -> tuple[Figure, Axes]:
     """Return a figure with a legend of the numbered arms below the plot, in two columns."""
     lines = [
-        f"{point.number}  {one_line(point.arm.label, 30)}{' (emulated)' if point.arm.emulated else ''}"
+        f"{point.number}  {one_line(point.arm.label, 26)}{' (emulated)' if point.arm.emulated else ''}"
         for point in data.points
     ]
     rows = (len(lines) + 1) // 2
-    legend_inches = 0.165 * rows + 0.15  # height of a line of text, and the space around the legend
+    legend_inches = 0.2 * rows + 0.15  # height of a line of text, and the space around the legend
     height = 3.5 + legend_inches
     figure, axes = new_figure(title, height)
     figure.set_layout_engine("constrained", rect=(0, legend_inches / height, 1, 1 - legend_inches / height))
     for column, part in enumerate((lines[:rows], lines[rows:])):
-        figure.text(0.02 + 0.5 * column, (legend_inches - 0.05) / height, "\n".join(part), va="top", fontsize=7.5,
+        figure.text(0.02 + 0.5 * column, (legend_inches - 0.05) / height, "\n".join(part), va="top", fontsize=9.5,
                     linespacing=1.45)  # fmt: skip
     return figure, axes
 
@@ -279,7 +289,7 @@ def _finish_scatter(axes: Axes, data: ScatterChart) -> None:
             lengths = [[interval.mean - interval.low], [interval.high - interval.mean]]
             if any(length[0] > 0 for length in lengths):
                 error: dict[str, Any] = {"yerr" if vertical else "xerr": lengths}
-                axes.errorbar([x.mean], [y.mean], **error, color=DARK, linewidth=0.9, capsize=2, fmt="none",
+                axes.errorbar([x.mean], [y.mean], **error, color=INK, linewidth=0.9, capsize=2, fmt="none",
                               zorder=3)  # fmt: skip
         _draw_arrows(axes, x, y.mean)
         _draw_arrows(axes, y, x.mean, vertical=True)
@@ -295,7 +305,7 @@ def _set_axis(axes: Axes, axis: Axis, name: str) -> None:
     large = axis.range[1] >= 10_000
     ticks.set_major_formatter(EngFormatter(sep="") if large else StrMethodFormatter("{x:g}"))
     axes.set(**{f"{name}lim": axis.range})
-    ticks.set_label_text(one_line(axis.title, 60), fontsize=9)
+    ticks.set_label_text(one_line(axis.title, 60), fontsize=10.5)
 
 
 def _place_numbers(axes: Axes, data: ScatterChart) -> None:
@@ -314,10 +324,10 @@ def _place_numbers(axes: Axes, data: ScatterChart) -> None:
 
         shift = min(shifts, key=overlaps)
         taken.append((position[0] + shift[0] * scale, position[1] + shift[1] * scale))
-        leader = {"arrowstyle": "-", "linewidth": 0.4, "color": MIDDLE, "shrinkA": 4, "shrinkB": 0}
+        leader = {"arrowstyle": "-", "linewidth": 0.4, "color": GREY, "shrinkA": 4, "shrinkB": 0}
         axes.annotate(str(point.number), (point.x.mean, point.y.mean), xytext=shift,
-                      textcoords="offset points", ha="center", va="center", fontsize=8, fontweight="bold", zorder=5,
-                      arrowprops=leader, path_effects=[withStroke(linewidth=2, foreground="white")])  # fmt: skip
+                      textcoords="offset points", ha="center", va="center", fontsize=10, fontweight="bold", zorder=5,
+                      arrowprops=leader, path_effects=[withStroke(linewidth=2, foreground=PAPER)])  # fmt: skip
 
 
 def draw_heat_maps(results: Results, group: Group) -> list[Plot | str]:
@@ -354,7 +364,7 @@ def _draw_two_factors(arms: Sequence[Arm], rows: Factor, columns: Factor, key: s
     figure = _draw_shaded_table(title, cells, names, columns.levels, scale_columns=False)
     caption = f"Difference in {metric.label} against each arm's baseline, in %. {HEAT_LEGEND}"
     directions = one_line(f"down: {rows.label}; across: {columns.label}", 75)
-    figure.axes[0].set_title(directions, loc="left", fontsize=8.5)
+    figure.axes[0].set_title(directions, loc="left", fontsize=10)
     return Plot(f"heat_{key}", f"Heat map: {metric.label}", caption, figure)
 
 
@@ -394,26 +404,28 @@ def _draw_shaded_table(
 ) -> Figure:
     """Draw a table with cells shaded by amount, relative to the whole table or, with `scale_columns`, to the column."""
     wide = len(columns) > 5
-    figure, axes = new_figure(title, 1.1 + 0.34 * max(len(rows), 2) + (0.5 if wide else 0.0))
+    figure, axes = new_figure(title, 1.1 + 0.38 * max(len(rows), 2) + (0.5 if wide else 0.0))
     amounts = np.array([[np.nan if amount is None else amount for amount, _ in row] for row in cells])
     largest = np.nanmax(np.abs(amounts), axis=0 if scale_columns else None, initial=0.0)
-    shades = 0.5 + 0.5 * np.divide(amounts, largest, out=np.zeros_like(amounts), where=largest > 0)
-    shades[np.isnan(amounts)] = np.nan
-    # Shades of grey survive black-and-white printing.
-    axes.imshow(shades, cmap="Greys", vmin=-0.15, vmax=1.25, aspect="auto")
+    shades = np.divide(amounts, largest, out=np.zeros_like(amounts), where=largest > 0)
     for y, row in enumerate(cells):
         for x, (amount, text) in enumerate(row):
-            dark = amount is not None and shades[y][x] > 0.62
-            axes.text(x, y, wrapped(text, 14, 2), linespacing=0.95, ha="center", va="center", fontsize=8,
-                      color="white" if dark else MIDDLE if amount is None else DARK)  # fmt: skip
-    axes.set_yticks(range(len(rows)), rows, fontsize=8)
+            if amount:
+                color = WORSE if amount > 0 else BETTER
+                axes.add_patch(Rectangle((x - 0.48, y - 0.47), 0.96, 0.94, color=color, linewidth=0,
+                                         alpha=STRONGEST * abs(float(shades[y][x]))))  # fmt: skip
+            axes.text(x, y, wrapped(text, 14, 2), linespacing=0.95, ha="center", va="center", fontsize=10,
+                      color=GREY if amount is None else INK)  # fmt: skip
+    axes.set_xlim(-0.5, len(columns) - 0.5)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_yticks(range(len(rows)), rows, fontsize=10)
     label_rotation: dict[str, Any] = (
         {"rotation": 40, "ha": "right", "rotation_mode": "anchor"} if wide else {}
     )
     axes.set_xticks(
         range(len(columns)),
         [wrapped(head, columns=15, max_lines=3) for head in columns],
-        fontsize=8,
+        fontsize=10,
         **label_rotation,
     )
     axes.grid(False)

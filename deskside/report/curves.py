@@ -9,8 +9,6 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter, FuncFormatter, MultipleLocator
 
 from deskside.report.canvas import (
-    DARK,
-    MIDDLE,
     Plot,
     new_figure,
     one_line,
@@ -19,6 +17,7 @@ from deskside.report.canvas import (
 )
 from deskside.report.chart_data import most_different
 from deskside.report.charts import left_out_note
+from deskside.report.colors import BLUE, GREEN, GREY, INK, PAPER, PURPLE, VERMILION
 from deskside.report.curve_data import CURVE_TITLES, Curve, finished_curves, loss_key, seed_band, y_range
 from deskside.report.study_text import by_baseline, seed_range, short_labels
 from deskside.study.results import Group, Results
@@ -26,12 +25,12 @@ from deskside.study.stats.metrics import QUALITY
 
 MAX_PANELS, MAX_CURVES = 4, 6
 STYLES: tuple[tuple[Any, str, str], ...] = (  # dashes, marker, shade
-    ("-", "o", DARK),
-    ((0, (6, 2)), "s", "#0b4f8a"),
-    ((0, (2, 1.5)), "^", "#a2410b"),
-    ((0, (7, 2, 1.5, 2)), "D", "#1b6b4a"),
-    ((0, (1, 1.5)), "v", "#6a2f86"),
-    ((0, (4, 1.5, 1, 1.5, 1, 1.5)), "P", MIDDLE),
+    ("-", "o", INK),
+    ((0, (6, 2)), "s", BLUE),
+    ((0, (2, 1.5)), "^", VERMILION),
+    ((0, (7, 2, 1.5, 2)), "D", GREEN),
+    ((0, (1, 1.5)), "v", PURPLE),
+    ((0, (4, 1.5, 1, 1.5, 1, 1.5)), "P", GREY),
 )
 
 
@@ -64,10 +63,10 @@ def draw_curves(results: Results, group: Group, x_key: str) -> Plot | str:
         if len(baseline_groups) > 1:
             baseline_arm = results.arm(baseline)
             axes.set_title(
-                one_line(baseline_arm.label if baseline_arm else baseline, 60), loc="left", fontsize=9
+                one_line(baseline_arm.label if baseline_arm else baseline, 60), loc="left", fontsize=10.5
             )
-        axes.set_ylabel(f"{name}\n({unit})", fontsize=8.5)
-    panels[-1].set_xlabel(_format_x(panels, x_key), fontsize=9)
+        axes.set_ylabel(f"{name}\n({unit})", fontsize=10)
+    panels[-1].set_xlabel(_format_x(panels, x_key), fontsize=10.5)
     counts = {len(curves_of[arm.id]) for arm in shown}
     sentences = [
         f"Line: mean over {seed_range(counts)}"
@@ -115,7 +114,7 @@ def _draw_panel(axes: Axes, arms: Sequence[tuple[str, list[Curve]]]) -> bool:
         band = seed_band(curves)
         x, mean = band.x, band.mean
         axes.plot(x, mean, color=shade, linestyle=dashes, linewidth=1.5, marker=marker, markersize=4.5,
-                  markevery=max(1, len(x) // 6), markerfacecolor="white", label=name)  # fmt: skip
+                  markevery=max(1, len(x) // 6), markerfacecolor=PAPER, label=name)  # fmt: skip
         if np.any(band.high > band.low):
             axes.fill_between(x, band.low, band.high, color=shade, alpha=0.15, linewidth=0)
         ends.append((float(x[-1]), float(mean[-1]), name, shade))
@@ -147,5 +146,5 @@ def _label_ends(axes: Axes, ends: list[tuple[float, float, str, str]]) -> None:
     for (x, y, name, shade), height in zip(ordered, heights, strict=True):
         leader = {"arrowstyle": "-", "linewidth": 0.5, "color": shade, "shrinkA": 1, "shrinkB": 3}
         axes.annotate(wrapped(name, 20, 2), (x, y), xytext=(1.04, height), textcoords=axes.get_yaxis_transform(),
-                      fontsize=7.5, va="center", color=shade, annotation_clip=False, linespacing=0.9,
+                      fontsize=9.5, va="center", color=shade, annotation_clip=False, linespacing=0.9,
                       arrowprops=leader)  # fmt: skip

@@ -4,7 +4,6 @@ A block that is a string is a paragraph. All text in a block is plain text: Jinj
 below escape it for Markdown, so a sample or a name that looks like markup stays text.
 """
 
-import base64
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -15,19 +14,63 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
+from deskside.report.colors import figure_style, page_style
+from deskside.report.svg import inline
 from deskside.utils.format import printable
 
 MARKDOWN_COLUMNS = 80
 
 
 @dataclass(frozen=True)
+class Chip:
+    """A short verdict with a color that repeats what it says, and an optional detail in plain text beside it.
+
+    kind: a key of `colors.CHIP_COLORS`.
+    """
+
+    text: str
+    kind: str
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Chips:
+    """A row of chips."""
+
+    items: Sequence[Chip]
+
+
+@dataclass(frozen=True)
 class Table:
-    """A header row and the rows below it, which have as many cells as the header."""
+    """A header row and the rows below it, which have as many cells as the header. The first cell names the row.
+
+    Attributes:
+        subheads: Positions of rows that begin a part of the table.
+        stacked: On a phone, the cells of a row stand one below the other, instead of scrolling sideways.
+    """
 
     head: Sequence[str]
-    rows: Sequence[Sequence[str]]
+    rows: Sequence[Sequence[str | Chip]]
+    subheads: Sequence[int] = ()
+    stacked: bool = False
+
+
+@dataclass(frozen=True)
+class KeyNumber:
+    """A number that answers a question: `label` is the question in a word, and `note` says what it means."""
+
+    label: str
+    value: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class KeyNumbers:
+    """Numbers side by side in large type."""
+
+    items: Sequence[KeyNumber]
 
 
 @dataclass(frozen=True)
@@ -54,7 +97,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Image:
-    """A PNG file in the directory of the report."""
+    """An SVG file in the directory of the report, written by `svg.save`. Its title is in the picture."""
 
     path: Path
     title: str
@@ -63,13 +106,14 @@ class Image:
 
 @dataclass(frozen=True)
 class Details:
-    """Blocks that are folded behind a one-line summary until the reader opens them."""
+    """Blocks folded behind a one-line summary until the reader opens them. `printed` ones are open on paper."""
 
-    summary: str
+    summary: str | Chip
     blocks: Sequence["Block"]
+    printed: bool = False
 
 
-Block = str | Table | Bullets | CodeBlock | Sample | Image | Details
+Block = str | Table | Chips | KeyNumbers | Bullets | CodeBlock | Sample | Image | Details
 
 
 @dataclass(frozen=True)
@@ -82,16 +126,18 @@ class Section:
 
 @dataclass(frozen=True)
 class ReportDocument:
-    """A whole report. `verdict` is its result in one line."""
+    """A whole report. `verdict` is its result in one line, `opening` what a reader sees before the first section."""
 
     title: str
     verdict: str
     sections: Sequence[Section]
+    opening: Sequence[Block] = ()
 
 
 def render_html(document: ReportDocument) -> str:
     """Return one HTML page without scripts, external links or other files. Raises OSError if an image is missing."""
-    return _environment().get_template("report.html.jinja").render(document=document)
+    template = _environment().get_template("report.html.jinja")
+    return template.render(document=document, style=Markup(f"{page_style()}\n{figure_style()}"))
 
 
 def render_markdown(document: ReportDocument, folder: Path) -> str:
@@ -112,7 +158,7 @@ def _environment() -> Environment:
     )
     environment.filters |= {
         "group_images": _group_images,
-        "base64_png": lambda path: base64.b64encode(path.read_bytes()).decode("ascii"),
+        "svg": _svg,
         "inline": _inline,
         "wrap": _wrap,
         "fence": _fence,
@@ -132,8 +178,15 @@ def _group_images(blocks: Sequence[Block]) -> Iterator[tuple[bool, list[Block]]]
         yield is_image, list(group)
 
 
-def _inline(text: str) -> str:
-    """Return plain text on one line, escaped for Markdown and HTML."""
+def _svg(image: Image) -> Markup:
+    """Return the markup of an image, with its title and caption as the text for a screen reader."""
+    label = escape(printable(f"{image.title}. {image.caption}"))
+    return Markup(inline(image.path).replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1))
+
+
+def _inline(cell: str | Chip) -> str:
+    """Return plain text or a chip on one line, escaped for Markdown and HTML."""
+    text = cell if isinstance(cell, str) else f"{cell.text} ({cell.detail})" if cell.detail else cell.text
     text = " ".join(printable(text).split()).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     text = re.sub(r"([\\`*\[\]#|~])", r"\\\1", text)
     return re.sub(r"(?<!\w)_|_(?!\w)", r"\\_", text)  # an underscore inside a word is not emphasis

@@ -5,12 +5,14 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 from matplotlib.ticker import EngFormatter
 
-from deskside.report.canvas import DARK, new_figure, one_line, save
+from deskside.report.canvas import new_figure, one_line
+from deskside.report.colors import BLUE, INK, PALE
 from deskside.report.curve_data import running_median
 from deskside.report.document import Block, Image, Table
-from deskside.report.run_figures import LIGHT_GREY
+from deskside.report.svg import save
 from deskside.run.expert_load import (
     ExpertLoad,
     layer_with_differences,
@@ -20,14 +22,15 @@ from deskside.run.expert_load import (
 )
 from deskside.run.record import RunRecord
 
-LAYERS, IMBALANCE, LANGUAGES = "expert_load.png", "load_imbalance.png", "expert_languages.png"
+LAYERS, IMBALANCE, LANGUAGES = "expert_load.svg", "load_imbalance.svg", "expert_languages.svg"
 MAX_TEXT_COLUMNS = 16  # cells have their number if there are at most so many columns
 MAX_ROWS = 48  # more rows have no label each
-LEGEND = "1 is an even share: light is less, dark is more; all values are measured."
+STRONGEST = 0.6  # opacity of a cell of twice the even share or more; its text stays readable
+LEGEND = "1 is an even share: a stronger color is a larger load; all values are measured."
 
 
 def draw(record: RunRecord, folder: Path) -> list[Image]:
-    """Draw the plots of a run with experts as PNG files in `folder`; no images for other runs.
+    """Draw the plots of a run with experts as SVG files in `folder`; no images for other runs.
 
     Raises OSError if the folder cannot be written.
     """
@@ -40,7 +43,6 @@ def draw(record: RunRecord, folder: Path) -> list[Image]:
     images = []
     for name, drawn in figures.items():
         if drawn is None:
-            (folder / name).unlink(missing_ok=True)  # left over from an earlier report
             continue
         figure, title, caption = drawn
         save(figure, folder / name)
@@ -85,19 +87,21 @@ def _draw_languages(by_language: dict[str, list[list[float]]]) -> tuple[Figure, 
 
 
 def _heat_map(title: str, cells: list[list[float]], rows: list[str], row_label: str) -> Figure:
-    """Draw relative loads as shades of grey, which survive black-and-white printing; 2 and more is darkest."""
+    """Draw relative loads as shades of one color; 2 and more is the strongest."""
     columns = len(cells[0])
-    figure, axes = new_figure(title, 0.9 + (0.24 if len(rows) <= MAX_ROWS else 0.12) * max(len(rows), 3))
-    axes.imshow(np.array(cells), cmap="Greys", vmin=0.0, vmax=2.2, aspect="auto", interpolation="nearest")
-    if columns <= MAX_TEXT_COLUMNS and len(rows) <= MAX_ROWS:
-        for y, row in enumerate(cells):
-            for x, value in enumerate(row):
-                color = "white" if value > 1.3 else DARK
-                axes.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=7, color=color)
-    axes.set_xlabel("expert", fontsize=9)
-    axes.set_ylabel(row_label, fontsize=9)
+    figure, axes = new_figure(title, 0.9 + (0.26 if len(rows) <= MAX_ROWS else 0.12) * max(len(rows), 3))
+    for y, row in enumerate(cells):
+        for x, value in enumerate(row):
+            opacity = STRONGEST * min(value, 2.0) / 2.0
+            axes.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, color=BLUE, linewidth=0, alpha=opacity))
+            if columns <= MAX_TEXT_COLUMNS and len(rows) <= MAX_ROWS:
+                axes.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=9, color=INK)
+    axes.set_xlim(-0.5, columns - 0.5)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_xlabel("expert", fontsize=10.5)
+    axes.set_ylabel(row_label, fontsize=10.5)
     if len(rows) <= MAX_ROWS:
-        axes.set_yticks(range(len(rows)), [one_line(name, 18) for name in rows], fontsize=7.5)
+        axes.set_yticks(range(len(rows)), [one_line(name, 18) for name in rows], fontsize=9.5)
     if columns <= MAX_TEXT_COLUMNS:
         axes.set_xticks(range(columns), [str(expert) for expert in range(columns)])
     axes.grid(False)
@@ -112,15 +116,15 @@ def _draw_imbalance(record: RunRecord) -> tuple[Figure, str, str]:
     x, y = record.series("load_imbalance")
     median = running_median(y)
     if median is not None:
-        axes.plot(x, y, color=LIGHT_GREY, linewidth=0.8, label="each logged step")
-    axes.plot(x, median or y, color=DARK, linewidth=1.6, marker="o" if len(x) < 3 else "", markersize=5,
+        axes.plot(x, y, color=PALE, linewidth=0.8, label="each logged step")
+    axes.plot(x, median or y, color=BLUE, linewidth=1.6, marker="o" if len(x) < 3 else "", markersize=5,
               label="running median" if median else None)  # fmt: skip
-    axes.axhline(1.0, color=DARK, linewidth=1.1, linestyle=(0, (6, 3)), label="even")
-    axes.set_ylabel("largest load of an expert", fontsize=9)
-    axes.set_xlabel("training tokens", fontsize=9)
+    axes.axhline(1.0, color=INK, linewidth=1.1, linestyle=(0, (6, 3)), label="even")
+    axes.set_ylabel("largest load of an expert", fontsize=10.5)
+    axes.set_xlabel("training tokens", fontsize=10.5)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.set_xlim(0, max(x) * 1.02 or 1)
     axes.set_ylim(bottom=0.95)
-    axes.legend(frameon=True, framealpha=0.9, edgecolor="none", fontsize=9)
+    axes.legend(frameon=True, framealpha=0.9, edgecolor="none", fontsize=10.5)
     caption = f"{title}: the largest load of a layer, averaged over the layers. 1 is an even share."
     return figure, title, f"{caption} All values are measured."

@@ -6,27 +6,28 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter
 
-from deskside.report.canvas import DARK, PALE, new_figure, one_line, save, style_axes
+from deskside.report.canvas import new_figure, one_line, style_axes
+from deskside.report.colors import BLUE, PALE
 from deskside.report.document import Block, Image, Table
+from deskside.report.svg import save
 from deskside.run.record import RunRecord, mapping, number
 from deskside.utils.format import UNKNOWN, count
 
-COLUMNS = 3  # panels side by side
+COLUMNS = 2  # panels side by side
 MAX_PANELS = 24  # more languages are only in the table
-PANEL_HEIGHT = 1.45  # inches
-PLOT = "val_languages.png"
+PANEL_HEIGHT = 1.5  # inches
+PLOT = "val_languages.svg"
 HEAD = ("language", "first evaluation", "last evaluation", "validation bytes")
 
 
 def draw(record: RunRecord, folder: Path) -> list[Image]:
-    """Draw the curve of each language as a PNG file in `folder`; no image if there are no languages.
+    """Draw the curve of each language as a SVG file in `folder`; no image if there are no languages.
 
     Raises OSError if the folder cannot be written.
     """
     curves = record.language_series()
     path = folder / PLOT
     if not curves:
-        path.unlink(missing_ok=True)  # left over from an earlier report
         return []
     shown = list(curves)[:MAX_PANELS]
     title = "Validation bits per byte by language"
@@ -41,13 +42,13 @@ def draw(record: RunRecord, folder: Path) -> list[Image]:
             if other != language:
                 axes.plot(*curves[other], color=PALE, linewidth=0.7)
         x, y = curves[language]
-        axes.plot(x, y, color=DARK, linewidth=1.6, marker="o", markersize=3)
-        axes.set_title(f"{one_line(language, 18)}: {y[-1]:.3f}", loc="left", fontsize=8.5)
+        axes.plot(x, y, color=BLUE, linewidth=1.6, marker="o", markersize=3)
+        axes.set_title(f"{one_line(language, 18)}: {y[-1]:.3f}", loc="left", fontsize=10)
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     for axes in panels[len(shown) :]:
         axes.set_visible(False)
-    figure.supxlabel("training tokens", fontsize=9)
-    figure.supylabel("bits per byte of text", fontsize=9)
+    figure.supxlabel("training tokens", fontsize=10.5)
+    figure.supylabel("bits per byte of text", fontsize=10.5)
     save(figure, path)
     left_out = len(curves) - len(shown)
     caption = f"{title}, lower is better; in grey the other languages. The number is the last evaluation."

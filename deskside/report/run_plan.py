@@ -1,9 +1,9 @@
 """The section of a run's report that compares the plan with the measurement."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from deskside.report.document import Block, Details, Table
+from deskside.report.document import Block, Chip, Details, Table
 from deskside.run.record import (
     RunRecord,
     first_number,
@@ -14,7 +14,7 @@ from deskside.run.record import (
     step_seconds,
     text,
 )
-from deskside.utils.format import UNKNOWN, count, elapsed, value_text
+from deskside.utils.format import UNKNOWN, count, elapsed, percent, percent_digits, value_text
 
 PROVENANCE = ("measured", "reported", "modelled", "published")
 PROVENANCE_KEYS = ("provenance", "origin", "source")
@@ -135,16 +135,31 @@ def _prediction_blocks(record: RunRecord) -> list[Block]:
         # The pilot gives a range for the loss and one number for everything else.
         pilot_values = mapping(pilot) or {"expected": pilot}
         pilot_range = [number(pilot_values.get(end)) for end in ("low", "expected", "high")]
-        expected = plan_range[1]
-        deviation = "" if expected is None or measured is None else f"{measured / expected - 1:+.1%}"
+        deviation = _deviation(measured, plan_range)
         measured_text = UNKNOWN if measured is None else f"{measured:{number_format}}"
         ranges = (_range_text(plan_range, number_format), _range_text(pilot_range, number_format))
         rows.append((f"{name}, {unit}", *ranges, measured_text, deviation))
     hours, source = number(record.summary.get("budget_hours")), text(record.summary.get("plan_source"))
     budget = "" if hours is None else f"Budget: {hours:g} hours, everything included. "
     origin = f"The plan was {source}." if source else "No plan was made before training."
-    head = ("", "plan (modelled)", "pilot (loss and tokens modelled)", "measured", "deviation from plan")
+    head = ("", "plan (modelled)", "pilot (loss and tokens modelled)", "measured", "measured against plan")
     return [budget + origin, Table(head, rows)]
+
+
+def _deviation(measured: float | None, plan_range: Sequence[float | None]) -> str | Chip:
+    """Return how far a measurement is from the plan: in color if the plan has a range, else as text."""
+    low, expected, high = plan_range
+    if measured is None or not expected:
+        return ""
+    share = measured / expected - 1
+    difference = percent(share, percent_digits(share), signed=True)
+    if low is None or high is None:
+        return difference
+    return (
+        Chip(difference, "better", "in the range")
+        if low <= measured <= high
+        else Chip(difference, "worse", "outside")
+    )
 
 
 def _range_text(ends: Sequence[float | None], number_format: str) -> str:
@@ -156,34 +171,48 @@ def _range_text(ends: Sequence[float | None], number_format: str) -> str:
 
 
 def _comparison_table(record: RunRecord) -> Table:
-    """Return a table of the initial estimate, the last of several revisions, and the measurement."""
+    """Return a table of the initial estimate, the last of several revisions, the measurement, and its deviation."""
     initial = mapping(record.plan.get("initial"))
     revisions = objects(record.plan.get("revisions"))
-    first_revision = revisions[0] if revisions else {}
-    last_revision = revisions[-1] if len(revisions) > 1 else {}
+    first = revisions[0] if revisions else {}
+    last = revisions[-1] if len(revisions) > 1 else {}
     steps = number(initial.get("steps"))
-    steps = planned_steps(first_revision) if steps is None else steps
-    expected_seconds = first_number(initial, "step_seconds") or first_number(first_revision, "step_seconds")
-    rows = [
-        ("steps", count(steps), count(planned_steps(last_revision)), count(record.newest("steps", "step"))),
-        ("tokens", count(number(initial.get("tokens"))), "", count(record.newest("tokens", "tokens"))),
-        ("time", elapsed(number(initial.get("seconds"))), "", elapsed(record.newest("seconds", "seconds"))),
+    planned_seconds = first_number(initial, "step_seconds") or first_number(first, "step_seconds")
+    planned_memory = first_number(initial, "memory_gib", "peak_memory_gib")
+    # (quantity, how it is written, planned, planned last, measured)
+    quantities: list[tuple[str, Callable[[float | None], str], float | None, float | None, float | None]] = [
+        (
+            "steps",
+            count,
+            planned_steps(first) if steps is None else steps,
+            planned_steps(last),
+            record.newest("steps", "step"),
+        ),
+        ("tokens", count, number(initial.get("tokens")), None, record.newest("tokens", "tokens")),
+        ("time", elapsed, number(initial.get("seconds")), None, record.newest("seconds", "seconds")),
         (
             "time per step",
-            elapsed(expected_seconds),
-            elapsed(first_number(last_revision, "step_seconds")),
-            elapsed(step_seconds(record.metrics)),
+            elapsed,
+            planned_seconds,
+            first_number(last, "step_seconds"),
+            step_seconds(record.metrics),
         ),
-        (
-            "peak memory",
-            _gib(first_number(initial, "memory_gib", "peak_memory_gib")),
-            "",
-            _gib(record.newest("peak_memory_gib", "memory_gib")),
-        ),
+        ("peak memory", _gib, planned_memory, None, record.newest("peak_memory_gib", "memory_gib")),
     ]
-    if last_revision:
-        return Table(("", "planned (modelled)", "last revision (modelled)", "measured"), rows)
-    return Table(("", "planned (modelled)", "measured"), [(row[0], row[1], row[3]) for row in rows])
+    head = (
+        "",
+        "planned (modelled)",
+        *(("last revision (modelled)",) if last else ()),
+        "measured",
+        "error of the plan",
+    )
+    rows = []
+    for name, written, planned, revised, measured in quantities:
+        # Only steps and time per step are revised.
+        revision = ("" if revised is None and name not in ("steps", "time per step") else written(revised),)
+        error = _deviation(measured, (None, planned, None))
+        rows.append((name, written(planned), *(revision if last else ()), written(measured), error))
+    return Table(head, rows)
 
 
 def _revision_table(revisions: list[dict[str, Any]]) -> Table:

@@ -18,9 +18,10 @@ from deskside.report.document import (
     Section,
     Table,
 )
+from deskside.report.run_answer import opening, parameters, trained, verdict
 from deskside.report.run_plan import plan_blocks, provenance_rows, recipe_used
 from deskside.run.record import RunRecord, flatten, mapping, number, objects, text
-from deskside.utils.format import UNKNOWN, count, elapsed, value_text
+from deskside.utils.format import UNKNOWN, count, elapsed, plural, value_text
 
 MAX_EVENTS = 20
 # Of a long log, only the last lines with one of these parts are shown at first.
@@ -59,69 +60,20 @@ def compose(
     )
     return ReportDocument(
         title=f"Training run {record.name}",
-        verdict=verdict(record),
+        verdict=f"{trained(record)} {verdict(record)}".strip(),
+        opening=opening(record),
         sections=(
-            Section("At a glance", _overview(record)),
             Section("Curves", curves),
             *((Section("Languages", languages),) if languages else ()),
             *((Section("Experts", experts),) if experts else ()),
-            Section("Plan and measurement", plan_blocks(record)),
+            Section("Plan against measurement", plan_blocks(record)),
             Section("Samples", _samples(record)),
             Section("Events", _events(record)),
             Section("Configuration", _configuration(record)),
-            Section("Machine", _machine(record)),
+            Section("Every result, and the machine", _all_results(record)),
             Section("Next commands", (CodeBlock("\n".join(commands(record))),)),
         ),
     )
-
-
-def verdict(record: RunRecord) -> str:
-    """Return the result in one line, compared with its baseline, and a note if the run has not finished."""
-    state = "" if record.finished else " The run has not finished."
-    return (_objective_result(record) or _pretraining_result(record)) + state
-
-
-def _objective_result(record: RunRecord) -> str | None:
-    """Return the held-out result of SFT, DPO or GRPO; None for pretraining or without such a result."""
-    before = mapping(record.summary.get("before"))
-
-    def result(key: str, number_format: str, template: str, better: str) -> str | None:
-        final, initial = number(record.summary.get(key)), number(before.get(key))
-        if final is None:
-            return None
-        earlier = "" if initial is None else f", {initial:{number_format}} before the first step"
-        return f"{template.format(format(final, number_format))}{earlier} (measured, {better} is better)."
-
-    if text(record.summary.get("objective")) == "sft" and number(before.get("val_loss")) is not None:
-        return result("val_loss", ".3f", "{} nats per assistant token of held-out conversations", "lower")
-    return result(
-        "val_accuracy", ".1%", "{} of held-out preference pairs ranked correctly", "higher"
-    ) or result("val_reward", ".3f", "Mean reward {} on held-out questions", "higher")
-
-
-def _pretraining_result(record: RunRecord) -> str:
-    """Return validation bits per byte, compared with gzip and the unigram model."""
-    final = number(record.summary.get("val_bpb"))
-    bpb = final if final is not None else record.last("val_bpb")
-    if bpb is None:
-        return "No verdict yet: this run has no validation result."
-    result = f"{bpb:.3f} bits per byte on validation text"
-    baselines = {
-        name: value
-        for name in ("gzip", "unigram")
-        if (value := number(record.summary.get(f"{name}_bpb"))) is not None
-    }
-    if not baselines:
-        return f"{result} (measured); there is no gzip or unigram baseline to compare with."
-    gzip = baselines.get("gzip")
-    if gzip is None:
-        opening = "Measured"
-    elif bpb < gzip:
-        opening = f"Better than gzip by {100 * (1 - bpb / gzip):.0f} %"
-    else:
-        opening = "Not yet better than gzip"
-    baseline_text = " and ".join(f"{value:.3f} of {name}" for name, value in baselines.items())
-    return f"{opening}: {result}, against {baseline_text} (all measured, lower is better)."
 
 
 def commands(record: RunRecord) -> list[str]:
@@ -135,14 +87,12 @@ def commands(record: RunRecord) -> list[str]:
     return lines if record.finished else [f"deskside train --resume {run}", *lines]
 
 
-def _overview(record: RunRecord) -> list[Block]:
+def _results_table(record: RunRecord) -> Table:
     summary = record.summary
 
     def nats(value: float | None) -> str:
         return UNKNOWN if value is None else f"{value:.4f} nats per token"
 
-    parameters = summary.get("parameters")
-    total = number(mapping(parameters).get("total")) if isinstance(parameters, dict) else number(parameters)
     mfu, memory = record.newest("mfu", "mfu"), record.newest("peak_memory_gib", "memory_gib")
     loss_before = number(mapping(summary.get("before")).get("val_loss"))
     seconds = record.newest("seconds", "seconds")
@@ -156,7 +106,7 @@ def _overview(record: RunRecord) -> list[Block]:
             else []
         ),
         ("training loss, last step", nats(record.last("loss")), "measured"),
-        ("parameters", count(total), "measured"),
+        ("parameters", count(parameters(record)), "measured"),
         ("tokens trained on", count(record.newest("tokens", "tokens")), "measured"),
         ("steps", count(record.newest("steps", "step")), "measured"),
         ("time", elapsed(seconds) + (f" ({clock})" if clock and seconds is not None else ""), "measured"),
@@ -170,17 +120,7 @@ def _overview(record: RunRecord) -> list[Block]:
         ("peak memory", UNKNOWN if memory is None else f"{memory:.2f} GiB", "measured"),
     ]
     rows = [(name, value, "" if value == UNKNOWN else source) for name, value, source in rows]
-    blocks: list[Block] = [Table(("quantity", "value", "source"), rows)]
-    if created := text(record.run.get("created")):
-        blocks.append(f"Started {created}.")
-    command = record.run.get("command", record.run.get("command_line"))
-    if isinstance(command, list):
-        command = shlex.join(str(word) for word in command)
-    if text(command):
-        blocks.append(CodeBlock(str(command)))
-    if record.problems:
-        blocks += ["Missing from this report:", Bullets(record.problems)]
-    return blocks
+    return Table(("quantity", "value", "source"), rows)
 
 
 def _by_position(record: RunRecord) -> list[Block]:
@@ -254,22 +194,22 @@ def _events(record: RunRecord) -> list[Block]:
         f"{len(matching('went back to step', 'rolled back'))} rollbacks, {len(matching('resumed'))} resumes "
         "(measured)."
     )
-    if len(record.events) <= MAX_EVENTS:
-        return [opening, CodeBlock("\n".join(record.events))]
-    shown = (matching(*NOTABLE_EVENTS) or record.events)[-MAX_EVENTS:]
+    notable = matching(*NOTABLE_EVENTS)[-MAX_EVENTS:]
     all_events = Details(f"All {len(record.events)} lines", [CodeBlock("\n".join(record.events))])
-    return [opening, CodeBlock("\n".join(shown)), all_events]
+    return [opening, *([CodeBlock("\n".join(notable))] if notable else []), all_events]
 
 
-def _machine(record: RunRecord) -> list[Block]:
-    if not record.environment:
-        return ["The machine is unknown."]
-    return [Table(("quantity", "value", "source"), provenance_rows(record.environment, "measured"))]
+def _all_results(record: RunRecord) -> list[Block]:
+    machine: Block = "The machine is unknown."
+    if record.environment:
+        rows = provenance_rows(record.environment, "measured")
+        machine = Details("Machine", [Table(("quantity", "value", "source"), rows)])
+    return [Details("Results, with their sources", [_results_table(record)]), machine]
 
 
 def _configuration(record: RunRecord) -> list[Block]:
     if not record.config:
-        return ["The configuration is unknown."]
+        return [*_command(record), "The configuration is unknown."]
     options, defaults = flatten(record.config), _default_options(record.config)
     # The optional sections have no defaults; other options without a default are unknown to this version.
     changed = []
@@ -281,9 +221,17 @@ def _configuration(record: RunRecord) -> list[Block]:
             changed.append((key, value_text(value), value_text(defaults[key])))
     changes: Block = "Every option has its default value."
     if changed:
-        changes = Table(("option", "this run", "default"), changed)
+        summary = f"Changed from the defaults ({plural(len(changed), 'option')})"
+        changes = Details(summary, [Table(("option", "this run", "default"), changed)], printed=True)
     all_options = Table(("option", "value"), [(key, value_text(value)) for key, value in options.items()])
-    return [changes, Details("The whole configuration", [all_options])]
+    return [*_command(record), changes, Details("The whole configuration", [all_options])]
+
+
+def _command(record: RunRecord) -> list[Block]:
+    command = record.run.get("command", record.run.get("command_line"))
+    if isinstance(command, list):
+        command = shlex.join(str(word) for word in command)
+    return [CodeBlock(text(command))] if text(command) else []
 
 
 def _default_options(config: dict[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,8 @@ from pathlib import Path
 from deskside.report.document import (
     Block,
     Bullets,
+    Chip,
+    Chips,
     Details,
     ReportDocument,
     Section,
@@ -52,25 +54,61 @@ VERDICTS = {
     "needs other hardware": ("need other hardware", "This machine cannot say"),
     "not measured": ("not measured", "No finished trial speaks to it, or nothing here can"),
 }
+# Verdict -> kind of its chip; all others leave it open.
+CLAIM_KINDS = {
+    "contradicted": "worse",
+    "holds": "better",
+    "holds in direction": "partly",
+    "consistent with the model": "partly",
+    "not consistent with the model": "doubtful",
+}
 HEADER = ("claim", "source", "claimed", "measured or computed here", "seeds", "scale")
 
 
 def claims_section(results: Results) -> Section:
-    """Return the section with the number of claims per verdict, the table of claims, and the explanations."""
-    contradicted = [_explanation(claim) for claim in results.claims if claim.verdict == "contradicted"]
-    judged = [claim for claim in results.claims if claim.verdict != "not measured"]
-    blocks: list[Block] = [verdict_counts(results)]
-    if judged:
-        blocks.append(_table(judged))
-    if contradicted:
-        blocks += ["Why some are contradicted:", Bullets(tuple(contradicted))]
-    others = [_explanation(c) for c in judged if c.verdict != "contradicted" and c.explanation]
-    not_measured = [_explanation(c) for c in results.claims if c.verdict == "not measured"]
-    if others:
-        blocks.append(Details(f"Notes on the others ({len(others)})", (Bullets(tuple(others)),)))
-    if not_measured:
-        blocks.append(Details(f"Not measured ({len(not_measured)})", (Bullets(tuple(not_measured)),)))
+    """Return the section with a folded table of claims and explanations for each verdict."""
+    blocks: list[Block] = ["What others have published, against what was measured or computed here."]
+    for verdict, claims in _by_verdict(results.claims):
+        explanations = [_explanation(c) for c in claims if c.explanation or verdict == "contradicted"]
+        notes = [Details("Notes", (Bullets(tuple(explanations)),))] if explanations else []
+        definition = [f"{VERDICTS[verdict][1]}."] if verdict in VERDICTS else []
+        summary = Chip(verdict, CLAIM_KINDS.get(verdict, "open"), plural(len(claims), "claim"))
+        blocks.append(Details(summary, (*definition, _table(claims), *notes), printed=True))
     return Section("Claims", tuple(blocks))
+
+
+def claims_sentence(results: Results) -> str:
+    """Return a sentence like "29 of 80 published claims are contradicted on NVIDIA H200, and 22 hold."."""
+    contradicted, hold = (
+        sum(c.verdict == verdict for c in results.claims) for verdict in ("contradicted", "holds")
+    )
+    device = _device_name(results)
+    verb, other = "is" if contradicted == 1 else "are", "holds" if hold == 1 else "hold"
+    return (
+        f"{contradicted} of {plural(len(results.claims), 'published claim')} {verb} contradicted"
+        f"{f' on {device}' if device else ''}, and {hold} {other}."
+    )
+
+
+def claim_chips(results: Results) -> Chips:
+    """Return a chip for each verdict with the number of its claims."""
+    return Chips(
+        [
+            Chip(f"{len(claims)} {_verdict_text(verdict, len(claims))}", CLAIM_KINDS.get(verdict, "open"))
+            for verdict, claims in _by_verdict(results.claims)
+        ]
+    )
+
+
+def _by_verdict(claims: Sequence[ClaimResult]) -> list[tuple[str, list[ClaimResult]]]:
+    """Return (verdict, its claims), the most important verdict first; verdicts without a claim are left out."""
+    verdicts = [*VERDICTS, *dict.fromkeys(claim.verdict for claim in claims if claim.verdict not in VERDICTS)]
+    found = [(verdict, [claim for claim in claims if claim.verdict == verdict]) for verdict in verdicts]
+    return [(verdict, members) for verdict, members in found if members]
+
+
+def _verdict_text(verdict: str, count: int) -> str:
+    return verdict if count == 1 or verdict not in VERDICTS else VERDICTS[verdict][0]
 
 
 def judge_with_others(results: Results, others: Sequence[Results]) -> Results:
@@ -92,13 +130,9 @@ def claims_markdown(results: Results) -> str:
 def claims_document(results: Results) -> ReportDocument:
     """Return a document with the claims by verdict, how they were measured, and the machine."""
     sections = []
-    verdicts = [*VERDICTS, *dict.fromkeys(c.verdict for c in results.claims if c.verdict not in VERDICTS)]
-    for verdict in verdicts:
-        claims = [claim for claim in results.claims if claim.verdict == verdict]
-        if not claims:
-            continue
+    for verdict, claims in _by_verdict(results.claims):
         blocks: list[Block] = [f"{VERDICTS[verdict][1]}."] if verdict in VERDICTS else []
-        blocks.append(_table(claims, show_verdict=False))
+        blocks.append(_table(claims))
         explanations = [_explanation(c) for c in claims if c.explanation or verdict == "contradicted"]
         if explanations:
             blocks.append(Bullets(tuple(explanations)))
@@ -136,11 +170,9 @@ def claims_document(results: Results) -> ReportDocument:
 
 def verdict_counts(results: Results) -> str:
     """Return a sentence like "13 claims: 3 contradicted, 10 hold. Measured on NVIDIA H100."."""
-    counts = {verdict: sum(c.verdict == verdict for c in results.claims) for verdict in VERDICTS}
     counts_text = ", ".join(
-        f"{count} {verdict if count == 1 else VERDICTS[verdict][0]}"
-        for verdict, count in counts.items()
-        if count
+        f"{len(claims)} {_verdict_text(verdict, len(claims))}"
+        for verdict, claims in _by_verdict(results.claims)
     )
     device = _device_name(results)
     where = f" Measured on {device}." if device else ""
@@ -168,7 +200,7 @@ def _explanation(claim: ClaimResult) -> str:
     return f"{claim.text}: {claim.explanation or 'no explanation has been written yet.'}"
 
 
-def _table(claims: Iterable[ClaimResult], show_verdict: bool = True) -> Table:
+def _table(claims: Iterable[ClaimResult]) -> Table:
     rows = tuple(
         (
             claim.text,
@@ -177,8 +209,7 @@ def _table(claims: Iterable[ClaimResult], show_verdict: bool = True) -> Table:
             measured_text(claim),
             str(claim.n) if claim.n else "",
             claim.scale,
-            *((claim.verdict,) if show_verdict else ()),
         )
         for claim in claims
     )
-    return Table((*HEADER, "verdict") if show_verdict else HEADER, rows)
+    return Table(HEADER, rows)

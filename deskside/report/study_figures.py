@@ -1,53 +1,76 @@
-"""Draws the plots of a study, group by group, as PNG files in plots/."""
+"""Draws the plots of a study, group by group, as SVG files in plots/."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from deskside.report.canvas import Plot, save
+from deskside.report.canvas import Plot
 from deskside.report.chart_data import front_axes
 from deskside.report.charts import draw_bars, draw_bubbles, draw_forest, draw_front, draw_heat_maps
 from deskside.report.curves import draw_curves
 from deskside.report.document import Image
 from deskside.report.study_text import measured_arms
+from deskside.report.svg import save
 from deskside.study.results import Group, Results
 from deskside.study.stats.metrics import ENERGY, MEMORY, PRIMARY, SPEED
 
 
-def draw(results: Results, folder: Path) -> tuple[dict[str, list[Image]], dict[str, list[str]]]:
-    """Draw every plot for which the study has data. Return the images and the reasons for missing plots, by group.
+@dataclass(frozen=True)
+class Figures:
+    """Drawn figures in reading order, and a sentence for each one that could not be drawn."""
 
-    Other PNG files in `folder` are from an earlier report and are removed. Raises OSError if writing fails.
+    images: list[Image] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+
+
+def draw(results: Results, folder: Path) -> tuple[Figures, dict[str, Figures]]:
+    """Draw every figure for which the study has data: those that compare all arms, and the others by group.
+
+    Raises OSError if writing fails.
     """
-    images: dict[str, list[Image]] = {}
-    missing: dict[str, list[str]] = {}
-    written_names = set()
-    for group, prefix in zip(results.groups, _prefixes(results.groups), strict=True):
-        images[group.name], missing[group.name] = [], []
-        for plot in draw_group(results, group):
-            if isinstance(plot, str):
-                missing[group.name].append(plot)
-                continue
-            path = folder / f"{prefix}{plot.name}.png"
-            save(plot.figure, path)
-            written_names.add(path.name)
-            title = plot.title if len(results.groups) == 1 else f"{group.heading}: {plot.title}"
-            images[group.name].append(Image(path, title, plot.caption))
-    for path in folder.glob("*.png"):
-        if path.name not in written_names:
-            path.unlink()
-    return images, missing
+    overview = _save(draw_overview(results), folder, "", "")
+    several = len(results.groups) > 1
+    groups = {
+        group.name: _save(draw_group(results, group), folder, prefix, f"{group.heading}: " if several else "")
+        for group, prefix in zip(results.groups, _prefixes(results.groups), strict=True)
+    }
+    return overview, groups
+
+
+def _save(plots: Iterable[Plot | str], folder: Path, prefix: str, title_prefix: str) -> Figures:
+    figures = Figures()
+    for plot in plots:
+        if isinstance(plot, str):
+            figures.missing.append(plot)
+            continue
+        path = folder / f"{prefix}{plot.name}.svg"
+        save(plot.figure, path)
+        figures.images.append(Image(path, f"{title_prefix}{plot.title}", plot.caption))
+    return figures
+
+
+def draw_overview(results: Results) -> Iterator[Plot | str]:
+    """Yield a forest plot of all arms in each primary metric, or the reason why it cannot be drawn."""
+    if not any(arm.finished() for arm in results.arms):
+        yield "No charts: no trial has finished."
+    elif len(results.arms) > 1:
+        for key in PRIMARY:
+            yield draw_forest(results, results.arms, key)
 
 
 def draw_group(results: Results, group: Group) -> Iterator[Plot | str]:
-    """Yield each plot of a group in reading order, or the reason why it cannot be drawn."""
+    """Yield each plot of a group in reading order, or the reason why it cannot be drawn.
+
+    The forest plots are in the overview; of a study with several groups, each group has its own, too.
+    """
     arms = results.arms_in(group)
     if not any(arm.finished() for arm in arms):
         yield "No plots: no trial has finished."
         return
-    if len(arms) > 1:
+    if len(arms) > 1 and len(results.groups) > 1:
         for key in PRIMARY:
-            yield draw_forest(results, group, key)
+            yield draw_forest(results, arms, key)
     for x_key in ("seconds", "tokens"):
         yield draw_curves(results, group, x_key)
     for key in (SPEED, MEMORY):

@@ -2,6 +2,7 @@
 
 import shlex
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,29 +11,32 @@ from deskside.report.document import (
     Bullets,
     CodeBlock,
     Details,
-    Image,
     ReportDocument,
     Section,
     Table,
 )
 from deskside.report.run_plan import provenance_rows
-from deskside.report.study_claims import claims_section, verdict_counts
+from deskside.report.study_claims import claim_chips, claims_section, claims_sentence
+from deskside.report.study_figures import Figures
 from deskside.report.study_tables import (
     all_numbers,
     all_trials,
-    arms_table,
     finished_trial_counts,
     front_table,
+    group_table,
     interaction_blocks,
     missing_metrics,
     unfinished_trials,
 )
+from deskside.report.study_verdicts import arms_table, best_sentence, best_table
+from deskside.run.record import machine_name
 from deskside.study.narrative.findings import GOALS, has_time_budget, insights
 from deskside.study.results import NO_DIFFERENCE, TOO_FEW, Group, Results, status_text
 from deskside.study.stats.metrics import PRIMARY, SPEED, metric_named
 from deskside.utils.format import plural
 
 MAX_SHOWN = 4  # findings per goal; the others are folded
+MAX_TABLE_ROWS = 12  # a longer table of arms against their baselines is folded
 DESIGN_TEXT = {"full": "every combination", "one-at-a-time": "the baseline, and each other level alone"}
 NOTHING_FINISHED = "Nothing yet: no trial has finished."
 METHOD_NOTES = {
@@ -48,34 +52,71 @@ METHOD_NOTES = {
 
 
 def compose(
-    results: Results, folder: Path, images: dict[str, list[Image]], missing: dict[str, list[str]]
+    results: Results,
+    folder: Path,
+    overview: Figures,
+    figures: Mapping[str, Figures],
 ) -> ReportDocument:
-    """Return the report of the study in `folder`.
-
-    `images` has the drawn plots of each group, and `missing` a sentence for each plot that could not be drawn.
-    """
-    one_group = len(results.groups) == 1
+    """Return the report of the study in `folder`. `figures` has those of each group by its name."""
+    compared = sum(arm.id != arm.baseline for arm in results.arms)
+    arms: list[Block] = [arms_table(results, results.arms)] if compared else []
+    if compared > MAX_TABLE_ROWS:
+        arms = [Details(f"Every arm against its baseline ({compared})", arms, printed=True)]
     groups = [
-        Section(
-            "Results" if one_group else group.heading,
-            _group_blocks(results, group, images.get(group.name, []), missing.get(group.name, [])),
+        Details(
+            _group_summary(results, group), _group_blocks(results, group, figures.get(group.name, Figures()))
         )
         for group in results.groups
     ]
-    sections = [
-        Section("What the data says", _finding_blocks(results)),
-        Section("Setup", _setup_blocks(results)),
-        *groups,
-        *([claims_section(results)] if results.claims else []),
-        Section("Do the factors act independently?", interaction_blocks(results)),
-        Section("Best trade-offs (Pareto fronts)", front_table(results)),
-        Section("Trials that did not finish", [*unfinished_trials(results), all_trials(results)]),
-        Section("What was not measured", missing_metrics(results)),
-        Section("How arms were compared", _method_notes(results)),
-        Section("Machine", _machine_blocks(results)),
-        Section("Commands", [CodeBlock("\n".join(commands(results, folder)))]),
+    unfinished = unfinished_trials(results)
+    notes = [
+        ("Setup", _setup_blocks(results)),
+        ("Do the factors act independently?", interaction_blocks(results)),
+        ("Best trade-offs (Pareto fronts)", front_table(results)),
+        ("What was not measured", missing_metrics(results)),
+        ("How arms were compared", _method_notes(results)),
+        ("Machine", _machine_blocks(results)),
     ]
-    return ReportDocument(f"Study {results.name}", verdict(results), sections)
+    sections = [
+        Section("What is shown to be better", _best_blocks(results)),
+        *([claims_section(results)] if results.claims else []),
+        Section("Arms against their baselines", [*overview.images, *_bullets(overview.missing), *arms]),
+        Section("Every number, chart and finding", [*groups, all_trials(results)]),
+        *([Section("Trials that did not finish", unfinished)] if unfinished else []),
+        Section("How this was measured", [Details(title, blocks) for title, blocks in notes]),
+        Section("Next commands", [CodeBlock("\n".join(commands(results, folder)))]),
+    ]
+    return ReportDocument(f"Study {results.name}", verdict(results), sections, _opening(results))
+
+
+def _opening(results: Results) -> list[Block]:
+    """Return the question, the number of claims by verdict, and what the study consists of."""
+    finished, total = finished_trial_counts(results.arms)
+    facts = [
+        machine_name(results.machine, "machine not recorded"),
+        f"{plural(len(results.arms), 'arm')} in {plural(len(results.groups), 'group')}",
+        f"{finished} of {plural(total, 'trial')} finished",
+        plural(len(results.seeds), "seed"),
+        *([results.created[:10]] if results.created else []),
+    ]
+    chips: list[Block] = [claim_chips(results)] if results.claims else []
+    question: list[Block] = [results.question] if results.question else []
+    return [*chips, *question, " \u00b7 ".join(facts)]
+
+
+def _best_blocks(results: Results) -> list[Block]:
+    if not any(arm.finished() for arm in results.arms):
+        return [NOTHING_FINISHED]
+    return [
+        best_table(results),
+        "The largest improvement against an arm's own baseline that the seeds show, with its interval at 95 %. "
+        "\u201cNot shown\u201d: no arm is shown to be better. All values are measured.",
+        _comparison_counts(results),
+    ]
+
+
+def _bullets(sentences: Sequence[str]) -> list[Block]:
+    return [Bullets(sentences)] if sentences else []
 
 
 def verdict(results: Results) -> str:
@@ -85,12 +126,11 @@ def verdict(results: Results) -> str:
         statuses = Counter(trial.status for arm in results.arms for trial in arm.trials)
         status_counts = ", ".join(f"{count} {status_text(name)}" for name, count in statuses.items())
         return f"Nothing to compare yet: no trial has finished ({status_counts or 'none has started'})."
-    claims = [verdict_counts(results)] if results.claims else []
-    best = insights(results, "quality")[:1] if len(results.groups) == 1 else []
-    state = (
-        "" if results.complete else f"The study is not complete: {finished} of {total} trials have finished."
-    )
-    return " ".join(line for line in (*claims, *best, _comparison_counts(results), state) if line)
+    parts = [claims_sentence(results)] if results.claims else []
+    parts += insights(results, "quality")[:1] if len(results.groups) == 1 else [best_sentence(results)]
+    if not results.complete:
+        parts.append(f"The study is not complete: {finished} of {total} trials have finished.")
+    return " ".join(part for part in parts if part)
 
 
 def _comparison_counts(results: Results) -> str:
@@ -116,19 +156,6 @@ def _comparison_counts(results: Results) -> str:
     emulated = sum(arm.emulated for arm in results.arms if arm.comparison(SPEED))
     note = f" ({emulated} of them emulated)" if emulated else ""
     return f"{plural(arms, 'arm')}{note} against their baselines: {'; '.join(parts)}."
-
-
-def _finding_blocks(results: Results) -> list[Block]:
-    """Return all findings if there is one group, else the main ones of each group; the others are in its section."""
-    if len(results.groups) == 1:
-        return _findings_by_goal(results) or [NOTHING_FINISHED]
-    lines = [
-        f"{group.heading}: {sentence}"
-        for group in results.groups
-        for goal in ("quality", "speed")
-        for sentence in insights(_only_group(results, group), goal)[:1]
-    ]
-    return [Bullets(lines)] if lines else [NOTHING_FINISHED]
 
 
 def _findings_by_goal(results: Results) -> list[Block]:
@@ -202,8 +229,7 @@ def _setup_blocks(results: Results) -> list[Block]:
         ("started", results.created or "not recorded"),
         ("newest result", results.updated or "not recorded"),
     ]
-    opening: list[Block] = [results.question] if results.question else []
-    return [*opening, Table(("setting", "value"), rows)]
+    return [Table(("setting", "value"), rows)]
 
 
 def _budget_text(group: Group) -> str:
@@ -212,19 +238,25 @@ def _budget_text(group: Group) -> str:
     return group.budget or "not recorded"
 
 
-def _group_blocks(results: Results, group: Group, images: list[Image], missing: list[str]) -> list[Block]:
+def _group_summary(results: Results, group: Group) -> str:
+    heading = "All arms" if len(results.groups) == 1 else group.heading
+    return (
+        f"{heading} ({plural(len(results.arms_in(group)), 'arm')}, {group.budget or 'budget not recorded'})"
+    )
+
+
+def _group_blocks(results: Results, group: Group, figures: Figures) -> list[Block]:
     if not results.arms_in(group):
         return ["This group has no arms."]
-    several, factors = len(results.groups) > 1, ", ".join(factor.label for factor in group.factors)
-    opening = f"Base {group.base}; varied: {factors or 'nothing'}; budget per arm: {_budget_text(group)}."
+    factors = ", ".join(factor.label for factor in group.factors)
     return [
-        *([opening] if several else []),
-        arms_table(results, group),
+        f"Base {group.base}; varied: {factors or 'nothing'}; budget per arm: {_budget_text(group)}.",
+        group_table(results, group),
         "In brackets: intervals over seeds. Differences are from the baseline, paired by seed. "
         "All values are measured.",
-        *images,
-        *(_findings_by_goal(_only_group(results, group)) if several else []),
-        *([Bullets(missing)] if missing else []),
+        *figures.images,
+        *(_findings_by_goal(_only_group(results, group)) or [NOTHING_FINISHED]),
+        *_bullets(figures.missing),
         *all_numbers(results, group),
     ]
 

@@ -17,7 +17,7 @@ from deskside.study.stats.metrics import ENERGY, MEMORY, METRICS, PRIMARY, QUALI
 from deskside.utils.format import count, elapsed, plural
 
 
-def arms_table(results: Results, group: Group) -> Table:
+def group_table(results: Results, group: Group) -> Table:
     """Return a table of arms: finished trials, the primary metrics with their differences, and power if measured."""
     arms = results.arms_in(group)
     power = [metric_named(key) for key in ("watts", ENERGY) if measured_arms(arms, key)]
@@ -128,7 +128,10 @@ def front_table(results: Results) -> list[Block]:
 
 
 def unfinished_trials(results: Results) -> list[Block]:
-    """Return a table of unfinished trials with the reasons; trials of an arm with the same reason share a row."""
+    """Return a table of unfinished trials with the reasons; trials of an arm with the same reason share a row.
+
+    Nothing if every trial finished.
+    """
     seeds_by_outcome: dict[tuple[str, str, str, str], list[int]] = {}
     for arm in results.arms:
         for trial in arm.trials:
@@ -149,7 +152,7 @@ def unfinished_trials(results: Results) -> list[Block]:
             for (group, arm, status, reason), seeds in seeds_by_outcome.items()
         ]
         blocks.append(Table((*_group_header(results), "arm", "seed", "status", "reason"), rows))
-    return blocks or ["Every trial finished."]
+    return blocks
 
 
 def missing_metrics(results: Results) -> list[Block]:

@@ -1,4 +1,4 @@
-"""Write report.md, report.html and plots/*.png into the directory of a run or a study.
+"""Write report.md, report.html and plots/*.svg into the directory of a run or a study.
 
 For a study, it also brings results.parquet up to date, and writes the claims file if asked.
 """
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from deskside.report import run_experts, run_figures, run_languages, run_report
-from deskside.report.document import ReportDocument, render_html, render_markdown
+from deskside.report.document import Image, ReportDocument, render_html, render_markdown
 from deskside.run.record import read_run
 from deskside.study import results as studies
 from deskside.study.liveness import mark_interrupted
@@ -34,8 +34,13 @@ def write_run(folder: Path) -> tuple[Path, list[str]]:
     record = read_run(folder)
     with _oserror_as_run_error(folder):
         images, missing = run_figures.draw(record, folder / "plots")
-        languages = run_languages.blocks(record, run_languages.draw(record, folder / "plots"))
-        experts = run_experts.blocks(record, run_experts.draw(record, folder / "plots"))
+        of_languages = run_languages.draw(record, folder / "plots")
+        of_experts = run_experts.draw(record, folder / "plots")
+        _remove_other_plots(folder / "plots", [*images, *of_languages, *of_experts])
+        languages, experts = (
+            run_languages.blocks(record, of_languages),
+            run_experts.blocks(record, of_experts),
+        )
         html_path = _write_pages(run_report.compose(record, images, missing, languages, experts), folder)
     return html_path, record.problems
 
@@ -57,13 +62,22 @@ def write_study(folder: Path, claims: str | None = None, also: Sequence[Path] = 
         write_parquet(results, table)
     results = mark_interrupted(results, folder)  # not before: results.parquet has the statuses as stored
     with _oserror_as_run_error(folder):
-        images, missing = study_figures.draw(results, folder / "plots")
-        html_path = _write_pages(study_report.compose(results, folder, images, missing), folder)
+        overview, groups = study_figures.draw(results, folder / "plots")
+        figures = [overview, *groups.values()]
+        _remove_other_plots(folder / "plots", [image for one in figures for image in one.images])
+        html_path = _write_pages(study_report.compose(results, folder, overview, groups), folder)
     if claims:
         others = [mark_interrupted(studies.read(other), other) for other in also]
         with _oserror_as_run_error(Path(claims)):
             write_atomically(Path(claims), claims_markdown(judge_with_others(results, others)))
-    return html_path, [sentence for sentences in missing.values() for sentence in sentences]
+    return html_path, [sentence for one in figures for sentence in one.missing]
+
+
+def _remove_other_plots(folder: Path, images: Sequence[Image]) -> None:
+    """Delete the plots of earlier reports: versions before 0.2 wrote PNG files."""
+    for path in folder.glob("*.*"):
+        if path.suffix in (".png", ".svg") and path not in {image.path for image in images}:
+            path.unlink()
 
 
 def _write_pages(document: ReportDocument, folder: Path) -> Path:

@@ -4,7 +4,7 @@ A run that started from the weights of another run records its path, so earlier 
 still exist. Facts that a directory does not record are None; they are not inferred from the configuration.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
@@ -155,15 +155,20 @@ def _bundled_licences() -> dict[str, str]:
 
 
 def _energy(run_dir: Path, warn: Warn) -> EnergyUse | None:
-    """Return the energy of the logged steps that have a power reading, or None if there is none.
-
-    The time of a step is its tokens divided by its tokens per second, so pauses between steps do not count.
-    """
     log = read_metrics(run_dir)
     if damaged := log.damaged + log.partial:
         warn(f"{run_dir / 'metrics.jsonl'}: {damaged} damaged lines are not counted in the energy")
+    return energy_use(log.rows)
+
+
+def energy_use(metrics: Sequence[Mapping[str, Any]]) -> EnergyUse | None:
+    """Return the energy of the logged steps that have a power reading, or None if there is none.
+
+    The time of a step is its tokens divided by its tokens per second, so pauses between steps do not count.
+    metrics: the rows of metrics.jsonl.
+    """
     joules, steps, tokens_before = 0.0, 0, 0.0
-    rows = [row for row in log.rows if number(row.get("tokens")) is not None]
+    rows = [row for row in metrics if number(row.get("tokens")) is not None]
     for row in rows:
         tokens, speed, watts = (number(row.get(key)) for key in ("tokens", "tokens_per_second", "watts"))
         if tokens is not None and watts is not None and speed and tokens > tokens_before:

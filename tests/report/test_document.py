@@ -41,7 +41,7 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.add(tag)
-        assert {name for name, _ in attrs} <= {"class"}
+        assert {name for name, _ in attrs} <= {"class", "scope", "id", "aria-labelledby", "data-head"}
 
     def handle_data(self, data: str) -> None:
         self.texts.append(data)

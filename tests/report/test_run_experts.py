@@ -38,11 +38,11 @@ def test_table_and_plots(tmp_path: Path) -> None:
     load = newest_load(read_run(folder).metrics)
     assert load is not None and (load.step, load.imbalance) == (200, 1.5)
     for name in ("expert_load", "load_imbalance", "expert_languages"):
-        assert (folder / "plots" / f"{name}.png").stat().st_size > 2000
+        assert (folder / "plots" / f"{name}.svg").stat().st_size > 2000
     make_run(folder)
     write_report(folder)
     assert "## Experts" not in (folder / "report.md").read_text("utf-8")
-    assert not (folder / "plots" / "expert_load.png").exists()
+    assert not (folder / "plots" / "expert_load.svg").exists()
 
 
 def test_many_experts_and_layers_are_drawn_without_numbers(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_many_experts_and_layers_are_drawn_without_numbers(tmp_path: Path) -> No
     row = json.loads(lines[-1]) | {"experts": experts}
     (folder / "metrics.jsonl").write_text("\n".join([*lines[:-1], json.dumps(row)]) + "\n")
     write_report(folder)
-    assert (folder / "plots" / "expert_load.png").stat().st_size > 2000
+    assert (folder / "plots" / "expert_load.svg").stat().st_size > 2000
 
 
 @pytest.mark.parametrize(

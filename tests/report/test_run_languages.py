@@ -31,7 +31,7 @@ def test_table_and_plot(tmp_path: Path) -> None:
     assert "| gu | 2.000 | 1.250 | 1,234 |" in markdown
     assert "mean is 3.250" in " ".join(markdown.split())  # of 0.25, 1.25, ..., 6.25
     assert "&lt;b&gt;" in page and "<b>" not in page
-    assert (folder / "plots" / "val_languages.png").stat().st_size > 5000
+    assert (folder / "plots" / "val_languages.svg").stat().st_size > 5000
     x, y = read_run(folder).language_series()["hi"]
     assert (x, y) == ([100 * 16384, 200 * 16384, 6553600], [3.0, 2.5, 2.25])
 
@@ -51,7 +51,7 @@ def test_a_run_without_languages_has_no_section(tmp_path: Path) -> None:
     make_run(folder)
     write_report(folder)
     assert "## Languages" not in (folder / "report.md").read_text("utf-8")
-    assert not (folder / "plots" / "val_languages.png").exists()
+    assert not (folder / "plots" / "val_languages.svg").exists()
 
 
 def test_epochs_of_a_mixture(tmp_path: Path) -> None:

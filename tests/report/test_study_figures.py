@@ -12,17 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.axes import Axes
 from matplotlib.collections import PathCollection
+from matplotlib.colors import to_hex
 from matplotlib.container import ErrorbarContainer
 from matplotlib.text import Annotation
-from PIL import Image
 
 from deskside.report.canvas import Plot, wrapped
 from deskside.report.chart_data import most_different
-from deskside.report.charts import draw_bars, draw_bubbles, draw_forest, draw_front, draw_heat_maps
+from deskside.report.charts import STRONGEST, draw_bars, draw_bubbles, draw_forest, draw_front, draw_heat_maps
+from deskside.report.colors import BETTER, PAPER
 from deskside.report.curves import draw_curves
 from deskside.report.study_figures import _prefixes, draw, draw_group
 from deskside.study.results import Arm, Factor, Group, Results
 from deskside.study.stats.compare import compare
+from deskside.study.stats.metrics import PRIMARY
 from deskside.utils.format import printable
 from tests.study import made
 
@@ -78,7 +80,7 @@ def many(count: int) -> Results:
 
 @pytest.mark.parametrize("key", ["val_bpb", "tokens_per_second"])
 def test_forest_marks_stand_where_the_comparisons_are(key: str) -> None:
-    found = drawn(draw_forest(RESULTS, GROUP, key))
+    found = drawn(draw_forest(RESULTS, RESULTS.arms, key))
     axes = found.figure.axes[0]
     marks = sorted(float(line.get_xdata()[0]) for line in axes.lines if line.get_label() == "difference")
     known = sorted(100 * r for arm in RESULTS.arms if (r := relative(arm, key)) is not None)
@@ -95,7 +97,7 @@ def test_forest_marks_stand_where_the_comparisons_are(key: str) -> None:
     hollow = [
         line
         for line in axes.lines
-        if line.get_label() == "difference" and line.get_markerfacecolor() == "white"
+        if line.get_label() == "difference" and line.get_markerfacecolor() == PAPER
     ]
     assert len(hollow) == sum(c.verdict == "no difference shown" for c in comparisons)
     names = [label.get_text() for label in axes.get_yticklabels()]
@@ -104,7 +106,7 @@ def test_forest_marks_stand_where_the_comparisons_are(key: str) -> None:
 
 def test_forest_of_one_seed_draws_crosses_and_no_lines() -> None:
     results = compare(made.results(seeds=1))
-    axes = drawn(draw_forest(results, GROUP, "val_bpb")).figure.axes[0]
+    axes = drawn(draw_forest(results, results.arms, "val_bpb")).figure.axes[0]
     marks = [line for line in axes.lines if line.get_label() == "difference"]
     assert marks and all(line.get_marker() == "x" for line in marks)
     assert not [line for line in axes.lines if line.get_label() == "interval"]
@@ -113,7 +115,7 @@ def test_forest_of_one_seed_draws_crosses_and_no_lines() -> None:
 
 def test_forest_keeps_forty_rows_best_first() -> None:
     results = many(46)
-    found = drawn(draw_forest(results, results.groups[0], "val_bpb"))
+    found = drawn(draw_forest(results, results.arms, "val_bpb"))
     names = [label.get_text() for label in found.figure.axes[0].get_yticklabels()]
     assert names == [f"arm {place}" for place in range(6, 46)]  # the five that differ least are left out
     assert "5 of 45 arms are left out" in found.caption
@@ -127,7 +129,7 @@ def test_one_arm_far_away_does_not_press_the_others_together() -> None:
     results = compare(
         replace(results, arms=[results.arms[0], replace(results.arms[1], trials=far), *results.arms[2:]])
     )
-    axes = drawn(draw_forest(results, results.groups[0], "val_bpb")).figure.axes[0]
+    axes = drawn(draw_forest(results, results.arms, "val_bpb")).figure.axes[0]
     assert axes.get_xscale() == "symlog"
     marks = [line.get_xdata()[0] for line in axes.lines if line.get_label() == "difference"]
     assert max(marks) == pytest.approx(300, rel=0.02)
@@ -240,8 +242,10 @@ def test_heat_map_of_two_factors_and_of_many() -> None:
     fp4 = replace(two, groups=[other], arms=[arm for arm in RESULTS.arms if arm.levels["gqa"] == "off"])
     emulated = texts(drawn(draw_heat_maps(fp4, other)[1]).figure.axes[0])
     assert emulated == ["baseline", "baseline", "-20.2 %\nemulated", "-20.0 %\nemulated"]
-    shades = speed.images[0].get_array()
-    assert shades[1, 1] < shades[1, 0] < shades[0, 0]  # faster is lighter
+    cells = {(round(p.get_x() + 0.48), round(p.get_y() + 0.47)): p for p in speed.patches}  # type: ignore[attr-defined]
+    assert set(cells) == {(0, 1), (1, 1)}  # the baselines have no color
+    assert all(to_hex(cell.get_facecolor()) == BETTER for cell in cells.values())  # faster
+    assert cells[0, 1].get_alpha() < cells[1, 1].get_alpha() == STRONGEST
 
 
 def test_most_different_keeps_baselines_and_the_order() -> None:
@@ -252,33 +256,26 @@ def test_most_different_keeps_baselines_and_the_order() -> None:
     ]
 
 
-def test_draw_writes_greys_and_removes_what_is_gone(tmp_path: Path) -> None:
+def test_draw_writes_every_figure(tmp_path: Path) -> None:
     small = compare(replace(made.results(), arms=made.results().arms[:3]))
-    figures, absent = draw(small, tmp_path)
-    names = {figure.path.name for figure in figures["main"]}
-    assert names == {path.name for path in tmp_path.iterdir()} and absent == {"main": []}
-    assert {
-        "forest_val_bpb.png",
-        "loss_time.png",
-        "loss_tokens.png",
-        "bubbles.png",
-        "heat_val_bpb.png",
-    } <= names
-    for figure in figures["main"]:
-        with Image.open(figure.path) as picture:
-            assert picture.width == round(5.2 * 170) and picture.mode == "P"
+    overview, groups = draw(small, tmp_path)
+    assert [image.path.name for image in overview.images] == [f"forest_{key}.svg" for key in PRIMARY]
+    names = {image.path.name for image in groups["main"].images}
+    assert {"loss_time.svg", "loss_tokens.svg", "bubbles.svg", "heat_val_bpb.svg"} <= names
+    assert {path.name for path in tmp_path.iterdir()} == names | {f"forest_{key}.svg" for key in PRIMARY}
+    assert overview.missing == groups["main"].missing == []
     nothing = [replace(arm, trials=[], estimates={}, comparisons=[]) for arm in small.arms]
-    figures, absent = draw(replace(small, arms=nothing), tmp_path)
-    assert not list(tmp_path.iterdir()) and figures == {"main": []}
-    assert absent == {"main": ["No plots: no trial has finished."]}
+    overview, groups = draw(replace(small, arms=nothing), tmp_path / "empty")
+    assert not (tmp_path / "empty").exists() and not overview.images and not groups["main"].images
+    assert overview.missing == ["No charts: no trial has finished."]
 
 
 def test_hostile_names_are_drawn_as_text_and_stay_in_the_folder(tmp_path: Path) -> None:
     bad = "$\\frac{1}{$ \\undefined \x00\ud800 \u4e2d_{"
     arms = [replace(arm, label=f"{bad} {arm.label}", group="../x") for arm in RESULTS.arms[:2]]
     groups = [replace(GROUP, name="../x", title=bad), replace(GROUP, name="..")]
-    figures, _ = draw(replace(RESULTS, arms=arms, groups=groups, fronts=[]), tmp_path / "plots")
-    assert {figure.path.parent for figure in figures["../x"]} == {tmp_path / "plots"}
+    _, figures = draw(replace(RESULTS, arms=arms, groups=groups, fronts=[]), tmp_path / "plots")
+    assert {image.path.parent for image in figures["../x"].images} == {tmp_path / "plots"}
     assert [path.name for path in tmp_path.iterdir()] == ["plots"]
 
 

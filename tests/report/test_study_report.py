@@ -17,6 +17,7 @@ from deskside.cli.report import run
 from deskside.report import study_claims, study_report, study_text
 from deskside.report.document import Table, render_html, render_markdown
 from deskside.report.study_claims import claims_markdown
+from deskside.report.study_figures import Figures
 from deskside.report.study_tables import unfinished_trials
 from deskside.report.write import write_report
 from deskside.study.narrative.findings import GOALS, insights
@@ -32,7 +33,7 @@ HOSTILE = "<script>alert(1)</script> | `x` $\\frac{1}$ [a](http://b) \x07\ud800 
 
 def pages(results: Results, folder: Path) -> tuple[str, str]:
     """(the text of the HTML, the Markdown), each on one line and without pictures; the HTML is checked to be whole."""
-    document = study_report.compose(results, folder, {}, {})
+    document = study_report.compose(results, folder, Figures(), {})
     page = Page(render_html(document))
     assert not page.open
     return tuple(" ".join(text.split()) for text in (" ".join(page.words), render_markdown(document, folder)))  # type: ignore[return-value]
@@ -84,7 +85,7 @@ def row(text: str, beginning: str) -> list[str]:
 
 def test_table_has_the_numbers_of_the_results(tmp_path: Path) -> None:
     results = compare(made.results())
-    text = render_markdown(study_report.compose(results, tmp_path, {}, {}), tmp_path)
+    text = render_markdown(study_report.compose(results, tmp_path, Figures(), {}), tmp_path)
     for place, arm in enumerate(results.arms, start=1):
         cells = row(text, f"{place}. {arm.label}")
         loss, speed, memory = (arm.estimates[key] for key in PRIMARY)
@@ -134,7 +135,7 @@ def test_arms_of_two_groups_with_the_same_label_have_rows_of_their_own() -> None
 
 def test_interactions_and_fronts_are_those_of_the_results(tmp_path: Path) -> None:
     results = compare(made.results())
-    text = render_markdown(study_report.compose(results, tmp_path, {}, {}), tmp_path)
+    text = render_markdown(study_report.compose(results, tmp_path, Figures(), {}), tmp_path)
     assert results.interactions and results.fronts
     for found in results.interactions:
         names = " x ".join(f"{name} {found.levels[name]}" for name in (found.first, found.second))
@@ -170,7 +171,7 @@ def test_a_metric_that_one_arm_lacks_is_not_zero(tmp_path: Path) -> None:
     results = compare(
         replace(results, arms=[*results.arms[:2], replace(first, trials=stripped), *results.arms[3:]])
     )
-    text = render_markdown(study_report.compose(results, tmp_path, {}, {}), tmp_path)
+    text = render_markdown(study_report.compose(results, tmp_path, Figures(), {}), tmp_path)
     assert row(text, "3. small")[8] == "not measured"
     assert f"Without power, 1 arm: {first.label}." in " ".join(text.split())
 
@@ -197,7 +198,8 @@ def test_small_and_unfinished_studies(tmp_path: Path, change: Callable[[Results]
         assert "24 not run yet" in words and "24 trials" in words
         assert f"deskside study {tmp_path} --resume" in words
     if change is two_groups:
-        assert "## A second matrix" in text and "100M tokens" in text and "## main" in text
+        assert "<details><summary>A second matrix (4 arms, 100M tokens)</summary>" in text
+        assert "<details><summary>main (8 arms, 4 minutes of training)</summary>" in text
 
 
 def test_hostile_names_stay_text(tmp_path: Path) -> None:
@@ -211,9 +213,10 @@ def test_hostile_names_stay_text(tmp_path: Path) -> None:
             results, name=HOSTILE, question=HOSTILE, arms=arms, notes=[HOSTILE], machine={HOSTILE: HOSTILE}
         )
     )
-    document = study_report.compose(results, tmp_path, {}, {})
+    document = study_report.compose(results, tmp_path, Figures(), {})
     page = Page(render_html(document))
-    assert not {tag for tag, _ in page.tags} & {"script", "a", "img", "link"}
+    assert not {tag for tag, _ in page.tags} & {"script", "img", "link"}
+    assert all((attrs["href"] or "").startswith("#section-") for tag, attrs in page.tags if tag == "a")
     assert "<script>alert(1)</script>" in " ".join(page.words)
     text = render_markdown(document, tmp_path)
     assert "<script>" not in text and "[a](" not in text and "\x07" not in text
@@ -223,8 +226,12 @@ def test_hostile_names_stay_text(tmp_path: Path) -> None:
 
 def test_claims(tmp_path: Path) -> None:
     results = replace(compare(made.results()), claims=claims())
-    for text in (*pages(results, tmp_path), " ".join(claims_markdown(results).split())):
-        assert "3 claims: 1 contradicted, 1 holds in direction, 1 needs other hardware." in text
+    words, markdown = pages(results, tmp_path)
+    assert "1 of 3 published claims is contradicted on a card that was made up, and 0 hold." in words
+    assert "1 contradicted; 1 holds in direction; 1 needs other hardware" in markdown
+    document = " ".join(claims_markdown(results).split())
+    assert "3 claims: 1 contradicted, 1 holds in direction, 1 needs other hardware." in document
+    for text in (words, markdown, document):
         assert "+9.62 % (+9.03 to +10.2)" in text and "1.03 x (1.01 to 1.05)" in text
         assert "The claim compares models of different sizes." in text
     whole = claims_markdown(results)
@@ -257,11 +264,9 @@ def test_command_writes_everything_and_prints_json(
     assert [r["val_bpb"] for r in table] == [t.metrics["val_bpb"] for arm in results.arms for t in arm.trials]
     assert target.read_text("utf-8") == claims_markdown(study_claims.judge_with_others(results, []))
     page = Page((folder / "report.html").read_text("utf-8"))
-    images = [attrs["src"] or "" for tag, attrs in page.tags if tag == "img"]
-    assert len(images) == len(told["plots"]) and all(
-        src.startswith("data:image/png;base64,") for src in images
-    )
-    assert not {tag for tag, _ in page.tags} & {"script", "link", "a", "iframe"}
+    figures = [attrs for tag, attrs in page.tags if tag == "svg"]
+    assert len(figures) == len(told["plots"]) and all(attrs["role"] == "img" for attrs in figures)
+    assert not {tag for tag, _ in page.tags} & {"script", "link", "img", "iframe"}
     linked = re.findall(r"!\[[^]]*\]\((plots/[^)]+)\)", (folder / "report.md").read_text("utf-8"))
     assert {folder / link for link in linked} == {Path(path) for path in told["plots"]}
 

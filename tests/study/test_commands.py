@@ -268,5 +268,5 @@ def test_the_quick_matrix_killed_half_way_and_resumed(here: Path) -> None:
     assert all(past[key].attempts == 1 for key in done) and sum(o.attempts for o in past.values()) <= 17
     report = (folder / "report.html").read_text()
     assert all(arm.label in report for arm in results.arms)
-    assert (folder / "report.md").exists() and list((folder / "plots").glob("*.png"))
+    assert (folder / "report.md").exists() and list((folder / "plots").glob("*.svg"))
     print(f"{took:.0f} s in all")

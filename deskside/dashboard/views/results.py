@@ -101,21 +101,21 @@ def _draw_claims(selection: StudySelection) -> None:
 
 
 def _draw_report_plots(selection: StudySelection) -> None:
-    """Show the plots of the report, which are drawn in black and white for print."""
+    """Show the plots of the report."""
     if selection.folder is None:
         return
-    plots = sorted((selection.folder / "plots").glob("*.png"))
+    plots = sorted((selection.folder / "plots").glob("*.svg"))
     st.header("Plots")
     if not plots:
         st.caption(
-            f"The camera above a chart saves it as PNG. For plots in black and white: "
+            f"The camera above a chart saves it as PNG. For the plots of the report: "
             f"deskside report {selection.folder}"
         )
         return
-    st.caption("The camera above a chart saves it as PNG. These are the plots of the report, for print.")
+    st.caption("The camera above a chart saves it as PNG. These are the plots of the report, as SVG.")
     with st.expander(f"{plural(len(plots), 'plot')} of the report"):
         for plot in plots:
             st.image(str(plot), width="content")
             st.download_button(
-                f"{plot.name}", plot.read_bytes(), plot.name, "image/png", key=f"plot-{plot.name}"
+                f"{plot.name}", plot.read_bytes(), plot.name, "image/svg+xml", key=f"plot-{plot.name}"
             )
