@@ -28,7 +28,7 @@ from deskside.cli.shared_options import (
     set_length,
     set_trackers,
 )
-from deskside.cli.train import resume
+from deskside.cli.train import config_to_resume, resume
 from deskside.config import merge, presets
 from deskside.config.base import first_problem
 from deskside.config.dimensions import padded_vocabulary
@@ -317,7 +317,7 @@ class FinetuneRun:
             raise UsageError(
                 "--resume uses the run's own configuration; give no other options with it, but --gpus"
             )
-        align = RunDirectory.open(Path(options.resume)).config().align
+        align = config_to_resume(Path(options.resume)).align
         command = align.name if align is not None else "train"
         if self.name not in ("sft", command):  # sft resumes runs of every command
             raise UsageError(

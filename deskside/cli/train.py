@@ -134,7 +134,7 @@ def resume(command: str, argv: Sequence[str], options: RunOptions) -> int:
     command, argv: the command that does this, for the processes of --gpus.
     """
     path = Path(str(options.resume))
-    config = RunDirectory.open(path).config()
+    config = config_to_resume(path)
     processes = process_count(options.gpus, [config.model_dump(include={"compute"})])
     if must_launch(processes):
         return launch(command, argv, processes)
@@ -145,6 +145,15 @@ def resume(command: str, argv: Sequence[str], options: RunOptions) -> int:
 
     outcome = training_run.resume(path, ReserveReportTime(), objective_of(config))
     return finish(outcome, config.align.name if config.align is not None else None, options.json)
+
+
+def config_to_resume(run: Path) -> RunConfig:
+    """Return the configuration of the run of --resume. Raises UsageError if there is none, here or on another node."""
+    if "WORLD_SIZE" in os.environ:
+        from deskside.train.nodes import check_resumed_run_is_shared
+
+        check_resumed_run_is_shared(run)
+    return RunDirectory.open(run).config()
 
 
 def _layers(options: TrainOptions) -> list[dict[str, Any]]:

@@ -75,6 +75,13 @@ class World:
         dist.broadcast_object_list(box, src=0)
         return box[0]
 
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, in their order."""
+        values = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(values, value)
+        return values
+
     def all_reduce_min(self, number: int) -> int:
         """Return the minimum over all ranks."""
         if self.size == 1:

@@ -17,7 +17,7 @@ from deskside.kernels.matmul_peak import measure_matmul_peak
 from deskside.optim.build import Optimizer, build
 from deskside.run.directory import RunDirectory
 from deskside.run.record import emulated
-from deskside.train import environment_record, parallel
+from deskside.train import environment_record, nodes, parallel
 from deskside.train.loop.callbacks import Callback, OnFirstStep, RunLog, Terminal, check_trackers, trackers
 from deskside.train.loop.clock import Clock, StepPlan
 from deskside.train.loop.step import Stepper
@@ -216,6 +216,7 @@ class RunExecution:
     def check_data(self, data: Path) -> None:
         """Check that the data fits the initial weights and, on resume, is the same. Copy its tokenizer into the run."""
         self.fingerprint = self.validation.fingerprint
+        nodes.check_data_is_equal(self.world, self.fingerprint)
         if self.recorded.get("data", self.fingerprint) != self.fingerprint:
             raise UsageError(
                 f"data.path: {data} is not the data that {self.run.path} was trained on; restore that data, or "

@@ -8,7 +8,7 @@ import deskside
 from deskside.config.gpu_batch import check_rows_divide
 from deskside.config.run import SCHEMA_VERSION, RunConfig
 from deskside.run.directory import RunDirectory
-from deskside.train import parallel
+from deskside.train import nodes, parallel
 from deskside.train.loop.callbacks import Callback, Terminal
 from deskside.train.objective import NextToken, Objective
 from deskside.train.prepare.preflight import check_start
@@ -61,7 +61,8 @@ def start(
             )
         run = RunDirectory(Path(world.broadcast_result(lambda: str(run.path if run else ""))))
         try:
-            with run.lock_for_training(world.is_rank_zero):
+            nodes.check_run_is_shared(world, run.path)
+            with run.lock_for_training(world.is_rank_zero), nodes.explain_lost_process(run.path):
                 return RunExecution(
                     run, config, world, objective, initial, False, watch or Callback()
                 ).execute()
@@ -94,7 +95,7 @@ def resume(path: Path, watch: Callback | None = None, objective: Objective | Non
     world = parallel.init_distributed(config.compute.device, mode, config.compute.gpu_budget, context)
     try:
         check_rows_divide(config, world.readers)
-        with run.lock_for_training(world.is_rank_zero):
+        with run.lock_for_training(world.is_rank_zero), nodes.explain_lost_process(run.path):
             begun = world.broadcast_result(run.has_begun)
             initial = None if begun else InitialWeights.recorded(run, config)
             if not begun and world.is_rank_zero:

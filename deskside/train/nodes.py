@@ -1,0 +1,101 @@
+"""Runs over several machines (nodes), started by torchrun on each: what all nodes must see, checked before training.
+
+The run directory must be one folder that every node reaches by the same path, such as a network file system: rank 0
+writes it, each process reads its checkpoints, and processes that share a sharded model write their parts of these. The
+data may be a copy on each node, since it is only read, but it must be the same data.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import socket
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from deskside.train.parallel import World
+from deskside.utils import launched
+from deskside.utils.errors import RunError, UsageError
+
+WAIT_SECONDS = 300.0  # for the processes of other nodes to start
+
+
+def node_count() -> int:
+    """Return the number of machines of this run; torchrun tells each process how many run beside it."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    return size // int(os.environ.get("LOCAL_WORLD_SIZE", size))
+
+
+def check_run_is_shared(world: World, run: Path) -> None:
+    """Raise UsageError on every rank unless all nodes see the run that rank 0 has created."""
+    if node_count() > 1:
+        _refuse_blind(world.gather(_view(run)), run)
+
+
+def check_resumed_run_is_shared(run: Path) -> None:
+    """Raise UsageError on every rank unless all nodes see the run to resume.
+
+    The run's configuration names the device of the process group, so there is no group yet. Without this check, the
+    nodes that see the run would wait for those that don't, which have ended. It uses torchrun's store.
+    """
+    if node_count() == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=WAIT_SECONDS))
+    store.set(f"deskside/run/{rank}", json.dumps(_view(run)))
+    _refuse_blind([tuple(json.loads(store.get(f"deskside/run/{other}"))) for other in range(size)], run)
+
+
+def check_data_is_equal(world: World, fingerprint: str) -> None:
+    """Raise UsageError on every rank unless all nodes have opened the same data."""
+    if node_count() == 1:
+        return
+    views = world.gather((socket.gethostname(), fingerprint))
+    others = sorted({host for host, found in views if found != views[0][1]})
+    if others:
+        raise UsageError(
+            f"data.path: {', '.join(others)} has other data there than {views[0][0]}; copy the folder from "
+            f"{views[0][0]}, or use one that all nodes share"
+        )
+
+
+@contextlib.contextmanager
+def explain_lost_process(run: Path) -> Iterator[None]:
+    """Turn torch's error about a process that has ended into a RunError.
+
+    Under `train/launch.py` the error stays as it is, because that sees all processes and prints the one to blame.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        lost = isinstance(error, dist.DistError) or "gloo" in str(error)
+        if not lost or launched.is_launched():
+            raise
+        cause = str(error).splitlines()[0][:200]
+        raise RunError(
+            f"another process of this run has ended or cannot be reached ({cause}); its node says why; then start all "
+            f"nodes again with --resume {run}"
+        ) from error
+
+
+def _view(run: Path) -> tuple[str, str]:
+    """Return this node's name, and a digest of what it sees of the run, "" for nothing."""
+    try:
+        seen = hashlib.sha256((run / "run.json").read_bytes()).hexdigest()
+    except OSError:
+        seen = ""
+    return socket.gethostname(), seen
+
+
+def _refuse_blind(views: list[tuple[str, str]], run: Path) -> None:
+    """Raise UsageError if nodes see another run than rank 0, or none. views: of all ranks, from `_view`."""
+    blind = sorted({host for host, seen in views if seen != views[0][1]})
+    if blind:
+        raise UsageError(
+            f"{run}: {', '.join(blind)} does not see the run that {views[0][0]} sees there; all nodes must reach one "
+            f"folder by the same path: give a shared one with --runs, such as a mounted network file system"
+        )
