@@ -2,15 +2,10 @@
 and the chat page.
 """
 
-import base64
-import hashlib
-import re
-from importlib.resources import files
-
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from deskside import __version__
@@ -23,17 +18,14 @@ from deskside.serve.responses_request import ResponsesRequest, renamed
 from deskside.serve.responses_writer import writer_of
 from deskside.serve.service import HEADERS, Service
 from deskside.serve.token_routes import TokenRoutes
+from deskside.serve.web_files import WEB_PREFIX, WebFiles
 
 
 def make_app(service: Service) -> Starlette:
     """Return the ASGI application."""
-    handler, tokens = RequestHandler(service), TokenRoutes(service)
-    page_html, page_headers = _read_page()
+    handler, tokens, web = RequestHandler(service), TokenRoutes(service), WebFiles()
     vocab_size = service.loaded.config.vocab_size
     api = openapi_document(service.max_choices, service.max_tokens, vocab_size, handler.prompts.roles)
-
-    async def page(request: Request) -> Response:
-        return HTMLResponse(page_html, headers={**HEADERS, **page_headers})
 
     async def health(request: Request) -> Response:
         status = "draining" if service.admission.draining else "ok"
@@ -84,7 +76,8 @@ def make_app(service: Service) -> Starlette:
         Route("/detokenize", tokens.detokenize, methods=["POST"]),
         Route("/v1/models", models),
         Route("/v1/models/{name:path}", model),
-        Route("/", page),
+        Route("/", web.page),
+        Route(WEB_PREFIX + "{path:path}", web.file),
         Route("/health", health),
         Route("/metrics", metrics),
         Route("/version", version),
@@ -111,19 +104,3 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
 async def _internal_error(request: Request, error: Exception) -> Response:
     message = ApiError(500, "internal error; see the server's log")
     return JSONResponse(message.body, 500, HEADERS)
-
-
-def _read_page() -> tuple[str, dict[str, str]]:
-    """Return the chat page, and headers that allow only its own script, style and server."""
-    text = files("deskside.serve").joinpath("page.html").read_text("utf-8")
-
-    def digest(tag: str) -> str:
-        match = re.search(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
-        assert match is not None
-        return base64.b64encode(hashlib.sha256(match[1].encode()).digest()).decode()
-
-    policy = (
-        f"default-src 'none'; script-src 'sha256-{digest('script')}'; style-src 'sha256-{digest('style')}'; "
-        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    )
-    return text, {"content-security-policy": policy, "referrer-policy": "no-referrer"}

@@ -85,7 +85,9 @@ class RequestHandler:
                 "owned_by": "deskside",
                 "parent": None if name == service.name else service.name,
                 "max_model_len": service.max_length,
+                "max_tokens": service.max_tokens,
                 "chat_template": self.prompts.has_chat_template,
+                "chat_template_variables": sorted(self.prompts.variables),
             }
             for name in service.names
         }

@@ -136,13 +136,17 @@ class Completion(_CompletionResponse):
 
 
 class Model(_Response):
+    """A served name. max_tokens: of an answer. chat_template_variables: what chat_template_kwargs may set."""
+
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
     parent: str | None
     max_model_len: int
+    max_tokens: int
     chat_template: bool
+    chat_template_variables: list[str]
 
 
 class ModelList(_Response):

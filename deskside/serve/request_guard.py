@@ -24,6 +24,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from deskside.serve.protocol import ApiError
+from deskside.serve.web_files import WEB_PREFIX
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -31,7 +32,8 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 MAX_HEAD_BYTES = 16 * 1024  # of a request's head: request line and headers
-PUBLIC_PATHS = ("/", "/health")  # need no key: they only show that the server is running
+# Paths that need no key: the chat page and its files, which are the same everywhere, and whether the server is running.
+PUBLIC_PATHS = ("/", "/health")
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,8 @@ class RequestGuard:
         origin = headers.get(b"origin")
         if origin is not None and origin.decode("latin-1").partition("://")[2].lower() != host.lower():
             raise ApiError(403, "requests from other web pages are refused", code="cross_origin")
-        if self._keys and scope["path"] not in PUBLIC_PATHS:
+        path = scope["path"]
+        if self._keys and path not in PUBLIC_PATHS and not path.startswith(WEB_PREFIX):
             scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
             given = _digest(key.strip())
             # The sum compares every key, whichever is right.

@@ -112,7 +112,11 @@ def test_paths_and_methods(server: tuple[str, int]) -> None:
         ("DELETE", "/v1/models", 405),
         ("GET", "/docs", 404),
         ("GET", "/../../etc/passwd", 404),
-        ("GET", "/page.html", 404),
+        ("GET", "/index.html", 404),
+        ("GET", "/web/", 404),
+        ("GET", "/web/../app.py", 404),
+        ("GET", "/web/%2e%2e/app.py", 404),
+        ("POST", "/web/js/main.js", 415),
         ("GET", "/v1/models/" + "x" * 5000, 404),
     ):
         response = httpx.request(method, base + path)

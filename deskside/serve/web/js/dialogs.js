@@ -1,0 +1,42 @@
+/** Questions in modal dialogs, which keep the focus within them and close on Esc. */
+
+import { byId, make } from "./dom.js";
+
+function ask(title, parts, buttons, field = null) {
+  return new Promise((resolve) => {
+    const form = make("form", { method: "dialog" }, make("h2", { id: "ask-title", text: title }), ...parts, make("div", { class: "row" }, ...buttons));
+    const dialog = make("dialog", { "aria-labelledby": "ask-title", class: "ask-dialog" }, form);
+    dialog.addEventListener("close", () => {
+      dialog.remove();
+      resolve(dialog.returnValue);
+    });
+    document.body.append(dialog);
+    dialog.showModal();
+    field?.focus();
+  });
+}
+
+const button = (value, text, kind = "") => make("button", { value, text, class: kind });
+// The first submit button is what Enter presses, so those that cancel are no submit buttons.
+const cancelButton = (text = "Cancel") =>
+  make("button", { type: "button", text, on: { click: (event) => event.target.closest("dialog").close("") } });
+
+/** Ask a question; without `yes`, only tell something. Return whether the answer was yes. */
+export async function confirmed(title, text, yes) {
+  const buttons = yes ? [cancelButton(), button("yes", yes, "danger")] : [cancelButton("Close")];
+  return (await ask(title, [make("p", { text })], buttons)) === "yes";
+}
+
+/** Ask for a text. Return null if the user cancels. */
+export async function entered(title, label, value, { type = "text", text = "" } = {}) {
+  const input = make("input", { type, autocomplete: "off", required: true });
+  input.value = value;
+  const parts = [text ? make("p", { text }) : null, make("label", { text: label }, input)].filter(Boolean);
+  const answer = await ask(title, parts, [cancelButton(), button("yes", "OK", "main")], input);
+  return answer === "yes" ? input.value : null;
+}
+
+/** Show a dialog of index.html. */
+export function show(id) {
+  if (!byId(id).open) byId(id).showModal();
+}

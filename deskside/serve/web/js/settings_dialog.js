@@ -1,0 +1,83 @@
+/** The settings dialog: system message, sampling, reasoning, tools, and how the page looks. Changes hold at once. */
+
+import { byId, fitHeight, make } from "./dom.js";
+import { NUMBERS, canThink, parseTools, resetSettings } from "./settings.js";
+import { setTheme, theme } from "./theme.js";
+
+export class SettingsDialog {
+  constructor(session) {
+    this._session = session;
+    for (const { name, label, help, placeholder, min, max, step } of NUMBERS) {
+      const id = `setting-${name}`;
+      const input = make("input", {
+        type: "number", id, min, max, step: "any", placeholder, inputmode: step < 1 ? "decimal" : "numeric", "aria-describedby": `${id}-help`,
+      });
+      input.addEventListener("change", () => this._changeNumber(name, step, input));
+      const field = make("div", { class: "field" }, make("label", { for: id, text: label }), input, make("small", { id: `${id}-help`, text: help }));
+      byId("numbers").append(field);
+    }
+    byId("system").addEventListener("change", () => session.changeSystem(byId("system").value));
+    byId("thinking").addEventListener("change", () => session.changeSettings({ thinking: byId("thinking").value }));
+    byId("theme").addEventListener("change", () => setTheme(byId("theme").value));
+    byId("tools").addEventListener("change", () => this._changeTools());
+    byId("reset").addEventListener("click", () => {
+      session.changeSettings(resetSettings(session.settings));
+      this._draw();
+    });
+    for (const event of ["models", "conversation"]) session.addEventListener(event, () => this._draw());
+    this._draw();
+  }
+
+  show() {
+    this._draw();
+    byId("settings").showModal();
+    fitHeight(byId("system"));
+  }
+
+  _changeNumber(name, step, input) {
+    if (step === 1 && input.value !== "") input.value = Math.round(input.valueAsNumber);
+    const isGood = input.validity.valid;
+    const help = byId(`${input.id}-help`);
+    const { help: words } = NUMBERS.find((number) => number.name === name);
+    help.textContent = isGood ? words : input.validationMessage;
+    help.classList.toggle("bad", !isGood);
+    input.setAttribute("aria-invalid", String(!isGood));
+    if (isGood) this._session.changeSettings({ [name]: input.value === "" ? "" : input.valueAsNumber });
+  }
+
+  _changeTools() {
+    const text = byId("tools").value;
+    let problem = "";
+    try {
+      parseTools(text);
+    } catch (error) {
+      if (!(error instanceof SyntaxError || error instanceof TypeError)) throw error;
+      problem = error.message;
+    }
+    byId("tools-problem").textContent = problem;
+    byId("tools").setAttribute("aria-invalid", String(Boolean(problem)));
+    if (!problem) this._session.changeSettings({ tools: text });
+  }
+
+  _draw() {
+    const { settings, model, conversation } = this._session;
+    for (const { name } of NUMBERS) {
+      const input = byId(`setting-${name}`);
+      if (document.activeElement === input) continue;
+      input.value = settings[name];
+      this._changeLimits(input, name, model);
+    }
+    byId("system").value = conversation.system;
+    byId("thinking").value = settings.thinking;
+    byId("tools").value = settings.tools;
+    byId("theme").value = theme();
+    byId("system-field").hidden = byId("tools-field").hidden = model !== null && !model.chat_template;
+    byId("thinking-field").hidden = model === null || !canThink(model);
+  }
+
+  _changeLimits(input, name, model) {
+    if (name !== "max_tokens" || model === null) return;
+    input.max = model.max_tokens;
+    input.placeholder = `up to ${model.max_tokens}`;
+  }
+}

@@ -1,0 +1,60 @@
+"""One browser and one server with prepared answers for all tests of the chat page."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.data.chat.templates import template
+from tests.serve.chatty import make_chatty
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+    from tests.serve.chat_page import ChatPage, PreparedServer
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator["Browser"]:
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+    if chromium is None:
+        pytest.skip("there is no chromium on the PATH")
+    with sync_api.sync_playwright() as playwright:
+        launched = playwright.chromium.launch(
+            executable_path=chromium, args=["--no-sandbox", "--disable-dev-shm-usage"]
+        )
+        yield launched
+        launched.close()
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A run without a chat template, and the same with one."""
+    made, chatty = make_chatty(tmp_path_factory.mktemp("page"))
+    return made.path, chatty
+
+
+@pytest.fixture(scope="session")
+def prepared(runs: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator["PreparedServer"]:
+    from tests.serve.chat_page import PreparedServer
+
+    run = tmp_path_factory.mktemp("prepared") / "run"
+    shutil.copytree(runs[1], run)
+    (run / "chat_template.jinja").write_text(template("qwen3"), "utf-8")
+    server = PreparedServer(run)
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def chat(browser: "Browser", prepared: "PreparedServer") -> Iterator["ChatPage"]:
+    """A new browser profile with the page open. At the end, its console has said nothing."""
+    from tests.serve.chat_page import ChatPage
+
+    opened = ChatPage(browser, prepared.address)
+    yield opened
+    opened.close()
+    assert opened.complaints == []

@@ -1,0 +1,289 @@
+"""The functions of the chat page with prepared answers: branches, kept conversations, export, a lost server."""
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+from playwright.sync_api import expect
+
+from tests.serve.chat_page import ChatPage, PreparedServer
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+
+
+def test_markdown_grows_without_replacing_what_is_complete(chat: ChatPage) -> None:
+    page = chat.page
+    chat.send("rich")
+    expect(chat.last.locator(".markdown")).to_contain_text("crosses out")
+    chat.last.locator(".markdown h2").evaluate("e => { window.heading = e; }")
+    chat.answer()
+    assert page.evaluate("window.heading.isConnected")
+    answer = chat.last.locator(".markdown")
+    assert answer.locator("table tbody tr").count() == 3
+    assert answer.locator("td.align-right").count() == 6
+    assert answer.locator(".hljs-keyword").first.inner_text() == "def"
+    assert answer.locator(".math .katex-html").count() == 9 and answer.locator(".math.display").count() == 1
+    link = answer.get_by_role("link")
+    assert (
+        link.get_attribute("rel") == "noopener noreferrer nofollow"
+        and link.get_attribute("target") == "_blank"
+    )
+    answer.get_by_role("button", name="Copy code").click()
+    copied = page.evaluate("navigator.clipboard.readText()")
+    assert (
+        copied.startswith("def primes(n")
+        and copied.endswith("if is_prime]")
+        and "\n    for p in range" in copied
+    )
+    chat.button("Copy").click()
+    assert page.evaluate("navigator.clipboard.readText()").startswith("## How a prime sieve")
+    usage = chat.last.locator(".usage").inner_text()
+    tokens, speed = re.search(r"(\d+) tokens · (\d+) tokens/s", usage).groups()
+    # A pause of 4 ms before each token: at most 250 a second.
+    assert int(tokens) == 160 and 5 < int(speed) <= 250
+
+
+def test_branches(chat: ChatPage) -> None:
+    first = chat.ask("versions")
+    chat.button("Regenerate").click()
+    second = chat.answer()
+    assert first != second
+    assert chat.ask("and more") == "and more"
+    question = chat.page.locator(".turn.user").first
+    question.get_by_role("button", name="Edit").click()
+    question.get_by_label("Edit the question").fill("another question")
+    chat.page.keyboard.press("Control+Enter")
+    assert chat.answer() == "another question"
+    assert chat.texts() == ["another question", "another question"]
+    question = chat.page.locator(".turn.user").first
+    question.get_by_role("button", name="Previous version").click()
+    assert chat.texts() == ["versions", second, "and more", "and more"]  # the newest of what follows
+    chat.page.locator(".turn").nth(1).get_by_role("button", name="Previous version").click()
+    assert chat.texts() == ["versions", first]
+    chat.button("Edit").click()
+    chat.last.get_by_label("Edit the answer").fill("my own words")
+    chat.last.get_by_role("button", name="Save").click()
+    assert chat.texts() == ["versions", "my own words"]
+    assert chat.last.locator(".versions").inner_text() == "3 / 3"
+    assert chat.ask("next") == "next"
+    assert [m["content"] for m in chat.posted()["messages"]] == ["versions", "my own words", "next"]
+
+
+def test_conversations_are_kept_found_renamed_and_deleted(chat: ChatPage) -> None:
+    page = chat.page
+    chat.ask("about lighthouses")
+    chat.page.get_by_role("button", name="New chat").click()
+    assert chat.texts() == []
+    chat.ask("about pirates")
+    chat.page.get_by_label("Message", exact=True).fill("not sent yet")
+    page.reload()
+    expect(page.locator(".turn")).to_have_count(2)
+    assert chat.texts() == ["about pirates", "about pirates"]
+    expect(page.get_by_label("Message", exact=True)).to_have_value("not sent yet")
+    saved = page.locator("#conversations .title")
+    assert saved.all_inner_texts() == ["about pirates", "about lighthouses"]
+    page.keyboard.press("Control+k")
+    page.keyboard.type("lightHOUSE")
+    expect(saved).to_have_text(["about lighthouses"])
+    saved.click()
+    expect(page.locator(".turn > .text")).to_have_text(["about lighthouses", "about lighthouses"])
+    page.get_by_label("Search conversations").fill("")
+    page.get_by_role("button", name="Rename about lighthouses").click()
+    page.get_by_label("Title").fill("Lights <b>")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("heading", level=1)).to_have_text("Lights <b>")
+    page.get_by_role("button", name="Delete Lights <b>").click()
+    page.get_by_role("button", name="Cancel").click()
+    expect(saved).to_have_count(2)
+    page.get_by_role("button", name="Delete Lights <b>").click()
+    page.get_by_role("button", name="Delete", exact=True).click()
+    expect(saved).to_have_text(["about pirates"])
+    assert chat.texts() == []
+    page.go_back()  # to what is deleted, so there is a new chat
+    page.go_back()
+    expect(page.locator(".turn > .text")).to_have_text(["about pirates", "about pirates"])
+
+
+def test_export_and_import(chat: ChatPage, tmp_path: Path) -> None:
+    page = chat.page
+    chat.settings(system="be kind")
+    chat.ask("versions")
+    chat.button("Regenerate").click()
+    chat.answer()
+    chat.ask("think")
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Export", exact=True).click()
+    file = tmp_path / "chats.json"
+    download.value.save_as(file)
+    exported = json.loads(file.read_text())
+    texts = chat.texts()
+    assert [m["role"] for m in exported[0]["messages"]] == [
+        "system",
+        "user",
+        "assistant",
+        "user",
+        "assistant",
+    ]
+    assert [m["content"].strip() for m in exported[0]["messages"]][:3] == ["be kind", "versions", texts[1]]
+    assert exported[0]["messages"][-1]["reasoning_content"].strip() == "Why, indeed?"
+    page.get_by_role("button", name="Delete all conversations").click()
+    page.get_by_role("button", name="Delete", exact=True).click()
+    expect(page.locator("#conversations .title")).to_have_count(0)
+    page.locator("#file").set_input_files(file)
+    expect(page.locator(".turn")).to_have_count(4)
+    assert chat.texts() == texts
+    page.locator(".turn").nth(1).get_by_role("button", name="Previous version").click()
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Export", exact=True).click()
+    download.value.save_as(file)
+    again = json.loads(file.read_text())
+    assert [without_ids(entry) for entry in again] == [without_ids(entry) for entry in exported]
+    # A bare list of messages, as of another program.
+    file.write_text(json.dumps([{"role": "user", "content": [{"type": "text", "text": "from elsewhere"}]}]))
+    page.locator("#file").set_input_files(file)
+    expect(page.locator(".turn > .text")).to_have_text(["from elsewhere"])
+    expect(page.locator("#conversations .title")).to_have_count(2)
+    for bad in (
+        "{",
+        '{"messages": 7}',
+        '[{"role": "wizard", "content": "x"}]',
+        '[{"role": "user", "content": 7}]',
+    ):
+        file.write_text(bad)
+        page.locator("#file").set_input_files(file)
+        page.get_by_role("dialog").get_by_role("button", name="Close").click()
+    expect(page.locator("#conversations .title")).to_have_count(2)
+
+
+def without_ids(entry: dict[str, Any]) -> Any:
+    """What of an exported conversation an import keeps: its tree, in order of time."""
+    tree = entry["deskside"]
+    ordered = sorted(tree["messages"], key=lambda m: m["created"])
+    places = {message["id"]: place for place, message in enumerate(ordered)}
+    messages = [{**m, "id": None, "parent": places.get(m["parent"])} for m in ordered]
+    return entry["title"], entry["created"], tree["system"], messages
+
+
+def test_sampling_and_models(chat: ChatPage) -> None:
+    page = chat.page
+    chat.ask("hello")
+    assert set(chat.posted()) == {
+        "model",
+        "temperature",
+        "max_tokens",
+        "messages",
+        "stream",
+        "stream_options",
+    }
+    wanted = {
+        "temperature": 0.5, "top_p": 0.9, "top_k": 40, "min_p": 0.05, "max_tokens": 12, "seed": 7,
+        "repetition_penalty": 1.1, "frequency_penalty": 0.5, "presence_penalty": -0.5,
+    }  # fmt: skip
+    chat.settings(
+        **{name: str(value) for name, value in wanted.items()}, thinking="off", tools=json.dumps(TOOLS)
+    )
+    page.get_by_label("Model", exact=True).select_option("poet")
+    page.reload()  # the settings of this browser are kept
+    expect(page.get_by_label("Model", exact=True)).to_have_value("poet")
+    chat.ask("hello again")
+    posted = chat.posted()
+    assert wanted.items() <= posted.items() and posted["model"] == "poet" and posted["tools"] == TOOLS
+    assert posted["chat_template_kwargs"] == {"enable_thinking": False}
+    assert chat.last.locator(".who").inner_text() == "poet"
+    page.keyboard.press("Control+,")
+    page.locator("#setting-temperature").fill("3")
+    page.locator("#setting-temperature").blur()
+    assert page.locator("#setting-temperature").get_attribute("aria-invalid") == "true"
+    page.get_by_role("button", name="Reset").click()
+    page.keyboard.press("Escape")
+    chat.ask("hello")
+    assert chat.posted()["temperature"] == 0.8
+    assert not {*wanted, "chat_template_kwargs", "tools"} & {*chat.posted()} - {"temperature", "max_tokens"}
+
+
+def test_continuing_after_the_limit(chat: ChatPage) -> None:
+    chat.settings(max_tokens="10")
+    assert chat.ask("count").split() == [str(i) for i in range(1, 11)]
+    expect(chat.last.get_by_text("Ended at the maximum")).to_be_visible()
+    chat.settings(max_tokens="500")
+    chat.button("Continue").click()
+    assert chat.answer().split() == [str(i) for i in range(1, 301)]
+    assert chat.last.locator(".usage").inner_text().startswith("300 tokens")
+    assert chat.page.locator(".turn").count() == 2 and chat.button("Continue").count() == 0
+
+
+def test_reasoning_and_tool_calls_are_folded(chat: ChatPage) -> None:
+    page = chat.page
+    assert chat.ask("think") == "Because of it."
+    reasoning = chat.last.locator("details.reasoning .markdown")
+    expect(reasoning).to_be_hidden()
+    chat.last.get_by_text("Reasoning").click()
+    expect(reasoning).to_have_text("Why, indeed?")
+    chat.settings(tools=json.dumps(TOOLS))
+    chat.send("weather")
+    page.get_by_text("Tool call:").click()
+    expect(chat.last.locator("details.call pre")).to_contain_text('"city": "Oslo"')
+    page.get_by_label("Result of weather").last.fill("sunny")
+    page.get_by_role("button", name="Send results").click()
+    expect(chat.last.locator("> .text")).to_have_text("It is sunny.")
+    assert [m["role"] for m in chat.posted()["messages"]] == [
+        "user",
+        "assistant",
+        "user",
+        "assistant",
+        "tool",
+    ]
+    assert chat.posted()["messages"][-1]["content"] == "sunny"
+
+
+def test_a_refusal_is_shown_at_its_question(browser: "Browser", prepared: PreparedServer) -> None:
+    chat = ChatPage(browser, prepared.address)
+    chat.settings(tools='[{"type": "wizard"}]')
+    chat.send("a question")
+    expect(chat.last.get_by_role("alert")).to_contain_text("tools")
+    assert chat.texts() == ["a question"]
+    chat.settings(tools="")
+    chat.button("Try again").click()
+    assert chat.answer() == "a question" and chat.texts() == ["a question", "a question"]
+    assert len(chat.complaints) == 1 and "400" in chat.complaints[0]
+    chat.close()
+
+
+def test_the_server_is_killed_and_returns(browser: "Browser", prepared: PreparedServer) -> None:
+    chat = ChatPage(browser, prepared.address)
+    page = chat.page
+    banner = page.get_by_text("The server cannot be reached.")
+    chat.send("count slowly")
+    expect(chat.last.locator("> .text")).to_contain_text("1 2 3")
+    prepared.kill()
+    expect(banner).to_be_visible()
+    expect(chat.last.get_by_role("alert")).to_have_text("The connection was lost.")
+    begun = chat.last.locator("> .text").inner_text()
+    assert begun.startswith("1 2 3")
+    page.get_by_role("button", name="New chat").click()
+    chat.send("asked while it was away")
+    expect(chat.last.get_by_text("Will be sent")).to_be_visible()
+    page.get_by_role("button", name="Try now").click()
+    expect(banner).to_be_visible()
+    prepared.start()
+    expect(chat.page.locator(".turn.assistant > .text")).to_have_text(
+        "asked while it was away", timeout=15_000
+    )
+    expect(banner).to_be_hidden()
+    page.locator("#conversations .title").nth(1).click()
+    expect(chat.last.locator("> .text")).to_have_text(begun)
+    chat.button("Continue").click()
+    expect(chat.last.locator("> .text")).to_contain_text(begun + " " + str(len(begun.split()) + 1))
+    page.keyboard.press("Escape")
+    chat.answer()
+    assert all("Failed to load resource" in text or "ERR_" in text for text in chat.complaints), (
+        chat.complaints
+    )
+    chat.close()
